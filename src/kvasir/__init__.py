@@ -1,0 +1,24 @@
+"""Kvasir: an LLM inference engine in which every efficiency method is a switch. The public names, imported on first use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvasir.api.llm import LLM as LLM
+    from kvasir.config import EngineConfig as EngineConfig
+    from kvasir.engine.client import AsyncEngine as AsyncEngine
+    from kvasir.types import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+_HOMES = {"LLM": "kvasir.api.llm", "SamplingParams": "kvasir.types", "EngineConfig": "kvasir.config",
+          "AsyncEngine": "kvasir.engine.client", "RequestError": "kvasir.errors", "ConfigError": "kvasir.errors"}
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvasir' has no attribute '{name}'")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,66 @@
+"""The attention seam: rows of many sequences attend to their pages.
+
+Legend: T rows, S spans, H query heads, G KV heads, D head dim, P slots per page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvasir.technique import Technique
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvasir.kv.codec import LayerCache
+    from kvasir.types import StepBatch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What one layer's attention is. ``scale`` multiplies q.k; ``softcap`` c means c * tanh(s / c); ``window`` w means a
+    row sees the last w positions, itself included; ``sinks``: the layer has one learned logit per query head."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a backend is asked to run: everything its capability check may need."""
+
+    device: str
+    dtype: torch.dtype
+    codec_kernel: str
+    page_slots: int
+    specs: tuple[AttentionSpec, ...]
+    exact: bool = False
+
+
+class AttentionBackend(Technique):
+    """The round-trip rule holds: K/V of this step's rows are already in the pages when ``run`` is called."""
+
+    affects_kv = False
+    rank = 0  # among the backends that can run, ``auto`` takes the highest
+
+    def why_not(self, site: Site) -> list[str]:
+        """Reasons why this backend cannot serve ``site``; empty means it can."""
+        return []
+
+    def plan(self, batch: StepBatch) -> None:
+        """Once a step, before the layers: derive what every layer needs into ``batch.scratch``."""
+
+    def run(self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, batch: StepBatch, *,
+            sinks_H: torch.Tensor | None = None, return_lse: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Causal attention of every row over its own sequence: [T, H, D] (and the natural log-sum-exp [T, H] fp32).
+
+        Row i of span s sees positions <= context[s] + i, bottom-right causal; with ``batch.ancestors`` a tree row sees
+        the context and its ancestors. ``cache.group`` picks the page table.
+        """
+        raise NotImplementedError

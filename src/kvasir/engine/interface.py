@@ -1,0 +1,61 @@
+"""What stands between the engine and its front ends: the synchronous core and its asynchronous client."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvasir.types import EngineStats, Event, ModelInfo, Request
+
+
+class EngineCore(Protocol):
+    """One model, one step loop, one thread. Implemented by ``engine.Engine``; tests use a fake without torch."""
+
+    info: ModelInfo
+
+    def submit(self, request: Request) -> list[Event]:
+        """Queue a request: ``accepted``, or one ``error`` event (queue full: status 429 or 503 with ``retry_after``)."""
+
+    def cancel(self, request_id: str, branch: int | None = None) -> list[Event]:
+        """Stop a request (or one branch) in any state; idempotent. Ends it with ``finish_reason='cancelled'``."""
+
+    def step(self) -> list[Event]:
+        """Run one step. Never raises for the fault of one request. Returns at once when nothing is runnable."""
+
+    def has_work(self) -> bool:
+        """Whether a step could do something now (blocked requests whose time has not come do not count)."""
+
+    def stats(self) -> EngineStats: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Health:
+    """``live``: the HTTP process answers. ``ready``: requests make progress. ``reason`` says why not."""
+
+    live: bool
+    ready: bool
+    reason: str = ""
+
+
+class EngineClient(Protocol):
+    """What the HTTP server talks to. Owns the journal: a killed engine process loses no request."""
+
+    info: ModelInfo
+
+    async def start(self) -> None: ...
+
+    async def stop(self, drain: float | None = None) -> None:
+        """Stop taking requests, let running ones finish for ``drain`` seconds, journal the rest, end the process."""
+
+    def generate(self, request: Request) -> AsyncIterator[Event]:
+        """The request's events. The first is ``accepted``, or RequestError is raised. Closing the iterator cancels the
+        request. Ends after one terminal event per branch; raises RequestError on a terminal error."""
+
+    async def cancel(self, request_id: str, branch: int | None = None) -> bool: ...
+
+    def health(self) -> Health: ...
+
+    def stats(self) -> EngineStats: ...

@@ -1,0 +1,58 @@
+"""The KV codec seam: what the bytes of one token's keys and values are. Nothing outside a codec touches the bytes.
+
+A page is raw bytes: layer after layer; in each layer the codec's planes, in order; in each plane KV heads outermost, then
+slots, then the plane's width: element (page n, layer l, plane p, head g, slot s, i) is at
+``n * page_bytes + l * layer_bytes + plane_offset[p] + ((g * P + s) * width + i) * itemsize`` (int64).
+Scales of a quantising codec are planes of their own, so that copies, forks and transfers carry them.
+
+Legend: T rows, G KV heads, D head dim, N pages, P slots per page, S sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from kvasir.technique import Technique
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One array of a slot and head: ``width`` elements of ``dtype``. The names ``k`` and ``v`` are taken by the data."""
+
+    name: str
+    width: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's view of its group's pool: ``planes[name]`` is a strided [N, G, P, width] tensor (stride(0) is a page)."""
+
+    planes: dict[str, torch.Tensor]
+    codec: Codec
+    group: int
+    page_slots: int
+
+
+class Codec(Technique):
+    """Encode on write, decode on read. ``kernel`` names the layout that a fused attention kernel must know to read the
+    pages directly. Round-trip rule: a token's K/V *is* what the codec returns, from the step that produces it."""
+
+    affects_kv = True
+    kernel: ClassVar[str] = ""
+
+    def planes(self, head_dim: int, dtype: torch.dtype) -> list[Plane]:
+        """The planes of one slot and head; ``dtype`` is the model's."""
+        raise NotImplementedError
+
+    def write(self, cache: LayerCache, k_TGD: torch.Tensor, v_TGD: torch.Tensor, slots_T: torch.Tensor) -> None:
+        """Store one row per slot (``slots_T`` int64 = page * P + offset)."""
+        raise NotImplementedError
+
+    def read(self, cache: LayerCache, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode whole pages: page ids of any shape [...] -> two [..., G, P, D] tensors in the model's dtype."""
+        raise NotImplementedError

@@ -1,0 +1,348 @@
+"""The nouns of the engine: requests, sequences, spans, plans, batches, events. Imports no sibling, needs no torch.
+
+A *request* is what a user sent. It runs as one *sequence* per branch (``n`` > 1 forks). Every step the scheduler grants
+each sequence a *span* of rows; a list of spans is a *plan*, and a plan packed into tensors is a *StepBatch*. There are no
+phases: a prompt chunk, a decode step and a draft to verify are spans of different length.
+
+Shape suffixes: T rows, S sequences (spans of this step), M rows whose logits are wanted, N pages.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+Mask = Literal["causal", "tree", "block", "full"]
+Want = Literal["sample", "score", "hidden"]
+Commit = Literal["all", "walk", "none"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+U64 = (1 << 64) - 1
+
+
+def branch_stream(parent: int, branch: int) -> int:
+    """The noise stream of branch ``branch`` > 0 forked from stream ``parent``: a hash, so that streams never meet."""
+    digest = hashlib.blake2b(parent.to_bytes(8, "little") + branch.to_bytes(8, "little"), digest_size=8, person=b"kvasir-branch")
+    return int.from_bytes(digest.digest(), "little")
+
+
+# ---------------------------------------------------------------------------------------------------------- requests
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A constraint on the output. ``text``: the JSON schema, regex, Lark grammar, or a JSON list of choices.
+
+    ``after``: token ids of the end-of-reasoning mark; when not empty, the grammar starts only once they were generated.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "choice", "lark"]
+    text: str = ""
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample: the OpenAI and vLLM parameters by their usual names. Ranges are checked once, at admission.
+
+    ``max_tokens=None`` means "up to the context length". ``temperature=0`` is greedy (lowest id wins a tie).
+    ``seed=None`` draws a fresh stream. ``logprobs``: how many alternatives to report beside the sampled token.
+    ``logprobs_mode``: ``raw`` (the model's distribution) or ``processed`` (after the whole pipeline).
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprobs_mode: Literal["raw", "processed"] = "raw"
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    grammar: Grammar | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        # Callers write lists and single strings, as with vLLM; frozen values are tuples.
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        put("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        put("stop_token_ids", tuple(self.stop_token_ids or ()))
+        put("bad_words", tuple(self.bad_words or ()))
+        put("logit_bias", dict(self.logit_bias or {}))
+        if self.allowed_token_ids is not None:
+            put("allowed_token_ids", tuple(self.allowed_token_ids))
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """The durable state of one request: with it alone the engine rebuilds everything else, on any machine, any time.
+
+    ``seed``: the u64 noise stream of branch 0. ``max_tokens``: resolved against the context length. ``tenant``: salt of
+    the prefix key, from the authenticated identity. ``arrival``: ``time.monotonic()`` seconds. ``bad_words``: token ids.
+    ``epoch`` counts re-submissions; ``emitted`` and ``ended`` carry what earlier epochs already delivered, by branch.
+    """
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    priority: int = 0
+    arrival: float = 0.0
+    tenant: str = ""
+    bad_words: list[list[int]] = field(default_factory=list)
+    epoch: int = 0
+    emitted: list[list[int]] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"  # in the queue, holds no pages
+    BLOCKED = "blocked"  # waits for something outside the scheduler (``Sequence.blocked_on``); skipped, never in the way
+    RUNNING = "running"  # holds pages and a row
+    FINISHED = "finished"  # holds nothing
+
+
+class Sequence:
+    """One branch of a request as the engine runs it. Everything here can be rebuilt from the request.
+
+    Invariants: ``num_computed <= len(tokens)``; RUNNING holds a row; FINISHED and WAITING hold no page and no row.
+    """
+
+    __slots__ = ("request", "branch", "stream", "tokens", "num_prompt", "num_computed", "draft", "tables", "page_keys", "row",
+                 "status", "blocked_on", "blocked_until", "num_cached", "num_preempted", "num_skipped", "parent", "finish_reason",
+                 "state", "first_scheduled")
+
+    def __init__(self, request: Request, branch: int = 0) -> None:
+        emitted = request.emitted[branch] if branch < len(request.emitted) else []
+        self.request = request
+        self.branch = branch
+        self.stream = request.seed if branch == 0 else branch_stream(request.seed, branch)
+        self.tokens: list[int] = [*request.prompt_ids, *emitted]  # known: prompt, then committed output
+        self.num_prompt = len(request.prompt_ids)
+        self.num_computed = 0  # positions whose state is in the cache; the next span starts here
+        self.draft: list[int] = []  # tokens proposed for the positions after ``tokens``, verified by the next span
+        self.tables: list[list[int]] = []  # page ids by cache group; table[i] holds positions [i*P, (i+1)*P); 0 = dropped
+        self.page_keys: list[bytes] = []  # prefix keys of the full pages of ``tokens``, filled by the prefix index
+        self.row = -1  # row of the sampler's per-sequence state
+        self.status = Status.WAITING
+        self.blocked_on = ""
+        self.blocked_until = 0.0
+        self.num_cached = 0  # prompt tokens served from the prefix cache
+        self.num_preempted = 0
+        self.num_skipped = 0  # steps in which a later arrival was admitted past this one
+        self.parent: Sequence | None = None  # fork source: this sequence starts from its prompt pages
+        self.finish_reason: FinishReason | None = None
+        self.state: dict[str, Any] = {}  # what techniques attach, by technique name (grammar matcher, drafter state)
+        self.first_scheduled: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt:]
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.request.id}/{self.branch}, {self.status.value}, {self.num_computed}/{len(self.tokens)})"
+
+
+# ------------------------------------------------------------------------------------------------------ caches, steps
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers that share a page pool: same kind, shape and lifetime. ``window``: keep only the last ``window`` positions."""
+
+    name: str
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """Copy a whole page inside a group's pool before the step's forward (copy-on-write)."""
+
+    group: int
+    source: int
+    target: int
+
+
+@dataclass(slots=True)
+class Span:
+    """``length`` rows of one sequence from position ``start``: the one work item.
+
+    Row ``i`` holds token ``start + i`` of ``seq.tokens + seq.draft`` and predicts the token after it.
+    ``want`` maps a kind to the range of rows (0-based in the span) it is wanted of; rows in no range want nothing:
+    ``sample`` draws the next token, ``score`` gives the log-probability of the known next token.
+    ``parents`` is set for tree masks only: index in the span of each row's parent, -1 for the first row.
+    """
+
+    seq: Sequence
+    start: int
+    length: int
+    mask: Mask = "causal"
+    want: Mapping[Want, range] = field(default_factory=dict)
+    commit: Commit = "all"
+    parents: list[int] | None = None
+
+    def tokens(self) -> list[int]:
+        known, end = self.seq.tokens, self.start + self.length
+        if end <= len(known):
+            return known[self.start:end]
+        return known[self.start:] + self.seq.draft[max(0, self.start - len(known)):end - len(known)]
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step as the scheduler decided it. ``copies`` run before the forward. Nothing is committed until resolve."""
+
+    step: int
+    spans: list[Span]
+    copies: list[PageCopy] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(span.length for span in self.spans)
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """A plan as tensors: an explicit argument of every forward (no globals).
+
+    input_ids [T] int64; positions [T] int64; row_start [S+1] int32 (span s is rows row_start[s]:row_start[s+1]);
+    context [S] int32: positions in the cache before the span, so row i of span s sees context[s] + i + 1 slots (causal);
+    tables: per cache group [S, W] int32 page ids, padded with page 0; slots: per cache group [T] int64 = page * P + offset,
+    where this row's K/V is written; logit_rows [M] int64: rows whose logits are wanted, in row order.
+    ``ancestors`` [T, A] int64 bit mask, tree spans only: bit j of row i = span row j is an ancestor of i or i itself.
+    ``starts``/``lengths`` are the host's copies of context and span lengths; ``scratch`` belongs to the attention backend.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    row_start: torch.Tensor
+    context: torch.Tensor
+    tables: tuple[torch.Tensor, ...]
+    slots: tuple[torch.Tensor, ...]
+    logit_rows: torch.Tensor
+    starts: list[int]
+    lengths: list[int]
+    ancestors: torch.Tensor | None = None
+    scratch: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class TokenLogprob:
+    """Log-probability (natural) of one token, its rank (1 = most likely), and the most likely alternatives."""
+
+    id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class SpanResult:
+    """What a step found for one span. ``tokens``: the emitted path (empty while a prompt is unfinished); ``error``: this
+    sequence alone fails; ``scores``: log-probability of the known token after each scored row."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    scores: list[TokenLogprob] | None = None
+    error: str | None = None
+
+
+# ------------------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(slots=True, kw_only=True)
+class Event:
+    """What the engine tells the front end about one branch. Safe to resend: ``index`` is the place of the first token in
+    the branch's output and ``epoch`` that of the submission, so a reader drops what it has seen.
+
+    ``kind``: ``accepted`` (admitted to the queue; no tokens), ``tokens`` (new output; the last one has ``finish_reason``),
+    ``error`` (terminal for the whole request: ``status``, ``param``, ``message``).
+    """
+
+    kind: Literal["accepted", "tokens", "error"]
+    request_id: str
+    epoch: int = 0
+    branch: int = 0
+    index: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    num_cached: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    status: int = 0
+    param: str | None = None
+    code: str | None = None
+    message: str = ""
+    retry_after: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelInfo:
+    """What front ends need to know of a loaded model. ``vocab_size`` is the width of the logits; ids at or above
+    ``tokenizer_size`` exist in the matrix only and are never sampled."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    tokenizer_size: int
+    eos_ids: tuple[int, ...] = ()
+    kv_capacity_tokens: int = 0
+    generation_defaults: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStats:
+    """A snapshot for health and metrics. Times in seconds; counters since the process started."""
+
+    step: int = 0
+    time: float = 0.0
+    num_waiting: int = 0
+    num_blocked: int = 0
+    num_running: int = 0
+    num_pages: int = 0
+    num_free_pages: int = 0
+    num_cached_pages: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    cached_tokens: int = 0
+    prefix_queries: int = 0
+    preemptions: int = 0
+    failed: dict[str, int] = field(default_factory=dict)
+    step_seconds: float = 0.0
+    step_rows: int = 0
+    startup: dict[str, float] = field(default_factory=dict)
