@@ -16,91 +16,95 @@ from typing import Any, Literal
 from kvasir.errors import ConfigError, nearest
 
 
+def opt(default: Any, help: str, *aliases: str) -> Any:
+    """A setting with its help line and vLLM's spelling of it, if that differs."""
+    return field(default=default, metadata={"help": help, "aliases": aliases})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What to load. ``model``: a folder or a hub id; empty means the model that ships in the package."""
+    """What to load."""
 
-    model: str = ""
-    revision: str | None = None
-    tokenizer: str | None = None
-    served_model_name: str | None = None
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    max_model_len: int | None = None
-    skip_tokenizer_init: bool = False
-    chat_template: str | None = None
-    generation_config: Literal["auto", "none"] = "auto"
-    seed: int = 0
+    model: str = opt("", "Checkpoint folder or hub id; empty means the model that ships in the package.")
+    revision: str | None = opt(None, "Branch, tag or commit on the hub.")
+    tokenizer: str | None = opt(None, "Folder or hub id of the tokenizer, if it is not the model's.")
+    served_model_name: str | None = opt(None, "The name the API answers to; default: the model as given.")
+    device: Literal["auto", "cpu", "cuda"] = opt("auto", "Where to run; auto takes a GPU when torch sees one.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = opt("auto", "Type of weights and KV; auto: the checkpoint's on a GPU, float32 on a CPU.")
+    load_format: Literal["auto", "safetensors", "dummy"] = opt("auto", "dummy fills the shape with random weights, to measure speed.")
+    max_model_len: int | None = opt(None, "Longest prompt plus output, in tokens; default: what the model was made for.")
+    skip_tokenizer_init: bool = opt(False, "Load no tokenizer; prompts are token ids only.")
+    chat_template: str | None = opt(None, "A Jinja file (or text) to use instead of the checkpoint's chat template.")
+    generation_config: Literal["auto", "none"] = opt("auto", "Whether sampling defaults come from the checkpoint's generation_config.json.")
+    seed: int = opt(0, "Seed of dummy weights.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The KV pool. ``num_pages`` overrides the measured size; ``cpu_cache_bytes`` is the pool on a CPU."""
+    """The KV pool."""
 
-    gpu_memory_utilization: float = 0.9
-    cpu_cache_bytes: int = 1 << 29
-    kv_codec: str = "plain"
-    page_slots: int | None = None
-    num_pages: int | None = None
-    enable_prefix_caching: bool = True
-    fit: bool = False
+    gpu_memory_utilization: float = opt(0.9, "Share of the GPU memory free at start that weights, one step and the KV pool may take.")
+    cpu_cache_bytes: int = opt(1 << 29, "Bytes of the KV pool on a CPU.")
+    kv_codec: str = opt("plain", "How keys and values are stored: a name, or name:key=value,key=value.", "kv-cache-dtype")
+    page_slots: int | None = opt(None, "Tokens a page holds; default 16 on a GPU, 64 on a CPU.", "block-size")
+    num_pages: int | None = opt(None, "Pages in the pool, instead of what was measured to fit.", "num-gpu-blocks-override")
+    enable_prefix_caching: bool = opt(True, "Share the KV of equal prompt beginnings.")
+    fit: bool = opt(False, "Shorten the context to what fits instead of refusing to start, and say why.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """How steps are filled. ``max_num_batched_tokens``: rows a step (None: 2048 on a GPU, 256 on a CPU);
-    ``long_prefill_token_threshold``: most rows one sequence gets in a step (0: no bound)."""
+    """How steps are filled."""
 
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    long_prefill_token_threshold: int = 0
-    scheduling_policy: str = "fcfs"
-    max_queued_requests: int = 4096
-    max_queued_tokens: int | None = None
+    max_num_seqs: int = opt(256, "Most sequences that run at once.")
+    max_num_batched_tokens: int | None = opt(None, "Most rows a step; default 2048 on a GPU, 256 on a CPU.")
+    long_prefill_token_threshold: int = opt(0, "Most rows of one sequence a step; 0: no bound.")
+    scheduling_policy: str = opt("fcfs", "fcfs (by arrival) or priority (lower numbers first).")
+    max_queued_requests: int = opt(4096, "Requests that may wait before new ones get 429.")
+    max_queued_tokens: int | None = opt(None, "Prompt tokens that may wait before new requests get 429; default 4x the KV pool.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerConfig:
-    """How a step is computed. ``batch_invariant``: exact mode, a row's bits do not depend on its batch."""
+    """How a step is computed."""
 
-    attention_backend: str = "auto"
-    batch_invariant: bool = False
-    num_threads: int | None = None
-    check: bool = False
-    poison: bool = False
+    attention_backend: str = opt("auto", "auto takes the fastest that can serve the model here; `kvasir doctor` says why.")
+    batch_invariant: bool = opt(False, "Exact mode: a request's tokens do not depend on what else is in the batch (CPU; slower).")
+    num_threads: int | None = opt(None, "CPU threads of the computation; default: one a core.")
+    check: bool = opt(False, "Check every invariant after every step (for debugging).")
+    poison: bool = opt(False, "Fill freed pages with NaN, so that a read of stale state is seen (for debugging).")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
-    """The engine process. Times in seconds. ``watchdog``: longest a step may take before the process is restarted."""
+    """The engine process. Times in seconds."""
 
-    watchdog: float = 60.0
-    startup_timeout: float = 900.0
-    drain_timeout: float = 30.0
-    grammar_timeout: float = 5.0
-    max_crashes_per_request: int = 2
-    journal: str | None = None
+    watchdog: float = opt(60.0, "A step that takes longer than this many seconds means the engine process hangs: it is restarted.")
+    startup_timeout: float = opt(900.0, "Seconds the engine process may take to start.")
+    drain_timeout: float = opt(30.0, "Seconds running requests get to finish after SIGTERM.")
+    grammar_timeout: float = opt(5.0, "Seconds a grammar may take to compile.")
+    max_crashes_per_request: int = opt(2, "A request seen in this many crashes of the engine process is refused.")
+    journal: str | None = opt(None, "File that unfinished requests are written to at shutdown (JSON lines).")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """The HTTP server. It listens on loopback unless told otherwise, and refuses other addresses without a key."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    uds: str | None = None
-    api_key: tuple[str, ...] = ()
-    insecure: bool = False
-    allowed_origins: tuple[str, ...] = ()
-    max_body_bytes: int = 16 << 20
-    max_concurrent_per_key: int = 0
-    lenient: bool = False
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
-    enable_client_chat_template: bool = False
-    request_timeout: float = 600.0
-    log_requests: bool = False
+    host: str = opt("127.0.0.1", "Address to listen on.")
+    port: int = opt(8000, "Port to listen on; 0 picks a free one.")
+    uds: str | None = opt(None, "Unix socket to listen on instead.")
+    api_key: tuple[str, ...] = opt((), "Keys that clients must send as a bearer token (repeatable).")
+    insecure: bool = opt(False, "Listen beyond this machine without a key.")
+    allowed_origins: tuple[str, ...] = opt((), "Origins that browsers may call from (CORS; repeatable).")
+    max_body_bytes: int = opt(16 << 20, "Largest request body.")
+    max_concurrent_per_key: int = opt(0, "Most requests at once of one key; 0: no bound.")
+    lenient: bool = opt(False, "Ignore unknown body parameters with a warning header instead of refusing them.")
+    tool_call_parser: str = opt("auto", "Format of the model's tool calls; auto looks at the chat template.")
+    reasoning_parser: str = opt("auto", "Format of the model's reasoning; auto looks at the chat template.")
+    enable_client_chat_template: bool = opt(False, "Let clients send a chat template (it runs in a sandbox).")
+    request_timeout: float = opt(600.0, "Seconds a request may take before it is cancelled.")
+    log_requests: bool = opt(False, "Log one line a request.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -242,7 +242,8 @@ class StepBatch:
     context [S] int32: positions in the cache before the span, so row i of span s sees context[s] + i + 1 slots (causal);
     tables: per cache group [S, W] int32 page ids, padded with page 0; slots: per cache group [T] int64 = page * P + offset,
     where this row's K/V is written; logit_rows [M] int64: rows whose logits are wanted, in row order.
-    ``ancestors`` [T, A] int64 bit mask, tree spans only: bit j of row i = span row j is an ancestor of i or i itself.
+    ``ancestors`` [T, A] int64, only when a span is a tree: bit j % 64 of word j // 64 of row i = row j of its span is an
+    ancestor of row i or row i itself (causal spans of such a step: all zeros; read ``starts``/``context`` as ever).
     ``starts``/``lengths`` are the host's copies of context and span lengths; ``scratch`` belongs to the attention backend.
     """
 

@@ -53,6 +53,10 @@ class AttentionBackend(Technique):
         """Reasons why this backend cannot serve ``site``; empty means it can."""
         return []
 
+    def prepare(self, site: Site) -> None:
+        """Once, after the choice: the place this backend will run at (``site.exact`` asks for batch-invariant rows)."""
+        self.site = site
+
     def plan(self, batch: StepBatch) -> None:
         """Once a step, before the layers: derive what every layer needs into ``batch.scratch``."""
 

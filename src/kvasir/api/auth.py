@@ -1,0 +1,57 @@
+"""API keys. Every route is guarded but the two below, so a route added later is guarded without anyone remembering to."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from kvasir.api.errors import error_response
+from kvasir.errors import RequestError
+
+OPEN_PATHS = frozenset({"/", "/health/live"})
+Scope = dict[str, Any]
+App = Callable[[Scope, Callable, Callable], Awaitable[None]]
+
+
+class KeyGuard:
+    """ASGI middleware: ``Authorization: Bearer KEY``, compared in constant time against all keys.
+
+    Stores in ``scope["state"]``: ``key``, a digest that names the caller in counters (empty without keys), and ``tenant``,
+    the salt of the prefix cache: the digest when there are two keys or more, else empty. Neither comes from the client.
+    WebSocket upgrades are refused: no route speaks them.
+    """
+
+    def __init__(self, app: App, keys: Iterable[str] = ()) -> None:
+        self.app = app
+        self.digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Callable, send: Callable) -> None:
+        if scope["type"] == "lifespan":
+            return await self.app(scope, receive, send)
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008})
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        if b"websocket" in headers.get(b"upgrade", b"").lower():
+            error = RequestError("no route speaks WebSocket", status=400, code="no_websocket")
+            return await error_response(error)(scope, receive, send)
+        key = self.match(headers.get(b"authorization", b""))
+        if key is None and scope["path"] not in OPEN_PATHS:
+            error = RequestError("a valid API key is needed: Authorization: Bearer KEY", status=401, code="invalid_api_key")
+            return await error_response(error)(scope, receive, send)
+        state = scope.setdefault("state", {})
+        state["key"] = key or ""
+        state["tenant"] = key or "" if len(self.digests) > 1 else ""
+        return await self.app(scope, receive, send)
+
+    def match(self, authorization: bytes) -> str | None:
+        """The caller's name, or None. Always looks at every key."""
+        if not self.digests:
+            return ""
+        scheme, _, key = authorization.partition(b" ")
+        given = hashlib.sha256(key.strip()).digest()
+        found = [d for d in self.digests if hmac.compare_digest(d, given)]
+        if not found or scheme.lower() != b"bearer":
+            return None
+        return hashlib.blake2b(found[0], digest_size=16, person=b"kvasir-tenant").hexdigest()

@@ -1,0 +1,113 @@
+"""What a request may weigh before anything is spent on it: body size, time to arrive, nesting, numbers, open requests.
+
+A body is read with a limit, checked for depth without parsing, then decoded strictly: UTF-8 only, no NaN or Infinity, no lone
+surrogates. Of duplicate keys the last one wins. Everything raises RequestError, so a bad body costs a 4xx and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections import Counter
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from kvasir.errors import RequestError
+
+MAX_DEPTH = 64
+CHUNK_TIMEOUT = 10.0  # seconds between two pieces of a body
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+"?', re.DOTALL)  # possessive: never tries a byte twice
+_NOT_BRACKETS = bytes(c for c in range(256) if c not in b"[]{}")
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
+
+
+async def read_body(request: Request, limit: int, timeout: float) -> bytes:
+    """The raw body. Raises RequestError 415 (not JSON, or encoded), 413 (longer than ``limit`` bytes), 408 (too slow)."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise RequestError(f"the content type must be application/json, not '{kind[:80]}'", status=415, code="unsupported_media_type")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise RequestError("compressed bodies are not read; send the JSON as it is", status=415, code="unsupported_encoding")
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and len(length) < 20 and int(length) > limit:
+        raise _too_large(limit)
+    pieces, size = [], 0
+    try:
+        async with asyncio.timeout(timeout):
+            stream = request.stream().__aiter__()
+            while (piece := await asyncio.wait_for(anext(stream, None), CHUNK_TIMEOUT)) is not None:
+                size += len(piece)
+                if size > limit:
+                    raise _too_large(limit)
+                pieces.append(piece)
+    except TimeoutError as e:
+        raise RequestError("the body took too long to arrive", status=408, code="body_timeout") from e
+    except ClientDisconnect as e:
+        raise RequestError("the client went away", status=499, code="disconnected") from e
+    return b"".join(pieces)
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError(f"the body is longer than {limit} bytes", status=413, code="body_too_large")
+
+
+def check_depth(body: bytes) -> None:
+    """Raise RequestError when brackets nest deeper than MAX_DEPTH. Linear time, no recursion, whatever the bytes are.
+
+    Strings and everything but brackets are dropped; each pass then removes the innermost pairs, so after MAX_DEPTH passes
+    anything left is either too deep or does not match.
+    """
+    brackets = _STRING.sub(b"", body).translate(_ONE_KIND, _NOT_BRACKETS)
+    for _ in range(MAX_DEPTH):
+        if not brackets:
+            return
+        brackets = brackets.replace(b"[]", b"")
+    if brackets:
+        raise RequestError(f"the body is not valid JSON: brackets do not match, or nest deeper than {MAX_DEPTH}", code="invalid_json")
+
+
+def decode_json(body: bytes) -> dict[str, Any]:
+    """The body as an object. Raises RequestError 400 for everything that is not a JSON object."""
+    if not body.strip():
+        raise RequestError("the body is empty; send a JSON object", code="invalid_json")
+    check_depth(body)
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as e:
+        raise RequestError(f"the body is not valid JSON: {e}", code="invalid_json") from e
+    if not isinstance(value, dict):
+        raise RequestError("the body must be a JSON object", code="invalid_json")
+    return value
+
+
+def clean_id(text: str | None) -> str:
+    """A client's request id with only letters, digits and ``._-``, at most 64 of them; a fresh one when there is none."""
+    return re.sub(r"[^A-Za-z0-9._-]", "", text or "")[:64] or uuid.uuid4().hex
+
+
+def unique_id(prefix: str, client_id: str) -> str:
+    """An id that no other request has, whatever clients choose."""
+    return f"{prefix}-{client_id}-{uuid.uuid4().hex[:12]}"
+
+
+class Concurrency:
+    """How many requests each key has open; 0 means no bound. Holders call ``enter`` once and ``leave`` once."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.open: Counter[str] = Counter()
+
+    def enter(self, key: str) -> None:
+        """Raises RequestError 429 when the key already has ``limit`` requests open."""
+        if self.limit and self.open[key] >= self.limit:
+            raise RequestError(f"this key already has {self.limit} requests open", status=429, code="too_many_requests", retry_after=1.0)
+        self.open[key] += 1
+
+    def leave(self, key: str) -> None:
+        self.open[key] -= 1
+        if not self.open[key]:
+            del self.open[key]

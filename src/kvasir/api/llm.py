@@ -1,0 +1,259 @@
+"""The Python API, shaped like vLLM's: ``LLM(path, **config).generate(prompts, params)``. The engine runs in this process."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvasir.api.detokenize import Detokenizer
+from kvasir.config import EngineConfig
+from kvasir.engine.admission import admit
+from kvasir.engine.engine import Engine
+from kvasir.errors import ConfigError, RequestError
+from kvasir.models import checkpoint
+from kvasir.models.tokenizer import Tokenizer
+from kvasir.types import Event, Request, SamplingParams, TokenLogprob
+
+Prompt = str | dict[str, Any]
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Natural log-probability of one token, its rank (1 = most likely) and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One branch. ``token_ids`` include the token that ended it; ``text`` does not."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    finished: bool = False
+
+
+class LLM:
+    """An engine in this process. Keywords are the settings of ``kvasir.config`` (``LLM("path", max_model_len=4096)``).
+
+    ``model``: a folder or a hub id; none means the model that ships in the package. Raises ConfigError when it cannot
+    start. Close it, or use it as a context manager, to give its memory back.
+    """
+
+    def __init__(self, model: str = "", **options: Any) -> None:
+        self.config = EngineConfig.of(model=model, **options)
+        self.engine = Engine(self.config)
+        self.info = self.engine.info
+        self.tokenizer: Tokenizer | None = None
+        if not self.config.model.skip_tokenizer_init:
+            source = self.config.model
+            path = checkpoint.resolve(source.tokenizer or source.model, source.revision if not source.tokenizer else None)
+            self.tokenizer = Tokenizer.load(path, source.chat_template)
+        self._ids = itertools.count()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def default_sampling_params(self, **changes: Any) -> SamplingParams:
+        """What the checkpoint's generation_config asks for, with ``changes``."""
+        known = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        return SamplingParams(**{k: v for k, v in self.info.generation_defaults.items() if k in known and v is not None} | changes)
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                 use_tqdm: bool = False) -> list[RequestOutput]:
+        """Complete every prompt: a string, or ``{"prompt_token_ids": [...]}``. Results come in the order of the prompts.
+
+        ``use_tqdm`` shows a progress bar. A request that cannot be served raises RequestError before any work is done.
+        """
+        many = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        params = [p or self.default_sampling_params() for p in
+                  ([sampling_params] * len(many) if sampling_params is None or isinstance(sampling_params, SamplingParams) else sampling_params)]
+        if len(params) != len(many):
+            raise ValueError(f"{len(many)} prompts, but {len(params)} sampling params")
+        texts = [p if isinstance(p, str) else p.get("prompt") for p in many]
+        return self._run([self._request(p, q) for p, q in zip(many, params)], texts, use_tqdm)
+
+    def chat(self, messages: Sequence[Any], sampling_params: SamplingParams | None = None, *, use_tqdm: bool = False,
+             tools: list[dict] | None = None, add_generation_prompt: bool = True, **template_options: Any) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or many (a list of such lists), through the chat template."""
+        many = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        ids = [self._need_tokenizer().encode_chat(list(m), tools=tools, add_generation_prompt=add_generation_prompt, **template_options) for m in many]
+        return self.generate([{"prompt_token_ids": i} for i in ids], sampling_params, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """Complete one prompt and yield its text (branch 0) as it comes. Leaving the loop early cancels the request."""
+        request = self._request(prompt, sampling_params or self.default_sampling_params())
+        collector, shown = Collector(request, None, self._need_tokenizer()), 0
+        events = self.engine.submit(request)
+        try:
+            while not collector.newly_done():
+                for event in events:
+                    if event.kind == "error":
+                        raise RequestError(event.message, status=event.status, param=event.param, code=event.code)
+                    for branch in collector.add(event):
+                        self.engine.cancel(request.id, branch)
+                text = collector.output.outputs[0].text
+                if len(text) > shown:
+                    yield text[shown:]
+                    shown = len(text)
+                events = self.engine.step()
+        finally:
+            self.engine.cancel(request.id)
+
+    def check(self, prompt: Prompt, sampling_params: SamplingParams) -> None:
+        """Raise RequestError when ``generate`` would refuse this request."""
+        self._request(prompt, sampling_params)
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ConfigError("this needs the tokenizer; drop skip_tokenizer_init, or pass {'prompt_token_ids': [...]} and detokenize=False")
+        return self.tokenizer
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        if isinstance(prompt, str):
+            ids = self._need_tokenizer().encode(prompt)
+        elif isinstance(prompt, dict) and "prompt_token_ids" in prompt:
+            ids = prompt["prompt_token_ids"]
+        elif isinstance(prompt, dict) and isinstance(prompt.get("prompt"), str):
+            ids = self._need_tokenizer().encode(prompt["prompt"])
+        else:
+            raise RequestError('a prompt is a string, {"prompt": "..."} or {"prompt_token_ids": [...]}', param="prompts")
+        encode = (lambda text: self.tokenizer.encode(text, add_special=False)) if self.tokenizer else None
+        return admit(ids, params, self.info, id=f"llm-{next(self._ids)}", arrival=time.monotonic(), encode=encode)
+
+    def _run(self, requests: list[Request], texts: list[str | None], progress: bool) -> list[RequestOutput]:
+        collectors = {r.id: Collector(r, text, self.tokenizer) for r, text in zip(requests, texts)}
+        waiting = iter(requests)
+        pending = next(waiting, None)
+        num_open = len(requests)
+        with _progress(progress, len(requests)) as advance:
+            while num_open:
+                events: list[Event] = []
+                while pending is not None:  # feed the queue up to its bound, then step
+                    accepted = self.engine.submit(pending)
+                    if accepted[0].kind == "error" and accepted[0].status == 429 and self.engine.has_work():
+                        break
+                    events += accepted
+                    pending = next(waiting, None)
+                events += self.engine.step()
+                for event in events:
+                    collector = collectors[event.request_id]
+                    if event.kind == "error":
+                        self._abandon(collectors)
+                        raise RequestError(event.message, status=event.status, param=event.param, code=event.code)
+                    for branch in collector.add(event):
+                        self.engine.cancel(event.request_id, branch)
+                    if event.kind == "tokens" and collector.newly_done():
+                        num_open -= 1
+                        advance(collector)
+        return [collectors[r.id].output for r in requests]
+
+    def _abandon(self, collectors: dict[str, Collector]) -> None:
+        for request_id in collectors:
+            self.engine.cancel(request_id)
+
+
+class Collector:
+    """Builds one request's output from its events."""
+
+    def __init__(self, request: Request, text: str | None, tokenizer: Tokenizer | None) -> None:
+        n, params = request.params.n, request.params
+        self.params = params
+        self.tokenizer = tokenizer
+        self.output = RequestOutput(request.id, text, request.prompt_ids, [CompletionOutput(i) for i in range(n)])
+        self._texts = [Detokenizer(tokenizer, request.prompt_ids, params) for _ in range(n)] if tokenizer and params.detokenize else []
+
+    def newly_done(self) -> bool:
+        """True once, when the last branch has ended."""
+        if self.output.finished or any(o.finish_reason is None for o in self.output.outputs):
+            return False
+        self.output.finished = True
+        return True
+
+    def add(self, event: Event) -> list[int]:
+        """Take an event in; returns the branches that a stop string has just ended and the engine should cancel."""
+        if event.kind != "tokens":
+            return []
+        out = self.output.outputs[event.branch]
+        if out.finish_reason is not None:
+            return []  # the engine's last word on a branch that a stop string ended here
+        self.output.num_cached_tokens = max(self.output.num_cached_tokens, event.num_cached)
+        if event.prompt_logprobs is not None:
+            self.output.prompt_logprobs = [p and self._named(p) for p in event.prompt_logprobs]
+        tokens, stopped = event.token_ids, None
+        if self._texts:
+            # The token that ended the branch is no part of its text, unless it is asked for.
+            hidden = event.finish_reason == "stop" and tokens and not self.params.include_stop_str_in_output
+            delta = self._texts[event.branch].push(tokens[:-1] if hidden else tokens, finished=event.finish_reason is not None)
+            out.text += delta.text
+            stopped = delta.stop
+            if stopped is not None:
+                tokens = tokens[:delta.num_tokens]
+        out.token_ids += tokens
+        if event.logprobs is not None:
+            out.logprobs = (out.logprobs or []) + [self._named(p) for p in event.logprobs[:len(tokens)]]
+            out.cumulative_logprob = (out.cumulative_logprob or 0.0) + sum(p.logprob for p in event.logprobs[:len(tokens)])
+        out.finish_reason, out.stop_reason = ("stop", stopped) if stopped is not None else (event.finish_reason, event.stop_reason)
+        return [event.branch] if stopped is not None and event.finish_reason is None else []
+
+    def _named(self, entry: TokenLogprob) -> dict[int, Logprob]:
+        def named(token: int, logprob: float, rank: int) -> Logprob:
+            return Logprob(logprob, rank, self.tokenizer.decode([token], skip_special=False) if self.tokenizer else None)
+
+        table = {entry.id: named(entry.id, entry.logprob, entry.rank)}
+        for place, (token, logprob) in enumerate(entry.top, start=1):
+            table.setdefault(token, named(token, logprob, place))
+        return table
+
+
+class _progress:
+    """A rich progress bar over requests with tokens per second, or nothing."""
+
+    def __init__(self, shown: bool, total: int) -> None:
+        self.bar = None
+        if shown:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self.bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self.task = self.bar.add_task("requests", total=total)
+        self.tokens, self.since = 0, time.perf_counter()
+
+    def __enter__(self):
+        if self.bar is not None:
+            self.bar.start()
+        return self.advance
+
+    def advance(self, collector: Collector) -> None:
+        self.tokens += sum(len(o.token_ids) for o in collector.output.outputs)
+        if self.bar is not None:
+            self.bar.update(self.task, advance=1, description=f"{self.tokens / (time.perf_counter() - self.since):,.0f} tok/s")
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()

@@ -1,0 +1,260 @@
+"""The bodies that the routes read: OpenAI's names, and vLLM's extras. Types only; ranges are admission's.
+
+A parameter is either honoured, listed in ``METADATA`` (it changes nothing by definition), accepted at the one value we do
+(``ONLY``), or refused by name. Numbers are strict: a bool is no int, a float is no int, NaN is nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from kvasir.errors import RequestError, nearest
+
+MAX_MESSAGES = 4096
+MAX_PROMPTS = 128
+
+# Names that say who or what for, never what to compute.
+METADATA = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
+# Parameters of which we do exactly one thing.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "store": (False,), "service_tier": ("auto", "default"), "modalities": (["text"],), "background": (False,),
+    "truncation": ("disabled",), "logprobs_mode": ("raw_logprobs",), "use_beam_search": (False,), "length_penalty": (1.0, 1),
+    "spaces_between_special_tokens": (True,), "include": ([],), "functions": ([],), "verbosity": ("medium",),
+}
+
+
+def _strings(value: Any) -> Any:
+    """A string or a list of strings, as a list."""
+    if isinstance(value, str):
+        return [value]
+    if value is None or (isinstance(value, list) and all(isinstance(v, str) for v in value)):
+        return value
+    raise PydanticCustomError("strings", "must be a string or a list of strings")
+
+
+def _prompts(value: Any) -> Any:
+    """Every form of ``prompt`` as a list of prompts: a string or a list of ids each, all of one kind."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise PydanticCustomError("prompt", "must be a non-empty string, list of strings, list of token ids, or list of those lists")
+    if all(type(v) is int for v in value):
+        return [value]
+    if not all(isinstance(v, str) for v in value) and not all(isinstance(v, list) and all(type(i) is int for i in v) for v in value):
+        raise PydanticCustomError("prompt", "must not mix strings and token ids; ids are integers")
+    if len(value) > MAX_PROMPTS:
+        raise PydanticCustomError("prompt", f"holds {len(value)} prompts; at most {MAX_PROMPTS} fit in a request")
+    return value
+
+
+def _bias(value: Any) -> Any:
+    """JSON has string keys only: ``{"123": -1.5}``. Plain decimal, no sign, no spaces."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise PydanticCustomError("logit_bias", "must be an object of token id: bias")
+    if bad := next((k for k in value if not (k.isascii() and k.isdecimal() and len(k) < 12)), None):
+        raise PydanticCustomError("logit_bias", "has a key that is no token id: {key}", {"key": repr(bad[:40])})
+    return {int(k): v for k, v in value.items()}
+
+
+STRINGS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
+IDS = {"type": "array", "items": {"type": "integer"}}
+PROMPT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, IDS, {"type": "array", "items": IDS}]}
+Strings = Annotated[list[str] | None, BeforeValidator(_strings), WithJsonSchema(STRINGS)]
+Prompts = Annotated[list[str] | list[list[int]], BeforeValidator(_prompts), WithJsonSchema(PROMPT)]
+Bias = Annotated[dict[int, float] | None, BeforeValidator(_bias), WithJsonSchema({"type": ["object", "null"], "additionalProperties": {"type": "number"}})]
+Object = dict[str, Any]
+
+
+class Body(BaseModel):
+    """Base of all bodies. Unknown names are kept apart in ``model_extra`` so that they can be refused by name."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+    model: str | None = None
+
+
+class Part(BaseModel):
+    """Base of nested objects: an unknown name is an error at once."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(Part):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class JsonSchemaFormat(Part):
+    name: str = "schema"
+    description: str | None = None
+    schema_: Any = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Part):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Part):
+    """vLLM's constraint: one of these. ``json`` is a schema, as an object or as text; ``grammar`` is Lark."""
+
+    json_: Object | bool | str | None = Field(None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class SamplingBody(Body):
+    """What all three generation routes share. ``None`` means "the server's default"."""
+
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    stop: Strings = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: Bias = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    priority: int | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Object | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+class ChoicesBody(SamplingBody):
+    """What chat and plain completions share."""
+
+    n: int | None = None
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+
+
+class CompletionBody(ChoicesBody):
+    prompt: Prompts
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class ChatBody(ChoicesBody):
+    messages: list[Object] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Object] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Object | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Object | None = None
+
+
+class TextFormat(Part):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = "schema"
+    description: str | None = None
+    schema_: Any = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Part):
+    format: TextFormat | None = None
+
+
+class ResponsesBody(SamplingBody):
+    """/v1/responses, stateless: the whole conversation comes with every request."""
+
+    input: str | list[Object]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    text: TextOptions | None = None
+    tools: list[Object] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Object | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Object | None = None
+
+
+class TokenizeBody(Body):
+    """Either ``prompt`` or ``messages``."""
+
+    prompt: str | None = None
+    messages: list[Object] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    tools: list[Object] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: Object | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    tokens: list[int]
+
+
+B = TypeVar("B", bound=Body)
+
+
+def parse(kind: type[B], value: Object, lenient: bool = False) -> tuple[B, list[str]]:
+    """``value`` as a body, and the names that ``lenient`` made us ignore. Raises RequestError 400 naming the parameter."""
+    try:
+        body = kind.model_validate(value)
+    except pydantic.ValidationError as e:
+        raise _request_error(e) from e
+    return body, _unknown(kind, body.model_extra or {}, lenient)
+
+
+def _unknown(kind: type[Body], extra: Object, lenient: bool) -> list[str]:
+    ignored = []
+    for name, value in extra.items():
+        if value is None or name in METADATA or any(type(value) is type(v) and value == v for v in ONLY.get(name, ())):
+            continue
+        if lenient:
+            ignored.append(name)
+        elif name in ONLY:
+            raise RequestError(f"'{name}' is supported only as {' or '.join(repr(v) for v in ONLY[name])}", param=name,
+                               code="unsupported_parameter")
+        else:
+            known = [*kind.model_fields, *METADATA]
+            raise RequestError(f"the parameter '{name[:80]}' is not supported.{nearest(name[:80], known)}", param=name[:80],
+                               code="unsupported_parameter")
+    return ignored
+
+
+def _request_error(error: pydantic.ValidationError) -> RequestError:
+    """The first thing wrong, with a path a human would write: ``stream_options.include_usage``, ``messages.3``."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = [str(part) for part in first["loc"]]
+    # Branches of a union end the path with the name of a type, which is no part of the body.
+    while len(path) > 1 and not path[-1].isdecimal() and path[-1] in _UNION_TAGS or any(c in path[-1] for c in "[({"):
+        path.pop()
+    param = ".".join(path) or None
+    missing = first["type"] == "missing"
+    message = f"'{param}' is required" if missing else f"'{param}': {first['msg']}"
+    return RequestError(message, param=param, code="missing_parameter" if missing else "invalid_parameter")
+
+
+_UNION_TAGS = {"str", "bool", "int", "float", "literal", "dict", "list"}

@@ -1,0 +1,85 @@
+"""Server-sent events, and the two ways a reply follows its client: streamed, or collected while watching for a disconnect."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+encode = msgspec.json.encode
+
+
+def sse(value: Any, event: str | None = None) -> bytes:
+    """One event: ``data: {...}`` and an empty line, with an ``event:`` line before it when it has a name."""
+    data = b"data: " + encode(value) + b"\n\n"
+    return data if event is None else b"event: " + event.encode() + b"\n" + data
+
+
+class Disconnected(Exception):
+    """The client is gone, or reads nothing; there is nobody to reply to."""
+
+
+async def _gone(receive: Callable[[], Awaitable[dict]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_disconnected(receive: Callable[[], Awaitable[dict]], work: Awaitable[T]) -> T:
+    """Await ``work``, cancelling it when the client goes away first. Raises Disconnected then."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Disconnected
+        return task.result()
+    finally:
+        # Cancel, then wait: when this returns, the work has released what it held.
+        for t in (task, watch):
+            t.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+class EventStream(Response):
+    """A reply whose body is a generator of events. The generator is closed whatever happens: at the end, when the client
+    goes away, or when it reads nothing for ``stall`` seconds while the socket's buffer is full."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str], stall: float) -> None:
+        self.events = events
+        self.stall = stall
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+        try:
+            await unless_disconnected(receive, self._stream(send))
+        except Disconnected:
+            return
+        finally:
+            await self.events.aclose()
+
+    async def _stream(self, send: Callable) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for data in self.events:
+            try:
+                async with asyncio.timeout(self.stall):
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            except TimeoutError as e:
+                raise Disconnected from e
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """``unless_disconnected`` for a route whose body has been read."""
+    return await unless_disconnected(request.receive, work)

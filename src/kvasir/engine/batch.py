@@ -1,0 +1,120 @@
+"""From a plan to tensors: the only place that turns sequences and page tables into what kernels read.
+
+Everything is written into two staging buffers on the host (one of int64, one of int32, pinned when the device is a GPU)
+and crosses to the device in two copies, whatever the number of requests.
+
+Legend: T rows, S spans, W pages in the longest table, P slots per page, A words of ancestor bits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvasir.types import Span, StepBatch
+
+
+class Packer:
+    """Packs plans for one device. Buffers are reused: a batch is valid until the second ``pack`` after it, so that one
+    launched step may be in flight while the next is packed."""
+
+    def __init__(self, page_slots: int, num_groups: int, device: torch.device | str) -> None:
+        self.page_slots = page_slots
+        self.num_groups = num_groups
+        self.device = torch.device(device)
+        self._buffers: list[dict[torch.dtype, torch.Tensor]] = [{}, {}]
+
+    def pack(self, spans: list[Span]) -> StepBatch:
+        self._buffers.reverse()
+        num_spans, groups = len(spans), range(self.num_groups)
+        lengths = [s.length for s in spans]
+        starts = [s.start for s in spans]
+        num_rows = sum(lengths)
+        row_start = np.zeros(num_spans + 1, np.int32)
+        np.cumsum(lengths, out=row_start[1:])
+        widths = [max((-(-(s.start + s.length) // self.page_slots) for s in spans), default=0)] * self.num_groups
+        logit_rows = _logit_rows(spans, row_start)
+        words = max((-(-s.length // 64) for s in spans if s.parents), default=0)
+
+        wide, wide_views = self._stage(torch.int64, [num_rows, num_rows, *[num_rows] * self.num_groups, len(logit_rows), num_rows * words])
+        narrow, narrow_views = self._stage(torch.int32, [num_spans + 1, num_spans, *[num_spans * w for w in widths]])
+        ids, positions, *slots, wanted, bits = wide_views
+        first_row, context, *flat_tables = narrow_views
+        tables = [t.reshape(num_spans, w) for t, w in zip(flat_tables, widths)]
+        first_row[:], context[:], wanted[:] = row_start, starts, logit_rows
+        if words:
+            bits[:] = 0
+        for i, span in enumerate(spans):
+            at, end = row_start[i], row_start[i + 1]
+            ids[at:end] = span.tokens()
+            positions[at:end] = _positions(span)
+            for g in groups:
+                self._pages(span, span.seq.tables[g], tables[g][i], slots[g][at:end])
+            if span.parents:
+                _ancestors(span.parents, bits.reshape(num_rows, words)[at:end])
+
+        wide_sizes = [len(v) for v in wide_views]
+        ids_t, positions_t, *slots_t, wanted_t, bits_t = wide.to(self.device, non_blocking=True).split(wide_sizes)
+        first_t, context_t, *tables_t = narrow.to(self.device, non_blocking=True).split([len(v) for v in narrow_views])
+        return StepBatch(
+            input_ids=ids_t, positions=positions_t, row_start=first_t, context=context_t,
+            tables=tuple(t.view(num_spans, w) for t, w in zip(tables_t, widths)), slots=tuple(slots_t),
+            logit_rows=wanted_t, starts=starts, lengths=lengths, ancestors=bits_t.view(num_rows, words) if words else None)
+
+    def _stage(self, dtype: torch.dtype, sizes: list[int]) -> tuple[torch.Tensor, list[np.ndarray]]:
+        """A host tensor of all sections together, and a numpy view of each."""
+        total = sum(sizes)
+        held = self._buffers[0].get(dtype)
+        if held is None or held.numel() < total:
+            held = torch.empty(max(256, 2 * total), dtype=dtype, pin_memory=self.device.type == "cuda")
+            self._buffers[0][dtype] = held
+        tensor = held[:total]
+        return tensor, np.split(tensor.numpy(), np.cumsum(sizes)[:-1])
+
+    def _pages(self, span: Span, table: list[int], row: np.ndarray, slots: np.ndarray) -> None:
+        """Fill one row of a page table (padded with the dummy page 0) and the slots the span writes."""
+        size = self.page_slots
+        used = -(-(span.start + span.length) // size)
+        row[:used] = table[:used]
+        row[used:] = 0
+        if span.length == 1:
+            slots[0] = table[span.start // size] * size + span.start % size
+            return
+        at = np.arange(span.start, span.start + span.length)
+        slots[:] = row[at // size].astype(np.int64) * size + at % size
+
+
+def pack(spans: list[Span], page_slots: int, device: torch.device | str, num_groups: int) -> StepBatch:
+    """Pack once, with buffers of its own."""
+    return Packer(page_slots, num_groups, device).pack(spans)
+
+
+def _logit_rows(spans: list[Span], row_start: np.ndarray) -> list[int]:
+    rows: list[int] = []
+    for span, at in zip(spans, row_start.tolist()):
+        wanted = [r for kind in ("score", "sample") if (r := span.want.get(kind))]
+        if len(wanted) == 1 and len(wanted[0]) == 1:
+            rows.append(at + wanted[0][0])
+        else:
+            rows.extend(at + i for i in sorted({i for r in wanted for i in r}))
+    return rows
+
+
+def _positions(span: Span) -> np.ndarray | int:
+    """RoPE positions of a span's rows. A tree's row stands at its depth below the anchor, not at its slot."""
+    if span.length == 1:
+        return span.start
+    if not span.parents:
+        return np.arange(span.start, span.start + span.length)
+    depth: list[int] = []
+    for parent in span.parents:
+        depth.append(0 if parent < 0 else depth[parent] + 1)
+    return np.asarray(depth) + span.start
+
+
+def _ancestors(parents: list[int], bits: np.ndarray) -> None:
+    """bits[i] = row i's own bit and those of all its ancestors, 64 to a word."""
+    for i, parent in enumerate(parents):
+        if parent >= 0:
+            bits[i] = bits[parent]
+        bits[i, i // 64] |= np.int64(1) << np.int64(i % 64)

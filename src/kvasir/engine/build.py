@@ -1,0 +1,240 @@
+"""From settings to a runner: load the model, choose the techniques, measure a worst-case step, size the pool."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from kvasir import technique
+from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
+from kvasir.config import EngineConfig
+from kvasir.decoding.sampler import Sampler
+from kvasir.engine.runner import Runner
+from kvasir.engine.sizing import PoolPlan, gib, pages_for, plan_pool, resolve_length
+from kvasir.errors import ConfigError
+from kvasir.kv.codec import Codec
+from kvasir.kv.pool import KVPool
+from kvasir.logs import log
+from kvasir.models import checkpoint
+from kvasir.models.decoder import Decoder
+from kvasir.models.loader import load_model
+from kvasir.types import ModelInfo, PageCopy, Plan, Request, SamplingParams, Sequence, Span
+
+BACKENDS = "kvasir.attention.backends"
+CODECS = "kvasir.kv.codecs"
+GPU_RESERVE = 256 << 20  # what allocator fragmentation and lazily loaded libraries take later, by experience
+GPU_ROWS, CPU_ROWS = 2048, 256
+
+
+@dataclass(slots=True)
+class Built:
+    """Everything the engine needs of the device, ready to serve."""
+
+    runner: Runner
+    info: ModelInfo
+    plan: PoolPlan
+    max_rows: int
+    max_num_seqs: int
+    prefix_root: bytes | None
+    tokenizer_file: Path | None
+    startup: dict[str, float] = field(default_factory=dict)
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    wanted = config.model.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda, but torch sees no CUDA device. Use --device cpu, or check the driver with `kvasir doctor`.")
+    return torch.device("cuda" if wanted == "auto" and torch.cuda.is_available() else "cpu" if wanted == "auto" else wanted)
+
+
+def choose_dtype(config: EngineConfig, device: torch.device, hf: dict) -> torch.dtype:
+    """``auto``: the checkpoint's type on a GPU (fp32 becomes bf16 there), fp32 on a CPU, where it is the oracle."""
+    wanted = config.model.dtype
+    if wanted == "auto":
+        stored = str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+        wanted = "float32" if device.type == "cpu" else stored if stored in ("bfloat16", "float16") else "bfloat16"
+    return getattr(torch, wanted)
+
+
+def choose_backend(name: str, site: Site) -> AttentionBackend:
+    """The named backend, or the highest-ranked one that can serve ``site``. Raises ConfigError with every reason."""
+    if name != "auto":
+        backend = technique.load(BACKENDS, name, AttentionBackend)
+        if reasons := backend.why_not(site):
+            raise ConfigError(f"attention backend '{name}' cannot serve this model here: {'; '.join(reasons)}. Use --attention-backend auto.")
+    else:
+        found = [technique.load(BACKENDS, n, AttentionBackend) for n in technique.names(BACKENDS)]
+        able = [b for b in found if not b.why_not(site)]
+        if not able:
+            raise ConfigError("no attention backend can serve this model here: " +
+                              "; ".join(f"{b.name}: {', '.join(b.why_not(site))}" for b in found))
+        backend = max(able, key=lambda b: b.rank)
+    backend.prepare(site)
+    return backend
+
+
+def build(config: EngineConfig) -> Built:
+    """Start-up in order, timed. Raises ConfigError (what is wrong, why, the fix)."""
+    clock = Clock()
+    if config.runner.num_threads:
+        torch.set_num_threads(config.runner.num_threads)
+    path = checkpoint.resolve(config.model.model, config.model.revision)
+    hf = checkpoint.read_config(path)
+    device = choose_device(config)
+    dtype = choose_dtype(config, device, hf)
+    exact = config.runner.batch_invariant
+    if exact and device.type != "cpu":
+        raise ConfigError("batch_invariant is served on the CPU only so far. Use --device cpu, or leave --batch-invariant out.")
+    free_before = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    clock.lap("config")
+
+    model = load_model(path, hf, device=device, dtype=dtype, load_format=config.model.load_format, exact=exact, seed=config.model.seed)
+    clock.lap("weights")
+
+    tokenizer_file = None if config.model.skip_tokenizer_init else _tokenizer_file(config, path)
+    info = _info(config, path, hf, model, tokenizer_file)
+    codec = technique.load(CODECS, config.cache.kv_codec.replace("auto", "plain"), Codec)
+    page_slots = config.cache.page_slots or (16 if device.type == "cuda" else 64)
+    groups = model.spec.cache_groups()
+    site = Site(device=device.type, dtype=dtype, codec_kernel=codec.kernel, page_slots=page_slots, exact=exact, specs=_attention_specs(model))
+    backend = choose_backend(config.runner.attention_backend, site)
+    technique.check_conflicts([codec, backend])
+    sampler = Sampler(info.vocab_size, info.tokenizer_size, config.scheduler.max_num_seqs, device, info.eos_ids)
+
+    max_rows = config.scheduler.max_num_batched_tokens or (GPU_ROWS if device.type == "cuda" else CPU_ROWS)
+    max_num_seqs = config.scheduler.max_num_seqs
+    page_bytes = [KVPool.page_bytes_of(g, codec, page_slots, dtype) for g in groups]
+    sizes = dict(page_slots=page_slots, max_rows=max_rows, max_num_seqs=max_num_seqs, max_model_len=info.max_model_len)
+
+    def make_runner(num_pages: tuple[int, ...]) -> Runner:
+        return Runner(model, KVPool(groups, codec, num_pages, page_slots, device, dtype), backend, sampler, device)
+
+    if config.cache.num_pages:
+        plan = plan_pool(groups, page_bytes, config.cache.num_pages * sum(page_bytes), **sizes)
+        explain = f"{config.cache.num_pages} pages of {page_slots} tokens, as set"
+    elif device.type == "cuda":
+        budget, explain = _gpu_budget(config, device, free_before, make_runner, sizes, len(groups))
+        plan = plan_pool(groups, page_bytes, budget, **sizes)
+    else:
+        budget = min(config.cache.cpu_cache_bytes, _available_memory() // 2)
+        plan = plan_pool(groups, page_bytes, budget, **sizes)
+        explain = f"a budget of {gib(budget)} on the CPU (--cpu-cache-bytes)"
+    clock.lap("profile")
+    info.max_model_len = resolve_length(info.max_model_len, plan, fit=config.cache.fit, explain=explain)
+    info.kv_capacity_tokens = plan.capacity
+    runner = make_runner(plan.num_pages)
+    clock.lap("pool")
+    log.info("%s: %s on %s, %s attention, %s for %s tokens of KV (%s); context %d, %d sequences, %d rows a step", info.name,
+             str(dtype).removeprefix("torch."), device.type, backend.name, gib(plan.total_bytes), f"{plan.capacity:,}", explain,
+             info.max_model_len, max_num_seqs, max_rows)
+    return Built(runner, info, plan, max_rows, max_num_seqs, _prefix_root(config, path, hf, dtype, [codec, backend]), tokenizer_file,
+                 clock.laps)
+
+
+class Clock:
+    """Laps of the start-up, in seconds."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = round(now - self._last, 4)
+        self._last = now
+
+
+def _tokenizer_file(config: EngineConfig, path: Path) -> Path | None:
+    file = (checkpoint.resolve(config.model.tokenizer) if config.model.tokenizer else path) / "tokenizer.json"
+    return file if file.exists() else None
+
+
+def _info(config: EngineConfig, path: Path, hf: dict, model: Decoder, tokenizer_file: Path | None) -> ModelInfo:
+    defaults = checkpoint.read_generation_config(path)
+    eos = defaults.get("eos_token_id", hf.get("eos_token_id"))
+    eos_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    longest = model.spec.max_position
+    wanted = config.model.max_model_len or longest
+    if wanted > longest:
+        raise ConfigError(f"max_model_len={wanted} is more than the {longest} positions this model was made for (max_position_embeddings).")
+    vocab = model.spec.vocab_size
+    return ModelInfo(
+        name=config.model.served_model_name or config.model.model or "embedded", max_model_len=wanted, vocab_size=vocab,
+        tokenizer_size=min(vocab, _tokenizer_size(tokenizer_file)) if tokenizer_file else vocab,
+        eos_ids=tuple(i for i in eos_ids if 0 <= i < vocab), config=hf,
+        generation_defaults=defaults if config.model.generation_config == "auto" else {})
+
+
+def _tokenizer_size(file: Path) -> int:
+    from kvasir.models.tokenizer import Tokenizer
+
+    return Tokenizer.load(file.parent).size
+
+
+def _attention_specs(model: Decoder) -> tuple[AttentionSpec, ...]:
+    return tuple(dict.fromkeys(layer.mixer.attention() for layer in model.spec.layers))
+
+
+def _prefix_root(config: EngineConfig, path: Path, hf: dict, dtype: torch.dtype, techniques: list[technique.Technique]) -> bytes | None:
+    """The part of every prefix key that is fixed at start: what computes KV. None: no prefix caching."""
+    used = technique.prefix_fingerprint(techniques)
+    if used is None or not config.cache.enable_prefix_caching:
+        return None
+    parts = (str(path), config.model.revision, sorted(map(str, hf.items())), config.model.load_format, config.model.seed, str(dtype),
+             config.runner.batch_invariant, used)
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
+
+
+def _available_memory() -> int:
+    """Bytes of RAM free for use, as the kernel estimates it; without that file, no bound of ours."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return 1 << 62
+    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _gpu_budget(config: EngineConfig, device: torch.device, free_before: int, make_runner, sizes: dict, num_groups: int) -> tuple[int, str]:
+    """Bytes for the pool: the share of what was free, less the weights and the peak of a measured worst-case step."""
+    torch.cuda.synchronize(device)
+    held = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    worst_case_step(make_runner, sizes, num_groups)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - held
+    torch.cuda.empty_cache()
+    free_now, total = torch.cuda.mem_get_info(device)
+    used = max(0, free_before - free_now)
+    budget = int(config.cache.gpu_memory_utilization * free_before) - used - peak - GPU_RESERVE
+    explain = (f"{config.cache.gpu_memory_utilization:.0%} of {gib(free_before)} free, less {gib(used)} weights and context, "
+               f"{gib(peak)} measured step peak, {gib(GPU_RESERVE)} reserve")
+    if budget <= 0:
+        raise ConfigError(f"no memory is left for the KV pool: {explain}. Raise --gpu-memory-utilization or lower --max-num-batched-tokens.")
+    return budget, explain
+
+
+def worst_case_step(make_runner, sizes: dict, num_groups: int) -> None:
+    """One full prompt chunk and one full batch of decode rows, with every sampling feature on, on a pool just big enough."""
+    slots, rows = sizes["page_slots"], min(sizes["max_rows"], sizes["max_model_len"])
+    pages = pages_for(rows, slots) + 1
+    runner = make_runner((pages + 1,) * num_groups)
+    params = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, min_p=0.01, presence_penalty=0.1, repetition_penalty=1.1, logprobs=5)
+
+    def sequence(row: int, length: int) -> Sequence:
+        seq = Sequence(Request(id=f"profile-{row}", prompt_ids=[1] * length, params=params, seed=row, max_tokens=1))
+        seq.tables = [list(range(1, pages_for(length, slots) + 1)) for _ in range(num_groups)]
+        seq.row = row
+        runner.sampler.open(seq)
+        return seq
+
+    chunk = sequence(0, rows)
+    decodes = [sequence(row, 1) for row in range(min(sizes["max_num_seqs"], sizes["max_rows"]))]
+    for spans in ([Span(chunk, 0, rows, want={"sample": range(rows - 1, rows)})],
+                  [Span(s, 0, 1, want={"sample": range(1)}) for s in decodes]):
+        runner.launch(Plan(0, spans, [PageCopy(0, 1, pages)])).read()
+    for row in range(len(decodes)):
+        runner.sampler.close(row)

@@ -1,0 +1,283 @@
+"""The step loop: plan, launch, read, commit. One model, one thread, no HTTP, no text.
+
+Requests come in as token ids and leave as events. The engine knows seams, never techniques. A step either commits as a
+whole or, if it raises, not at all: then its halves are tried until the culprit is alone, and only that one fails.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvasir import technique
+from kvasir.config import EngineConfig
+from kvasir.engine.build import build
+from kvasir.engine.pages import PageManager
+from kvasir.engine.policy import SchedulerPolicy
+from kvasir.engine.scheduler import Scheduler
+from kvasir.engine.steps import StepRunner
+from kvasir.errors import RequestError
+from kvasir.logs import log
+from kvasir.types import EngineStats, Event, FinishReason, Plan, Request, Sequence, Span, SpanResult, Status
+
+POLICIES = "kvasir.engine.schedulers"
+
+
+@dataclass(slots=True)
+class Live:
+    """A request in the engine and its unfinished branches."""
+
+    request: Request
+    branches: dict[int, Sequence] = field(default_factory=dict)
+    compiling: Future | None = None
+
+
+class Engine:
+    """Implements ``interface.EngineCore``."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        built = build(config)
+        self.info = built.info
+        self.runner = built.runner
+        self.steps = StepRunner(built.runner, built.max_rows)
+        poison = built.runner.pool.poison if config.runner.poison else None
+        self.pages = PageManager(built.runner.pool.groups, built.plan.num_pages, built.runner.pool.page_slots, built.prefix_root,
+                                 on_free=poison)
+        policy = technique.load(POLICIES, config.scheduler.scheduling_policy, SchedulerPolicy)
+        self.scheduler = Scheduler(config.scheduler, self.pages, policy, max_rows=built.max_rows, max_model_len=self.info.max_model_len)
+        self._tokenizer_file = built.tokenizer_file
+        self._grammars: Any = None  # built on the first grammar: most processes never need the library
+        self._workers = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+        self._live: dict[str, Live] = {}
+        self._max_queued_tokens = config.scheduler.max_queued_tokens or 4 * max(self.info.kv_capacity_tokens, self.info.max_model_len)
+        self._counts: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+        self._stats = EngineStats(num_pages=self.pages.num_total, startup=built.startup)
+
+    # ------------------------------------------------------------------------------------------------------- requests
+
+    def submit(self, request: Request) -> list[Event]:
+        if refusal := self._refusal(request):
+            self._failed[refusal.code or "refused"] += 1
+            return [refusal]
+        live = self._live[request.id] = Live(request)
+        events = [Event(kind="accepted", request_id=request.id, epoch=request.epoch)]
+        for branch in range(request.params.n):
+            if branch in request.ended:
+                continue
+            seq = Sequence(request, branch)
+            seq.parent = live.branches.get(0)
+            live.branches[branch] = seq
+            self.scheduler.add(seq)
+        self._counts["prompt_tokens"] += len(request.prompt_ids)
+        if request.params.grammar is not None:
+            self._start_compiling(live)
+        for seq in list(live.branches.values()):
+            if seq.num_output >= max(1, request.max_tokens):  # a replay that stopped between the last token and its end
+                events.append(self._finish(seq, "length"))
+        return events
+
+    def _refusal(self, request: Request) -> Event | None:
+        """The queue is bounded: an unbounded one is a memory leak with a latency graph."""
+
+        def refuse(status: int, code: str, message: str, retry_after: float | None = None) -> Event:
+            return Event(kind="error", request_id=request.id, epoch=request.epoch, status=status, code=code, message=message, retry_after=retry_after)
+
+        if request.id in self._live:
+            return refuse(409, "duplicate_request_id", f"request id {request.id!r} is in use")
+        if len(request.prompt_ids) + request.max_tokens > self.info.kv_capacity_tokens + 1:
+            return refuse(400, "context_length_exceeded", f"prompt and max_tokens need {len(request.prompt_ids) + request.max_tokens} "
+                                                          f"tokens of KV; the pool holds {self.info.kv_capacity_tokens}")
+        if request.epoch > 0:  # it was accepted before the engine restarted
+            return None
+        config = self.config.scheduler
+        if self.scheduler.num_waiting + self.scheduler.num_blocked + request.params.n > config.max_queued_requests:
+            return refuse(429, "queue_full", f"{config.max_queued_requests} requests are queued already", self._drain_seconds())
+        if self.scheduler.queued_tokens + len(request.prompt_ids) > self._max_queued_tokens:
+            return refuse(429, "queue_full", f"{self._max_queued_tokens} prompt tokens are queued already", self._drain_seconds())
+        return None
+
+    def _drain_seconds(self) -> float:
+        """When to come back: the queued tokens over the rows a second of late, between 1 and 60 s."""
+        rate = self._stats.step_rows / self._stats.step_seconds if self._stats.step_seconds else 0.0
+        return min(60.0, max(1.0, self.scheduler.queued_tokens / rate)) if rate else 1.0
+
+    def cancel(self, request_id: str, branch: int | None = None) -> list[Event]:
+        live = self._live.get(request_id)
+        if live is None:
+            return []
+        chosen = [s for b, s in live.branches.items() if branch is None or b == branch]
+        return [self._finish(seq, "cancelled") for seq in chosen]
+
+    def _finish(self, seq: Sequence, reason: FinishReason) -> Event:
+        """End one branch in any state: memory, row and sampler state go back; returns its last event."""
+        self._drop(seq, reason)
+        return Event(kind="tokens", request_id=seq.request.id, epoch=seq.request.epoch, branch=seq.branch, index=seq.num_output,
+                     finish_reason=reason, num_cached=seq.num_cached)
+
+    def _drop(self, seq: Sequence, reason: FinishReason) -> None:
+        self._close_row(seq)
+        self.scheduler.finish(seq, reason)
+        seq.finish_reason = reason
+        live = self._live[seq.request.id]
+        live.branches.pop(seq.branch, None)
+        if not live.branches:
+            if live.compiling is not None:
+                live.compiling.cancel()
+            del self._live[seq.request.id]
+
+    def _fail(self, request_id: str, *, status: int, code: str, message: str, param: str | None = None) -> Event:
+        """One terminal error for the whole request."""
+        live = self._live[request_id]
+        self._failed[code] += 1
+        for seq in list(live.branches.values()):
+            self._drop(seq, "error")
+        return Event(kind="error", request_id=request_id, epoch=live.request.epoch, status=status, code=code, message=message, param=param)
+
+    # ------------------------------------------------------------------------------------------------------- grammars
+
+    def _start_compiling(self, live: Live) -> None:
+        until = time.monotonic() + self.config.service.grammar_timeout
+        for seq in live.branches.values():
+            self.scheduler.block(seq, "grammar", until)
+        live.compiling = self._workers.submit(self._compile, live.request)
+
+    def _compile(self, request: Request) -> Any:
+        if self._grammars is None:
+            from kvasir.decoding.grammar import GrammarCompiler
+
+            if self._tokenizer_file is None:
+                raise RequestError("structured output needs the model's tokenizer; this engine runs without one", param="response_format")
+            self._grammars = GrammarCompiler(self._tokenizer_file, self.info.vocab_size, self.info.eos_ids)
+        return self._grammars.compile(request.params.grammar)
+
+    def _poll_compiling(self, now: float) -> list[Event]:
+        """Hand finished matchers to their branches; fail what could not be compiled, or not in time."""
+        events = []
+        for live in [live for live in self._live.values() if live.compiling is not None]:
+            future, first = live.compiling, next(iter(live.branches.values()))
+            if future.done():
+                live.compiling = None
+                try:
+                    matcher = future.result()
+                except RequestError as e:
+                    events.append(self._fail(live.request.id, status=e.status, code=e.code or "invalid_grammar", message=e.message, param=e.param))
+                    continue
+                for seq in live.branches.values():
+                    seq.state["grammar"] = matcher.copy()
+                    self.scheduler.unblock(seq)
+            elif now > first.blocked_until:
+                future.cancel()
+                events.append(self._fail(live.request.id, status=400, code="grammar_timeout", param="response_format",
+                                         message=f"the grammar did not compile within {self.config.service.grammar_timeout:g} s"))
+        return events
+
+    # ----------------------------------------------------------------------------------------------------------- steps
+
+    def has_work(self) -> bool:
+        return any(live.compiling is not None for live in self._live.values()) or self.scheduler.has_work(time.monotonic())
+
+    def step(self) -> list[Event]:
+        now = time.monotonic()
+        events = self._poll_compiling(now)
+        plan = self.scheduler.plan(now, self.steps.max_rows)
+        for seq in plan.preempted:
+            self._close_row(seq)
+        if not plan.spans:
+            self._wait_for_compiling()
+            return events
+        for span in plan.spans:
+            self._open_row(span.seq)
+        started = time.perf_counter()
+        for part, results in self.steps.run(plan):
+            for span, result in zip(part, results):
+                if span.seq.status is Status.RUNNING:  # an earlier span of the step may have failed its whole request
+                    events.extend(self._commit(span, result))
+        self.scheduler.complete(plan)
+        self._count(plan, time.perf_counter() - started)
+        if self.config.runner.check:
+            self.scheduler.check()
+        return events
+
+    def _wait_for_compiling(self) -> None:
+        """Nothing can run until a grammar is ready: sleep on it for a moment instead of spinning."""
+        pending = [live.compiling for live in self._live.values() if live.compiling is not None]
+        if pending:
+            wait(pending, timeout=0.005, return_when="FIRST_COMPLETED")
+
+    def _open_row(self, seq: Sequence) -> None:
+        if seq.state.get("open_row") != seq.row:
+            self.runner.sampler.open(seq)
+            seq.state["open_row"] = seq.row
+            self._counts["prefix_queries"] += 1
+            self._counts["cached_tokens"] += seq.num_cached
+
+    def _close_row(self, seq: Sequence) -> None:
+        row = seq.state.pop("open_row", None)
+        if row is not None:
+            self.runner.sampler.close(row)
+
+    def _commit(self, span: Span, result: SpanResult) -> list[Event]:
+        """The transaction for one span: counters, pages, prefix index, stop rules, events."""
+        seq, params = span.seq, span.seq.request.params
+        if result.error is not None:
+            log.warning("request %s failed: %s", seq.request.id, result.error)
+            code = result.error.split(":")[0]
+            return [self._fail(seq.request.id, status=500, code=code, message=result.error)]
+        if result.scores:
+            seq.state.setdefault("scores", [None]).extend(result.scores)
+            seq.state["num_scored"] = seq.state.get("num_scored", 0) + len(result.scores)
+        tokens, reason, stop = self._until_stop(seq, result.tokens)
+        index = seq.num_output
+        self.scheduler.advance(span, tokens)
+        if not tokens and reason is None:
+            return []
+        self.runner.sampler.accepted(seq, tokens)
+        self._counts["generation_tokens"] += len(tokens)
+        event = Event(kind="tokens", request_id=seq.request.id, epoch=seq.request.epoch, branch=seq.branch, index=index, token_ids=tokens,
+                      logprobs=result.logprobs[:len(tokens)] if params.logprobs is not None and result.logprobs else None,
+                      num_cached=seq.num_cached, finish_reason=reason, stop_reason=stop,
+                      prompt_logprobs=seq.state.pop("scores", [None]) if params.prompt_logprobs is not None and index == 0 and seq.branch == 0 else None)
+        if reason is not None:
+            self._drop(seq, reason)
+        return [event]
+
+    def _until_stop(self, seq: Sequence, sampled: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
+        """The sampled tokens up to the first stop rule that holds: (tokens, why it ends, the stop id or None for EOS)."""
+        request, params = seq.request, seq.request.params
+        if sampled and request.max_tokens == 0:  # echo: the prompt was wanted, not a token
+            return [], "length", None
+        for i, token in enumerate(sampled):
+            count = seq.num_output + i + 1
+            if count >= params.min_tokens:
+                if token in self.info.eos_ids and not params.ignore_eos:
+                    return sampled[:i + 1], "stop", None
+                if token in params.stop_token_ids:
+                    return sampled[:i + 1], "stop", token
+            if count >= request.max_tokens or seq.num_prompt + count >= self.info.max_model_len:
+                return sampled[:i + 1], "length", None
+        return sampled, None, None
+
+    # ----------------------------------------------------------------------------------------------------------- state
+
+    def _count(self, plan: Plan, seconds: float) -> None:
+        self._stats.step += 1
+        self._stats.step_seconds, self._stats.step_rows = seconds, plan.num_rows
+
+    def stats(self) -> EngineStats:
+        s, scheduler = self._stats, self.scheduler
+        s.time = time.monotonic()
+        s.num_waiting, s.num_blocked, s.num_running = scheduler.num_waiting, scheduler.num_blocked, scheduler.num_running
+        s.num_free_pages, s.num_cached_pages = self.pages.num_free, self.pages.num_cached
+        s.preemptions = scheduler.preemptions
+        for name in ("prompt_tokens", "generation_tokens", "cached_tokens", "prefix_queries"):
+            setattr(s, name, self._counts[name])
+        s.failed = dict(self._failed)
+        return s
+
+    def close(self) -> None:
+        self._workers.shutdown(wait=False, cancel_futures=True)

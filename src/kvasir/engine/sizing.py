@@ -1,0 +1,72 @@
+"""How many pages fit: the pool's size from what the device has left after a measured worst-case step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvasir.errors import ConfigError
+from kvasir.types import CacheGroup
+
+GIB = 1 << 30
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / (1 << 20):.1f} MiB"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """Pages per cache group, and what they allow. ``capacity`` is the longest single sequence, in tokens."""
+
+    num_pages: tuple[int, ...]
+    capacity: int
+    total_bytes: int
+
+
+def pages_for(num_tokens: int, page_slots: int) -> int:
+    return -(-num_tokens // page_slots)
+
+
+def window_pages(window: int, page_slots: int, max_rows: int) -> int:
+    """Pages one sequence can hold in a window group: the window, a step's rows, and a page at each ragged end."""
+    return pages_for(window + max_rows, page_slots) + 1
+
+
+def plan_pool(groups: Sequence[CacheGroup], page_bytes: Sequence[int], budget: int, *, page_slots: int, max_rows: int,
+              max_num_seqs: int, max_model_len: int) -> PoolPlan:
+    """Share ``budget`` bytes out among the groups.
+
+    Full groups all get the same number of pages; a window group never needs more than its share for ``max_num_seqs``
+    sequences at once, so what it leaves goes to the full groups. Page 0 of each group is the dummy page.
+    """
+    most_pages = max_num_seqs * pages_for(max_model_len, page_slots)
+
+    def pages_at(full: int) -> list[int]:
+        return [1 + min(full, most_pages if g.window is None else
+                        min(most_pages, max_num_seqs * window_pages(g.window, page_slots, max_rows))) for g in groups]
+
+    def bytes_at(full: int) -> int:
+        return sum(n * b for n, b in zip(pages_at(full), page_bytes))
+
+    low, high = 0, most_pages
+    while low < high:  # the largest count that fits
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if bytes_at(middle) <= budget else (low, middle - 1)
+    pages = pages_at(low)
+    capacity = min(((n - 1) * page_slots for n, g in zip(pages, groups) if g.window is None), default=max_model_len)
+    for n, g in zip(pages, groups):  # a window group bounds a sequence only when not even one window fits
+        if g.window is not None and n - 1 < min(pages_for(max_model_len, page_slots), window_pages(g.window, page_slots, max_rows)):
+            capacity = min(capacity, max(0, (n - 1) * page_slots))
+    return PoolPlan(tuple(pages), capacity, bytes_at(low))
+
+
+def resolve_length(max_model_len: int, plan: PoolPlan, *, fit: bool, explain: str) -> int:
+    """The context length the pool can really hold. Raises ConfigError unless ``fit`` may shorten it."""
+    if plan.capacity >= max_model_len:
+        return max_model_len
+    if fit and plan.capacity > 1:
+        return plan.capacity
+    raise ConfigError(
+        f"one sequence of {max_model_len} tokens does not fit the KV pool, which holds {plan.capacity} ({explain}). "
+        f"Pass --max-model-len {plan.capacity} or less, give the pool more memory, or pass --fit to choose for you.")

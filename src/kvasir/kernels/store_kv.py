@@ -1,0 +1,84 @@
+"""Scatter the K/V rows of a step into the pages: one copy of the new rows, nothing else moves.
+
+Bytes: 2 x T x G x D x itemsize read and as many written. Slot ``page * P + offset`` says where a row goes; -1 skips it.
+
+Legend: T rows, G KV heads, D head dim, N pages, P slots per page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kvasir.kernels._triton import cdiv, jit, next_power_of_2, tl, use_triton
+
+MAX_BLOCK = 2048  # elements of a row that one program copies
+
+
+def store_kv_ref(k_TGD: torch.Tensor, v_TGD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, slots_T: torch.Tensor) -> None:
+    if slots_T.numel() and int(slots_T.min()) < 0:
+        keep = slots_T >= 0
+        k_TGD, v_TGD, slots_T = k_TGD[keep], v_TGD[keep], slots_T[keep]
+    size = k_NGPD.shape[2]
+    page, offset = torch.div(slots_T, size, rounding_mode="floor"), slots_T % size
+    k_NGPD[page, :, offset] = k_TGD.to(k_NGPD.dtype)
+    v_NGPD[page, :, offset] = v_TGD.to(v_NGPD.dtype)
+
+
+@jit(do_not_specialize=["num_slots"])
+def _store_kv(k, v, k_pages, v_pages, slots, k_row, k_head, v_row, v_head, page_stride, head_stride, num_slots,
+              G: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    if (slot >= 0) & (slot < num_slots):
+        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        head, i = (at // D).to(tl.int64), at % D
+        inside = at < G * D
+        target = (slot // P) * page_stride + head * head_stride + (slot % P) * D + i
+        tl.store(k_pages + target, tl.load(k + row * k_row + head * k_head + i, mask=inside), mask=inside)
+        tl.store(v_pages + target, tl.load(v + row * v_row + head * v_head + i, mask=inside), mask=inside)
+
+
+def store_kv_triton(k_TGD: torch.Tensor, v_TGD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, slots_T: torch.Tensor) -> None:
+    rows, heads, dim = k_TGD.shape
+    pages, _, size, _ = k_NGPD.shape
+    assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), "planes must be page-strided with dense slots"
+    assert k_TGD.stride(-1) == 1 and v_TGD.stride(-1) == 1, "rows must be dense along the head dim"
+    if rows == 0:
+        return
+    block = min(next_power_of_2(heads * dim), MAX_BLOCK)
+    _store_kv[(rows, cdiv(heads * dim, block))](
+        k_TGD, v_TGD, k_NGPD, v_NGPD, slots_T, k_TGD.stride(0), k_TGD.stride(1), v_TGD.stride(0), v_TGD.stride(1),
+        k_NGPD.stride(0), k_NGPD.stride(1), pages * size, G=heads, P=size, D=dim, BLOCK=block, num_warps=4)
+
+
+def store_kv(k_TGD: torch.Tensor, v_TGD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, slots_T: torch.Tensor) -> None:
+    """Write row t of ``k``, ``v`` [T, G, D] to slot ``slots[t]`` (int64; -1: nowhere) of two [N, G, P, D] page views.
+
+    Rows are cast to the pages' dtype. Two rows must not share a slot: which one stays is undefined.
+    """
+    assert k_TGD.shape == v_TGD.shape and k_TGD.shape[1:] == (k_NGPD.shape[1], k_NGPD.shape[3]), "rows do not fit the pages"
+    assert slots_T.shape == k_TGD.shape[:1] and slots_T.dtype == torch.int64, "one int64 slot a row"
+    (store_kv_triton if use_triton(k_TGD) else store_kv_ref)(k_TGD, v_TGD, k_NGPD, v_NGPD, slots_T)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the test grid. ``skip``: every ``skip``-th row has slot -1 (0: none)."""
+
+    rows: int
+    heads: int
+    dim: int
+    page_slots: int
+    skip: int = 0
+
+
+def test_grid() -> Iterator[Case]:
+    for rows in (0, 1, 7, 33):
+        yield Case(rows, 2, 64, 16, skip=rows // 3)
+    for heads, dim in ((1, 8), (3, 80), (8, 128), (4, 256), (16, 256)):
+        yield Case(5, heads, dim, 16)
+    for page_slots in (32, 64):
+        yield Case(9, 2, 96, page_slots, skip=4)

@@ -1,0 +1,84 @@
+"""The bytes of the KV cache: one tensor of pages per cache group, in the block-major layout of ``kv/codec.py``.
+
+A page of a group is one contiguous run of bytes that holds every layer of the group, so that copying, moving or storing
+a page is one operation whatever the number of layers. Who owns which page is the business of ``engine/pages.py``.
+
+Legend: N pages, G KV heads, P slots per page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvasir.kv.codec import Codec, LayerCache
+from kvasir.types import CacheGroup, PageCopy
+
+ALIGN = 16  # bytes; every plane starts at a multiple, so that vector loads and views as any dtype work
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN) * ALIGN
+
+
+def _plane_bytes(group: CacheGroup, codec: Codec, page_slots: int, dtype: torch.dtype) -> list[int]:
+    return [_aligned(group.num_kv_heads * page_slots * p.width * p.dtype.itemsize) for p in codec.planes(group.head_dim, dtype)]
+
+
+class KVPool:
+    """Pages of every group, all allocated up front. Raises torch's out-of-memory error when they do not fit."""
+
+    def __init__(self, groups: Sequence[CacheGroup], codec: Codec, num_pages: Sequence[int], page_slots: int,
+                 device: torch.device | str, dtype: torch.dtype) -> None:
+        assert len(groups) == len(num_pages) and page_slots > 0, "one page count a group"
+        self.groups = tuple(groups)
+        self.codec = codec
+        self.page_slots = page_slots
+        self.num_pages = tuple(num_pages)
+        sizes = [self.page_bytes_of(g, codec, page_slots, dtype) for g in groups]
+        # Zeros, not garbage: the kernel hands out zero pages for nothing on the CPU, and reads of stale slots stay tame.
+        self.pages = [torch.zeros(n, size, dtype=torch.uint8, device=device) for n, size in zip(num_pages, sizes)]
+        self._layers = {layer: self._view(i, at, dtype) for i, group in enumerate(groups) for at, layer in enumerate(group.layers)}
+
+    @staticmethod
+    def page_bytes_of(group: CacheGroup, codec: Codec, page_slots: int, dtype: torch.dtype) -> int:
+        """Bytes of one page of ``group``, without a pool: for sizing."""
+        return len(group.layers) * sum(_plane_bytes(group, codec, page_slots, dtype))
+
+    def page_bytes(self, group: int) -> int:
+        return self.pages[group].shape[1]
+
+    def bytes_per_token(self) -> float:
+        """Bytes one token takes while every group still holds it."""
+        return sum(p.shape[1] for p in self.pages) / self.page_slots
+
+    def layer(self, index: int) -> LayerCache:
+        """The cache of model layer ``index``: strided views into its group's pages."""
+        return self._layers[index]
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Copy whole pages. Every source is read before any target is written; a target may appear once."""
+        for group in {c.group for c in copies}:
+            mine = [c for c in copies if c.group == group]
+            words = self.pages[group].view(torch.int64)
+            source, target = torch.tensor([[c.source for c in mine], [c.target for c in mine]]).to(words.device)
+            words.index_copy_(0, target, words.index_select(0, source))
+
+    def poison(self, group: int, pages: Sequence[int]) -> None:
+        """Fill pages with ones: NaN in every float format, so that a read of an unwritten slot shows (poison mode)."""
+        self.pages[group][torch.as_tensor(pages, dtype=torch.int64, device=self.pages[group].device)] = 0xFF
+
+    def _view(self, index: int, place: int, dtype: torch.dtype) -> LayerCache:
+        """The planes of the layer at ``place`` in group ``index``."""
+        group, raw = self.groups[index], self.pages[index]
+        sizes = _plane_bytes(group, self.codec, self.page_slots, dtype)
+        offset = place * sum(sizes)
+        planes = {}
+        for plane, size in zip(self.codec.planes(group.head_dim, dtype), sizes):
+            typed = raw.view(plane.dtype)
+            shape = (raw.shape[0], group.num_kv_heads, self.page_slots, plane.width)
+            strides = (typed.stride(0), self.page_slots * plane.width, plane.width, 1)
+            planes[plane.name] = typed.as_strided(shape, strides, offset // plane.dtype.itemsize)
+            offset += size
+        return LayerCache(planes, self.codec, index, self.page_slots)

@@ -1,0 +1,57 @@
+"""Settings: one namespace over all sections, unknown names and wrong types refused with the fix."""
+
+import dataclasses
+
+import pytest
+
+from kvasir.config import EngineConfig, Settings, compose, read_toml
+from kvasir.errors import ConfigError
+
+
+def test_flat_names_reach_their_section():
+    config = EngineConfig.of(model="m", max_num_seqs=8, gpu_memory_utilization=1)
+    assert (config.model.model, config.scheduler.max_num_seqs, config.cache.gpu_memory_utilization) == ("m", 8, 1.0)
+    assert config.replace(max_num_seqs=9).scheduler.max_num_seqs == 9
+    assert config.replace(seed=1).scheduler.max_num_seqs == 8
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(max_num_seq=8), "Did you mean 'max_num_seqs'"),
+    (dict(max_num_seqs="8"), "expected int"),
+    (dict(max_num_seqs=True), "expected int"),
+    (dict(dtype="bf16"), "bfloat16"),
+    (dict(fit="yes"), "expected bool"),
+])
+def test_bad_settings_are_refused_by_name(options, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.of(**options)
+
+
+def test_toml_takes_sections_and_flat_names(tmp_path):
+    file = tmp_path / "kvasir.toml"
+    file.write_text('port = 9\napi_key = ["a", "b"]\n[scheduler]\nmax_num_seqs = 3\n')
+    settings = compose(Settings, read_toml(file))
+    assert (settings.server.port, settings.server.api_key, settings.scheduler.max_num_seqs) == (9, ("a", "b"), 3)
+
+
+@pytest.mark.parametrize("text, message", [
+    ("[schedule]\nmax_num_seqs=1", r"Did you mean 'scheduler'"),
+    ("[scheduler]\nport=1", "unknown setting 'port'"),
+    ("port = ", "not valid TOML"),
+])
+def test_bad_toml_says_what_and_where(tmp_path, text, message):
+    file = tmp_path / "kvasir.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_toml(file)
+
+
+def test_missing_toml(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        read_toml(tmp_path / "none.toml")
+
+
+def test_every_setting_has_a_help_line():
+    for section in dataclasses.fields(Settings):
+        for f in dataclasses.fields(section.default_factory):
+            assert f.metadata["help"].endswith("."), f.name

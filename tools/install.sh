@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Installs kvasir with what development and the demo need into the environment of PYTHON ($1).
+# On a machine without an NVIDIA GPU it never lets the gigabytes of CUDA packages in by accident: the CPU build of torch,
+# from the configured package index if that has it, else from PyTorch's own index, else it stops and says so.
+set -euo pipefail
+python=$1
+cd "$(dirname "$0")/.."
+pip() { "$python" -m pip --disable-pip-version-check "$@"; }
+
+if ! "$python" -c 'import torch' 2>/dev/null; then
+  version=$(sed -n 's/^torch==//p' constraints.txt)
+  if command -v nvidia-smi >/dev/null 2>&1; then
+    pip install -q "torch==$version"
+  elif ! pip install -q "torch==$version+cpu" 2>/dev/null; then
+    pip install -q "torch==$version+cpu" --extra-index-url https://download.pytorch.org/whl/cpu || {
+      echo "No CPU build of torch $version could be found. Install any torch >= 2.8 into .venv yourself, then run make again." >&2
+      exit 1
+    }
+  fi
+fi
+# The torch that is there stays, whatever the constraints say.
+"$python" - <<'PY' >.venv/constraints.txt
+import torch
+for line in open("constraints.txt"):
+    if not line.startswith("torch=="):
+        print(line, end="")
+print(f"torch=={torch.__version__}")
+PY
+pip install -q -c .venv/constraints.txt -e ".[dev]"
