@@ -290,7 +290,8 @@ class Event:
     the branch's output and ``epoch`` that of the submission, so a reader drops what it has seen.
 
     ``kind``: ``accepted`` (admitted to the queue; no tokens), ``tokens`` (new output; the last one has ``finish_reason``),
-    ``error`` (terminal for the whole request: ``status``, ``param``, ``message``).
+    ``error`` (terminal for the whole request: ``status``, ``param``, ``message``). ``queued``: seconds from arrival to the
+    first grant of rows, on the first ``tokens`` event of branch 0.
     """
 
     kind: Literal["accepted", "tokens", "error"]
@@ -309,6 +310,7 @@ class Event:
     code: str | None = None
     message: str = ""
     retry_after: float | None = None
+    queued: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -60,8 +60,8 @@ class LLM:
     start. Close it, or use it as a context manager, to give its memory back.
     """
 
-    def __init__(self, model: str = "", **options: Any) -> None:
-        self.config = EngineConfig.of(model=model, **options)
+    def __init__(self, model: str = "", *, config: EngineConfig | None = None, **options: Any) -> None:
+        self.config = (config or EngineConfig()).replace(**({"model": model} if model else {}), **options)
         self.engine = Engine(self.config)
         self.info = self.engine.info
         self.tokenizer: Tokenizer | None = None

@@ -22,8 +22,7 @@ METADATA = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 # Parameters of which we do exactly one thing.
 ONLY: dict[str, tuple[Any, ...]] = {
     "store": (False,), "service_tier": ("auto", "default"), "modalities": (["text"],), "background": (False,),
-    "truncation": ("disabled",), "logprobs_mode": ("raw_logprobs",), "use_beam_search": (False,), "length_penalty": (1.0, 1),
-    "spaces_between_special_tokens": (True,), "include": ([],), "functions": ([],), "verbosity": ("medium",),
+    "truncation": ("disabled",), "use_beam_search": (False,), "spaces_between_special_tokens": (True,), "include": ([],),
 }
 
 
@@ -66,7 +65,7 @@ STRINGS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "st
 IDS = {"type": "array", "items": {"type": "integer"}}
 PROMPT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, IDS, {"type": "array", "items": IDS}]}
 Strings = Annotated[list[str] | None, BeforeValidator(_strings), WithJsonSchema(STRINGS)]
-Prompts = Annotated[list[str] | list[list[int]], BeforeValidator(_prompts), WithJsonSchema(PROMPT)]
+Prompts = Annotated[list[Any], BeforeValidator(_prompts), WithJsonSchema(PROMPT)]
 Bias = Annotated[dict[int, float] | None, BeforeValidator(_bias), WithJsonSchema({"type": ["object", "null"], "additionalProperties": {"type": "number"}})]
 Object = dict[str, Any]
 
@@ -133,6 +132,7 @@ class SamplingBody(Body):
     logit_bias: Bias = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    logprobs_mode: Literal["raw", "processed"] | None = None
     priority: int | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Object | bool | str | None = None
@@ -157,7 +157,6 @@ class CompletionBody(ChoicesBody):
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
-    suffix: str | None = None
 
 
 class ChatBody(ChoicesBody):

@@ -44,9 +44,8 @@ def run(config: EngineConfig, *, system: str | None, url: str | None, temperatur
 
 def _in_process(config: EngineConfig):
     from kvasir.api.llm import LLM
-    from kvasir.cli.generate import _options
 
-    llm = LLM(config.model.model, **_options(config))
+    llm = LLM(config=config)
 
     def answer(messages: list[dict[str, str]], temperature: float, max_tokens: int | None) -> Iterator[str]:
         ids = llm.tokenizer.encode_chat(messages)

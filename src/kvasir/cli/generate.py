@@ -31,7 +31,7 @@ def run(config: EngineConfig, *, prompt: str | None, source: Path | None, output
         entries = [{"messages": [{"role": "user", "content": content}]} if chat else {"prompt": content}]
     from kvasir.api.llm import LLM
 
-    with LLM(config.model.model, **_options(config)) as llm:
+    with LLM(config=config) as llm:
         rows = complete(llm, entries, shared, progress=len(entries) > 1 and sys.stderr.isatty())
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     if output is not None:
@@ -49,14 +49,6 @@ def _read(source: Path) -> str:
         return source.read_text()
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"cannot read {source}: {e}") from e
-
-
-def _options(config: EngineConfig) -> dict[str, Any]:
-    flat = {}
-    for section in dataclasses.fields(config):
-        flat |= {f.name: getattr(getattr(config, section.name), f.name) for f in dataclasses.fields(getattr(config, section.name))}
-    flat.pop("model")
-    return flat
 
 
 def parse_params(text: str | None) -> dict[str, Any]:

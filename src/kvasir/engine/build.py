@@ -26,6 +26,7 @@ from kvasir.types import ModelInfo, PageCopy, Plan, Request, SamplingParams, Seq
 
 BACKENDS = "kvasir.attention.backends"
 CODECS = "kvasir.kv.codecs"
+POLICIES = "kvasir.engine.schedulers"
 GPU_RESERVE = 256 << 20  # what allocator fragmentation and lazily loaded libraries take later, by experience
 GPU_ROWS, CPU_ROWS = 2048, 256
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvasir import technique
 from kvasir.config import EngineConfig
-from kvasir.engine.build import build
+from kvasir.engine.build import POLICIES, build
 from kvasir.engine.pages import PageManager
 from kvasir.engine.policy import SchedulerPolicy
 from kvasir.engine.scheduler import Scheduler
@@ -22,8 +22,6 @@ from kvasir.engine.steps import StepRunner
 from kvasir.errors import RequestError
 from kvasir.logs import log
 from kvasir.types import EngineStats, Event, FinishReason, Plan, Request, Sequence, Span, SpanResult, Status
-
-POLICIES = "kvasir.engine.schedulers"
 
 
 @dataclass(slots=True)

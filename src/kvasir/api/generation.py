@@ -1,0 +1,213 @@
+"""One HTTP request's generation: from admitted engine requests to text deltas, choice by choice.
+
+A body may hold several prompts, each with ``n`` branches; choice ``i * n + b`` is branch ``b`` of prompt ``i``. The same
+deltas feed a stream and a collected reply, so the two cannot differ. Whatever happens, the engine's iterators are closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvasir.api.metrics import Metrics
+from kvasir.api.text import Text
+from kvasir.engine.interface import EngineClient
+from kvasir.errors import RequestError
+from kvasir.types import Event, Request, TokenLogprob
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new in one choice. ``text`` may be empty while tokens are held back (half a character, half a stop string).
+
+    ``index``: place of the first token in the choice's output. ``finish_reason`` is set on the last delta of the choice.
+    """
+
+    choice: int
+    text: str
+    index: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens. ``completion`` counts every generated token up to the one that completed a stop string."""
+
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+    reasoning: int = 0
+
+    def object(self) -> dict[str, Any]:
+        return {"prompt_tokens": self.prompt, "completion_tokens": self.completion, "total_tokens": self.prompt + self.completion,
+                "prompt_tokens_details": {"cached_tokens": self.cached},
+                "completion_tokens_details": {"reasoning_tokens": self.reasoning}}
+
+
+@dataclass(slots=True)
+class Branch:
+    """One choice as it arrives."""
+
+    choice: int
+    detokenizer: Any
+    num_tokens: int = 0
+    done: bool = False
+    last: float | None = None  # time.monotonic() of its last token
+
+
+@dataclass(slots=True)
+class Running:
+    """One engine request: its events, its branches, and what came with its prompt."""
+
+    request: Request
+    events: AsyncIterator[Event]
+    branches: list[Branch]
+    cached: int = 0
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    started: bool = False  # its first token has arrived
+
+
+class Generation:
+    """Open with ``open``, read ``deltas`` once, and ``close`` in every case (closing cancels what still runs)."""
+
+    def __init__(self, client: EngineClient, text: Text, metrics: Metrics, requests: list[Request],
+                 release: Callable[[], None] = lambda: None) -> None:
+        self.client = client
+        self.metrics = metrics
+        self.release = release  # called once, when everything is closed
+        self.closed = False
+        self.arrival = min(r.arrival for r in requests)
+        self.usage = Usage(prompt=sum(len(r.prompt_ids) for r in requests))
+        self.running = []
+        for i, request in enumerate(requests):
+            n = request.params.n
+            branches = [Branch(i * n + b, text.detokenizer(request.prompt_ids, request.params)) for b in range(n)]
+            self.running.append(Running(request, client.generate(request), branches))
+
+    @property
+    def num_choices(self) -> int:
+        return sum(len(r.branches) for r in self.running)
+
+    async def open(self) -> None:
+        """Wait until the engine has accepted everything. Raises the first RequestError, with nothing left open."""
+        firsts = [asyncio.ensure_future(anext(r.events)) for r in self.running]
+        reason = "disconnected"
+        try:
+            for first in firsts:
+                event = await first
+                assert event.kind == "accepted", event
+        except BaseException as e:
+            reason = (e.code or "refused") if isinstance(e, RequestError) else reason
+            await _cancel(firsts)
+            await self.close(reason)
+            raise
+
+    async def close(self, reason: str = "disconnected") -> None:
+        """Idempotent. ``reason`` is what the metrics count."""
+        if self.closed:
+            return
+        self.closed = True
+        try:
+            for r in self.running:
+                await r.events.aclose()
+        finally:
+            self.release()
+            self.metrics.ended(reason, time.monotonic() - self.arrival)
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """Deltas in order of arrival. Raises RequestError when the engine fails a request."""
+        reason = "disconnected"
+        left = self.num_choices
+        try:
+            async with contextlib.aclosing(self._events()) as events:
+                async for r, event in events:
+                    delta = await self._delta(r, event)
+                    if delta is None:
+                        continue
+                    left -= delta.finish_reason is not None
+                    yield delta
+                    if not left:
+                        break
+            if left:
+                raise RequestError("the engine ended the request without finishing it", status=500, code="internal_error")
+            reason = "finished"
+        except RequestError as e:
+            reason = e.code or "error"
+            raise
+        finally:
+            await self.close(reason)
+
+    async def _events(self) -> AsyncGenerator[tuple[Running, Event], None]:
+        """The events of all requests as they come."""
+        if len(self.running) == 1:
+            async for event in self.running[0].events:
+                yield self.running[0], event
+            return
+        waiting = {asyncio.ensure_future(anext(r.events, None)): r for r in self.running}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    r, event = waiting.pop(task), task.result()
+                    if event is not None:
+                        waiting[asyncio.ensure_future(anext(r.events, None))] = r
+                        yield r, event
+        finally:
+            await _cancel(list(waiting))
+
+    async def _delta(self, r: Running, event: Event) -> Delta | None:
+        """One event as a delta, or None when it says nothing new. A matched stop string ends the branch in the engine."""
+        branch = r.branches[event.branch]
+        if event.prompt_logprobs is not None:
+            r.prompt_logprobs = event.prompt_logprobs
+        if event.num_cached > r.cached:
+            self.usage.cached += event.num_cached - r.cached
+            r.cached = event.num_cached
+        if event.kind != "tokens" or branch.done:
+            return None
+        if event.finish_reason == "error":
+            raise RequestError(event.message or "generation failed", status=event.status or 500, code=event.code or "internal_error")
+        self._time(r, branch, event)
+        finished = event.finish_reason is not None
+        piece = branch.detokenizer.push(event.token_ids, finished)
+        count = len(event.token_ids) if piece.stop is None else piece.num_tokens
+        delta = Delta(branch.choice, piece.text, branch.num_tokens, event.token_ids[:count],
+                      event.logprobs[:count] if event.logprobs is not None else None, event.finish_reason, event.stop_reason)
+        branch.num_tokens += count
+        self.usage.completion += count
+        branch.done = finished
+        if piece.stop is not None:
+            delta.finish_reason, delta.stop_reason, branch.done = "stop", piece.stop, True
+            if not finished:
+                await self.client.cancel(r.request.id, event.branch)
+        if delta.finish_reason is not None:
+            self.metrics.finished(delta.finish_reason)
+        return delta
+
+    def _time(self, r: Running, branch: Branch, event: Event) -> None:
+        if not event.token_ids:
+            return
+        now = time.monotonic()
+        if event.queued is not None:
+            self.metrics.queue_time.observe(event.queued)
+        if not r.started:
+            r.started = True
+            self.metrics.first_token.observe(now - self.arrival)
+        if branch.last is not None:
+            for _ in event.token_ids:
+                self.metrics.inter_token.observe((now - branch.last) / len(event.token_ids))
+        branch.last = now
+
+
+async def _cancel(tasks: list[asyncio.Future]) -> None:
+    """Cancel and wait, so that no iterator is still running when it is closed."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,128 @@
+"""Prometheus metrics: ``kvasir:`` names, and the vLLM names that existing dashboards know.
+
+What the server sees itself (times, statuses) is kept in a registry of its own; what the engine counts is read from its last
+snapshot when somebody scrapes. The alias of a metric carries the same samples under the other name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import Sample
+
+from kvasir import __version__
+from kvasir.types import EngineStats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SHORT = (.001, .002, .003, .005, .0075, .01, .015, .02, .03, .04, .05, .075, .1, .15, .2, .3, .5, .75, 1.0, 2.0, 5.0)
+LONG = (.005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+
+ALIASES = {
+    "kvasir:num_requests_running": ["vllm:num_requests_running"],
+    "kvasir:num_requests_waiting": ["vllm:num_requests_waiting"],
+    "kvasir:kv_cache_usage": ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"],
+    "kvasir:preemptions": ["vllm:num_preemptions"],
+    "kvasir:prompt_tokens": ["vllm:prompt_tokens"],
+    "kvasir:generation_tokens": ["vllm:generation_tokens"],
+    "kvasir:prefix_query_tokens": ["vllm:prefix_cache_queries"],
+    "kvasir:cached_tokens": ["vllm:prefix_cache_hits"],
+    "kvasir:time_to_first_token_seconds": ["vllm:time_to_first_token_seconds"],
+    "kvasir:inter_token_seconds": ["vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"],
+    "kvasir:request_seconds": ["vllm:e2e_request_latency_seconds"],
+    "kvasir:queue_seconds": ["vllm:request_queue_time_seconds"],
+    "kvasir:choices_finished": ["vllm:request_success"],
+}
+
+
+class Metrics:
+    """The server's own measurements; ``render`` adds the engine's."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.first_token = self._histogram("time_to_first_token_seconds", "From arrival of a request to its first token", LONG)
+        self.inter_token = self._histogram("inter_token_seconds", "Between two tokens of one choice", SHORT)
+        self.request_time = self._histogram("request_seconds", "From arrival of a request to its end, however it ended", LONG)
+        self.queue_time = self._histogram("queue_seconds", "From arrival of a request to its first rows in a step", LONG)
+        self._http = self._counter("http_requests", "HTTP requests by route and status", "route", "status")
+        self._ended = self._counter("requests_ended", "Generation requests by how they ended", "reason")
+        self._finished = self._counter("choices_finished", "Choices by finish reason", "finished_reason")
+
+    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
+        return Histogram(f"kvasir:{name}", text, buckets=tuple(buckets), registry=self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"kvasir:{name}", text, labels, registry=self.registry)
+
+    def http(self, route: str, status: int) -> None:
+        self._http.labels(route, str(status)).inc()
+
+    def ended(self, reason: str, seconds: float) -> None:
+        self._ended.labels(reason).inc()
+        self.request_time.observe(seconds)
+
+    def finished(self, reason: str) -> None:
+        self._finished.labels(reason).inc()
+
+    def render(self, stats: EngineStats | None, model: str) -> bytes:
+        """The page for /metrics. ``stats`` is None until the engine runs. vLLM's names carry ``model_name``, as there."""
+        page = CollectorRegistry()
+        page.register(_Page(lambda: _with_aliases([*self.registry.collect(), *_engine(stats)], model)))
+        return generate_latest(page)
+
+
+class _Page:
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self.collect = collect
+
+
+def _with_aliases(metrics: Iterable[Metric], model: str) -> Iterator[Metric]:
+    for metric in metrics:
+        metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
+        yield metric
+        for alias in ALIASES.get(metric.name, ()):
+            copy = Metric(alias, f"Alias of {metric.name}", metric.type)
+            copy.samples = [Sample(alias + s.name.removeprefix(metric.name), {**s.labels, "model_name": model}, s.value)
+                            for s in metric.samples]
+            yield copy
+
+
+def _engine(stats: EngineStats | None) -> Iterator[Metric]:
+    build = GaugeMetricFamily("kvasir:build_info", "Version of the server", labels=["version"])
+    build.add_metric([__version__], 1)
+    yield build
+    if stats is None:
+        return
+    used = stats.num_pages - stats.num_free_pages
+    gauges = {
+        "num_requests_running": (stats.num_running, "Sequences that hold pages and a row"),
+        "num_requests_waiting": (stats.num_waiting, "Sequences in the queue"),
+        "num_requests_blocked": (stats.num_blocked, "Sequences that wait for something outside the scheduler"),
+        "pages_total": (stats.num_pages, "Pages in the KV pool"),
+        "pages_free": (stats.num_free_pages, "Pages that a new sequence could take"),
+        "pages_cached": (stats.num_cached_pages, "Pages that the prefix cache remembers"),
+        "kv_cache_usage": (used / stats.num_pages if stats.num_pages else 0.0, "Share of the pages in use, 0 to 1"),
+        "step_seconds": (stats.step_seconds, "How long the last step took"),
+        "step_rows": (stats.step_rows, "Rows of the last step"),
+    }
+    for name, (value, text) in gauges.items():
+        yield GaugeMetricFamily(f"kvasir:{name}", text, value)
+    counters = {
+        "steps": (stats.step, "Steps"),
+        "prompt_tokens": (stats.prompt_tokens, "Prompt tokens computed or found in the cache"),
+        "generation_tokens": (stats.generation_tokens, "Tokens generated"),
+        "cached_tokens": (stats.cached_tokens, "Prompt tokens served from the prefix cache"),
+        "prefix_query_tokens": (stats.prefix_queries, "Prompt tokens looked up in the prefix cache"),
+        "preemptions": (stats.preemptions, "Sequences that gave their pages back and start over"),
+    }
+    for name, (value, text) in counters.items():
+        yield CounterMetricFamily(f"kvasir:{name}", text, value)
+    failed = CounterMetricFamily("kvasir:requests_failed", "Requests that the engine failed, by reason", labels=["reason"])
+    for reason, count in stats.failed.items():
+        failed.add_metric([reason], count)
+    yield failed
+    startup = GaugeMetricFamily("kvasir:startup_seconds", "Where start-up time went", labels=["phase"])
+    for phase, seconds in stats.startup.items():
+        startup.add_metric([phase], seconds)
+    yield startup

@@ -1,0 +1,71 @@
+"""From a body to SamplingParams: the client's values, then the model's defaults, then ours; and at most one constraint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvasir.api.protocol import SamplingBody, StructuredOutputs
+from kvasir.errors import RequestError
+from kvasir.types import Grammar, SamplingParams
+
+SHARED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+          "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "logit_bias",
+          "allowed_token_ids", "bad_words", "logprobs_mode", "n", "prompt_logprobs")
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # what a model's generation config may set
+
+
+def sampling_params(body: SamplingBody, defaults: Mapping[str, Any], **fixed: Any) -> SamplingParams:
+    """``fixed`` are the parameters whose names or meaning differ by route (max_tokens, logprobs, grammar). Ranges are
+    checked at admission. Raises RequestError for what cannot even be held."""
+    values = {name: defaults[name] for name in DEFAULTED if defaults.get(name) is not None}
+    values |= {name: value for name in SHARED if (value := getattr(body, name, None)) is not None}
+    return SamplingParams(**{**values, **fixed})
+
+
+def schema_grammar(schema: Any, param: str) -> Grammar:
+    """``schema``: an object, or its JSON text (then it must be valid JSON)."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as e:
+            raise RequestError(f"'{param}' is not valid JSON: {e}", param=param, code="invalid_schema") from e
+    if not isinstance(schema, dict | bool):
+        raise RequestError(f"'{param}' must be a JSON schema: an object or a boolean", param=param, code="invalid_schema")
+    return Grammar("json_schema", msgspec.json.encode(schema).decode())
+
+
+def format_grammar(response_format: Any, param: str) -> Grammar | None:
+    """OpenAI's ``response_format``, or ``text.format`` of the responses API (same content, one level flatter)."""
+    if response_format is None or response_format.type == "text":
+        return None
+    if response_format.type == "json_object":
+        return Grammar("json_object")
+    holder = getattr(response_format, "json_schema", response_format)
+    if holder is None or holder.schema_ is None:
+        raise RequestError(f"'{param}' of type json_schema needs a schema", param=param, code="missing_parameter")
+    return schema_grammar(holder.schema_, param)
+
+
+def grammar_of(body: SamplingBody, extra: dict[str, Grammar | None]) -> Grammar | None:
+    """The one constraint of a request. ``extra``: those that other fields ask for, by parameter name.
+
+    Raises RequestError when two are given: which of them should win is not ours to guess.
+    """
+    wanted = {name: grammar for name, grammar in extra.items() if grammar is not None}
+    structured = body.structured_outputs or StructuredOutputs()
+    for prefix, value in (("guided_json", body.guided_json), ("structured_outputs.json", structured.json_)):
+        if value is not None:
+            wanted[prefix] = schema_grammar(value, prefix)
+    for kind, names in {"regex": ("guided_regex", "regex"), "lark": ("guided_grammar", "grammar"), "choice": ("guided_choice", "choice")}.items():
+        for param, value in ((names[0], getattr(body, names[0])), (f"structured_outputs.{names[1]}", getattr(structured, names[1]))):
+            if value is not None:
+                wanted[param] = Grammar(kind, value if isinstance(value, str) else json.dumps(value))
+    if structured.json_object:
+        wanted["structured_outputs.json_object"] = Grammar("json_object")
+    if len(wanted) > 1:
+        raise RequestError(f"only one constraint can hold at a time, got {', '.join(wanted)}", param=list(wanted)[1], code="conflict")
+    return next(iter(wanted.values()), None)

@@ -1,0 +1,219 @@
+"""Plain torch: the reference, the CPU path and, in exact mode, the oracle for everything else.
+
+Normal mode: all spans of one row run together over their gathered pages (in buckets of similar length), longer spans one
+by one. Exact mode: one row at a time over exactly the keys it sees, copied into fresh memory, so that every shape,
+stride and order of operations is a function of the row's position alone and its bits are the same in any batch, for any
+chunk size, after a prefix hit and as a node of a draft tree.
+
+Legend: T rows, S spans, B spans of a part, L rows of a span, H query heads, G KV heads, R = H / G, D head dim,
+W pages, P slots per page, N keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvasir.attention.backend import AttentionBackend, AttentionSpec
+from kvasir.kernels.paged_attention import INF, attend, visible
+from kvasir.kv.codec import LayerCache
+from kvasir.types import StepBatch
+
+
+@dataclass(slots=True)
+class _Part:
+    """Spans that one call computes, for one cache group and window. Derived once a step, used by every layer.
+
+    ``rows``: of the step. ``pages`` [B, W]. ``keep``: the gathered slots that may hold something seen. ``seen``/``bias``:
+    the mask as bool and as addend, broadcast to [B, G, R, N] (single rows) or [L, N]; None: everything kept is seen.
+    ``stale``: rows of the [B * G * N, D] matrix of gathered slots that nobody sees; they may hold anything, NaN included.
+    """
+
+    rows: slice | torch.Tensor
+    single: bool
+    pages: torch.Tensor
+    keep: slice
+    seen: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    stale: torch.Tensor | None = None
+
+
+class TorchBackend(AttentionBackend):
+    exact = True
+
+    def run(self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, batch: StepBatch, *,
+            sinks_H: torch.Tensor | None = None, return_lse: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        compute = self._exact if self.site.exact else self._normal
+        out_THD, lse_TH = compute(q_THD, cache, spec, batch, sinks_H, return_lse)
+        return (out_THD, lse_TH) if return_lse else out_THD
+
+    # ---------------------------------------------------------------------------------------------------- normal mode
+
+    def _normal(self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, batch: StepBatch,
+                sinks_H: torch.Tensor | None, want_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        key = ("parts", cache.group, spec.window, q_THD.dtype)
+        parts = batch.scratch.get(key)
+        if parts is None:
+            parts = batch.scratch[key] = _parts(batch, cache, spec, q_THD.dtype)
+        results = [self._part(q_THD, cache, spec, part, sinks_H, want_lse) for part in parts]
+        if len(results) == 1 and isinstance(parts[0].rows, slice):
+            return results[0]
+        out_THD = torch.empty_like(q_THD)
+        lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device) if want_lse else None
+        for part, (out, lse) in zip(parts, results):
+            out_THD[part.rows] = out
+            if want_lse:
+                lse_TH[part.rows] = lse
+        return out_THD, lse_TH
+
+    def _part(self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, part: _Part, sinks_H: torch.Tensor | None,
+              want_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[rows, H, D] and, when wanted, the log-sum-exp [rows, H]."""
+        groups = spec.num_kv_heads
+        k, v = (_heads_first(x)[:, :, part.keep] for x in cache.codec.read(cache, part.pages))  # [B, G, N, D]
+        q = q_THD[part.rows].unflatten(1, (groups, -1))
+        sinks = None if sinks_H is None else sinks_H.view(groups, -1)
+        if part.single:  # [B, G, R, D]: the heads that share a KV head are rows over the same keys
+            if part.stale is not None:
+                k, v = _clean(k, part.stale), _clean(v, part.stale)
+        else:  # [G, R, L, D] over [G, 1, N, D]
+            q, k, v = q.permute(1, 2, 0, 3), k[0].unsqueeze(1), v[0].unsqueeze(1)
+            sinks = None if sinks is None else sinks.unsqueeze(-1)
+        if spec.softcap is None and sinks is None and not want_lse:
+            shape = k.shape if part.single else (*q.shape[:2], *k.shape[2:])
+            out, lse = scaled_dot_product_attention(q, k.expand(shape), v.expand(shape), attn_mask=part.bias, scale=spec.scale), None
+        else:
+            out, lse = attend(q, k, v, spec.scale, part.seen, spec.softcap, sinks)
+        if not part.single:
+            out, lse = out.permute(2, 0, 1, 3), None if lse is None else lse.permute(2, 0, 1)
+        return out.flatten(1, 2), None if lse is None else lse.flatten(1)
+
+    # ----------------------------------------------------------------------------------------------------- exact mode
+
+    def _exact(self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, batch: StepBatch,
+               sinks_H: torch.Tensor | None, want_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = torch.promote_types(q_THD.dtype, torch.float32)
+        out_THD = torch.empty_like(q_THD)
+        lse_TH = torch.empty(q_THD.shape[:2], dtype=wide, device=q_THD.device)
+        sinks = None if sinks_H is None else sinks_H.view(spec.num_kv_heads, -1)
+        row = 0
+        for span, (start, length) in enumerate(zip(batch.starts, batch.lengths)):
+            first = _first_page(start, spec.window, cache.page_slots)
+            pages = batch.tables[cache.group][span, first:-(-(start + length) // cache.page_slots)]
+            first *= cache.page_slots
+            k, v = (_heads_first(x)[:, :start + length - first].to(wide) for x in cache.codec.read(cache, pages))  # [G, N, D]
+            tree = _tree(batch, row, length)
+            seen = None if tree is None else visible(start, length, first, spec.window, *tree, device=k.device)
+            for i in range(length):
+                if seen is None:
+                    end = start + i + 1 - first
+                    low = 0 if spec.window is None else max(0, end - spec.window)
+                    k_row, v_row = k[:, low:end].contiguous(), v[:, low:end].contiguous()
+                else:
+                    keys = seen[i].nonzero().flatten()
+                    k_row, v_row = k.index_select(1, keys), v.index_select(1, keys)
+                out, lse = attend(q_THD[row].view(spec.num_kv_heads, -1, spec.head_dim), k_row, v_row, spec.scale, None, spec.softcap, sinks)
+                out_THD[row], lse_TH[row] = out.flatten(0, 1), lse.flatten()
+                row += 1
+        return out_THD, lse_TH
+
+
+# ------------------------------------------------------------------------------------------------- what a step looks like
+
+
+def _parts(batch: StepBatch, cache: LayerCache, spec: AttentionSpec, dtype: torch.dtype) -> list[_Part]:
+    parts: list[_Part] = []
+    table_SW, size, window = batch.tables[cache.group], cache.page_slots, spec.window
+    singles: list[tuple[int, int, int]] = []  # (pages read, span, row)
+    row = 0
+    for span, (start, length) in enumerate(zip(batch.starts, batch.lengths)):
+        if length == 1:
+            singles.append((start // size + 1 - _first_page(start, window, size), span, row))
+        elif length:
+            parts.append(_long_part(batch, table_SW, span, row, size, window, dtype))
+        row += length
+    whole = len(singles) == row
+    for bucket in _buckets(singles):
+        rows = slice(0, row) if whole and len(bucket) == row else torch.tensor([r for _, _, r in bucket], device=table_SW.device)
+        parts.append(_single_part(batch, table_SW, [s for _, s, _ in bucket], rows, size, spec, dtype))
+    return parts
+
+
+def _buckets(singles: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+    """Spans that may be padded to the longest of them without reading much more than they hold."""
+    if not singles or max(singles)[0] <= 2 * min(singles)[0] + 2:
+        return [singles] if singles else []
+    buckets: list[list[tuple[int, int, int]]] = []
+    for item in sorted(singles, reverse=True):
+        if buckets and buckets[-1][0][0] <= 2 * item[0] + 2:
+            buckets[-1].append(item)
+        else:
+            buckets.append([item])
+    return buckets
+
+
+def _single_part(batch: StepBatch, table_SW: torch.Tensor, spans: list[int], rows: slice | torch.Tensor, size: int,
+                 spec: AttentionSpec, dtype: torch.dtype) -> _Part:
+    """One-row spans. A lone one is cut exactly; several are padded to the longest and masked."""
+    window = spec.window
+    starts = [batch.starts[s] for s in spans]
+    first = [_first_page(start, window, size) for start in starts]
+    if len(spans) == 1:
+        end, start = starts[0] + 1, first[0] * size
+        low = 0 if window is None else max(0, end - window)
+        pages = table_SW[spans[0]:spans[0] + 1, first[0]:-(-end // size)]
+        return _Part(rows, True, pages, slice(low - start, end - start))
+    width = max(start // size + 1 - f for start, f in zip(starts, first))
+    # Staged on the host: three short copies to the device, and no read back.
+    at_B = torch.tensor(starts)
+    column_BW = torch.tensor(first)[:, None] + torch.arange(width)
+    slot_BN = (column_BW[:, :, None] * size + torch.arange(size)).flatten(1)
+    seen_BN = slot_BN <= at_B[:, None]
+    if window is not None:
+        seen_BN &= slot_BN > at_B[:, None] - window
+    stale = (~seen_BN).unsqueeze(1).expand(-1, spec.num_kv_heads, -1).flatten().nonzero().flatten()
+    device = table_SW.device
+    column_BW = column_BW.clamp_(max=table_SW.shape[1] - 1).to(device)
+    mine = table_SW if isinstance(rows, slice) else table_SW[torch.tensor(spans, device=device)]
+    seen = seen_BN[:, None, None].to(device)
+    return _Part(rows, True, mine.gather(1, column_BW), slice(None), seen, _bias(seen, dtype), stale.to(device) if len(stale) else None)
+
+
+def _long_part(batch: StepBatch, table_SW: torch.Tensor, span: int, row: int, size: int, window: int | None,
+               dtype: torch.dtype) -> _Part:
+    start, length = batch.starts[span], batch.lengths[span]
+    page = _first_page(start, window, size)
+    low = 0 if window is None else max(0, start - window + 1)
+    end = start + length
+    tree = _tree(batch, row, length)
+    seen = visible(start, length, low, window, *(tree or ()), device=table_SW.device)
+    pages = table_SW[span:span + 1, page:-(-end // size)]
+    return _Part(slice(row, row + length), False, pages, slice(low - page * size, end - page * size), seen, _bias(seen, dtype))
+
+
+def _tree(batch: StepBatch, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Ancestor bits and positions of the span at ``row``, when it is a tree."""
+    if batch.ancestors is None or not bool(batch.ancestors[row].any()):
+        return None
+    return batch.ancestors[row:row + length], batch.positions[row:row + length]
+
+
+def _first_page(start: int, window: int | None, size: int) -> int:
+    """The first page that a span from ``start`` reads; pages before it may have been dropped."""
+    return 0 if window is None else max(0, start - window + 1) // size
+
+
+def _bias(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -INF)
+
+
+def _heads_first(x: torch.Tensor) -> torch.Tensor:
+    """[..., W, G, P, D] -> [..., G, W * P, D]; free when the codec hands out heads outermost."""
+    return x.transpose(-4, -3).flatten(-3, -2)
+
+
+def _clean(x_BGND: torch.Tensor, stale: torch.Tensor) -> torch.Tensor:
+    """Zero the slots that nobody sees: a weight of zero times NaN is NaN."""
+    return x_BGND.flatten(0, 2).index_fill_(0, stale, 0).view(x_BGND.shape)

@@ -1,0 +1,130 @@
+"""``kvasir bench offline``: batches of random prompts through the Python API, beside a peer in the same run.
+
+Each workload runs twice: once for one token (the prompts' cost) and once in full; the difference is decoding. Greedy,
+``ignore_eos``, no prefix reuse. Arms take turns, the median of the repeats counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvasir.bench.result import arm, finish, result, spread
+from kvasir.bench.workloads import Batch, shape_folder
+from kvasir.config import EngineConfig
+from kvasir.errors import ConfigError
+from kvasir.logs import log
+
+DEFAULT = ("decode1:1:64:128", "decode16:16:64:128")
+Generate = Callable[[list[list[int]], int], None]  # complete these prompts by exactly this many tokens
+
+
+def run(config: EngineConfig, *, shape: str | None, workloads: list[str] | None, peer: str | None, repeats: int, output: Path | None) -> None:
+    if shape:
+        config = config.replace(model=shape_folder(shape), load_format="dummy", skip_tokenizer_init=True, served_model_name=shape)
+    if peer not in (None, "transformers"):
+        raise ConfigError(f"no peer named '{peer}'; there is transformers")
+    batches = [Batch.parse(w) for w in workloads or DEFAULT]
+    config = config.replace(enable_prefix_caching=False)
+    arms: dict[str, Generate] = {}
+    starts: dict[str, float] = {}
+    started = time.perf_counter()
+    arms["kvasir"], vocab_size = _kvasir(config)
+    starts["kvasir"] = time.perf_counter() - started
+    if peer:
+        started = time.perf_counter()
+        arms[peer] = _transformers(config)
+        starts[peer] = time.perf_counter() - started
+    measured = measure(arms, batches, vocab_size, repeats)
+    entries = [arm(name, _described(config, shape) if name == "kvasir" else {"peer": name}, {"start_s": round(starts[name], 2), **metrics})
+               for name, metrics in measured.items()]
+    ratios = {}
+    for key in measured["kvasir"] if peer else ():
+        ratios[f"{key} kvasir/{peer}"] = round(measured["kvasir"][key]["median"] / measured[peer][key]["median"], 3)
+    finish(result(f"offline-{shape or config.model.model or 'embedded'}", entries, ratios=ratios), output)
+
+
+def measure(arms: dict[str, Generate], batches: list[Batch], vocab_size: int, repeats: int) -> dict[str, dict[str, Any]]:
+    rng = random.Random(0)
+    measured: dict[str, dict[str, Any]] = {name: {} for name in arms}
+    for batch in batches:
+        samples: dict[str, dict[str, list[float]]] = {name: {"prefill": [], "decode": [], "total": []} for name in arms}
+        for repeat in range(repeats + 1):  # the first round warms caches up and does not count
+            prompts = batch.prompts(vocab_size, rng)
+            for name, generate in arms.items():
+                first = _seconds(generate, prompts, 1)
+                total = _seconds(generate, prompts, batch.output)
+                if repeat:
+                    samples[name]["prefill"].append(batch.batch * batch.prompt / first)
+                    samples[name]["decode"].append(batch.batch * (batch.output - 1) / max(total - first, 1e-9))
+                    samples[name]["total"].append(batch.batch * batch.output / total)
+            log.info("%s: round %d of %d", batch.name, repeat, repeats)
+        for name, kinds in samples.items():
+            for kind, values in kinds.items():
+                measured[name][f"{batch.name}.{kind}_tok_s"] = spread(values)
+    return measured
+
+
+def _seconds(generate: Generate, prompts: list[list[int]], num_tokens: int) -> float:
+    started = time.perf_counter()
+    generate(prompts, num_tokens)
+    return time.perf_counter() - started
+
+
+def _described(config: EngineConfig, shape: str | None) -> dict[str, Any]:
+    """The settings that differ from the defaults."""
+    default, found = EngineConfig(), {"shape": shape} if shape else {}
+    for section in dataclasses.fields(config):
+        mine, usual = getattr(config, section.name), getattr(default, section.name)
+        found |= {f.name: getattr(mine, f.name) for f in dataclasses.fields(mine) if getattr(mine, f.name) != getattr(usual, f.name)}
+    if shape:
+        found.pop("model")
+    return found
+
+
+def _kvasir(config: EngineConfig) -> tuple[Generate, int]:
+    from kvasir.api.llm import LLM
+    from kvasir.types import SamplingParams
+
+    llm = LLM(config=config)
+
+    def generate(prompts: list[list[int]], num_tokens: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        outs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
+        assert all(len(o.outputs[0].token_ids) == num_tokens for o in outs)
+
+    return generate, llm.info.tokenizer_size
+
+
+def _transformers(config: EngineConfig) -> Generate:
+    """The same checkpoint, device and type through ``transformers`` generate, eager, with its own defaults."""
+    import torch
+    import transformers
+
+    from kvasir.engine.build import choose_device, choose_dtype
+    from kvasir.models import checkpoint
+
+    path = checkpoint.resolve(config.model.model, config.model.revision)
+    device = choose_device(config)
+    dtype = choose_dtype(config, device, checkpoint.read_config(path))
+    if config.model.load_format == "dummy":
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path), dtype=dtype).to(device)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
+    model.eval()
+    model.generation_config.eos_token_id = None
+
+    @torch.inference_mode()
+    def generate(prompts: list[list[int]], num_tokens: int) -> None:
+        ids = torch.tensor(prompts, device=device)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, temperature=None, top_p=None, top_k=None,
+                             max_new_tokens=num_tokens, min_new_tokens=num_tokens, pad_token_id=0)
+        assert out.shape[1] == ids.shape[1] + num_tokens
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return generate

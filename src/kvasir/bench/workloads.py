@@ -1,0 +1,56 @@
+"""Known model shapes for random weights, and batch workloads."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvasir.errors import ConfigError, nearest
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+                     num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=128256, max_position_embeddings=131072,
+                     rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False, hidden_act="silu", torch_dtype="bfloat16",
+                     bos_token_id=1, eos_token_id=2),
+    "qwen3-0.6b": dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+                       num_attention_heads=16, num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960,
+                       rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=True, hidden_act="silu", torch_dtype="bfloat16",
+                       bos_token_id=1, eos_token_id=2, attention_bias=False),
+}
+
+
+def shape_folder(name: str) -> str:
+    """A folder with nothing but the shape's config.json, for ``load_format='dummy'``."""
+    if name not in SHAPES:
+        raise ConfigError(f"no shape named '{name}'; there are {', '.join(SHAPES)}.{nearest(name, SHAPES)}")
+    folder = tempfile.mkdtemp(prefix=f"kvasir-{name}-")
+    (Path(folder) / "config.json").write_text(json.dumps(SHAPES[name]))
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """``batch`` prompts of ``prompt`` random tokens, ``output`` tokens each."""
+
+    name: str
+    batch: int
+    prompt: int
+    output: int
+
+    @classmethod
+    def parse(cls, text: str) -> Batch:
+        try:
+            name, *numbers = text.split(":")
+            batch, prompt, output = map(int, numbers)
+        except ValueError as e:
+            raise ConfigError(f"workload {text!r}: expected NAME:BATCH:PROMPT_TOKENS:OUTPUT_TOKENS, e.g. decode8:8:1024:128") from e
+        if min(batch, prompt) < 1 or output < 2:
+            raise ConfigError(f"workload {text!r}: at least one prompt of one token, and two output tokens")
+        return cls(name, batch, prompt, output)
+
+    def prompts(self, vocab_size: int, rng: random.Random) -> list[list[int]]:
+        return [[rng.randrange(vocab_size // 64, vocab_size - vocab_size // 64) for _ in range(self.prompt)] for _ in range(self.batch)]

@@ -1,0 +1,80 @@
+"""``kvasir doctor``: what this machine and installation can do, what falls back, and why."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+from typing import Any
+
+OPTIONAL = {"triton": "GPU kernels; without it attention falls back to plain torch", "matplotlib": "plots of benchmark reports",
+            "transformers": "a peer for `kvasir bench offline --peer transformers`"}
+
+
+def examine() -> dict[str, Any]:
+    """Facts and verdicts as plain data."""
+    import torch
+
+    from kvasir import __version__
+    from kvasir.engine.build import BACKENDS, CODECS, POLICIES
+    from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
+    from kvasir.technique import load, names
+
+    facts: dict[str, Any] = {
+        "kvasir": __version__, "python": platform.python_version(), "torch": torch.__version__, "system": platform.platform(),
+        "cpu": {"cores": os.cpu_count(), "torch_threads": torch.get_num_threads(), "isa": torch.backends.cpu.get_cpu_capability()},
+        "disk_free_gib": round(shutil.disk_usage(".").free / 2**30, 1), "gpus": [], "packages": {}, "attention": {},
+        "codecs": names(CODECS), "scheduling_policies": names(POLICIES), "advice": []}
+    for package, why in OPTIONAL.items():
+        found = importlib.util.find_spec(package) is not None
+        facts["packages"][package] = importlib.metadata.version(package) if found else f"not installed: {why}"
+    for i in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(i)
+        major, minor = torch.cuda.get_device_capability(i)
+        facts["gpus"].append({"name": torch.cuda.get_device_name(i), "capability": f"{major}.{minor}", "free_gib": round(free / 2**30, 1),
+                              "total_gib": round(total / 2**30, 1)})
+    device = "cuda" if facts["gpus"] else "cpu"
+    site = Site(device=device, dtype=torch.bfloat16 if facts["gpus"] else torch.float32, codec_kernel="plain", page_slots=16 if facts["gpus"] else 64,
+                specs=(AttentionSpec(32, 8, 128, 128**-0.5),))
+    able = []
+    for name in names(BACKENDS):
+        backend = load(BACKENDS, name, AttentionBackend)
+        reasons = backend.why_not(site)
+        facts["attention"][name] = reasons
+        if not reasons:
+            able.append(backend)
+    facts["attention_chosen"] = max(able, key=lambda b: b.rank).name if able else None
+    if not facts["gpus"]:
+        facts["advice"].append("torch sees no GPU: everything runs on the CPU, in float32" +
+                               ("" if torch.version.cuda else "; this torch is a CPU build, so a GPU would not be seen"))
+    return facts
+
+
+def run(as_json: bool) -> None:
+    facts = examine()
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name in ("kvasir", "python", "torch", "system"):
+        table.add_row(name, str(facts[name]))
+    table.add_row("cpu", f"{facts['cpu']['cores']} cores, {facts['cpu']['torch_threads']} threads, {facts['cpu']['isa']}")
+    for gpu in facts["gpus"] or [None]:
+        table.add_row("gpu", "none" if gpu is None else f"{gpu['name']}, {gpu['free_gib']} of {gpu['total_gib']} GiB free, capability {gpu['capability']}")
+    for package, state in facts["packages"].items():
+        table.add_row(package, state)
+    for name, reasons in facts["attention"].items():
+        chosen = " (chosen)" if name == facts["attention_chosen"] else ""
+        table.add_row(f"attention {name}", f"ready{chosen}" if not reasons else f"no: {'; '.join(reasons)}")
+    table.add_row("kv codecs", ", ".join(facts["codecs"]))
+    table.add_row("scheduling", ", ".join(facts["scheduling_policies"]))
+    console = Console()
+    console.print(table)
+    for line in facts["advice"]:
+        console.print(f"[yellow]note[/yellow] {line}")

@@ -1,0 +1,207 @@
+"""What two processes share: length-limited msgpack frames on a Unix socket, and the flight record in shared memory.
+
+A frame is a 4-byte big-endian length and that many bytes of msgpack. A frame that is empty, too long, cut short or not one
+of the expected messages raises ``FrameError``; the connection is then useless and both sides drop it.
+
+The flight record answers two questions about a process that no longer talks: does it still make progress, and which
+requests was it working on when it died. The engine process writes it, the client only reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+HEADER = struct.Struct(">I")
+MAX_FRAME_BYTES = 64 << 20
+_BUFFER_BYTES = 1 << 20
+
+
+class FrameError(Exception):
+    """The other side sent something that is not a valid frame. The connection cannot be used any more."""
+
+
+def encode(message: Any) -> bytes:
+    """One frame. Raises FrameError when it would be too long, TypeError/ValueError/OverflowError when not encodable."""
+    body = msgspec.msgpack.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise FrameError(f"a frame of {len(body)} bytes is over the limit of {MAX_FRAME_BYTES}")
+    return HEADER.pack(len(body)) + body
+
+
+class Decoder:
+    """Frames of one union of message types."""
+
+    def __init__(self, messages: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(messages)
+
+    def length(self, header: bytes) -> int:
+        (length,) = HEADER.unpack(header)
+        if not 0 < length <= MAX_FRAME_BYTES:
+            raise FrameError(f"a frame announces {length} bytes; allowed are 1 to {MAX_FRAME_BYTES}")
+        return length
+
+    def body(self, data: bytes) -> Any:
+        try:
+            return self._decoder.decode(data)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as e:
+            raise FrameError(f"a frame of {len(data)} bytes is not a valid message: {e}") from e
+
+
+class AsyncChannel:
+    """The client's side of the socket, on an event loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, messages: Any) -> None:
+        self._reader, self._writer, self._decoder = reader, writer, Decoder(messages)
+
+    @classmethod
+    async def accept(cls, listener: socket.socket, messages: Any) -> AsyncChannel:
+        """The next connection to ``listener`` (non-blocking)."""
+        connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+        reader, writer = await asyncio.open_unix_connection(sock=connection, limit=_BUFFER_BYTES)
+        return cls(reader, writer, messages)
+
+    async def receive(self) -> Any | None:
+        """The next message, or None when the other side closed between two frames. Raises FrameError."""
+        try:
+            header = await self._reader.readexactly(HEADER.size)
+            return self._decoder.body(await self._reader.readexactly(self._decoder.length(header)))
+        except asyncio.IncompleteReadError as e:
+            if e.expected == HEADER.size and not e.partial:
+                return None
+            raise FrameError("the connection closed in the middle of a frame") from e
+        except OSError:
+            return None
+
+    def send(self, frame: bytes) -> None:
+        """Queue an encoded frame; silently nothing on a closed connection, whose loss ``receive`` reports."""
+        if not self._writer.is_closing():
+            self._writer.write(frame)
+
+    async def close(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+
+class BlockingChannel:
+    """The engine's side of the socket. One thread may receive while another sends."""
+
+    def __init__(self, connection: socket.socket, messages: Any) -> None:
+        self._socket, self._decoder = connection, Decoder(messages)
+        self._file = connection.makefile("rb", buffering=_BUFFER_BYTES)
+
+    @classmethod
+    def connect(cls, path: str, messages: Any) -> BlockingChannel:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        connection.connect(path)
+        return cls(connection, messages)
+
+    def receive(self) -> Any | None:
+        """Wait for the next message; None when the other side closed between two frames. Raises FrameError."""
+        header = self._read(HEADER.size)
+        if not header:
+            return None
+        if len(header) < HEADER.size:
+            raise FrameError("the connection closed in the middle of a frame")
+        length = self._decoder.length(header)
+        body = self._read(length)
+        if len(body) < length:
+            raise FrameError("the connection closed in the middle of a frame")
+        return self._decoder.body(body)
+
+    def _read(self, count: int) -> bytes:
+        try:
+            return self._file.read(count)
+        except ConnectionError:
+            return b""
+
+    def send(self, frame: bytes) -> None:
+        """Send an encoded frame, waiting for room. Raises OSError when the other side is gone."""
+        self._socket.sendall(frame)
+
+    def close(self) -> None:
+        self._file.close()
+        self._socket.close()
+
+
+class Activity(enum.IntEnum):
+    """What the engine process is doing."""
+
+    IDLE = 0  # between steps: no request is to blame for a death
+    BUSY = 1  # in a step whose requests are not known yet: any of those it holds
+    LAUNCHED = 2  # working on the requests whose tickets are recorded
+
+
+class Flight:
+    """The flight record: four counters and a list of tickets, all 64 bit, in a memory-mapped file.
+
+    ``progress`` changes whenever the process is idle or gets something done; ``steps`` counts finished steps.
+    """
+
+    _PROGRESS, _STEPS, _ACTIVITY, _COUNT, _TICKETS = range(5)
+    CAPACITY = (128 << 10) // 8 - _TICKETS
+
+    def __init__(self, path: str | Path, *, create: bool = False) -> None:
+        size = (self.CAPACITY + self._TICKETS) * 8
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+        try:
+            if create:
+                os.ftruncate(handle, size)
+            self._map = mmap.mmap(handle, size)
+        finally:
+            os.close(handle)
+        self._words = memoryview(self._map).cast("Q")
+
+    @property
+    def progress(self) -> int:
+        return self._words[self._PROGRESS]
+
+    @property
+    def steps(self) -> int:
+        return self._words[self._STEPS]
+
+    @property
+    def activity(self) -> Activity:
+        return Activity(self._words[self._ACTIVITY])
+
+    @property
+    def tickets(self) -> list[int]:
+        return self._words[self._TICKETS:self._TICKETS + self._words[self._COUNT]].tolist()
+
+    def beat(self) -> None:
+        self._words[self._PROGRESS] += 1
+
+    def idle(self) -> None:
+        self._words[self._ACTIVITY] = Activity.IDLE
+
+    def busy(self) -> None:
+        self._words[self._ACTIVITY] = Activity.BUSY
+
+    def launch(self, tickets: Iterable[int]) -> None:
+        """Record who is worked on from now. A death in the middle of this call blames everybody, never the wrong one."""
+        self.busy()
+        numbers = list(tickets)
+        if len(numbers) <= self.CAPACITY:
+            for place, ticket in enumerate(numbers, self._TICKETS):
+                self._words[place] = ticket
+            self._words[self._COUNT] = len(numbers)
+            self._words[self._ACTIVITY] = Activity.LAUNCHED
+
+    def stepped(self) -> None:
+        self._words[self._STEPS] += 1
+
+    def close(self) -> None:
+        self._words.release()
+        self._map.close()

@@ -1,0 +1,168 @@
+"""The journal: what was asked and what was already delivered, so that no death of the engine process loses a request.
+
+One entry a request. ``Entry.request`` always equals what a fresh engine needs to go on: prompt, parameters, seed, and the
+tokens that readers already have. Events may come twice or from an engine that is gone; ``Entry.admit`` lets each token
+through once, in order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from kvasir.errors import RequestError
+from kvasir.types import Event, Request
+
+
+class GapError(Exception):
+    """The engine skipped tokens of a request: its reader must not see the rest."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One request from its submission to its terminal reply.
+
+    ``ticket``: unique number within the client. ``submitted``: the living engine process holds it. ``closed``: nobody
+    reads it any more; it stays until the engine confirms the end, so that its id cannot be taken too early.
+    ``cancelled``: branches whose end was asked for. ``fresh``: tokens since the last submission. ``crashes``: deaths in
+    whose step it was; ``strikes``: those since it last proved harmless.
+    """
+
+    request: Request
+    ticket: int
+    accepted: bool = False
+    submitted: bool = False
+    closed: bool = False
+    prompt_delivered: bool = False
+    cancelled: set[int] = field(default_factory=set)
+    fresh: int = 0
+    crashes: float = 0.0
+    strikes: float = 0.0
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def branches(self) -> range:
+        return range(self.request.params.n)
+
+    @property
+    def live_branches(self) -> list[int]:
+        return [branch for branch in self.branches if branch not in self.request.ended]
+
+    @property
+    def done(self) -> bool:
+        return len(self.request.ended) >= self.request.params.n
+
+    def admit(self, event: Event) -> Event | None:
+        """Record an event and return what of it is new, or None. Raises GapError when tokens are missing before it."""
+        if event.epoch != self.request.epoch or self.done:
+            return None
+        if event.kind == "accepted":
+            known, self.accepted = self.accepted, True
+            return None if known else event
+        if event.kind == "error":
+            self.request.ended = list(self.branches)
+            return event
+        if event.branch not in self.branches:
+            raise GapError(f"branch {event.branch} of a request with {len(self.branches)}")
+        return None if event.branch in self.request.ended else self._admit_tokens(event)
+
+    def _admit_tokens(self, event: Event) -> Event | None:
+        known = self.request.emitted[event.branch]
+        seen = len(known) - event.index
+        if seen < 0:
+            raise GapError(f"tokens {len(known)} to {event.index - 1} of branch {event.branch} never came")
+        tokens = event.token_ids[seen:]
+        prompt = None if self.prompt_delivered else event.prompt_logprobs
+        if not tokens and prompt is None and event.finish_reason is None:
+            return None
+        known.extend(tokens)
+        self.fresh += len(tokens)
+        self.prompt_delivered = self.prompt_delivered or prompt is not None
+        if event.finish_reason is not None:
+            self.request.ended.append(event.branch)
+        if not seen and prompt is event.prompt_logprobs:
+            return event
+        logprobs = event.logprobs[seen:] if event.logprobs is not None else None
+        return dataclasses.replace(event, index=event.index + seen, token_ids=tokens, logprobs=logprobs, prompt_logprobs=prompt)
+
+    def rewind(self) -> None:
+        """The engine process that held it is gone: what it still says belongs to an older epoch."""
+        if self.submitted:
+            self.request.epoch += 1
+        self.submitted = False
+        self.fresh = 0
+
+
+class Journal:
+    """The entries by request id, in order of arrival."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+        self._last_ticket = 0
+
+    def add(self, request: Request) -> Entry:
+        """Open an entry with its own copy of the request's state. Raises RequestError (409) for an id that is in use."""
+        if request.id in self._entries:
+            raise RequestError(f"a request with the id '{request.id}' is in progress", status=409, param="request_id", code="duplicate_id")
+        emitted = [list(tokens) for tokens in request.emitted[:request.params.n]]
+        emitted += [[] for _ in range(request.params.n - len(emitted))]
+        own = dataclasses.replace(request, emitted=emitted, ended=sorted(set(request.ended)))
+        self._last_ticket += 1
+        entry = self._entries[request.id] = Entry(own, self._last_ticket)
+        return entry
+
+    def get(self, request_id: str) -> Entry | None:
+        return self._entries.get(request_id)
+
+    def remove(self, entry: Entry) -> None:
+        """Forget an entry; no harm when it is gone or its id belongs to a later one."""
+        if self._entries.get(entry.id) is entry:
+            del self._entries[entry.id]
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(list(self._entries.values()))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def write(path: str | Path, requests: Iterable[Request]) -> int:
+    """Append the requests to a journal file, one JSON object a line, readable by the owner only. Returns how many.
+
+    Prompts and outputs are as private as the users who sent them, so the file is 0600 even when it existed with other
+    rights, and a symbolic link is not followed. Raises OSError.
+    """
+    lines = [msgspec.json.encode(request) for request in requests]
+    if not lines:
+        return 0
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with open(handle, "ab") as file:
+        os.fchmod(handle, 0o600)
+        file.write(b"\n".join(lines) + b"\n")
+        file.flush()
+        os.fsync(handle)
+    return len(lines)
+
+
+def load(path: str | Path) -> list[Request]:
+    """The requests of a journal file, ready to be submitted again: each goes on after the tokens it already has.
+
+    Raises OSError, and ValueError naming the line that is not a request.
+    """
+    requests = []
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            requests.append(msgspec.json.decode(line, type=Request))
+        except (msgspec.MsgspecError, ValueError) as e:
+            raise ValueError(f"{path}, line {number}: not a journalled request: {e}") from e
+    return requests

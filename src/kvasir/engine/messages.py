@@ -1,0 +1,69 @@
+"""What the client and the engine process say to each other: typed messages, tagged by name, carried as msgpack.
+
+The client sends ``Hello`` on the process's standard input and everything else over the socket. Nothing is ever unpickled;
+a message that does not match its type is refused whole.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvasir.config import EngineConfig
+from kvasir.types import EngineStats, Event, ModelInfo, Request
+
+
+class Hello(msgspec.Struct, tag=True, kw_only=True):
+    """What to build. ``spawned``: ``time.monotonic()`` when the process was started, for the start-up breakdown."""
+
+    config: EngineConfig
+    log_level: str = "INFO"
+    spawned: float = 0.0
+
+
+class Submit(msgspec.Struct, tag=True):
+    """``ticket``: a number the client never uses twice; the flight record names requests by it."""
+
+    ticket: int
+    request: Request
+
+
+class Cancel(msgspec.Struct, tag=True):
+    request_id: str
+    branch: int | None = None
+
+
+class Stop(msgspec.Struct, tag=True):
+    """Close the engine and exit with status 0."""
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The engine is built. ``startup``: seconds by phase."""
+
+    info: ModelInfo
+    startup: dict[str, float]
+
+
+class Refused(msgspec.Struct, tag=True):
+    """The set-up cannot work (a ``ConfigError``); the process exits."""
+
+    message: str
+
+
+class Events(msgspec.Struct, tag=True):
+    """All events of one step, in order."""
+
+    events: list[Event]
+
+
+class Heartbeat(msgspec.Struct, tag=True):
+    stats: EngineStats
+
+
+class Crash(msgspec.Struct, tag=True):
+    """An exception that the engine did not catch; the process exits right after."""
+
+    traceback: str
+
+
+ToEngine = Submit | Cancel | Stop
+ToClient = Ready | Refused | Events | Heartbeat | Crash

@@ -1,0 +1,240 @@
+"""The engine process: ``python -m kvasir.engine.process --socket PATH``, started and watched by the client.
+
+It reads its configuration from standard input, connects, builds the engine, says ``Ready`` and then loops: take messages,
+run a step, send the step's events. A reader thread takes messages off the socket, so that a long step delays no receipt
+and the process ends at once when its client does. It ignores SIGTERM and SIGINT: the client decides when it stops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import importlib
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvasir import logs
+from kvasir.engine import ipc, messages
+from kvasir.engine.interface import EngineCore
+from kvasir.errors import ConfigError, RequestError
+from kvasir.logs import log
+from kvasir.types import Event, Request
+
+ENGINE = "kvasir.engine.engine:Engine"
+FLIGHT = "flight"  # the flight record's name, beside the socket
+HEARTBEAT_SECONDS = 0.25
+BLOCKED_POLL_SECONDS = 0.005
+CRASHED, REFUSED = 70, 78  # exit codes, as in sysexits.h
+
+
+class Loop:
+    """The step loop around one core. ``beat_seconds``: longest it sleeps without touching the flight record."""
+
+    def __init__(self, core: EngineCore, channel: ipc.BlockingChannel, inbox: queue.SimpleQueue, flight: ipc.Flight,
+                 beat_seconds: float) -> None:
+        self._core, self._channel, self._inbox, self._flight = core, channel, inbox, flight
+        self._beat_seconds = min(beat_seconds, HEARTBEAT_SECONDS)
+        self._tickets: dict[str, int] = {}  # request id -> ticket, while the core holds the request
+        self._branches: dict[str, int] = {}  # request id -> branches that have not ended
+        self._last_step = core.stats().step
+        self._next_heartbeat = 0.0
+        core.on_launch = self._on_launch
+
+    def run(self) -> None:
+        """Until ``Stop``. Raises what the core raises: no request can be served after that."""
+        wait = 0.0
+        while self._take(wait):
+            moved = True
+            if self._core.has_work():
+                self._flight.busy()
+                events = self._core.step()
+                self._flight.idle()
+                moved = self._moved(events)
+                self._send(events)
+                wait = 0.0 if moved else BLOCKED_POLL_SECONDS
+            else:
+                wait = min(BLOCKED_POLL_SECONDS, self._beat_seconds) if self._tickets else self._beat_seconds
+            if moved:
+                self._flight.beat()
+            self._heartbeat()
+
+    def _moved(self, events: list[Event]) -> bool:
+        """Whether the step did anything. A core that has work but does none of it is stuck, and the client must see it."""
+        step = self._core.stats().step if not events else self._last_step
+        moved = bool(events) or step != self._last_step
+        self._last_step = step
+        if moved:
+            self._flight.stepped()
+        return moved
+
+    def _take(self, wait: float) -> bool:
+        """Handle every message that is here, waiting up to ``wait`` seconds for the first. False: stop."""
+        try:
+            message = self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
+            while True:
+                if isinstance(message, messages.Stop):
+                    return False
+                self._handle(message)
+                message = self._inbox.get_nowait()
+        except queue.Empty:
+            return True
+
+    def _handle(self, message: Any) -> None:
+        if isinstance(message, messages.Submit):
+            request = message.request
+            self._flight.launch([message.ticket])
+            self._tickets[request.id] = message.ticket
+            self._branches[request.id] = request.params.n - len(set(request.ended))
+            events = self._submit(request)
+        else:
+            self._flight.launch([self._tickets.get(message.request_id, 0)])
+            events = self._core.cancel(message.request_id, message.branch)
+        self._flight.idle()
+        self._send(events)
+
+    def _submit(self, request: Request) -> list[Event]:
+        try:
+            return self._core.submit(request)
+        except RequestError as e:
+            return [Event(kind="error", request_id=request.id, epoch=request.epoch, status=e.status, param=e.param, code=e.code,
+                          message=e.message, retry_after=e.retry_after)]
+
+    def _on_launch(self, request_ids: Iterable[str]) -> None:
+        self._flight.launch([self._tickets.get(request_id, 0) for request_id in request_ids])
+
+    def _send(self, events: list[Event]) -> None:
+        if not events:
+            return
+        try:
+            self._channel.send(ipc.encode(messages.Events(events)))
+        except (ipc.FrameError, TypeError, ValueError, OverflowError):
+            self._send_singly(events)
+        for event in events:
+            self._note_end(event)
+
+    def _send_singly(self, events: list[Event]) -> None:
+        """The batch is too long or one event cannot be encoded: only the request at fault may fail."""
+        lost: set[str] = set()
+        for event in events:
+            if event.request_id in lost:
+                continue
+            try:
+                frame = ipc.encode(messages.Events([event]))
+            except (ipc.FrameError, TypeError, ValueError, OverflowError) as e:
+                lost.add(event.request_id)
+                error = Event(kind="error", request_id=event.request_id, epoch=event.epoch, status=500, code="reply_not_sendable",
+                              message=f"the engine's reply cannot be sent: {e}")
+                frame = ipc.encode(messages.Events([error]))
+            self._channel.send(frame)
+        for request_id in lost:
+            self._core.cancel(request_id)
+            self._forget(request_id)
+
+    def _note_end(self, event: Event) -> None:
+        if event.request_id not in self._branches:
+            return
+        if event.kind == "tokens" and event.finish_reason is not None:
+            self._branches[event.request_id] -= 1
+        if event.kind == "error" or self._branches[event.request_id] <= 0:
+            self._forget(event.request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._tickets.pop(request_id, None)
+        self._branches.pop(request_id, None)
+
+    def _heartbeat(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + self._beat_seconds
+            self._channel.send(ipc.encode(messages.Heartbeat(self._core.stats())))
+
+
+def _read_forever(channel: ipc.BlockingChannel, inbox: queue.SimpleQueue, folder: Path) -> None:
+    """The reader thread. When the client is gone nobody can use this process: it removes its folder and ends."""
+    try:
+        while (message := channel.receive()) is not None:
+            inbox.put(message)
+    except ipc.FrameError as e:
+        log.error("engine process: %s", e)
+        os._exit(CRASHED)
+    for name in ("socket", FLIGHT):
+        (folder / name).unlink(missing_ok=True)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+    os._exit(0)
+
+
+def _factory(name: str) -> Callable[[Any], EngineCore]:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _build(hello: messages.Hello, factory: str, started: float) -> tuple[EngineCore, dict[str, float]]:
+    """The core and where the time went (seconds). Raises ConfigError."""
+    build = _factory(factory)
+    imported = time.monotonic()
+    core = build(hello.config)
+    built = time.monotonic()
+    spawn = max(0.0, started - hello.spawned) if hello.spawned else 0.0
+    return core, {"spawn": spawn, "import": imported - started, "build": built - imported, **core.stats().startup}
+
+
+def serve(socket_path: str, factory: str, hello: messages.Hello, started: float) -> int:
+    """Connect, build, serve until told to stop. Returns the exit code."""
+    folder = Path(socket_path).parent
+    flight = ipc.Flight(folder / FLIGHT)
+    channel = ipc.BlockingChannel.connect(socket_path, messages.ToEngine)
+    inbox: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Thread(target=_read_forever, args=(channel, inbox, folder), name="reader", daemon=True).start()
+    try:
+        core, startup = _build(hello, factory, started)
+        channel.send(ipc.encode(messages.Ready(core.info, startup)))
+        Loop(core, channel, inbox, flight, hello.config.service.watchdog / 4).run()
+        core.close()
+    except ConfigError as e:
+        _last_words(channel, messages.Refused(str(e)))
+        return REFUSED
+    except Exception:
+        text = traceback.format_exc()
+        log.error("engine process: %s", text)
+        _last_words(channel, messages.Crash(text[-(64 << 10):]))
+        return CRASHED
+    return 0
+
+
+def _last_words(channel: ipc.BlockingChannel, message: Any) -> None:
+    with contextlib.suppress(OSError):  # nobody may be left to hear them
+        channel.send(ipc.encode(message))
+
+
+def main() -> None:
+    started = time.monotonic()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    parser = argparse.ArgumentParser(prog="kvasir.engine.process", description="The engine process; `kvasir serve` starts it.")
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--factory", default=ENGINE)
+    arguments = parser.parse_args()
+    hello = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=messages.Hello)
+    logs.setup(hello.log_level)
+    code = serve(arguments.socket, arguments.factory, hello, started)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the threads and device contexts of a crashed engine may never end by themselves
+
+
+if __name__ == "__main__":
+    main()

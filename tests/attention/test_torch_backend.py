@@ -1,0 +1,57 @@
+"""The torch backend against scalar loops in fp64, on poisoned pages; and exact mode's promise about bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.attention.helpers import make_world, truth
+from kvasir.attention.backend import AttentionBackend
+from kvasir.technique import load
+
+SPANS = {
+    "empty": [],
+    "one decode": [(37, 1)],
+    "decodes of one length": [(20, 1), (20, 1), (20, 1)],
+    "decodes of many lengths": [(0, 1), (300, 1), (15, 1), (16, 1), (5, 1), (47, 1)],
+    "prefill": [(0, 33)],
+    "chunk": [(19, 21)],
+    "mixed": [(40, 1), (0, 5), (31, 1), (16, 16), (7, 3), (90, 1)],
+}
+KINDS = {
+    "plain": {},
+    "mha": {"heads": 3, "kv_heads": 3},
+    "mqa16": {"heads": 16, "kv_heads": 1, "dim": 8},
+    "odd gqa": {"heads": 6, "kv_heads": 2, "dim": 80},
+    "window": {"window": 9},
+    "window of a page": {"window": 16},
+    "window of one": {"window": 1},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": True},
+    "all": {"window": 21, "softcap": 3.0, "sinks": True, "page_slots": 32},
+}
+
+
+def backend(world, exact: bool = False) -> AttentionBackend:
+    chosen = load("kvasir.attention.backends", "torch", AttentionBackend)
+    assert chosen.why_not(world.site(exact)) == []
+    chosen.prepare(world.site(exact))
+    return chosen
+
+
+def attention(world, exact: bool = False, lse: bool = False):
+    chosen = backend(world, exact)
+    chosen.plan(world.batch)
+    return chosen.run(world.q, world.cache, world.spec, world.batch, sinks_H=world.sinks, return_lse=lse)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["normal", "exact"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spans", SPANS)
+def test_agrees_with_scalar_loops(spans, kind, exact):
+    world = make_world(SPANS[spans], **KINDS[kind])
+    want, want_lse = truth(world)
+    torch.testing.assert_close(attention(world, exact).double(), want, atol=3e-6, rtol=1e-5)
+    out, lse = attention(world, exact, lse=True)
+    torch.testing.assert_close(out.double(), want, atol=3e-6, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), want_lse, atol=3e-6, rtol=1e-5)
