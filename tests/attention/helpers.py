@@ -1,4 +1,4 @@
-"""Caches and step batches built by hand, and attention as scalar loops in fp64 to compare with."""
+"""Caches and step batches built by hand, and attention as plain loops in fp64 to compare with."""
 
 from __future__ import annotations
 
@@ -52,14 +52,15 @@ class World:
 
 def make_world(spans: list[tuple[int, int]], *, heads: int = 4, kv_heads: int = 2, dim: int = 16, page_slots: int = 16,
                window: int | None = None, softcap: float | None = None, sinks: bool = False, trees: dict[int, list[int]] | None = None,
-               dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, spare: int = 3) -> World:
+               dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, content: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None) -> World:
     """``spans``: (start, length) each. Pages are shuffled, pages that fell out of the window are dropped (table entry 0),
-    and every slot that no span owns is NaN, page 0 included."""
+    and every slot that no span owns is NaN, page 0 included. ``content``: q [length, H, D] and k, v [2, start + length, G, D]
+    of spans that are not to be random."""
     draw = torch.Generator().manual_seed(seed)
     spec = AttentionSpec(heads, kv_heads, dim, dim ** -0.5, window, softcap, sinks)
     group = CacheGroup("g", (0, 1), kv_heads, dim, window)
     counts = [-(-(start + length) // page_slots) for start, length in spans]
-    total = 1 + sum(counts) + spare
+    total = 4 + sum(counts)
     pool = KVPool([group], PlainCodec(), [total], page_slots, device, dtype)
     pool.poison(0, range(total))
     order = (1 + torch.randperm(total - 1, generator=draw)).tolist()
@@ -76,12 +77,15 @@ def make_world(spans: list[tuple[int, int]], *, heads: int = 4, kv_heads: int = 
             page = order.pop()
             table[s, i] = page if (i + 1) * page_slots > lowest else 0
         kv = torch.randn(2, start + length, kv_heads, dim, generator=draw).to(dtype)
+        if s in (content or {}):
+            kv = content[s][1]
         at = torch.arange(start + length)
-        owned = [int(table[s, p // page_slots]) * page_slots + p % page_slots if table[s, p // page_slots] else -1 for p in at.tolist()]
-        pool.codec.write(pool.layer(1), kv[0].to(device), kv[1].to(device), torch.tensor(owned, dtype=torch.int64, device=device))
+        page = table[s, at // page_slots].long()
+        owned = torch.where(page > 0, page * page_slots + at % page_slots, -1)
+        pool.codec.write(pool.layer(1), kv[0].to(device), kv[1].to(device), owned.to(device))
         keys.append(kv[0])
         values.append(kv[1])
-        slots += owned[start:]
+        slots += owned[start:].tolist()
         tree = forest.get(s)
         positions += [start + d for d in (tree.depths() if tree else range(length))]
         for i, known in enumerate(tree.ancestors() if tree else []):
@@ -97,12 +101,14 @@ def make_world(spans: list[tuple[int, int]], *, heads: int = 4, kv_heads: int = 
         slots=(torch.tensor(slots, dtype=torch.int64, device=device),), logit_rows=torch.zeros(0, dtype=torch.int64, device=device),
         starts=[s for s, _ in spans], lengths=lengths, ancestors=bits.to(device) if words else None)
     q = torch.randn(rows, heads, dim, generator=draw).to(dtype).to(device)
+    for s, (known, _) in (content or {}).items():
+        q[sum(lengths[:s]):sum(lengths[:s + 1])] = known
     learned = torch.randn(heads, generator=draw).to(device) if sinks else None
     return World(spec, pool, batch, q, keys, values, forest, learned)
 
 
 def truth(world: World) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, H, D] and log-sum-exp [T, H] in fp64, one key at a time."""
+    """[T, H, D] and log-sum-exp [T, H] in fp64, one row and head at a time."""
     spec, q = world.spec, world.q.double().cpu()
     share = spec.num_heads // spec.num_kv_heads
     out = torch.zeros_like(q)
@@ -116,13 +122,12 @@ def truth(world: World) -> tuple[torch.Tensor, torch.Tensor]:
             seen = [(p, p) for p in range(start)] + [(start + j, start + depths[j]) for j in sorted(inside)]
             seen = [slot for slot, position in seen if spec.window is None or position > start + depths[i] - spec.window]
             for h in range(spec.num_heads):
-                scores = [spec.scale * float(q[row, h] @ world.keys[s][p, h // share].double()) for p in seen]
+                scores = spec.scale * (world.keys[s][seen, h // share].double() @ q[row, h])
                 if spec.softcap:
-                    scores = [spec.softcap * math.tanh(x / spec.softcap) for x in scores]
-                everything = scores + ([float(world.sinks[h])] if world.sinks is not None else [])
-                top = max(everything)
-                lse[row, h] = top + math.log(sum(math.exp(x - top) for x in everything))
-                for p, x in zip(seen, scores):
-                    out[row, h] += math.exp(x - lse[row, h]) * world.values[s][p, h // share].double()
+                    scores = spec.softcap * torch.tanh(scores / spec.softcap)
+                sink = float(world.sinks[h]) if world.sinks is not None else -math.inf
+                top = max(float(scores.max()), sink)
+                lse[row, h] = top + torch.log(torch.exp(scores - top).sum() + math.exp(sink - top))
+                out[row, h] = torch.exp(scores - lse[row, h]) @ world.values[s][seen, h // share].double()
             row += 1
     return out, lse

@@ -1,4 +1,4 @@
-"""The torch backend against scalar loops in fp64, on poisoned pages; and exact mode's promise about bits."""
+"""The torch backend against plain loops in fp64, on poisoned pages; and exact mode's promise about bits."""
 
 from __future__ import annotations
 
@@ -55,3 +55,37 @@ def test_agrees_with_scalar_loops(spans, kind, exact):
     out, lse = attention(world, exact, lse=True)
     torch.testing.assert_close(out.double(), want, atol=3e-6, rtol=1e-5)
     torch.testing.assert_close(lse.double(), want_lse, atol=3e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["normal", "exact"])
+@pytest.mark.parametrize("kind", ["plain", "window", "all"])
+def test_tree_rows_see_their_ancestors(kind, exact):
+    """A bushy tree, a chain as a tree, causal spans beside them, and a tree of more than 64 rows."""
+    trees = {1: [-1, 0, 0, 1, 1, 2, 5], 3: [-1, 0, 1]}
+    for spans, forest in (([(40, 1), (31, 7), (0, 9), (5, 3)], trees), ([(3, 1), (10, 70)], {1: [-1, *((i - 1) // 2 for i in range(1, 70))]})):
+        world = make_world(spans, trees=forest, **KINDS[kind])
+        want, want_lse = truth(world)
+        torch.testing.assert_close(attention(world, exact).double(), want, atol=3e-6, rtol=1e-5)
+        torch.testing.assert_close(attention(world, exact, lse=True)[1].double(), want_lse, atol=3e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_stays_near_fp64(dtype):
+    world = make_world(SPANS["mixed"], dtype=dtype)
+    want, _ = truth(world)
+    for exact in (False, True):
+        assert (attention(world, exact).double() - want).abs().max() < 2e-2
+
+
+def test_one_plan_serves_layers_of_different_windows():
+    """Full and window layers share a step; what is kept for one must not serve the other."""
+    wide, narrow = make_world(SPANS["mixed"]), make_world(SPANS["mixed"], window=9)
+    narrow.batch.scratch = wide.batch.scratch
+    chosen = backend(wide)
+    chosen.plan(wide.batch)
+    narrow.batch.tables = wide.batch.tables
+    for spec in (wide.spec, narrow.spec, wide.spec):
+        got = chosen.run(wide.q, wide.cache, spec, wide.batch)
+        wide.spec, kept = spec, wide.spec
+        torch.testing.assert_close(got.double(), truth(wide)[0], atol=3e-6, rtol=1e-5)
+        wide.spec = kept

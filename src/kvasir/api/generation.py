@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from kvasir.api.detokenize import Detokenizer
 from kvasir.api.metrics import Metrics
-from kvasir.api.text import Text
 from kvasir.engine.interface import EngineClient
 from kvasir.errors import RequestError
 from kvasir.types import Event, Request, TokenLogprob
@@ -24,7 +24,8 @@ from kvasir.types import Event, Request, TokenLogprob
 class Delta:
     """What is new in one choice. ``text`` may be empty while tokens are held back (half a character, half a stop string).
 
-    ``index``: place of the first token in the choice's output. ``finish_reason`` is set on the last delta of the choice.
+    ``index``: place of the first token in the choice's output. ``offsets``: where each token's text starts in the choice's
+    text. ``finish_reason`` is set on the last delta of the choice.
     """
 
     choice: int
@@ -32,6 +33,7 @@ class Delta:
     index: int
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
+    offsets: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -56,7 +58,7 @@ class Branch:
     """One choice as it arrives."""
 
     choice: int
-    detokenizer: Any
+    detokenizer: Detokenizer
     num_tokens: int = 0
     done: bool = False
     last: float | None = None  # time.monotonic() of its last token
@@ -66,6 +68,7 @@ class Branch:
 class Running:
     """One engine request: its events, its branches, and what came with its prompt."""
 
+    index: int  # which of the body's prompts
     request: Request
     events: AsyncIterator[Event]
     branches: list[Branch]
@@ -77,7 +80,7 @@ class Running:
 class Generation:
     """Open with ``open``, read ``deltas`` once, and ``close`` in every case (closing cancels what still runs)."""
 
-    def __init__(self, client: EngineClient, text: Text, metrics: Metrics, requests: list[Request],
+    def __init__(self, client: EngineClient, metrics: Metrics, requests: list[Request], detokenizer: Callable[[Request], Detokenizer],
                  release: Callable[[], None] = lambda: None) -> None:
         self.client = client
         self.metrics = metrics
@@ -88,12 +91,16 @@ class Generation:
         self.running = []
         for i, request in enumerate(requests):
             n = request.params.n
-            branches = [Branch(i * n + b, text.detokenizer(request.prompt_ids, request.params)) for b in range(n)]
-            self.running.append(Running(request, client.generate(request), branches))
+            branches = [Branch(i * n + b, detokenizer(request)) for b in range(n)]
+            self.running.append(Running(i, request, client.generate(request), branches))
 
     @property
     def num_choices(self) -> int:
         return sum(len(r.branches) for r in self.running)
+
+    def of(self, delta: Delta) -> Running:
+        """Which engine request a delta belongs to."""
+        return self.running[delta.choice // (self.num_choices // len(self.running))]
 
     async def open(self) -> None:
         """Wait until the engine has accepted everything. Raises the first RequestError, with nothing left open."""
@@ -177,9 +184,9 @@ class Generation:
         self._time(r, branch, event)
         finished = event.finish_reason is not None
         piece = branch.detokenizer.push(event.token_ids, finished)
-        count = len(event.token_ids) if piece.stop is None else piece.num_tokens
+        count = piece.num_tokens
         delta = Delta(branch.choice, piece.text, branch.num_tokens, event.token_ids[:count],
-                      event.logprobs[:count] if event.logprobs is not None else None, event.finish_reason, event.stop_reason)
+                      event.logprobs[:count] if event.logprobs is not None else None, piece.offsets, event.finish_reason, event.stop_reason)
         branch.num_tokens += count
         self.usage.completion += count
         branch.done = finished

@@ -150,6 +150,14 @@ class ChoicesBody(SamplingBody):
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
 
+    def stream_settings(self) -> StreamOptions:
+        """The stream options with their defaults. Raises RequestError for options that need, or exclude, a stream."""
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("'stream_options' needs stream=true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("'prompt_logprobs' cannot be streamed", param="prompt_logprobs")
+        return self.stream_options or StreamOptions()
+
 
 class CompletionBody(ChoicesBody):
     prompt: Prompts
@@ -244,13 +252,13 @@ def _unknown(kind: type[Body], extra: Object, lenient: bool) -> list[str]:
 
 
 def _request_error(error: pydantic.ValidationError) -> RequestError:
-    """The first thing wrong, with a path a human would write: ``stream_options.include_usage``, ``messages.3``."""
+    """The first thing wrong, with a path a human would write: ``stream_options.include_usage``, ``messages[3]``."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    path = [str(part) for part in first["loc"]]
+    path = [f"[{part}]" if isinstance(part, int) else str(part) for part in first["loc"]]
     # Branches of a union end the path with the name of a type, which is no part of the body.
-    while len(path) > 1 and not path[-1].isdecimal() and path[-1] in _UNION_TAGS or any(c in path[-1] for c in "[({"):
+    while len(path) > 1 and (path[-1] in _UNION_TAGS or path[-1].endswith((")", "]")) and path[-1][0] != "["):
         path.pop()
-    param = ".".join(path) or None
+    param = ".".join(path).replace(".[", "[") or None
     missing = first["type"] == "missing"
     message = f"'{param}' is required" if missing else f"'{param}': {first['msg']}"
     return RequestError(message, param=param, code="missing_parameter" if missing else "invalid_parameter")

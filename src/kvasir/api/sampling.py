@@ -50,8 +50,8 @@ def format_grammar(response_format: Any, param: str) -> Grammar | None:
     return schema_grammar(holder.schema_, param)
 
 
-def grammar_of(body: SamplingBody, extra: dict[str, Grammar | None]) -> Grammar | None:
-    """The one constraint of a request. ``extra``: those that other fields ask for, by parameter name.
+def grammar_of(body: SamplingBody, extra: dict[str, Grammar | None]) -> tuple[str, Grammar | None]:
+    """The one constraint of a request and the parameter it came from. ``extra``: those of other fields, by parameter name.
 
     Raises RequestError when two are given: which of them should win is not ours to guess.
     """
@@ -68,4 +68,4 @@ def grammar_of(body: SamplingBody, extra: dict[str, Grammar | None]) -> Grammar 
         wanted["structured_outputs.json_object"] = Grammar("json_object")
     if len(wanted) > 1:
         raise RequestError(f"only one constraint can hold at a time, got {', '.join(wanted)}", param=list(wanted)[1], code="conflict")
-    return next(iter(wanted.values()), None)
+    return next(iter(wanted.items()), ("grammar", None))

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 
 T = TypeVar("T")
@@ -47,13 +46,15 @@ async def unless_disconnected(receive: Callable[[], Awaitable[dict]], work: Awai
 
 
 class EventStream(Response):
-    """A reply whose body is a generator of events. The generator is closed whatever happens: at the end, when the client
-    goes away, or when it reads nothing for ``stall`` seconds while the socket's buffer is full."""
+    """A reply whose body is a generator of events. ``close`` is awaited whatever happens: at the end, when the client goes
+    away, or when it reads nothing for ``stall`` seconds while the socket's buffer is full."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str], stall: float) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]], headers: dict[str, str],
+                 stall: float) -> None:
         self.events = events
+        self.close = close
         self.stall = stall
         self.status_code = 200
         self.background = None
@@ -67,7 +68,9 @@ class EventStream(Response):
         except Disconnected:
             return
         finally:
+            # A generator that was never started runs no ``finally`` of its own.
             await self.events.aclose()
+            await self.close()
 
     async def _stream(self, send: Callable) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -78,8 +81,3 @@ class EventStream(Response):
             except TimeoutError as e:
                 raise Disconnected from e
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """``unless_disconnected`` for a route whose body has been read."""
-    return await unless_disconnected(request.receive, work)

@@ -49,7 +49,7 @@ async def load(url: str, rate: float, num_requests: int, prompt_tokens: int, out
         except httpx.HTTPError as e:
             raise ConfigError(f"no kvasir server answers at {url}: {e}. Start one with `kvasir serve`.") from e
         started, due, tasks = time.perf_counter(), 0.0, []
-        for i in range(num_requests):
+        for _ in range(num_requests):
             await asyncio.sleep(max(0.0, started + due - time.perf_counter()))
             body = {"model": model, "prompt": [rng.randrange(256, 1024) for _ in range(prompt_tokens)], "max_tokens": output_tokens, "stream": True,
                     "temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}

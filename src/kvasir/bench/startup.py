@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -98,6 +99,6 @@ def _first_token(port: int, started: float) -> float:
 def _breakdown(port: int) -> dict[str, float]:
     """The engine's own laps, from the metric ``kvasir:startup_seconds{stage="..."}``."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
-        lines = reply.read().decode().splitlines()
-    laps = [line for line in lines if line.startswith("kvasir:startup_seconds{")]
-    return {f"engine.{line.split('stage=\"')[1].split('\"')[0]}_s": round(float(line.rsplit(" ", 1)[1]), 3) for line in laps}
+        text = reply.read().decode()
+    stages = re.findall(r'^kvasir:startup_seconds\{stage="([^"]+)"\} (\S+)$', text, re.MULTILINE)
+    return {f"engine.{stage}_s": round(float(seconds), 3) for stage, seconds in stages}

@@ -19,8 +19,8 @@ def examine() -> dict[str, Any]:
     import torch
 
     from kvasir import __version__
-    from kvasir.engine.build import BACKENDS, CODECS, POLICIES
     from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
+    from kvasir.engine.build import BACKENDS, CODECS, POLICIES
     from kvasir.technique import load, names
 
     facts: dict[str, Any] = {

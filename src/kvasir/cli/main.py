@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -35,10 +35,10 @@ def serve(model: Model = "", **options: Any) -> None:
 
 @app.command()
 @with_settings(EngineConfig, skip=("model",))
-def chat(model: Model = "", system: Annotated[Optional[str], typer.Option(help="System prompt.")] = None,
-         url: Annotated[Optional[str], typer.Option(help="Talk to a running server instead, e.g. http://127.0.0.1:8000.")] = None,
+def chat(model: Model = "", system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+         url: Annotated[str | None, typer.Option(help="Talk to a running server instead, e.g. http://127.0.0.1:8000.")] = None,
          temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
-         max_tokens: Annotated[Optional[int], typer.Option(help="Most tokens an answer.")] = None, **options: Any) -> None:
+         max_tokens: Annotated[int | None, typer.Option(help="Most tokens an answer.")] = None, **options: Any) -> None:
     """Talk to a model in the terminal."""
     from kvasir.cli import chat as command
 
@@ -47,10 +47,10 @@ def chat(model: Model = "", system: Annotated[Optional[str], typer.Option(help="
 
 @app.command()
 @with_settings(EngineConfig, skip=("model", "seed"))
-def generate(model: Model = "", prompt: Annotated[Optional[str], typer.Option("--prompt", "-p", help="A prompt.")] = None,
-             file: Annotated[Optional[Path], typer.Option("--input", "-i", help="Text file (one prompt) or .jsonl (one request a line); - reads stdin.")] = None,
-             output: Annotated[Optional[Path], typer.Option("--output", "-o", help="Write JSON lines here instead of text to stdout.")] = None,
-             params: Annotated[Optional[str], typer.Option(help='Sampling parameters as JSON, e.g. \'{"temperature": 0, "max_tokens": 64}\'.')] = None,
+def generate(model: Model = "", prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="A prompt.")] = None,
+             file: Annotated[Path | None, typer.Option("--input", "-i", help="Text file (one prompt) or .jsonl (one request a line); - reads stdin.")] = None,
+             output: Annotated[Path | None, typer.Option("--output", "-o", help="Write JSON lines here instead of text to stdout.")] = None,
+             params: Annotated[str | None, typer.Option(help='Sampling parameters as JSON, e.g. \'{"temperature": 0, "max_tokens": 64}\'.')] = None,
              chat: Annotated[bool, typer.Option("--chat", help="Send the prompt through the chat template.")] = False, **options: Any) -> None:
     """Complete prompts from the command line or a file."""
     from kvasir.cli import generate as command
@@ -68,7 +68,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Machine-readabl
 
 @app.command()
 def show(model: Model = "", dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Type of weights and KV.")] = "bfloat16",
-         memory_gib: Annotated[Optional[float], typer.Option("--memory", help="GiB to plan for; default: this machine's GPU, else its RAM.")] = None,
+         memory_gib: Annotated[float | None, typer.Option("--memory", help="GiB to plan for; default: this machine's GPU, else its RAM.")] = None,
          as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
     """Show a model: layers, bytes per token, and what fits where."""
     from kvasir.cli import show as command
@@ -78,11 +78,11 @@ def show(model: Model = "", dtype: Annotated[Literal["float32", "bfloat16", "flo
 
 @bench.command("offline")
 @with_settings(EngineConfig, skip=("model",))
-def bench_offline(model: Model = "", shape: Annotated[Optional[str], typer.Option(help="A known shape with random weights, e.g. llama-8b.")] = None,
-                  workload: Annotated[Optional[list[str]], typer.Option("--workload", "-w", help="NAME:BATCH:PROMPT:OUTPUT, repeatable.")] = None,
-                  peer: Annotated[Optional[str], typer.Option(help="Also run this engine, e.g. transformers.")] = None,
+def bench_offline(model: Model = "", shape: Annotated[str | None, typer.Option(help="A known shape with random weights, e.g. llama-8b.")] = None,
+                  workload: Annotated[list[str] | None, typer.Option("--workload", "-w", help="NAME:BATCH:PROMPT:OUTPUT, repeatable.")] = None,
+                  peer: Annotated[str | None, typer.Option(help="Also run this engine, e.g. transformers.")] = None,
                   repeats: Annotated[int, typer.Option(help="Runs of each arm; the median counts.")] = 3,
-                  output: Annotated[Optional[Path], typer.Option("--json", help="Write the result here.")] = None, **options: Any) -> None:
+                  output: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None, **options: Any) -> None:
     """Batches through the Python API: tokens per second, against a peer in the same run."""
     from kvasir.bench import offline
 
@@ -95,8 +95,8 @@ def bench_serve(url: Annotated[str, typer.Option(help="A running server.")] = "h
                 num_requests: Annotated[int, typer.Option("--num-requests", "-n", help="Requests to send.")] = 100,
                 prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,
                 output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
-                api_key: Annotated[Optional[str], typer.Option(help="Bearer token.")] = None,
-                output: Annotated[Optional[Path], typer.Option("--json", help="Write the result here.")] = None) -> None:
+                api_key: Annotated[str | None, typer.Option(help="Bearer token.")] = None,
+                output: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None) -> None:
     """A running server under open-loop load: TTFT, ITL, throughput."""
     from kvasir.bench import online
 
@@ -105,9 +105,9 @@ def bench_serve(url: Annotated[str, typer.Option(help="A running server.")] = "h
 
 @bench.command("startup")
 @with_settings(EngineConfig, skip=("model",))
-def bench_startup(model: Model = "", shape: Annotated[Optional[str], typer.Option(help="A known shape with random weights, e.g. llama-8b.")] = None,
+def bench_startup(model: Model = "", shape: Annotated[str | None, typer.Option(help="A known shape with random weights, e.g. llama-8b.")] = None,
                   repeats: Annotated[int, typer.Option(help="Starts; the first one is the coldest.")] = 3,
-                  output: Annotated[Optional[Path], typer.Option("--json", help="Write the result here.")] = None, **options: Any) -> None:
+                  output: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None, **options: Any) -> None:
     """From exec of `kvasir serve` to the first token, with a breakdown."""
     from kvasir.bench import startup
 

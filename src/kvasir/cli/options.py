@@ -51,7 +51,7 @@ def with_settings(cls: type, *, skip: tuple[str, ...] = ()) -> Callable[[Callabl
         signature = inspect.signature(command, eval_str=True)
         own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[
-            Optional[str], typer.Option("--config", help="TOML file with settings; the command line goes first.")])
+            str | None, typer.Option("--config", help="TOML file with settings; the command line goes first.")])
         parameters = own + [config] + setting_parameters(cls, skip=skip)
 
         def run(**given: Any) -> Any:

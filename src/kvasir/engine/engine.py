@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,7 @@ class Engine:
         self._grammars: Any = None  # built on the first grammar: most processes never need the library
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="grammar")
         self._live: dict[str, Live] = {}
+        self.on_launch: Callable[[Iterable[str]], None] = lambda ids: None
         self._max_queued_tokens = config.scheduler.max_queued_tokens or 4 * max(self.info.kv_capacity_tokens, self.info.max_model_len)
         self._counts: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
@@ -190,6 +192,7 @@ class Engine:
             return events
         for span in plan.spans:
             self._open_row(span.seq)
+        self.on_launch({span.seq.request.id for span in plan.spans} | {i for i, live in self._live.items() if live.compiling is not None})
         started = time.perf_counter()
         for part, results in self.steps.run(plan):
             for span, result in zip(part, results):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,8 +14,13 @@ class EngineCore(Protocol):
 
     info: ModelInfo
 
+    on_launch: Callable[[Iterable[str]], None]
+    """Set by whoever runs the core; does nothing by default. The core calls it just before each launch with the ids of the
+    requests at work (in the plan, or in preparation on another thread), so that a death can be blamed on the right ones."""
+
     def submit(self, request: Request) -> list[Event]:
-        """Queue a request: ``accepted``, or one ``error`` event (queue full: status 429 or 503 with ``retry_after``)."""
+        """Queue a request: ``accepted``, or one ``error`` event (queue full: status 429 or 503 with ``retry_after``).
+        A request with ``epoch > 0`` was accepted once and is never refused for a full queue."""
 
     def cancel(self, request_id: str, branch: int | None = None) -> list[Event]:
         """Stop a request (or one branch) in any state; idempotent. Ends it with ``finish_reason='cancelled'``."""

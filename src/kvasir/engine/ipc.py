@@ -27,6 +27,10 @@ MAX_FRAME_BYTES = 64 << 20
 _BUFFER_BYTES = 1 << 20
 
 
+class ClosedError(Exception):
+    """The other side is gone."""
+
+
 class FrameError(Exception):
     """The other side sent something that is not a valid frame. The connection cannot be used any more."""
 
@@ -128,8 +132,11 @@ class BlockingChannel:
             return b""
 
     def send(self, frame: bytes) -> None:
-        """Send an encoded frame, waiting for room. Raises OSError when the other side is gone."""
-        self._socket.sendall(frame)
+        """Send an encoded frame, waiting for room. Raises ClosedError."""
+        try:
+            self._socket.sendall(frame)
+        except OSError as e:
+            raise ClosedError(str(e)) from e
 
     def close(self) -> None:
         self._file.close()
@@ -201,6 +208,10 @@ class Flight:
 
     def stepped(self) -> None:
         self._words[self._STEPS] += 1
+
+    @property
+    def closed(self) -> bool:
+        return self._map.closed
 
     def close(self) -> None:
         self._words.release()

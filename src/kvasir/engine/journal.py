@@ -75,6 +75,10 @@ class Entry:
         return None if event.branch in self.request.ended else self._admit_tokens(event)
 
     def _admit_tokens(self, event: Event) -> Event | None:
+        if self.closed:  # nobody counts its tokens; only its end matters
+            if event.finish_reason is not None:
+                self.request.ended.append(event.branch)
+            return None
         known = self.request.emitted[event.branch]
         seen = len(known) - event.index
         if seen < 0:

@@ -162,17 +162,18 @@ class Loop:
 
 def _read_forever(channel: ipc.BlockingChannel, inbox: queue.SimpleQueue, folder: Path) -> None:
     """The reader thread. When the client is gone nobody can use this process: it removes its folder and ends."""
+    code = 0
     try:
         while (message := channel.receive()) is not None:
             inbox.put(message)
     except ipc.FrameError as e:
         log.error("engine process: %s", e)
-        os._exit(CRASHED)
+        code = CRASHED
     for name in ("socket", FLIGHT):
         (folder / name).unlink(missing_ok=True)
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
-    os._exit(0)
+    os._exit(code)
 
 
 def _factory(name: str) -> Callable[[Any], EngineCore]:
@@ -196,12 +197,15 @@ def serve(socket_path: str, factory: str, hello: messages.Hello, started: float)
     flight = ipc.Flight(folder / FLIGHT)
     channel = ipc.BlockingChannel.connect(socket_path, messages.ToEngine)
     inbox: queue.SimpleQueue = queue.SimpleQueue()
-    threading.Thread(target=_read_forever, args=(channel, inbox, folder), name="reader", daemon=True).start()
+    reader = threading.Thread(target=_read_forever, args=(channel, inbox, folder), name="reader", daemon=True)
+    reader.start()
     try:
         core, startup = _build(hello, factory, started)
         channel.send(ipc.encode(messages.Ready(core.info, startup)))
         Loop(core, channel, inbox, flight, hello.config.service.watchdog / 4).run()
         core.close()
+    except ipc.ClosedError:
+        reader.join()  # it sees the same, cleans up and ends the process
     except ConfigError as e:
         _last_words(channel, messages.Refused(str(e)))
         return REFUSED
@@ -214,7 +218,7 @@ def serve(socket_path: str, factory: str, hello: messages.Hello, started: float)
 
 
 def _last_words(channel: ipc.BlockingChannel, message: Any) -> None:
-    with contextlib.suppress(OSError):  # nobody may be left to hear them
+    with contextlib.suppress(ipc.ClosedError):  # nobody may be left to hear them
         channel.send(ipc.encode(message))
 
 

@@ -1,13 +1,31 @@
-"""Attention of ragged spans over paged keys and values: the reference.
+"""Attention of ragged spans over paged keys and values: the reference, and a FlashAttention-style kernel in Triton.
 
-Legend: T rows, S spans, L rows of one span, H query heads, G KV heads, D head dim, N keys, P slots per page.
+A *tile* is what one program computes: a few rows of one span, times the query heads that share one KV head, so that
+grouped heads fill the tensor core's rows and every key is read once for all of them. ``Tiles`` is the list of tiles of a
+launch; a step has at most two launches, one of small tiles (decodes, drafts) and one of large tiles (prompt chunks).
+Where tiles are too few to fill the GPU, the keys of each are split over several programs and a second kernel merges their
+partial results by log-sum-exp (flash-decoding). No result is read back by the host.
+
+FlashAttention-2 (arXiv:2307.08691), flash-decoding (the PyTorch blog, October 2023), PagedAttention (arXiv:2309.06180).
+Bytes of a decode step: 2 x keys x G x D x itemsize a sequence and layer. FLOPs: 4 x rows x keys x H x D.
+
+Legend: T rows, S spans, L rows of one span, M rows x heads of a tile, H query heads, G KV heads, D head dim, N keys,
+W pages of a table, P slots per page, A words of ancestor bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 
+from kvasir.kernels._triton import cdiv, jit, next_power_of_2, tl
+
 INF = float("inf")
+SMALL_TILE = 16  # rows x heads: the least that the tensor core takes
+MAX_SPLITS = 32
+SPLIT_KEYS = 256  # fewer keys than this are not worth a program of their own
 
 
 def tree_bits(ancestors_LA: torch.Tensor) -> torch.Tensor:
@@ -79,3 +97,323 @@ def paged_attention_ref(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch
         out, lse = attend(q, k, v, scale, seen, softcap, sinks)
         out_THD[rows], lse_TH[rows] = out.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1)
     return out_THD, lse_TH
+
+
+# ------------------------------------------------------------------------------------------------------------ kernels
+
+
+@jit
+def _scores(q, k, scale, softcap, CAPPED: tl.constexpr):
+    """Scores [M, N] in base 2: exp2 is what the hardware has."""
+    s = tl.dot(q, k, input_precision="ieee") * scale
+    if CAPPED:
+        decay = tl.exp2(tl.abs(s / softcap) * -2.8853900817779268)
+        s = tl.where(s < 0, -softcap, softcap) * (1 - decay) / (1 + decay)
+    return s * 1.4426950408889634
+
+
+@jit
+def _attend_block(q, k, v, seen, scale, softcap, top, total, acc, CAPPED: tl.constexpr, MASKED: tl.constexpr):
+    """Fold one block of keys into the running softmax of a tile: k [D, N], v [N, D], seen [M, N]."""
+    s = _scores(q, k, scale, softcap, CAPPED)
+    if MASKED:
+        s = tl.where(seen, s, -float("inf"))
+    new_top = tl.maximum(top, tl.max(s, 1))
+    base = tl.where(new_top == -float("inf"), 0.0, new_top)  # a row that has seen nothing yet: exp2(-inf - 0) = 0
+    p = tl.exp2(s - base[:, None])
+    shrink = tl.exp2(top - base)
+    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    return new_top, total * shrink + tl.sum(p, 1), acc
+
+
+@jit(do_not_specialize=["table_row", "window", "num_splits", "words"])
+def _paged_attention(
+        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, table_ptr, context_ptr, row_start_ptr, tiles_ptr, ancestors_ptr, positions_ptr,
+        q_row, q_head, page_stride, head_stride, out_row, table_row, words, window, num_splits, scale, softcap,
+        H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+        TREE: tl.constexpr, SPLIT: tl.constexpr, WANT_LSE: tl.constexpr):
+    """One tile, one KV head, one split of its keys.
+
+    SPLIT: ``out`` is [tiles, splits, G, BLOCK_M, D] fp32 and ``lse`` [tiles, splits, G, BLOCK_M] in base 2, both for
+    ``_merge``; else they are the results. Only slots below the span's end are ever loaded (the others may hold NaN).
+    """
+    tile, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    span = tl.load(tiles_ptr + tile * 2)
+    first_row = tl.load(tiles_ptr + tile * 2 + 1)
+    context = tl.load(context_ptr + span)
+    span_row = tl.load(row_start_ptr + span)
+    length = tl.load(row_start_ptr + span + 1) - span_row
+
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, D_PAD)
+    local = first_row + m // R  # the row's place in its span
+    head = group * R + m % R
+    live = (m < (BLOCK_M // R) * R) & (local < length)
+    row = (span_row + local).to(tl.int64)
+    inside = d < D
+    q = tl.load(q_ptr + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+
+    tree = False
+    if TREE:  # any bit in the span's first row: a causal span of a step with trees has none
+        tree = tl.load(ancestors_ptr + span_row.to(tl.int64) * words) != 0
+    last_row = tl.minimum(first_row + BLOCK_M // R, length)
+    end = context + last_row  # keys [low, end) are loaded; all below ``full`` are seen by every row
+    full = context + first_row + 1
+    at_m = context + local
+    low = 0
+    if TREE:
+        if tree:
+            end = context + length
+            full = context
+            at_m = tl.load(positions_ptr + row, mask=live, other=0).to(tl.int32)
+    if WINDOWED:
+        low = tl.maximum(full - window, 0)  # for a tree, the root's row is the one that sees furthest back
+        if TREE:
+            low = tl.where(tree, tl.maximum(context + 1 - window, 0), low)
+
+    start = (low // BLOCK_N) * BLOCK_N
+    stop = end
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(end - start, BLOCK_N), num_splits) * BLOCK_N
+        start = start + split * share
+        stop = tl.minimum(start + share, end)
+
+    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    table = table_ptr + span.to(tl.int64) * table_row
+    kv_head = group.to(tl.int64) * head_stride
+    n = tl.arange(0, BLOCK_N)
+
+    # Blocks that every row of the tile sees whole need no mask; a window puts masked blocks in front of them as well.
+    middle = start
+    if not WINDOWED:
+        middle = start + tl.maximum(tl.minimum(stop, full) - start, 0) // BLOCK_N * BLOCK_N
+        for j0 in range(start, middle, BLOCK_N):
+            j = j0 + n
+            page = tl.load(table + j // P).to(tl.int64)
+            at = page * page_stride + kv_head + (j % P) * D
+            k = tl.load(k_ptr + at[None, :] + d[:, None], mask=inside[:, None], other=0.0)
+            v = tl.load(v_ptr + at[:, None] + d[None, :], mask=inside[None, :], other=0.0)
+            top, total, acc = _attend_block(q, k, v, None, scale, softcap, top, total, acc, CAPPED, False)
+
+    for j0 in range(middle, stop, BLOCK_N):
+        j = j0 + n
+        held = (j >= low) & (j < stop)
+        page = tl.load(table + j // P, mask=held, other=0).to(tl.int64)
+        at = page * page_stride + kv_head + (j % P) * D
+        k = tl.load(k_ptr + at[None, :] + d[:, None], mask=held[None, :] & inside[:, None], other=0.0)
+        v = tl.load(v_ptr + at[:, None] + d[None, :], mask=held[:, None] & inside[None, :], other=0.0)
+        at_n = j
+        seen = held[None, :] & (j[None, :] <= (context + local)[:, None])
+        if TREE:
+            if tree:
+                i = j - context  # the key's row in the span; negative: context
+                drafted = held & (i >= 0)
+                word = tl.load(ancestors_ptr + row[:, None] * words + (i // 64)[None, :], mask=live[:, None] & drafted[None, :], other=0)
+                bit = tl.where(drafted, i % 64, 0).to(tl.int64)
+                seen = held[None, :] & ((i < 0)[None, :] | (((word >> bit[None, :]) & 1) != 0))
+                if WINDOWED:
+                    at_n = tl.load(positions_ptr + span_row + i, mask=drafted, other=0).to(tl.int32)
+                    at_n = tl.where(drafted, at_n, j)
+        if WINDOWED:
+            seen = seen & (at_n[None, :] > at_m[:, None] - window)
+        top, total, acc = _attend_block(q, k, v, seen, scale, softcap, top, total, acc, CAPPED, True)
+
+    _finish(out_ptr, lse_ptr, sinks_ptr, tile, group, split, num_splits, m, d, row, head, live, inside, out_row, top, total, acc,
+            H, R, D, BLOCK_M, SINKS, SPLIT, WANT_LSE)
+
+
+@jit
+def _finish(out_ptr, lse_ptr, sinks_ptr, tile, group, split, num_splits, m, d, row, head, live, inside, out_row, top, total, acc,
+            H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
+            WANT_LSE: tl.constexpr):
+    """Normalise a tile and store it: as a partial result of its split, or for good."""
+    lse = top + tl.log2(total)
+    if SPLIT:
+        at = (((tile.to(tl.int64) * num_splits + split) * (H // R) + group) * BLOCK_M + m)
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out_ptr + at[:, None] * D + d[None, :], acc, mask=live[:, None] & inside[None, :])
+        tl.store(lse_ptr + at, lse, mask=live)
+    else:
+        if SINKS:
+            sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+            peak = tl.maximum(top, sink)
+            total = total * tl.exp2(top - peak) + tl.exp2(sink - peak)
+            acc = acc * tl.exp2(top - peak)[:, None]
+            lse = peak + tl.log2(total)
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        out = out_ptr + row[:, None] * out_row + head[:, None] * D + d[None, :]
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
+        if WANT_LSE:
+            tl.store(lse_ptr + row * H + head, lse * 0.6931471805599453, mask=live)
+
+
+@jit(do_not_specialize=["num_splits"])
+def _merge(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, row_start_ptr, tiles_ptr, out_row, num_splits,
+           H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS_PAD: tl.constexpr,
+           SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
+    """One row and head: the splits' results, each weighted by its share of the softmax's denominator."""
+    tile, group, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    span = tl.load(tiles_ptr + tile * 2)
+    local = tl.load(tiles_ptr + tile * 2 + 1) + m // R
+    span_row = tl.load(row_start_ptr + span)
+    if local < tl.load(row_start_ptr + span + 1) - span_row:
+        row = (span_row + local).to(tl.int64)
+        head = group * R + m % R
+        s = tl.arange(0, SPLITS_PAD)
+        d = tl.arange(0, D_PAD)
+        at = ((tile.to(tl.int64) * num_splits + s) * (H // R) + group) * BLOCK_M + m
+        part_lse = tl.load(part_lse_ptr + at, mask=s < num_splits, other=-float("inf"))
+        peak = tl.max(part_lse, 0)
+        if SINKS:
+            sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+            peak = tl.maximum(peak, sink)
+        share = tl.exp2(part_lse - peak)
+        total = tl.sum(share, 0)
+        if SINKS:
+            total += tl.exp2(sink - peak)
+        parts = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=(share > 0.0)[:, None] & (d < D)[None, :], other=0.0)
+        out = tl.sum(parts * share[:, None], 0) / total
+        tl.store(out_ptr + row * out_row + head * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
+        if WANT_LSE:
+            tl.store(lse_ptr + row * H + head, (peak + tl.log2(total)) * 0.6931471805599453)
+
+
+# ------------------------------------------------------------------------------------------------------------ launcher
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The tiles of one launch. ``items`` [n, 2] int32 on the device: span, first row in the span. ``max_keys``: of any."""
+
+    items: torch.Tensor
+    block_m: int
+    max_keys: int
+
+
+def plan_tiles(starts: list[int], lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device | str) -> list[Tiles]:
+    """Cut a step into tiles, on the host: spans that fit a small tile apart from those that fill large ones.
+
+    fp32 has no tensor core of its own precision: its products live in registers, which hold small tiles only.
+    """
+    share = heads // kv_heads
+    small_m = max(SMALL_TILE, next_power_of_2(share))
+    small_rows = small_m // share
+    small = [s for s, length in enumerate(lengths) if 0 < length <= small_rows]
+    large = [s for s, length in enumerate(lengths) if length > small_rows]
+    plans = []
+    if small:
+        plans.append((small_m, [(s, 0) for s in small], max(starts[s] + lengths[s] for s in small)))
+    if large:
+        wide = 32 if dtype == torch.float32 else 128 if max(lengths[s] for s in large) * share >= 128 else 64
+        large_m = max(small_m, wide)
+        rows = large_m // share
+        # The last rows of a span see the most keys: they start first, so that the launch ends together.
+        items = [(s, row) for s in large for row in reversed(range(0, lengths[s], rows))]
+        plans.append((large_m, items, max(starts[s] + lengths[s] for s in large)))
+    return [Tiles(torch.tensor(items, dtype=torch.int32).to(device, non_blocking=True), m, keys) for m, items, keys in plans]
+
+
+def _blocks(block_m: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Keys a block, warps, stages: for Hopper's registers and shared memory, without spills; no search at start-up."""
+    if dtype == torch.float32:
+        return 32 if dim <= 64 else 16, 8, 2
+    block_n = 64 if dim <= 128 else 32
+    return block_n, 8 if block_m >= 128 else 4, 3 if dim <= 128 or block_m <= 32 else 2
+
+
+def _num_splits(programs: int, keys: int, device: torch.device) -> int:
+    """Enough programs for four on every multiprocessor, each with enough keys."""
+    wanted = 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
+    return max(1, min(wanted // programs, keys // SPLIT_KEYS, MAX_SPLITS))
+
+
+def paged_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_SW: torch.Tensor,
+                           context_S: torch.Tensor, row_start_S: torch.Tensor, tiles: list[Tiles], scale: float, *,
+                           window: int | None = None, softcap: float | None = None, sinks_H: torch.Tensor | None = None,
+                           ancestors_TA: torch.Tensor | None = None, positions_T: torch.Tensor | None = None,
+                           return_lse: bool = False, num_splits: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What ``paged_attention_ref`` computes, for the tiles of ``plan_tiles``: [T, H, D] and, when asked, fp32 [T, H].
+
+    ``k_NGPD``/``v_NGPD``: pages of a power of two slots, strided by page and head. Head dims up to 256.
+    """
+    rows, heads, dim = q_THD.shape
+    _, groups, size, _ = k_NGPD.shape
+    assert heads % groups == 0 and dim <= 256 and size & (size - 1) == 0, "unsupported shape"
+    assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), "planes must be page-strided with dense slots"
+    assert q_THD.stride(-1) == 1 and table_SW.stride(-1) == 1 and q_THD.dtype == k_NGPD.dtype, "rows must be dense, of one dtype"
+    out_THD = torch.empty((rows, heads, dim), dtype=q_THD.dtype, device=q_THD.device)
+    lse_TH = torch.empty((rows, heads), dtype=torch.float32, device=q_THD.device) if return_lse else None
+    share, dim_pad = heads // groups, max(16, next_power_of_2(dim))
+    flags = {"SINKS": sinks_H is not None, "WANT_LSE": return_lse}
+    absent = q_THD  # stands in for pointers that the compiled variant never touches
+    sinks, lse = absent if sinks_H is None else sinks_H, absent if lse_TH is None else lse_TH
+    for part in tiles:
+        block_n, warps, stages = _blocks(part.block_m, dim_pad, q_THD.dtype)
+        count = part.items.shape[0]
+        keys = part.max_keys if window is None else min(part.max_keys, window + part.block_m)
+        splits = num_splits or _num_splits(count * groups, keys, q_THD.device)
+        target, target_lse = out_THD, lse
+        if splits > 1:
+            target = torch.empty((count, splits, groups, part.block_m, dim), dtype=torch.float32, device=q_THD.device)
+            target_lse = torch.empty(target.shape[:-1], dtype=torch.float32, device=q_THD.device)
+        _paged_attention[(count, groups, splits)](
+            q_THD, k_NGPD, v_NGPD, target, target_lse, sinks, table_SW, context_S, row_start_S, part.items,
+            absent if ancestors_TA is None else ancestors_TA, absent if positions_T is None else positions_T,
+            q_THD.stride(0), q_THD.stride(1), k_NGPD.stride(0), k_NGPD.stride(1), out_THD.stride(0), table_SW.stride(0),
+            0 if ancestors_TA is None else ancestors_TA.stride(0), window or 0, splits, scale, softcap or 1.0,
+            H=heads, R=share, P=size, D=dim, D_PAD=dim_pad, BLOCK_M=part.block_m, BLOCK_N=block_n, WINDOWED=window is not None,
+            CAPPED=softcap is not None, TREE=ancestors_TA is not None, SPLIT=splits > 1, num_warps=warps, num_stages=stages, **flags)
+        if splits > 1:
+            _merge[(count, groups, part.block_m // share * share)](
+                target, target_lse, out_THD, lse, sinks, row_start_S, part.items, out_THD.stride(0), splits,
+                H=heads, R=share, D=dim, D_PAD=dim_pad, BLOCK_M=part.block_m, SPLITS_PAD=MAX_SPLITS, num_warps=4, **flags)
+    return out_THD, lse_TH
+
+
+# ----------------------------------------------------------------------------------------------------------- test grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One point of the test grid: ``spans`` as (start, length), ``trees`` as (span, parents of its rows)."""
+
+    spans: tuple[tuple[int, int], ...]
+    heads: int = 2
+    kv_heads: int = 1
+    dim: int = 64
+    page_slots: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    trees: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    splits: int = 1
+
+
+def grid() -> Iterator[Case]:
+    mixed = ((40, 1), (0, 5), (70, 1), (16, 23))
+    yield Case(spans=())
+    yield Case(spans=((0, 1),))
+    yield Case(spans=((0, 0), (9, 2), (3, 0)))
+    for splits in (1, 2, 5):
+        yield Case(spans=((70, 1), (16, 23)), splits=splits, heads=4, kv_heads=2)
+        yield Case(spans=((300, 1), (5, 1)), splits=splits, sinks=True, softcap=4.0)
+    for dim in (8, 80, 96, 128, 256):
+        yield Case(spans=((33, 1), (5, 19)), dim=dim)
+    for heads, kv_heads in ((1, 1), (3, 3), (7, 1), (12, 2), (16, 1)):
+        yield Case(spans=((20, 1), (30, 3), (2, 18)), heads=heads, kv_heads=kv_heads)
+    for page_slots in (32, 128):
+        yield Case(spans=((150, 1), (64, 40)), page_slots=page_slots)
+    for window in (1, 16, 21):
+        for splits in (1, 3):
+            yield Case(spans=mixed, window=window, splits=splits)
+    yield Case(spans=mixed, softcap=2.0)
+    yield Case(spans=mixed, sinks=True)
+    yield Case(spans=mixed, window=30, softcap=3.0, sinks=True, page_slots=32, splits=2)
+    for window in (None, 2, 40):
+        for splits in (1, 2):
+            trees = ((1, (-1, 0, 0, 1, 1, 2, 5)), (3, (-1, 0, 1)))
+            yield Case(spans=((50, 1), (61, 7), (0, 20), (30, 3), (3, 2)), window=window, trees=trees, splits=splits)
+    yield Case(spans=((10, 100),), trees=((0, (-1, *((i - 1) // 2 for i in range(1, 100)))),))

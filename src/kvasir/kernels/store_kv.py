@@ -75,7 +75,7 @@ class Case:
     skip: int = 0
 
 
-def test_grid() -> Iterator[Case]:
+def grid() -> Iterator[Case]:
     for rows in (0, 1, 7, 33):
         yield Case(rows, 2, 64, 16, skip=rows // 3)
     for heads, dim in ((1, 8), (3, 80), (8, 128), (4, 256), (16, 256)):

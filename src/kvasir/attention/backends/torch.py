@@ -73,7 +73,7 @@ class TorchBackend(AttentionBackend):
         """[rows, H, D] and, when wanted, the log-sum-exp [rows, H]."""
         groups = spec.num_kv_heads
         k, v = (_heads_first(x)[:, :, part.keep] for x in cache.codec.read(cache, part.pages))  # [B, G, N, D]
-        q = q_THD[part.rows].unflatten(1, (groups, -1))
+        q = q_THD[part.rows].view(-1, groups, spec.num_heads // groups, spec.head_dim)
         sinks = None if sinks_H is None else sinks_H.view(groups, -1)
         if part.single:  # [B, G, R, D]: the heads that share a KV head are rows over the same keys
             if part.stale is not None:

@@ -20,16 +20,17 @@ class PlainCodec(Codec):
 
     def read(self, cache: LayerCache, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         k_NGPD, v_NGPD = cache.planes["k"], cache.planes["v"]
-        _, heads, size, dim = k_NGPD.shape
-        block = size * dim
-        if any(n % block for n in (k_NGPD.stride(0), k_NGPD.storage_offset(), v_NGPD.storage_offset())):
+        count, heads, size, dim = k_NGPD.shape
+        block, pages = size * dim, pages.to(torch.int64)
+        beside = v_NGPD.storage_offset() - k_NGPD.storage_offset()
+        if beside % block:  # odd widths, whose planes are padded to their alignment
             return k_NGPD[pages], v_NGPD[pages]
-        # One head of one page is a dense block, so the whole pool is a matrix of blocks and both planes are one gather of
-        # rows. Heads come out before the last page axis: the reader, which wants [..., G, W, P, D], then copies nothing.
-        plane = k_NGPD.untyped_storage().nbytes() // k_NGPD.element_size() // block
-        blocks = k_NGPD.as_strided((plane, block), (block, 1), 0)
-        first = torch.tensor([k_NGPD.storage_offset(), v_NGPD.storage_offset()]) // block
-        rows = (first[:, None] + torch.arange(heads)).to(pages.device)
-        index = pages.unsqueeze(-2) * (k_NGPD.stride(0) // block) + rows.view(2, *[1] * (pages.dim() - 1), heads, 1)
-        data = blocks.index_select(0, index.flatten()).view(*index.shape, size, dim).transpose(-4, -3)
+        # One head of one page is a dense block, so the pool is a matrix of blocks and a read one gather of its rows. Heads
+        # come out before the last page axis: a reader that wants [..., G, W * P, D] then copies nothing. K and V share one
+        # allocation: the C allocator gives two that are freed together back to the system, and every layer faults them in.
+        apart, beside = k_NGPD.stride(0) // block, beside // block
+        blocks = k_NGPD.as_strided(((count - 1) * apart + beside + heads, block), (block, 1))
+        index = pages.unsqueeze(-2) * apart + torch.arange(heads, device=pages.device).unsqueeze(1)
+        both = torch.stack([index, index + beside])
+        data = blocks.index_select(0, both.flatten()).view(*both.shape, size, dim).transpose(-4, -3)
         return data[0], data[1]

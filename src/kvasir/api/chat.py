@@ -1,0 +1,140 @@
+"""Chat messages: what comes in is checked here, and what goes out is assembled here, from text to reasoning, content and calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvasir.api.reasoning import ReasoningParser
+from kvasir.api.tools import CallDelta, ToolParser
+from kvasir.errors import RequestError, nearest
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+KEYS = {
+    "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "reasoning"},
+    "tool": {"role", "content", "name", "tool_call_id"},
+}
+EMPTY = {"refusal", "annotations", "audio", "function_call", "tool_calls"}  # clients send these back with nothing in them
+
+
+def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as the chat template takes them. Raises RequestError naming the place, like ``messages[2].tool_call_id``."""
+    return [_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+
+
+def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    role = message.get("role")
+    if role not in ROLES:
+        raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}.{nearest(str(role)[:40], ROLES)}", param=f"{where}.role")
+    message = {k: v for k, v in message.items() if v is not None and not (k in EMPTY and not v)}
+    if unknown := message.keys() - KEYS.get(role, {"role", "content", "name"}):
+        name = min(unknown)
+        raise RequestError(f"{where}: '{name[:80]}' is not supported in a message of the role {role}", param=f"{where}.{name[:80]}",
+                           code="unsupported_parameter")
+    for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
+        if name in message and not isinstance(message[name], str):
+            raise RequestError(f"{where}.{name} must be a string", param=f"{where}.{name}")
+    content = message.get("content")
+    if content is None and "tool_calls" not in message:
+        raise RequestError(f"{where}.content is required", param=f"{where}.content", code="missing_parameter")
+    if content is not None and not isinstance(content, str) and not (isinstance(content, list) and content):
+        raise RequestError(f"{where}.content must be a string or a list of parts", param=f"{where}.content")
+    if role == "tool" and not message.get("tool_call_id"):
+        raise RequestError(f"{where}.tool_call_id is required: which call does this answer?", param=f"{where}.tool_call_id",
+                           code="missing_parameter")
+    if "reasoning" in message:
+        message.setdefault("reasoning_content", message.pop("reasoning"))
+    if "tool_calls" in message:
+        _check_calls(message["tool_calls"], f"{where}.tool_calls")
+    # Templates know no developer; it is OpenAI's newer word for system.
+    return {**message, "role": "system"} if role == "developer" else message
+
+
+def _check_calls(calls: Any, where: str) -> None:
+    if not isinstance(calls, list):
+        raise RequestError(f"{where} must be a list", param=where)
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or call.get("type", "function") != "function" or not isinstance(call.get("id", ""), str):
+            raise RequestError(f"{where}[{i}] must be {{id, type: 'function', function: {{name, arguments}}}}", param=f"{where}[{i}]")
+        for name in ("name", "arguments"):
+            if not isinstance(function.get(name), str):
+                raise RequestError(f"{where}[{i}].function.{name} must be a string", param=f"{where}[{i}].function.{name}")
+
+
+@dataclass(slots=True)
+class Call:
+    """A tool call so far; ``arguments`` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Piece:
+    """A step of one message: some reasoning, some content, or the start (``started``) or continuation of call ``call``."""
+
+    kind: Literal["reasoning", "content", "call"]
+    text: str = ""
+    call: int = 0
+    started: Call | None = None
+
+
+class Message:
+    """One assistant message as it grows. Streams send the pieces, collected replies the whole: the same objects."""
+
+    def __init__(self, reasoning_parser: ReasoningParser | None = None, tool_parser: ToolParser | None = None, parallel: bool = True,
+                 end_of_reasoning: tuple[int, ...] = ()) -> None:
+        self.reasoning = ""
+        self.content = ""
+        self.calls: list[Call] = []
+        self._reasoning_parser = reasoning_parser
+        self._tool_parser = tool_parser
+        self._parallel = parallel
+        self._end = list(end_of_reasoning)
+        self._tokens: list[int] = []  # those that may be reasoning: up to the mark that ends it
+        self._ended = not self._end
+
+    def push(self, text: str, token_ids: list[int], final: bool) -> list[Piece]:
+        """Take text and its tokens in, give out what it turned out to be. ``final``: nothing follows, hold nothing back."""
+        self._count(token_ids)
+        pieces = []
+        if self._reasoning_parser is not None:
+            thought, text = self._reasoning_parser.push(text, final)
+            if thought:
+                self.reasoning += thought
+                pieces.append(Piece("reasoning", thought))
+        if self._tool_parser is not None:
+            parts = self._tool_parser.push(text, final)
+        else:
+            parts = [text] if text else []
+        return pieces + [self._piece(part) for part in parts if isinstance(part, str) or self._parallel or part.index == 0]
+
+    def _piece(self, part: str | CallDelta) -> Piece:
+        if isinstance(part, str):
+            self.content += part
+            return Piece("content", part)
+        if part.name is None:
+            self.calls[part.index].arguments += part.arguments
+            return Piece("call", part.arguments, part.index)
+        call = Call(part.id or "", part.name, part.arguments)
+        self.calls.append(call)
+        return Piece("call", part.arguments, part.index, call)
+
+    def _count(self, token_ids: list[int]) -> None:
+        for token in token_ids if not self._ended else ():
+            self._tokens.append(token)
+            if self._tokens[-len(self._end):] == self._end:
+                self._ended = True
+                return
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many tokens the reasoning took, its marks included; 0 for a message without reasoning."""
+        return len(self._tokens) if self.reasoning else 0
+
+    def finish_reason(self, reason: str) -> str:
+        """``tool_calls`` when the message ended by itself and holds calls."""
+        return "tool_calls" if self.calls and reason == "stop" else reason

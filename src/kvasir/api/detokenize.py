@@ -1,0 +1,91 @@
+"""Token ids of one branch to text, as they come: whole characters only, stop strings found across token borders.
+
+Text that could be the beginning of a stop string is held back until it is clear whether it is one. The texts of all
+deltas together are the text of the whole, however the tokens were grouped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from kvasir.models.tokenizer import Tokenizer
+from kvasir.types import SamplingParams
+
+
+@dataclass(slots=True)
+class TextDelta:
+    """What one push added. ``stop``: the stop string that ended the text. ``num_tokens``: how many of the pushed tokens
+    belong to the output (up to and including the one that completed the stop). ``offsets``: for each of these, how many
+    characters of output text its own stands after (completions' ``text_offset``)."""
+
+    text: str = ""
+    stop: str | None = None
+    num_tokens: int = 0
+    offsets: list[int] = field(default_factory=list)
+
+
+class Detokenizer:
+    """``prompt_ids``: what the text continues, so that a space or half a character at the border comes out right; leave it
+    empty for an answer that is a text of its own (chat). ``keep_ids``: special ids to show although special tokens are
+    skipped (marks that a parser looks for)."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams, keep_ids: Collection[int] = ()) -> None:
+        skip = tokenizer.special_ids.difference(keep_ids) if params.skip_special_tokens else ()
+        self._stream = tokenizer.stream(prompt_ids, skip) if params.detokenize else None
+        self._stops = params.stop
+        self._include = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        # The token that ends a branch is no part of its text.
+        self._hidden = frozenset(() if self._include else (*params.stop_token_ids, *(() if params.ignore_eos else tokenizer.eos_ids)))
+        self._held = ""  # decoded, not given out: it may be the beginning of a stop string
+        self._num_chars = 0  # decoded in all, held text included
+        self._num_tokens = 0
+        self._ended = False
+
+    def push(self, token_ids: Sequence[int], finished: bool = False) -> TextDelta:
+        """The text that ``token_ids`` add. ``finished``: the branch has ended, give out everything held; a stop token at
+        its end shows only if stop strings are included. After a stop string was found, further tokens add nothing."""
+        delta = TextDelta()
+        if self._ended:
+            return delta
+        if self._stream is None:
+            return TextDelta(num_tokens=len(token_ids), offsets=[0] * len(token_ids))
+        for place, token in enumerate(token_ids):
+            hidden = finished and place == len(token_ids) - 1 and token in self._hidden
+            delta.num_tokens += 1
+            delta.offsets.append(self._num_chars)
+            self._num_tokens += 1
+            if self._add("" if hidden else self._stream.push(token), delta):
+                return delta
+        if finished:
+            if not self._add(self._stream.flush(), delta):
+                delta.text += self._held
+            self._held, self._ended = "", True
+        return delta
+
+    def _add(self, text: str, delta: TextDelta) -> bool:
+        """Take decoded text in; True when it completed a stop string."""
+        self._num_chars += len(text)
+        if not self._stops or self._num_tokens < self._min_tokens:
+            delta.text += text
+            return False
+        self._held += text
+        found = [(at, len(stop), stop) for stop in self._stops if text and (at := self._held.find(stop)) >= 0]
+        if found:
+            at, length, delta.stop = min(found)
+            delta.text += self._held[:at + length * self._include]
+            self._held, self._ended = "", True
+            return True
+        keep = self._possible_stop()
+        delta.text += self._held[:len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep:]
+        return False
+
+    def _possible_stop(self) -> int:
+        """Length of the longest end of the held text that begins a stop string."""
+        longest = max(len(stop) for stop in self._stops) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,216 @@
+"""JSON read one character at a time: the first character that cannot be JSON raises, and no text is read twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+WHITESPACE = " \t\n\r"
+MAX_DEPTH = 256
+LITERAL_STARTS = {"t": "true", "f": "false", "n": "null"}
+# Number states: what each kind of character leads to. "done" states may end the number.
+NUMBER = {
+    "-": {"0": "zero", "d": "int"}, "zero": {".": "dot", "e": "exp"}, "int": {"0": "int", "d": "int", ".": "dot", "e": "exp"},
+    "dot": {"0": "frac", "d": "frac"}, "frac": {"0": "frac", "d": "frac", "e": "exp"},
+    "exp": {"0": "power", "d": "power", "s": "sign"}, "sign": {"0": "power", "d": "power"}, "power": {"0": "power", "d": "power"},
+}
+NUMBER_ENDS = {"zero", "int", "frac", "power"}
+
+
+class Malformed(Exception):
+    """The text is not what it began to be."""
+
+
+class ValueScan:
+    """One JSON value. ``feed`` returns False for a character that ends a number without being part of it."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self._stack: list[str] = []  # open brackets, innermost last
+        self._state = "value"  # value, string, escape, u1-u4, literal, number, after, key, colon, first_key, first_value
+        self._string_is_key = False
+        self._rest = ""  # of a literal
+        self._number = ""
+
+    def feed(self, char: str) -> bool:
+        """Raises Malformed when ``char`` cannot come here."""
+        if self._state == "string":
+            self._in_string(char)
+        elif self._state == "number":
+            return self._in_number(char)
+        elif self._state in ("escape", "u1", "u2", "u3", "u4"):
+            self._in_escape(char)
+        elif self._state == "literal":
+            self._in_literal(char)
+        elif char in WHITESPACE:
+            pass
+        else:
+            self._between(char)
+        return True
+
+    def _between(self, char: str) -> None:
+        state = self._state
+        if state == "colon" and char == ":":
+            self._state = "value"
+        elif state in ("key", "first_key") and char == '"':
+            self._state, self._string_is_key = "string", True
+        elif (state == "first_key" and char == "}") or (state == "first_value" and char == "]"):
+            self._pop()
+        elif state == "after":
+            self._after(char)
+        elif state in ("value", "first_value"):
+            self._start(char)
+        else:
+            raise Malformed
+
+    def _start(self, char: str) -> None:
+        if char in "{[":
+            if len(self._stack) >= MAX_DEPTH:
+                raise Malformed
+            self._stack.append(char)
+            self._state = "first_key" if char == "{" else "first_value"
+        elif char == '"':
+            self._state, self._string_is_key = "string", False
+        elif char in LITERAL_STARTS:
+            self._state, self._rest = "literal", LITERAL_STARTS[char][1:]
+        elif char == "-" or char in "0123456789":
+            self._state, self._number = "number", {"-": "-", "0": "zero"}.get(char, "int")
+        else:
+            raise Malformed
+
+    def _after(self, char: str) -> None:
+        if char == ",":
+            self._state = "key" if self._stack[-1] == "{" else "value"
+        elif char == {"{": "}", "[": "]"}[self._stack[-1]]:
+            self._pop()
+        else:
+            raise Malformed
+
+    def _pop(self) -> None:
+        self._stack.pop()
+        self._ended()
+
+    def _ended(self) -> None:
+        self._state = "after"
+        self.done = not self._stack
+
+    def _in_string(self, char: str) -> None:
+        if char == "\\":
+            self._state = "escape"
+        elif char < " ":
+            raise Malformed
+        elif char == '"' and self._string_is_key:
+            self._state = "colon"
+        elif char == '"':
+            self._ended()
+
+    def _in_escape(self, char: str) -> None:
+        if self._state == "escape":
+            if char not in '"\\/bfnrtu':
+                raise Malformed
+            self._state = "u1" if char == "u" else "string"
+        elif char not in "0123456789abcdefABCDEF":
+            raise Malformed
+        else:
+            self._state = {"u1": "u2", "u2": "u3", "u3": "u4", "u4": "string"}[self._state]
+
+    def _in_literal(self, char: str) -> None:
+        if not self._rest.startswith(char):
+            raise Malformed
+        self._rest = self._rest[1:]
+        if not self._rest:
+            self._ended()
+
+    def _in_number(self, char: str) -> bool:
+        kind = "0" if char == "0" else "d" if char in "123456789" else "e" if char in "eE" else "s" if char in "+-" else char
+        following = NUMBER[self._number].get(kind)
+        if following is not None:
+            self._number = following
+            return True
+        if self._number not in NUMBER_ENDS:
+            raise Malformed
+        self._ended()
+        if self._stack:
+            return self.feed(char)
+        return False
+
+
+class ObjectScan:
+    """One JSON object, with its top-level keys and values pointed out.
+
+    ``feed`` returns "start", "part" or "value" (complete) for a character of the value of ``key``, "end" for the closing
+    brace, else None. ``text`` is the present value so far; only strings are kept whole, of others the first character.
+    """
+
+    def __init__(self) -> None:
+        self.key: str | None = None
+        self.text = ""
+        self._keys: list[str] = []
+        self._state = "open"  # open, first_key, key, in_key, colon, before, value, after, done
+        self._scan = ValueScan()
+
+    def seen(self, keys: Collection[str]) -> int:
+        """How many values of these keys have begun."""
+        return sum(k in keys for k in self._keys)
+
+    def value(self) -> Any:
+        """The present value, if it is a complete string; else None."""
+        return json.loads(self.text) if self.text.startswith('"') else None
+
+    def feed(self, char: str) -> str | None:
+        """Raises Malformed when ``char`` cannot come here."""
+        if self._state == "value":
+            return self._in_value(char)
+        if self._state == "in_key":
+            self._in_key(char)
+            return None
+        if self._state == "done":
+            raise Malformed
+        if char in WHITESPACE and self._state != "open":
+            return None
+        return self._between(char)
+
+    def _between(self, char: str) -> str | None:
+        state = self._state
+        if state == "open" and char == "{":
+            self._state = "first_key"
+        elif state in ("first_key", "key") and char == '"':
+            self._state, self._scan, self.text = "in_key", ValueScan(), char
+            self._scan.feed(char)
+        elif state in ("first_key", "after") and char == "}":
+            self._state, self.key = "done", None
+            return "end"
+        elif state == "colon" and char == ":":
+            self._state = "before"
+        elif state == "after" and char == ",":
+            self._state, self.key = "key", None
+        elif state == "before":
+            return self._start_value(char)
+        else:
+            raise Malformed
+        return None
+
+    def _in_key(self, char: str) -> None:
+        self._scan.feed(char)
+        self.text += char
+        if self._scan.done:
+            self.key = json.loads(self.text)
+            self._keys.append(self.key)
+            self._state = "colon"
+
+    def _start_value(self, char: str) -> str:
+        self._scan, self._state, self.text = ValueScan(), "value", char
+        self._scan.feed(char)
+        return "start"
+
+    def _in_value(self, char: str) -> str | None:
+        if not self._scan.feed(char):  # a number ended by the character after it
+            self._state = "after"
+            return None if char in WHITESPACE else self._between(char)
+        if self.text.startswith('"'):
+            self.text += char
+        if self._scan.done:
+            self._state = "after"
+            return "value"
+        return "part"

@@ -1,0 +1,125 @@
+"""Splits a model's thinking from its answer: ``<think>...</think>`` becomes ``reasoning_content``, streamed.
+
+A parser reads the answer's text in pieces of any size and gives the same two texts for any cut. Where the thinking starts
+depends on the prompt: a template may open it (the answer starts inside), close it (thinking is switched off), or leave
+it to the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+from kvasir import technique
+from kvasir.models.tokenizer import Tokenizer
+from kvasir.technique import Technique
+
+PACKAGE = "kvasir.api.reasoning_parsers"
+
+
+class ReasoningDelta(NamedTuple):
+    reasoning: str
+    content: str
+
+
+class ReasoningParser(Technique):
+    """One answer. ``prompt``: the end of the prompt's text, special tokens included; None when it is not known.
+
+    The line breaks that models put around the marks belong to neither text.
+    """
+
+    start: ClassVar[str] = "<think>"
+    end: ClassVar[str] = "</think>"
+    starts_inside: ClassVar[bool] = False  # where an answer begins when the prompt is not known
+
+    def __init__(self, prompt: str | None = None) -> None:
+        super().__init__()
+        tail = (prompt or "").rstrip()
+        inside = tail.endswith(self.start) or (prompt is None and self.starts_inside)
+        self.disabled = tail.endswith(self.end)
+        self._mode = "content" if self.disabled else "inside" if inside else "before"
+        self._may_repeat = inside  # some models write the mark that the prompt gave once more
+        self._held = ""
+        self._fresh = True  # nothing of the present text was given out yet: line breaks at its start are dropped
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the last text pushed ended inside the thinking."""
+        return self._mode == "inside"
+
+    def end_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Token ids after which a grammar starts (``Grammar.after``); empty when this answer does not think."""
+        return () if self.disabled else tuple(tokenizer.encode(self.end, add_special=False, parse_special=True))
+
+    def push(self, text: str, final: bool = False) -> ReasoningDelta:
+        """What ``text`` adds to (reasoning, content). ``final``: no more text comes; everything held is given out."""
+        self._held += text
+        reasoning = content = ""
+        if self._mode == "before":
+            self._open(final)
+        if self._mode == "inside":
+            reasoning = self._think(final)
+        if self._mode == "content":
+            content = self._take(self._held)
+            self._held = ""
+        return ReasoningDelta(reasoning, content)
+
+    def _open(self, final: bool) -> None:
+        """At the very start: does the model open its thinking?"""
+        text = self._held.lstrip()
+        if text.startswith(self.start):
+            self._mode, self._held = "inside", text[len(self.start):]
+        elif final or not self.start.startswith(text):
+            self._mode = "content"
+            self._fresh = False  # an answer without thinking is given out as it is
+
+    def _think(self, final: bool) -> str:
+        if self._may_repeat:
+            text = self._held.lstrip()
+            if not final and len(text) < len(self.start) and self.start.startswith(text):
+                return ""
+            self._held = text.removeprefix(self.start) if text.startswith(self.start) else self._held
+            self._may_repeat = False
+        thought, mark, rest = self._held.partition(self.end)
+        if mark:
+            self._mode, self._held = "content", rest
+            thought = self._take(thought.rstrip("\n"))
+            self._fresh = True
+            return thought
+        keep = 0 if final else len(self._held) - len(self._settled())
+        thought = self._held[:len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep:]
+        return self._take(thought.rstrip("\n") if final else thought)
+
+    def _settled(self) -> str:
+        """The held text without an end that may belong to a mark: line breaks and the beginning of ``</think>``."""
+        for length in range(min(len(self.end) - 1, len(self._held)), 0, -1):
+            if self.end.startswith(self._held[-length:]):
+                return self._held[:-length].rstrip("\n")
+        return self._held.rstrip("\n")
+
+    def _take(self, text: str) -> str:
+        if self._fresh:
+            text = text.lstrip("\n")
+            self._fresh = not text
+        return text
+
+
+def choose(name: str, tokenizer: Tokenizer) -> type[ReasoningParser] | None:
+    """The parser class for ``--reasoning-parser NAME``. ``auto`` looks at the chat template; None: the model does not
+    think, or ``none`` was asked for. Raises ConfigError for an unknown name."""
+    if name == "none":
+        return None
+    if name == "auto":
+        template = tokenizer.templates.get("default")
+        if template is None or not re.search(r"</?think>", template.literals):
+            return None
+        name = "deepseek_r1" if "<｜Assistant｜>" in template.literals else "qwen3"
+    return technique.find(PACKAGE, name.replace("-", "_"), ReasoningParser)[0]
+
+
+def parser(name: str, tokenizer: Tokenizer, prompt_ids: Sequence[int] | None = None) -> ReasoningParser | None:
+    """A parser for one answer to this prompt, or None when this model's answers need none."""
+    cls = choose(name, tokenizer)
+    return cls(None if prompt_ids is None else tokenizer.decode(prompt_ids[-16:], skip_special=False)) if cls else None

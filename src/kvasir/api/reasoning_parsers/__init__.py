@@ -1,0 +1,1 @@
+"""Reasoning formats, one module each, found by name."""

@@ -1,0 +1,7 @@
+"""<think> tags that the model or the prompt opens; without them the whole answer is content (Qwen3, SmolLM3)."""
+
+from kvasir.api.reasoning import ReasoningParser
+
+
+class Qwen3(ReasoningParser):
+    pass

@@ -1,0 +1,155 @@
+"""The responses API's own shapes: its input items become chat messages, and a message becomes its output items and events.
+
+Stateless: nothing is stored, so the whole conversation comes with every request.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from kvasir.api.chat import Piece
+from kvasir.api.generation import Usage
+from kvasir.errors import RequestError
+
+
+def messages_of(input: str | list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
+    """Chat messages. Consecutive calls become one assistant message. Raises RequestError naming the item."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions is not None else []
+    if isinstance(input, str):
+        return [*messages, {"role": "user", "content": input}]
+    for i, item in enumerate(input):
+        _add_item(messages, item, f"input[{i}]")
+    return messages
+
+
+def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
+    kind = item.get("type", "message")
+    if kind == "message":
+        messages.append({"role": item.get("role"), "content": _content(item.get("content"), f"{where}.content")})
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id", ""), "type": "function", "function": function}
+        if messages and messages[-1]["role"] == "assistant":
+            messages[-1].setdefault("tool_calls", []).append(call)
+        else:
+            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+    elif kind == "function_call_output":
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"), f"{where}.output")})
+    elif kind == "reasoning":
+        parts = item.get("content") or []
+        text = "".join(p.get("text", "") for p in parts if isinstance(p, dict) and isinstance(p.get("text", ""), str)) if isinstance(parts, list) else ""
+        messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+    else:
+        raise RequestError(f"{where} is of type '{str(kind)[:80]}'; there are message, function_call, function_call_output and reasoning",
+                           param=f"{where}.type", code="unsupported_content")
+
+
+def _content(content: Any, where: str) -> Any:
+    if isinstance(content, list):
+        for i, part in enumerate(content):
+            if not isinstance(part, dict) or part.get("type") not in ("input_text", "output_text", "text"):
+                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                raise RequestError(f"{where}[{i}] is of type '{str(kind)[:80]}'; text parts only", param=f"{where}[{i}].type", code="unsupported_content")
+    return content
+
+
+def tools_of(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Flat function tools as chat has them. Other types (web search, files, MCP) are refused by name."""
+    out = []
+    for i, tool in enumerate(tools or []):
+        if tool.get("type") != "function":
+            raise RequestError(f"tools[{i}] is of type '{str(tool.get('type'))[:80]}'; only function tools are supported", param=f"tools[{i}].type",
+                               code="unsupported_parameter")
+        out.append({"type": "function", "function": {k: v for k, v in tool.items() if k != "type" and v is not None}})
+    return out or None
+
+
+def choice_of(tool_choice: Any) -> Any:
+    """``{type: "function", name}`` as chat has it."""
+    if isinstance(tool_choice, dict) and "name" in tool_choice:
+        return {"type": tool_choice.get("type"), "function": {"name": tool_choice["name"]}}
+    return tool_choice
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    return {"input_tokens": usage.prompt, "input_tokens_details": {"cached_tokens": usage.cached}, "output_tokens": usage.completion,
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning}, "total_tokens": usage.prompt + usage.completion}
+
+
+class Output:
+    """Output items as they grow, and the events that tell a stream about it: ``(name, fields)``.
+
+    One item is open at a time: a reasoning item, a message with one text part, or a function call.
+    """
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._open: tuple[str, int] | None = None  # kind of the open item, and its call number
+
+    def add(self, piece: Piece) -> Iterator[tuple[str, dict[str, Any]]]:
+        key = (piece.kind, piece.call)
+        if self._open != key or piece.started is not None:
+            yield from self.close()
+            yield from self._begin(piece)
+            self._open = key
+        item = self.items[-1]
+        place = {"item_id": item["id"], "output_index": len(self.items) - 1}
+        if piece.kind == "call":
+            item["arguments"] += piece.text
+            if piece.text:
+                yield "response.function_call_arguments.delta", {**place, "delta": piece.text}
+            return
+        item["content"][0]["text"] += piece.text
+        if piece.kind == "reasoning":
+            yield "response.reasoning_text.delta", {**place, "content_index": 0, "delta": piece.text}
+        else:
+            yield "response.output_text.delta", {**place, "content_index": 0, "delta": piece.text, "logprobs": []}
+
+    def _begin(self, piece: Piece) -> Iterator[tuple[str, dict[str, Any]]]:
+        hex = uuid.uuid4().hex
+        if piece.kind == "call":
+            assert piece.started is not None
+            item: dict[str, Any] = {"type": "function_call", "id": f"fc_{hex}", "call_id": piece.started.id, "name": piece.started.name,
+                                    "arguments": "", "status": "in_progress"}
+        elif piece.kind == "reasoning":
+            item = {"type": "reasoning", "id": f"rs_{hex}", "summary": [], "content": [], "status": "in_progress"}
+        else:
+            item = {"type": "message", "id": f"msg_{hex}", "role": "assistant", "content": [], "status": "in_progress"}
+        self.items.append(item)
+        yield "response.output_item.added", {"output_index": len(self.items) - 1, "item": _copy(item)}
+        if piece.kind != "call":
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []} if piece.kind == "content" else \
+                {"type": "reasoning_text", "text": ""}
+            item["content"].append(part)
+            yield "response.content_part.added", {**self._place(), "content_index": 0, "part": dict(part)}
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+    def close(self, status: str = "completed") -> Iterator[tuple[str, dict[str, Any]]]:
+        """End the open item, if any."""
+        if self._open is None:
+            return
+        kind, item = self._open[0], self.items[-1]
+        self._open = None
+        item["status"] = status
+        if kind == "call":
+            yield "response.function_call_arguments.done", {**self._place(), "name": item["name"], "arguments": item["arguments"]}
+        else:
+            part = item["content"][0]
+            name = "response.output_text.done" if kind == "content" else "response.reasoning_text.done"
+            yield name, {**self._place(), "content_index": 0, "text": part["text"], **({"logprobs": []} if kind == "content" else {})}
+            yield "response.content_part.done", {**self._place(), "content_index": 0, "part": dict(part)}
+        yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": _copy(item)}
+
+    def finish(self, status: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """End everything. An answer without any text still has its message."""
+        if not self.items:
+            yield from self.add(Piece("content", ""))
+        yield from self.close(status)
+
+
+def _copy(item: dict[str, Any]) -> dict[str, Any]:
+    return {k: [dict(p) for p in v] if isinstance(v, list) else v for k, v in item.items()}

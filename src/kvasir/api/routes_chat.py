@@ -1,0 +1,193 @@
+"""POST /v1/chat/completions: messages in, one assistant message a choice out, with reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from kvasir.api import tools
+from kvasir.api.chat import Call, Message, Piece, check_messages
+from kvasir.api.detokenize import Detokenizer
+from kvasir.api.generation import Delta, Generation
+from kvasir.api.limits import unique_id
+from kvasir.api.logprobs import chat_logprobs, prompt_logprobs
+from kvasir.api.protocol import ChatBody
+from kvasir.api.sampling import format_grammar, grammar_of, sampling_params
+from kvasir.api.service import Caller, Service, renamed
+from kvasir.api.streaming import DONE, sse
+from kvasir.errors import RequestError
+from kvasir.types import Grammar, Request
+
+
+@dataclasses.dataclass(slots=True)
+class Prompt:
+    """A conversation as a prompt: its ids, the tools on offer, and the constraint that a forced call puts on the answer."""
+
+    ids: list[int]
+    tools: list[dict[str, Any]] | None
+    after: tuple[int, ...]  # a grammar starts after these ids: the end of the reasoning
+    forced: Grammar | None
+
+
+def prepare_prompt(service: Service, messages: list[dict[str, Any]], offered: list[dict[str, Any]] | None, tool_choice: Any, parallel: bool,
+                   **template: Any) -> Prompt:
+    """Render and encode. Raises RequestError."""
+    text = service.text
+    tools.validate(offered, tool_choice)
+    offered = offered if offered and tool_choice != "none" else None
+    if offered and text.tool_format is None:
+        raise RequestError("this model has no known tool-call format; the server takes one as --tool-call-parser", param="tools",
+                           code="no_tool_parser")
+    messages = check_messages(messages)
+    text.check_size((m.get("content") for m in messages), service.info.max_model_len)
+    ids = text.tokenizer.encode_chat(messages, tools=offered, **template)
+    thinking = text.reasoning(ids)
+    after = thinking.end_ids(text.tokenizer) if thinking else ()
+    return Prompt(ids, offered, after, tools.grammar(offered, tool_choice, text.tool_format, text.tokenizer, parallel, after))
+
+
+def template_options(service: Service, kwargs: dict[str, Any] | None, chat_template: str | None = None) -> dict[str, Any]:
+    """What goes to the template besides the messages. Raises RequestError for a client's template unless that is enabled."""
+    options = dict(kwargs or {})
+    for name in ("self", "messages", "tools", "add_generation_prompt", "chat_template"):
+        if name in options:
+            raise RequestError(f"'{name}' cannot be set through chat_template_kwargs", param="chat_template_kwargs", code="reserved_name")
+    if chat_template is not None:
+        if not service.settings.enable_client_chat_template:
+            raise RequestError("'chat_template' is not taken from clients here (--enable-client-chat-template)", param="chat_template",
+                               code="unsupported_parameter")
+        options["chat_template"] = chat_template
+    return options
+
+
+class ChatJob:
+    """Admits a body; see ``service.Job``. Runs off the event loop. Raises RequestError."""
+
+    def __init__(self, service: Service, raw: bytes, caller: Caller) -> None:
+        self.service = service
+        self.body, self.ignored = service.parse(ChatBody, raw)
+        body = self.body
+        self.stream = bool(body.stream)
+        self.options = body.stream_settings()
+        self.parallel = body.parallel_tool_calls is not False
+        self.names = {"prompt": "messages", "logprobs": "top_logprobs",
+                      "max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"}
+        options = template_options(service, body.chat_template_kwargs, body.chat_template)
+        with renamed(self.names):
+            self.prompt = prepare_prompt(service, body.messages, body.tools, body.tool_choice, self.parallel,
+                                         add_generation_prompt=body.add_generation_prompt is not False, **options)
+        grammar_name, grammar = grammar_of(body, {"response_format": format_grammar(body.response_format, "response_format"),
+                                                  "tool_choice": self.prompt.forced})
+        if grammar is not None:
+            grammar = dataclasses.replace(grammar, after=self.prompt.after)
+        params = sampling_params(body, service.info.generation_defaults, max_tokens=_max_tokens(body), logprobs=_logprobs(body), grammar=grammar)
+        self.names["grammar"] = grammar_name
+        id = unique_id("chatcmpl", caller.id)
+        self.requests = service.admit([self.prompt.ids], params, caller, id, body.priority, self.names)
+        self.messages = [service.text.message(self.prompt.ids, self.prompt.tools, self.parallel) for _ in range(params.n)]
+        self.head = {"id": id, "object": "chat.completion.chunk" if self.stream else "chat.completion", "created": caller.created,
+                     "model": service.info.name}
+
+    def detokenizer(self, request: Request) -> Detokenizer:
+        return Detokenizer(self.service.text.tokenizer, (), request.params, self.service.text.keep_ids)
+
+    async def events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+        begun: set[int] = set()
+        async for delta in generation.deltas():
+            choices = self._push(delta, generation)
+            if delta.choice not in begun:
+                begun.add(delta.choice)
+                yield self._chunk(generation, {"index": delta.choice, "delta": {"role": "assistant", "content": ""}, "logprobs": None,
+                                               "finish_reason": None}, first=True)
+            for choice in choices:
+                yield self._chunk(generation, choice)
+        if self.options.include_usage:
+            yield sse({**self.head, "choices": [], "usage": generation.usage.object()})
+        yield DONE
+
+    def _chunk(self, generation: Generation, choice: dict[str, Any], first: bool = False) -> bytes:
+        chunk: dict[str, Any] = {**self.head, "choices": [choice]}
+        if self.options.include_usage:
+            chunk["usage"] = generation.usage.object() if self.options.continuous_usage_stats else None
+        if first and self.body.return_token_ids:
+            chunk["prompt_token_ids"] = self.prompt.ids
+        return sse(chunk)
+
+    def _push(self, delta: Delta, generation: Generation) -> list[dict[str, Any]]:
+        """The choices of the chunks that a delta makes: one a piece. Log-probabilities, ids and the end ride on the last."""
+        message = self.messages[delta.choice]
+        pieces = message.push(delta.text, delta.token_ids, delta.finish_reason is not None)
+        generation.usage.reasoning = sum(m.reasoning_tokens for m in self.messages)
+        deltas = [piece_delta(p) for p in pieces]
+        if not deltas and (delta.finish_reason is not None or delta.logprobs or self.body.return_token_ids):
+            deltas = [{}]
+        choices = [{"index": delta.choice, "delta": d, "logprobs": None, "finish_reason": None} for d in deltas]
+        if choices:
+            if delta.logprobs:
+                choices[-1]["logprobs"] = chat_logprobs(self.service.text.tokenizer, delta.logprobs)
+            if self.body.return_token_ids:
+                choices[-1]["token_ids"] = delta.token_ids
+            if delta.finish_reason is not None:
+                choices[-1] |= {"finish_reason": message.finish_reason(delta.finish_reason), "stop_reason": delta.stop_reason}
+        return choices
+
+    async def result(self, generation: Generation) -> dict[str, Any]:
+        choices: list[dict[str, Any]] = [{"index": i} for i in range(len(self.messages))]
+        logprobs: list[list[dict[str, Any]]] = [[] for _ in self.messages]
+        ids: list[list[int]] = [[] for _ in self.messages]
+        async for delta in generation.deltas():
+            for choice in self._push(delta, generation):
+                if choice["finish_reason"] is not None:
+                    choices[delta.choice] |= {"finish_reason": choice["finish_reason"], "stop_reason": choice["stop_reason"]}
+                logprobs[delta.choice] += (choice["logprobs"] or {"content": []})["content"]
+            ids[delta.choice] += delta.token_ids
+        for i, (choice, message) in enumerate(zip(choices, self.messages, strict=True)):
+            choice["message"] = message_object(message)
+            choice["logprobs"] = {"content": logprobs[i]} if self.body.logprobs else None
+            if self.body.return_token_ids:
+                choice["token_ids"] = ids[i]
+        result = {**self.head, "choices": choices, "usage": generation.usage.object()}
+        if self.body.prompt_logprobs is not None:
+            result["prompt_logprobs"] = prompt_logprobs(self.service.text.tokenizer, generation.running[0].prompt_logprobs or [])
+        if self.body.return_token_ids:
+            result["prompt_token_ids"] = self.prompt.ids
+        return result
+
+
+def _max_tokens(body: ChatBody) -> int | None:
+    """Both spellings; None runs to the end of the context."""
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        raise RequestError("'max_tokens' and 'max_completion_tokens' differ; send one of them", param="max_completion_tokens", code="conflict")
+    return body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+
+
+def _logprobs(body: ChatBody) -> int | None:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("'top_logprobs' needs logprobs=true", param="top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def piece_delta(piece: Piece) -> dict[str, Any]:
+    """A piece as the ``delta`` of a chunk."""
+    if piece.kind == "reasoning":
+        return {"reasoning_content": piece.text}
+    if piece.kind == "content":
+        return {"content": piece.text}
+    if piece.started is None:
+        return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
+    function = {"name": piece.started.name, "arguments": piece.text}
+    return {"tool_calls": [{"index": piece.call, "id": piece.started.id, "type": "function", "function": function}]}
+
+
+def message_object(message: Message) -> dict[str, Any]:
+    """The whole message. ``content`` is null when there are only calls."""
+    def call(c: Call) -> dict[str, Any]:
+        return {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+
+    out: dict[str, Any] = {"role": "assistant", "content": message.content or (None if message.calls else ""), "refusal": None}
+    if message.reasoning:
+        out["reasoning_content"] = message.reasoning
+    if message.calls:
+        out["tool_calls"] = [call(c) for c in message.calls]
+    return out

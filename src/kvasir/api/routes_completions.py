@@ -1,0 +1,119 @@
+"""POST /v1/completions: text continued as it stands. Several prompts and ``n`` branches of each; ``echo`` repeats the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from kvasir.api.detokenize import Detokenizer
+from kvasir.api.generation import Delta, Generation, Running
+from kvasir.api.limits import unique_id
+from kvasir.api.logprobs import completion_logprobs, prompt_logprobs
+from kvasir.api.protocol import CompletionBody
+from kvasir.api.sampling import format_grammar, grammar_of, sampling_params
+from kvasir.api.service import Caller, Service
+from kvasir.api.streaming import DONE, sse
+from kvasir.errors import RequestError
+from kvasir.types import Request
+
+MAX_TOKENS = 16  # OpenAI's default here
+
+
+class CompletionJob:
+    """Admits a body; see ``service.Job``. Runs off the event loop. Raises RequestError."""
+
+    def __init__(self, service: Service, raw: bytes, caller: Caller) -> None:
+        self.service = service
+        self.body, self.ignored = service.parse(CompletionBody, raw)
+        body = self.body
+        self.stream = bool(body.stream)
+        self.options = body.stream_settings()
+        if body.best_of is not None and body.best_of != (body.n if body.n is not None else 1):
+            raise RequestError("'best_of' is supported only when it equals 'n'", param="best_of", code="unsupported_parameter")
+        grammar_name, grammar = grammar_of(body, {"response_format": format_grammar(body.response_format, "response_format")})
+        self.names = {"grammar": grammar_name}
+        self.tokenizer = service.text.tokenizer
+        for prompt in body.prompt:
+            service.text.check_size([prompt], service.info.max_model_len)
+        prompts = [self.tokenizer.encode(p) if isinstance(p, str) else p for p in body.prompt]
+        only_echo = bool(body.echo) and body.max_tokens == 0
+        fixed: dict[str, Any] = {"logprobs": body.logprobs, "grammar": grammar}
+        if body.max_tokens is None:
+            fixed["max_tokens"] = min(MAX_TOKENS, max(1, service.info.max_model_len - max(len(ids) for ids in prompts)))
+        else:
+            fixed["max_tokens"] = 1 if only_echo else body.max_tokens
+        if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
+            fixed["prompt_logprobs"] = body.logprobs
+        params = sampling_params(body, service.info.generation_defaults, **fixed)
+        id = unique_id("cmpl", caller.id)
+        self.requests = service.admit(prompts, params, caller, id, body.priority, self.names)
+        if only_echo:  # admission wants room for a token; the engine then generates none
+            for request in self.requests:
+                request.max_tokens = 0
+        self.head = {"id": id, "object": "text_completion", "created": caller.created, "model": service.info.name}
+        # What echo puts before the answer: the prompt as it was sent, or the text of the ids that were.
+        self.prefixes = [p if isinstance(p, str) else self.tokenizer.decode(p, skip_special=False) for p in body.prompt] if body.echo else []
+
+    def detokenizer(self, request: Request) -> Detokenizer:
+        return Detokenizer(self.tokenizer, request.prompt_ids, request.params)
+
+    async def events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+        begun: set[int] = set()
+        async for delta in generation.deltas():
+            running, first = generation.of(delta), delta.choice not in begun
+            begun.add(delta.choice)
+            if not (first or delta.text or delta.finish_reason or delta.logprobs or self.body.return_token_ids):
+                continue
+            chunk = {**self.head, "choices": [self._choice(running, delta, first)]}
+            if self.options.include_usage:
+                chunk["usage"] = generation.usage.object() if self.options.continuous_usage_stats else None
+            yield sse(chunk)
+        if self.options.include_usage:
+            yield sse({**self.head, "choices": [], "usage": generation.usage.object()})
+        yield DONE
+
+    async def result(self, generation: Generation) -> dict[str, Any]:
+        choices: dict[int, dict[str, Any]] = {}
+        async for delta in generation.deltas():
+            new = self._choice(generation.of(delta), delta, delta.choice not in choices)
+            old = choices.setdefault(delta.choice, new)
+            if old is not new:
+                _append(old, new)
+        if self.body.prompt_logprobs is not None:
+            for running in generation.running:
+                for branch in running.branches:
+                    choices[branch.choice]["prompt_logprobs"] = prompt_logprobs(self.tokenizer, running.prompt_logprobs or [])
+        return {**self.head, "choices": [choices[i] for i in sorted(choices)], "usage": generation.usage.object()}
+
+    def _choice(self, running: Running, delta: Delta, first: bool) -> dict[str, Any]:
+        """A choice as one delta makes it; the first one brings the echo."""
+        prefix = self.prefixes[running.index] if self.prefixes else ""
+        choice: dict[str, Any] = {"index": delta.choice, "text": prefix + delta.text if first else delta.text, "logprobs": None,
+                                  "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        if self.body.logprobs is not None:
+            choice["logprobs"] = completion_logprobs(self.tokenizer, delta.logprobs or [], delta.token_ids, delta.offsets, len(prefix))
+            if first and self.body.echo:
+                choice["logprobs"] = {name: values + choice["logprobs"][name] for name, values in self._echoed(running).items()}
+        if self.body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+            if first:
+                choice["prompt_token_ids"] = running.request.prompt_ids
+        return choice
+
+    def _echoed(self, running: Running) -> dict[str, Any]:
+        ids = running.request.prompt_ids
+        offsets, at = [], 0
+        for token in ids:
+            offsets.append(at)
+            at += len(self.tokenizer.decode([token], skip_special=False))
+        return completion_logprobs(self.tokenizer, running.prompt_logprobs or [None] * len(ids), ids, offsets)
+
+
+def _append(choice: dict[str, Any], new: dict[str, Any]) -> None:
+    """Add a later delta of the same choice."""
+    choice["text"] += new["text"]
+    choice["finish_reason"], choice["stop_reason"] = new["finish_reason"], new["stop_reason"]
+    for name, values in (new["logprobs"] or {}).items():
+        choice["logprobs"][name] += values
+    if "token_ids" in new:
+        choice["token_ids"] += new["token_ids"]

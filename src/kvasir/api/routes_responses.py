@@ -1,0 +1,101 @@
+"""POST /v1/responses: the newer API's body and events over the same conversation as chat. Stateless."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from kvasir.api.detokenize import Detokenizer
+from kvasir.api.errors import error_object
+from kvasir.api.generation import Generation
+from kvasir.api.limits import unique_id
+from kvasir.api.protocol import MAX_MESSAGES, ResponsesBody
+from kvasir.api.responses import Output, choice_of, messages_of, tools_of, usage_object
+from kvasir.api.routes_chat import prepare_prompt, template_options
+from kvasir.api.sampling import format_grammar, grammar_of, sampling_params
+from kvasir.api.service import Caller, Service, renamed
+from kvasir.api.streaming import sse
+from kvasir.errors import RequestError
+from kvasir.types import Request
+
+
+class ResponsesJob:
+    """Admits a body; see ``service.Job``. Runs off the event loop. Raises RequestError."""
+
+    def __init__(self, service: Service, raw: bytes, caller: Caller) -> None:
+        self.service = service
+        self.body, self.ignored = service.parse(ResponsesBody, raw)
+        body = self.body
+        self.stream = bool(body.stream)
+        if isinstance(body.input, list) and not 0 < len(body.input) <= MAX_MESSAGES:
+            raise RequestError(f"'input' must hold 1 to {MAX_MESSAGES} items", param="input")
+        parallel = body.parallel_tool_calls is not False
+        self.names = {"prompt": "input", "max_tokens": "max_output_tokens"}
+        with renamed(self.names):
+            prompt = prepare_prompt(service, messages_of(body.input, body.instructions), tools_of(body.tools), choice_of(body.tool_choice), parallel,
+                                    **template_options(service, body.chat_template_kwargs))
+        text_format = body.text.format if body.text else None
+        grammar_name, grammar = grammar_of(body, {"text.format": format_grammar(text_format, "text.format"), "tool_choice": prompt.forced})
+        if grammar is not None:
+            grammar = dataclasses.replace(grammar, after=prompt.after)
+        params = sampling_params(body, service.info.generation_defaults, max_tokens=body.max_output_tokens, grammar=grammar)
+        self.id = unique_id("resp", caller.id)
+        self.names["grammar"] = grammar_name
+        self.requests = service.admit([prompt.ids], params, caller, self.id, body.priority, self.names)
+        self.message = service.text.message(prompt.ids, prompt.tools, parallel)
+        self.output = Output()
+        self.head = {
+            "id": self.id, "object": "response", "created_at": caller.created, "model": service.info.name, "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens, "temperature": params.temperature, "top_p": params.top_p,
+            "parallel_tool_calls": parallel, "tool_choice": body.tool_choice or "auto", "tools": body.tools or [], "metadata": {},
+            "text": {"format": text_format.model_dump(by_alias=True, exclude_none=True) if text_format else {"type": "text"}},
+            "previous_response_id": None, "store": False, "truncation": "disabled", "background": False, "reasoning": None,
+        }
+
+    def detokenizer(self, request: Request) -> Detokenizer:
+        return Detokenizer(self.service.text.tokenizer, (), request.params, self.service.text.keep_ids)
+
+    def _response(self, status: str, generation: Generation | None = None, **more: Any) -> dict[str, Any]:
+        usage = usage_object(generation.usage) if generation else None
+        return {**self.head, "status": status, "error": None, "incomplete_details": None, "output": self.output.items, "usage": usage, **more}
+
+    async def _steps(self, generation: Generation) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
+        """What happens, as (event name, fields): the output as it grows, then the whole response."""
+        reason = ""
+        async for delta in generation.deltas():
+            reason = delta.finish_reason or ""
+            for piece in self.message.push(delta.text, delta.token_ids, bool(reason)):
+                for step in self.output.add(piece):
+                    yield step
+        generation.usage.reasoning = self.message.reasoning_tokens
+        status = "completed" if reason == "stop" else "incomplete"
+        for step in self.output.finish(status):
+            yield step
+        details = {"stop": None, "length": {"reason": "max_output_tokens"}}.get(reason, {"reason": reason})
+        yield f"response.{status}", {"response": self._response(status, generation, incomplete_details=details)}
+
+    async def events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+        number = 0
+
+        def event(name: str, fields: dict[str, Any]) -> bytes:
+            nonlocal number
+            number += 1
+            return sse({"type": name, "sequence_number": number - 1, **fields}, name)
+
+        yield event("response.created", {"response": self._response("in_progress")})
+        yield event("response.in_progress", {"response": self._response("in_progress")})
+        try:
+            async for name, fields in self._steps(generation):
+                yield event(name, fields)
+        except RequestError as e:
+            error = error_object(e)["error"]
+            failure = {"code": e.code or "server_error", "message": e.message}
+            yield event("error", {"code": error["code"], "message": error["message"], "param": error["param"]})
+            yield event("response.failed", {"response": self._response("failed", generation, error=failure)})
+
+    async def result(self, generation: Generation) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        async for _, fields in self._steps(generation):
+            pass
+        return fields["response"]

@@ -1,0 +1,104 @@
+"""The small routes: health, models, metrics, tokenize and detokenize, and the playground page."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from importlib import resources
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvasir.api import metrics
+from kvasir.api.chat import check_messages
+from kvasir.api.errors import error_response
+from kvasir.api.protocol import DetokenizeBody, TokenizeBody
+from kvasir.api.routes_chat import template_options
+from kvasir.api.service import Service
+from kvasir.api.streaming import encode
+from kvasir.errors import RequestError
+
+MAX_DETOKENIZE = 1 << 20
+TOKENIZE_FACTOR = 4  # /tokenize counts texts of up to this many contexts
+# The page holds everything inline; nothing else may load, and only this server may be asked.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'; frame-ancestors 'none'"
+
+
+def reply(value: Any) -> Response:
+    return Response(encode(value), media_type="application/json")
+
+
+class StatusRoutes:
+    """Bound to a service; each method is a route."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.created = int(time.time())
+
+    async def live(self) -> Response:
+        """200 as soon as the port is bound, whatever the engine does."""
+        return reply({"status": "ok"})
+
+    async def ready(self) -> Response:
+        """200 when requests are served; 503 with the reason and Retry-After otherwise."""
+        if reason := self.service.not_ready():
+            return error_response(RequestError(reason, status=503, code="not_ready", retry_after=1.0))
+        return reply({"status": "ready", "model": self.service.info.name})
+
+    async def models(self) -> Response:
+        self.service.require_ready()
+        return reply({"object": "list", "data": [self._model()]})
+
+    async def model(self, name: str) -> Response:
+        self.service.require_ready()
+        if name != self.service.info.name:
+            raise RequestError(f"the model '{name[:200]}' is not served here", status=404, param="model", code="model_not_found")
+        return reply(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        info = self.service.info
+        return {"id": info.name, "object": "model", "created": self.created, "owned_by": "kvasir", "root": info.name, "parent": None,
+                "max_model_len": info.max_model_len}
+
+    async def metrics(self) -> Response:
+        started = self.service.phase in ("ready", "draining")
+        stats, name = (self.service.client.stats(), self.service.info.name) if started else (None, "")
+        return Response(self.service.metrics.render(stats, name), headers={"content-type": metrics.CONTENT_TYPE})
+
+    async def playground(self) -> Response:
+        page = resources.files("kvasir.api").joinpath("playground", "index.html")
+        if not page.is_file():
+            raise RequestError("the playground page is not part of this installation", status=404)
+        return Response(page.read_bytes(), headers={"content-type": "text/html; charset=utf-8", "content-security-policy": POLICY,
+                                                    "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"})
+
+    async def tokenize(self, http: Request) -> Response:
+        return await asyncio.to_thread(self._tokenize, await self.service.body(http))
+
+    def _tokenize(self, raw: bytes) -> Response:
+        body, _ = self.service.parse(TokenizeBody, raw)
+        tokenizer = self.service.text.tokenizer
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("send either 'prompt' or 'messages'", param="prompt")
+        self.service.text.check_size([body.prompt, *(m.get("content") for m in body.messages or [])], TOKENIZE_FACTOR * self.service.info.max_model_len)
+        if body.messages is None:
+            ids = tokenizer.encode(body.prompt or "", add_special=body.add_special_tokens is not False)
+        else:
+            ids = tokenizer.encode_chat(check_messages(body.messages), tools=body.tools or None,
+                                        add_generation_prompt=body.add_generation_prompt is not False,
+                                        **template_options(self.service, body.chat_template_kwargs))
+        strings = [tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
+        return reply({"count": len(ids), "max_model_len": self.service.info.max_model_len, "tokens": ids, "token_strs": strings})
+
+    async def detokenize(self, http: Request) -> Response:
+        return await asyncio.to_thread(self._detokenize, await self.service.body(http))
+
+    def _detokenize(self, raw: bytes) -> Response:
+        body, _ = self.service.parse(DetokenizeBody, raw)
+        size = self.service.text.tokenizer.size
+        if len(body.tokens) > MAX_DETOKENIZE:
+            raise RequestError(f"at most {MAX_DETOKENIZE} tokens", param="tokens")
+        if any(not 0 <= i < size for i in body.tokens):
+            raise RequestError(f"token ids are 0 to {size - 1}", param="tokens")
+        return reply({"prompt": self.service.text.tokenizer.decode(body.tokens, skip_special=False)})

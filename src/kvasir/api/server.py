@@ -1,0 +1,297 @@
+"""The HTTP server: the app that ties routes, guard and error shapes together, and its life from bound port to drained exit.
+
+Never imports torch: the model lives in the engine process. ``kvasir serve`` starts that process first and imports this
+module while the model loads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import signal
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from kvasir import __version__
+from kvasir.api import protocol
+from kvasir.api.auth import KeyGuard
+from kvasir.api.errors import error_response
+from kvasir.api.routes_chat import ChatJob
+from kvasir.api.routes_completions import CompletionJob
+from kvasir.api.routes_responses import ResponsesJob
+from kvasir.api.routes_status import StatusRoutes
+from kvasir.api.service import Service
+from kvasir.api.text import Text
+from kvasir.config import EngineConfig, ServerConfig, Settings
+from kvasir.engine.client import AsyncEngine
+from kvasir.engine.interface import EngineClient
+from kvasir.errors import ConfigError, RequestError
+from kvasir.logs import log
+from kvasir.models import checkpoint
+from kvasir.models.tokenizer import Tokenizer
+
+HEADER_SECONDS = 10.0  # a connection that sends no whole request head within one to two of these is closed
+CLOSE_SECONDS = 5  # for replies that are ready to leave when the engine has stopped
+MAX_HEAD_BYTES = 1 << 16
+
+
+def create_app(client: EngineClient, text: Text, settings: ServerConfig) -> FastAPI:
+    """The app. Its lifespan starts ``client`` and loads ``text`` in the background, and stops ``client`` at the end.
+    ``app.state.service`` is the Service."""
+    service = Service(client, text, settings)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        starting = service.start()
+        yield
+        await service.stop(0.0)
+        await asyncio.gather(starting, return_exceptions=True)
+
+    app = FastAPI(title="kvasir", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
+    app.state.service = service
+    _add_routes(app, service)
+    app.add_exception_handler(RequestError, _on_request_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    # The last one added is the first to see a request: CORS answers preflights, then the guard, then the watch.
+    app.add_middleware(_Watch, service=service)
+    app.add_middleware(KeyGuard, keys=settings.api_key)
+    if settings.allowed_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["GET", "POST"],
+                           allow_headers=["authorization", "content-type", "x-request-id"])
+    return app
+
+
+def _add_routes(app: FastAPI, service: Service) -> None:
+    status = StatusRoutes(service)
+
+    def generation(path: str, body: type[protocol.Body], job: type, summary: str) -> None:
+        async def route(http: Request) -> Response:
+            return await service.respond(http, job)
+
+        _post(app, path, route, body, summary)
+
+    generation("/v1/chat/completions", protocol.ChatBody, ChatJob, "Answer a conversation")
+    generation("/v1/completions", protocol.CompletionBody, CompletionJob, "Continue a text")
+    generation("/v1/responses", protocol.ResponsesBody, ResponsesJob, "Answer a conversation (responses API, stateless)")
+    _post(app, "/tokenize", status.tokenize, protocol.TokenizeBody, "Text or messages to token ids")
+    _post(app, "/detokenize", status.detokenize, protocol.DetokenizeBody, "Token ids to text")
+    for path, route in {"/v1/models": status.models, "/v1/models/{name:path}": status.model, "/health/live": status.live,
+                        "/health/ready": status.ready, "/metrics": status.metrics, "/": status.playground}.items():
+        app.add_api_route(path, route, methods=["GET"], response_class=Response, responses=ERRORS)
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "The request is refused", "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}},
+    "5XX": {"description": "The server failed or is not ready", "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}},
+}
+ERROR_SCHEMA = {"type": "object", "required": ["error"], "properties": {"error": {
+    "type": "object", "required": ["message", "type", "param", "code"], "properties": {
+        "message": {"type": "string"}, "type": {"type": "string"}, "param": {"type": ["string", "null"]}, "code": {"type": ["string", "null"]}}}}}
+
+
+def _post(app: FastAPI, path: str, route: Callable, body: type[protocol.Body], summary: str) -> None:
+    """A route that reads its own body, so that limits hold while reading; the schema goes into the OpenAPI document."""
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
+    app.add_api_route(path, route, methods=["POST"], response_class=Response, summary=summary, responses=ERRORS,
+                      openapi_extra={"requestBody": {"required": True, "content": content}})
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        bodies = (protocol.ChatBody, protocol.CompletionBody, protocol.ResponsesBody, protocol.TokenizeBody, protocol.DetokenizeBody)
+        schemas: dict[str, Any] = {"Error": ERROR_SCHEMA}
+        for body in bodies:
+            own = body.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas |= own.pop("$defs", {})
+            schemas[body.__name__] = own
+        schema["components"] = {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+        schema["security"] = [{"key": []}]
+        app.openapi_schema = schema
+    return app.openapi_schema
+
+
+class _Watch:
+    """ASGI middleware: counts replies by route and status, and turns our bugs into a logged 500. Paths that are no route
+    count as one, so that labels stay few."""
+
+    def __init__(self, app: Callable, service: Service) -> None:
+        self.app = app
+        self.metrics = service.metrics
+
+    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        begun = False
+
+        async def watched(message: dict) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                self.metrics.http(getattr(scope.get("route"), "path", "none"), message["status"])
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched)
+        except Exception:
+            log.exception("bug while serving %s %s", scope["method"], scope["path"])
+            if begun:
+                raise
+            await error_response(RequestError("internal error", status=500, code="internal_error"))(scope, receive, watched)
+
+
+async def _on_request_error(http: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error_response(error)
+
+
+async def _on_http_exception(http: Request, error: Exception) -> Response:
+    """404 and 405 of the router."""
+    assert isinstance(error, HTTPException)
+    response = error_response(RequestError(str(error.detail), status=error.status_code, code={404: "not_found", 405: "method_not_allowed"}.get(error.status_code)))
+    response.headers.update(error.headers or {})
+    return response
+
+
+# ---------------------------------------------------------------------------------------------------------- the process
+
+
+class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """uvicorn's protocol, plus a limit on how long a request's head may take to arrive."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._last_cycle: Any = None
+        self._was_idle = False
+        self._watch = self.loop.call_later(HEADER_SECONDS, self._check_head)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._watch.cancel()
+        super().connection_lost(exc)
+
+    def _check_head(self) -> None:
+        idle = (self.cycle is None or self.cycle.response_complete) and self.cycle is self._last_cycle
+        if idle and self._was_idle:
+            self.transport.close()
+            return
+        self._was_idle, self._last_cycle = idle or self.cycle is None, self.cycle
+        self._watch = self.loop.call_later(HEADER_SECONDS, self._check_head)
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers: ours drain first. Raises ConfigError when the port cannot be bound."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):  # type: ignore[no-untyped-def]
+        yield
+
+
+def check_address(settings: ServerConfig) -> None:
+    """Refuse to be open to the network without a key. Raises ConfigError."""
+    if settings.uds or settings.api_key or settings.insecure or settings.host == "localhost":
+        return
+    try:
+        loopback = ipaddress.ip_address(settings.host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise ConfigError(f"host '{settings.host}' is open to the network, and there is no API key. Pass --api-key KEY, or --insecure if "
+                          "everybody who reaches this port may use the model, or keep --host 127.0.0.1")
+
+
+def open_text(settings: Settings) -> Text:
+    """The text side as the settings describe it; nothing is loaded yet."""
+    source = settings.model
+
+    def open_tokenizer() -> Tokenizer:
+        path = checkpoint.resolve(source.tokenizer or source.model, None if source.tokenizer else source.revision)
+        return Tokenizer.load(path, source.chat_template)
+
+    return Text(open_tokenizer, settings.server.tool_call_parser, settings.server.reasoning_parser)
+
+
+def serve(settings: Settings, client: AsyncEngine | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, then drain: not ready at once, running streams get ``drain_timeout`` seconds, the rest
+    is journalled. A second signal drains no longer. Raises ConfigError when the server cannot start.
+
+    ``client``: one whose process was started early, before this module was imported.
+    """
+    check_address(settings.server)
+    if any(not key.strip() for key in settings.server.api_key):
+        raise ConfigError("an API key is empty")
+    if settings.model.skip_tokenizer_init:
+        raise ConfigError("the server needs the tokenizer: drop --skip-tokenizer-init (it is for LLM(...) with token ids)")
+    client = client or AsyncEngine(EngineConfig(model=settings.model, cache=settings.cache, scheduler=settings.scheduler, runner=settings.runner,
+                                                service=settings.service))
+    asyncio.run(_serve(settings, client))
+
+
+async def _serve(settings: Settings, client: AsyncEngine) -> None:
+    client.start_process()
+    options = settings.server
+    app = create_app(client, open_text(settings), options)
+    service: Service = app.state.service
+    server = Server(uvicorn.Config(app, host=options.host, port=options.port, uds=options.uds, http=Protocol, ws="none", lifespan="on",
+                                   log_config=None, access_log=options.log_requests, server_header=False, proxy_headers=False,
+                                   h11_max_incomplete_event_size=MAX_HEAD_BYTES, timeout_graceful_shutdown=CLOSE_SECONDS))
+    stopping: list[asyncio.Task] = []
+
+    def stop() -> None:
+        drain = settings.service.drain_timeout if not stopping else 0.0
+        stopping.append(asyncio.ensure_future(_drain(service, server, drain)))
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    announce = asyncio.ensure_future(_announce(service, server))
+    try:
+        await server.serve()
+    except SystemExit as e:
+        raise ConfigError(f"cannot listen on {options.uds or f'{options.host}:{options.port}'}: is the port taken?") from e
+    finally:
+        announce.cancel()
+        await asyncio.gather(announce, *stopping, return_exceptions=True)
+        await service.stop(0.0)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+    if service.failure is not None:
+        raise service.failure
+
+
+async def _drain(service: Service, server: Server, seconds: float) -> None:
+    log.info("draining for at most %g s", seconds)
+    try:
+        await service.stop(seconds)
+    finally:
+        server.should_exit = True
+
+
+async def _announce(service: Service, server: Server) -> None:
+    """Say where the server listens and when it is ready; end it when the start fails."""
+    while not server.started:
+        await asyncio.sleep(0.01)
+    for listener in server.servers:
+        for sock in listener.sockets:
+            log.info("listening on %s", _url(sock.getsockname()))
+    await service.started()
+    if service.phase == "failed":
+        server.should_exit = True
+    elif service.phase == "ready":
+        log.info("ready to serve %s", service.info.name)
+
+
+def _url(address: Any) -> str:
+    if isinstance(address, str):
+        return f"unix:{address}"
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    return f"http://{host}:{address[1]}"

@@ -1,0 +1,213 @@
+"""What the routes share: the engine's client, the text side, the limits, and where the server is in its life."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from kvasir.api import limits
+from kvasir.api.detokenize import Detokenizer
+from kvasir.api.errors import error_object, error_response
+from kvasir.api.generation import Generation
+from kvasir.api.metrics import Metrics
+from kvasir.api.protocol import Body, parse
+from kvasir.api.streaming import Disconnected, EventStream, encode, sse, unless_disconnected
+from kvasir.api.text import Text
+from kvasir.config import ServerConfig
+from kvasir.engine.admission import admit
+from kvasir.engine.interface import EngineClient
+from kvasir.errors import RequestError
+from kvasir.logs import log
+from kvasir.types import ModelInfo, Request, SamplingParams
+
+B = TypeVar("B", bound=Body)
+
+
+class Caller:
+    """Who asks: what the key guard found out, the request's id, and when it came."""
+
+    def __init__(self, http: HttpRequest) -> None:
+        self.arrival = time.monotonic()
+        self.created = int(time.time())
+        self.id = limits.clean_id(http.headers.get("x-request-id"))
+        self.key: str = http.scope["state"]["key"]
+        self.tenant: str = http.scope["state"]["tenant"]
+
+
+class Job(Protocol):
+    """A generation route's work on one body: the engine requests, and the two forms of its reply."""
+
+    requests: list[Request]
+    stream: bool
+    ignored: list[str]
+    names: dict[str, str]  # admission's and the engine's parameter names -> this body's, where they differ
+
+    def detokenizer(self, request: Request) -> Detokenizer: ...
+
+    def events(self, generation: Generation) -> AsyncGenerator[bytes, None]: ...
+
+    async def result(self, generation: Generation) -> dict[str, Any]: ...
+
+
+class Service:
+    """``phase``: starting, ready, draining or failed. ``failure`` says why it failed."""
+
+    def __init__(self, client: EngineClient, text: Text, settings: ServerConfig) -> None:
+        self.client = client
+        self.text = text
+        self.settings = settings
+        self.metrics = Metrics()
+        self.concurrency = limits.Concurrency(settings.max_concurrent_per_key)
+        self.phase = "starting"
+        self.failure: BaseException | None = None
+        self._starting: asyncio.Task | None = None
+
+    # ------------------------------------------------------------------------------------------------------ life
+
+    def start(self) -> asyncio.Task:
+        """Start the engine and load the tokenizer in the background; liveness answers meanwhile."""
+        self._starting = asyncio.create_task(self._start())
+        return self._starting
+
+    async def _start(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.client.start())
+                group.create_task(asyncio.to_thread(self.text.load))
+        except BaseExceptionGroup as e:
+            self.phase, self.failure = "failed", e.exceptions[0]
+            log.error("start-up failed: %s", self.failure)
+            return
+        if self.phase == "starting":
+            self.phase = "ready"
+
+    async def started(self) -> None:
+        """Return when the start has ended, well or badly."""
+        if self._starting is not None:
+            await asyncio.wait({self._starting})
+
+    async def stop(self, drain: float | None = None) -> None:
+        """Not ready from now on; running requests get ``drain`` seconds, the engine's journal keeps the rest."""
+        if self.phase != "failed":
+            self.phase = "draining"
+        if self._starting is not None and not self._starting.done():
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        await self.client.stop(drain)
+
+    def not_ready(self) -> str:
+        """Why requests are not taken; empty when they are."""
+        if self.phase != "ready":
+            return {"starting": "the model is loading", "draining": "the server is shutting down",
+                    "failed": f"start-up failed: {self.failure}"}[self.phase]
+        health = self.client.health()
+        return "" if health.ready else health.reason or "the engine is not ready"
+
+    def require_ready(self) -> None:
+        """Raises RequestError 503."""
+        if self.phase != "ready":
+            raise RequestError(self.not_ready(), status=503, code="not_ready", retry_after=1.0)
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.client.info
+
+    # -------------------------------------------------------------------------------------------------- requests
+
+    async def body(self, http: HttpRequest) -> bytes:
+        self.require_ready()
+        return await limits.read_body(http, self.settings.max_body_bytes, self.settings.request_timeout)
+
+    def parse(self, kind: type[B], raw: bytes) -> tuple[B, list[str]]:
+        """Decode and check a body. Raises RequestError; 404 for a model that is not served here."""
+        body, ignored = parse(kind, limits.decode_json(raw), self.settings.lenient)
+        if body.model is not None and body.model != self.info.name:
+            raise RequestError(f"the model '{body.model[:200]}' is not served here; there is '{self.info.name}'", status=404, param="model",
+                               code="model_not_found")
+        return body, ignored
+
+    def admit(self, prompts: Sequence[list[int]], params: SamplingParams, caller: Caller, reply_id: str, priority: int | None,
+              names: dict[str, str]) -> list[Request]:
+        """Engine requests for one body, one a prompt. Raises RequestError, with ``names`` as in Job."""
+        many = len(prompts) > 1
+        with renamed(names):
+            return [admit(ids, params, self.info, id=f"{reply_id}.{i}" if many else reply_id, arrival=caller.arrival, tenant=caller.tenant,
+                          priority=priority or 0, encode=self.text.encode) for i, ids in enumerate(prompts)]
+
+    async def respond(self, http: HttpRequest, make: type) -> Response:
+        """A generation route: read, check off the loop, wait for the engine to accept, then stream or collect.
+
+        ``make(service, raw_body, caller)`` is a Job. Headers go out only once the engine has accepted everything, so a
+        refusal is always a status. A client that leaves cancels what it asked for.
+        """
+        caller = Caller(http)
+        raw = await self.body(http)
+        self.concurrency.enter(caller.key)
+        generation = None
+        try:
+            job: Job = await asyncio.to_thread(make, self, raw, caller)
+            headers = {"x-request-id": caller.id, **_ignored_header(job.ignored)}
+            generation = Generation(self.client, self.metrics, job.requests, job.detokenizer, lambda: self.concurrency.leave(caller.key))
+            if job.stream:
+                with renamed(job.names):
+                    await unless_disconnected(http.receive, generation.open())
+                return EventStream(_guarded(job, generation), generation.close, headers, self.settings.request_timeout)
+            with renamed(job.names):
+                result = await unless_disconnected(http.receive, _collected(job, generation))
+            return Response(encode(result), 200, headers, media_type="application/json")
+        except Disconnected:
+            return Response(status_code=499)
+        except RequestError as e:
+            response = error_response(e)
+            response.headers["x-request-id"] = caller.id
+            return response
+        finally:
+            if generation is None:
+                self.concurrency.leave(caller.key)
+
+
+@contextlib.contextmanager
+def renamed(names: dict[str, str]) -> Iterator[None]:
+    """Errors name the parameter as the client wrote it."""
+    try:
+        yield
+    except RequestError as e:
+        e.param = names.get(e.param or "", e.param)
+        raise
+
+
+async def _collected(job: Job, generation: Generation) -> dict[str, Any]:
+    await generation.open()
+    try:
+        return await job.result(generation)
+    finally:
+        await generation.close()
+
+
+async def _guarded(job: Job, generation: Generation) -> AsyncGenerator[bytes, None]:
+    """The job's events; an error after the headers becomes an event of its own, and the stream ends."""
+    events = job.events(generation)
+    try:
+        async for event in events:
+            yield event
+    except RequestError as e:
+        yield sse(error_object(e))
+    except Exception:
+        log.exception("request %s failed while streaming", generation.running[0].request.id)
+        yield sse(error_object(RequestError("internal error", status=500, code="internal_error")))
+    finally:
+        await events.aclose()
+
+
+def _ignored_header(names: list[str]) -> dict[str, str]:
+    """The warning of lenient mode: what was ignored, ASCII only and short."""
+    if not names:
+        return {}
+    clean = ", ".join("".join(c if c.isascii() and (c.isalnum() or c in "_-.") else "?" for c in name[:64]) for name in names[:32])
+    return {"warning": f'199 kvasir "ignored parameters: {clean}"'}

@@ -1,0 +1,56 @@
+"""The text side of a served model: its tokenizer, and the parsers that fit its template. Loaded in the background at start-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from kvasir.api import reasoning, tools
+from kvasir.api.chat import Message
+from kvasir.errors import RequestError
+from kvasir.models.tokenizer import Tokenizer
+
+
+class Text:
+    """``load`` blocks (run it in a thread) and comes before everything else. Raises ConfigError from there.
+
+    ``keep_ids``: special tokens whose text the parsers look for, so they are shown although special tokens are skipped.
+    """
+
+    tokenizer: Tokenizer
+    keep_ids: frozenset[int]
+    tool_format: type[tools.ToolParser] | None
+
+    def __init__(self, open_tokenizer: Callable[[], Tokenizer], tool_parser: str = "auto", reasoning_parser: str = "auto") -> None:
+        self._open = open_tokenizer
+        self._tool_parser = tool_parser
+        self._reasoning_parser = reasoning_parser
+
+    def load(self) -> None:
+        self.tokenizer = self._open()
+        self._longest_token = max(len(self.tokenizer.id_to_token(i) or "") for i in range(self.tokenizer.size))
+        self.tool_format = tools.choose(self._tool_parser, self.tokenizer)
+        thinking = reasoning.choose(self._reasoning_parser, self.tokenizer)
+        marks = [*(self.tool_format.marks if self.tool_format else ()), *((thinking.start, thinking.end) if thinking else ())]
+        self.keep_ids = self.tokenizer.special_ids & {self.tokenizer.token_to_id(mark) for mark in marks}
+
+    def check_size(self, texts: Iterable[Any], max_tokens: int) -> None:
+        """Refuse, before any work, text that cannot fit ``max_tokens`` however well it encodes. Raises RequestError."""
+        num_chars = sum(len(text) for text in texts if isinstance(text, str))
+        if num_chars > max_tokens * self._longest_token:
+            raise RequestError(f"the prompt has {num_chars} characters, far more than the context of {max_tokens} tokens can hold", param="prompt",
+                               code="context_length_exceeded")
+
+    def encode(self, text: str) -> list[int]:
+        """A piece of text on its own, as bad words are matched."""
+        return self.tokenizer.encode(text, add_special=False)
+
+    def reasoning(self, prompt_ids: Sequence[int]) -> reasoning.ReasoningParser | None:
+        """A parser for one answer to this prompt; None when the model does not think."""
+        return reasoning.parser(self._reasoning_parser, self.tokenizer, prompt_ids)
+
+    def message(self, prompt_ids: Sequence[int], offered: list[dict[str, Any]] | None, parallel: bool) -> Message:
+        """A fresh assistant message that answers this prompt. ``offered``: the tools it may call."""
+        thinking = self.reasoning(prompt_ids)
+        calls = tools.parser(self._tool_parser, self.tokenizer, offered) if offered else None
+        return Message(thinking, calls, parallel, thinking.end_ids(self.tokenizer) if thinking else ())

@@ -1,0 +1,72 @@
+"""{"name": ..., "parameters": {...}} as the whole answer, several separated by ";", maybe after <|python_tag|> (Llama 3.1 to 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from kvasir.api.json_scan import WHITESPACE, Malformed
+from kvasir.api.tools import CallScan, ToolParser, call_rules
+from kvasir.models.tokenizer import Tokenizer
+
+TAG = "<|python_tag|>"
+
+
+class Llama3Json(ToolParser):
+    """An answer is calls from its first character, or content. An object whose name is no offered function is content."""
+
+    marks = (TAG, '"parameters": dictionary of argument name')
+    arguments_key = "parameters"
+
+    def __init__(self, names: Collection[str] | None = None) -> None:
+        super().__init__(names)
+        self._call: CallScan | None = None
+        self._between = ""  # what was read between calls: content if no call follows
+        self._content = False
+
+    def feed(self, char: str) -> None:
+        if self._content:
+            self.say(char)
+        elif self._call is not None:
+            self._in_call(self._call, char)
+        elif char == "{" and self._may_start():
+            self._call = CallScan(self, (self.arguments_key, "arguments"), strict=True)
+            self._in_call(self._call, char)
+        else:
+            self._between += char
+            if not self._may_continue():
+                self._to_content(self._between)
+
+    def _may_start(self) -> bool:
+        """Whether what stands before a call is white space, the tag, or the separator."""
+        read = self._between.strip(WHITESPACE)
+        return read == ";" if self.num_calls else read in ("", TAG)
+
+    def _may_continue(self) -> bool:
+        read = self._between.strip(WHITESPACE)
+        return read in ("", ";") if self.num_calls else TAG.startswith(read)
+
+    def _in_call(self, call: CallScan, char: str) -> None:
+        try:
+            call.feed(char)
+        except Malformed:
+            self._to_content(char if call.opened else self._between + call.raw)
+            return
+        if call.done:
+            self._call, self._between = None, ""
+
+    def _to_content(self, text: str) -> None:
+        self._call, self._content, self._between = None, True, ""
+        self.say(text)
+
+    def finish(self) -> None:
+        if self._call is not None and not self._call.opened:
+            self.say(self._between + self._call.raw)
+        elif self._call is None and (self._between.strip(WHITESPACE) or not self.num_calls):
+            self.say(self._between)
+        self._call, self._between = None, ""
+
+    @classmethod
+    def grammar(cls, functions: Sequence[Mapping[str, Any]], parallel: bool, tokenizer: Tokenizer) -> str:
+        more = ' ("; " call)*' if parallel else ""
+        return f"start: call{more}\n{call_rules(functions, cls.arguments_key)}"

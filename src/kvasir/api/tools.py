@@ -1,0 +1,301 @@
+"""Tool calls: the text of an answer to calls, and what a request asks for to a grammar.
+
+A parser reads the answer one character at a time, so the calls and the content are the same for any cut of the stream.
+A call is announced once its name and the opening of its arguments are read; from there its arguments stream as the model
+writes them. Whatever is not a well-formed call comes out as content: never an exception, never lost text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kvasir import technique
+from kvasir.api.json_scan import Malformed, ObjectScan
+from kvasir.errors import RequestError, nearest
+from kvasir.models.tokenizer import Tokenizer
+from kvasir.technique import Technique
+from kvasir.types import Grammar
+
+PACKAGE = "kvasir.api.tool_parsers"
+MAX_TOOLS = 128
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+LARK = re.compile(r"[/~{}]")
+WHITESPACE_PATTERN = r"[ \n\t]{1,20}"
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(slots=True)
+class CallDelta:
+    """The start (``name`` and ``id`` are set) or the continuation of call number ``index``. ``arguments``: JSON text."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+class ToolParser(Technique):
+    """One answer. ``names``: the functions that were offered; None when not known. A subclass reads characters in
+    ``feed`` and ``finish`` and reports through ``say`` (content) and ``open_call``.
+
+    ``marks``: texts that tell this format in a chat template or among the special tokens (``auto``).
+    """
+
+    marks: ClassVar[tuple[str, ...]] = ()
+    arguments_key: ClassVar[str] = "arguments"
+
+    def __init__(self, names: Collection[str] | None = None) -> None:
+        super().__init__()
+        self.names = names
+        self.num_calls = 0
+        self._out: list[str | CallDelta] = []
+
+    def push(self, text: str, final: bool = False) -> list[str | CallDelta]:
+        """What ``text`` adds: pieces of content and of calls, in order. ``final``: no more text comes."""
+        self._out = []
+        for char in text:
+            self.feed(char)
+        if final:
+            self.finish()
+        return self._out
+
+    def feed(self, char: str) -> None:
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def grammar(cls, functions: Sequence[Mapping[str, Any]], parallel: bool, tokenizer: Tokenizer) -> str:
+        """A Lark grammar (llguidance's dialect) of one call of ``functions``, or of one or more."""
+        raise NotImplementedError
+
+    def say(self, text: str) -> None:
+        if text and self._out and isinstance(self._out[-1], str):
+            self._out[-1] += text
+        elif text:
+            self._out.append(text)
+
+    def open_call(self, name: str) -> None:
+        self._out.append(CallDelta(self.num_calls, f"call_{uuid.uuid4().hex[:24]}", name))
+        self.num_calls += 1
+
+    def argue(self, text: str) -> None:
+        """More arguments of the last call."""
+        last = self._out[-1] if self._out else None
+        if isinstance(last, CallDelta) and last.index == self.num_calls - 1:
+            last.arguments += text
+        elif text:
+            self._out.append(CallDelta(self.num_calls - 1, arguments=text))
+
+
+class CallScan:
+    """Reads one JSON object ``{"name": ..., "arguments": {...}}`` for a parser, character by character.
+
+    ``raw`` is what was read while the call was not yet announced: content, should it turn out to be no call.
+    """
+
+    def __init__(self, parser: ToolParser, keys: tuple[str, ...], strict: bool = False) -> None:
+        self._parser = parser
+        self._keys = keys
+        self._strict = strict  # only names that were offered
+        self._scan = ObjectScan()
+        self._name: str | None = None
+        self._early = ""  # arguments that came before the name
+        self.raw = ""
+        self.started = False
+        self.opened = False
+        self.done = False
+
+    def feed(self, char: str) -> None:
+        """Raises Malformed when ``char`` cannot continue a call."""
+        self.started = True
+        self.raw += char if not self.opened else ""
+        event = self._scan.feed(char)
+        key = self._scan.key
+        if key == "name" and event == "value":
+            self._take_name(self._scan.value())
+        elif key in self._keys:
+            self._take_arguments(char, event)
+        if event == "end":
+            self._close()
+
+    def _take_name(self, name: Any) -> None:
+        offered = self._parser.names
+        if self._name is not None or not isinstance(name, str) or not NAME.fullmatch(name):
+            raise Malformed
+        if self._strict and offered is not None and name not in offered:
+            raise Malformed
+        self._name = name
+        if self._early:
+            self._open(self._early)
+
+    def _take_arguments(self, char: str, event: str | None) -> None:
+        scan = self._scan
+        if event == "start" and (scan.seen(self._keys) > 1 or char not in '{"'):
+            raise Malformed
+        if scan.text.startswith('"'):  # the arguments as a string of JSON, which some models write
+            if event == "value":
+                self._arguments(_object_text(scan.value()))
+        elif event in ("start", "part", "value"):
+            self._arguments(char)
+
+    def _arguments(self, text: str) -> None:
+        if self.opened:
+            self._parser.argue(text)
+        elif self._name is None:
+            self._early += text
+        else:
+            self._open(text)
+
+    def _open(self, arguments: str) -> None:
+        assert self._name is not None
+        self._parser.open_call(self._name)
+        self._parser.argue(arguments)
+        self.opened = True
+
+    def _close(self) -> None:
+        self.done = True
+        if self.opened:
+            return
+        if self._name is None or (self._strict and self._parser.names is None):
+            raise Malformed
+        self._open("{}")  # a function without parameters
+
+
+def _object_text(value: str) -> str:
+    try:
+        value.encode()  # an escaped half of a surrogate pair cannot be sent
+        parsed = json.loads(value)
+    except (ValueError, RecursionError):
+        raise Malformed from None
+    if not isinstance(parsed, dict):
+        raise Malformed
+    return value
+
+
+# --------------------------------------------------------------------------------------------------- which parser, checks
+
+
+def choose(name: str, tokenizer: Tokenizer) -> type[ToolParser] | None:
+    """The parser class for ``--tool-call-parser NAME``. ``auto`` looks for the formats' marks in the chat templates, then
+    among the added tokens; None: no format is known, or ``none`` was asked for. Raises ConfigError for an unknown name."""
+    if name == "none":
+        return None
+    if name != "auto":
+        return technique.find(PACKAGE, name.replace("-", "_"), ToolParser)[0]
+    classes = [technique.find(PACKAGE, n, ToolParser)[0] for n in technique.names(PACKAGE)]
+    literals = "\0".join(t.literals for t in tokenizer.templates.values())
+    for cls in classes:
+        if any(mark in literals for mark in cls.marks):
+            return cls
+    return next((c for c in classes if tokenizer.templates and any(tokenizer.token_to_id(m) is not None for m in c.marks)), None)
+
+
+def parser(name: str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None = None) -> ToolParser | None:
+    """A parser for one answer; ``tools`` are the request's. None when this model has no known format."""
+    cls = choose(name, tokenizer)
+    return cls({f["name"] for f in functions(tools)} if tools else None) if cls else None
+
+
+def functions(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [tool["function"] for tool in tools]
+
+
+def validate(tools: Any, tool_choice: Any = None) -> None:
+    """Check ``tools`` and ``tool_choice`` of a chat request. Raises RequestError 400 naming the place."""
+    if tools is not None:
+        _check_tools(tools)
+    named = _named(tool_choice)
+    if (named or tool_choice == "required") and not tools:
+        raise RequestError("tool_choice asks for a call, but there are no tools", param="tool_choice")
+    if named:
+        names = [f["name"] for f in functions(tools)]
+        if named not in names:
+            raise RequestError(f"tool_choice names '{named[:80]}', which is not among the tools.{nearest(named[:80], names)}",
+                               param="tool_choice.function.name")
+
+
+def _check_tools(tools: Any) -> None:
+    if not isinstance(tools, (list, tuple)):
+        raise RequestError("tools must be a list", param="tools")
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(f"{len(tools)} tools; at most {MAX_TOOLS} fit in a request", param="tools")
+    seen: set[str] = set()
+    for i, tool in enumerate(tools):
+        where = f"tools[{i}]"
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise RequestError(f"{where} must be {{type: 'function', function: {{name, description, parameters}}}}", param=where)
+        if tool.get("type", "function") != "function":
+            raise RequestError(f"{where}.type is '{str(tool['type'])[:40]}'; only 'function' is supported", param=f"{where}.type")
+        name = function.get("name")
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise RequestError(f"{where}.function.name must be 1 to 64 of the characters A-Z a-z 0-9 _ -", param=f"{where}.function.name")
+        if name in seen:
+            raise RequestError(f"two tools are named '{name}'", param=f"{where}.function.name")
+        seen.add(name)
+        _check_function(function, f"{where}.function")
+
+
+def _check_function(function: Mapping[str, Any], where: str) -> None:
+    for key, kind in (("description", str), ("strict", bool), ("parameters", Mapping)):
+        if function.get(key) is not None and not isinstance(function[key], kind):
+            raise RequestError(f"{where}.{key} must be {'an object' if kind is Mapping else f'a {kind.__name__}'}", param=f"{where}.{key}")
+    if (function.get("parameters") or {}).get("type", "object") != "object":
+        raise RequestError(f"{where}.parameters must be a JSON schema of type object", param=f"{where}.parameters")
+
+
+def _named(tool_choice: Any) -> str | None:
+    """The function that ``tool_choice`` names, or None for the words. Raises RequestError."""
+    if tool_choice is None or tool_choice in ("none", "auto", "required"):
+        return None
+    function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or tool_choice.get("type") != "function":
+        raise RequestError("tool_choice must be none, auto, required or {type: 'function', function: {name}}", param="tool_choice")
+    return name
+
+
+def grammar(tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any, cls: type[ToolParser] | None, tokenizer: Tokenizer,
+            parallel: bool = True, after: tuple[int, ...] = ()) -> Grammar | None:
+    """The constraint that makes the model call what ``tool_choice`` asks for: ``required`` one or more of the tools
+    (one if not ``parallel``), a named function exactly once. None for ``auto`` and ``none``: the parser finds the calls
+    that the model makes. Raises RequestError when the model's format is not known, or parameters are no schema we can use."""
+    validate(tools, tool_choice)
+    named = _named(tool_choice)
+    if not tools or not (named or tool_choice == "required"):
+        return None
+    if cls is None:
+        raise RequestError("this model's tool-call format is not known; start the server with --tool-call-parser hermes or llama3_json",
+                           param="tool_choice", code="no_tool_parser")
+    from kvasir.decoding.grammar import check_schema
+
+    for i, function in enumerate(functions(tools)):
+        check_schema(function.get("parameters"), f"tools[{i}].function.parameters")
+    wanted = [f for f in functions(tools) if named in (None, f["name"])]
+    return Grammar("lark", cls.grammar(wanted, parallel and not named, tokenizer), after)
+
+
+def mark(text: str, tokenizer: Tokenizer) -> str:
+    """``text``, like <tool_call>, in a Lark grammar: one added token if there is such a token, else its characters."""
+    return text if tokenizer.is_added(text) else json.dumps(text)
+
+
+def call_rules(wanted: Sequence[Mapping[str, Any]], arguments_key: str) -> str:
+    """Lark rules: ``call`` is a JSON object that calls one of ``wanted``, name first."""
+    lines = ["call: " + " | ".join(f"call_{i}" for i in range(len(wanted)))]
+    for i, function in enumerate(wanted):
+        head = json.dumps(f'{{"name": "{function["name"]}", "{arguments_key}": ')
+        # Bounded white space, or a weak model goes on with blanks for ever.
+        schema = {"type": "object", **(function.get("parameters") or NO_ARGUMENTS), "x-guidance": {"whitespace_pattern": WHITESPACE_PATTERN}}
+        # Written so that nothing looks like Lark to a reader who does not know JSON: no /regex/, {repeat} or ~range.
+        text = STRING.sub(lambda m: LARK.sub(lambda c: f"\\u{ord(c[0]):04x}", m[0]), json.dumps(schema, indent=0))
+        lines += [f'call_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: %json {text}"]
+    return "\n".join(lines)

@@ -1,0 +1,318 @@
+"""Structured output: a grammar becomes a mask over the next token. Thin over ``llguidance``.
+
+Compiling takes milliseconds (no cache is needed) and is bounded: sizes are checked before the library sees the text, and
+the library's own fuel bounds the rest. ``GrammarCompiler.compile`` may run in a worker thread. A compiled ``Matcher`` is
+never advanced itself: every branch, and every return from preemption, takes a ``copy`` (microseconds) and replays its output.
+
+End of sequence is ours, not the library's: EOS is allowed exactly in accepting states, and a matcher that saw EOS allows
+nothing else. No failure here raises or asserts in the step loop; ``Matcher.error`` says what happened to that one request.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import numpy as np
+
+from kvasir.errors import ConfigError, RequestError
+from kvasir.types import Grammar
+
+MAX_TEXT_BYTES = 64 << 10
+MAX_REGEX_BYTES = 4 << 10
+MAX_SCHEMA_DEPTH = 64  # of JSON; a level of "properties" takes two, so 32 levels of objects
+MAX_ENUM_VALUES = 2000
+MAX_REPEAT = 10_000
+MAX_EXPANDED = 50_000  # atoms of a regex after its repeats are written out
+# Most whitespace between two JSON tokens. Without a bound a weak model can go on with blanks for ever.
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+_LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000, "max_items_in_row": 2000,
+           "max_lexer_states": 200_000, "max_grammar_size": 500_000, "verbose_errors": False}
+_BOUNDS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+
+
+class Matcher:
+    """The state of one branch under one grammar. ``fill`` gives the next mask, ``accept`` advances, ``rollback`` undoes.
+
+    With ``after`` (ids that end the reasoning) the output is free until those ids were generated, except that it cannot
+    end: a finished output always satisfies the grammar.
+    """
+
+    def __init__(self, inner: llguidance.LLMatcher, vocab_size: int, eos_ids: tuple[int, ...], after: tuple[int, ...] = ()) -> None:
+        self._inner = inner
+        self._words = -(-vocab_size // 32)
+        self._eos_ids = eos_ids
+        self._after = after
+        self._free: list[int] = []  # tokens of the free part, up to and including ``after``
+        self._fed = 0  # tokens the library holds
+        self._ended = 0  # EOS tokens seen since the grammar was satisfied
+        self.error = ""
+
+    @property
+    def constrained(self) -> bool:
+        """False while the output is still free text before ``after``."""
+        return not self._after or tuple(self._free[-len(self._after):]) == self._after
+
+    def is_stopped(self) -> bool:
+        """Whether nothing but EOS can follow."""
+        return bool(self.error) or self._ended > 0 or (self.constrained and self._inner.is_stopped())
+
+    def is_accepting(self) -> bool:
+        """Whether the output so far satisfies the grammar."""
+        return not self.error and self.constrained and self._inner.is_accepting()
+
+    def fill(self, mask: np.ndarray) -> bool:
+        """Write the allowed next tokens into ``mask``, int32 [ceil(V / 32)], bit i % 32 of word i // 32 for token i.
+        Returns False, with ``error`` set and nothing allowed, when the library gave up."""
+        assert mask.shape == (self._words,) and mask.dtype == np.int32 and mask.flags.c_contiguous
+        if self._failed():
+            mask[:] = 0
+            return False
+        if self._ended:
+            mask[:] = 0
+            self._set_eos(mask, True)
+        elif not self.constrained:
+            mask[:] = -1
+            self._set_eos(mask, False)
+        else:
+            self._inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if self._failed():
+                mask[:] = 0
+                return False
+            self._set_eos(mask, self._inner.is_accepting())
+        return True
+
+    def accept(self, tokens: list[int]) -> bool:
+        """Advance by ``tokens``; False (advanced by the legal part only) when one of them is not allowed."""
+        return self.try_accept(tokens) == len(tokens)
+
+    def try_accept(self, tokens: list[int]) -> int:
+        """Advance by the longest legal prefix of ``tokens`` and return its length. An illegal token changes nothing."""
+        for i, token in enumerate(tokens):
+            if not self._accept_one(token):
+                return i
+        return len(tokens)
+
+    def _accept_one(self, token: int) -> bool:
+        if self._failed():
+            return False
+        if token in self._eos_ids:
+            if not (self._ended or self.is_accepting()):
+                return False
+            self._ended += 1
+        elif self._ended:
+            return False
+        elif not self.constrained:
+            self._free.append(token)
+        elif self._inner.is_stopped() or self._inner.try_consume_tokens([token]) != 1:
+            return False
+        else:
+            self._fed += 1
+        return True
+
+    def rollback(self, count: int) -> None:
+        """Undo the last ``count`` accepted tokens."""
+        assert 0 <= count <= self._ended + self._fed + len(self._free), "rollback past the beginning"
+        ended = min(count, self._ended)
+        fed = min(count - ended, self._fed)
+        free = count - ended - fed
+        self._ended -= ended
+        self._fed -= fed
+        if fed and not self._inner.rollback(fed):
+            self.error = self.error or f"rollback failed: {self._inner.get_error()}"
+        if free:
+            del self._free[-free:]
+
+    def copy(self) -> Matcher:
+        """An independent matcher in the same state."""
+        twin = Matcher(self._inner.deep_copy(), self._words * 32, self._eos_ids, self._after)
+        twin._free, twin._fed, twin._ended, twin.error = list(self._free), self._fed, self._ended, self.error
+        return twin
+
+    def _failed(self) -> bool:
+        if not self.error and self._inner.is_error():
+            self.error = self._inner.get_error().strip().splitlines()[0] or "the grammar engine gave up"
+        return bool(self.error)
+
+    def _set_eos(self, mask: np.ndarray, allowed: bool) -> None:
+        words = mask.view(np.uint32)
+        for token in self._eos_ids:
+            bit = np.uint32(1 << (token % 32))
+            words[token // 32] = words[token // 32] | bit if allowed else words[token // 32] & ~bit
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer. ``vocab_size``: width of the logits; ``tokenizer_file``: tokenizer.json."""
+
+    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
+        """Raises ConfigError when the library cannot read the tokenizer."""
+        self.vocab_size = vocab_size
+        self.eos_ids = tuple(eos_ids)
+        try:
+            text = Path(tokenizer_file).read_text(encoding="utf-8")
+            self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids) or None)
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"structured output cannot read the tokenizer {tokenizer_file}: {e}") from e
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        """A matcher at the start of ``grammar``. Raises RequestError (400) when the grammar is malformed, larger than the
+        limits above, uses what the library does not support, or allows no output at all. Blocks for milliseconds."""
+        param = PARAMS.get(grammar.kind, "grammar")
+        if not self.eos_ids:
+            raise RequestError("structured output needs a model with an end-of-sequence token", param=param)
+        try:
+            size = len(grammar.text.encode())
+        except UnicodeEncodeError as e:
+            raise RequestError("the grammar is not valid Unicode", param=param) from e
+        if size > MAX_TEXT_BYTES:
+            raise RequestError(f"the grammar is larger than {MAX_TEXT_BYTES} bytes", param=param)
+        source = _SOURCES[grammar.kind](grammar.text, param)
+        inner = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))
+        matcher = Matcher(inner, self.vocab_size, self.eos_ids)
+        mask = np.zeros(-(-self.vocab_size // 32), np.int32)
+        if not matcher.fill(mask):
+            raise RequestError(f"the grammar cannot be used: {matcher.error}", param=param)
+        if not mask.any():
+            raise RequestError("the grammar allows no output at all", param=param)
+        return Matcher(inner, self.vocab_size, self.eos_ids, grammar.after)
+
+
+# ------------------------------------------------------------------------------------- text -> the library's grammar
+
+PARAMS = {"json_schema": "response_format", "json_object": "response_format", "regex": "guided_regex", "choice": "guided_choice",
+          "lark": "guided_grammar"}
+
+
+def _from_schema(text: str, param: str) -> str:
+    schema = _parse_json(text, param)
+    if not isinstance(schema, (dict, bool)):
+        raise RequestError("a JSON schema must be an object or a boolean", param=param)
+    if schema is False:
+        raise RequestError("the schema 'false' allows no output at all", param=param)
+    check_schema(schema, param)
+    overrides = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
+    try:
+        return llguidance.LLMatcher.grammar_from_json_schema(json.dumps({} if schema is True else schema), overrides=overrides)
+    except ValueError as e:
+        raise RequestError(f"the schema cannot be used: {e}", param=param) from e
+
+
+def _from_regex(text: str, param: str) -> str:
+    check_regex(text, param)
+    return llguidance.LLMatcher.grammar_from_regex(text)
+
+
+def _from_choice(text: str, param: str) -> str:
+    choices = _parse_json(text, param)
+    if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
+        raise RequestError("choices must be a non-empty list of non-empty strings", param=param)
+    if len(choices) > MAX_ENUM_VALUES:
+        raise RequestError(f"{len(choices)} choices, at most {MAX_ENUM_VALUES} are allowed", param=param)
+    return llguidance.LLMatcher.grammar_from_regex("|".join("".join(map(_literal, c)) for c in dict.fromkeys(choices)))
+
+
+def _from_lark(text: str, param: str) -> str:
+    if not text.strip():
+        raise RequestError("the grammar is empty", param=param)
+    for pattern in re.findall(r"/((?:[^/\\\n]|\\.)+)/", text):
+        check_regex(pattern, param)
+    for bound in re.findall(r"\d+", " ".join(re.findall(r"\{[^}\n]*\}|~[^\n]*", text))):
+        _check_bound(int(bound), param)
+    return llguidance.LLMatcher.grammar_from_lark(text)
+
+
+_SOURCES = {
+    "json_schema": _from_schema,
+    "json_object": lambda text, param: _from_schema('{"type": "object"}', param),
+    "regex": _from_regex,
+    "choice": _from_choice,
+    "lark": _from_lark,
+}
+
+
+def _literal(character: str) -> str:
+    return character if character.isascii() and character.isalnum() else f"\\x{{{ord(character):x}}}"
+
+
+def _parse_json(text: str, param: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError as e:
+        raise RequestError("the JSON is nested too deeply", param=param) from e
+    except ValueError as e:
+        raise RequestError(f"not valid JSON: {e}", param=param) from e
+
+
+def check_schema(schema: Any, param: str | None = None) -> None:
+    """Refuse a schema above the limits, with a reference that is not local, or with a regex above the limits."""
+    enums = 0
+    todo = [(schema, 1)]
+    while todo:
+        node, depth = todo.pop()
+        if depth > MAX_SCHEMA_DEPTH:
+            raise RequestError(f"the schema is nested deeper than {MAX_SCHEMA_DEPTH} levels of JSON", param=param)
+        if isinstance(node, list):
+            todo.extend((item, depth + 1) for item in node)
+        if not isinstance(node, dict):
+            continue
+        enum = node.get("enum")
+        enums += len(enum) if isinstance(enum, list) else 0
+        if enums > MAX_ENUM_VALUES:
+            raise RequestError(f"the schema has more than {MAX_ENUM_VALUES} enum values", param=param)
+        _check_keywords(node, param)
+        todo.extend((value, depth + 1) for value in node.values())
+
+
+def _check_keywords(node: dict[str, Any], param: str | None) -> None:
+    reference = node.get("$ref")
+    if isinstance(reference, str) and not reference.startswith("#"):
+        raise RequestError(f"'$ref': {reference[:80]!r} is not local; only references that start with '#' are supported", param=param)
+    if "x-guidance" in node:
+        raise RequestError("'x-guidance' is not supported in a schema", param=param)
+    for name in _BOUNDS:
+        if isinstance(node.get(name), (int, float)):
+            _check_bound(node[name], param, name)
+    if isinstance(node.get("pattern"), str):
+        check_regex(node["pattern"], param)
+    if isinstance(node.get("patternProperties"), dict):
+        for pattern in node["patternProperties"]:
+            check_regex(pattern, param)
+
+
+def _check_bound(bound: float, param: str | None, name: str = "a repeat") -> None:
+    if bound > MAX_REPEAT:
+        raise RequestError(f"{name} of {bound:.0f} is above the limit of {MAX_REPEAT}", param=param)
+
+
+def check_regex(pattern: str, param: str | None = None) -> None:
+    """Refuse a regex whose text, repeats, or size with nested repeats written out is above the limits. Whether it is
+    valid is the compiler's to say; anything here that is not a repeat counts as one atom."""
+    if len(pattern.encode("utf-8", "surrogatepass")) > MAX_REGEX_BYTES:
+        raise RequestError(f"a regex is longer than {MAX_REGEX_BYTES} bytes", param=param)
+    if not pattern:
+        raise RequestError("the regex is empty", param=param)
+    groups, last = [0], 0  # atoms in each open group; atoms of the last item
+    for item in re.finditer(_REGEX_ITEM, pattern, re.DOTALL):
+        kind = item.lastgroup
+        if kind == "open":
+            groups.append(0)
+        elif kind == "close" and len(groups) > 1:
+            last = max(1, groups.pop())
+            groups[-1] += last
+        elif kind == "repeat":
+            times = max(int(n) for n in re.findall(r"\d+", item.group()))
+            _check_bound(times, param)
+            groups[-1] += last * (max(times, 1) - 1)
+            last *= max(times, 1)
+        else:
+            last = 1
+            groups[-1] += 1
+        if groups[-1] > MAX_EXPANDED:
+            raise RequestError(f"a regex with its repeats written out is larger than {MAX_EXPANDED}", param=param)
+
+
+_REGEX_ITEM = (r"(?P<escape>\\.)|(?P<set>\[\^?\]?(?:\\.|[^\]\\])*\])|(?P<open>\()|(?P<close>\))"
+               r"|(?P<repeat>\{\d+(?:,\d*)?\})|(?P<other>.)")

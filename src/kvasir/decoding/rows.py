@@ -1,0 +1,277 @@
+"""Which logit rows a step samples, and everything each row is conditioned on, gathered on the host as numpy arrays.
+
+A *row* here is one row of logits. A decode step has one, a draft of k tokens has k + 1, a scored prompt one a token. Each
+sampled row is conditioned on its own history: the sequence's tokens, then the draft tokens on the row's path. That is why
+verification is plain sampling.
+
+Legend: M rows, K sparse (row, id) pairs, Q reports (a row whose log-probabilities are wanted), W = ceil(V / 32) mask words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvasir.decoding.penalties import History, banned_by_words
+from kvasir.types import Sequence, Span
+
+if TYPE_CHECKING:
+    from kvasir.decoding.grammar import Matcher
+
+GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it would leave nothing but overflow
+NUM_PARAMS = 7  # temperature, top-p, log(min-p), repetition, frequency, presence, top-k
+TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, FREQUENCY, PRESENCE, TOP_K = range(NUM_PARAMS)
+
+
+class RowState:
+    """What the sampler knows of one open sequence. Built from the request and the known tokens alone."""
+
+    def __init__(self, seq: Sequence, vocab_size: int, tokenizer_size: int, eos_ids: tuple[int, ...]) -> None:
+        request = seq.request
+        p = self.params = request.params
+        self.num_prompt = seq.num_prompt
+        self.values = _values(p, tokenizer_size)
+        ids = [i for i in p.logit_bias if i < tokenizer_size]
+        self.bias = (np.asarray(ids, np.int64), np.asarray([p.logit_bias[i] for i in ids], np.float32)) if ids else None
+        self.allowed = None if p.allowed_token_ids is None else _bitset(p.allowed_token_ids, vocab_size)
+        self.words = request.bad_words
+        self.tail = max((len(word) - 1 for word in self.words), default=0)
+        ends = {*p.stop_token_ids, *(() if p.ignore_eos else eos_ids)}
+        self.min_tokens = p.min_tokens
+        self.ends = sorted(i for i in ends if i < tokenizer_size)
+        self.history: History | None = None
+        if p.repetition_penalty != 1.0 or p.frequency_penalty or p.presence_penalty:
+            self.history = History(request.prompt_ids if p.repetition_penalty != 1.0 else [], seq.output)
+        self.error = ""
+        self.matcher: Matcher | None = None
+        if p.grammar is not None:
+            self.matcher = seq.state["grammar"].copy()
+            self._advance(seq.output)
+        self.plain = self.bias is None and self.allowed is None and not self.words and self.history is None and self.matcher is None
+
+    def accepted(self, tokens: list[int]) -> None:
+        if self.history is not None:
+            self.history.add(tokens)
+        self._advance(tokens)
+
+    def _advance(self, tokens: list[int]) -> None:
+        if self.matcher is not None and not self.matcher.accept(tokens):
+            self.error = f"grammar_error: {self.matcher.error or 'the output left the grammar'}"
+
+
+def _values(p: Any, tokenizer_size: int) -> np.ndarray:
+    """The numbers of one request, in the order of the constants above, as float64 (exact for fp32 and for ids)."""
+    greedy = p.temperature < GREEDY_BELOW
+    top_k = p.top_k if 0 < p.top_k < tokenizer_size else tokenizer_size
+    return np.array([0.0 if greedy else p.temperature, p.top_p if p.top_p < 1.0 else np.inf, np.log(p.min_p) if p.min_p > 0 else -np.inf,
+                     p.repetition_penalty, p.frequency_penalty, p.presence_penalty, top_k])
+
+
+def _bitset(ids: tuple[int, ...], vocab_size: int) -> np.ndarray:
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[list(ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+# ---------------------------------------------------------------------------------------------------------- one batch
+
+
+@dataclass(slots=True)
+class Rows:
+    """Rows of one slice of logits. Sparse parts are tuples of arrays whose first is the row, ascending."""
+
+    sampled: np.ndarray  # [M] bool
+    values: np.ndarray  # [M, NUM_PARAMS] float64; zeros where not sampled
+    streams: np.ndarray  # [M] int64 (the bits of a u64)
+    positions: np.ndarray  # [M] int64
+    bias: tuple[np.ndarray, ...]  # row, id, value
+    banned: tuple[np.ndarray, ...]  # row, id
+    counted: tuple[np.ndarray, ...]  # row, id, output count
+    masks: tuple[np.ndarray, ...]  # row, [K, W] int32
+    reports: tuple[np.ndarray, ...]  # row, known id or -1 for the sampled one, alternatives, 1 if processed
+
+    def cut(self, first: int, stop: int) -> Rows:
+        """The rows ``first`` .. ``stop``, numbered from 0."""
+        if first == 0 and stop == len(self.sampled):
+            return self
+        sparse = []
+        for arrays in (self.bias, self.banned, self.counted, self.masks, self.reports):
+            low, high = np.searchsorted(arrays[0], [first, stop])
+            sparse.append((arrays[0][low:high] - first, *(a[low:high] for a in arrays[1:])))
+        return Rows(self.sampled[first:stop], self.values[first:stop], self.streams[first:stop], self.positions[first:stop], *sparse)
+
+    def drawn(self) -> Rows:
+        """The sampled rows alone, renumbered. Only they have conditions; the reports stay with the whole."""
+        place = np.cumsum(self.sampled) - 1
+        conditions = [(place[part[0]], *part[1:]) for part in (self.bias, self.banned, self.counted, self.masks)]
+        keep = self.sampled
+        return Rows(keep[keep], self.values[keep], self.streams[keep], self.positions[keep], *conditions, self.reports)
+
+
+@dataclass(slots=True)
+class SampleBatch:
+    """A plan as the sampler sees it. ``first[s]`` is the logit row of span s's first wanted row, ``wanted[s]`` its wanted
+    rows (0-based in the span, ascending). ``errors``: rows that fail whatever the logits say."""
+
+    spans: list[Span]
+    wanted: list[range | list[int]]
+    first: list[int]
+    rows: Rows
+    errors: dict[int, str]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows.sampled)
+
+
+@dataclass(slots=True)
+class Packer:
+    """Collects rows span by span, in the order of ``StepBatch.logit_rows``."""
+
+    states: list[RowState | None]
+    vocab_size: int
+    count: int = 0
+    sampled: list[bool] = field(default_factory=list)
+    values: list[np.ndarray] = field(default_factory=list)
+    streams: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    bias: list[tuple] = field(default_factory=list)
+    banned: list[tuple[int, int]] = field(default_factory=list)
+    counted: list[tuple] = field(default_factory=list)
+    masks: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    reports: list[tuple[int, int, int, int]] = field(default_factory=list)
+    errors: dict[int, str] = field(default_factory=dict)
+
+    def pack(self, spans: list[Span]) -> SampleBatch:
+        wanted, first = [], []
+        for span in spans:
+            first.append(self.count)
+            wanted.append(self._span(span))
+        return SampleBatch(spans, wanted, first, self._rows(), self.errors)
+
+    def _span(self, span: Span) -> range | list[int]:
+        sample, score = span.want.get("sample", range(0)), span.want.get("score", range(0))
+        if not sample and not score:
+            return range(0)
+        if not score or not sample:
+            wanted: range | list[int] = sample or score
+        else:
+            wanted = sorted({*sample, *score})
+        state = self.states[span.seq.row]
+        assert state is not None, f"{span.seq} is not open"
+        first = self.count
+        self._plain_rows(span, state, wanted, sample)
+        if score:
+            self._score(span, state, wanted, score, first)
+        if sample:
+            rows = range(first, self.count) if not score else [first + m for m, i in enumerate(wanted) if i in sample]
+            self._conditions(span, state, sample, rows)
+            if score and state.params.logprobs is not None:
+                self.reports[:] = sorted(self.reports)
+        return wanted
+
+    def _plain_rows(self, span: Span, state: RowState, wanted: range | list[int], sample: range) -> None:
+        depth = _depths(span.parents) if span.parents else range(span.length)
+        nothing = np.zeros(NUM_PARAMS)
+        stream = span.seq.stream
+        for i in wanted:
+            drawn = i in sample
+            self.sampled.append(drawn)
+            self.values.append(state.values if drawn else nothing)
+            self.streams.append(stream)
+            self.positions.append(span.start + depth[i])
+        self.count += len(wanted)
+
+    def _score(self, span: Span, state: RowState, wanted: range | list[int], score: range, first: int) -> None:
+        """The log-probability of the known token after each scored row."""
+        seq, alternatives = span.seq, state.params.prompt_logprobs or 0
+        for m, i in enumerate(wanted, first):
+            if i in score:
+                at = span.start + i + 1
+                known = seq.tokens[at] if at < len(seq.tokens) else seq.draft[at - len(seq.tokens)]
+                self.reports.append((m, known, alternatives, 0))
+
+    def _conditions(self, span: Span, state: RowState, sample: range, rows: range | list[int]) -> None:
+        """Everything that depends on what the rows' own history holds."""
+        params = state.params
+        if params.logprobs is not None:
+            processed = int(params.logprobs_mode == "processed")
+            self.reports.extend((m, -1, params.logprobs, processed) for m in rows)
+        if state.error:
+            self.errors.update(dict.fromkeys(rows, state.error))
+            return
+        num_output = span.seq.num_output
+        if state.plain and num_output >= state.min_tokens:
+            return
+        paths = _paths(span, sample)
+        for m, path in zip(rows, paths):
+            if num_output + len(path) < state.min_tokens:
+                self.banned.extend((m, i) for i in state.ends)
+            if state.bias is not None:
+                self.bias.append((m, *state.bias))
+            if state.history is not None:
+                self.counted.append((m, *state.history.after(path)))
+            if state.words:
+                known = span.seq.tokens[max(state.num_prompt, span.seq.num_tokens - state.tail):] + path
+                self.banned.extend((m, i) for i in banned_by_words(state.words, known))
+        if state.matcher is not None:
+            self._grammar_masks(state, paths, rows)
+        elif state.allowed is not None:
+            self.masks.extend((m, state.allowed) for m in rows)
+
+    def _grammar_masks(self, state: RowState, paths: list[list[int]], rows: range | list[int]) -> None:
+        """One mask a row, walking the matcher along each path and back. A row whose path leaves the grammar gets none: its
+        parent's draw obeys the parent's mask, so the walk never reaches it."""
+        matcher = state.matcher
+        at: list[int] = []  # the draft tokens that the matcher holds now
+        for m, path in zip(rows, paths):
+            shared = next((n for n, (a, b) in enumerate(zip(at, path)) if a != b), min(len(at), len(path)))
+            matcher.rollback(len(at) - shared)
+            at = path[:shared + matcher.try_accept(path[shared:])]
+            if len(at) < len(path):
+                continue
+            bits = np.empty(-(-self.vocab_size // 32), np.int32)
+            if not matcher.fill(bits):
+                self.errors[m] = f"grammar_error: {matcher.error}"
+            if state.allowed is not None:
+                bits &= state.allowed
+            self.masks.append((m, bits))
+        matcher.rollback(len(at))
+
+    def _rows(self) -> Rows:
+        banned = np.array(self.banned, np.int64).reshape(-1, 2)
+        masks = np.stack([bits for _, bits in self.masks]) if self.masks else np.zeros((0, 1), np.int32)
+        return Rows(
+            np.array(self.sampled, bool), np.array(self.values).reshape(-1, NUM_PARAMS), np.array(self.streams, np.uint64).view(np.int64),
+            np.array(self.positions, np.int64), _ragged(self.bias, np.float32), (banned[:, 0], banned[:, 1]), _ragged(self.counted, np.float32),
+            (np.array([m for m, _ in self.masks], np.int64), masks), tuple(np.array(self.reports, np.int64).reshape(-1, 4).T))
+
+
+def _ragged(parts: list[tuple], dtype: type) -> tuple[np.ndarray, ...]:
+    """[(row, ids, values)] -> row, id, value of every pair."""
+    if not parts:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, dtype)
+    rows = np.repeat(np.array([m for m, _, _ in parts], np.int64), [len(ids) for _, ids, _ in parts])
+    return rows, np.concatenate([ids for _, ids, _ in parts]), np.concatenate([v for _, _, v in parts]).astype(dtype)
+
+
+def _depths(parents: list[int]) -> list[int]:
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
+def _paths(span: Span, sample: range) -> list[list[int]]:
+    """For each sampled row the draft tokens that lead to it, its own included; [] for the row of the last known token."""
+    known = span.seq.num_tokens - span.start  # rows of the span that hold known tokens
+    assert sample.start >= known - 1, "a row before the last known token has nothing to sample"
+    if not span.parents:
+        return [span.seq.draft[:i + 1 - known] for i in sample]
+    tokens = span.tokens()
+    paths: list[list[int]] = []
+    for i, parent in enumerate(span.parents):
+        paths.append([] if i < known else [*paths[parent], tokens[i]])
+    return [paths[i] for i in sample]

@@ -1,0 +1,272 @@
+"""From logits to tokens: batched over rows, each row by its own request's parameters.
+
+The order of the pipeline is fixed (a change of it changes what users get):
+
+1. logit bias
+2. allowed ids, banned ids (the last tokens of bad words)
+3. EOS and stop ids, until ``min_tokens``
+4. penalties: repetition (prompt and output), then frequency and presence (output)
+5. grammar
+6. temperature
+7. top-k, 8. top-p (over what top-k left), 9. min-p (relative to the most likely token)
+10. Gumbel noise keyed by (stream, position of the predicting row, token id); 11. argmax, the lowest id on a tie
+
+Greedy rows (temperature below 1e-5) skip 6-10. Ids at or above ``tokenizer_size`` do not exist here. ``raw``
+log-probabilities are of the logits as they came; ``processed`` ones are of the distribution after 9 (after 5 when greedy).
+
+A row that holds NaN or +Inf, or that allows no token, fails its own sequence and no other.
+
+Legend: M rows, S sampled rows, R rows with temperature, Q reports, K sparse (row, id) pairs, V vocabulary, W mask words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvasir.decoding.filters import keep_top, largest
+from kvasir.decoding.penalties import penalise
+from kvasir.decoding.rows import FREQUENCY, LOG_MIN_P, PRESENCE, REPETITION, TEMPERATURE, TOP_K, TOP_P, Packer, Rows, RowState, SampleBatch
+from kvasir.kernels.noise import gumbel
+from kvasir.types import Sequence, Span, SpanResult, TokenLogprob
+
+SLICE_BYTES = 64 << 20  # of fp32 logits at a time; scratch is a few times that
+NUMERIC_ERROR = "internal_numeric_error: the model's output holds NaN or infinity"
+MASKED_ERROR = "no_token_allowed: the request's constraints leave no token to choose from"
+_OK, _NUMERIC, _MASKED = 0, 1, 2
+NEG_INF = float("-inf")
+
+
+@dataclass(slots=True)
+class _Reports:
+    """Of one slice, on the device: [Q] log-probability and rank of the token, [Q, A] alternatives (A the most asked for)."""
+
+    logprob: torch.Tensor
+    rank: torch.Tensor
+    top_logprobs: torch.Tensor
+    top_ids: torch.Tensor
+
+
+class Sampler:
+    """Per-sequence sampling state (one entry per ``Sequence.row``) and the pipeline. Reads nothing back from the device."""
+
+    def __init__(self, vocab_size: int, tokenizer_size: int, max_seqs: int, device: torch.device | str, eos_ids: tuple[int, ...]) -> None:
+        self.vocab_size = vocab_size
+        self.tokenizer_size = tokenizer_size
+        self.device = torch.device(device)
+        self.eos_ids = tuple(eos_ids)
+        self._states: list[RowState | None] = [None] * max_seqs
+
+    # ------------------------------------------------------------------------------------------------ per-sequence state
+
+    def open(self, seq: Sequence) -> None:
+        """Set up row ``seq.row`` from the request and ``seq.tokens``: the same at the start, after preemption, and after a
+        replay. With a grammar, ``seq.state["grammar"]`` holds its compiled matcher, at the start; it is copied."""
+        self._states[seq.row] = RowState(seq, self.vocab_size, self.tokenizer_size, self.eos_ids)
+
+    def close(self, row: int) -> None:
+        self._states[row] = None
+
+    def accepted(self, seq: Sequence, tokens: list[int]) -> None:
+        """``tokens`` were committed: counts and the grammar of the row move on."""
+        state = self._states[seq.row]
+        assert state is not None, f"{seq} is not open"
+        state.accepted(tokens)
+
+    # ---------------------------------------------------------------------------------------------------------- one step
+
+    def pack(self, spans: list[Span]) -> SampleBatch:
+        """Host side: what each logit row is conditioned on, in the order of ``StepBatch.logit_rows``."""
+        return Packer(self._states, self.vocab_size).pack(spans)
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor | Callable[[int, int], torch.Tensor], batch: SampleBatch) -> SampleOutput:
+        """``logits``: [M, V] fp32 of the packed rows, left as they are, or a function (first, stop) that computes rows
+        ``first`` .. ``stop``: it is called slice by slice, so that a long scored prompt never needs [M, V] at once."""
+        step = max(1, SLICE_BYTES // (4 * self.vocab_size))
+        draws, reports = [], []
+        for first in range(0, batch.num_rows, step):
+            stop = min(first + step, batch.num_rows)
+            part = logits[first:stop] if isinstance(logits, torch.Tensor) else logits(first, stop)
+            assert part.shape == (stop - first, self.vocab_size), f"logits {tuple(part.shape)} for rows {first}:{stop}"
+            drawn, found = self._slice(part.float(), batch.rows.cut(first, stop))
+            draws.append(drawn)
+            reports.append(found)
+        return SampleOutput(batch, draws, reports)
+
+    def _slice(self, logits_MV: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, _Reports | None]:
+        """Returns [2, M] int64 (token, status) and the reports of the slice."""
+        raw = logits_MV[:, :self.tokenizer_size]
+        if rows.sampled.all():
+            tokens, best, final_SV = self._draw(raw, rows)
+            masked = best == NEG_INF
+        else:
+            tokens = torch.zeros(len(raw), dtype=torch.int64, device=raw.device)
+            masked = torch.zeros_like(tokens, dtype=torch.bool)
+            final_SV = raw
+            if rows.sampled.any():
+                at = self._send(np.flatnonzero(rows.sampled))
+                tokens[at], best, final_SV = self._draw(raw[at], rows.drawn())
+                masked[at] = best == NEG_INF
+        usable = logits_MV.amax(-1) < float("inf")  # amax passes NaN on, and NaN is not below infinity
+        status = masked * _MASKED * usable + ~usable * _NUMERIC
+        found = self._report(raw, final_SV, tokens, rows) if len(rows.reports[0]) else None
+        return torch.stack([tokens, status]), found
+
+    def _draw(self, raw_SV: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens [S] int64, the largest allowed logit [S], and the processed log-weights [S, V]."""
+        x_SV = self._constrain(raw_SV, rows)
+        best_S, tokens_S = x_SV.max(-1)
+        hot = np.flatnonzero(rows.values[:, TEMPERATURE])
+        if not len(hot):
+            return tokens_S, best_S, x_SV
+        whole = len(hot) == len(x_SV)
+        at = slice(None) if whole else self._send(hot)
+        values = rows.values[hot]
+        # Measured from the maximum, so that fp32 resolves the likely tokens at any temperature.
+        y_RV = (x_SV[at] - best_S[at, None]).div_(self._send(values[:, TEMPERATURE, None].astype(np.float32)))
+        self._filter(y_RV, values)
+        final_SV = y_RV if whole else x_SV.index_copy(0, at, y_RV)
+        noise_RV = gumbel(self._send(rows.streams[hot]), self._send(rows.positions[hot]), self.tokenizer_size)
+        tokens_S[at] = noise_RV.add_(y_RV).argmax(-1)
+        return tokens_S, best_S, final_SV
+
+    def _constrain(self, raw_SV: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Stages 1-5; the input itself when no row asks for any. -inf absorbs what follows, so all masks may come last."""
+        if not any(len(part[0]) for part in (rows.bias, rows.banned, rows.counted, rows.masks)):
+            return raw_SV
+        x_SV = raw_SV.clone(memory_format=torch.contiguous_format)
+        if len(rows.bias[0]):
+            row, ids, value = map(self._send, rows.bias)
+            x_SV[row, ids] += value
+        if len(rows.banned[0]):
+            row, ids = map(self._send, rows.banned)
+            x_SV[row, ids] = NEG_INF
+        if len(rows.counted[0]):
+            strength = rows.values[rows.counted[0]][:, [REPETITION, FREQUENCY, PRESENCE]].astype(np.float32)
+            penalise(x_SV, *map(self._send, rows.counted), self._send(strength))
+        if len(rows.masks[0]):
+            row, words_KW = map(self._send, rows.masks)
+            bits = (words_KW[:, :, None] >> torch.arange(32, device=x_SV.device, dtype=torch.int32)) & 1
+            allowed_KV = bits.view(len(row), -1)[:, :self.tokenizer_size] != 0
+            x_SV[row] = x_SV[row].masked_fill(~allowed_KV, NEG_INF)
+        return x_SV
+
+    def _filter(self, y_RV: torch.Tensor, values: np.ndarray) -> None:
+        """Stages 7-9 in place. ``y_RV``: log-weights whose row maximum is 0."""
+        narrow = np.flatnonzero((values[:, TOP_K] < self.tokenizer_size) | np.isfinite(values[:, TOP_P]))
+        if len(narrow):
+            at = slice(None) if len(narrow) == len(y_RV) else self._send(narrow)
+            top_k = values[narrow, TOP_K].astype(np.int64)
+            keep = keep_top(y_RV[at], self._send(top_k), self._send(values[narrow, TOP_P]), int(top_k.max()))
+            y_RV[at] = y_RV[at].masked_fill(~keep, NEG_INF)
+        if np.isfinite(values[:, LOG_MIN_P]).any():
+            y_RV.masked_fill_(y_RV < self._send(values[:, LOG_MIN_P, None].astype(np.float32)), NEG_INF)
+
+    def _report(self, raw_MV: torch.Tensor, final_SV: torch.Tensor, tokens_M: torch.Tensor, rows: Rows) -> _Reports:
+        row, known, alternatives, processed = rows.reports
+        row_Q, known_Q = self._send(row), self._send(known)
+        x_QV = raw_MV[row_Q]
+        if processed.any():
+            drawn = np.cumsum(rows.sampled) - 1  # place among the sampled rows
+            q = np.flatnonzero(processed)
+            x_QV[self._send(q)] = final_SV[self._send(drawn[row[q]])]
+        logprobs_QV = torch.log_softmax(x_QV, -1)
+        token_Q = torch.where(known_Q < 0, tokens_M[row_Q], known_Q)[:, None]
+        chosen = logprobs_QV.gather(1, token_Q)
+        rank = (logprobs_QV > chosen).sum(-1) + 1
+        most = min(int(alternatives.max()), self.tokenizer_size)
+        top_logprobs, top_ids = largest(logprobs_QV, most) if most else (chosen[:, :0], token_Q[:, :0])
+        return _Reports(chosen[:, 0], rank, top_logprobs, top_ids)
+
+    def _send(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+class SampleOutput:
+    """What a step drew, still on the device until ``read``."""
+
+    def __init__(self, batch: SampleBatch, draws: list[torch.Tensor], reports: list[_Reports | None]) -> None:
+        self._batch = batch
+        self._draws = draws
+        self._reports = reports
+
+    def read(self) -> list[SpanResult]:
+        """Wait for the device; one result per span, in plan order. Spans that wanted nothing have an empty one."""
+        batch = self._batch
+        tokens, status = torch.cat(self._draws, 1).tolist() if self._draws else ([], [])
+        errors = {m: NUMERIC_ERROR if code == _NUMERIC else MASKED_ERROR for m, code in enumerate(status) if code != _OK}
+        for m, message in batch.errors.items():
+            errors[m] = message
+        drawn, scored = self._read_reports()
+        results = []
+        for span, wanted, first in zip(batch.spans, batch.wanted, batch.first):
+            if not wanted:
+                results.append(SpanResult())
+                continue
+            rows = {i: first + n for n, i in enumerate(wanted)}
+            results.append(_resolve(span, rows, tokens, errors, drawn, scored))
+        return results
+
+    def _read_reports(self) -> tuple[dict[int, TokenLogprob], dict[int, TokenLogprob]]:
+        """By logit row: reports of sampled tokens, and of known ones (without the token of the former, set by the walk)."""
+        found = [r for r in self._reports if r is not None]
+        drawn: dict[int, TokenLogprob] = {}
+        scored: dict[int, TokenLogprob] = {}
+        if not found:
+            return drawn, scored
+        row, known, alternatives, _ = (a.tolist() for a in self._batch.rows.reports)
+        logprobs = torch.cat([r.logprob for r in found]).tolist()
+        ranks = torch.cat([r.rank for r in found]).tolist()
+        tops = [pair for r in found for pair in zip(r.top_ids.tolist(), r.top_logprobs.tolist())]
+        for m, token, count, logprob, rank, (ids, values) in zip(row, known, alternatives, logprobs, ranks, tops):
+            top = [(i, v) for i, v in zip(ids[:count], values[:count]) if v > NEG_INF]
+            (drawn if token < 0 else scored)[m] = TokenLogprob(token, logprob, rank, top)
+        return drawn, scored
+
+
+def _resolve(span: Span, rows: dict[int, int], tokens: list[int], errors: dict[int, str], drawn: dict[int, TokenLogprob],
+             scored: dict[int, TokenLogprob]) -> SpanResult:
+    """One span's result. ``rows``: row in the span -> logit row."""
+    result = SpanResult()
+    score, sample = span.want.get("score", range(0)), span.want.get("sample", range(0))
+    for i in score:
+        if rows[i] in errors:
+            return SpanResult(error=errors[rows[i]])
+    if score:
+        result.scores = [scored[rows[i]] for i in score]
+    path = _walk(span, sample, rows, tokens)
+    good = next((n for n, m in enumerate(path) if m in errors), len(path))
+    if sample and not good:
+        return SpanResult(error=errors[path[0]])
+    # An error further down the path is left for the step that starts there, as without a draft.
+    result.tokens = [tokens[m] for m in path[:good]]
+    if drawn and path and path[0] in drawn:
+        result.logprobs = [drawn[m] for m in path[:good]]
+        for token, entry in zip(result.tokens, result.logprobs):
+            entry.id = token
+    return result
+
+
+def _walk(span: Span, sample: range, rows: dict[int, int], tokens: list[int]) -> list[int]:
+    """The logit rows whose draws are emitted: from the first sampled row on, as long as the draft holds what was drawn."""
+    if not sample:
+        return []
+    if len(sample) == 1:
+        return [rows[sample[0]]]
+    held = span.tokens()
+    children: dict[tuple[int, int], int] = {}
+    for i in sample[1:]:
+        children.setdefault((span.parents[i] if span.parents else i - 1, held[i]), i)
+    path, i = [], sample[0]
+    while True:
+        path.append(rows[i])
+        if (i, tokens[rows[i]]) not in children:
+            return path
+        i = children[i, tokens[rows[i]]]

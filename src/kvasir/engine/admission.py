@@ -1,0 +1,231 @@
+"""The one validator: every front end turns what a user sent into a ``Request`` here, or a ``RequestError`` that names the
+parameter. What passes is safe for the engine: types, ranges and sizes are checked, defaults resolved.
+
+Rules that users meet: a prompt leaves room for at least one token; a prompt plus an explicit ``max_tokens`` beyond the
+context is refused, not clipped (as vLLM does); ``max_tokens=None`` means what is left of the context; booleans are not
+numbers; a seed is any 64-bit integer, signed or not, taken modulo 2^64; a ``top_k`` above the vocabulary is clipped to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+from kvasir.errors import RequestError
+from kvasir.types import U64, Grammar, ModelInfo, Request, SamplingParams
+
+MAX_N = 16
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_IDS = 128
+MAX_BIASED_IDS = 4096
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+MAX_BAD_WORD_TOKENS = 64
+MAX_GRAMMAR_BYTES = 64 << 10
+MAX_END_MARK_IDS = 64
+I64 = (1 << 63) - 1
+
+
+def admit(prompt_ids: list[int], params: SamplingParams, info: ModelInfo, *, id: str, arrival: float, tenant: str = "",
+          priority: int = 0, encode: Callable[[str], list[int]] | None = None) -> Request:
+    """Check everything and build the request. ``arrival``: ``time.monotonic()`` seconds; ``encode``: text to token ids
+    without special tokens (needed for ``bad_words`` only). Raises RequestError, status 400, with the parameter's name."""
+    ids_end = info.tokenizer_size or info.vocab_size
+    _check_prompt(prompt_ids, info, ids_end)
+    params = _checked(params, ids_end)
+    max_tokens = _max_tokens(len(prompt_ids), params, info)
+    if params.min_tokens > max_tokens:
+        _refuse("min_tokens", f"min_tokens={params.min_tokens} is greater than max_tokens={max_tokens}")
+    return Request(id=id, prompt_ids=list(prompt_ids), params=params, seed=_seed(params.seed), max_tokens=max_tokens,
+                   priority=_integer("priority", priority, -I64, I64), arrival=arrival, tenant=tenant,
+                   bad_words=_encode_bad_words(params.bad_words, encode, ids_end))
+
+
+# -------------------------------------------------------------------------------------------------- prompt and lengths
+
+
+def _check_prompt(prompt_ids: list[int], info: ModelInfo, ids_end: int) -> None:
+    if not isinstance(prompt_ids, (list, tuple)):
+        _refuse("prompt", f"token ids must be a list, not {type(prompt_ids).__name__}")
+    if not prompt_ids:
+        _refuse("prompt", "the prompt is empty")
+    _check_ids("prompt", prompt_ids, ids_end)
+    room = info.max_model_len - 1
+    if len(prompt_ids) > room:
+        _refuse("prompt", f"the prompt has {len(prompt_ids)} tokens; with a context of {info.max_model_len} it may have at most {room}",
+                code="context_length_exceeded")
+    if info.kv_capacity_tokens and len(prompt_ids) >= info.kv_capacity_tokens:
+        _refuse("prompt", f"the prompt has {len(prompt_ids)} tokens; the cache of this server holds {info.kv_capacity_tokens}",
+                code="context_length_exceeded")
+
+
+def _max_tokens(num_prompt: int, params: SamplingParams, info: ModelInfo) -> int:
+    """``max_tokens`` resolved against the context and the cache."""
+    limits = [(info.max_model_len, "the model's context")]
+    if info.kv_capacity_tokens:
+        limits.append((info.kv_capacity_tokens, "this server's cache"))
+    if params.max_tokens is None:
+        return min(limit for limit, _ in limits) - num_prompt
+    for limit, what in limits:
+        if num_prompt + params.max_tokens > limit:
+            _refuse("max_tokens", f"{num_prompt} prompt tokens and max_tokens={params.max_tokens} make {num_prompt + params.max_tokens}, "
+                                  f"more than {what} of {limit} tokens", code="context_length_exceeded")
+    return params.max_tokens
+
+
+def _seed(seed: int | None) -> int:
+    if seed is None:
+        return int.from_bytes(os.urandom(8), "little")
+    return _integer("seed", seed, -I64 - 1, U64) & U64
+
+
+# ------------------------------------------------------------------------------------------------------- the parameters
+
+
+def _checked(p: SamplingParams, ids_end: int) -> SamplingParams:
+    """The parameters, each of its proper type and in range. Raises RequestError."""
+    if not isinstance(p, SamplingParams):
+        _refuse("params", f"expected SamplingParams, got {type(p).__name__}")
+    for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
+        if not isinstance(getattr(p, name), bool):
+            _refuse(name, f"{name} must be true or false, not {getattr(p, name)!r}")
+    if p.logprobs_mode not in ("raw", "processed"):
+        _refuse("logprobs_mode", f"logprobs_mode={p.logprobs_mode!r} is neither 'raw' nor 'processed'")
+    _check_grammar(p.grammar)
+    _check_stops(p)
+    top_k = _integer("top_k", p.top_k, -1, I64)
+    return dataclasses.replace(
+        p,
+        n=_integer("n", p.n, 1, MAX_N),
+        temperature=_number("temperature", p.temperature, 0.0, 10.0),
+        top_k=0 if top_k == -1 else min(top_k, ids_end),
+        top_p=_number("top_p", p.top_p, 0.0, 1.0, open_low=True),
+        min_p=_number("min_p", p.min_p, 0.0, 1.0),
+        presence_penalty=_number("presence_penalty", p.presence_penalty, -2.0, 2.0),
+        frequency_penalty=_number("frequency_penalty", p.frequency_penalty, -2.0, 2.0),
+        repetition_penalty=_number("repetition_penalty", p.repetition_penalty, 0.0, 10.0, open_low=True),
+        max_tokens=None if p.max_tokens is None else _integer("max_tokens", p.max_tokens, 1, I64),
+        min_tokens=_integer("min_tokens", p.min_tokens, 0, I64),
+        stop_token_ids=_ids("stop_token_ids", p.stop_token_ids, ids_end, MAX_STOP_IDS),
+        logprobs=None if p.logprobs is None else _integer("logprobs", p.logprobs, 0, MAX_LOGPROBS),
+        prompt_logprobs=None if p.prompt_logprobs is None else _integer("prompt_logprobs", p.prompt_logprobs, 0, MAX_LOGPROBS),
+        logit_bias=_bias(p.logit_bias, ids_end),
+        allowed_token_ids=_allowed(p.allowed_token_ids, ids_end),
+    )
+
+
+def _check_stops(p: SamplingParams) -> None:
+    if len(p.stop) > MAX_STOPS:
+        _refuse("stop", f"{len(p.stop)} stop strings, at most {MAX_STOPS} are allowed")
+    for text in p.stop:
+        if not text or not _is_text(text, MAX_STOP_CHARS):
+            _refuse("stop", f"every stop string must be text of 1 to {MAX_STOP_CHARS} characters")
+    if p.stop and not p.detokenize:
+        _refuse("stop", "stop strings are matched in text, so they need detokenize=True")
+
+
+def _check_grammar(grammar: Grammar | None) -> None:
+    """Types and size; the compiler says whether it is valid."""
+    if grammar is None:
+        return
+    if not isinstance(grammar, Grammar) or grammar.kind not in ("json_schema", "json_object", "regex", "choice", "lark"):
+        _refuse("grammar", f"not a grammar: {str(grammar)[:80]}")
+    if not _is_text(grammar.text, MAX_GRAMMAR_BYTES) or len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
+        _refuse("grammar", f"the grammar must be text of at most {MAX_GRAMMAR_BYTES} bytes")
+    if len(grammar.after) > MAX_END_MARK_IDS:
+        _refuse("grammar", f"the end-of-reasoning mark has more than {MAX_END_MARK_IDS} tokens")
+
+
+def _bias(bias: Any, ids_end: int) -> dict[int, float]:
+    """Token id -> added logit. JSON objects have string keys, so decimal strings are ids, too."""
+    if len(bias) > MAX_BIASED_IDS:
+        _refuse("logit_bias", f"{len(bias)} entries, at most {MAX_BIASED_IDS} are allowed")
+    keys = [int(k) if isinstance(k, str) and k.isascii() and k.isdecimal() and len(k) < 20 else k for k in bias]
+    _check_ids("logit_bias", keys, ids_end)
+    return {key: _number("logit_bias", value, -100.0, 100.0) for key, value in zip(keys, bias.values())}
+
+
+def _allowed(ids: tuple[int, ...] | None, ids_end: int) -> tuple[int, ...] | None:
+    if ids is None:
+        return None
+    if not ids:
+        _refuse("allowed_token_ids", "allowed_token_ids is empty: nothing could be generated")
+    return _ids("allowed_token_ids", ids, ids_end, MAX_BIASED_IDS)
+
+
+def _ids(name: str, ids: tuple[int, ...], ids_end: int, most: int) -> tuple[int, ...]:
+    """Distinct ids in their first order."""
+    if len(ids) > most:
+        _refuse(name, f"{len(ids)} ids, at most {most} are allowed")
+    _check_ids(name, ids, ids_end)
+    return tuple(dict.fromkeys(ids))
+
+
+def _encode_bad_words(words: tuple[str, ...], encode: Callable[[str], list[int]] | None, ids_end: int) -> list[list[int]]:
+    """Each word as it stands at the start of a text and after a space: tokenizers give the two different ids."""
+    if len(words) > MAX_BAD_WORDS:
+        _refuse("bad_words", f"{len(words)} words, at most {MAX_BAD_WORDS} are allowed")
+    found: list[list[int]] = []
+    for word in words:
+        if not _is_text(word, MAX_BAD_WORD_CHARS) or not word.strip():
+            _refuse("bad_words", f"every bad word must be text of 1 to {MAX_BAD_WORD_CHARS} characters that are not all blank")
+        if encode is None:
+            _refuse("bad_words", "bad_words need a tokenizer, and this server runs without one")
+        for text in (word.lstrip(), " " + word.lstrip()):
+            ids = encode(text)
+            if len(ids) > MAX_BAD_WORD_TOKENS:
+                _refuse("bad_words", f"a bad word has {len(ids)} tokens, at most {MAX_BAD_WORD_TOKENS} are allowed")
+            if ids and ids not in found:
+                found.append(ids)
+    _check_ids("bad_words", [i for ids in found for i in ids], ids_end)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------- single values
+
+
+def _refuse(param: str, message: str, code: str | None = None) -> NoReturn:
+    raise RequestError(message, param=param, code=code)
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> int:
+    if type(value) is not int:
+        _refuse(name, f"{name} must be an integer, not {_shown(value)}")
+    if not low <= value <= high:
+        _refuse(name, f"{name}={_shown(value)} is out of range: {low} to {high}")
+    return value
+
+
+def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> float:
+    if type(value) not in (int, float):
+        _refuse(name, f"{name} must be a number, not {_shown(value)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        _refuse(name, f"{name} must be finite, not {value}")
+    if not low <= value <= high or (open_low and value == low):
+        _refuse(name, f"{name}={_shown(value)} is out of range: {'above' if open_low else 'from'} {low:g} to {high:g}")
+    return float(value)
+
+
+def _is_text(value: Any, most: int) -> bool:
+    """Unicode text of at most ``most`` characters. Half a surrogate pair is none, and tokenizers raise on it."""
+    return isinstance(value, str) and len(value) <= most and not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def _check_ids(name: str, ids: Iterable[Any], ids_end: int) -> None:
+    for token in ids:
+        if type(token) is not int:
+            _refuse(name, f"{name}: a token id must be an integer, not {_shown(token)}")
+        if not 0 <= token < ids_end:
+            _refuse(name, f"{name}: token id {_shown(token)} is out of range: 0 to {ids_end - 1}")
+
+
+def _shown(value: Any) -> str:
+    """The value in a message: short whatever was sent (an integer of a million digits must not be written out)."""
+    if type(value) is int and abs(value) > 1 << 80:
+        return "an integer above 2^80"
+    return f"{value!r:.60}"

@@ -1,0 +1,169 @@
+"""One engine process as its parent sees it: a private folder, a socket, a flight record, and the means to end it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvasir.config import EngineConfig
+from kvasir.engine import ipc, messages
+from kvasir.engine.process import FLIGHT
+from kvasir.errors import ConfigError
+from kvasir.logs import log
+
+_POLL_SECONDS = 0.02
+
+
+class ChildError(Exception):
+    """The engine process died or hung before it was ready."""
+
+
+class Child:
+    """Starts the process at once and returns without waiting for it: all that is cheap happens here, so that a server can
+    start the engine before its own slow imports. Raises OSError when no process can be started.
+
+    The folder is 0700, so that no other user can reach the socket; it goes away with the process.
+    """
+
+    def __init__(self, config: EngineConfig, factory: str) -> None:
+        self.config = config
+        self.crash = ""  # what the process said about its own end
+        self.killed = False  # whether the end was our doing
+        self.at_work: list[int] | None = []  # after ``reap``: tickets it died working on; None: any that it held
+        self._channel: ipc.AsyncChannel | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix="kvasir-"))
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            path = str(self._folder / "socket")
+            self._listener.bind(path)
+            self._listener.listen(1)
+            self._listener.setblocking(False)
+            self.flight = ipc.Flight(self._folder / FLIGHT, create=True)
+            self._process = self._spawn(path, factory)
+        except BaseException:
+            self._listener.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+
+    def _spawn(self, path: str, factory: str) -> subprocess.Popen:
+        # -P: the working folder must not shadow the modules that the process imports. Output goes to stderr: stdout may
+        # belong to a program that prints results. A session of its own keeps Ctrl-C in the terminal away from it.
+        command = [sys.executable, "-P", "-m", "kvasir.engine.process", "--socket", path, "--factory", factory]
+        config = self.config  # only the engine's sections: a server's settings hold its keys
+        sections = EngineConfig(model=config.model, cache=config.cache, scheduler=config.scheduler, runner=config.runner, service=config.service)
+        hello = messages.Hello(config=sections, log_level=logging.getLevelName(log.getEffectiveLevel()), spawned=time.monotonic())
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True)
+        with contextlib.suppress(BrokenPipeError):  # it died already; ``ready`` finds out
+            process.stdin.write(msgspec.msgpack.encode(hello))
+            process.stdin.close()
+        return process
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ready(self, timeout: float) -> messages.Ready:
+        """Wait until the engine is built, at most ``timeout`` seconds. Raises ConfigError when it refuses its set-up and
+        ChildError when it dies, hangs or talks nonsense."""
+        handshake = asyncio.create_task(self._handshake())
+        deadline = time.monotonic() + timeout
+        try:
+            while not (await asyncio.wait({handshake}, timeout=_POLL_SECONDS))[0]:
+                if time.monotonic() > deadline:
+                    raise ChildError(f"the engine process was not ready within {timeout:g} s")
+                if self._channel is None and self._process.poll() is not None:
+                    raise ChildError(f"the engine process {self._ending()} before it connected")
+            return handshake.result()
+        except ipc.FrameError as e:
+            raise ChildError(str(e)) from e
+        finally:
+            if not handshake.done():
+                handshake.cancel()
+                await asyncio.wait({handshake})
+
+    async def _handshake(self) -> messages.Ready:
+        self._channel = await ipc.AsyncChannel.accept(self._listener, messages.ToClient)
+        self._listener.close()
+        message = await self._channel.receive()
+        if isinstance(message, messages.Ready):
+            return message
+        if isinstance(message, messages.Refused):
+            raise ConfigError(message.message)
+        if isinstance(message, messages.Crash):
+            raise ChildError(f"the engine process failed during start-up:\n{message.traceback}")
+        await self._exited(1.0)
+        raise ChildError(f"the engine process {self._ending()} during start-up")
+
+    async def receive(self) -> Any | None:
+        """The next message, or None when the connection ended. Raises FrameError."""
+        assert self._channel is not None, "receive() before ready()"
+        message = await self._channel.receive()
+        if isinstance(message, messages.Crash):
+            self.crash = message.traceback
+        return message
+
+    def send(self, frame: bytes) -> None:
+        if self._channel is not None:
+            self._channel.send(frame)
+
+    def dump_stacks(self) -> None:
+        """Have the process write the stacks of all its threads to stderr."""
+        if self._process.poll() is None:
+            os.kill(self.pid, signal.SIGUSR1)
+
+    def kill(self) -> None:
+        self.killed = True
+        self._process.kill()
+
+    async def reap(self, patience: float) -> None:
+        """Wait up to ``patience`` seconds for the end, force it, clean up, and find out what it was working on."""
+        try:
+            if not await self._exited(patience):
+                self.kill()
+                await self._exited(60.0)
+        finally:
+            if self._process.poll() is None:
+                self._process.kill()
+            self._listener.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            if self._channel is not None:
+                await self._channel.close()
+            if not self.flight.closed:
+                self.at_work = {ipc.Activity.IDLE: [], ipc.Activity.BUSY: None}.get(self.flight.activity, self.flight.tickets)
+                self.flight.close()
+
+    async def _exited(self, patience: float) -> bool:
+        deadline = time.monotonic() + patience
+        while self._process.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_SECONDS)
+        return self._process.poll() is not None
+
+    @property
+    def ended_from_outside(self) -> bool:
+        """Whether someone else ended it: an operator, or the kernel when memory ran out. The engine itself raises no such
+        signal."""
+        return not self.killed and self._process.poll() in (-signal.SIGKILL, -signal.SIGTERM)
+
+    def _ending(self) -> str:
+        code = self._process.poll()
+        if code is None:
+            return "closed its connection"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+
+    def obituary(self) -> str:
+        """One line on how it ended."""
+        last = self.crash.strip().splitlines()[-1:]
+        return f"the engine process {self._ending()}" + (f": {last[0]}" if last else "")

@@ -1,0 +1,52 @@
+"""What waits for the reader of one request: bounded in events, never losing a token, never blocking the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from kvasir.types import Event
+
+
+class Outbox:
+    """A queue of events. Beyond ``limit`` waiting events, new tokens join the newest waiting event of their branch, so a
+    reader that falls behind gets fewer, longer deltas."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._events: deque[Event] = deque()
+        self._newest: dict[int, Event] = {}  # branch -> its newest waiting event of tokens
+        self._filled = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def put(self, event: Event) -> None:
+        if event.kind == "tokens":
+            newest = self._newest.get(event.branch)
+            if len(self._events) >= self._limit and newest is not None and _joined(newest, event):
+                return
+            self._newest[event.branch] = event
+        self._events.append(event)
+        self._filled.set()
+
+    async def get(self) -> Event:
+        while not self._events:
+            self._filled.clear()
+            await self._filled.wait()
+        event = self._events.popleft()
+        if self._newest.get(event.branch) is event:
+            del self._newest[event.branch]
+        return event
+
+
+def _joined(first: Event, second: Event) -> bool:
+    """Append ``second`` to ``first``, the tokens just before it, if one event can hold both."""
+    if (first.logprobs is None) != (second.logprobs is None) or second.prompt_logprobs is not None or first.finish_reason is not None:
+        return False
+    first.token_ids.extend(second.token_ids)
+    if first.logprobs is not None:
+        first.logprobs.extend(second.logprobs)
+    first.finish_reason, first.stop_reason = second.finish_reason, second.stop_reason
+    first.num_cached = second.num_cached
+    return True

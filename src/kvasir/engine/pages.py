@@ -1,0 +1,412 @@
+"""Page tables and their accounting: who holds which page of which cache group, and which pages may be taken.
+
+A page is in exactly one place: *free*; *cached* (nobody holds it, the prefix index knows it, it may be taken, least
+recently used first); *held* by the tables of one or more sequences; or in *limbo* (nobody holds it, but a launched step
+may still read or write it; it becomes free or cached when that step retires). Page 0 of every group is a dummy that pads
+tables and is never handed out.
+
+Nothing here knows tensors. Bytes move only where ``grow`` says so, by appending a ``PageCopy``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, abc
+from collections.abc import Callable, Iterable
+
+from kvasir.engine.prefix import Node, PrefixIndex
+from kvasir.types import CacheGroup, PageCopy, Sequence
+
+OnFree = Callable[[int, list[int]], None]
+
+
+class _Pool:
+    """The pages of one cache group. ``index`` is told when a cached page is taken for something else."""
+
+    def __init__(self, group: int, window: int | None, num_pages: int, index: PrefixIndex | None, on_free: OnFree | None) -> None:
+        self.group = group
+        self.window = window
+        self.num_pages = num_pages
+        self.free = list(range(num_pages - 1, 0, -1))
+        self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.limbo: dict[int, int] = {}  # page -> the step that must retire first
+        self.refs = [0] * num_pages
+        self.nodes: list[Node | None] = [None] * num_pages  # the prefix node that a page is the content of
+        self._index = index
+        self._on_free = on_free
+
+    @property
+    def num_available(self) -> int:
+        return len(self.free) + len(self.cached)
+
+    def take(self, count: int) -> list[int]:
+        """``count`` pages, each with one holder. The caller has checked ``num_available``."""
+        taken = [self.free.pop() for _ in range(min(count, len(self.free)))]
+        evicted = [self.cached.popitem(last=False)[0] for _ in range(count - len(taken))]
+        for page in evicted:
+            self.unlist(page)
+        if evicted and self._on_free:
+            self._on_free(self.group, evicted)
+        for page in (taken := taken + evicted):
+            self.refs[page] = 1
+        return taken
+
+    def hold(self, page: int) -> None:
+        if not self.refs[page] and self.limbo.pop(page, None) is None:
+            del self.cached[page]
+        self.refs[page] += 1
+
+    def drop(self, pages: Iterable[int], after_step: int | None) -> None:
+        """One holder less of each page; the first of ``pages`` is taken again first."""
+        idle = []
+        for page in pages:
+            assert self.refs[page] > 0, f"page {page} of group {self.group} is given back twice"
+            self.refs[page] -= 1
+            if self.refs[page]:
+                continue
+            if after_step is None:
+                idle.append(page)
+            else:
+                self.limbo[page] = after_step
+        self._rest(idle)
+
+    def retire(self, step: int) -> None:
+        idle = [page for page, after in self.limbo.items() if after <= step]
+        for page in idle:
+            del self.limbo[page]
+        self._rest(idle)
+
+    def unlist(self, page: int) -> None:
+        """The prefix index forgets a page."""
+        node = self.nodes[page]
+        self.nodes[page] = None
+        node.pages[self.group] = 0
+        self._index.prune(node)
+
+    def _rest(self, pages: list[int]) -> None:
+        freed = []
+        for page in pages:
+            if self.nodes[page] is None:
+                freed.append(page)
+            else:
+                self.cached[page] = None
+        self.free.extend(freed)
+        if freed and self._on_free:
+            self._on_free(self.group, freed)
+
+
+class PageManager:
+    """Pages of every cache group, the page tables of running sequences, and the prefix index over committed pages.
+
+    ``num_pages``: per group, the dummy included. ``prefix_root``: what all keys start from; None: no prefix caching.
+    ``on_free(group, pages)`` hears of pages whose content died (freed, or taken from the cache).
+
+    Methods that let go of pages take ``after_step``, the last launched step that may still use them; they return to the
+    pool at ``retire`` of that step. None: no step is in flight.
+    """
+
+    def __init__(self, groups: abc.Sequence[CacheGroup], num_pages: abc.Sequence[int], page_slots: int, prefix_root: bytes | None, *,
+                 on_free: OnFree | None = None) -> None:
+        assert len(groups) == len(num_pages) and all(n > 1 for n in num_pages), "every group needs page 0 and one more"
+        self.groups = tuple(groups)
+        self.page_slots = page_slots
+        self.index = None if prefix_root is None else PrefixIndex(prefix_root, page_slots, len(groups))
+        self.pools = [_Pool(g, group.window, n, self.index, on_free) for g, (group, n) in enumerate(zip(groups, num_pages))]
+        self.queried_tokens = 0  # prompt tokens looked up in the prefix index at first admissions, and found there
+        self.cached_tokens = 0
+        self._windows = [pool for pool in self.pools if pool.window is not None]
+        # Per sequence: how many of its pages are in the index, and the node of the last (None: stop indexing it).
+        self._tails: dict[Sequence, tuple[int, Node | None]] = {}
+
+    # ------------------------------------------------------------------------------------------------------- numbers
+
+    @property
+    def num_total(self) -> int:
+        return sum(pool.num_pages - 1 for pool in self.pools)
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be handed out now: free ones and cached ones."""
+        return sum(pool.num_available for pool in self.pools)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that only the prefix index keeps."""
+        return sum(len(pool.cached) for pool in self.pools)
+
+    @property
+    def num_limbo(self) -> int:
+        return sum(len(pool.limbo) for pool in self.pools)
+
+    def fits(self, num_tokens: int, max_span: int) -> bool:
+        """Whether a sequence of ``num_tokens`` could run alone, in spans of at most ``max_span`` rows."""
+        pages = -(-num_tokens // self.page_slots)
+        return all(min(pages, self._peak(pool, max_span)) < pool.num_pages for pool in self.pools)
+
+    def missing(self, seq: Sequence, num_tokens: int, max_span: int) -> list[int]:
+        """Per group, the pages that ``seq``, whose tables exist, must still get until ``num_tokens`` are computed."""
+        pages = -(-num_tokens // self.page_slots)
+        return [max(0, min(pages - len(table), self._peak(pool, max_span) - (len(table) - table.count(0) if pool.window else 0)))
+                for pool, table in zip(self.pools, seq.tables)]
+
+    # ------------------------------------------------------------------------------------------------ prefix and fork
+
+    def match(self, seq: Sequence, limit: int | None = None) -> int:
+        """The longest cached prefix of ``seq`` in tokens: whole pages, at most ``num_tokens - 1`` and ``limit`` tokens, of
+        which every group holds all that the next row sees. Changes nothing."""
+        if self.index is None:
+            return 0
+        size = self.page_slots
+        limit = len(seq.tokens) - 1 if limit is None else min(limit, len(seq.tokens) - 1)
+        runs, best = [0] * len(self.pools), 0  # per group, how many pages in a row it holds up to here
+        for i, node in enumerate(self.index.walk(seq, limit // size)):
+            enough = True
+            for g, pool in enumerate(self.pools):
+                runs[g] = runs[g] + 1 if node.pages[g] else 0
+                if runs[g] < i + 1 - self._first(pool, (i + 1) * size):
+                    enough = False
+                    if pool.window is None:
+                        return best
+            if enough:
+                best = (i + 1) * size
+        return best
+
+    def page_key(self, seq: Sequence, page: int) -> bytes | None:
+        """The prefix key of page ``page`` of ``seq.tokens``; None when it is not full or caching is off."""
+        if self.index is None or (page + 1) * self.page_slots > len(seq.tokens):
+            return None
+        return self.index.key(seq, page)
+
+    def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
+        """Whether ``parent`` still holds what a child that starts at ``num_tokens`` sees."""
+        end = -(-num_tokens // self.page_slots)
+        return (bool(parent.tables) and parent.num_computed >= num_tokens
+                and all(all(table[self._first(pool, num_tokens):end]) for pool, table in zip(self.pools, parent.tables)))
+
+    def can_admit(self, seq: Sequence, num_hit: int, num_tokens: int, *, max_span: int | None = None,
+                  promised: abc.Sequence[int] | None = None, parent: Sequence | None = None) -> bool:
+        """Whether there is room to compute ``num_tokens`` tokens of ``seq`` from ``num_hit`` on, in spans of at most
+        ``max_span`` rows. ``promised``: pages per group that are spoken for. ``parent``: the hit is a fork's."""
+        return not any(self.lacking(seq, num_hit, num_tokens, max_span=max_span, promised=promised, parent=parent))
+
+    def lacking(self, seq: Sequence, num_hit: int, num_tokens: int, *, max_span: int | None = None,
+                promised: abc.Sequence[int] | None = None, parent: Sequence | None = None) -> list[int]:
+        """How many pages each group is short of for ``can_admit``."""
+        pages = -(-num_tokens // self.page_slots)
+        short = []
+        for g, (pool, hit) in enumerate(zip(self.pools, self._hit_pages(seq, num_hit, parent))):
+            kept = sum(1 for page in hit[:num_hit // self.page_slots] if page)
+            revived = 0 if parent else sum(1 for page in hit if page in pool.cached)
+            need = pages - num_hit // self.page_slots
+            if pool.window is not None:
+                need = min(need, max(0, self._peak(pool, max_span or num_tokens) - kept))
+            spoken_for = promised[g] if promised else 0
+            short.append(max(0, need + revived + spoken_for - pool.num_available))
+        return short
+
+    def admit(self, seq: Sequence, num_hit: int) -> None:
+        """Give ``seq`` its tables, holding the pages of a prefix of ``num_hit`` tokens that ``match`` found."""
+        self._adopt(seq, self._hit_pages(seq, num_hit, None), num_hit)
+        if not seq.num_preempted:
+            seq.num_cached = min(num_hit, seq.num_prompt)
+            self.queried_tokens += seq.num_prompt if self.index else 0
+            self.cached_tokens += seq.num_cached
+        if self.index is not None:
+            nodes = list(self.index.walk(seq, num_hit // self.page_slots))
+            self._tail(seq, len(nodes), nodes[-1] if nodes else self.index.tenant(seq))
+
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        """``child`` starts with the first ``num_tokens`` positions of ``parent``, in the same pages (see ``can_fork``)."""
+        assert self.can_fork(parent, num_tokens), f"{parent} no longer holds {num_tokens} positions"
+        self._adopt(child, self._hit_pages(child, num_tokens, parent), num_tokens)
+        if self.index is not None:
+            count, tail = self._tails[parent]
+            shared = num_tokens // self.page_slots
+            for _ in range(count - shared if tail else 0):
+                tail = tail.parent
+            self._tail(child, shared, tail)
+
+    # ------------------------------------------------------------------------------------------------ slots and pages
+
+    def grow(self, seq: Sequence, num_tokens: int, copies: list[PageCopy]) -> bool:
+        """Make the slots of positions ``num_computed`` to ``num_tokens - 1`` exist and writable. Takes free pages, then
+        cached ones; a page that others hold, too, is replaced by a copy (appended to ``copies``, which run in order before
+        the forward). All or nothing: False leaves everything as it was."""
+        first, end = seq.num_computed // self.page_slots, -(-num_tokens // self.page_slots)
+        wanted = []
+        for pool, table in zip(self.pools, seq.tables):
+            if end == first + 1 <= len(table) and pool.refs[table[first]] == 1 and pool.nodes[table[first]] is None:
+                continue  # the common case: one more token in a page of its own
+            shared = [i for i in range(first, min(end, len(table))) if pool.refs[table[i]] > 1]
+            fresh = max(0, end - len(table))
+            if fresh + len(shared) > pool.num_available:
+                return False
+            wanted.append((pool, table, shared, fresh))
+        for pool, table, shared, fresh in wanted:
+            for i in range(first, min(end, len(table))):
+                if pool.nodes[table[i]] is not None and pool.refs[table[i]] == 1:
+                    pool.unlist(table[i])  # the last holder of an indexed page takes it back
+            taken = pool.take(len(shared) + fresh)
+            for i in shared:
+                source, table[i] = table[i], taken.pop()
+                copies.append(PageCopy(pool.group, source, table[i]))
+                pool.drop([source], None)
+            table.extend(taken)
+        return True
+
+    def commit(self, seq: Sequence, after_step: int | None = None) -> None:
+        """``num_computed`` advanced: index the pages that are now full, let go of those that left every window."""
+        if self.index is not None:
+            count, node = self._tails[seq]
+            if node is not None and seq.num_computed // self.page_slots > count:
+                self._enlist(seq, count, node)
+        for pool in self._windows:
+            table = seq.tables[pool.group]
+            i = end = min(self._first(pool, seq.num_computed), len(table))
+            while i and table[i - 1]:
+                i -= 1
+            if i < end:
+                pool.drop(table[i:end], after_step)
+                table[i:end] = [0] * (end - i)
+
+    def truncate(self, seq: Sequence, num_tokens: int, after_step: int | None = None) -> None:
+        """Give back the pages beyond the first ``num_tokens`` positions: look-ahead that was not needed."""
+        assert num_tokens >= seq.num_computed, "computed positions are never given back"
+        keep = -(-num_tokens // self.page_slots)
+        for pool, table in zip(self.pools, seq.tables):
+            if keep < len(table):
+                pool.drop(reversed(table[keep:]), after_step)
+                del table[keep:]
+
+    def release(self, seq: Sequence, after_step: int | None = None) -> None:
+        """Give back everything, last page first: the tail of a prefix is taken for something else before its head."""
+        for pool, table in zip(self.pools, seq.tables):
+            pool.drop((page for page in reversed(table) if page), after_step)
+        seq.tables = []
+        _, node = self._tails.pop(seq, (0, None))
+        if node is not None:
+            self.index.drop(node)
+
+    def retire(self, step: int) -> None:
+        """``step`` has ended: what was let go after it, or after an earlier one, returns to the pool."""
+        for pool in self.pools:
+            if pool.limbo:
+                pool.retire(step)
+
+    def freed_by(self, seqs: Iterable[Sequence]) -> list[int]:
+        """Per group, how many pages would become available if all of ``seqs`` were released."""
+        held: list[Counter] = [Counter() for _ in self.pools]
+        for seq in seqs:
+            for counter, table in zip(held, seq.tables):
+                counter.update(table)
+        return [sum(1 for page, n in counter.items() if page and pool.refs[page] == n) for pool, counter in zip(self.pools, held)]
+
+    # -------------------------------------------------------------------------------------------------------- private
+
+    def _first(self, pool: _Pool, num_tokens: int) -> int:
+        """The first page that the row at position ``num_tokens`` sees: it sees ``window`` positions, itself included."""
+        if pool.window is None:
+            return 0
+        return max(0, num_tokens - pool.window + 1) // self.page_slots
+
+    def _peak(self, pool: _Pool, max_span: int) -> int:
+        """The most pages a sequence holds at once: ``window - 1`` positions and a span, at the worst alignment."""
+        if pool.window is None:
+            return pool.num_pages  # no bound but the length itself
+        return (pool.window - 1 + max_span + 2 * self.page_slots - 2) // self.page_slots
+
+    def _hit_pages(self, seq: Sequence, num_hit: int, parent: Sequence | None) -> list[list[int]]:
+        """Per group, the table of the first ``num_hit`` positions: 0 where the next row no longer looks."""
+        end = -(-num_hit // self.page_slots)
+        if parent is not None:
+            tables = [table[:end] for table in parent.tables]
+        else:
+            nodes = list(self.index.walk(seq, end)) if end else []
+            assert len(nodes) == end, "the hit is longer than the cached prefix"
+            tables = [[node.pages[pool.group] for node in nodes] for pool in self.pools]
+        for pool, table in zip(self.pools, tables):
+            first = self._first(pool, num_hit)
+            table[:first] = [0] * first
+            assert all(table[first:]), "the hit names a page that is gone"
+        return tables
+
+    def _adopt(self, seq: Sequence, tables: list[list[int]], num_tokens: int) -> None:
+        assert not seq.tables, f"{seq} has pages already"
+        for pool, table in zip(self.pools, tables):
+            for page in table:
+                if page:
+                    pool.hold(page)
+        seq.tables = tables
+        seq.num_computed = num_tokens
+
+    def _tail(self, seq: Sequence, count: int, node: Node | None) -> None:
+        if node is not None:
+            node.holds += 1
+        self._tails[seq] = (count, node)
+
+    def _enlist(self, seq: Sequence, count: int, node: Node) -> None:
+        """Index pages ``count`` and on. A page whose content is indexed already stays private."""
+        full = seq.num_computed // self.page_slots
+        last = node
+        for i in range(count, full):
+            child = self.index.child(last, seq, i)
+            if child is None:  # a collision: another prefix has this key; keep it, and index no more of this one
+                if last is not node:
+                    self.index.prune(last)
+                last = None
+                break
+            for pool, table in zip(self.pools, seq.tables):
+                if table[i] and not child.pages[pool.group] and pool.nodes[table[i]] is None:
+                    child.pages[pool.group] = table[i]
+                    pool.nodes[table[i]] = child
+            last = child
+        self._tail(seq, full, last)
+        self.index.drop(node)
+
+    # --------------------------------------------------------------------------------------------------------- checks
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Assert every invariant, given all sequences that hold pages. Slow: for tests and debugging."""
+        sequences = [seq for seq in sequences if seq.tables]
+        for pool in self.pools:
+            self._check_pool(pool, sequences)
+        for seq in sequences:
+            self._check_sequence(seq)
+        if self.index is not None:
+            self._check_index(sequences)
+
+    def _check_pool(self, pool: _Pool, sequences: list[Sequence]) -> None:
+        held = Counter(page for seq in sequences for page in seq.tables[pool.group] if page)
+        assert all(pool.refs[page] == held[page] for page in range(pool.num_pages)), f"group {pool.group}: references and tables differ"
+        places = Counter([*pool.free, *pool.cached, *pool.limbo, *held])
+        assert places == Counter(range(1, pool.num_pages)), f"group {pool.group}: a page is in no place or in two"
+        for page, node in enumerate(pool.nodes):
+            assert node is None or (node.pages[pool.group] == page and self.index.nodes.get(node.key) is node), f"page {page}: stale node"
+        assert not any(pool.nodes[page] for page in pool.free), "a free page is in the prefix index"
+        assert all(pool.nodes[page] for page in pool.cached), "a cached page is not in the prefix index"
+
+    def _check_sequence(self, seq: Sequence) -> None:
+        size = self.page_slots
+        needed = -(-seq.num_computed // size)
+        for pool, table in zip(self.pools, seq.tables):
+            first = self._first(pool, seq.num_computed)
+            assert len(table) >= needed and all(table[first:]), f"{seq} misses a page of group {pool.group}"
+            for i, page in enumerate(table):
+                node = pool.nodes[page] if page else None
+                depth = i
+                while node is not None and node.parent is not None:
+                    known = min(seq.num_computed - depth * size, size)  # less than a page where a fork starts inside one
+                    assert known > 0, f"{seq}: page {i} is indexed before it is committed"
+                    assert node.tokens[:known] == seq.tokens[depth * size:depth * size + known], f"{seq}: page {i} is indexed under other tokens"
+                    node, depth = node.parent, depth - 1
+                assert node is None or (depth == -1 and node.tokens == [seq.request.tenant]), f"{seq}: page {i} is indexed elsewhere"
+
+    def _check_index(self, sequences: list[Sequence]) -> None:
+        holds = Counter(node.parent for node in self.index.nodes.values() if node.parent)
+        holds.update(tail for _, tail in self._tails.values() if tail is not None)
+        assert set(self._tails) == set(sequences), "a sequence that is gone is still being indexed"
+        for key, node in self.index.nodes.items():
+            assert node.key == key and node.holds == holds[node], "a prefix node's holders are miscounted"
+            assert node.holds or any(node.pages), "a prefix node that nothing needs"
+            assert node.parent is None or self.index.nodes.get(node.parent.key) is node.parent, "a prefix node hangs in the air"
+            for pool in self.pools:
+                assert not node.pages[pool.group] or pool.nodes[node.pages[pool.group]] is node, "a prefix node names a page that is gone"

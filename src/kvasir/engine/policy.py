@@ -1,0 +1,43 @@
+"""The scheduler policy seam: who goes first, and who gives way when pages run out.
+
+A policy only ranks. The scheduler keeps what every policy must keep: budgets, the prompt quota, ageing (below), and that a
+sequence only ever gives way to one of higher rank.
+
+Starvation bound, of every policy: the oldest in the queue is passed by later arrivals in at most ``MAX_SKIPS`` steps. Then
+nothing is admitted before it, so it starts once the work that is already running has made room. A sequence with k older ones
+in the queue is thus passed in at most ``(k + 1) * MAX_SKIPS`` steps.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from typing import ClassVar
+
+from kvasir.technique import Technique
+from kvasir.types import Sequence, Status
+
+MAX_SKIPS = 64
+
+
+class SchedulerPolicy(Technique):
+    """``static``: the order of two sequences never changes while they live, so the scheduler sorts only what is new."""
+
+    exact = True
+    affects_kv = False
+    static: ClassVar[bool] = True
+
+    def order_waiting(self, seqs: abc.Sequence[Sequence], now: float) -> list[Sequence]:
+        """The queue, first to admit first. Must be a stable sort of ``seqs``. ``now``: monotonic seconds."""
+        raise NotImplementedError
+
+    def order_running(self, seqs: abc.Sequence[Sequence], now: float) -> list[Sequence]:
+        """Rank: rows and pages go to the first. By default as in the queue."""
+        return self.order_waiting(seqs, now)
+
+    def victim(self, running: abc.Sequence[Sequence], incoming: Sequence) -> Sequence | None:
+        """Who of ``running`` (by rank, all below ``incoming`` when that runs itself) loses its pages to ``incoming``.
+
+        A running sequence takes them from the last by rank. A waiting one, which could simply wait, takes them only
+        where the policy says so; by default never.
+        """
+        return running[-1] if running and incoming.status is Status.RUNNING else None

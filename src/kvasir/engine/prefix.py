@@ -1,0 +1,106 @@
+"""The prefix index: which full pages of committed tokens are in the pools, found by their whole prefix.
+
+A page's key is a chained hash: ``key[i] = blake2b(key[i - 1] + tokens of page i)``, 128 bits, keyed with bytes drawn when
+the process starts, so that nobody can construct a collision. The chain starts from everything that changes KV (the
+engine's ``prefix_root``) and the tenant. A hash is only the way to an entry: a walk also compares the tokens, and that the
+entry hangs below the entry it just left, so even a collision never gives a wrong page.
+
+An entry is a ``Node``: one run of ``page_slots`` tokens after one exact prefix, and the page each cache group holds for it
+(0: none; a window group keeps few). Nodes form a tree; a node lives as long as it has a page, a child, or a sequence
+that will add a child.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Iterator
+from hashlib import blake2b
+
+from kvasir.types import Sequence
+
+
+class Node:
+    """``holds`` counts children and the sequences whose last indexed page this is; ``pages`` has one id a cache group.
+
+    A tenant's root is a node, too: its ``tokens`` is the tenant's name and it has no pages.
+    """
+
+    __slots__ = ("key", "tokens", "parent", "holds", "pages")
+
+    def __init__(self, key: bytes, tokens: list, parent: Node | None, num_groups: int) -> None:
+        self.key = key
+        self.tokens = tokens
+        self.parent = parent
+        self.holds = 0
+        self.pages = [0] * num_groups
+
+
+class PrefixIndex:
+    """Nodes by key. It knows page ids but owns no page: ``pages.PageManager`` tells it what is held and what is gone."""
+
+    def __init__(self, root: bytes, page_slots: int, num_groups: int) -> None:
+        self.root = root
+        self.page_slots = page_slots
+        self.num_groups = num_groups
+        self.nodes: dict[bytes, Node] = {}
+        self._secret = os.urandom(32)
+
+    def digest(self, data: bytes) -> bytes:
+        return blake2b(data, key=self._secret, digest_size=16).digest()
+
+    def key(self, seq: Sequence, page: int) -> bytes:
+        """The key of a full page of ``seq.tokens``; keys up to it are computed once and kept in ``seq.page_keys``."""
+        keys, size = seq.page_keys, self.page_slots
+        while len(keys) <= page:
+            i = len(keys)
+            assert (i + 1) * size <= len(seq.tokens), f"page {i} of {seq} is not full"
+            before = keys[-1] if keys else self._root_key(seq.request.tenant)
+            keys.append(self.digest(before + array("q", seq.tokens[i * size:(i + 1) * size]).tobytes()))
+        return keys[page]
+
+    def walk(self, seq: Sequence, limit: int) -> Iterator[Node]:
+        """The nodes of the first pages of ``seq``, at most ``limit``, up to the first that is unknown."""
+        node, size = self.nodes.get(self._root_key(seq.request.tenant)), self.page_slots
+        if node is None or node.tokens != [seq.request.tenant]:
+            return
+        for i in range(limit):
+            child = self.nodes.get(self.key(seq, i))
+            if child is None or child.parent is not node or child.tokens != seq.tokens[i * size:(i + 1) * size]:
+                return
+            yield child
+            node = child
+
+    def tenant(self, seq: Sequence) -> Node | None:
+        """The root of the tenant's tree, made when there is none. None: its key is another node's (a collision)."""
+        return self._node(self._root_key(seq.request.tenant), [seq.request.tenant], None)
+
+    def child(self, parent: Node, seq: Sequence, page: int) -> Node | None:
+        """The node below ``parent`` for full page ``page`` of ``seq``, made when there is none; None: a collision."""
+        return self._node(self.key(seq, page), seq.tokens[page * self.page_slots:(page + 1) * self.page_slots], parent)
+
+    def prune(self, node: Node | None) -> None:
+        """Forget ``node``, and the nodes above it, as far as nothing needs them."""
+        while node is not None and not node.holds and not any(node.pages):
+            del self.nodes[node.key]
+            node = node.parent
+            if node is not None:
+                node.holds -= 1
+
+    def drop(self, node: Node) -> None:
+        """A sequence lets go of its last indexed node."""
+        node.holds -= 1
+        self.prune(node)
+
+    def _root_key(self, tenant: str) -> bytes:
+        return self.digest(self.root + tenant.encode())
+
+    def _node(self, key: bytes, tokens: list, parent: Node | None) -> Node | None:
+        node = self.nodes.get(key)
+        if node is None:
+            node = self.nodes[key] = Node(key, tokens, parent, self.num_groups)
+            if parent is not None:
+                parent.holds += 1
+        elif node.parent is not parent or node.tokens != tokens:
+            return None
+        return node

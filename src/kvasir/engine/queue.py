@@ -1,0 +1,50 @@
+"""Sequences in policy order, without sorting again what has not changed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+from kvasir.types import Sequence
+
+
+class Queue:
+    """Sequences in policy order. Sorted when something new does not belong at the end; what left is filtered lazily."""
+
+    def __init__(self, order: Callable[[list[Sequence], float], list[Sequence]], static: bool) -> None:
+        self._sort = order
+        self._static = static
+        self._members: OrderedDict[Sequence, None] = OrderedDict()  # by entry
+        self._order: list[Sequence] = []
+        self._gone = False
+        self._dirty = False
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._members)
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq in self._members
+
+    def add(self, seq: Sequence, now: float) -> None:
+        self._members[seq] = None
+        if self._gone or (self._order and self._sort([self._order[-1], seq], now)[0] is seq):
+            self._dirty = True
+        elif not self._dirty:
+            self._order.append(seq)
+
+    def discard(self, seq: Sequence) -> None:
+        if seq in self._members:
+            del self._members[seq]
+            self._gone = True
+
+    def ordered(self, now: float) -> list[Sequence]:
+        """By policy. The list stays as it is while sequences come and go."""
+        if self._dirty or not self._static:
+            self._order = self._sort(list(self._members), now)
+        elif self._gone:
+            self._order = [seq for seq in self._order if seq in self._members]
+        self._dirty = self._gone = False
+        return self._order

@@ -1,0 +1,497 @@
+"""The scheduler: which sequences get how many rows in the next step.
+
+There are no phases. A running sequence needs ``num_tokens + len(draft) - num_computed`` rows; one that needs a single row
+beside its draft is called a *decode* below, one that needs more has a *prompt* to compute (also after a preemption). A plan
+takes, within the row budget: decodes with their drafts, then prompts that hold pages, then admissions from the queue.
+
+When pages run out, drafts go first; then the lowest in rank gives up its pages, to be computed again later (it keeps its
+place by arrival in the queue, and its full pages stay in the prefix index as long as nobody takes them). Nobody gives way to a
+lower rank, so the highest always gets on; and alone it always fits (admission control sees to it: ``PageManager.fits``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import chain, islice
+
+from kvasir.config import SchedulerConfig
+from kvasir.engine.pages import PageManager
+from kvasir.engine.policy import MAX_SKIPS, SchedulerPolicy
+from kvasir.engine.queue import Queue
+from kvasir.engine.spans import Step, page_aligned, round_down, unscored_from
+from kvasir.types import FinishReason, Plan, Sequence, Span, Status
+
+LOOK_AHEAD = 8  # requests that do not fit and are looked past, a step
+MAX_VISITS = 128  # requests in the queue that are looked at, a step
+PROMPT_PATIENCE = 1.0  # seconds after which the oldest prompt has a claim to rows
+CAUTION_STEPS = 32  # steps with fewer sequences after pages ran out
+MAX_PREEMPTIONS = 4  # then others are preferred as victims
+
+
+class Scheduler:
+    """Queue, running sequences and their rows of sampler state. ``max_rows``: rows a step.
+
+    Plan, launch, ``advance`` every span once its result is read, then ``complete`` the plan (also one that failed, and
+    only plans that have spans): what was given up meanwhile may be used again.
+    """
+
+    def __init__(self, config: SchedulerConfig, pages: PageManager, policy: SchedulerPolicy, *, max_rows: int, max_model_len: int) -> None:
+        assert max_rows > 0 and config.max_num_seqs > 0
+        self.config = config
+        self.pages = pages
+        self.policy = policy
+        self.max_rows = max_rows
+        self.max_model_len = max_model_len
+        self.waiting = Queue(policy.order_waiting, policy.static)
+        self.running = Queue(policy.order_running, policy.static)
+        self.blocked: dict[Sequence, None] = {}
+        self.queued_tokens = 0  # known tokens of sequences that wait or are blocked
+        self.preemptions = 0
+        self._now = 0.0
+        self._step = 0  # number of the last plan; the last with spans; the last that ended
+        self._launched = 0
+        self._completed = 0
+        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._limbo_rows: list[tuple[int, int]] = []  # (step that may still use it, row)
+        self._deferred: list[Sequence] = []  # decodes for which no row was left; they come first next time
+        self._overdue: OrderedDict[Sequence, None] = OrderedDict()  # passed over so often that they now come first
+        self._max_running = float(config.max_num_seqs)
+        self._careful_until = 0
+
+    # --------------------------------------------------------------------------------------------------------- states
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def num_blocked(self) -> int:
+        return len(self.blocked)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence."""
+        assert seq.status is Status.WAITING and not seq.tables and seq not in self.waiting, seq
+        self._enqueue(seq)
+
+    def block(self, seq: Sequence, reason: str, until: float = math.inf) -> None:
+        """Set a sequence aside until ``unblock``; a running one gives up its pages. Who blocks watches the deadline
+        ``until`` (see ``expired``)."""
+        if seq.status is Status.FINISHED:
+            return
+        if seq.status is Status.RUNNING:
+            self._stop(seq)
+        elif seq.status is Status.WAITING:
+            self._dequeue(seq)
+        if seq not in self.blocked:
+            self.blocked[seq] = None
+            self.queued_tokens += seq.num_tokens
+        seq.status, seq.blocked_on, seq.blocked_until = Status.BLOCKED, reason, until
+
+    def unblock(self, seq: Sequence) -> None:
+        """Back to the queue. Of a sequence that is not blocked (any more), nothing."""
+        if seq.status is Status.BLOCKED:
+            self._unblock(seq)
+            self._enqueue(seq)
+
+    def expired(self, now: float) -> list[Sequence]:
+        """Blocked sequences whose deadline has come."""
+        return [seq for seq in self.blocked if seq.blocked_until <= now]
+
+    def finish(self, seq: Sequence, reason: FinishReason, after_step: int | None = None) -> None:
+        """End a sequence in whatever state; pages and row return when the last launched step (or ``after_step``) has
+        ended. Idempotent: the first reason stays."""
+        if seq.status is Status.FINISHED:
+            return
+        if seq.status is Status.RUNNING:
+            self._stop(seq, after_step)
+        elif seq.status is Status.BLOCKED:
+            self._unblock(seq)
+        elif seq in self.waiting:
+            self._dequeue(seq)
+        seq.status, seq.finish_reason, seq.parent, seq.draft = Status.FINISHED, reason, None, []
+
+    def has_work(self, now: float) -> bool:
+        """Whether a plan made now could have spans, or a blocked sequence's deadline has come."""
+        return bool(len(self.waiting) or len(self.running)) or any(seq.blocked_until <= now for seq in self.blocked)
+
+    # ------------------------------------------------------------------------------------------------------ one step
+
+    def plan(self, now: float, max_rows: int | None = None) -> Plan:
+        """The next step. ``now``: monotonic seconds; ``max_rows``: a smaller budget, for this step."""
+        self._now = now
+        self._step += 1
+        self._recover()
+        budget = min(self.max_rows, max_rows or self.max_rows)
+        step = Step(now, budget)
+        decodes, prompts = self._split(now)
+        claimant, claim = self._claim(prompts, now, budget)
+
+        step.left -= claim
+        deferred = self._plan_decodes(step, decodes)
+        step.left += claim
+        self._plan_prompts(step, prompts, claimant, claim)
+        if not step.preempted:
+            self._admit(step)
+        self._deferred = self._use_leftover(step, deferred)
+        if not claim:
+            round_down(step, budget, self.pages.page_slots)
+        if step.spans:
+            self._launched = self._step
+        return Plan(step=self._step, spans=list(step.spans.values()), copies=step.copies, preempted=step.preempted)
+
+    def advance(self, span: Span, emitted: list[int]) -> None:
+        """Commit one span: ``emitted`` are the sampled tokens along the accepted draft. Of a sequence that meanwhile lost
+        its pages, nothing is kept: it computes the same tokens again."""
+        seq = span.seq
+        if seq.status is not Status.RUNNING:
+            return
+        end = span.start + span.length
+        drafted = max(0, end - seq.num_tokens)
+        assert span.start == seq.num_computed and len(emitted) <= drafted + 1, (span, emitted)
+        assert not emitted or end >= seq.num_tokens, "a span that ends before the last known token emits nothing"
+        rejected = drafted - max(0, len(emitted) - 1)
+        seq.tokens += emitted
+        # The last known token is never computed: the row that predicts the next one must still come.
+        seq.num_computed = min(end - rejected, seq.num_tokens - 1)
+        seq.draft = []
+        in_flight = self._in_flight()
+        self.pages.commit(seq, in_flight)
+        if drafted:
+            self.pages.truncate(seq, seq.num_tokens, in_flight)
+
+    def complete(self, plan: Plan) -> None:
+        """A plan has ended; nothing launched up to it uses a page or row any more."""
+        self._completed = max(self._completed, plan.step)
+        self.pages.retire(plan.step)
+        if self._limbo_rows:
+            self._free_rows += [row for step, row in self._limbo_rows if step <= plan.step]
+            self._limbo_rows = [entry for entry in self._limbo_rows if entry[0] > plan.step]
+
+    # -------------------------------------------------------------------------------------------------------- running
+
+    def _split(self, now: float) -> tuple[list[Sequence], list[Sequence]]:
+        """Running sequences by rank: decodes (those that waited for a row first) and prompts."""
+        decodes, prompts = [seq for seq in self._deferred if seq.status is Status.RUNNING and seq.num_tokens - seq.num_computed == 1], []
+        waited = set(decodes)
+        for seq in self.running.ordered(now):
+            if len(seq.tokens) - seq.num_computed > 1:
+                seq.draft = []
+                prompts.append(seq)
+            elif seq not in waited:
+                decodes.append(seq)
+        return decodes, prompts
+
+    def _claim(self, prompts: list[Sequence], now: float, budget: int) -> tuple[Sequence | None, int]:
+        """The oldest unfinished prompt and the rows kept for it: none before it has waited for PROMPT_PATIENCE, then a
+        page or a tenth of the budget, whichever is more, but never more than half."""
+        oldest = list(prompts)
+        if len(self.waiting) and self._seats() > 0:
+            oldest += islice((s for s in self._candidates(now) if not self._waits_for_parent(s)), 1)
+        seq = min(oldest, key=lambda s: s.request.arrival, default=None)
+        if seq is None or now - seq.request.arrival <= PROMPT_PATIENCE:
+            return None, 0
+        return seq, min(max(self.pages.page_slots, budget // 10), seq.num_tokens - seq.num_computed, budget // 2)
+
+    def _plan_decodes(self, step: Step, decodes: list[Sequence]) -> list[Sequence]:
+        """Returns those for which no row was left."""
+        spare = step.left - len(decodes)  # rows for drafts: every decode gets its one row first
+        grow = self.pages.grow
+        for i, seq in enumerate(decodes):
+            if seq.status is not Status.RUNNING:
+                continue
+            if step.left <= 0:
+                return decodes[i:]
+            num_tokens = len(seq.tokens)
+            if seq.draft:
+                self._trim_draft(seq, spare)
+                spare -= len(seq.draft)
+            if grow(seq, num_tokens + len(seq.draft), step.copies) or self._make_room(step, seq, num_tokens):
+                step.add(seq, 1 + len(seq.draft))
+        return []
+
+    def _trim_draft(self, seq: Sequence, spare: int) -> None:
+        """Drop a draft that has no rows, or that goes further than the sequence may."""
+        limit = min(self.max_model_len, seq.num_prompt + seq.request.max_tokens) - 1
+        if len(seq.draft) > min(spare, limit - len(seq.tokens)):
+            seq.draft = []
+
+    def _plan_prompts(self, step: Step, prompts: list[Sequence], claimant: Sequence | None, claim: int) -> None:
+        kept = claim if claimant in prompts else 0
+        for seq in prompts:
+            if seq.status is not Status.RUNNING:
+                continue
+            if seq is claimant:
+                kept = 0
+            length = self._chunk(seq, step.left - kept)
+            if not length:
+                continue
+            end = seq.num_computed + length
+            if self.pages.grow(seq, end, step.copies) or self._make_room(step, seq, end):
+                step.add(seq, length)
+
+    def _chunk(self, seq: Sequence, left: int) -> int:
+        """How many rows of its prompt a sequence gets; it ends at the end of a page when more follows."""
+        needed = seq.num_tokens - seq.num_computed
+        length = min(needed, left, self.config.long_prefill_token_threshold or left)
+        if length < needed:
+            length = page_aligned(seq.num_computed, length, self.pages.page_slots) or length
+        return max(0, length)
+
+    def _use_leftover(self, step: Step, deferred: list[Sequence]) -> list[Sequence]:
+        """Rows kept for a prompt that did not need them go to deferred decodes, where that costs nobody a page."""
+        still = []
+        for seq in deferred:
+            if seq.status is not Status.RUNNING:
+                continue
+            if step.left > 0 and self.pages.grow(seq, seq.num_tokens, step.copies):
+                seq.draft = []
+                step.add(seq, 1)
+            else:
+                still.append(seq)
+        return still
+
+    # ------------------------------------------------------------------------------------------------------ admission
+
+    def _candidates(self, now: float) -> Iterator[Sequence]:
+        """The queue in the order of admission."""
+        return chain(list(self._overdue), (seq for seq in self.waiting.ordered(now) if seq not in self._overdue))
+
+    def _seats(self) -> int:
+        """How many more sequences may run."""
+        return min(int(self._max_running) - len(self.running), len(self._free_rows))
+
+    def _waits_for_parent(self, seq: Sequence) -> bool:
+        """A branch starts when its parent has the prompt's pages. It does not wait for ever, nor for a blocked parent."""
+        parent = seq.parent
+        if parent is None or parent.status not in (Status.WAITING, Status.RUNNING) or seq in self._overdue:
+            return False
+        return parent.num_computed < seq.num_prompt - 1
+
+    def _admit(self, step: Step) -> None:
+        """Fill the step from the queue. Requests that do not fit are looked past, LOOK_AHEAD of them."""
+        if not len(self.waiting):
+            return
+        oldest = next(iter(self.waiting))
+        passed: list[Sequence] = []  # did not fit
+        admitted: list[Sequence] = []
+        skipped: list[Sequence] = []  # did not fit, and a later one was admitted
+        computing = self._pages_in_step(step)
+        promised: list[int] | None = None
+        for seq in islice(self._candidates(step.now), MAX_VISITS):
+            if step.left <= 0:
+                break
+            if self._waits_for_parent(seq):
+                continue
+            if promised is None:
+                promised = self._promised()
+            fork, hit = self._start_point(seq)
+            if not fork and self._is_computed_now(seq, hit, computing):
+                continue
+            lacking = self.pages.lacking(seq, hit, self._room(seq), max_span=self.max_rows, promised=promised,
+                                         parent=seq.parent if fork else None)
+            if self._seats() <= 0 or any(lacking):
+                if not passed and not admitted and self._displace(step, seq, lacking):
+                    break
+                passed.append(seq)
+                if self._seats() <= 0 or len(passed) > LOOK_AHEAD or seq in self._overdue:
+                    break
+                continue
+            skipped = passed[:]
+            self._start(step, seq, hit, fork, promised)
+            admitted.append(seq)
+            self._note_pages(seq, step.spans[seq].length, computing)
+        self._age(oldest, skipped, admitted)
+
+    def _age(self, oldest: Sequence, skipped: list[Sequence], admitted: list[Sequence]) -> None:
+        """Count the step for who was passed: the oldest in the queue, wherever the policy ranks it, and who did not fit."""
+        latest = max((seq.request.arrival for seq in admitted), default=-math.inf)
+        if oldest not in skipped and oldest in self.waiting and oldest.request.arrival <= latest:
+            skipped.append(oldest)
+        for seq in skipped:
+            seq.num_skipped += 1
+            if seq.num_skipped >= MAX_SKIPS:
+                self._overdue[seq] = None
+
+    def _room(self, seq: Sequence) -> int:
+        """Tokens there must be room for at admission: all that are known and a page to go on with, or all there will
+        ever be (the last one is never computed)."""
+        return max(seq.num_tokens, min(seq.num_tokens + self.pages.page_slots, seq.num_prompt + seq.request.max_tokens - 1))
+
+    def _promised(self) -> list[int]:
+        """Per group, the pages that prompts being computed will still take."""
+        total = [0] * len(self.pages.groups)
+        for seq in self.running:
+            if len(seq.tokens) - seq.num_computed > 1:
+                total = [a + b for a, b in zip(total, self.pages.missing(seq, seq.num_tokens, self.max_rows))]
+        return total
+
+    def _start_point(self, seq: Sequence) -> tuple[bool, int]:
+        """Where a sequence can start, and whether that is in its parent's pages: the later of fork and prefix hit.
+
+        A sequence whose prompt is to be scored must compute the rows that still have no score.
+        """
+        unscored = unscored_from(seq)
+        hit = self.pages.match(seq, unscored)
+        prompt = seq.num_prompt - 1
+        if (seq.parent is not None and seq.parent.status is Status.RUNNING and unscored is None and prompt > hit
+                and self.pages.can_fork(seq.parent, prompt)):
+            return True, prompt
+        return False, hit
+
+    def _pages_in_step(self, step: Step) -> set[bytes]:
+        """Keys of the full pages that this step's spans compute, in whole or in part."""
+        keys: set[bytes] = set()
+        for seq, span in step.spans.items():
+            if span.length > 1:
+                self._note_pages(seq, span.length, keys)
+        return keys
+
+    def _note_pages(self, seq: Sequence, length: int, keys: set[bytes]) -> None:
+        size = self.pages.page_slots
+        for page in range(seq.num_computed // size, -(-(seq.num_computed + length) // size)):
+            if key := self.pages.page_key(seq, page):
+                keys.add(key)
+
+    def _is_computed_now(self, seq: Sequence, hit: int, computing: set[bytes]) -> bool:
+        """Whether the next page that ``seq`` would compute is being computed in this step: a hit, one step later."""
+        if not computing or unscored_from(seq) is not None or hit + self.pages.page_slots >= seq.num_tokens:
+            return False
+        return self.pages.page_key(seq, hit // self.pages.page_slots) in computing
+
+    def _start(self, step: Step, seq: Sequence, hit: int, fork: bool, promised: list[int]) -> None:
+        if fork:
+            self.pages.fork(seq.parent, seq, hit)
+        else:
+            self.pages.admit(seq, hit)
+        length = self._chunk(seq, step.left)
+        grown = self.pages.grow(seq, seq.num_computed + length, step.copies)
+        assert grown, f"{seq} was admitted without room for its first span"
+        for g, pages in enumerate(self.pages.missing(seq, seq.num_tokens, self.max_rows)):
+            promised[g] += pages
+        self._dequeue(seq)
+        seq.status, seq.row, seq.num_skipped = Status.RUNNING, self._free_rows.pop(), 0
+        if seq.first_scheduled is None:
+            seq.first_scheduled = step.now
+        self.running.add(seq, step.now)
+        step.add(seq, length)
+
+    # ----------------------------------------------------------------------------------------------------- preemption
+
+    def _make_room(self, step: Step, seq: Sequence, end: int) -> bool:
+        """Grow ``seq`` to ``end`` positions at the cost of drafts, then of lower ranks, then of itself (False)."""
+        seq.draft = []
+        lower: list[Sequence] | None = None
+        while not self.pages.grow(seq, end, step.copies):
+            if self.pages.num_limbo:
+                return False  # pages are on their way back: sit this step out
+            if self._drop_planned_draft(step):
+                continue
+            if lower is None:
+                ranks = self.running.ordered(step.now)
+                lower = [s for s in ranks[ranks.index(seq) + 1:] if s.status is Status.RUNNING]
+            fresh = [s for s in lower if s.num_preempted < MAX_PREEMPTIONS]
+            victim = self.policy.victim(fresh or lower, seq) or seq
+            self._preempt(step, victim)
+            self._be_careful()
+            if victim is seq:
+                return False
+            lower.remove(victim)
+        return True
+
+    def _drop_planned_draft(self, step: Step) -> bool:
+        """Take back the draft of a planned span whose look-ahead holds a page."""
+        for seq in list(reversed(step.spans)):
+            if not seq.draft:
+                continue
+            before = self.pages.num_free
+            seq.draft = []
+            step.remove(seq)
+            step.add(seq, 1)
+            self.pages.truncate(seq, seq.num_tokens, self._in_flight())
+            if self.pages.num_free > before or self.pages.num_limbo:
+                return True
+        return False
+
+    def _displace(self, step: Step, incoming: Sequence, lacking: list[int]) -> bool:
+        """Preempt running sequences for a waiting one where the policy says so and it helps. It starts next step."""
+        lower = [s for s in self.running.ordered(step.now) if s.num_preempted < MAX_PREEMPTIONS]
+        victims: list[Sequence] = []
+        while victim := self.policy.victim(lower, incoming):
+            lower.remove(victim)
+            victims.append(victim)
+            freed = self.pages.freed_by(victims)
+            if len(victims) + self._seats() > 0 and all(a >= b for a, b in zip(freed, lacking)):
+                for victim in victims:
+                    self._preempt(step, victim)
+                return True
+        return False
+
+    def _preempt(self, step: Step, seq: Sequence) -> None:
+        """Take everything from a running sequence; it goes back to its place in the queue and computes it again."""
+        assert not step.copies, "forks are admitted last, so no copy is planned yet whose page could go"
+        step.remove(seq)
+        step.preempted.append(seq)
+        self._stop(seq)
+        seq.num_preempted += 1
+        self.preemptions += 1
+        self._enqueue(seq)
+
+    def _be_careful(self) -> None:
+        """Pages ran out: run a tenth fewer sequences than just now, for a while."""
+        self._max_running = max(1.0, min(self._max_running, (len(self.running) + 1) * 0.9))
+        self._careful_until = self._step + CAUTION_STEPS
+
+    def _recover(self) -> None:
+        if self._step > self._careful_until and self._max_running < self.config.max_num_seqs:
+            self._max_running = min(float(self.config.max_num_seqs), self._max_running + max(1, self.config.max_num_seqs // 100))
+
+    # --------------------------------------------------------------------------------------------------------- private
+
+    def _in_flight(self) -> int | None:
+        """The last launched step, if it has not ended."""
+        return self._launched if self._launched > self._completed else None
+
+    def _stop(self, seq: Sequence, after_step: int | None = None) -> None:
+        """RUNNING -> none: pages and row go back as soon as no launched step uses them."""
+        after_step = self._in_flight() if after_step is None else after_step
+        self.running.discard(seq)
+        self.pages.release(seq, after_step)
+        if after_step is None:
+            self._free_rows.append(seq.row)
+        else:
+            self._limbo_rows.append((after_step, seq.row))
+        seq.row, seq.num_computed, seq.draft = -1, 0, []
+
+    def _enqueue(self, seq: Sequence) -> None:
+        seq.status = Status.WAITING
+        self.waiting.add(seq, self._now)
+        self.queued_tokens += seq.num_tokens
+
+    def _dequeue(self, seq: Sequence) -> None:
+        self.waiting.discard(seq)
+        self._overdue.pop(seq, None)
+        self.queued_tokens -= seq.num_tokens
+
+    def _unblock(self, seq: Sequence) -> None:
+        del self.blocked[seq]
+        self.queued_tokens -= seq.num_tokens
+        seq.blocked_on, seq.blocked_until = "", 0.0
+
+    def check(self) -> None:
+        """Assert every invariant, those of the pages included. Slow: for tests and debugging."""
+        for status, seqs in ((Status.WAITING, self.waiting), (Status.RUNNING, self.running), (Status.BLOCKED, self.blocked)):
+            for seq in seqs:
+                assert seq.status is status, f"{seq} is listed as {status}"
+                assert (seq.row >= 0) == bool(seq.tables) == (status is Status.RUNNING), f"{seq} holds what it should not"
+                assert seq.num_computed < seq.num_tokens, f"{seq} has nothing left to compute"
+        rows = [seq.row for seq in self.running] + self._free_rows + [row for _, row in self._limbo_rows]
+        assert sorted(rows) == list(range(self.config.max_num_seqs)), "a row is in no place or in two"
+        assert self.queued_tokens == sum(seq.num_tokens for seq in chain(self.waiting, self.blocked)), "queued tokens are miscounted"
+        assert all(seq in self.waiting for seq in self._overdue), "an overdue sequence does not wait"
+        self.pages.check(self.running)

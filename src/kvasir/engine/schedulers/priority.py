@@ -1,0 +1,33 @@
+"""By ``Request.priority``, lower first, then by arrival; a much more urgent arrival takes the place of a running request."""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass
+
+from kvasir.engine.policy import SchedulerPolicy
+from kvasir.errors import ConfigError
+from kvasir.types import Sequence, Status
+
+
+@dataclass(frozen=True)
+class Config:
+    """``threshold``: how much lower a waiting request's priority must be than that of the running one it displaces."""
+
+    threshold: int = 10
+
+
+class Priority(SchedulerPolicy):
+    def __init__(self, config: Config | None = None) -> None:
+        super().__init__(config or Config())
+        if self.config.threshold < 1:
+            raise ConfigError(f"priority:threshold={self.config.threshold} must be at least 1, or equals would displace each other")
+
+    def order_waiting(self, seqs: abc.Sequence[Sequence], now: float) -> list[Sequence]:
+        return sorted(seqs, key=lambda seq: (seq.request.priority, seq.request.arrival, seq.branch))
+
+    def victim(self, running: abc.Sequence[Sequence], incoming: Sequence) -> Sequence | None:
+        if not running or incoming.status is Status.RUNNING:
+            return super().victim(running, incoming)
+        urgency = running[-1].request.priority - incoming.request.priority
+        return running[-1] if urgency >= self.config.threshold else None

@@ -1,0 +1,71 @@
+"""How the next rows of a sequence become a span, and a step in the making."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvasir.types import PageCopy, Sequence, Span, Want
+
+ROW_TILE = 128  # a GPU's matmuls cost the same for every row of a tile
+ONE_SAMPLE: dict[Want, range] = {"sample": range(1)}
+
+
+@dataclass(slots=True)
+class Step:
+    """A plan in the making. ``left``: rows not yet given away."""
+
+    now: float
+    left: int
+    spans: dict[Sequence, Span] = field(default_factory=dict)
+    copies: list[PageCopy] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+    def add(self, seq: Sequence, length: int) -> None:
+        self.spans[seq] = next_span(seq, length)
+        self.left -= length
+
+    def remove(self, seq: Sequence) -> None:
+        if span := self.spans.pop(seq, None):
+            self.left += span.length
+
+
+def unscored_from(seq: Sequence) -> int | None:
+    """The first prompt row whose log-probability is asked for and not known yet; None: there is none."""
+    if seq.request.params.prompt_logprobs is None or seq.branch:
+        return None
+    scored = seq.state.get("num_scored", 0)
+    return scored if scored < seq.num_prompt - 1 else None
+
+
+def next_span(seq: Sequence, length: int) -> Span:
+    """The next ``length`` rows of a sequence: rows from the last known token on are sampled."""
+    start = seq.num_computed
+    first = len(seq.tokens) - 1 - start  # the row of the last known token
+    if length == 1 and not first:
+        return Span(seq, start, 1, want=ONE_SAMPLE)
+    want: dict[Want, range] = {}
+    unscored = unscored_from(seq)
+    if unscored is not None and start < seq.num_prompt - 1 and start + length > unscored:
+        want["score"] = range(max(0, unscored - start), min(length, seq.num_prompt - 1 - start))
+    if length > first:
+        want["sample"] = range(first, length)
+    return Span(seq, start, length, want=want, commit="walk" if length > first + 1 else "all")
+
+
+def page_aligned(start: int, length: int, page_slots: int) -> int:
+    """The longest span of at most ``length`` rows that ends at the end of a page; 0: there is none."""
+    return max(0, (start + length) // page_slots * page_slots - start)
+
+
+def round_down(step: Step, budget: int, page_slots: int) -> None:
+    """Where decodes and prompts mix, drop the part of the last row tile that a prompt can as well compute next step."""
+    extra = (budget - step.left) % ROW_TILE
+    if budget % ROW_TILE or not extra:
+        return
+    chunks = [seq for seq, span in step.spans.items() if span.start + span.length < seq.num_tokens]
+    if not chunks or len(chunks) == len(step.spans):
+        return
+    seq = chunks[-1]
+    if length := page_aligned(seq.num_computed, step.spans[seq].length - extra, page_slots):
+        step.remove(seq)
+        step.add(seq, length)

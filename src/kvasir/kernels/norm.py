@@ -1,0 +1,29 @@
+"""RMS norm: x / rms(x) * weight, in fp32, rounded once.
+
+Legend: E (or D) the normalised, last dimension. Any leading dimensions.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., E] float, weight [E] or broadcastable to x. Returns x's shape and dtype.
+
+    A row's bits do not depend on the other rows: one reduction per row, then only correctly rounded operations.
+    """
+    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    scale = scale.mul_(scale).mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
+    normed = (x * scale).mul_(weight)
+    return normed if normed.dtype == x.dtype else normed.to(x.dtype)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The fastest plain form for the device; arguments as ``rms_norm_reference``."""
+    if x.is_cuda and weight.dtype == x.dtype:
+        if weight.dim() == 1:
+            return F.rms_norm(x, weight.shape, weight, eps)
+        return F.rms_norm(x, x.shape[-1:], eps=eps).mul_(weight)
+    return rms_norm_reference(x, weight, eps)

@@ -1,0 +1,146 @@
+"""Training batches: documents of every task, mixed by share of tokens and packed whole into rows.
+
+Batch ``i`` is a pure function of the recipe's seed and ``i``, so a resumed run sees the same data. Worker threads make the
+next batches while the device works; numpy does the heavy part outside the interpreter's lock.
+
+Shape suffixes: B rows, T tokens a row.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvasir.errors import ConfigError
+from kvasir.lab.task import Documents, Split, Task, load_task
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+POOL_STREAM = 1 << 40  # keeps the pools' random streams apart from those of the batches
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One part of every batch: ``count`` rows of ``length`` tokens; ``mix`` gives each task's share of their tokens.
+
+    ``whole``: every document fills exactly one row (long prose), so that rows need no mask between documents.
+    """
+
+    count: int
+    length: int
+    mix: Mapping[str, float]
+    whole: bool = False
+
+
+@dataclass(slots=True)
+class Batch:
+    """ids [B, T] int32; documents [B, T] int16, numbered within a row; trained [B, T] bool; num_trained targets in all."""
+
+    ids: np.ndarray
+    documents: np.ndarray
+    trained: np.ndarray
+    num_trained: int
+    num_tokens: int
+
+
+def pack(documents: Documents, count: int, length: int) -> Batch:
+    """Whole documents into ``count`` rows, longest first, each into the fullest row that still holds it.
+
+    Documents beyond ``length`` are cut; those that find no room are left out. Padding is a document of its own, untrained.
+    """
+    ids = np.zeros((count, length), dtype=np.int32)
+    number = np.full((count, length), -1, dtype=np.int16)
+    trained = np.zeros((count, length), dtype=bool)
+    lengths = np.minimum(documents.lengths, length)
+    room: dict[int, list[int]] = {length: list(range(count - 1, -1, -1))}
+    sizes = [length]  # the keys of ``room``, sorted
+    placed = np.zeros(count, dtype=np.int16)
+    for d in np.argsort(-lengths, kind="stable").tolist():
+        size = int(lengths[d])
+        at = bisect.bisect_left(sizes, size)
+        if at == len(sizes):
+            continue
+        space = sizes[at]
+        row = room[space].pop()
+        if not room[space]:
+            del room[space], sizes[at]
+        begin, source = length - space, documents.bounds[d]
+        ids[row, begin:begin + size] = documents.ids[source:source + size]
+        trained[row, begin:begin + size] = documents.trained[source:source + size]
+        number[row, begin:begin + size] = placed[row]
+        placed[row] += 1
+        left = space - size
+        if left not in room:
+            room[left] = []
+            bisect.insort(sizes, left)
+        room[left].append(row)
+    trained[:, 0] = False
+    trained[:, 1:] &= number[:, 1:] == number[:, :-1]
+    return Batch(ids, number, trained, int(trained.sum()), int((number >= 0).sum()))
+
+
+class Mixture:
+    """The tasks of a recipe, with their pools of ready documents, and the batches drawn from them."""
+
+    def __init__(self, rows: tuple[Rows, ...], tokenizer: Tokenizer, seed: int, *, split: Split = "train", pool: int | None = None) -> None:
+        """``pool``: at most so many ready documents a task (small runs). Raises ConfigError for an unknown task."""
+        self.rows, self.tokenizer, self.seed, self.split = rows, tokenizer, seed, split
+        specs = list(dict.fromkeys(spec for part in rows for spec in part.mix))
+        if any(not part.mix or min(part.mix.values()) <= 0 for part in rows):
+            raise ConfigError("every part of a recipe needs tasks with positive shares")
+        self.tasks: dict[str, Task] = {spec: load_task(spec) for spec in specs}
+        self.pools: dict[str, Documents] = {}
+        self.mean: dict[str, float] = {}
+        for i, (spec, task) in enumerate(self.tasks.items()):
+            size = min(task.pool, pool or task.pool)
+            made = task.documents(tokenizer, np.random.default_rng([seed, POOL_STREAM, i]), size or 64, split)
+            self.mean[spec] = float(made.lengths.mean())
+            if size:
+                self.pools[spec] = made
+
+    def batch(self, number: int) -> list[Batch]:
+        """Batch ``number``: one Batch for each part of the recipe's rows."""
+        return [self._part(part, np.random.default_rng([self.seed, number, i])) for i, part in enumerate(self.rows)]
+
+    def _part(self, part: Rows, rng: np.random.Generator) -> Batch:
+        total, tokens = sum(part.mix.values()), part.count * part.length
+        drawn = []
+        for spec, share in part.mix.items():
+            # Rounded at random, so that a small batch keeps the shares on average; a little less than full, so that all fit.
+            wanted = (1.0 if part.whole else 0.97) * tokens * share / total / self.mean[spec]
+            count = int(wanted + rng.random())
+            if not count:
+                continue
+            if spec in self.pools:
+                pool = self.pools[spec]
+                drawn.append(pool.take(rng.integers(0, len(pool), count)))
+            else:
+                drawn.append(self.tasks[spec].documents(self.tokenizer, rng, count, self.split))
+        if not drawn:
+            raise ConfigError(f"{part.count} rows of {part.length} tokens are too few for this mixture")
+        return pack(Documents.join(drawn), part.count, part.length)
+
+    def stream(self, start: int, workers: int) -> Iterator[list[Batch]]:
+        """Batches ``start``, ``start`` + 1, ...: in order, made ahead by ``workers`` threads (0: when asked for)."""
+        if workers == 0:
+            while True:
+                yield self.batch(start)
+                start += 1
+        with ThreadPoolExecutor(workers, thread_name_prefix="lab-data") as pool:
+            ahead: deque[Future[list[Batch]]] = deque()
+            try:
+                while True:
+                    while len(ahead) < 2 * workers + 2:
+                        ahead.append(pool.submit(self.batch, start))
+                        start += 1
+                    yield ahead.popleft().result()
+            finally:
+                for future in ahead:
+                    future.cancel()

@@ -1,0 +1,71 @@
+"""A trained lab model as an HF folder (Qwen3ForCausalLM, bf16 safetensors), and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+from kvasir.errors import ConfigError
+from kvasir.lab import tokenizer as lab_tokenizer
+from kvasir.lab.model import Model, Shape
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# Shape's field -> the name in config.json.
+HF_NAMES = {"vocab": "vocab_size", "dim": "hidden_size", "layers": "num_hidden_layers", "ffn": "intermediate_size", "heads": "num_attention_heads",
+            "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "positions": "max_position_embeddings", "rope_theta": "rope_theta",
+            "norm_eps": "rms_norm_eps"}
+
+
+def hf_config(shape: Shape, dtype: torch.dtype) -> dict:
+    """config.json, in the spelling that transformers 4 wrote and 5 still reads."""
+    ids = {name: lab_tokenizer.SPECIAL.index(token) for name, token in (("bos", "<bos>"), ("eos", "<eos>"), ("pad", "<pad>"))}
+    return {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": str(dtype).removeprefix("torch."),
+        **{HF_NAMES[name]: value for name, value in dataclasses.asdict(shape).items()},
+        "rope_scaling": None, "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "tie_word_embeddings": True,
+        "use_cache": True, "use_sliding_window": False, "sliding_window": None, "max_window_layers": shape.layers, "initializer_range": 0.02,
+        **{f"{name}_token_id": i for name, i in ids.items()},
+    }
+
+
+def export(model: Model, tokenizer: Tokenizer, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write weights, config, generation defaults and tokenizer into ``folder``."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: p.detach().to("cpu", dtype).contiguous() for name, p in model.named_parameters()}
+    (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
+    config = hf_config(model.shape, dtype)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    stops = [lab_tokenizer.SPECIAL.index(t) for t in ("<eos>", "<|im_end|>")]
+    generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": stops, "pad_token_id": config["pad_token_id"]}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    lab_tokenizer.write(tokenizer, folder, model.shape.positions)
+
+
+def load(folder: str | Path, device: str | torch.device = "cpu") -> Model:
+    """The lab's own model with the weights of ``folder``, in fp32. Raises ConfigError for a folder that is not a lab checkpoint."""
+    folder = Path(folder)
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        weights = load_file(folder / "model.safetensors")
+    except (OSError, json.JSONDecodeError, SafetensorError) as e:
+        raise ConfigError(f"{folder} is not a readable checkpoint: {e}") from e
+    if config.get("model_type") != "qwen3" or not config.get("tie_word_embeddings"):
+        raise ConfigError(f"{folder}: the lab reads its own Qwen3-shaped checkpoints with tied embeddings, not '{config.get('model_type')}'")
+    missing = [name for name in HF_NAMES.values() if name not in config]
+    if missing:
+        raise ConfigError(f"{folder}/config.json lacks {', '.join(missing)}")
+    model = Model(Shape(**{field: config[name] for field, name in HF_NAMES.items()}))
+    try:
+        model.load_state_dict({name: w.float() for name, w in weights.items()})
+    except RuntimeError as e:
+        raise ConfigError(f"{folder}: the weights do not fit config.json: {e}") from e
+    return model.to(device).eval()

@@ -1,0 +1,183 @@
+"""The lab's trainable model: a plain PyTorch Qwen3-shaped decoder whose parameter names are those of the HF checkpoint.
+
+RMSNorm before each block, grouped-query attention with normalised queries and keys, RoPE, SwiGLU, tied embeddings. It is
+meant for training and for checking what was trained; kvasir's engine serves the exported folder.
+
+Shape suffixes: B rows, T tokens, C cached positions, H query heads, G KV heads, D head dim, E model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from kvasir.errors import ConfigError
+
+Cache = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model. ``positions``: the context length it is trained for."""
+
+    vocab: int = 2048
+    dim: int = 192
+    layers: int = 4
+    ffn: int = 640
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    positions: int = 2048
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads or self.head_dim % 2:
+            raise ConfigError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}, and head_dim={self.head_dim} even")
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """RoPE in the "half" layout: x [B, heads, T, D]; cos, sin [B or 1, 1, T, D]."""
+    first, second = x.chunk(2, -1)
+    return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, s: Shape) -> None:
+        super().__init__()
+        self.shape = s
+        self.q_proj = nn.Linear(s.dim, s.heads * s.head_dim, bias=False)
+        self.k_proj = nn.Linear(s.dim, s.kv_heads * s.head_dim, bias=False)
+        self.v_proj = nn.Linear(s.dim, s.kv_heads * s.head_dim, bias=False)
+        self.o_proj = nn.Linear(s.heads * s.head_dim, s.dim, bias=False)
+        self.q_norm = RMSNorm(s.head_dim, s.norm_eps)
+        self.k_norm = RMSNorm(s.head_dim, s.norm_eps)
+
+    def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None,
+                cache: tuple[torch.Tensor, torch.Tensor] | None, at: int) -> torch.Tensor:
+        """x [B, T, E]. ``cache``: K and V [B, G, C, D], written in place from position ``at``."""
+        b, t, _ = x.shape
+        s = self.shape
+        q = self.q_norm(self.q_proj(x).view(b, t, s.heads, s.head_dim)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(b, t, s.kv_heads, s.head_dim)).transpose(1, 2)
+        v = self.v_proj(x).view(b, t, s.kv_heads, s.head_dim).transpose(1, 2)
+        q, k = rotate(q, *rope).to(v.dtype), rotate(k, *rope).to(v.dtype)
+        if cache is not None:
+            cache[0][:, :, at:at + t], cache[1][:, :, at:at + t] = k, v
+            k, v = cache[0][:, :, :at + t], cache[1][:, :, :at + t]
+        # Repeated by hand: the fused kernels that take a mask do not take grouped heads.
+        k, v = (z.repeat_interleave(s.heads // s.kv_heads, 1) for z in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.o_proj(out.transpose(1, 2).reshape(b, t, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, s: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(s.dim, s.ffn, bias=False)
+        self.up_proj = nn.Linear(s.dim, s.ffn, bias=False)
+        self.down_proj = nn.Linear(s.ffn, s.dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, s: Shape) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(s.dim, s.norm_eps)
+        self.self_attn = Attention(s)
+        self.post_attention_layernorm = RMSNorm(s.dim, s.norm_eps)
+        self.mlp = MLP(s)
+
+    def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None,
+                cache: tuple[torch.Tensor, torch.Tensor] | None, at: int) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache, at)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Trunk(nn.Module):
+    """Everything below the output matrix; a module of its own so that names start with ``model.`` as in HF files."""
+
+    def __init__(self, s: Shape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(s.vocab, s.dim)
+        self.layers = nn.ModuleList(Block(s) for _ in range(s.layers))
+        self.norm = RMSNorm(s.dim, s.norm_eps)
+
+
+class Model(nn.Module):
+    """``forward`` gives logits [B, T, V]. Weights are drawn from ``seed`` on the CPU: the same on every machine."""
+
+    def __init__(self, shape: Shape, seed: int = 0) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Trunk(shape)
+        generator = torch.Generator().manual_seed(seed)
+        for name, p in self.named_parameters():
+            if p.ndim == 2:
+                into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(p, std=0.02 / (2 * shape.layers) ** 0.5 if into_residual else 0.02, generator=generator)
+        # Kept outside the module's state (no buffer): a checkpoint holds weights only, and autocast must not round the angles.
+        frequency = shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
+        angle = torch.arange(shape.positions).float()[:, None] * torch.cat([frequency, frequency])
+        self._rope = (angle.cos(), angle.sin())
+
+    def _apply(self, fn, recurse: bool = True):
+        self._rope = tuple(fn(t).float() for t in self._rope)
+        return super()._apply(fn, recurse)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None, *, positions: torch.Tensor | None = None,
+                cache: Cache | None = None, at: int = 0) -> torch.Tensor:
+        """ids [B, T]; mask [B, 1, T, at + T] bool, true = may look (None: causal); positions [B, T] (None: ``at`` onwards)."""
+        if positions is None:
+            rope = tuple(t[at:at + ids.shape[1]][None, None] for t in self._rope)
+        else:
+            rope = tuple(t[positions][:, None] for t in self._rope)
+        x = self.model.embed_tokens(ids)
+        for i, layer in enumerate(self.model.layers):
+            x = layer(x, rope, mask, cache[i] if cache else None, at)
+        return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
+
+    def new_cache(self, rows: int, length: int) -> Cache:
+        s, weight = self.shape, self.model.embed_tokens.weight
+        size = (rows, s.kv_heads, length, s.head_dim)
+        return [(weight.new_zeros(size), weight.new_zeros(size)) for _ in range(s.layers)]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+
+def document_mask(documents: torch.Tensor) -> torch.Tensor:
+    """[B, 1, T, T] bool from document numbers [B, T]: causal, and never across documents."""
+    t = documents.shape[1]
+    causal = torch.ones(t, t, dtype=torch.bool, device=documents.device).tril()
+    return ((documents[:, :, None] == documents[:, None, :]) & causal)[:, None]
+
+
+def losses(model: nn.Module, ids: torch.Tensor, documents: torch.Tensor | None, trained: torch.Tensor) -> torch.Tensor:
+    """[3]: summed cross-entropy (nats), summed z term (log-partition squared), and correct guesses, over trained targets.
+
+    ids, documents, trained [B, T]; ``trained`` marks the tokens to predict. ``documents`` None: each row is one document.
+    """
+    logits = model(ids, None if documents is None else document_mask(documents))[:, :-1].float()
+    target, weight = ids[:, 1:], trained[:, 1:].float()
+    partition = logits.logsumexp(-1)
+    chosen = logits.gather(-1, target[..., None])[..., 0]
+    correct = (logits.argmax(-1) == target).float()
+    return torch.stack([((partition - chosen) * weight).sum(), (partition.square() * weight).sum(), (correct * weight).sum()])

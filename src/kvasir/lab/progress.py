@@ -1,0 +1,45 @@
+"""How a training run shows itself: a bar on a terminal that has rich, a line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+
+class Progress:
+    """``with Progress("embedded") as p: p.show(step, total, "loss 1.23")``."""
+
+    def __init__(self, title: str, every: float = 10.0) -> None:
+        self.title, self.every = title, every
+        self._last = float("-inf")
+        self._bar = None
+
+    def __enter__(self) -> Progress:
+        if sys.stderr.isatty():
+            try:
+                from rich import progress as rich
+            except ImportError:
+                return self
+            self._bar = rich.Progress(rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn(),
+                                      rich.TextColumn("{task.fields[note]}"))
+            self._task = self._bar.add_task(self.title, total=None, note="")
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, step: int, total: int, note: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, total=total, note=note)
+        elif time.monotonic() - self._last >= self.every or step == total:
+            self._last = time.monotonic()
+            print(f"{self.title} {step}/{total} {note}", flush=True)
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False)
+        else:
+            print(text, flush=True)

@@ -1,0 +1,146 @@
+"""The seam of the lab's tasks: seeded problems, an exact checker, a difficulty dial, and training documents.
+
+A task is one module in `kvasir/lab/tasks/`, named like a technique: ``chain``, or ``chain:max_steps=8`` with its dial
+turned. Its splits never share a problem: which split a problem belongs to is decided by a hash of the problem itself, and
+``longer`` holds sizes that are never trained on.
+
+Shape suffixes: T tokens, N documents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import numpy as np
+
+from kvasir.errors import ConfigError
+from kvasir.lab.chat import Message, Segment, prompt, segments
+from kvasir.technique import Technique, load
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Split = Literal["train", "validation", "test", "longer"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test", "longer")
+HELD_OUT = 64  # one problem in so many belongs to validation, another one to test
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """``messages``: the conversation up to the question. ``solution``: the reply a model is trained on.
+    ``answer``: what the checker compares. ``difficulty``: the task's own measure, such as the number of steps."""
+
+    messages: tuple[Message, ...]
+    solution: str
+    answer: str
+    difficulty: int = 0
+    tools: tuple[dict, ...] = ()
+
+    @property
+    def prompt(self) -> str:
+        """The question as the model reads it, up to the header of its own turn."""
+        return prompt(self.messages, self.tools)
+
+    def segments(self) -> list[Segment]:
+        return segments([*self.messages, {"role": "assistant", "content": self.solution}], self.tools)
+
+
+@dataclass(slots=True)
+class Documents:
+    """Token ids of N documents, end to end: ids [T] int32; trained [T] bool, the tokens that carry loss; bounds [N+1]."""
+
+    ids: np.ndarray
+    trained: np.ndarray
+    bounds: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.bounds)
+
+    def take(self, index: np.ndarray) -> Documents:
+        """The documents at ``index`` [K], in that order."""
+        lengths = self.lengths[index]
+        bounds = np.concatenate([[0], np.cumsum(lengths)])
+        where = np.arange(bounds[-1]) + np.repeat(self.bounds[index] - bounds[:-1], lengths)
+        return Documents(self.ids[where], self.trained[where], bounds)
+
+    @staticmethod
+    def join(parts: Sequence[Documents]) -> Documents:
+        return Documents(np.concatenate([p.ids for p in parts]), np.concatenate([p.trained for p in parts]),
+                         np.concatenate([[0], np.cumsum(np.concatenate([p.lengths for p in parts]))]))
+
+
+def encode(tokenizer: Tokenizer, documents: Sequence[Sequence[Segment]]) -> Documents:
+    """Tokenise documents given as segments. Segments meet at special tokens or line ends, where no token spans both."""
+    flat = [segment for document in documents for segment in document]
+    coded = [e.ids for e in tokenizer.encode_batch_fast([text for text, _ in flat], add_special_tokens=False)]
+    sizes = np.array([len(ids) for ids in coded], dtype=np.int64)
+    ids = np.fromiter(itertools.chain.from_iterable(coded), dtype=np.int32, count=int(sizes.sum()))
+    trained = np.repeat(np.array([t for _, t in flat], dtype=bool), sizes)
+    ends = np.cumsum([len(document) for document in documents])
+    return Documents(ids, trained, np.concatenate([[0], np.concatenate([[0], np.cumsum(sizes)])[ends]]))
+
+
+def split_of(text: str) -> Split:
+    """The split a problem belongs to, from its text alone (never ``longer``, which is a matter of size)."""
+    bucket = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % HELD_OUT
+    return {0: "test", 1: "validation"}.get(bucket, "train")  # type: ignore[return-value]
+
+
+def generator(split: Split, seed: int) -> np.random.Generator:
+    """A generator whose stream differs for every split and seed."""
+    if split not in SPLITS:
+        raise ConfigError(f"no split named '{split}'; there are {', '.join(SPLITS)}")
+    return np.random.default_rng([SPLITS.index(split), seed])
+
+
+class Task(Technique):
+    """One kind of problem. ``scored``: by ``answer`` (exact match) or by ``loss`` (prose has no right answer).
+
+    ``pool``: how many training documents to make once and draw from; 0 means ``documents`` is fast enough for every batch.
+    """
+
+    scored: ClassVar[Literal["answer", "loss"]] = "answer"
+    pool: ClassVar[int] = 0
+
+    def draw(self, rng: np.random.Generator, split: Split) -> Problem:
+        """One problem at the dial's difficulty (``split`` matters for ``longer`` sizes only). Always the same from the same rng."""
+        raise NotImplementedError
+
+    def belongs(self, problem: Problem, split: Split) -> bool:
+        """Whether ``problem`` may stand in ``split``. A task too small to hold anything out says yes to all."""
+        return split == "longer" or split_of(problem.messages[-1]["content"]) == split
+
+    def problems(self, split: Split, seed: int, count: int) -> list[Problem]:
+        """``count`` problems of ``split``, the same for the same seed. Raises ConfigError when the dial leaves too few."""
+        return self._sample(generator(split, seed), split, count)
+
+    def _sample(self, rng: np.random.Generator, split: Split, count: int) -> list[Problem]:
+        out: list[Problem] = []
+        for _ in range(40 * HELD_OUT + 8 * HELD_OUT * count):
+            if len(out) == count:
+                return out
+            problem = self.draw(rng, split)
+            if self.belongs(problem, split):
+                out.append(problem)
+        raise ConfigError(f"task '{self.name}' finds only {len(out)} of {count} problems for '{split}': its dial leaves too few")
+
+    def check(self, problem: Problem, reply: str) -> bool:
+        """Whether ``reply`` (the assistant's text, without special tokens) solves ``problem``. Never raises for any text."""
+        return reply.strip() == problem.answer
+
+    def documents(self, tokenizer: Tokenizer, rng: np.random.Generator, count: int, split: Split = "train") -> Documents:
+        """``count`` whole conversations, tokenised, with loss on the assistant's tokens."""
+        return encode(tokenizer, [p.segments() for p in self._sample(rng, split, count)])
+
+
+def load_task(spec: str) -> Task:
+    """Build a task from ``name`` or ``name:key=value,key=value``. Raises ConfigError for an unknown name, key or value."""
+    return load("kvasir.lab.tasks", spec, Task)

@@ -1,0 +1,60 @@
+"""Mixture of experts, the plain form: rows sorted by expert, one dense block at a time.
+
+A row's contributions are added in the order of its own top-k, never in the order the experts ran, so that its bits do not
+depend on who else is in the batch.
+
+Legend: T rows, E model dim, F width of an expert, X experts, K experts per row.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvasir.kernels.activation import ACTIVATIONS, gated
+from kvasir.layers.linear import Linear, Placement, Slot, linear, matrix
+from kvasir.layers.spec import MoESpec
+
+
+class FFN:
+    def __init__(self, spec: MoESpec, hidden_size: int, place: Placement) -> None:
+        self.spec = spec
+        self.exact = place.exact
+        self.activation = ACTIVATIONS[spec.activation]
+        self.router = Linear(hidden_size, {"router": spec.num_experts}, bias=False, place=place)
+        self.gate_up_XFE = matrix(spec.num_experts, 2 * spec.intermediate_size, hidden_size, place=place)
+        self.down_XEF = matrix(spec.num_experts, hidden_size, spec.intermediate_size, place=place)
+
+    def route(self, x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights [T, K] in x's dtype (largest first) and expert ids [T, K] int64."""
+        weights_TK, ids_TK = self.router(x_TE).softmax(-1, dtype=torch.float32).topk(self.spec.top_k, -1)
+        if self.spec.renormalize:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        return weights_TK.to(x_TE.dtype), ids_TK
+
+    def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
+        top_k = self.spec.top_k
+        weights_TK, ids_TK = self.route(x_TE)
+        order = ids_TK.flatten().argsort(stable=True)  # (row, choice) pairs, grouped by expert
+        counts = ids_TK.flatten().bincount(minlength=self.spec.num_experts).tolist()
+        sorted_rows = x_TE[order // top_k]
+        out_sorted = torch.empty_like(sorted_rows)
+        at = 0
+        for expert, count in enumerate(counts):
+            if count:
+                rows = slice(at, at + count)
+                inner = gated(linear(sorted_rows[rows], self.gate_up_XFE[expert], exact=self.exact), self.activation, self.exact)
+                out_sorted[rows] = linear(inner, self.down_XEF[expert], exact=self.exact)
+                at += count
+        out_TKE = torch.empty_like(out_sorted).index_copy_(0, order, out_sorted).view(*ids_TK.shape, x_TE.shape[-1])
+        out_TE = out_TKE[:, 0] * weights_TK[:, :1]
+        for k in range(1, top_k):
+            out_TE += out_TKE[:, k] * weights_TK[:, k:k + 1]
+        return out_TE
+
+    def slots(self) -> dict[str, Slot]:
+        found = self.router.slots()
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up_XFE, self.down_XEF)):
+            gate, up = gate_up.chunk(2)
+            found |= {f"experts.{expert}.gate.weight": Slot(gate), f"experts.{expert}.up.weight": Slot(up),
+                      f"experts.{expert}.down.weight": Slot(down)}
+        return found

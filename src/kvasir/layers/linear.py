@@ -1,0 +1,91 @@
+"""Linear layers, and exact mode: a row's bits do not depend on how many rows its batch has, nor on its place among them.
+
+A BLAS picks another order of summation for another number of rows. In exact mode every product on the CPU therefore has
+the same shape: tiles of ``TILE`` rows, the last one padded with zeros, at addresses aligned alike.
+
+Legend: T rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+TILE = 32
+ALIGNMENT = 64  # bytes; what torch's CPU allocator gives, and what a BLAS may look at when it picks a kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where and how a model's layers live. ``exact``: exact mode (CPU only)."""
+
+    device: torch.device
+    dtype: torch.dtype
+    exact: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place for one stored tensor: often a slice of a fused weight. ``offset`` is added to what is stored; ``repeat``: one
+    stored vector fills every row of the target."""
+
+    target: torch.Tensor
+    offset: float = 0.0
+    repeat: bool = False
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the stored tensor."""
+        return self.target.shape[1:] if self.repeat else self.target.shape
+
+    def fill(self, stored: torch.Tensor) -> None:
+        """Copy, converting dtype and device."""
+        self.target.copy_(stored)
+        if self.offset:
+            self.target.add_(self.offset)
+
+
+def matrix(*shape: int, place: Placement) -> torch.Tensor:
+    """An empty weight [..., N, K]. On a CPU the memory order is [..., K, N], in which few-row products are up to twice as fast."""
+    if place.device.type == "cuda":
+        return torch.empty(shape, device=place.device, dtype=place.dtype)
+    return torch.empty(*shape[:-2], shape[-1], shape[-2], device=place.device, dtype=place.dtype).transpose(-1, -2)
+
+
+def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, exact: bool = False) -> torch.Tensor:
+    """x @ weight^T + bias: [T, N] in x's dtype."""
+    if not exact:
+        return F.linear(x_TK, weight_NK, bias_N)
+    num_rows, width = x_TK.shape
+    if num_rows % TILE or not x_TK.is_contiguous() or x_TK.data_ptr() % ALIGNMENT:
+        tiles = x_TK.new_zeros(-(-num_rows // TILE) * TILE, width)
+        tiles[:num_rows] = x_TK
+    else:
+        tiles = x_TK
+    # The bias is added apart: fused, it would be one more thing that a BLAS may do in another order.
+    parts = [F.linear(tile, weight_NK) for tile in tiles.split(TILE)]
+    product = (parts[0] if len(parts) == 1 else torch.cat(parts))[:num_rows] if parts else x_TK.new_empty(0, weight_NK.shape[0])
+    return product if bias_N is None else product + bias_N
+
+
+class Linear:
+    """One or more stored matrices with the same input, fused along the output: ``widths`` are their output sizes."""
+
+    def __init__(self, num_inputs: int, widths: dict[str, int], *, bias: bool, place: Placement) -> None:
+        total = sum(widths.values())
+        self.widths = widths
+        self.exact = place.exact
+        self.weight_NK = matrix(total, num_inputs, place=place)
+        self.bias_N = torch.empty(total, device=place.device, dtype=place.dtype) if bias else None
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        return linear(x_TK, self.weight_NK, self.bias_N, self.exact)
+
+    def slots(self) -> dict[str, Slot]:
+        sizes = list(self.widths.values())
+        found = {f"{name}.weight": Slot(part) for name, part in zip(self.widths, self.weight_NK.split(sizes))}
+        if self.bias_N is not None:
+            found |= {f"{name}.bias": Slot(part) for name, part in zip(self.widths, self.bias_N.split(sizes))}
+        return found

@@ -1,0 +1,62 @@
+"""Grouped-query attention over the paged cache: projections, optional QK norm, RoPE, write, attend.
+
+Legend: T rows, E model dim, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvasir.attention.backend import AttentionBackend
+from kvasir.kernels.norm import rms_norm
+from kvasir.kernels.rope import rotate
+from kvasir.kv.codec import LayerCache
+from kvasir.layers.linear import Linear, Placement, Slot
+from kvasir.layers.spec import GQASpec
+from kvasir.types import StepBatch
+
+
+class Mixer:
+    """``writes``: False for a layer that attends to another layer's cache and has queries only."""
+
+    def __init__(self, spec: GQASpec, hidden_size: int, place: Placement, writes: bool = True) -> None:
+        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self.spec = spec
+        self.attention = spec.attention()
+        self.writes = writes
+        widths = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim} if writes else {"q": heads * dim}
+        self.num_rotated = heads + kv_heads if writes else heads
+        self.qkv = Linear(hidden_size, widths, bias=spec.qkv_bias, place=place)
+        self.o = Linear(heads * dim, {"o": hidden_size}, bias=spec.o_bias, place=place)
+        self.qk_norm = None
+        if spec.qk_norm is not None:
+            dtype = torch.float32 if spec.qk_norm.offset else place.dtype
+            self.qk_norm = torch.empty(self.num_rotated, dim, device=place.device, dtype=dtype)
+        self.sinks_H = torch.empty(heads, device=place.device, dtype=torch.float32) if spec.sinks else None
+
+    def forward(self, x_TE: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], cache: LayerCache, backend: AttentionBackend,
+                batch: StepBatch) -> torch.Tensor:
+        """[T, E] -> [T, E]. K/V go through the codec into their pages before anything attends to them."""
+        spec, num_rows = self.spec, x_TE.shape[0]
+        qkv = self.qkv(x_TE)
+        width = self.num_rotated * spec.head_dim
+        qk = qkv[:, :width].view(num_rows, self.num_rotated, spec.head_dim)
+        if self.qk_norm is not None:
+            qk = rms_norm(qk, self.qk_norm, spec.qk_norm.eps)
+        qk = rotate(qk, *rope)
+        if self.writes:
+            v_TGD = qkv[:, width:].view(num_rows, spec.num_kv_heads, spec.head_dim)
+            cache.codec.write(cache, qk[:, spec.num_heads:], v_TGD, batch.slots[cache.group])
+        out_THD = backend.run(qk[:, :spec.num_heads], cache, self.attention, batch, sinks_H=self.sinks_H)
+        return self.o(out_THD.reshape(num_rows, spec.num_heads * spec.head_dim))
+
+    def slots(self) -> dict[str, Slot]:
+        found = self.qkv.slots() | self.o.slots()
+        if self.qk_norm is not None:
+            heads, offset = self.spec.num_heads, self.spec.qk_norm.offset
+            found["q_norm.weight"] = Slot(self.qk_norm[:heads], offset, repeat=True)
+            if self.writes:
+                found["k_norm.weight"] = Slot(self.qk_norm[heads:], offset, repeat=True)
+        if self.sinks_H is not None:
+            found["sinks"] = Slot(self.sinks_H)
+        return found

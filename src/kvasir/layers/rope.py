@@ -1,0 +1,60 @@
+"""Rotary angles: frequencies of every scaling kind, and a table of cosines and sines by position.
+
+Sources: RoPE (arXiv 2104.09864), linear interpolation (2306.15595), YaRN (2309.00071), the Llama 3.1 rule (its model card).
+Legend: T rows, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kvasir.layers.spec import RopeSpec
+
+
+def frequencies(spec: RopeSpec) -> torch.Tensor:
+    """Radians per position of each pair of dimensions, [D/2] fp32 on the CPU."""
+    plain = 1.0 / spec.theta ** (torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim)
+    if spec.kind == "linear":
+        return plain / spec.factor
+    if spec.kind == "llama3":
+        return _llama3(plain, spec)
+    if spec.kind == "yarn":
+        return _yarn(plain, spec)
+    return plain
+
+
+def _llama3(plain: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
+    """Long waves are stretched by the factor, short ones kept, those between blended."""
+    turns = spec.original_max_position * plain / (2 * math.pi)  # over the original context
+    kept = ((turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)).clamp(0, 1)
+    return plain / spec.factor * (1 - kept) + plain * kept
+
+
+def _yarn(plain: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
+    """Dimensions that turn more than beta_fast times are kept, less than beta_slow stretched, between them a linear ramp."""
+
+    def dimension(turns: float) -> float:
+        return spec.head_dim * math.log(spec.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    low, high = dimension(spec.beta_fast), dimension(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.head_dim - 1)
+    span = high - low if high != low else 0.001
+    stretched = ((torch.arange(len(plain), dtype=torch.float32) - low) / span).clamp(0, 1)
+    return plain / spec.factor * stretched + plain * (1 - stretched)
+
+
+class RopeTable:
+    """Cosines and sines of positions 0 .. num_positions - 1, computed once: a row's angle never depends on its batch."""
+
+    def __init__(self, spec: RopeSpec, num_positions: int, device: torch.device) -> None:
+        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32, device=device), frequencies(spec).to(device))
+        self.table = torch.cat((angles.cos(), angles.sin()), -1).mul_(spec.attention_factor)  # [num_positions, D] fp32
+
+    def rows(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What ``kernels.rope.rotate`` needs for rows at these positions: two [T, 1, D] fp32 tensors."""
+        cos, sin = self.table.index_select(0, positions_T).unsqueeze(1).chunk(2, -1)
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)

@@ -1,0 +1,103 @@
+"""Chat messages on their way into a template: brought to one shape, and made unable to speak for the template."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from kvasir.errors import RequestError
+
+PRIVATE = range(0xF0000, 0xFFFFE)
+
+
+class Marks:
+    """Stand-ins for the control strings that occur in what a user sent: one private character each, none of them used."""
+
+    def __init__(self, control: Collection[str], tags: Collection[str], values: Any) -> None:
+        texts = list(_strings(values))
+        found = [c for c in control if any(c in text for text in texts)]
+        used = set().union(*texts) if found else set()
+        free = (chr(c) for c in PRIVATE if chr(c) not in used)
+        self._marks = {c: next(free) for c in longest_first(found)}
+        self.originals = {mark: c for c, mark in self._marks.items()}
+        self._all = _any_of(self._marks)
+        self._hard = _any_of(c for c in self._marks if c not in tags)
+
+    def of(self, value: Any, strict: bool) -> Any:
+        """``value`` with its control strings replaced; when not ``strict`` (system and assistant text), all but the tags,
+        which templates look for in answers and developers write on purpose."""
+        if not self._marks:
+            return value
+        pattern = self._all if strict else self._hard
+        if isinstance(value, str):
+            return pattern.sub(lambda m: self._marks[m[0]], value)
+        if isinstance(value, dict):
+            return {self.of(k, strict): self.of(v, strict) for k, v in value.items()}
+        return [self.of(v, strict) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def longest_first(words: Iterable[str]) -> list[str]:
+    return sorted(words, key=len, reverse=True)
+
+
+def _any_of(words: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, words)) or "(?!)")
+
+
+def _strings(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in (*value.keys(), *value.values()) if isinstance(value, dict) else value:
+            yield from _strings(item)
+
+
+def restore(text: str, originals: dict[str, str]) -> str:
+    return re.sub("[" + "".join(originals) + "]", lambda m: originals[m[0]], text) if originals else text
+
+
+def normal(message: Any, index: int) -> dict[str, Any]:
+    """A message as templates expect it: content is a string, absent keys are absent, call arguments are objects."""
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f"{where} must be an object with a role", param=f"{where}.role")
+    message = {k: v for k, v in message.items() if v is not None}
+    message["content"] = _flat(message.get("content", ""), where)
+    calls = message.pop("tool_calls", None)
+    if calls:
+        if not isinstance(calls, (list, tuple)) or not all(isinstance(c, Mapping) for c in calls):
+            raise RequestError(f"{where}.tool_calls must be a list of objects", param=f"{where}.tool_calls")
+        message["tool_calls"] = [_call(c) for c in calls]
+    return message
+
+
+def _flat(content: Any, where: str) -> str:
+    """Text parts, one a line. Raises RequestError for a part that is not text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, (list, tuple)):
+        raise RequestError(f"{where}.content must be a string or a list of parts", param=f"{where}.content")
+    texts = []
+    for i, part in enumerate(content):
+        kind = "text" if isinstance(part, str) else part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
+        if kind not in ("text", "input_text", "output_text"):
+            raise RequestError(f"{where}.content[{i}] is of type '{str(kind)[:80]}'; this model reads text parts only",
+                               param=f"{where}.content[{i}].type", code="unsupported_content")
+        if not isinstance(text, str):
+            raise RequestError(f"{where}.content[{i}].text must be a string", param=f"{where}.content[{i}].text")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return dict(call)
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return dict(call)  # the model once wrote broken JSON; the template shows it as it was
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else dict(call)

@@ -1,0 +1,112 @@
+"""Where a model is and what its config says: folders, hub ids, the embedded model. Needs no torch.
+
+What is not served (quantised weights, adapters, multimodal parts) is refused here by name, before any weight is read.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from kvasir.errors import ConfigError
+from kvasir.models.spec import find_family
+
+# Never pickles, never code, and not the second copy of the weights that some repositories carry in another layout.
+WANTED = ["config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+          "chat_template*", "*.jinja", "*.safetensors", "*.safetensors.index.json"]
+UNWANTED = ["*/*", "consolidated*"]
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def resolve(model: str, revision: str | None = None) -> Path:
+    """The model's folder: a path, a hub id (downloaded, or from the hub's cache), or "" for the embedded model."""
+    if not model:
+        return embedded()
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ConfigError(f"model '{model}' is a file. Give the folder that holds config.json and *.safetensors"
+                          + (" (GGUF is not served)" if path.suffix == ".gguf" else ""))
+    if not HUB_ID.fullmatch(model) or ".." in model or model.startswith("."):
+        raise ConfigError(f"model '{model}': no such folder, and it is not a hub id (owner/name) either")
+    return _download(model, revision)
+
+
+def embedded() -> Path:
+    """The folder of the model that ships in the package."""
+    path = Path(str(importlib.resources.files("kvasir"))) / "assets" / "embedded"
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"this installation has no embedded model ({path}). Name a model folder or a hub id.")
+    return path
+
+
+def _download(model: str, revision: str | None) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    # From the particular to the general: the hub's errors are subclasses of one another.
+    reasons: list[tuple[type[Exception], str]] = [
+        (errors.GatedRepoError, "it is gated: accept its terms on the hub and log in with `hf auth login`"),
+        (errors.RepositoryNotFoundError, "no such folder here, and no such public model on the hub (private ones need `hf auth login`)"),
+        (errors.RevisionNotFoundError, f"it has no revision '{revision}'"),
+        (errors.LocalEntryNotFoundError, "no such folder here, the hub cannot be reached, and its cache does not hold the model"),
+        (errors.HFValidationError, "no such folder here, and it is not a valid hub id"),
+        (errors.HfHubHTTPError, "the hub answered with an error"),
+        (OSError, "it could not be downloaded"),
+    ]
+    try:
+        return Path(huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+    except tuple(kind for kind, _ in reasons) as e:
+        why = next(text for kind, text in reasons if isinstance(e, kind))
+        raise ConfigError(f"model '{model}': {why} ({type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else 'no details'})") from e
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object. Raises ConfigError naming the file."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"cannot read {file}: {e.strerror}") from e
+    except (ValueError, RecursionError) as e:
+        raise ConfigError(f"{file} is not valid JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a model that can be served. Raises ConfigError naming the file or the field at fault."""
+    if not (path / "config.json").is_file():
+        if (path / "adapter_config.json").is_file():
+            raise ConfigError(f"{path} holds an adapter (adapter_config.json), not a model; adapters are not served. Merge it into its base model.")
+        found = "it is empty" if not any(path.iterdir()) else f"it holds {', '.join(sorted(p.name for p in path.iterdir())[:5])}"
+        raise ConfigError(f"{path} has no config.json ({found}). Give a folder in HF format.")
+    config = read_json(path / "config.json")
+    refuse_unserved(config)
+    return config
+
+
+def refuse_unserved(config: dict[str, Any]) -> None:
+    """Raise ConfigError for what no family serves: quantised weights, parts beside the text model, unknown families."""
+    model_type = config.get("model_type")
+    quantization = config.get("quantization_config") or config.get("compression_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+        raise ConfigError(f"config.json: quantization_config (quant_method '{method}') is not served. Use the unquantised checkpoint.")
+    parts = sorted(k for k, v in config.items() if k.endswith("_config") and isinstance(v, dict) and v)
+    if parts:
+        raise ConfigError(f"config.json: model_type '{model_type}' is made of parts ({', '.join(parts)}); multimodal and composite models "
+                          "are not served. Use a text-only checkpoint.")
+    if not isinstance(model_type, str) or not model_type:
+        raise ConfigError("config.json: model_type is missing" + ("" if config.get("architectures") else ", and so is architectures"))
+    find_family(model_type)
+
+
+def read_generation_config(path: Path) -> dict[str, Any]:
+    """generation_config.json, or {} where there is none. Raises ConfigError when it is not a JSON object."""
+    file = path / "generation_config.json"
+    return read_json(file) if file.is_file() else {}

@@ -1,0 +1,104 @@
+"""The assembler: one decoder for every model, put together from its spec.
+
+Legend: T rows, M rows with logits, E model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from kvasir.attention.backend import AttentionBackend
+from kvasir.kv.codec import LayerCache
+from kvasir.layers.linear import Placement, Slot, linear, matrix
+from kvasir.layers.norm import RMSNorm
+from kvasir.layers.rope import RopeTable
+from kvasir.models.spec import LayerSpec, ModelSpec
+from kvasir.types import StepBatch
+
+
+class Block:
+    """One layer: a mixer and a feed-forward block on the residual stream, with norms before and, if sandwiched, after."""
+
+    def __init__(self, spec: LayerSpec, hidden_size: int, place: Placement) -> None:
+        mixer = importlib.import_module(f"kvasir.layers.mixers.{spec.mixer.kind}")
+        ffn = importlib.import_module(f"kvasir.layers.ffn.{spec.ffn.kind}")
+        self.mixer_norm, self.ffn_norm = (RMSNorm(hidden_size, spec.norm, place) for _ in range(2))
+        self.mixer = mixer.Mixer(spec.mixer, hidden_size, place, writes=spec.cache_of is None)
+        self.ffn = ffn.FFN(spec.ffn, hidden_size, place)
+        self.mixer_post_norm = self.ffn_post_norm = None
+        if spec.norms == "sandwich":
+            self.mixer_post_norm, self.ffn_post_norm = (RMSNorm(hidden_size, spec.norm, place) for _ in range(2))
+
+    def forward(self, h_TE: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], cache: LayerCache, backend: AttentionBackend,
+                batch: StepBatch) -> torch.Tensor:
+        x = self.mixer.forward(self.mixer_norm(h_TE), rope, cache, backend, batch)
+        if self.mixer_post_norm is not None:
+            x = self.mixer_post_norm(x)
+        h_TE = x.add_(h_TE)
+        x = self.ffn.forward(self.ffn_norm(h_TE))
+        if self.ffn_post_norm is not None:
+            x = self.ffn_post_norm(x)
+        return x.add_(h_TE)
+
+    def slots(self) -> dict[str, Slot]:
+        parts = {"mixer_norm": self.mixer_norm, "mixer": self.mixer, "mixer_post_norm": self.mixer_post_norm,
+                 "ffn_norm": self.ffn_norm, "ffn": self.ffn, "ffn_post_norm": self.ffn_post_norm}
+        return {f"{part}.{name}": slot for part, module in parts.items() if module is not None for name, slot in module.slots().items()}
+
+
+class Decoder:
+    """Weights are uninitialised until the loader has filled ``slots()``. ``num_positions``: rows of the RoPE tables (default:
+    ``spec.max_position``); positions beyond are an error."""
+
+    def __init__(self, spec: ModelSpec, place: Placement, num_positions: int | None = None) -> None:
+        self.spec = spec
+        self.place = place
+        self.embed_VE = torch.empty(spec.vocab_size, spec.hidden_size, device=place.device, dtype=place.dtype)
+        # The scale is rounded to the model's dtype, as the models were trained.
+        self.embed_scale = torch.tensor(spec.embed_scale, dtype=place.dtype).item()
+        self.blocks = [Block(layer, spec.hidden_size, place) for layer in spec.layers]
+        self.norm = RMSNorm(spec.hidden_size, spec.final_norm, place)
+        self.head_VE = self.embed_VE if spec.tied else matrix(spec.vocab_size, spec.hidden_size, place=place)
+        kinds = list(dict.fromkeys(layer.rope for layer in spec.layers))
+        self.ropes = [RopeTable(kind, num_positions or spec.max_position, place.device) for kind in kinds]
+        self.rope_of = [kinds.index(layer.rope) for layer in spec.layers]
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch, caches: Sequence[LayerCache], backend: AttentionBackend,
+                taps: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
+        """Hidden states [T, E] before the final norm. ``caches``: one per layer; ``backend.plan(batch)`` was called.
+
+        ``taps`` maps a layer's index to a buffer of at least T rows that receives the layer's output.
+        """
+        h_TE = F.embedding(batch.input_ids, self.embed_VE)
+        if self.embed_scale != 1.0:
+            h_TE *= self.embed_scale
+        angles = [table.rows(batch.positions) for table in self.ropes]
+        for i, block in enumerate(self.blocks):
+            h_TE = block.forward(h_TE, angles[self.rope_of[i]], caches[i], backend, batch)
+            if taps is not None and i in taps:
+                taps[i][:len(h_TE)].copy_(h_TE)
+        return h_TE
+
+    @torch.inference_mode()
+    def logits(self, hidden_ME: torch.Tensor) -> torch.Tensor:
+        """fp32 logits [M, V] of hidden states as ``forward`` returns them."""
+        logits_MV = linear(self.norm(hidden_ME), self.head_VE, exact=self.place.exact).float()
+        if self.spec.logit_scale != 1.0:
+            logits_MV *= self.spec.logit_scale
+        if self.spec.logit_softcap is not None:
+            logits_MV = logits_MV.div_(self.spec.logit_softcap).tanh_().mul_(self.spec.logit_softcap)
+        return logits_MV
+
+    def slots(self) -> dict[str, Slot]:
+        """Every place a stored tensor goes, by our names; the head only when it is not the embedding."""
+        found = {"embed.weight": Slot(self.embed_VE), "norm.weight": self.norm.slots()["weight"]}
+        if not self.spec.tied:
+            found["head.weight"] = Slot(self.head_VE)
+        for i, block in enumerate(self.blocks):
+            found |= {f"layers.{i}.{name}": slot for name, slot in block.slots().items()}
+        return found

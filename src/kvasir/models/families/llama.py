@@ -1,0 +1,16 @@
+"""Llama 2 and 3, and the many models that kept its config. Quirks: biases by switch."""
+
+from __future__ import annotations
+
+from kvasir.models import fields as hf
+from kvasir.models.spec import LayerSpec, ModelSpec
+
+ARCHITECTURES = ("LlamaForCausalLM",)
+stored_name = hf.stored_name
+
+
+def build(fields: hf.Fields) -> ModelSpec:
+    bias = fields.flag("attention_bias", False)
+    mixer = hf.attention(fields, qkv_bias=bias, o_bias=bias)
+    layer = LayerSpec(mixer, hf.dense(fields, fields.flag("mlp_bias", False)), hf.rope(fields, mixer.head_dim), hf.norm(fields))
+    return hf.model(fields, [layer] * fields.int("num_hidden_layers"))

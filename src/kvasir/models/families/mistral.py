@@ -1,0 +1,17 @@
+"""Mistral 7B and its kin. Quirk: every layer slides when ``sliding_window`` is set (null: none does; absent: 4096)."""
+
+from __future__ import annotations
+
+from kvasir.models import fields as hf
+from kvasir.models.spec import LayerSpec, ModelSpec
+
+ARCHITECTURES = ("MistralForCausalLM",)
+stored_name = hf.stored_name
+
+
+def build(fields: hf.Fields) -> ModelSpec:
+    fields.refuse("layer_types", "per-layer attention belongs to other model types than mistral", (None,))
+    window = fields.int("sliding_window", 4096) if fields.raw.get("sliding_window", 4096) is not None else None
+    mixer = hf.attention(fields, window=window)
+    layer = LayerSpec(mixer, hf.dense(fields), hf.rope(fields, mixer.head_dim), hf.norm(fields))
+    return hf.model(fields, [layer] * fields.int("num_hidden_layers"))

@@ -1,0 +1,43 @@
+"""Qwen 3 MoE. Quirks: as Qwen 3, with a mixture of experts in most layers (``decoder_sparse_step``, ``mlp_only_layers``); when
+``use_sliding_window`` is set every layer slides."""
+
+from __future__ import annotations
+
+from kvasir.layers.spec import DenseSpec, MoESpec
+from kvasir.models import fields as hf
+from kvasir.models.spec import LayerSpec, ModelSpec
+
+ARCHITECTURES = ("Qwen3MoeForCausalLM",)
+PARTS = {**hf.PARTS, "ffn.router": "mlp.gate"}
+
+
+def stored_name(slot: str) -> str:
+    head, expert, rest = slot.partition(".ffn.experts.")
+    if expert:
+        number, part, leaf = rest.split(".")
+        return f"model.{head}.mlp.experts.{number}.{part}_proj.{leaf}"
+    return hf.stored_name(slot, PARTS)
+
+
+def build(fields: hf.Fields) -> ModelSpec:
+    bias = fields.flag("attention_bias", False)
+    window = fields.int("sliding_window", None) if fields.flag("use_sliding_window", False) else None
+    mixer = hf.attention(fields, window=window, qk_norm=hf.norm(fields), qkv_bias=bias, o_bias=bias)
+    rope, norm = hf.rope(fields, mixer.head_dim), hf.norm(fields)
+    layers = [LayerSpec(mixer, ffn, rope, norm) for ffn in _ffns(fields)]
+    return hf.model(fields, layers)
+
+
+def _ffns(fields: hf.Fields) -> list[DenseSpec | MoESpec]:
+    num_experts = fields.int("num_experts" if fields.has("num_experts") else "num_local_experts", least=0)
+    step, dense_layers = fields.int("decoder_sparse_step", 1), fields.numbers("mlp_only_layers", ())
+    sparse = [num_experts > 0 and i not in dense_layers and (i + 1) % step == 0 for i in range(fields.int("num_hidden_layers"))]
+    dense = None if all(sparse) else hf.dense(fields)
+    return [_moe(fields, num_experts) if s else dense for s in sparse]
+
+
+def _moe(fields: hf.Fields, num_experts: int) -> MoESpec:
+    top_k = fields.int("num_experts_per_tok")
+    if top_k > num_experts:
+        raise fields.fail("num_experts_per_tok", f"is {top_k}, more than the {num_experts} experts")
+    return MoESpec(num_experts, top_k, fields.int("moe_intermediate_size"), fields.flag("norm_topk_prob", False), hf.activation(fields))

@@ -1,0 +1,230 @@
+"""Reading an HF config: checked fields, and the pieces that most families share.
+
+Both spellings of RoPE are read: v4 (``rope_theta`` and ``rope_scaling``) and v5 (``rope_parameters``, flat or by layer type).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from kvasir.errors import ConfigError
+from kvasir.layers.spec import Activation, DenseSpec, GQASpec, NormSpec, RopeSpec
+from kvasir.models.spec import LayerSpec, ModelSpec
+
+REQUIRED: Any = object()
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+LARGEST = 1 << 31
+# Our slots, and the usual HF names of what goes there.
+OUTER = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}
+PARTS = {
+    "mixer_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "mixer.q": "self_attn.q_proj", "mixer.k": "self_attn.k_proj", "mixer.v": "self_attn.v_proj", "mixer.o": "self_attn.o_proj",
+    "mixer.q_norm": "self_attn.q_norm", "mixer.k_norm": "self_attn.k_norm",
+    "ffn.gate": "mlp.gate_proj", "ffn.up": "mlp.up_proj", "ffn.down": "mlp.down_proj",
+}
+
+
+class Fields:
+    """A config's fields, each checked as it is read. A missing or ill-typed one raises ConfigError with its name."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str = "") -> None:
+        self.raw = raw
+        self.where = where
+
+    def has(self, name: str) -> bool:
+        return self.raw.get(name) is not None
+
+    def fail(self, name: str, problem: str) -> ConfigError:
+        return ConfigError(f"config.json: {self.where}{name} {problem}")
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.raw.get(name)
+        if value is None:
+            if default is REQUIRED:
+                raise self.fail(name, "is missing")
+            return default
+        return value
+
+    def int(self, name: str, default: Any = REQUIRED, least: int = 1) -> Any:
+        value = self._get(name, default)
+        if value is not default and (not isinstance(value, int) or isinstance(value, bool) or not least <= value < LARGEST):
+            raise self.fail(name, f"is {value!r}, expected a whole number of at least {least}")
+        return value
+
+    def number(self, name: str, default: Any = REQUIRED, positive: bool = True) -> Any:
+        value = self._get(name, default)
+        if value is default:
+            return value
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or (positive and value <= 0):
+            raise self.fail(name, f"is {value!r}, expected a {'positive ' if positive else ''}number")
+        return float(value)
+
+    def flag(self, name: str, default: Any = REQUIRED) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self.fail(name, f"is {value!r}, expected true or false")
+        return value
+
+    def text(self, name: str, default: Any = REQUIRED) -> str:
+        value = self._get(name, default)
+        if not isinstance(value, str):
+            raise self.fail(name, f"is {value!r}, expected a string")
+        return value
+
+    def names(self, name: str, default: Any = REQUIRED, length: int | None = None) -> tuple[str, ...]:
+        return self._list(name, default, str, length)
+
+    def numbers(self, name: str, default: Any = REQUIRED) -> tuple[Any, ...]:
+        """A list of whole numbers."""
+        return self._list(name, default, int, None)
+
+    def _list(self, name: str, default: Any, kind: type, length: int | None) -> tuple[Any, ...]:
+        value = self._get(name, default)
+        if not isinstance(value, (list, tuple)) or not all(isinstance(v, kind) and not isinstance(v, bool) for v in value):
+            raise self.fail(name, f"is {value!r}, expected a list of {'strings' if kind is str else 'whole numbers'}")
+        if length is not None and len(value) != length:
+            raise self.fail(name, f"has {len(value)} entries, expected {length} (one a layer)")
+        return tuple(value)
+
+    def section(self, name: str) -> Fields | None:
+        """A dict-valued field, or None when it is absent or empty."""
+        value = self.raw.get(name)
+        if not value:
+            return None
+        if not isinstance(value, dict):
+            raise self.fail(name, f"is {value!r}, expected an object")
+        return Fields(value, f"{self.where}{name}.")
+
+    def refuse(self, name: str, why: str, unless: tuple[Any, ...] = (None, False)) -> None:
+        """Refuse a field whose value would change the maths in a way that is not served."""
+        value = self.raw.get(name)
+        if not any(value is u or value == u for u in unless):
+            raise self.fail(name, f"is {value!r}: {why}")
+
+
+# ------------------------------------------------------------------------------------------------------------ pieces
+
+
+def norm(fields: Fields, offset: float = 0.0) -> NormSpec:
+    return NormSpec(fields.number("rms_norm_eps", 1e-6), offset)
+
+
+def activation(fields: Fields, name: str = "hidden_act", default: str = "silu") -> Activation:
+    value = fields.text(name, default)
+    if value not in ACTIVATIONS:
+        raise fields.fail(name, f"is '{value}'; served are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[value]
+
+
+def dense(fields: Fields, bias: bool = False) -> DenseSpec:
+    return DenseSpec(fields.int("intermediate_size"), activation(fields), bias)
+
+
+def attention(fields: Fields, *, head_dim: int | None = None, scale: float | None = None, window: int | None = None, **quirks: Any) -> GQASpec:
+    """``head_dim``: the family's default where the config has none (None: hidden_size / heads)."""
+    hidden, heads = fields.int("hidden_size"), fields.int("num_attention_heads")
+    kv_heads = fields.int("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise fields.fail("num_attention_heads", f"is {heads}, not a multiple of num_key_value_heads ({kv_heads})")
+    dim = fields.int("head_dim", head_dim)
+    if dim is None:
+        if hidden % heads:
+            raise fields.fail("hidden_size", f"is {hidden}, not a multiple of num_attention_heads ({heads}), and head_dim is missing")
+        dim = hidden // heads
+    if dim % 2:
+        raise fields.fail("head_dim", f"is {dim}, expected an even number (RoPE pairs dimensions)")
+    if window is not None and window >= fields.int("max_position_embeddings"):
+        window = None  # it never hides a position
+    return GQASpec(heads, kv_heads, dim, dim ** -0.5 if scale is None else scale, window, **quirks)
+
+
+def sliding_window(fields: Fields, default: int | None = None) -> int:
+    """The window of a layer that slides; required there."""
+    return fields.int("sliding_window", REQUIRED if default is None else default)
+
+
+def layer_types(fields: Fields, default: list[str]) -> tuple[str, ...]:
+    """``full_attention`` or ``sliding_attention`` for every layer."""
+    kinds = fields.names("layer_types", default, length=len(default))
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise fields.fail("layer_types", f"has '{kind}'; served are full_attention and sliding_attention")
+    return kinds
+
+
+def qwen_layer_types(fields: Fields) -> tuple[str, ...]:
+    """Qwen 2 and 3: nothing slides unless ``use_sliding_window``, then the layers from ``max_window_layers`` on."""
+    slides = fields.flag("use_sliding_window", False) and fields.has("sliding_window")
+    first = fields.int("max_window_layers", 28, least=0) if slides else fields.int("num_hidden_layers")
+    kinds = layer_types(fields, ["sliding_attention" if i >= first else "full_attention" for i in range(fields.int("num_hidden_layers"))])
+    if not slides and "sliding_attention" in kinds:
+        raise fields.fail("layer_types", "has sliding_attention, but use_sliding_window is not set or sliding_window is missing")
+    return kinds
+
+
+def model(fields: Fields, layers: list[LayerSpec], *, offset: float = 0.0, tied: bool = False, **quirks: Any) -> ModelSpec:
+    """``tied``: the family's default where the config does not say."""
+    fields.refuse("is_encoder_decoder", "encoder-decoder models are not served")
+    return ModelSpec(
+        family=fields.text("model_type"), hidden_size=fields.int("hidden_size"), vocab_size=fields.int("vocab_size"),
+        max_position=fields.int("max_position_embeddings"), layers=tuple(layers), final_norm=norm(fields, offset),
+        tied=fields.flag("tie_word_embeddings", tied), **quirks)
+
+
+def stored_name(slot: str, parts: Mapping[str, str] = PARTS) -> str:
+    """The HF name of a slot (``layers.3.mixer.q.weight``) in a Llama-like model; ``parts``: the family's own names."""
+    if slot in OUTER:
+        return OUTER[slot]
+    _, index, rest = slot.split(".", 2)
+    part, _, leaf = rest.rpartition(".")
+    return f"model.layers.{index}.{parts[part]}.{leaf}"
+
+
+# -------------------------------------------------------------------------------------------------------------- RoPE
+
+
+def rope(fields: Fields, head_dim: int) -> RopeSpec:
+    """RoPE of a model whose layers all share it. As in transformers, ``rope_scaling`` wins where both are given."""
+    return rope_from(fields, fields.section("rope_scaling") or fields.section("rope_parameters"), head_dim, fields.number("rope_theta", 10000.0))
+
+
+def rope_from(fields: Fields, parameters: Fields | None, head_dim: int, theta: float) -> RopeSpec:
+    """``parameters``: the object with ``rope_type`` and what belongs to it; ``theta``: used where it has no ``rope_theta``."""
+    fields.refuse("partial_rotary_factor", "a partly rotated head is not served", (None, 1))
+    if parameters is None:
+        return RopeSpec(theta, head_dim)
+    p = parameters
+    p.refuse("partial_rotary_factor", "a partly rotated head is not served", (None, 1))
+    theta = p.number("rope_theta", theta)
+    kind = p.text("rope_type", p.text("type", "default"))
+    if kind == "default":
+        return RopeSpec(theta, head_dim)
+    if kind == "linear":
+        return RopeSpec(theta, head_dim, "linear", factor=p.number("factor"))
+    original = fields.int("original_max_position_embeddings", None) or p.int("original_max_position_embeddings", None) or \
+        fields.int("max_position_embeddings")
+    if kind == "llama3":
+        low, high = p.number("low_freq_factor"), p.number("high_freq_factor")
+        if high <= low:
+            raise p.fail("high_freq_factor", f"is {high}, expected more than low_freq_factor ({low})")
+        return RopeSpec(theta, head_dim, "llama3", p.number("factor"), original, low, high)
+    if kind == "yarn":
+        factor = p.number("factor", None) or fields.int("max_position_embeddings") / original
+        return RopeSpec(theta, head_dim, "yarn", factor, original, beta_fast=p.number("beta_fast", 32.0), beta_slow=p.number("beta_slow", 1.0),
+                        truncate=p.flag("truncate", True), attention_factor=_yarn_attention(p, factor))
+    raise p.fail("rope_type", f"is '{kind}'; served are default, linear, llama3 and yarn")
+
+
+def _yarn_attention(p: Fields, factor: float) -> float:
+    """What cos and sin are multiplied by (YaRN, section 3.4; ``mscale`` and ``mscale_all_dim`` as in DeepSeek)."""
+    given = p.number("attention_factor", None)
+    if given is not None:
+        return given
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    one, all_dim = p.number("mscale", None, positive=False), p.number("mscale_all_dim", None, positive=False)
+    return mscale(one) / mscale(all_dim) if one and all_dim else mscale(1.0)

@@ -1,0 +1,255 @@
+"""Weights from a checkpoint into a decoder: every tensor checked before one is copied, each copied once, straight into place.
+
+Files are memory-mapped, and fused weights are filled slice by slice, so loading needs about the model's own size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvasir.errors import ConfigError
+from kvasir.layers.linear import Placement
+from kvasir.logs import log
+from kvasir.models.checkpoint import read_json
+from kvasir.models.decoder import Decoder
+from kvasir.models.spec import ModelSpec, build_spec, find_family
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+SHOWN = 5  # names listed in a message
+PROGRESS_BYTES = 1 << 30
+EMBED, HEAD = "embed.weight", "head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of a checkpoint, as its file's header describes it."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def load_model(path: Path, config: dict[str, Any], *, device: torch.device | str, dtype: torch.dtype, load_format: str = "auto",
+               exact: bool = False, seed: int = 0, num_positions: int | None = None) -> Decoder:
+    """Build the model that ``config`` describes and fill it from ``path`` (or with random weights: ``dummy``).
+
+    ``num_positions`` bounds the RoPE tables (default: all the config allows). Raises ConfigError naming file and tensor.
+    """
+    spec = build_spec(config)
+    place = Placement(torch.device(device), dtype, exact)
+    if exact and place.device.type != "cpu":
+        raise ConfigError("exact mode (batch_invariant) is served on the CPU only so far. Use --device cpu, or leave it out.")
+    if load_format == "dummy":
+        decoder = Decoder(spec, place, num_positions)
+        fill_random(decoder, seed)
+        return decoder
+    stored = read_headers(path)
+    placed = assign(stored, spec)
+    decoder = Decoder(spec, place, num_positions)
+    _fill(decoder, placed)
+    return decoder
+
+
+# ----------------------------------------------------------------------------------------------------------- headers
+
+
+def read_headers(path: Path) -> list[Stored]:
+    """All tensors of a checkpoint folder: one file, or the shards its index names."""
+    if (path / INDEX).is_file():
+        return _read_index(path)
+    if (path / SINGLE).is_file():
+        return read_header(path / SINGLE)
+    other = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors"))
+    hint = f"; it holds {', '.join(other[:SHOWN])}, which is not served (convert it to safetensors)" if other else ""
+    raise ConfigError(f"{path} has neither {SINGLE} nor {INDEX}{hint}")
+
+
+def _read_index(path: Path) -> list[Stored]:
+    weight_map = read_json(path / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+        raise ConfigError(f"{path / INDEX}: weight_map is missing or not an object of tensor names to file names")
+    tensors: dict[str, Stored] = {}
+    for shard in sorted(set(weight_map.values())):
+        if shard in ("", ".", "..") or "/" in shard or "\\" in shard or "\0" in shard:
+            raise ConfigError(f"{path / INDEX}: shard '{shard}' is not a plain file name; an index may not point outside its folder")
+        if not (path / shard).is_file():
+            missing = [name for name, file in weight_map.items() if file == shard]
+            raise ConfigError(f"{path}: shard {shard} is missing ({_list(missing)})")
+        for tensor in read_header(path / shard):
+            if tensor.name in tensors:
+                raise ConfigError(f"tensor '{tensor.name}' is in two shards, {tensors[tensor.name].file.name} and {shard}")
+            tensors[tensor.name] = tensor
+    for name, shard in weight_map.items():
+        if name not in tensors or tensors[name].file.name != shard:
+            raise ConfigError(f"{path / shard} does not hold tensor '{name}', which {INDEX} says it does")
+    return list(tensors.values())
+
+
+def read_header(file: Path) -> list[Stored]:
+    """The tensors of one safetensors file, its layout checked: no gap, no overlap, nothing past the end of the file."""
+    size = file.stat().st_size
+    with file.open("rb") as f:
+        length = struct.unpack("<Q", head)[0] if len(head := f.read(8)) == 8 else None
+        if length is None or length > min(MAX_HEADER_BYTES, size - 8):
+            raise ConfigError(f"{file} is truncated or not a safetensors file ({size} bytes)")
+        try:
+            header = json.loads(f.read(length))
+        except (ValueError, RecursionError) as e:
+            raise ConfigError(f"{file}: its header is not valid JSON: {e}") from e
+    if not isinstance(header, dict):
+        raise ConfigError(f"{file}: its header is not a JSON object")
+    header.pop("__metadata__", None)
+    stored, ends = [], []
+    for name, entry in header.items():
+        tensor, begin, end = _entry(file, name, entry)
+        if 8 + length + end > size:
+            raise ConfigError(f"{file} is truncated: tensor '{name}' ends at byte {8 + length + end} of {size}")
+        stored.append(tensor)
+        ends.append((begin, end, name))
+    at = 0
+    for begin, end, name in sorted(ends):
+        if begin != at:
+            raise ConfigError(f"{file}: tensor '{name}' begins at byte {begin} of the data, expected {at} (a gap or an overlap)")
+        at = end
+    if 8 + length + at != size:
+        raise ConfigError(f"{file} is {size - 8 - length - at} bytes longer than its tensors: it is damaged")
+    return stored
+
+
+def _entry(file: Path, name: str, entry: Any) -> tuple[Stored, int, int]:
+    """Check one header entry. Returns the tensor, where its data begins and where it ends."""
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        numbers = [*shape, begin, end]
+    except (TypeError, KeyError, ValueError) as e:
+        raise ConfigError(f"{file}: the header entry of tensor '{name}' is damaged") from e
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
+        raise ConfigError(f"{file}: the header entry of tensor '{name}' has a shape or offset that is not a whole number")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise ConfigError(f"{file}: tensor '{name}' has dtype {dtype}; served are {', '.join(DTYPE_BYTES)}")
+    num_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
+    if end - begin != num_bytes:
+        raise ConfigError(f"{file}: tensor '{name}' of shape {list(shape)} and dtype {dtype} needs {num_bytes} bytes, its entry gives {end - begin}")
+    return Stored(name, file, dtype, shape, num_bytes), begin, end
+
+
+# ------------------------------------------------------------------------------------------------------------ slots
+
+
+def assign(stored: list[Stored], spec: ModelSpec) -> list[tuple[Stored, str]]:
+    """Pair every stored tensor with its slot. Raises ConfigError for missing, unexpected and ill-shaped ones.
+
+    Works on a decoder without memory, so that a wrong checkpoint is refused before anything is allocated.
+    """
+    slots = Decoder(spec, Placement(torch.device("meta"), torch.float32), num_positions=1).slots()
+    stored_name = find_family(spec.family).stored_name
+    expected = {stored_name(slot): slot for slot in slots}
+    needed = [t for t in stored if not t.name.endswith(".rotary_emb.inv_freq")]  # a buffer of early checkpoints; the config gives it
+    tied_head = stored_name(HEAD) if spec.tied else None
+    if tied_head:
+        expected[tied_head] = HEAD
+        slots[HEAD] = slots[EMBED]
+    found = {t.name for t in needed}
+    missing = [name for name in expected if name not in found and name != tied_head]
+    unexpected = [t.name for t in needed if t.name not in expected]
+    if missing or unexpected:
+        problems = [f"{what}: {_list(names)}" for what, names in (("missing tensors", missing), ("unexpected tensors", unexpected)) if names]
+        raise ConfigError(f"the weights do not fit config.json ({spec.family}, {len(spec.layers)} layers): {'; '.join(problems)}")
+    for t in needed:
+        shape = tuple(slots[expected[t.name]].shape)
+        if t.shape != shape:
+            raise ConfigError(f"{t.file}: tensor '{t.name}' has shape {list(t.shape)}, config.json asks for {list(shape)}")
+    return [(t, expected[t.name]) for t in needed]
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+# ---------------------------------------------------------------------------------------------------------- filling
+
+
+@torch.inference_mode()
+def _fill(decoder: Decoder, placed: list[tuple[Stored, str]]) -> None:
+    slots = decoder.slots()
+    files: dict[Path, list[tuple[Stored, str]]] = {}
+    for tensor, slot in placed:
+        files.setdefault(tensor.file, []).append((tensor, slot))
+    sums: dict[str, torch.Tensor] = {}
+    with _progress(sum(t.num_bytes for t, _ in placed)) as advance:
+        for file, tensors in files.items():
+            with _open(file) as reader:
+                for tensor, slot in tensors:
+                    stored = reader.get_tensor(tensor.name)
+                    if slot in slots:
+                        slots[slot].fill(stored)
+                        sums[tensor.name] = slots[slot].target.sum(dtype=torch.float32)
+                    elif not torch.equal(stored, _stored_embedding(placed)):
+                        raise ConfigError(f"{file}: tie_word_embeddings is true, but '{tensor.name}' differs from the embedding. "
+                                          "Set tie_word_embeddings to false in config.json.")
+                    advance(tensor.num_bytes)
+    _warn_not_finite(sums)
+
+
+def _open(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as e:
+        raise ConfigError(f"{file} cannot be read: {e}") from e
+
+
+def _stored_embedding(placed: list[tuple[Stored, str]]) -> torch.Tensor:
+    tensor = next(t for t, slot in placed if slot == EMBED)
+    with _open(tensor.file) as reader:
+        return reader.get_tensor(tensor.name)
+
+
+def _warn_not_finite(sums: dict[str, torch.Tensor]) -> None:
+    """A sum is NaN or infinite as soon as one element is; all are read from the device at once."""
+    finite = torch.isfinite(torch.stack(list(sums.values()))).tolist()
+    if bad := [name for name, ok in zip(sums, finite) if not ok]:
+        log.warning("weights with NaN or infinite values: %s", _list(bad))
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on a terminal when there is enough to wait for."""
+    if total < PROGRESS_BYTES or not sys.stderr.isatty():
+        yield lambda num_bytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda num_bytes: bar.advance(task, num_bytes)
+
+
+@torch.inference_mode()
+def fill_random(decoder: Decoder, seed: int) -> None:
+    """Random weights, made on the device: matrices uniform with variance 1 / inputs (activations stay of order one), norms
+    one, other vectors zero."""
+    generator = torch.Generator(decoder.place.device).manual_seed(seed)
+    for name, slot in decoder.slots().items():
+        if slot.target.dim() >= 2 and not slot.repeat:
+            bound = (3.0 / slot.shape[-1]) ** 0.5
+            slot.target.uniform_(-bound, bound, generator=generator)
+        else:
+            slot.target.fill_(1.0 if name.endswith("norm.weight") else 0.0)

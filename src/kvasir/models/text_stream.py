@@ -1,0 +1,129 @@
+"""Token ids to text, one token at a time.
+
+In almost every vocabulary a token stands for fixed bytes (byte-level BPE; SentencePiece with byte fallback), so text comes
+from an incremental UTF-8 decoder, exactly and in constant time a token. For the others a short window is decoded twice.
+"""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import json
+import re
+from collections.abc import Callable, Sequence
+
+from tokenizers import Tokenizer as Backend
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenCodec:
+    """Tokens whose bytes do not depend on their neighbours. ``strip``: one space at the start of a text is dropped."""
+
+    def __init__(self, byte_level: bool, space: str = "▁", strip: bool = False) -> None:
+        self.byte_level = byte_level
+        self.space = space
+        self.strip = strip
+
+    @classmethod
+    def of(cls, backend: Backend) -> TokenCodec | None:
+        """What the tokenizer's decoder does, or None when only the library can tell (WordPiece and others)."""
+        state = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
+        steps = state.get("decoders", [state])
+        kinds = [step.get("type") for step in steps]
+        if kinds == ["ByteLevel"]:
+            return cls(byte_level=True)
+        if kinds == ["Metaspace"]:
+            return cls(False, steps[0]["replacement"], steps[0].get("prepend_scheme", "always") != "never")
+        if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and steps[0].get("content") == " " and kinds[3:] in ([], ["Strip"]):
+            plain = all(s.get("content") == " " and s.get("start") == 1 and s.get("stop") == 0 for s in steps[3:])
+            pattern = steps[0].get("pattern", {}).get("String")
+            return cls(False, pattern, bool(kinds[3:])) if plain and pattern else None
+        return None
+
+    def bytes_of(self, token: str) -> bytes:
+        if self.byte_level:
+            table = _byte_of_char()
+            # A token with a character outside the alphabet (an added one) stands for itself.
+            return bytes([table[c] for c in token]) if all(c in table for c in token) else token.encode()
+        if match := BYTE_TOKEN.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        return token.replace(self.space, " ").encode()
+
+
+@functools.cache
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's printable alphabet of the 256 bytes, read backwards."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+class TextStream:
+    """Decodes byte by byte: a character is given out when its last byte has come."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes], strip: bool, prompt_ids: Sequence[int], skip: frozenset[int]) -> None:
+        self._token_bytes = token_bytes
+        self._skip = skip
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip = strip
+        for token in _tail(prompt_ids, skip, 8):  # a prompt may end inside a character
+            self.push(token)
+
+    def push(self, token: int) -> str:
+        """The text that ``token`` completes: often all of its own, nothing for the first bytes of a character."""
+        if token in self._skip:
+            return ""
+        data = self._token_bytes(token)
+        if self._strip and data:
+            self._strip = False
+            data = data.removeprefix(b" ")
+        return self._utf8.decode(data)
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD for an unfinished character."""
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowStream:
+    """For decoders in which a token's text depends on its neighbours: decodes a short window with and without the new
+    tokens, and gives out the difference once it does not end inside a character."""
+
+    MAX_HELD = 8
+    MAX_KNOWN = 32
+
+    def __init__(self, backend: Backend, prompt_ids: Sequence[int], skip: frozenset[int]) -> None:
+        self._backend = backend
+        self._skip = skip
+        self._known = _tail(prompt_ids, skip, 6)  # given out already, here as context
+        self._new: list[int] = []
+
+    def push(self, token: int) -> str:
+        """The text that ``token`` completes."""
+        if token in self._skip:
+            return ""
+        self._new.append(token)
+        return self._take(final=len(self._new) > self.MAX_HELD)
+
+    def flush(self) -> str:
+        """What is left at the end."""
+        return self._take(final=True) if self._new else ""
+
+    def _take(self, final: bool) -> str:
+        before = self._backend.decode(self._known, skip_special_tokens=False)
+        after = self._backend.decode(self._known + self._new, skip_special_tokens=False)
+        if not final and (len(after) <= len(before) or after.endswith("\ufffd")):
+            return ""
+        self._known, self._new = (self._new if len(after) > len(before) else (self._known + self._new)[-self.MAX_KNOWN:]), []
+        return after[len(before):]
+
+
+def _tail(ids: Sequence[int], skip: frozenset[int], count: int) -> list[int]:
+    """The last ``count`` ids that are not skipped."""
+    found: list[int] = []
+    for token in reversed(ids):
+        if len(found) == count:
+            break
+        if token not in skip:
+            found.append(token)
+    return found[::-1]

@@ -1,0 +1,308 @@
+"""Text to token ids and back, and chat messages to a prompt. Reads a model folder; needs the `tokenizers` library only.
+
+User text cannot speak for the template. A special-token string inside it (``<|im_end|>``) is encoded as plain text:
+before rendering, each such string is replaced by one private character; the rendered text is encoded, and only the
+stretches that hold a private character are put back and encoded again, with every special token switched off. Messages
+without such strings take the ordinary path and give the same ids as `transformers`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Encoding
+from tokenizers import Tokenizer as Backend
+
+from kvasir.errors import ConfigError, RequestError, nearest
+from kvasir.models.chat_messages import Marks, longest_first, normal, restore
+from kvasir.models.chat_template import RESERVED, ChatTemplate, render_isolated
+from kvasir.models.text_stream import TextStream, TokenCodec, WindowStream
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TAG = re.compile(r"</?[a-z_]+>")
+ANCHOR = "\U0010fffd"  # stands before a stretch of text that is not the start of its prompt
+UNKNOWN = "\U0010fffc"  # a character that no vocabulary holds
+
+
+class Tokenizer:
+    """``size``: highest id + 1. ``special_ids``: ids that ``decode`` skips. ``eos_ids``: ids that end an answer."""
+
+    def __init__(self, backend: Backend, config: Mapping[str, Any] | None = None, templates: Mapping[str, str] | None = None,
+                 eos_ids: Iterable[int] = ()) -> None:
+        config = config or {}
+        backend.no_truncation()
+        backend.no_padding()
+        _add_missing(backend, config)
+        self._backend = backend
+        self.templates = {name: ChatTemplate(source) for name, source in (templates or {}).items()}
+        self.named_tokens = {name: _content(config[name]) for name in NAMED if config.get(name)}
+        added = backend.get_added_tokens_decoder()
+        declared = [*self.named_tokens.values(), *_extra_specials(config)]
+        special = {i for i, token in added.items() if token.special} | {backend.token_to_id(text) for text in declared}
+        self.special_ids = frozenset(special - {None})
+        self.bos_id = self._named_id("bos_token")
+        own_eos = self._named_id("eos_token")
+        self.eos_ids = tuple(dict.fromkeys(([own_eos] if own_eos is not None else []) + list(eos_ids)))
+        self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._added = frozenset(t.content for t in added.values())
+        literals = "\0".join(t.literals for t in self.templates.values())
+        control = {i for i, t in added.items() if t.content.strip(" \t\r\n▁") and t.content in literals} | self.special_ids
+        # Any text may give the unknown token; it says nothing to a model.
+        control -= set(backend.encode(UNKNOWN, add_special_tokens=False).ids)
+        self._control = {backend.id_to_token(i): i for i in control}
+        self._control_ids = frozenset(control)
+        # <think>, </tool_call>: marks that a model writes, and that an assistant message sent back may hold.
+        self._tags = frozenset(c for c, i in self._control.items() if TAG.fullmatch(c) and (i not in self.special_ids or "think" in c))
+        self._codec = TokenCodec.of(backend)
+
+    @classmethod
+    def load(cls, path: Path, chat_template: str | None = None) -> Tokenizer:
+        """From a model folder (or its tokenizer.json). ``chat_template``: a file, or the template itself. Raises ConfigError."""
+        path = Path(path)
+        folder = path.parent if path.is_file() else path
+        file = path if path.is_file() else folder / "tokenizer.json"
+        if not file.exists():
+            raise ConfigError(_missing(folder))
+        try:
+            backend = Backend.from_file(str(file))
+        except Exception as e:  # the library raises bare Exception for every kind of bad file
+            raise ConfigError(f"{file} cannot be read as a tokenizer: {str(e)[:300]}. Download it again, or save it anew with "
+                              "transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)") from e
+        config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
+        eos = _read_json(folder / "generation_config.json").get("eos_token_id")
+        return cls(backend, config, _templates(folder, config, chat_template), [eos] if isinstance(eos, int) else eos or [])
+
+    def _named_id(self, name: str) -> int | None:
+        return self._backend.token_to_id(self.named_tokens[name]) if name in self.named_tokens else None
+
+    # ------------------------------------------------------------------------------------------------------- plain text
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Ids of ``text``. ``add_special``: with the BOS and the like that this tokenizer adds. ``parse_special``: read
+        special-token strings in the text as those tokens; otherwise they are plain text. Raises RequestError for lone
+        surrogates, which no encoding can hold."""
+        encoding = self._encode(text)
+        if not parse_special and not self._control_ids.isdisjoint(encoding.ids):
+            encoding = self._plain.encode(text, add_special_tokens=False)
+            if not self._control_ids.isdisjoint(encoding.ids):
+                ids = self._broken(text, at_start=True)
+                # A vocabulary that spells special tokens as ordinary pieces: keep what the tokenizer adds around "x".
+                around = self._around if add_special else ([], [])
+                return [*around[0], *ids, *around[1]]
+        return (self._backend.post_process(encoding, None, True) if add_special else encoding).ids
+
+    def _encode(self, text: str) -> Encoding:
+        try:
+            return self._backend.encode(text, add_special_tokens=False)
+        except (UnicodeEncodeError, TypeError) as e:
+            raise RequestError("the text holds a lone surrogate, which is not valid Unicode", param="prompt", code="invalid_unicode") from e
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """The text of ``ids``. Bytes that are no UTF-8 become U+FFFD. The same text as ``stream()`` gives piece by piece."""
+        stream = self.stream(skip=self.special_ids if skip_special else ())
+        return "".join([stream.push(i) for i in ids]) + stream.flush()
+
+    def stream(self, prompt_ids: Sequence[int] = (), skip: Collection[int] = ()) -> TextStream | WindowStream:
+        """Decodes token by token what follows ``prompt_ids``, leaving out the ids in ``skip``."""
+        if self._codec is not None:
+            return TextStream(self.token_bytes, self._codec.strip, prompt_ids, frozenset(skip))
+        return WindowStream(self._backend, prompt_ids, frozenset(skip))
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling, or None for an id outside of it."""
+        return self._backend.id_to_token(token_id) if 0 <= token_id < self.size else None
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    def is_added(self, token: str) -> bool:
+        """Whether ``token`` is an added token (special or not): one that text is never merged into."""
+        return token in self._added
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes this token adds to a text (``logprobs[].bytes``); empty for an id outside the vocabulary."""
+        token = self.id_to_token(token_id)
+        if token is None:
+            return b""
+        return self._codec.bytes_of(token) if self._codec else token.encode()
+
+    # ------------------------------------------------------------------------------------------------------------- chat
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the default template, or None."""
+        return self.templates["default"].source if "default" in self.templates else None
+
+    def apply_chat_template(self, messages: list[dict], tools: list[dict] | None = None, add_generation_prompt: bool = True,
+                            chat_template: str | None = None, **kwargs: Any) -> str:
+        """The prompt as text. ``chat_template``: the name of one of the folder's templates, or a template sent by a
+        client. Other ``kwargs`` go to the template. Raises RequestError 400."""
+        text, originals = self._render(messages, tools, add_generation_prompt, chat_template, kwargs)
+        return restore(text, originals)
+
+    def encode_chat(self, messages: list[dict], tools: list[dict] | None = None, add_generation_prompt: bool = True,
+                    chat_template: str | None = None, **kwargs: Any) -> list[int]:
+        """The prompt as ids: the template's special tokens are tokens, special-token strings of the user are plain text."""
+        text, originals = self._render(messages, tools, add_generation_prompt, chat_template, kwargs)
+        encoding = self._encode(text)
+        return self._reencode(text, encoding, originals) if originals else encoding.ids
+
+    def _render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool, chat_template: str | None,
+                kwargs: dict[str, Any]) -> tuple[str, dict[str, str]]:
+        """The rendered text, and what its private characters stand for."""
+        if bad := next((name for name in kwargs if name in RESERVED), None):
+            raise RequestError(f"'{bad}' cannot be set through chat_template_kwargs", param="chat_template_kwargs", code="reserved_name")
+        messages = [normal(message, i) for i, message in enumerate(messages)]
+        marks = Marks(self._control, self._tags, [messages, tools, kwargs])
+        variables = {**self.named_tokens, **marks.of(kwargs, strict=True), "messages": [
+            marks.of(m, strict=m["role"] in ("user", "tool")) for m in messages],
+            "tools": marks.of(tools, strict=True) if tools else None, "add_generation_prompt": add_generation_prompt}
+        variables.setdefault("documents", None)
+        template = self._template(chat_template, bool(tools))
+        text = template.render(variables) if isinstance(template, ChatTemplate) else render_isolated(template, variables)
+        return text, marks.originals
+
+    def _template(self, wanted: str | None, with_tools: bool) -> ChatTemplate | str:
+        if wanted is not None:
+            if wanted in self.templates:
+                return self.templates[wanted]
+            if "{" not in wanted:
+                raise RequestError(f"no chat template is named '{wanted[:80]}'; there are {', '.join(self.templates) or 'none'}."
+                                   f"{nearest(wanted[:80], self.templates)}", param="chat_template")
+            return wanted
+        name = "tool_use" if with_tools and "tool_use" in self.templates else "default"
+        if name not in self.templates:
+            raise RequestError("this model has no chat template. Start with --chat-template FILE (Jinja), or send the finished prompt to "
+                               "/v1/completions.", param="messages", code="no_chat_template")
+        return self.templates[name]
+
+    def _reencode(self, text: str, encoding: Encoding, originals: dict[str, str]) -> list[int]:
+        """The ids of ``text`` with its private characters put back as plain text.
+
+            text      <|im_start|>  user\\nhi ?there  <|im_end|>  \\n ...
+            first ids     151644    . . . ? . . .      151645    . .      ? = a private character
+            result        151644    encoded again      151645    kept
+        """
+        ids, offsets, result = encoding.ids, encoding.offsets, []
+        private = re.compile("[" + "".join(originals) + "]")
+        start = 0  # first token of the stretch, which ends before the template's next control token
+        for end in [i for i, token in enumerate(ids) if token in self._control_ids] + [len(ids)]:
+            left = offsets[start - 1][1] if start else 0
+            right = offsets[end][0] if end < len(ids) else len(text)
+            stretch = text[left:right]
+            result += self._plain_ids(restore(stretch, originals), left == 0) if private.search(stretch) else ids[start:end]
+            result += ids[end:end + 1]
+            start = end + 1
+        return result
+
+    @functools.cached_property
+    def _plain(self) -> Backend:
+        """The same tokenizer with every control token switched off. Made when a text first needs it."""
+        state = json.loads(self._backend.to_str())
+        for token in state["added_tokens"]:
+            token["special"] = token["id"] in self._control_ids
+        plain = Backend.from_str(json.dumps(state))
+        plain.encode_special_tokens = True
+        plain.add_tokens([AddedToken(ANCHOR, special=False, normalized=False)])
+        return plain
+
+    @functools.cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer puts before and after a text."""
+        bare, full = self._backend.encode("x", add_special_tokens=False).ids, self._backend.encode("x").ids
+        at = next((i for i in range(len(full)) if full[i:i + len(bare)] == bare), 0)
+        return full[:at], full[at + len(bare):]
+
+    def _plain_ids(self, text: str, at_start: bool) -> list[int]:
+        ids = self._plain.encode(text if at_start else ANCHOR + text, add_special_tokens=False).ids[0 if at_start else 1:]
+        return ids if self._control_ids.isdisjoint(ids) else self._broken(text, at_start)
+
+    def _broken(self, text: str, at_start: bool) -> list[int]:
+        """Ids of a text whose control strings are cut after their first character, so that nothing can join them."""
+        cuts = "|".join(f"(?<={re.escape(c[0])})(?={re.escape(c[1:])})" for c in longest_first(self._control) if len(c) > 1)
+        ids: list[int] = []
+        for i, piece in enumerate(re.split(cuts, text)):
+            first = at_start and i == 0
+            ids += self._plain.encode(piece if first else ANCHOR + piece, add_special_tokens=False).ids[0 if first else 1:]
+        if not self._control_ids.isdisjoint(ids):
+            raise RequestError("the text spells a special token that this tokenizer cannot write as plain text", code="special_token")
+        return ids
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as e:
+        raise ConfigError(f"{file} is not valid JSON: {e}. Download it again.") from e
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} must hold a JSON object")
+    return value
+
+
+def _missing(folder: Path) -> str:
+    others = [n for n in ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model") if (folder / n).exists()]
+    found = f"; it has {', '.join(others)}, which is an older format" if others else ""
+    return (f"{folder} has no tokenizer.json{found}. Make one with transformers: AutoTokenizer.from_pretrained({str(folder)!r})"
+            f".save_pretrained({str(folder)!r}); or point --tokenizer at a folder that has one; or run with --skip-tokenizer-init and token ids.")
+
+
+def _templates(folder: Path, config: Mapping[str, Any], given: str | None) -> dict[str, str]:
+    """Template sources by name, the strongest source last: tokenizer_config.json, chat_template.json, *.jinja, the caller's."""
+    found: dict[str, str] = {}
+    for value in (config.get("chat_template"), _read_json(folder / "chat_template.json").get("chat_template")):
+        if isinstance(value, str):
+            found["default"] = value
+        elif isinstance(value, list):
+            found |= {v["name"]: v["template"] for v in value if isinstance(v, dict) and {"name", "template"} <= v.keys()}
+    for file in [folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))]:
+        if file.exists():
+            found["default" if file.parent == folder else file.stem] = file.read_text(encoding="utf-8")
+    if given is not None:
+        found = {"default": _given(given)}
+    if len(found) == 1:
+        found = {"default": next(iter(found.values()))}
+    return found
+
+
+def _given(chat_template: str) -> str:
+    if "{" in chat_template or "\n" in chat_template:
+        return chat_template
+    try:
+        return Path(chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"chat_template={chat_template!r} is neither a Jinja template nor a file that can be read: {e}") from e
+
+
+def _content(token: Any) -> str:
+    return token["content"] if isinstance(token, Mapping) else str(token)
+
+
+def _extra_specials(config: Mapping[str, Any]) -> list[str]:
+    extra = [config.get("additional_special_tokens") or [], config.get("extra_special_tokens") or []]
+    return [_content(t) for group in extra for t in (group.values() if isinstance(group, dict) else group)]
+
+
+def _add_missing(backend: Backend, config: Mapping[str, Any]) -> None:
+    """Tokens that tokenizer_config.json declares and tokenizer.json does not hold; the ids must come out as declared."""
+    table = config.get("added_tokens_decoder") or {}
+    for token_id, token in sorted((int(i), t) for i, t in table.items()):
+        if backend.token_to_id(token["content"]) is None:
+            backend.add_tokens([AddedToken(**{k: v for k, v in token.items() if k != "__type"})])
+            if backend.token_to_id(token["content"]) != token_id:
+                raise ConfigError(f"tokenizer_config.json gives token {token['content']!r} the id {token_id}, but tokenizer.json leads to "
+                                  f"{backend.token_to_id(token['content'])}. The two files do not belong together.")
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    named = [_content(config[name]) for name in NAMED if config.get(name)] + _extra_specials(config)
+    # A special token that is only a word of the vocabulary would not be recognised in a template's text.
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in dict.fromkeys(named)
+                                if t not in known and backend.token_to_id(t) is not None])

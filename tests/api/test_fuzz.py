@@ -1,0 +1,152 @@
+"""Fuzzing: schema-aware requests from the OpenAPI document, random bytes at the body reader. Never a 5xx, never a leak."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import httpx
+import msgspec
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis.config import SchemathesisConfig
+
+from kvasir.api.limits import MAX_DEPTH, check_depth, clean_id, decode_json
+from kvasir.errors import RequestError
+from tests.api.running import Running
+
+POSTS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"]
+QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
+
+
+@pytest.fixture(scope="module")
+def schema(server: Running):
+    return schemathesis.openapi.from_dict(httpx.get(server.url + "/openapi.json").json(), config=SchemathesisConfig())
+
+
+def body_cases(schema, path: str, mode):
+    return schema[path]["POST"].as_strategy(generation_mode=mode)
+
+
+def check(server: Running, http: httpx.Client, path: str, body) -> None:
+    content = body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=True).encode()
+    r = http.post(path, content=content, headers={"content-type": "application/json"})
+    assert r.status_code < 500, (r.text[:500], content[:2000])
+    if r.status_code >= 400:
+        assert set(r.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def fuzz(server, http, schema, path: str, examples: int) -> None:
+    modes = [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE]
+
+    @settings(max_examples=examples, deadline=None, suppress_health_check=QUIET, derandomize=True, database=None, phases=[Phase.generate])
+    @given(st.one_of(*(body_cases(schema, path, mode) for mode in modes)))
+    def run(case) -> None:
+        check(server, http, path, {} if isinstance(case.body, type(schemathesis)) or not _is_json(case.body) else case.body)
+
+    run()
+    server.idle()
+
+
+def _is_json(value) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_requests_from_the_schema(server, http, schema, path):
+    fuzz(server, http, schema, path, 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", POSTS)
+def test_many_requests_from_the_schema(server, http, schema, path):
+    fuzz(server, http, schema, path, 2000)
+
+
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-(1 << 70), 1 << 70), st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=12))
+VALUES = st.recursive(SCALARS, lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)), max_leaves=12)
+
+
+def mutations(model) -> st.SearchStrategy:
+    """A healthy body with some fields set to anything at all."""
+    names = st.sampled_from(sorted(model.model_fields))
+    return st.dictionaries(names, VALUES, min_size=1, max_size=3)
+
+
+def mutate(server, http, examples: int) -> None:
+    from kvasir.api.protocol import ChatBody, CompletionBody, ResponsesBody
+
+    routes = {"/v1/chat/completions": (ChatBody, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}),
+              "/v1/completions": (CompletionBody, {"prompt": "hi", "max_tokens": 3}), "/v1/responses": (ResponsesBody, {"input": "hi", "max_output_tokens": 3})}
+    for path, (model, healthy) in routes.items():
+        @settings(max_examples=examples, deadline=None, suppress_health_check=QUIET, derandomize=True, database=None, phases=[Phase.generate])
+        @given(mutations(model))
+        def run(change, path=path, healthy=healthy) -> None:
+            check(server, http, path, {**healthy, **change})
+
+        run()
+    server.idle()
+
+
+def test_any_value_in_any_field(server, http):
+    mutate(server, http, 80)
+
+
+@pytest.mark.slow
+def test_any_value_in_any_field_at_length(server, http):
+    mutate(server, http, 4000)
+
+
+def depth_of(value) -> int:
+    if isinstance(value, dict):
+        return 1 + max(map(depth_of, value.values()), default=0)
+    return 1 + max(map(depth_of, value), default=0) if isinstance(value, list) else 0
+
+
+TRICKY = st.text(alphabet='[]{}"\\,: a', max_size=12)
+NESTED = st.recursive(TRICKY | st.integers(), lambda v: st.lists(v, max_size=3) | st.dictionaries(TRICKY, v, max_size=3), max_leaves=20)
+
+
+@settings(max_examples=300, deadline=None)
+@given(NESTED, st.integers(0, 80))
+def test_depth_is_counted_exactly_and_strings_do_not_count(value, extra):
+    for _ in range(extra):
+        value = [value]
+    body = json.dumps({"a": value}).encode()
+    if depth_of({"a": value}) <= MAX_DEPTH:
+        assert decode_json(body) == {"a": value}
+    else:
+        with pytest.raises(RequestError):
+            check_depth(body)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.one_of(st.binary(max_size=60), st.text(alphabet='[]{}"\\,:0eE.-+ntfu\ud800a ', max_size=40).map(lambda t: t.encode("utf-8", "surrogatepass"))))
+def test_any_bytes_decode_or_are_refused(body):
+    try:
+        value = decode_json(body)
+    except RequestError as e:
+        assert e.status == 400
+    else:
+        assert isinstance(value, dict) and msgspec.json.decode(msgspec.json.encode(value)) == value
+
+
+@given(st.text())
+def test_request_ids_are_always_safe(text):
+    assert 1 <= len(clean_id(text)) <= 64 and clean_id(text).isascii() and not set(clean_id(text)) & set("\r\n \t\0/<>\"'")
+
+
+def test_bad_bytes_by_the_thousand_reach_no_5xx(server, http):
+    @settings(max_examples=150, deadline=None, suppress_health_check=QUIET, derandomize=True, database=None, phases=[Phase.generate])
+    @given(st.binary(max_size=80), st.sampled_from(POSTS))
+    def run(body, path) -> None:
+        check(server, http, path, SimpleNamespace(b=body).b)
+
+    run()
+    server.idle()

@@ -1,0 +1,403 @@
+"""The server's life and its small routes: start-up, readiness, drain, keys, metrics, limits."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvasir.config import ServerConfig
+from kvasir.errors import ConfigError, RequestError
+from tests.api.fake_client import FakeClient
+from tests.api.running import Running, running
+
+CHAT = "/v1/chat/completions"
+SAY = {"messages": [{"role": "user", "content": "say: hello world"}]}
+OPEN = {"/", "/health/live"}
+
+
+def key(text: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {text}"}
+
+
+# ------------------------------------------------------------------------------------------------------------- start-up
+
+
+def test_liveness_answers_before_the_model_is_loaded():
+    engine = FakeClient()
+    engine.start_gate.clear()
+    server = Running(engine)
+    try:
+        with httpx.Client(base_url=server.url) as http:
+            assert http.get("/health/live").status_code == 200
+            for method, path in (("GET", "/health/ready"), ("GET", "/v1/models"), ("POST", CHAT), ("POST", "/tokenize")):
+                r = http.request(method, path, json=SAY if method == "POST" else None)
+                assert r.status_code == 503 and int(r.headers["retry-after"]) >= 1 and r.json()["error"]["code"] == "not_ready", path
+            assert http.get("/metrics").status_code == 200
+            server.call(engine.start_gate.set)
+            server.wait_ready()
+            assert http.get("/health/ready").json() == {"status": "ready", "model": "fake"}
+            assert http.post(CHAT, json=SAY).status_code == 200
+            engine.ready = False
+            r = http.get("/health/ready")
+            assert r.status_code == 503 and r.json()["error"]["message"] == "the engine restarts"
+            assert http.get("/health/live").status_code == 200
+    finally:
+        server.stop()
+
+
+def test_a_failed_start_says_why():
+    engine = FakeClient()
+    engine.start_failure = ConfigError("no such model")
+    with running(engine) as server, httpx.Client(base_url=server.url) as http:
+        assert "no such model" in http.get("/health/ready").json()["error"]["message"]
+        assert http.post(CHAT, json=SAY).status_code == 503 and isinstance(server.service.failure, ConfigError)
+
+
+def test_the_http_process_does_not_import_torch():
+    code = "import sys, kvasir.api.server, kvasir.api.routes_chat; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("settings", "fine"), [({}, True), ({"host": "localhost"}, True), ({"host": "::1"}, True), ({"host": "127.1.2.3"}, True),
+                                                ({"host": "0.0.0.0"}, False), ({"host": "::"}, False), ({"host": "example.org"}, False), ({"host": ""}, False),
+                                                ({"host": "0.0.0.0", "api_key": ("k",)}, True), ({"host": "0.0.0.0", "insecure": True}, True),
+                                                ({"host": "0.0.0.0", "uds": "/tmp/x"}, True)])
+def test_open_addresses_need_a_key(settings, fine):
+    from kvasir.api.server import check_address
+
+    if fine:
+        check_address(ServerConfig(**settings))
+    else:
+        with pytest.raises(ConfigError, match="--api-key"):
+            check_address(ServerConfig(**settings))
+
+
+# ---------------------------------------------------------------------------------------------------------------- drain
+
+
+def test_draining_finishes_streams_and_refuses_new_requests():
+    engine = FakeClient()
+    engine.delay = 0.05
+    with running(engine) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+        with http.stream("POST", CHAT, json={**SAY, "stream": True}) as r:
+            lines = r.iter_lines()
+            next(lines)
+            server.call(lambda: server.loop.create_task(server.service.stop(10.0)))
+            server.until(lambda: server.service.phase == "draining")
+            with httpx.Client(base_url=server.url) as other:
+                assert other.get("/health/ready").status_code == 503 and other.get("/health/live").status_code == 200
+                refusal = other.post(CHAT, json=SAY)
+                assert refusal.status_code == 503 and "retry-after" in refusal.headers
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+def test_what_does_not_finish_in_time_ends_with_an_error_event():
+    engine = FakeClient()
+    engine.delay = 0.2
+    with running(engine) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+        with http.stream("POST", CHAT, json={**SAY, "stream": True}) as r:
+            lines = r.iter_lines()
+            next(lines)
+            server.call(lambda: server.loop.create_task(server.service.stop(0.0)))
+            last = json.loads([line for line in lines if line][-1].removeprefix("data: "))
+        assert last["error"]["code"] == "shutting_down" and last["error"]["type"] == "overloaded_error"
+        server.idle()
+
+
+SERVE = """
+import sys
+from kvasir import logs
+from kvasir.api import server
+from kvasir.api.text import Text
+from kvasir.config import Settings
+from kvasir.errors import ConfigError
+from tests.api.fake_client import FakeClient, tokenizer
+logs.setup()
+server.open_text = lambda settings: Text(tokenizer)
+import kvasir.config as c
+engine = FakeClient()
+engine.delay = 0.1
+if sys.argv[2] == "broken":
+    engine.start_failure = ConfigError("no such model")
+try:
+    server.serve(c.compose(Settings, {"port": int(sys.argv[1]), "drain_timeout": 5.0}), engine)
+except ConfigError as e:
+    sys.exit(f"ConfigError: {e}")
+"""
+
+
+def serving(port: int, how: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", SERVE, str(port), how], stderr=subprocess.PIPE, text=True)
+
+
+def listening_at(process: subprocess.Popen) -> str:
+    for line in process.stderr:
+        if "listening on" in line:
+            return line.split()[-1]
+    raise AssertionError("it never listened")
+
+
+def test_serve_drains_on_sigterm():
+    process = serving(0, "well")
+    url = listening_at(process)
+    with httpx.Client(base_url=url, timeout=20) as http:
+        Running.until(lambda: http.get("/health/ready").status_code == 200)
+        with http.stream("POST", CHAT, json={**SAY, "stream": True}) as r:
+            lines = r.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert process.wait(10) == 0
+    process.stderr.close()
+
+
+def test_serve_says_why_it_cannot(server):
+    broken = serving(0, "broken")
+    assert "ConfigError: no such model" in broken.communicate(timeout=20)[1] and broken.returncode == 1
+    taken = serving(int(server.url.rsplit(":")[-1]), "well")
+    assert "is the port taken?" in taken.communicate(timeout=20)[1] and taken.returncode == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------- keys
+
+
+def all_routes(server: Running) -> set[tuple[str, str]]:
+    """Every route of the app, whatever kind it is: a new one is in the table without anybody adding it."""
+    return {(method, route.path.replace("{name:path}", "fake")) for route in server.app.routes for method in route.methods or {"GET"}}
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    with running(api_key=("alpha", "beta")) as server:
+        yield server
+
+
+def test_every_route_but_two_needs_a_key(guarded):
+    routes = all_routes(guarded)
+    assert {("POST", CHAT), ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/health/ready")} <= routes
+    with httpx.Client(base_url=guarded.url) as http:
+        for method, path in sorted(routes):
+            for headers in ({}, key("wrong"), {"authorization": "Bearer"}, {"authorization": "alpha"}, {"authorization": "Basic alpha"}, key("alph"), key("alphaa"), key("alpha beta")):
+                r = http.request(method, path, headers=headers)
+                if path in OPEN:
+                    assert r.status_code != 401, path
+                else:
+                    assert r.status_code == 401 and r.headers["www-authenticate"] == "Bearer", (method, path, headers)
+            for good in ("alpha", "beta"):
+                assert http.request(method, path, headers=key(good)).status_code != 401, path
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "//v1/models"), ("GET", "/v1/../v1/models"), ("GET", "/v1%2Fmodels"), ("GET", "/%2e%2e/metrics"),
+                                              ("HEAD", "/v1/models"), ("OPTIONS", CHAT), ("TRACE", "/v1/models"), ("GET", "/v1/models?api_key=alpha"),
+                                              ("GET", "/health/live/"), ("GET", "/health/live/../ready"), ("GET", "/nothing"), ("GET", "/health//live")])
+def test_the_guard_cannot_be_walked_around(guarded, method, path):
+    import http.client as raw  # a client that does not tidy paths
+
+    connection = raw.HTTPConnection(guarded.url.removeprefix("http://"), timeout=5)
+    connection.request(method, path)
+    assert connection.getresponse().status == 401
+    connection.close()
+
+
+def test_tenants_come_from_keys_only(guarded):
+    body = {"messages": [{"role": "user", "content": "say: secret"}]}
+    with httpx.Client(base_url=guarded.url) as http:
+        cached = [http.post(CHAT, json=body, headers=key(k)).json()["usage"]["prompt_tokens_details"]["cached_tokens"] for k in ("alpha", "alpha", "beta", "beta")]
+        assert cached[0] == 0 and cached[1] > 0 and cached[2] == 0 and cached[3] > 0
+        tenants = [r.tenant for r in guarded.engine.seen[-4:]]
+        assert tenants[0] == tenants[1] != tenants[2] == tenants[3] and "alpha" not in tenants[0]
+        for name in ("cache_salt", "tenant"):
+            assert http.post(CHAT, json={**body, name: tenants[2]}, headers=key("alpha")).status_code == 400
+
+
+def test_one_key_is_no_tenant():
+    with running(api_key=("alpha",)) as server:
+        httpx.post(server.url + CHAT, json=SAY, headers=key("alpha"))
+        assert server.engine.seen[-1].tenant == ""
+
+
+def test_cors_is_off_unless_asked_for(http):
+    origin = {"origin": "https://evil.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in http.options(CHAT, headers=origin).headers
+    with running(api_key=("alpha",), allowed_origins=("https://good.example",)) as server, httpx.Client(base_url=server.url) as own:
+        good = own.options(CHAT, headers={**origin, "origin": "https://good.example"})
+        assert good.status_code == 200 and good.headers["access-control-allow-origin"] == "https://good.example"
+        assert "access-control-allow-origin" not in own.options(CHAT, headers=origin).headers
+        assert own.post(CHAT, json=SAY, headers={"origin": "https://good.example"}).status_code == 401
+
+
+# ------------------------------------------------------------------------------------------------------ limits, refusals
+
+
+def test_refusals_of_the_engine_stay_statuses(http, server):
+    for refusal in (RequestError("queue full", status=429, code="queue_full", retry_after=2.4), RequestError("down", status=503, code="engine_down"),
+                    RequestError("bad schema", status=400, param="grammar", code="bad_grammar"), RequestError("twice", status=409)):
+        server.engine.refusal = refusal
+        try:
+            for stream in (False, True):
+                r = http.post(CHAT, json={**SAY, "stream": stream, "guided_regex": "("})
+                assert r.status_code == refusal.status and r.headers["content-type"] == "application/json"
+                assert ("retry-after" in r.headers) == (refusal.status in (429, 503))
+                if refusal.retry_after:
+                    assert r.headers["retry-after"] == "3"
+                if refusal.status == 400:
+                    assert r.json()["error"]["param"] == "guided_regex"
+            many = http.post("/v1/completions", json={"prompt": ["a", "b", "c"]})
+            assert many.status_code == refusal.status
+        finally:
+            server.engine.refusal = None
+    server.idle()
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses"])
+def test_an_error_after_the_first_tokens(http, server, path):
+    body = {CHAT: SAY, "/v1/completions": {"prompt": ["say: hello world", "x"], "n": 2}, "/v1/responses": {"input": "say: hello world"}}[path]
+    server.engine.failure, server.engine.fail_after = RequestError("NaN", status=500, code="internal_numeric_error"), 2
+    try:
+        r = http.post(path, json=body)
+        assert r.status_code == 500 and r.json()["error"]["code"] == "internal_numeric_error"
+        streamed = http.post(path, json={**body, "stream": True})
+        assert streamed.status_code == 200
+        events = [json.loads(line.removeprefix("data: ")) for line in streamed.text.splitlines() if line.startswith("data: ")]
+        if path == "/v1/responses":
+            assert events[-1]["type"] == "response.failed" and events[-1]["response"]["error"]["code"] == "internal_numeric_error"
+        else:
+            assert events[-1]["error"]["code"] == "internal_numeric_error" and "[DONE]" not in streamed.text
+            assert sum("error" in e for e in events) == 1
+    finally:
+        server.engine.failure = None
+    server.idle()
+
+
+def test_a_bug_is_a_logged_500(http, server, monkeypatch, caplog):
+    monkeypatch.setattr(server.service.text, "check_size", lambda *a: 1 / 0)
+    r = http.post(CHAT, json=SAY)
+    assert r.status_code == 500 and r.json()["error"]["message"] == "internal error", "no details leave the server"
+    assert "ZeroDivisionError" in caplog.text
+    monkeypatch.undo()
+    assert http.post(CHAT, json=SAY).status_code == 200
+    server.idle()
+
+
+def test_requests_at_once_per_key():
+    with running(max_concurrent_per_key=2, api_key=("alpha", "beta")) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+        server.call(server.engine.gate.clear)
+        held = [threading.Thread(target=httpx.post, args=(server.url + CHAT,), kwargs={"json": SAY, "headers": key("alpha")}) for _ in range(2)]
+        for thread in held:
+            thread.start()
+        server.until(lambda: len(server.engine.open) == 2)
+        r = http.post(CHAT, json=SAY, headers=key("alpha"))
+        assert r.status_code == 429 and r.headers["retry-after"]
+        other = threading.Thread(target=httpx.post, args=(server.url + CHAT,), kwargs={"json": SAY, "headers": key("beta")})
+        other.start()
+        server.until(lambda: len(server.engine.open) == 3)
+        server.call(server.engine.gate.set)
+        for thread in (*held, other):
+            thread.join(10)
+        server.idle()
+        assert http.post(CHAT, json=SAY, headers=key("alpha")).status_code == 200
+
+
+def test_slow_heads_and_slow_bodies_are_cut_off(monkeypatch):
+    import socket
+
+    from kvasir.api import limits
+    from kvasir.api import server as module
+
+    monkeypatch.setattr(module, "HEADER_SECONDS", 0.1)
+    monkeypatch.setattr(limits, "CHUNK_TIMEOUT", 0.2)
+    with running() as server:
+        address = ("127.0.0.1", int(server.url.rsplit(":")[-1]))
+        with socket.create_connection(address, timeout=10) as slow:
+            slow.sendall(b"POST /v1/completions HT")
+            assert slow.recv(100) == b"", "closed without a word"
+        with socket.create_connection(address, timeout=10) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
+            assert b" 408 " in slow.recv(4000)
+        with httpx.Client(base_url=server.url) as http:  # a slow answer is not a slow head
+            server.call(server.engine.gate.clear)
+            threading.Timer(0.5, lambda: server.call(server.engine.gate.set)).start()
+            assert http.post(CHAT, json=SAY).status_code == 200
+
+
+# ------------------------------------------------------------------------------------------------------- small routes
+
+
+def samples(http: httpx.Client) -> dict[str, list]:
+    out: dict[str, list] = {}
+    for family in text_string_to_metric_families(http.get("/metrics").text):
+        for sample in family.samples:
+            out.setdefault(sample.name, []).append(sample)
+    return out
+
+
+def test_metrics():
+    with running() as server, httpx.Client(base_url=server.url) as http:
+        for _ in range(3):
+            http.post(CHAT, json=SAY)
+        http.post(CHAT, json={"messages": []})
+        http.get("/nothing/at/all")
+        server.engine.refusal = RequestError("full", status=429, code="queue_full")
+        http.post(CHAT, json=SAY)
+        found = samples(http)
+        value = {name: s[0].value for name, s in found.items()}
+        assert value["kvasir:num_requests_running"] == value["vllm:num_requests_running"] == 0
+        assert (value["kvasir:pages_total"], value["kvasir:pages_free"], value["kvasir:pages_cached"]) == (64, 60, 2)
+        assert value["kvasir:kv_cache_usage"] == value["vllm:kv_cache_usage_perc"] == 4 / 64
+        assert value["kvasir:generation_tokens_total"] == value["vllm:generation_tokens_total"] == 13
+        assert value["kvasir:time_to_first_token_seconds_count"] == value["vllm:time_to_first_token_seconds_count"] == 3
+        assert value["kvasir:inter_token_seconds_count"] == 9 and value["vllm:request_queue_time_seconds_count"] == 3
+        assert value["vllm:e2e_request_latency_seconds_count"] == 4
+        assert found["vllm:num_requests_running"][0].labels == {"model_name": "fake"}
+        assert {s.labels["reason"]: s.value for s in found["kvasir:requests_ended_total"]} == {"finished": 3, "queue_full": 1}
+        assert {s.labels["finished_reason"]: s.value for s in found["vllm:request_success_total"]} == {"stop": 3}
+        http_counts = {(s.labels["route"], s.labels["status"]): s.value for s in found["kvasir:http_requests_total"]}
+        assert http_counts[(CHAT, "200")] == 3 and http_counts[(CHAT, "400")] == 1 and http_counts[(CHAT, "429")] == 1 and http_counts[("none", "404")] == 1
+        assert found["kvasir:startup_seconds"][0].labels == {"phase": "weights"} and "kvasir:build_info" in value
+
+
+def test_openapi_names_every_route_and_schema(http, server):
+    document = http.get("/openapi.json").json()
+    served = {path for method, path in all_routes(server) if method in ("GET", "POST")} - {"/openapi.json", "/v1/models/fake"}
+    assert served <= set(document["paths"])
+    text = json.dumps(document)
+    names = set(document["components"]["schemas"])
+    assert {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]} <= names
+
+
+def test_the_playground_is_open_and_closed_in(http):
+    r = http.get("/")
+    assert r.status_code == 200 and r.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in r.headers["content-security-policy"]
+
+
+def test_live_requests_are_many():
+    """Forty at once, answers of different length, each its own."""
+    engine = FakeClient()
+    engine.delay = 0.001
+    with running(engine) as server:
+        results: dict[int, str] = {}
+
+        def ask(i: int) -> None:
+            body = {"messages": [{"role": "user", "content": f"say: number {i}"}], "stream": bool(i % 2)}
+            r = httpx.post(server.url + CHAT, json=body, timeout=60)
+            if i % 2:
+                chunks = [json.loads(line[6:]) for line in r.text.splitlines() if line.startswith("data: {")]
+                results[i] = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
+            else:
+                results[i] = r.json()["choices"][0]["message"]["content"]
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(40)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert results == {i: f"number {i}" for i in range(40)}
+        server.idle()

@@ -1,0 +1,94 @@
+"""Tiny random HF checkpoints of every family, written by transformers, with every quirk turned on somewhere.
+
+``write(folder, "gemma3_text")`` makes one; ``VARIANTS`` are the names. Weights are far larger than an initialiser's, so that
+a wrong bias, norm or window shows in the logits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+VOCAB = 97
+SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+             max_position_embeddings=256, pad_token_id=None, bos_token_id=None, eos_token_id=0)
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+          "rope_theta": 500.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1000.0}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0}
+GEMMA_ROPE = {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
+              "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+MOE = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24)
+
+# name: (config class, model class, what differs from SHAPE)
+VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "llama_llama3": ("LlamaConfig", "LlamaForCausalLM", dict(rope_parameters=LLAMA3, tie_word_embeddings=True)),
+    "llama_linear": ("LlamaConfig", "LlamaForCausalLM", dict(rope_parameters=LINEAR, hidden_act="gelu")),
+    "llama_yarn": ("LlamaConfig", "LlamaForCausalLM", dict(rope_parameters=YARN)),
+    "llama_bias": ("LlamaConfig", "LlamaForCausalLM", dict(attention_bias=True, mlp_bias=True, head_dim=12, num_key_value_heads=1)),
+    "mistral": ("MistralConfig", "MistralForCausalLM", dict(sliding_window=9)),
+    "mistral_full": ("MistralConfig", "MistralForCausalLM", dict(sliding_window=None, head_dim=16)),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", dict(tie_word_embeddings=True)),
+    "qwen2_window": ("Qwen2Config", "Qwen2ForCausalLM", dict(use_sliding_window=True, sliding_window=11, max_window_layers=1)),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", dict(head_dim=16)),
+    "qwen3_window": ("Qwen3Config", "Qwen3ForCausalLM", dict(head_dim=16, use_sliding_window=True, sliding_window=10, max_window_layers=2,
+                                                             attention_bias=True)),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", dict(head_dim=16, norm_topk_prob=True, **MOE)),
+    "qwen3_moe_mixed": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", dict(head_dim=12, decoder_sparse_step=2, num_hidden_layers=4, mlp_only_layers=[3],
+                                                                      use_sliding_window=True, sliding_window=13, attention_bias=True, **MOE)),
+    "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM", dict(head_dim=16, sliding_window=8, query_pre_attn_scalar=20, num_hidden_layers=4,
+                                                                  layer_types=["sliding_attention", "full_attention"] * 2)),
+    "gemma3_text_caps": ("Gemma3TextConfig", "Gemma3ForCausalLM", dict(
+        head_dim=16, sliding_window=8, query_pre_attn_scalar=20, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2,
+        rope_parameters=GEMMA_ROPE, attention_bias=True, tie_word_embeddings=False, final_logit_softcapping=6.0)),
+}
+
+
+def write(folder: Path, variant: str, seed: int = 0, edit: Callable[[dict[str, Any]], None] | None = None, shards: bool = False,
+          **changes: Any) -> Path:
+    """Write a checkpoint of ``variant`` into ``folder``; ``changes`` go to its config, ``edit`` to the config.json written."""
+    import torch
+    import transformers
+
+    config_class, model_class, quirks = VARIANTS[variant]
+    config = getattr(transformers, config_class)(**{**SHAPE, **json.loads(json.dumps(quirks)), **changes})
+    model = getattr(transformers, model_class)(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+            else:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * (1.5 * parameter.shape[-1] ** -0.5))
+    model.save_pretrained(folder, max_shard_size="20KB" if shards else "1GB")
+    if edit is not None:
+        edit_json(folder / "config.json", edit)
+    return folder
+
+
+def edit_json(file: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    value = json.loads(file.read_text())
+    edit(value)
+    file.write_text(json.dumps(value))
+
+
+def to_v4_rope(config: dict[str, Any]) -> None:
+    """Rewrite a config in transformers 4's spelling of RoPE."""
+    new = config.pop("rope_parameters")
+    if "full_attention" in new:
+        config["rope_local_base_freq"] = new["sliding_attention"]["rope_theta"]
+        new = new["full_attention"]
+    config["rope_theta"] = new.pop("rope_theta")
+    if new["rope_type"] != "default":
+        config["rope_scaling"] = new
+
+
+def reference(folder: Path) -> Any:
+    """The transformers model of a checkpoint, fp32, plain attention."""
+    import torch
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()

@@ -1,0 +1,88 @@
+"""Drives an Engine by hand: arrivals by step, forced preemptions, and the outputs by request and branch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvasir.config import EngineConfig
+from kvasir.engine.admission import admit
+from kvasir.engine.engine import Engine
+from kvasir.types import Event, Request, SamplingParams
+
+
+@dataclass
+class Output:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list = field(default_factory=list)
+    finish_reason: str | None = None
+    num_cached: int = 0
+
+
+class Driver:
+    def __init__(self, model: str = "", **options) -> None:
+        options = {"batch_invariant": True, "page_slots": 16, "num_pages": 256, "max_model_len": 512, "check": True, "poison": True,
+                   "max_queued_tokens": 1 << 20, "num_threads": 1} | options
+        self.engine = Engine(EngineConfig.of(model=model, **options))
+        self.outputs: dict[tuple[str, int], Output] = {}
+        self.errors: dict[str, Event] = {}
+        self.steps = 0
+
+    def request(self, name: str, prompt: list[int], **params) -> Request:
+        return admit(prompt, SamplingParams(**params), self.engine.info, id=name, arrival=float(self.steps), encode=None)
+
+    def submit(self, request: Request) -> None:
+        self._take(self.engine.submit(request))
+
+    def _take(self, events: list[Event]) -> None:
+        for e in events:
+            if e.kind == "error":
+                self.errors[e.request_id] = e
+            elif e.kind == "tokens":
+                out = self.outputs.setdefault((e.request_id, e.branch), Output())
+                assert out.finish_reason is None, "an event after the last one"
+                assert e.index == len(out.tokens), "a gap or a duplicate"
+                out.tokens += e.token_ids
+                out.logprobs += e.logprobs or []
+                out.num_cached = max(out.num_cached, e.num_cached)
+                out.finish_reason = e.finish_reason
+
+    def step(self, preempt: bool = False) -> None:
+        self._take(self.engine.step())
+        self.steps += 1
+        if preempt:
+            # Twice at most for each sequence: with one row a step, no prompt would outlast endless preemption.
+            running = [s for s in self.engine.scheduler.running if s.state.get("forced", 0) < 2]
+            if running:
+                victim = running[self.steps % len(running)]
+                victim.state["forced"] = victim.state.get("forced", 0) + 1
+                self.preempt(victim)
+
+    def preempt(self, seq) -> None:
+        """Take everything from a running sequence, at a moment of our choosing."""
+        self.engine._close_row(seq)
+        self.engine.scheduler.block(seq, "forced preemption")
+        self.engine.scheduler.unblock(seq)
+
+    def run(self, requests: list[Request], *, gap: int = 0, preempt_every: int = 0, limit: int = 20_000) -> dict[tuple[str, int], Output]:
+        """Submit one request every ``gap`` steps (0: all at once) and step until all is done."""
+        waiting = list(requests)
+        while waiting or self.engine.has_work():
+            while waiting and (gap == 0 or self.steps % gap == 0 or not self.engine.has_work()):
+                self.submit(waiting.pop(0))
+                if gap:
+                    break
+            self.step(preempt=bool(preempt_every) and self.steps % preempt_every == preempt_every - 1)
+            limit -= 1
+            assert limit, "no progress"
+        self.assert_clean()
+        return self.outputs
+
+    def assert_clean(self) -> None:
+        """Everything is back: pages, rows, requests."""
+        engine = self.engine
+        assert not engine._live and not engine.has_work()
+        assert engine.pages.num_free == engine.pages.num_total
+        engine.scheduler.check()
+
+    def close(self) -> None:
+        self.engine.close()

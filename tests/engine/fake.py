@@ -1,0 +1,216 @@
+"""A model without tensors: what scheduler, pages and prefix index do to KV, position by position.
+
+A slot's content is the hash of all tokens up to its position, so that a slot that was overwritten, freed early, copied
+wrongly or hit by the wrong prefix shows as soon as a row reads it. The "sampled" token is a function of (stream, prefix), as
+in the real engine, so a sequence's output does not depend on how it was scheduled.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import count
+
+from kvasir.config import SchedulerConfig
+from kvasir.engine.pages import PageManager
+from kvasir.engine.scheduler import Scheduler
+from kvasir.engine.schedulers.fcfs import Fcfs
+from kvasir.types import CacheGroup, Plan, Request, SamplingParams, Sequence, Status
+
+VOCAB = 7
+FULL = CacheGroup("full", (0,), 1, 8)
+
+
+def window_group(window: int) -> CacheGroup:
+    return CacheGroup(f"window{window}", (1,), 1, 8, window=window)
+
+
+def request(prompt, *, max_tokens=8, arrival=0.0, priority=0, tenant="", name="r", seed=0, **params) -> Request:
+    prompt = list(range(prompt)) if isinstance(prompt, int) else list(prompt)
+    return Request(id=name, prompt_ids=prompt, params=SamplingParams(**params), seed=seed, max_tokens=max_tokens, arrival=arrival,
+                   priority=priority, tenant=tenant)
+
+
+def sequence(prompt, branch=0, **options) -> Sequence:
+    return Sequence(request(prompt, **options), branch)
+
+
+def manager(num_pages=20, page_slots=4, groups=(FULL,), prefix_root=b"root", on_free=None) -> PageManager:
+    pages = [num_pages] * len(groups) if isinstance(num_pages, int) else num_pages
+    return PageManager(groups, pages, page_slots, prefix_root, on_free=on_free)
+
+
+def scheduler(pages: PageManager | None = None, policy=None, *, max_rows=64, max_model_len=1000, **config) -> Scheduler:
+    config.setdefault("max_num_seqs", 8)
+    return Scheduler(SchedulerConfig(**config), pages or manager(), policy or Fcfs(), max_rows=max_rows, max_model_len=max_model_len)
+
+
+def extend(state: int, token: int) -> int:
+    return hash((state, token))
+
+
+def sample(stream: int, state: int) -> int:
+    return hash((stream, state, "sample")) % VOCAB
+
+
+def expected_output(seq: Sequence) -> list[int]:
+    """What a sequence gives when it runs alone, to the end."""
+    state, output = 0, []
+    for token in seq.request.prompt_ids:
+        state = extend(state, token)
+    while len(output) < seq.request.max_tokens:
+        output.append(sample(seq.stream, state))
+        state = extend(state, output[-1])
+    return output
+
+
+class FakeModel:
+    """The pages' contents, and a forward that reads all it may see and writes its rows."""
+
+    def __init__(self, pages: PageManager) -> None:
+        self.pages = pages
+        self.content = [[[None] * pages.page_slots for _ in range(pool.num_pages)] for pool in pages.pools]
+        self._states: dict[Sequence, list[int]] = {}
+
+    def poison(self, group: int, pages: list[int]) -> None:
+        for page in pages:
+            assert page > 0
+            self.content[group][page] = [None] * self.pages.page_slots
+
+    def pack(self, plan: Plan) -> list:
+        """Tables as they are at launch: the scheduler may change its own while the step runs."""
+        self._copy(plan)
+        return [(span, span.tokens(), [list(table) for table in span.seq.tables]) for span in plan.spans]
+
+    def _copy(self, plan: Plan) -> None:
+        targets = [(c.group, c.target) for c in plan.copies]
+        assert len(set(targets)) == len(targets) and not set(targets) & {(c.group, c.source) for c in plan.copies}
+        for copy in plan.copies:
+            self.content[copy.group][copy.target] = list(self.content[copy.group][copy.source])
+
+    def run(self, packed: list) -> list[list[int]]:
+        """One forward: returns the emitted tokens of every span (the walk along its draft)."""
+        rows = [self._states_of(span, tokens) for span, tokens, _ in packed]
+        for (span, _, tables), states in zip(packed, rows):
+            self._write(span.start, states[span.start:], tables)
+        return [self._read(span, tokens, states, tables) for (span, tokens, tables), states in zip(packed, rows)]
+
+    def _states_of(self, span, tokens: list[int]) -> list[int]:
+        """The prefix hash of every position up to the span's end, from the tokens alone."""
+        known = self._states.setdefault(span.seq, [])
+        for token in span.seq.tokens[len(known):span.start]:
+            known.append(extend(known[-1] if known else 0, token))
+        states = known[:span.start]
+        for token in tokens:
+            states.append(extend(states[-1] if states else 0, token))
+        return states
+
+    def _write(self, start: int, states: list[int], tables: list[list[int]]) -> None:
+        size = self.pages.page_slots
+        for content, table in zip(self.content, tables):
+            for position, state in enumerate(states, start):
+                assert table[position // size] > 0, "a row is written to the dummy page"
+                content[table[position // size]][position % size] = state
+
+    def _read(self, span, tokens, states: list[int], tables: list[list[int]]) -> list[int]:
+        size = self.pages.page_slots
+        for pool, content, table in zip(self.pages.pools, self.content, tables):
+            first = 0 if pool.window is None else max(0, span.start - pool.window + 1)
+            seen = [content[table[p // size]][p % size] for p in range(first, len(states))]
+            assert seen == states[first:], f"{span.seq} reads a wrong slot of group {pool.group}"
+        emitted: list[int] = []
+        for i in span.want.get("sample", ()):
+            emitted.append(sample(span.seq.stream, states[span.start + i]))
+            if i + 1 < span.length and tokens[i + 1] != emitted[-1]:
+                break
+        return emitted
+
+
+class Driver:
+    """Steps a scheduler with the fake model, as the engine does, and checks everything after every step."""
+
+    def __init__(self, scheduler: Scheduler, model: FakeModel | None = None, rng: random.Random | None = None) -> None:
+        self.scheduler = scheduler
+        self.model = model or FakeModel(scheduler.pages)
+        self.rng = rng or random.Random(0)
+        self.now = 0.0
+        self.sequences: list[Sequence] = []
+        self.in_flight: list[Plan] = []
+        self.plans: list[Plan] = []
+        self.steps = count()
+        self.draft_length = 0  # at most
+        self.draft_quality = 0.5
+
+    def add(self, seq: Sequence) -> Sequence:
+        self.sequences.append(seq)
+        self.scheduler.add(seq)
+        return seq
+
+    def step(self, *, max_rows: int | None = None, between=lambda: None, delay: bool = False) -> Plan:
+        """One step; ``between`` runs while it is in flight; ``delay``: it ends only after the next was planned."""
+        scheduler = self.scheduler
+        plan = scheduler.plan(self.now, max_rows)
+        assert plan.num_rows <= min(max_rows or scheduler.max_rows, scheduler.max_rows), "more rows than the budget"
+        assert all(seq.status is Status.WAITING for seq in plan.preempted)
+        packed = self.model.pack(plan)
+        between()
+        results = self.model.run(packed)
+        for span, emitted in zip(plan.spans, results):
+            self.commit(span, emitted)
+        if plan.spans:
+            self.in_flight.append(plan)
+        while self.in_flight and not (delay and self.in_flight[0] is plan):
+            scheduler.complete(self.in_flight.pop(0))
+        scheduler.check()
+        next(self.steps)
+        return plan
+
+    def commit(self, span, emitted: list[int]) -> None:
+        seq = span.seq
+        if seq.status is not Status.RUNNING:
+            return
+        left = seq.request.max_tokens - seq.num_output
+        before = seq.num_tokens
+        if scored := span.want.get("score"):
+            assert span.start + scored.start == seq.state.get("num_scored", 0)
+            seq.state["num_scored"] = span.start + scored.stop
+        self.scheduler.advance(span, emitted[:left])
+        assert seq.num_tokens == before + len(emitted[:left])
+        if seq.num_output >= seq.request.max_tokens:
+            self.scheduler.finish(seq, "length")
+        elif emitted and self.draft_length:
+            self.propose(seq)
+
+    def propose(self, seq: Sequence) -> None:
+        """A draft of random length that is right with probability ``draft_quality`` a token."""
+        state = 0
+        for token in seq.tokens:
+            state = extend(state, token)
+        seq.draft = []
+        for _ in range(self.rng.randint(0, self.draft_length)):
+            token = sample(seq.stream, state) if self.rng.random() < self.draft_quality else self.rng.randrange(VOCAB)
+            seq.draft.append(token)
+            state = extend(state, token)
+
+    def drain(self, limit: int = 5000) -> None:
+        """Run until nothing is left to do."""
+        idle = 0
+        while len(self.scheduler.waiting) or len(self.scheduler.running):
+            self.now += 0.1
+            plan = self.step()
+            idle = 0 if plan.spans else idle + 1
+            assert idle < 3, "there is work but no step does any"
+            assert (limit := limit - 1), "the work does not end"
+        for plan in self.in_flight:
+            self.scheduler.complete(plan)
+        self.in_flight.clear()
+        self.scheduler.check()
+        pages = self.scheduler.pages
+        assert pages.num_free == pages.num_total or self.scheduler.num_running, "pages are lost"
+
+    def assert_outputs(self) -> None:
+        """Everything that ran to its end gave what it gives alone; what was cut short gave the first part of it."""
+        for seq in self.sequences:
+            whole = expected_output(seq)
+            assert seq.output == whole[:seq.num_output], f"{seq}: wrong tokens"
+            if seq.status is Status.FINISHED and seq.finish_reason == "length":
+                assert seq.output == whole

@@ -1,0 +1,182 @@
+"""Faults in one request stay in it: exceptions, NaN logits, lack of memory. The others' tokens do not change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.engine.driver import Driver, Output
+
+PROMPTS = [[300 + (i * 17 + j * 3) % 700 for j in range(4 + 3 * i)] for i in range(8)]
+BAD = 5
+
+
+def fleet(driver: Driver):
+    return [driver.request(f"r{i}", p, temperature=1.0, seed=i, max_tokens=12, ignore_eos=True) for i, p in enumerate(PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def healthy():
+    driver = Driver(max_num_seqs=8)
+    outputs = driver.run(fleet(driver))
+    driver.close()
+    return {key: out.tokens for key, out in outputs.items()}
+
+
+def others_are_unharmed(driver: Driver, healthy: dict) -> None:
+    for key, tokens in healthy.items():
+        if key[0] != f"r{BAD}":
+            assert driver.outputs[key].tokens == tokens
+    driver.outputs.clear()
+    driver.errors.clear()
+    driver.run(fleet(driver))  # and a healthy round afterwards, the once bad request included
+    assert {key: out.tokens for key, out in driver.outputs.items()} == healthy
+
+
+def inject(driver: Driver, monkeypatch, fault) -> None:
+    """Call ``fault(plan)`` before every launch."""
+    real = driver.engine.runner.launch
+
+    def launch(plan):
+        fault(plan)
+        return real(plan)
+
+    monkeypatch.setattr(driver.engine.runner, "launch", launch)
+
+
+def holds_bad(plan) -> bool:
+    return any(s.seq.request.id == f"r{BAD}" and s.seq.num_output >= 3 for s in plan.spans)
+
+
+def test_an_exception_fails_its_request_alone(healthy, monkeypatch):
+    driver = Driver(max_num_seqs=8)
+    with monkeypatch.context() as m:
+        def fault(plan):
+            if holds_bad(plan):
+                raise ValueError("injected")
+        inject(driver, m, fault)
+        driver.run(fleet(driver))
+    error = driver.errors[f"r{BAD}"]
+    assert (error.status, error.code) == (500, "internal_error") and "injected" not in error.message
+    others_are_unharmed(driver, healthy)
+    driver.close()
+
+
+def test_nan_logits_fail_their_request_alone(healthy, monkeypatch):
+    driver = Driver(max_num_seqs=8)
+    real, rows = driver.engine.runner.model.logits, {}
+
+    def logits(hidden):
+        out = real(hidden)
+        if rows.get("bad") is not None and out.shape[0] > rows["bad"]:
+            out = out.clone()
+            out[rows["bad"], 7] = float("nan")
+        return out
+
+    def fault(plan):
+        at, rows["bad"] = 0, None
+        for s in plan.spans:
+            wanted = len(s.want.get("sample", ()))
+            if wanted and s.seq.request.id == f"r{BAD}" and s.seq.num_output >= 3:
+                rows["bad"] = at
+            at += wanted
+
+    with monkeypatch.context() as m:
+        m.setattr(driver.engine.runner.model, "logits", logits)
+        inject(driver, m, fault)
+        driver.run(fleet(driver))
+    assert driver.errors[f"r{BAD}"].code == "internal_numeric_error"
+    others_are_unharmed(driver, healthy)
+    driver.close()
+
+
+def test_out_of_memory_shrinks_the_step_and_goes_on(healthy, monkeypatch):
+    driver = Driver(max_num_seqs=8)
+    largest = []
+    with monkeypatch.context() as m:
+        def fault(plan):
+            if plan.num_rows > 20:
+                raise torch.OutOfMemoryError("injected")
+            largest.append(plan.num_rows)
+        inject(driver, m, fault)
+        driver.run(fleet(driver))
+    assert not driver.errors and max(largest) <= 20
+    assert {key: out.tokens for key, out in driver.outputs.items()} == healthy
+    driver.close()
+
+
+def test_hopeless_lack_of_memory_ends_one_request_not_the_engine(healthy, monkeypatch):
+    driver = Driver(max_num_seqs=8)
+    with monkeypatch.context() as m:
+        def fault(plan):
+            if any(s.seq.request.id == f"r{BAD}" for s in plan.spans):
+                raise torch.OutOfMemoryError("injected")
+        inject(driver, m, fault)
+        driver.run(fleet(driver))
+    assert driver.errors[f"r{BAD}"].code == "out_of_memory"
+    others_are_unharmed(driver, healthy)
+    driver.close()
+
+
+def test_a_lost_device_ends_the_process_not_the_request(monkeypatch):
+    driver = Driver(max_num_seqs=8)
+
+    def fault(plan):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    inject(driver, monkeypatch, fault)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        driver.run(fleet(driver))
+    driver.close()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+@pytest.mark.parametrize("n", [1, 3])
+def test_cancel_gives_everything_back(steps, n):
+    driver = Driver(max_num_seqs=4, max_num_batched_tokens=16)
+    for i, p in enumerate(PROMPTS):
+        driver.submit(driver.request(f"c{i}", p * 3, max_tokens=50, ignore_eos=True, n=n, seed=i))
+    for _ in range(steps):
+        driver.step()
+    for i in range(len(PROMPTS)):
+        driver._take(driver.engine.cancel(f"c{i}"))
+        assert driver.engine.cancel(f"c{i}") == []
+    driver.assert_clean()
+    assert all(driver.outputs[f"c{i}", b].finish_reason == "cancelled" for i in range(len(PROMPTS)) for b in range(n))
+    driver.close()
+
+
+def test_the_queue_is_bounded():
+    driver = Driver(max_num_seqs=2, max_queued_requests=4)
+    for i in range(8):
+        driver.submit(driver.request(f"q{i}", PROMPTS[1], max_tokens=4))
+    refused = [e for e in driver.errors.values() if e.status == 429]
+    assert refused and all(e.retry_after >= 1 for e in refused)
+    while driver.engine.has_work():
+        driver.step()
+    driver.assert_clean()
+    driver.close()
+
+
+def test_a_duplicate_id_is_refused_and_the_first_goes_on():
+    driver = Driver()
+    driver.submit(driver.request("same", PROMPTS[2], max_tokens=4, temperature=0, ignore_eos=True))
+    events = driver.engine.submit(driver.request("same", PROMPTS[3], max_tokens=4))
+    assert [e.status for e in events] == [409]
+    while driver.engine.has_work():
+        driver.step()
+    assert len(driver.outputs["same", 0].tokens) == 4
+    driver.close()
+
+
+def test_replay_continues_where_the_last_epoch_stopped(healthy):
+    """What a client does after a crash: the same request with the tokens it has, in a fresh engine."""
+    driver = Driver(max_num_seqs=8)
+    for i, request in enumerate(fleet(driver)):
+        request.epoch, request.emitted = 1, [healthy[f"r{i}", 0][:i]]
+        driver.outputs[f"r{i}", 0] = Output(tokens=list(healthy[f"r{i}", 0][:i]))
+        driver.submit(request)
+    while driver.engine.has_work():
+        driver.step()
+    assert {key: out.tokens for key, out in driver.outputs.items()} == healthy
+    driver.close()

@@ -1,0 +1,159 @@
+"""The scheduler policies: their order, their victims, and what every policy must keep to."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvasir import technique
+from kvasir.engine.policy import MAX_SKIPS, SchedulerPolicy
+from kvasir.engine.schedulers.fcfs import Fcfs
+from kvasir.engine.schedulers.priority import Config, Priority
+from kvasir.errors import ConfigError
+from kvasir.types import Status
+from tests.engine.fake import Driver, expected_output, manager, scheduler, sequence
+from tests.engine.test_scheduler import rows, unique
+
+PACKAGE = "kvasir.engine.schedulers"
+POLICIES = technique.names(PACKAGE)
+
+
+def test_the_policies_are_found_by_name():
+    assert {"fcfs", "priority"} <= set(POLICIES)
+    assert technique.load(PACKAGE, "priority:threshold=3", SchedulerPolicy).config == Config(3)
+    with pytest.raises(ConfigError, match="fcfs"):
+        technique.load(PACKAGE, "fcsf", SchedulerPolicy)
+    with pytest.raises(ConfigError, match="threshold"):
+        technique.load(PACKAGE, "priority:treshold=3", SchedulerPolicy)
+    with pytest.raises(ConfigError, match="at least 1"):
+        technique.load(PACKAGE, "priority:threshold=0", SchedulerPolicy)
+    with pytest.raises(ConfigError, match="no options"):
+        technique.load(PACKAGE, "fcfs:threshold=1", SchedulerPolicy)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+class TestEveryPolicy:
+    def test_declares_that_it_changes_no_kv(self, name):
+        policy = technique.load(PACKAGE, name, SchedulerPolicy)
+        assert policy.affects_kv is False and policy.exact
+
+    def test_orders_are_stable_permutations(self, name):
+        policy, rng = technique.load(PACKAGE, name, SchedulerPolicy), random.Random(1)
+        seqs = [sequence(1, arrival=rng.randrange(4), priority=rng.randrange(3), name=str(i)) for i in range(60)]
+        for order in (policy.order_waiting, policy.order_running):
+            once = order(seqs, 1.0)
+            assert sorted(map(id, once)) == sorted(map(id, seqs)) and order(once, 1.0) == once
+            ties = [s for s in once if (s.request.arrival, s.request.priority) == (1, 1)]
+            assert ties == [s for s in seqs if (s.request.arrival, s.request.priority) == (1, 1)]
+
+    def test_a_running_sequence_takes_from_the_last_in_rank(self, name):
+        policy = technique.load(PACKAGE, name, SchedulerPolicy)
+        seqs = policy.order_running([sequence(1, arrival=i, priority=i % 2) for i in range(4)], 0.0)
+        incoming = sequence(1)
+        incoming.status = Status.RUNNING
+        assert policy.victim(seqs, incoming) is seqs[-1] and policy.victim([], incoming) is None
+
+    def test_everything_ends_with_the_tokens_it_has_alone(self, name):
+        rng = random.Random(2)
+        d = Driver(scheduler(manager(14, 4), technique.load(PACKAGE, name, SchedulerPolicy), max_rows=16, max_num_seqs=4))
+        seqs = [d.add(sequence([rng.randrange(3) for _ in range(rng.randint(1, 25))], arrival=i, priority=rng.choice([0, 4, 30]),
+                               name=str(i), max_tokens=rng.randint(1, 20))) for i in range(40)]
+        d.drain()
+        assert all(s.finish_reason == "length" and s.output == expected_output(s) for s in seqs)
+
+    def test_starvation_bound(self, name):
+        """With k older ones in the queue, a sequence is passed in at most (k + 1) * MAX_SKIPS steps, however urgent and
+        many the later ones are."""
+        d = Driver(scheduler(manager(12, 4), technique.load(PACKAGE, name, SchedulerPolicy), max_rows=16, max_num_seqs=3))
+        for i in range(3):
+            d.add(unique(4, f"w{i}", max_tokens=6))
+        d.step()
+        old = [d.add(unique(30, f"old{i}", arrival=1.0 + i, priority=100, max_tokens=2)) for i in range(3)]
+        passed = {seq: 0 for seq in old}
+        step = 0
+        while any(seq.first_scheduled is None for seq in old):
+            step += 1
+            if d.scheduler.num_waiting < 6:
+                d.add(unique(4, f"n{step}", arrival=10.0 + step, priority=0, max_tokens=3))
+            d.step()
+            started = [s for s in d.sequences if s.first_scheduled == d.now and s.request.arrival >= 10]
+            for seq in old:
+                passed[seq] += bool(started) and seq.status is Status.WAITING and seq.first_scheduled is None
+            d.now += 1e-6
+            assert step < 2000
+        for k, seq in enumerate(old):
+            assert passed[seq] <= (k + 1) * MAX_SKIPS
+
+
+def test_fcfs_goes_by_arrival_and_never_displaces():
+    a, b, c = sequence(1, arrival=2.0), sequence(1, arrival=1.0, priority=9), sequence(1, arrival=2.0, branch=1)
+    assert Fcfs().order_waiting([c, a, b], 0.0) == [b, a, c]
+    assert Fcfs().victim([a, b], sequence(1, priority=-99)) is None
+
+
+def test_priority_goes_lower_first_then_by_arrival():
+    a, b, c = sequence(1, arrival=1.0, priority=5), sequence(1, arrival=3.0, priority=-1), sequence(1, arrival=2.0, priority=5)
+    assert Priority().order_waiting([c, a, b], 0.0) == [b, a, c]
+
+
+@pytest.mark.parametrize(("difference", "displaces"), [(9, False), (10, True), (50, True), (-20, False)])
+def test_priority_displaces_only_from_the_threshold_on(difference, displaces):
+    d = Driver(scheduler(manager(40, 4), Priority(), max_num_seqs=2))
+    low = [d.add(unique(6, f"low{i}", priority=difference, arrival=float(i), max_tokens=30)) for i in range(2)]
+    d.step()
+    urgent = d.add(unique(6, "urgent", priority=0, arrival=5.0, max_tokens=3))
+    plan = d.step()
+    assert plan.preempted == ([low[1]] if displaces else [])
+    assert urgent.status is Status.WAITING, "a step with preemptions admits nothing"
+    d.step()
+    assert (urgent.status is Status.RUNNING) == displaces
+    d.drain()
+    d.assert_outputs()
+
+
+def test_displacing_frees_enough_pages_and_not_more():
+    d = Driver(scheduler(manager(14, 4), Priority(), max_num_seqs=8))
+    low = [d.add(unique(6, f"low{i}", priority=50, arrival=float(i), max_tokens=3)) for i in range(4)]
+    d.step()
+    d.add(unique(20, "urgent", priority=0, arrival=9.0, max_tokens=2))  # six pages; five are free
+    assert d.step().preempted == [low[3]]
+    assert rows(d.step())["urgent"] == 20
+
+
+def test_nobody_is_displaced_in_vain():
+    d = Driver(scheduler(manager(14, 4), Priority(), max_num_seqs=8))
+    d.add(unique(26, "near", priority=5, arrival=0.0, max_tokens=6))  # seven pages, too near in priority
+    d.add(unique(6, "low", priority=50, arrival=1.0, max_tokens=9))
+    d.step()
+    d.add(unique(44, "urgent", priority=0, arrival=2.0, max_tokens=2))  # eleven pages: not even with those of 'low'
+    assert not d.step().preempted
+    d.drain()
+    d.assert_outputs()
+
+
+def test_displacement_does_not_lower_the_number_that_may_run():
+    d = Driver(scheduler(manager(60, 4), Priority(), max_num_seqs=3))
+    for i in range(3):
+        d.add(unique(6, f"low{i}", priority=50, arrival=float(i), max_tokens=30))
+    d.step()
+    for i in range(2):
+        d.add(unique(6, f"urgent{i}", priority=0, arrival=9.0 + i, max_tokens=20))
+    for _ in range(6):
+        d.step()
+    assert d.scheduler.num_running == 3 and d.scheduler.preemptions == 2
+
+
+def test_who_was_displaced_often_is_left_alone():
+    d = Driver(scheduler(manager(40, 4), Priority(), max_num_seqs=1))
+    low = d.add(unique(6, "low", priority=50, arrival=0.0, max_tokens=40))
+    displaced = 0
+    for i in range(12):
+        d.step()
+        if low.status is Status.RUNNING:
+            d.add(unique(3, f"urgent{i}", priority=0, arrival=1.0 + i, max_tokens=1))
+        displaced += len(d.step().preempted)
+        d.step()
+    assert displaced == 4
+    d.drain()
+    d.assert_outputs()

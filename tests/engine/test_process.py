@@ -1,0 +1,173 @@
+"""The engine process by itself: how it starts, what it ignores, and that it never outlives its client."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvasir.config import EngineConfig
+from kvasir.engine import ipc, messages, process
+from kvasir.types import Request, SamplingParams
+from tests.engine.fake_core import expected
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Start engine processes on sockets of this test; returns (process, connection, channel)."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with contextlib.ExitStack() as stack:
+        def begin(core: str = "FakeCore", **options):
+            folder = tmp_path / "private"
+            folder.mkdir()
+            stack.callback(ipc.Flight(folder / process.FLIGHT, create=True).close)
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            listener.bind(str(folder / "socket"))
+            listener.listen(1)
+            listener.settimeout(20)
+            command = [sys.executable, "-m", "kvasir.engine.process", "--socket", str(folder / "socket"), "--factory", f"tests.engine.fake_core:{core}"]
+            child = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE))
+            stack.callback(child.kill)
+            child.stdin.write(msgspec.msgpack.encode(messages.Hello(config=EngineConfig.of(**options))))
+            child.stdin.close()
+            connection = stack.enter_context(listener.accept()[0])
+            return child, connection, ipc.BlockingChannel(connection, messages.ToClient)
+
+        yield begin
+
+
+def events(channel: ipc.BlockingChannel, count: int) -> list:
+    """The next ``count`` events, and no other message than heartbeats between them."""
+    found = []
+    while len(found) < count:
+        message = channel.receive()
+        assert message is not None
+        found += getattr(message, "events", [])
+    return found
+
+
+def request(name: str = "r", faults: str = "", n: int = 1) -> Request:
+    return Request(id=name, prompt_ids=[1], params=SamplingParams(n=n), seed=3, max_tokens=5, tenant=faults)
+
+
+def test_a_request_on_the_wire_and_an_orderly_stop(start):
+    child, _, channel = start()
+    ready = channel.receive()
+    assert isinstance(ready, messages.Ready) and ready.info.name == "fake" and {"spawn", "import", "build"} <= set(ready.startup)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(child.pid, number)  # the client decides when it ends
+    channel.send(ipc.encode(messages.Submit(1, request())))
+    got = events(channel, 6)
+    assert [e.kind for e in got] == ["accepted"] + ["tokens"] * 5
+    assert [t for e in got for t in e.token_ids] == expected(request())[0] and got[-1].finish_reason == "length"
+    channel.send(ipc.encode(messages.Cancel("nobody")))
+    channel.send(ipc.encode(messages.Stop()))
+    assert child.wait(20) == 0
+
+
+def test_messages_in_one_batch_are_taken_in_order(start):
+    _, _, channel = start("SlowCore")
+    channel.receive()
+    channel.send(b"".join(map(ipc.encode, [messages.Submit(1, request("a", n=2)), messages.Cancel("a", 1), messages.Submit(2, request("b")),
+                                           messages.Cancel("b"), messages.Submit(3, request("b"))])))
+    got = events(channel, 3 + 2 + 10)
+    ends = {(e.request_id, e.branch, e.finish_reason) for e in got if e.finish_reason}
+    assert ends == {("a", 1, "cancelled"), ("b", 0, "cancelled"), ("a", 0, "length"), ("b", 0, "length")}
+
+
+@pytest.mark.parametrize(("core", "kind", "words", "code"), [("refusing", messages.Refused, "no memory left", process.REFUSED),
+                                                             ("broken", messages.Crash, "a bug in the loader", process.CRASHED)])
+def test_a_failed_start_says_why(start, core, kind, words, code):
+    child, _, channel = start(core)
+    message = channel.receive()
+    assert isinstance(message, kind) and words in (message.message if kind is messages.Refused else message.traceback)
+    assert channel.receive() is None and child.wait(20) == code
+
+
+def test_a_crash_says_why_and_the_flight_record_who(start, tmp_path):
+    child, _, channel = start()
+    channel.receive()
+    channel.send(b"".join(ipc.encode(messages.Submit(10 + i, request(str(i), "raise@3" if i == 1 else ""))) for i in range(3)))
+    while not isinstance(message := channel.receive(), messages.Crash):
+        assert message is not None
+    assert "ZeroDivisionError: a bug in the engine" in message.traceback and "_advance" in message.traceback
+    assert child.wait(20) == process.CRASHED
+    flight = ipc.Flight(tmp_path / "private" / process.FLIGHT)
+    assert flight.activity == ipc.Activity.LAUNCHED and 11 in flight.tickets and set(flight.tickets) <= {10, 11, 12}
+    flight.close()
+
+
+@pytest.mark.parametrize("faults", ["", "hang@2"])
+def test_it_ends_with_its_client_even_in_a_long_step_and_leaves_no_folder(start, tmp_path, faults):
+    child, connection, channel = start("SlowCore")
+    channel.receive()
+    if faults:
+        channel.send(ipc.encode(messages.Submit(1, request(faults=faults))))
+        events(channel, 3)
+    channel.close()
+    connection.close()
+    assert child.wait(20) == 0
+    assert not (tmp_path / "private").exists()
+
+
+def test_it_ends_when_its_client_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    code = """
+import asyncio, sys
+from kvasir.config import EngineConfig
+from kvasir.engine.client import AsyncEngine
+async def main():
+    it = AsyncEngine(EngineConfig(), factory="tests.engine.fake_core:FakeCore")
+    await it.start()
+    print(it._child.pid, flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as client:
+        pid = int(client.stdout.readline())
+        assert len(list(tmp_path.iterdir())) == 1
+        client.kill()
+    for _ in range(2000):
+        if not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] == "Z":
+            break
+        time.sleep(0.01)
+    else:
+        os.kill(pid, signal.SIGKILL)
+        pytest.fail("the engine process outlived its client")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", ipc.encode(messages.Refused("for the other side"))])
+def test_a_malformed_frame_ends_it(start, data):
+    child, connection, channel = start()
+    channel.receive()
+    connection.sendall(data)
+    assert child.wait(20) == process.CRASHED
+
+
+def test_an_idle_process_sleeps(start, tmp_path):
+    child, _, channel = start()
+    channel.receive()
+    channel.receive()
+    flight = ipc.Flight(tmp_path / "private" / process.FLIGHT)
+    before = flight.progress
+    for _ in range(3):
+        assert isinstance(channel.receive(), messages.Heartbeat)
+    assert 1 <= flight.progress - before <= 6, "it beats with its heart, and does nothing else"
+    flight.close()
+
+
+def test_no_configuration_is_an_error(tmp_path):
+    ran = subprocess.run([sys.executable, "-m", "kvasir.engine.process", "--socket", str(tmp_path / "s")], input=b"\xc1", capture_output=True, cwd=ROOT)
+    assert ran.returncode != 0 and b"msgspec" in ran.stderr

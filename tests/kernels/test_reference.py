@@ -1,0 +1,59 @@
+"""The plain references against plain loops in fp64, and the cutting of a step into tiles. Needs no Triton."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvasir.kernels import paged_attention as paged
+from kvasir.kernels import store_kv as store
+from tests.attention.helpers import truth
+from tests.kernels.check import reference, world_of
+
+
+@pytest.mark.parametrize("case", [c for c in paged.grid() if c.splits == 1 and c.dim <= 80], ids=str)
+def test_paged_attention(case):
+    world = world_of(case, torch.float32, "cpu")
+    for got, want in zip(reference(world, torch.float32), truth(world)):
+        torch.testing.assert_close(got.double(), want, atol=3e-6, rtol=1e-5)
+    for got, want in zip(reference(world, torch.float64), truth(world)):
+        torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("case", list(store.grid()), ids=str)
+def test_store_kv(case):
+    draw = torch.Generator().manual_seed(case.rows)
+    k, v = torch.randn(2, case.rows, case.heads, case.dim, generator=draw)
+    pages = 2 + case.rows
+    slots = torch.randperm(pages * case.page_slots, generator=draw)[:case.rows]
+    if case.skip:
+        slots[::case.skip] = -1
+    got, want = torch.zeros(2, 2, pages, case.heads, case.page_slots, case.dim)
+    store.store_kv(k, v, got[0], got[1], slots)
+    for plane, rows in ((0, k), (1, v)):
+        for row, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                want[plane, slot // case.page_slots, :, slot % case.page_slots] = rows[row]
+    assert torch.equal(got, want)
+
+
+def test_store_kv_refuses_rows_that_do_not_fit():
+    pages, slots = torch.zeros(2, 1, 16, 8), torch.zeros(3, dtype=torch.int64)
+    for rows, where in ((torch.zeros(3, 2, 8), slots), (torch.zeros(3, 1, 4), slots), (torch.zeros(3, 1, 8), slots[:2]), (torch.zeros(3, 1, 8), slots.int())):
+        with pytest.raises(AssertionError):
+            store.store_kv(rows, rows, pages, pages, where)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (32, 8), (7, 1), (40, 1), (12, 4)])
+def test_tiles_cover_every_row_once(heads, kv_heads, dtype):
+    starts, lengths = [0, 5, 70, 3, 0, 1000], [1, 4, 0, 300, 17, 1]
+    seen = []
+    for part in paged.plan_tiles(starts, lengths, heads, kv_heads, dtype, "cpu"):
+        rows = part.block_m // (heads // kv_heads)
+        assert rows >= 1 and part.block_m & (part.block_m - 1) == 0
+        for span, first in part.items.tolist():
+            assert 0 <= first < lengths[span] and starts[span] + lengths[span] <= part.max_keys
+            seen += [(span, row) for row in range(first, min(first + rows, lengths[span]))]
+    assert sorted(seen) == [(s, row) for s, length in enumerate(lengths) for row in range(length)]
+    assert paged.plan_tiles([], [], heads, kv_heads, dtype, "cpu") == []

@@ -1,0 +1,32 @@
+"""Kernel tests proper. They need Triton's interpreter (``TRITON_INTERPRET=1``) or a GPU, so the ordinary run does not
+collect them here: ``tests/kernels/test_in_interpreter.py`` runs them in a process of their own.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from kvasir.kernels import _triton
+
+RUNNABLE = _triton.INTERPRETED or (_triton.AVAILABLE and torch.cuda.is_available())
+collect_ignore_glob = [] if RUNNABLE else ["test_*.py"]
+
+if _triton.INTERPRETED:
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_for_numpy(tensor, scope) -> None:
+        """Triton 3.6's interpreter calls int() on arrays of one element, which NumPy 2.4 refuses."""
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_tensor_for_numpy
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"

@@ -1,0 +1,143 @@
+"""Every family against transformers, fp32, logits of every position: whole, chunked, and step by step through the paged cache."""
+
+import pytest
+import torch
+
+from kvasir.attention.backend import Site
+from kvasir.attention.backends.torch import TorchBackend
+from kvasir.engine.batch import pack
+from kvasir.kv.codecs.plain import PlainCodec
+from kvasir.kv.pool import KVPool
+from kvasir.models import checkpoint
+from kvasir.models.loader import load_model
+from kvasir.types import Request, SamplingParams, Sequence, Span
+from tests import checkpoints
+
+PAGE_SLOTS = 16
+LENGTHS = (41, 3, 18)
+
+
+class Paged:
+    """A model with a poisoned pool and a few sequences; feeds them spans and collects logits by sequence."""
+
+    def __init__(self, folder, exact=False):
+        config = checkpoint.read_config(folder)
+        self.model = load_model(folder, config, device="cpu", dtype=torch.float32, exact=exact)
+        groups = self.model.spec.cache_groups()
+        self.pool = KVPool(groups, PlainCodec(), [40] * len(groups), PAGE_SLOTS, "cpu", torch.float32)
+        for g in range(len(groups)):
+            self.pool.poison(g, list(range(1, 40)))
+        self.caches = [self.pool.layer(i) for i in range(len(self.model.spec.layers))]
+        self.backend = TorchBackend()
+        specs = tuple(dict.fromkeys(layer.mixer.attention() for layer in self.model.spec.layers))
+        self.backend.prepare(Site("cpu", torch.float32, "plain", PAGE_SLOTS, specs, exact))
+        free = iter(range(39, 0, -1))
+        self.seqs = [Sequence(Request(id=str(i), prompt_ids=ids, params=SamplingParams(), seed=0, max_tokens=1)) for i, ids in enumerate(prompts())]
+        for seq in self.seqs:
+            pages = [next(free) for _ in range(-(-len(seq.tokens) // PAGE_SLOTS))]
+            seq.tables = [pages for _ in groups]
+
+    def step(self, spans, taps=None):
+        batch = pack(spans, PAGE_SLOTS, "cpu", len(self.pool.groups))
+        self.backend.plan(batch)
+        logits = self.model.logits(self.model.forward(batch, self.caches, self.backend, taps))
+        return logits.split([s.length for s in spans])
+
+    def run(self, chunk):
+        """All sequences together, ``chunk(i)`` rows of sequence i a step."""
+        out = [[] for _ in self.seqs]
+        done = [0] * len(self.seqs)
+        while any(d < len(s.tokens) for d, s in zip(done, self.seqs)):
+            live = [i for i, s in enumerate(self.seqs) if done[i] < len(s.tokens)]
+            spans = [Span(self.seqs[i], done[i], min(chunk(i), len(self.seqs[i].tokens) - done[i])) for i in live]
+            for i, span, part in zip(live, spans, self.step(spans)):
+                out[i].append(part.clone())
+                done[i] += span.length
+        return [torch.cat(parts) for parts in out]
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, checkpoints.VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def expected(folder):
+    model = checkpoints.reference(folder)
+    with torch.inference_mode():
+        return [model(torch.tensor([ids]), use_cache=False).logits[0] for ids in prompts()]
+
+
+def assert_parity(folder):
+    want = expected(folder)
+    for name, chunk in (("whole", lambda i: 64), ("chunks", lambda i: 7 + i), ("decode", lambda i: 1)):
+        for got, reference in zip(Paged(folder).run(chunk), want):
+            assert got.dtype == torch.float32 and got.shape == reference.shape
+            torch.testing.assert_close(got, reference, atol=1e-4, rtol=1e-4, msg=lambda m: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("variant", checkpoints.VARIANTS)
+def test_parity(variant, tmp_path):
+    assert_parity(checkpoints.write(tmp_path, variant))
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama_llama3", "llama_linear", "llama_yarn", "gemma3_text", "gemma3_text_caps"])
+def test_parity_with_the_v4_spelling_of_rope(variant, tmp_path):
+    """Both spellings give the same numbers, and those of transformers."""
+    folder = checkpoints.write(tmp_path, variant)
+    new = Paged(folder).run(lambda i: 64)
+    checkpoints.edit_json(folder / "config.json", checkpoints.to_v4_rope)
+    assert_parity(folder)
+    for a, b in zip(new, Paged(folder).run(lambda i: 64)):
+        assert torch.equal(a, b)
+
+
+def test_gemma_attention_softcap(tmp_path, monkeypatch):
+    """transformers reads ``attn_logit_softcapping`` and forgets it; with it passed on, both agree."""
+    from transformers.models.gemma3 import modeling_gemma3
+
+    plain = modeling_gemma3.eager_attention_forward
+
+    def capped(module, *args, **kwargs):
+        return plain(module, *args, **{**kwargs, "softcap": module.attn_logit_softcapping})
+
+    folder = checkpoints.write(tmp_path, "gemma3_text", attn_logit_softcapping=1.5)
+    uncapped = expected(folder)
+    monkeypatch.setattr(modeling_gemma3, "eager_attention_forward", capped)
+    assert (expected(folder)[0] - uncapped[0]).abs().max() > 0.1, "the cap must matter here"
+    assert_parity(folder)
+
+
+@pytest.mark.parametrize("variant", ["mistral", "qwen3", "gemma3_text", "qwen3_moe_mixed", "llama_bias"])
+def test_exact_mode_gives_a_row_the_same_bits_in_any_batch(variant, tmp_path):
+    folder = checkpoints.write(tmp_path, variant)
+    want = Paged(folder, exact=True).run(lambda i: 64)
+    for got, reference in zip(want, expected(folder)):
+        torch.testing.assert_close(got, reference, atol=1e-4, rtol=1e-4)
+    for chunk in (lambda i: 1, lambda i: 5, lambda i: 1 + 13 * i):
+        for got, again in zip(Paged(folder, exact=True).run(chunk), want):
+            assert torch.equal(got, again)
+
+
+def test_taps_copy_layer_outputs(tmp_path):
+    paged = Paged(checkpoints.write(tmp_path, "gemma3_text"))
+    seq = paged.seqs[0]
+    taps = {1: torch.full((64, 32), torch.nan), 3: torch.full((64, 32), torch.nan)}
+    logits, = paged.step([Span(seq, 0, len(seq.tokens))], taps)
+    rows = len(seq.tokens)
+    assert torch.equal(paged.model.logits(taps[3][:rows]), logits)
+    assert taps[1][:rows].isfinite().all() and not torch.equal(taps[1][:rows], taps[3][:rows])
+    assert taps[1][rows:].isnan().all()
+
+
+def test_low_precision_stays_close(tmp_path):
+    """bf16 weights on the CPU: the same model, within bf16's error."""
+    folder = checkpoints.write(tmp_path, "qwen3")
+    config = checkpoint.read_config(folder)
+    want = expected(folder)[0]
+    paged = Paged(folder)
+    paged.model = load_model(folder, config, device="cpu", dtype=torch.bfloat16)
+    paged.pool = KVPool(paged.model.spec.cache_groups(), PlainCodec(), [40], PAGE_SLOTS, "cpu", torch.bfloat16)
+    paged.caches = [paged.pool.layer(i) for i in range(len(paged.model.spec.layers))]
+    got = paged.run(lambda i: 64)[0]
+    assert got.dtype == torch.float32
+    assert (got - want).abs().max() < 0.1 * want.abs().max()

@@ -1,0 +1,181 @@
+"""The house rules that a program can check: who imports whom, how big a file may get, what the docs promise."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "kvasir"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# A module may import from its own layer and from those before it.
+LAYERS = [
+    ["types", "errors", "logs"],
+    ["config", "technique"],
+    ["kernels"],
+    ["layers", "attention", "kv"],
+    ["models"],
+    ["decoding", "speculation", "steering"],
+    ["engine"],
+    ["scaling"],
+    ["api"],
+    ["learn", "lab", "bench"],
+    ["cli"],
+]
+RANK = {room: i for i, rooms in enumerate(LAYERS) for room in rooms}
+RANK[""] = len(LAYERS)  # kvasir/__init__ names everything, lazily
+
+
+def room(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def imports(file: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "kvasir":
+            if node.module == "kvasir":
+                found += [f"kvasir.{a.name}" for a in node.names if a.name != "__version__"]
+            else:
+                found.append(node.module)
+        elif isinstance(node, ast.Import):
+            found += [a.name for a in node.names if a.name.split(".")[0] == "kvasir"]
+        assert not (isinstance(node, ast.ImportFrom) and node.level), f"{file}: relative imports hide the room"
+    return found
+
+
+def type_checking_only(file: Path) -> set[str]:
+    """Modules imported for annotations only: they never run."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            found |= {n.module for n in ast.walk(node) if isinstance(n, ast.ImportFrom) and n.module}
+    return found
+
+
+def module_name(file: Path) -> str:
+    return ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_name)
+def test_imports_go_one_way(file):
+    me = room(module_name(file))
+    for target in set(imports(file)) - type_checking_only(file):
+        assert RANK[room(target)] <= RANK[me], f"{module_name(file)} imports {target}, which stands to its right"
+
+
+def test_the_import_check_can_fail(tmp_path):
+    bad = tmp_path / "bad.py"
+    bad.write_text("def f():\n    from kvasir.api.server import serve\n")
+    assert imports(bad) == ["kvasir.api.server"] and RANK[room("kvasir.api.server")] > RANK["kv"]
+
+
+def test_types_import_nothing_of_ours():
+    assert imports(PACKAGE / "types.py") == []
+
+
+@pytest.mark.parametrize("family", ["kv/codecs", "attention/backends", "engine/schedulers", "models/families"])
+def test_a_technique_imports_no_sibling(family):
+    package = "kvasir." + family.replace("/", ".")
+    for file in (PACKAGE / family).glob("*.py"):
+        for target in imports(file):
+            assert not target.startswith(package + "."), f"{file.name} imports {target}: shared code moves up to the seam"
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_name)
+def test_files_stay_readable(file):
+    limit = 700 if "kernels" in file.parts else 500
+    count = len(file.read_text().splitlines())
+    assert count <= limit, f"{file.name} has {count} lines; split it by job"
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_name)
+def test_every_module_says_what_it_is(file):
+    if file.read_text().strip():
+        assert ast.get_docstring(ast.parse(file.read_text())), f"{file} has no module docstring"
+
+
+def test_no_bare_except_and_no_pickle():
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"{file}:{node.lineno}: bare except"
+        assert not re.search(r"^\s*(import|from) pickle", file.read_text(), re.M), f"{file} imports pickle"
+
+
+# ---------------------------------------------------------------------------------------------------------------- docs
+
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("file", DOCS, ids=lambda f: f.name)
+def test_links_and_paths_in_docs_exist(file):
+    text = file.read_text()
+    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", text):
+        assert (file.parent / target).exists(), f"{file.name} links to {target}"
+    for path in re.findall(r"`((?:src|tests|tools|docs|bench)/[\w./-]+\.\w+)`", text):
+        assert (ROOT / path).exists(), f"{file.name} names {path}"
+
+
+def test_readme_is_short_and_names_both_commands():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) < 150
+    assert "make demo" in text and "make test" in text
+
+
+def test_the_tour_is_true():
+    """Every stop of the tour exists, and names functions and classes that its file defines."""
+    text = (ROOT / "docs" / "tour.md").read_text()
+    stops = re.findall(r"^\d+\. `([\w/]+\.py)`: (.*)$", text, re.M)
+    assert len(stops) >= 10
+    for path, words in stops:
+        file = PACKAGE / path
+        assert file.exists(), f"the tour stops at {path}"
+        defined = {n.name for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+        for name in re.findall(r"`(\w+)\(\)`", words):
+            assert name in defined, f"the tour says {path} has {name}()"
+
+
+def test_readme_api_lines_run():
+    """The five lines of Python in the README, run as they stand."""
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+# -------------------------------------------------------------------------------------------------------------- imports
+
+
+def test_importing_kvasir_needs_no_torch_and_is_quick():
+    """Front ends start in their own process: nothing they import may pull torch in."""
+    code = ("import sys, kvasir, kvasir.config, kvasir.types, kvasir.cli.main, kvasir.api.server, kvasir.engine.client, kvasir.engine.admission;"
+            "assert 'torch' not in sys.modules and 'transformers' not in sys.modules")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run([sys.executable, "-X", "importtime", "-c", "import kvasir"], capture_output=True, text=True)
+    total = next(int(line.split("|")[1]) for line in reversed(done.stderr.splitlines()) if line.endswith(" kvasir"))
+    assert total < 1_000_000, f"import kvasir takes {total} us"
+
+
+def test_no_machine_paths_in_the_tree():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    for name in tracked:
+        file = ROOT / name
+        if file.suffix in (".py", ".md", ".toml", ".sh", ".json", ".txt", "") and file.is_file() and file.stat().st_size < 2_000_000:
+            if file == Path(__file__):
+                continue
+            text = file.read_text(errors="ignore")
+            for word in ("/work/", "/tmp/briefs"):
+                assert word not in text, f"{name} names {word}"
+
+
+def test_the_tree_stays_small():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    sizes = {name: (ROOT / name).stat().st_size for name in tracked if (ROOT / name).is_file()}
+    assert sum(sizes.values()) < 45 << 20
+    assert max(sizes.values(), default=0) < 15 << 20
