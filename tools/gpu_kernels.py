@@ -9,8 +9,10 @@ hide the kernel, over as many layers as keep the L2 cache from holding the keys.
 from __future__ import annotations
 
 import argparse
+import json
+import multiprocessing
 import sys
-import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -20,7 +22,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from kvasir.attention.backend import AttentionSpec, Site  # noqa: E402
 from kvasir.attention.backends.triton import TritonBackend  # noqa: E402
-from kvasir.bench.result import arm, finish, result  # noqa: E402
+from kvasir.bench.result import arm, result  # noqa: E402
 from kvasir.kernels import paged_attention as paged  # noqa: E402
 from kvasir.kernels import store_kv as store  # noqa: E402
 from kvasir.kv.codecs.plain import PlainCodec  # noqa: E402
@@ -29,6 +31,7 @@ from kvasir.types import CacheGroup, StepBatch  # noqa: E402
 from tests.kernels.check import check_paged_attention, check_store_kv  # noqa: E402
 
 HEADS, GROUPS, DIM, SIZE = 32, 8, 128, 16
+SHARES = 5  # of a grid, checked side by side
 SPEC = AttentionSpec(HEADS, GROUPS, DIM, DIM ** -0.5)
 SHAPES = {
     **{f"decode {n} x 1k": [(1023, 1)] * n for n in (1, 8, 64, 256)},
@@ -41,22 +44,29 @@ SHAPES = {
 }
 
 
+def check_share(dtype: torch.dtype, op: str, share: int) -> tuple[int, float, list[str]]:
+    """Every ``SHARES``-th case of a grid: how many, the worst error, and what failed."""
+    cases, check = {"paged_attention": (paged.grid, check_paged_attention), "store_kv": (store.grid, check_store_kv)}[op]
+    mine, worst, failed = list(cases())[share::SHARES], 0.0, []
+    for case in mine:
+        try:
+            worst = max(worst, (check(case, dtype, "cuda") or {}).get("kernel", 0.0))
+        except Exception as e:  # a failed compile or launch is a result, too
+            failed.append(f"{op} {dtype} {case}: {type(e).__name__}: {str(e)[:400]}")
+    return len(mine), worst, failed
+
+
 def check_grids() -> list[dict]:
+    """Each share in a process of its own: most of the time goes into compiling."""
     arms = []
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        grids = {"paged_attention": (paged.grid(), check_paged_attention), "store_kv": (store.grid(), check_store_kv)}
-        for op, (cases, check) in grids.items():
-            began, failed, worst, count = time.perf_counter(), [], 0.0, 0
-            for case in cases:
-                count += 1
-                try:
-                    worst = max(worst, (check(case, dtype, "cuda") or {}).get("kernel", 0.0))
-                except Exception as e:  # a failed compile or launch is a result, too
-                    failed.append(f"{case}: {type(e).__name__}: {str(e)[:300]}")
-            arms.append(arm(f"{op} grid", {"dtype": str(dtype)}, {
-                "cases": count, "failed": len(failed), "worst_error": worst, "seconds": round(time.perf_counter() - began, 1)}))
-            for line in failed:
-                print("FAILED", op, dtype, line, flush=True)
+    with ProcessPoolExecutor(3 * SHARES, mp_context=multiprocessing.get_context("spawn")) as processes:
+        work = {(dtype, op): [processes.submit(check_share, dtype, op, share) for share in range(SHARES)]
+                for op in ("paged_attention", "store_kv") for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+        for (dtype, op), shares in work.items():
+            counts, worst, failed = zip(*(s.result() for s in shares))
+            lines = [line for part in failed for line in part]
+            arms.append(arm(f"{op} grid", {"dtype": str(dtype)}, {"cases": sum(counts), "failed": len(lines), "worst_error": max(worst)}))
+            print(arms[-1]["name"], dtype, arms[-1]["metrics"], *lines, sep="\n  ", flush=True)
     return arms
 
 
@@ -160,12 +170,13 @@ def time_shape(name: str, spans: list[tuple[int, int]], bandwidth: float, rate: 
 
     graph, eager = (x / layers for x in graph_seconds(run, 10))
     moved = kv_bytes + 2 * q.nbytes
-    metrics = {"us": round(graph * 1e6, 2), "us_eager": round(eager * 1e6, 2), "GB_per_s": round(moved / graph / 1e9), "TFLOP_per_s": round(flops / graph / 1e12, 1),
-               "share_of_limit": round(max(moved / bandwidth, flops / rate) / graph, 3)}
+    metrics = {"us": round(graph * 1e6, 2), "us_eager": round(eager * 1e6, 2), "GB_per_s": round(moved / graph / 1e9),
+               "TFLOP_per_s": round(flops / graph / 1e12, 1), "share_of_limit": round(max(moved / bandwidth, flops / rate) / graph, 3)}
     if len(spans) == 1 and spans[0][0] == 0:
-        qs, ks = torch.randn(1, HEADS, rows, DIM, device="cuda", dtype=torch.bfloat16), torch.randn(2, 1, GROUPS, rows, DIM, device="cuda", dtype=torch.bfloat16)
+        q_1HTD = q.transpose(0, 1).unsqueeze(0).contiguous()
+        k, v = torch.randn(2, 1, GROUPS, rows, DIM, device="cuda", dtype=torch.bfloat16)
         sdpa = torch.nn.functional.scaled_dot_product_attention
-        dense = timed(lambda: sdpa(qs, ks[0], ks[1], is_causal=True, enable_gqa=True), 10)
+        dense = timed(lambda: sdpa(q_1HTD, k, v, is_causal=True, enable_gqa=True), 10)
         metrics["us_torch_sdpa_dense"] = round(dense * 1e6, 2)
     print(name, metrics, flush=True)
     return arm(name, {"layers": layers, "splits": "auto"}, metrics)
@@ -182,7 +193,8 @@ def main() -> int:
     arms += [time_shape(name, spans, bandwidth, rate) for name, spans in SHAPES.items()]
     failed = sum(a["metrics"].get("failed", 0) for a in arms)
     limits = {"copy_GB_per_s": round(bandwidth / 1e9), "bf16_TFLOP_per_s": round(rate / 1e12), "failed_checks": failed}
-    finish(result("gpu_kernels", arms, limits=limits), options.output)
+    options.output.write_text(json.dumps(result("gpu_kernels", arms, limits=limits), indent=1) + "\n")
+    print(limits)
     return 1 if failed else 0
 
 

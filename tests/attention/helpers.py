@@ -47,12 +47,13 @@ class World:
         return self.pool.layer(1)
 
     def site(self, exact: bool = False, device: str = "cpu") -> Site:
-        return Site(device=device, dtype=self.q.dtype, codec_kernel="plain", page_slots=self.pool.page_slots, specs=(self.spec,), exact=exact)
+        return Site(device, self.q.dtype, "plain", self.pool.page_slots, (self.spec,), exact)
 
 
 def make_world(spans: list[tuple[int, int]], *, heads: int = 4, kv_heads: int = 2, dim: int = 16, page_slots: int = 16,
                window: int | None = None, softcap: float | None = None, sinks: bool = False, trees: dict[int, list[int]] | None = None,
-               dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, content: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None) -> World:
+               dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
+               content: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None) -> World:
     """``spans``: (start, length) each. Pages are shuffled, pages that fell out of the window are dropped (table entry 0),
     and every slot that no span owns is NaN, page 0 included. ``content``: q [length, H, D] and k, v [2, start + length, G, D]
     of spans that are not to be random."""

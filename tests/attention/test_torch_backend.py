@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.attention.helpers import make_world, truth
 from kvasir.attention.backend import AttentionBackend
 from kvasir.technique import load
+from tests.attention.helpers import make_world, truth
 
 SPANS = {
     "empty": [],

@@ -153,8 +153,9 @@ class FakeCore:
                 event.index += 1
             events.append(event)
             if "twice" in now and index:
-                events.append(Event(kind="tokens", request_id=request.id, epoch=request.epoch, branch=branch, index=index - 1, token_ids=tokens[-2:]))
-                events.append(Event(kind="tokens", request_id=request.id, epoch=request.epoch - 1, branch=branch, index=0, token_ids=[0] * (index + 9)))
+                same = {"kind": "tokens", "request_id": request.id, "branch": branch}
+                events.append(Event(**same, epoch=request.epoch, index=index - 1, token_ids=tokens[-2:]))
+                events.append(Event(**same, epoch=request.epoch - 1, index=0, token_ids=[0] * (index + 9)))
         return events
 
     def stats(self) -> EngineStats:

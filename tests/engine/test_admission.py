@@ -124,7 +124,8 @@ GOOD = [
     ("frequency_penalty", 2, 2.0), ("repetition_penalty", 10, 10.0), ("repetition_penalty", 1e-3, 1e-3), ("n", 16, 16), ("logprobs", 0, 0),
     ("logprobs", 20, 20), ("prompt_logprobs", 20, 20), ("stop", "end", ("end",)), ("stop", ["x" * 256] * 16, ("x" * 256,) * 16),
     ("stop", ["\x00"], ("\x00",)), ("stop_token_ids", [5, 119, 5], (5, 119)), ("logit_bias", {3: 100, "4": -100.0}, {3: 100.0, 4: -100.0}),
-    ("allowed_token_ids", [5, 6, 5], (5, 6)), ("logprobs_mode", "processed", "processed"), ("grammar", Grammar("json_object"), Grammar("json_object")),
+    ("allowed_token_ids", [5, 6, 5], (5, 6)), ("logprobs_mode", "processed", "processed"),
+    ("grammar", Grammar("json_object"), Grammar("json_object")),
     ("seed", 2**64 - 1, 2**64 - 1),
 ]
 

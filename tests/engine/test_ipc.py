@@ -23,7 +23,8 @@ REQUEST = Request(id="a\x00ß", prompt_ids=[0, 1, 1 << 40], seed=(1 << 64) - 1, 
                                         grammar=Grammar("regex", "a+", after=(9, 8))), bad_words=[[1, 2]], priority=-3, arrival=1.25)
 TO_ENGINE = [messages.Submit((1 << 60), REQUEST), messages.Cancel("x", 3), messages.Cancel("x"), messages.Stop()]
 LOGPROB = TokenLogprob(id=5, logprob=-math.inf, rank=1, top=[(5, -0.25)])
-TO_CLIENT = [messages.Ready(ModelInfo(name="m", max_model_len=1, vocab_size=2, tokenizer_size=2, eos_ids=(1,), config={"a": [None, {"b": 0.5}]}), {"x": 1.0}),
+MODEL = ModelInfo(name="m", max_model_len=1, vocab_size=2, tokenizer_size=2, eos_ids=(1,), config={"a": [None, {"b": 0.5}]})
+TO_CLIENT = [messages.Ready(MODEL, {"x": 1.0}),
              messages.Refused("no"), messages.Crash("Traceback\n"), messages.Heartbeat(EngineStats(step=3, failed={"x": 1})),
              messages.Events([Event(kind="tokens", request_id="r", token_ids=[1], logprobs=[LOGPROB], prompt_logprobs=[None, LOGPROB],
                                     finish_reason="stop", stop_reason="x"), Event(kind="error", request_id="r", status=429, retry_after=1.5)])]

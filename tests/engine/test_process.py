@@ -20,6 +20,7 @@ from kvasir.types import Request, SamplingParams
 from tests.engine.fake_core import expected
 
 ROOT = Path(__file__).parents[2]
+PROCESS = [sys.executable, "-m", "kvasir.engine.process", "--socket"]
 
 
 @pytest.fixture
@@ -35,8 +36,8 @@ def start(tmp_path, monkeypatch):
             listener.bind(str(folder / "socket"))
             listener.listen(1)
             listener.settimeout(20)
-            command = [sys.executable, "-m", "kvasir.engine.process", "--socket", str(folder / "socket"), "--factory", f"tests.engine.fake_core:{core}"]
-            child = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE))
+            child = stack.enter_context(subprocess.Popen([*PROCESS, str(folder / "socket"), "--factory", f"tests.engine.fake_core:{core}"],
+                                                         stdin=subprocess.PIPE))
             stack.callback(child.kill)
             child.stdin.write(msgspec.msgpack.encode(messages.Hello(config=EngineConfig.of(**options))))
             child.stdin.close()
@@ -169,5 +170,5 @@ def test_an_idle_process_sleeps(start, tmp_path):
 
 
 def test_no_configuration_is_an_error(tmp_path):
-    ran = subprocess.run([sys.executable, "-m", "kvasir.engine.process", "--socket", str(tmp_path / "s")], input=b"\xc1", capture_output=True, cwd=ROOT)
+    ran = subprocess.run([*PROCESS, str(tmp_path / "s")], input=b"\xc1", capture_output=True)
     assert ran.returncode != 0 and b"msgspec" in ran.stderr

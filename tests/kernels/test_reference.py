@@ -39,7 +39,8 @@ def test_store_kv(case):
 
 def test_store_kv_refuses_rows_that_do_not_fit():
     pages, slots = torch.zeros(2, 1, 16, 8), torch.zeros(3, dtype=torch.int64)
-    for rows, where in ((torch.zeros(3, 2, 8), slots), (torch.zeros(3, 1, 4), slots), (torch.zeros(3, 1, 8), slots[:2]), (torch.zeros(3, 1, 8), slots.int())):
+    fits = torch.zeros(3, 1, 8)
+    for rows, where in ((torch.zeros(3, 2, 8), slots), (torch.zeros(3, 1, 4), slots), (fits, slots[:2]), (fits, slots.int())):
         with pytest.raises(AssertionError):
             store.store_kv(rows, rows, pages, pages, where)
 

@@ -92,7 +92,8 @@ def test_plain_reads_back_what_was_written(page_slots, dtype):
         k, v = torch.randn(2, count * page_slots, heads, dim).to(dtype)
         slots = torch.randperm(count * page_slots)
         pool.codec.write(cache, k, v, slots)
-        for pages in (torch.tensor([3]), torch.tensor([[1, 0], [5, 5]], dtype=torch.int32), torch.zeros(0, dtype=torch.int64), torch.arange(4).view(1, 2, 2)):
+        narrow = torch.tensor([[1, 0], [5, 5]], dtype=torch.int32)
+        for pages in (torch.tensor([3]), narrow, torch.zeros(0, dtype=torch.int64), torch.arange(4).view(1, 2, 2)):
             got = pool.codec.read(cache, pages)
             for rows, read in zip((k, v), got):
                 want = torch.empty_like(rows)

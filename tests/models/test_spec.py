@@ -130,6 +130,7 @@ def test_yarn_rope():
     ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 2]}}, ["mrope"]),
     ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor", "missing"]),
     ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, ["high_freq_factor"]),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5.0}}}, ["rope_parameters", "layer type"]),
     ({"rope_theta": -1}, ["rope_theta"]),
     ({"architectures": ["LlamaForSequenceClassification"]}, ["architectures", "LlamaForSequenceClassification", "LlamaForCausalLM"]),
     ({"architectures": "LlamaForCausalLM"}, ["architectures", "list"]),

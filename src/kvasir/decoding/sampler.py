@@ -144,10 +144,11 @@ class Sampler:
             x_SV[row, ids] += value
         if len(rows.banned[0]):
             row, ids = map(self._send, rows.banned)
-            x_SV[row, ids] = NEG_INF
+            x_SV[row, ids] = x_SV.new_full((), NEG_INF)  # a Python number would be copied over, and waited for
         if len(rows.counted[0]):
-            strength = rows.values[rows.counted[0]][:, [REPETITION, FREQUENCY, PRESENCE]].astype(np.float32)
-            penalise(x_SV, *map(self._send, rows.counted), self._send(strength))
+            row, ids, counts = map(self._send, rows.counted)
+            strength_S3 = self._send(rows.values[:, [REPETITION, FREQUENCY, PRESENCE]].astype(np.float32))
+            penalise(x_SV, row, ids, counts, strength_S3[row])
         if len(rows.masks[0]):
             row, words_KW = map(self._send, rows.masks)
             bits = (words_KW[:, :, None] >> torch.arange(32, device=x_SV.device, dtype=torch.int32)) & 1

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvasir.kernels._triton import cdiv, jit, next_power_of_2, tl
+from kvasir.kernels._triton import jit, next_power_of_2, tl
 
 INF = float("inf")
 SMALL_TILE = 16  # rows x heads: the least that the tensor core takes
@@ -162,7 +162,7 @@ def _paged_attention(
     full = context + first_row + 1
     at_m = context + local
     low = 0
-    if TREE:
+    if TREE:  # noqa: SIM102  (compile time, then run time)
         if tree:
             end = context + length
             full = context
@@ -207,7 +207,7 @@ def _paged_attention(
         v = tl.load(v_ptr + at[:, None] + d[None, :], mask=held[:, None] & inside[None, :], other=0.0)
         at_n = j
         seen = held[None, :] & (j[None, :] <= (context + local)[:, None])
-        if TREE:
+        if TREE:  # noqa: SIM102
             if tree:
                 i = j - context  # the key's row in the span; negative: context
                 drafted = held & (i >= 0)

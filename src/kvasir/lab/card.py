@@ -15,7 +15,8 @@ def card(recipe: Recipe, run: dict[str, Any]) -> str:
     mixture = "\n".join(f"| {part.count} x {part.length} | {spec} | {share / sum(part.mix.values()):.0%} |"
                         for part in recipe.rows for spec, share in part.mix.items())
     keys = [key for key in run["history"][-1] if key not in ("step", "lr", "seconds")] if run["history"] else []
-    curve = "\n".join(f"| {h['step']} | {h['seconds']:.0f} | {h['lr']:.1e} | " + " | ".join(f"{h[k]:.3f}" for k in keys) + " |" for h in run["history"])
+    curve = "\n".join(f"| {row['step']} | {row['seconds']:.0f} | {row['lr']:.1e} | " + " | ".join(f"{row[key]:.3f}" for key in keys) + " |"
+                      for row in run["history"])
     versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
     speed = run["tokens"] / max(run["train_seconds"], 1e-9) / 1e6
     return f"""---
@@ -54,11 +55,11 @@ Held-out loss in nats a token (validation text and problems), during training:
 
 ## Training
 
-{run['tokens'] / 1e6:.1f}M tokens in {run['steps']} steps, {run['train_seconds']:.0f} s of training ({speed:.2f}M tokens/s), {run['total_seconds']:.0f} s
-from start to card, on {run['device']}. AdamW {recipe.betas[0]}/{recipe.betas[1]}, weight decay {recipe.weight_decay}, peak learning rate {recipe.lr:g} with
-{recipe.warmup} steps of warm-up and a cosine to {recipe.lr * recipe.final:g}, clip {recipe.clip:g}, z-loss {recipe.z_loss:g}, bf16 autocast where the device
-has it, seed {recipe.seed}. Loss on the assistant's tokens in chats, on all tokens in prose. Documents are packed whole and do not see
-each other.
+{run['tokens'] / 1e6:.1f}M tokens in {run['steps']} steps, {run['train_seconds']:.0f} s of training ({speed:.2f}M tokens/s),
+{run['total_seconds']:.0f} s from start to card, on {run['device']}. AdamW {recipe.betas[0]}/{recipe.betas[1]}, weight decay {recipe.weight_decay},
+peak learning rate {recipe.lr:g} with {recipe.warmup} steps of warm-up and a cosine to {recipe.lr * recipe.final:g}, clip {recipe.clip:g},
+z-loss {recipe.z_loss:g}, bf16 autocast where the device has it, seed {recipe.seed}. Loss on the assistant's tokens in chats, on all
+tokens in prose. Documents are packed whole and do not see each other.
 
 Each step's rows, and each task's share of their tokens:
 

@@ -47,7 +47,7 @@ class Fields:
             return default
         return value
 
-    def int(self, name: str, default: Any = REQUIRED, least: int = 1) -> Any:
+    def integer(self, name: str, default: Any = REQUIRED, least: int = 1) -> Any:
         value = self._get(name, default)
         if value is not default and (not isinstance(value, int) or isinstance(value, bool) or not least <= value < LARGEST):
             raise self.fail(name, f"is {value!r}, expected a whole number of at least {least}")
@@ -119,30 +119,25 @@ def activation(fields: Fields, name: str = "hidden_act", default: str = "silu") 
 
 
 def dense(fields: Fields, bias: bool = False) -> DenseSpec:
-    return DenseSpec(fields.int("intermediate_size"), activation(fields), bias)
+    return DenseSpec(fields.integer("intermediate_size"), activation(fields), bias)
 
 
 def attention(fields: Fields, *, head_dim: int | None = None, scale: float | None = None, window: int | None = None, **quirks: Any) -> GQASpec:
     """``head_dim``: the family's default where the config has none (None: hidden_size / heads)."""
-    hidden, heads = fields.int("hidden_size"), fields.int("num_attention_heads")
-    kv_heads = fields.int("num_key_value_heads", heads)
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    kv_heads = fields.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise fields.fail("num_attention_heads", f"is {heads}, not a multiple of num_key_value_heads ({kv_heads})")
-    dim = fields.int("head_dim", head_dim)
+    dim = fields.integer("head_dim", head_dim)
     if dim is None:
         if hidden % heads:
             raise fields.fail("hidden_size", f"is {hidden}, not a multiple of num_attention_heads ({heads}), and head_dim is missing")
         dim = hidden // heads
     if dim % 2:
         raise fields.fail("head_dim", f"is {dim}, expected an even number (RoPE pairs dimensions)")
-    if window is not None and window >= fields.int("max_position_embeddings"):
+    if window is not None and window >= fields.integer("max_position_embeddings"):
         window = None  # it never hides a position
     return GQASpec(heads, kv_heads, dim, dim ** -0.5 if scale is None else scale, window, **quirks)
-
-
-def sliding_window(fields: Fields, default: int | None = None) -> int:
-    """The window of a layer that slides; required there."""
-    return fields.int("sliding_window", REQUIRED if default is None else default)
 
 
 def layer_types(fields: Fields, default: list[str]) -> tuple[str, ...]:
@@ -157,8 +152,8 @@ def layer_types(fields: Fields, default: list[str]) -> tuple[str, ...]:
 def qwen_layer_types(fields: Fields) -> tuple[str, ...]:
     """Qwen 2 and 3: nothing slides unless ``use_sliding_window``, then the layers from ``max_window_layers`` on."""
     slides = fields.flag("use_sliding_window", False) and fields.has("sliding_window")
-    first = fields.int("max_window_layers", 28, least=0) if slides else fields.int("num_hidden_layers")
-    kinds = layer_types(fields, ["sliding_attention" if i >= first else "full_attention" for i in range(fields.int("num_hidden_layers"))])
+    first = fields.integer("max_window_layers", 28, least=0) if slides else fields.integer("num_hidden_layers")
+    kinds = layer_types(fields, ["sliding_attention" if i >= first else "full_attention" for i in range(fields.integer("num_hidden_layers"))])
     if not slides and "sliding_attention" in kinds:
         raise fields.fail("layer_types", "has sliding_attention, but use_sliding_window is not set or sliding_window is missing")
     return kinds
@@ -168,8 +163,8 @@ def model(fields: Fields, layers: list[LayerSpec], *, offset: float = 0.0, tied:
     """``tied``: the family's default where the config does not say."""
     fields.refuse("is_encoder_decoder", "encoder-decoder models are not served")
     return ModelSpec(
-        family=fields.text("model_type"), hidden_size=fields.int("hidden_size"), vocab_size=fields.int("vocab_size"),
-        max_position=fields.int("max_position_embeddings"), layers=tuple(layers), final_norm=norm(fields, offset),
+        family=fields.text("model_type"), hidden_size=fields.integer("hidden_size"), vocab_size=fields.integer("vocab_size"),
+        max_position=fields.integer("max_position_embeddings"), layers=tuple(layers), final_norm=norm(fields, offset),
         tied=fields.flag("tie_word_embeddings", tied), **quirks)
 
 
@@ -196,6 +191,8 @@ def rope_from(fields: Fields, parameters: Fields | None, head_dim: int, theta: f
     if parameters is None:
         return RopeSpec(theta, head_dim)
     p = parameters
+    if any(isinstance(v, dict) for v in p.raw.values()):
+        raise ConfigError(f"config.json: {p.where.removesuffix('.')} is given by layer type, which this model_type does not have")
     p.refuse("partial_rotary_factor", "a partly rotated head is not served", (None, 1))
     theta = p.number("rope_theta", theta)
     kind = p.text("rope_type", p.text("type", "default"))
@@ -203,15 +200,15 @@ def rope_from(fields: Fields, parameters: Fields | None, head_dim: int, theta: f
         return RopeSpec(theta, head_dim)
     if kind == "linear":
         return RopeSpec(theta, head_dim, "linear", factor=p.number("factor"))
-    original = fields.int("original_max_position_embeddings", None) or p.int("original_max_position_embeddings", None) or \
-        fields.int("max_position_embeddings")
+    original = fields.integer("original_max_position_embeddings", None) or p.integer("original_max_position_embeddings", None) or \
+        fields.integer("max_position_embeddings")
     if kind == "llama3":
         low, high = p.number("low_freq_factor"), p.number("high_freq_factor")
         if high <= low:
             raise p.fail("high_freq_factor", f"is {high}, expected more than low_freq_factor ({low})")
         return RopeSpec(theta, head_dim, "llama3", p.number("factor"), original, low, high)
     if kind == "yarn":
-        factor = p.number("factor", None) or fields.int("max_position_embeddings") / original
+        factor = p.number("factor", None) or fields.integer("max_position_embeddings") / original
         return RopeSpec(theta, head_dim, "yarn", factor, original, beta_fast=p.number("beta_fast", 32.0), beta_slow=p.number("beta_slow", 1.0),
                         truncate=p.flag("truncate", True), attention_factor=_yarn_attention(p, factor))
     raise p.fail("rope_type", f"is '{kind}'; served are default, linear, llama3 and yarn")

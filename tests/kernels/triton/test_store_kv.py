@@ -27,5 +27,6 @@ def test_slots_past_two_to_the_31_elements(device):
 
 def test_a_slot_past_the_pool_is_dropped(device):
     pages = torch.zeros(3, 1, 16, 16, device=device)
-    store.store_kv_triton(torch.ones(1, 1, 16, device=device), torch.ones(1, 1, 16, device=device), pages[:2], pages[:2], torch.tensor([32], device=device))
+    row = torch.ones(1, 1, 16, device=device)
+    store.store_kv_triton(row, row, pages[:2], pages[:2], torch.tensor([32], device=device))
     assert not pages.any()

@@ -10,8 +10,7 @@ import torch
 
 from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
 from kvasir.kernels import _triton
-from kvasir.kernels.paged_attention import plan_tiles
-from kvasir.kernels.paged_attention import paged_attention_triton as paged_attention
+from kvasir.kernels.paged_attention import paged_attention_triton, plan_tiles
 from kvasir.kv.codec import LayerCache
 from kvasir.types import StepBatch
 
@@ -44,7 +43,7 @@ class TritonBackend(AttentionBackend):
 
     def run(self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, batch: StepBatch, *,
             sinks_H: torch.Tensor | None = None, return_lse: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        out_THD, lse_TH = paged_attention(
+        out_THD, lse_TH = paged_attention_triton(
             q_THD, cache.planes["k"], cache.planes["v"], batch.tables[cache.group], batch.context, batch.row_start,
             batch.scratch["tiles", spec.num_heads // spec.num_kv_heads], spec.scale, window=spec.window, softcap=spec.softcap,
             sinks_H=sinks_H, ancestors_TA=batch.ancestors, positions_T=batch.positions, return_lse=return_lse)

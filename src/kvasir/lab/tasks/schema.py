@@ -20,7 +20,8 @@ Walter""".split()
 CITIES = "Paris London Rome Berlin Oslo Vienna Madrid Lisbon Dublin Prague Athens Bergen Tokyo Cairo".split()
 COLOURS = "red blue green yellow white black grey golden silver brown".split()
 THINGS = "apple ring sword book lamp boat hat key bell cup rose stone coat horse cat dog bird fish fox wolf".split()
-STRINGS = {"name": NAMES, "city": CITIES, "color": COLOURS, "title": THINGS, "friend": NAMES, "animal": THINGS, "kind": THINGS, "item": THINGS, "home": CITIES, "hair": COLOURS, "owner": NAMES, "answer": ["yes", "no"], "text": THINGS, "value": COLOURS}
+STRINGS = {"name": NAMES, "city": CITIES, "color": COLOURS, "title": THINGS, "friend": NAMES, "animal": THINGS, "kind": THINGS, "item": THINGS,
+           "home": CITIES, "hair": COLOURS, "owner": NAMES, "answer": ["yes", "no"], "text": THINGS, "value": COLOURS}
 INTEGERS = {"age": 100, "count": 20, "price": 200, "size": 50, "year": 2000, "number": 100, "id": 1000, "score": 100, "days": 31}
 BOOLEANS = ("happy", "active", "rich", "done", "old", "valid")
 LISTS = {"tags": COLOURS, "items": THINGS, "friends": NAMES, "pets": THINGS, "colors": COLOURS}

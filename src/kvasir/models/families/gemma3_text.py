@@ -20,23 +20,23 @@ def stored_name(slot: str) -> str:
 def build(fields: hf.Fields) -> ModelSpec:
     fields.refuse("use_bidirectional_attention", "bidirectional attention (embedding models) is not served")
     bias, norm = fields.flag("attention_bias", False), hf.norm(fields, offset=1.0)
-    ffn = DenseSpec(fields.int("intermediate_size"), hf.activation(fields, "hidden_activation", "gelu_pytorch_tanh"))
+    ffn = DenseSpec(fields.integer("intermediate_size"), hf.activation(fields, "hidden_activation", "gelu_pytorch_tanh"))
     scale = fields.number("query_pre_attn_scalar", 256.0) ** -0.5
     layers = []
     for kind in _kinds(fields):
-        window = fields.int("sliding_window", 4096) if kind == "sliding_attention" else None
+        window = fields.integer("sliding_window", 4096) if kind == "sliding_attention" else None
         mixer = hf.attention(fields, head_dim=256, scale=scale, window=window, softcap=fields.number("attn_logit_softcapping", None),
                              qk_norm=norm, qkv_bias=bias, o_bias=bias)
         layers.append(LayerSpec(mixer, ffn, _rope(fields, kind, mixer.head_dim), norm, "sandwich"))
-    return hf.model(fields, layers, offset=1.0, tied=True, embed_scale=fields.int("hidden_size") ** 0.5,
+    return hf.model(fields, layers, offset=1.0, tied=True, embed_scale=fields.integer("hidden_size") ** 0.5,
                     logit_softcap=fields.number("final_logit_softcapping", None))
 
 
 def _kinds(fields: hf.Fields) -> tuple[str, ...]:
     """Every sixth layer is global, unless the config says otherwise (three spellings, newest first)."""
-    every = fields.int("sliding_window_pattern", fields.int("_sliding_window_pattern", 6))
+    every = fields.integer("sliding_window_pattern", fields.integer("_sliding_window_pattern", 6))
     return hf.layer_types(fields, ["full_attention" if (i + 1) % every == 0 else "sliding_attention"
-                                   for i in range(fields.int("num_hidden_layers"))])
+                                   for i in range(fields.integer("num_hidden_layers"))])
 
 
 def _rope(fields: hf.Fields, kind: str, head_dim: int) -> RopeSpec:

@@ -21,7 +21,7 @@ def stored_name(slot: str) -> str:
 
 def build(fields: hf.Fields) -> ModelSpec:
     bias = fields.flag("attention_bias", False)
-    window = fields.int("sliding_window", None) if fields.flag("use_sliding_window", False) else None
+    window = fields.integer("sliding_window", None) if fields.flag("use_sliding_window", False) else None
     mixer = hf.attention(fields, window=window, qk_norm=hf.norm(fields), qkv_bias=bias, o_bias=bias)
     rope, norm = hf.rope(fields, mixer.head_dim), hf.norm(fields)
     layers = [LayerSpec(mixer, ffn, rope, norm) for ffn in _ffns(fields)]
@@ -29,15 +29,15 @@ def build(fields: hf.Fields) -> ModelSpec:
 
 
 def _ffns(fields: hf.Fields) -> list[DenseSpec | MoESpec]:
-    num_experts = fields.int("num_experts" if fields.has("num_experts") else "num_local_experts", least=0)
-    step, dense_layers = fields.int("decoder_sparse_step", 1), fields.numbers("mlp_only_layers", ())
-    sparse = [num_experts > 0 and i not in dense_layers and (i + 1) % step == 0 for i in range(fields.int("num_hidden_layers"))]
+    num_experts = fields.integer("num_experts" if fields.has("num_experts") else "num_local_experts", least=0)
+    step, dense_layers = fields.integer("decoder_sparse_step", 1), fields.numbers("mlp_only_layers", ())
+    sparse = [num_experts > 0 and i not in dense_layers and (i + 1) % step == 0 for i in range(fields.integer("num_hidden_layers"))]
     dense = None if all(sparse) else hf.dense(fields)
     return [_moe(fields, num_experts) if s else dense for s in sparse]
 
 
 def _moe(fields: hf.Fields, num_experts: int) -> MoESpec:
-    top_k = fields.int("num_experts_per_tok")
+    top_k = fields.integer("num_experts_per_tok")
     if top_k > num_experts:
         raise fields.fail("num_experts_per_tok", f"is {top_k}, more than the {num_experts} experts")
-    return MoESpec(num_experts, top_k, fields.int("moe_intermediate_size"), fields.flag("norm_topk_prob", False), hf.activation(fields))
+    return MoESpec(num_experts, top_k, fields.integer("moe_intermediate_size"), fields.flag("norm_topk_prob", False), hf.activation(fields))

@@ -1,0 +1,89 @@
+"""What a spec can say that no served family uses yet: attention sinks, and layers that read another layer's cache."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvasir.attention.backend import Site
+from kvasir.attention.backends.torch import TorchBackend
+from kvasir.engine.batch import pack
+from kvasir.kv.codecs.plain import PlainCodec
+from kvasir.kv.pool import KVPool
+from kvasir.layers.linear import Placement
+from kvasir.layers.spec import DenseSpec, GQASpec, NormSpec, RopeSpec
+from kvasir.models.decoder import Decoder
+from kvasir.models.loader import fill_random
+from kvasir.models.spec import LayerSpec, ModelSpec
+from kvasir.types import Request, SamplingParams, Sequence, Span
+
+MIXER = GQASpec(4, 2, 16, 0.25, qk_norm=NormSpec())
+LAYER = LayerSpec(MIXER, DenseSpec(40), RopeSpec(100.0, 16), NormSpec())
+SPEC = ModelSpec(family="none", hidden_size=32, vocab_size=50, max_position=64, layers=(LAYER,) * 3, final_norm=NormSpec())
+
+
+def decoder(spec, dtype=torch.float32):
+    made = Decoder(spec, Placement(torch.device("cpu"), dtype))
+    fill_random(made, 0)
+    return made
+
+
+def run(model, chunk, length=20):
+    """Logits of every position of one sequence, ``chunk`` rows a step."""
+    spec = model.spec
+    pool = KVPool(spec.cache_groups(), PlainCodec(), [4], 16, "cpu", torch.float32)
+    caches = [pool.layer(i if layer.cache_of is None else layer.cache_of) for i, layer in enumerate(spec.layers)]
+    backend = TorchBackend()
+    backend.prepare(Site("cpu", torch.float32, "plain", 16, tuple({layer.mixer.attention() for layer in spec.layers})))
+    seq = Sequence(Request(id="a", prompt_ids=list(range(1, length + 1)), params=SamplingParams(), seed=0, max_tokens=1))
+    seq.tables = [[1, 2]]
+    out = []
+    for start in range(0, length, chunk):
+        batch = pack([Span(seq, start, min(chunk, length - start))], 16, "cpu", 1)
+        backend.plan(batch)
+        out.append(model.logits(model.forward(batch, caches, backend)))
+    return torch.cat(out)
+
+
+def test_a_layer_may_read_the_cache_of_an_earlier_one():
+    shared = replace(SPEC, layers=(LAYER, LAYER, replace(LAYER, cache_of=1)))
+    model = decoder(shared)
+    names = model.slots()
+    assert "layers.1.mixer.k.weight" in names and "layers.2.mixer.q.weight" in names
+    assert not any(n.startswith(("layers.2.mixer.k", "layers.2.mixer.v")) for n in names)
+    whole = run(model, 20)
+    torch.testing.assert_close(run(model, 3), whole, atol=1e-4, rtol=1e-4)
+    with torch.inference_mode():
+        model.slots()["layers.1.mixer.v.weight"].target.neg_()
+        model.blocks[1].mixer.o.weight_NK.neg_()  # layer 1 itself computes what it did
+    assert (run(model, 20) - whole).abs().max() > 1e-2, "layer 2 reads what layer 1 wrote"
+
+
+def test_sinks_reach_the_attention():
+    model = decoder(replace(SPEC, layers=(replace(LAYER, mixer=replace(MIXER, sinks=True)),) * 3))
+    before = run(model, 20)
+    with torch.inference_mode():
+        model.slots()["layers.0.mixer.sinks"].target.fill_(5.0)
+    after = run(model, 20)
+    assert (after - before).abs().max() > 1e-2
+    torch.testing.assert_close(run(model, 3), after, atol=1e-4, rtol=1e-4)
+
+
+def test_logit_scale_and_softcap():
+    plain, hidden = decoder(SPEC), torch.randn(5, 32)
+    changed = decoder(replace(SPEC, logit_scale=3.0, logit_softcap=2.0))
+    torch.testing.assert_close(changed.logits(hidden), 2.0 * torch.tanh(plain.logits(hidden) * 3.0 / 2.0))
+    assert changed.logits(hidden).abs().max() <= 2.0
+
+
+def test_a_group_of_unequal_layers_is_our_bug():
+    with pytest.raises(AssertionError, match="full"):
+        replace(SPEC, layers=(LAYER, replace(LAYER, mixer=replace(MIXER, num_kv_heads=4)))).cache_groups()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_fp32_and_leave_their_input_alone(dtype):
+    model, hidden = decoder(SPEC, dtype), torch.randn(3, 32).to(dtype)
+    before = hidden.clone()
+    assert model.logits(hidden).dtype == torch.float32 and model.logits(hidden[:0]).shape == (0, 50)
+    assert torch.equal(hidden, before)
