@@ -58,7 +58,7 @@ def write(folder: Path, variant: str, seed: int = 0, edit: Callable[[dict[str, A
     model = getattr(transformers, model_class)(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
             else:

@@ -26,7 +26,8 @@ Tools: {{ tools | tojson }}. Call them like <tool_call>{"name": ..., "arguments"
 {% endif %}
 {%- for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}
-{%- for call in m.tool_calls or [] %}<tool_call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>{% endfor -%}
+{%- for call in m.tool_calls or [] %}
+<tool_call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>{% endfor -%}
 <|im_end|>
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
@@ -35,8 +36,14 @@ Tools: {{ tools | tojson }}. Call them like <tool_call>{"name": ..., "arguments"
 </think>
 
 {% endif %}{% endif %}"""
-CORPUS = ["the quick brown fox says hello world to everyone", "say: an answer of several words <user> assistant system",
-          '{"name": "f", "arguments": {"city": "Paris", "unit": "C"}}', "Привет мир", "日本語のテキスト", "0123456789 .,:;!?()[]"] * 3
+CORPUS = [
+    "the quick brown fox says hello world to everyone",
+    "say: an answer of several words <user> assistant system",
+    '{"name": "f", "arguments": {"city": "Paris", "unit": "C"}}',
+    "Привет мир",
+    "日本語のテキスト",
+    "0123456789 .,:;!?()[]",
+] * 3
 
 
 @functools.cache
@@ -45,8 +52,12 @@ def tokenizer() -> Tokenizer:
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     backend.train_from_iterator(CORPUS, trainer)
     backend.add_tokens([AddedToken(t, normalized=False) for t in ("<think>", "</think>", "<tool_call>", "</tool_call>")])
     return Tokenizer(backend, {"eos_token": "<|im_end|>"}, {"default": TEMPLATE})
@@ -59,8 +70,14 @@ class FakeClient:
     info: ModelInfo
 
     def __init__(self, **info: Any) -> None:
-        defaults = {"name": "fake", "max_model_len": 1024, "vocab_size": tokenizer().size + 7, "tokenizer_size": tokenizer().size,
-                    "eos_ids": tokenizer().eos_ids, "kv_capacity_tokens": 100_000}
+        defaults = {
+            "name": "fake",
+            "max_model_len": 1024,
+            "vocab_size": tokenizer().size + 7,
+            "tokenizer_size": tokenizer().size,
+            "eos_ids": tokenizer().eos_ids,
+            "kv_capacity_tokens": 100_000,
+        }
         self._info = ModelInfo(**{**defaults, **info})
         self.gate = asyncio.Event()
         self.gate.set()
@@ -73,6 +90,7 @@ class FakeClient:
         self.delay = 0.0
         self.group = 1
         self.ready = True
+        self.live = True
         self.stopping: asyncio.Event | None = None
         self.open: dict[str, Request] = {}
         self.seen: list[Request] = []
@@ -108,12 +126,23 @@ class FakeClient:
         return True
 
     def health(self) -> Health:
-        return Health(live=True, ready=self.ready, reason="" if self.ready else "the engine restarts")
+        return Health(live=self.live, ready=self.ready, reason="" if self.ready else "the engine restarts")
 
     def stats(self) -> EngineStats:
-        return EngineStats(step=7, num_running=len(self.open), num_pages=64, num_free_pages=60, num_cached_pages=2, prompt_tokens=11,
-                           generation_tokens=13, cached_tokens=5, prefix_queries=9, preemptions=1, failed={"out_of_pages": 2},
-                           startup={"weights": 0.5})
+        return EngineStats(
+            step=7,
+            num_running=len(self.open),
+            num_pages=64,
+            num_free_pages=60,
+            num_cached_pages=2,
+            prompt_tokens=11,
+            generation_tokens=13,
+            cached_tokens=5,
+            prefix_queries=9,
+            preemptions=1,
+            failed={"out_of_pages": 2},
+            startup={"weights": 0.5},
+        )
 
     # -------------------------------------------------------------------------------------------------------- generating
 
@@ -148,7 +177,7 @@ class FakeClient:
                     places[branch] = None
                     yield Event(kind="tokens", request_id=request.id, branch=branch, index=place, finish_reason="cancelled")
                     continue
-                piece = tokens[place:place + self.group]
+                piece = tokens[place : place + self.group]
                 last = place + len(piece) >= len(tokens)
                 places[branch] = None if last else place + len(piece)
                 yield self._event(request, branch, place, piece, (reason, stop) if last else (None, None), cached)
@@ -157,10 +186,24 @@ class FakeClient:
         params = request.params
         first = place == 0 and branch == 0
         logprobs = [fake_logprob(t, params.logprobs) for t in piece] if params.logprobs is not None else None
-        scores = [None, *(fake_logprob(t, params.prompt_logprobs) for t in request.prompt_ids[1:])] \
-            if first and params.prompt_logprobs is not None else None
-        return Event(kind="tokens", request_id=request.id, branch=branch, index=place, token_ids=piece, logprobs=logprobs, prompt_logprobs=scores,
-                     num_cached=cached, finish_reason=end[0], stop_reason=end[1], queued=0.001 if first else None)
+        scores = (
+            [None, *(fake_logprob(t, params.prompt_logprobs) for t in request.prompt_ids[1:])]
+            if first and params.prompt_logprobs is not None
+            else None
+        )
+        return Event(
+            kind="tokens",
+            request_id=request.id,
+            branch=branch,
+            index=place,
+            token_ids=piece,
+            logprobs=logprobs,
+            prompt_logprobs=scores,
+            num_cached=cached,
+            finish_reason=end[0],
+            stop_reason=end[1],
+            queued=0.001 if first else None,
+        )
 
     async def _wait(self) -> None:
         """Pause as told, but notice a shutdown at once."""
@@ -190,10 +233,12 @@ class FakeClient:
         wanted = request.max_tokens if params.ignore_eos else params.min_tokens
         if len(tokens) < wanted:
             tokens = (answer or [eos]) * (wanted // max(1, len(answer))) + tokens
-        for i, token in enumerate(tokens[:request.max_tokens]):
+        for i, token in enumerate(tokens[: request.max_tokens]):
             if token in params.stop_token_ids and i + 1 >= params.min_tokens:
-                return tokens[:i + 1], "stop", token
-        return (tokens, "stop", None) if len(tokens) <= request.max_tokens and not params.ignore_eos else (tokens[:request.max_tokens], "length", None)
+                return tokens[: i + 1], "stop", token
+        return (
+            (tokens, "stop", None) if len(tokens) <= request.max_tokens and not params.ignore_eos else (tokens[: request.max_tokens], "length", None)
+        )
 
     def answer(self, request: Request, branch: int) -> list[int]:
         prompt = tokenizer().decode(request.prompt_ids, skip_special=False)
@@ -207,4 +252,6 @@ class FakeClient:
 
 
 def fake_logprob(token: int, top: int) -> TokenLogprob:
-    return TokenLogprob(token, -0.25 * (token % 4), 1, [((token + k) % 256, -0.25 * (token % 4) - k if k < 15 else float("-inf")) for k in range(top)])
+    return TokenLogprob(
+        token, -0.25 * (token % 4), 1, [((token + k) % 256, -0.25 * (token % 4) - k if k < 15 else float("-inf")) for k in range(top)]
+    )

@@ -29,8 +29,18 @@ class Running:
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self.socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        self.server = Server(uvicorn.Config(self.app, http=Protocol, ws="none", lifespan="on", log_config=None, access_log=False,
-                                            h11_max_incomplete_event_size=1 << 16, timeout_graceful_shutdown=2))
+        self.server = Server(
+            uvicorn.Config(
+                self.app,
+                http=Protocol,
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                h11_max_incomplete_event_size=1 << 16,
+                timeout_graceful_shutdown=2,
+            )
+        )
         self.loop: asyncio.AbstractEventLoop | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()

@@ -36,14 +36,27 @@ def deep(n: int) -> bytes:
 
 
 RAW = {
-    "1-empty": (b"", 400), "1-blank": (b" \n", 400), "2-not-json": (b"hello", 400), "2-trailing": (b'{"prompt": "x"} x', 400),
-    "2-single-quotes": (b"{'prompt': 'x'}", 400), "3-array": (b'["prompt"]', 400), "3-string": (b'"prompt"', 400), "3-null": (b"null", 400),
-    "4-deep-lists": (b'{"prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", 400), "4-deep-objects": (deep(10_000), 400),
-    "4-unbalanced": (b"[" * 100_000, 400), "4-escaped-quotes": (b'{"prompt": "' + b'\\"' * 100_000, 400), "4-depth-65": (deep(64), 400),
+    "1-empty": (b"", 400),
+    "1-blank": (b" \n", 400),
+    "2-not-json": (b"hello", 400),
+    "2-trailing": (b'{"prompt": "x"} x', 400),
+    "2-single-quotes": (b"{'prompt': 'x'}", 400),
+    "3-array": (b'["prompt"]', 400),
+    "3-string": (b'"prompt"', 400),
+    "3-null": (b"null", 400),
+    "4-deep-lists": (b'{"prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", 400),
+    "4-deep-objects": (deep(10_000), 400),
+    "4-unbalanced": (b"[" * 100_000, 400),
+    "4-escaped-quotes": (b'{"prompt": "' + b'\\"' * 100_000, 400),
+    "4-depth-65": (deep(64), 400),
     "5-too-large": (b'{"prompt": "' + b"x" * (17 << 20) + b'"}', 413),
-    "7-invalid-utf8": (b'{"prompt": "\xff\xfe"}', 400), "7-lone-surrogate": (rb'{"prompt": "\ud800"}', 400), "7-overlong": (b'{"prompt": "\xc0\xaf"}', 400),
-    "nan": (b'{"prompt": "x", "temperature": NaN}', 400), "infinity": (b'{"prompt": "x", "temperature": -Infinity}', 400),
-    "huge-float": (b'{"prompt": "x", "temperature": 1e999}', 400), "huge-int": (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", 400),
+    "7-invalid-utf8": (b'{"prompt": "\xff\xfe"}', 400),
+    "7-lone-surrogate": (rb'{"prompt": "\ud800"}', 400),
+    "7-overlong": (b'{"prompt": "\xc0\xaf"}', 400),
+    "nan": (b'{"prompt": "x", "temperature": NaN}', 400),
+    "infinity": (b'{"prompt": "x", "temperature": -Infinity}', 400),
+    "huge-float": (b'{"prompt": "x", "temperature": 1e999}', 400),
+    "huge-int": (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", 400),
     "bom": (b'\xef\xbb\xbf{"prompt": "x"}', 400),
 }
 
@@ -98,61 +111,110 @@ def test_10_compressed_bodies_are_not_decoded(http, server, encoding):
 
 USER = [{"role": "user", "content": "x"}]
 IN_CHAT = {  # body fields over a healthy body -> (status, param)
-    "11-unknown": ({"temprature": 1}, "temprature"), "11-unknown-null-name": ({"foo\r\nbar": 1}, None),
-    "11-functions": ({"functions": [{"name": "f"}]}, "functions"), "11-audio": ({"audio": {"voice": "x"}}, "audio"),
-    "11-store": ({"store": True}, "store"), "11-modalities": ({"modalities": ["audio"]}, "modalities"),
-    "11-reasoning-effort": ({"reasoning_effort": "high"}, "reasoning_effort"), "11-best-of": ({"best_of": 2}, "best_of"),
+    "11-unknown": ({"temprature": 1}, "temprature"),
+    "11-unknown-null-name": ({"foo\r\nbar": 1}, None),
+    "11-functions": ({"functions": [{"name": "f"}]}, "functions"),
+    "11-audio": ({"audio": {"voice": "x"}}, "audio"),
+    "11-store": ({"store": True}, "store"),
+    "11-modalities": ({"modalities": ["audio"]}, "modalities"),
+    "11-reasoning-effort": ({"reasoning_effort": "high"}, "reasoning_effort"),
+    "11-best-of": ({"best_of": 2}, "best_of"),
     "11-nested": ({"stream": True, "stream_options": {"foo": 1}}, "stream_options.foo"),
-    "13-empty": ({"messages": []}, "messages"), "13-null": ({"messages": None}, "messages"), "13-string": ({"messages": "x"}, "messages"),
+    "13-empty": ({"messages": []}, "messages"),
+    "13-null": ({"messages": None}, "messages"),
+    "13-string": ({"messages": "x"}, "messages"),
     "13-number": ({"messages": [1]}, "messages[0]"),
-    "19-many": ({"messages": [{}] * 100_000}, "messages"), "20-no-role": ({"messages": [{"content": "x"}]}, "messages[0].role"),
-    "20-role": ({"messages": [{"role": "usr", "content": "x"}]}, "messages[0].role"), "20-role-type": ({"messages": [{"role": ["user"]}]}, "messages[0].role"),
-    "20-no-content": ({"messages": [{"role": "user"}]}, "messages[0].content"), "20-content": ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+    "19-many": ({"messages": [{}] * 100_000}, "messages"),
+    "20-no-role": ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    "20-role": ({"messages": [{"role": "usr", "content": "x"}]}, "messages[0].role"),
+    "20-role-type": ({"messages": [{"role": ["user"]}]}, "messages[0].role"),
+    "20-no-content": ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    "20-content": ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
     "20-no-call-id": ({"messages": [*USER, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id"),
     "20-key": ({"messages": [{"role": "user", "content": "x", "foo": 1}]}, "messages[0].foo"),
     "20-calls": ({"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}, "messages[0].tool_calls[0]"),
-    "20-call-arguments": ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": {}}}]}]},
-                          "messages[0].tool_calls[0].function.arguments"),
+    "20-call-arguments": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": {}}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
     "20-image": ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]}]}, None),
     "20-audio": ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}, None),
     "20-parts": ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     "22-template": ({"chat_template": "{{ messages }}"}, "chat_template"),
-    "23-reserved": ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"), "23-self": ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
-    "23-tools": ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"), "23-bos": ({"chat_template_kwargs": {"bos_token": "x"}}, None),
-    "26-negative": ({"temperature": -1}, "temperature"), "26-huge": ({"temperature": 1e308}, "temperature"), "26-string": ({"temperature": "1"}, "temperature"),
+    "23-reserved": ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    "23-self": ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+    "23-tools": ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    "23-bos": ({"chat_template_kwargs": {"bos_token": "x"}}, None),
+    "26-negative": ({"temperature": -1}, "temperature"),
+    "26-huge": ({"temperature": 1e308}, "temperature"),
+    "26-string": ({"temperature": "1"}, "temperature"),
     "26-bool": ({"temperature": True}, "temperature"),
-    "27-zero": ({"top_p": 0}, "top_p"), "27-above": ({"top_p": 1.0001}, "top_p"),
-    "28-negative": ({"top_k": -5}, "top_k"), "28-huge": ({"top_k": 1 << 63}, "top_k"), "28-float": ({"top_k": 1.0}, "top_k"),
-    "29-zero": ({"n": 0}, "n"), "29-17": ({"n": 17}, "n"), "29-huge": ({"n": 1 << 31}, "n"), "29-bool": ({"n": True}, "n"), "29-string": ({"n": "2"}, "n"),
-    "31-zero": ({"max_tokens": 0}, "max_tokens"), "31-negative": ({"max_tokens": -1}, "max_tokens"), "31-huge": ({"max_tokens": 10 ** 12}, "max_tokens"),
-    "31-other-name": ({"max_completion_tokens": -1}, "max_completion_tokens"), "31-both": ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
-    "32-min": ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"), "32-min-null": ({"min_tokens": 10 ** 6, "max_tokens": None}, "min_tokens"),
-    "34-word": ({"logit_bias": {"abc": 1}}, "logit_bias"), "34-negative": ({"logit_bias": {"-1": 1}}, "logit_bias"), "34-above": ({"logit_bias": {str(V): 1}}, "logit_bias"),
-    "34-many": ({"logit_bias": {str(i): 1 for i in range(100_000)}}, "logit_bias"), "34-list": ({"logit_bias": [1]}, "logit_bias"),
-    "34-value": ({"logit_bias": {"1": "x"}}, None), "34-unicode-digit": ({"logit_bias": {"٣": 1}}, "logit_bias"),
-    "35-empty": ({"allowed_token_ids": []}, "allowed_token_ids"), "35-range": ({"allowed_token_ids": [V]}, "allowed_token_ids"),
-    "36-empty": ({"bad_words": [""]}, "bad_words"), "36-many": ({"bad_words": ["a"] * 10_000}, "bad_words"), "36-long": ({"bad_words": ["a b " * 10_000]}, "bad_words"),
-    "37-empty": ({"stop": ""}, "stop"), "37-many": ({"stop": ["a"] * 17}, "stop"), "37-long": ({"stop": "a" * (1 << 20)}, "stop"), "37-type": ({"stop": [1]}, "stop"),
-    "38-many": ({"stop_token_ids": list(range(129))}, "stop_token_ids"), "38-range": ({"stop_token_ids": [V]}, "stop_token_ids"),
-    "39-presence": ({"presence_penalty": 3}, "presence_penalty"), "39-repetition": ({"repetition_penalty": 0}, "repetition_penalty"),
+    "27-zero": ({"top_p": 0}, "top_p"),
+    "27-above": ({"top_p": 1.0001}, "top_p"),
+    "28-negative": ({"top_k": -5}, "top_k"),
+    "28-huge": ({"top_k": 1 << 63}, "top_k"),
+    "28-float": ({"top_k": 1.0}, "top_k"),
+    "29-zero": ({"n": 0}, "n"),
+    "29-17": ({"n": 17}, "n"),
+    "29-huge": ({"n": 1 << 31}, "n"),
+    "29-bool": ({"n": True}, "n"),
+    "29-string": ({"n": "2"}, "n"),
+    "31-zero": ({"max_tokens": 0}, "max_tokens"),
+    "31-negative": ({"max_tokens": -1}, "max_tokens"),
+    "31-huge": ({"max_tokens": 10**12}, "max_tokens"),
+    "31-other-name": ({"max_completion_tokens": -1}, "max_completion_tokens"),
+    "31-both": ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+    "32-min": ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    "32-min-null": ({"min_tokens": 10**6, "max_tokens": None}, "min_tokens"),
+    "34-word": ({"logit_bias": {"abc": 1}}, "logit_bias"),
+    "34-negative": ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    "34-above": ({"logit_bias": {str(V): 1}}, "logit_bias"),
+    "34-many": ({"logit_bias": {str(i): 1 for i in range(100_000)}}, "logit_bias"),
+    "34-list": ({"logit_bias": [1]}, "logit_bias"),
+    "34-value": ({"logit_bias": {"1": "x"}}, None),
+    "34-unicode-digit": ({"logit_bias": {"٣": 1}}, "logit_bias"),
+    "35-empty": ({"allowed_token_ids": []}, "allowed_token_ids"),
+    "35-range": ({"allowed_token_ids": [V]}, "allowed_token_ids"),
+    "36-empty": ({"bad_words": [""]}, "bad_words"),
+    "36-many": ({"bad_words": ["a"] * 10_000}, "bad_words"),
+    "36-long": ({"bad_words": ["a b " * 10_000]}, "bad_words"),
+    "37-empty": ({"stop": ""}, "stop"),
+    "37-many": ({"stop": ["a"] * 17}, "stop"),
+    "37-long": ({"stop": "a" * (1 << 20)}, "stop"),
+    "37-type": ({"stop": [1]}, "stop"),
+    "38-many": ({"stop_token_ids": list(range(129))}, "stop_token_ids"),
+    "38-range": ({"stop_token_ids": [V]}, "stop_token_ids"),
+    "39-presence": ({"presence_penalty": 3}, "presence_penalty"),
+    "39-repetition": ({"repetition_penalty": 0}, "repetition_penalty"),
     "39-negative": ({"repetition_penalty": -1.0}, "repetition_penalty"),
-    "40-logprobs-int": ({"logprobs": 1}, "logprobs"), "40-top-21": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    "40-top-negative": ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"), "40-top-alone": ({"top_logprobs": 1}, "top_logprobs"),
-    "41-streamed": ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"), "41-negative": ({"prompt_logprobs": -1}, "prompt_logprobs"),
-    "42-string": ({"seed": "x"}, "seed"), "42-huge": ({"seed": 1 << 64}, "seed"),
+    "40-logprobs-int": ({"logprobs": 1}, "logprobs"),
+    "40-top-21": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    "40-top-negative": ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+    "40-top-alone": ({"top_logprobs": 1}, "top_logprobs"),
+    "41-streamed": ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    "41-negative": ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    "42-string": ({"seed": "x"}, "seed"),
+    "42-huge": ({"seed": 1 << 64}, "seed"),
     "45-list": ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": []}}}, "response_format"),
-    "45-missing": ({"response_format": {"type": "json_schema"}}, "response_format"), "45-type": ({"response_format": {"type": "xml"}}, None),
+    "45-missing": ({"response_format": {"type": "json_schema"}}, "response_format"),
+    "45-type": ({"response_format": {"type": "xml"}}, None),
     "47-large": ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 99] * 10_000}}}}, "response_format"),
     "51-two": ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
     "51-two-in-one": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, None),
     "51-format-and-choice": ({"response_format": {"type": "json_object"}, "tools": [TOOL], "tool_choice": "required"}, None),
-    "51-bad-json": ({"guided_json": "{"}, "guided_json"), "51-unknown": ({"structured_outputs": {"foo": 1}}, "structured_outputs.foo"),
-    "54-name": ({"tools": [{"type": "function", "function": {"name": 'f"\n'}}]}, "tools[0].function.name"), "54-many": ({"tools": [TOOL] * 1000}, "tools"),
+    "51-bad-json": ({"guided_json": "{"}, "guided_json"),
+    "51-unknown": ({"structured_outputs": {"foo": 1}}, "structured_outputs.foo"),
+    "54-name": ({"tools": [{"type": "function", "function": {"name": 'f"\n'}}]}, "tools[0].function.name"),
+    "54-many": ({"tools": [TOOL] * 1000}, "tools"),
     "54-absent": ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, None),
-    "54-choice-without-tools": ({"tool_choice": "required"}, "tool_choice"), "54-word": ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
-    "54-kind": ({"tools": [{"type": "web_search"}]}, None), "54-not-an-object": ({"tools": [1]}, None),
-    "stream-options": ({"stream_options": {"include_usage": True}}, "stream_options"), "stream-type": ({"stream": "yes"}, "stream"),
-    "priority": ({"priority": 1 << 70}, "priority"), "model-type": ({"model": 3}, "model"),
+    "54-choice-without-tools": ({"tool_choice": "required"}, "tool_choice"),
+    "54-word": ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
+    "54-kind": ({"tools": [{"type": "web_search"}]}, None),
+    "54-not-an-object": ({"tools": [1]}, None),
+    "stream-options": ({"stream_options": {"include_usage": True}}, "stream_options"),
+    "stream-type": ({"stream": "yes"}, "stream"),
+    "priority": ({"priority": 1 << 70}, "priority"),
+    "model-type": ({"model": 3}, "model"),
 }
 
 
@@ -167,15 +229,32 @@ def test_chat_bodies(http, server, name):
 
 
 IN_TEXT = {
-    "13-empty": ({"prompt": ""}, "prompt"), "13-list": ({"prompt": []}, "prompt"), "13-lists": ({"prompt": [[]]}, "prompt"), "13-none": ({"prompt": None}, "prompt"),
-    "15-negative": ({"prompt": [-1]}, "prompt"), "15-logits-width": ({"prompt": [V + 7]}, "prompt"), "15-float": ({"prompt": [1.0]}, "prompt"),
-    "15-huge": ({"prompt": [1 << 31]}, "prompt"), "15-bool": ({"prompt": [True]}, "prompt"), "16-padding": ({"prompt": [V]}, "prompt"),
-    "17-context": ({"prompt": [1] * 1024}, "prompt"), "17-context+1": ({"prompt": [1] * 1025}, "prompt"),
-    "18-both": ({"prompt": [1] * 1000, "max_tokens": 25}, "max_tokens"), "24-mixed": ({"prompt": ["a", 1]}, "prompt"), "24-mixed-lists": ({"prompt": ["a", [1]]}, "prompt"),
-    "24-nested": ({"prompt": [[[1]]]}, "prompt"), "24-object": ({"prompt": {"a": 1}}, "prompt"), "13-too-many": ({"prompt": ["x"] * 129}, "prompt"),
-    "25-embeds": ({"prompt_embeds": "gASVAAAAAAA="}, "prompt_embeds"), "30-best-of": ({"n": 2, "best_of": 1}, "best_of"), "30-best-of-3": ({"best_of": 3}, "best_of"),
-    "40-negative": ({"logprobs": -1}, "logprobs"), "40-21": ({"logprobs": 21}, "logprobs"), "40-bool": ({"logprobs": True}, "logprobs"),
-    "suffix": ({"suffix": "x"}, "suffix"), "chat-only": ({"messages": USER}, "messages"),
+    "13-empty": ({"prompt": ""}, "prompt"),
+    "13-list": ({"prompt": []}, "prompt"),
+    "13-lists": ({"prompt": [[]]}, "prompt"),
+    "13-none": ({"prompt": None}, "prompt"),
+    "15-negative": ({"prompt": [-1]}, "prompt"),
+    "15-logits-width": ({"prompt": [V + 7]}, "prompt"),
+    "15-float": ({"prompt": [1.0]}, "prompt"),
+    "15-huge": ({"prompt": [1 << 31]}, "prompt"),
+    "15-bool": ({"prompt": [True]}, "prompt"),
+    "16-padding": ({"prompt": [V]}, "prompt"),
+    "17-context": ({"prompt": [1] * 1024}, "prompt"),
+    "17-context+1": ({"prompt": [1] * 1025}, "prompt"),
+    "18-both": ({"prompt": [1] * 1000, "max_tokens": 25}, "max_tokens"),
+    "24-mixed": ({"prompt": ["a", 1]}, "prompt"),
+    "24-mixed-lists": ({"prompt": ["a", [1]]}, "prompt"),
+    "24-nested": ({"prompt": [[[1]]]}, "prompt"),
+    "24-object": ({"prompt": {"a": 1}}, "prompt"),
+    "13-too-many": ({"prompt": ["x"] * 129}, "prompt"),
+    "25-embeds": ({"prompt_embeds": "gASVAAAAAAA="}, "prompt_embeds"),
+    "30-best-of": ({"n": 2, "best_of": 1}, "best_of"),
+    "30-best-of-3": ({"best_of": 3}, "best_of"),
+    "40-negative": ({"logprobs": -1}, "logprobs"),
+    "40-21": ({"logprobs": 21}, "logprobs"),
+    "40-bool": ({"logprobs": True}, "logprobs"),
+    "suffix": ({"suffix": "x"}, "suffix"),
+    "chat-only": ({"messages": USER}, "messages"),
 }
 
 
@@ -187,14 +266,26 @@ def test_completion_bodies(http, server, name):
 
 
 IN_RESPONSES = {
-    "previous": ({"previous_response_id": "resp_1"}, "previous_response_id"), "store": ({"store": True}, "store"), "background": ({"background": True}, "background"),
-    "conversation": ({"conversation": "c"}, "conversation"), "tools": ({"tools": [{"type": "web_search"}]}, "tools[0].type"), "include": ({"include": ["x"]}, "include"),
-    "truncation": ({"truncation": "auto"}, "truncation"), "input-none": ({"input": None}, "input"), "input-empty": ({"input": []}, "input"),
-    "item": ({"input": [{"type": "computer_call"}]}, "input[0].type"), "image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None),
-    "max": ({"max_output_tokens": 0}, "max_output_tokens"), "reasoning": ({"reasoning": {"effort": "low"}}, "reasoning"),
-    "role": ({"input": [{"role": "x", "content": "y"}]}, None), "item-type": ({"input": [3]}, None), "long": ({"input": "x " * 3000}, "input"),
-    "format": ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"), "n": ({"n": 2}, "n"),
-    "call-without-name": ({"input": [{"type": "function_call", "call_id": "c"}]}, None), "output": ({"input": [{"type": "function_call_output", "output": "x"}]}, None),
+    "previous": ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    "store": ({"store": True}, "store"),
+    "background": ({"background": True}, "background"),
+    "conversation": ({"conversation": "c"}, "conversation"),
+    "tools": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    "include": ({"include": ["x"]}, "include"),
+    "truncation": ({"truncation": "auto"}, "truncation"),
+    "input-none": ({"input": None}, "input"),
+    "input-empty": ({"input": []}, "input"),
+    "item": ({"input": [{"type": "computer_call"}]}, "input[0].type"),
+    "image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None),
+    "max": ({"max_output_tokens": 0}, "max_output_tokens"),
+    "reasoning": ({"reasoning": {"effort": "low"}}, "reasoning"),
+    "role": ({"input": [{"role": "x", "content": "y"}]}, None),
+    "item-type": ({"input": [3]}, None),
+    "long": ({"input": "x " * 3000}, "input"),
+    "format": ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
+    "n": ({"n": 2}, "n"),
+    "call-without-name": ({"input": [{"type": "function_call", "call_id": "c"}]}, None),
+    "output": ({"input": [{"type": "function_call_output", "output": "x"}]}, None),
 }
 
 
@@ -215,7 +306,13 @@ def test_11_lenient_ignores_with_a_warning():
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
 def test_12_unknown_model(http, server, path):
-    body = {"model": "gpt-4", "messages": USER} if path == CHAT else {"model": "gpt-4", "prompt": "x"} if path == TEXT else {"model": "gpt-4", "input": "x"}
+    body = (
+        {"model": "gpt-4", "messages": USER}
+        if path == CHAT
+        else {"model": "gpt-4", "prompt": "x"}
+        if path == TEXT
+        else {"model": "gpt-4", "input": "x"}
+    )
     assert refused(http.post(path, json=body), 404, "model")["code"] == "model_not_found"
     healthy(http, server)
 
@@ -265,13 +362,27 @@ def test_66_request_ids_are_cleaned(http, server):
     assert r.headers["x-request-id"] in r.json()["id"]
 
 
-@pytest.mark.parametrize("path", ["/nothing", "//v1/models", "/v1/../admin", "/v1%2F%2Fmodels", "/v1/models/", "/docs", "/redoc", "/v1/chat/completions/"])
+@pytest.mark.parametrize(
+    "path", ["/nothing", "//v1/models", "/v1/../admin", "/v1%2F%2Fmodels", "/v1/models/", "/docs", "/redoc", "/v1/chat/completions/"]
+)
 def test_67_unknown_paths(http, server, path):
     refused(http.get(path), 404)
 
 
-@pytest.mark.parametrize(("method", "path"), [("GET", CHAT), ("PUT", CHAT), ("DELETE", "/v1/models"), ("POST", "/metrics"), ("HEAD", CHAT), ("TRACE", TEXT),
-                                              ("OPTIONS", TEXT), ("POST", "/health/live"), ("PATCH", "/")])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", CHAT),
+        ("PUT", CHAT),
+        ("DELETE", "/v1/models"),
+        ("POST", "/metrics"),
+        ("HEAD", CHAT),
+        ("TRACE", TEXT),
+        ("OPTIONS", TEXT),
+        ("POST", "/health/live"),
+        ("PATCH", "/"),
+    ],
+)
 def test_67_wrong_methods(http, server, method, path):
     r = http.request(method, path)
     assert r.status_code == 405 and (method == "HEAD" or refused(r, 405))
@@ -291,14 +402,27 @@ def test_tokenize_and_detokenize(http, server):
     assert http.post("/detokenize", json={"tokens": ids["tokens"]}).json()["prompt"] == "hello world"
     messages = http.post("/tokenize", json={"messages": USER}).json()["tokens"]
     assert messages == tokenizer().encode_chat(USER)
-    for path, body, param in (("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": "x", "messages": USER}, "prompt"), ("/detokenize", {"tokens": [-1]}, "tokens"),
-                              ("/detokenize", {"tokens": [V]}, "tokens"), ("/detokenize", {"tokens": "x"}, "tokens"), ("/detokenize", {"tokens": [True]}, None),
-                              ("/tokenize", {"prompt": "x", "foo": 1}, "foo"), ("/detokenize", {}, "tokens")):
+    for path, body, param in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": USER}, "prompt"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [V]}, "tokens"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+        ("/detokenize", {"tokens": [True]}, None),
+        ("/tokenize", {"prompt": "x", "foo": 1}, "foo"),
+        ("/detokenize", {}, "tokens"),
+    ):
         refused(http.post(path, json=body), 400, param)
 
 
-@pytest.mark.parametrize(("path", "body", "param"), [(TEXT, {"prompt": "hello " * 2_000_000}, "prompt"), (RESPONSES, {"input": "hello " * 2_000_000}, "input"),
-                                                     (CHAT, {"messages": [{"role": "user", "content": "hello " * 2_000_000}]}, "messages")])
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (TEXT, {"prompt": "hello " * 2_000_000}, "prompt"),
+        (RESPONSES, {"input": "hello " * 2_000_000}, "input"),
+        (CHAT, {"messages": [{"role": "user", "content": "hello " * 2_000_000}]}, "messages"),
+    ],
+)
 def test_a_huge_prompt_is_refused_before_it_is_encoded(http, server, path, body, param):
     error = refused(http.post(path, json=body), 400, param)
     assert "characters" in error["message"] and error["code"] == "context_length_exceeded"

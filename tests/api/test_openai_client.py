@@ -12,8 +12,14 @@ from pydantic import BaseModel
 from tests.api.fake_client import tokenizer
 from tests.api.running import Running
 
-WEATHER = {"type": "function", "function": {"name": "weather", "description": "Weather of a city", "parameters": {
-    "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
 
 
@@ -78,7 +84,9 @@ def test_stream_equals_collected_with_every_part(client, server):
             assert part["roles"] == 1
             assert part["content"] == message.content and part["reasoning"] == message.reasoning_content == "first think"
             assert [(c["name"], json.loads(c["arguments"])) for c in part["calls"].values()] == [("weather", {"city": "Paris"})] * 2
-            assert [(c.function.name, c.function.arguments) for c in message.tool_calls] == [(c["name"], c["arguments"]) for c in part["calls"].values()]
+            assert [(c.function.name, c.function.arguments) for c in message.tool_calls] == [
+                (c["name"], c["arguments"]) for c in part["calls"].values()
+            ]
             assert len({c["id"] for c in part["calls"].values()}) == 2
             assert part["finish"] == choice.finish_reason == "tool_calls"
             assert part["logprobs"] == choice.logprobs.content
@@ -88,7 +96,9 @@ def test_usage_in_streams(client):
     chunks = list(client.chat.completions.create(**say("hello world"), stream=True, stream_options={"include_usage": True}))
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 4
     assert all(c.usage is None for c in chunks[:-1])
-    running = list(client.chat.completions.create(**say("hello world"), stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}))
+    running = list(
+        client.chat.completions.create(**say("hello world"), stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    )
     assert [c.usage.completion_tokens for c in running][0] == 1 and running[-1].usage.completion_tokens == 4
     assert all(c.usage is None for c in client.chat.completions.create(**say("hello"), stream=True))
 
@@ -139,8 +149,9 @@ def test_one_call_when_parallel_calls_are_off(client):
     assert len(r.choices[0].message.tool_calls) == 1
 
 
-@pytest.mark.parametrize(("choice", "kind"), [("auto", None), ("none", None), ("required", "lark"),
-                                              ({"type": "function", "function": {"name": "weather"}}, "lark")])
+@pytest.mark.parametrize(
+    ("choice", "kind"), [("auto", None), ("none", None), ("required", "lark"), ({"type": "function", "function": {"name": "weather"}}, "lark")]
+)
 def test_tool_choice(client, server, choice, kind):
     r = client.chat.completions.create(**say(CALL, tools=[WEATHER], tool_choice=choice))
     grammar = server.engine.seen[-1].params.grammar
@@ -149,16 +160,32 @@ def test_tool_choice(client, server, choice, kind):
 
 
 def test_tool_conversation_goes_back_in(client):
-    messages = [{"role": "user", "content": "weather?"},
-                {"role": "assistant", "content": None, "refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": [
-                    {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}]},
-                {"role": "tool", "tool_call_id": "call_1", "content": "sunny"}, {"role": "developer", "content": [{"type": "text", "text": "be nice"}]},
-                {"role": "user", "content": [{"type": "text", "text": "say: thanks"}]}]
+    messages = [
+        {"role": "user", "content": "weather?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "refusal": None,
+            "annotations": [],
+            "audio": None,
+            "function_call": None,
+            "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+        {"role": "developer", "content": [{"type": "text", "text": "be nice"}]},
+        {"role": "user", "content": [{"type": "text", "text": "say: thanks"}]},
+    ]
     assert client.chat.completions.create(model="fake", messages=messages, tools=[WEATHER]).choices[0].message.content == "thanks"
 
 
-@pytest.mark.parametrize(("response_format", "kind"), [({"type": "text"}, None), ({"type": "json_object"}, "json_object"),
-                                                       ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}, "json_schema")])
+@pytest.mark.parametrize(
+    ("response_format", "kind"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, "json_object"),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}, "json_schema"),
+    ],
+)
 def test_response_format(client, server, response_format, kind):
     client.chat.completions.create(**say("{}"), response_format=response_format)
     grammar = server.engine.seen[-1].params.grammar
@@ -185,10 +212,35 @@ def test_logprobs_are_exact_bytes(client):
 
 
 def test_sampling_parameters_reach_the_engine(client, server):
-    extra = {"top_k": 7, "min_p": 0.1, "repetition_penalty": 1.5, "min_tokens": 1, "stop_token_ids": [5], "ignore_eos": False, "bad_words": ["fox"],
-             "allowed_token_ids": [1, 2], "skip_special_tokens": False, "logprobs_mode": "processed", "priority": 3, "prompt_logprobs": 1}
-    client.chat.completions.create(**say("x"), temperature=0.5, top_p=0.9, seed=-1, presence_penalty=1, frequency_penalty=-1, n=2,
-                                   logit_bias={"5": 1}, user="me", metadata={"a": "b"}, store=False, service_tier="auto", extra_body=extra)
+    extra = {
+        "top_k": 7,
+        "min_p": 0.1,
+        "repetition_penalty": 1.5,
+        "min_tokens": 1,
+        "stop_token_ids": [5],
+        "ignore_eos": False,
+        "bad_words": ["fox"],
+        "allowed_token_ids": [1, 2],
+        "skip_special_tokens": False,
+        "logprobs_mode": "processed",
+        "priority": 3,
+        "prompt_logprobs": 1,
+    }
+    client.chat.completions.create(
+        **say("x"),
+        temperature=0.5,
+        top_p=0.9,
+        seed=-1,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        n=2,
+        logit_bias={"5": 1},
+        user="me",
+        metadata={"a": "b"},
+        store=False,
+        service_tier="auto",
+        extra_body=extra,
+    )
     request = server.engine.seen[-1]
     p = request.params
     assert (p.temperature, p.top_p, p.top_k, p.min_p, p.repetition_penalty) == (0.5, 0.9, 7, 0.1, 1.5)
@@ -240,16 +292,31 @@ def test_prompt_logprobs(client):
     assert all(str(i) in table and table[str(i)]["rank"] == 1 for i, table in zip(ids[1:], r.prompt_logprobs[1:], strict=True))
 
 
-@pytest.mark.parametrize("extra", [{"structured_outputs": {"json": {"type": "object"}}}, {"structured_outputs": {"json": '{"type": "object"}'}},
-                                   {"guided_json": {"type": "object"}}, {"structured_outputs": {"regex": "a+"}}, {"guided_regex": "a+"},
-                                   {"structured_outputs": {"choice": ["a", "b"]}}, {"guided_choice": ["a", "b"]},
-                                   {"structured_outputs": {"grammar": 'start: "a"'}}, {"guided_grammar": 'start: "a"'},
-                                   {"structured_outputs": {"json_object": True}}])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"structured_outputs": {"json": {"type": "object"}}},
+        {"structured_outputs": {"json": '{"type": "object"}'}},
+        {"guided_json": {"type": "object"}},
+        {"structured_outputs": {"regex": "a+"}},
+        {"guided_regex": "a+"},
+        {"structured_outputs": {"choice": ["a", "b"]}},
+        {"guided_choice": ["a", "b"]},
+        {"structured_outputs": {"grammar": 'start: "a"'}},
+        {"guided_grammar": 'start: "a"'},
+        {"structured_outputs": {"json_object": True}},
+    ],
+)
 def test_structured_outputs(client, server, extra):
     client.completions.create(model="fake", prompt="say: a", extra_body=extra)
     grammar = server.engine.seen[-1].params.grammar
-    expected = {"json": ("json_schema", '{"type":"object"}'), "regex": ("regex", "a+"), "choice": ("choice", '["a", "b"]'),
-                "grammar": ("lark", 'start: "a"'), "json_object": ("json_object", "")}
+    expected = {
+        "json": ("json_schema", '{"type":"object"}'),
+        "regex": ("regex", "a+"),
+        "choice": ("choice", '["a", "b"]'),
+        "grammar": ("lark", 'start: "a"'),
+        "json_object": ("json_object", ""),
+    }
     name = next(iter(extra.get("structured_outputs") or {next(iter(extra)).removeprefix("guided_"): 0}))
     assert (grammar.kind, grammar.text) == expected[name]
 
@@ -264,10 +331,12 @@ def test_responses(client):
 
 def test_responses_stream_tells_the_same_story(client):
     tool = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}, "strict": False}
-    items = [{"role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
-             {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
-             {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
-             {"role": "user", "content": f"say: <think>hm</think>calling {CALL}"}]
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+        {"role": "user", "content": f"say: <think>hm</think>calling {CALL}"},
+    ]
     whole = client.responses.create(model="fake", input=items, tools=[tool])
     events = list(client.responses.create(model="fake", input=items, tools=[tool], stream=True))
     assert [e.sequence_number for e in events] == list(range(len(events)))
@@ -279,6 +348,21 @@ def test_responses_stream_tells_the_same_story(client):
     assert json.loads(arguments) == json.loads(whole.output[2].arguments) == {"city": "Paris"}
     added, done = ([e.item.id for e in events if e.type == f"response.output_item.{word}"] for word in ("added", "done"))
     assert added == done == [o.id for o in final.output]
+
+
+def test_responses_output_goes_back_in(client, server):
+    first = client.responses.create(
+        model="fake", input=f"say: <think>hm</think>calling {CALL}", tools=[{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
+    )
+    again = [
+        {"role": "user", "content": "x"},
+        *(o.model_dump(exclude_none=True) for o in first.output),
+        {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "sunny"},
+        {"role": "user", "content": "say: bye"},
+    ]
+    assert client.responses.create(model="fake", input=again).output_text == "bye"
+    prompt = tokenizer().decode(server.engine.seen[-1].prompt_ids, skip_special=False)
+    assert prompt.count("<|im_start|>assistant") == 2, "reasoning, text and call are one message"
 
 
 def test_responses_stream_helper(client):

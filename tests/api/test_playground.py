@@ -147,8 +147,7 @@ class Browser:
                                          stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         os.close(to_child)
         os.close(from_child)
-        self._input, self._count, self._session, self._target = open(self._read, "rb", buffering=0), 0, None, None
-        self._rest = b""
+        self._count, self._session, self._target, self._rest = 0, None, None, b""
 
     def command(self, method, **params):
         self._count += 1
@@ -156,7 +155,7 @@ class Browser:
         os.write(self._write, json.dumps(message).encode() + b"\0")
         while True:
             while b"\0" not in self._rest:
-                data = self._input.read(1 << 16)
+                data = os.read(self._read, 1 << 16)
                 assert data, "Chromium ended"
                 self._rest += data
             text, _, self._rest = self._rest.partition(b"\0")
@@ -204,7 +203,7 @@ class Browser:
             self._process.wait(10)
         self._process.kill()
         self._process.wait()
-        self._input.close()
+        os.close(self._read)
         os.close(self._write)
 
 
@@ -265,8 +264,8 @@ def test_a_demo_message_streams(page, server):
 def test_controls_and_history_are_sent(page, server):
     browser = page()
     browser.until("document.querySelectorAll('#model option').length === 2")
-    values = {"system": "Be brief.", "temperature": "0", "top_p": "0.9", "top_k": "40", "max_tokens": "5", "seed": "7", "stop": "END\\n\nX", "thinking": "off",
-              "model": "two", "tools": '[{"type": "function", "function": {"name": "add"}}]'}
+    values = {"system": "Be brief.", "temperature": "0", "top_p": "0.9", "top_k": "40", "max_tokens": "5", "seed": "7", "stop": "END\\n\nX",
+              "thinking": "off", "model": "two", "tools": '[{"type": "function", "function": {"name": "add"}}]'}
     for name, value in values.items():
         browser.js(f"document.getElementById('{name}').value = {json.dumps(value)}")
     browser.js("document.getElementById('prompt').value = 'think'")
@@ -290,7 +289,8 @@ def test_tool_calls_and_their_results(page, server):
     browser = page("?demo=tool")
     browser.until("document.body.dataset.state === 'tool_calls'")
     assert text_of(browser, ".call > b") == ["get_weather", "add"] and text_of(browser, ".call > pre") == ['{"city": "Oslo"}', "{}"]
-    browser.js("delete document.body.dataset.state; document.querySelector('.call input').value = 'rain'; document.querySelector('article.assistant > button').click()")
+    browser.js("delete document.body.dataset.state; document.querySelector('.call input').value = 'rain';"
+               "document.querySelector('article.assistant > button').click()")
     browser.until("document.body.dataset.state === 'stop'")
     assistant, *results = server.bodies[-1]["messages"][1:]
     assert assistant["content"] == "Looking." and [c["function"] for c in assistant["tool_calls"]] == [
@@ -346,7 +346,8 @@ def test_api_key(page, server):
     browser = page("?demo=hello")
     browser.until("!!document.querySelector('.error')")
     assert "API key" in text_of(browser, ".error")[0]
-    browser.js("const box = document.getElementById('key'); box.value = 'secret'; box.dispatchEvent(new Event('change')); delete document.body.dataset.state")
+    browser.js("const box = document.getElementById('key'); box.value = 'secret';"
+               "box.dispatchEvent(new Event('change')); delete document.body.dataset.state")
     browser.until("document.querySelectorAll('#model option').length === 2")
     browser.js("send('hello')")
     browser.until("document.body.dataset.state === 'stop'")

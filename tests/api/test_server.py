@@ -48,6 +48,8 @@ def test_liveness_answers_before_the_model_is_loaded():
             r = http.get("/health/ready")
             assert r.status_code == 503 and r.json()["error"]["message"] == "the engine restarts"
             assert http.get("/health/live").status_code == 200
+            engine.live = False
+            assert http.get("/health/live").status_code == 503, "given up: only a restart of the server helps"
     finally:
         server.stop()
 
@@ -65,10 +67,22 @@ def test_the_http_process_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize(("settings", "fine"), [({}, True), ({"host": "localhost"}, True), ({"host": "::1"}, True), ({"host": "127.1.2.3"}, True),
-                                                ({"host": "0.0.0.0"}, False), ({"host": "::"}, False), ({"host": "example.org"}, False), ({"host": ""}, False),
-                                                ({"host": "0.0.0.0", "api_key": ("k",)}, True), ({"host": "0.0.0.0", "insecure": True}, True),
-                                                ({"host": "0.0.0.0", "uds": "/tmp/x"}, True)])
+@pytest.mark.parametrize(
+    ("settings", "fine"),
+    [
+        ({}, True),
+        ({"host": "localhost"}, True),
+        ({"host": "::1"}, True),
+        ({"host": "127.1.2.3"}, True),
+        ({"host": "0.0.0.0"}, False),
+        ({"host": "::"}, False),
+        ({"host": "example.org"}, False),
+        ({"host": ""}, False),
+        ({"host": "0.0.0.0", "api_key": ("k",)}, True),
+        ({"host": "0.0.0.0", "insecure": True}, True),
+        ({"host": "0.0.0.0", "uds": "/tmp/x"}, True),
+    ],
+)
 def test_open_addresses_need_a_key(settings, fine):
     from kvasir.api.server import check_address
 
@@ -85,8 +99,8 @@ def test_open_addresses_need_a_key(settings, fine):
 def test_draining_finishes_streams_and_refuses_new_requests():
     engine = FakeClient()
     engine.delay = 0.05
-    with running(engine) as server, httpx.Client(base_url=server.url, timeout=20) as http:
-        with http.stream("POST", CHAT, json={**SAY, "stream": True}) as r:
+    with running(engine) as server:
+        with httpx.stream("POST", server.url + CHAT, json={**SAY, "stream": True}) as r:
             lines = r.iter_lines()
             next(lines)
             server.call(lambda: server.loop.create_task(server.service.stop(10.0)))
@@ -101,8 +115,8 @@ def test_draining_finishes_streams_and_refuses_new_requests():
 def test_what_does_not_finish_in_time_ends_with_an_error_event():
     engine = FakeClient()
     engine.delay = 0.2
-    with running(engine) as server, httpx.Client(base_url=server.url, timeout=20) as http:
-        with http.stream("POST", CHAT, json={**SAY, "stream": True}) as r:
+    with running(engine) as server:
+        with httpx.stream("POST", server.url + CHAT, json={**SAY, "stream": True}) as r:
             lines = r.iter_lines()
             next(lines)
             server.call(lambda: server.loop.create_task(server.service.stop(0.0)))
@@ -184,7 +198,16 @@ def test_every_route_but_two_needs_a_key(guarded):
     assert {("POST", CHAT), ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/health/ready")} <= routes
     with httpx.Client(base_url=guarded.url) as http:
         for method, path in sorted(routes):
-            for headers in ({}, key("wrong"), {"authorization": "Bearer"}, {"authorization": "alpha"}, {"authorization": "Basic alpha"}, key("alph"), key("alphaa"), key("alpha beta")):
+            for headers in (
+                {},
+                key("wrong"),
+                {"authorization": "Bearer"},
+                {"authorization": "alpha"},
+                {"authorization": "Basic alpha"},
+                key("alph"),
+                key("alphaa"),
+                key("alpha beta"),
+            ):
                 r = http.request(method, path, headers=headers)
                 if path in OPEN:
                     assert r.status_code != 401, path
@@ -194,9 +217,23 @@ def test_every_route_but_two_needs_a_key(guarded):
                 assert http.request(method, path, headers=key(good)).status_code != 401, path
 
 
-@pytest.mark.parametrize(("method", "path"), [("GET", "//v1/models"), ("GET", "/v1/../v1/models"), ("GET", "/v1%2Fmodels"), ("GET", "/%2e%2e/metrics"),
-                                              ("HEAD", "/v1/models"), ("OPTIONS", CHAT), ("TRACE", "/v1/models"), ("GET", "/v1/models?api_key=alpha"),
-                                              ("GET", "/health/live/"), ("GET", "/health/live/../ready"), ("GET", "/nothing"), ("GET", "/health//live")])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "//v1/models"),
+        ("GET", "/v1/../v1/models"),
+        ("GET", "/v1%2Fmodels"),
+        ("GET", "/%2e%2e/metrics"),
+        ("HEAD", "/v1/models"),
+        ("OPTIONS", CHAT),
+        ("TRACE", "/v1/models"),
+        ("GET", "/v1/models?api_key=alpha"),
+        ("GET", "/health/live/"),
+        ("GET", "/health/live/../ready"),
+        ("GET", "/nothing"),
+        ("GET", "/health//live"),
+    ],
+)
 def test_the_guard_cannot_be_walked_around(guarded, method, path):
     import http.client as raw  # a client that does not tidy paths
 
@@ -209,7 +246,10 @@ def test_the_guard_cannot_be_walked_around(guarded, method, path):
 def test_tenants_come_from_keys_only(guarded):
     body = {"messages": [{"role": "user", "content": "say: secret"}]}
     with httpx.Client(base_url=guarded.url) as http:
-        cached = [http.post(CHAT, json=body, headers=key(k)).json()["usage"]["prompt_tokens_details"]["cached_tokens"] for k in ("alpha", "alpha", "beta", "beta")]
+        cached = [
+            http.post(CHAT, json=body, headers=key(k)).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            for k in ("alpha", "alpha", "beta", "beta")
+        ]
         assert cached[0] == 0 and cached[1] > 0 and cached[2] == 0 and cached[3] > 0
         tenants = [r.tenant for r in guarded.engine.seen[-4:]]
         assert tenants[0] == tenants[1] != tenants[2] == tenants[3] and "alpha" not in tenants[0]
@@ -237,8 +277,12 @@ def test_cors_is_off_unless_asked_for(http):
 
 
 def test_refusals_of_the_engine_stay_statuses(http, server):
-    for refusal in (RequestError("queue full", status=429, code="queue_full", retry_after=2.4), RequestError("down", status=503, code="engine_down"),
-                    RequestError("bad schema", status=400, param="grammar", code="bad_grammar"), RequestError("twice", status=409)):
+    for refusal in (
+        RequestError("queue full", status=429, code="queue_full", retry_after=2.4),
+        RequestError("down", status=503, code="engine_down"),
+        RequestError("bad schema", status=400, param="grammar", code="bad_grammar"),
+        RequestError("twice", status=409),
+    ):
         server.engine.refusal = refusal
         try:
             for stream in (False, True):
@@ -359,7 +403,12 @@ def test_metrics():
         assert {s.labels["reason"]: s.value for s in found["kvasir:requests_ended_total"]} == {"finished": 3, "queue_full": 1}
         assert {s.labels["finished_reason"]: s.value for s in found["vllm:request_success_total"]} == {"stop": 3}
         http_counts = {(s.labels["route"], s.labels["status"]): s.value for s in found["kvasir:http_requests_total"]}
-        assert http_counts[(CHAT, "200")] == 3 and http_counts[(CHAT, "400")] == 1 and http_counts[(CHAT, "429")] == 1 and http_counts[("none", "404")] == 1
+        assert (
+            http_counts[(CHAT, "200")] == 3
+            and http_counts[(CHAT, "400")] == 1
+            and http_counts[(CHAT, "429")] == 1
+            and http_counts[("none", "404")] == 1
+        )
         assert found["kvasir:startup_seconds"][0].labels == {"phase": "weights"} and "kvasir:build_info" in value
 
 
@@ -376,6 +425,25 @@ def test_the_playground_is_open_and_closed_in(http):
     r = http.get("/")
     assert r.status_code == 200 and r.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in r.headers["content-security-policy"]
+
+
+def test_the_models_defaults_come_before_ours_and_after_the_clients():
+    defaults = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": None, "max_new_tokens": 7, "do_sample": True}
+    with running(FakeClient(generation_defaults=defaults)) as server:
+        for path, body in ((CHAT, SAY), ("/v1/completions", {"prompt": "x"}), ("/v1/responses", {"input": "x"})):
+            httpx.post(server.url + path, json={**body, "top_p": 0.5})
+            p = server.engine.seen[-1].params
+            assert (p.temperature, p.top_p, p.top_k, p.min_p) == (0.6, 0.5, 20, 0.0), path
+
+
+def test_requests_are_logged_only_when_asked_and_without_the_query(http, caplog):
+    caplog.set_level("INFO", "kvasir")
+    http.get("/health/live")
+    assert "/health/live" not in caplog.text
+    with running(log_requests=True) as server:
+        httpx.get(server.url + "/health/live?api_key=secret")
+        server.until(lambda: "GET /health/live 200" in caplog.text)
+    assert "secret" not in caplog.text
 
 
 def test_live_requests_are_many():

@@ -116,7 +116,8 @@ def test_a_reader_that_never_reads_is_cut_off():
 def test_pipelined_requests_are_answered_in_order(slow):
     one = send(slow, "/v1/completions", {"prompt": "say: one"})
     data = json.dumps({"prompt": "say: two"}).encode()
-    one.sendall(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+    head = f"host: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n".encode()
+    one.sendall(b"POST /v1/completions HTTP/1.1\r\n" + head + data)
     got = b""
     while piece := one.recv(65536):
         got += piece

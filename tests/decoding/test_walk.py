@@ -147,7 +147,7 @@ def test_with_a_grammar(shape, after, tmp_path):
     for salt in range(3):
         model = TableModel(size, seed=salt, scale=3.0)
 
-        def seq():
+        def seq(salt=salt):
             return sequence(0, seed=salt, matcher=matcher, grammar=Grammar("json_schema", SCHEMA, after=mark), **extra)
 
         plain, error, steps = decode(sampler(size), model, seq(), 60)

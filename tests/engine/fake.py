@@ -49,7 +49,7 @@ def extend(state: int, token: int) -> int:
 
 
 def sample(stream: int, state: int) -> int:
-    return hash((stream, state, "sample")) % VOCAB
+    return hash((stream, state, 0)) % VOCAB
 
 
 def expected_output(seq: Sequence) -> list[int]:

@@ -167,6 +167,17 @@ def test_the_socket_is_private(tmp_path):
     run(body())
 
 
+def test_the_working_folder_cannot_shadow_a_module(tmp_path, monkeypatch):
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('shadowed')")
+    monkeypatch.chdir(tmp_path)
+
+    async def body():
+        async with engine() as it:
+            (await Reader(it, request()).task).check()
+
+    run(body())
+
+
 def test_a_server_key_does_not_reach_the_engine_process(monkeypatch):
     sent = []
     encode = msgspec.msgpack.encode
@@ -559,6 +570,21 @@ def test_a_set_up_that_became_wrong_is_not_tried_again(tmp_path):
             os.kill(it._child.pid, signal.SIGKILL)
             assert (await reader.task).error.code == "engine_down"
             assert it.health().reason == "the model folder is gone" and not it.health().live
+
+    run(body())
+
+
+def test_a_bug_of_the_supervisor_leaves_nobody_waiting(monkeypatch):
+    async def fail(self, why):
+        raise ZeroDivisionError("a bug in the client")
+
+    async def body():
+        async with engine("SlowCore") as it:
+            reader = Reader(it, request(1, max_tokens=500))
+            await until(lambda: reader.events)
+            monkeypatch.setattr(AsyncEngine, "_bury", fail)
+            os.kill(it._child.pid, signal.SIGKILL)
+            assert (await reader.task).error.code == "engine_down" and "a bug in the client" in it.health().reason
 
     run(body())
 

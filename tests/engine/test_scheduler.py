@@ -61,10 +61,11 @@ def test_a_draft_is_verified_in_one_span():
     seq = d.add(unique(5, "a", max_tokens=20))
     d.step()
     right = expected_output(seq)
-    seq.draft = [*right[1:3], (right[3] + 1) % 7, 0]
+    seq.draft = [*right[1:3], (right[3] + 1) % 7, 0, 0, 0, 0, 0]
     span = d.step().spans[0]
-    assert (span.start, span.length, span.commit, dict(span.want)) == (5, 5, "walk", {"sample": range(5)})
+    assert (span.start, span.length, span.commit, dict(span.want)) == (5, 9, "walk", {"sample": range(9)})
     assert seq.output == right[:4] and seq.num_computed == seq.num_tokens - 1 and seq.draft == []
+    assert len(seq.tables[0]) == 3, "nine tokens; the look-ahead page of a rejected draft went back"
     d.drain()
     d.assert_outputs()
 
@@ -274,10 +275,12 @@ def test_a_request_that_fits_only_alone_is_admitted():
 
 
 def test_prompts_in_progress_are_promised_their_pages():
-    d = driver(num_pages=14, page_slots=4, max_rows=16)
-    a = d.add(unique(36, "a", max_tokens=2))
+    d = driver(num_pages=14, page_slots=4, max_rows=16, long_prefill_token_threshold=8)
+    a = d.add(unique(36, "a", max_tokens=2))  # nine pages and one to go on with, of thirteen
     d.step()
-    d.add(unique(20, "b", max_tokens=2))
+    b = d.add(unique(20, "b", max_tokens=2))
+    for _ in range(2):
+        assert rows(d.step()) == {"a": 8} and b.status is Status.WAITING
     d.drain()
     assert a.num_preempted == 0 and d.scheduler.preemptions == 0
     d.assert_outputs()
@@ -322,6 +325,18 @@ def test_the_oldest_is_passed_in_at_most_64_steps(policy):
     assert old.first_scheduled is not None and passed <= 64 and not admitted_after_overdue
     assert passed > 10 or low == 0
     d.scheduler.finish(old, "cancelled")
+
+
+def test_the_overdue_is_admitted_once_and_others_with_it():
+    d = driver(num_pages=40)
+    d.scheduler.block(filler := d.add(unique(3, "x")), "test")
+    seqs = [d.add(unique(5, f"s{i}", arrival=float(i))) for i in range(4)]
+    seqs[2].num_skipped = 64
+    d.scheduler._overdue[seqs[2]] = None
+    assert list(rows(d.step())) == ["s2", "s0", "s1", "s3"]
+    d.scheduler.finish(filler, "cancelled")
+    d.drain()
+    d.assert_outputs()
 
 
 def test_a_second_old_request_is_bounded_too():
@@ -435,13 +450,13 @@ def test_the_latest_arrival_gives_way_and_nothing_is_admitted_then():
     d, (a, b, c) = crowd()
     late = d.add(unique(2, "late", arrival=9.0, max_tokens=2))
     d.scheduler.block(late, "test")
-    while d.scheduler.pages.num_free > 0:
-        d.step()
-    d.scheduler.unblock(late)
-    plan = until_preemption(d)
+    while not d.scheduler.preemptions:
+        if d.scheduler.pages.num_free == 0:
+            d.scheduler.unblock(late)  # fits nowhere before the preemption, and in the victim's pages after it
+        plan = d.step()
     assert plan.preempted == [c] and c.status is Status.WAITING and c.num_computed == 0 and c.row == -1
-    assert late.first_scheduled is None or late.status is Status.FINISHED
-    assert all(span.seq is not c for span in plan.spans)
+    assert late.status is Status.WAITING and d.scheduler.pages.num_free > 0
+    assert {span.seq for span in plan.spans} == {a, b}
     d.drain()
     d.assert_outputs()
 
@@ -570,10 +585,12 @@ def test_preemption_with_a_step_in_flight_waits_for_its_pages():
     held = s.plan(0.0)  # launched, and not yet ended
     for span in held.spans:
         s.advance(span, [1])
-    if held.preempted:
-        pytest.skip("ran out a step early")
-    plan = s.plan(0.0)
-    assert len(plan.preempted) <= 1, "one victim is enough: its pages are on their way"
+    while not (plan := s.plan(0.0)).preempted:
+        for span in plan.spans:
+            s.advance(span, [1])
+        s.complete(held)
+        held = plan
+    assert len(plan.preempted) == 1 and s.pages.num_limbo > 0, "one victim is enough: its pages are on their way"
     s.check()
     s.complete(held)
     s.complete(plan)
@@ -651,8 +668,9 @@ def test_the_queue_is_always_in_policy_order(policy):
             members.append(seq)
             queue.add(seq, 0.0)
         if members and rng.random() < 0.1:
-            queue.discard(members[0])
-            queue.add(members[0], 0.0)
+            again = rng.choice([members[0], members[-1], queue.ordered(0.0)[-1]])
+            queue.discard(again)
+            queue.add(again, 0.0)
         if rng.random() < 0.6:
             assert queue.ordered(0.0) == policy.order_waiting(members, 0.0)
     assert len(queue) == len(members) and set(queue) == set(members)

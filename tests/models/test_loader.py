@@ -2,6 +2,8 @@
 
 import json
 import struct
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -115,11 +117,19 @@ def test_dummy_weights(llama):
     assert logits.isfinite().all() and logits.std() > 0.1
 
 
-def test_not_finite_weights_are_named(llama, caplog):
-    rewrite(llama, lambda t: t["model.layers.1.mlp.up_proj.weight"].view(-1)[5].fill_(torch.nan))
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_not_finite_weights_are_named(value, llama, caplog):
+    rewrite(llama, lambda t: t["model.layers.1.mlp.up_proj.weight"].view(-1)[5].fill_(value))
     with caplog.at_level("WARNING", logger="kvasir"):
         load(llama)
     assert "model.layers.1.mlp.up_proj.weight" in caplog.text and "layers.0" not in caplog.text
+
+
+def test_sound_weights_load_without_a_word(llama, caplog):
+    rewrite(llama, lambda t: t.update({n: (v * 1e4).clamp(-6e4, 6e4).half() for n, v in t.items()}))
+    with caplog.at_level("WARNING", logger="kvasir"):
+        load(llama)
+    assert not caplog.text
 
 
 def test_a_long_load_shows_its_progress(llama, monkeypatch):
@@ -131,6 +141,16 @@ def test_a_long_load_shows_its_progress(llama, monkeypatch):
     monkeypatch.setattr(Progress, "advance", lambda self, task, amount: shown.append(amount))
     load(llama)
     assert sum(shown) == sum(t.num_bytes for t in read_header(llama / "model.safetensors"))
+
+
+def test_loading_imports_no_compiler(llama):
+    """The check without memory must not pull in torch's Python decompositions: seconds and hundreds of megabytes."""
+    code = ("import sys, torch; from pathlib import Path; from kvasir.models import checkpoint; from kvasir.models.loader import load_model;"
+            f"before = set(sys.modules); path = Path({str(llama)!r});"
+            "load_model(path, checkpoint.read_config(path), device='cpu', dtype=torch.float32);"
+            "new = set(sys.modules) - before; assert not any(n.startswith(('sympy', 'torch._refs', 'torch._decomp')) for n in new), new")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_exact_mode_is_refused_off_the_cpu(llama):

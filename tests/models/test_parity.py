@@ -72,7 +72,7 @@ def assert_parity(folder):
     for name, chunk in (("whole", lambda i: 64), ("chunks", lambda i: 7 + i), ("decode", lambda i: 1)):
         for got, reference in zip(Paged(folder).run(chunk), want):
             assert got.dtype == torch.float32 and got.shape == reference.shape
-            torch.testing.assert_close(got, reference, atol=1e-4, rtol=1e-4, msg=lambda m: f"{name}: {m}")
+            torch.testing.assert_close(got, reference, atol=1e-4, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.parametrize("variant", checkpoints.VARIANTS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +21,16 @@ EMPTY = {"refusal", "annotations", "audio", "function_call", "tool_calls"}  # cl
 def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages as the chat template takes them. Raises RequestError naming the place, like ``messages[2].tool_call_id``."""
     return [_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+
+
+def texts(messages: list[dict[str, Any]]) -> Iterator[str]:
+    """Every text in the content of the messages."""
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else [content]:
+            text = part.get("text") if isinstance(part, dict) else part
+            if isinstance(text, str):
+                yield text
 
 
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -43,7 +43,8 @@ def _prompts(value: Any) -> Any:
         raise PydanticCustomError("prompt", "must be a non-empty string, list of strings, list of token ids, or list of those lists")
     if all(type(v) is int for v in value):
         return [value]
-    if not all(isinstance(v, str) for v in value) and not all(isinstance(v, list) and all(type(i) is int for i in v) for v in value):
+    texts, ids = (all(isinstance(v, kind) for v in value) for kind in (str, list))
+    if not texts and not (ids and all(type(i) is int for v in value for i in v)):
         raise PydanticCustomError("prompt", "must not mix strings and token ids; ids are integers")
     if len(value) > MAX_PROMPTS:
         raise PydanticCustomError("prompt", f"holds {len(value)} prompts; at most {MAX_PROMPTS} fit in a request")
@@ -66,8 +67,34 @@ IDS = {"type": "array", "items": {"type": "integer"}}
 PROMPT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, IDS, {"type": "array", "items": IDS}]}
 Strings = Annotated[list[str] | None, BeforeValidator(_strings), WithJsonSchema(STRINGS)]
 Prompts = Annotated[list[Any], BeforeValidator(_prompts), WithJsonSchema(PROMPT)]
-Bias = Annotated[dict[int, float] | None, BeforeValidator(_bias), WithJsonSchema({"type": ["object", "null"], "additionalProperties": {"type": "number"}})]
+BIAS = {"type": ["object", "null"], "additionalProperties": {"type": "number"}}
+Bias = Annotated[dict[int, float] | None, BeforeValidator(_bias), WithJsonSchema(BIAS)]
 Object = dict[str, Any]
+
+# Checked by hand where they are used (better messages, fewer rules to get wrong); described here for the OpenAPI document.
+_NAME = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"}
+_CALL = {"type": "object", "required": ["id", "type", "function"], "additionalProperties": False, "properties": {
+    "id": {"type": "string"}, "type": {"const": "function"}, "function": {"type": "object", "required": ["name", "arguments"], "properties": {
+        "name": {"type": "string"}, "arguments": {"type": "string"}}, "additionalProperties": False}}}
+_PART = {"type": "object", "required": ["type", "text"], "additionalProperties": False,
+         "properties": {"type": {"const": "text"}, "text": {"type": "string"}}}
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]}
+
+
+def _message(roles: list[str], required: list[str], **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "required": ["role", *required], "additionalProperties": False,
+            "properties": {"role": {"enum": roles}, "content": _CONTENT, "name": {"type": "string"}, **properties}}
+
+
+MESSAGE = {"anyOf": [
+    _message(["system", "developer", "user"], ["content"]),
+    _message(["assistant"], ["content"], tool_calls={"type": "array", "items": _CALL}, reasoning_content={"type": "string"}),
+    _message(["tool"], ["content", "tool_call_id"], tool_call_id={"type": "string", "minLength": 1})]}
+TOOL = {"type": "object", "required": ["type", "function"], "additionalProperties": False, "properties": {
+    "type": {"const": "function"}, "function": {"type": "object", "required": ["name"], "properties": {
+        "name": _NAME, "description": {"type": "string"}, "parameters": {"type": "object"}, "strict": {"type": "boolean"}}}}}
+Message = Annotated[Object, WithJsonSchema(MESSAGE)]
+Tool = Annotated[Object, WithJsonSchema(TOOL)]
 
 
 class Body(BaseModel):
@@ -168,12 +195,12 @@ class CompletionBody(ChoicesBody):
 
 
 class ChatBody(ChoicesBody):
-    messages: list[Object] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Object] | None = None
+    tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Object | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
@@ -210,7 +237,7 @@ class TokenizeBody(Body):
     """Either ``prompt`` or ``messages``."""
 
     prompt: str | None = None
-    messages: list[Object] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     tools: list[Object] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None

@@ -9,13 +9,13 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from kvasir.api.chat import Piece
+from kvasir.api.chat import Piece, texts
 from kvasir.api.generation import Usage
 from kvasir.errors import RequestError
 
 
 def messages_of(input: str | list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
-    """Chat messages. Consecutive calls become one assistant message. Raises RequestError naming the item."""
+    """Chat messages. Reasoning, the text and the calls after it become one assistant message. Raises RequestError naming the item."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions is not None else []
     if isinstance(input, str):
         return [*messages, {"role": "user", "content": input}]
@@ -27,7 +27,11 @@ def messages_of(input: str | list[dict[str, Any]], instructions: str | None) -> 
 def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
     kind = item.get("type", "message")
     if kind == "message":
-        messages.append({"role": item.get("role"), "content": _content(item.get("content"), f"{where}.content")})
+        content = _content(item.get("content"), f"{where}.content")
+        if item.get("role") == "assistant" and messages and messages[-1].keys() == {"role", "content", "reasoning_content"}:
+            messages[-1]["content"] = content  # the answer to the reasoning just before it
+        else:
+            messages.append({"role": item.get("role"), "content": content})
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id", ""), "type": "function", "function": function}
@@ -38,9 +42,7 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
     elif kind == "function_call_output":
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"), f"{where}.output")})
     elif kind == "reasoning":
-        parts = item.get("content") or []
-        text = "".join(p.get("text", "") for p in parts if isinstance(p, dict) and isinstance(p.get("text", ""), str)) if isinstance(parts, list) else ""
-        messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+        messages.append({"role": "assistant", "content": "", "reasoning_content": "".join(texts([item]))})
     else:
         raise RequestError(f"{where} is of type '{str(kind)[:80]}'; there are message, function_call, function_call_output and reasoning",
                            param=f"{where}.type", code="unsupported_content")
@@ -51,7 +53,8 @@ def _content(content: Any, where: str) -> Any:
         for i, part in enumerate(content):
             if not isinstance(part, dict) or part.get("type") not in ("input_text", "output_text", "text"):
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-                raise RequestError(f"{where}[{i}] is of type '{str(kind)[:80]}'; text parts only", param=f"{where}[{i}].type", code="unsupported_content")
+                raise RequestError(f"{where}[{i}] is of type '{str(kind)[:80]}'; text parts only", param=f"{where}[{i}].type",
+                                   code="unsupported_content")
     return content
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from kvasir.api import tools
-from kvasir.api.chat import Call, Message, Piece, check_messages
+from kvasir.api.chat import Call, Message, Piece, check_messages, texts
 from kvasir.api.detokenize import Detokenizer
 from kvasir.api.generation import Delta, Generation
 from kvasir.api.limits import unique_id
@@ -40,7 +40,7 @@ def prepare_prompt(service: Service, messages: list[dict[str, Any]], offered: li
         raise RequestError("this model has no known tool-call format; the server takes one as --tool-call-parser", param="tools",
                            code="no_tool_parser")
     messages = check_messages(messages)
-    text.check_size((m.get("content") for m in messages), service.info.max_model_len)
+    text.check_size(texts(messages), service.info.max_model_len)
     ids = text.tokenizer.encode_chat(messages, tools=offered, **template)
     thinking = text.reasoning(ids)
     after = thinking.end_ids(text.tokenizer) if thinking else ()

@@ -34,7 +34,8 @@ class CompletionJob:
         self.names = {"grammar": grammar_name}
         self.tokenizer = service.text.tokenizer
         for prompt in body.prompt:
-            service.text.check_size([prompt], service.info.max_model_len)
+            if isinstance(prompt, str):
+                service.text.check_size([prompt], service.info.max_model_len)
         prompts = [self.tokenizer.encode(p) if isinstance(p, str) else p for p in body.prompt]
         only_echo = bool(body.echo) and body.max_tokens == 0
         fixed: dict[str, Any] = {"logprobs": body.logprobs, "grammar": grammar}

@@ -95,7 +95,7 @@ class ResponsesJob:
             yield event("response.failed", {"response": self._response("failed", generation, error=failure)})
 
     async def result(self, generation: Generation) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
+        last: dict[str, Any] = {}
         async for _, fields in self._steps(generation):
-            pass
-        return fields["response"]
+            last = fields
+        return last["response"]

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvasir.api import metrics
-from kvasir.api.chat import check_messages
+from kvasir.api.chat import check_messages, texts
 from kvasir.api.errors import error_response
 from kvasir.api.protocol import DetokenizeBody, TokenizeBody
 from kvasir.api.routes_chat import template_options
@@ -37,7 +37,10 @@ class StatusRoutes:
         self.created = int(time.time())
 
     async def live(self) -> Response:
-        """200 as soon as the port is bound, whatever the engine does."""
+        """200 as soon as the port is bound; 503 only when the engine is given up and a restart of the server is the cure."""
+        service = self.service
+        if service.phase == "ready" and not (health := service.client.health()).live:
+            return error_response(RequestError(health.reason or "the engine is down", status=503, code="engine_down"))
         return reply({"status": "ok"})
 
     async def ready(self) -> Response:
@@ -81,7 +84,7 @@ class StatusRoutes:
         tokenizer = self.service.text.tokenizer
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("send either 'prompt' or 'messages'", param="prompt")
-        self.service.text.check_size([body.prompt, *(m.get("content") for m in body.messages or [])], TOKENIZE_FACTOR * self.service.info.max_model_len)
+        self.service.text.check_size([body.prompt or "", *texts(body.messages or [])], TOKENIZE_FACTOR * self.service.info.max_model_len)
         if body.messages is None:
             ids = tokenizer.encode(body.prompt or "", add_special=body.add_special_tokens is not False)
         else:

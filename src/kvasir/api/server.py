@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ipaddress
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -63,7 +64,7 @@ def create_app(client: EngineClient, text: Text, settings: ServerConfig) -> Fast
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     # The last one added is the first to see a request: CORS answers preflights, then the guard, then the watch.
-    app.add_middleware(_Watch, service=service)
+    app.add_middleware(_Watch, service=service, log_requests=settings.log_requests)
     app.add_middleware(KeyGuard, keys=settings.api_key)
     if settings.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["GET", "POST"],
@@ -122,32 +123,36 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 
 
 class _Watch:
-    """ASGI middleware: counts replies by route and status, and turns our bugs into a logged 500. Paths that are no route
-    count as one, so that labels stay few."""
+    """ASGI middleware: counts replies by route and status, logs them when asked to (never the query), and turns our bugs
+    into a logged 500. Paths that are no route count as one, so that labels stay few."""
 
-    def __init__(self, app: Callable, service: Service) -> None:
+    def __init__(self, app: Callable, service: Service, log_requests: bool) -> None:
         self.app = app
         self.metrics = service.metrics
+        self.log_requests = log_requests
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        begun = False
+        status, arrival = 0, time.monotonic()
 
         async def watched(message: dict) -> None:
-            nonlocal begun
+            nonlocal status
             if message["type"] == "http.response.start":
-                begun = True
-                self.metrics.http(getattr(scope.get("route"), "path", "none"), message["status"])
+                status = message["status"]
+                self.metrics.http(getattr(scope.get("route"), "path", "none"), status)
             await send(message)
 
         try:
             await self.app(scope, receive, watched)
         except Exception:
             log.exception("bug while serving %s %s", scope["method"], scope["path"])
-            if begun:
+            if status:
                 raise
             await error_response(RequestError("internal error", status=500, code="internal_error"))(scope, receive, watched)
+        finally:
+            if self.log_requests:
+                log.info("%s %s %d in %.3f s", scope["method"], scope["path"], status, time.monotonic() - arrival)
 
 
 async def _on_request_error(http: Request, error: Exception) -> Response:
@@ -158,7 +163,8 @@ async def _on_request_error(http: Request, error: Exception) -> Response:
 async def _on_http_exception(http: Request, error: Exception) -> Response:
     """404 and 405 of the router."""
     assert isinstance(error, HTTPException)
-    response = error_response(RequestError(str(error.detail), status=error.status_code, code={404: "not_found", 405: "method_not_allowed"}.get(error.status_code)))
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    response = error_response(RequestError(str(error.detail), status=error.status_code, code=code))
     response.headers.update(error.headers or {})
     return response
 
@@ -242,7 +248,7 @@ async def _serve(settings: Settings, client: AsyncEngine) -> None:
     app = create_app(client, open_text(settings), options)
     service: Service = app.state.service
     server = Server(uvicorn.Config(app, host=options.host, port=options.port, uds=options.uds, http=Protocol, ws="none", lifespan="on",
-                                   log_config=None, access_log=options.log_requests, server_header=False, proxy_headers=False,
+                                   log_config=None, access_log=False, server_header=False, proxy_headers=False,
                                    h11_max_incomplete_event_size=MAX_HEAD_BYTES, timeout_graceful_shutdown=CLOSE_SECONDS))
     stopping: list[asyncio.Task] = []
 

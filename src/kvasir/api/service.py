@@ -149,7 +149,7 @@ class Service:
         caller = Caller(http)
         raw = await self.body(http)
         self.concurrency.enter(caller.key)
-        generation = None
+        generation = response = None
         try:
             job: Job = await asyncio.to_thread(make, self, raw, caller)
             headers = {"x-request-id": caller.id, **_ignored_header(job.ignored)}
@@ -157,19 +157,22 @@ class Service:
             if job.stream:
                 with renamed(job.names):
                     await unless_disconnected(http.receive, generation.open())
-                return EventStream(_guarded(job, generation), generation.close, headers, self.settings.request_timeout)
+                response = EventStream(_guarded(job, generation), generation.close, headers, self.settings.request_timeout)
+                return response
             with renamed(job.names):
                 result = await unless_disconnected(http.receive, _collected(job, generation))
             return Response(encode(result), 200, headers, media_type="application/json")
         except Disconnected:
             return Response(status_code=499)
         except RequestError as e:
-            response = error_response(e)
-            response.headers["x-request-id"] = caller.id
-            return response
+            refusal = error_response(e)
+            refusal.headers["x-request-id"] = caller.id
+            return refusal
         finally:
             if generation is None:
                 self.concurrency.leave(caller.key)
+            elif response is None:  # else the stream closes it
+                await generation.close()
 
 
 @contextlib.contextmanager

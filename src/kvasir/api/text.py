@@ -34,9 +34,9 @@ class Text:
         marks = [*(self.tool_format.marks if self.tool_format else ()), *((thinking.start, thinking.end) if thinking else ())]
         self.keep_ids = self.tokenizer.special_ids & {self.tokenizer.token_to_id(mark) for mark in marks}
 
-    def check_size(self, texts: Iterable[Any], max_tokens: int) -> None:
+    def check_size(self, texts: Iterable[str], max_tokens: int) -> None:
         """Refuse, before any work, text that cannot fit ``max_tokens`` however well it encodes. Raises RequestError."""
-        num_chars = sum(len(text) for text in texts if isinstance(text, str))
+        num_chars = sum(map(len, texts))
         if num_chars > max_tokens * self._longest_token:
             raise RequestError(f"the prompt has {num_chars} characters, far more than the context of {max_tokens} tokens can hold", param="prompt",
                                code="context_length_exceeded")

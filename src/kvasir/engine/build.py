@@ -93,7 +93,8 @@ def build(config: EngineConfig) -> Built:
     free_before = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     clock.lap("config")
 
-    model = load_model(path, hf, device=device, dtype=dtype, load_format=config.model.load_format, exact=exact, seed=config.model.seed)
+    model = load_model(path, hf, device=device, dtype=dtype, load_format=config.model.load_format, exact=exact, seed=config.model.seed,
+                       num_positions=config.model.max_model_len)
     clock.lap("weights")
 
     tokenizer_file = None if config.model.skip_tokenizer_init else _tokenizer_file(config, path)
@@ -223,7 +224,7 @@ def worst_case_step(make_runner, sizes: dict, num_groups: int) -> None:
     slots, rows = sizes["page_slots"], min(sizes["max_rows"], sizes["max_model_len"])
     pages = pages_for(rows, slots) + 1
     runner = make_runner((pages + 1,) * num_groups)
-    params = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, min_p=0.01, presence_penalty=0.1, repetition_penalty=1.1, logprobs=5)
+    params = SamplingParams(temperature=0.8, top_p=0.9, min_p=0.01, presence_penalty=0.1, repetition_penalty=1.1, logprobs=5)
 
     def sequence(row: int, length: int) -> Sequence:
         seq = Sequence(Request(id=f"profile-{row}", prompt_ids=[1] * length, params=params, seed=row, max_tokens=1))

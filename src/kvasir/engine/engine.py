@@ -22,7 +22,9 @@ from kvasir.engine.scheduler import Scheduler
 from kvasir.engine.steps import StepRunner
 from kvasir.errors import RequestError
 from kvasir.logs import log
-from kvasir.types import EngineStats, Event, FinishReason, Plan, Request, Sequence, Span, SpanResult, Status
+from kvasir.types import EngineStats, Event, FinishReason, Plan, Request, Sequence, Span, SpanResult, Status, TokenLogprob
+
+USER_FAULTS = ("no_token_allowed", "grammar_error")  # the request's own constraints leave nothing to sample
 
 
 @dataclass(slots=True)
@@ -228,7 +230,8 @@ class Engine:
         if result.error is not None:
             log.warning("request %s failed: %s", seq.request.id, result.error)
             code = result.error.split(":")[0]
-            return [self._fail(seq.request.id, status=500, code=code, message=result.error)]
+            status = 400 if code in USER_FAULTS else 500
+            return [self._fail(seq.request.id, status=status, code=code, message=result.error)]
         if result.scores:
             seq.state.setdefault("scores", [None]).extend(result.scores)
             seq.state["num_scored"] = seq.state.get("num_scored", 0) + len(result.scores)
@@ -242,10 +245,16 @@ class Engine:
         event = Event(kind="tokens", request_id=seq.request.id, epoch=seq.request.epoch, branch=seq.branch, index=index, token_ids=tokens,
                       logprobs=result.logprobs[:len(tokens)] if params.logprobs is not None and result.logprobs else None,
                       num_cached=seq.num_cached, finish_reason=reason, stop_reason=stop,
-                      prompt_logprobs=seq.state.pop("scores", [None]) if params.prompt_logprobs is not None and index == 0 and seq.branch == 0 else None)
+                      prompt_logprobs=self._take_scores(seq) if index == 0 else None)
         if reason is not None:
             self._drop(seq, reason)
         return [event]
+
+    def _take_scores(self, seq: Sequence) -> list[TokenLogprob | None] | None:
+        """The prompt's log-probabilities, sent once with the first token; the first prompt token has none."""
+        if seq.request.params.prompt_logprobs is None or seq.branch:
+            return None
+        return seq.state.pop("scores", [None])
 
     def _until_stop(self, seq: Sequence, sampled: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
         """The sampled tokens up to the first stop rule that holds: (tokens, why it ends, the stop id or None for EOS)."""

@@ -152,17 +152,16 @@ class Scheduler:
         if seq.status is not Status.RUNNING:
             return
         end = span.start + span.length
-        drafted = max(0, end - seq.num_tokens)
-        assert span.start == seq.num_computed and len(emitted) <= drafted + 1, (span, emitted)
-        assert not emitted or end >= seq.num_tokens, "a span that ends before the last known token emits nothing"
-        rejected = drafted - max(0, len(emitted) - 1)
+        drafted = end - seq.num_tokens
+        assert span.start == seq.num_computed, (span, "is not the next one")
+        assert len(emitted) <= max(0, drafted + 1), (span, "has no rows for what it emits")
         seq.tokens += emitted
-        # The last known token is never computed: the row that predicts the next one must still come.
-        seq.num_computed = min(end - rejected, seq.num_tokens - 1)
+        # Rejected draft rows lie beyond the last known token, and that one still has to predict the next.
+        seq.num_computed = min(end, seq.num_tokens - 1)
         seq.draft = []
         in_flight = self._in_flight()
         self.pages.commit(seq, in_flight)
-        if drafted:
+        if drafted > 0:
             self.pages.truncate(seq, seq.num_tokens, in_flight)
 
     def complete(self, plan: Plan) -> None:
@@ -259,8 +258,9 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------------ admission
 
     def _candidates(self, now: float) -> Iterator[Sequence]:
-        """The queue in the order of admission."""
-        return chain(list(self._overdue), (seq for seq in self.waiting.ordered(now) if seq not in self._overdue))
+        """The queue in the order of admission, as it is now."""
+        overdue = self._overdue.copy()
+        return chain(overdue, (seq for seq in self.waiting.ordered(now) if seq not in overdue))
 
     def _seats(self) -> int:
         """How many more sequences may run."""

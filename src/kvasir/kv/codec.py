@@ -54,5 +54,7 @@ class Codec(Technique):
         raise NotImplementedError
 
     def read(self, cache: LayerCache, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decode whole pages: page ids of any shape [...] -> two [..., G, P, D] tensors in the model's dtype."""
+        """Decode whole pages: page ids of any shape [...] -> two [..., G, P, D] tensors in the model's dtype.
+
+        They are the caller's own, of any strides (heads outermost in memory saves the reader a copy)."""
         raise NotImplementedError

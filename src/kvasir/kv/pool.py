@@ -37,7 +37,7 @@ class KVPool:
         self.page_slots = page_slots
         self.num_pages = tuple(num_pages)
         sizes = [self.page_bytes_of(g, codec, page_slots, dtype) for g in groups]
-        # Zeros, not garbage: the kernel hands out zero pages for nothing on the CPU, and reads of stale slots stay tame.
+        # Zeros cost nothing on a CPU: the system hands out zeroed memory, and only when it is first touched.
         self.pages = [torch.zeros(n, size, dtype=torch.uint8, device=device) for n, size in zip(num_pages, sizes)]
         self._layers = {layer: self._view(i, at, dtype) for i, group in enumerate(groups) for at, layer in enumerate(group.layers)}
 

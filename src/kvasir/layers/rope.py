@@ -51,8 +51,9 @@ class RopeTable:
     """Cosines and sines of positions 0 .. num_positions - 1, computed once: a row's angle never depends on its batch."""
 
     def __init__(self, spec: RopeSpec, num_positions: int, device: torch.device) -> None:
-        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32, device=device), frequencies(spec).to(device))
-        self.table = torch.cat((angles.cos(), angles.sin()), -1).mul_(spec.attention_factor)  # [num_positions, D] fp32
+        # Made on the CPU, so that every device has the same bits.
+        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies(spec))
+        self.table = torch.cat((angles.cos(), angles.sin()), -1).mul_(spec.attention_factor).to(device)  # [num_positions, D] fp32
 
     def rows(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What ``kernels.rope.rotate`` needs for rows at these positions: two [T, 1, D] fp32 tensors."""

@@ -189,7 +189,7 @@ def _fill(decoder: Decoder, placed: list[tuple[Stored, str]]) -> None:
     files: dict[Path, list[tuple[Stored, str]]] = {}
     for tensor, slot in placed:
         files.setdefault(tensor.file, []).append((tensor, slot))
-    sums: dict[str, torch.Tensor] = {}
+    ranges: dict[str, torch.Tensor] = {}
     with _progress(sum(t.num_bytes for t, _ in placed)) as advance:
         for file, tensors in files.items():
             with _open(file) as reader:
@@ -197,12 +197,13 @@ def _fill(decoder: Decoder, placed: list[tuple[Stored, str]]) -> None:
                     stored = reader.get_tensor(tensor.name)
                     if slot in slots:
                         slots[slot].fill(stored)
-                        sums[tensor.name] = slots[slot].target.sum(dtype=torch.float32)
+                        seen = slots[slot].target if decoder.place.device.type == "cuda" else stored  # the copy that is quick to read
+                        ranges[tensor.name] = torch.stack(torch.aminmax(seen)).float()
                     elif not torch.equal(stored, _stored_embedding(placed)):
                         raise ConfigError(f"{file}: tie_word_embeddings is true, but '{tensor.name}' differs from the embedding. "
                                           "Set tie_word_embeddings to false in config.json.")
                     advance(tensor.num_bytes)
-    _warn_not_finite(sums)
+    _warn_not_finite(ranges)
 
 
 def _open(file: Path) -> Any:
@@ -220,10 +221,10 @@ def _stored_embedding(placed: list[tuple[Stored, str]]) -> torch.Tensor:
         return reader.get_tensor(tensor.name)
 
 
-def _warn_not_finite(sums: dict[str, torch.Tensor]) -> None:
-    """A sum is NaN or infinite as soon as one element is; all are read from the device at once."""
-    finite = torch.isfinite(torch.stack(list(sums.values()))).tolist()
-    if bad := [name for name, ok in zip(sums, finite) if not ok]:
+def _warn_not_finite(ranges: dict[str, torch.Tensor]) -> None:
+    """``ranges``: smallest and largest element; both are NaN as soon as one element is. Read from the device at once."""
+    finite = torch.isfinite(torch.stack(list(ranges.values()))).all(-1).tolist()
+    if bad := [name for name, ok in zip(ranges, finite) if not ok]:
         log.warning("weights with NaN or infinite values: %s", _list(bad))
 
 

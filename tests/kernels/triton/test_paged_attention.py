@@ -20,15 +20,16 @@ def test_fp16(case, device):
 
 
 def test_addresses_past_two_to_the_31_elements(device):
-    """Pages 2^30 elements apart (the memory between them is never touched): 32-bit offsets would land elsewhere."""
-    apart, pages, groups, size, dim = 1 << 30, 4, 2, 16, 16
+    """Pages 2^30 elements apart (the memory between them is never touched): 32-bit offsets would land elsewhere.
+    The first two pages are read by the loop without a mask, the last one with."""
+    apart, pages, groups, size, dim = 1 << 30, 4, 2, 64, 16
     flat = torch.empty((pages - 1) * apart + groups * size * dim, dtype=torch.float16, device=device)
     k = flat.as_strided((pages, groups, size, dim), (apart, size * dim, dim, 1))
     dense = torch.randn(pages, groups, size, dim).to(torch.float16).to(device)
     k.copy_(dense)
     table = torch.tensor([[3, 1, 2]], dtype=torch.int32, device=device)
     q = torch.randn(1, 2, dim).to(torch.float16).to(device)
-    context, row_start = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([40], [0, 1]))
-    out, _ = paged.paged_attention_triton(q, k, k, table, context, row_start, paged.plan_tiles([40], [1], 2, 2, torch.float16, device), 0.25)
-    want, _ = paged.paged_attention_ref(q, dense, dense, table, [40], [1], 0.25)
+    context, row_start = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([150], [0, 1]))
+    out, _ = paged.paged_attention_triton(q, k, k, table, context, row_start, paged.plan_tiles([150], [1], 2, 2, torch.float16, device), 0.25)
+    want, _ = paged.paged_attention_ref(q, dense, dense, table, [150], [1], 0.25)
     torch.testing.assert_close(out, want, atol=2e-3, rtol=2e-3)
