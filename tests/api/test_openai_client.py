@@ -9,6 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from kvasir.api.logprobs import prompt_offsets
 from tests.api.fake_client import tokenizer
 from tests.api.running import Running
 
@@ -277,6 +278,16 @@ def test_echo_and_old_logprobs(client):
     assert "".join(c.choices[0].text for c in chunks) == r.text
     assert [t for c in chunks for t in c.choices[0].logprobs.tokens] == lp.tokens
     assert [o for c in chunks for o in c.choices[0].logprobs.text_offset] == lp.text_offset
+
+
+def test_offsets_of_an_echoed_prompt_point_into_its_text():
+    ids = [*tokenizer().special_ids, *tokenizer().encode("hello wörld")]
+    number = len(tokenizer().special_ids)
+    hidden, shown = (prompt_offsets(tokenizer(), ids, show_special=flag) for flag in (False, True))
+    assert hidden[: number + 1] == [0] * (number + 1), "special tokens that are not in the text take no room in it"
+    text = tokenizer().decode(ids, skip_special=False)
+    assert all(text[at:].startswith(tokenizer().decode([i], skip_special=False)[:1].strip("\ufffd")) for i, at in zip(ids, shown, strict=True))
+    assert shown[number] == text.index("hello")
 
 
 def test_echo_of_the_prompt_alone(client):

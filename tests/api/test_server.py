@@ -99,17 +99,16 @@ def test_open_addresses_need_a_key(settings, fine):
 def test_draining_finishes_streams_and_refuses_new_requests():
     engine = FakeClient()
     engine.delay = 0.05
-    with running(engine) as server:
-        with httpx.stream("POST", server.url + CHAT, json={**SAY, "stream": True}) as r:
-            lines = r.iter_lines()
-            next(lines)
-            server.call(lambda: server.loop.create_task(server.service.stop(10.0)))
-            server.until(lambda: server.service.phase == "draining")
-            with httpx.Client(base_url=server.url) as other:
-                assert other.get("/health/ready").status_code == 503 and other.get("/health/live").status_code == 200
-                refusal = other.post(CHAT, json=SAY)
-                assert refusal.status_code == 503 and "retry-after" in refusal.headers
-            assert [line for line in lines if line][-1] == "data: [DONE]"
+    with running(engine) as server, httpx.stream("POST", server.url + CHAT, json={**SAY, "stream": True}) as r:
+        lines = r.iter_lines()
+        next(lines)
+        server.call(lambda: server.loop.create_task(server.service.stop(10.0)))
+        server.until(lambda: server.service.phase == "draining")
+        with httpx.Client(base_url=server.url) as other:
+            assert other.get("/health/ready").status_code == 503 and other.get("/health/live").status_code == 200
+            refusal = other.post(CHAT, json=SAY)
+            assert refusal.status_code == 503 and "retry-after" in refusal.headers
+        assert [line for line in lines if line][-1] == "data: [DONE]"
 
 
 def test_what_does_not_finish_in_time_ends_with_an_error_event():

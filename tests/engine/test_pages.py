@@ -272,6 +272,21 @@ def test_room_of_a_window_group_is_bounded_by_its_window():
         pages.check([seq])
 
 
+@pytest.mark.parametrize("page_slots", [1, 2, 4])
+def test_the_peak_of_a_window_group_is_exact(page_slots):
+    for window in range(1, 10):
+        pages = manager(100, page_slots, (window_group(window),))
+        for span in range(1, 9):
+            most = max(len({p // page_slots for p in range(max(0, s - window + 1), s + span)}) for s in range(40))
+            assert pages._peak(pages.pools[0], span) == most, (window, span)
+
+
+def test_a_fork_in_a_window_group_needs_a_page_for_its_copy():
+    pages = manager([10, 4], 4, (FULL, window_group(6)))
+    parent, child = start(pages, 10), sequence(20, branch=1)
+    assert pages.lacking(child, 9, 20, max_span=1, parent=parent) == [0, 1]
+
+
 def test_promised_pages_are_not_given_twice():
     pages = manager(11, 4)
     first = sequence(32)

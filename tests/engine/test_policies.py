@@ -132,6 +132,18 @@ def test_nobody_is_displaced_in_vain():
     d.assert_outputs()
 
 
+def test_only_the_head_of_the_queue_displaces():
+    d = Driver(scheduler(manager(14, 4), Priority(), max_num_seqs=8))
+    d.add(unique(30, "near", priority=5, arrival=0.0, max_tokens=9))
+    d.add(unique(6, "low", priority=50, arrival=1.0, max_tokens=9))
+    d.step()
+    d.add(unique(44, "urgent", priority=0, arrival=2.0, max_tokens=2))
+    d.add(unique(16, "less", priority=1, arrival=3.0, max_tokens=2))
+    assert not d.step().preempted
+    d.drain()
+    d.assert_outputs()
+
+
 def test_displacement_does_not_lower_the_number_that_may_run():
     d = Driver(scheduler(manager(60, 4), Priority(), max_num_seqs=3))
     for i in range(3):

@@ -251,6 +251,15 @@ def test_mixed_steps_are_rounded_down_to_a_tile():
     assert plan_with(128, 1000)["p"] == 124, "never rounded down to nothing"
 
 
+def test_rounding_leaves_the_oldest_prompt_its_claim():
+    d = driver(num_pages=400, max_rows=256, max_num_seqs=120, long_prefill_token_threshold=40)
+    running(d, 110, length=2)
+    d.add(unique(500, "p", arrival=0.0))
+    assert rows(d.step())["p"] == 16, "110 + 40 rows are 22 beyond a tile"
+    d.now = 3.0
+    assert rows(d.step())["p"] == 40
+
+
 # -------------------------------------------------------------------------------------------------------- admission
 
 
@@ -328,13 +337,11 @@ def test_the_oldest_is_passed_in_at_most_64_steps(policy):
 
 
 def test_the_overdue_is_admitted_once_and_others_with_it():
-    d = driver(num_pages=40)
-    d.scheduler.block(filler := d.add(unique(3, "x")), "test")
+    d = driver(num_pages=40, prefix_root=None)
     seqs = [d.add(unique(5, f"s{i}", arrival=float(i))) for i in range(4)]
     seqs[2].num_skipped = 64
     d.scheduler._overdue[seqs[2]] = None
     assert list(rows(d.step())) == ["s2", "s0", "s1", "s3"]
-    d.scheduler.finish(filler, "cancelled")
     d.drain()
     d.assert_outputs()
 
@@ -370,6 +377,22 @@ def test_branches_wait_for_the_prompt_and_compute_one_row():
     d.drain()
     d.assert_outputs()
     assert len({tuple(s.output) for s in [parent, *children]}) > 1, "branches have streams of their own"
+
+
+def test_an_overdue_branch_no_longer_waits():
+    d = driver(policy=Priority(), max_num_seqs=1)
+    shared = request(10, n=2, max_tokens=3, priority=9)
+    parent, child = Sequence(shared, 0), Sequence(shared, 1)
+    child.parent = parent
+    d.add(child)
+    d.add(parent)
+    d.scheduler.block(parent, "test")
+    d.scheduler.unblock(parent)  # behind its child in the queue now
+    for i in range(100):
+        d.add(unique(3, f"urgent{i}", arrival=1.0, max_tokens=1))
+    d.drain()
+    assert child.first_scheduled is not None and child.num_cached == 0, "it did not wait for the parent's pages"
+    d.assert_outputs()
 
 
 @pytest.mark.parametrize("fate", ["finished", "blocked", "cancelled at once"])
@@ -664,16 +687,29 @@ def test_the_queue_is_always_in_policy_order(policy):
         if members and rng.random() < 0.45:
             queue.discard(members.pop(rng.choice([0, -1, rng.randrange(len(members))])))
         else:
-            seq = sequence(1, arrival=rng.choice([float(i), rng.random() * i]), priority=rng.randrange(3), name=str(i))
+            seq = sequence(1, arrival=float(rng.choice([i, rng.randrange(i + 1), i // 100])), priority=rng.randrange(3), name=str(i))
             members.append(seq)
             queue.add(seq, 0.0)
         if members and rng.random() < 0.1:
-            again = rng.choice([members[0], members[-1], queue.ordered(0.0)[-1]])
+            again = rng.choice([members[0], members[-1], *queue.ordered(0.0)[-3:]])
+            members.remove(again)
+            members.append(again)
             queue.discard(again)
             queue.add(again, 0.0)
         if rng.random() < 0.6:
             assert queue.ordered(0.0) == policy.order_waiting(members, 0.0)
     assert len(queue) == len(members) and set(queue) == set(members)
+
+
+def test_who_returns_to_the_queue_is_in_it_once():
+    queue = Queue(Fcfs().order_waiting, True)
+    a, b, c = (sequence(1, arrival=1.0, name=name) for name in "abc")
+    for seq in (a, b, c):
+        queue.add(seq, 0.0)
+    assert queue.ordered(0.0) == [a, b, c]
+    queue.discard(a)
+    queue.add(a, 0.0)
+    assert queue.ordered(0.0) == [b, c, a]
 
 
 def test_a_policy_whose_order_changes_is_asked_every_time():

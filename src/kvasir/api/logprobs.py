@@ -47,6 +47,16 @@ def completion_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob | N
     return out
 
 
+def prompt_offsets(tokenizer: Tokenizer, ids: Iterable[int], show_special: bool) -> list[int]:
+    """Where each token's text starts in the echoed prompt. A BOS that the tokenizer put before a text is no part of it."""
+    stream = tokenizer.stream(skip=() if show_special else tokenizer.special_ids)
+    offsets, at = [], 0
+    for token in ids:
+        offsets.append(at)
+        at += len(stream.push(token))
+    return offsets
+
+
 def prompt_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob | None]) -> list[dict[str, Any] | None]:
     """vLLM's shape: one object a prompt token, by token id: ``{"logprob", "rank", "decoded_token"}``; None for the first."""
     def table(entry: TokenLogprob) -> dict[str, Any]:

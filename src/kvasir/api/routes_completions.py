@@ -8,7 +8,7 @@ from typing import Any
 from kvasir.api.detokenize import Detokenizer
 from kvasir.api.generation import Delta, Generation, Running
 from kvasir.api.limits import unique_id
-from kvasir.api.logprobs import completion_logprobs, prompt_logprobs
+from kvasir.api.logprobs import completion_logprobs, prompt_logprobs, prompt_offsets
 from kvasir.api.protocol import CompletionBody
 from kvasir.api.sampling import format_grammar, grammar_of, sampling_params
 from kvasir.api.service import Caller, Service
@@ -103,10 +103,7 @@ class CompletionJob:
 
     def _echoed(self, running: Running) -> dict[str, Any]:
         ids = running.request.prompt_ids
-        offsets, at = [], 0
-        for token in ids:
-            offsets.append(at)
-            at += len(self.tokenizer.decode([token], skip_special=False))
+        offsets = prompt_offsets(self.tokenizer, ids, show_special=not isinstance(self.body.prompt[running.index], str))
         return completion_logprobs(self.tokenizer, running.prompt_logprobs or [None] * len(ids), ids, offsets)
 
 

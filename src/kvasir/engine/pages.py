@@ -355,7 +355,7 @@ class PageManager:
                 last = None
                 break
             for pool, table in zip(self.pools, seq.tables):
-                if table[i] and not child.pages[pool.group] and pool.nodes[table[i]] is None:
+                if table[i] and not child.pages[pool.group]:
                     child.pages[pool.group] = table[i]
                     pool.nodes[table[i]] = child
             last = child

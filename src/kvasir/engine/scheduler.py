@@ -176,7 +176,7 @@ class Scheduler:
 
     def _split(self, now: float) -> tuple[list[Sequence], list[Sequence]]:
         """Running sequences by rank: decodes (those that waited for a row first) and prompts."""
-        decodes, prompts = [seq for seq in self._deferred if seq.status is Status.RUNNING and seq.num_tokens - seq.num_computed == 1], []
+        decodes, prompts = [seq for seq in self._deferred if seq.status is Status.RUNNING], []
         waited = set(decodes)
         for seq in self.running.ordered(now):
             if len(seq.tokens) - seq.num_computed > 1:
