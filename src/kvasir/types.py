@@ -343,7 +343,7 @@ class EngineStats:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     cached_tokens: int = 0
-    prefix_queries: int = 0
+    prefix_queries: int = 0  # tokens looked up in the prefix index, of which cached_tokens were found
     preemptions: int = 0
     failed: dict[str, int] = field(default_factory=dict)
     step_seconds: float = 0.0

@@ -216,8 +216,6 @@ class Engine:
         if seq.state.get("open_row") != seq.row:
             self.runner.sampler.open(seq)
             seq.state["open_row"] = seq.row
-            self._counts["prefix_queries"] += 1
-            self._counts["cached_tokens"] += seq.num_cached
 
     def _close_row(self, seq: Sequence) -> None:
         row = seq.state.pop("open_row", None)
@@ -284,8 +282,8 @@ class Engine:
         s.num_waiting, s.num_blocked, s.num_running = scheduler.num_waiting, scheduler.num_blocked, scheduler.num_running
         s.num_free_pages, s.num_cached_pages = self.pages.num_free, self.pages.num_cached
         s.preemptions = scheduler.preemptions
-        for name in ("prompt_tokens", "generation_tokens", "cached_tokens", "prefix_queries"):
-            setattr(s, name, self._counts[name])
+        s.prefix_queries, s.cached_tokens = self.pages.queried_tokens, self.pages.cached_tokens
+        s.prompt_tokens, s.generation_tokens = self._counts["prompt_tokens"], self._counts["generation_tokens"]
         s.failed = dict(self._failed)
         return s
 
