@@ -30,7 +30,7 @@ class ModelConfig:
     tokenizer: str | None = opt(None, "Folder or hub id of the tokenizer, if it is not the model's.")
     served_model_name: str | None = opt(None, "The name the API answers to; default: the model as given.")
     device: Literal["auto", "cpu", "cuda"] = opt("auto", "Where to run; auto takes a GPU when torch sees one.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = opt("auto", "Type of weights and KV; auto: the checkpoint's on a GPU, float32 on a CPU.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = opt("auto", "Type of weights and KV; auto: as stored on a GPU, float32 on a CPU.")
     load_format: Literal["auto", "safetensors", "dummy"] = opt("auto", "dummy fills the shape with random weights, to measure speed.")
     max_model_len: int | None = opt(None, "Longest prompt plus output, in tokens; default: what the model was made for.")
     skip_tokenizer_init: bool = opt(False, "Load no tokenizer; prompts are token ids only.")
@@ -103,7 +103,7 @@ class ServerConfig:
     tool_call_parser: str = opt("auto", "Format of the model's tool calls; auto looks at the chat template.")
     reasoning_parser: str = opt("auto", "Format of the model's reasoning; auto looks at the chat template.")
     enable_client_chat_template: bool = opt(False, "Let clients send a chat template (it runs in a sandbox).")
-    request_timeout: float = opt(600.0, "Seconds a request may take before it is cancelled.")
+    request_timeout: float = opt(600.0, "Seconds a client may stall, sending its body or not reading its stream, before it is dropped.")
     log_requests: bool = opt(False, "Log one line a request.")
 
 

@@ -10,7 +10,7 @@ from kvasir import technique
 from kvasir.errors import ConfigError
 from kvasir.layers.spec import DenseSpec, MoESpec, RopeSpec
 from kvasir.models import cost
-from kvasir.models.spec import FAMILIES, build_spec
+from kvasir.models.families import FAMILIES, build_spec
 from kvasir.types import CacheGroup
 
 BASE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -185,7 +185,7 @@ def test_cost_of_windows_and_experts():
 
 
 def test_specs_need_no_torch():
-    code = ("import json, sys; from kvasir.models import checkpoint, cost; from kvasir.models.spec import build_spec;"
+    code = ("import json, sys; from kvasir.models import checkpoint, cost; from kvasir.models.families import build_spec;"
             f"cost.flops_per_token(build_spec(json.loads('{json.dumps(config())}')), 1); assert 'torch' not in sys.modules")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

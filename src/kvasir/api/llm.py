@@ -103,7 +103,8 @@ class LLM:
              tools: list[dict] | None = None, add_generation_prompt: bool = True, **template_options: Any) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or many (a list of such lists), through the chat template."""
         many = [messages] if messages and isinstance(messages[0], dict) else list(messages)
-        ids = [self._need_tokenizer().encode_chat(list(m), tools=tools, add_generation_prompt=add_generation_prompt, **template_options) for m in many]
+        encode = self._need_tokenizer().encode_chat
+        ids = [encode(list(m), tools=tools, add_generation_prompt=add_generation_prompt, **template_options) for m in many]
         return self.generate([{"prompt_token_ids": i} for i in ids], sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:

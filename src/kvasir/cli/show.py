@@ -8,7 +8,8 @@ from typing import Any
 
 from kvasir.engine.sizing import GIB, gib
 from kvasir.models import checkpoint, cost
-from kvasir.models.spec import LayerSpec, ModelSpec, build_spec
+from kvasir.models.families import build_spec
+from kvasir.models.spec import LayerSpec, ModelSpec
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CONTEXTS = (1024, 4096, 16384, 32768, 131072)

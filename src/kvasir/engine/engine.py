@@ -91,9 +91,10 @@ class Engine:
 
         if request.id in self._live:
             return refuse(409, "duplicate_request_id", f"request id {request.id!r} is in use")
-        if len(request.prompt_ids) + request.max_tokens > self.info.kv_capacity_tokens + 1:
-            return refuse(400, "context_length_exceeded", f"prompt and max_tokens need {len(request.prompt_ids) + request.max_tokens} "
-                                                          f"tokens of KV; the pool holds {self.info.kv_capacity_tokens}")
+        needed = len(request.prompt_ids) + max(0, request.max_tokens - 1)  # the last token is never computed
+        if not self.pages.fits(needed, self.scheduler.max_rows):
+            return refuse(400, "context_length_exceeded", f"prompt and max_tokens need {needed} tokens of KV; the pool holds "
+                                                          f"{self.info.kv_capacity_tokens}")
         if request.epoch > 0:  # it was accepted before the engine restarted
             return None
         config = self.config.scheduler
@@ -243,7 +244,8 @@ class Engine:
         event = Event(kind="tokens", request_id=seq.request.id, epoch=seq.request.epoch, branch=seq.branch, index=index, token_ids=tokens,
                       logprobs=result.logprobs[:len(tokens)] if params.logprobs is not None and result.logprobs else None,
                       num_cached=seq.num_cached, finish_reason=reason, stop_reason=stop,
-                      prompt_logprobs=self._take_scores(seq) if index == 0 else None)
+                      prompt_logprobs=self._take_scores(seq) if index == 0 else None,
+                      queued=seq.first_scheduled - seq.request.arrival if index == 0 and not seq.branch else None)
         if reason is not None:
             self._drop(seq, reason)
         return [event]

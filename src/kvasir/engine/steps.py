@@ -8,7 +8,7 @@ import torch
 
 from kvasir.engine.runner import Runner
 from kvasir.logs import log
-from kvasir.types import Plan, Span, SpanResult
+from kvasir.types import PageCopy, Plan, Span, SpanResult, Status
 
 RECOVERY_STEPS = 32  # steps at half the row budget after memory ran out
 
@@ -29,9 +29,17 @@ class StepRunner:
             self._recover_in -= 1
             if not self._recover_in:
                 self.max_rows = self.full_rows
-        pending = [Plan(plan.step, plan.spans, plan.copies)]
+        spans = plan.spans
+        if lost := self._copy(plan.copies):
+            spans = [s for s in plan.spans if not _holds(s, lost)]
+            failed = [s for s in plan.spans if _holds(s, lost)]
+            yield failed, [SpanResult(error="out_of_memory: a page of this request could not be copied") for _ in failed]
+        pending = [Plan(plan.step, spans)] if spans else []
         while pending:
             part = pending.pop()
+            part.spans = [s for s in part.spans if s.seq.status is Status.RUNNING]  # a failed branch ends its siblings
+            if not part.spans:
+                continue
             try:
                 results = self.runner.launch(part).read()
             except torch.OutOfMemoryError:
@@ -50,6 +58,18 @@ class StepRunner:
             else:
                 yield part.spans, results
 
+    def _copy(self, copies: list[PageCopy]) -> list[PageCopy]:
+        """Run the plan's page copies: once, and before any part of it, since committing a part may free their sources.
+        Returns those for which there is no memory."""
+        try:
+            self.runner.pool.copy(copies)
+            return []
+        except torch.OutOfMemoryError:
+            self._shrink()
+        if len(copies) == 1:
+            return copies
+        return [lost for copy in copies for lost in self._copy([copy])]
+
     def _shrink(self) -> None:
         torch.cuda.empty_cache()
         self.max_rows = max(1, self.max_rows // 2)
@@ -58,11 +78,15 @@ class StepRunner:
 
 
 def _halves(plan: Plan) -> list[Plan]:
-    """Two plans of half the spans (none for a single span). Page copies run once, with the half that runs first."""
+    """Two plans of half the spans, the one to run first last; none for a single span."""
     if len(plan.spans) < 2:
         return []
     middle = len(plan.spans) // 2
-    return [Plan(plan.step, plan.spans[middle:]), Plan(plan.step, plan.spans[:middle], plan.copies)]
+    return [Plan(plan.step, plan.spans[middle:]), Plan(plan.step, plan.spans[:middle])]
+
+
+def _holds(span: Span, copies: list[PageCopy]) -> bool:
+    return any(copy.target in span.seq.tables[copy.group] for copy in copies)
 
 
 def _is_fatal(error: Exception) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.errors import ConfigError
-from kvasir.models.spec import find_family
+from kvasir.models.families import find_family
 
 # Never pickles, never code, and not the second copy of the weights that some repositories carry in another layout.
 WANTED = ["config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",

@@ -22,7 +22,8 @@ from kvasir.layers.linear import Placement
 from kvasir.logs import log
 from kvasir.models.checkpoint import read_json
 from kvasir.models.decoder import Decoder
-from kvasir.models.spec import ModelSpec, build_spec, find_family
+from kvasir.models.families import build_spec, find_family
+from kvasir.models.spec import ModelSpec
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}

@@ -1,22 +1,12 @@
-"""A model as data: which layers, of what shape. Built from an HF config by the family's module; needs no torch.
-
-A family is one module in ``models/families``, named as its ``model_type``. It gives ``ARCHITECTURES`` (the class names it
-serves), ``build(fields) -> ModelSpec`` and ``stored_name(slot) -> str`` (the checkpoint's name of each of our weight slots).
-"""
+"""A model as data: which layers, of what shape. Built from an HF config by the family's module; needs no torch."""
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, Literal
+from typing import Literal
 
-from kvasir import technique
-from kvasir.errors import ConfigError, nearest
 from kvasir.layers.spec import DenseSpec, GQASpec, MoESpec, NormSpec, RopeSpec
 from kvasir.types import CacheGroup
-
-FAMILIES = "kvasir.models.families"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +55,3 @@ class ModelSpec:
             assert len(shapes) == 1, f"cache group '{name}' mixes the shapes {shapes}"
             groups.append(CacheGroup(name, tuple(layers), *shapes.pop(), mixers[0].window))
         return tuple(groups)
-
-
-def find_family(model_type: str) -> ModuleType:
-    """The family's module. Raises ConfigError with the families that are served."""
-    choices = technique.names(FAMILIES)
-    if model_type not in choices:
-        raise ConfigError(f"config.json: model_type '{model_type}' is not served; served are {', '.join(choices)}.{nearest(model_type, choices)}")
-    return importlib.import_module(f"{FAMILIES}.{model_type}")
-
-
-def build_spec(config: dict[str, Any]) -> ModelSpec:
-    """The layers of an HF config (as ``checkpoint.read_config`` returns it). Raises ConfigError naming the field."""
-    from kvasir.models.fields import Fields
-
-    fields = Fields(config)
-    family = find_family(fields.text("model_type"))
-    names = fields.names("architectures", ())
-    if names and not set(names) & set(family.ARCHITECTURES):
-        raise ConfigError(f"config.json: architectures {', '.join(names)} is not served; of model_type '{config['model_type']}' served is "
-                          f"{', '.join(family.ARCHITECTURES)} (text generation)")
-    return family.build(fields)

@@ -1,0 +1,37 @@
+"""Model families, one module each, named as its ``model_type``: found by name, listed nowhere.
+
+A family gives ``ARCHITECTURES`` (the class names it serves), ``build(fields) -> ModelSpec`` and ``stored_name(slot) -> str``
+(the checkpoint's name of each of our weight slots).
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+from kvasir import technique
+from kvasir.errors import ConfigError, nearest
+from kvasir.models.fields import Fields
+from kvasir.models.spec import ModelSpec
+
+FAMILIES = "kvasir.models.families"
+
+
+def find_family(model_type: str) -> ModuleType:
+    """The family's module. Raises ConfigError with the families that are served."""
+    choices = technique.names(FAMILIES)
+    if model_type not in choices:
+        raise ConfigError(f"config.json: model_type '{model_type}' is not served; served are {', '.join(choices)}.{nearest(model_type, choices)}")
+    return importlib.import_module(f"{FAMILIES}.{model_type}")
+
+
+def build_spec(config: dict[str, Any]) -> ModelSpec:
+    """The layers of an HF config (as ``checkpoint.read_config`` returns it). Raises ConfigError naming the field."""
+    fields = Fields(config)
+    family = find_family(fields.text("model_type"))
+    names = fields.names("architectures", ())
+    if names and not set(names) & set(family.ARCHITECTURES):
+        raise ConfigError(f"config.json: architectures {', '.join(names)} is not served; of model_type '{config['model_type']}' served is "
+                          f"{', '.join(family.ARCHITECTURES)} (text generation)")
+    return family.build(fields)
