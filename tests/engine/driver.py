@@ -16,6 +16,8 @@ class Output:
     logprobs: list = field(default_factory=list)
     finish_reason: str | None = None
     num_cached: int = 0
+    prompt_logprobs: list | None = None
+    queued: float | None = None
 
 
 class Driver:
@@ -43,6 +45,8 @@ class Driver:
                 assert e.index == len(out.tokens), "a gap or a duplicate"
                 out.tokens += e.token_ids
                 out.logprobs += e.logprobs or []
+                out.prompt_logprobs = out.prompt_logprobs or e.prompt_logprobs
+                out.queued = e.queued if out.queued is None else out.queued
                 out.num_cached = max(out.num_cached, e.num_cached)
                 out.finish_reason = e.finish_reason
 

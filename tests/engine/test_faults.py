@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
+from kvasir.types import Grammar
 from tests.engine.driver import Driver, Output
 
 PROMPTS = [[300 + (i * 17 + j * 3) % 700 for j in range(4 + 3 * i)] for i in range(8)]
@@ -146,6 +149,29 @@ def test_cancel_gives_everything_back(steps, n):
     driver.close()
 
 
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_cancel_while_a_grammar_compiles(steps):
+    driver = Driver(max_num_seqs=4)
+    grammar = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}')
+    driver.submit(driver.request("g", PROMPTS[2], max_tokens=50, n=2, grammar=grammar))
+    for _ in range(steps):
+        driver.step()
+    driver._take(driver.engine.cancel("g"))
+    driver.step()
+    driver.assert_clean()
+    assert driver.outputs["g", 0].finish_reason == driver.outputs["g", 1].finish_reason == "cancelled"
+    driver.close()
+
+
+def test_a_bad_grammar_fails_its_request_alone(healthy):
+    driver = Driver(max_num_seqs=8)
+    driver.submit(driver.request("bad", PROMPTS[2], max_tokens=50, grammar=Grammar("regex", "(unclosed")))
+    driver.run(fleet(driver))
+    assert driver.errors["bad"].status == 400 and driver.errors["bad"].param
+    assert {key: out.tokens for key, out in driver.outputs.items()} == healthy
+    driver.close()
+
+
 def test_the_queue_is_bounded():
     driver = Driver(max_num_seqs=2, max_queued_requests=4)
     for i in range(8):
@@ -179,4 +205,104 @@ def test_replay_continues_where_the_last_epoch_stopped(healthy):
     while driver.engine.has_work():
         driver.step()
     assert {key: out.tokens for key, out in driver.outputs.items()} == healthy
+    driver.close()
+
+
+@pytest.mark.parametrize("where", ["copy", "forward"])
+def test_a_page_copy_survives_a_lack_of_memory(where, monkeypatch):
+    """A fork's first span brings a page copy. Whether memory runs out in the copy or in the step around it, the branch that
+    goes on has its page; one whose copy never fits fails, and alone."""
+    def run(fault) -> dict:
+        driver = Driver(max_num_seqs=8)
+        with monkeypatch.context() as m:
+            fault(driver, m)
+            driver.run([driver.request("forked", PROMPTS[6], temperature=1.0, seed=3, max_tokens=12, ignore_eos=True, n=3)])
+        assert not driver.errors
+        driver.close()
+        return {key: out.tokens for key, out in driver.outputs.items()}
+
+    raised = []
+
+    def in_copy(driver, m):
+        real = driver.engine.runner.pool.copy
+
+        def copy(copies):
+            if len(copies) > 1:
+                raised.append(len(copies))
+                raise torch.OutOfMemoryError("injected")
+            real(copies)
+        m.setattr(driver.engine.runner.pool, "copy", copy)
+
+    def in_forward(driver, m):
+        def fault(plan):
+            if len(raised) < 3 and any(s.seq.branch for s in plan.spans):  # the plan with the copies, and its halves
+                raised.append(len(plan.spans))
+                raise torch.OutOfMemoryError("injected")
+        # A span of one row that does not fit is hopeless, so only the first tries fail.
+        inject(driver, m, lambda plan: len(plan.spans) > 1 and fault(plan))
+
+    assert run({"copy": in_copy, "forward": in_forward}[where]) == run(lambda driver, m: None)
+    assert raised
+
+
+def test_a_page_copy_that_never_fits_fails_its_request_alone(healthy, monkeypatch):
+    driver = Driver(max_num_seqs=12)
+    with monkeypatch.context() as m:
+        def copy(copies):
+            if copies:
+                raise torch.OutOfMemoryError("injected")
+        m.setattr(driver.engine.runner.pool, "copy", copy)
+        driver.run([*fleet(driver), driver.request("forked", PROMPTS[6], temperature=1.0, max_tokens=12, ignore_eos=True, n=3)])
+    assert {name: e.code for name, e in driver.errors.items()} == {"forked": "out_of_memory"}
+    assert {key: driver.outputs[key].tokens for key in healthy} == healthy
+    driver.close()
+
+
+def test_a_failed_branch_takes_its_siblings_along(monkeypatch):
+    """Nothing of a request is computed after it has failed, and its siblings in the same step do no harm."""
+    driver = Driver(max_num_seqs=8)
+    launched = []
+
+    def fault(plan):
+        launched.append([s.seq for s in plan.spans])
+        if any(s.seq.branch == 0 and s.seq.request.id == "forked" and s.seq.num_output >= 3 for s in plan.spans):
+            raise ValueError("injected")
+
+    inject(driver, monkeypatch, fault)
+    driver.run([driver.request("forked", PROMPTS[6], max_tokens=12, ignore_eos=True, n=3, seed=1),
+                driver.request("other", PROMPTS[5], max_tokens=12, ignore_eos=True, seed=2)])
+    assert list(driver.errors) == ["forked"] and len(driver.outputs["other", 0].tokens) == 12
+    alone = next(i for i, seqs in enumerate(launched) if len(seqs) == 1 and seqs[0].request.id == "forked" and seqs[0].num_output >= 3)
+    assert all(seq.request.id == "other" for seqs in launched[alone + 1:] for seq in seqs)
+    driver.close()
+
+
+@pytest.mark.parametrize("max_tokens, spare", [(0, 0), (1, 0), (8, 7)])
+def test_a_request_that_can_never_fit_is_refused_at_once(max_tokens, spare):
+    """``spare``: tokens of the pool that the output computes. The last token is never computed."""
+    driver = Driver(num_pages=5, page_slots=16, max_model_len=64)
+    capacity = driver.engine.info.kv_capacity_tokens
+    assert capacity == 64
+
+    def request(name, length):
+        request = driver.request(name, [300] * 10, max_tokens=4, ignore_eos=True)
+        request.prompt_ids, request.max_tokens = [300 + i for i in range(length)], max_tokens
+        return request
+
+    driver.submit(request("fits", capacity - spare))
+    driver.submit(request("not", capacity - spare + 1))
+    assert driver.errors["not"].status == 400 and driver.errors["not"].code == "context_length_exceeded"
+    driver.run([])
+    assert list(driver.errors) == ["not"] and driver.outputs["fits", 0].finish_reason == "length"
+    driver.close()
+
+
+def test_the_first_tokens_say_how_long_the_request_was_queued():
+    driver = Driver(max_num_seqs=1)
+    requests = [driver.request(f"w{i}", PROMPTS[2], max_tokens=3, ignore_eos=True, n=1 + i) for i in range(2)]
+    for request in requests:
+        request.arrival = time.monotonic()
+    driver.run(requests)
+    first, second = (driver.outputs[f"w{i}", 0].queued for i in range(2))
+    assert 0 <= first <= second and driver.outputs["w1", 1].queued is None
     driver.close()

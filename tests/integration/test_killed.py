@@ -1,0 +1,101 @@
+"""The engine process is killed in the middle of eight streams: every reader gets the tokens of an undisturbed run.
+
+Exact mode, the model in the package. The requests differ in all that a replay has to rebuild: temperature, branches, a
+grammar in mid-parse, penalties that count earlier tokens, log-probabilities, biases, bad words, stop ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import time
+
+from kvasir.config import EngineConfig
+from kvasir.engine.admission import admit
+from kvasir.engine.client import AsyncEngine
+from kvasir.types import Event, Grammar, ModelInfo, Request, SamplingParams
+
+OUTPUT = 70
+SCHEMA = '{"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 30, "maxItems": 40}'
+PARAMS = [
+    dict(temperature=0.0),
+    dict(temperature=1.0, seed=2),
+    dict(temperature=0.0, n=3),  # the same three times
+    dict(temperature=1.0, seed=4, n=3, logprobs=2),
+    dict(temperature=1.0, seed=5, ignore_eos=False, grammar=Grammar("json_schema", SCHEMA)),
+    dict(temperature=1.0, seed=6, presence_penalty=1.0, frequency_penalty=0.7, repetition_penalty=1.2, logprobs=0),
+    dict(temperature=0.0, frequency_penalty=0.9, logprobs=1, prompt_logprobs=1),
+    dict(temperature=0.8, seed=8, top_p=0.9, top_k=40, logit_bias={400: 3.0}, n=3),
+]
+
+
+def requests(info: ModelInfo) -> list[Request]:
+    def request(i: int, changes: dict) -> Request:
+        params = SamplingParams(**{"max_tokens": OUTPUT, "ignore_eos": True, **changes})
+        prompt = [300 + (i * 31 + j * 7) % 900 for j in range(10 + 9 * i)]
+        return admit(prompt, params, info, id=f"r{i}", arrival=time.monotonic(), encode=None)
+
+    return [request(i, changes) for i, changes in enumerate(PARAMS)]
+
+
+@dataclasses.dataclass
+class Read:
+    """What a reader of one request saw."""
+
+    tokens: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    logprobs: dict[int, list[tuple]] = dataclasses.field(default_factory=dict)
+    prompt: list | None = None
+    ends: dict[int, str] = dataclasses.field(default_factory=dict)
+
+    def take(self, event: Event) -> None:
+        if event.kind != "tokens":
+            return
+        mine = self.tokens.setdefault(event.branch, [])
+        assert event.index == len(mine) and event.branch not in self.ends, "a gap, a duplicate, or an event after the end"
+        mine += event.token_ids
+        self.logprobs.setdefault(event.branch, []).extend((p.id, p.logprob, p.rank, p.top) for p in event.logprobs or [])
+        self.prompt = self.prompt or event.prompt_logprobs
+        if event.finish_reason:
+            self.ends[event.branch] = event.finish_reason
+
+
+async def read_all(engine: AsyncEngine, kill_at: tuple[int, ...] = ()) -> list[Read]:
+    """All requests at once; the engine process is killed whenever the readers together have as many tokens as ``kill_at`` says."""
+    reads, seen, kills = [Read() for _ in PARAMS], 0, list(kill_at)
+
+    async def read(request: Request, into: Read) -> None:
+        nonlocal seen
+        async for event in engine.generate(request):
+            into.take(event)
+            seen += len(event.token_ids)
+            if kills and seen >= kills[0]:
+                kills.pop(0)
+                os.kill(engine._child.pid, signal.SIGKILL)
+
+    await asyncio.gather(*(read(r, into) for r, into in zip(requests(engine.info), reads)))
+    assert not kills, "the streams ended before the last kill"
+    return reads
+
+
+def test_a_killed_engine_loses_nothing():
+    async def run() -> None:
+        engine = AsyncEngine(EngineConfig.of(batch_invariant=True, num_threads=1, max_num_batched_tokens=64, cpu_cache_bytes=1 << 24, page_slots=16,
+                                             max_model_len=512))
+        await engine.start()
+        try:
+            calm = await read_all(engine)
+            assert engine.num_restarts == 0
+            # The second kill makes suspects of everybody, who are then tried one at a time.
+            stormy = await read_all(engine, kill_at=(120, 500))
+            assert engine.num_restarts == 2 and engine.num_quarantined == 0
+            for params, a, b in zip(PARAMS, calm, stormy):
+                assert a == b, params
+                assert sorted(a.ends) == list(range(params.get("n", 1)))
+            assert calm[2].tokens[0] == calm[2].tokens[1] and calm[3].tokens[0] != calm[3].tokens[1], "the seeds do matter"
+            assert [len(p) for p in calm[3].logprobs.values()] == [OUTPUT] * 3 and len(calm[6].prompt) == 64
+        finally:
+            await engine.stop(0.0)
+
+    asyncio.run(run())
