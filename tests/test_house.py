@@ -20,7 +20,7 @@ LAYERS = [
     ["layers", "attention", "kv"],
     ["models"],
     ["decoding", "speculation", "steering"],
-    ["engine"],
+    ["engine", "convert"],
     ["scaling"],
     ["api"],
     ["learn", "lab", "bench"],
@@ -79,7 +79,7 @@ def test_types_import_nothing_of_ours():
     assert imports(PACKAGE / "types.py") == []
 
 
-@pytest.mark.parametrize("family", ["kv/codecs", "attention/backends", "engine/schedulers", "models/families"])
+@pytest.mark.parametrize("family", ["kv/codecs", "attention/backends", "engine/schedulers", "models/families", "convert/converters"])
 def test_a_technique_imports_no_sibling(family):
     package = "kvasir." + family.replace("/", ".")
     for file in (PACKAGE / family).glob("*.py"):

@@ -62,8 +62,9 @@ def talk(client: OpenAI, console: Console) -> None:
         console.print(f"  {token!r:16} {logprob:8.3f}", markup=False)
 
     console.rule("JSON schema")
-    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 120},
-                                               "kind": {"enum": ["king", "fox", "witch"]}}, "required": ["name", "age", "kind"], "additionalProperties": False}
+    properties = {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 120},
+                  "kind": {"enum": ["king", "fox", "witch"]}}
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
     reply = client.chat.completions.create(
         model=model, messages=[{"role": "user", "content": "Describe somebody in a fairy tale as JSON."}], temperature=0.8, seed=3, max_tokens=120,
         response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}})

@@ -20,10 +20,10 @@ if ! "$python" -c 'import torch' 2>/dev/null; then
 fi
 # The torch that is there stays, whatever the constraints say.
 "$python" - <<'PY' >.venv/constraints.txt
-import torch
+import importlib.metadata
 for line in open("constraints.txt"):
     if not line.startswith("torch=="):
         print(line, end="")
-print(f"torch=={torch.__version__}")
+print("torch==" + importlib.metadata.version("torch"))
 PY
 pip install -q -c .venv/constraints.txt -e ".[dev]"

@@ -16,9 +16,9 @@ from typing import Any, Literal
 from kvasir.errors import ConfigError, nearest
 
 
-def opt(default: Any, help: str, *aliases: str) -> Any:
-    """A setting with its help line and vLLM's spelling of it, if that differs."""
-    return field(default=default, metadata={"help": help, "aliases": aliases})
+def opt(default: Any, help: str, *aliases: str, low: float | None = None, high: float | None = None) -> Any:
+    """A setting with its help line, vLLM's spelling of it if that differs, and the smallest and largest value allowed."""
+    return field(default=default, metadata={"help": help, "aliases": aliases, "low": low, "high": high})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,22 +32,22 @@ class ModelConfig:
     device: Literal["auto", "cpu", "cuda"] = opt("auto", "Where to run; auto takes a GPU when torch sees one.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = opt("auto", "Type of weights and KV; auto: as stored on a GPU, float32 on a CPU.")
     load_format: Literal["auto", "safetensors", "dummy"] = opt("auto", "dummy fills the shape with random weights, to measure speed.")
-    max_model_len: int | None = opt(None, "Longest prompt plus output, in tokens; default: what the model was made for.")
+    max_model_len: int | None = opt(None, "Longest prompt plus output, in tokens; default: what the model was made for.", low=1)
     skip_tokenizer_init: bool = opt(False, "Load no tokenizer; prompts are token ids only.")
     chat_template: str | None = opt(None, "A Jinja file (or text) to use instead of the checkpoint's chat template.")
     generation_config: Literal["auto", "none"] = opt("auto", "Whether sampling defaults come from the checkpoint's generation_config.json.")
-    seed: int = opt(0, "Seed of dummy weights.")
+    seed: int = opt(0, "Seed of dummy weights.", low=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """The KV pool."""
 
-    gpu_memory_utilization: float = opt(0.9, "Share of the GPU memory free at start that weights, one step and the KV pool may take.")
-    cpu_cache_bytes: int = opt(1 << 29, "Bytes of the KV pool on a CPU.")
+    gpu_memory_utilization: float = opt(0.9, "Share of the GPU memory free at start for weights, one step and the KV pool.", low=0.01, high=1)
+    cpu_cache_bytes: int = opt(1 << 29, "Bytes of the KV pool on a CPU.", low=1)
     kv_codec: str = opt("plain", "How keys and values are stored: a name, or name:key=value,key=value.", "kv-cache-dtype")
-    page_slots: int | None = opt(None, "Tokens a page holds; default 16 on a GPU, 64 on a CPU.", "block-size")
-    num_pages: int | None = opt(None, "Pages in the pool, instead of what was measured to fit.", "num-gpu-blocks-override")
+    page_slots: int | None = opt(None, "Tokens a page holds; default 16 on a GPU, 64 on a CPU.", "block-size", low=1)
+    num_pages: int | None = opt(None, "Pages in the pool, instead of what was measured to fit.", "num-gpu-blocks-override", low=1)
     enable_prefix_caching: bool = opt(True, "Share the KV of equal prompt beginnings.")
     fit: bool = opt(False, "Shorten the context to what fits instead of refusing to start, and say why.")
 
@@ -56,12 +56,12 @@ class CacheConfig:
 class SchedulerConfig:
     """How steps are filled."""
 
-    max_num_seqs: int = opt(256, "Most sequences that run at once.")
-    max_num_batched_tokens: int | None = opt(None, "Most rows a step; default 2048 on a GPU, 256 on a CPU.")
-    long_prefill_token_threshold: int = opt(0, "Most rows of one sequence a step; 0: no bound.")
+    max_num_seqs: int = opt(256, "Most sequences that run at once.", low=1)
+    max_num_batched_tokens: int | None = opt(None, "Most rows a step; default 2048 on a GPU, 256 on a CPU.", low=1)
+    long_prefill_token_threshold: int = opt(0, "Most rows of one sequence a step; 0: no bound.", low=0)
     scheduling_policy: str = opt("fcfs", "fcfs (by arrival) or priority (lower numbers first).")
-    max_queued_requests: int = opt(4096, "Requests that may wait before new ones get 429.")
-    max_queued_tokens: int | None = opt(None, "Prompt tokens that may wait before new requests get 429; default 4x the KV pool.")
+    max_queued_requests: int = opt(4096, "Requests that may wait before new ones get 429.", low=1)
+    max_queued_tokens: int | None = opt(None, "Prompt tokens that may wait before new requests get 429; default 4x the KV pool.", low=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class RunnerConfig:
 
     attention_backend: str = opt("auto", "auto takes the fastest that can serve the model here; `kvasir doctor` says why.")
     batch_invariant: bool = opt(False, "Exact mode: a request's tokens do not depend on what else is in the batch (CPU; slower).")
-    num_threads: int | None = opt(None, "CPU threads of the computation; default: one a core.")
+    num_threads: int | None = opt(None, "CPU threads of the computation; default: one a core.", low=1)
     check: bool = opt(False, "Check every invariant after every step (for debugging).")
     poison: bool = opt(False, "Fill freed pages with NaN, so that a read of stale state is seen (for debugging).")
 
@@ -79,11 +79,11 @@ class RunnerConfig:
 class ServiceConfig:
     """The engine process. Times in seconds."""
 
-    watchdog: float = opt(60.0, "A step that takes longer than this many seconds means the engine process hangs: it is restarted.")
-    startup_timeout: float = opt(900.0, "Seconds the engine process may take to start.")
-    drain_timeout: float = opt(30.0, "Seconds running requests get to finish after SIGTERM.")
-    grammar_timeout: float = opt(5.0, "Seconds a grammar may take to compile.")
-    max_crashes_per_request: int = opt(2, "A request seen in this many crashes of the engine process is refused.")
+    watchdog: float = opt(60.0, "A step that takes longer than this many seconds means the engine process hangs: it is restarted.", low=0.1)
+    startup_timeout: float = opt(900.0, "Seconds the engine process may take to start.", low=0.1)
+    drain_timeout: float = opt(30.0, "Seconds running requests get to finish after SIGTERM.", low=0)
+    grammar_timeout: float = opt(5.0, "Seconds a grammar may take to compile.", low=0.01)
+    max_crashes_per_request: int = opt(2, "A request seen in this many crashes of the engine process is refused.", low=1)
     journal: str | None = opt(None, "File that unfinished requests are written to at shutdown (JSON lines).")
 
 
@@ -92,18 +92,18 @@ class ServerConfig:
     """The HTTP server. It listens on loopback unless told otherwise, and refuses other addresses without a key."""
 
     host: str = opt("127.0.0.1", "Address to listen on.")
-    port: int = opt(8000, "Port to listen on; 0 picks a free one.")
+    port: int = opt(8000, "Port to listen on; 0 picks a free one.", low=0, high=65535)
     uds: str | None = opt(None, "Unix socket to listen on instead.")
     api_key: tuple[str, ...] = opt((), "Keys that clients must send as a bearer token (repeatable).")
     insecure: bool = opt(False, "Listen beyond this machine without a key.")
     allowed_origins: tuple[str, ...] = opt((), "Origins that browsers may call from (CORS; repeatable).")
-    max_body_bytes: int = opt(16 << 20, "Largest request body.")
-    max_concurrent_per_key: int = opt(0, "Most requests at once of one key; 0: no bound.")
+    max_body_bytes: int = opt(16 << 20, "Largest request body.", low=1)
+    max_concurrent_per_key: int = opt(0, "Most requests at once of one key; 0: no bound.", low=0)
     lenient: bool = opt(False, "Ignore unknown body parameters with a warning header instead of refusing them.")
     tool_call_parser: str = opt("auto", "Format of the model's tool calls; auto looks at the chat template.")
     reasoning_parser: str = opt("auto", "Format of the model's reasoning; auto looks at the chat template.")
     enable_client_chat_template: bool = opt(False, "Let clients send a chat template (it runs in a sandbox).")
-    request_timeout: float = opt(600.0, "Seconds a client may stall, sending its body or not reading its stream, before it is dropped.")
+    request_timeout: float = opt(600.0, "Seconds a client may stall, sending its body or not reading its stream, before it is dropped.", low=0.01)
     log_requests: bool = opt(False, "Log one line a request.")
 
 
@@ -168,11 +168,14 @@ def _checked(name: str, value: Any, f: dataclasses.Field) -> Any:
         if value not in allowed:
             raise ConfigError(f"{name}={value!r} is not one of {', '.join(allowed)}.{nearest(str(value), allowed)}")
     elif kind == "float" and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        value = float(value)
     elif kind.split("[")[0] in ("bool", "int", "float", "str", "tuple"):
         wanted = {"bool": bool, "int": int, "float": float, "str": str, "tuple": tuple}[kind.split("[")[0]]
         if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
             raise ConfigError(f"{name}={value!r}: expected {kind}, got {type(value).__name__}")
+    low, high = f.metadata["low"], f.metadata["high"]
+    if not (low is None or value >= low) or not (high is None or value <= high):
+        raise ConfigError(f"{name}={value!r} is out of range: " + (f"at least {low}" if high is None else f"from {low} to {high}"))
     return value
 
 
@@ -182,7 +185,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         table = tomllib.loads(Path(path).read_text())
     except OSError as e:
         raise ConfigError(f"cannot read the settings file {path}: {e.strerror}") from e
-    except tomllib.TOMLDecodeError as e:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ConfigError(f"{path} is not valid TOML: {e}") from e
     sections = {s.name: {f.name for f in dataclasses.fields(s.default_factory)} for s in dataclasses.fields(Settings)}  # type: ignore[arg-type, misc]
     flat: dict[str, Any] = {}

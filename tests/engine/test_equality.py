@@ -80,7 +80,7 @@ CORE = ("chunk", "cache", "preempt_every", "pool", "temperature", "n")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place, case", enumerate(product({name: FACTORS[name] for name in CORE})), ids=str)
+@pytest.mark.parametrize("place, case", list(enumerate(product({name: FACTORS[name] for name in CORE}))), ids=str)
 def test_same_tokens_full_product(place, case, reference):
     """Every combination of what touches the cache; the other factors take turns."""
     run_case(case | {name: values[place % len(values)] for name, values in FACTORS.items() if name not in CORE}, reference)

@@ -60,8 +60,7 @@ def served(request, tmp_path_factory):
     return str(folder), model, [greedy(model, p) for p in prompts()]
 
 
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("rows", [7, 256])
+@pytest.mark.parametrize("rows, exact", [(7, True), (256, False)])
 def test_tokens_and_prefix_hits(served, rows, exact):
     folder, _, wanted = served
     driver = Driver(folder, page_slots=PAGE, max_num_batched_tokens=rows, max_model_len=128, batch_invariant=exact)
@@ -72,10 +71,10 @@ def test_tokens_and_prefix_hits(served, rows, exact):
     driver.close()
 
 
-@pytest.mark.parametrize("rows", [7, 256])
-def test_log_probabilities(served, rows):
+@pytest.mark.parametrize("rows, exact", [(7, False), (256, True)])
+def test_log_probabilities(served, rows, exact):
     folder, model, wanted = served
-    driver = Driver(folder, page_slots=PAGE, max_num_batched_tokens=rows, max_model_len=128)
+    driver = Driver(folder, page_slots=PAGE, max_num_batched_tokens=rows, max_model_len=128, batch_invariant=exact)
     serve(driver, "warm", prompts()[1])
     for name, cached in (("scored", 0), ("hit", 40)):
         # A prompt that is scored is computed; the same one without scores is a hit.

@@ -207,6 +207,6 @@ def test_split_of_is_fixed_for_ever():
 
 def test_a_dial_that_leaves_nothing_to_hold_out_is_refused(monkeypatch):
     task = load_task("chain:modulus=5,max_factor=2,min_steps=1,max_steps=1")
-    monkeypatch.setattr(task, "_in_split", lambda chains, split: np.zeros(len(chains.start), dtype=bool))
+    monkeypatch.setattr(task, "key", lambda drawn: np.full(len(drawn), 5, dtype=np.uint64))
     with pytest.raises(ConfigError, match="too few"):
         task.problems("test", 0, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.resources import files
 
 import numpy as np
@@ -15,7 +16,7 @@ from kvasir.lab import state as lab_state
 from kvasir.lab import tokenizer as lab_tokenizer
 from kvasir.lab.data import Mixture, Rows, pack
 from kvasir.lab.evaluate import Score, evaluate, greedy, mean_loss
-from kvasir.lab.model import Model, Shape, document_mask, losses
+from kvasir.lab.model import Model, Shape, block_mask, compiled, document_mask, losses
 from kvasir.lab.recipe import EMBEDDED, RECIPES, SMOKE, find
 from kvasir.lab.task import Documents
 
@@ -41,7 +42,7 @@ def tokenizer():
 
 
 def trainer(tokenizer, **changes):
-    return train.Trainer(RECIPE.replace(**changes), tokenizer, "cpu", compiled=False, workers=0)
+    return train.Trainer(RECIPE.replace(**changes), tokenizer, "cpu", workers=0)
 
 
 def go(t, out, **options):
@@ -72,7 +73,7 @@ def test_resuming_gives_the_same_bits(tokenizer, tmp_path):
     assert without_time[0] == without_time[1]
 
 
-def test_worker_threads_change_nothing(tokenizer):
+def test_worker_processes_change_nothing(tokenizer):
     mixture = Mixture(RECIPE.rows, tokenizer, 3, pool=10)
     streams = [mixture.stream(5, workers) for workers in (0, 2)]
     for _ in range(4):
@@ -250,7 +251,7 @@ def test_packing_cuts_what_is_too_long_and_drops_what_finds_no_room():
 
 
 def test_the_mixture_keeps_its_shares(tokenizer):
-    mixture = Mixture((Rows(64, 256, {"chain": 0.5, "chat": 0.5}),), tokenizer, 0, pool=50)
+    mixture = Mixture((Rows(64, 256, {"chain": 0.5, "tool": 0.5}),), tokenizer, 0, pool=50)
     batch = mixture.batch(0)[0]
     compute = tokenizer.token_to_id("Compute")
     chain_tokens = sum((batch.documents[r] == d).sum() for r, row in enumerate(batch.ids) for d in set(batch.documents[r]) - {-1}
@@ -280,12 +281,12 @@ def test_evaluation_counts_what_the_checker_accepts(tokenizer, monkeypatch):
 
     problems = {tuple(tokenizer.encode(p.prompt, add_special_tokens=False).ids): p for p in load_task(TINY).problems("test", 0, 30)}
 
-    def oracle(_, prompts, *args):
+    def oracle(_, prompts, *args, **options):
         return [tokenizer.encode(problems[tuple(p)].solution, add_special_tokens=False).ids for p in prompts]
 
     monkeypatch.setattr(module, "greedy", oracle)
-    assert evaluate(noisy_model(), tokenizer, TINY, 30, batch=7).share == 1.0
-    monkeypatch.setattr(module, "greedy", lambda m, prompts, *a: oracle(m, prompts[1:] + prompts[:1]))
+    assert evaluate(noisy_model(), tokenizer, TINY, 30).share == 1.0
+    monkeypatch.setattr(module, "greedy", lambda m, prompts, *a, **k: oracle(m, prompts[1:] + prompts[:1]))
     assert evaluate(noisy_model(), tokenizer, TINY, 30).share < 0.6  # negative control: shuffled replies
 
 
@@ -302,8 +303,9 @@ def test_mean_loss_of_an_untrained_model_is_that_of_guessing(tokenizer):
     assert loss == pytest.approx(np.log(2048), abs=0.1) and right < 0.2
 
 
-def test_two_graphs_are_all_that_is_compiled():
-    """On a GPU each graph costs a minute: the two row shapes must trace whole, and once."""
+@pytest.mark.parametrize("fused", [False, True])
+def test_each_row_shape_compiles_one_layer_and_one_head(fused):
+    """On a GPU each graph costs seconds: every layer must run the same one, and new documents must not make a new one."""
     import torch._dynamo as dynamo
 
     dynamo.reset()
@@ -314,13 +316,27 @@ def test_two_graphs_are_all_that_is_compiled():
         count += 1
         return graph.forward
 
-    compiled = torch.compile(losses, dynamic=False, fullgraph=True, backend=backend)
-    model = noisy_model()
-    numbers = torch.zeros(2, 32, dtype=torch.int16)
-    for _ in range(3):
-        for shape, documents in (((2, 32), numbers), ((1, 64), None)):
-            compiled(model, torch.zeros(shape, dtype=torch.long), documents, torch.ones(shape, dtype=torch.bool))
-    assert count == 2
+    compute = compiled(fused=fused, backend=backend)
+    model = noisy_model(shape=replace(SHAPE, layers=3, positions=256))
+    for seed in range(3):
+        numbers = torch.from_numpy(np.sort(np.random.default_rng(seed).integers(0, 5, (2, 256)), 1).astype(np.int16))
+        for rows in (2, 1):
+            ids, trained = torch.full((rows, 256), seed), torch.ones(rows, 256, dtype=torch.bool)
+            with torch.no_grad():
+                got = losses(model, ids, numbers[:rows], trained, compute)
+                torch.testing.assert_close(got, losses(model, ids, numbers[:rows], trained), atol=0.1, rtol=1e-4)
+    assert count == 4
+
+
+@pytest.mark.parametrize("length", [128, 384, 1024])
+def test_the_fused_mask_visits_exactly_the_tiles_that_hold_something(length):
+    numbers = torch.from_numpy(np.sort(np.random.default_rng(length).integers(-1, 6, (3, length)), 1).astype(np.int16))
+    numbers = torch.cat([numbers, torch.zeros(1, length, dtype=torch.int16)])
+    mask, dense, tiles = block_mask(numbers), document_mask(numbers), length // 128
+    wanted = dense.view(4, 1, tiles, 128, tiles, 128).any(5).any(3)
+    assert torch.equal(mask.to_dense().bool(), wanted)
+    b, q, k = (torch.randint(0, n, (500,)) for n in (4, length, length))
+    assert torch.equal(mask.mask_mod(b, 0, q, k), dense[b, 0, q, k])
 
 
 @pytest.mark.parametrize("argv, said", [

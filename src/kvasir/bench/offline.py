@@ -6,7 +6,9 @@ Each workload runs twice: once for one token (the prompts' cost) and once in ful
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib.util
 import random
 import time
 from collections.abc import Callable
@@ -18,34 +20,51 @@ from kvasir.bench.workloads import Batch, shape_folder
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.logs import log
+from kvasir.types import ModelInfo, SamplingParams
 
 DEFAULT = ("decode1:1:64:128", "decode16:16:64:128")
 Generate = Callable[[list[list[int]], int], None]  # complete these prompts by exactly this many tokens
 
 
 def run(config: EngineConfig, *, shape: str | None, workloads: list[str] | None, peer: str | None, repeats: int, output: Path | None) -> None:
-    if shape:
-        config = config.replace(model=shape_folder(shape), load_format="dummy", skip_tokenizer_init=True, served_model_name=shape)
+    """Measure, show the table and write the result. Raises ConfigError for what cannot run, before anything is loaded."""
     if peer not in (None, "transformers"):
         raise ConfigError(f"no peer named '{peer}'; there is transformers")
+    if peer and importlib.util.find_spec(peer) is None:
+        raise ConfigError(f"the peer needs its package: pip install {peer}")
     batches = [Batch.parse(w) for w in workloads or DEFAULT]
+    if len({b.name for b in batches}) < len(batches):
+        raise ConfigError("two workloads have the same name")
     config = config.replace(enable_prefix_caching=False)
+    with contextlib.ExitStack() as stack:
+        if shape:
+            folder = stack.enter_context(shape_folder(shape))
+            config = config.replace(model=folder, load_format="dummy", skip_tokenizer_init=True, served_model_name=shape)
+        outcome = _compare(config, shape, batches, peer, repeats, stack)
+    finish(outcome, output)
+
+
+def _compare(config: EngineConfig, shape: str | None, batches: list[Batch], peer: str | None, repeats: int,
+             stack: contextlib.ExitStack) -> dict[str, Any]:
     arms: dict[str, Generate] = {}
     starts: dict[str, float] = {}
     started = time.perf_counter()
-    arms["kvasir"], vocab_size = _kvasir(config)
+    arms["kvasir"], info = _kvasir(config, stack)
     starts["kvasir"] = time.perf_counter() - started
+    for batch in batches:
+        if batch.prompt + batch.output > info.max_model_len:
+            raise ConfigError(f"workload {batch.name}: {batch.prompt} and {batch.output} tokens do not fit the context of {info.max_model_len}")
     if peer:
         started = time.perf_counter()
         arms[peer] = _transformers(config)
         starts[peer] = time.perf_counter() - started
-    measured = measure(arms, batches, vocab_size, repeats)
+    measured = measure(arms, batches, info.tokenizer_size, repeats)
     entries = [arm(name, _described(config, shape) if name == "kvasir" else {"peer": name}, {"start_s": round(starts[name], 2), **metrics})
                for name, metrics in measured.items()]
     ratios = {}
     for key in measured["kvasir"] if peer else ():
         ratios[f"{key} kvasir/{peer}"] = round(measured["kvasir"][key]["median"] / measured[peer][key]["median"], 3)
-    finish(result(f"offline-{shape or config.model.model or 'embedded'}", entries, ratios=ratios), output)
+    return result(f"offline-{shape or config.model.model or 'embedded'}", entries, ratios=ratios)
 
 
 def measure(arms: dict[str, Generate], batches: list[Batch], vocab_size: int, repeats: int) -> dict[str, dict[str, Any]]:
@@ -86,18 +105,17 @@ def _described(config: EngineConfig, shape: str | None) -> dict[str, Any]:
     return found
 
 
-def _kvasir(config: EngineConfig) -> tuple[Generate, int]:
+def _kvasir(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Generate, ModelInfo]:
     from kvasir.api.llm import LLM
-    from kvasir.types import SamplingParams
 
-    llm = LLM(config=config)
+    llm = stack.enter_context(LLM(config=config))
 
     def generate(prompts: list[list[int]], num_tokens: int) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
         outs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
         assert all(len(o.outputs[0].token_ids) == num_tokens for o in outs)
 
-    return generate, llm.info.tokenizer_size
+    return generate, llm.info
 
 
 def _transformers(config: EngineConfig) -> Generate:

@@ -20,7 +20,8 @@ from kvasir.errors import ConfigError
 
 @dataclass(slots=True)
 class Sample:
-    """Times of one request in seconds from when it was due. ``status`` 0 means the connection failed."""
+    """Times of one request in seconds from when it was due. ``status``: of the reply, or of the error that ended its stream;
+    0 means the connection failed."""
 
     status: int = 0
     first: float | None = None
@@ -31,6 +32,8 @@ class Sample:
 
 def run(url: str, *, rate: float, num_requests: int, prompt_tokens: int, output_tokens: int, api_key: str | None, output: Path | None) -> None:
     metrics = asyncio.run(load(url.rstrip("/"), rate, num_requests, prompt_tokens, output_tokens, api_key))
+    if not metrics["requests_by_status"].get("200"):
+        raise ConfigError(f"no request succeeded; by status: {metrics['requests_by_status']} (0: the connection failed)")
     config = {"url": url, "rate": rate, "num_requests": num_requests, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
     finish(result("serve", [arm("kvasir", config, metrics)]), output)
 
@@ -44,10 +47,7 @@ async def load(url: str, rate: float, num_requests: int, prompt_tokens: int, out
     rng = random.Random(0)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=None, limits=limits) as client:
-        try:
-            model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
-        except httpx.HTTPError as e:
-            raise ConfigError(f"no kvasir server answers at {url}: {e}. Start one with `kvasir serve`.") from e
+        model = await _model(client, url)
         started, due, tasks = time.perf_counter(), 0.0, []
         for _ in range(num_requests):
             await asyncio.sleep(max(0.0, started + due - time.perf_counter()))
@@ -57,6 +57,21 @@ async def load(url: str, rate: float, num_requests: int, prompt_tokens: int, out
             due += rng.expovariate(rate) if rate > 0 else 0.0
         samples = await asyncio.gather(*tasks)
         return summarise(samples, time.perf_counter() - started)
+
+
+async def _model(client: Any, url: str) -> str:
+    import httpx
+
+    try:
+        reply = await client.get("/v1/models")
+    except (httpx.HTTPError, httpx.InvalidURL) as e:
+        raise ConfigError(f"no server answers at {url}: {e or type(e).__name__}. Start one with `kvasir serve`.") from e
+    if reply.status_code in (401, 403):
+        raise ConfigError(f"{url} wants a key: pass --api-key")
+    try:
+        return reply.raise_for_status().json()["data"][0]["id"]
+    except (httpx.HTTPStatusError, ValueError, LookupError, TypeError) as e:
+        raise ConfigError(f"{url} answers {reply.status_code}, but not with the OpenAI API's list of models") from e
 
 
 async def _one(client: Any, body: dict[str, Any], due: float) -> Sample:
@@ -70,7 +85,9 @@ async def _one(client: Any, body: dict[str, Any], due: float) -> Sample:
                 if not line.startswith("data: {"):
                     continue
                 chunk, now = json.loads(line[6:]), time.perf_counter()
-                if chunk.get("choices"):
+                if "error" in chunk:
+                    sample.status = 500
+                elif chunk.get("choices"):
                     if sample.first is None:
                         sample.first = now - due
                     else:

@@ -78,6 +78,15 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
+def _shown(value: Any) -> str:
+    """Four digits are enough for people; the JSON has them all."""
+    if isinstance(value, dict) and {"median", "min", "max", "n"} <= set(value):
+        return _shown(value["median"]) + (f" ({_shown(value['min'])} to {_shown(value['max'])})" if value["n"] > 1 else "")
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(v)}" for name, v in value.items())
+    return f"{value:,.4g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:,.0f}" if isinstance(value, float) else str(value)
+
+
 def finish(outcome: dict[str, Any], output: Path | None) -> None:
     """Show a short table, write the JSON when asked to, and end with it as one line for machines."""
     from rich.console import Console
@@ -86,8 +95,7 @@ def finish(outcome: dict[str, Any], output: Path | None) -> None:
     table = Table("arm", "metric", "value", title=f"{outcome['case']} on {outcome['machine']}")
     for entry in outcome["arms"]:
         for name, value in entry["metrics"].items():
-            shown = f"{value['median']:,} ({value['min']:,} to {value['max']:,})" if isinstance(value, dict) and "median" in value else str(value)
-            table.add_row(entry["name"], name, shown)
+            table.add_row(entry["name"], name, _shown(value))
     for name, value in outcome["ratios"].items():
         table.add_row("ratio", name, f"{value:.2f}x")
     Console(stderr=True).print(table)

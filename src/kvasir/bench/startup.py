@@ -5,6 +5,7 @@ The first start is the coldest (compile caches may be empty); later ones find fi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -29,17 +30,18 @@ LIMIT = 900.0  # seconds a start may take
 
 def run(config: EngineConfig, options: dict[str, Any], *, shape: str | None, repeats: int, output: Path | None) -> None:
     flags = _flags(options)
-    model = config.model.model
-    if shape:
-        # A shape has no tokenizer; a server needs one. The embedded model's serves: only the time counts here.
-        model = shape_folder(shape)
-        flags = [*flags, "--load-format", "dummy", "--tokenizer", str(checkpoint.resolve("")), "--served-model-name", shape]
-    starts = [start_once(model, flags) for _ in range(repeats)]
+    with contextlib.ExitStack() as stack:
+        model = config.model.model
+        if shape:
+            # A shape has no tokenizer; a server needs one. The embedded model's serves: only the time counts here.
+            model = stack.enter_context(shape_folder(shape))
+            flags = [*flags, "--load-format", "dummy", "--tokenizer", str(checkpoint.resolve("")), "--served-model-name", shape]
+        starts = [start_once(model, flags) for _ in range(repeats)]
     metrics: dict[str, Any] = {"cold.first_token_s": starts[0]["first_token_s"], "cold.breakdown": starts[0]}
     if repeats > 1:
         best = min(starts[1:], key=lambda s: s["first_token_s"])
         metrics |= {"warm.first_token_s": best["first_token_s"], "warm.breakdown": best}
-    finish(result(f"startup-{shape or model or 'embedded'}", [arm("kvasir", {"flags": flags, "shape": shape}, metrics)]), output)
+    finish(result(f"startup-{shape or config.model.model or 'embedded'}", [arm("kvasir", {"flags": flags, "shape": shape}, metrics)]), output)
 
 
 def _flags(options: dict[str, Any]) -> list[str]:
@@ -90,7 +92,8 @@ def _first_token(port: int, started: float) -> float:
     base = f"http://127.0.0.1:{port}"
     with urllib.request.urlopen(f"{base}/v1/models") as reply:
         model = json.load(reply)["data"][0]["id"]
-    body = {"model": model, "prompt": list(range(300, 316)), "max_tokens": 2, "stream": True, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body = {"model": model, "prompt": list(range(300, 316)), "max_tokens": 2, "stream": True, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True}
     request = urllib.request.Request(f"{base}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=600) as reply:
         for line in reply:

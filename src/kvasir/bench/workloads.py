@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def shape_folder(name: str) -> str:
-    """A folder with nothing but the shape's config.json, for ``load_format='dummy'``."""
+@contextlib.contextmanager
+def shape_folder(name: str) -> Iterator[str]:
+    """A folder with nothing but the shape's config.json, for ``load_format='dummy'``. Raises ConfigError."""
     if name not in SHAPES:
         raise ConfigError(f"no shape named '{name}'; there are {', '.join(SHAPES)}.{nearest(name, SHAPES)}")
-    folder = tempfile.mkdtemp(prefix=f"kvasir-{name}-")
-    (Path(folder) / "config.json").write_text(json.dumps(SHAPES[name]))
-    return folder
+    with tempfile.TemporaryDirectory(prefix=f"kvasir-{name}-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[name]))
+        yield folder
 
 
 @dataclass(frozen=True, slots=True)

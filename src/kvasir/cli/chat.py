@@ -2,82 +2,123 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
+import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvasir.config import EngineConfig
-from kvasir.errors import ConfigError
+from kvasir.errors import ConfigError, RequestError
+
+SECONDS = 600.0  # of silence before a server counts as gone
+Answer = Callable[[list[dict[str, str]]], Iterator[str]]
 
 
-def run(config: EngineConfig, *, system: str | None, url: str | None, temperature: float, max_tokens: int | None) -> None:
+def run(config: EngineConfig, *, system: str | None, url: str | None, api_key: str | None, sampling: dict[str, Any]) -> None:
     from rich.console import Console
 
     console = Console()
-    answer = _from_server(url) if url else _in_process(config)
-    messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-    console.print("[dim]Write a message and press Enter. /new starts again, Ctrl-D ends.[/dim]")
+    with contextlib.ExitStack() as stack:
+        answer = _from_server(url.rstrip("/"), api_key, sampling) if url else _in_process(config, sampling, stack)
+        if sys.stdin.isatty():
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  editing and history at the prompt, where Python was built with it
+        converse(console, answer, [{"role": "system", "content": system}] if system else [])
+
+
+def converse(console: Any, answer: Answer, opening: list[dict[str, str]]) -> None:
+    """Read messages until the end of stdin. A message that is refused is taken back, and the conversation goes on."""
+    console.print("[dim]Write a message and press Enter. /new starts again, Ctrl-C stops an answer, Ctrl-D ends.[/dim]")
+    messages = list(opening)
     while True:
         try:
             text = console.input("[bold cyan]you[/bold cyan] ").strip()
         except (EOFError, KeyboardInterrupt):
             console.print()
             return
-        if not text:
-            continue
         if text == "/new":
-            messages = messages[:1] if system else []
+            messages = list(opening)
+        if not text or text == "/new":
             continue
         messages.append({"role": "user", "content": text})
-        parts = []
+        parts: list[str] = []
         try:
-            for piece in answer(messages, temperature, max_tokens):
+            for piece in answer(messages):
                 parts.append(piece)
                 console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+            console.print()
         except KeyboardInterrupt:
-            pass  # keep what was said so far, as a browser's stop button does
-        console.print()
+            console.print()  # keep what was said so far, as a browser's stop button does
+        except RequestError as e:
+            console.print(f"refused: {e.message}", style="red", markup=False, highlight=False)
+            messages.pop()
+            continue
         messages.append({"role": "assistant", "content": "".join(parts)})
 
 
-def _in_process(config: EngineConfig):
+def _in_process(config: EngineConfig, sampling: dict[str, Any], stack: contextlib.ExitStack) -> Answer:
     from kvasir.api.llm import LLM
 
-    llm = LLM(config=config)
+    llm = stack.enter_context(LLM(config=config))
+    if llm.tokenizer is None:
+        raise ConfigError("a chat needs the tokenizer: drop --skip-tokenizer-init")
+    params = llm.default_sampling_params(**{"max_tokens": None, **sampling})
 
-    def answer(messages: list[dict[str, str]], temperature: float, max_tokens: int | None) -> Iterator[str]:
-        ids = llm.tokenizer.encode_chat(messages)
-        yield from llm.stream({"prompt_token_ids": ids}, llm.default_sampling_params(temperature=temperature, max_tokens=max_tokens))
-
-    return answer
-
-
-def _from_server(url: str):
-    def answer(messages: list[dict[str, str]], temperature: float, max_tokens: int | None) -> Iterator[str]:
-        body: dict[str, Any] = {"model": _model(url), "messages": messages, "temperature": temperature, "stream": True}
-        if max_tokens:
-            body["max_tokens"] = max_tokens
-        request = urllib.request.Request(f"{url.rstrip('/')}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
-        with _open(request) as reply:
-            for line in reply:
-                if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
-                    for choice in json.loads(line[6:]).get("choices", []):
-                        yield choice["delta"].get("content") or ""
+    def answer(messages: list[dict[str, str]]) -> Iterator[str]:
+        return llm.stream({"prompt_token_ids": llm.tokenizer.encode_chat(messages)}, params)
 
     return answer
 
 
-def _model(url: str) -> str:
-    with _open(urllib.request.Request(f"{url.rstrip('/')}/v1/models")) as reply:
-        return json.load(reply)["data"][0]["id"]
+def _from_server(url: str, api_key: str | None, sampling: dict[str, Any]) -> Answer:
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+    with _open(f"{url}/v1/models", headers) as reply:
+        try:
+            model = json.load(reply)["data"][0]["id"]
+        except (ValueError, LookupError, TypeError) as e:
+            raise ConfigError(f"{url} answers, but not with the OpenAI API's list of models") from e
+
+    def answer(messages: list[dict[str, str]]) -> Iterator[str]:
+        body = {"model": model, "messages": messages, "stream": True, **sampling}
+        with _open(f"{url}/v1/chat/completions", headers, body) as reply:
+            try:
+                yield from _deltas(reply)
+            except (OSError, http.client.HTTPException) as e:
+                raise RequestError(f"the connection broke off: {e}") from e
+
+    return answer
 
 
-def _open(request: urllib.request.Request):
+def _deltas(lines: Any) -> Iterator[str]:
+    """The text of a stream of server-sent events. Raises RequestError for an error among them, and when the end is missing."""
+    for line in lines:
+        if line.startswith(b"data: [DONE]"):
+            return
+        if not line.startswith(b"data: {"):
+            continue
+        chunk = json.loads(line[6:])
+        if "error" in chunk:
+            raise RequestError(chunk["error"].get("message", "the server failed"))
+        for choice in chunk.get("choices", []):
+            yield choice["delta"].get("reasoning_content") or choice["delta"].get("content") or ""
+    raise RequestError("the connection broke off")
+
+
+def _open(url: str, headers: dict[str, str], body: dict[str, Any] | None = None) -> Any:
+    """Raises RequestError when the server refuses, ConfigError when there is none."""
     try:
-        return urllib.request.urlopen(request, timeout=600)
+        request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
+        return urllib.request.urlopen(request, timeout=SECONDS)
     except urllib.error.HTTPError as e:
-        raise ConfigError(f"the server answered {e.code}: {e.read().decode(errors='replace')[:500]}") from e
-    except urllib.error.URLError as e:
-        raise ConfigError(f"no server answers at {request.full_url}: {e.reason}. Start one with `kvasir serve`.") from e
+        text = e.read().decode(errors="replace")
+        try:
+            text = json.loads(text)["error"]["message"]
+        except (ValueError, LookupError, TypeError):
+            text = text[:500]
+        raise RequestError(f"the server answered {e.code}: {text}") from e
+    except (OSError, ValueError, http.client.HTTPException) as e:  # no such host, no server there, no URL at all
+        raise ConfigError(f"no server answers at {url}: {getattr(e, 'reason', e)}. Start one with `kvasir serve`.") from e

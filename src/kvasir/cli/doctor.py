@@ -65,8 +65,10 @@ def run(as_json: bool) -> None:
     for name in ("kvasir", "python", "torch", "system"):
         table.add_row(name, str(facts[name]))
     table.add_row("cpu", f"{facts['cpu']['cores']} cores, {facts['cpu']['torch_threads']} threads, {facts['cpu']['isa']}")
-    for gpu in facts["gpus"] or [None]:
-        table.add_row("gpu", "none" if gpu is None else f"{gpu['name']}, {gpu['free_gib']} of {gpu['total_gib']} GiB free, capability {gpu['capability']}")
+    for gpu in facts["gpus"]:
+        table.add_row("gpu", f"{gpu['name']}, {gpu['free_gib']} of {gpu['total_gib']} GiB free, capability {gpu['capability']}")
+    if not facts["gpus"]:
+        table.add_row("gpu", "none")
     for package, state in facts["packages"].items():
         table.add_row(package, state)
     for name, reasons in facts["attention"].items():

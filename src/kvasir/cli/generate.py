@@ -13,42 +13,48 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.config import EngineConfig
-from kvasir.errors import ConfigError, RequestError
+from kvasir.errors import ConfigError, RequestError, nearest
 from kvasir.types import SamplingParams
 
 NAMES = {f.name for f in dataclasses.fields(SamplingParams)} - {"grammar"}
+USUAL_TOKENS = 256  # of an answer that names no max_tokens, where the context has room for them
+BAD_LINE = "\0bad line"  # no key of a user's: it holds what is wrong with a line of the input
 
 
-def run(config: EngineConfig, *, prompt: str | None, source: Path | None, output: Path | None, params: str | None, chat: bool) -> None:
+def run(config: EngineConfig, *, prompt: str | None, source: Path | None, jsonl: bool, output: Path | None, shared: dict[str, Any],
+        chat: bool) -> None:
+    """Raises ConfigError when there is nothing to do, RequestError at the end when anything was refused."""
     if (prompt is None) == (source is None):
         raise ConfigError("give a prompt with --prompt, or a file with --input (.jsonl for many requests)")
-    shared = parse_params(params)
-    text = None if source is None else sys.stdin.read() if str(source) == "-" else _read(source)
-    if source is not None and source.suffix == ".jsonl":
-        entries = parse_lines(text or "")
-    else:
-        content = prompt if prompt is not None else text
-        entries = [{"messages": [{"role": "user", "content": content}]} if chat else {"prompt": content}]
+    jsonl = source is not None and (jsonl or source.suffix == ".jsonl")
+    text = prompt if source is None else _read(source)
+    entries = parse_lines(text) if jsonl else [{"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}]
     from kvasir.api.llm import LLM
 
     with LLM(config=config) as llm:
         rows = complete(llm, entries, shared, progress=len(entries) > 1 and sys.stderr.isatty())
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     if output is not None:
-        output.write_text("\n".join(lines) + "\n")
-    elif source is not None and source.suffix == ".jsonl":
-        print("\n".join(lines))
-    elif "error" in rows[0]:
-        raise RequestError(rows[0]["error"]["message"], param=rows[0]["error"]["param"])
-    else:
+        output.write_text(lines, encoding="utf-8")
+    elif jsonl:
+        sys.stdout.write(lines)
+    elif "outputs" in rows[0]:
         print("\n".join(o["text"] for o in rows[0]["outputs"]))
+    refused = [row for row in rows if "error" in row]
+    if refused:
+        first = refused[0]["error"]
+        where = f"{len(refused)} of {len(rows)} requests were refused; request {refused[0]['index']}: " if jsonl else ""
+        raise RequestError(where + first["message"], param=first["param"])
 
 
 def _read(source: Path) -> str:
+    """The text of a file, or of stdin. Raises ConfigError."""
     try:
-        return source.read_text()
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"cannot read {source}: {e}") from e
+        return (sys.stdin.buffer.read() if str(source) == "-" else source.read_bytes()).decode()
+    except OSError as e:
+        raise ConfigError(f"cannot read {source}: {e.strerror}") from e
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{source} is not UTF-8 text: {e}") from e
 
 
 def parse_params(text: str | None) -> dict[str, Any]:
@@ -60,22 +66,22 @@ def parse_params(text: str | None) -> dict[str, Any]:
         raise ConfigError(f"--params is not JSON: {e}") from e
     if not isinstance(values, dict):
         raise ConfigError('--params must be a JSON object, e.g. \'{"temperature": 0}\'')
-    if unknown := set(values) - NAMES:
-        raise ConfigError(f"--params: unknown {', '.join(sorted(unknown))}; there are {', '.join(sorted(NAMES))}")
+    if unknown := sorted(set(values) - NAMES):
+        raise ConfigError(f"--params: unknown '{unknown[0]}'.{nearest(unknown[0], NAMES)} There are {', '.join(sorted(NAMES))}")
     return values
 
 
 def parse_lines(text: str) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
             entry = json.loads(line)
             if not isinstance(entry, dict):
-                raise ValueError("not an object")
-        except ValueError as e:
-            entry = {"error": f"line {number} is not a JSON object: {e}"}
+                raise ValueError(f"got {type(entry).__name__}")
+        except (ValueError, RecursionError) as e:
+            entry = {BAD_LINE: f"line {number} is not a JSON object: {e}"}
         entries.append(entry)
     return entries
 
@@ -101,19 +107,31 @@ def complete(llm: Any, entries: list[dict[str, Any]], shared: dict[str, Any], *,
 
 
 def _request(llm: Any, entry: dict[str, Any], shared: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams]:
-    if isinstance(entry.get("error"), str) and len(entry) == 1:
-        raise RequestError(entry["error"], param="input")
-    entry = dict(entry)
+    """The prompt as token ids, and how to sample. Raises RequestError."""
+    if BAD_LINE in entry:
+        raise RequestError(entry[BAD_LINE], param="input")
+    asked = {**shared, **entry}
     kinds = [k for k in ("prompt", "messages", "prompt_token_ids") if k in entry]
     if len(kinds) != 1:
         raise RequestError("give exactly one of prompt, messages, prompt_token_ids", param="prompt")
-    content = entry.pop(kinds[0])
-    if unknown := set(entry) - NAMES:
-        raise RequestError(f"unknown {', '.join(sorted(unknown))}", param=sorted(unknown)[0])
+    ids = _token_ids(llm, kinds[0], asked.pop(kinds[0]))
+    if unknown := sorted(set(asked) - NAMES):
+        raise RequestError(f"unknown parameter '{unknown[0]}'.{nearest(unknown[0], NAMES)}", param=unknown[0])
+    asked.setdefault("max_tokens", max(1, min(USUAL_TOKENS, llm.info.max_model_len - len(ids))))
     try:
-        sampling = llm.default_sampling_params(**shared | entry)
-    except TypeError as e:
+        if isinstance(bias := asked.get("logit_bias"), dict):
+            asked["logit_bias"] = {int(token): value for token, value in bias.items()}  # JSON has no other keys than text
+        return {"prompt_token_ids": ids}, llm.default_sampling_params(**asked)
+    except (TypeError, ValueError) as e:
         raise RequestError(f"bad sampling parameters: {e}") from e
-    if kinds[0] == "messages":
-        return {"prompt_token_ids": llm.tokenizer.encode_chat(content)}, sampling
-    return {kinds[0]: content}, sampling
+
+
+def _token_ids(llm: Any, kind: str, content: Any) -> list[int]:
+    wanted = str if kind == "prompt" else list
+    if not isinstance(content, wanted):
+        raise RequestError(f"{kind} must be {'text' if wanted is str else 'a list'}, got {type(content).__name__}", param=kind)
+    if kind == "prompt_token_ids":
+        return content
+    if llm.tokenizer is None:
+        raise RequestError("without a tokenizer (--skip-tokenizer-init) only prompt_token_ids are served", param=kind)
+    return llm.tokenizer.encode(content) if kind == "prompt" else llm.tokenizer.encode_chat(content)

@@ -9,22 +9,47 @@ from typing import Annotated, Any, Literal
 import typer
 
 from kvasir import __version__
-from kvasir.cli.options import build_settings, settle_vllm_flags, with_settings
+from kvasir.cli.lab import app as lab
+from kvasir.cli.options import Command, build_settings, check_output, with_settings
 from kvasir.config import EngineConfig, Settings
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import setup
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich", help=(
+# Plain help: the boxes of typer's rich help cut long option names off in a terminal of 80 columns.
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, help=(
     "An LLM inference engine in which every efficiency method is a switch.\n\n"
-    "[b]kvasir serve[/b] starts an OpenAI-compatible server on http://127.0.0.1:8000 with the model in the package; "
-    "[b]kvasir serve MODEL[/b] serves a checkpoint folder or a hub id."))
-bench = typer.Typer(no_args_is_help=True, help="Measure: offline batches, a server under load, start-up.")
+    "`kvasir serve` starts an OpenAI-compatible server on http://127.0.0.1:8000 with the model in the package; "
+    "`kvasir serve MODEL` serves a checkpoint folder or a hub id."))
+bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure: offline batches, a server under load, start-up.")
 app.add_typer(bench, name="bench")
+app.add_typer(lab, name="lab")
 
-Model = Annotated[str, typer.Argument(help="Checkpoint folder or hub id; empty: the model in the package.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", show_default=False, help="Checkpoint folder or hub id; empty: the model in the package.")]
+Shape = Annotated[str | None, typer.Option(help="A known shape with random weights, e.g. llama-8b.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Runs that count.")]
+JSONFile = Annotated[Path | None, typer.Option("--json", help="Write the result here as well as to stdout.")]
+AsJSON = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy; default: the checkpoint's, else 1.")]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens an answer.")]
+ApiKey = Annotated[str | None, typer.Option(envvar="KVASIR_API_KEY", help="The server's key.")]
 
 
-@app.command()
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False) -> None:
+    pass
+
+
+@app.command(cls=Command)
 @with_settings(Settings, skip=("model",))
 def serve(model: Model = "", **options: Any) -> None:
     """Serve a model over the OpenAI API."""
@@ -33,105 +58,146 @@ def serve(model: Model = "", **options: Any) -> None:
     command.run(build_settings({"model": model, **options}))
 
 
-@app.command()
+@app.command(cls=Command)
 @with_settings(EngineConfig, skip=("model",))
 def chat(model: Model = "", system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
          url: Annotated[str | None, typer.Option(help="Talk to a running server instead, e.g. http://127.0.0.1:8000.")] = None,
-         temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
-         max_tokens: Annotated[int | None, typer.Option(help="Most tokens an answer.")] = None, **options: Any) -> None:
+         api_key: ApiKey = None, temperature: Temperature = None, max_tokens: MaxTokens = None, **options: Any) -> None:
     """Talk to a model in the terminal."""
     from kvasir.cli import chat as command
 
-    command.run(build_settings({"model": model, **options}, EngineConfig), system=system, url=url, temperature=temperature, max_tokens=max_tokens)
+    sampling = _given(temperature=temperature, max_tokens=max_tokens)
+    command.run(build_settings({"model": model, **options}, EngineConfig), system=system, url=url, api_key=api_key, sampling=sampling)
 
 
-@app.command()
+@app.command(cls=Command)
 @with_settings(EngineConfig, skip=("model", "seed"))
 def generate(model: Model = "", prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="A prompt.")] = None,
-             file: Annotated[Path | None, typer.Option("--input", "-i", help="Text file (one prompt) or .jsonl (one request a line); - reads stdin.")] = None,
+             file: Annotated[Path | None, typer.Option("--input", "-i", help="Text file, or .jsonl (a request a line); - is stdin.")] = None,
+             jsonl: Annotated[bool, typer.Option("--jsonl", help="The input is JSON lines, whatever its name.")] = False,
              output: Annotated[Path | None, typer.Option("--output", "-o", help="Write JSON lines here instead of text to stdout.")] = None,
-             params: Annotated[str | None, typer.Option(help='Sampling parameters as JSON, e.g. \'{"temperature": 0, "max_tokens": 64}\'.')] = None,
-             chat: Annotated[bool, typer.Option("--chat", help="Send the prompt through the chat template.")] = False, **options: Any) -> None:
-    """Complete prompts from the command line or a file."""
+             chat: Annotated[bool, typer.Option("--chat", help="Send the prompt through the chat template.")] = False,
+             temperature: Temperature = None, max_tokens: MaxTokens = None,
+             params: Annotated[str | None, typer.Option(help='More sampling parameters as JSON, e.g. \'{"top_p": 0.9, "seed": 7}\'.')] = None,
+             **options: Any) -> None:
+    """Complete prompts from the command line or a file.
+
+    A line of JSON is {"prompt": "..."}, {"messages": [...]} or {"prompt_token_ids": [...]}, plus any sampling parameter.
+    Lines that cannot be served give a line with "error" and the exit code 3; the others go on.
+    """
     from kvasir.cli import generate as command
 
-    command.run(build_settings({"model": model, **options}, EngineConfig), prompt=prompt, source=file, output=output, params=params, chat=chat)
+    check_output(output)
+    shared = command.parse_params(params) | _given(temperature=temperature, max_tokens=max_tokens)
+    config = build_settings({"model": model, **options}, EngineConfig)
+    command.run(config, prompt=prompt, source=file, jsonl=jsonl, output=output, shared=shared, chat=chat)
 
 
-@app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
+@app.command(cls=Command)
+def doctor(as_json: AsJSON = False) -> None:
     """Say what this machine and installation can do, what falls back, and why."""
     from kvasir.cli import doctor as command
 
     command.run(as_json)
 
 
-@app.command()
+@app.command(cls=Command)
 def show(model: Model = "", dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Type of weights and KV.")] = "bfloat16",
-         memory_gib: Annotated[float | None, typer.Option("--memory", help="GiB to plan for; default: this machine's GPU, else its RAM.")] = None,
-         as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
+         memory_gib: Annotated[float | None, typer.Option("--memory", min=0, help="GiB to plan for; default: this machine and common GPUs.")] = None,
+         as_json: AsJSON = False) -> None:
     """Show a model: layers, bytes per token, and what fits where."""
     from kvasir.cli import show as command
 
     command.run(model, dtype, memory_gib, as_json)
 
 
-@bench.command("offline")
+@app.command("eval", cls=Command)
+@with_settings(EngineConfig, skip=("model", "seed"))
+def evaluate(model: Model = "", tasks: Annotated[str, typer.Option(help="Tasks with their dials: chain,needle or chain:max_steps=8,story.")] = "chain",
+             count: Annotated[int, typer.Option("--n", "-n", min=1, help="Problems of each task.")] = 1000,
+             seed: Annotated[int, typer.Option(min=0, help="Decides problems and noise.")] = 7,
+             split: Annotated[str, typer.Option(help="test, validation, train, or longer (sizes never trained on).")] = "test",
+             form: Annotated[str, typer.Option(help="Prompt form: solve, aggregate, judge_one, judge_pair, ...")] = "solve",
+             samples: Annotated[int, typer.Option(min=1, help="Replies a problem, for pass@k and majority@k.")] = 1,
+             temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy; default: greedy for one reply, else 0.8.")] = None,
+             max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens a reply; default: twice the longest solution and 32.")] = None,
+             against: Annotated[str | None, typer.Option(help="A second configuration on the same problems: switches added to these, in quotes.")] = None,
+             output: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None,
+             plot: Annotated[Path | None, typer.Option(help="Draw the result into this PNG file.")] = None, **options: Any) -> None:
+    """Measure quality through the engine: exact match, tokens and perplexity on the lab's tasks, alone or against other switches."""
+    from kvasir.cli import eval as command
+    from kvasir.lab.evaluator import Plan
+
+    check_output(output, make=True)
+    check_output(plot, make=True)
+    plan = Plan(command.split_tasks(tasks), count, seed, split, form, samples, temperature, max_tokens)  # type: ignore[arg-type]
+    command.run(build_settings({"model": model, **options}, EngineConfig), plan, against=against, output=output, plot=plot)
+
+
+@app.command(cls=Command)
+def convert(converter: Annotated[str, typer.Argument(metavar="NAME:KEY=VALUE", help="A converter, e.g. outlier_twin:keys=16.")], source: Annotated[
+            str, typer.Argument(metavar="SRC", help="Model to convert: a folder, a name or a hub id.")], target: Annotated[
+            Path, typer.Argument(metavar="DST", help="New folder.")]) -> None:
+    """Rewrite a checkpoint folder with a converter."""
+    from kvasir.cli import convert as command
+
+    command.run(converter, source, target)
+
+
+@bench.command("offline", cls=Command)
 @with_settings(EngineConfig, skip=("model",))
-def bench_offline(model: Model = "", shape: Annotated[str | None, typer.Option(help="A known shape with random weights, e.g. llama-8b.")] = None,
+def bench_offline(model: Model = "", shape: Shape = None,
                   workload: Annotated[list[str] | None, typer.Option("--workload", "-w", help="NAME:BATCH:PROMPT:OUTPUT, repeatable.")] = None,
                   peer: Annotated[str | None, typer.Option(help="Also run this engine, e.g. transformers.")] = None,
-                  repeats: Annotated[int, typer.Option(help="Runs of each arm; the median counts.")] = 3,
-                  output: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None, **options: Any) -> None:
+                  repeats: Repeats = 3, output: JSONFile = None, **options: Any) -> None:
     """Batches through the Python API: tokens per second, against a peer in the same run."""
     from kvasir.bench import offline
 
+    check_output(output, make=True)
     offline.run(build_settings({"model": model, **options}, EngineConfig), shape=shape, workloads=workload, peer=peer, repeats=repeats, output=output)
 
 
-@bench.command("serve")
+@bench.command("serve", cls=Command)
 def bench_serve(url: Annotated[str, typer.Option(help="A running server.")] = "http://127.0.0.1:8000",
-                rate: Annotated[float, typer.Option(help="Requests a second, Poisson arrivals; 0: all at once.")] = 4.0,
-                num_requests: Annotated[int, typer.Option("--num-requests", "-n", help="Requests to send.")] = 100,
-                prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,
-                output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
-                api_key: Annotated[str | None, typer.Option(help="Bearer token.")] = None,
-                output: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None) -> None:
+                rate: Annotated[float, typer.Option(min=0, help="Requests a second, Poisson arrivals; 0: all at once.")] = 4.0,
+                num_requests: Annotated[int, typer.Option("--num-requests", "-n", min=1, help="Requests to send.")] = 100,
+                prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
+                output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64,
+                api_key: ApiKey = None, output: JSONFile = None) -> None:
     """A running server under open-loop load: TTFT, ITL, throughput."""
     from kvasir.bench import online
 
+    check_output(output, make=True)
     online.run(url, rate=rate, num_requests=num_requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens, api_key=api_key, output=output)
 
 
-@bench.command("startup")
+@bench.command("startup", cls=Command)
 @with_settings(EngineConfig, skip=("model",))
-def bench_startup(model: Model = "", shape: Annotated[str | None, typer.Option(help="A known shape with random weights, e.g. llama-8b.")] = None,
-                  repeats: Annotated[int, typer.Option(help="Starts; the first one is the coldest.")] = 3,
-                  output: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None, **options: Any) -> None:
-    """From exec of `kvasir serve` to the first token, with a breakdown."""
+def bench_startup(model: Model = "", shape: Shape = None, repeats: Repeats = 3, output: JSONFile = None, **options: Any) -> None:
+    """From exec of `kvasir serve` to the first token, with a breakdown. The first start is the coldest."""
     from kvasir.bench import startup
 
+    check_output(output, make=True)
     startup.run(build_settings({"model": model, **options}, EngineConfig), options, shape=shape, repeats=repeats, output=output)
 
 
-@app.command()
-def version() -> None:
-    """Print the version."""
-    typer.echo(__version__)
-
-
 def main() -> None:
-    """Entry point: set-up and request errors become one clear message and an exit code, never a traceback."""
+    """Entry point: set-up and request errors become one clear message and an exit code, never a traceback.
+
+    Exit codes: 0 done, 2 the set-up or the command line is wrong, 3 a request was refused, 130 interrupted.
+    """
     setup()
     try:
-        args = settle_vllm_flags(sys.argv[1:])
-        app(args=args, prog_name="kvasir")
+        app(prog_name="kvasir")
     except ConfigError as e:
-        typer.secho(f"error: {e}", fg="red", err=True)
-        raise SystemExit(2) from None
+        _fail(str(e), 2)
     except RequestError as e:
-        typer.secho(f"error: {e.message}" + (f" ({e.param})" if e.param else ""), fg="red", err=True)
-        raise SystemExit(3) from None
+        _fail(e.message + (f" ({e.param})" if e.param and e.param not in e.message else ""), 3)
+
+
+def _fail(message: str, code: int) -> None:
+    typer.secho(f"error: {message}", fg="red", err=True)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -5,19 +5,48 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import sys
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, Optional
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
-from kvasir.config import EngineConfig, Settings, compose, read_toml
-from kvasir.errors import ConfigError
+from kvasir.cli.vllm_flags import ONLY_AT, SATISFIED, UNSERVED
+from kvasir.config import EngineConfig, ServerConfig, Settings, compose, read_toml
+from kvasir.errors import ConfigError, nearest
 
-# vLLM flags that ask for what is the case anyway: accepted, so that a start script moves over unchanged.
-SATISFIED = {"--enforce-eager": 0, "--enable-chunked-prefill": 0, "--enable-auto-tool-choice": 0, "--disable-log-requests": 0,
-             "--disable-log-stats": 0, "--no-trust-remote-code": 0}
-# vLLM flags with another meaning of "the usual": accepted at the value we serve, refused by name at any other.
-ONLY_AT = {"--tensor-parallel-size": "1", "--pipeline-parallel-size": "1", "--data-parallel-size": "1", "--tokenizer-mode": "auto"}
+# Newer releases of typer carry their own copy of click, so its exceptions are found beside the one that typer exports.
+NoSuchOption = sys.modules[typer.BadParameter.__module__].NoSuchOption
+KEY_VARIABLE = "KVASIR_API_KEY"
+_VLLM = "vllm_"
+
+
+class Command(TyperCommand):
+    """A command whose help never cuts a name off, and which answers an unknown option with the nearest one or a reason."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            kind = "Options" if parameter.param_type_name == "option" else "Arguments"
+            record = parameter.get_help_record(ctx)
+            if record:
+                panels.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(record)
+        for title, records in panels.items():
+            with formatter.section(title):
+                formatter.write_dl(records, col_max=32)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except NoSuchOption as e:
+            if e.option_name in UNSERVED:
+                raise ConfigError(f"kvasir does not serve vLLM's {e.option_name}: {UNSERVED[e.option_name]}.") from None
+            known = [name for p in self.get_params(ctx) if not getattr(p, "hidden", False) for name in (*p.opts, *p.secondary_opts)]
+            raise ConfigError(f"no option {e.option_name}.{nearest(e.option_name, known)} All are listed by {ctx.command_path} --help.") from None
 
 
 def setting_parameters(cls: type, *, skip: tuple[str, ...] = ()) -> list[inspect.Parameter]:
@@ -32,16 +61,41 @@ def setting_parameters(cls: type, *, skip: tuple[str, ...] = ()) -> list[inspect
             names = [f"--{n}" for n in (flag, *f.metadata["aliases"])]
             if f.type == "bool":
                 names = [f"{names[0]}/--no-{flag}"] if f.default else names
-            option = typer.Option(None, *names, help=f.metadata["help"], show_default=False, rich_help_panel=section.name.capitalize())
+            option = typer.Option(None, *names, help=f.metadata["help"] + _default(f.default), show_default=False,
+                                  rich_help_panel=section.name.capitalize())
             found.append(inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=_annotation(str(f.type))))
     return found
+
+
+def _default(value: Any) -> str:
+    if value in (None, "", (), False):
+        return ""
+    return f" [{'on' if value is True else value}]"
 
 
 def _annotation(kind: str) -> Any:
     kind = kind.removesuffix(" | None")
     if kind.startswith("Literal["):
-        return Optional[Literal[tuple(w.strip().strip("\"'") for w in kind[8:-1].split(","))]]  # type: ignore[valid-type]
-    return Optional[{"tuple[str, ...]": list[str], "str": str, "int": int, "float": float, "bool": bool}[kind]]
+        return Literal[tuple(w.strip().strip("\"'") for w in kind[8:-1].split(","))] | None  # type: ignore[valid-type]
+    return {"tuple[str, ...]": list[str], "str": str, "int": int, "float": float, "bool": bool}[kind] | None
+
+
+def _vllm_parameters() -> list[inspect.Parameter]:
+    """Hidden options for the flags of vLLM that may be there without a setting of ours."""
+    def parameter(names: tuple[str, ...], default: Any, kind: Any) -> inspect.Parameter:
+        option = typer.Option(default, *names, hidden=True)
+        return inspect.Parameter(_VLLM + names[0].strip("-").replace("-", "_"), inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
+
+    return [parameter((flag,), False, bool) for flag in SATISFIED] + [parameter(flags, None, str | None) for flags in ONLY_AT]
+
+
+def _check_vllm(given: dict[str, Any]) -> dict[str, Any]:
+    """What is left of the options once vLLM's are settled. Raises ConfigError for a value that is not served."""
+    for flags, served in ONLY_AT.items():
+        value = given[_VLLM + flags[0].strip("-").replace("-", "_")]
+        if value is not None and value not in served:
+            raise ConfigError(f"{flags[0]} {value} is not served yet; only {' or '.join(served)} is.")
+    return {k: v for k, v in given.items() if not k.startswith(_VLLM)}
 
 
 def with_settings(cls: type, *, skip: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
@@ -52,10 +106,10 @@ def with_settings(cls: type, *, skip: tuple[str, ...] = ()) -> Callable[[Callabl
         own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[
             str | None, typer.Option("--config", help="TOML file with settings; the command line goes first.")])
-        parameters = own + [config] + setting_parameters(cls, skip=skip)
+        parameters = own + [config] + setting_parameters(cls, skip=skip) + _vllm_parameters()
 
         def run(**given: Any) -> Any:
-            return command(**given)
+            return command(**_check_vllm(given))
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -70,33 +124,27 @@ def build_settings(options: dict[str, Any], cls: type = Settings) -> Any:
     options = dict(options)
     file = options.pop("config", None)
     merged = read_toml(file) if file else {}
+    server_names = {f.name for f in dataclasses.fields(ServerConfig)}
     if cls is EngineConfig:
-        server_names = {f.name for f in dataclasses.fields(Settings().server)}
         merged = {k: v for k, v in merged.items() if k not in server_names}
-    merged |= {k: v for k, v in options.items() if v is not None}
-    if "api_key" in {f.name for s in dataclasses.fields(cls) for f in dataclasses.fields(s.default_factory)} and not merged.get("api_key"):  # type: ignore[arg-type, misc]
-        key = os.environ.get("KVASIR_API_KEY")  # keys on a command line are seen by every user of the machine
-        if key:
-            merged["api_key"] = [key]
+    # No model on the command line is "" and must not hide the file's.
+    merged |= {k: v for k, v in options.items() if v is not None and not (k == "model" and v == "")}
+    if cls is Settings and not merged.get("api_key") and KEY_VARIABLE in os.environ:
+        merged["api_key"] = [os.environ[KEY_VARIABLE]]  # keys on a command line are seen by every user of the machine
     return compose(cls, merged)
 
 
-def settle_vllm_flags(args: list[str]) -> list[str]:
-    """Drop flags that ask for what holds anyway; refuse a value we do not serve. Raises ConfigError."""
-    kept, i = [], 0
-    while i < len(args):
-        flag, _, value = args[i].partition("=")
-        if flag in SATISFIED:
-            i += 1
-            continue
-        if flag in ONLY_AT:
-            if not value and i + 1 < len(args):
-                i += 1
-                value = args[i]
-            if value != ONLY_AT[flag]:
-                raise ConfigError(f"{flag} {value} is not served yet; only {flag} {ONLY_AT[flag]} is.")
-            i += 1
-            continue
-        kept.append(args[i])
-        i += 1
-    return kept
+def check_output(file: Path | None, *, make: bool = False) -> None:
+    """Find out before the work whether its result can be written. ``make``: also make the folder. Raises ConfigError."""
+    if file is None:
+        return
+    try:
+        if make:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        new = not file.exists()
+        with file.open("a"):
+            pass
+        if new:
+            file.unlink()
+    except OSError as e:
+        raise ConfigError(f"cannot write {file}: {e.strerror}") from e

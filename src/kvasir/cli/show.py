@@ -1,11 +1,13 @@
-"""``kvasir show MODEL``: its layers, the bytes of its weights and of each token, and what fits into a given memory."""
+"""``kvasir show MODEL``: its layers, the bytes of its weights and of each token, and what fits into which memory."""
 
 from __future__ import annotations
 
 import json
+import os
 from itertools import groupby
 from typing import Any
 
+from kvasir.config import CacheConfig
 from kvasir.engine.sizing import GIB, gib
 from kvasir.models import checkpoint, cost
 from kvasir.models.families import build_spec
@@ -13,38 +15,60 @@ from kvasir.models.spec import LayerSpec, ModelSpec
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CONTEXTS = (1024, 4096, 16384, 32768, 131072)
+GPUS = {"24 GiB (RTX 4090, L4)": 24.0, "45 GiB (L40S)": 45.0, "80 GiB (A100, H100)": 80.0, "140 GiB (H200)": 140.0}  # as their drivers report it
+SHARE = CacheConfig().gpu_memory_utilization
 
 
 def describe(model: str, dtype: str, memory_gib: float | None) -> dict[str, Any]:
+    """Plain data. ``fits``: place -> context length -> sequences of that length that fit beside the weights."""
     path = checkpoint.resolve(model)
     spec = build_spec(checkpoint.read_config(path))
     item = BYTES[dtype]
     weights = cost.weight_bytes(spec, item)
-    memory = memory_gib if memory_gib is not None else _memory() / GIB
-    pool = max(0.0, 0.9 * memory * GIB - weights)
-    fits = {n: int(pool // max(1, cost.kv_bytes(spec, n, item))) for n in CONTEXTS if n <= spec.max_position}
-    return {"model": model or "embedded", "path": str(path), "dtype": dtype, "parameters": weights // item, "weight_bytes": weights,
-            "kv_bytes_per_token": {g.name: cost.kv_bytes_per_token(spec, item)[g.name] for g in spec.cache_groups()},
-            "flops_per_token": cost.flops_per_token(spec, 1), "max_model_len": spec.max_position, "memory_gib": round(memory, 1),
-            "sequences_that_fit": fits, "layers": _layers(spec)}
+    sizes = cost.kv_bytes_per_token(spec, item)
+    places = {_here(): _memory() / GIB, **GPUS} if memory_gib is None else {f"{memory_gib:g} GiB": memory_gib}
+    return {"model": model or "embedded", "path": str(path), "family": spec.family, "dtype": dtype, "parameters": weights // item,
+            "active_parameters": cost.active_params(spec), "weight_bytes": weights, "vocab_size": spec.vocab_size,
+            "cache_groups": [{"name": g.name, "layers": len(g.layers), "window": g.window, "kv_bytes_per_token": sizes[g.name]}
+                             for g in spec.cache_groups()],
+            "flops_per_token": cost.flops_per_token(spec, 1), "max_model_len": spec.max_position, "layers": _layers(spec),
+            "memory_share": SHARE, "fits": {place: _fits(spec, size * GIB, item) for place, size in places.items()}}
+
+
+def _fits(spec: ModelSpec, memory: float, item: int) -> dict[int, int]:
+    pool = SHARE * memory - cost.weight_bytes(spec, item)
+    lengths = sorted({n for n in CONTEXTS if n < spec.max_position} | {spec.max_position})
+    return {n: max(0, int(pool // cost.kv_bytes(spec, n, item))) for n in lengths}
 
 
 def _layers(spec: ModelSpec) -> list[str]:
-    """Runs of equal layers, one line each."""
+    """Runs of equal layers, one line each; where kinds alternate (every sixth layer, say), one line a kind instead."""
     lines, at = [], 0
     for text, run in groupby(map(_line, spec.layers)):
         count = len(list(run))
         lines.append(f"{at}-{at + count - 1}: {text}" if count > 1 else f"{at}: {text}")
         at += count
-    return lines
+    kinds: dict[str, list[int]] = {}
+    for i, layer in enumerate(spec.layers):
+        kinds.setdefault(_line(layer), []).append(i)
+    if len(lines) <= len(kinds):
+        return lines
+    return [f"{len(where)} of {len(spec.layers)} ({', '.join(map(str, where[:4]))}{', ...' if len(where) > 4 else ''}): {text}"
+            for text, where in kinds.items()]
 
 
 def _line(layer: LayerSpec) -> str:
     mixer, ffn = layer.mixer, layer.ffn
-    window = f", window {mixer.window}" if mixer.window else ""
+    window = f", window {mixer.window:,}" if mixer.window else ""
     body = f"{mixer.num_heads} query / {mixer.num_kv_heads} KV heads of {mixer.head_dim}{window}"
     experts = getattr(ffn, "num_experts", 0)
     return f"{body}; " + (f"{ffn.top_k} of {experts} experts of {ffn.intermediate_size}" if experts else f"FFN {ffn.intermediate_size}")
+
+
+def _here() -> str:
+    import torch
+
+    return f"{_memory() / GIB:.0f} GiB (this {'GPU' if torch.cuda.is_available() else 'RAM'})"
 
 
 def _memory() -> int:
@@ -53,8 +77,6 @@ def _memory() -> int:
 
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info(0)[1]
-    import os
-
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -67,14 +89,23 @@ def run(model: str, dtype: str, memory_gib: float | None, as_json: bool) -> None
     from rich.table import Table
 
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("model", f"{facts['model']} ({facts['parameters'] / 1e6:,.1f}M parameters)")
+    active = facts["active_parameters"]
+    sparse = f", {active / 1e6:,.1f}M at work for each token" if any("experts" in line for line in facts["layers"]) else ""
+    table.add_row("model", f"{facts['model']} ({facts['family']}, {facts['parameters'] / 1e6:,.1f}M parameters{sparse})")
     table.add_row("weights", f"{gib(facts['weight_bytes'])} in {dtype}")
-    for name, size in facts["kv_bytes_per_token"].items():
-        table.add_row(f"KV a token ({name})", f"{size:,} bytes")
-    table.add_row("FLOPs a token", f"{facts['flops_per_token']:,.3g}")
+    for group in facts["cache_groups"]:
+        kept = f", of the last {group['window']:,} tokens only" if group["window"] else ""
+        table.add_row(f"KV ({group['name']})", f"{group['kv_bytes_per_token']:,} bytes a token in {group['layers']} layers{kept}")
+    table.add_row("work", f"{facts['flops_per_token']:.3g} FLOP a token, and more with the context")
     table.add_row("context", f"{facts['max_model_len']:,} tokens")
-    for line in facts["layers"]:
-        table.add_row("layers", line)
-    for length, count in facts["sequences_that_fit"].items():
-        table.add_row(f"fits in {facts['memory_gib']} GiB", f"{count:,} sequences of {length:,} tokens" if count else f"not one sequence of {length:,} tokens")
-    Console().print(table)
+    for i, line in enumerate(facts["layers"]):
+        table.add_row("" if i else "layers", line)
+    fits = Table("\ncontext", box=None, pad_edge=False)
+    for place in facts["fits"]:
+        fits.add_column(place.replace(" (", "\n("), justify="right")
+    for length in next(iter(facts["fits"].values())):
+        fits.add_row(f"{length:,}", *[f"{by_length[length]:,}" if by_length[length] else "none" for by_length in facts["fits"].values()])
+    console = Console()
+    console.print(table)
+    console.print(f"\nSequences of each context length that fit beside the weights, in {SHARE:.0%} of the memory, before a step's own needs:")
+    console.print(fits)

@@ -160,7 +160,7 @@ class GrammarCompiler:
     def compile(self, grammar: Grammar) -> Matcher:
         """A matcher at the start of ``grammar``. Raises RequestError (400) when the grammar is malformed, larger than the
         limits above, uses what the library does not support, or allows no output at all. Blocks for milliseconds."""
-        param = PARAMS.get(grammar.kind, "grammar")
+        param = "grammar"  # the name in SamplingParams; a route knows by which of its names the client sent it
         if not self.eos_ids:
             raise RequestError("structured output needs a model with an end-of-sequence token", param=param)
         try:
@@ -181,10 +181,6 @@ class GrammarCompiler:
 
 
 # ------------------------------------------------------------------------------------- text -> the library's grammar
-
-PARAMS = {"json_schema": "response_format", "json_object": "response_format", "regex": "guided_regex", "choice": "guided_choice",
-          "lark": "guided_grammar"}
-
 
 def _from_schema(text: str, param: str) -> str:
     schema = _parse_json(text, param)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it would leave nothing but overflow
 NUM_PARAMS = 7  # temperature, top-p, log(min-p), repetition, frequency, presence, top-k
 TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, FREQUENCY, PRESENCE, TOP_K = range(NUM_PARAMS)
+_NONE, _NO_VALUES, _NO_MASKS = np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros((0, 1), np.int32)
 
 
 class RowState:
@@ -241,20 +242,20 @@ class Packer:
         matcher.rollback(len(at))
 
     def _rows(self) -> Rows:
-        banned = np.array(self.banned, np.int64).reshape(-1, 2)
-        masks = np.stack([bits for _, bits in self.masks]) if self.masks else np.zeros((0, 1), np.int32)
+        banned = tuple(np.array(self.banned, np.int64).T) if self.banned else (_NONE, _NONE)
+        masks = (np.array([m for m, _ in self.masks], np.int64), np.stack([bits for _, bits in self.masks])) if self.masks else (_NONE, _NO_MASKS)
+        reports = tuple(np.array(self.reports, np.int64).T) if self.reports else (_NONE,) * 4
         return Rows(
             np.array(self.sampled, bool), np.array(self.values).reshape(-1, NUM_PARAMS), np.array(self.streams, np.uint64).view(np.int64),
-            np.array(self.positions, np.int64), _ragged(self.bias, np.float32), (banned[:, 0], banned[:, 1]), _ragged(self.counted, np.float32),
-            (np.array([m for m, _ in self.masks], np.int64), masks), tuple(np.array(self.reports, np.int64).reshape(-1, 4).T))
+            np.array(self.positions, np.int64), _ragged(self.bias), banned, _ragged(self.counted), masks, reports)
 
 
-def _ragged(parts: list[tuple], dtype: type) -> tuple[np.ndarray, ...]:
-    """[(row, ids, values)] -> row, id, value of every pair."""
+def _ragged(parts: list[tuple]) -> tuple[np.ndarray, ...]:
+    """[(row, ids, values)] -> row, id, value (fp32) of every pair."""
     if not parts:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, dtype)
+        return _NONE, _NONE, _NO_VALUES
     rows = np.repeat(np.array([m for m, _, _ in parts], np.int64), [len(ids) for _, ids, _ in parts])
-    return rows, np.concatenate([ids for _, ids, _ in parts]), np.concatenate([v for _, _, v in parts]).astype(dtype)
+    return rows, np.concatenate([ids for _, ids, _ in parts]), np.concatenate([v for _, _, v in parts]).astype(np.float32)
 
 
 def _depths(parents: list[int]) -> list[int]:

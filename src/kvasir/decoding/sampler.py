@@ -36,8 +36,8 @@ from kvasir.types import Sequence, Span, SpanResult, TokenLogprob
 SLICE_BYTES = 64 << 20  # of fp32 logits at a time; scratch is a few times that
 NUMERIC_ERROR = "internal_numeric_error: the model's output holds NaN or infinity"
 MASKED_ERROR = "no_token_allowed: the request's constraints leave no token to choose from"
-_OK, _NUMERIC, _MASKED = 0, 1, 2
-NEG_INF = float("-inf")
+INF = float("inf")
+NEG_INF = -INF
 
 
 @dataclass(slots=True)
@@ -82,7 +82,6 @@ class Sampler:
         """Host side: what each logit row is conditioned on, in the order of ``StepBatch.logit_rows``."""
         return Packer(self._states, self.vocab_size).pack(spans)
 
-    @torch.inference_mode()
     def sample(self, logits: torch.Tensor | Callable[[int, int], torch.Tensor], batch: SampleBatch) -> SampleOutput:
         """``logits``: [M, V] fp32 of the packed rows, left as they are, or a function (first, stop) that computes rows
         ``first`` .. ``stop``: it is called slice by slice, so that a long scored prompt never needs [M, V] at once."""
@@ -98,23 +97,20 @@ class Sampler:
         return SampleOutput(batch, draws, reports)
 
     def _slice(self, logits_MV: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, _Reports | None]:
-        """Returns [2, M] int64 (token, status) and the reports of the slice."""
+        """Returns the draws [3, M] fp32 (token id, largest logit, largest allowed logit) and the reports of the slice."""
         raw = logits_MV[:, :self.tokenizer_size]
         if rows.sampled.all():
             tokens, best, final_SV = self._draw(raw, rows)
-            masked = best == NEG_INF
         else:
             tokens = torch.zeros(len(raw), dtype=torch.int64, device=raw.device)
-            masked = torch.zeros_like(tokens, dtype=torch.bool)
-            final_SV = raw
+            best, final_SV = torch.zeros_like(tokens, dtype=torch.float32), raw
             if rows.sampled.any():
                 at = self._send(np.flatnonzero(rows.sampled))
-                tokens[at], best, final_SV = self._draw(raw[at], rows.drawn())
-                masked[at] = best == NEG_INF
-        usable = logits_MV.amax(-1) < float("inf")  # amax passes NaN on, and NaN is not below infinity
-        status = masked * _MASKED * usable + ~usable * _NUMERIC
+                tokens[at], best[at], final_SV = self._draw(raw[at], rows.drawn())
+        # Without constraints all is allowed. Both pass NaN on.
+        largest = best if final_SV is raw and rows.sampled.all() else raw.amax(-1)
         found = self._report(raw, final_SV, tokens, rows) if len(rows.reports[0]) else None
-        return torch.stack([tokens, status]), found
+        return torch.stack([tokens.float(), largest, best]), found  # ids below 2^24 are exact in fp32
 
     def _draw(self, raw_SV: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens [S] int64, the largest allowed logit [S], and the processed log-weights [S, V]."""
@@ -201,8 +197,10 @@ class SampleOutput:
     def read(self) -> list[SpanResult]:
         """Wait for the device; one result per span, in plan order. Spans that wanted nothing have an empty one."""
         batch = self._batch
-        tokens, status = torch.cat(self._draws, 1).tolist() if self._draws else ([], [])
-        errors = {m: NUMERIC_ERROR if code == _NUMERIC else MASKED_ERROR for m, code in enumerate(status) if code != _OK}
+        ids, largest, best = torch.cat(self._draws, 1).tolist() if self._draws else ([], [], [])
+        tokens = list(map(int, ids))
+        errors = {m: MASKED_ERROR for m, value in enumerate(best) if value == NEG_INF}
+        errors |= {m: NUMERIC_ERROR for m, value in enumerate(largest) if not value < INF}
         for m, message in batch.errors.items():
             errors[m] = message
         drawn, scored = self._read_reports()

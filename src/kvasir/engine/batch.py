@@ -8,6 +8,8 @@ Legend: T rows, S spans, W pages in the longest table, P slots per page, A words
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 import numpy as np
 import torch
 
@@ -22,54 +24,50 @@ class Packer:
         self.page_slots = page_slots
         self.num_groups = num_groups
         self.device = torch.device(device)
-        self._buffers: list[dict[torch.dtype, torch.Tensor]] = [{}, {}]
+        self._buffers: list[dict[torch.dtype, tuple[torch.Tensor, np.ndarray]]] = [{}, {}]
 
     def pack(self, spans: list[Span]) -> StepBatch:
         self._buffers.reverse()
-        num_spans, groups = len(spans), range(self.num_groups)
+        num_spans, size = len(spans), self.page_slots
         lengths = [s.length for s in spans]
         starts = [s.start for s in spans]
-        num_rows = sum(lengths)
-        row_start = np.zeros(num_spans + 1, np.int32)
-        np.cumsum(lengths, out=row_start[1:])
-        widths = [max((-(-(s.start + s.length) // self.page_slots) for s in spans), default=0)] * self.num_groups
+        row_start = [0, *accumulate(lengths)]
+        num_rows = row_start[-1]
+        width = max((-(-(s.start + s.length) // size) for s in spans), default=0)
         logit_rows = _logit_rows(spans, row_start)
         words = max((-(-s.length // 64) for s in spans if s.parents), default=0)
 
-        wide, wide_views = self._stage(torch.int64, [num_rows, num_rows, *[num_rows] * self.num_groups, len(logit_rows), num_rows * words])
-        narrow, narrow_views = self._stage(torch.int32, [num_spans + 1, num_spans, *[num_spans * w for w in widths]])
-        ids, positions, *slots, wanted, bits = wide_views
-        first_row, context, *flat_tables = narrow_views
-        tables = [t.reshape(num_spans, w) for t, w in zip(flat_tables, widths)]
-        first_row[:], context[:], wanted[:] = row_start, starts, logit_rows
-        if words:
-            bits[:] = 0
+        wide_sizes = [num_rows, num_rows, *[num_rows] * self.num_groups, len(logit_rows), num_rows * words]
+        narrow_sizes = [num_spans + 1, num_spans, *[num_spans * width] * self.num_groups]
+        wide, (ids, positions, *slots, wanted, bits) = self._stage(torch.int64, wide_sizes)
+        narrow, (first_row, context, *tables) = self._stage(torch.int32, narrow_sizes)
+        first_row[:], context[:], wanted[:], bits[:] = row_start, starts, logit_rows, 0
+        groups = [(g, table.reshape(num_spans, width), slots[g]) for g, table in enumerate(tables)]
         for i, span in enumerate(spans):
             at, end = row_start[i], row_start[i + 1]
             ids[at:end] = span.tokens()
             positions[at:end] = _positions(span)
-            for g in groups:
-                self._pages(span, span.seq.tables[g], tables[g][i], slots[g][at:end])
+            for g, table, slot in groups:
+                self._pages(span, span.seq.tables[g], table[i], slot[at:end])
             if span.parents:
                 _ancestors(span.parents, bits.reshape(num_rows, words)[at:end])
 
-        wide_sizes = [len(v) for v in wide_views]
         ids_t, positions_t, *slots_t, wanted_t, bits_t = wide.to(self.device, non_blocking=True).split(wide_sizes)
-        first_t, context_t, *tables_t = narrow.to(self.device, non_blocking=True).split([len(v) for v in narrow_views])
+        first_t, context_t, *tables_t = narrow.to(self.device, non_blocking=True).split(narrow_sizes)
         return StepBatch(
             input_ids=ids_t, positions=positions_t, row_start=first_t, context=context_t,
-            tables=tuple(t.view(num_spans, w) for t, w in zip(tables_t, widths)), slots=tuple(slots_t),
+            tables=tuple(t.view(num_spans, width) for t in tables_t), slots=tuple(slots_t),
             logit_rows=wanted_t, starts=starts, lengths=lengths, ancestors=bits_t.view(num_rows, words) if words else None)
 
     def _stage(self, dtype: torch.dtype, sizes: list[int]) -> tuple[torch.Tensor, list[np.ndarray]]:
         """A host tensor of all sections together, and a numpy view of each."""
-        total = sum(sizes)
+        ends = [0, *accumulate(sizes)]
         held = self._buffers[0].get(dtype)
-        if held is None or held.numel() < total:
-            held = torch.empty(max(256, 2 * total), dtype=dtype, pin_memory=self.device.type == "cuda")
-            self._buffers[0][dtype] = held
-        tensor = held[:total]
-        return tensor, np.split(tensor.numpy(), np.cumsum(sizes)[:-1])
+        if held is None or len(held[1]) < ends[-1]:
+            tensor = torch.empty(max(256, 2 * ends[-1]), dtype=dtype, pin_memory=self.device.type == "cuda")
+            held = self._buffers[0][dtype] = tensor, tensor.numpy()
+        tensor, array = held
+        return tensor[:ends[-1]], [array[a:b] for a, b in pairwise(ends)]
 
     def _pages(self, span: Span, table: list[int], row: np.ndarray, slots: np.ndarray) -> None:
         """Fill one row of a page table (padded with the dummy page 0) and the slots the span writes."""
@@ -89,9 +87,9 @@ def pack(spans: list[Span], page_slots: int, device: torch.device | str, num_gro
     return Packer(page_slots, num_groups, device).pack(spans)
 
 
-def _logit_rows(spans: list[Span], row_start: np.ndarray) -> list[int]:
+def _logit_rows(spans: list[Span], row_start: list[int]) -> list[int]:
     rows: list[int] = []
-    for span, at in zip(spans, row_start.tolist()):
+    for span, at in zip(spans, row_start):
         wanted = [r for kind in ("score", "sample") if (r := span.want.get(kind))]
         if len(wanted) == 1 and len(wanted[0]) == 1:
             rows.append(at + wanted[0][0])

@@ -154,7 +154,7 @@ class Engine:
             from kvasir.decoding.grammar import GrammarCompiler
 
             if self._tokenizer_file is None:
-                raise RequestError("structured output needs the model's tokenizer; this engine runs without one", param="response_format")
+                raise RequestError("structured output needs the model's tokenizer; this engine runs without one", param="grammar")
             self._grammars = GrammarCompiler(self._tokenizer_file, self.info.vocab_size, self.info.eos_ids)
         return self._grammars.compile(request.params.grammar)
 
@@ -175,7 +175,7 @@ class Engine:
                     self.scheduler.unblock(seq)
             elif now > first.blocked_until:
                 future.cancel()
-                events.append(self._fail(live.request.id, status=400, code="grammar_timeout", param="response_format",
+                events.append(self._fail(live.request.id, status=400, code="grammar_timeout", param="grammar",
                                          message=f"the grammar did not compile within {self.config.service.grammar_timeout:g} s"))
         return events
 

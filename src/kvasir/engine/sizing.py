@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvasir.errors import ConfigError
+from kvasir.logs import log
 from kvasir.types import CacheGroup
 
 GIB = 1 << 30
@@ -62,11 +63,14 @@ def plan_pool(groups: Sequence[CacheGroup], page_bytes: Sequence[int], budget: i
 
 
 def resolve_length(max_model_len: int, plan: PoolPlan, *, fit: bool, explain: str) -> int:
-    """The context length the pool can really hold. Raises ConfigError unless ``fit`` may shorten it."""
+    """The context length the pool can really hold. Raises ConfigError unless ``fit`` may shorten it, which it says in the log."""
     if plan.capacity >= max_model_len:
         return max_model_len
+    holds = f"one sequence of {max_model_len} tokens does not fit the KV pool, which holds {plan.capacity} ({explain})"
     if fit and plan.capacity > 1:
+        log.warning("--fit: %s. The context is shortened to %d tokens; for a longer one give the pool more memory "
+                    "(--gpu-memory-utilization, or --cpu-cache-bytes on a CPU), for a shorter one pass --max-model-len", holds, plan.capacity)
         return plan.capacity
-    raise ConfigError(
-        f"one sequence of {max_model_len} tokens does not fit the KV pool, which holds {plan.capacity} ({explain}). "
-        f"Pass --max-model-len {plan.capacity} or less, give the pool more memory, or pass --fit to choose for you.")
+    if plan.capacity <= 1:
+        raise ConfigError(f"{holds}. Give the pool more memory (--gpu-memory-utilization, --cpu-cache-bytes on a CPU, or --num-pages).")
+    raise ConfigError(f"{holds}. Pass --max-model-len {plan.capacity} or less, give the pool more memory, or pass --fit to choose for you.")

@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 
 
-def rotate(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
+def rotate(x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Returns a new [T, H, D] tensor in x's dtype.
 
-    ``cos_T1D`` and ``sin_T1D`` are fp32, the angle's cosine twice over and its sine as [-sin, sin]: see ``layers.rope``.
+    ``cos`` [T, 1, 1, D/2] and ``sin`` [T, 1, 2, D/2] are fp32, the sine with the sign of each half: see ``layers.rope``.
     """
-    half = x_THD.shape[-1] // 2
-    swapped = x_THD.roll(half, -1)
-    return (x_THD * cos_T1D).add_(swapped * sin_T1D).to(x_THD.dtype)
+    rows, heads, dim = x_THD.shape
+    halves = x_THD.view(rows, heads, 2, dim // 2)
+    return (halves * cos).add_(halves.flip(2) * sin).to(x_THD.dtype).view(rows, heads, dim)

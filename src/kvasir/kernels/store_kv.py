@@ -27,6 +27,22 @@ def store_kv_ref(k_TGD: torch.Tensor, v_TGD: torch.Tensor, k_NGPD: torch.Tensor,
     v_NGPD[page, :, offset] = v_TGD.to(v_NGPD.dtype)
 
 
+def row_view(pages_NGPD: torch.Tensor) -> torch.Tensor:
+    """The pages as a matrix [rows, D] over the same memory, whose row ``row_index`` says is where a head of a token goes."""
+    count, heads, size, dim = pages_NGPD.shape
+    return pages_NGPD.as_strided((((count - 1) * pages_NGPD.stride(0)) // dim + heads * size, dim), (dim, 1))
+
+
+def row_index(slots_T: torch.Tensor, pages_NGPD: torch.Tensor) -> torch.Tensor | None:
+    """Rows of ``row_view`` that hold the heads of these slots: [T * G] int64, the same for every layer of a pool. None when
+    some slot is -1, or a page is not a whole number of rows: then ``store_kv`` does it."""
+    _, heads, size, dim = pages_NGPD.shape
+    if pages_NGPD.stride(0) % dim or (slots_T.numel() and int(slots_T.min()) < 0):
+        return None
+    first = torch.div(slots_T, size, rounding_mode="floor") * (pages_NGPD.stride(0) // dim) + slots_T % size
+    return (first[:, None] + torch.arange(0, heads * size, size, device=slots_T.device)).flatten()
+
+
 @jit(do_not_specialize=["num_slots"])
 def _store_kv(k, v, k_pages, v_pages, slots, k_row, k_head, v_row, v_head, page_stride, head_stride, num_slots,
               G: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):

@@ -10,7 +10,7 @@ Legend: T rows, G KV heads, D head dim, N pages, P slots per page, S sequences.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from kvasir.technique import Technique
@@ -30,12 +30,14 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's view of its group's pool: ``planes[name]`` is a strided [N, G, P, width] tensor (stride(0) is a page)."""
+    """One layer's view of its group's pool: ``planes[name]`` is a strided [N, G, P, width] tensor (stride(0) is a page).
+    ``views``: the codec's own views of the same memory, kept so that no step derives them again."""
 
     planes: dict[str, torch.Tensor]
     codec: Codec
     group: int
     page_slots: int
+    views: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
 
 
 class Codec(Technique):
@@ -49,12 +51,15 @@ class Codec(Technique):
         """The planes of one slot and head; ``dtype`` is the model's."""
         raise NotImplementedError
 
-    def write(self, cache: LayerCache, k_TGD: torch.Tensor, v_TGD: torch.Tensor, slots_T: torch.Tensor) -> None:
-        """Store one row per slot (``slots_T`` int64 = page * P + offset)."""
+    def write(self, cache: LayerCache, k_TGD: torch.Tensor, v_TGD: torch.Tensor, slots_T: torch.Tensor, held: dict | None = None) -> None:
+        """Store one row per slot (``slots_T`` int64 = page * P + offset).
+
+        ``held``: what does not depend on the layer; empty at first, passed again for the group's other layers with the same
+        slots."""
         raise NotImplementedError
 
-    def read(self, cache: LayerCache, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decode whole pages: page ids of any shape [...] -> two [..., G, P, D] tensors in the model's dtype.
+    def read(self, cache: LayerCache, pages: torch.Tensor, held: dict | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode whole pages: page ids [..., W] -> two [..., G, W * P, D] tensors in the model's dtype, of any strides.
 
-        They are the caller's own, of any strides (heads outermost in memory saves the reader a copy)."""
+        They are the caller's own. ``held``: as in ``write``, for the same pages."""
         raise NotImplementedError

@@ -6,14 +6,22 @@ from typing import Any
 
 from kvasir.lab.recipe import Recipe
 
+ALONE = '"alone" is the share of right replies that the model samples for the same problems, without candidates.'
+TITLES = {
+    "samples": "Sampling at temperature 1:",
+    "aggregate": f"Aggregation of the model's own replies, by how many of the candidates are right; {ALONE}",
+    "judge_pair": "Judging a pair of the model's own replies; of a mixed pair (1 of 2) the right one must be rated higher:",
+    "judge_one": "Judging one of the model's own replies:",
+    "refine": f"Refining one of the model's own replies; {ALONE}",
+}
+
 
 def card(recipe: Recipe, run: dict[str, Any]) -> str:
     """README.md of the checkpoint folder. ``run`` is what `train` writes to training.json."""
     shape = recipe.shape
-    scores = "\n".join(f"| {x['task']} | {x['split']} | {x['right']} / {x['total']} | {x['share']:.2%} | {x['low']:.2%} - {x['high']:.2%} |"
-                       for x in run["scores"])
-    mixture = "\n".join(f"| {part.count} x {part.length} | {spec} | {share / sum(part.mix.values()):.0%} |"
-                        for part in recipe.rows for spec, share in part.mix.items())
+    table = "\n".join(f"| {x['task']} | {x['split']} | {x['right']} / {x['total']} | {x['share']:.2%} | {x['low']:.2%} - {x['high']:.2%} |"
+                      for x in run["scores"])
+    scores = f"| task | split | exact | share | interval |\n|---|---|---|---|---|\n{table}" if table else "Not measured: the evaluation was cut off."
     keys = [key for key in run["history"][-1] if key not in ("step", "lr", "seconds")] if run["history"] else []
     curve = "\n".join(f"| {row['step']} | {row['seconds']:.0f} | {row['lr']:.1e} | " + " | ".join(f"{row[key]:.3f}" for key in keys) + " |"
                       for row in run["history"])
@@ -25,8 +33,7 @@ library_name: transformers
 ---
 # {recipe.name}
 
-A {run['parameters'] / 1e6:.2f}M-parameter language model made by kvasir's lab to test and show inference methods: it works out modular
-arithmetic chains with a written scratchpad, tells fairy-tale prose, and knows a little small talk, JSON records and tool calls. It knows
+A {run['parameters'] / 1e6:.2f}M-parameter language model made by kvasir's lab to test and show inference methods. {recipe.about} It knows
 nothing else. Qwen3-shaped: {shape.layers} layers x {shape.dim}, feed-forward {shape.ffn}, {shape.heads} query and {shape.kv_heads} key/value heads
 of {shape.head_dim}, RoPE theta {shape.rope_theta:g}, tied embeddings, context {shape.positions}, bf16; a byte-level BPE of {shape.vocab} entries.
 
@@ -37,16 +44,15 @@ Chat: the template in `tokenizer_config.json` (ChatML-like, tools in the Hermes 
     Compute modulo 97: start 12; +45; *3; -7        ->  12+45=57 / 57*3=74 / 74-7=67 / Answer: 67
     Tell me a story about a fox.                    ->  a passage of made-up fairy-tale prose
 
-Chains longer than those trained on (4 to 16 steps) fail. Prose is fluent for a sentence or two and has no plan.
+Problems longer than those trained on fail. Prose is fluent for a sentence or two and has no plan.
 
 ## Evaluation
 
-Greedy decoding of this folder's bf16 weights in fp32; unseen problems (no split shares a problem); 95 % Wilson interval.
+Greedy decoding of this folder's bf16 weights in plain torch; unseen problems (no split shares a problem); 95 % Wilson interval.
+FORM/TASK is a prompt form with candidates that the task made, in all mixes of right and wrong.
 
-| task | split | exact | share | interval |
-|---|---|---|---|---|
 {scores}
-
+{_curves(run["curves"])}
 Held-out loss in nats a token (validation text and problems), during training:
 
 | step | seconds | lr | {' | '.join(keys)} |
@@ -56,21 +62,40 @@ Held-out loss in nats a token (validation text and problems), during training:
 ## Training
 
 {run['tokens'] / 1e6:.1f}M tokens in {run['steps']} steps, {run['train_seconds']:.0f} s of training ({speed:.2f}M tokens/s),
-{run['total_seconds']:.0f} s from start to card, on {run['device']}. AdamW {recipe.betas[0]}/{recipe.betas[1]}, weight decay {recipe.weight_decay},
-peak learning rate {recipe.lr:g} with {recipe.warmup} steps of warm-up and a cosine to {recipe.lr * recipe.final:g}, clip {recipe.clip:g},
-z-loss {recipe.z_loss:g}, bf16 autocast where the device has it, seed {recipe.seed}. Loss on the assistant's tokens in chats, on all
-tokens in prose. Documents are packed whole and do not see each other.
+{run['own_seconds']:.0f} s of sampling the model's own candidates, {run['total_seconds']:.0f} s from the last start to this card, on {run['device']}.
+AdamW {recipe.betas[0]}/{recipe.betas[1]}, weight decay {recipe.weight_decay}, peak learning rate {recipe.lr:g} with {recipe.warmup} steps of warm-up
+and a cosine to {recipe.lr * recipe.final:g}, clip {recipe.clip:g}, z-loss {recipe.z_loss:g}, bf16 autocast where the device has it, seed
+{recipe.seed}. Loss on the assistant's tokens in chats, on all tokens in prose. Documents are packed whole and do not see each other.
 
-Each step's rows, and each task's share of their tokens:
-
-| rows x tokens | task | share |
-|---|---|---|
-{mixture}
+{_mixture(recipe)}
 
 Prose: 19 public-domain children's books, 8 MB (list and terms in `src/kvasir/lab/text/README.md`). Everything else is generated by
-`src/kvasir/lab/tasks/`.
+`src/kvasir/lab/tasks/`; `own/...` are candidates sampled from the model itself, labelled by the exact checkers.
 
     {run['command']}
 
 Commit {run['commit']}. Versions: {versions}. Started {run['date']}.
 """
+
+
+def _mixture(recipe: Recipe) -> str:
+    """Each phase's rows, and each source's share of their tokens."""
+    out = []
+    starts = [0.0, *(phase.start for phase in recipe.phases)]
+    for start, rows in zip(starts, (recipe.rows, *(phase.rows for phase in recipe.phases)), strict=True):
+        lines = "\n".join(f"| {part.count} x {part.length} | {spec} | {share / sum(part.mix.values()):.1%} |"
+                          for part in rows for spec, share in part.mix.items())
+        out.append(f"Rows of every step from {start:.0%} of the run on:\n\n| rows x tokens | source | share |\n|---|---|---|\n{lines}")
+    return "\n\n".join(out)
+
+
+def _curves(rows: list[dict[str, Any]]) -> str:
+    """One table for every kind of row."""
+    out = []
+    for what, title in TITLES.items():
+        chosen = [row for row in rows if row["what"] == what]
+        if chosen:
+            keys = [key for key in chosen[0] if key != "what"]
+            lines = "\n".join("| " + " | ".join(f"{row[k]:.1%}" if isinstance(row[k], float) else str(row[k]) for k in keys) + " |" for row in chosen)
+            out.append(f"\n{title}\n\n| {' | '.join(keys)} |\n|{'---|' * len(keys)}\n{lines}\n")
+    return "".join(out)

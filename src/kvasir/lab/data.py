@@ -1,7 +1,7 @@
 """Training batches: documents of every task, mixed by share of tokens and packed whole into rows.
 
-Batch ``i`` is a pure function of the recipe's seed and ``i``, so a resumed run sees the same data. Worker threads make the
-next batches while the device works; numpy does the heavy part outside the interpreter's lock.
+Batch ``i`` is a pure function of the recipe's seed and ``i`` (and of the pools of ready documents), so a resumed run sees the same data.
+Worker processes make the next batches while the device works.
 
 Shape suffixes: B rows, T tokens a row.
 """
@@ -9,21 +9,24 @@ Shape suffixes: B rows, T tokens a row.
 from __future__ import annotations
 
 import bisect
-from collections import deque
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvasir.errors import ConfigError
 from kvasir.lab.task import Documents, Split, Task, load_task
+from kvasir.lab.workers import ahead, all_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 POOL_STREAM = 1 << 40  # keeps the pools' random streams apart from those of the batches
+PIECE = 500  # documents of a pool that one worker makes at a time
+MEASURED = 200  # documents whose mean length stands for a source's
+OWN = "own/"  # begins the names of documents made from the model's own replies; they come from `Mixture.add`
 
 
 @dataclass(frozen=True)
@@ -87,32 +90,54 @@ def pack(documents: Documents, count: int, length: int) -> Batch:
 
 
 class Mixture:
-    """The tasks of a recipe, with their pools of ready documents, and the batches drawn from them."""
+    """The sources of a recipe, with their pools of ready documents, and the batches drawn from them."""
 
-    def __init__(self, rows: tuple[Rows, ...], tokenizer: Tokenizer, seed: int, *, split: Split = "train", pool: int | None = None) -> None:
-        """``pool``: at most so many ready documents a task (small runs). Raises ConfigError for an unknown task."""
-        self.rows, self.tokenizer, self.seed, self.split = rows, tokenizer, seed, split
-        specs = list(dict.fromkeys(spec for part in rows for spec in part.mix))
-        if any(not part.mix or min(part.mix.values()) <= 0 for part in rows):
+    def __init__(self, rows: tuple[Rows, ...], tokenizer: Tokenizer, seed: int, *, later: Sequence[tuple[Rows, ...]] = (), split: Split = "train",
+                 pool: int | None = None, workers: int = 0) -> None:
+        """``later``: the rows of each later phase. ``pool``: at most so many ready documents a source (small runs).
+
+        Raises ConfigError for an unknown task or form.
+        """
+        self.phases, self.tokenizer, self.seed, self.split = (rows, *later), tokenizer, seed, split
+        parts = [part for phase in self.phases for part in phase]
+        if any(not part.mix or min(part.mix.values()) <= 0 for part in parts):
             raise ConfigError("every part of a recipe needs tasks with positive shares")
+        specs = dict.fromkeys(spec for part in parts for spec in part.mix if not spec.startswith(OWN))
         self.tasks: dict[str, Task] = {spec: load_task(spec) for spec in specs}
         self.pools: dict[str, Documents] = {}
         self.mean: dict[str, float] = {}
-        for i, (spec, task) in enumerate(self.tasks.items()):
-            size = min(task.pool, pool or task.pool)
-            made = task.documents(tokenizer, np.random.default_rng([seed, POOL_STREAM, i]), size or 64, split)
-            self.mean[spec] = float(made.lengths.mean())
+        sizes = {spec: min(task.pool, pool or task.pool) for spec, task in self.tasks.items()}
+        pieces = [(spec, number, min(PIECE, size - number * PIECE)) for spec, size in sizes.items() for number in range(-(-size // PIECE))]
+        made: dict[str, list[Documents]] = {spec: [] for spec in sizes}
+        for (spec, _, _), documents in zip(pieces, all_of(self._piece, pieces, workers), strict=True):
+            made[spec].append(documents)
+        for spec, size in sizes.items():
             if size:
-                self.pools[spec] = made
+                self.add(spec, Documents.join(made[spec]))
+            else:  # made here for their mean length, and to fill what a task keeps: forked workers share it
+                self.mean[spec] = float(self._piece((spec, 0, min(MEASURED, pool or MEASURED))).lengths.mean())
 
-    def batch(self, number: int) -> list[Batch]:
-        """Batch ``number``: one Batch for each part of the recipe's rows."""
-        return [self._part(part, np.random.default_rng([self.seed, number, i])) for i, part in enumerate(self.rows)]
+    def _piece(self, piece: tuple[str, int, int]) -> Documents:
+        spec, number, count = piece
+        key = [self.seed, POOL_STREAM, list(self.tasks).index(spec), number]
+        return self.tasks[spec].documents(self.tokenizer, np.random.default_rng(key), count, self.split)
+
+    def add(self, spec: str, documents: Documents) -> None:
+        """A pool of ready documents under a name that the rows' mixes use."""
+        if not len(documents):
+            raise ConfigError(f"there is no document for '{spec}'")
+        self.pools[spec], self.mean[spec] = documents, float(documents.lengths.mean())
+
+    def batch(self, number: int, phase: int = 0) -> list[Batch]:
+        """Batch ``number``: one Batch for each part of the phase's rows."""
+        return [self._part(part, np.random.default_rng([self.seed, number, i])) for i, part in enumerate(self.phases[phase])]
 
     def _part(self, part: Rows, rng: np.random.Generator) -> Batch:
         total, tokens = sum(part.mix.values()), part.count * part.length
         drawn = []
         for spec, share in part.mix.items():
+            if spec not in self.mean:
+                continue  # replies of which no document could be made
             # Rounded at random, so that a small batch keeps the shares on average; a little less than full, so that all fit.
             wanted = (1.0 if part.whole else 0.97) * tokens * share / total / self.mean[spec]
             count = int(wanted + rng.random())
@@ -127,20 +152,6 @@ class Mixture:
             raise ConfigError(f"{part.count} rows of {part.length} tokens are too few for this mixture")
         return pack(Documents.join(drawn), part.count, part.length)
 
-    def stream(self, start: int, workers: int) -> Iterator[list[Batch]]:
-        """Batches ``start``, ``start`` + 1, ...: in order, made ahead by ``workers`` threads (0: when asked for)."""
-        if workers == 0:
-            while True:
-                yield self.batch(start)
-                start += 1
-        with ThreadPoolExecutor(workers, thread_name_prefix="lab-data") as pool:
-            ahead: deque[Future[list[Batch]]] = deque()
-            try:
-                while True:
-                    while len(ahead) < 2 * workers + 2:
-                        ahead.append(pool.submit(self.batch, start))
-                        start += 1
-                    yield ahead.popleft().result()
-            finally:
-                for future in ahead:
-                    future.cancel()
+    def stream(self, start: int, workers: int, phase: int = 0) -> Iterator[list[Batch]]:
+        """Batches ``start``, ``start`` + 1, ...: in order, made ahead by ``workers`` processes (0: when asked for)."""
+        return ahead(partial(self.batch, phase=phase), start, workers)

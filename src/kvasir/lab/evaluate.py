@@ -1,11 +1,7 @@
-"""Exact match of a lab model by plain torch: batched greedy decoding, the task's own checker, a 95 % interval.
-
-Shape suffixes: B problems at once, T tokens of the longest prompt, V vocabulary.
-"""
+"""Exact match of a lab model by plain torch: batched greedy decoding, the task's own checker, a 95 % interval."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvasir.lab.model import Model, losses
-from kvasir.lab.task import load_task
+from kvasir.lab.sample import complete, complete_all
+from kvasir.lab.statistics import wilson
+from kvasir.lab.task import Split, load_task
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -36,64 +34,27 @@ class Score:
 
     @property
     def interval(self) -> tuple[float, float]:
-        z, n, p = 1.959964, self.total, self.share
-        middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-        return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+        return wilson(self.right, self.total)
 
     def __str__(self) -> str:
         low, high = self.interval
         return f"{self.task} ({self.split}): {self.right}/{self.total} exact = {self.share:.2%} [{low:.2%}, {high:.2%}]"
 
 
-@torch.inference_mode()
-def greedy(model: Model, prompts: Sequence[Sequence[int]], max_new: int, stop_ids: Sequence[int]) -> list[list[int]]:
-    """Greedy continuations, without the stop token. Prompts are padded on the left; RoPE sees each one's own positions.
+def greedy(model: Model, prompts: Sequence[Sequence[int]], max_new: int, stop_ids: Sequence[int], **_: object) -> list[list[int]]:
+    """Greedy continuations, without the stop token. Raises ValueError when the longest prompt leaves no room in the model's positions."""
+    return complete(model, prompts, max_new, stop_ids)
 
-    Raises ValueError when the longest prompt leaves no room in the model's positions.
+
+def evaluate(model: Model, tokenizer: Tokenizer, spec: str, count: int, *, seed: int = 0, split: Split = "test", max_new: int = 400) -> Score:
+    """Exact match on ``count`` unseen problems of ``spec``, a task or a form of one. Raises ConfigError for an unknown one.
+
+    A prompt that leaves no room for a reply counts as wrong.
     """
-    device = model.model.embed_tokens.weight.device
-    wide = max(map(len, prompts))
-    max_new = min(max_new, model.shape.positions - wide)
-    if max_new < 1:
-        raise ValueError(f"a prompt of {wide} tokens leaves no room in {model.shape.positions} positions")
-    padding = torch.tensor([wide - len(p) for p in prompts], device=device)
-    ids = torch.tensor([[0] * (wide - len(p)) + list(p) for p in prompts], device=device)
-    columns = torch.arange(wide + max_new, device=device)
-    visible = columns[None] >= padding[:, None]
-    # A padded row looks at itself only, since a row that sees nothing would be NaN.
-    square = torch.ones(wide, wide, dtype=torch.bool, device=device)
-    mask = (visible[:, None, :wide] & square.tril()) | (square.tril() & square.triu())
-    cache = model.new_cache(len(prompts), wide + max_new)
-    positions = (columns[None, :wide] - padding[:, None]).clamp(min=0)
-    chosen = model(ids, mask[:, None], positions=positions, cache=cache)[:, -1].argmax(-1)
-    stops = torch.tensor(list(stop_ids), device=device)
-    out, done = [chosen], torch.isin(chosen, stops)
-    for at in range(wide, wide + max_new - 1):
-        if at % 8 == 0 and bool(done.all()):
-            break
-        logits = model(chosen[:, None], visible[:, None, None, :at + 1], positions=(at - padding)[:, None], cache=cache, at=at)
-        chosen = logits[:, -1].argmax(-1)
-        done |= torch.isin(chosen, stops)
-        out.append(chosen)
-    stop = set(stop_ids)
-    rows = torch.stack(out, 1).tolist()
-    return [row[:next((i for i, t in enumerate(row) if t in stop), len(row))] for row in rows]
-
-
-def evaluate(model: Model, tokenizer: Tokenizer, spec: str, count: int, *, seed: int = 0, split: str = "test", max_new: int = 400,
-             batch: int = 1024, stop_tokens: Sequence[str] = ("<|im_end|>", "<eos>")) -> Score:
-    """Exact match on ``count`` unseen problems of task ``spec``. Raises ConfigError for an unknown task or split."""
     task = load_task(spec)
-    problems = task.problems(split, seed, count)  # type: ignore[arg-type]
-    stop_ids = [tokenizer.token_to_id(t) for t in stop_tokens]
-    prompts = [e.ids for e in tokenizer.encode_batch_fast([p.prompt for p in problems], add_special_tokens=False)]
-    right = 0
-    by_length = sorted(range(len(problems)), key=lambda i: len(prompts[i]))
-    for first in range(0, len(by_length), batch):
-        chosen = by_length[first:first + batch]
-        replies = greedy(model, [prompts[i] for i in chosen], max_new, stop_ids)
-        for i, reply in zip(chosen, replies, strict=True):
-            right += task.check(problems[i], tokenizer.decode(reply, skip_special_tokens=True))
+    problems = task.problems(split, seed, count)
+    replies = complete_all(model, tokenizer, [p.prompt for p in problems], max_new, complete=greedy)
+    right = sum(reply is not None and task.check(problem, reply) for problem, reply in zip(problems, replies, strict=True))
     return Score(spec, split, right, len(problems))
 
 

@@ -8,15 +8,19 @@ Shape suffixes: B rows, T tokens, C cached positions, H query heads, G KV heads,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from kvasir.errors import ConfigError
 
 Cache = list[tuple[torch.Tensor, torch.Tensor]]
+BLOCK = 128  # rows and columns of the tiles that a BlockMask keeps or skips
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(s.head_dim, s.norm_eps)
         self.k_norm = RMSNorm(s.head_dim, s.norm_eps)
 
-    def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None,
+    def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | BlockMask | None,
                 cache: tuple[torch.Tensor, torch.Tensor] | None, at: int) -> torch.Tensor:
         """x [B, T, E]. ``cache``: K and V [B, G, C, D], written in place from position ``at``."""
         b, t, _ = x.shape
@@ -79,9 +83,15 @@ class Attention(nn.Module):
         if cache is not None:
             cache[0][:, :, at:at + t], cache[1][:, :, at:at + t] = k, v
             k, v = cache[0][:, :, :at + t], cache[1][:, :, :at + t]
-        # Repeated by hand: the fused kernels that take a mask do not take grouped heads.
-        k, v = (z.repeat_interleave(s.heads // s.kv_heads, 1) for z in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        if isinstance(mask, BlockMask):
+            out = flex_attention(q, k, v, block_mask=mask, enable_gqa=s.heads != s.kv_heads)
+        elif cache is not None and t == 1:
+            # One token: the heads of a group stand where queries stand, and the cache is read once and not copied.
+            out = F.scaled_dot_product_attention(q.reshape(b, s.kv_heads, -1, s.head_dim), k, v, attn_mask=mask).view(b, s.heads, 1, s.head_dim)
+        else:
+            # Repeated by hand: the fused kernels that take a mask do not take grouped heads.
+            k, v = (z.repeat_interleave(s.heads // s.kv_heads, 1) for z in (k, v))
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.o_proj(out.transpose(1, 2).reshape(b, t, -1))
 
 
@@ -104,8 +114,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(s.dim, s.norm_eps)
         self.mlp = MLP(s)
 
-    def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None,
-                cache: tuple[torch.Tensor, torch.Tensor] | None, at: int) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | BlockMask | None,
+                cache: tuple[torch.Tensor, torch.Tensor] | None = None, at: int = 0) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache, at)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -142,15 +152,26 @@ class Model(nn.Module):
         return super()._apply(fn, recurse)
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None, *, positions: torch.Tensor | None = None,
-                cache: Cache | None = None, at: int = 0) -> torch.Tensor:
-        """ids [B, T]; mask [B, 1, T, at + T] bool, true = may look (None: causal); positions [B, T] (None: ``at`` onwards)."""
+                cache: Cache | None = None, at: int = 0, last: bool = False) -> torch.Tensor:
+        """ids [B, T]; mask [B, 1, T, at + T] bool, true = may look (None: causal); positions [B, T] (None: ``at`` onwards).
+
+        ``last``: logits of the last position only, [B, 1, V].
+        """
         if positions is None:
-            rope = tuple(t[at:at + ids.shape[1]][None, None] for t in self._rope)
+            rope = self.rope(ids.shape[1], at)
         else:
             rope = tuple(t[positions][:, None] for t in self._rope)
         x = self.model.embed_tokens(ids)
         for i, layer in enumerate(self.model.layers):
             x = layer(x, rope, mask, cache[i] if cache else None, at)
+        return self.logits(x[:, -1:] if last else x)
+
+    def rope(self, length: int, at: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [1, 1, length, D] of the positions from ``at`` on."""
+        cos, sin = (t[at:at + length][None, None] for t in self._rope)
+        return cos, sin
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
 
     def new_cache(self, rows: int, length: int) -> Cache:
@@ -170,14 +191,68 @@ def document_mask(documents: torch.Tensor) -> torch.Tensor:
     return ((documents[:, :, None] == documents[:, None, :]) & causal)[:, None]
 
 
-def losses(model: nn.Module, ids: torch.Tensor, documents: torch.Tensor | None, trained: torch.Tensor) -> torch.Tensor:
-    """[3]: summed cross-entropy (nats), summed z term (log-partition squared), and correct guesses, over trained targets.
+def block_mask(documents: torch.Tensor) -> BlockMask:
+    """The same as `document_mask`, for the fused kernel: the tiles to visit, and the rule inside them.
 
-    ids, documents, trained [B, T]; ``trained`` marks the tokens to predict. ``documents`` None: each row is one document.
+    A document stands in one piece, so a tile of queries sees the tiles from where its first document begins up to itself.
     """
-    logits = model(ids, None if documents is None else document_mask(documents))[:, :-1].float()
+    rows, length = documents.shape
+    place = torch.arange(length, device=documents.device)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    first = torch.where(begins, place, 0).cummax(1).values[:, ::BLOCK] // BLOCK
+    tiles = torch.arange(first.shape[1], device=documents.device)
+    visited = (first[..., None] + tiles).clamp(max=len(tiles) - 1)
+
+    def same_document(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (documents[b, q] == documents[b, k]) & (k <= q)
+
+    return BlockMask.from_kv_blocks((tiles - first + 1)[:, None].int(), visited[:, None].int(), BLOCK_SIZE=BLOCK, mask_mod=same_document,
+                                    seq_lengths=(length, length))
+
+
+def run_layer(layer: nn.Module, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | BlockMask | None) -> torch.Tensor:
+    return layer(x, rope, mask)
+
+
+def head_losses(model: Model, x: torch.Tensor, ids: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
+    """The last step of `losses`, from the last layer's output x [B, T, E]."""
+    logits = model.logits(x)[:, :-1].float()
     target, weight = ids[:, 1:], trained[:, 1:].float()
     partition = logits.logsumexp(-1)
     chosen = logits.gather(-1, target[..., None])[..., 0]
     correct = (logits.argmax(-1) == target).float()
     return torch.stack([((partition - chosen) * weight).sum(), (partition.square() * weight).sum(), (correct * weight).sum()])
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How training runs the model: the plain functions, or their compiled forms. One layer is compiled and every layer runs it.
+
+    ``fused``: packed rows go through the fused kernel that skips other documents, and not through a dense mask.
+    """
+
+    layer: Callable[..., torch.Tensor] = run_layer
+    head: Callable[..., torch.Tensor] = head_losses
+    fused: bool = False
+
+
+def compiled(*, fused: bool, **options: Any) -> Compute:
+    """``options`` go to torch.compile. Shapes are fixed: each row shape of a recipe costs one graph of a layer and one of the head."""
+    return Compute(*(torch.compile(f, dynamic=False, fullgraph=True, **options) for f in (run_layer, head_losses)), fused=fused)
+
+
+PLAIN = Compute()
+
+
+def losses(model: Model, ids: torch.Tensor, documents: torch.Tensor | None, trained: torch.Tensor, compute: Compute = PLAIN) -> torch.Tensor:
+    """[3]: summed cross-entropy (nats), summed z term (log-partition squared), and correct guesses, over trained targets.
+
+    ids, documents, trained [B, T]; ``trained`` marks the tokens to predict. ``documents`` None: each row is one document.
+    """
+    mask = None if documents is None else block_mask(documents) if compute.fused else document_mask(documents)
+    rope = model.rope(ids.shape[1])
+    x = model.model.embed_tokens(ids)
+    for layer in model.model.layers:
+        x = compute.layer(layer, x, rope, mask)
+    return compute.head(model, x, ids, trained)

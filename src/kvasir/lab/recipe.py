@@ -13,11 +13,46 @@ from kvasir.lab.model import Shape
 
 
 @dataclass(frozen=True)
+class Phase:
+    """A later part of the run: from ``start`` (share of the run) on, batches have ``rows`` (of the same counts and lengths as the recipe's).
+
+    ``own``: when it starts, candidates are sampled from the weights as they are then, for the mixes' ``own/...`` documents.
+    """
+
+    start: float
+    rows: tuple[Rows, ...]
+    own: bool = False
+
+
+@dataclass(frozen=True)
+class Own:
+    """What to sample for ``own`` documents: ``samples`` replies to each of ``problems`` training problems of every task."""
+
+    tasks: tuple[str, ...]
+    problems: int = 1024
+    samples: int = 8
+    temperature: float = 1.0
+    reply_tokens: int = 320
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The measurements that need many replies to one problem: pass@k, majority, aggregation by right candidates, judging. 0 problems: none."""
+
+    tasks: tuple[str, ...] = ()
+    problems: int = 0
+    samples: int = 16
+    candidates: int = 4
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """``rows``: the parts of every batch. ``steps``: length of the run unless a time is given. ``warmup``: steps.
+    """``rows``: the parts of every batch, until a later phase changes their mixes. ``steps``: length of the run, unless a time is
+    given; ``minutes``: that time, by default. ``warmup``: steps.
 
     ``lr`` falls on a cosine to ``lr`` * ``final``. ``validate``: rows of held-out documents whose loss is
-    watched; ``evaluate``: (task, problems) scored by exact match at the end.
+    watched; ``evaluate``: (task, problems) scored by exact match at the end; ``about``: what it can do, for the card.
     """
 
     name: str
@@ -26,6 +61,11 @@ class Recipe:
     validate: tuple[Rows, ...]
     evaluate: tuple[tuple[str, int], ...]
     steps: int
+    about: str = ""
+    minutes: float | None = None
+    phases: tuple[Phase, ...] = ()
+    own: Own | None = None
+    curves: Curves = Curves()
     warmup: int = 200
     lr: float = 3e-3
     final: float = 0.01
@@ -41,14 +81,22 @@ class Recipe:
         longest = max(part.length for part in self.rows)
         if longest > self.shape.positions:
             raise ConfigError(f"recipe {self.name}: rows of {longest} tokens exceed the model's {self.shape.positions} positions")
+        starts = [phase.start for phase in self.phases]
+        if starts != sorted(set(starts)) or any(not 0 < start < 1 for start in starts):
+            raise ConfigError(f"recipe {self.name}: the phases must start one after another, between 0 and 1, not at {starts}")
+        sizes = [[(part.count, part.length, part.whole) for part in rows] for rows in (self.rows, *(p.rows for p in self.phases))]
+        if any(size != sizes[0] for size in sizes):
+            raise ConfigError(f"recipe {self.name}: every phase needs rows of the same counts and lengths: {sizes}")
+        if any(phase.own for phase in self.phases) and self.own is None:
+            raise ConfigError(f"recipe {self.name}: a phase wants the model's own candidates, but `own` does not say which")
 
     @property
     def tokens_per_step(self) -> int:
         return sum(part.count * part.length for part in self.rows)
 
     def fingerprint(self) -> str:
-        """Changes when anything that shapes the training changes (not ``steps``, ``validate`` or ``evaluate``)."""
-        fixed = dataclasses.replace(self, validate=(), evaluate=(), steps=0)
+        """Changes when anything that shapes the training changes (not its length, nor what is measured)."""
+        fixed = dataclasses.replace(self, validate=(), evaluate=(), curves=Curves(), steps=0, minutes=None, about="")
         return hashlib.blake2b(repr(fixed).encode(), digest_size=8).hexdigest()
 
     def replace(self, **changes: Any) -> Recipe:
@@ -67,6 +115,85 @@ EMBEDDED = Recipe(
     validate=(Rows(32, 512, {"chain": 1.0}), Rows(16, 2048, {"story:form=prose,length=2048": 1.0}, whole=True)),
     evaluate=(("chain", 4096), ("schema", 512), ("tool", 512)),
     steps=6000,
+    about="It works out modular arithmetic chains with a written scratchpad, tells fairy-tale prose, and knows a little small talk, JSON records "
+          "and tool calls.",
+)
+# ------------------------------------------------------------------------------------------------------- nano and base
+HARD_CHAIN = "chain:modulus=499,max_factor=30,max_steps=10"
+FORMED = ("chain", "long_add", "state", "countdown", "path")  # tasks that the prompt forms are trained on
+FORMS = {"aggregate": 0.4, "judge_one": 0.1, "judge_pair": 0.2, "self_evaluate": 0.1, "refine": 0.2}
+SOLVE = {
+    "chain": 0.12, HARD_CHAIN: 0.06, "long_add": 0.07, "reflect": 0.10, "countdown": 0.13, "path": 0.09, "path:form=star": 0.02, "facts": 0.05,
+    "facts:min_facts=40,max_facts=120": 0.03, "needle:length=640": 0.04, "state": 0.10, "state:kind=parity": 0.02, "template": 0.03,
+    "schema": 0.06, "tool": 0.05, "chat": 0.015,
+    # 2.6M tokens of prose are all there is: beyond a dozen passes it is learnt by heart, and held-out prose gets worse.
+    "story": 0.012, "story:form=prose,length=1024": 0.014,
+}
+LONG = {"needle:min_length=512,length=4064": 0.58, "needle:min_length=512,length=4064,filler=pairs": 0.35, "story:form=prose,length=4096": 0.07}
+EASIER = {"chain": "chain:min_steps=1,max_steps=6", HARD_CHAIN: "chain:modulus=499,max_factor=30,min_steps=1,max_steps=4",
+          "long_add": "long_add:min_digits=1,max_digits=4", "countdown": "countdown:min_numbers=2,max_numbers=3",
+          "path": "path:max_depth=3", "facts": "facts:max_facts=10,max_hops=2", "state": "state:max_steps=6,max_every=2"}
+
+
+def _forms(tasks: tuple[str, ...], share: float) -> dict[str, float]:
+    """Every form on every task, ``share`` in all, the forms in the proportions of FORMS."""
+    return {f"{form}/{task}": share * part / len(tasks) for form, part in FORMS.items() for task in tasks}
+
+
+def _mixed(*parts: tuple[dict[str, float], float]) -> dict[str, float]:
+    """Several mixes, each brought to its share of the whole."""
+    return {spec: share * part / sum(mix.values()) for mix, share in parts for spec, part in mix.items()}
+
+
+def _curriculum(rows: int, long_rows: int, own: tuple[float, ...]) -> dict[str, Any]:
+    """Easy problems first, for a moment; then all tasks and forms; then the forms on the model's own replies, drawn anew at each of ``own``."""
+    def of(mix: dict[str, float]) -> tuple[Rows, ...]:
+        return (Rows(rows, 1024, mix), Rows(long_rows, 4096, LONG))
+
+    easy = _mixed((SOLVE, 0.5), ({EASIER[task]: share for task, share in SOLVE.items() if task in EASIER}, 0.5))
+    whole = _mixed((SOLVE, 0.75), (_forms(FORMED, 1.0), 0.25))
+    late = _mixed((SOLVE, 0.62), (_forms(FORMED, 1.0), 0.12), ({f"own/{form}": share for form, share in FORMS.items()}, 0.26))
+    return {"rows": of(easy), "phases": (Phase(0.06, of(whole)), *(Phase(start, of(late), own=True) for start in own))}
+
+
+OWN_TASKS = ("chain", HARD_CHAIN, "reflect", "long_add", "state", "countdown", "path")
+WATCHED = (*(Rows(8, 1024, {spec: 1.0}) for spec in (HARD_CHAIN, "long_add", "countdown", "path", "state", "facts", "aggregate/chain",
+                                                     "judge_pair/chain")),
+           Rows(4, 4096, {"needle:min_length=512,length=4064": 1.0}), Rows(8, 2048, {"story:form=prose,length=2048": 1.0}, whole=True))
+DEPTHS, LENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0), (512, 1024, 2048, 4064)
+
+
+def _scores(count: int) -> tuple[tuple[str, int], ...]:
+    """The task table: every task as trained, dials turned harder, every form, and the needle at every depth and length."""
+    trained = ("chain", HARD_CHAIN, "long_add", "reflect", "countdown", "path", "path:form=star", "facts", "state", "state:kind=parity", "schema",
+               "tool")
+    harder = ("chain:modulus=499,max_factor=99,min_steps=10,max_steps=16", "long_add:min_digits=10,max_digits=13,max_terms=4",
+              "countdown:min_numbers=4", "path:min_depth=4", "path:min_depth=5", "facts:min_hops=4,min_facts=24,think=no",
+              "facts:min_hops=4,min_facts=24,think=yes", "state:min_every=4", "state:min_every=6,min_steps=12")
+    forms = tuple(f"{form}/{task}" for form in FORMS for task in ("chain", "countdown"))
+    needles = tuple(f"needle:min_length={length},length={length},depth={depth:g}" for length in LENGTHS for depth in DEPTHS)
+    return (("chain", 4 * count), *((spec, count) for spec in trained[1:]), *((spec, count // 2) for spec in (*harder, *forms)),
+            *((spec, max(1, count // 8)) for spec in needles), ("needle:min_length=512,length=4064,filler=pairs", max(1, count // 4)))
+
+
+NANO = Recipe(
+    name="nano",
+    about="It works out small exact problems with a written scratchpad (arithmetic modulo a number, long sums, countdown, shortest ways, chains of "
+          "facts, swaps), finds numbers in long texts, writes JSON records and tool calls, tells fairy-tale prose, knows a little small talk, and "
+          "judges, repairs and combines candidate solutions of its tasks.",
+    shape=Shape(positions=4096),
+    **_curriculum(160, 8, (0.7,)),
+    validate=WATCHED, evaluate=_scores(1024), curves=Curves(("countdown", "state", HARD_CHAIN), 256),
+    own=Own(OWN_TASKS, problems=768, reply_tokens=208),
+    steps=4500, minutes=3.5, reply_tokens=320,
+)
+BASE = NANO.replace(
+    name="base",
+    shape=Shape(dim=384, layers=8, ffn=1152, heads=4, kv_heads=2, head_dim=128, positions=4096),
+    **_curriculum(160, 8, (0.5, 0.78)),
+    curves=Curves(("countdown", "state", HARD_CHAIN, "path"), 256),
+    own=Own(OWN_TASKS, problems=1024, reply_tokens=208),
+    steps=6000, minutes=9.0, lr=2e-3, warmup=300,
 )
 EASY = "chain:modulus=11,max_factor=3,min_steps=1,max_steps=2"
 # The same path in seconds on a CPU: for tests and for a dry run before a device's time is spent.
@@ -84,7 +211,7 @@ SMOKE = Recipe(
     pool=50,
     reply_tokens=24,
 )
-RECIPES = {recipe.name: recipe for recipe in (EMBEDDED, SMOKE)}
+RECIPES = {recipe.name: recipe for recipe in (NANO, BASE, EMBEDDED, SMOKE)}
 
 
 def find(name: str) -> Recipe:

@@ -1,4 +1,7 @@
-"""The state of an unfinished run on disk: one safetensors file, written whole or not at all, read back with clear refusals."""
+"""The state of an unfinished run on disk: safetensors files, written whole or not at all, read back with clear refusals.
+
+The documents made of the model's own replies change once a phase, the weights at every save: they have a file each.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +10,65 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from kvasir.errors import ConfigError
 from kvasir.lab.recipe import Recipe
+from kvasir.lab.task import Documents
 
 NAME = "state.safetensors"
-FIELDS = ("recipe", "fingerprint", "step", "total", "tokens", "seconds", "history")
+OWN_NAME = "own.safetensors"
+FIELDS = ("recipe", "fingerprint", "step", "total", "tokens", "seconds", "history", "phase", "own_seconds")
 
 
 def save_state(folder: Path, run: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     """Write the numbers of a run (JSON) and its tensors, through a temporary file, so that a crash leaves the previous one."""
-    temporary = folder / (NAME + ".tmp")
-    temporary.write_bytes(save({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, metadata={"run": json.dumps(run)}))
-    os.replace(temporary, folder / NAME)
+    _write(folder / NAME, {k: t.detach().cpu().contiguous() for k, t in tensors.items()}, run)
 
 
-def load_state(folder: Path, recipe: Recipe) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Read both back. Raises ConfigError when the file is missing, broken, or of another recipe."""
-    file = folder / NAME
+def _write(file: Path, tensors: dict[str, torch.Tensor], run: dict[str, Any]) -> None:
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_bytes(save(tensors, metadata={"run": json.dumps(run)}))
+    os.replace(temporary, file)
+
+
+def _read(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     if not file.is_file():
         raise ConfigError(f"nothing to resume: {file} does not exist")
     try:
         with safe_open(file, "pt") as f:
             run = json.loads((f.metadata() or {}).get("run", "{}"))
-            tensors = {key: f.get_tensor(key) for key in f.keys()}  # noqa: SIM118 (not a dict)
+            return run, {key: f.get_tensor(key) for key in f.keys()}  # noqa: SIM118 (not a dict)
     except (OSError, SafetensorError, ValueError) as e:
         raise ConfigError(f"{file} is broken ({e}): delete it and start anew") from e
+
+
+def save_own(folder: Path, phase: int, made: dict[str, Documents]) -> None:
+    """Write the documents that phase number ``phase`` brought."""
+    tensors = {f"{name}.{field}": torch.from_numpy(np.ascontiguousarray(getattr(documents, field)))
+               for name, documents in made.items() for field in Documents.__slots__}
+    _write(folder / OWN_NAME, tensors, {"phase": phase})
+
+
+def load_own(folder: Path, phase: int) -> dict[str, Documents]:
+    """Read them back. Raises ConfigError when they are missing, broken, or of another phase."""
+    run, tensors = _read(folder / OWN_NAME)
+    if run.get("phase") != phase:
+        raise ConfigError(f"{folder / OWN_NAME} is of phase {run.get('phase')}, {NAME} of phase {phase}: delete both and start anew")
+    names = dict.fromkeys(key.rsplit(".", 1)[0] for key in tensors)
+    try:
+        return {name: Documents(*(tensors[f"{name}.{field}"].numpy() for field in Documents.__slots__)) for name in names}
+    except KeyError as e:
+        raise ConfigError(f"{folder / OWN_NAME} is broken (it lacks {e}): delete it and start anew") from e
+
+
+def load_state(folder: Path, recipe: Recipe) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Read both back. Raises ConfigError when the file is missing, broken, or of another recipe."""
+    file = folder / NAME
+    run, tensors = _read(file)
     missing = [name for name in FIELDS if name not in run]
     if missing:
         raise ConfigError(f"{file} is no training state: it lacks {', '.join(missing)}")

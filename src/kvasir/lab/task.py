@@ -1,7 +1,7 @@
 """The seam of the lab's tasks: seeded problems, an exact checker, a difficulty dial, and training documents.
 
 A task is one module in `kvasir/lab/tasks/`, named like a technique: ``chain``, or ``chain:max_steps=8`` with its dial
-turned. Its splits never share a problem: which split a problem belongs to is decided by a hash of the problem itself, and
+turned, or ``judge_pair/chain:max_steps=8`` for a prompt form (`kvasir.lab.forms`) on its problems. Its splits never share a problem: which split a problem belongs to is decided by a hash of the problem itself, and
 ``longer`` holds sizes that are never trained on.
 
 Shape suffixes: T tokens, N documents.
@@ -32,13 +32,15 @@ HELD_OUT = 64  # one problem in so many belongs to validation, another one to te
 @dataclass(frozen=True, slots=True)
 class Problem:
     """``messages``: the conversation up to the question. ``solution``: the reply a model is trained on.
-    ``answer``: what the checker compares. ``difficulty``: the task's own measure, such as the number of steps."""
+    ``answer``: what the checker compares. ``difficulty``: the task's own measure, such as the number of steps.
+    ``last_only``: the assistant's earlier turns carry no loss (they may be wrong)."""
 
     messages: tuple[Message, ...]
     solution: str
     answer: str
     difficulty: int = 0
     tools: tuple[dict, ...] = ()
+    last_only: bool = False
 
     @property
     def prompt(self) -> str:
@@ -46,7 +48,16 @@ class Problem:
         return prompt(self.messages, self.tools)
 
     def segments(self) -> list[Segment]:
-        return segments([*self.messages, {"role": "assistant", "content": self.solution}], self.tools)
+        out = segments([*self.messages, {"role": "assistant", "content": self.solution}], self.tools)
+        return [(text, learnt and i == len(out) - 2) for i, (text, learnt) in enumerate(out)] if self.last_only else out
+
+
+def final_answer(reply: str) -> str | None:
+    """X of a reply whose last line, and no other, is ``Answer: X``."""
+    lines = reply.strip().split("\n")
+    if sum(line.startswith("Answer:") for line in lines) != 1 or not lines[-1].startswith("Answer: "):
+        return None
+    return lines[-1].removeprefix("Answer: ").strip() or None
 
 
 @dataclass(slots=True)
@@ -109,6 +120,7 @@ class Task(Technique):
 
     scored: ClassVar[Literal["answer", "loss"]] = "answer"
     pool: ClassVar[int] = 0
+    candidates: ClassVar[bool] = False  # whether it can write candidate solutions, right and wrong, for the prompt forms
 
     def draw(self, rng: np.random.Generator, split: Split) -> Problem:
         """One problem at the dial's difficulty (``split`` matters for ``longer`` sizes only). Always the same from the same rng."""
@@ -136,11 +148,24 @@ class Task(Technique):
         """Whether ``reply`` (the assistant's text, without special tokens) solves ``problem``. Never raises for any text."""
         return reply.strip() == problem.answer
 
+    def answer(self, reply: str) -> str | None:
+        """The canonical answer of a reply, equal for equal answers (for votes); None when it has none. Never raises."""
+        return reply.strip() or None if self.scored == "answer" else None
+
+    def notes(self, problem: Problem) -> list[str]:
+        """What else is known about a problem, in a few words each, for a reader of samples."""
+        return []
+
     def documents(self, tokenizer: Tokenizer, rng: np.random.Generator, count: int, split: Split = "train") -> Documents:
         """``count`` whole conversations, tokenised, with loss on the assistant's tokens."""
         return encode(tokenizer, [p.segments() for p in self._sample(rng, split, count)])
 
 
 def load_task(spec: str) -> Task:
-    """Build a task from ``name`` or ``name:key=value,key=value``. Raises ConfigError for an unknown name, key or value."""
+    """Build a task from ``name``, ``name:key=value,key=value`` or ``form/name:...``. Raises ConfigError for an unknown part."""
+    form, slash, inner = spec.partition("/")
+    if slash:
+        from kvasir.lab.forms import FormTask
+
+        return load_task(inner) if form.strip() == "solve" else FormTask(form.strip(), load_task(inner))
     return load("kvasir.lab.tasks", spec, Task)

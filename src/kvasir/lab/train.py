@@ -1,8 +1,8 @@
-"""Train a lab model from nothing: `python -m kvasir.lab.train --recipe embedded --out FOLDER --minutes 5`.
+"""Train a lab model from nothing: `python -m kvasir.lab.train --recipe nano --out FOLDER`, or `kvasir lab train nano`.
 
-Writes an HF folder with weights, tokenizer, card and `training.json`. While it runs, `state.safetensors` in the same folder holds
-everything an exact resume needs (`--resume`); it is removed at the end. The same code runs on a GPU and, for a dry run, on
-a CPU (`--recipe smoke --device cpu`).
+Writes an HF folder with weights, tokenizer, card and `training.json`. While it runs, `state.safetensors` in the same folder (and
+`own.safetensors`, the documents made of the model's own replies) hold everything an exact resume needs (`--resume`); both are removed
+at the end. The same code runs on a GPU and, for a dry run, on a CPU (`--recipe smoke --device cpu`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import platform
 import shlex
 import subprocess
@@ -29,10 +30,14 @@ from kvasir.lab import tokenizer as lab_tokenizer
 from kvasir.lab.card import card
 from kvasir.lab.data import Batch, Mixture
 from kvasir.lab.evaluate import Score, evaluate, mean_loss
-from kvasir.lab.model import Model, losses
+from kvasir.lab.fused import why_not
+from kvasir.lab.model import PLAIN, Compute, Model, compiled, losses
+from kvasir.lab.own import own_documents
 from kvasir.lab.progress import Progress
 from kvasir.lab.recipe import Recipe, find
-from kvasir.lab.state import NAME, load_state, save_state
+from kvasir.lab.report import curves
+from kvasir.lab.sample import serving_copy
+from kvasir.lab.state import NAME, OWN_NAME, load_own, load_state, save_own, save_state
 
 LOOK = 20  # steps between two looks at the device: each one waits for it
 WARM = 8  # steps that compile and warm up, not counted as training time
@@ -42,18 +47,38 @@ VALIDATIONS = 10
 class Trainer:
     """One run: model, optimizer, data and schedule, advanced by `step`."""
 
-    def __init__(self, recipe: Recipe, tokenizer: Any, device: str, *, compiled: bool, workers: int) -> None:
+    def __init__(self, recipe: Recipe, tokenizer: Any, device: str, *, compute: Compute = PLAIN, workers: int) -> None:
         self.recipe, self.tokenizer, self.device, self.workers = recipe, tokenizer, torch.device(device), workers
+        self.mixture = Mixture(recipe.rows, tokenizer, recipe.seed, later=[p.rows for p in recipe.phases], pool=recipe.pool, workers=workers)
+        self.validation = Mixture(recipe.validate, tokenizer, recipe.seed, split="validation", pool=recipe.pool, workers=workers).batch(0)
         self.model = Model(recipe.shape, recipe.seed).to(self.device)
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         vectors = [p for p in self.model.parameters() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, fused=self.device.type == "cuda")
-        self.losses = torch.compile(losses, dynamic=False) if compiled else losses
-        self.mixture = Mixture(recipe.rows, tokenizer, recipe.seed, pool=recipe.pool)
-        self.validation = Mixture(recipe.validate, tokenizer, recipe.seed, split="validation", pool=recipe.pool).batch(0)
-        self.done, self.total, self.tokens, self.seconds = 0, recipe.steps, 0, 0.0
+        self.compute = compute
+        self.done, self.total, self.tokens, self.seconds, self.own_seconds, self.phase = 0, recipe.steps, 0, 0.0, 0.0, 0
         self.history: list[dict[str, float]] = []
+
+    def advance(self, out: Path, say: Any) -> bool:
+        """Enter the next phase when its time has come; sample the model's own candidates when it wants them. Returns whether it did."""
+        if self.phase == len(self.recipe.phases) or self.done < self.recipe.phases[self.phase].start * self.total:
+            return False
+        begin = time.monotonic()
+        phase = self.recipe.phases[self.phase]
+        self.phase += 1
+        if phase.own:
+            assert self.recipe.own is not None
+            made = own_documents(serving_copy(self.model), self.tokenizer, self.recipe.own, self.recipe.seed + self.phase, self.workers, say)
+            for name, documents in made.items():
+                self.mixture.add(name, documents)
+            save_own(out, self.phase, made)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        self.own_seconds += time.monotonic() - begin
+        say(f"  phase {self.phase + 1} from step {self.done}, after {time.monotonic() - begin:.1f} s")
+        self.save(out)
+        return True
 
     def rate(self, step: int) -> float:
         """The learning rate of ``step``: linear warm-up, then a cosine to the end of the run as now planned."""
@@ -70,10 +95,10 @@ class Trainer:
             group["lr"] = self.rate(self.done)
         trained = sum(b.num_trained for b in batches)
         report = torch.zeros(3, device=self.device)
-        for part, batch in zip(self.recipe.rows, batches, strict=True):
+        for part, batch in zip(self.mixture.phases[self.phase], batches, strict=True):
             ids, documents, mask = (self._move(a) for a in (batch.ids, batch.documents, batch.trained))
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-                sums = self.losses(self.model, ids.long(), None if part.whole else documents, mask)
+                sums = losses(self.model, ids.long(), None if part.whole else documents, mask, self.compute)
             ((sums[0] + self.recipe.z_loss * sums[1]) / trained).backward()
             report += sums.detach() / trained
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
@@ -97,7 +122,7 @@ class Trainer:
 
     def save(self, folder: Path) -> None:
         run = {"recipe": self.recipe.name, "fingerprint": self.recipe.fingerprint(), "step": self.done, "total": self.total, "tokens": self.tokens,
-               "seconds": self.seconds, "history": self.history}
+               "seconds": self.seconds, "history": self.history, "phase": self.phase, "own_seconds": self.own_seconds}
         tensors = {f"model.{name}": p for name, p in self.model.named_parameters()}
         for i, moments in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{i}.{name}": value for name, value in moments.items()}
@@ -118,6 +143,11 @@ class Trainer:
             raise ConfigError(f"{folder / NAME} does not fit the model: {e}") from e
         self.done, self.total, self.tokens = run["step"], run["total"], run["tokens"]
         self.seconds, self.history = run["seconds"], run["history"]
+        self.phase, self.own_seconds = run["phase"], run["own_seconds"]
+        sampled = [i for i, phase in enumerate(self.recipe.phases[:self.phase], 1) if phase.own]
+        if sampled:
+            for name, documents in load_own(folder, sampled[-1]).items():
+                self.mixture.add(name, documents)
 
 
 def run(trainer: Trainer, out: Path, *, minutes: float | None, stop_after: float | None, save_every: float) -> bool:
@@ -127,45 +157,89 @@ def run(trainer: Trainer, out: Path, *, minutes: float | None, stop_after: float
     the time does. Raises ConfigError when the loss is no longer a number.
     """
     begin = saved = time.monotonic()
-    first, mark, mark_step = trainer.done, None, trainer.done
-    base = trainer.seconds
-    stream = trainer.mixture.stream(trainer.done, trainer.workers)
+    clock = _Clock(trainer)
     with Progress(trainer.recipe.name) as progress:
+        trainer.advance(out, progress.say)
+        stream = trainer.mixture.stream(trainer.done, trainer.workers, trainer.phase)
         try:
             while trainer.done < trainer.total:
-                report = trainer.step(next(stream))
-                if mark is None and trainer.done - first >= min(WARM, LOOK):
+                batches = clock.wait(stream)
+                report = trainer.step(batches)
+                if clock.warming():
                     float(report[0])  # waits for the device: compiling and warming up end here
-                    mark, mark_step = time.monotonic(), trainer.done
-                    progress.say(f"warm after {mark - begin:.1f} s")
+                    progress.say(f"warm after {clock.start():.1f} s")
                 if trainer.done % LOOK and trainer.done != trainer.total:
                     continue
-                values, now = report.tolist(), time.monotonic()
+                values = report.tolist()
                 if not all(map(math.isfinite, values)):
                     raise ConfigError(f"the loss is {values[0]} at step {trainer.done}: lower the recipe's lr")
-                speed = 0.0
-                if mark is not None and trainer.done > mark_step:
-                    trainer.seconds = base + now - mark
-                    speed = (trainer.done - mark_step) / (now - mark)
-                    if minutes is not None:
-                        trainer.total = trainer.done + max(0, int((minutes * 60 - trainer.seconds) * speed))
+                speed = clock.look()
+                if minutes is not None and speed:
+                    trainer.total = trainer.done + max(0, int((minutes * 60 - trainer.seconds) * speed))
+                million = speed * trainer.tokens / trainer.done / 1e6
                 progress.show(trainer.done, trainer.total, f"loss {values[0]:.3f} right {values[2]:.1%} lr {trainer.rate(trainer.done):.1e} "
-                              f"{speed * trainer.tokens / trainer.done / 1e6:.3f}M tok/s {trainer.seconds:.0f} s")
+                              f"{million:.3f}M tok/s, {clock.waited:.0%} waits for data, {trainer.seconds:.0f} s")
                 if trainer.done >= len(trainer.history) * trainer.total / VALIDATIONS or trainer.done >= trainer.total:
                     row = trainer.validate(values)
                     progress.say("  held out: " + ", ".join(f"{k} {v:.4f}" for k, v in row.items() if k.endswith(("loss", "right"))))
-                if now - saved > save_every:
-                    trainer.save(out)
-                    saved = now
+                now = time.monotonic()
                 if stop_after is not None and now - begin > stop_after and trainer.done < trainer.total:
                     trainer.save(out)
                     return False
+                if now - saved > save_every:
+                    trainer.save(out)
+                    saved = now
+                if trainer.done < trainer.total and trainer.advance(out, progress.say):
+                    clock.skip()
+                    stream.close()
+                    stream = trainer.mixture.stream(trainer.done, trainer.workers, trainer.phase)
         except KeyboardInterrupt:
-            trainer.save(out)
+            # Ctrl-C may strike between two updates of one step; the state of the last look is whole, so that one stays when there is one.
+            if not (out / NAME).exists():
+                raise
             return False
         finally:
             stream.close()
     return True
+
+
+class _Clock:
+    """Training time, measured from the end of warming up to the last look, without what happens between phases."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.begin, self.base = trainer, time.monotonic(), trainer.seconds
+        self.first, self.mark, self.mark_step = trainer.done, None, trainer.done
+        self.last, self.idle, self.waited = self.begin, 0.0, 0.0
+
+    def wait(self, stream: Any) -> list[Batch]:
+        before = time.monotonic()
+        batches = next(stream)
+        self.idle += time.monotonic() - before
+        return batches
+
+    def warming(self) -> bool:
+        return self.mark is None and self.trainer.done - self.first >= min(WARM, LOOK)
+
+    def start(self) -> float:
+        self.last = self.mark = time.monotonic()
+        self.mark_step, self.idle = self.trainer.done, 0.0
+        return self.mark - self.begin
+
+    def look(self) -> float:
+        """Bring the trainer's time up to date. Returns steps a second since warming up (0: unknown)."""
+        now = time.monotonic()
+        if self.mark is None or self.trainer.done == self.mark_step:
+            return 0.0
+        self.waited, self.idle, self.last = self.idle / max(now - self.last, 1e-9), 0.0, now
+        self.trainer.seconds = self.base + now - self.mark
+        return (self.trainer.done - self.mark_step) / (now - self.mark)
+
+    def skip(self) -> None:
+        """What happened since the last look is no training."""
+        now = time.monotonic()
+        if self.mark is not None:
+            self.mark += now - self.last
+        self.last = now
 
 
 def finish(trainer: Trainer, out: Path, started: float, command: str, commit: str, date: str) -> list[Score]:
@@ -173,20 +247,37 @@ def finish(trainer: Trainer, out: Path, started: float, command: str, commit: st
     recipe = trainer.recipe
     export.export(trainer.model, trainer.tokenizer, out)
     print(f"weights written to {out} after {time.monotonic() - started:.0f} s", flush=True)
-    model = export.load(out, trainer.device)
+    device = torch.cuda.get_device_name() if trainer.device.type == "cuda" else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    record: dict[str, Any] = {
+        "recipe": recipe.name, "parameters": trainer.model.num_parameters, "steps": trainer.done, "tokens": trainer.tokens,
+        "train_seconds": trainer.seconds, "own_seconds": trainer.own_seconds, "device": device, "seed": recipe.seed,
+        "scores": [], "curves": [], "history": trainer.history, "command": command, "commit": commit, "date": date,
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("torch", "numpy", "tokenizers", "safetensors")}}}
+
+    def write() -> None:
+        record["total_seconds"] = time.monotonic() - started
+        (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+        (out / "README.md").write_text(card(recipe, record))
+
+    write()  # a card without scores, should the command be cut off during the evaluation
+    trainer.optimizer.zero_grad(set_to_none=True)
+    if trainer.device.type == "cuda":
+        torch.cuda.empty_cache()
+    model = serving_copy(export.load(out, trainer.device))
     scores = []
     for spec, count in recipe.evaluate:
+        begin = time.monotonic()
         scores.append(evaluate(model, trainer.tokenizer, spec, count, seed=recipe.seed, max_new=recipe.reply_tokens))
-        print(scores[-1], flush=True)
-    device = torch.cuda.get_device_name() if trainer.device.type == "cuda" else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    record = {"recipe": recipe.name, "parameters": trainer.model.num_parameters, "steps": trainer.done, "tokens": trainer.tokens,
-              "train_seconds": trainer.seconds, "total_seconds": time.monotonic() - started, "device": device, "seed": recipe.seed,
-              "scores": [{**dataclasses.asdict(s), "share": s.share, "low": s.interval[0], "high": s.interval[1]} for s in scores],
-              "history": trainer.history, "command": command, "commit": commit, "date": date,
-              "versions": {"python": platform.python_version(), **{name: version(name) for name in ("torch", "numpy", "tokenizers", "safetensors")}}}
-    (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
-    (out / "README.md").write_text(card(recipe, record))
-    (out / NAME).unlink(missing_ok=True)
+        print(f"{scores[-1]} after {time.monotonic() - begin:.1f} s", flush=True)
+        record["scores"].append({**dataclasses.asdict(scores[-1]), "share": scores[-1].share, "low": scores[-1].interval[0],
+                                 "high": scores[-1].interval[1]})
+    write()
+    for row in curves(model, trainer.tokenizer, recipe):
+        print("  " + ", ".join(f"{k} {v:.1%}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+        record["curves"].append(row)
+    write()
+    for name in (NAME, OWN_NAME):
+        (out / name).unlink(missing_ok=True)
     return scores
 
 
@@ -204,17 +295,19 @@ def duration(text: str) -> float:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m kvasir.lab.train", description="Train a lab model from nothing.")
-    parser.add_argument("--recipe", default="embedded", help="which model (default: embedded)")
+    parser.add_argument("--recipe", default="nano", help="which model (default: nano)")
     parser.add_argument("--out", required=True, type=Path, help="the folder to write")
-    parser.add_argument("--minutes", type=float, help="train for this long, compiling not counted; the schedule follows the measured speed")
+    parser.add_argument("--minutes", type=float, help="train for this long; the schedule follows the measured speed, and compiling, "
+                        "sampling and the evaluation are not counted (default: the recipe's)")
     parser.add_argument("--steps", type=int, help="train for so many steps instead of the recipe's")
     parser.add_argument("--stop-after", type=duration, help="stop and save after this much wall time, such as 8m; go on with --resume")
     parser.add_argument("--resume", action="store_true", help="go on from the state in the folder")
     parser.add_argument("--seed", type=int, help="another seed than the recipe's")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--workers", type=int, help="threads that make batches ahead (default: 4 on a GPU, 0 on a CPU)")
+    parser.add_argument("--workers", type=int, help="processes that make batches ahead (default: all cores but two with a GPU, 0 on a CPU)")
     parser.add_argument("--tokenizer", type=Path, help="folder with the lab's tokenizer.json (default: the shipped one, else trained anew)")
     parser.add_argument("--save-every", type=duration, default=60.0, help="between two saves of the state (default: 60s)")
+    parser.add_argument("--attention", choices=("auto", "fused", "dense"), default="auto", help="how packed rows keep documents apart on a GPU")
     parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile (it is used on a GPU only)")
     parser.add_argument("--commit", default="", help="the commit to name in the card (default: asked of git)")
     options = parser.parse_args(argv)
@@ -242,6 +335,17 @@ def _commit() -> str:
     return found.stdout.strip()
 
 
+def _compute(options: argparse.Namespace, recipe: Recipe) -> Compute:
+    """Compiled on a GPU, with the fused kernel when it works there: a slow run is better than none."""
+    if not options.device.startswith("cuda") or options.no_compile:
+        return PLAIN
+    if options.attention == "auto":
+        reason = why_not(recipe.shape, options.device)
+        print(f"attention: {'fused' if reason is None else f'dense masks, slower, since the fused kernel fails here: {reason}'}", flush=True)
+        return compiled(fused=reason is None)
+    return compiled(fused=options.attention == "fused")
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run from the command line. Raises ConfigError for anything that cannot work, before any training."""
     options = arguments(argv)
@@ -258,17 +362,21 @@ def main(argv: list[str] | None = None) -> None:
     elif (out / NAME).exists():
         raise ConfigError(f"{out / NAME} is an unfinished run: go on with --resume, or delete it")
     out.mkdir(parents=True, exist_ok=True)
-    workers = options.workers if options.workers is not None else (4 if cuda else 0)
-    trainer = Trainer(recipe, _tokenizer(options.tokenizer), options.device, compiled=cuda and not options.no_compile, workers=workers)
-    print(f"{recipe.name}: {trainer.model.num_parameters / 1e6:.2f}M parameters, {recipe.tokens_per_step:,} tokens a step, data ready after "
-          f"{time.monotonic() - started:.1f} s", flush=True)
+    workers = options.workers if options.workers is not None else (max(1, (os.cpu_count() or 4) - 2) if cuda else 0)
+    # Data first: workers are forked from a process that has not touched the GPU yet.
+    trainer = Trainer(recipe, _tokenizer(options.tokenizer), options.device, workers=workers)
+    print(f"{recipe.name}: {trainer.model.num_parameters / 1e6:.2f}M parameters, {recipe.tokens_per_step:,} tokens a step, {workers} data workers, "
+          f"data ready after {time.monotonic() - started:.1f} s", flush=True)
+    trainer.compute = _compute(options, recipe)
     if options.resume:
         trainer.restore(out)
         if options.steps is not None:
             trainer.total = options.steps
-    if not run(trainer, out, minutes=options.minutes, stop_after=options.stop_after, save_every=options.save_every):
+    minutes = None if options.steps is not None else options.minutes or recipe.minutes
+    if not run(trainer, out, minutes=minutes, stop_after=options.stop_after, save_every=options.save_every):
         print(f"stopped at step {trainer.done} of {trainer.total}; go on with --resume", flush=True)
         return
+    trainer.save(out)  # should the evaluation be cut off, --resume goes straight to it
     finish(trainer, out, started, command, options.commit or _commit(), date)
     print(f"done: {out} after {time.monotonic() - started:.0f} s", flush=True)
 

@@ -56,6 +56,6 @@ class RopeTable:
         self.table = torch.cat((angles.cos(), angles.sin()), -1).mul_(spec.attention_factor).to(device)  # [num_positions, D] fp32
 
     def rows(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What ``kernels.rope.rotate`` needs for rows at these positions: two [T, 1, D] fp32 tensors."""
-        cos, sin = self.table.index_select(0, positions_T).unsqueeze(1).chunk(2, -1)
-        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        """What ``kernels.rope.rotate`` needs for rows at these positions: fp32 cosines [T, 1, 1, D/2], sines [T, 1, 2, D/2]."""
+        cos, sin = self.table.index_select(0, positions_T).view(positions_T.shape[0], 1, 2, -1).split(1, 2)
+        return cos, torch.cat((-sin, sin), 2)

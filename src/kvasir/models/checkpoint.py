@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvasir.errors import ConfigError
+from kvasir.errors import ConfigError, nearest
 from kvasir.models.families import find_family
 
 # Never pickles, never code, and not the second copy of the weights that some repositories carry in another layout.
@@ -22,12 +22,15 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
-    """The model's folder: a path, a hub id (downloaded, or from the hub's cache), or "" for the embedded model."""
+    """The model's folder: a path, the name of a model in the package, a hub id (downloaded, or from the hub's cache), or ""
+    for the embedded model. A folder here goes before a model in the package of the same name."""
     if not model:
         return embedded()
     path = Path(model).expanduser()
     if path.is_dir():
         return path
+    if model in shipped():
+        return _assets() / model
     if path.exists():
         raise ConfigError(f"model '{model}' is a file. Give the folder that holds config.json and *.safetensors"
                           + (" (GGUF is not served)" if path.suffix == ".gguf" else ""))
@@ -36,9 +39,18 @@ def resolve(model: str, revision: str | None = None) -> Path:
     return _download(model, revision)
 
 
+def _assets() -> Path:
+    return Path(str(importlib.resources.files("kvasir"))) / "assets"
+
+
+def shipped() -> list[str]:
+    """The names of the models in the package, which stand wherever a model is asked for."""
+    return sorted(file.parent.name for file in _assets().glob("*/config.json"))
+
+
 def embedded() -> Path:
-    """The folder of the model that ships in the package."""
-    path = Path(str(importlib.resources.files("kvasir"))) / "assets" / "embedded"
+    """The folder of the model that "" means."""
+    path = _assets() / "embedded"
     if not (path / "config.json").is_file():
         raise ConfigError(f"this installation has no embedded model ({path}). Name a model folder or a hub id.")
     return path
@@ -62,6 +74,9 @@ def _download(model: str, revision: str | None) -> Path:
         return Path(huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED))
     except tuple(kind for kind, _ in reasons) as e:
         why = next(text for kind, text in reasons if isinstance(e, kind))
+        names = shipped() if "/" not in model else []
+        if names:
+            why += f"; the package holds {', '.join(names)}.{nearest(model, names)}"
         raise ConfigError(f"model '{model}': {why} ({type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else 'no details'})") from e
 
 

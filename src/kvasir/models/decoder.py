@@ -84,7 +84,6 @@ class Decoder:
                 taps[i][:len(h_TE)].copy_(h_TE)
         return h_TE
 
-    @torch.inference_mode()
     def logits(self, hidden_ME: torch.Tensor) -> torch.Tensor:
         """fp32 logits [M, V] of hidden states as ``forward`` returns them."""
         logits_MV = linear(self.norm(hidden_ME), self.head_VE, exact=self.place.exact).float()

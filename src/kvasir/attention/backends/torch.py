@@ -11,8 +11,9 @@ W pages, P slots per page, N keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -38,6 +39,7 @@ class _Part:
     seen: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     stale: torch.Tensor | None = None
+    held: dict = field(default_factory=dict)  # of the codec
 
 
 class TorchBackend(AttentionBackend):
@@ -58,7 +60,7 @@ class TorchBackend(AttentionBackend):
         if parts is None:
             parts = batch.scratch[key] = _parts(batch, cache, spec, q_THD.dtype)
         results = [self._part(q_THD, cache, spec, part, sinks_H, want_lse) for part in parts]
-        if len(results) == 1 and isinstance(parts[0].rows, slice):
+        if len(results) == 1 and results[0][0].shape[0] == q_THD.shape[0]:
             return results[0]
         out_THD = torch.empty_like(q_THD)
         lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device) if want_lse else None
@@ -72,7 +74,7 @@ class TorchBackend(AttentionBackend):
               want_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[rows, H, D] and, when wanted, the log-sum-exp [rows, H]."""
         groups = spec.num_kv_heads
-        k, v = (_heads_first(x)[:, :, part.keep] for x in cache.codec.read(cache, part.pages))  # [B, G, N, D]
+        k, v = (x[:, :, part.keep] for x in cache.codec.read(cache, part.pages, part.held))  # [B, G, N, D]
         q = q_THD[part.rows].view(-1, groups, spec.num_heads // groups, spec.head_dim)
         sinks = None if sinks_H is None else sinks_H.view(groups, -1)
         if part.single:  # [B, G, R, D]: the heads that share a KV head are rows over the same keys
@@ -82,8 +84,9 @@ class TorchBackend(AttentionBackend):
             q, k, v = q.permute(1, 2, 0, 3), k[0].unsqueeze(1), v[0].unsqueeze(1)
             sinks = None if sinks is None else sinks.unsqueeze(-1)
         if spec.softcap is None and sinks is None and not want_lse:
-            shape = k.shape if part.single else (*q.shape[:2], *k.shape[2:])
-            out, lse = scaled_dot_product_attention(q, k.expand(shape), v.expand(shape), attn_mask=part.bias, scale=spec.scale), None
+            if not part.single:
+                k, v = (x.expand(*q.shape[:2], *k.shape[2:]) for x in (k, v))
+            out, lse = scaled_dot_product_attention(q, k, v, attn_mask=part.bias, scale=spec.scale), None
         else:
             out, lse = attend(q, k, v, spec.scale, part.seen, spec.softcap, sinks)
         if not part.single:
@@ -103,7 +106,7 @@ class TorchBackend(AttentionBackend):
             first = _first_page(start, spec.window, cache.page_slots)
             pages = batch.tables[cache.group][span, first:-(-(start + length) // cache.page_slots)]
             first *= cache.page_slots
-            k, v = (_heads_first(x)[:, :start + length - first].to(wide) for x in cache.codec.read(cache, pages))  # [G, N, D]
+            k, v = (x[:, :start + length - first].to(wide) for x in cache.codec.read(cache, pages))  # [G, N, D]
             tree = _tree(batch, row, length)
             seen = None if tree is None else visible(start, length, first, spec.window, *tree, device=k.device)
             for i in range(length):
@@ -134,10 +137,9 @@ def _parts(batch: StepBatch, cache: LayerCache, spec: AttentionSpec, dtype: torc
         elif length:
             parts.append(_long_part(batch, table_SW, span, row, size, window, dtype))
         row += length
-    whole = len(singles) == row
     for bucket in _buckets(singles):
-        rows = slice(0, row) if whole and len(bucket) == row else torch.tensor([r for _, _, r in bucket], device=table_SW.device)
-        parts.append(_single_part(batch, table_SW, [s for _, s, _ in bucket], rows, size, spec, dtype))
+        spans, rows = [s for _, s, _ in bucket], [r for _, _, r in bucket]
+        parts.append(_single_part(batch, table_SW, spans, _dense(rows, table_SW.device), size, spec, dtype))
     return parts
 
 
@@ -154,10 +156,16 @@ def _buckets(singles: list[tuple[int, int, int]]) -> list[list[tuple[int, int, i
     return buckets
 
 
+def _dense(numbers: list[int], device: torch.device) -> slice | torch.Tensor:
+    """An index of these rows: a slice where they follow each other, which copies nothing."""
+    first, count = numbers[0], len(numbers)
+    return slice(first, first + count) if numbers == list(range(first, first + count)) else torch.tensor(numbers, device=device)
+
+
 def _single_part(batch: StepBatch, table_SW: torch.Tensor, spans: list[int], rows: slice | torch.Tensor, size: int,
                  spec: AttentionSpec, dtype: torch.dtype) -> _Part:
     """One-row spans. A lone one is cut exactly; several are padded to the longest and masked."""
-    window = spec.window
+    window, device = spec.window, table_SW.device
     starts = [batch.starts[s] for s in spans]
     first = [_first_page(start, window, size) for start in starts]
     if len(spans) == 1:
@@ -166,19 +174,17 @@ def _single_part(batch: StepBatch, table_SW: torch.Tensor, spans: list[int], row
         pages = table_SW[spans[0]:spans[0] + 1, first[0]:-(-end // size)]
         return _Part(rows, True, pages, slice(low - start, end - start))
     width = max(start // size + 1 - f for start, f in zip(starts, first))
-    # Staged on the host: three short copies to the device, and no read back.
-    at_B = torch.tensor(starts)
-    column_BW = torch.tensor(first)[:, None] + torch.arange(width)
-    slot_BN = (column_BW[:, :, None] * size + torch.arange(size)).flatten(1)
-    seen_BN = slot_BN <= at_B[:, None]
+    # Staged on the host: short copies to the device, and no read back.
+    at_B1, first_B1 = np.array(starts)[:, None], np.array(first)[:, None]
+    slot_BN = first_B1 * size + np.arange(width * size)
+    seen_BN = slot_BN <= at_B1
     if window is not None:
-        seen_BN &= slot_BN > at_B[:, None] - window
-    stale = (~seen_BN).unsqueeze(1).expand(-1, spec.num_kv_heads, -1).flatten().nonzero().flatten()
-    device = table_SW.device
-    column_BW = column_BW.clamp_(max=table_SW.shape[1] - 1).to(device)
-    mine = table_SW if isinstance(rows, slice) else table_SW[torch.tensor(spans, device=device)]
-    seen = seen_BN[:, None, None].to(device)
-    return _Part(rows, True, mine.gather(1, column_BW), slice(None), seen, _bias(seen, dtype), stale.to(device) if len(stale) else None)
+        seen_BN &= slot_BN > at_B1 - window
+    stale = torch.from_numpy(np.flatnonzero(np.repeat(~seen_BN, spec.num_kv_heads, 0)))
+    column_BW = torch.from_numpy(np.minimum(first_B1 + np.arange(width), table_SW.shape[1] - 1))
+    pages = table_SW[_dense(spans, device)].gather(1, column_BW.to(device))
+    seen = torch.from_numpy(seen_BN[:, None, None]).to(device)
+    return _Part(rows, True, pages, slice(None), seen, _bias(seen, dtype), stale.to(device) if len(stale) else None)
 
 
 def _long_part(batch: StepBatch, table_SW: torch.Tensor, span: int, row: int, size: int, window: int | None,
@@ -207,11 +213,6 @@ def _first_page(start: int, window: int | None, size: int) -> int:
 
 def _bias(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -INF)
-
-
-def _heads_first(x: torch.Tensor) -> torch.Tensor:
-    """[..., W, G, P, D] -> [..., G, W * P, D]; free when the codec hands out heads outermost."""
-    return x.transpose(-4, -3).flatten(-3, -2)
 
 
 def _clean(x_BGND: torch.Tensor, stale: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kvasir.kernels.store_kv import store_kv
+from kvasir.kernels._triton import use_triton
+from kvasir.kernels.store_kv import row_index, row_view, store_kv
 from kvasir.kv.codec import Codec, LayerCache, Plane
 
 
@@ -15,22 +16,50 @@ class PlainCodec(Codec):
     def planes(self, head_dim: int, dtype: torch.dtype) -> list[Plane]:
         return [Plane("k", head_dim, dtype), Plane("v", head_dim, dtype)]
 
-    def write(self, cache: LayerCache, k_TGD: torch.Tensor, v_TGD: torch.Tensor, slots_T: torch.Tensor) -> None:
-        store_kv(k_TGD, v_TGD, cache.planes["k"], cache.planes["v"], slots_T)
+    def write(self, cache: LayerCache, k_TGD: torch.Tensor, v_TGD: torch.Tensor, slots_T: torch.Tensor, held: dict | None = None) -> None:
+        k_NGPD, v_NGPD, held = cache.planes["k"], cache.planes["v"], {} if held is None else held
+        if "rows" not in held:
+            held["rows"] = None if use_triton(k_TGD) else row_index(slots_T, k_NGPD)
+        index = held["rows"]
+        if index is None:
+            store_kv(k_TGD, v_TGD, k_NGPD, v_NGPD, slots_T)
+            return
+        if "k" not in cache.views:
+            cache.views["k"], cache.views["v"] = row_view(k_NGPD), row_view(v_NGPD)
+        cache.views["k"].index_copy_(0, index, k_TGD.reshape(-1, k_TGD.shape[-1]))
+        cache.views["v"].index_copy_(0, index, v_TGD.reshape(-1, v_TGD.shape[-1]))
 
-    def read(self, cache: LayerCache, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, cache: LayerCache, pages: torch.Tensor, held: dict | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        held = {} if held is None else held
+        if not held:
+            self._locate(cache, pages, held)
+        if "blocks" not in held:
+            return tuple(plane[held["pages"]].transpose(-4, -3).flatten(-3, -2) for plane in (cache.planes["k"], cache.planes["v"]))
+        if "blocks" not in cache.views:
+            k_NGPD = cache.planes["k"]
+            count, heads, size, dim = k_NGPD.shape
+            apart, beside = self._steps(cache)
+            cache.views["blocks"] = k_NGPD.as_strided(((count - 1) * apart + beside + heads, size * dim), (size * dim, 1))
+        return cache.views["blocks"].index_select(0, held["blocks"]).view(held["shape"]).unbind()
+
+    def _steps(self, cache: LayerCache) -> tuple[int, int]:
+        """Blocks from a page to the next, and from a head's keys to its values."""
         k_NGPD, v_NGPD = cache.planes["k"], cache.planes["v"]
-        count, heads, size, dim = k_NGPD.shape
-        block, pages = size * dim, pages.to(torch.int64)
-        beside = v_NGPD.storage_offset() - k_NGPD.storage_offset()
-        if beside % block:  # odd widths, whose planes are padded to their alignment
-            return k_NGPD[pages], v_NGPD[pages]
-        # One head of one page is a dense block, so the pool is a matrix of blocks and a read one gather of its rows. Heads
-        # come out before the last page axis: a reader that wants [..., G, W * P, D] then copies nothing. K and V share one
-        # allocation: the C allocator gives two that are freed together back to the system, and every layer faults them in.
-        apart, beside = k_NGPD.stride(0) // block, beside // block
-        blocks = k_NGPD.as_strided(((count - 1) * apart + beside + heads, block), (block, 1))
+        block = k_NGPD.shape[2] * k_NGPD.shape[3]
+        return k_NGPD.stride(0) // block, (v_NGPD.storage_offset() - k_NGPD.storage_offset()) // block
+
+    def _locate(self, cache: LayerCache, pages: torch.Tensor, held: dict) -> None:
+        """One head of one page is a dense block, so the pool is a matrix of blocks, and a read is one gather of its rows.
+
+        K and V share one allocation: the C allocator gives two that are freed together back to the system, and then faults
+        them in. Pages of odd widths, whose planes are padded to their alignment, are no such matrix.
+        """
+        k_NGPD, v_NGPD = cache.planes["k"], cache.planes["v"]
+        _, heads, size, dim = k_NGPD.shape
+        held["pages"] = pages = pages.to(torch.int64)
+        if (v_NGPD.storage_offset() - k_NGPD.storage_offset()) % (size * dim):
+            return
+        apart, beside = self._steps(cache)
         index = pages.unsqueeze(-2) * apart + torch.arange(heads, device=pages.device).unsqueeze(1)
-        both = torch.stack([index, index + beside])
-        data = blocks.index_select(0, both.flatten()).view(*both.shape, size, dim).transpose(-4, -3)
-        return data[0], data[1]
+        both = torch.stack([index, index + beside])  # [2, ..., G, W]
+        held["blocks"], held["shape"] = both.flatten(), (*both.shape[:-1], both.shape[-1] * size, dim)

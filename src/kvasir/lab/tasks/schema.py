@@ -83,13 +83,28 @@ class Schema(Task):
         return Problem(({"role": "user", "content": question},), solution, answer, count)
 
     def check(self, problem: Problem, reply: str) -> bool:
-        try:
-            record = json.loads(reply)
-        except ValueError:
-            return False
+        record = _parse(reply)
         if not problem.answer.endswith("#types"):
             return record == json.loads(problem.answer)
         wanted = json.loads(problem.answer.removesuffix("#types"))
         return (isinstance(record, dict) and record.keys() == wanted.keys()
                 and all(TYPES.get(type(record[n])) == kind for n, kind in wanted.items())
                 and all(isinstance(i, str) for v in record.values() if isinstance(v, list) for i in v))
+
+    def answer(self, reply: str) -> str | None:
+        record = _parse(reply)
+        return json.dumps(record, sort_keys=True) if isinstance(record, dict) else None
+
+    def schema(self, problem: Problem) -> dict[str, Any]:
+        """The JSON schema that a right reply meets, for constrained decoding."""
+        kinds = {name: TYPES[type(value)] for name, value in json.loads(problem.solution).items()}
+        fields = {n: {"type": "array", "items": {"type": "string"}} if kind.startswith("list") else {"type": kind} for n, kind in kinds.items()}
+        return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+
+
+def _parse(reply: str) -> Any:
+    """The value of a JSON text; None for any other text."""
+    try:
+        return json.loads(reply)
+    except (ValueError, RecursionError):
+        return None

@@ -64,14 +64,16 @@ class Tool(Task):
         return Problem(turns, reply, reply, len(arguments), tools)
 
     def check(self, problem: Problem, reply: str) -> bool:
-        reply = reply.strip()
         if not problem.answer.startswith("<tool_call>"):
-            return reply == problem.answer
+            return reply.strip() == problem.answer
+        return self.answer(reply) == self.answer(problem.answer)
+
+    def answer(self, reply: str) -> str | None:
+        """A call with its keys sorted, or the text as it is."""
+        reply = reply.strip()
+        if not (reply.startswith("<tool_call>") and reply.endswith("</tool_call>")):
+            return reply or None
         try:
-            return reply.startswith("<tool_call>") and reply.endswith("</tool_call>") and _body(reply) == _body(problem.answer)
-        except ValueError:
-            return False
-
-
-def _body(call: str) -> Any:
-    return json.loads(call.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+            return "<tool_call>" + json.dumps(json.loads(reply.removeprefix("<tool_call>").removesuffix("</tool_call>")), sort_keys=True)
+        except (ValueError, RecursionError):
+            return None

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 
 from kvasir.attention.backend import AttentionBackend
-from kvasir.kernels.norm import rms_norm
 from kvasir.kernels.rope import rotate
 from kvasir.kv.codec import LayerCache
 from kvasir.layers.linear import Linear, Placement, Slot
+from kvasir.layers.norm import RMSNorm
 from kvasir.layers.spec import GQASpec
 from kvasir.types import StepBatch
 
@@ -30,23 +30,21 @@ class Mixer:
         self.o = Linear(heads * dim, {"o": hidden_size}, bias=spec.o_bias, place=place)
         self.qk_norm = None
         if spec.qk_norm is not None:
-            dtype = torch.float32 if spec.qk_norm.offset else place.dtype
-            self.qk_norm = torch.empty(self.num_rotated, dim, device=place.device, dtype=dtype)
+            self.qk_norm = RMSNorm((self.num_rotated, dim), spec.qk_norm, place)
         self.sinks_H = torch.empty(heads, device=place.device, dtype=torch.float32) if spec.sinks else None
 
     def forward(self, x_TE: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], cache: LayerCache, backend: AttentionBackend,
                 batch: StepBatch) -> torch.Tensor:
         """[T, E] -> [T, E]. K/V go through the codec into their pages before anything attends to them."""
         spec, num_rows = self.spec, x_TE.shape[0]
-        qkv = self.qkv(x_TE)
-        width = self.num_rotated * spec.head_dim
-        qk = qkv[:, :width].view(num_rows, self.num_rotated, spec.head_dim)
+        heads = self.qkv(x_TE).view(num_rows, -1, spec.head_dim)
+        qk = heads[:, :self.num_rotated] if self.writes else heads
         if self.qk_norm is not None:
-            qk = rms_norm(qk, self.qk_norm, spec.qk_norm.eps)
+            qk = self.qk_norm(qk)
         qk = rotate(qk, *rope)
         if self.writes:
-            v_TGD = qkv[:, width:].view(num_rows, spec.num_kv_heads, spec.head_dim)
-            cache.codec.write(cache, qk[:, spec.num_heads:], v_TGD, batch.slots[cache.group])
+            held = batch.scratch.setdefault(("write", cache.group), {})
+            cache.codec.write(cache, qk[:, spec.num_heads:], heads[:, self.num_rotated:], batch.slots[cache.group], held)
         out_THD = backend.run(qk[:, :spec.num_heads], cache, self.attention, batch, sinks_H=self.sinks_H)
         return self.o(out_THD.reshape(num_rows, spec.num_heads * spec.head_dim))
 
@@ -54,9 +52,9 @@ class Mixer:
         found = self.qkv.slots() | self.o.slots()
         if self.qk_norm is not None:
             heads, offset = self.spec.num_heads, self.spec.qk_norm.offset
-            found["q_norm.weight"] = Slot(self.qk_norm[:heads], offset, repeat=True)
+            found["q_norm.weight"] = Slot(self.qk_norm.weight[:heads], offset, repeat=True)
             if self.writes:
-                found["k_norm.weight"] = Slot(self.qk_norm[heads:], offset, repeat=True)
+                found["k_norm.weight"] = Slot(self.qk_norm.weight[heads:], offset, repeat=True)
         if self.sinks_H is not None:
             found["sinks"] = Slot(self.sinks_H)
         return found

@@ -1,0 +1,25 @@
+"""``kvasir convert``: rewrite a checkpoint folder with one converter."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def run(spec: str, source: str, target: Path) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from kvasir.convert.checkpoint import convert
+    from kvasir.convert.converter import load_converter
+    from kvasir.models import checkpoint
+    from kvasir.models.loader import read_headers
+
+    converter, folder = load_converter(spec), checkpoint.resolve(source)
+    total = sum(t.num_bytes for t in read_headers(folder))
+    columns = (TextColumn("converting"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("", total=total)
+        record = convert(converter, spec, folder, target, progress=lambda num_bytes: bar.advance(task, num_bytes))
+    promise = f"the same function as {record['source']}" if record["exact"] else f"an approximation of {record['source']}"
+    print(f"{target}: {record['bytes'] / 2**20:,.1f} MiB, {promise}")

@@ -1,0 +1,181 @@
+"""``kvasir eval``: exact match, tokens and perplexity of a model on the lab's tasks, and of a second configuration beside it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from kvasir.cli.options import Command, with_settings
+from kvasir.config import EngineConfig, read_toml
+from kvasir.errors import ConfigError
+from kvasir.logs import log
+
+if TYPE_CHECKING:
+    from kvasir.lab.evaluator import Exam, Outcome, Plan
+
+DIFFERENCE = "difference"
+MOST_GROUPS = 10  # difficulties shown in the terminal
+# Newer releases of typer carry their own copy of click, so its exceptions are found beside the one that typer exports.
+ClickException = sys.modules[typer.BadParameter.__module__].ClickException
+
+
+def split_tasks(text: str) -> tuple[str, ...]:
+    """``chain:modulus=11,max_steps=4,needle`` -> two tasks: a piece with a value but no name goes on with the task before it."""
+    found: list[str] = []
+    for piece in filter(None, (p.strip() for p in text.split(","))):
+        if found and ":" in found[-1] and "=" in piece and ":" not in piece.split("=")[0]:
+            found[-1] += f",{piece}"
+        else:
+            found.append(piece)
+    return tuple(found)
+
+
+def second_config(first: EngineConfig, switches: str) -> EngineConfig:
+    """``first`` with the engine switches of a string, as on the command line (``--model NAME`` too). Raises ConfigError."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+    @app.command(cls=Command)
+    @with_settings(EngineConfig, skip=("seed",))
+    def against(**options: Any) -> dict[str, Any]:
+        return options
+
+    try:
+        options = typer.main.get_command(app)(shlex.split(switches), prog_name="--against", standalone_mode=False)
+    except (ClickException, ValueError) as e:  # ValueError: a quote that is not closed
+        raise ConfigError(f"--against {switches!r}: {e.format_message() if isinstance(e, ClickException) else e}") from e
+    if not isinstance(options, dict):
+        raise ConfigError(f"--against {switches!r} holds no configuration")
+    file = options.pop("config")
+    config = first.replace(**(read_toml(file) if file else {}), **{k: v for k, v in options.items() if v is not None})
+    if config == first:
+        raise ConfigError(f"--against {switches!r} changes nothing: name a switch that differs, such as --against '--dtype bfloat16'")
+    return config
+
+
+def run(config: EngineConfig, plan: Plan, *, against: str | None, output: Path | None, plot: Path | None) -> None:
+    from kvasir.bench.result import arm, result
+    from kvasir.lab import plots
+    from kvasir.lab.evaluator import prepare, read_tokenizer
+    from kvasir.lab.scores import compare, figures
+    from kvasir.models import checkpoint
+
+    if plot is not None:
+        plots.check()
+    configs = {config.model.model or "embedded": config} | ({against: second_config(config, against)} if against else {})
+    tokenizers = [read_tokenizer(checkpoint.resolve(c.model.tokenizer or c.model.model, c.model.revision)) for c in configs.values()]
+    if any(t.get_vocab() != tokenizers[0].get_vocab() for t in tokenizers):
+        raise ConfigError("the two configurations have different vocabularies: they cannot be given the same prompts")
+    exams = prepare(plan, tokenizers[0])
+    outcomes = {name: _answer(c, exams, plan, tokenizers[0]) for name, c in configs.items()}
+    arms = [arm(name, {"plan": _described(plan), **_changes(c)}, {o.exam.spec: figures(o, plan.seed) for o in outcomes[name]})
+            for name, c in configs.items()]
+    if against:
+        first, second = outcomes.values()
+        arms.append(arm(DIFFERENCE, {"second": against}, {a.exam.spec: compare(a, b, plan.seed) for a, b in zip(first, second, strict=True)}))
+    outcome = result(f"eval-{config.model.model.rstrip('/').rsplit('/', 1)[-1] or 'embedded'}", arms)
+    show(outcome)
+    if output is not None:
+        import json
+
+        output.write_text(json.dumps(outcome, indent=1) + "\n")
+    if plot is not None:
+        plots.draw(outcome, plot)
+
+
+def _answer(config: EngineConfig, exams: Sequence[Exam], plan: Plan, tokenizer: Any) -> list[Outcome]:
+    from kvasir.api.llm import LLM
+    from kvasir.lab.evaluator import run as put
+
+    found = []
+    with LLM(config=config) as llm:
+        for exam in exams:
+            log.info("%s: %d problems of %s", config.model.model or "embedded", len(exam.prompts), exam.spec)
+            found.append(put(llm, exam, plan, tokenizer, progress=sys.stdout.isatty()))
+    return found
+
+
+def _described(plan: Plan) -> dict[str, Any]:
+    return {"tasks": list(plan.tasks), "form": plan.form, "split": plan.split, "n": plan.count, "seed": plan.seed, "samples": plan.samples,
+            "temperature": plan.heat, "max_tokens": plan.max_tokens}
+
+
+def _changes(config: EngineConfig) -> dict[str, Any]:
+    """The settings that differ from the defaults."""
+    import dataclasses
+
+    pairs = [(getattr(config, s.name), getattr(EngineConfig(), s.name)) for s in dataclasses.fields(config)]
+    return {f.name: getattr(mine, f.name) for mine, usual in pairs for f in dataclasses.fields(mine) if getattr(mine, f.name) != getattr(usual, f.name)}
+
+
+def show(outcome: dict[str, Any]) -> None:
+    """The result: for every task its tables, and the difference where there are two configurations, called A and B."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    arms = {letter: a for letter, a in zip("AB", (a for a in outcome["arms"] if a["name"] != DIFFERENCE))}
+    for letter, entry in arms.items():
+        console.print(f"{letter}: {entry['name']}")
+    for task in arms["A"]["metrics"]:
+        console.print(f"\n{task}", style="bold")
+        for table in _tables({letter: entry["metrics"][task] for letter, entry in arms.items()}):
+            console.print(table)
+        if len(arms) == 2:
+            console.print(_difference(outcome["arms"][-1]["metrics"][task]))
+
+
+def _tables(metrics: dict[str, dict[str, Any]]) -> list[Any]:
+    """One task's figures by configuration: ``tokens`` are those of a reply, ``source`` the bits a byte its known source needs."""
+    answers, losses = _table("exact %", "95 %", "problems", "tokens", "cut", "s"), _table("perplexity", "bits a byte", "95 %", "source", "documents")
+    groups, pools = _table("difficulty", "exact %", "problems"), _table("k", "pass@k %", "95 %", "majority@k %", "95 %")
+    for letter, m in metrics.items():
+        if "perplexity" in m:
+            source = f"{m['source_bits_per_byte']:.4f}" if "source_bits_per_byte" in m else "unknown"
+            losses.add_row(letter, f"{m['perplexity']:.3f}", f"{m['bits_per_byte']:.4f}", _bounds(m["interval"], ".4f"), source, f"{m['documents']:,}")
+            continue
+        answers.add_row(letter, f"{100 * m['exact']:.2f}", _percents(m["interval"]), f"{m['problems']:,}", f"{m['tokens_per_reply']:.1f}",
+                        f"{m['cut_replies']}", f"{m['seconds']:.1f}")
+        for difficulty, group in m["by_difficulty"].items():
+            groups.add_row(letter, difficulty, f"{100 * group['exact']:.2f}", f"{group['problems']:,}")
+        for k, passed in m.get("pass", {}).items():
+            vote = m.get("majority", {}).get(k)
+            pools.add_row(letter, k, f"{100 * passed['share']:.2f}", _percents(passed["interval"]),
+                          *([f"{100 * vote['share']:.2f}", _percents(vote["interval"])] if vote else ["no votes", ""]))
+    # One difficulty only tells nothing, and twenty are for the JSON file.
+    shown = [answers, losses, *([groups] if len(metrics) < groups.row_count <= MOST_GROUPS * len(metrics) else []), pools]
+    return [table for table in shown if table.row_count]
+
+
+def _table(*columns: str) -> Any:
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(box=SIMPLE)
+    for name in ("", *columns):
+        table.add_column(name, no_wrap=True, justify="right")
+    return table
+
+
+def _difference(m: dict[str, Any]) -> str:
+    """B minus A on one task, in words."""
+    if m["unit"] == "bits per byte":
+        text = f"B - A: {m['difference']:+.5f} bits a byte (95 % {_bounds(m['interval'], '+.5f')}; less is better)"
+        needed, what = m["documents_needed"], "documents"
+    else:
+        text = f"B - A: {100 * m['difference']:+.2f} points (95 % {_percents(m['interval'], '+')}), {m['extra_tokens_per_reply']:+.1f} tokens a reply"
+        if "mcnemar_p" in m:
+            text += f"; right in A only {m['only_first']}, in B only {m['only_second']}, McNemar p = {m['mcnemar_p']:.3g}"
+        needed, what = m["problems_needed"], "problems"
+    return text + ("." if needed is None else f". To see such a difference with 80 % power takes {needed:,} {what}.")
+
+
+def _percents(interval: Sequence[float], sign: str = "") -> str:
+    return _bounds([100 * b for b in interval], f"{sign}.2f")
+
+
+def _bounds(interval: Sequence[float], form: str) -> str:
+    return f"{interval[0]:{form}} to {interval[1]:{form}}"

@@ -1,0 +1,104 @@
+"""``kvasir lab``: look at the lab's tasks and their samples, train its models. Each command's work is imported when it runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvasir.cli.lab_train import train
+from kvasir.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from tokenizers import Tokenizer
+
+    from kvasir.lab.task import Problem, Task
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The lab: tasks with exact checkers, and the small models trained on them.")
+app.command()(train)
+SHOWN = 1600  # characters of a long text that are shown, half from each end
+COLOURS = {"system": "magenta", "user": "cyan", "tool": "yellow", "assistant": "green"}
+
+
+@app.command("tasks")
+def list_tasks() -> None:
+    """List the tasks, their dials and the prompt forms."""
+    import dataclasses
+    import importlib
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvasir.lab.forms import FORMS
+    from kvasir.lab.task import Task
+    from kvasir.technique import find, names
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("task", "what", "dials"):
+        table.add_column(column)
+    for name in names("kvasir.lab.tasks"):
+        cls, config = find("kvasir.lab.tasks", name, Task)
+        what = (importlib.import_module(cls.__module__).__doc__ or "").split("\n")[0].rstrip(".")
+        dials = " ".join(f"{f.name}={f.default}" for f in dataclasses.fields(config)) if config else ""
+        table.add_row(name + ("" if cls.candidates else " *"), what, dials)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"\nPrompt forms, written FORM/TASK: {', '.join(FORMS)} (tasks marked * can only be solved).")
+    console.print("A dial is turned like this: chain:max_steps=8,modulus=11", markup=False)
+
+
+@app.command()
+def show(task: Annotated[str, typer.Argument(metavar="TASK", help="A task, its dial turned or not: chain, chain:max_steps=8, judge_pair/chain.")],
+         form: Annotated[str, typer.Option(help="Prompt form: solve, aggregate, judge_one, judge_pair, self_evaluate, refine.")] = "solve",
+         split: Annotated[str, typer.Option(help="train, validation, test, or longer (sizes never trained on).")] = "test",
+         count: Annotated[int, typer.Option("-n", min=1, help="Samples.")] = 3,
+         seed: Annotated[int, typer.Option(min=0, help="Decides the samples.")] = 7,
+         full: Annotated[bool, typer.Option("--full", help="Do not shorten long texts.")] = False) -> None:
+    """Show samples: conversation, solution, answer, tokens."""
+    from rich.console import Console
+
+    from kvasir.lab.sheet import shipped_tokenizer
+    from kvasir.lab.task import SPLITS, load_task
+
+    if split not in SPLITS:
+        raise ConfigError(f"no split named '{split}'; there are {', '.join(SPLITS)}.{nearest(split, SPLITS)}")
+    if form != "solve" and "/" in task:
+        raise ConfigError(f"'{task}' names a prompt form already: leave out --form {form}")
+    chosen = load_task(task if form == "solve" else f"{form}/{task}")
+    console, tokenizer = Console(highlight=False), shipped_tokenizer()
+    for i, problem in enumerate(chosen.problems(split, seed, count)):  # type: ignore[arg-type]
+        if i:
+            console.print()
+        _show_one(console, tokenizer, chosen, problem, f"{task if form == 'solve' else f'{form}/{task}'} · {split} · seed {seed} · {i + 1} of {count}", full)
+
+
+def _show_one(console: Console, tokenizer: Tokenizer, task: Task, problem: Problem, title: str, full: bool) -> None:
+    from rich.text import Text
+
+    from kvasir.lab.forms import FormProblem
+
+    def tokens(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    console.rule(Text(title, style="bold"), align="left")
+    for message in problem.messages:
+        _text(console, message["role"], message["content"], full)
+    _text(console, "assistant", problem.solution, full)
+    facts = [f"prompt {tokens(problem.prompt):,} tokens", f"reply {tokens(problem.solution):,} tokens", f"difficulty {problem.difficulty}"]
+    if problem.answer and problem.answer != problem.solution:
+        facts.append(f"answer {problem.answer}")
+    if isinstance(problem, FormProblem):
+        facts.append("candidates " + " ".join("right" if ok else "wrong" for ok in problem.right))
+    for line in facts, task.notes(problem):
+        if line:
+            console.print(Text(" · ".join(line), style="dim"), soft_wrap=True)
+
+
+def _text(console: Console, role: str, text: str, full: bool) -> None:
+    from rich.text import Text
+
+    if not full and len(text) > SHOWN:
+        text = f"{text[:SHOWN // 2]} [... {len(text) - SHOWN:,} characters ...] {text[-SHOWN // 2:]}"
+    console.print(Text(f"{role}: ", style=f"bold {COLOURS[role]}"), end="")
+    console.print(Text(text), soft_wrap=True)

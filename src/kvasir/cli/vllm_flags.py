@@ -1,0 +1,80 @@
+"""vLLM's flags that kvasir has no setting for: taken where they ask for what holds anyway, else refused by name with the reason.
+
+A start script written for vLLM then either works as it stands, or says which word of it cannot be honoured and what to do.
+"""
+
+from __future__ import annotations
+
+# They ask for what is the case anyway.
+SATISFIED = ("--enforce-eager", "--enable-chunked-prefill", "--enable-auto-tool-choice", "--disable-log-requests", "--no-enable-log-requests",
+             "--disable-log-stats", "--no-trust-remote-code", "--use-v2-block-manager", "--enable-prompt-tokens-details", "--disable-fastapi-docs",
+             "--disable-uvicorn-access-log")
+
+# Taken at these values, refused at any other.
+ONLY_AT = {
+    ("--tensor-parallel-size", "-tp"): ("1",),
+    ("--pipeline-parallel-size", "-pp"): ("1",),
+    ("--data-parallel-size", "-dp"): ("1",),
+    ("--api-server-count",): ("1",),
+    ("--tokenizer-mode",): ("auto",),
+    ("--config-format",): ("auto", "hf"),
+    ("--model-impl",): ("auto",),
+    ("--task",): ("auto", "generate"),
+    ("--runner",): ("auto", "generate"),
+}
+
+_QUANTIZED = "quantised weights are not served yet; use the unquantised checkpoint, e.g. with --dtype bfloat16"
+_ADAPTERS = "adapters are not served yet; merge the adapter into its base model and serve that"
+_SPECULATION = "speculative decoding is not served yet; plain decoding gives the same answers"
+_OFFLOAD = "KV and weights stay on the device; a sequence that must give way is computed again later"
+_TEXT = "only text models are served yet"
+_DEVICES = "one device is served yet"
+_PARALLEL = f"{_DEVICES}; start one server a device"
+_GRAPHS = "steps are launched without compilation or CUDA graphs yet"
+_GRAMMAR = "there is one grammar engine, for JSON schema, regex, choice and Lark; requests need no change"
+_ROPE = "the positions are those of the checkpoint's config.json; edit its rope_scaling there"
+_TLS = "put a TLS-terminating proxy in front"
+_HUB = "it is the hub client's business; set its own variables (HF_HOME, HF_TOKEN)"
+_EMBED = "only text generation is served yet"
+_HTTP = "the HTTP side has no such switch"
+_STEPS = "a step is launched and read before the next is planned; there is no such switch yet"
+_CPU = "it says what the CPU pool takes: use --cpu-cache-bytes; GPU memory is --gpu-memory-utilization"
+
+UNSERVED = {
+    "--model": "name the model as the first argument: kvasir serve MODEL",
+    "--quantization": _QUANTIZED, "-q": _QUANTIZED,
+    "--calculate-kv-scales": "stored keys and values need no scales; see --kv-codec",
+    "--enable-lora": _ADAPTERS, "--lora-modules": _ADAPTERS, "--max-loras": _ADAPTERS, "--max-lora-rank": _ADAPTERS, "--max-cpu-loras": _ADAPTERS,
+    "--fully-sharded-loras": _ADAPTERS, "--lora-dtype": _ADAPTERS, "--enable-prompt-adapter": _ADAPTERS,
+    "--speculative-config": _SPECULATION, "--speculative-model": _SPECULATION, "--num-speculative-tokens": _SPECULATION,
+    "--swap-space": _OFFLOAD, "--cpu-offload-gb": _OFFLOAD, "--kv-transfer-config": _OFFLOAD, "--kv-offloading-size": _OFFLOAD,
+    "--kv-offloading-backend": _OFFLOAD, "--preemption-mode": _OFFLOAD, "--kv-cache-memory-bytes": _CPU,
+    "--trust-remote-code": "code from a checkpoint is never run; `kvasir serve` names the families it serves when it meets another",
+    "--limit-mm-per-prompt": _TEXT, "--mm-processor-kwargs": _TEXT, "--media-io-kwargs": _TEXT, "--allowed-local-media-path": _TEXT,
+    "--interleave-mm-strings": _TEXT, "--skip-mm-profiling": _TEXT, "--mm-encoder-tp-mode": _TEXT,
+    "--guided-decoding-backend": _GRAMMAR, "--guided-decoding-disable-any-whitespace": _GRAMMAR, "--structured-outputs-config": _GRAMMAR,
+    "--logits-processor-pattern": "code from a client is never run",
+    "--num-scheduler-steps": _STEPS, "--multi-step-stream-outputs": _STEPS, "--async-scheduling": _STEPS, "--scheduler-delay-factor": _STEPS,
+    "--scheduler-cls": "use --scheduling-policy", "--scheduler-reserve-full-isl": _STEPS,
+    "--no-enable-chunked-prefill": "prompts are always computed in chunks; raise --max-num-batched-tokens for larger ones",
+    "--max-num-partial-prefills": "use --long-prefill-token-threshold", "--max-long-partial-prefills": "use --long-prefill-token-threshold",
+    "--prefix-caching-hash-algo": "prefix keys are hashed and their tokens compared; there is no choice",
+    "--disable-sliding-window": "window layers keep their window, as the model was trained",
+    "--compilation-config": _GRAPHS, "-O": _GRAPHS, "--cuda-graph-sizes": _GRAPHS, "--max-seq-len-to-capture": _GRAPHS,
+    "--distributed-executor-backend": _DEVICES, "--enable-expert-parallel": _PARALLEL, "--disable-custom-all-reduce": _DEVICES,
+    "--data-parallel-size-local": _PARALLEL, "--data-parallel-address": _PARALLEL, "--headless": _PARALLEL,
+    "--max-parallel-loading-workers": _DEVICES,
+    "--rope-scaling": _ROPE, "--rope-theta": _ROPE, "--hf-overrides": "edit the checkpoint's config.json",
+    "--hf-token": _HUB, "--download-dir": _HUB, "--hf-config-path": "config.json is read from the model's folder",
+    "--tokenizer-revision": "give a folder to --tokenizer", "--code-revision": "code from a checkpoint is never run",
+    "--override-generation-config": "use --generation-config none, and send the sampling parameters with each request",
+    "--override-pooler-config": _EMBED, "--convert": _EMBED, "--pooler-config": _EMBED,
+    "--ssl-keyfile": _TLS, "--ssl-certfile": _TLS, "--ssl-ca-certs": _TLS, "--ssl-cert-reqs": _TLS,
+    "--root-path": _HTTP, "--middleware": _HTTP, "--allow-credentials": _HTTP, "--allowed-methods": _HTTP, "--allowed-headers": _HTTP,
+    "--uvicorn-log-level": _HTTP, "--enable-server-load-tracking": "see /metrics", "--disable-frontend-multiprocessing": _HTTP,
+    "--response-role": "answers have the role assistant", "--return-tokens-as-token-ids": "send return_token_ids with the request",
+    "--chat-template-content-format": "it is found by looking at the chat template", "--tool-parser-plugin": "use --tool-call-parser",
+    "--enable-reasoning": "use --reasoning-parser", "--max-logprobs": "the limit is fixed", "--otlp-traces-endpoint": "see /metrics",
+    "--enable-sleep-mode": "stop the server and start it again", "--enable-log-requests": "use --log-requests",
+    "--max-log-len": "the text of requests is never logged",
+}

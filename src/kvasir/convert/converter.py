@@ -1,0 +1,62 @@
+"""The seam of offline conversions: a stream of stored tensors in, a stream out, and edits to config.json.
+
+A converter is one module in `kvasir/convert/converters/`, chosen as ``name:key=value``. It never holds more of the model
+than the tensors it works on, so that a checkpoint larger than the memory converts, too. ``exact`` is its promise: the
+converted model computes the same function, and `exactly` holds it to that where stored numbers are rescaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvasir.models.families import build_spec, find_family
+from kvasir.models.spec import ModelSpec
+from kvasir.technique import Technique, load
+
+if TYPE_CHECKING:
+    import torch
+
+    Tensors = Iterator[tuple[str, torch.Tensor]]  # stored name, values as stored (CPU)
+
+PACKAGE = "kvasir.convert.converters"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The checkpoint a converter works on: its folder, its config.json, and the layers that config describes."""
+
+    path: Path
+    config: dict[str, Any]
+    spec: ModelSpec
+
+    @classmethod
+    def of(cls, path: Path, config: dict[str, Any]) -> Source:
+        """Raises ConfigError when the config is not one that the engine serves."""
+        return cls(path, config, build_spec(config))
+
+    def stored(self, slot: str) -> str:
+        """The checkpoint's name of one of our weight slots: ``layers.0.mixer.q.weight`` -> ``model.layers.0.self_attn.q_proj.weight``."""
+        return find_family(self.config["model_type"]).stored_name(slot)
+
+
+class Converter(Technique):
+    """Rewrites a checkpoint. ``exact``: the result computes the same function as the source."""
+
+    def check(self, source: Source) -> None:
+        """Raise ConfigError when this converter cannot take ``source``: called before anything is read or written."""
+
+    def edit_config(self, source: Source) -> dict[str, Any]:
+        """config.json of the result."""
+        return source.config
+
+    def tensors(self, source: Source, tensors: Tensors) -> Tensors:
+        """The tensors of the result, in any order, made from those of ``source`` in any order. Inputs may be changed in place."""
+        raise NotImplementedError
+
+
+def load_converter(spec: str) -> Converter:
+    """Build a converter from ``name:key=value,key=value``. Raises ConfigError for an unknown name, key or value."""
+    return load(PACKAGE, spec, Converter)

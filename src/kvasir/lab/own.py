@@ -1,0 +1,111 @@
+"""A model's own replies to problems, told right from wrong by the exact checker: to train on them, and to measure with them.
+
+Small models cannot judge or combine candidates by instruction alone, and candidates made up by a task slip in other ways than the
+model does. So late in a run the weights are sampled, and the prompt forms (aggregate, judge, refine, ...) are trained on what they wrote.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvasir.lab.data import OWN
+from kvasir.lab.forms import DRAWN, FormTask
+from kvasir.lab.model import Model
+from kvasir.lab.recipe import Own
+from kvasir.lab.sample import complete_all
+from kvasir.lab.task import Documents, Problem, Split, Task, encode, load_task
+from kvasir.lab.workers import all_of
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+OWN_FORMS = ("aggregate", "judge_one", "judge_pair", "self_evaluate", "refine")
+PER_PROBLEM = {"aggregate": 2, "judge_pair": 2, "judge_one": 2}  # cases of a problem, where more than one
+CHUNK = 64  # problems whose documents one worker makes at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Replies:
+    """Several replies to one problem, which of them are right, and their canonical answers (None: no answer found)."""
+
+    problem: Problem
+    texts: tuple[str, ...]
+    right: tuple[bool, ...]
+    answers: tuple[str | None, ...]
+
+
+def sample_replies(model: Model, tokenizer: Tokenizer, task: Task, split: Split, *, problems: int, samples: int, temperature: float, max_new: int,
+                   seed: int) -> list[Replies]:
+    """``samples`` replies to each of ``problems`` problems. A prompt that leaves no room gets empty replies, which are wrong."""
+    asked = task.problems(split, seed, problems)
+    written = complete_all(model, tokenizer, [p.prompt for p in asked for _ in range(samples)], max_new, temperature=temperature, seed=seed)
+    out = []
+    for n, problem in enumerate(asked):
+        texts = tuple(text or "" for text in written[n * samples:(n + 1) * samples])
+        out.append(Replies(problem, texts, tuple(task.check(problem, t) for t in texts), tuple(task.answer(t) for t in texts)))
+    return out
+
+
+def choose(rng: np.random.Generator, replies: Replies, right: int, count: int) -> list[str] | None:
+    """``count`` of the replies in random order, ``right`` of them right; None when there are too few of a kind. Empty ones never count."""
+    groups = [[t for t, ok in zip(replies.texts, replies.right, strict=True) if ok == wanted and t.strip()] for wanted in (True, False)]
+    if right > len(groups[0]) or count - right > len(groups[1]):
+        return None
+    texts = [group[i] for group, n in zip(groups, (right, count - right), strict=True) for i in rng.permutation(len(group))[:n]]
+    return [texts[i] for i in rng.permutation(count)]
+
+
+def cases(rng: np.random.Generator, task: FormTask, replies: Replies) -> list[Problem]:
+    """Training problems of one form on these replies: one or two, with every number of right candidates that can be had equally likely."""
+    out = []
+    for _ in range(PER_PROBLEM.get(task.form, 1)):
+        count = int(rng.integers(max(task.shape.least, 1), min(task.shape.most, DRAWN) + 1))
+        possible = [n for n in range(count + 1) if sum(replies.right) >= n and len(replies.right) - sum(replies.right) >= count - n]
+        # A problem with replies of one kind only says little: most of those are left out.
+        if not possible or (len(possible) == 1 and rng.random() < 0.7):
+            continue
+        candidates = choose(rng, replies, possible[rng.integers(len(possible))], count)
+        if candidates is not None:
+            out.append(task.case(replies.problem, candidates))
+    return out
+
+
+def own_documents(model: Model, tokenizer: Tokenizer, plan: Own, seed: int, workers: int, say: Callable[[str], None],
+                  longest: int = 1024) -> dict[str, Documents]:
+    """Sample the model on training problems; by name (``own/aggregate``, ...) the documents of every form, at most ``longest`` tokens each.
+
+    A form that the replies give no document for is left out.
+    """
+    pool: list[tuple[str, Replies]] = []
+    for i, spec in enumerate(plan.tasks):
+        begin = time.monotonic()
+        got = sample_replies(model, tokenizer, load_task(spec), "train", problems=plan.problems, samples=plan.samples,
+                             temperature=plan.temperature, max_new=plan.reply_tokens, seed=1000 * seed + i)
+        pool += [(spec, replies) for replies in got]
+        say(f"  own replies: {spec} {np.mean([r.right for r in got]):.1%} right, {time.monotonic() - begin:.1f} s")
+    chunks = [(first, pool[first:first + CHUNK]) for first in range(0, len(pool), CHUNK)]
+    made = all_of(partial(_written, tokenizer, seed, longest), chunks, workers)
+    parts = {form: [part[form] for part in made if form in part] for form in OWN_FORMS}
+    for form in [form for form, documents in parts.items() if not documents]:
+        say(f"  own replies give no document for {form}: the other documents take its share")
+    return {OWN + form: Documents.join(documents) for form, documents in parts.items() if documents}
+
+
+def _written(tokenizer: Tokenizer, seed: int, longest: int, chunk: tuple[int, Sequence[tuple[str, Replies]]]) -> dict[str, Documents]:
+    """The documents of every form on a few problems' replies."""
+    first, pool = chunk
+    rng = np.random.default_rng([seed, first])
+    tasks = {(form, spec): FormTask(form, load_task(spec)) for spec in dict.fromkeys(spec for spec, _ in pool) for form in OWN_FORMS}
+    out = {}
+    for form in OWN_FORMS:
+        problems = [problem for spec, replies in pool for problem in cases(rng, tasks[form, spec], replies)]
+        documents = encode(tokenizer, [p.segments() for p in problems]) if problems else None
+        if documents is not None and (fitting := np.flatnonzero(documents.lengths <= longest)).size:
+            out[form] = documents.take(fitting)
+    return out

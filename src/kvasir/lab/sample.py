@@ -1,0 +1,119 @@
+"""Batched decoding of a lab model in plain torch, with a KV cache: greedy for scores, sampled for candidates to train on.
+
+Prompts of like length share a batch; rows that are done leave it, so that a few long replies do not hold up thousands.
+
+Shape suffixes: B prompts at once, T tokens of the longest prompt, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvasir.lab.model import Model
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+STOPS = ("<|im_end|>", "<eos>")
+LOOK = 16  # tokens between two looks at which rows are done
+# On a GPU a batch is as large as memory allows, on a CPU as the cache likes: positions (rows x length) held at once.
+POSITIONS = {"cuda": 1 << 20, "cpu": 1 << 15}
+
+
+def serving_copy(model: Model) -> Model:
+    """The weights as they are served: bf16 on a GPU, a plain copy elsewhere."""
+    device = model.model.embed_tokens.weight.device
+    return copy.deepcopy(model).to(torch.bfloat16 if device.type == "cuda" else torch.float32).eval().requires_grad_(False)
+
+
+class _Rows:
+    """A batch in flight: its cache and what each row has written. Prompts stand at the right, padded on the left."""
+
+    def __init__(self, model: Model, prompts: Sequence[Sequence[int]], max_new: int, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.model, self.pick = model, pick
+        self.device = model.model.embed_tokens.weight.device
+        wide = self.at = max(map(len, prompts))
+        self.padding = torch.tensor([wide - len(p) for p in prompts], device=self.device)
+        ids = torch.tensor([[0] * (wide - len(p)) + list(p) for p in prompts], device=self.device)
+        self.columns = torch.arange(wide + max_new, device=self.device)
+        self.cache = model.new_cache(len(prompts), wide + max_new)
+        mask = None
+        if int(self.padding.max()):
+            # A padded column looks at itself only, since a row that sees nothing would be NaN.
+            square = torch.ones(wide, wide, dtype=torch.bool, device=self.device)
+            visible = self.columns[None, :wide] >= self.padding[:, None]
+            mask = ((visible[:, None] & square.tril()) | (square.tril() & square.triu()))[:, None]
+        positions = (self.columns[None, :wide] - self.padding[:, None]).clamp(min=0)
+        self.last = pick(model(ids, mask, positions=positions, cache=self.cache, last=True)[:, -1])
+
+    def step(self) -> None:
+        mask = (self.columns[None, :self.at + 1] >= self.padding[:, None])[:, None, None]
+        logits = self.model(self.last[:, None], mask, positions=(self.at - self.padding)[:, None], cache=self.cache, at=self.at)
+        self.last = self.pick(logits[:, -1])
+        self.at += 1
+
+    def keep(self, index: torch.Tensor) -> None:
+        self.cache = [(k[index], v[index]) for k, v in self.cache]
+        self.padding, self.last = self.padding[index], self.last[index]
+
+
+@torch.inference_mode()
+def complete(model: Model, prompts: Sequence[Sequence[int]], max_new: int, stop_ids: Sequence[int], *, temperature: float = 0.0,
+             generator: torch.Generator | None = None) -> list[list[int]]:
+    """One continuation of every prompt (ids), without the stop token, all in one batch. ``temperature`` 0 is greedy.
+
+    Raises ValueError when the longest prompt leaves no room in the model's positions.
+    """
+    wide = max(map(len, prompts))
+    max_new = min(max_new, model.shape.positions - wide)
+    if max_new < 1:
+        raise ValueError(f"a prompt of {wide} tokens leaves no room in {model.shape.positions} positions")
+
+    def pick(logits: torch.Tensor) -> torch.Tensor:
+        if temperature == 0:
+            return logits.argmax(-1)
+        return torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)[:, 0]
+
+    batch = _Rows(model, prompts, max_new, pick)
+    stops = torch.tensor(list(stop_ids), device=batch.device)
+    written = torch.full((len(prompts), max_new), -1, device=batch.device)
+    written[:, 0] = batch.last
+    open_rows, done = torch.arange(len(prompts), device=batch.device), torch.isin(batch.last, stops)
+    for n in range(1, max_new):
+        if n % LOOK == 0:
+            left = (~done).nonzero()[:, 0]
+            if not len(left):
+                break
+            if len(left) < 0.7 * len(done):
+                batch.keep(left)
+                open_rows, done = open_rows[left], done[left]
+        batch.step()
+        written[open_rows, n] = batch.last
+        done |= torch.isin(batch.last, stops)
+    ends = {-1, *stop_ids}
+    return [row[:next((i for i, t in enumerate(row) if t in ends), len(row))] for row in written.tolist()]
+
+
+def complete_all(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], max_new: int, *, temperature: float = 0.0, seed: int = 0,
+                 complete: Callable[..., list[list[int]]] = complete) -> list[str | None]:
+    """Replies (text, without special tokens) to any number of prompts, in batches that fit the device. None: the prompt leaves no room."""
+    device = model.model.embed_tokens.weight.device
+    generator = torch.Generator(device).manual_seed(seed)
+    stop_ids = [tokenizer.token_to_id(t) for t in STOPS]
+    coded = [e.ids for e in tokenizer.encode_batch_fast(list(prompts), add_special_tokens=False)]
+    replies: list[str | None] = [None] * len(coded)
+    waiting = sorted((i for i, ids in enumerate(coded) if len(ids) < model.shape.positions), key=lambda i: len(coded[i]))
+    while waiting:
+        # The longest of a batch decides its width.
+        count = 1
+        while count < len(waiting) and (count + 1) * (len(coded[waiting[count]]) + max_new) <= POSITIONS[device.type]:
+            count += 1
+        chosen, waiting = waiting[:count], waiting[count:]
+        new = complete(model, [coded[i] for i in chosen], max_new, stop_ids, temperature=temperature, generator=generator)
+        for i, text in zip(chosen, tokenizer.decode_batch(new, skip_special_tokens=True), strict=True):
+            replies[i] = text
+    return replies

@@ -1,0 +1,95 @@
+"""Figures from an evaluation's outcomes: one configuration's scores, and two configurations on the same problems.
+
+Shape suffixes: N problems, S samples a problem.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from kvasir.lab import statistics as stats
+from kvasir.lab.evaluator import Answers, Losses, Outcome
+
+
+def figures(outcome: Outcome, seed: int = 0) -> dict[str, Any]:
+    """The metrics of one task, as numbers for a result file. Intervals are 95 %."""
+    return _loss_figures(outcome, seed) if isinstance(outcome, Losses) else _answer_figures(outcome, seed)
+
+
+def _answer_figures(outcome: Answers, seed: int) -> dict[str, Any]:
+    count, samples = outcome.right.shape
+    shares = outcome.right.mean(1)
+    # One reply a problem is counting; a pool of samples is not, since samples of a problem hang together.
+    interval = stats.wilson(int(outcome.right.sum()), count) if samples == 1 else stats.mean_interval(shares, seed=seed)
+    found = {"problems": count, "different_problems": len({p.prompt for p in outcome.exam.problems}), "samples": samples, "right": int(outcome.right.sum()), "exact": float(shares.mean()), "interval": list(interval),
+             "tokens_per_reply": float(outcome.tokens.mean()), "output_tokens": int(outcome.tokens.sum()),
+             "prompt_tokens": sum(map(len, outcome.exam.prompts)), "cut_replies": outcome.num_cut, "reply_limit": outcome.exam.limit,
+             "seconds": round(outcome.seconds, 3), "by_difficulty": _by_difficulty(outcome)}
+    if samples > 1:
+        kinds = {"pass": pass_values}
+        if any(vote is not None for votes in outcome.votes for vote in votes):  # replies of some tasks are not voted on
+            kinds["majority"] = majority_values
+        for name, values_of in kinds.items():
+            values = {k: values_of(outcome, k) for k in pool_sizes(samples)}
+            found[name] = {str(k): {"share": float(v.mean()), "interval": list(stats.mean_interval(v, seed=seed))} for k, v in values.items()}
+    return found
+
+
+def pool_sizes(samples: int) -> list[int]:
+    """1, 2, 4, ... and the whole pool."""
+    return sorted({1 << i for i in range(samples.bit_length()) if 1 << i <= samples} | {samples})
+
+
+def pass_values(outcome: Answers, k: int) -> np.ndarray:
+    """[N]: the chance that one of ``k`` samples is right."""
+    samples = outcome.right.shape[1]
+    return np.array([stats.pass_at_k(int(row.sum()), samples, k) for row in outcome.right])
+
+
+def majority_values(outcome: Answers, k: int) -> np.ndarray:
+    """[N]: the chance that the most frequent canonical answer of ``k`` samples is right."""
+    return np.array([stats.majority_at_k(votes, row.tolist(), k) for votes, row in zip(outcome.votes, outcome.right)])
+
+
+def _by_difficulty(outcome: Answers) -> dict[str, dict[str, float]]:
+    """Share right by the task's own measure of difficulty."""
+    found: dict[int, list[float]] = {}
+    for problem, share in zip(outcome.exam.problems, outcome.right.mean(1)):
+        found.setdefault(problem.difficulty, []).append(float(share))
+    return {str(d): {"problems": len(shares), "exact": sum(shares) / len(shares)} for d, shares in sorted(found.items())}
+
+
+def _loss_figures(outcome: Losses, seed: int) -> dict[str, Any]:
+    nats, tokens, size = outcome.nats.sum(), outcome.tokens.sum(), outcome.bytes.sum()
+    low, high = stats.bootstrap(outcome.nats, outcome.tokens, seed=seed)
+    bits_low, bits_high = stats.bootstrap(outcome.nats / math.log(2), outcome.bytes, seed=seed)
+    found = {"documents": len(outcome.nats), "scored_tokens": int(tokens), "scored_bytes": int(size),
+            "perplexity": math.exp(nats / tokens), "perplexity_interval": [math.exp(low), math.exp(high)],
+            "bits_per_byte": float(nats / math.log(2) / size), "interval": [bits_low, bits_high], "seconds": round(outcome.seconds, 3)}
+    if outcome.known_bits is not None:
+        found["source_bits_per_byte"] = float(outcome.known_bits.sum() / size)
+    return found
+
+
+def compare(first: Outcome, second: Outcome, seed: int = 0) -> dict[str, Any]:
+    """``second`` minus ``first`` on the same problems: the difference with its interval, and how many problems would show it.
+
+    For one reply a problem, also McNemar's exact test. For prose the difference is in bits per byte: less is better.
+    """
+    if isinstance(first, Losses) and isinstance(second, Losses):
+        bits = (second.nats - first.nats) / math.log(2)
+        interval = stats.bootstrap(bits, first.bytes, seed=seed)
+        return {"unit": "bits per byte", "documents": len(bits), "difference": float(bits.sum() / first.bytes.sum()), "interval": list(interval),
+                "documents_needed": stats.problems_needed(bits / first.bytes.mean())}
+    assert isinstance(first, Answers) and isinstance(second, Answers), "one task is scored in one way"
+    differences = second.right.mean(1) - first.right.mean(1)
+    found = {"unit": "share right", "problems": len(differences), "difference": float(differences.mean()),
+             "interval": list(stats.difference_interval(differences, seed=seed)), "problems_needed": stats.problems_needed(differences),
+             "extra_tokens_per_reply": float(second.tokens.mean() - first.tokens.mean())}
+    if first.right.shape[1] == second.right.shape[1] == 1:
+        lost, won = int((differences < 0).sum()), int((differences > 0).sum())
+        found |= {"only_first": lost, "only_second": won, "mcnemar_p": stats.mcnemar(lost, won)}
+    return found

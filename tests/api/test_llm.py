@@ -1,0 +1,213 @@
+"""The Python API, on the model in the package: shapes of results, prompts, sampling, chat, streams, refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from kvasir import LLM, SamplingParams
+from kvasir.errors import ConfigError, RequestError
+from kvasir.types import Grammar
+
+OPTIONS = dict(batch_invariant=True, num_threads=1, max_model_len=512, cpu_cache_bytes=1 << 25, page_slots=16)
+PROMPT = "Once upon a time there was a king who had"
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+
+
+def greedy(**changes) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": 24, **changes})
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(**OPTIONS) as it:
+        yield it
+        assert not it.engine.has_work() and it.engine.pages.num_free == it.engine.pages.num_total
+
+
+def test_the_shape_of_a_result(llm):
+    [out] = llm.generate(PROMPT, GREEDY)
+    [branch] = out.outputs
+    assert out.prompt == PROMPT and out.prompt_token_ids == llm.tokenizer.encode(PROMPT) and out.finished
+    assert out.prompt_logprobs is None and out.num_cached_tokens == 0 and out.request_id
+    assert branch.index == 0 and len(branch.token_ids) == 24 and branch.finish_reason == "length" and branch.stop_reason is None
+    assert branch.logprobs is None and branch.cumulative_logprob is None
+    assert branch.text and branch.text == llm.tokenizer.decode(out.prompt_token_ids + branch.token_ids).removeprefix(
+        llm.tokenizer.decode(out.prompt_token_ids))
+
+
+def test_prompts_of_every_form_and_their_order(llm):
+    ids = llm.tokenizer.encode(PROMPT)
+    outs = llm.generate([PROMPT, {"prompt_token_ids": ids}, {"prompt": PROMPT}, "The fox said", {"prompt_token_ids": ids, "prompt": "shown"}], GREEDY)
+    assert [o.prompt for o in outs] == [PROMPT, None, PROMPT, "The fox said", "shown"]
+    texts = [o.outputs[0].text for o in outs]
+    assert texts[0] == texts[1] == texts[2] == texts[4] != texts[3]
+    assert llm.generate([], GREEDY) == []
+    assert llm.generate({"prompt_token_ids": ids}, GREEDY)[0].outputs[0].text == texts[0]
+
+
+def test_params_for_each_prompt(llm):
+    outs = llm.generate([PROMPT] * 3, [greedy(max_tokens=k) for k in (1, 5, 9)])
+    assert [len(o.outputs[0].token_ids) for o in outs] == [1, 5, 9]
+    assert len(llm.generate(PROMPT)[0].outputs[0].token_ids) <= 16, "the default"
+    with pytest.raises(ValueError, match="2 prompts, but 1"):
+        llm.generate([PROMPT] * 2, [GREEDY])
+
+
+def test_stop_strings_across_tokens(llm):
+    free = llm.generate(PROMPT, greedy(max_tokens=40))[0].outputs[0]
+    pieces = [llm.tokenizer.decode([t]) for t in free.token_ids]
+    at = next(i for i in range(4, 30) if len(pieces[i].strip()) > 1 and len(pieces[i + 1].strip()) > 1)
+    stop = pieces[at][-1] + pieces[at + 1][:2]  # begins in one token, ends in the next
+    end = free.text.index(stop)
+    cut = llm.generate(PROMPT, greedy(max_tokens=40, stop=stop, logprobs=0))[0].outputs[0]
+    assert (cut.text, cut.finish_reason, cut.stop_reason) == (free.text[:end], "stop", stop)
+    assert len(cut.token_ids) == len(cut.logprobs) < 40 and cut.token_ids == free.token_ids[:len(cut.token_ids)]
+    shown = llm.generate(PROMPT, greedy(max_tokens=40, stop=[stop, "zzz"], include_stop_str_in_output=True))[0].outputs[0]
+    assert shown.text == free.text[:end] + stop
+
+
+def test_stop_ids_and_the_end_of_an_answer(llm):
+    free = llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+    at = next(i for i in range(3, 20) if free[i] not in free[:i])
+    out = llm.generate(PROMPT, greedy(stop_token_ids=[free[at]]))[0].outputs[0]
+    assert out.token_ids == free[:at + 1] and (out.finish_reason, out.stop_reason) == ("stop", free[at])
+    assert out.text == llm.generate(PROMPT, greedy(max_tokens=at))[0].outputs[0].text, "the stop token is no part of the text"
+
+
+def test_branches(llm):
+    params = SamplingParams(n=3, temperature=1, seed=4, max_tokens=20, ignore_eos=True, logprobs=0)
+    [out] = llm.generate(PROMPT, params)
+    assert [o.index for o in out.outputs] == [0, 1, 2] and len({o.text for o in out.outputs}) == 3
+    assert [o.text for o in llm.generate([PROMPT, "x"], params)[0].outputs] == [o.text for o in out.outputs]
+
+
+def test_logprobs(llm):
+    out = llm.generate(PROMPT, greedy(logprobs=3, prompt_logprobs=2))[0]
+    branch = out.outputs[0]
+    assert len(branch.logprobs) == 24
+    for token, table in zip(branch.token_ids, branch.logprobs):
+        assert len(table) == 3 and table[token].rank == 1 and table[token].decoded_token == llm.tokenizer.decode([token], skip_special=False)
+        assert sorted(e.rank for e in table.values()) == [1, 2, 3] and all(e.logprob <= table[token].logprob <= 0 for e in table.values())
+    assert branch.cumulative_logprob == pytest.approx(sum(table[t].logprob for t, table in zip(branch.token_ids, branch.logprobs)))
+    assert len(out.prompt_logprobs) == len(out.prompt_token_ids) and out.prompt_logprobs[0] is None
+    for token, table in zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:]):
+        assert token in table and len(table) in (2, 3) and math.isfinite(table[token].logprob)
+    # What was generated, scored as a prompt, has the same log-probabilities.
+    again = llm.generate({"prompt_token_ids": out.prompt_token_ids + branch.token_ids}, greedy(max_tokens=1, prompt_logprobs=0))[0]
+    for a, b, token in zip(again.prompt_logprobs[-24:], branch.logprobs, branch.token_ids):
+        assert a[token].logprob == b[token].logprob, "not one bit may differ"
+
+
+def test_chat_works_out_a_chain(llm):
+    question = [{"role": "user", "content": "Compute modulo 97: start 12; +45; *3; -7; *2; +30"}]
+    [out] = llm.chat(question, greedy(max_tokens=100))
+    assert out.outputs[0].text == "12+45=57\n57*3=74\n74-7=67\n67*2=37\n37+30=67\nAnswer: 67" and out.outputs[0].finish_reason == "stop"
+    assert out.prompt_token_ids == llm.tokenizer.encode_chat(question)
+    many = llm.chat([question, [{"role": "user", "content": "Hello!"}]], greedy(max_tokens=100))
+    assert many[0].outputs[0].text == out.outputs[0].text and many[1].outputs[0].text
+
+
+def test_a_grammar(llm):
+    schema = {"type": "object", "properties": {"kind": {"enum": ["fox", "king"]}}, "required": ["kind"], "additionalProperties": False}
+    outs = llm.generate([PROMPT] * 4, [SamplingParams(temperature=1, seed=s, max_tokens=60, grammar=Grammar("json_schema", json.dumps(schema)))
+                                       for s in range(4)])
+    assert all(json.loads(o.outputs[0].text)["kind"] in ("fox", "king") for o in outs)
+
+
+def test_stream(llm):
+    whole = llm.generate(PROMPT, greedy(max_tokens=40))[0].outputs[0].text
+    pieces = list(llm.stream(PROMPT, greedy(max_tokens=40)))
+    assert "".join(pieces) == whole and len(pieces) > 10
+    stop = whole[20:24]
+    assert "".join(llm.stream(PROMPT, greedy(max_tokens=40, stop=stop))) == whole[:whole.index(stop)]
+
+
+def test_leaving_a_stream_cancels_it(llm):
+    stream = llm.stream(PROMPT, greedy(max_tokens=400, ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert not llm.engine.has_work() and llm.engine.pages.num_free == llm.engine.pages.num_total
+
+
+@pytest.mark.parametrize("prompt, params, param", [
+    (PROMPT, {"temperature": -1}, "temperature"),
+    (PROMPT, {"n": 0}, "n"),
+    (PROMPT, {"max_tokens": 5000}, "max_tokens"),
+    (PROMPT, {"logit_bias": {99999: 1}}, "logit_bias"),
+    (PROMPT, {"stop": [""]}, "stop"),
+    ("word " * 3000, {}, "prompt"),
+    ({"prompt_token_ids": []}, {}, "prompt"),
+    ({"prompt_token_ids": [99999]}, {}, "prompt"),
+    ({"prompt_token_ids": ["a"]}, {}, "prompt"),
+    ({}, {}, "prompts"),
+    ({"prompt": 3}, {}, "prompts"),
+])
+def test_refusals_name_the_parameter(llm, prompt, params, param):
+    with pytest.raises(RequestError) as refused:
+        llm.generate([PROMPT, prompt], greedy(**params))
+    assert refused.value.param == param and refused.value.status == 400
+    with pytest.raises(RequestError):
+        llm.check(prompt, greedy(**params))
+    llm.check(PROMPT, GREEDY)
+    assert not llm.engine.has_work(), "nothing was begun"
+
+
+def test_a_request_that_fails_late_ends_the_call_and_leaves_nothing(llm):
+    with pytest.raises(RequestError) as failed:
+        llm.generate([PROMPT] * 3, [GREEDY, greedy(grammar=Grammar("regex", "(")), GREEDY])
+    assert failed.value.status == 400 and failed.value.param == "grammar"
+    assert not llm.engine.has_work()
+    assert llm.generate(PROMPT, GREEDY)[0].outputs[0].text
+
+
+def test_progress_bar(llm, capsys):
+    llm.generate([PROMPT] * 3, GREEDY, use_tqdm=True)
+    shown = capsys.readouterr()
+    assert "3/3" in shown.out + shown.err
+    llm.generate([PROMPT] * 3, GREEDY)
+    assert capsys.readouterr().out == ""
+
+
+def test_more_prompts_than_the_queue_holds():
+    with LLM(**OPTIONS, max_queued_requests=4, max_num_seqs=2) as llm:
+        outs = llm.generate([{"prompt_token_ids": [300 + i] * 3} for i in range(20)], greedy(max_tokens=3, ignore_eos=True))
+    assert [o.prompt_token_ids[0] for o in outs] == [300 + i for i in range(20)] and all(len(o.outputs[0].token_ids) == 3 for o in outs)
+
+
+def test_two_engines_in_one_process(llm):
+    """They share nothing: interleaved steps give each its own tokens."""
+    with LLM(**OPTIONS) as other:
+        alone = "".join(llm.stream(PROMPT, GREEDY)), "".join(llm.stream("The fox said", GREEDY))
+        streams = llm.stream(PROMPT, GREEDY), other.stream("The fox said", GREEDY)
+        texts = ["", ""]
+        for a, b in zip(*streams):
+            texts[0] += a
+            texts[1] += b
+        texts = [text + "".join(rest) for text, rest in zip(texts, streams)]
+    assert all(whole.startswith(text) or whole == text for whole, text in zip(alone, texts)) and all(texts)
+    assert llm.generate(PROMPT, GREEDY)[0].outputs[0].text == alone[0], "closing one leaves the other"
+
+
+def test_without_a_tokenizer_and_with_dummy_weights():
+    with LLM(**OPTIONS, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", device="cpu") as llm:
+        assert llm.tokenizer is None
+        [out] = llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=5, ignore_eos=True, logprobs=1, detokenize=False))
+        assert len(out.outputs[0].token_ids) == 5 and out.outputs[0].text == "" and out.prompt is None
+        assert out.outputs[0].logprobs[0][out.outputs[0].token_ids[0]].decoded_token is None
+        with pytest.raises(ConfigError, match="tokenizer"):
+            llm.generate(PROMPT, GREEDY)
+        with pytest.raises(ConfigError, match="tokenizer"):
+            llm.chat([{"role": "user", "content": "x"}])
+        with pytest.raises(RequestError) as refused:
+            llm.generate({"prompt_token_ids": [5]}, greedy(bad_words=["x"]))
+        assert refused.value.param == "bad_words"
+
+
+@pytest.mark.parametrize("options, said", [({"max_num_sequences": 3}, "max_num_seqs"), ({"model": "/no/such/folder"}, "/no/such/folder"),
+                                           ({"max_model_len": 4096}, "2048"), ({"dtype": "int8"}, "dtype")])
+def test_a_wrong_set_up_says_so(options, said):
+    with pytest.raises(ConfigError, match=said):
+        LLM(**{**OPTIONS, **options})

@@ -1,0 +1,102 @@
+"""``kvasir bench offline`` at tiny size: what it counts, what it refuses, and a peer in the same run."""
+
+import json
+import random
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from kvasir.bench import offline
+from kvasir.bench.offline import measure
+from kvasir.bench.workloads import SHAPES, Batch, shape_folder
+from kvasir.config import EngineConfig
+from kvasir.errors import ConfigError
+from tests.bench.test_result import check
+
+TINY = ["one:1:8:4", "three:3:5:3"]
+
+
+def run(capsys, config=None, **options):
+    offline.run(config or EngineConfig(), **{"shape": None, "workloads": TINY, "peer": None, "repeats": 1, "output": None, **options})
+    return json.loads(capsys.readouterr().out)
+
+
+def test_it_produces_a_result(capsys, tmp_path):
+    found = run(capsys, EngineConfig.of(max_num_seqs=4, num_threads=1), repeats=2, output=tmp_path / "r.json")
+    check(found)
+    assert json.loads((tmp_path / "r.json").read_text()) == found
+    (only,) = found["arms"]
+    assert only["config"] == {"max_num_seqs": 4, "num_threads": 1, "enable_prefix_caching": False}, "the settings that are not the defaults"
+    assert set(only["metrics"]) == {"start_s", *(f"{name}.{kind}_tok_s" for name in ("one", "three") for kind in ("prefill", "decode", "total"))}
+    assert all(m["n"] == 2 and 0 < m["min"] <= m["median"] <= m["max"] for k, m in only["metrics"].items() if k != "start_s")
+    assert found["ratios"] == {}
+
+
+def test_a_peer_runs_in_the_same_run(capsys):
+    found = run(capsys, peer="transformers")
+    check(found)
+    kvasir, peer = found["arms"]
+    assert (kvasir["name"], peer["name"]) == ("kvasir", "transformers") and set(kvasir["metrics"]) == set(peer["metrics"])
+    key = "three.decode_tok_s"
+    assert found["ratios"][f"{key} kvasir/transformers"] == pytest.approx(kvasir["metrics"][key]["median"] / peer["metrics"][key]["median"], abs=1e-3)
+
+
+def test_a_shape_has_random_weights_and_leaves_no_folder(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    small = SHAPES["qwen3-0.6b"] | dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+                                        head_dim=32, vocab_size=256, max_position_embeddings=64)
+    monkeypatch.setitem(SHAPES, "small", small)
+    found = run(capsys, shape="small", peer="transformers")
+    check(found)
+    assert found["case"] == "offline-small" and found["arms"][0]["config"]["shape"] == "small" and "model" not in found["arms"][0]["config"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(peer="vllm"), "there is transformers"), (dict(shape="llama-9b"), "Did you mean 'llama-8b'"), (dict(workloads=["a:1:8"]), "expected NAME:"),
+    (dict(workloads=["a:1:8:4", "a:2:8:4"]), "same name"), (dict(workloads=["a:1:2040:20"]), "do not fit the context of 2048"),
+])
+def test_refusals(capsys, options, message):
+    with pytest.raises(ConfigError, match=message):
+        run(capsys, **options)
+
+
+def test_what_is_measured():
+    """Each round is one generate of one token and one in full, arm after arm; the first round does not count."""
+    calls = []
+    arms = {name: lambda prompts, count, name=name: calls.append((name, len(prompts), {len(p) for p in prompts}, count)) for name in ("a", "b")}
+    found = measure(arms, [Batch("w", 3, 5, 7)], 1000, repeats=2)
+    a_round = [(name, 3, {5}, count) for name in ("a", "b") for count in (1, 7)]
+    assert calls == a_round * 3
+    assert all(v["n"] == 2 for name in arms for v in found[name].values())
+
+
+def test_rates(monkeypatch):
+    """0.5 s to the first token, 2.5 s in all, for 2 prompts of 10 tokens and 5 tokens each."""
+    monkeypatch.setattr(offline, "_seconds", lambda generate, prompts, count: 0.5 if count == 1 else 2.5)
+    found = measure({"a": None}, [Batch("w", 2, 10, 5)], 1000, repeats=1)["a"]
+    assert {k: v["median"] for k, v in found.items()} == {"w.prefill_tok_s": 40.0, "w.decode_tok_s": 4.0, "w.total_tok_s": 4.0}
+
+
+@pytest.mark.parametrize("text", ["", "a", "a:1:2", "a:1:2:3:4", "a:x:2:3", "a:0:2:3", "a:1:0:3", "a:1:2:1", "a:-1:2:3"])
+def test_bad_workloads(text):
+    with pytest.raises(ConfigError, match="workload"):
+        Batch.parse(text)
+
+
+def test_prompts_stay_clear_of_special_tokens_and_repeat():
+    batch = Batch.parse("a:4:100:2")
+    prompts = batch.prompts(2048, random.Random(0))
+    assert [len(p) for p in prompts] == [100] * 4 and prompts == batch.prompts(2048, random.Random(0))
+    assert all(32 <= t < 2048 - 32 for p in prompts for t in p)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_are_models_we_serve(name):
+    from kvasir.models import checkpoint
+    from kvasir.models.families import build_spec
+
+    with shape_folder(name) as folder:
+        assert len(build_spec(checkpoint.read_config(Path(folder))).layers) == SHAPES[name]["num_hidden_layers"]
+    assert not Path(folder).exists()

@@ -1,0 +1,80 @@
+"""The one result schema: what makes it, what is stored in it, and the statistics inside."""
+
+import datetime
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from kvasir.bench.result import arm, finish, percentile, result, spread
+
+ROOT = Path(__file__).parents[2]
+KEYS = {"case", "machine", "commit", "date", "versions", "command", "arms", "ratios", "limits"}
+STORED = sorted((ROOT / "bench" / "results").rglob("*.json"))
+
+
+def check(found):
+    """Raises AssertionError where ``found`` is not exactly of the schema."""
+    assert set(found) == KEYS
+    assert all(isinstance(found[k], str) for k in ("case", "machine", "commit", "date", "command")) and found["case"] and found["machine"]
+    assert datetime.datetime.fromisoformat(found["date"]).tzinfo is not None
+    assert all(isinstance(v, str) for v in found["versions"].values()) and {"python", "torch"} <= set(found["versions"])
+    assert found["arms"] and all(set(a) == {"name", "config", "metrics"} and a["name"] and a["metrics"] for a in found["arms"])
+    assert all(isinstance(v, (int, float)) for v in found["ratios"].values()) and isinstance(found["limits"], dict)
+    numbers = json.loads(json.dumps(found, allow_nan=False))
+    assert numbers == found, "plain JSON, no NaN"
+
+
+@pytest.mark.parametrize("file", STORED, ids=lambda f: f.stem)
+def test_stored_results_are_of_the_schema(file):
+    found = json.loads(file.read_text())
+    check(found)
+    assert re.fullmatch(r"[0-9a-f]{7,40}\+?", found["commit"]), "which commit was measured"
+    assert "/work/" not in file.read_text() and "/root/" not in file.read_text() and "/home/" not in file.read_text()
+
+
+def test_there_are_stored_results():
+    assert STORED
+
+
+@pytest.mark.parametrize("change", [{"extra": 1}, {"arms": []}, {"arms": [{"name": "a", "config": {}}]}, {"date": "2026-01-01T00:00:00"},
+                                    {"ratios": {"a": "2x"}}, {"limits": {"x": float("nan")}}])
+def test_the_check_can_fail(change):
+    good = result("case", [arm("a", {}, {"m": 1})])
+    check(good)
+    with pytest.raises((AssertionError, ValueError)):
+        check(good | change)
+
+
+def test_finish_shows_a_table_writes_the_file_and_prints_one_line(tmp_path, capsys):
+    metrics = {"speed": spread([1000.5, 2000.5, 3000.5]), "once": spread([2.0]), "start": 0.51234, "parts": {"a_s": 1.0}}
+    outcome = result("case", [arm("a", {"x": 1}, metrics)], ratios={"speed a/b": 1.5}, limits={"GB/s": 3})
+    file = tmp_path / "new" / "result.json"
+    finish(outcome, file)
+    out, err = capsys.readouterr()
+    assert json.loads(file.read_text()) == outcome == json.loads(out) and out.count("\n") == 1
+    for text in ("2,000 (1,000 to 3,000)", "0.5123", "a_s 1", "1.50x"):
+        assert text in err
+    assert "2 (2 to 2)" not in err
+    finish(outcome, None)
+    assert json.loads(capsys.readouterr().out) == outcome
+
+
+def test_the_command_is_what_was_typed(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/some/where/kvasir", "bench", "offline", "--repeats", "1"])
+    assert result("c", [])["command"] == "kvasir bench offline --repeats 1"
+    monkeypatch.setattr("sys.argv", ["tools/x.py", "out.json"])
+    assert result("c", [])["command"] == "tools/x.py out.json"
+
+
+def test_spread():
+    assert spread([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0, "n": 3}
+    assert spread([1.0, 2.0])["median"] == 1.5
+
+
+@pytest.mark.parametrize("values, share, want", [
+    ([5.0], 0.99, 5.0), ([1.0, 2.0], 0.5, 1.5), ([4.0, 1.0, 3.0, 2.0], 0.0, 1.0), ([4.0, 1.0, 3.0, 2.0], 1.0, 4.0), (list(range(101)), 0.9, 90.0),
+    ([0.0, 10.0], 0.99, 9.9)])
+def test_percentile(values, share, want):
+    assert percentile(values, share) == pytest.approx(want)

@@ -1,0 +1,42 @@
+"""Commands run as a user would, but in this process: starting a new one for each would load torch each time."""
+
+import io
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from kvasir.cli.main import main
+from kvasir.logs import log
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def kvasir(monkeypatch, capsys):
+    """``kvasir("show", "--json", stdin="...")`` -> exit code, stdout and stderr. Any other exception than an exit is a bug."""
+
+    def run(*args: object, stdin: str | bytes = "") -> Done:
+        data = stdin.encode() if isinstance(stdin, str) else stdin
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+        monkeypatch.setattr(sys, "argv", ["kvasir", *map(str, args)])
+        code = 0
+        try:
+            main()
+        except SystemExit as e:
+            code = e.code or 0
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return Done(code, out, err)
+
+    monkeypatch.delenv("KVASIR_API_KEY", raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    handlers, level = log.handlers[:], log.level
+    yield run
+    log.handlers[:] = handlers
+    log.setLevel(level)

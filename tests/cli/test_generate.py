@@ -1,0 +1,128 @@
+"""``kvasir generate``: text and JSON lines in and out, and every kind of bad line beside good ones."""
+
+import json
+
+import pytest
+
+EXACT = ("--temperature", "0", "--max-tokens", "6")
+
+
+def rows(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_prompt(kvasir):
+    done = kvasir("generate", "-p", "Once upon a time", *EXACT)
+    assert done.code == 0 and done.out.strip()
+    assert kvasir("generate", "--prompt", "Once upon a time", *EXACT).out == done.out
+
+
+def test_chat_template_and_default_length(kvasir):
+    done = kvasir("generate", "--chat", "-p", "Compute modulo 97: start 12; +45; *3; -7; *2; +30.", "--temperature", "0")
+    assert done.code == 0 and "Answer: 67" in done.out, "an answer of usual length is not cut off"
+
+
+def test_text_from_a_file_and_from_stdin(kvasir, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("Once upon a time")
+    direct = kvasir("generate", "-p", "Once upon a time", *EXACT).out
+    assert kvasir("generate", "-i", file, *EXACT).out == direct
+    assert kvasir("generate", "-i", "-", *EXACT, stdin="Once upon a time").out == direct
+
+
+def test_several_branches_and_other_parameters(kvasir):
+    done = kvasir("generate", "-p", "Once", "--params", '{"n": 2, "seed": 7, "logit_bias": {"20": -5}}', "--max-tokens", "3", "-o", "/dev/stdout")
+    assert done.code == 0, done.err
+
+
+BAD = [
+    ("not json", "not a JSON object"), ("[1]", "got list"), ('{"prompt": 5}', "must be text"), ('{"messages": 5}', "must be a list"),
+    ('{"messages": [5]}', "messages[0]"), ('{"prompt_token_ids": "abc"}', "must be a list"), ('{"prompt_token_ids": [99999999]}', "out of range"),
+    ('{"prompt_token_ids": ["a"]}', "prompt"), ('{"prompt": "a", "messages": []}', "exactly one of"), ("{}", "exactly one of"),
+    ('{"error": "a"}', "exactly one of"), ('{"prompt": "a", "temprature": 1}', "Did you mean 'temperature'?"),
+    ('{"prompt": "a", "grammar": {}}', "grammar"),
+    ('{"prompt": "a", "temperature": "hot"}', "temperature"), ('{"prompt": "a", "temperature": NaN}', "temperature"),
+    ('{"prompt": "a", "stop": 5}', "sampling"),
+    ('{"prompt": "a", "logit_bias": {"x": 1}}', "sampling"), ('{"prompt": "a", "logit_bias": [1]}', "sampling"),
+    ('{"prompt": "a", "max_tokens": 0}', "max_tokens"),
+    ('{"prompt": "a", "max_tokens": 100000}', "max_tokens"), ('{"prompt": "a", "n": true}', "n"), ("[" * 100_000, "not a JSON object"),
+]
+
+
+def test_json_lines_keep_their_order_and_bad_ones_stop_nothing(kvasir, tmp_path):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    good = [
+        '{"prompt": "Once upon"}', '{"messages": [{"role": "user", "content": "hello\u2028you"}]}',
+        '{"prompt_token_ids": [300, 301], "max_tokens": 2}', '{"prompt": "the king", "logit_bias": {"5": 1.0}, "n": 2}',
+    ]
+    lines = [good[0], "", *(line for line, _ in BAD), *good[1:]]
+    source.write_text("\n".join(lines))
+    done = kvasir("generate", "-i", source, "-o", output, *EXACT)
+    assert done.code == 3 and done.out == ""
+    assert f"{len(BAD)} of {len(BAD) + len(good)} requests were refused" in done.err
+    found = rows(output.read_text())
+    assert [r["index"] for r in found] == list(range(len(lines) - 1))
+    for row, (line, message) in zip(found[1:-3], BAD):
+        assert message in row["error"]["message"], (line[:60], row)
+    for row, count in zip([found[0], *found[-3:]], (6, 6, 2, 6)):
+        assert all(len(o["token_ids"]) <= count and o["finish_reason"] in ("length", "stop") for o in row["outputs"])
+    assert len(found[-1]["outputs"]) == 2 and found[-2]["prompt_tokens"] == 2
+
+
+def test_json_lines_through_a_pipe(kvasir):
+    line = json.dumps({"prompt": "Once upon a time"})
+    done = kvasir("generate", "--input", "-", "--jsonl", *EXACT, stdin=f"{line}\n{line}\n")
+    assert done.code == 0
+    first, second = rows(done.out)
+    assert first["outputs"] == second["outputs"]
+
+
+def test_a_long_prompt_gets_what_room_there_is(kvasir):
+    done = kvasir("generate", "--max-model-len", "64", "-i", "-", "--jsonl", stdin=json.dumps({"prompt_token_ids": [300] * 60}))
+    assert done.code == 0 and len(rows(done.out)[0]["outputs"][0]["token_ids"]) <= 4
+
+
+def test_fit_says_what_it_chose_and_which_flag_overrides_it(kvasir):
+    small = ("generate", "-p", "a", "--max-tokens", "2", "--cpu-cache-bytes", "1000000")
+    done = kvasir(*small)
+    assert done.code == 2 and "pass --fit" in done.err and "--max-model-len" in done.err
+    done = kvasir(*small, "--fit")
+    assert done.code == 0 and "shortened to 128 tokens" in done.err and "--max-model-len" in done.err and "--cpu-cache-bytes" in done.err
+    done = kvasir("generate", "-p", "a", "--cpu-cache-bytes", "1000", "--fit")
+    assert done.code == 2 and "--cpu-cache-bytes" in done.err
+
+
+@pytest.mark.parametrize("args, code, message", [
+    ([], 2, "--prompt"),
+    (["-p", "a", "-i", "b"], 2, "--prompt"),
+    (["-i", "/no/such/file"], 2, "cannot read /no/such/file: No such file"),
+    (["-i", "/"], 2, "cannot read /"),
+    (["-p", "a", "-o", "/no/such/folder/x"], 2, "cannot write"),
+    (["-p", "a", "--params", "{"], 2, "--params is not JSON"),
+    (["-p", "a", "--params", "[]"], 2, "must be a JSON object"),
+    (["-p", "a", "--params", '{"temprature": 1}'], 2, "Did you mean 'temperature'?"),
+    (["/no/such/model", "-p", "a"], 2, "no such folder"),
+    (["-p", "a", "--kv-codec", "zip"], 2, "there are plain"),
+    (["-p", "a", "--params", '{"temperature": -1}'], 3, "temperature=-1 is out of range"),
+    (["-p", "a", "--skip-tokenizer-init"], 3, "only prompt_token_ids"),
+], ids=lambda a: " ".join(a) if isinstance(a, list) else "")
+def test_mistakes(kvasir, args, code, message):
+    done = kvasir("generate", *args)
+    assert (done.code, done.out) == (code, "") and message in done.err
+
+
+def test_input_that_is_no_text(kvasir):
+    done = kvasir("generate", "-i", "-", stdin=b"\xff\xfe\x00")
+    assert done.code == 2 and "not UTF-8" in done.err
+
+
+def test_a_progress_bar_in_a_terminal_only(kvasir, monkeypatch):
+    from kvasir.cli import generate
+
+    seen = []
+    monkeypatch.setattr(generate, "complete", lambda llm, entries, shared, progress: seen.append(progress) or [{"index": 0, "outputs": []}])
+    for terminal in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stderr.isatty", lambda answer=terminal: answer, raising=False)
+            kvasir("generate", "-i", "-", "--jsonl", stdin="{}\n{}\n")
+    assert seen == [True, False]

@@ -1,0 +1,218 @@
+"""The command line itself: every setting is an option, and what is wrong is answered with the fix. Needs no torch."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from kvasir.cli.options import build_settings
+from kvasir.cli.vllm_flags import ONLY_AT, SATISFIED, UNSERVED
+from kvasir.config import EngineConfig, Settings
+from kvasir.errors import ConfigError
+
+FIELDS = [(section.name, f) for section in dataclasses.fields(Settings) for f in dataclasses.fields(section.default_factory)]
+OURS = {f"--{name}" for _, f in FIELDS for name in (f.name.replace("_", "-"), *f.metadata["aliases"])}
+COMMANDS = [["serve"], ["chat"], ["generate"], ["doctor"], ["show"], ["bench", "offline"], ["bench", "serve"], ["bench", "startup"]]
+
+
+@pytest.fixture
+def settings(kvasir, monkeypatch):
+    """The settings that ``kvasir serve ...`` would start with."""
+    import kvasir.cli.serve as serve
+
+    def of(*args):
+        seen = []
+        monkeypatch.setattr(serve, "run", seen.append)
+        done = kvasir("serve", *args)
+        assert done.code == 0, done.err
+        return seen[0]
+
+    return of
+
+
+@pytest.mark.parametrize("command", [[], ["bench"], *COMMANDS], ids=" ".join)
+def test_help_is_whole(kvasir, command):
+    done = kvasir(*command, "--help")
+    assert done.code == 0 and "Usage: kvasir" in done.out
+    assert "…" not in done.out, "a name is cut off"
+
+
+def test_help_names_every_command(kvasir):
+    done = kvasir("--help")
+    for command in ("serve", "chat", "generate", "doctor", "show", "bench"):
+        assert f"  {command} " in done.out
+    bench = kvasir("bench", "--help").out
+    assert all(f"  {c} " in bench for c in ("offline", "serve", "startup"))
+
+
+def test_serve_help_names_every_setting_by_section(kvasir):
+    text = kvasir("serve", "--help").out
+    for section, f in FIELDS:
+        if f.name != "model":
+            assert f"--{f.name.replace('_', '-')}" in text and f"{section.capitalize()}:" in text
+    assert "[256]" in text and "vllm" not in text.lower(), "defaults are shown, vLLM's flags are not"
+
+
+def test_no_arguments_show_the_help(kvasir):
+    assert "Usage: kvasir" in "".join(dataclasses.astuple(kvasir())[1:])
+
+
+def test_version(kvasir):
+    from kvasir import __version__
+
+    assert kvasir("--version").out.strip() == __version__
+
+
+def test_help_needs_no_torch():
+    code = "import sys; sys.argv = ['kvasir', 'serve', '--help']\nfrom kvasir.cli.main import main\ntry: main()\nexcept SystemExit: pass\n" \
+           "assert not {'torch', 'transformers', 'fastapi'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize("section, field", FIELDS, ids=[f.name for _, f in FIELDS])
+def test_every_setting_is_settable(settings, section, field):
+    values = {"bool": (not field.default, None), "int": (7, "7"), "float": (0.5, "0.5"), "str": ("x", "x"), "tuple[str, ...]": (("x", "y"), None)}
+    kind = str(field.type).removesuffix(" | None")
+    flag = f"--{field.name.replace('_', '-')}"
+    if field.name == "model":
+        want, args = "x", ["x"]
+    elif kind.startswith("Literal"):
+        want = kind[8:-1].split(",")[-1].strip().strip("\"'")
+        args = [flag, want]
+    elif kind == "bool":
+        want, args = values[kind][0], [flag if values[kind][0] else "--no-" + flag[2:]]
+    elif kind.startswith("tuple"):
+        want, args = ("x", "y"), [flag, "x", flag, "y"]
+    else:
+        want, args = values[kind][0], [flag, values[kind][1]]
+    assert getattr(getattr(settings(*args), section), field.name) == want
+
+
+@pytest.mark.parametrize("ours, vllms", [
+    ("kv_codec", "--kv-cache-dtype"), ("page_slots", "--block-size"), ("num_pages", "--num-gpu-blocks-override"),
+])
+def test_vllm_spellings(settings, ours, vllms):
+    value = "plain" if ours == "kv_codec" else 32
+    assert getattr(settings(vllms, value).cache, ours) == value
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("args, message", [
+    (["serve", "--max-num-seq", "3"], "no option --max-num-seq. Did you mean '--max-num-seqs'?"),
+    (["serve", "--gpu-memory-utilisation=0.5"], "Did you mean '--gpu-memory-utilization'?"),
+    (["generate", "--promt", "x"], "Did you mean '--prompt'?"),
+    (["show", "--jason"], "Did you mean '--json'?"),
+    (["serve", "--zzzz"], "no option --zzzz. All are listed by kvasir serve --help."),
+    (["serv"], "serv"),
+    (["serve", "a", "b"], "unexpected extra argument"),
+    (["serve", "--max-num-seqs", "many"], "--max-num-seqs"),
+    (["serve", "--dtype", "bf16"], "bfloat16"),
+    (["serve", "--max-num-seqs"], "requires an argument"),
+    (["serve", "--port", "70000"], "port=70000 is out of range: from 0 to 65535"),
+    (["serve", "--max-num-seqs", "0"], "max_num_seqs=0 is out of range: at least 1"),
+    (["serve", "--max-model-len", "-5"], "max_model_len=-5 is out of range"),
+    (["serve", "--gpu-memory-utilization", "nan"], "out of range"),
+    (["serve", "--watchdog", "0"], "watchdog=0.0 is out of range"),
+    (["generate", "-p", "x", "--num-threads", "-2"], "num_threads=-2 is out of range"),
+    (["serve", "--config", "/no/such.toml"], "cannot read the settings file"),
+    (["bench", "serve", "-n", "0"], "num-requests"),
+    (["bench", "offline", "--repeats", "0"], "repeats"),
+    (["show", "--memory", "-1"], "memory"),
+], ids=lambda a: " ".join(map(str, a)) if isinstance(a, list) else "")
+def test_mistakes_are_answered_with_the_fix(kvasir, args, message):
+    done = kvasir(*args)
+    assert done.code == 2 and done.out == ""
+    assert message in done.err
+
+
+@pytest.mark.parametrize("flag", UNSERVED)
+def test_vllm_flags_we_do_not_serve_are_refused_by_name(kvasir, flag):
+    done = kvasir("serve", "model", flag, "1")
+    assert done.code == 2
+    assert f"kvasir does not serve vLLM's {flag}: " in done.err and len(done.err) > len(flag) + 50
+
+
+@pytest.mark.parametrize("command", [["chat"], ["generate"], ["bench", "offline"], ["bench", "startup"]], ids=" ".join)
+def test_every_command_with_settings_knows_vllms_flags(kvasir, command):
+    assert "quantised" in kvasir(*command, "--quantization=awq").err
+
+
+def test_vllm_flags_that_hold_anyway_are_taken(settings):
+    args = [*SATISFIED]
+    for flags, values in ONLY_AT.items():
+        args += [f"{flags[0]}={values[0]}"]
+    assert settings(*args) == settings()
+    assert settings("-tp", "1", "-pp", "1") == settings()
+
+
+@pytest.mark.parametrize("flags", ONLY_AT, ids=lambda f: f[0])
+def test_and_refused_at_another_value(kvasir, flags):
+    for flag in flags:
+        done = kvasir("serve", flag, "3")
+        assert done.code == 2 and f"{flags[0]} 3 is not served yet" in done.err
+
+
+def test_the_tables_of_vllm_flags_agree():
+    only_at = {name for names in ONLY_AT for name in names}
+    tables = [set(SATISFIED), only_at, set(UNSERVED), OURS - {"--model"}]
+    assert sum(map(len, tables)) == len(set().union(*tables)), "a flag stands in two tables"
+    assert all(flag.startswith("-") and reason and not reason.endswith(".") for flag, reason in UNSERVED.items())
+
+
+def test_a_prompt_may_look_like_a_flag(kvasir, monkeypatch):
+    import kvasir.cli.generate as command
+
+    seen = {}
+    monkeypatch.setattr(command, "run", lambda config, **options: seen.update(options))
+    assert kvasir("generate", "--prompt", "--quantization").code == 0
+    assert seen["prompt"] == "--quantization"
+
+
+# ----------------------------------------------------------------------------------------------------- files and keys
+
+
+def test_the_command_line_goes_before_the_file(settings, tmp_path):
+    file = tmp_path / "kvasir.toml"
+    file.write_text('model = "from-file"\nport = 9\n[scheduler]\nmax_num_seqs = 3\n')
+    assert settings("--config", file).model.model == "from-file"
+    found = settings("other", "--config", file, "--port", "10")
+    assert (found.model.model, found.server.port, found.scheduler.max_num_seqs) == ("other", 10, 3)
+
+
+def test_a_servers_file_serves_the_other_commands(tmp_path):
+    file = tmp_path / "kvasir.toml"
+    file.write_text("port = 9\nmax_num_seqs = 3\n")
+    assert build_settings({"config": file}, EngineConfig).scheduler.max_num_seqs == 3
+
+
+@pytest.mark.parametrize("text, message", [
+    (b"max_num_seqs = = 3", "not valid TOML"), (b"\xff\xfe", "not valid TOML"), (b'max_num_seqs = "x"', "expected int"),
+    (b"[scheduler]\nmax_num_seq = 3", "Did you mean 'max_num_seqs'"), (b"port = -1", "out of range"), (b"api_key = 'k'", "expected tuple"),
+])
+def test_bad_files(kvasir, tmp_path, text, message):
+    file = tmp_path / "kvasir.toml"
+    file.write_bytes(text)
+    done = kvasir("serve", "--config", file)
+    assert done.code == 2 and message in done.err
+
+
+def test_the_key_comes_from_the_environment_for_servers_only(monkeypatch):
+    monkeypatch.setenv("KVASIR_API_KEY", "secret")
+    assert build_settings({}).server.api_key == ("secret",)
+    assert build_settings({"api_key": ["mine"]}).server.api_key == ("mine",)
+    assert build_settings({}, EngineConfig) == EngineConfig()
+
+
+def test_unknown_names_are_refused_in_python_too():
+    with pytest.raises(ConfigError, match="Did you mean 'page_slots'"):
+        build_settings({"page_slot": 3}, EngineConfig)
+
+
+def test_every_default_is_in_its_range():
+    for _, f in FIELDS:
+        low, high = f.metadata["low"], f.metadata["high"]
+        if f.default is not None:
+            assert (low is None or f.default >= low) and (high is None or f.default <= high), f.name

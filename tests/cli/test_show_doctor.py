@@ -1,0 +1,111 @@
+"""``kvasir show`` and ``kvasir doctor``: their numbers, and that both can be read by programs."""
+
+import json
+
+import pytest
+
+from kvasir.bench.workloads import SHAPES
+
+GEMMA = dict(architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", hidden_size=3840, intermediate_size=15360, num_hidden_layers=48,
+             num_attention_heads=16, num_key_value_heads=8, head_dim=256, vocab_size=262208, max_position_embeddings=131072, sliding_window=1024,
+             query_pre_attn_scalar=256, rms_norm_eps=1e-6, rope_theta=1e6, rope_local_base_freq=1e4)
+MOE = dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
+           num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
+           head_dim=128, vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=False,
+           decoder_sparse_step=1, mlp_only_layers=[])
+GIB = 1 << 30
+
+
+@pytest.fixture
+def shape(tmp_path):
+    def write(config):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return tmp_path
+
+    return write
+
+
+def facts(kvasir, *args):
+    done = kvasir("show", *args, "--json")
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+def test_the_embedded_model(kvasir):
+    found = facts(kvasir)
+    assert found["model"] == "embedded" and 1e6 < found["parameters"] < 4e6
+    assert found["max_model_len"] == max(map(int, next(iter(found["fits"].values()))))
+    assert len(found["fits"]) >= 4, "this machine and common GPUs"
+    done = kvasir("show")
+    assert done.code == 0 and "embedded (qwen3, 2.5M parameters)" in done.out and "H200" in done.out and "10" in done.out
+
+
+def test_llama_8b_by_hand(kvasir, shape):
+    found = facts(kvasir, shape(SHAPES["llama-8b"]), "--memory", "80")
+    assert found["parameters"] == 8_030_261_248
+    assert found["cache_groups"] == [{"name": "full", "layers": 32, "window": None, "kv_bytes_per_token": 2 * 8 * 128 * 2 * 32}]
+    pool = 0.9 * 80 * GIB - 2 * 8_030_261_248
+    assert found["fits"] == {"80 GiB": {n: int(pool // (131072 * int(n))) for n in ("1024", "4096", "16384", "32768", "131072")}}
+    assert found["layers"] == ["0-31: 32 query / 8 KV heads of 128; FFN 14336"]
+    assert facts(kvasir, shape(SHAPES["llama-8b"]), "--memory", "80", "--dtype", "float32")["weight_bytes"] == 2 * found["weight_bytes"]
+
+
+def test_windows_keep_their_window_only(kvasir, shape):
+    found = facts(kvasir, shape(GEMMA), "--memory", "80")
+    assert {g["name"]: (g["layers"], g["window"]) for g in found["cache_groups"]} == {"window-1024": (40, 1024), "full": (8, None)}
+    pool = 0.9 * 80 * GIB - found["weight_bytes"]
+    a_token = {g["name"]: g["kv_bytes_per_token"] for g in found["cache_groups"]}
+    assert found["fits"]["80 GiB"]["131072"] == int(pool // (a_token["full"] * 131072 + a_token["window-1024"] * 1024))
+    assert len(found["layers"]) == 2, "two kinds of layer, not a line for each run"
+    text = kvasir("show", shape(GEMMA)).out
+    assert "of the last 1,024 tokens" in text and "window 1,024" in text and "none" in text
+
+
+def test_experts(kvasir, shape):
+    found = facts(kvasir, shape(MOE), "--memory", "80")
+    assert 30e9 < found["parameters"] < 31e9 and 2.7e9 < found["active_parameters"] < 3.4e9
+    assert "8 of 128 experts" in found["layers"][0]
+    assert "at work for each token" in kvasir("show", shape(MOE), "--memory", "80").out
+
+
+@pytest.mark.parametrize("config, message", [
+    ({**MOE, "model_type": "qwen9_moe"}, "Did you mean 'qwen3_moe'"), ({**MOE, "quantization_config": {"quant_method": "fp8"}}, "fp8"),
+    ({k: v for k, v in MOE.items() if k != "hidden_size"}, "hidden_size"), ([], "JSON object"),
+])
+def test_what_is_not_served_is_said(kvasir, shape, config, message):
+    done = kvasir("show", shape(config))
+    assert done.code == 2 and message in done.err
+
+
+def test_no_model_there(kvasir, tmp_path):
+    assert "no config.json (it is empty)" in kvasir("show", tmp_path).err
+    assert "no such folder" in kvasir("show", "/no/such/folder").err
+
+
+# --------------------------------------------------------------------------------------------------------------- doctor
+
+
+def test_doctor_for_programs(kvasir):
+    done = kvasir("doctor", "--json")
+    found = json.loads(done.out)
+    assert done.code == 0
+    assert {"kvasir", "python", "torch", "cpu", "gpus", "packages", "attention", "attention_chosen", "codecs", "advice"} <= set(found)
+    assert found["attention"][found["attention_chosen"]] == [] and "plain" in found["codecs"]
+    assert set(found["scheduling_policies"]) == {"fcfs", "priority"}
+
+
+def test_doctor_says_why_something_falls_back(kvasir):
+    import torch
+
+    done = kvasir("doctor")
+    assert done.code == 0 and "(chosen)" in done.out
+    if not torch.cuda.is_available():
+        assert "attention triton" in done.out and "no: needs a CUDA GPU" in " ".join(done.out.split()) and "note" in done.out
+
+
+def test_doctor_names_what_is_missing(kvasir, monkeypatch):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest))
+    assert "not installed: plots" in " ".join(kvasir("doctor").out.split())

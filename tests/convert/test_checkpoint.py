@@ -1,0 +1,116 @@
+"""Streamed checkpoints: tensors arrive as stored, shards are complete, and a failed conversion leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from kvasir.convert.checkpoint import RECORD, convert, read_tensors, write_tensors
+from kvasir.convert.converter import Converter, Source, load_converter
+from kvasir.errors import ConfigError
+from kvasir.models import checkpoint
+from kvasir.models.loader import INDEX, load_model, read_headers
+from tests.checkpoints import reference, write
+
+
+class Copy(Converter):
+    exact = True
+
+    def tensors(self, source, tensors):
+        yield from tensors
+
+
+class Break(Converter):
+    """Fails, or does worse, after the first tensors."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def tensors(self, source, tensors):
+        for i, (name, tensor) in enumerate(tensors):
+            if i == 3:
+                if self.how == "raise":
+                    raise OSError(28, "No space left on device")
+                if self.how == "drop":
+                    continue
+                tensor = tensor[..., :-1]
+            yield name, tensor
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("limit", [20_000, 1 << 30])
+def test_a_copy_is_equal_and_loads(shards, limit, tmp_path):
+    source = write(tmp_path / "source", "qwen3", shards=shards)
+    record = convert(Copy(), "copy", source, tmp_path / "deep" / "copy", shard_bytes=limit)
+    copy = tmp_path / "deep" / "copy"
+    before, after = dict(read_tensors(source)), dict(read_tensors(copy))
+    assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+    assert record == json.loads((copy / RECORD).read_text()) == {"converter": "copy", "exact": True, "source": "source",
+                                                                  "bytes": sum(t.nbytes for t in before.values())}
+    files = {t.file for t in read_headers(copy)}
+    assert (len(files) > 1) == (limit == 20_000) == (copy / INDEX).exists()
+    assert all(f.stat().st_size < 30_000 for f in files if limit == 20_000)
+    load_model(copy, checkpoint.read_config(copy), device="cpu", dtype=torch.float32)
+    assert reference(copy).num_parameters() == reference(source).num_parameters()
+    assert not [p for p in (tmp_path / "deep").iterdir() if p.name != "copy"]
+
+
+def test_the_rest_of_the_folder_comes_along(tmp_path):
+    convert(Copy(), "copy", checkpoint.embedded(), tmp_path / "copy")
+    names = {p.name for p in (tmp_path / "copy").iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json"} <= names
+    assert not names & {"README.md", "training.json"}, "the source's card is not the copy's"
+
+
+@pytest.mark.parametrize("how,error", [("raise", ConfigError), ("drop", ConfigError), ("cut", ConfigError)])
+def test_a_failure_leaves_nothing_behind(how, error, tmp_path):
+    source = write(tmp_path / "source", "llama")
+    with pytest.raises(error):
+        convert(Break(how), how, source, tmp_path / "copy")
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_targets_that_are_taken(tmp_path):
+    source = write(tmp_path / "source", "llama")
+    (tmp_path / "empty").mkdir()
+    convert(Copy(), "copy", source, tmp_path / "empty")
+    for taken in ("empty", "file"):
+        (tmp_path / "file").write_text("x")
+        with pytest.raises(ConfigError, match="exists already"):
+            convert(Copy(), "copy", source, tmp_path / taken)
+    with pytest.raises(ConfigError, match="cannot write"):
+        convert(Copy(), "copy", source, tmp_path / "file" / "below")
+
+
+def test_bad_sources(tmp_path):
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ConfigError, match="no config.json"):
+        convert(Copy(), "copy", tmp_path / "none", tmp_path / "copy")
+    source = write(tmp_path / "source", "llama")
+    file = source / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ConfigError, match="truncated"):
+        convert(Copy(), "copy", source, tmp_path / "copy")
+
+
+def test_a_tensor_given_twice_is_our_bug(tmp_path):
+    with pytest.raises(AssertionError, match="twice"):
+        write_tensors(tmp_path, iter([("a", torch.ones(2)), ("a", torch.ones(2))]))
+
+
+def test_stored_names_follow_the_family(tmp_path):
+    source = write(tmp_path / "source", "qwen3_moe")
+    about = Source.of(source, checkpoint.read_config(source))
+    assert about.stored("layers.1.mixer.q.weight") == "model.layers.1.self_attn.q_proj.weight" in dict(read_tensors(source))
+
+
+def test_the_command(tmp_path, capsys):
+    from kvasir.cli import convert as command
+
+    command.run("outlier_twin:keys=4", "", tmp_path / "twin")
+    assert "the same function as embedded" in capsys.readouterr().out
+    assert load_converter("outlier-twin:keys=4").config.keys == 4
+    assert json.loads((tmp_path / "twin" / RECORD).read_text())["converter"] == "outlier_twin:keys=4"

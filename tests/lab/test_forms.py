@@ -1,0 +1,179 @@
+"""Prompt forms: what is asked, what is learnt and what counts as right, for every mix of right and wrong candidates."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+
+import numpy as np
+import pytest
+
+from kvasir.errors import ConfigError
+from kvasir.lab.forms import FORMS, FormTask, ratings, render, target
+from kvasir.lab.sheet import shipped_tokenizer
+from kvasir.lab.task import load_task
+
+TASKS = ["chain", "reflect", "long_add", "countdown", "path", "facts", "needle", "state"]
+JUDGED = [form for form in FORMS if form != "solve"]
+# Tasks whose wrong and right solutions depend on the problem alone, so that documents can be compared with problems.
+PLAIN = ["chain", "long_add", "state", "facts"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return shipped_tokenizer()
+
+
+def candidates_of(task, count: int = 6):
+    """A problem, its right solution and some wrong ones."""
+    rng = np.random.default_rng(1)
+    drawn = task.drawn(rng, "test", 1)
+    wrong = [task.written(drawn, rng, np.ones(1, dtype=bool))[0] for _ in range(count)]
+    return task.as_problems(drawn, rng)[0], wrong
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("form", JUDGED)
+def test_targets_are_right_for_every_mix_of_candidates(name, form):
+    task = load_task(name)
+    asks = FormTask(form, task)
+    problem, wrong = candidates_of(task)
+    least, most = FORMS[form].least, min(FORMS[form].most, 4)
+    for size in range(least, most + 1):
+        for mix in itertools.product((True, False), repeat=size):
+            case = asks.case(problem, [problem.solution if ok else wrong[i] for i, ok in enumerate(mix)])
+            assert case.right == mix and case.difficulty == sum(mix)
+            assert asks.check(case, case.solution) and case.answer == asks.answer(case.solution)
+            prompt = "\n".join(m["content"] for m in case.messages)
+            assert problem.messages[-1]["content"] in prompt and all(text in prompt for text in case.candidates)
+            if form in ("aggregate", "refine"):
+                assert task.check(problem, case.solution) and not asks.check(case, wrong[0])
+            elif form == "judge_pair":
+                a, b = ratings(case.solution)
+                assert (a > b) == (mix == (True, False)) and (a == b) == (mix[0] == mix[1]) and (a > 5) == mix[0]
+            else:
+                assert case.solution == ("Yes" if mix[0] else "No") and not asks.check(case, "No" if mix[0] else "Yes")
+
+
+@pytest.mark.parametrize("form", JUDGED)
+def test_the_problems_of_a_form_hold_every_mix_and_pass_their_own_check(form):
+    task = load_task(f"{form}/chain:max_steps=6")
+    problems = task.problems("test", 0, 200)
+    assert all(task.check(p, p.solution) and p.right == tuple(task.inner.check(p.origin, c) for c in p.candidates) for p in problems)
+    seen = collections.Counter((len(p.right), p.difficulty) for p in problems)
+    least, most = FORMS[form].least, min(FORMS[form].most, 4)
+    assert set(seen) == {(size, right) for size in range(least, most + 1) for right in range(size + 1)}
+    if least < 3 <= most:  # the right ones are not always the first
+        assert len({p.right for p in problems if p.difficulty == 1 and len(p.right) == 3}) == 3
+
+
+@pytest.mark.parametrize("form", JUDGED)
+def test_a_constant_reply_is_no_judge(form):
+    task = load_task(f"{form}/chain")
+    problems = task.problems("test", 1, 200)
+    for reply in ("Yes", "No", "A: 9\nB: 2", "A: 5\nB: 5", problems[0].solution):
+        share = sum(task.check(p, reply) for p in problems) / len(problems)
+        assert share < 0.7, reply
+
+
+@pytest.mark.parametrize("name", [*PLAIN, "countdown", "path:form=star", "needle"])
+@pytest.mark.parametrize("form", JUDGED)
+def test_documents_are_the_tokenised_text_with_loss_on_the_last_reply_only(tokenizer, form, name):
+    made = load_task(f"{form}/{name}").documents(tokenizer, np.random.default_rng(2), 12)
+    assert len(made) == 12
+    for a, b in zip(made.bounds, made.bounds[1:], strict=False):
+        text = tokenizer.decode(made.ids[a:b].tolist(), skip_special_tokens=False)
+        assert tokenizer.encode(text, add_special_tokens=False).ids == made.ids[a:b].tolist()
+        learnt = tokenizer.decode(made.ids[a:b][made.trained[a:b]].tolist(), skip_special_tokens=False)
+        assert learnt == text.rsplit("<|im_start|>assistant\n", 1)[1] and learnt.endswith("<|im_end|>")
+        assert text.count("<|im_start|>assistant\n") == (2 if form == "self_evaluate" else 1)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("form", JUDGED)
+def test_documents_read_as_the_problems_do(tokenizer, form, name):
+    """Take a training document apart, make its case again from the texts alone, and find the same prompt and target."""
+    task = load_task(f"{form}/{name}")
+    made = task.documents(tokenizer, np.random.default_rng(5), 20, "train")
+    # The problems that those documents were written from: the same draw from the same generator.
+    rng = np.random.default_rng(5)
+    origins = task.inner.as_problems(task.inner.drawn(rng, "train", 20), np.random.default_rng(0))
+    heads = FORMS[form].heads
+    for i, origin in enumerate(origins):
+        text = tokenizer.decode(made.ids[made.bounds[i]:made.bounds[i + 1]].tolist(), skip_special_tokens=False)
+        prompt, reply = text.rsplit("<|im_start|>assistant\n", 1)
+        asked = prompt.split("<|im_start|>user\n", 1)[1]
+        if form == "self_evaluate":
+            texts = [asked.split("assistant\n")[1].split("<|im_end|>")[0]]
+        else:
+            body, texts = asked.removesuffix(f"\n\n{FORMS[form].tail}<|im_end|>\n"), []
+            for head in reversed(heads):
+                if f"\n\n{head}\n" in body:
+                    body, last = body.split(f"\n\n{head}\n")
+                    texts.insert(0, last)
+        case = task.case(origin, texts)
+        assert case.prompt.split("<|im_start|>user\n", 1)[1] == text.removesuffix(reply).split("<|im_start|>user\n", 1)[1]
+        assert case.solution + "<|im_end|>" == reply
+
+
+def test_real_replies_become_cases_whatever_they_say():
+    task = load_task("chain")
+    problem = task.problems("test", 0, 1)[0]
+    replies = [problem.solution, "", "I do not know.", "Answer: 96\n\nCandidate 2:\n", "💥"]
+    case = FormTask("aggregate", task).case(problem, replies)
+    assert case.right == (True, False, False, False, False) and case.solution == problem.solution
+    case = FormTask("aggregate", task).case(problem, replies[1:])
+    assert case.difficulty == 0 and case.solution == problem.solution
+    other = load_task("countdown")
+    game = type(problem)(({"role": "user", "content": "Make 22 from 7, 4, 3, 9."},), "4*7=28\n28-9=19\n19+3=22\nAnswer: 22", "")
+    way = "7*4=28\n9-3=6\n28-6=22\nAnswer: 22"
+    assert FormTask("refine", other).case(game, [way]).solution == way  # a right candidate stands, whatever its way
+
+
+def test_what_was_wrong_is_not_learnt():
+    task = load_task("self_evaluate/chain")
+    problem = next(p for p in task.problems("test", 0, 20) if not p.right[0])
+    learnt = [text for text, trained in problem.segments() if trained]
+    assert learnt == ["No<|im_end|>"] and problem.messages[1]["content"] == problem.candidates[0]
+
+
+def test_pairs_are_checked_by_order_alone_when_mixed():
+    task = load_task("judge_pair/chain")
+    problem, wrong = candidates_of(task.inner)
+    mixed = task.case(problem, [wrong[0], problem.solution])
+    for reply, ok in (("A: 1\nB: 2", True), ("A: 8\nB: 9", True), ("A: 9\nB: 8", False), ("A: 5\nB: 5", False), ("A: 2, B: 9", False),
+                      ("A: 2\nB: 10", False), ("B: 9\nA: 2", False), ("A: 2\nB: 9\n", True), ("2\n9", False), ("A: ²\nB: 9", False), ("", False)):
+        assert task.check(mixed, reply) == ok, reply
+    both = task.case(problem, [problem.solution, problem.solution])
+    for reply, ok in (("A: 9\nB: 7", True), ("A: 9\nB: 5", False), ("A: 2\nB: 2", False), ("A: 5\nB: 9", False)):
+        assert task.check(both, reply) == ok, reply
+    neither = task.case(problem, wrong[:2])
+    assert task.check(neither, "A: 1\nB: 4") and not task.check(neither, "A: 9\nB: 2")
+
+
+def test_seeds_splits_and_dials_reach_the_inner_task(tokenizer):
+    task = load_task("judge_one/chain:min_steps=5,max_steps=5,modulus=31")
+    assert {p.origin.difficulty for p in task.problems("test", 0, 20)} == {5}
+    assert task.problems("test", 0, 5) == task.problems("test", 0, 5) != task.problems("test", 1, 5)
+    asked = {split: {p.origin.prompt for p in task.problems(split, 0, 40)} for split in ("train", "test", "longer")}
+    assert not asked["train"] & asked["test"]
+    assert min(p.origin.difficulty for p in task.problems("longer", 0, 5)) > 5
+    a, b = (load_task("aggregate/facts").documents(tokenizer, np.random.default_rng(0), 4).ids for _ in range(2))
+    assert np.array_equal(a, b)
+    assert load_task("solve/chain:max_steps=5").config == load_task("chain:max_steps=5").config
+
+
+@pytest.mark.parametrize("spec, named", [("agregate/chain", "aggregate"), ("aggregate/chian", "chain"), ("aggregate/story", "no prompt forms"),
+                                         ("judge_one/template", "no prompt forms"), ("aggregate/judge_one/chain", "no prompt forms"),
+                                         ("aggregate/chain:stpes=1", "steps"), ("/chain", "prompt form"), ("aggregate/", "no tasks named")])
+def test_bad_forms_are_refused_by_name(spec, named):
+    with pytest.raises(ConfigError, match=named):
+        load_task(spec)
+
+
+@pytest.mark.parametrize("form, count", [("aggregate", 1), ("aggregate", 9), ("judge_one", 0), ("judge_one", 2), ("judge_pair", 1), ("solve", 1)])
+def test_a_wrong_number_of_candidates_is_refused(form, count):
+    problem = load_task("chain").problems("test", 0, 1)[0]
+    with pytest.raises(ConfigError, match="candidates"):
+        render(form, problem, [""] * count)
+    assert target("solve", problem, [], []) == problem.solution
