@@ -31,7 +31,7 @@ def test_stored_results_are_of_the_schema(file):
     found = json.loads(file.read_text())
     check(found)
     assert re.fullmatch(r"[0-9a-f]{7,40}\+?", found["commit"]), "which commit was measured"
-    assert "/work/" not in file.read_text() and "/root/" not in file.read_text() and "/home/" not in file.read_text()
+    assert not re.search(r'[" ]/(work|root|home|tmp)/', file.read_text()), "a path of one machine"
 
 
 def test_there_are_stored_results():

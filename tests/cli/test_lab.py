@@ -41,7 +41,8 @@ def test_labels_and_entropies_are_shown_and_long_texts_cut(kvasir):
 
 @pytest.mark.parametrize("args, named", [(["chian"], "Did you mean 'chain'"), (["chain", "--form", "agregate"], "Did you mean 'aggregate'"),
                                          (["chain", "--split", "tset"], "Did you mean 'test'"), (["chain:max_step=3"], "Did you mean 'max_steps'"),
-                                         (["judge_one/chain", "--form", "refine"], "leave out --form"), (["story", "--form", "refine"], "no prompt forms"),
+                                         (["judge_one/chain", "--form", "refine"], "leave out --form"),
+                                         (["story", "--form", "refine"], "no prompt forms"),
                                          (["chain", "-n", "0"], "-n"), ([], "TASK"), (["chain", "--seed", "-1"], "seed")])
 def test_what_is_wrong_is_named(kvasir, args, named):
     done = kvasir("lab", "show", *args)

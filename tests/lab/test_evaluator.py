@@ -202,6 +202,20 @@ def test_the_command_writes_table_json_and_plot(tmp_path, capsys):
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_from_the_command_line(tmp_path):
+    from typer.testing import CliRunner
+
+    from kvasir.cli.main import app
+
+    switches = ["--device", "cpu", "--cpu-cache-bytes", str(1 << 25), "--against", "--max-num-seqs 1 --no-enable-prefix-caching"]
+    done = CliRunner().invoke(app, ["eval", "embedded", "--tasks", f"{EASY},{HARD}", "-n", "3", "--json", str(tmp_path / "r.json"), *switches])
+    assert done.exit_code == 0, done.output
+    outcome = json.loads((tmp_path / "r.json").read_text())
+    assert set(outcome["arms"][0]["metrics"]) == {EASY, HARD} and outcome["arms"][0]["name"] == "embedded"
+    assert {d["difference"] for d in outcome["arms"][-1]["metrics"].values()} == {0.0}, "neither switch may change a greedy answer"
+    assert outcome["arms"][0]["config"]["plan"]["seed"] == 7
+
+
 def test_the_plot_says_what_it_needs(monkeypatch, tmp_path):
     import importlib.util
 

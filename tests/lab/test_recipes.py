@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from kvasir.errors import ConfigError
-from kvasir.lab import own, state, train
+from kvasir.lab import export, own, state, train
 from kvasir.lab import tokenizer as lab_tokenizer
 from kvasir.lab.card import card
 from kvasir.lab.data import Mixture, Rows
 from kvasir.lab.forms import FormTask
-from kvasir.lab.model import Model, Shape
+from kvasir.lab.model import PLAIN, Compute, Model, Shape
 from kvasir.lab.recipe import BASE, NANO, RECIPES, Curves, Own, Phase
 from kvasir.lab.report import curves
 from kvasir.lab.sample import complete, complete_all
@@ -30,8 +30,9 @@ SHAPE = Shape(dim=16, layers=1, ffn=32, heads=2, kv_heads=1, head_dim=8, positio
 def tiny(recipe, rows=2, **changes):
     """The recipe itself with a model, batches and counts that a CPU runs in seconds."""
     def small(parts):
-        # Without plain prose, which takes seconds to tokenise; test_train.py has it.
-        return tuple(Rows(rows if part.length == 1024 else 1, part.length, {k: v for k, v in part.mix.items() if "prose,length" not in k}, part.whole)
+        # Without plain prose, which takes seconds to tokenise (test_train.py has it), and with short needles.
+        return tuple(Rows(rows if part.length == 1024 else 1, 512,
+                          {k.replace("min_length=512,length=4064", "length=400"): v for k, v in part.mix.items() if "prose,length" not in k})
                      for part in parts)
 
     phases = tuple(Phase(p.start, small(p.rows), p.own) for p in recipe.phases)
@@ -73,7 +74,7 @@ def test_the_recipes_keep_their_promises(recipe, parameters):
     assert prose < 20 * 2.6e6  # passes over all the prose there is
 
 
-@pytest.mark.parametrize("recipe, rows", [(NANO, 2), (BASE, 3)], ids=["nano", "base"])
+@pytest.mark.parametrize("recipe, rows", [(NANO, 4), pytest.param(BASE, 5, marks=pytest.mark.slow)], ids=["nano", "base"])
 def test_the_whole_recipe_runs_resumes_and_writes_its_card(recipe, rows, tmp_path, capsys, monkeypatch):
     small = tiny(recipe, rows, own=OWN, curves=Curves((EASY,), 4, samples=4, candidates=2))
     monkeypatch.setitem(RECIPES, "tiny", small)
@@ -290,3 +291,60 @@ def test_closing_the_stream_ends_its_processes():
 def test_a_form_without_documents_gives_its_share_to_the_others(tokenizer):
     mixture = Mixture((Rows(2, 128, {EASY: 0.5, "own/refine": 0.5}),), tokenizer, 0)
     assert mixture.batch(0)[0].num_tokens > 0
+
+
+def test_a_fused_kernel_that_fails_is_replaced_aloud(tokenizer, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no kernel\nfor this device")
+
+    said = []
+    recipe = tiny(NANO, own=OWN).replace(rows=(Rows(1, 256, {EASY: 1.0}),), phases=())
+    t, plain = (train.Trainer(recipe, tokenizer, "cpu", workers=0) for _ in range(2))
+    t.compute = Compute(layer=broken, fused=True)
+    monkeypatch.setattr(train, "compiled", lambda fused: PLAIN)
+    batch = t.mixture.batch(0)
+    assert torch.equal(t.first_step(batch, said.append), plain.step(batch)) and "no kernel" in said[0] and t.done == 1
+    t.compute = Compute(layer=broken)
+    with pytest.raises(RuntimeError):
+        t.first_step(batch, said.append)
+
+
+def test_a_serving_copy_keeps_its_angles_exact():
+    model = noisy()
+    lower = model.to(torch.bfloat16)
+    assert lower.rope(200)[0].dtype == torch.float32 and torch.equal(lower.rope(200)[0], noisy().rope(200)[0])
+
+
+def test_the_command_passes_its_options_on(monkeypatch):
+    from typer.testing import CliRunner
+
+    from kvasir.cli.lab import app
+
+    seen = []
+    monkeypatch.setattr(train, "main", lambda argv: seen.append(train.arguments(argv)))
+    result = CliRunner().invoke(app, ["train", "nano", "--stop-after", "8m", "--resume", "--device", "cpu", "--workers", "0"])
+    assert result.exit_code == 0 and seen[0].recipe == "nano" and seen[0].stop_after == 480 and seen[0].resume and str(seen[0].out) == "lab-nano"
+    monkeypatch.undo()
+    result = CliRunner().invoke(app, ["train", "nanno"])
+    assert isinstance(result.exception, ConfigError) and "nano" in str(result.exception)
+
+
+def test_a_large_model_is_written_in_shards_that_transformers_reads(tokenizer, tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    model = noisy(3)
+    (tmp_path / "model.safetensors").write_bytes(b"an older export")
+    monkeypatch.setattr(export, "SHARD", 100_000)
+    export.export(model, tokenizer, tmp_path)
+    shards = sorted(f.name for f in tmp_path.glob("*.safetensors"))
+    assert len(shards) > 1 and shards[0] == f"model-00001-of-{len(shards):05}.safetensors"
+    for a, b in zip(model.parameters(), export.load(tmp_path).parameters(), strict=True):
+        assert torch.equal(a.to(torch.bfloat16).float(), b)
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert torch.equal(hf.model.norm.weight, export.load(tmp_path).model.norm.weight)
+    (tmp_path / shards[0]).unlink()
+    with pytest.raises(ConfigError, match="not a readable checkpoint"):
+        export.load(tmp_path)
+
+
+def test_the_shards_of_base_stay_small():
+    assert 2 * Model(BASE.shape).model.embed_tokens.weight.numel() < export.SHARD < 15e6

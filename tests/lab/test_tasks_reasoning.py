@@ -62,8 +62,10 @@ def test_countdown_takes_any_right_way_and_no_wrong_one():
     game = type(problem)(({"role": "user", "content": "Make 22 from 7, 4, 3, 9."},), "", "")
     for right in ("7*4=28\n9-3=6\n28-6=22\nAnswer: 22", "Answer: 7*4-(9-3)", "Answer: 4*7-9+3", "4*7=28\n28-9=19\n19+3=22\nAnswer: 22"):
         assert task.check(game, right), right
-    for wrong in ("7*4=28\n28-6=22\nAnswer: 22", "7*4=27\nAnswer: 22", "7*4=28\n9-3=6\n28-6=22\nAnswer: 21", "Answer: 22", "Answer: 11+11", "Answer: 7*4-6",
-                  "Answer: 7*4-(9-3)+0", "Answer: 7*4-(9-3)-(7-7)", "Answer: --22", "7*4=28\n28-9=19\n19+3=22", "9-9=0\n7*3=21\nAnswer: 22", "7/0=22\nAnswer: 22",
+    for wrong in ("7*4=28\n28-6=22\nAnswer: 22", "7*4=27\nAnswer: 22", "7*4=28\n9-3=6\n28-6=22\nAnswer: 21", "Answer: 22", "Answer: 11+11",
+                  "Answer: 7*4-6",
+                  "Answer: 7*4-(9-3)+0", "Answer: 7*4-(9-3)-(7-7)", "Answer: --22", "7*4=28\n28-9=19\n19+3=22", "9-9=0\n7*3=21\nAnswer: 22",
+                  "7/0=22\nAnswer: 22",
                   "3-7=4\nAnswer: 22", "Answer: __import__('os')", "Answer: 7*4-(9-3) # yes\nAnswer: 22", "Answer: 22.0", "Answer: 7*True"):
         assert not task.check(game, wrong), wrong
 
@@ -309,6 +311,7 @@ def test_the_json_schema_of_a_record_fits_its_solution():
     for problem in task.problems("test", 0, 30):
         schema = task.schema(problem)
         record = json.loads(problem.solution)
-        assert schema["required"] == list(record) and all(schema["properties"][k]["type"] in ("string", "integer", "boolean", "array") for k in record)
+        kinds = {field["type"] for field in schema["properties"].values()}
+        assert schema["required"] == list(record) and kinds <= {"string", "integer", "boolean", "array"}
         assert not task.check(problem, "[" * 100000) and task.answer("[" * 100000) is None
         assert task.answer(problem.solution) == task.answer(json.dumps(dict(reversed(record.items()))))

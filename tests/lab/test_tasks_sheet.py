@@ -10,7 +10,8 @@ from kvasir.lab.sheet import Sheet, SheetTask, fold, shipped_tokenizer
 from kvasir.lab.task import Task, load_task
 from kvasir.technique import names
 
-SPECS = ["chain", "chain:modulus=11,max_factor=3", "reflect", "reflect:slip=0.5,needless=0.5,repair=0.5", "long_add", "long_add:max_digits=4,max_terms=5",
+SPECS = ["chain", "chain:modulus=11,max_factor=3", "reflect", "reflect:slip=0.5,needless=0.5,repair=0.5", "long_add",
+         "long_add:max_digits=4,max_terms=5",
          "countdown", "countdown:min_numbers=2,max_numbers=6", "path", "path:extra=0", "path:form=star", "path:form=star,back=false,arms=4", "facts",
          "facts:think=yes,max_hops=6", "facts:think=no,min_facts=60,max_facts=90", "needle", "needle:asks=4", "needle:filler=pairs,asks=2,length=300",
          "needle:keys=1,digits=1", "state", "state:items=9", "state:kind=parity", "template", "template:choices=3"]
@@ -92,7 +93,8 @@ def test_solutions_pass_and_slips_are_refused(spec):
 def test_checkers_never_raise_and_refuse_noise(spec):
     task = load_task(spec)
     problem = task.problems("test", 1, 1)[0]
-    noise = ("", "\0", "Answer:", "Answer: ", "Answer: \n", "Answer: ()", "Answer: 1/0", "Answer: 9**9**9", "Answer: " + "(" * 5000, "Answer: -", "nan",
+    noise = ("", "\0", "Answer:", "Answer: ", "Answer: \n", "Answer: ()", "Answer: 1/0", "Answer: 9**9**9",
+    "Answer: " + "(" * 5000, "Answer: -", "nan",
              "Answer: A A", "Answer:  ", "1+1=3\nAnswer: 3", "=\n=\n", "Answer: ٣", "Answer: " + "9" * 5000, problem.solution + "\n.", "💥" * 50,
              problem.solution + "\n" + problem.solution, problem.solution.replace("Answer", "answer"), problem.solution + " 1")
     for reply in noise:
@@ -118,12 +120,14 @@ def test_the_longer_split_is_harder_than_training(spec):
 
 @pytest.mark.parametrize("spec, named", [
     ("long_add:min_digits=0", "min_digits"), ("long_add:max_digits=40", "max_digits"), ("long_add:max_terms=1", "max_terms"),
-    ("reflect:slip=2", "slip"), ("reflect:modulus=2", "reflect: modulus"), ("countdown:max_numbers=9", "max_numbers"), ("countdown:max_number=2", "max_number"),
+    ("reflect:slip=2", "slip"), ("reflect:modulus=2", "reflect: modulus"), ("countdown:max_numbers=9", "max_numbers"),
+    ("countdown:max_number=2", "max_number"),
     ("countdown:max_target=5000", "max_target"), ("path:form=ring", "form"), ("path:places=5", "places"), ("path:form=star,arms=12", "arms"),
     ("path:min_depth=1", "min_depth"), ("facts:think=maybe", "think"), ("facts:min_facts=2", "min_facts"), ("facts:max_hops=0", "max_hops"),
     ("needle:depth=2", "depth"), ("needle:min_length=10", "min_length"), ("needle:length=100", "length"), ("needle:filler=hay", "filler"),
     ("needle:asks=9", "asks"), ("needle:digits=0", "digits"), ("needle:keys=99", "keys"), ("state:kind=x", "kind"), ("state:items=2", "items"),
-    ("state:min_every=0", "min_every"), ("state:max_steps=1", "max_steps"), ("template:choices=99", "choices"), ("template:min_sentences=0", "min_sentences"),
+    ("state:min_every=0", "min_every"), ("state:max_steps=1", "max_steps"), ("template:choices=99", "choices"),
+    ("template:min_sentences=0", "min_sentences"),
     ("template:senteces=3", "min_sentences"), ("coutdown", "countdown")])
 def test_bad_dials_are_refused_by_name(spec, named):
     with pytest.raises(ConfigError, match=named):

@@ -251,7 +251,7 @@ def test_packing_cuts_what_is_too_long_and_drops_what_finds_no_room():
 
 
 def test_the_mixture_keeps_its_shares(tokenizer):
-    mixture = Mixture((Rows(64, 256, {"chain": 0.5, "tool": 0.5}),), tokenizer, 0, pool=50)
+    mixture = Mixture((Rows(64, 256, {"chain": 0.5, "schema": 0.5}),), tokenizer, 0, pool=50)
     batch = mixture.batch(0)[0]
     compute = tokenizer.token_to_id("Compute")
     chain_tokens = sum((batch.documents[r] == d).sum() for r, row in enumerate(batch.ids) for d in set(batch.documents[r]) - {-1}

@@ -77,7 +77,7 @@ def test_scaled_frequencies_keep_fast_and_stretch_slow_dimensions():
 def test_yarn_scales_cos_and_sin():
     table = RopeTable(RopeSpec(100.0, 4, "yarn", 2.0, 16, attention_factor=1.5), 4, torch.device("cpu"))
     cos, sin = table.rows(torch.tensor([0]))
-    assert torch.equal(cos, torch.full((1, 1, 4), 1.5)) and torch.equal(sin, torch.zeros(1, 1, 4))
+    assert torch.equal(cos, torch.full((1, 1, 1, 2), 1.5)) and torch.equal(sin, torch.zeros(1, 1, 2, 2))
 
 
 def test_positions_beyond_the_table_are_an_error():

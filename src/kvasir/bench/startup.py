@@ -103,8 +103,8 @@ def _first_token(port: int, started: float) -> float:
 
 
 def _breakdown(port: int) -> dict[str, float]:
-    """The engine's own laps, from the metric ``kvasir:startup_seconds{stage="..."}``."""
+    """The engine's own laps, from the metric ``kvasir:startup_seconds{phase="..."}``."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
         text = reply.read().decode()
-    stages = re.findall(r'^kvasir:startup_seconds\{stage="([^"]+)"\} (\S+)$', text, re.MULTILINE)
+    stages = re.findall(r'^kvasir:startup_seconds\{phase="([^"]+)"\} (\S+)$', text, re.MULTILINE)
     return {f"engine.{stage}_s": round(float(seconds), 3) for stage, seconds in stages}

@@ -108,8 +108,11 @@ def _changes(config: EngineConfig) -> dict[str, Any]:
     """The settings that differ from the defaults."""
     import dataclasses
 
-    pairs = [(getattr(config, s.name), getattr(EngineConfig(), s.name)) for s in dataclasses.fields(config)]
-    return {f.name: getattr(mine, f.name) for mine, usual in pairs for f in dataclasses.fields(mine) if getattr(mine, f.name) != getattr(usual, f.name)}
+    found = {}
+    for section in dataclasses.fields(config):
+        mine, usual = getattr(config, section.name), getattr(EngineConfig(), section.name)
+        found |= {f.name: getattr(mine, f.name) for f in dataclasses.fields(mine) if getattr(mine, f.name) != getattr(usual, f.name)}
+    return found
 
 
 def show(outcome: dict[str, Any]) -> None:
@@ -135,7 +138,8 @@ def _tables(metrics: dict[str, dict[str, Any]]) -> list[Any]:
     for letter, m in metrics.items():
         if "perplexity" in m:
             source = f"{m['source_bits_per_byte']:.4f}" if "source_bits_per_byte" in m else "unknown"
-            losses.add_row(letter, f"{m['perplexity']:.3f}", f"{m['bits_per_byte']:.4f}", _bounds(m["interval"], ".4f"), source, f"{m['documents']:,}")
+            losses.add_row(letter, f"{m['perplexity']:.3f}", f"{m['bits_per_byte']:.4f}", _bounds(m["interval"], ".4f"), source,
+                           f"{m['documents']:,}")
             continue
         answers.add_row(letter, f"{100 * m['exact']:.2f}", _percents(m["interval"]), f"{m['problems']:,}", f"{m['tokens_per_reply']:.1f}",
                         f"{m['cut_replies']}", f"{m['seconds']:.1f}")

@@ -65,12 +65,13 @@ def show(task: Annotated[str, typer.Argument(metavar="TASK", help="A task, its d
         raise ConfigError(f"no split named '{split}'; there are {', '.join(SPLITS)}.{nearest(split, SPLITS)}")
     if form != "solve" and "/" in task:
         raise ConfigError(f"'{task}' names a prompt form already: leave out --form {form}")
-    chosen = load_task(task if form == "solve" else f"{form}/{task}")
+    name = task if form == "solve" else f"{form}/{task}"
+    chosen = load_task(name)
     console, tokenizer = Console(highlight=False), shipped_tokenizer()
     for i, problem in enumerate(chosen.problems(split, seed, count)):  # type: ignore[arg-type]
         if i:
             console.print()
-        _show_one(console, tokenizer, chosen, problem, f"{task if form == 'solve' else f'{form}/{task}'} · {split} · seed {seed} · {i + 1} of {count}", full)
+        _show_one(console, tokenizer, chosen, problem, f"{name} · {split} · seed {seed} · {i + 1} of {count}", full)
 
 
 def _show_one(console: Console, tokenizer: Tokenizer, task: Task, problem: Problem, title: str, full: bool) -> None:

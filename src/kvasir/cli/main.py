@@ -113,7 +113,7 @@ def show(model: Model = "", dtype: Annotated[Literal["float32", "bfloat16", "flo
 
 @app.command("eval", cls=Command)
 @with_settings(EngineConfig, skip=("model", "seed"))
-def evaluate(model: Model = "", tasks: Annotated[str, typer.Option(help="Tasks with their dials: chain,needle or chain:max_steps=8,story.")] = "chain",
+def evaluate(model: Model = "", tasks: Annotated[str, typer.Option(help="Tasks and dials: chain,needle or chain:max_steps=8,path.")] = "chain",
              count: Annotated[int, typer.Option("--n", "-n", min=1, help="Problems of each task.")] = 1000,
              seed: Annotated[int, typer.Option(min=0, help="Decides problems and noise.")] = 7,
              split: Annotated[str, typer.Option(help="test, validation, train, or longer (sizes never trained on).")] = "test",
@@ -121,7 +121,7 @@ def evaluate(model: Model = "", tasks: Annotated[str, typer.Option(help="Tasks w
              samples: Annotated[int, typer.Option(min=1, help="Replies a problem, for pass@k and majority@k.")] = 1,
              temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy; default: greedy for one reply, else 0.8.")] = None,
              max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens a reply; default: twice the longest solution and 32.")] = None,
-             against: Annotated[str | None, typer.Option(help="A second configuration on the same problems: switches added to these, in quotes.")] = None,
+             against: Annotated[str | None, typer.Option(help="A second configuration on the same problems: more switches, in quotes.")] = None,
              output: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None,
              plot: Annotated[Path | None, typer.Option(help="Draw the result into this PNG file.")] = None, **options: Any) -> None:
     """Measure quality through the engine: exact match, tokens and perplexity on the lab's tasks, alone or against other switches."""

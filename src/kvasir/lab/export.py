@@ -18,6 +18,8 @@ from kvasir.lab.model import Model, Shape
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD = 14_000_000  # bytes of weights in one file at most, so that a version-control host takes it
 # Shape's field -> the name in config.json.
 HF_NAMES = {"vocab": "vocab_size", "dim": "hidden_size", "layers": "num_hidden_layers", "ffn": "intermediate_size", "heads": "num_attention_heads",
             "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "positions": "max_position_embeddings", "rope_theta": "rope_theta",
@@ -36,12 +38,40 @@ def hf_config(shape: Shape, dtype: torch.dtype) -> dict:
     }
 
 
+def _write(weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """One file when it is small, else shards and their index, under the names that HF tools look for."""
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    for name, tensor in weights.items():
+        if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > SHARD:
+            shards.append({})
+        shards[-1][name] = tensor
+    for stale in folder.glob("model*.safetensors*"):
+        stale.unlink()
+    if len(shards) == 1:
+        (folder / SINGLE).write_bytes(save(weights, metadata={"format": "pt"}))
+        return
+    place = {}
+    for i, shard in enumerate(shards, 1):
+        file = f"model-{i:05}-of-{len(shards):05}.safetensors"
+        (folder / file).write_bytes(save(shard, metadata={"format": "pt"}))
+        place |= dict.fromkeys(shard, file)
+    index = {"metadata": {"total_size": sum(t.nbytes for t in weights.values())}, "weight_map": place}
+    (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+
+
+def _read(folder: Path) -> dict[str, torch.Tensor]:
+    if not (folder / INDEX).is_file():
+        return load_file(folder / SINGLE)
+    files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    return {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
+
+
 def export(model: Model, tokenizer: Tokenizer, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write weights, config, generation defaults and tokenizer into ``folder``."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: p.detach().to("cpu", dtype).contiguous() for name, p in model.named_parameters()}
-    (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
+    _write(weights, folder)
     config = hf_config(model.shape, dtype)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     stops = [lab_tokenizer.SPECIAL.index(t) for t in ("<eos>", "<|im_end|>")]
@@ -55,8 +85,8 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> Model:
     folder = Path(folder)
     try:
         config = json.loads((folder / "config.json").read_text())
-        weights = load_file(folder / "model.safetensors")
-    except (OSError, json.JSONDecodeError, SafetensorError) as e:
+        weights = _read(folder)
+    except (OSError, json.JSONDecodeError, KeyError, SafetensorError) as e:
         raise ConfigError(f"{folder} is not a readable checkpoint: {e}") from e
     if config.get("model_type") != "qwen3" or not config.get("tie_word_embeddings"):
         raise ConfigError(f"{folder}: the lab reads its own Qwen3-shaped checkpoints with tied embeddings, not '{config.get('model_type')}'")

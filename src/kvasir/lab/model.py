@@ -148,7 +148,7 @@ class Model(nn.Module):
         self._rope = (angle.cos(), angle.sin())
 
     def _apply(self, fn, recurse: bool = True):
-        self._rope = tuple(fn(t).float() for t in self._rope)
+        self._rope = tuple(t.to(fn(t).device) for t in self._rope)  # to another device, never to another precision
         return super()._apply(fn, recurse)
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None, *, positions: torch.Tensor | None = None,

@@ -61,7 +61,9 @@ def _curves(axes: Any, arms: list[dict[str, Any]], tasks: list[str]) -> None:
                     drawn = axes.plot([int(k) for k in points], [100 * p["share"] for p in points.values()], line, marker="o", markersize=3,
                                       color=colour, label=f"{entry['name']}: {task}, {name}@k")
                     colour = drawn[0].get_color()
+    sizes = sorted({int(k) for entry in arms for task in tasks for k in entry["metrics"][task]["pass"]})
     axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, map(str, sizes))
     axes.set_xlabel("samples k")
     axes.set_ylabel("solved, %")
     axes.set_ylim(0, 105)

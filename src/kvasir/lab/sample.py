@@ -108,9 +108,12 @@ def complete_all(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], max
     replies: list[str | None] = [None] * len(coded)
     waiting = sorted((i for i, ids in enumerate(coded) if len(ids) < model.shape.positions), key=lambda i: len(coded[i]))
     while waiting:
-        # The longest of a batch decides its width.
-        count = 1
-        while count < len(waiting) and (count + 1) * (len(coded[waiting[count]]) + max_new) <= POSITIONS[device.type]:
+        count, shortest = 1, len(coded[waiting[0]])
+        while count < len(waiting):
+            longest = len(coded[waiting[count]])
+            # The longest prompt decides the batch's width, and must not take the room of a shorter one's reply.
+            if (count + 1) * (longest + max_new) > POSITIONS[device.type] or longest > max(shortest, model.shape.positions - max_new):
+                break
             count += 1
         chosen, waiting = waiting[:count], waiting[count:]
         new = complete(model, [coded[i] for i in chosen], max_new, stop_ids, temperature=temperature, generator=generator)

@@ -24,7 +24,8 @@ def _answer_figures(outcome: Answers, seed: int) -> dict[str, Any]:
     shares = outcome.right.mean(1)
     # One reply a problem is counting; a pool of samples is not, since samples of a problem hang together.
     interval = stats.wilson(int(outcome.right.sum()), count) if samples == 1 else stats.mean_interval(shares, seed=seed)
-    found = {"problems": count, "different_problems": len({p.prompt for p in outcome.exam.problems}), "samples": samples, "right": int(outcome.right.sum()), "exact": float(shares.mean()), "interval": list(interval),
+    found = {"problems": count, "different_problems": len({p.prompt for p in outcome.exam.problems}), "samples": samples,
+             "right": int(outcome.right.sum()), "exact": float(shares.mean()), "interval": list(interval),
              "tokens_per_reply": float(outcome.tokens.mean()), "output_tokens": int(outcome.tokens.sum()),
              "prompt_tokens": sum(map(len, outcome.exam.prompts)), "cut_replies": outcome.num_cut, "reply_limit": outcome.exam.limit,
              "seconds": round(outcome.seconds, 3), "by_difficulty": _by_difficulty(outcome)}

@@ -1,7 +1,8 @@
 """The seam of the lab's tasks: seeded problems, an exact checker, a difficulty dial, and training documents.
 
 A task is one module in `kvasir/lab/tasks/`, named like a technique: ``chain``, or ``chain:max_steps=8`` with its dial
-turned, or ``judge_pair/chain:max_steps=8`` for a prompt form (`kvasir.lab.forms`) on its problems. Its splits never share a problem: which split a problem belongs to is decided by a hash of the problem itself, and
+turned, or ``judge_pair/chain:max_steps=8`` for a prompt form (`kvasir.lab.forms`) on its problems.
+Its splits never share a problem: which split a problem belongs to is decided by a hash of the problem itself, and
 ``longer`` holds sizes that are never trained on.
 
 Shape suffixes: T tokens, N documents.

@@ -108,6 +108,18 @@ class Trainer:
         self.tokens += sum(b.num_tokens for b in batches)
         return report
 
+    def first_step(self, batches: list[Batch], say: Any) -> torch.Tensor:
+        """The step that compiles. Should the fused kernel fail to, dense masks take its place: a slow run is better than none."""
+        try:
+            return self.step(batches)
+        except RuntimeError as e:
+            if not self.compute.fused:
+                raise
+            say(f"the fused kernel failed ({str(e).strip().splitlines()[0]}): dense masks from here on, slower")
+            self.optimizer.zero_grad(set_to_none=True)
+            self.compute = compiled(fused=False)
+            return self.step(batches)
+
     def _move(self, array: Any) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
@@ -164,7 +176,7 @@ def run(trainer: Trainer, out: Path, *, minutes: float | None, stop_after: float
         try:
             while trainer.done < trainer.total:
                 batches = clock.wait(stream)
-                report = trainer.step(batches)
+                report = trainer.first_step(batches, progress.say) if trainer.done == clock.first else trainer.step(batches)
                 if clock.warming():
                     float(report[0])  # waits for the device: compiling and warming up end here
                     progress.say(f"warm after {clock.start():.1f} s")

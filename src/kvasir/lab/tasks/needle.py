@@ -61,7 +61,8 @@ class Config:
             raise ConfigError(f"needle: depth={self.depth} must lie in 0..1, or be -1 for any")
         least = 48 + self.keys * (self.digits + 10)
         if not least <= self.min_length <= self.length <= LONGEST:
-            raise ConfigError(f"needle: min_length={self.min_length} and length={self.length} must satisfy {least} <= min <= length <= {LONGEST} tokens")
+            raise ConfigError(f"needle: min_length={self.min_length} and length={self.length} must satisfy {least} <= min <= length <= {LONGEST} "
+                              "tokens")
 
 
 @dataclass(slots=True)
@@ -146,8 +147,8 @@ class Needle(SheetTask):
             depth[:, 0] = c.depth
         top, rivals = 10 ** c.digits, names.shape[1]
         # Evenly spread from a random start, shuffled: the numbers of a text always differ.
-        apart = rng.integers(0, top, count)[:, None] + np.arange(rivals) * max(top // (rivals + 1), 1) + rng.integers(0, max(top // 40, 1), names.shape)
-        numbers = np.take_along_axis(apart % top, np.argsort(rng.random(names.shape), axis=1), 1)
+        apart = np.arange(rivals) * max(top // (rivals + 1), 1) + rng.integers(0, max(top // 40, 1), names.shape)
+        numbers = np.take_along_axis((rng.integers(0, top, count)[:, None] + apart) % top, np.argsort(rng.random(names.shape), axis=1), 1)
         values = rng.integers(0, top, filler.shape) if self.pairs else np.zeros_like(filler[:, :0])
         return Texts(length, filler, values, np.round(depth * room[:, None]).astype(np.int64), names, numbers, asked)
 

@@ -45,7 +45,8 @@ class Config:
         if not 2 <= self.min_depth <= self.max_depth <= 8:
             raise ConfigError(f"path: min_depth={self.min_depth} and max_depth={self.max_depth} must satisfy 2 <= min <= max <= 8")
         if self.form == "graph" and not (self.max_depth + 3 <= self.places <= len(LETTERS) - LONGER and 0 <= self.extra <= 2 * self.places):
-            raise ConfigError(f"path: places={self.places} must lie in {self.max_depth + 3}..{len(LETTERS) - LONGER}, extra={self.extra} in 0..2*places")
+            raise ConfigError(f"path: places={self.places} must lie in {self.max_depth + 3}..{len(LETTERS) - LONGER}, extra={self.extra} in "
+                              f"0..{2 * self.places}")
         if self.form == "star" and not 2 <= self.arms <= (len(LETTERS) - 1) // self.max_depth:
             raise ConfigError(f"path: arms={self.arms} must lie in 2..{(len(LETTERS) - 1) // self.max_depth}, for {len(LETTERS)} letters")
 
