@@ -87,7 +87,7 @@ def test_fit_says_what_it_chose_and_which_flag_overrides_it(kvasir):
     done = kvasir(*small)
     assert done.code == 2 and "pass --fit" in done.err and "--max-model-len" in done.err
     done = kvasir(*small, "--fit")
-    assert done.code == 0 and "shortened to 128 tokens" in done.err and "--max-model-len" in done.err and "--cpu-cache-bytes" in done.err
+    assert done.code == 0 and "The context is shortened to" in done.err and "--max-model-len" in done.err and "--cpu-cache-bytes" in done.err
     done = kvasir("generate", "-p", "a", "--cpu-cache-bytes", "1000", "--fit")
     assert done.code == 2 and "--cpu-cache-bytes" in done.err
 

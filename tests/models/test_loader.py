@@ -111,7 +111,7 @@ def test_dummy_weights(llama):
     one, again, other = (load(llama, load_format="dummy", seed=s) for s in (1, 1, 2))
     assert same(one, again) and not same(one, other)
     assert all(s.target.isfinite().all() for s in one.slots().values())
-    assert torch.equal(one.norm.weight_E, torch.ones(32))
+    assert torch.equal(one.norm.weight, torch.ones(32))
     deep = load_model(llama, {**config, "num_hidden_layers": 40}, device="cpu", dtype=torch.float16, load_format="dummy")
     logits = deep.logits(torch.randn(3, 32, dtype=torch.float16))
     assert logits.isfinite().all() and logits.std() > 0.1

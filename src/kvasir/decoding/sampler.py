@@ -98,8 +98,9 @@ class Sampler:
 
     def _slice(self, logits_MV: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, _Reports | None]:
         """Returns the draws [3, M] fp32 (token id, largest logit, largest allowed logit) and the reports of the slice."""
-        raw = logits_MV[:, :self.tokenizer_size]
-        if rows.sampled.all():
+        whole, padded = len(rows.sampled) == np.count_nonzero(rows.sampled), self.tokenizer_size < self.vocab_size
+        raw = logits_MV[:, :self.tokenizer_size] if padded else logits_MV
+        if whole:
             tokens, best, final_SV = self._draw(raw, rows)
         else:
             tokens = torch.zeros(len(raw), dtype=torch.int64, device=raw.device)
@@ -107,8 +108,8 @@ class Sampler:
             if rows.sampled.any():
                 at = self._send(np.flatnonzero(rows.sampled))
                 tokens[at], best[at], final_SV = self._draw(raw[at], rows.drawn())
-        # Without constraints all is allowed. Both pass NaN on.
-        largest = best if final_SV is raw and rows.sampled.all() else raw.amax(-1)
+        # Where all is allowed, the two are the same. Both pass NaN on.
+        largest = best if whole and not padded and final_SV is raw else logits_MV.amax(-1)
         found = self._report(raw, final_SV, tokens, rows) if len(rows.reports[0]) else None
         return torch.stack([tokens.float(), largest, best]), found  # ids below 2^24 are exact in fp32
 
@@ -116,7 +117,7 @@ class Sampler:
         """Tokens [S] int64, the largest allowed logit [S], and the processed log-weights [S, V]."""
         x_SV = self._constrain(raw_SV, rows)
         best_S, tokens_S = x_SV.max(-1)
-        hot = np.flatnonzero(rows.values[:, TEMPERATURE])
+        hot = rows.values[:, TEMPERATURE].nonzero()[0]
         if not len(hot):
             return tokens_S, best_S, x_SV
         whole = len(hot) == len(x_SV)
@@ -197,7 +198,8 @@ class SampleOutput:
     def read(self) -> list[SpanResult]:
         """Wait for the device; one result per span, in plan order. Spans that wanted nothing have an empty one."""
         batch = self._batch
-        ids, largest, best = torch.cat(self._draws, 1).tolist() if self._draws else ([], [], [])
+        draws = self._draws
+        ids, largest, best = (torch.cat(draws, 1) if len(draws) > 1 else draws[0]).tolist() if draws else ([], [], [])
         tokens = list(map(int, ids))
         errors = {m: MASKED_ERROR for m, value in enumerate(best) if value == NEG_INF}
         errors |= {m: NUMERIC_ERROR for m, value in enumerate(largest) if not value < INF}

@@ -41,19 +41,23 @@ class Packer:
         narrow_sizes = [num_spans + 1, num_spans, *[num_spans * width] * self.num_groups]
         wide, (ids, positions, *slots, wanted, bits) = self._stage(torch.int64, wide_sizes)
         narrow, (first_row, context, *tables) = self._stage(torch.int32, narrow_sizes)
-        first_row[:], context[:], wanted[:], bits[:] = row_start, starts, logit_rows, 0
+        first_row[:], context[:], wanted[:] = row_start, starts, logit_rows
+        if words:
+            bits[:] = 0
         groups = [(g, table.reshape(num_spans, width), slots[g]) for g, table in enumerate(tables)]
         for i, span in enumerate(spans):
             at, end = row_start[i], row_start[i + 1]
-            ids[at:end] = span.tokens()
-            positions[at:end] = _positions(span)
+            if span.length == 1:
+                ids[at], positions[at] = span.tokens()[0], span.start
+            else:
+                ids[at:end], positions[at:end] = span.tokens(), _positions(span)
             for g, table, slot in groups:
                 self._pages(span, span.seq.tables[g], table[i], slot[at:end])
             if span.parents:
                 _ancestors(span.parents, bits.reshape(num_rows, words)[at:end])
 
-        ids_t, positions_t, *slots_t, wanted_t, bits_t = wide.to(self.device, non_blocking=True).split(wide_sizes)
-        first_t, context_t, *tables_t = narrow.to(self.device, non_blocking=True).split(narrow_sizes)
+        ids_t, positions_t, *slots_t, wanted_t, bits_t = wide.to(self.device, non_blocking=True).split_with_sizes(wide_sizes)
+        first_t, context_t, *tables_t = narrow.to(self.device, non_blocking=True).split_with_sizes(narrow_sizes)
         return StepBatch(
             input_ids=ids_t, positions=positions_t, row_start=first_t, context=context_t,
             tables=tuple(t.view(num_spans, width) for t in tables_t), slots=tuple(slots_t),
@@ -98,10 +102,8 @@ def _logit_rows(spans: list[Span], row_start: list[int]) -> list[int]:
     return rows
 
 
-def _positions(span: Span) -> np.ndarray | int:
+def _positions(span: Span) -> np.ndarray:
     """RoPE positions of a span's rows. A tree's row stands at its depth below the anchor, not at its slot."""
-    if span.length == 1:
-        return span.start
     if not span.parents:
         return np.arange(span.start, span.start + span.length)
     depth: list[int] = []

@@ -12,6 +12,7 @@ first and one at a time. A suspect that makes new tokens has passed; one that is
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncIterator
 
@@ -395,8 +396,8 @@ class AsyncEngine:
         return Health(live=not self._failed, ready=self._connected and not draining, reason=self._why_down or ("draining" if draining else ""))
 
     def stats(self) -> EngineStats:
-        """The latest heartbeat."""
-        return self._stats
+        """The latest heartbeat, with what this side knows of the start-up."""
+        return dataclasses.replace(self._stats, startup=self.startup)
 
 
 def _check(request: Request) -> None:

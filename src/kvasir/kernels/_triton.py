@@ -1,38 +1,38 @@
 """The one place that imports Triton, so that every kernel file imports without it and without a GPU.
 
-Kernels write ``@jit`` and ``tl``. Without Triton, ``jit`` leaves the function alone (it is never launched). With
-``TRITON_INTERPRET=1`` in the environment before Triton is imported (Triton's own switch, used by the kernel tests),
-kernels run on the CPU, one program after the other.
+Kernels write ``@jit`` and ``tl``. Where none can run, Triton is not imported (that takes a tenth of a second) and ``jit``
+leaves the function alone. With ``TRITON_INTERPRET=1`` in the environment before this module is imported (Triton's own
+switch, used by the kernel tests), kernels run on the CPU, one program after the other.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-try:
+import torch
+
+AVAILABLE = importlib.util.find_spec("triton") is not None
+INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+if AVAILABLE and (INTERPRETED or torch.cuda.is_available()):
     import triton
     import triton.language as tl
-except ImportError:
+else:
     triton = tl = None
-
-if TYPE_CHECKING:
-    import torch
-
-AVAILABLE = triton is not None
-INTERPRETED = AVAILABLE and bool(triton.knobs.runtime.interpret)
 
 
 def jit(fn: Callable | None = None, **options: Any) -> Any:
-    """``triton.jit``, or the function itself where Triton is missing."""
-    if not AVAILABLE:
+    """``triton.jit``, or the function itself where no kernel can run."""
+    if triton is None:
         return fn if fn is not None else lambda f: f
     return triton.jit(fn, **options)
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
     """Whether a chooser takes the kernel for this tensor. Off a GPU only the interpreter can run one."""
-    return AVAILABLE and (tensor.is_cuda or (INTERPRETED and tensor.device.type == "cpu"))
+    return triton is not None and (tensor.is_cuda or (INTERPRETED and tensor.device.type == "cpu"))
 
 
 def cdiv(a: int, b: int) -> int:

@@ -26,5 +26,6 @@ def gated(gate_up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tens
     """
     if exact and gate_up.shape[0] > 1:
         return torch.cat([gated(row, activation) for row in gate_up.split(1)])
-    gate, up = gate_up.chunk(2, -1)
+    width = gate_up.shape[-1] // 2
+    gate, up = gate_up.split_with_sizes((width, width), -1)
     return activation(gate).mul_(up)

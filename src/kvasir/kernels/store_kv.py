@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, tl, use_triton
@@ -37,10 +38,11 @@ def row_index(slots_T: torch.Tensor, pages_NGPD: torch.Tensor) -> torch.Tensor |
     """Rows of ``row_view`` that hold the heads of these slots: [T * G] int64, the same for every layer of a pool. None when
     some slot is -1, or a page is not a whole number of rows: then ``store_kv`` does it."""
     _, heads, size, dim = pages_NGPD.shape
-    if pages_NGPD.stride(0) % dim or (slots_T.numel() and int(slots_T.min()) < 0):
+    slots = slots_T.cpu().numpy()  # numpy costs a fraction of torch for so few numbers
+    if pages_NGPD.stride(0) % dim or (slots < 0).any():
         return None
-    first = torch.div(slots_T, size, rounding_mode="floor") * (pages_NGPD.stride(0) // dim) + slots_T % size
-    return (first[:, None] + torch.arange(0, heads * size, size, device=slots_T.device)).flatten()
+    first = slots // size * (pages_NGPD.stride(0) // dim) + slots % size
+    return torch.from_numpy((first[:, None] + np.arange(0, heads * size, size)).ravel()).to(slots_T.device)
 
 
 @jit(do_not_specialize=["num_slots"])

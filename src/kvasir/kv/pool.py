@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from kvasir.kv.codec import Codec, LayerCache
@@ -26,6 +27,14 @@ def _plane_bytes(group: CacheGroup, codec: Codec, page_slots: int, dtype: torch.
     return [_aligned(group.num_kv_heads * page_slots * p.width * p.dtype.itemsize) for p in codec.planes(group.head_dim, dtype)]
 
 
+def _zeros(num_pages: int, page_bytes: int, device: torch.device) -> torch.Tensor:
+    """On a CPU from numpy, which takes memory that the system has zeroed and that costs nothing until it is touched; torch
+    writes the zeros itself."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros((num_pages, page_bytes), np.uint8))
+    return torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
+
+
 class KVPool:
     """Pages of every group, all allocated up front. Raises torch's out-of-memory error when they do not fit."""
 
@@ -37,8 +46,7 @@ class KVPool:
         self.page_slots = page_slots
         self.num_pages = tuple(num_pages)
         sizes = [self.page_bytes_of(g, codec, page_slots, dtype) for g in groups]
-        # Zeros cost nothing on a CPU: the system hands out zeroed memory, and only when it is first touched.
-        self.pages = [torch.zeros(n, size, dtype=torch.uint8, device=device) for n, size in zip(num_pages, sizes)]
+        self.pages = [_zeros(n, size, torch.device(device)) for n, size in zip(num_pages, sizes)]
         self._layers = {layer: self._view(i, at, dtype) for i, group in enumerate(groups) for at, layer in enumerate(group.layers)}
 
     @staticmethod

@@ -27,15 +27,17 @@ from kvasir.types import StepBatch
 class _Part:
     """Spans that one call computes, for one cache group and window. Derived once a step, used by every layer.
 
-    ``rows``: of the step. ``pages`` [B, W]. ``keep``: the gathered slots that may hold something seen. ``seen``/``bias``:
-    the mask as bool and as addend, broadcast to [B, G, R, N] (single rows) or [L, N]; None: everything kept is seen.
+    ``rows``: of the step; ``whole``: they are all. ``pages`` [B, W]. ``keep``: the gathered slots that may hold something seen
+    (None: all). ``seen``/``bias``: the mask as bool and as addend, broadcast to [B, G, R, N] (single rows) or [L, N]; None:
+    everything kept is seen.
     ``stale``: rows of the [B * G * N, D] matrix of gathered slots that nobody sees; they may hold anything, NaN included.
     """
 
     rows: slice | torch.Tensor
+    whole: bool
     single: bool
     pages: torch.Tensor
-    keep: slice
+    keep: slice | None = None
     seen: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     stale: torch.Tensor | None = None
@@ -60,7 +62,7 @@ class TorchBackend(AttentionBackend):
         if parts is None:
             parts = batch.scratch[key] = _parts(batch, cache, spec, q_THD.dtype)
         results = [self._part(q_THD, cache, spec, part, sinks_H, want_lse) for part in parts]
-        if len(results) == 1 and results[0][0].shape[0] == q_THD.shape[0]:
+        if len(parts) == 1 and parts[0].whole:
             return results[0]
         out_THD = torch.empty_like(q_THD)
         lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device) if want_lse else None
@@ -74,13 +76,15 @@ class TorchBackend(AttentionBackend):
               want_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[rows, H, D] and, when wanted, the log-sum-exp [rows, H]."""
         groups = spec.num_kv_heads
-        k, v = (x[:, :, part.keep] for x in cache.codec.read(cache, part.pages, part.held))  # [B, G, N, D]
-        q = q_THD[part.rows].view(-1, groups, spec.num_heads // groups, spec.head_dim)
+        k, v = cache.codec.read(cache, part.pages, part.held)  # [B, G, N, D]
+        if part.keep is not None:
+            k, v = k[:, :, part.keep], v[:, :, part.keep]
+        if part.stale is not None:
+            k, v = _clean(k, part.stale), _clean(v, part.stale)
+        q = (q_THD if part.whole else q_THD[part.rows]).view(-1, groups, spec.num_heads // groups, spec.head_dim)
         sinks = None if sinks_H is None else sinks_H.view(groups, -1)
-        if part.single:  # [B, G, R, D]: the heads that share a KV head are rows over the same keys
-            if part.stale is not None:
-                k, v = _clean(k, part.stale), _clean(v, part.stale)
-        else:  # [G, R, L, D] over [G, 1, N, D]
+        # A single row's query heads that share a KV head are rows over the same keys: [B, G, R, D].
+        if not part.single:  # [G, R, L, D] over [G, 1, N, D]
             q, k, v = q.permute(1, 2, 0, 3), k[0].unsqueeze(1), v[0].unsqueeze(1)
             sinks = None if sinks is None else sinks.unsqueeze(-1)
         if spec.softcap is None and sinks is None and not want_lse:
@@ -172,7 +176,7 @@ def _single_part(batch: StepBatch, table_SW: torch.Tensor, spans: list[int], row
         end, start = starts[0] + 1, first[0] * size
         low = 0 if window is None else max(0, end - window)
         pages = table_SW[spans[0]:spans[0] + 1, first[0]:-(-end // size)]
-        return _Part(rows, True, pages, slice(low - start, end - start))
+        return _Part(rows, batch.lengths == [1], True, pages, slice(low - start, end - start))
     width = max(start // size + 1 - f for start, f in zip(starts, first))
     # Staged on the host: short copies to the device, and no read back.
     at_B1, first_B1 = np.array(starts)[:, None], np.array(first)[:, None]
@@ -184,7 +188,8 @@ def _single_part(batch: StepBatch, table_SW: torch.Tensor, spans: list[int], row
     column_BW = torch.from_numpy(np.minimum(first_B1 + np.arange(width), table_SW.shape[1] - 1))
     pages = table_SW[_dense(spans, device)].gather(1, column_BW.to(device))
     seen = torch.from_numpy(seen_BN[:, None, None]).to(device)
-    return _Part(rows, True, pages, slice(None), seen, _bias(seen, dtype), stale.to(device) if len(stale) else None)
+    whole = len(spans) == batch.input_ids.shape[0]
+    return _Part(rows, whole, True, pages, None, seen, _bias(seen, dtype), stale.to(device) if len(stale) else None)
 
 
 def _long_part(batch: StepBatch, table_SW: torch.Tensor, span: int, row: int, size: int, window: int | None,
@@ -196,7 +201,8 @@ def _long_part(batch: StepBatch, table_SW: torch.Tensor, span: int, row: int, si
     tree = _tree(batch, row, length)
     seen = visible(start, length, low, window, *(tree or ()), device=table_SW.device)
     pages = table_SW[span:span + 1, page:-(-end // size)]
-    return _Part(slice(row, row + length), False, pages, slice(low - page * size, end - page * size), seen, _bias(seen, dtype))
+    keep = slice(low - page * size, end - page * size)
+    return _Part(slice(row, row + length), batch.lengths == [length], False, pages, keep, seen, _bias(seen, dtype))
 
 
 def _tree(batch: StepBatch, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from kvasir.kernels._triton import use_triton
@@ -60,6 +61,6 @@ class PlainCodec(Codec):
         if (v_NGPD.storage_offset() - k_NGPD.storage_offset()) % (size * dim):
             return
         apart, beside = self._steps(cache)
-        index = pages.unsqueeze(-2) * apart + torch.arange(heads, device=pages.device).unsqueeze(1)
-        both = torch.stack([index, index + beside])  # [2, ..., G, W]
-        held["blocks"], held["shape"] = both.flatten(), (*both.shape[:-1], both.shape[-1] * size, dim)
+        index = pages.cpu().numpy()[..., None, :] * apart + np.arange(heads)[:, None]  # numpy: see ``row_index``
+        both = np.stack([index, index + beside])  # [2, ..., G, W]
+        held["blocks"], held["shape"] = torch.from_numpy(both.ravel()).to(pages.device), (*both.shape[:-1], both.shape[-1] * size, dim)

@@ -26,6 +26,7 @@ class Mixer:
         self.writes = writes
         widths = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim} if writes else {"q": heads * dim}
         self.num_rotated = heads + kv_heads if writes else heads
+        self.split = self.num_rotated, kv_heads  # what is rotated, and the values
         self.qkv = Linear(hidden_size, widths, bias=spec.qkv_bias, place=place)
         self.o = Linear(heads * dim, {"o": hidden_size}, bias=spec.o_bias, place=place)
         self.qk_norm = None
@@ -38,14 +39,15 @@ class Mixer:
         """[T, E] -> [T, E]. K/V go through the codec into their pages before anything attends to them."""
         spec, num_rows = self.spec, x_TE.shape[0]
         heads = self.qkv(x_TE).view(num_rows, -1, spec.head_dim)
-        qk = heads[:, :self.num_rotated] if self.writes else heads
+        qk, v_TGD = heads.split_with_sizes(self.split, 1) if self.writes else (heads, None)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        qk = rotate(qk, *rope)
+        q_THD = rotate(qk, *rope)
         if self.writes:
+            q_THD, k_TGD = q_THD.split_with_sizes((spec.num_heads, spec.num_kv_heads), 1)
             held = batch.scratch.setdefault(("write", cache.group), {})
-            cache.codec.write(cache, qk[:, spec.num_heads:], heads[:, self.num_rotated:], batch.slots[cache.group], held)
-        out_THD = backend.run(qk[:, :spec.num_heads], cache, self.attention, batch, sinks_H=self.sinks_H)
+            cache.codec.write(cache, k_TGD, v_TGD, batch.slots[cache.group], held)
+        out_THD = backend.run(q_THD, cache, self.attention, batch, sinks_H=self.sinks_H)
         return self.o(out_THD.reshape(num_rows, spec.num_heads * spec.head_dim))
 
     def slots(self) -> dict[str, Slot]:
