@@ -186,7 +186,10 @@ def _build(hello: messages.Hello, factory: str, started: float) -> tuple[EngineC
     """The core and where the time went (seconds). Raises ConfigError."""
     build = _factory(factory)
     imported = time.monotonic()
-    core = build(hello.config)
+    config = hello.config
+    if config.runner.num_threads is None:  # the HTTP process needs a core: a team of threads that spins on all of them starves both
+        config = config.replace(num_threads=max(1, (os.cpu_count() or 1) - 1))
+    core = build(config)
     gc.freeze()  # what start-up made stays: no collection needs to walk it again
     built = time.monotonic()
     spawn = max(0.0, started - hello.spawned) if hello.spawned else 0.0
