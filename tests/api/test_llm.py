@@ -155,12 +155,14 @@ def test_refusals_name_the_parameter(llm, prompt, params, param):
     assert not llm.engine.has_work(), "nothing was begun"
 
 
-def test_a_request_that_fails_late_ends_the_call_and_leaves_nothing(llm):
-    with pytest.raises(RequestError) as failed:
-        llm.generate([PROMPT] * 3, [GREEDY, greedy(grammar=Grammar("regex", "(")), GREEDY])
-    assert failed.value.status == 400 and failed.value.param == "grammar"
+def test_a_request_that_fails_late_fails_alone(llm):
+    first, failed, last = llm.generate([PROMPT] * 3, [GREEDY, greedy(grammar=Grammar("regex", "("), n=2), GREEDY])
+    assert failed.error.status == 400 and failed.error.param == "grammar"
+    assert failed.finished and [o.finish_reason for o in failed.outputs] == ["error", "error"]
+    alone = llm.generate(PROMPT, GREEDY)[0]
+    assert alone.error is None and alone.outputs[0].text
+    assert first.outputs[0].token_ids == last.outputs[0].token_ids == alone.outputs[0].token_ids
     assert not llm.engine.has_work()
-    assert llm.generate(PROMPT, GREEDY)[0].outputs[0].text
 
 
 def test_progress_bar(llm, capsys):

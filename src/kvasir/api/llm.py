@@ -44,6 +44,9 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
+    """``error``: why the request failed after it had begun (a grammar that cannot be compiled, a fault in its step); its
+    unfinished branches then have ``finish_reason="error"``, and the other requests of the call are unharmed."""
+
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
@@ -51,6 +54,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     finished: bool = False
+    error: RequestError | None = None
 
 
 class LLM:
@@ -89,7 +93,8 @@ class LLM:
                  use_tqdm: bool = False) -> list[RequestOutput]:
         """Complete every prompt: a string, or ``{"prompt_token_ids": [...]}``. Results come in the order of the prompts.
 
-        ``use_tqdm`` shows a progress bar. A request that cannot be served raises RequestError before any work is done.
+        ``use_tqdm`` shows a progress bar. A request that cannot be served raises RequestError before any work is done; one
+        that fails later has ``error`` set in its result, and harms no other.
         """
         many = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
         params = [p or self.default_sampling_params() for p in
@@ -165,19 +170,12 @@ class LLM:
                 events += self.engine.step()
                 for event in events:
                     collector = collectors[event.request_id]
-                    if event.kind == "error":
-                        self._abandon(collectors)
-                        raise RequestError(event.message, status=event.status, param=event.param, code=event.code)
                     for branch in collector.add(event):
                         self.engine.cancel(event.request_id, branch)
-                    if event.kind == "tokens" and collector.newly_done():
+                    if collector.newly_done():
                         num_open -= 1
                         advance(collector)
         return [collectors[r.id].output for r in requests]
-
-    def _abandon(self, collectors: dict[str, Collector]) -> None:
-        for request_id in collectors:
-            self.engine.cancel(request_id)
 
 
 class Collector:
@@ -199,6 +197,10 @@ class Collector:
 
     def add(self, event: Event) -> list[int]:
         """Take an event in; returns the branches that a stop string has just ended and the engine should cancel."""
+        if event.kind == "error":
+            self.output.error = RequestError(event.message, status=event.status, param=event.param, code=event.code)
+            for out in self.output.outputs:
+                out.finish_reason = out.finish_reason or "error"
         if event.kind != "tokens":
             return []
         out = self.output.outputs[event.branch]

@@ -101,6 +101,9 @@ def complete(llm: Any, entries: list[dict[str, Any]], shared: dict[str, Any], *,
         params.append(sampling)
         places.append(i)
     for place, result in zip(places, llm.generate(prompts, params, use_tqdm=progress)):
+        if result.error is not None:
+            rows[place] = {"index": place, "error": {"message": result.error.message, "param": result.error.param}}
+            continue
         rows[place] = {"index": place, "prompt_tokens": len(result.prompt_token_ids), "outputs": [
             {"text": o.text, "token_ids": o.token_ids, "finish_reason": o.finish_reason} for o in result.outputs]}
     return rows
