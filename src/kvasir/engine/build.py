@@ -29,7 +29,6 @@ CODECS = "kvasir.kv.codecs"
 POLICIES = "kvasir.engine.schedulers"
 GPU_RESERVE = 256 << 20  # what allocator fragmentation and lazily loaded libraries take later, by experience
 GPU_ROWS, CPU_ROWS = 2048, 256
-PAGE_SLOTS = 16  # small pages are shared more often, and less of the last one is read in vain
 
 
 @dataclass(slots=True)
@@ -101,7 +100,7 @@ def build(config: EngineConfig) -> Built:
     tokenizer_file = None if config.model.skip_tokenizer_init else _tokenizer_file(config, path)
     info = _info(config, path, hf, model, tokenizer_file)
     codec = technique.load(CODECS, config.cache.kv_codec.replace("auto", "plain"), Codec)
-    page_slots = config.cache.page_slots or PAGE_SLOTS
+    page_slots = config.cache.page_slots or codec.page_slots
     groups = model.spec.cache_groups()
     site = Site(device=device.type, dtype=dtype, codec_kernel=codec.kernel, page_slots=page_slots, exact=exact, specs=_attention_specs(model))
     backend = choose_backend(config.runner.attention_backend, site)

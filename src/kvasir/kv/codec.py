@@ -37,6 +37,8 @@ class LayerCache:
     codec: Codec
     group: int
     page_slots: int
+    head_dim: int
+    dtype: torch.dtype  # the model's
     views: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
 
 
@@ -46,6 +48,7 @@ class Codec(Technique):
 
     affects_kv = True
     kernel: ClassVar[str] = ""
+    page_slots: ClassVar[int] = 16  # by default; small pages are shared more often, and less of the last one is read in vain
 
     def planes(self, head_dim: int, dtype: torch.dtype) -> list[Plane]:
         """The planes of one slot and head; ``dtype`` is the model's."""

@@ -89,4 +89,4 @@ class KVPool:
             strides = (typed.stride(0), self.page_slots * plane.width, plane.width, 1)
             planes[plane.name] = typed.as_strided(shape, strides, offset // plane.dtype.itemsize)
             offset += size
-        return LayerCache(planes, self.codec, index, self.page_slots)
+        return LayerCache(planes, self.codec, index, self.page_slots, group.head_dim, dtype)

@@ -1,0 +1,171 @@
+"""What the quantising codecs share: rotations, integer grids, nibble packing, and a codec made of encode and decode.
+
+A row is one token's key or value of one head. Rows are encoded alone, by elementwise torch operations and reductions
+along the row, so that a row's bytes never depend on its batch and need no row after it (the round-trip rule).
+
+Legend: T rows of a step, G KV heads, D head dim, P slots per page, W pages, o order of a rotation.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from kvasir.errors import ConfigError
+from kvasir.kv.codec import Codec, LayerCache, Plane
+
+FP16_MAX, FP16_TINY = 65504.0, 2.0**-14  # largest, and smallest normal
+
+
+def hadamard(x: torch.Tensor, order: int) -> torch.Tensor:
+    """x [..., D] times the block-diagonal, orthonormal Sylvester-Hadamard matrix of blocks ``order`` (a power of two that
+    divides D): log2(order) butterflies, all sums and differences of two numbers, in fp32."""
+    shape = x.shape
+    y = x.float() * order**-0.5
+    half = 1
+    while half < order:
+        y = y.reshape(*shape[:-1], -1, 2, half)
+        a, b = y.unbind(-2)
+        y = torch.stack((a + b, a - b), -2)
+        half *= 2
+    return y.reshape(shape)
+
+
+class Rotation:
+    """R = diag(signs) H: an orthonormal rotation of the head dim. With ``signs``, fixed random ones, a constant offset of a
+    row is spread as well, which the bare Hadamard matrix would gather in one element; R is then no longer its own inverse.
+    """
+
+    def __init__(self, order: int, dim: int, signs: bool) -> None:
+        if order < 2 or order & (order - 1) or dim % order:
+            raise ConfigError(f"a rotation of order {order} does not fit heads of {dim}: it must be a power of two that divides the head dim, "
+                              f"such as {dim & -dim}")
+        self.order = order
+        flips = np.random.Generator(np.random.Philox(dim)).integers(0, 2, dim) if signs else np.zeros(dim, np.int64)
+        self.signs_D = torch.from_numpy(1.0 - 2.0 * flips).float()
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """x R, fp32."""
+        return hadamard(x.float() * self.signs_D.to(x.device), self.order)
+
+    def undo(self, x: torch.Tensor) -> torch.Tensor:
+        """x R^T, fp32."""
+        return hadamard(x, self.order) * self.signs_D.to(x.device)
+
+    @cached_property
+    def matrix_DD(self) -> torch.Tensor:
+        """R itself, fp32: for kernels."""
+        return self.apply(torch.eye(len(self.signs_D)))
+
+
+def quantize(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Asymmetric codes of rows x [..., D]: uint8 [..., D] in 0 .. 2^bits - 1, and fp16 (scale, bias) [..., 2].
+
+    The code c stands for ``scale * (c - 2^(bits-1)) + bias``; scale and bias are rounded before codes are chosen.
+    """
+    x, middle = x.float(), 1 << (bits - 1)
+    low, high = x.aminmax(dim=-1, keepdim=True)
+    scale = ((high - low) / (2 * middle - 1)).clamp(FP16_TINY, FP16_MAX).half()
+    bias = (low + middle * scale.float()).clamp(-FP16_MAX, FP16_MAX).half()
+    codes = ((x - bias.float()) / scale.float() + 0.5).floor_().clamp_(-middle, middle - 1).add_(middle)
+    return codes.to(torch.uint8), torch.cat((scale, bias), -1)
+
+
+def dequantize(codes: torch.Tensor, meta: torch.Tensor, bits: int) -> torch.Tensor:
+    """The rows that ``quantize`` stands for: fp32 [..., D]."""
+    scale, bias = meta.float().split(1, -1)
+    return (codes.float() - (1 << (bits - 1))) * scale + bias
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """[..., D] of 0 .. 15 -> uint8 [..., D / 2]: byte i holds element i in its low and element i + D / 2 in its high half,
+    so that a kernel unpacks two contiguous halves of a head."""
+    low, high = codes.chunk(2, -1)
+    return low | (high << 4)
+
+
+def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    return torch.cat((packed & 15, packed >> 4), -1)
+
+
+class QuantizedCodec(Codec):
+    """A codec by three functions: ``side`` (planes of keys or of values), ``encode`` and ``decode``. Subclasses with a
+    rotation set it in ``rotations``."""
+
+    bits: ClassVar[float] = 0.0
+
+    def side(self, head_dim: int) -> dict[str, tuple[int, torch.dtype]]:
+        """Planes of keys or values by suffix ('' is the codes): width and dtype."""
+        raise NotImplementedError
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Rows [..., D], already in the cache's basis, as planes by suffix."""
+        raise NotImplementedError
+
+    def decode(self, planes: dict[str, torch.Tensor], head_dim: int) -> torch.Tensor:
+        """fp32 rows [..., D] in the cache's basis."""
+        raise NotImplementedError
+
+    def rotation(self, side: str, head_dim: int) -> Rotation | None:
+        """The cache's basis for ``k`` or ``v``; None: the model's own."""
+        return None
+
+    def planes(self, head_dim: int, dtype: torch.dtype) -> list[Plane]:
+        self.rotation("k", head_dim)  # refuses a head dim that it does not fit
+        parts = self.side(head_dim)
+        return [Plane(side + suffix, *parts[suffix]) for suffix in parts for side in ("k", "v")]
+
+    def write(self, cache: LayerCache, k_TGD: torch.Tensor, v_TGD: torch.Tensor, slots_T: torch.Tensor, held: dict | None = None) -> None:
+        held = {} if held is None else held
+        if "page" not in held:
+            keep = slots_T >= 0
+            held["keep"] = None if bool(keep.all()) else keep
+            slots = slots_T if held["keep"] is None else slots_T[keep]
+            held["page"], held["offset"] = torch.div(slots, cache.page_slots, rounding_mode="floor"), slots % cache.page_slots
+        for side, x_TGD in (("k", k_TGD), ("v", v_TGD)):
+            if held["keep"] is not None:
+                x_TGD = x_TGD[held["keep"]]
+            rotation = self.rotation(side, x_TGD.shape[-1])
+            if rotation is not None:
+                x_TGD = rotation.apply(x_TGD).to(x_TGD.dtype)  # rounded to the model's dtype, as a kernel would find it
+            for suffix, values in self.encode(x_TGD).items():
+                cache.planes[side + suffix][held["page"], :, held["offset"]] = values
+
+    def read(self, cache: LayerCache, pages: torch.Tensor, held: dict | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = (self._read(cache, side, pages.long()) for side in ("k", "v"))
+        return k, v
+
+    def _read(self, cache: LayerCache, side: str, pages: torch.Tensor) -> torch.Tensor:
+        """[..., G, W * P, D] in the model's dtype and basis."""
+        found = {name[1:]: plane[pages].transpose(-4, -3).flatten(-3, -2) for name, plane in cache.planes.items() if name[0] == side}
+        x = self.decode(found, cache.head_dim)
+        rotation = self.rotation(side, cache.head_dim)
+        return (x if rotation is None else rotation.undo(x)).to(cache.dtype)
+
+
+class IntegerCodec(QuantizedCodec):
+    """Integers of 4 or 8 bits on a grid of each row's own, with an fp16 scale and bias."""
+
+    bits = 8
+
+    def side(self, head_dim: int) -> dict[str, tuple[int, torch.dtype]]:
+        if head_dim % 2:
+            raise ConfigError(f"'{self.name}' packs two elements into a byte and needs an even head dim, not {head_dim}. Use --kv-codec plain.")
+        return {"": (head_dim * self.bits // 8, torch.uint8), "_meta": (2, torch.float16)}
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        codes, meta = quantize(x, self.bits)
+        return {"": pack_nibbles(codes) if self.bits == 4 else codes, "_meta": meta}
+
+    def decode(self, planes: dict[str, torch.Tensor], head_dim: int) -> torch.Tensor:
+        codes = unpack_nibbles(planes[""]) if self.bits == 4 else planes[""]
+        return dequantize(codes, planes["_meta"], self.bits)
+
+
+def largest_order(dim: int) -> int:
+    """The largest power of two that divides ``dim``."""
+    return 1 << int(math.log2(dim & -dim))

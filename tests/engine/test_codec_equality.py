@@ -1,0 +1,78 @@
+"""Lossy codecs lose at the write and nowhere else: the same tokens for any chunk size, batch, prefix hit, preemption and
+pool, since a token's K/V is what the codec returns from the step that produces it (the round-trip rule).
+
+CPU exact mode on the embedded model; poison and invariant checks are on. The reference runs every request alone, in one
+chunk, in a roomy pool.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.driver import Driver
+from tests.engine.test_equality import LENGTHS, OUTPUT, requests
+from tests.pairwise import label, pairwise, product
+
+CODECS = ["fp8", "int8", "int4", "int4_bdr", "int4_bdr:order=16,rotate_v=true", "nvfp4"]
+FACTORS = {
+    "codec": CODECS,
+    "chunk": [1, 7, 64],
+    "cache": [True, False],
+    "preempt_every": [0, 3],
+    "pool": ["roomy", "tight"],
+    "temperature": [0.0, 1.0],
+    "n": [1, 3],
+}
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """(codec, temperature, n) -> the tokens of every request run alone; made when first asked for."""
+    found = {}
+
+    def get(codec: str, temperature: float, n: int) -> dict:
+        key = codec, temperature, n
+        if key not in found:
+            driver = Driver(max_num_batched_tokens=512, max_num_seqs=32, enable_prefix_caching=False, kv_codec=codec)
+            for request in requests(driver, temperature, n):
+                driver.run([request])
+            found[key] = {k: (out.tokens, [p.logprob for p in out.logprobs]) for k, out in driver.outputs.items()}
+            driver.close()
+        return found[key]
+
+    return get
+
+
+def run_case(case: dict, reference) -> None:
+    num_pages = 256 if case["pool"] == "roomy" else (max(LENGTHS) + OUTPUT) // 16 + 4
+    driver = Driver(max_num_batched_tokens=case["chunk"], max_num_seqs=4, enable_prefix_caching=case["cache"], num_pages=num_pages,
+                    max_model_len=112, kv_codec=case["codec"])
+    if case["cache"]:
+        driver.run(requests(driver, 0.0, 1, tag="warm"))
+    driver.run(requests(driver, case["temperature"], case["n"]), preempt_every=case["preempt_every"])
+    assert not driver.errors
+    for key, (tokens, logprobs) in reference(case["codec"], case["temperature"], case["n"]).items():
+        assert driver.outputs[key].tokens == tokens, (key, case)
+        assert [p.logprob for p in driver.outputs[key].logprobs] == logprobs, "not one bit may differ"
+    driver.close()
+
+
+@pytest.mark.parametrize("case", pairwise(FACTORS), ids=label)
+def test_same_tokens(case, reference):
+    run_case(case, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", product(FACTORS), ids=label)
+def test_same_tokens_full_product(case, reference):
+    run_case(case, reference)
+
+
+def test_codecs_differ_and_so_do_their_prefix_keys(reference):
+    """Negative control: what the codecs lose is seen in the log-probabilities, and in no case is a page of one read by another."""
+    seen = {codec: str(reference(codec, 0.0, 1)) for codec in ("plain", *CODECS)}
+    assert len(set(seen.values())) == len(seen)
+    drivers = [Driver(kv_codec=codec) for codec in ("plain", *CODECS)]
+    assert len({d.engine.pages.index.root for d in drivers}) == len(drivers)
+    for driver in drivers:
+        driver.close()
