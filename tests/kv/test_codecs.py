@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from kvasir.errors import ConfigError
+from kvasir.kernels.quantize import dequantize, hadamard, pack_nibbles, quantize, unpack_nibbles
 from kvasir.kv.codec import Codec
-from kvasir.kv.codecs._quantized import Rotation, dequantize, hadamard, largest_order, pack_nibbles, quantize, unpack_nibbles
 from kvasir.kv.codecs.nvfp4 import E2M1, e2m1, e2m1_value
 from kvasir.kv.pool import KVPool
+from kvasir.kv.quantized import Rotation, largest_order
 from kvasir.technique import load
 from kvasir.types import CacheGroup
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from kvasir.kv.codecs._quantized import FP16_MAX, FP16_TINY, QuantizedCodec
+from kvasir.kernels.quantize import FP16_MAX, FP16_TINY
+from kvasir.kv.quantized import QuantizedCodec
 
 E4M3_MAX = 448.0
 

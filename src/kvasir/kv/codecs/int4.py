@@ -6,7 +6,7 @@ fail with this codec. It is here to be measured against; use ``int4_bdr``.
 
 from __future__ import annotations
 
-from kvasir.kv.codecs._quantized import IntegerCodec
+from kvasir.kv.quantized import IntegerCodec
 
 
 class Int4Codec(IntegerCodec):

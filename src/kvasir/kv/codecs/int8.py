@@ -5,7 +5,7 @@ Half the bytes of bf16. Needs no rotation: 256 levels leave room for outliers.
 
 from __future__ import annotations
 
-from kvasir.kv.codecs._quantized import IntegerCodec
+from kvasir.kv.quantized import IntegerCodec
 
 
 class Int8Codec(IntegerCodec):

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from kvasir.errors import ConfigError
-from kvasir.kv.codecs._quantized import QuantizedCodec, Rotation, pack_nibbles, unpack_nibbles
+from kvasir.kernels.quantize import pack_nibbles, unpack_nibbles
+from kvasir.kv.quantized import QuantizedCodec, Rotation
 
 BLOCK = 16
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
