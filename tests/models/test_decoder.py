@@ -82,8 +82,8 @@ def test_a_group_of_unequal_layers_is_our_bug():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_fp32_and_leave_their_input_alone(dtype):
+def test_logits_are_in_the_model_s_dtype_and_leave_their_input_alone(dtype):
     model, hidden = decoder(SPEC, dtype), torch.randn(3, 32).to(dtype)
     before = hidden.clone()
-    assert model.logits(hidden).dtype == torch.float32 and model.logits(hidden[:0]).shape == (0, 50)
+    assert model.logits(hidden).dtype == dtype and model.logits(hidden[:0]).shape == (0, 50)
     assert torch.equal(hidden, before)

@@ -7,6 +7,7 @@ switch, used by the kernel tests), kernels run on the CPU, one program after the
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable
@@ -33,6 +34,14 @@ def jit(fn: Callable | None = None, **options: Any) -> Any:
 def use_triton(tensor: torch.Tensor) -> bool:
     """Whether a chooser takes the kernel for this tensor. Off a GPU only the interpreter can run one."""
     return triton is not None and (tensor.is_cuda or (INTERPRETED and tensor.device.type == "cpu"))
+
+
+@functools.cache
+def pdl(device: torch.device) -> bool:
+    """Whether kernels are launched with programmatic dependence: a kernel then starts, and fetches what no other kernel
+    writes, while the one before it still runs, and waits for its end (``gdc_wait``) before it touches anything else.
+    Needs compute capability 9.0."""
+    return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -18,6 +18,8 @@ from kvasir.technique import Technique
 if TYPE_CHECKING:
     import torch
 
+    from kvasir.kernels.fused_qkv import HeadOps
+
 
 @dataclass(frozen=True, slots=True)
 class Plane:
@@ -49,6 +51,7 @@ class Codec(Technique):
     affects_kv = True
     kernel: ClassVar[str] = ""
     page_slots: ClassVar[int] = 16  # by default; small pages are shared more often, and less of the last one is read in vain
+    fuses = False  # whether ``write_fused`` exists
 
     def planes(self, head_dim: int, dtype: torch.dtype) -> list[Plane]:
         """The planes of one slot and head; ``dtype`` is the model's."""
@@ -59,6 +62,11 @@ class Codec(Technique):
 
         ``held``: what does not depend on the layer; empty at first, passed again for the group's other layers with the same
         slots."""
+        raise NotImplementedError
+
+    def write_fused(self, cache: LayerCache, heads_TXD: torch.Tensor, ops: HeadOps, slots_T: torch.Tensor) -> torch.Tensor:
+        """What ``ops`` says, and ``write``, in one kernel: the heads of a projection (queries, keys, values) to rotated
+        queries [T, H, D]. Called where ``fuses`` says so and ``kernels.fused_qkv.fits``."""
         raise NotImplementedError
 
     def read(self, cache: LayerCache, pages: torch.Tensor, held: dict | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,9 +9,16 @@ Legend: T rows, K inputs, N outputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+
+from kvasir.kernels.activation import ACTIVATIONS, gated
+from kvasir.kernels.gemv import choose, gemv
+
+if TYPE_CHECKING:
+    from kvasir.layers.norm import RMSNorm
 
 TILE = 32
 ALIGNMENT = 64  # bytes; what torch's CPU allocator gives, and what a BLAS may look at when it picks a kernel
@@ -54,6 +61,11 @@ def matrix(*shape: int, place: Placement) -> torch.Tensor:
     return torch.empty(*shape[:-2], shape[-1], shape[-2], device=place.device, dtype=place.dtype).transpose(-1, -2)
 
 
+def streams(place: Placement) -> bool:
+    """Whether products of a few rows may take the kernels of ``kernels.gemv``: their bits depend on the number of rows."""
+    return place.device.type == "cuda" and place.dtype == torch.bfloat16 and not place.exact
+
+
 def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, exact: bool = False) -> torch.Tensor:
     """x @ weight^T + bias: [T, N] in x's dtype."""
     if not exact:  # what F.linear does, with fewer calls on the way
@@ -77,14 +89,29 @@ class Linear:
         total = sum(widths.values())
         self.widths = widths
         self.exact = place.exact
+        self.streams = streams(place)
         self.weight_NK = matrix(total, num_inputs, place=place)
         self.weight_KN = self.weight_NK.t()
         self.bias_N = torch.empty(total, device=place.device, dtype=place.dtype) if bias else None
 
-    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_TK: torch.Tensor, norm: RMSNorm | None = None, residual_TN: torch.Tensor | None = None,
+                 activation: str | None = None) -> torch.Tensor:
+        """[T, N] of x, or of ``norm``(x). ``activation``: the halves of N are gate and up, the result is [T, N / 2].
+        ``residual_TN`` is added, and its memory may be used for the result."""
+        if self.streams and (config := choose(x_TK.shape[0], *self.weight_NK.shape)) is not None:
+            return gemv(x_TK, self.weight_NK, config, norm=None if norm is None else norm.parameters, bias_N=self.bias_N,
+                        activation=activation, residual_TO=residual_TN)
+        if norm is not None:
+            x_TK = norm(x_TK)
         if self.exact:
-            return linear(x_TK, self.weight_NK, self.bias_N, exact=True)
-        return torch.mm(x_TK, self.weight_KN) if self.bias_N is None else torch.addmm(self.bias_N, x_TK, self.weight_KN)
+            y = linear(x_TK, self.weight_NK, self.bias_N, exact=True)
+        elif residual_TN is not None and self.streams and self.bias_N is None and activation is None:
+            return residual_TN.addmm_(x_TK, self.weight_KN)  # the BLAS adds as it stores
+        else:
+            y = torch.mm(x_TK, self.weight_KN) if self.bias_N is None else torch.addmm(self.bias_N, x_TK, self.weight_KN)
+        if activation is not None:
+            y = gated(y, ACTIVATIONS[activation], self.exact)
+        return y if residual_TN is None else y.add_(residual_TN)
 
     def slots(self) -> dict[str, Slot]:
         sizes = list(self.widths.values())

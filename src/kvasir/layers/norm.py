@@ -1,10 +1,13 @@
-"""RMS norm as a layer: holds its scale."""
+"""RMS norm as a layer, and the residual stream that runs through the norms.
+
+Legend: T rows, E model dim.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from kvasir.kernels.norm import rms_norm
+from kvasir.kernels.norm import add_normed, add_rms_norm, fits, rms_norm
 from kvasir.layers.linear import Placement, Slot
 from kvasir.layers.spec import NormSpec
 
@@ -22,5 +25,51 @@ class RMSNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps, self.eps_1)
 
+    @property
+    def parameters(self) -> tuple[torch.Tensor, float]:
+        """Scale and eps, as the kernels take them."""
+        return self.weight, self.eps
+
     def slots(self) -> dict[str, Slot]:
         return {"weight": Slot(self.weight, self.offset)}
+
+
+class Stream:
+    """The residual stream h [T, E] of a step, and a sublayer's result that is still to be added to it.
+
+    Adding is put off until the next norm, which does both in one kernel. ``h`` belongs to the stream: adding overwrites it.
+    """
+
+    __slots__ = ("_post", "_x_TE", "h_TE")
+
+    def __init__(self, h_TE: torch.Tensor) -> None:
+        self.h_TE = h_TE
+        self._x_TE: torch.Tensor | None = None
+        self._post: RMSNorm | None = None
+
+    def add(self, x_TE: torch.Tensor, post: RMSNorm | None = None) -> None:
+        """x, or ``post``(x), joins the stream. x may be overwritten."""
+        assert self._x_TE is None, "one result at a time"
+        self._x_TE, self._post = x_TE, post
+
+    def enter(self, norm: RMSNorm) -> tuple[torch.Tensor, RMSNorm | None]:
+        """The input of the sublayer that begins with ``norm``: normed, or with the norm left to do by its first product."""
+        if self._x_TE is None:
+            return self.h_TE, norm
+        if not fits(self._x_TE, norm.weight):
+            return self.value(), norm
+        x, post = self._x_TE, None if self._post is None else self._post.parameters
+        self._x_TE = None
+        normed, self.h_TE = add_rms_norm(x, self.h_TE, *norm.parameters, post)
+        return normed, None
+
+    def value(self) -> torch.Tensor:
+        """The stream with all results added."""
+        x, post, self._x_TE = self._x_TE, self._post, None
+        if x is None:
+            return self.h_TE
+        if post is not None and fits(x, post.weight):
+            self.h_TE = add_normed(x, self.h_TE, post.parameters)
+        else:
+            self.h_TE = (x if post is None else post(x)).add_(self.h_TE)
+        return self.h_TE

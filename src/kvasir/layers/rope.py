@@ -47,6 +47,24 @@ def _yarn(plain: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
     return plain / spec.factor * stretched + plain * (1 - stretched)
 
 
+class Angles:
+    """The angles of a step's rows, shared by the layers with the same table: a fused kernel reads the table by position, the
+    plain path takes ``rows``."""
+
+    __slots__ = ("_rows", "positions_T", "table")
+
+    def __init__(self, table: RopeTable, positions_T: torch.Tensor) -> None:
+        self.table = table
+        self.positions_T = positions_T
+        self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``RopeTable.rows``, gathered once."""
+        if self._rows is None:
+            self._rows = self.table.rows(self.positions_T)
+        return self._rows
+
+
 class RopeTable:
     """Cosines and sines of positions 0 .. num_positions - 1, computed once: a row's angle never depends on its batch."""
 

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from kvasir.attention.backend import AttentionBackend
+from kvasir.kernels.gemv import choose, gemv
 from kvasir.kv.codec import LayerCache
-from kvasir.layers.linear import Placement, Slot, linear, matrix
-from kvasir.layers.norm import RMSNorm
-from kvasir.layers.rope import RopeTable
+from kvasir.layers.linear import Placement, Slot, linear, matrix, streams
+from kvasir.layers.norm import RMSNorm, Stream
+from kvasir.layers.rope import Angles, RopeTable
 from kvasir.models.spec import LayerSpec, ModelSpec
 from kvasir.types import StepBatch
 
@@ -29,20 +30,25 @@ class Block:
         self.mixer_norm, self.ffn_norm = (RMSNorm(hidden_size, spec.norm, place) for _ in range(2))
         self.mixer = mixer.Mixer(spec.mixer, hidden_size, place, writes=spec.cache_of is None)
         self.ffn = ffn.FFN(spec.ffn, hidden_size, place)
+        self.ffn_fuses = getattr(self.ffn, "fuses", False)
         self.mixer_post_norm = self.ffn_post_norm = None
         if spec.norms == "sandwich":
             self.mixer_post_norm, self.ffn_post_norm = (RMSNorm(hidden_size, spec.norm, place) for _ in range(2))
 
-    def forward(self, h_TE: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], cache: LayerCache, backend: AttentionBackend,
-                batch: StepBatch) -> torch.Tensor:
-        x = self.mixer.forward(self.mixer_norm(h_TE), rope, cache, backend, batch)
-        if self.mixer_post_norm is not None:
-            x = self.mixer_post_norm(x)
-        h_TE = x.add_(h_TE)
-        x = self.ffn.forward(self.ffn_norm(h_TE))
-        if self.ffn_post_norm is not None:
-            x = self.ffn_post_norm(x)
-        return x.add_(h_TE)
+    def forward(self, stream: Stream, angles: Angles, cache: LayerCache, backend: AttentionBackend, batch: StepBatch) -> None:
+        """Both sublayers read the stream and add to it: at once where they can, else with the next norm."""
+        x_TE, norm = stream.enter(self.mixer_norm)
+        if self.mixer_post_norm is None:
+            stream.h_TE = self.mixer.forward(x_TE, angles, cache, backend, batch, norm, stream.h_TE)
+        else:
+            stream.add(self.mixer.forward(x_TE, angles, cache, backend, batch, norm), self.mixer_post_norm)
+        x_TE, norm = stream.enter(self.ffn_norm)
+        if not self.ffn_fuses:
+            stream.add(self.ffn.forward(x_TE if norm is None else norm(x_TE)), self.ffn_post_norm)
+        elif self.ffn_post_norm is None:
+            stream.h_TE = self.ffn.forward(x_TE, norm, stream.h_TE)
+        else:
+            stream.add(self.ffn.forward(x_TE, norm), self.ffn_post_norm)
 
     def slots(self) -> dict[str, Slot]:
         parts = {"mixer_norm": self.mixer_norm, "mixer": self.mixer, "mixer_post_norm": self.mixer_post_norm,
@@ -57,6 +63,7 @@ class Decoder:
     def __init__(self, spec: ModelSpec, place: Placement, num_positions: int | None = None) -> None:
         self.spec = spec
         self.place = place
+        self.streams = streams(place)
         self.embed_VE = torch.empty(spec.vocab_size, spec.hidden_size, device=place.device, dtype=place.dtype)
         # The scale is rounded to the model's dtype, as the models were trained.
         self.embed_scale = torch.tensor(spec.embed_scale, dtype=place.dtype).item()
@@ -77,21 +84,32 @@ class Decoder:
         h_TE = F.embedding(batch.input_ids, self.embed_VE)
         if self.embed_scale != 1.0:
             h_TE *= self.embed_scale
-        angles = [table.rows(batch.positions) for table in self.ropes]
+        angles = [Angles(table, batch.positions) for table in self.ropes]
+        stream = Stream(h_TE)
         for i, block in enumerate(self.blocks):
-            h_TE = block.forward(h_TE, angles[self.rope_of[i]], caches[i], backend, batch)
+            block.forward(stream, angles[self.rope_of[i]], caches[i], backend, batch)
             if taps is not None and i in taps:
-                taps[i][:len(h_TE)].copy_(h_TE)
-        return h_TE
+                taps[i][:len(h_TE)].copy_(stream.value())
+        return stream.value()
 
     def logits(self, hidden_ME: torch.Tensor) -> torch.Tensor:
-        """fp32 logits [M, V] of hidden states as ``forward`` returns them."""
-        logits_MV = linear(self.norm(hidden_ME), self.head_VE, exact=self.place.exact).float()
+        """Logits [M, V] of hidden states as ``forward`` returns them: in the model's dtype, or fp32 where they are scaled or
+        capped. (A sampler that wants fp32 converts as it reads: the values are the same.)"""
+        logits_MV = self._head(hidden_ME)
+        if self.spec.logit_scale == 1.0 and self.spec.logit_softcap is None:
+            return logits_MV
+        logits_MV = logits_MV.float()
         if self.spec.logit_scale != 1.0:
             logits_MV *= self.spec.logit_scale
         if self.spec.logit_softcap is not None:
             logits_MV = logits_MV.div_(self.spec.logit_softcap).tanh_().mul_(self.spec.logit_softcap)
         return logits_MV
+
+    def _head(self, hidden_ME: torch.Tensor) -> torch.Tensor:
+        """Final norm and head, in one kernel where few rows are wanted."""
+        if self.streams and (config := choose(hidden_ME.shape[0], *self.head_VE.shape)) is not None:
+            return gemv(hidden_ME, self.head_VE, config, norm=self.norm.parameters)
+        return linear(self.norm(hidden_ME), self.head_VE, exact=self.place.exact)
 
     def slots(self) -> dict[str, Slot]:
         """Every place a stored tensor goes, by our names; the head only when it is not the embedding."""

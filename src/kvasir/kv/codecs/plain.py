@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from kvasir.kernels._triton import use_triton
+from kvasir.kernels.fused_qkv import HeadOps, fused_qkv
 from kvasir.kernels.store_kv import row_index, row_view, store_kv
 from kvasir.kv.codec import Codec, LayerCache, Plane
 
@@ -13,6 +14,7 @@ from kvasir.kv.codec import Codec, LayerCache, Plane
 class PlainCodec(Codec):
     exact = True
     kernel = "plain"
+    fuses = True
 
     def planes(self, head_dim: int, dtype: torch.dtype) -> list[Plane]:
         return [Plane("k", head_dim, dtype), Plane("v", head_dim, dtype)]
@@ -29,6 +31,9 @@ class PlainCodec(Codec):
             cache.views["k"], cache.views["v"] = row_view(k_NGPD), row_view(v_NGPD)
         cache.views["k"].index_copy_(0, index, k_TGD.reshape(-1, k_TGD.shape[-1]))
         cache.views["v"].index_copy_(0, index, v_TGD.reshape(-1, v_TGD.shape[-1]))
+
+    def write_fused(self, cache: LayerCache, heads_TXD: torch.Tensor, ops: HeadOps, slots_T: torch.Tensor) -> torch.Tensor:
+        return fused_qkv(heads_TXD, ops, cache.planes["k"], cache.planes["v"], slots_T)
 
     def read(self, cache: LayerCache, pages: torch.Tensor, held: dict | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         held = {} if held is None else held

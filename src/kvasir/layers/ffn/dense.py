@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import torch
 
-from kvasir.kernels.activation import ACTIVATIONS, gated
 from kvasir.layers.linear import Linear, Placement, Slot
+from kvasir.layers.norm import RMSNorm
 from kvasir.layers.spec import DenseSpec
 
 
 class FFN:
+    fuses = True  # ``forward`` takes the norm before it and the residual add after it
+
     def __init__(self, spec: DenseSpec, hidden_size: int, place: Placement) -> None:
         self.gate_up = Linear(hidden_size, {"gate": spec.intermediate_size, "up": spec.intermediate_size}, bias=spec.bias, place=place)
         self.down = Linear(spec.intermediate_size, {"down": hidden_size}, bias=spec.bias, place=place)
-        self.activation = ACTIVATIONS[spec.activation]
-        self.exact = place.exact
+        self.activation = spec.activation
 
-    def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
-        return self.down(gated(self.gate_up(x_TE), self.activation, self.exact))
+    def forward(self, x_TE: torch.Tensor, norm: RMSNorm | None = None, residual_TE: torch.Tensor | None = None) -> torch.Tensor:
+        """Of x, or of ``norm``(x); ``residual_TE`` is added, and its memory may be used for the result."""
+        return self.down(self.gate_up(x_TE, norm, activation=self.activation), residual_TN=residual_TE)
 
     def slots(self) -> dict[str, Slot]:
         return self.gate_up.slots() | self.down.slots()

@@ -1,6 +1,6 @@
 """Grouped-query attention over the paged cache: projections, optional QK norm, RoPE, write, attend.
 
-Legend: T rows, E model dim, H query heads, G KV heads, D head dim.
+Legend: T rows, E model dim, H query heads, G KV heads, X = H + 2 G, D head dim.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 import torch
 
 from kvasir.attention.backend import AttentionBackend
+from kvasir.kernels.fused_qkv import HeadOps, fits, fused_qkv
 from kvasir.kernels.rope import rotate
 from kvasir.kv.codec import LayerCache
 from kvasir.layers.linear import Linear, Placement, Slot
 from kvasir.layers.norm import RMSNorm
+from kvasir.layers.rope import Angles
 from kvasir.layers.spec import GQASpec
 from kvasir.types import StepBatch
 
@@ -34,21 +36,32 @@ class Mixer:
             self.qk_norm = RMSNorm((self.num_rotated, dim), spec.qk_norm, place)
         self.sinks_H = torch.empty(heads, device=place.device, dtype=torch.float32) if spec.sinks else None
 
-    def forward(self, x_TE: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], cache: LayerCache, backend: AttentionBackend,
-                batch: StepBatch) -> torch.Tensor:
-        """[T, E] -> [T, E]. K/V go through the codec into their pages before anything attends to them."""
+    def forward(self, x_TE: torch.Tensor, angles: Angles, cache: LayerCache, backend: AttentionBackend, batch: StepBatch,
+                norm: RMSNorm | None = None, residual_TE: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, E] -> [T, E]; of ``norm``(x) when one is given, and with ``residual_TE`` added, whose memory may be used for
+        the result. K/V go through the codec into their pages before anything attends to them."""
         spec, num_rows = self.spec, x_TE.shape[0]
-        heads = self.qkv(x_TE).view(num_rows, -1, spec.head_dim)
-        qk, v_TGD = heads.split_with_sizes(self.split, 1) if self.writes else (heads, None)
+        heads_TXD = self.qkv(x_TE, norm).view(num_rows, -1, spec.head_dim)
+        codec = cache.codec
+        if fits(heads_TXD) and (codec.fuses or not self.writes):
+            ops = HeadOps(spec.num_heads, angles.table.table, angles.positions_T, None if self.qk_norm is None else self.qk_norm.parameters)
+            q_THD = codec.write_fused(cache, heads_TXD, ops, batch.slots[cache.group]) if self.writes else fused_qkv(heads_TXD, ops)
+        else:
+            q_THD = self._write(heads_TXD, angles, cache, batch)
+        out_THD = backend.run(q_THD, cache, self.attention, batch, sinks_H=self.sinks_H)
+        return self.o(out_THD.reshape(num_rows, spec.num_heads * spec.head_dim), residual_TN=residual_TE)
+
+    def _write(self, heads_TXD: torch.Tensor, angles: Angles, cache: LayerCache, batch: StepBatch) -> torch.Tensor:
+        """Step by step: norm, rotate, write. Rotated queries [T, H, D]."""
+        qk, v_TGD = heads_TXD.split_with_sizes(self.split, 1) if self.writes else (heads_TXD, None)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        q_THD = rotate(qk, *rope)
+        q_THD = rotate(qk, *angles.rows())
         if self.writes:
-            q_THD, k_TGD = q_THD.split_with_sizes((spec.num_heads, spec.num_kv_heads), 1)
+            q_THD, k_TGD = q_THD.split_with_sizes((self.spec.num_heads, self.spec.num_kv_heads), 1)
             held = batch.scratch.setdefault(("write", cache.group), {})
             cache.codec.write(cache, k_TGD, v_TGD, batch.slots[cache.group], held)
-        out_THD = backend.run(q_THD, cache, self.attention, batch, sinks_H=self.sinks_H)
-        return self.o(out_THD.reshape(num_rows, spec.num_heads * spec.head_dim))
+        return q_THD
 
     def slots(self) -> dict[str, Slot]:
         found = self.qkv.slots() | self.o.slots()

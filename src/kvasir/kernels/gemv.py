@@ -1,0 +1,331 @@
+"""y = x W^T for a few rows of x: the time is that of streaming W once, so all that stands before and after is fused in.
+
+Before: RMS norm of x. Its scale 1 / rms(x) is one factor a row, so it multiplies the result, and the sum of squares is taken
+along the way: no program waits for it. After: bias, the gated activation of a feed-forward block, the residual add.
+
+Two kernels. One row: every program multiplies ``block_n`` rows of W with x in fp32 and sums. Up to 16 rows: tensor cores,
+with W as the left operand and the rows of x, padded to 16, as the right one. Where N / block_n programs would leave most of the
+GPU idle, K is split as well, and ``_join`` adds the parts in order: no atomics, so the same bits every time.
+
+On Hopper a program fetches its first block of W before it waits for the kernel before it (programmatic dependent launch):
+launch and start-up hide behind the other's end.
+
+Bytes: N x K x itemsize. Legend: T rows, K inputs, N rows of W (F of gate, then F of up, where they are gated), O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kvasir.kernels._triton import cdiv, jit, pdl, tl
+from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate, gated_reference
+from kvasir.kernels.norm import rms_norm_reference
+
+MAX_ROWS = 16
+UNGATED = -1
+JOIN = 256  # outputs of a program that adds the parts
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Block shape of a launch: ``stages`` blocks of W in flight a program beside the first, ``splits`` parts of K."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int = 1
+    splits: int = 1
+
+
+def gemv_reference(x_TK: torch.Tensor, w_NK: torch.Tensor, *, norm: tuple[torch.Tensor, float] | None = None,
+                   bias_N: torch.Tensor | None = None, activation: str | None = None, residual_TO: torch.Tensor | None = None) -> torch.Tensor:
+    """[T, O] in x's dtype. ``norm``: weight [K] and eps of an RMS norm of x; ``activation``: gate and up are halves of W's rows."""
+    x_TK = x_TK if norm is None else rms_norm_reference(x_TK, *norm)
+    y = x_TK @ w_NK.t() if bias_N is None else torch.addmm(bias_N, x_TK, w_NK.t())
+    y = y if activation is None else gated_reference(y, ACTIVATIONS[activation])
+    return y if residual_TO is None else y + residual_TO
+
+
+# ----------------------------------------------------------------------------------------------------------- kernels
+
+
+@jit
+def _block(at, live, k, K: tl.constexpr, WHOLE: tl.constexpr):
+    """A block of W, which is read once: it should not push anything out of the L2 cache."""
+    if WHOLE:
+        w = tl.load(at + k[None, :], eviction_policy="evict_first")
+    else:
+        w = tl.load(at + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
+    return w
+
+
+@jit
+def _row(x_ptr, scale_ptr, k, squares, K: tl.constexpr, WHOLE_K: tl.constexpr, NORM: tl.constexpr):
+    """A block of x in fp32, times the norm's weight, and the running squares."""
+    if WHOLE_K:
+        x = tl.load(x_ptr + k).to(tl.float32)
+    else:
+        x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+    if NORM:
+        squares += x * x
+        if WHOLE_K:
+            x *= tl.load(scale_ptr + k).to(tl.float32)
+        else:
+            x *= tl.load(scale_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+    return x, squares
+
+
+@jit
+def _one_row(x_ptr, w_ptr, y_ptr, scale_ptr, bias_ptr, residual_ptr, eps, OUT: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
+             BLOCK_K: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
+             RESIDUAL: tl.constexpr, PDL: tl.constexpr):
+    """``BLOCK_N`` outputs of one row: [BLOCK_N, BLOCK_K] running products, summed at the end."""
+    WHOLE_K: tl.constexpr = K % BLOCK_K == 0
+    WHOLE: tl.constexpr = WHOLE_K and OUT % BLOCK_N == 0
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    live = n < OUT
+    at = w_ptr + n.to(tl.int64)[:, None] * K
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    w = _block(at, live, k, K, WHOLE)
+    if KIND >= 0:
+        w_up = _block(at + OUT * K, live, k, K, WHOLE)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x, squares = _row(x_ptr, scale_ptr, k, tl.zeros([BLOCK_K], tl.float32), K, WHOLE_K, NORM)
+    acc = w.to(tl.float32) * x[None, :]
+    if KIND >= 0:
+        acc_up = w_up.to(tl.float32) * x[None, :]
+    for k0 in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
+        w = _block(at, live, k0 + k, K, WHOLE)
+        x, squares = _row(x_ptr, scale_ptr, k0 + k, squares, K, WHOLE_K, NORM)
+        acc += w.to(tl.float32) * x[None, :]
+        if KIND >= 0:
+            w_up = _block(at + OUT * K, live, k0 + k, K, WHOLE)
+            acc_up += w_up.to(tl.float32) * x[None, :]
+    y = tl.sum(acc, 1)
+    factor = 1.0
+    if NORM:
+        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        y *= factor
+    if BIAS:
+        y += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)
+    if KIND >= 0:
+        up = tl.sum(acc_up, 1) * factor
+        if BIAS:
+            up += tl.load(bias_ptr + OUT + n, mask=live, other=0.0).to(tl.float32)
+        y = activate(y, up, KIND)
+    if RESIDUAL:
+        y += tl.load(residual_ptr + n, mask=live, other=0.0).to(tl.float32)
+    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=live)
+
+
+@jit
+def _rows(x_ptr, scale_ptr, x_row, k, live_m, squares, K: tl.constexpr, ROWS: tl.constexpr, WHOLE_K: tl.constexpr, NORM: tl.constexpr):
+    """A block of x^T [BLOCK_K, ROWS] in its dtype, times the norm's weight, and the running sums of squares of its rows."""
+    at = x_ptr + tl.arange(0, ROWS)[None, :] * x_row + k[:, None]
+    if WHOLE_K:
+        x = tl.load(at, mask=live_m[None, :], other=0.0)
+    else:
+        x = tl.load(at, mask=live_m[None, :] & (k < K)[:, None], other=0.0)
+    if NORM:
+        wide = x.to(tl.float32)
+        squares += tl.sum(wide * wide, 0)
+        if WHOLE_K:
+            scale = tl.load(scale_ptr + k).to(tl.float32)
+        else:
+            scale = tl.load(scale_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+        x = (wide * scale[:, None]).to(x_ptr.dtype.element_ty)
+    return x, squares
+
+
+@jit(do_not_specialize=["rows"])
+def _few_rows(x_ptr, w_ptr, y_ptr, part_ptr, squares_ptr, scale_ptr, bias_ptr, residual_ptr, eps, rows, x_row, y_row, residual_row,
+              OUT: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+              SPLITS: tl.constexpr, SHARE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
+              RESIDUAL: tl.constexpr, PDL: tl.constexpr):
+    """``BLOCK_N`` outputs of every row, over one part of K: y, or ``part`` [splits, T, N] fp32 and ``squares`` [splits, T]."""
+    WHOLE_K: tl.constexpr = K % BLOCK_K == 0
+    WHOLE: tl.constexpr = WHOLE_K and OUT % BLOCK_N == 0
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(1)
+    start = split * SHARE
+    stop = tl.minimum(start + SHARE, K)
+    m = tl.arange(0, ROWS)
+    k = start + tl.arange(0, BLOCK_K)
+    live, live_m = n < OUT, m < rows
+    at = w_ptr + n.to(tl.int64)[:, None] * K
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    w = _block(at, live, k, K, WHOLE)
+    if KIND >= 0:
+        w_up = _block(at + OUT * K, live, k, K, WHOLE)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x, squares = _rows(x_ptr, scale_ptr, x_row, k, live_m, tl.zeros([ROWS], tl.float32), K, ROWS, WHOLE_K, NORM)
+    acc = tl.dot(w, x, input_precision="ieee")
+    if KIND >= 0:
+        acc_up = tl.dot(w_up, x, input_precision="ieee")
+    for k0 in tl.range(BLOCK_K, stop - start, BLOCK_K, num_stages=STAGES):
+        w = _block(at, live, k0 + k, K, WHOLE)
+        x, squares = _rows(x_ptr, scale_ptr, x_row, k0 + k, live_m, squares, K, ROWS, WHOLE_K, NORM)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+        if KIND >= 0:
+            w_up = _block(at + OUT * K, live, k0 + k, K, WHOLE)
+            acc_up = tl.dot(w_up, x, acc_up, input_precision="ieee")
+    held = live[:, None] & live_m[None, :]
+    if SPLITS > 1:
+        N: tl.constexpr = OUT * (2 if KIND >= 0 else 1)
+        part = part_ptr + (split * rows + m)[None, :] * N + n[:, None]
+        tl.store(part, acc, mask=held)
+        if KIND >= 0:
+            tl.store(part + OUT, acc_up, mask=held)
+        if NORM:
+            tl.store(squares_ptr + split * rows + m, squares, mask=live_m & (tl.program_id(0) == 0))
+    else:
+        if NORM:
+            factor = tl.rsqrt(squares / K + eps)[None, :]
+            acc *= factor
+            if KIND >= 0:
+                acc_up *= factor
+        if BIAS:
+            acc += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)[:, None]
+            if KIND >= 0:
+                acc_up += tl.load(bias_ptr + OUT + n, mask=live, other=0.0).to(tl.float32)[:, None]
+        if KIND >= 0:
+            acc = activate(acc, acc_up, KIND)
+        if RESIDUAL:
+            acc += tl.load(residual_ptr + m[None, :] * residual_row + n[:, None], mask=held, other=0.0).to(tl.float32)
+        tl.store(y_ptr + m[None, :] * y_row + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=held)
+
+
+@jit(do_not_specialize=["rows"])
+def _join(part_ptr, squares_ptr, y_ptr, bias_ptr, residual_ptr, eps, rows, y_row, residual_row, OUT: tl.constexpr, K: tl.constexpr,
+          SPLITS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
+          PDL: tl.constexpr):
+    """Add the parts of one row, in order, and finish as ``_few_rows`` does."""
+    N: tl.constexpr = OUT * (2 if KIND >= 0 else 1)
+    row = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = n < OUT
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    y = tl.zeros([BLOCK], tl.float32)
+    up = tl.zeros([BLOCK], tl.float32)
+    squares = 0.0
+    for split in tl.static_range(SPLITS):
+        at = part_ptr + (split * rows + row) * N + n
+        y += tl.load(at, mask=live, other=0.0)
+        if KIND >= 0:
+            up += tl.load(at + OUT, mask=live, other=0.0)
+        if NORM:
+            squares += tl.load(squares_ptr + split * rows + row)
+    if NORM:
+        factor = tl.rsqrt(squares / K + eps)
+        y *= factor
+        up *= factor
+    if BIAS:
+        y += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)
+        if KIND >= 0:
+            up += tl.load(bias_ptr + OUT + n, mask=live, other=0.0).to(tl.float32)
+    if KIND >= 0:
+        y = activate(y, up, KIND)
+    if RESIDUAL:
+        y += tl.load(residual_ptr + row * residual_row + n, mask=live, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * y_row + n, y.to(y_ptr.dtype.element_ty), mask=live)
+
+
+def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[torch.Tensor, float] | None = None,
+         bias_N: torch.Tensor | None = None, activation: str | None = None, residual_TO: torch.Tensor | None = None) -> torch.Tensor:
+    """``gemv_reference`` in one launch (two where K is split). ``residual_TO`` is overwritten with the result, and returned.
+
+    One row takes the kernel without tensor cores when ``config.block_n`` is below 16, which they need.
+    """
+    (rows, width), num_rows = x_TK.shape, w_NK.shape[0]
+    assert rows <= MAX_ROWS and w_NK.shape[1] == width and w_NK.is_contiguous() and x_TK.stride(1) == 1, "a few dense rows"
+    outputs = num_rows if activation is None else num_rows // 2
+    assert residual_TO is None or (residual_TO.shape == (rows, outputs) and residual_TO.stride(1) == 1), "the residual is as the result"
+    y_TO = residual_TO if residual_TO is not None else torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
+    if rows == 0:
+        return y_TO
+    scale, eps = (x_TK, 0.0) if norm is None else norm
+    bias = x_TK if bias_N is None else bias_N
+    early = pdl(x_TK.device)
+    fused = {"NORM": norm is not None, "BIAS": bias_N is not None, "KIND": UNGATED if activation is None else KINDS[ACTIVATIONS[activation]],
+             "RESIDUAL": residual_TO is not None, "PDL": early, "launch_pdl": early}
+    shape = {"OUT": outputs, "K": width, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.stages, "num_warps": config.warps}
+    programs = cdiv(outputs, config.block_n)
+    if config.block_n < 16:
+        assert rows == 1 and config.splits == 1, "blocks below 16 are for one row, unsplit"
+        _one_row[(programs,)](x_TK, w_NK, y_TO, scale, bias, y_TO, eps, **shape, **fused)
+        return y_TO
+    share = cdiv(cdiv(width, config.block_k), config.splits) * config.block_k
+    splits = cdiv(width, share)  # none of them empty
+    part = squares = x_TK
+    if splits > 1:
+        part = torch.empty(splits, rows, num_rows, dtype=torch.float32, device=x_TK.device)
+        squares = torch.empty(splits, rows, dtype=torch.float32, device=x_TK.device)
+    _few_rows[(programs, splits)](
+        x_TK, w_NK, y_TO, part, squares, scale, bias, y_TO, eps, rows, x_TK.stride(0), y_TO.stride(0), y_TO.stride(0), **shape,
+        ROWS=MAX_ROWS, SPLITS=splits, SHARE=share, **fused)
+    if splits > 1:
+        _join[(rows, cdiv(outputs, JOIN))](part, squares, y_TO, bias, y_TO, eps, rows, y_TO.stride(0), y_TO.stride(0), OUT=outputs, K=width,
+                                           SPLITS=splits, BLOCK=JOIN, **fused)
+    return y_TO
+
+
+# ------------------------------------------------------------------------------------------------------------- chooser
+
+# (rows up to, N, K) -> the config that was fastest on an H200, norm and activation included where the models have them;
+# None: cuBLAS was. To be filled from the table that tools/gpu_fused.py prints.
+MEASURED: dict[tuple[int, int, int], Config | None] = {}
+STEPS = (1, 2, 4, 8, 16)
+
+
+def choose(rows: int, num_rows: int, width: int) -> Config | None:
+    """The config for a matrix [N, K] and this many rows of x; None: leave it to the BLAS."""
+    if not 0 < rows <= MAX_ROWS or width % 8:
+        return None
+    step = next(s for s in STEPS if rows <= s)
+    return MEASURED[step, num_rows, width] if (step, num_rows, width) in MEASURED else _unmeasured(step, width)
+
+
+def _unmeasured(rows: int, width: int) -> Config | None:
+    """One row: as many bytes in flight as registers hold. More rows of a shape nobody measured: the BLAS."""
+    if rows > 1:
+        return None
+    return Config(4, 1024, 4) if width >= 1024 else Config(4, 256, 2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the test grid: ``outputs`` is O."""
+
+    rows: int
+    outputs: int
+    width: int
+    config: Config
+    norm: bool = False
+    bias: bool = False
+    activation: str | None = None
+    residual: bool = False
+
+
+def grid() -> Iterator[Case]:
+    one, few = Config(4, 128, 4), Config(16, 64, 1, 2)
+    for norm in (False, True):
+        for bias, activation, residual in ((False, None, False), (True, None, True), (False, "silu", False), (True, "gelu_tanh", True)):
+            yield Case(1, 40, 320, one, norm, bias, activation, residual)
+            for rows, config in ((3, few), (16, Config(32, 64, 4, 3, splits=3))):
+                yield Case(rows, 96, 320, config, norm, bias, activation, residual)
+    for config in (one, few, Config(64, 128, 4, 4, splits=2)):  # nothing is a multiple of a block
+        yield Case(1, 33, 200, config, norm=True, activation="gelu")
+    yield Case(1, 16, 64, Config(1, 64, 1))
+    yield Case(0, 16, 64, one)
+    yield Case(5, 48, 40, Config(16, 64, 2), norm=True)  # K below one block
+    yield Case(2, 64, 512, Config(64, 64, 4, 3, splits=16), norm=True, residual=True)
