@@ -16,6 +16,7 @@ import torch
 
 from kvasir.errors import ConfigError
 from kvasir.kernels.quantize import dequantize, hadamard, pack_nibbles, quantize, unpack_nibbles
+from kvasir.kernels.quantized_qkv import Basis
 from kvasir.kv.codec import Codec, LayerCache, Plane
 
 
@@ -31,6 +32,7 @@ class Rotation:
         self.order = order
         flips = np.random.Generator(np.random.Philox(dim)).integers(0, 2, dim) if signs else np.zeros(dim, np.int64)
         self.signs_D = torch.from_numpy(1.0 - 2.0 * flips).float()
+        self._bases: dict[tuple, Basis] = {}
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """x R, fp32."""
@@ -42,8 +44,20 @@ class Rotation:
 
     @cached_property
     def matrix_DD(self) -> torch.Tensor:
-        """R itself, fp32: for kernels."""
+        """R itself, fp32."""
         return self.apply(torch.eye(len(self.signs_D)))
+
+    def basis(self, dtype: torch.dtype, device: torch.device, values: bool) -> Basis:
+        """R as the kernels take it: made once a device."""
+        key = dtype, device, values
+        if key not in self._bases:
+            dim, order = len(self.signs_D), self.order
+            parts = "cross" if order == dim else "same" if dim // 2 % order == 0 else "whole"
+            width = dim if parts == "whole" else dim // 2
+            block = min(order, width)
+            matrix = (hadamard(torch.eye(width), block) * block**0.5).round()
+            self._bases[key] = Basis(matrix.to(device, dtype), self.signs_D.to(device, dtype), parts, order**-0.5, values)
+        return self._bases[key]
 
 
 class QuantizedCodec(Codec):
