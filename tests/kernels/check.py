@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from unittest import mock
 
 import torch
 
+from kvasir.kernels import decode_attention as decode
+from kvasir.kernels import dense_attention as dense
 from kvasir.kernels import paged_attention as paged
 from kvasir.kernels import store_kv as store
 from tests.attention.helpers import World, make_world
@@ -40,18 +43,75 @@ def attend_low(q, k, v, scale, seen=None, softcap=None, sinks=None):
     return torch.matmul(weights, v), torch.logsumexp(scores.float(), -1)
 
 
+def blank(world: World) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a kernel writes: NaN, so that what it leaves out shows."""
+    out = torch.full_like(world.q, torch.nan)
+    return out, torch.full(out.shape[:2], torch.nan, dtype=torch.float32, device=out.device)
+
+
 def check_paged_attention(case: paged.Case, dtype: torch.dtype, device: str) -> dict[str, float]:
     """Errors of the kernel and of plain torch; raises AssertionError where the kernel is worse than allowed."""
     world = world_of(case, dtype, device)
     spec, batch, planes = world.spec, world.batch, world.cache.planes
+    out, lse = blank(world)
+    paged.paged_attention_triton(
+        world.q, planes["k"], planes["v"], batch.tables[0], batch.context, batch.row_start,
+        paged.plan_tiles(batch.starts, batch.lengths, case.heads, case.kv_heads, dtype, device), spec.scale, out, window=spec.window,
+        softcap=spec.softcap, sinks_H=world.sinks, ancestors_TA=batch.ancestors, positions_T=batch.positions, lse_TH=lse,
+        num_splits=case.splits)
+    return compare(world, out, lse, case)
+
+
+def decode_world(case: decode.Case, dtype: torch.dtype, device: str) -> tuple[World, decode.Rows]:
+    fields = {f.name: getattr(case, f.name) for f in dataclasses.fields(case) if f.name not in ("contexts", "programs")}
+    world = make_world([(context, 1) for context in case.contexts], dtype=dtype, device=device, **fields)
+    count = len(case.contexts)
+    return world, decode.Rows(torch.arange(count, dtype=torch.int32, device=device),
+                              torch.zeros(count, case.kv_heads, dtype=torch.int32, device=device))
+
+
+def run_decode(world: World, rows: decode.Rows, case: decode.Case) -> tuple[torch.Tensor, torch.Tensor]:
+    spec, batch, planes = world.spec, world.batch, world.cache.planes
+    out, lse = blank(world)
+    shape = decode.Shape.of(max(16, case.dim), world.q.dtype, len(case.contexts))
+    if case.programs is not None:
+        shape = dataclasses.replace(shape, programs=case.programs)
+    decode.decode_attention_triton(
+        world.q, planes["k"], planes["v"], batch.tables[0], batch.context, batch.row_start, rows, spec.scale, out, window=spec.window,
+        softcap=spec.softcap, sinks_H=world.sinks, lse_TH=lse, shape=shape)
+    return out, lse
+
+
+def check_decode_attention(case: decode.Case, dtype: torch.dtype, device: str) -> dict[str, float]:
+    world, rows = decode_world(case, dtype, device)
+    return compare(world, *run_decode(world, rows, case), case)
+
+
+def check_dense_attention(case: dense.Case, dtype: torch.dtype, device: str, **how) -> dict[str, float]:
+    """The long spans of the case; the others' rows must stay untouched, and are then filled in from the reference."""
+    fields = {f.name: getattr(case, f.name) for f in dataclasses.fields(case) if f.name not in ("spans", "scratch_bytes")}
+    world = make_world(list(case.spans), dtype=dtype, device=device, **fields)
+    spec, batch, planes = world.spec, world.batch, world.cache.planes
+    chosen = [s for s, length in enumerate(batch.lengths) if length >= dense.SHORTEST]
+    out, lse = blank(world)
+    dense.dense_attention_triton(
+        world.q, planes["k"], planes["v"], batch.tables[0], batch.context, batch.row_start,
+        dense.plan_long(batch.starts, batch.lengths, chosen, case.heads // case.kv_heads, device, **how), spec.scale, out, softcap=spec.softcap,
+        sinks_H=world.sinks, lse_TH=lse, scratch_bytes=case.scratch_bytes, **how)
+    want, want_lse = reference(world, torch.float64)
+    for s, (a, b) in enumerate(zip(batch.row_start.tolist(), batch.row_start.tolist()[1:])):
+        if s not in chosen:
+            assert out[a:b].isnan().all() and lse[a:b].isnan().all(), case
+            out[a:b], lse[a:b] = want[a:b].to(out.dtype), want_lse[a:b].float()
+    return compare(world, out, lse, case)
+
+
+def compare(world: World, out: torch.Tensor, lse: torch.Tensor, case: object) -> dict[str, float]:
+    """A kernel's result by the 2 x rule."""
+    dtype = world.q.dtype
     want, want_lse = reference(world, torch.float64)
     with mock.patch.object(paged, "attend", attend_low):
         plain, _ = reference(world, dtype)
-    out, lse = paged.paged_attention_triton(
-        world.q, planes["k"], planes["v"], batch.tables[0], batch.context, batch.row_start,
-        paged.plan_tiles(batch.starts, batch.lengths, case.heads, case.kv_heads, dtype, device), spec.scale, window=spec.window,
-        softcap=spec.softcap, sinks_H=world.sinks, ancestors_TA=batch.ancestors, positions_T=batch.positions, return_lse=True,
-        num_splits=case.splits)
     if not want.numel():
         assert out.shape == want.shape and lse.shape == want_lse.shape
         return {"kernel": 0.0, "plain": 0.0, "lse": 0.0}

@@ -1,8 +1,10 @@
 """Attention of ragged spans over paged keys and values: the reference, and a FlashAttention-style kernel in Triton.
 
+This kernel takes every span; single rows and long spans have faster ones (``decode_attention.py``, ``dense_attention.py``).
+
 A *tile* is what one program computes: a few rows of one span, times the query heads that share one KV head, so that
 grouped heads fill the tensor core's rows and every key is read once for all of them. ``Tiles`` is the list of tiles of a
-launch; a step has at most two launches, one of small tiles (decodes, drafts) and one of large tiles (prompt chunks).
+launch; spans of a step take at most two launches, one of small tiles (drafts) and one of large tiles (prompt chunks).
 Where tiles are too few to fill the GPU, the keys of each are split over several programs and a second kernel merges their
 partial results by log-sum-exp (flash-decoding). No result is read back by the host.
 
@@ -21,6 +23,8 @@ from dataclasses import dataclass
 import torch
 
 from kvasir.kernels._triton import jit, next_power_of_2, tl
+from kvasir.kernels.hardware import multiprocessors
+from kvasir.kernels.softmax_block import attend_block, sink_logits
 
 INF = float("inf")
 SMALL_TILE = 16  # rows x heads: the least that the tensor core takes
@@ -102,30 +106,6 @@ def paged_attention_ref(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch
 # ------------------------------------------------------------------------------------------------------------ kernels
 
 
-@jit
-def _scores(q, k, scale, softcap, CAPPED: tl.constexpr):
-    """Scores [M, N] in base 2: exp2 is what the hardware has."""
-    s = tl.dot(q, k, input_precision="ieee") * scale
-    if CAPPED:
-        decay = tl.exp2(tl.abs(s / softcap) * -2.8853900817779268)
-        s = tl.where(s < 0, -softcap, softcap) * (1 - decay) / (1 + decay)
-    return s * 1.4426950408889634
-
-
-@jit
-def _attend_block(q, k, v, seen, scale, softcap, top, total, acc, CAPPED: tl.constexpr, MASKED: tl.constexpr):
-    """Fold one block of keys into the running softmax of a tile: k [D, N], v [N, D], seen [M, N]."""
-    s = _scores(q, k, scale, softcap, CAPPED)
-    if MASKED:
-        s = tl.where(seen, s, -float("inf"))
-    new_top = tl.maximum(top, tl.max(s, 1))
-    base = tl.where(new_top == -float("inf"), 0.0, new_top)  # a row that has seen nothing yet: exp2(-inf - 0) = 0
-    p = tl.exp2(s - base[:, None])
-    shrink = tl.exp2(top - base)
-    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-    return new_top, total * shrink + tl.sum(p, 1), acc
-
-
 @jit(do_not_specialize=["table_row", "window", "num_splits", "words"])
 def _paged_attention(
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, table_ptr, context_ptr, row_start_ptr, tiles_ptr, ancestors_ptr, positions_ptr,
@@ -196,7 +176,7 @@ def _paged_attention(
             at = page * page_stride + kv_head + (j % P) * D
             k = tl.load(k_ptr + at[None, :] + d[:, None], mask=inside[:, None], other=0.0)
             v = tl.load(v_ptr + at[:, None] + d[None, :], mask=inside[None, :], other=0.0)
-            top, total, acc = _attend_block(q, k, v, None, scale, softcap, top, total, acc, CAPPED, False)
+            top, total, acc = attend_block(q, k, v, None, scale, softcap, top, total, acc, CAPPED, False)
 
     for j0 in range(middle, stop, BLOCK_N):
         j = j0 + n
@@ -219,7 +199,7 @@ def _paged_attention(
                     at_n = tl.where(drafted, at_n, j)
         if WINDOWED:
             seen = seen & (at_n[None, :] > at_m[:, None] - window)
-        top, total, acc = _attend_block(q, k, v, seen, scale, softcap, top, total, acc, CAPPED, True)
+        top, total, acc = attend_block(q, k, v, seen, scale, softcap, top, total, acc, CAPPED, True)
 
     _finish(out_ptr, lse_ptr, sinks_ptr, tile, group, split, num_splits, m, d, row, head, live, inside, out_row, top, total, acc,
             H, R, D, BLOCK_M, SINKS, SPLIT, WANT_LSE)
@@ -238,11 +218,8 @@ def _finish(out_ptr, lse_ptr, sinks_ptr, tile, group, split, num_splits, m, d, r
         tl.store(lse_ptr + at, lse, mask=live)
     else:
         if SINKS:
-            sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
-            peak = tl.maximum(top, sink)
-            total = total * tl.exp2(top - peak) + tl.exp2(sink - peak)
-            acc = acc * tl.exp2(top - peak)[:, None]
-            lse = peak + tl.log2(total)
+            top, total, acc = sink_logits(sinks_ptr, head, live, top, total, acc)
+            lse = top + tl.log2(total)
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         out = out_ptr + row[:, None] * out_row + head[:, None] * D + d[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
@@ -293,16 +270,19 @@ class Tiles:
     max_keys: int
 
 
-def plan_tiles(starts: list[int], lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device | str) -> list[Tiles]:
-    """Cut a step into tiles, on the host: spans that fit a small tile apart from those that fill large ones.
+def plan_tiles(starts: list[int], lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device | str,
+               spans: list[int] | None = None) -> list[Tiles]:
+    """Cut ``spans`` of a step (none given: all) into tiles, on the host: those that fit a small tile apart from those that
+    fill large ones.
 
     fp32 has no tensor core of its own precision: its products live in registers, which hold small tiles only.
     """
     share = heads // kv_heads
     small_m = max(SMALL_TILE, next_power_of_2(share))
     small_rows = small_m // share
-    small = [s for s, length in enumerate(lengths) if 0 < length <= small_rows]
-    large = [s for s, length in enumerate(lengths) if length > small_rows]
+    spans = range(len(lengths)) if spans is None else spans
+    small = [s for s in spans if 0 < lengths[s] <= small_rows]
+    large = [s for s in spans if lengths[s] > small_rows]
     plans = []
     if small:
         plans.append((small_m, [(s, 0) for s in small], max(starts[s] + lengths[s] for s in small)))
@@ -326,28 +306,25 @@ def _blocks(block_m: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
 
 def _num_splits(programs: int, keys: int, device: torch.device) -> int:
     """Enough programs for four on every multiprocessor, each with enough keys."""
-    wanted = 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
-    return max(1, min(wanted // programs, keys // SPLIT_KEYS, MAX_SPLITS))
+    return max(1, min(4 * multiprocessors(device) // programs, keys // SPLIT_KEYS, MAX_SPLITS))
 
 
 def paged_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_SW: torch.Tensor,
-                           context_S: torch.Tensor, row_start_S: torch.Tensor, tiles: list[Tiles], scale: float, *,
-                           window: int | None = None, softcap: float | None = None, sinks_H: torch.Tensor | None = None,
+                           context_S: torch.Tensor, row_start_S: torch.Tensor, tiles: list[Tiles], scale: float,
+                           out_THD: torch.Tensor, *, window: int | None = None, softcap: float | None = None, sinks_H: torch.Tensor | None = None,
                            ancestors_TA: torch.Tensor | None = None, positions_T: torch.Tensor | None = None,
-                           return_lse: bool = False, num_splits: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What ``paged_attention_ref`` computes, for the tiles of ``plan_tiles``: [T, H, D] and, when asked, fp32 [T, H].
+                           lse_TH: torch.Tensor | None = None, num_splits: int | None = None) -> None:
+    """What ``paged_attention_ref`` computes, for the tiles of ``plan_tiles``, written to their rows of ``out`` and ``lse`` (fp32).
 
     ``k_NGPD``/``v_NGPD``: pages of a power of two slots, strided by page and head. Head dims up to 256.
     """
-    rows, heads, dim = q_THD.shape
+    _, heads, dim = q_THD.shape
     _, groups, size, _ = k_NGPD.shape
     assert heads % groups == 0 and dim <= 256 and size & (size - 1) == 0, "unsupported shape"
     assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), "planes must be page-strided with dense slots"
     assert q_THD.stride(-1) == 1 and table_SW.stride(-1) == 1 and q_THD.dtype == k_NGPD.dtype, "rows must be dense, of one dtype"
-    out_THD = torch.empty((rows, heads, dim), dtype=q_THD.dtype, device=q_THD.device)
-    lse_TH = torch.empty((rows, heads), dtype=torch.float32, device=q_THD.device) if return_lse else None
     share, dim_pad = heads // groups, max(16, next_power_of_2(dim))
-    flags = {"SINKS": sinks_H is not None, "WANT_LSE": return_lse}
+    flags = {"SINKS": sinks_H is not None, "WANT_LSE": lse_TH is not None}
     absent = q_THD  # stands in for pointers that the compiled variant never touches
     sinks, lse = absent if sinks_H is None else sinks_H, absent if lse_TH is None else lse_TH
     for part in tiles:
@@ -370,7 +347,6 @@ def paged_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
             _merge[(count, groups, part.block_m // share * share)](
                 target, target_lse, out_THD, lse, sinks, row_start_S, part.items, out_THD.stride(0), splits,
                 H=heads, R=share, D=dim, D_PAD=dim_pad, BLOCK_M=part.block_m, SPLITS_PAD=MAX_SPLITS, num_warps=4, **flags)
-    return out_THD, lse_TH
 
 
 # ----------------------------------------------------------------------------------------------------------- test grid

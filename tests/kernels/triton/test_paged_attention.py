@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvasir.kernels import decode_attention as decode
 from kvasir.kernels import paged_attention as paged
 from tests.kernels.check import check_paged_attention
 
@@ -30,6 +31,10 @@ def test_addresses_past_two_to_the_31_elements(device):
     table = torch.tensor([[3, 1, 2]], dtype=torch.int32, device=device)
     q = torch.randn(1, 2, dim).to(torch.float16).to(device)
     context, row_start = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([150], [0, 1]))
-    out, _ = paged.paged_attention_triton(q, k, k, table, context, row_start, paged.plan_tiles([150], [1], 2, 2, torch.float16, device), 0.25)
+    out = torch.empty_like(q)
+    paged.paged_attention_triton(q, k, k, table, context, row_start, paged.plan_tiles([150], [1], 2, 2, torch.float16, device), 0.25, out)
     want, _ = paged.paged_attention_ref(q, dense, dense, table, [150], [1], 0.25)
+    torch.testing.assert_close(out, want, atol=2e-3, rtol=2e-3)
+    rows = decode.Rows(row_start[:1], torch.zeros(1, groups, dtype=torch.int32, device=device))
+    decode.decode_attention_triton(q, k, k, table, context, row_start, rows, 0.25, out.zero_())
     torch.testing.assert_close(out, want, atol=2e-3, rtol=2e-3)

@@ -1,22 +1,38 @@
-"""Triton: the paged kernel of ``kernels/paged_attention.py``, on GPUs (and, for tests, in Triton's interpreter).
+"""Triton: own kernels over the pages, on GPUs (and, for tests, in Triton's interpreter).
 
-Two launches a layer at most, one for short spans and one for long ones; no read back, no autotuning at start-up. Lossy
-against the reference only by rounding; a row's bits depend on the splits that the batch got, so exact mode is refused.
+Single rows, long spans and the rest (drafts, trees, short chunks, layers with a window) take a kernel each: at most three
+kinds of launch a layer, none of which reads back or searches at start-up. A step of single rows is planned from their
+number alone, without a copy to the device, so that a CUDA graph of it may be replayed with other contexts. Lossy against
+the reference only by rounding.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
 from kvasir.kernels import _triton
-from kvasir.kernels.paged_attention import paged_attention_triton, plan_tiles
+from kvasir.kernels.decode_attention import Rows, decode_attention_triton
+from kvasir.kernels.dense_attention import LongSpans, can_serve, dense_attention_triton, plan_long, worth_it
+from kvasir.kernels.paged_attention import Tiles, paged_attention_triton, plan_tiles
 from kvasir.kv.codec import LayerCache
 from kvasir.types import StepBatch
 
 
+@dataclass(slots=True)
+class _Step:
+    """What the layers of one head layout launch: single rows, long spans, tiles of the rest."""
+
+    rows: Rows | None
+    long: LongSpans | None
+    tiles: list[Tiles]
+
+
 class TritonBackend(AttentionBackend):
     rank = 10
+    graphs = True
 
     def why_not(self, site: Site) -> list[str]:
         size, reasons = site.page_slots, []
@@ -37,14 +53,52 @@ class TritonBackend(AttentionBackend):
             reasons.append(f"takes head dims up to 256, not {wide}")
         return reasons
 
+    def prepare(self, site: Site) -> None:
+        super().prepare(site)
+        self._rows: dict[tuple[int, int], Rows] = {}
+
     def plan(self, batch: StepBatch) -> None:
-        for heads, groups in {(s.num_heads, s.num_kv_heads) for s in self.site.specs}:
-            batch.scratch["tiles", heads // groups] = plan_tiles(batch.starts, batch.lengths, heads, groups, self.site.dtype, batch.input_ids.device)
+        for key, spec in {_key(spec): spec for spec in self.site.specs}.items():
+            batch.scratch[key] = self._plan(batch, spec)
+
+    def _plan(self, batch: StepBatch, spec: AttentionSpec) -> _Step:
+        starts, lengths, device = batch.starts, batch.lengths, batch.input_ids.device
+        if all(length == 1 for length in lengths):
+            return _Step(self._single_rows(len(lengths), spec.num_kv_heads, device) if lengths else None, None, [])
+        share, plain = spec.num_heads // spec.num_kv_heads, batch.ancestors is None and spec.window is None
+        single = [s for s, length in enumerate(lengths) if length == 1]
+        long = [s for s, length in enumerate(lengths) if plain and can_serve(self.site.dtype, spec.head_dim) and worth_it(length, share)]
+        rest = sorted(set(range(len(lengths))) - {*single, *long})
+        rows = None
+        if single:
+            rows = self._single_rows(len(single), spec.num_kv_heads, device)
+            rows = Rows(torch.tensor(single, dtype=torch.int32).to(device, non_blocking=True), rows.arrived)
+        tiles = plan_tiles(starts, lengths, spec.num_heads, spec.num_kv_heads, self.site.dtype, device, rest)
+        return _Step(rows, plan_long(starts, lengths, long, share, device) if long else None, tiles)
+
+    def _single_rows(self, count: int, kv_heads: int, device: torch.device) -> Rows:
+        """Spans 0 .. count and their counters. Kept, since graphs hold their addresses."""
+        if (count, kv_heads) not in self._rows:
+            self._rows[count, kv_heads] = Rows(torch.arange(count, dtype=torch.int32, device=device),
+                                               torch.zeros(count, kv_heads, dtype=torch.int32, device=device))
+        return self._rows[count, kv_heads]
 
     def run(self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, batch: StepBatch, *,
             sinks_H: torch.Tensor | None = None, return_lse: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        out_THD, lse_TH = paged_attention_triton(
-            q_THD, cache.planes["k"], cache.planes["v"], batch.tables[cache.group], batch.context, batch.row_start,
-            batch.scratch["tiles", spec.num_heads // spec.num_kv_heads], spec.scale, window=spec.window, softcap=spec.softcap,
-            sinks_H=sinks_H, ancestors_TA=batch.ancestors, positions_T=batch.positions, return_lse=return_lse)
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device) if return_lse else None
+        step: _Step = batch.scratch[_key(spec)]
+        common = (q_THD, cache.planes["k"], cache.planes["v"], batch.tables[cache.group], batch.context, batch.row_start)
+        how = {"softcap": spec.softcap, "sinks_H": sinks_H, "lse_TH": lse_TH}
+        if step.rows is not None:
+            decode_attention_triton(*common, step.rows, spec.scale, out_THD, window=spec.window, **how)
+        if step.long is not None:
+            dense_attention_triton(*common, step.long, spec.scale, out_THD, **how)
+        if step.tiles:
+            paged_attention_triton(*common, step.tiles, spec.scale, out_THD, window=spec.window, ancestors_TA=batch.ancestors,
+                                   positions_T=batch.positions, **how)
         return (out_THD, lse_TH) if return_lse else out_THD
+
+
+def _key(spec: AttentionSpec) -> tuple:
+    return "triton", spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.window is None

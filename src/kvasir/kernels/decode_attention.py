@@ -1,0 +1,241 @@
+"""Attention of single rows over paged keys and values: memory-bound, so that all of it is about keeping bytes in flight.
+
+The keys of a step are cut into chunks of one length, and one program computes one chunk for the query heads that share a KV
+head. How long a chunk is follows on the device from the contexts alone (``budget`` chunks of equal work, at least
+``MIN_CHUNK`` keys), so contexts of any mixture are balanced and the launch depends on nothing but the number of rows: it
+may sit in a CUDA graph and be replayed with other contexts. Programs left without a chunk end at once. A sequence of one
+chunk is written for good; of several, the program that arrives last merges their partial results, always in the order of
+the keys, so that the same batch gives the same bits.
+
+Heads are the fastest axis of the grid: the heads of a page lie side by side in memory and are read at the same time.
+Flash-decoding (the PyTorch blog, October 2023). The reference is ``paged_attention_ref`` with spans of one row.
+Bytes: 2 x keys x G x D x itemsize a sequence and layer, plus 8 x H x D for every chunk of a divided sequence.
+
+Legend: T rows, S spans, B single rows, C chunks, M query heads of a tile, H query heads, G KV heads, R = H / G, D head dim,
+N pages, W pages of a table, P slots per page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kvasir.kernels._triton import jit, next_power_of_2, tl
+from kvasir.kernels.hardware import multiprocessors
+from kvasir.kernels.softmax_block import attend_block, sink_logits
+
+MIN_CHUNK = 128  # keys; less is not worth a program of its own and a merge
+MERGED_ELEMENTS = 8192  # of partial results that the merging program holds at a time: 64 registers of each of 128 threads
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How the kernel is built. ``programs``: chunks wanted on every multiprocessor, several times what it runs at once,
+    so that the last ones end together."""
+
+    block_n: int
+    warps: int
+    stages: int
+    programs: int
+
+    @staticmethod
+    def of(dim: int, dtype: torch.dtype, rows: int) -> Shape:
+        """For Hopper: three programs fit on a multiprocessor, each with two blocks of 32 KiB on their way. Few rows: only as
+        many chunks as run at once, for less to merge. ``tools/gpu_attention.py`` times the alternatives."""
+        programs = min(16, 2 * rows)
+        if dtype == torch.float32:  # products in registers, not on the tensor cores
+            return Shape(32 if dim <= 64 else 16, 8, 2, programs)
+        return Shape(64 if dim <= 128 else 32, 4, 3, programs)
+
+
+@dataclass(slots=True)
+class Rows:
+    """The single-row spans of a step. ``spans`` [B] int32 on the device. ``arrived`` [B, G] int32: zero between launches;
+    the launches of one stream may share it."""
+
+    spans: torch.Tensor
+    arrived: torch.Tensor
+
+
+@jit(do_not_specialize=["table_row", "count", "budget", "window"])
+def _decode_attention(
+        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, arrived_ptr, sinks_ptr, table_ptr, context_ptr, row_start_ptr, spans_ptr,
+        q_row, q_head, page_stride, head_stride, out_row, table_row, count, budget, window, scale, softcap,
+        H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr, COUNT_PAD: tl.constexpr, MIN_KEYS: tl.constexpr, R_PAD: tl.constexpr, MERGE: tl.constexpr,
+        WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
+    """One KV head, one chunk of keys of one sequence. Partial results: ``part`` [C, G, R, D] fp32, ``part_lse`` [C, G, R]
+    in base 2. Only slots below a sequence's end are loaded (the others may hold NaN)."""
+    group, item = tl.program_id(0), tl.program_id(1)
+    G: tl.constexpr = H // R
+
+    # Which chunk of which sequence this is.
+    b = tl.arange(0, COUNT_PAD)
+    ends = tl.load(context_ptr + tl.load(spans_ptr + b, mask=b < count, other=0), mask=b < count, other=-1) + 1
+    keys = ends
+    if WINDOWED:
+        keys = ends - tl.maximum(ends - window, 0) // BLOCK_N * BLOCK_N
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(keys, 0), budget), BLOCK_N) * BLOCK_N, MIN_KEYS)
+    chunks = tl.cdiv(keys, chunk)
+    after = tl.cumsum(chunks, 0)
+    which = tl.sum((after <= item).to(tl.int32), 0)
+    if which < count:
+        first = tl.sum(tl.where(after <= item, chunks, 0), 0)
+        parts = tl.sum(tl.where(b == which, chunks, 0), 0)
+        span = tl.load(spans_ptr + which)
+        end = tl.load(context_ptr + span) + 1
+        row = tl.load(row_start_ptr + span).to(tl.int64)
+        low = 0
+        if WINDOWED:
+            low = tl.maximum(end - window, 0)
+        start = low // BLOCK_N * BLOCK_N + (item - first) * chunk
+        stop = tl.minimum(start + chunk, end)
+
+        m = tl.arange(0, BLOCK_M)
+        d = tl.arange(0, D_PAD)
+        n = tl.arange(0, BLOCK_N)
+        head = group * R + m
+        live = m < R
+        q = tl.load(q_ptr + row * q_row + head[:, None] * q_head + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+        top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+        table = table_ptr + span.to(tl.int64) * table_row
+        kv_head = group.to(tl.int64) * head_stride
+        # One loop for whole blocks and the last one: a second loop would fill its pipeline anew. Page ids are fetched a block
+        # ahead and carried: keys whose address waits for a load of the same iteration would not be pipelined (nor, in Triton
+        # 3.6, would ids carried over two).
+        pages = tl.load(table + (start + n) // P, mask=start + n < stop, other=0)
+        for j0 in range(start, stop, BLOCK_N):
+            j = j0 + n
+            held = (j >= low) & (j < stop)
+            at = pages.to(tl.int64) * page_stride + kv_head + (j % P) * D
+            inside = held[:, None]
+            if D != D_PAD:
+                inside = inside & (d < D)[None, :]
+            k = tl.load(k_ptr + at[:, None] + d[None, :], mask=inside, other=0.0)
+            v = tl.load(v_ptr + at[:, None] + d[None, :], mask=inside, other=0.0)
+            pages = tl.load(table + (j + BLOCK_N) // P, mask=j + BLOCK_N < stop, other=0)
+            top, total, acc = attend_block(q, tl.trans(k), v, held[None, :], scale, softcap, top, total, acc, CAPPED, True)
+
+        if parts == 1:
+            if SINKS:
+                top, total, acc = sink_logits(sinks_ptr, head, live, top, total, acc)
+            out = out_ptr + row * out_row + head[:, None] * D + d[None, :]
+            tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+            if WANT_LSE:
+                tl.store(lse_ptr + row * H + head, (top + tl.log2(total)) * 0.6931471805599453, mask=live)
+        else:
+            at_part = (item.to(tl.int64) * G + group) * R + m
+            tl.store(part_ptr + at_part[:, None] * D + d[None, :], acc / total[:, None], mask=live[:, None] & (d < D)[None, :])
+            tl.store(part_lse_ptr + at_part, top + tl.log2(total), mask=live)
+            tl.debug_barrier()  # every thread's stores come before the arrival, which releases them to the last one
+            if tl.atomic_add(arrived_ptr + which * G + group, 1, sem="acq_rel") == parts - 1:
+                tl.store(arrived_ptr + which * G + group, 0)
+                _merge_chunks(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first, parts, row, group, out_row,
+                              H, R, D, D_PAD, R_PAD, MERGE, SINKS, WANT_LSE)
+
+
+@jit
+def _merge_chunks(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first, parts, row, group, out_row,
+                  H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, R_PAD: tl.constexpr, MERGE: tl.constexpr,
+                  SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
+    """The chunks ``first .. first + parts`` of one sequence and KV head, each weighted by its share of the denominator."""
+    c, r, d = tl.arange(0, MERGE), tl.arange(0, R_PAD), tl.arange(0, D_PAD)
+    head = group * R + r
+    live = r < R
+    top = tl.full([R_PAD], -float("inf"), tl.float32)
+    total = tl.zeros([R_PAD], tl.float32)
+    acc = tl.zeros([R_PAD, D_PAD], tl.float32)
+    for c0 in range(0, parts, MERGE):
+        held = ((c0 + c) < parts)[:, None] & live[None, :]
+        at = ((first + c0 + c).to(tl.int64)[:, None] * (H // R) + group) * R + r[None, :]
+        lse = tl.load(part_lse_ptr + at, mask=held, other=-float("inf"))
+        part = tl.load(part_ptr + at[:, :, None] * D + d[None, None, :], mask=held[:, :, None] & (d < D)[None, None, :], other=0.0)
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        base = tl.where(live, new_top, 0.0)
+        share = tl.exp2(lse - base[None, :])
+        shrink = tl.exp2(top - base)
+        acc = acc * shrink[:, None] + tl.sum(part * share[:, :, None], 0)
+        total = total * shrink + tl.sum(share, 0)
+        top = new_top
+    if SINKS:
+        top, total, acc = sink_logits(sinks_ptr, head, live, top, total, acc)
+    out = acc / tl.where(live, total, 1.0)[:, None]
+    tl.store(out_ptr + row * out_row + head[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+    if WANT_LSE:
+        tl.store(lse_ptr + row * H + head, (top + tl.log2(total)) * 0.6931471805599453, mask=live)
+
+
+def decode_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_SW: torch.Tensor,
+                            context_S: torch.Tensor, row_start_S: torch.Tensor, rows: Rows, scale: float, out_THD: torch.Tensor, *,
+                            window: int | None = None, softcap: float | None = None, sinks_H: torch.Tensor | None = None,
+                            lse_TH: torch.Tensor | None = None, shape: Shape | None = None) -> None:
+    """What ``paged_attention_ref`` computes, for the spans of ``rows``, written to their rows of ``out`` and ``lse`` (fp32).
+
+    No host read, and a launch that depends on the number of rows only. ``k_NGPD``/``v_NGPD``: pages of a power of two slots,
+    strided by page and head.
+    """
+    _, heads, dim = q_THD.shape
+    groups, size = k_NGPD.shape[1], k_NGPD.shape[2]
+    count = rows.spans.shape[0]
+    assert heads % groups == 0 and dim <= 256 and size & (size - 1) == 0, "unsupported shape"
+    assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), "planes must be page-strided with dense slots"
+    assert q_THD.stride(-1) == 1 and table_SW.stride(-1) == 1 and q_THD.dtype == k_NGPD.dtype, "rows must be dense, of one dtype"
+    assert rows.arrived.numel() >= count * groups, "one counter a row and KV head"
+    share, dim_pad = heads // groups, max(16, next_power_of_2(dim))
+    shape = shape or Shape.of(dim_pad, q_THD.dtype, count)
+    budget = max(1, shape.programs * multiprocessors(q_THD.device) // groups)
+    chunks = count + budget  # sum of ceil(keys / chunk) <= count + keys / chunk
+    part = torch.empty((chunks, heads, dim), dtype=torch.float32, device=q_THD.device)
+    part_lse = torch.empty((chunks, heads), dtype=torch.float32, device=q_THD.device)
+    share_pad = next_power_of_2(share)
+    absent = q_THD  # stands in for pointers that the compiled variant never touches
+    _decode_attention[(groups, chunks)](
+        q_THD, k_NGPD, v_NGPD, out_THD, absent if lse_TH is None else lse_TH, part, part_lse, rows.arrived, absent if sinks_H is None else sinks_H,
+        table_SW, context_S, row_start_S, rows.spans, q_THD.stride(0), q_THD.stride(1), k_NGPD.stride(0), k_NGPD.stride(1),
+        out_THD.stride(0), table_SW.stride(0), count, budget, window or 0, scale, softcap or 1.0,
+        H=heads, R=share, P=size, D=dim, D_PAD=dim_pad, BLOCK_M=max(16, share_pad), BLOCK_N=shape.block_n,
+        COUNT_PAD=max(16, next_power_of_2(count)), MIN_KEYS=max(MIN_CHUNK, shape.block_n), R_PAD=share_pad,
+        MERGE=max(1, min(32, MERGED_ELEMENTS // (share_pad * dim_pad))), WINDOWED=window is not None, CAPPED=softcap is not None,
+        SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, num_warps=shape.warps, num_stages=shape.stages)
+
+
+# ----------------------------------------------------------------------------------------------------------- test grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One point of the test grid: rows after ``contexts`` cached positions each. ``programs``: as in ``Shape``; none: chosen."""
+
+    contexts: tuple[int, ...]
+    heads: int = 2
+    kv_heads: int = 1
+    dim: int = 64
+    page_slots: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    programs: int | None = None
+
+
+def grid() -> Iterator[Case]:
+    mixed = (700, 0, 15, 300, 127, 128)
+    for programs in (None, 1, 3):
+        yield Case(contexts=mixed, programs=programs, heads=4, kv_heads=2)
+    yield Case(contexts=(0,))
+    yield Case(contexts=(1500,), sinks=True, softcap=4.0)  # more chunks than are merged at a time
+    yield Case(contexts=tuple(range(20)) + (400,))
+    for dim in (8, 80, 128, 256):
+        yield Case(contexts=(333, 5), dim=dim)
+    for heads, kv_heads in ((1, 1), (3, 3), (7, 1), (12, 2), (16, 1), (20, 1)):
+        yield Case(contexts=(290, 30), heads=heads, kv_heads=kv_heads)
+    for page_slots in (32, 128):
+        yield Case(contexts=(300, 64), page_slots=page_slots)
+    for window in (1, 16, 21, 200):
+        yield Case(contexts=mixed, window=window, programs=3)
+    yield Case(contexts=mixed, softcap=2.0)
+    yield Case(contexts=mixed, sinks=True)
+    yield Case(contexts=mixed, window=250, softcap=3.0, sinks=True, page_slots=32)

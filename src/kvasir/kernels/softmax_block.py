@@ -1,0 +1,37 @@
+"""The running softmax that the attention kernels share (FlashAttention-2, arXiv:2307.08691). Logarithms are to base 2, for
+which the hardware has an instruction. Their reference is that of the kernels that call them.
+
+Legend: M rows of a tile, N keys of a block, D head dim.
+"""
+
+from __future__ import annotations
+
+from kvasir.kernels._triton import jit, tl
+
+
+@jit
+def attend_block(q, k, v, seen, scale, softcap, top, total, acc, CAPPED: tl.constexpr, MASKED: tl.constexpr):
+    """Fold one block of keys into the running softmax of a tile: k [D, N], v [N, D], seen [M, N] or [1, N]. ``scale`` > 0."""
+    s = tl.dot(q, k, input_precision="ieee")
+    factor = scale * 1.4426950408889634
+    if CAPPED:
+        factor = 1.4426950408889634
+        decay = tl.exp2(tl.abs(s * (scale / softcap)) * -2.8853900817779268)
+        s = tl.where(s < 0, -softcap, softcap) * (1 - decay) / (1 + decay)
+    if MASKED:
+        s = tl.where(seen, s, -float("inf"))
+    new_top = tl.maximum(top, tl.max(s, 1) * factor)
+    base = tl.where(new_top == -float("inf"), 0.0, new_top)  # a row that has seen nothing yet: exp2(-inf - 0) = 0
+    p = tl.exp2(s * factor - base[:, None])  # one fused multiply-add an element
+    shrink = tl.exp2(top - base)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return new_top, total * shrink + tl.sum(p, 1), acc
+
+
+@jit
+def sink_logits(sinks_ptr, head, live, top, total, acc):
+    """A learned logit a head joins the softmax without a value."""
+    sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+    peak = tl.maximum(top, sink)
+    shrink = tl.exp2(top - peak)
+    return peak, total * shrink + tl.exp2(sink - peak), acc * shrink[:, None]
