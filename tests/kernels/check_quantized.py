@@ -7,7 +7,8 @@ import dataclasses
 
 import torch
 
-from kvasir.kernels import quantized_qkv
+from kvasir.kernels import quantized_decode, quantized_qkv
+from kvasir.kernels.decode_attention import Rows
 from kvasir.kernels.fused_qkv import HeadOps
 from kvasir.kernels.quantized_qkv import Basis
 from kvasir.kv.codec import Codec
@@ -16,7 +17,7 @@ from kvasir.layers.rope import RopeTable
 from kvasir.layers.spec import RopeSpec
 from kvasir.technique import load
 from kvasir.types import CacheGroup
-from tests.kernels.check_fused import Draw
+from tests.kernels.check_fused import Draw, hold
 
 
 def codec_of(format: str, order: int, values: bool) -> Codec:
@@ -68,3 +69,69 @@ def basis_of(order: int, dim: int, values: bool, dtype: torch.dtype, device: str
     from kvasir.kv.quantized import Rotation
 
     return Rotation(order, dim, signs=True).basis(dtype, torch.device(device), values)
+
+
+def check_quantized_decode(case: quantized_decode.Case, dtype: torch.dtype, device: str) -> float:
+    """Attention over what the codes stand for, in fp64, against the kernel: at most twice the error of plain torch."""
+    heads, kv_heads, dim, size = case.heads, case.kv_heads, case.dim, case.page_slots
+    draw, codec, count = Draw(dim, dtype, device), codec_of(case.format, 0, False), len(case.contexts)
+    pages = [-(-(c + 1) // size) for c in case.contexts]
+    pool = KVPool([CacheGroup("full", (0,), kv_heads, dim)], codec, [2 + sum(pages)], size, device, dtype)
+    pool.pages[0].fill_(0xFF)  # NaN in every float
+    cache, table = pool.layer(0), torch.zeros(count, max(pages), dtype=torch.int32)
+    order = (1 + torch.randperm(sum(pages), generator=draw.generator)).tolist()
+    for s, number in enumerate(pages):
+        for i in range(number):
+            table[s, i] = order.pop()
+    q, sinks = draw(count, heads, dim), draw(heads, dtype=torch.float32) if case.sinks else None
+    keys, values = [], []
+    for s, context in enumerate(case.contexts):
+        k, v = draw(context + 1, kv_heads, dim), draw(context + 1, kv_heads, dim)
+        at = torch.arange(context + 1)
+        cache.codec.write(cache, k, v, (table[s, at // size].long() * size + at % size).to(device))
+        found = [{n[1:]: p[table[s, at // size].long(), :, at % size] for n, p in cache.planes.items() if n[0] == side} for side in "kv"]
+        keys.append(codec.decode(found[0], dim))
+        values.append(codec.decode(found[1], dim))
+
+    def attention(precision: torch.dtype) -> torch.Tensor:
+        out = []
+        for s, context in enumerate(case.contexts):
+            low = 0 if case.window is None else max(0, context + 1 - case.window)
+            k, v = (x[s][low:].to(precision).transpose(0, 1).repeat_interleave(heads // kv_heads, 0) for x in (keys, values))
+            scores = (q[s].to(precision).unsqueeze(1) @ k.transpose(1, 2) * dim**-0.5).squeeze(1)
+            if case.softcap:
+                scores = case.softcap * torch.tanh(scores / case.softcap)
+            full = scores if sinks is None else torch.cat([scores, sinks.to(precision)[:, None]], -1)
+            out.append((torch.softmax(full, -1)[:, None, :scores.shape[-1]] @ v).squeeze(1))
+        return torch.stack(out)
+
+    rows = Rows(torch.arange(count, dtype=torch.int32, device=device), torch.zeros(count, kv_heads, dtype=torch.int32, device=device))
+    out = torch.full_like(q, float("nan"))
+    shape = quantized_decode.shape_of(case.format, max(16, dim), dtype, count)
+    if case.programs is not None:
+        shape = dataclasses.replace(shape, programs=case.programs)
+    quantized_decode.quantized_decode_triton(
+        q, cache.planes, case.format, table.to(device), torch.tensor(case.contexts, dtype=torch.int32, device=device),
+        torch.arange(count + 1, dtype=torch.int32, device=device), rows, dim**-0.5, out, window=case.window, softcap=case.softcap, sinks_H=sinks, shape=shape)
+    assert not rows.arrived.any()
+    return hold(case, out, attention(dtype), attention(torch.float64))
+
+
+def check_gather(format: str, dim: int, dtype: torch.dtype, device: str) -> None:
+    """Dense numbers equal to what the codec reads, zeros nowhere needed; the rest of the scratch untouched."""
+    draw, codec = Draw(dim, dtype, device), codec_of(format, 0, False)
+    pool = KVPool([CacheGroup("full", (0,), 3, dim)], codec, [9], 16, device, dtype)
+    cache = pool.layer(0)
+    table = torch.tensor([[3, 1, 7], [5, 2, 0]], dtype=torch.int32, device=device)
+    for s, length in enumerate((40, 20)):
+        at = torch.arange(length, device=device)
+        cache.codec.write(cache, draw(length, 3, dim), draw(length, 3, dim), table[s, at // 16].long() * 16 + at % 16)
+    k, v = torch.full((2, 2, 80, dim), 7.0, dtype=dtype, device=device)
+    spans = torch.tensor([[1, 0], [0, 32]], dtype=torch.int32, device=device)
+    context, row_start = torch.tensor([38, 20 - 5], dtype=torch.int32, device=device), torch.tensor([0, 2, 7], dtype=torch.int32, device=device)
+    quantized_decode.gather_codes_triton(cache.planes, format, k, v, table, context, row_start, spans, 3, 16, 1)
+    for side, dense in enumerate((k, v)):
+        for span, first, length in ((1, 0, 20), (0, 32, 40)):
+            want = cache.codec.read(cache, table[span])[side][1:, :length]
+            assert torch.allclose(dense[:, first:first + length].float(), want.float(), rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-5)
+        assert bool((dense[:, 20:32] == 7).all()) and bool((dense[:, 72:] == 7).all())
