@@ -8,6 +8,11 @@ launch; spans of a step take at most two launches, one of small tiles (drafts) a
 Where tiles are too few to fill the GPU, the keys of each are split over several programs and a second kernel merges their
 partial results by log-sum-exp (flash-decoding). No result is read back by the host.
 
+Exact mode: a row's bits depend on its sequence and position alone. Every span takes tiles of one shape (``exact_tiles``), every
+block of keys the masked path, and keys are always cut at multiples of ``CHUNK``, whose partial results are merged one after
+the other in their order. Blocks that a row does not see change none of its bits: they add zero and multiply by one. A row of
+a draft tree has its keys at other slots than the same row of a plain span, so there the promise does not hold.
+
 FlashAttention-2 (arXiv:2307.08691), flash-decoding (the PyTorch blog, October 2023), PagedAttention (arXiv:2309.06180).
 Bytes of a decode step: 2 x keys x G x D x itemsize a sequence and layer. FLOPs: 4 x rows x keys x H x D.
 
@@ -22,7 +27,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvasir.kernels._triton import jit, next_power_of_2, tl
+from kvasir.kernels._triton import cdiv, jit, next_power_of_2, tl
 from kvasir.kernels.hardware import multiprocessors
 from kvasir.kernels.softmax_block import attend_block, sink_logits
 
@@ -30,6 +35,8 @@ INF = float("inf")
 SMALL_TILE = 16  # rows x heads: the least that the tensor core takes
 MAX_SPLITS = 32
 SPLIT_KEYS = 256  # fewer keys than this are not worth a program of their own
+CHUNK = 1024  # keys that exact mode computes apart
+PART_BYTES = 256 << 20  # of partial results at a time, in exact mode
 
 
 def tree_bits(ancestors_LA: torch.Tensor) -> torch.Tensor:
@@ -106,16 +113,16 @@ def paged_attention_ref(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch
 # ------------------------------------------------------------------------------------------------------------ kernels
 
 
-@jit(do_not_specialize=["table_row", "window", "num_splits", "words"])
+@jit(do_not_specialize=["table_row", "window", "num_splits", "words", "tile_m"])
 def _paged_attention(
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, table_ptr, context_ptr, row_start_ptr, tiles_ptr, ancestors_ptr, positions_ptr,
-        q_row, q_head, page_stride, head_stride, out_row, table_row, words, window, num_splits, scale, softcap,
+        q_row, q_head, page_stride, head_stride, out_row, table_row, words, window, num_splits, tile_m, scale, softcap,
         H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
-        TREE: tl.constexpr, SPLIT: tl.constexpr, WANT_LSE: tl.constexpr):
-    """One tile, one KV head, one split of its keys.
+        TREE: tl.constexpr, SPLIT: tl.constexpr, CHUNKED: tl.constexpr, WANT_LSE: tl.constexpr):
+    """One tile, one KV head, one split of its keys; CHUNKED (0: no): a split is this many keys, at multiples of it.
 
-    SPLIT: ``out`` is [tiles, splits, G, BLOCK_M, D] fp32 and ``lse`` [tiles, splits, G, BLOCK_M] in base 2, both for
+    SPLIT: ``out`` is [tiles, splits, G, tile_m, D] fp32 and ``lse`` [tiles, splits, G, tile_m] in base 2, both for
     ``_merge``; else they are the results. Only slots below the span's end are ever loaded (the others may hold NaN).
     """
     tile, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -154,7 +161,10 @@ def _paged_attention(
 
     start = (low // BLOCK_N) * BLOCK_N
     stop = end
-    if SPLIT:
+    if CHUNKED > 0:
+        start = tl.maximum(start, split * CHUNKED)
+        stop = tl.minimum((split + 1) * CHUNKED, end)
+    elif SPLIT:
         share = tl.cdiv(tl.cdiv(end - start, BLOCK_N), num_splits) * BLOCK_N
         start = start + split * share
         stop = tl.minimum(start + share, end)
@@ -168,7 +178,7 @@ def _paged_attention(
 
     # Blocks that every row of the tile sees whole need no mask; a window puts masked blocks in front of them as well.
     middle = start
-    if not WINDOWED:
+    if not WINDOWED and CHUNKED == 0:
         middle = start + tl.maximum(tl.minimum(stop, full) - start, 0) // BLOCK_N * BLOCK_N
         for j0 in range(start, middle, BLOCK_N):
             j = j0 + n
@@ -201,18 +211,17 @@ def _paged_attention(
             seen = seen & (at_n[None, :] > at_m[:, None] - window)
         top, total, acc = attend_block(q, k, v, seen, scale, softcap, top, total, acc, CAPPED, True)
 
-    _finish(out_ptr, lse_ptr, sinks_ptr, tile, group, split, num_splits, m, d, row, head, live, inside, out_row, top, total, acc,
-            H, R, D, BLOCK_M, SINKS, SPLIT, WANT_LSE)
+    _finish(out_ptr, lse_ptr, sinks_ptr, tile, group, split, num_splits, tile_m, m, d, row, head, live, inside, out_row, top, total, acc,
+            H, R, D, SINKS, SPLIT, WANT_LSE)
 
 
 @jit
-def _finish(out_ptr, lse_ptr, sinks_ptr, tile, group, split, num_splits, m, d, row, head, live, inside, out_row, top, total, acc,
-            H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
-            WANT_LSE: tl.constexpr):
+def _finish(out_ptr, lse_ptr, sinks_ptr, tile, group, split, num_splits, tile_m, m, d, row, head, live, inside, out_row, top, total, acc,
+            H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, WANT_LSE: tl.constexpr):
     """Normalise a tile and store it: as a partial result of its split, or for good."""
     lse = top + tl.log2(total)
     if SPLIT:
-        at = (((tile.to(tl.int64) * num_splits + split) * (H // R) + group) * BLOCK_M + m)
+        at = (((tile.to(tl.int64) * num_splits + split) * (H // R) + group) * tile_m + m)
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out_ptr + at[:, None] * D + d[None, :], acc, mask=live[:, None] & inside[None, :])
         tl.store(lse_ptr + at, lse, mask=live)
@@ -227,33 +236,57 @@ def _finish(out_ptr, lse_ptr, sinks_ptr, tile, group, split, num_splits, m, d, r
             tl.store(lse_ptr + row * H + head, lse * 0.6931471805599453, mask=live)
 
 
-@jit(do_not_specialize=["num_splits"])
-def _merge(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, row_start_ptr, tiles_ptr, out_row, num_splits,
-           H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS_PAD: tl.constexpr,
-           SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
+@jit(do_not_specialize=["num_splits", "tile_m", "window"])
+def _merge(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, context_ptr, row_start_ptr, tiles_ptr, out_row, num_splits, tile_m, window,
+           H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, CHUNKED: tl.constexpr,
+           WINDOWED: tl.constexpr, TREE: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
     """One row and head: the splits' results, each weighted by its share of the softmax's denominator."""
     tile, group, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     span = tl.load(tiles_ptr + tile * 2)
     local = tl.load(tiles_ptr + tile * 2 + 1) + m // R
     span_row = tl.load(row_start_ptr + span)
-    if local < tl.load(row_start_ptr + span + 1) - span_row:
+    length = tl.load(row_start_ptr + span + 1) - span_row
+    if local < length:
         row = (span_row + local).to(tl.int64)
         head = group * R + m % R
-        s = tl.arange(0, SPLITS_PAD)
         d = tl.arange(0, D_PAD)
-        at = ((tile.to(tl.int64) * num_splits + s) * (H // R) + group) * BLOCK_M + m
-        part_lse = tl.load(part_lse_ptr + at, mask=s < num_splits, other=-float("inf"))
-        peak = tl.max(part_lse, 0)
+        sink = -float("inf")
         if SINKS:
             sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
-            peak = tl.maximum(peak, sink)
-        share = tl.exp2(part_lse - peak)
-        total = tl.sum(share, 0)
-        if SINKS:
-            total += tl.exp2(sink - peak)
-        parts = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=(share > 0.0)[:, None] & (d < D)[None, :], other=0.0)
-        out = tl.sum(parts * share[:, None], 0) / total
-        tl.store(out_ptr + row * out_row + head * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
+        if CHUNKED > 0:  # in order, whatever the number: the sum of a tree would depend on it
+            context = tl.load(context_ptr + span)
+            end = context + local + 1
+            first = 0
+            if WINDOWED:
+                first = tl.maximum(end - window, 0) // CHUNKED
+            if TREE:
+                end = context + length
+                if WINDOWED:
+                    first = tl.maximum(context + 1 - window, 0) // CHUNKED
+            peak, total = -float("inf"), 0.0
+            acc = tl.zeros([D_PAD], tl.float32)
+            for split in range(first, tl.cdiv(end, CHUNKED)):
+                at = ((tile.to(tl.int64) * num_splits + split) * (H // R) + group) * tile_m + m
+                part_lse = tl.load(part_lse_ptr + at)
+                part = tl.load(part_ptr + at * D + d, mask=d < D, other=0.0)
+                new_peak = tl.maximum(peak, part_lse)
+                base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+                shrink, share = tl.exp2(peak - base), tl.exp2(part_lse - base)
+                acc, total, peak = acc * shrink + part * share, total * shrink + share, new_peak
+            if SINKS:
+                new_peak = tl.maximum(peak, sink)
+                shrink = tl.exp2(peak - new_peak)
+                acc, total, peak = acc * shrink, total * shrink + tl.exp2(sink - new_peak), new_peak
+        else:
+            s = tl.arange(0, SPLITS_PAD)
+            at = ((tile.to(tl.int64) * num_splits + s) * (H // R) + group) * tile_m + m
+            part_lse = tl.load(part_lse_ptr + at, mask=s < num_splits, other=-float("inf"))
+            peak = tl.maximum(tl.max(part_lse, 0), sink)
+            share = tl.exp2(part_lse - peak)
+            total = tl.sum(share, 0) + tl.exp2(sink - peak)
+            parts = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=(share > 0.0)[:, None] & (d < D)[None, :], other=0.0)
+            acc = tl.sum(parts * share[:, None], 0)
+        tl.store(out_ptr + row * out_row + head * D + d, (acc / total).to(out_ptr.dtype.element_ty), mask=d < D)
         if WANT_LSE:
             tl.store(lse_ptr + row * H + head, (peak + tl.log2(total)) * 0.6931471805599453)
 
@@ -263,11 +296,14 @@ def _merge(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, row_start_ptr, t
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The tiles of one launch. ``items`` [n, 2] int32 on the device: span, first row in the span. ``max_keys``: of any."""
+    """The tiles of one launch. ``items`` [n, 2] int32 on the device: span, first row in the span. ``max_keys``, ``max_rows``:
+    of any. ``exact``: a row's bits do not depend on its company; ``max_keys`` is then what the page table holds."""
 
     items: torch.Tensor
     block_m: int
     max_keys: int
+    max_rows: int
+    exact: bool = False
 
 
 def plan_tiles(starts: list[int], lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device | str,
@@ -285,15 +321,26 @@ def plan_tiles(starts: list[int], lengths: list[int], heads: int, kv_heads: int,
     large = [s for s in spans if lengths[s] > small_rows]
     plans = []
     if small:
-        plans.append((small_m, [(s, 0) for s in small], max(starts[s] + lengths[s] for s in small)))
+        plans.append((small_m, [(s, 0) for s in small], small))
     if large:
         wide = 32 if dtype == torch.float32 else 128 if max(lengths[s] for s in large) * share >= 128 else 64
         large_m = max(small_m, wide)
         rows = large_m // share
         # The last rows of a span see the most keys: they start first, so that the launch ends together.
         items = [(s, row) for s in large for row in reversed(range(0, lengths[s], rows))]
-        plans.append((large_m, items, max(starts[s] + lengths[s] for s in large)))
-    return [Tiles(torch.tensor(items, dtype=torch.int32).to(device, non_blocking=True), m, keys) for m, items, keys in plans]
+        plans.append((large_m, items, large))
+    return [Tiles(torch.tensor(items, dtype=torch.int32).to(device, non_blocking=True), block_m, max(starts[s] + lengths[s] for s in chosen),
+                  max(lengths[s] for s in chosen)) for block_m, items, chosen in plans]
+
+
+def exact_tiles(lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device | str) -> list[Tiles]:
+    """Tiles of one shape for every span, in the order of the rows. Not planned from ``starts``: see ``graphs`` of the backend."""
+    block_m = max(32 if dtype == torch.float32 else 64, next_power_of_2(heads // kv_heads))
+    rows = block_m // (heads // kv_heads)
+    items = [(s, row) for s, length in enumerate(lengths) for row in range(0, length, rows)]
+    if not items:
+        return []
+    return [Tiles(torch.tensor(items, dtype=torch.int32).to(device, non_blocking=True), block_m, 0, max(lengths), exact=True)]
 
 
 def _blocks(block_m: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -324,29 +371,36 @@ def paged_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
     assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), "planes must be page-strided with dense slots"
     assert q_THD.stride(-1) == 1 and table_SW.stride(-1) == 1 and q_THD.dtype == k_NGPD.dtype, "rows must be dense, of one dtype"
     share, dim_pad = heads // groups, max(16, next_power_of_2(dim))
-    flags = {"SINKS": sinks_H is not None, "WANT_LSE": lse_TH is not None}
     absent = q_THD  # stands in for pointers that the compiled variant never touches
     sinks, lse = absent if sinks_H is None else sinks_H, absent if lse_TH is None else lse_TH
     for part in tiles:
         block_n, warps, stages = _blocks(part.block_m, dim_pad, q_THD.dtype)
-        count = part.items.shape[0]
+        count, tile_m = part.items.shape[0], min(part.block_m // share, part.max_rows) * share
         keys = part.max_keys if window is None else min(part.max_keys, window + part.block_m)
-        splits = num_splits or _num_splits(count * groups, keys, q_THD.device)
+        at_once = count
+        if part.exact:
+            splits = cdiv(table_SW.shape[1] * size, CHUNK)
+            at_once = max(1, min(count, PART_BYTES // (4 * splits * groups * tile_m * (dim + 1))))
+        else:
+            splits = num_splits or _num_splits(count * groups, keys, q_THD.device)
+        split = part.exact or splits > 1
         target, target_lse = out_THD, lse
-        if splits > 1:
-            target = torch.empty((count, splits, groups, part.block_m, dim), dtype=torch.float32, device=q_THD.device)
+        if split:
+            target = torch.empty((at_once, splits, groups, tile_m, dim), dtype=torch.float32, device=q_THD.device)
             target_lse = torch.empty(target.shape[:-1], dtype=torch.float32, device=q_THD.device)
-        _paged_attention[(count, groups, splits)](
-            q_THD, k_NGPD, v_NGPD, target, target_lse, sinks, table_SW, context_S, row_start_S, part.items,
-            absent if ancestors_TA is None else ancestors_TA, absent if positions_T is None else positions_T,
-            q_THD.stride(0), q_THD.stride(1), k_NGPD.stride(0), k_NGPD.stride(1), out_THD.stride(0), table_SW.stride(0),
-            0 if ancestors_TA is None else ancestors_TA.stride(0), window or 0, splits, scale, softcap or 1.0,
-            H=heads, R=share, P=size, D=dim, D_PAD=dim_pad, BLOCK_M=part.block_m, BLOCK_N=block_n, WINDOWED=window is not None,
-            CAPPED=softcap is not None, TREE=ancestors_TA is not None, SPLIT=splits > 1, num_warps=warps, num_stages=stages, **flags)
-        if splits > 1:
-            _merge[(count, groups, part.block_m // share * share)](
-                target, target_lse, out_THD, lse, sinks, row_start_S, part.items, out_THD.stride(0), splits,
-                H=heads, R=share, D=dim, D_PAD=dim_pad, BLOCK_M=part.block_m, SPLITS_PAD=MAX_SPLITS, num_warps=4, **flags)
+        flags = {"H": heads, "R": share, "D": dim, "D_PAD": dim_pad, "CHUNKED": CHUNK if part.exact else 0, "WINDOWED": window is not None,
+                 "TREE": ancestors_TA is not None, "SINKS": sinks_H is not None, "WANT_LSE": lse_TH is not None}
+        for items in part.items.split(at_once):
+            _paged_attention[(items.shape[0], groups, splits)](
+                q_THD, k_NGPD, v_NGPD, target, target_lse, sinks, table_SW, context_S, row_start_S, items,
+                absent if ancestors_TA is None else ancestors_TA, absent if positions_T is None else positions_T,
+                q_THD.stride(0), q_THD.stride(1), k_NGPD.stride(0), k_NGPD.stride(1), out_THD.stride(0), table_SW.stride(0),
+                0 if ancestors_TA is None else ancestors_TA.stride(0), window or 0, splits, tile_m, scale, softcap or 1.0,
+                P=size, BLOCK_M=part.block_m, BLOCK_N=block_n, CAPPED=softcap is not None, SPLIT=split, num_warps=warps, num_stages=stages, **flags)
+            if split:
+                _merge[(items.shape[0], groups, tile_m)](
+                    target, target_lse, out_THD, lse, sinks, context_S, row_start_S, items, out_THD.stride(0), splits, tile_m, window or 0,
+                    SPLITS_PAD=MAX_SPLITS, num_warps=4, **flags)
 
 
 # ----------------------------------------------------------------------------------------------------------- test grid

@@ -3,7 +3,8 @@
 Single rows, long spans and the rest (drafts, trees, short chunks, layers with a window) take a kernel each: at most three
 kinds of launch a layer, none of which reads back or searches at start-up. A step of single rows is planned from their
 number alone, without a copy to the device, so that a CUDA graph of it may be replayed with other contexts. Lossy against
-the reference only by rounding.
+the reference only by rounding. Exact mode: one kernel and one shape of tile for all, so that a row's bits depend on its
+sequence and position alone (but for the rows of draft trees).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
 from kvasir.kernels import _triton
 from kvasir.kernels.decode_attention import Rows, decode_attention_triton
 from kvasir.kernels.dense_attention import LongSpans, can_serve, dense_attention_triton, plan_long, worth_it
-from kvasir.kernels.paged_attention import Tiles, paged_attention_triton, plan_tiles
+from kvasir.kernels.paged_attention import Tiles, exact_tiles, paged_attention_triton, plan_tiles
 from kvasir.kv.codec import LayerCache
 from kvasir.types import StepBatch
 
@@ -40,8 +41,6 @@ class TritonBackend(AttentionBackend):
             reasons.append("Triton is not installed")
         elif not site.device.startswith("cuda") and not _triton.INTERPRETED:
             reasons.append(f"needs a CUDA GPU, the device is {site.device}")
-        if site.exact:
-            reasons.append("a row's bits depend on its batch here; batch_invariant needs attention_backend=torch")
         if site.codec_kernel != "plain":
             reasons.append(f"reads pages of the plain codec, not '{site.codec_kernel}'")
         if site.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -56,6 +55,7 @@ class TritonBackend(AttentionBackend):
     def prepare(self, site: Site) -> None:
         super().prepare(site)
         self._rows: dict[tuple[int, int], Rows] = {}
+        self._tiles: dict[tuple[int, int, int], list[Tiles]] = {}
 
     def plan(self, batch: StepBatch) -> None:
         for key, spec in {_key(spec): spec for spec in self.site.specs}.items():
@@ -63,6 +63,8 @@ class TritonBackend(AttentionBackend):
 
     def _plan(self, batch: StepBatch, spec: AttentionSpec) -> _Step:
         starts, lengths, device = batch.starts, batch.lengths, batch.input_ids.device
+        if self.site.exact:
+            return _Step(None, None, self._exact_tiles(lengths, spec, device))
         if all(length == 1 for length in lengths):
             return _Step(self._single_rows(len(lengths), spec.num_kv_heads, device) if lengths else None, None, [])
         share, plain = spec.num_heads // spec.num_kv_heads, batch.ancestors is None and spec.window is None
@@ -75,6 +77,14 @@ class TritonBackend(AttentionBackend):
             rows = Rows(torch.tensor(single, dtype=torch.int32).to(device, non_blocking=True), rows.arrived)
         tiles = plan_tiles(starts, lengths, spec.num_heads, spec.num_kv_heads, self.site.dtype, device, rest)
         return _Step(rows, plan_long(starts, lengths, long, share, device) if long else None, tiles)
+
+    def _exact_tiles(self, lengths: list[int], spec: AttentionSpec, device: torch.device) -> list[Tiles]:
+        if any(length != 1 for length in lengths):
+            return exact_tiles(lengths, spec.num_heads, spec.num_kv_heads, self.site.dtype, device)
+        key = len(lengths), spec.num_heads, spec.num_kv_heads
+        if key not in self._tiles:
+            self._tiles[key] = exact_tiles(lengths, spec.num_heads, spec.num_kv_heads, self.site.dtype, device)
+        return self._tiles[key]
 
     def _single_rows(self, count: int, kv_heads: int, device: torch.device) -> Rows:
         """Spans 0 .. count and their counters. Kept, since graphs hold their addresses."""
