@@ -180,7 +180,7 @@ def time_gemv(processes: ProcessPoolExecutor) -> tuple[list[dict], dict]:
                                     "own": round(size / own[best] / 1e12, 2) if best else 0.0}}
             arms.append(arm(f"gemv {name}", {"rows": rows, "N": n, "K": k, **fused}, metrics))
             top = ", ".join(f"{c.block_n}x{c.block_k} w{c.warps} s{c.stages} k{c.splits}: {own[c] * 1e6:.2f}" for c in ranked[:4])
-            print(f"{name:20} {rows:2} rows  blas {metrics['blas_us']:8.2f} us  plain {metrics['plain_us']:8.2f}", metrics["TB_per_s"], top, flush=True)
+            print(f"{name:20} {rows:2} rows, us: blas {metrics['blas_us']}, plain {metrics['plain_us']}", metrics["TB_per_s"], top, flush=True)
     print("MEASURED: dict[tuple[int, int, int], Config | None] = {")
     for key, config in table.items():
         fields = None if config is None else (config.block_n, config.block_k, config.warps, config.stages, config.splits)
