@@ -31,7 +31,8 @@ JOIN = 256  # outputs of a program that adds the parts
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Block shape of a launch: ``stages`` blocks of W in flight a program beside the first, ``splits`` parts of K."""
+    """Block shape of a launch. ``stages``: the depth of the pipeline of blocks through shared memory; 1: none (one row keeps two
+    blocks in registers). ``splits``: parts of K."""
 
     block_n: int
     block_k: int
@@ -96,17 +97,24 @@ def _one_row(x_ptr, w_ptr, y_ptr, scale_ptr, bias_ptr, residual_ptr, eps, OUT: t
         w_up = _block(at + OUT * K, live, k, K, WHOLE)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    x, squares = _row(x_ptr, scale_ptr, k, tl.zeros([BLOCK_K], tl.float32), K, WHOLE_K, NORM)
-    acc = w.to(tl.float32) * x[None, :]
-    if KIND >= 0:
-        acc_up = w_up.to(tl.float32) * x[None, :]
-    for k0 in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
-        w = _block(at, live, k0 + k, K, WHOLE)
+    LAST: tl.constexpr = (K - 1) // BLOCK_K * BLOCK_K
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    acc_up = acc
+    for k0 in tl.range(0, LAST, BLOCK_K, num_stages=STAGES):
+        ahead = _block(at, live, k0 + BLOCK_K + k, K, WHOLE)  # is on its way while this block is multiplied
+        if KIND >= 0:
+            ahead_up = _block(at + OUT * K, live, k0 + BLOCK_K + k, K, WHOLE)
         x, squares = _row(x_ptr, scale_ptr, k0 + k, squares, K, WHOLE_K, NORM)
         acc += w.to(tl.float32) * x[None, :]
+        w = ahead
         if KIND >= 0:
-            w_up = _block(at + OUT * K, live, k0 + k, K, WHOLE)
             acc_up += w_up.to(tl.float32) * x[None, :]
+            w_up = ahead_up
+    x, squares = _row(x_ptr, scale_ptr, LAST + k, squares, K, WHOLE_K, NORM)
+    acc += w.to(tl.float32) * x[None, :]
+    if KIND >= 0:
+        acc_up += w_up.to(tl.float32) * x[None, :]
     y = tl.sum(acc, 1)
     factor = 1.0
     if NORM:
