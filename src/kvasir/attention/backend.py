@@ -6,7 +6,7 @@ Legend: T rows, S spans, H query heads, G KV heads, D head dim, P slots per page
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from kvasir.technique import Technique
 
@@ -47,6 +47,7 @@ class AttentionBackend(Technique):
     """The round-trip rule holds: K/V of this step's rows are already in the pages when ``run`` is called."""
 
     affects_kv = False
+    codec_kernels: ClassVar[frozenset[str]] = frozenset({"plain"})  # layouts it reads directly; queries then come in the cache's basis
     rank = 0  # among the backends that can run, ``auto`` takes the highest
     graphs = False  # whether a decode-shaped step depends on its number of spans and on device tensors alone, never on ``starts``
 

@@ -15,7 +15,7 @@ table, P slots per page.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,8 @@ from kvasir.kernels.softmax_block import attend_block, sink_logits
 
 BLOCK_N = 128  # keys a block; spans are padded to it in the scratch, with zeros
 SCRATCH_BYTES = 256 << 20  # of keys and values of as many KV heads as fit
+# (keys [G, slots, D], values, spans [m, 2], blocks of the longest, slots of a block, first KV head): fill the scratch
+Gather = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int], None]
 MIN_ROWS = 1024  # rows x query heads of a KV head; fewer are not worth the copy of their context
 
 
@@ -144,14 +146,16 @@ def _dense_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, context
 def dense_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_SW: torch.Tensor,
                            context_S: torch.Tensor, row_start_S: torch.Tensor, long: LongSpans, scale: float, out_THD: torch.Tensor, *,
                            softcap: float | None = None, sinks_H: torch.Tensor | None = None, lse_TH: torch.Tensor | None = None,
-                           shape: Shape = Shape(), scratch_bytes: int = SCRATCH_BYTES) -> None:
-    """What ``paged_attention_ref`` computes, for the spans of ``long``, written to their rows of ``out`` and ``lse`` (fp32)."""
+                           shape: Shape = Shape(), scratch_bytes: int = SCRATCH_BYTES, gather: Gather | None = None) -> None:
+    """What ``paged_attention_ref`` computes, for the spans of ``long``, written to their rows of ``out`` and ``lse`` (fp32).
+    ``gather``: how the scratch is filled where pages are not of the rows' dtype."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     _, heads, dim = q_THD.shape
     groups, size = k_NGPD.shape[1], k_NGPD.shape[2]
-    assert can_serve(q_THD.dtype, dim) and q_THD.dtype == k_NGPD.dtype and heads % groups == 0, "unsupported shape"
-    assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), "planes must be page-strided with dense slots"
+    assert can_serve(q_THD.dtype, dim) and heads % groups == 0, "unsupported shape"
+    assert gather or k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1) and q_THD.dtype == k_NGPD.dtype, \
+        "planes must be page-strided with dense slots of the rows' dtype"
     assert q_THD.stride(-1) == 1 and table_SW.stride(-1) == 1, "rows must be dense"
     head_bytes = 2 * long.slots * dim * q_THD.element_size()
     turns = next(n for n in range(1, groups + 1) if groups % n == 0 and (head_bytes * groups // n <= scratch_bytes or n == groups))
@@ -160,9 +164,12 @@ def dense_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
     descriptors = [TensorDescriptor.from_tensor(x, [shape.block_n, dim]) for x in (k, v)]
     absent = q_THD  # stands in for pointers that the compiled variant never touches
     for group in range(0, groups, at_once):
-        _gather_pages[(long.blocks, at_once, long.spans.shape[0])](
-            k_NGPD, v_NGPD, k, v, table_SW, context_S, row_start_S, long.spans, k_NGPD.stride(0), k_NGPD.stride(1), table_SW.stride(0),
-            long.slots, group, P=size, D=dim, BLOCK=BLOCK_N, num_warps=8)
+        if gather is not None:
+            gather(k.view(at_once, -1, dim), v.view(at_once, -1, dim), long.spans, long.blocks, BLOCK_N, group)
+        else:
+            _gather_pages[(long.blocks, at_once, long.spans.shape[0])](
+                k_NGPD, v_NGPD, k, v, table_SW, context_S, row_start_S, long.spans, k_NGPD.stride(0), k_NGPD.stride(1), table_SW.stride(0),
+                long.slots, group, P=size, D=dim, BLOCK=BLOCK_N, num_warps=8)
         _dense_attention[(long.items.shape[0], at_once)](
             q_THD, *descriptors, out_THD, absent if lse_TH is None else lse_TH, absent if sinks_H is None else sinks_H, context_S, row_start_S,
             long.items, q_THD.stride(0), q_THD.stride(1), out_THD.stride(0), long.slots, group, scale, softcap or 1.0,

@@ -66,8 +66,12 @@ class Codec(Technique):
 
     def write_fused(self, cache: LayerCache, heads_TXD: torch.Tensor, ops: HeadOps, slots_T: torch.Tensor) -> torch.Tensor:
         """What ``ops`` says, and ``write``, in one kernel: the heads of a projection (queries, keys, values) to rotated
-        queries [T, H, D]. Called where ``fuses`` says so and ``kernels.fused_qkv.fits``."""
+        queries [T, H, D], in the cache's basis. Called where ``fuses`` says so, ``kernels.fused_qkv.fits``, and the attention
+        backend reads this codec's layout."""
         raise NotImplementedError
+
+    def restore(self, out_THD: torch.Tensor) -> None:
+        """Take attention's result from the basis of the cached values to the model's, in place."""
 
     def read(self, cache: LayerCache, pages: torch.Tensor, held: dict | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode whole pages: page ids [..., W] -> two [..., G, W * P, D] tensors in the model's dtype, of any strides.

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import ClassVar
 
 import numpy as np
 import torch
 
 from kvasir.errors import ConfigError
 from kvasir.kernels.quantize import dequantize, hadamard, pack_nibbles, quantize, unpack_nibbles
-from kvasir.kernels.quantized_qkv import Basis
+from kvasir.kernels.fused_qkv import HeadOps
+from kvasir.kernels.quantized_qkv import Basis, quantized_qkv
 from kvasir.kv.codec import Codec, LayerCache, Plane
 
 
@@ -33,6 +33,7 @@ class Rotation:
         flips = np.random.Generator(np.random.Philox(dim)).integers(0, 2, dim) if signs else np.zeros(dim, np.int64)
         self.signs_D = torch.from_numpy(1.0 - 2.0 * flips).float()
         self._bases: dict[tuple, Basis] = {}
+        self._inverse: dict[torch.device, torch.Tensor] = {}
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """x R, fp32."""
@@ -41,6 +42,12 @@ class Rotation:
     def undo(self, x: torch.Tensor) -> torch.Tensor:
         """x R^T, fp32."""
         return hadamard(x, self.order) * self.signs_D.to(x.device)
+
+    def undo_product(self, x: torch.Tensor) -> torch.Tensor:
+        """``undo`` as one matrix product: for a GPU, where a row's order of summation need not be fixed."""
+        if x.device not in self._inverse:
+            self._inverse[x.device] = self.matrix_DD.T.contiguous().to(x.device)
+        return x.float() @ self._inverse[x.device]
 
     @cached_property
     def matrix_DD(self) -> torch.Tensor:
@@ -64,8 +71,6 @@ class QuantizedCodec(Codec):
     """A codec by three functions: ``side`` (planes of keys or of values), ``encode`` and ``decode``. Subclasses with a
     rotation set it in ``rotations``."""
 
-    bits: ClassVar[float] = 0.0
-
     def side(self, head_dim: int) -> dict[str, tuple[int, torch.dtype]]:
         """Planes of keys or values by suffix ('' is the codes): width and dtype."""
         raise NotImplementedError
@@ -81,6 +86,17 @@ class QuantizedCodec(Codec):
     def rotation(self, side: str, head_dim: int) -> Rotation | None:
         """The cache's basis for ``k`` or ``v``; None: the model's own."""
         return None
+
+    def write_fused(self, cache: LayerCache, heads_TXD: torch.Tensor, ops: HeadOps, slots_T: torch.Tensor) -> torch.Tensor:
+        rotation = self.rotation("k", cache.head_dim)
+        values = self.rotation("v", cache.head_dim) is not None
+        basis = None if rotation is None else rotation.basis(heads_TXD.dtype, heads_TXD.device, values)
+        return quantized_qkv(heads_TXD, ops, cache.planes, slots_T, self.kernel, basis)
+
+    def restore(self, out_THD: torch.Tensor) -> None:
+        rotation = self.rotation("v", out_THD.shape[2])
+        if rotation is not None:
+            out_THD.copy_(rotation.undo_product(out_THD))
 
     def planes(self, head_dim: int, dtype: torch.dtype) -> list[Plane]:
         self.rotation("k", head_dim)  # refuses a head dim that it does not fit
@@ -118,6 +134,7 @@ class QuantizedCodec(Codec):
 class IntegerCodec(QuantizedCodec):
     """Integers of 4 or 8 bits on a grid of each row's own, with an fp16 scale and bias."""
 
+    fuses = True
     bits = 8
 
     def side(self, head_dim: int) -> dict[str, tuple[int, torch.dtype]]:

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from kvasir.attention.backend import AttentionBackend, Site
+from kvasir.engine.batch import pack
 from kvasir.kernels import quantized_decode, quantized_qkv
+from kvasir.kv.codec import Codec
+from kvasir.kv.pool import KVPool
+from kvasir.layers.linear import Placement
+from kvasir.layers.spec import DenseSpec, GQASpec, NormSpec, RopeSpec
+from kvasir.models.decoder import Decoder
+from kvasir.models.loader import fill_random
+from kvasir.models.spec import LayerSpec, ModelSpec
+from kvasir.technique import load
+from kvasir.types import Request, SamplingParams, Sequence, Span
 from tests.kernels.check_quantized import check_gather, check_quantized_decode, check_quantized_qkv
 
 
@@ -31,3 +44,45 @@ def test_decode(case, dtype, device):
 @pytest.mark.parametrize("format, dim", [("int4", 64), ("int4", 80), ("int8", 96), ("fp8", 128)])
 def test_gather(format, dim, dtype, device):
     check_gather(format, dim, dtype, device)
+
+
+DEEP = LayerSpec(GQASpec(8, 2, 64, 0.125, qk_norm=NormSpec()), DenseSpec(96), RopeSpec(1000.0, 64), NormSpec())
+WINDOWED = replace(DEEP, mixer=replace(DEEP.mixer, window=20, qk_norm=None))
+
+
+def logits_of(model: Decoder, codec_spec: str, backend_name: str, device: str, plan: list[list[tuple[int, int]]]) -> torch.Tensor:
+    """Logits of all rows of two sequences computed in steps of (sequence, rows)."""
+    spec, codec = model.spec, load("kvasir.kv.codecs", codec_spec, Codec)
+    pool = KVPool(spec.cache_groups(), codec, [12] * len(spec.cache_groups()), 16, device, torch.float32)
+    for group in range(len(pool.groups)):
+        pool.poison(group, range(12))
+    backend = load("kvasir.attention.backends", backend_name, AttentionBackend)
+    site = Site(device, torch.float32, codec.kernel, 16, tuple(dict.fromkeys(layer.mixer.attention() for layer in spec.layers)))
+    assert not backend.why_not(site)
+    backend.prepare(site)
+    seqs = [Sequence(Request(id=str(s), prompt_ids=[(7 * i + s) % 50 for i in range(70)], params=SamplingParams(), seed=0, max_tokens=1)) for s in (0, 1)]
+    for s, seq in enumerate(seqs):
+        seq.tables = [list(range(1 + 5 * s, 6 + 5 * s)) for _ in pool.groups]
+    done, rows = [0, 0], []
+    for step in plan:
+        batch = pack([Span(seqs[s], done[s], length) for s, length in step], 16, device, len(pool.groups))
+        backend.plan(batch)
+        rows.append(model.logits(model.forward(batch, [pool.layer(i) for i in range(len(spec.layers))], backend)))
+        for s, length in step:
+            done[s] += length
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("codec", ["int4_bdr", "int4_bdr:order=16,rotate_v=true", "int4", "int8"])
+def test_a_decoder_over_codes_is_the_one_over_what_they_stand_for(codec, device, monkeypatch):
+    """Fused write, decode over codes, gathered chunks, windows and dense spans, against the plain path of the same codec."""
+    layers = (DEEP, WINDOWED, DEEP)
+    model = Decoder(ModelSpec(family="none", hidden_size=48, vocab_size=56, max_position=90, layers=layers, final_norm=NormSpec()),
+                    Placement(torch.device(device), torch.float32))
+    fill_random(model, 0)
+    plan = [[(0, 33), (1, 5)], [(0, 1), (1, 20)], [(0, 1), (1, 1)], [(0, 3), (1, 1)], [(0, 1), (1, 1)]]
+    want = logits_of(model, codec, "torch", device, plan)
+    got = logits_of(model, codec, "triton", device, plan)
+    plain = logits_of(model, "plain", "torch", device, plan)
+    lost = (want - plain).abs().max()
+    assert lost > 0 and (got - want).abs().max() < 0.1 * lost + 1e-4, "much nearer to its own codec than that is to the plain cache"

@@ -15,6 +15,7 @@ E4M3_MAX = 448.0
 
 class Fp8Codec(QuantizedCodec):
     kernel = "fp8"
+    fuses = True
 
     def side(self, head_dim: int) -> dict[str, tuple[int, torch.dtype]]:
         return {"": (head_dim, torch.float8_e4m3fn), "_meta": (1, torch.float16)}

@@ -43,7 +43,7 @@ class Mixer:
         spec, num_rows = self.spec, x_TE.shape[0]
         heads_TXD = self.qkv(x_TE, norm).view(num_rows, -1, spec.head_dim)
         codec = cache.codec
-        if fits(heads_TXD) and (codec.fuses or not self.writes):
+        if fits(heads_TXD) and (not self.writes or codec.fuses and codec.kernel in backend.codec_kernels):
             ops = HeadOps(spec.num_heads, angles.table.table, angles.positions_T, None if self.qk_norm is None else self.qk_norm.parameters)
             q_THD = codec.write_fused(cache, heads_TXD, ops, batch.slots[cache.group]) if self.writes else fused_qkv(heads_TXD, ops)
         else:
