@@ -32,13 +32,13 @@ MIN_ROWS = 1024  # rows x query heads of a KV head; fewer are not worth the copy
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How the kernel is built. ``specialise``: warps of their own for the copies."""
+    """How the kernel is built. The accumulator and the scores of 128 x 128 are half the registers of 8 warps. (Triton 3.6's own
+    warp specialisation leaves this loop alone.)"""
 
     block_m: int = 128
     block_n: int = 128
     warps: int = 8
     stages: int = 2
-    specialise: bool = False
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ def _gather_pages(k_ptr, v_ptr, k_out, v_out, table_ptr, context_ptr, row_start_
 def _dense_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, context_ptr, row_start_ptr, items_ptr,
                      q_row, q_head, out_row, slots, first_group, scale, softcap,
                      H: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                     CAPPED: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr, SPECIALISE: tl.constexpr):
+                     CAPPED: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
     """One tile and KV head over dense keys [G x slots, D]."""
     tile, group = tl.program_id(0), tl.program_id(1)
     span = tl.load(items_ptr + tile * 3)
@@ -126,7 +126,7 @@ def _dense_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, context
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     whole = (context + first_row + 1) // BLOCK_N * BLOCK_N  # blocks below it are seen by every row, and need no mask
     end = context + tl.minimum(first_row + BLOCK_M // R_PAD, length)
-    for j0 in tl.range(0, whole, BLOCK_N, warp_specialize=SPECIALISE):
+    for j0 in range(0, whole, BLOCK_N):
         k = k_desc.load([base + j0, 0])
         v = v_desc.load([base + j0, 0])
         top, total, acc = attend_block(q, tl.trans(k), v, None, scale, softcap, top, total, acc, CAPPED, False)
@@ -143,6 +143,14 @@ def _dense_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, context
         tl.store(lse_ptr + row * H + head, (top + tl.log2(total)) * 0.6931471805599453, mask=live)
 
 
+def gather_pages(k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_SW: torch.Tensor, context_S: torch.Tensor, row_start_S: torch.Tensor,
+                 long: LongSpans, first_group: int, num_groups: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Copy some KV heads of the long spans into ``k``, ``v`` [num_groups * slots, D]."""
+    _gather_pages[(long.blocks, num_groups, long.spans.shape[0])](
+        k_NGPD, v_NGPD, k, v, table_SW, context_S, row_start_S, long.spans, k_NGPD.stride(0), k_NGPD.stride(1), table_SW.stride(0),
+        long.slots, first_group, P=k_NGPD.shape[2], D=k_NGPD.shape[3], BLOCK=BLOCK_N, num_warps=8)
+
+
 def dense_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_SW: torch.Tensor,
                            context_S: torch.Tensor, row_start_S: torch.Tensor, long: LongSpans, scale: float, out_THD: torch.Tensor, *,
                            softcap: float | None = None, sinks_H: torch.Tensor | None = None, lse_TH: torch.Tensor | None = None,
@@ -152,7 +160,7 @@ def dense_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     _, heads, dim = q_THD.shape
-    groups, size = k_NGPD.shape[1], k_NGPD.shape[2]
+    groups = k_NGPD.shape[1]
     assert can_serve(q_THD.dtype, dim) and heads % groups == 0, "unsupported shape"
     assert gather or k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1) and q_THD.dtype == k_NGPD.dtype, \
         "planes must be page-strided with dense slots of the rows' dtype"
@@ -167,14 +175,12 @@ def dense_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
         if gather is not None:
             gather(k.view(at_once, -1, dim), v.view(at_once, -1, dim), long.spans, long.blocks, BLOCK_N, group)
         else:
-            _gather_pages[(long.blocks, at_once, long.spans.shape[0])](
-                k_NGPD, v_NGPD, k, v, table_SW, context_S, row_start_S, long.spans, k_NGPD.stride(0), k_NGPD.stride(1), table_SW.stride(0),
-                long.slots, group, P=size, D=dim, BLOCK=BLOCK_N, num_warps=8)
+            gather_pages(k_NGPD, v_NGPD, table_SW, context_S, row_start_S, long, group, at_once, k, v)
         _dense_attention[(long.items.shape[0], at_once)](
             q_THD, *descriptors, out_THD, absent if lse_TH is None else lse_TH, absent if sinks_H is None else sinks_H, context_S, row_start_S,
             long.items, q_THD.stride(0), q_THD.stride(1), out_THD.stride(0), long.slots, group, scale, softcap or 1.0,
             H=heads, R=share, R_PAD=next_power_of_2(share), D=dim, BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, CAPPED=softcap is not None,
-            SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, SPECIALISE=shape.specialise, num_warps=shape.warps, num_stages=shape.stages)
+            SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, num_warps=shape.warps, num_stages=shape.stages)
 
 
 # ----------------------------------------------------------------------------------------------------------- test grid

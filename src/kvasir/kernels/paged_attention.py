@@ -176,25 +176,27 @@ def _paged_attention(
     kv_head = group.to(tl.int64) * head_stride
     n = tl.arange(0, BLOCK_N)
 
-    # Blocks that every row of the tile sees whole need no mask; a window puts masked blocks in front of them as well.
+    # Page ids are fetched a block ahead and carried: keys whose address waits for a load of the same iteration would not be
+    # pipelined. Blocks that every row of the tile sees whole need no mask; a window puts masked blocks before them as well.
+    pages = tl.load(table + (start + n) // P, mask=start + n < stop, other=0)
     middle = start
     if not WINDOWED and CHUNKED == 0:
         middle = start + tl.maximum(tl.minimum(stop, full) - start, 0) // BLOCK_N * BLOCK_N
         for j0 in range(start, middle, BLOCK_N):
             j = j0 + n
-            page = tl.load(table + j // P).to(tl.int64)
-            at = page * page_stride + kv_head + (j % P) * D
-            k = tl.load(k_ptr + at[None, :] + d[:, None], mask=inside[:, None], other=0.0)
+            at = pages.to(tl.int64) * page_stride + kv_head + (j % P) * D
+            k = tl.load(k_ptr + at[:, None] + d[None, :], mask=inside[None, :], other=0.0)
             v = tl.load(v_ptr + at[:, None] + d[None, :], mask=inside[None, :], other=0.0)
-            top, total, acc = attend_block(q, k, v, None, scale, softcap, top, total, acc, CAPPED, False)
+            pages = tl.load(table + (j + BLOCK_N) // P, mask=j + BLOCK_N < stop, other=0)
+            top, total, acc = attend_block(q, tl.trans(k), v, None, scale, softcap, top, total, acc, CAPPED, False)
 
     for j0 in range(middle, stop, BLOCK_N):
         j = j0 + n
         held = (j >= low) & (j < stop)
-        page = tl.load(table + j // P, mask=held, other=0).to(tl.int64)
-        at = page * page_stride + kv_head + (j % P) * D
-        k = tl.load(k_ptr + at[None, :] + d[:, None], mask=held[None, :] & inside[:, None], other=0.0)
+        at = pages.to(tl.int64) * page_stride + kv_head + (j % P) * D
+        k = tl.load(k_ptr + at[:, None] + d[None, :], mask=held[:, None] & inside[None, :], other=0.0)
         v = tl.load(v_ptr + at[:, None] + d[None, :], mask=held[:, None] & inside[None, :], other=0.0)
+        pages = tl.load(table + (j + BLOCK_N) // P, mask=j + BLOCK_N < stop, other=0)
         at_n = j
         seen = held[None, :] & (j[None, :] <= (context + local)[:, None])
         if TREE:  # noqa: SIM102
@@ -209,7 +211,7 @@ def _paged_attention(
                     at_n = tl.where(drafted, at_n, j)
         if WINDOWED:
             seen = seen & (at_n[None, :] > at_m[:, None] - window)
-        top, total, acc = attend_block(q, k, v, seen, scale, softcap, top, total, acc, CAPPED, True)
+        top, total, acc = attend_block(q, tl.trans(k), v, seen, scale, softcap, top, total, acc, CAPPED, True)
 
     _finish(out_ptr, lse_ptr, sinks_ptr, tile, group, split, num_splits, tile_m, m, d, row, head, live, inside, out_row, top, total, acc,
             H, R, D, SINKS, SPLIT, WANT_LSE)
