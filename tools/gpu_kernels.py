@@ -70,12 +70,12 @@ def check_grids() -> list[dict]:
     return arms
 
 
-def make_batch(spans: list[tuple[int, int]], tables: torch.Tensor) -> StepBatch:
+def make_batch(spans: list[tuple[int, int]], tables: torch.Tensor, size: int = SIZE) -> StepBatch:
     starts, lengths = [s for s, _ in spans], [n for _, n in spans]
     positions = torch.cat([torch.arange(s, s + n) for s, n in spans]).cuda()
     row_start = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).cuda()
     span_of = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(lengths)).cuda()
-    slots = tables[span_of, positions // SIZE].long() * SIZE + positions % SIZE
+    slots = tables[span_of, positions // size].long() * size + positions % size
     return StepBatch(
         input_ids=positions, positions=positions, row_start=row_start, context=torch.tensor(starts, dtype=torch.int32).cuda(),
         tables=(tables,), slots=(slots,), logit_rows=positions[:0], starts=starts, lengths=lengths)

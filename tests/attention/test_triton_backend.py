@@ -12,7 +12,7 @@ from kvasir.kernels import _triton
 from kvasir.technique import load
 
 GOOD = Site("cuda", torch.bfloat16, "plain", 16, (AttentionSpec(32, 8, 128, 0.1), AttentionSpec(32, 8, 128, 0.1, window=64)))
-BAD = {"device": "cpu", "dtype": torch.float64, "codec_kernel": "int4", "page_slots": 24, "specs": (AttentionSpec(4, 4, 512, 0.1),)}
+BAD = {"device": "cpu", "dtype": torch.float64, "codec_kernel": "nvfp4", "page_slots": 24, "specs": (AttentionSpec(4, 4, 512, 0.1),)}
 
 
 def reasons(site: Site) -> list[str]:

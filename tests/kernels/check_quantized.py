@@ -112,7 +112,8 @@ def check_quantized_decode(case: quantized_decode.Case, dtype: torch.dtype, devi
         shape = dataclasses.replace(shape, programs=case.programs)
     quantized_decode.quantized_decode_triton(
         q, cache.planes, case.format, table.to(device), torch.tensor(case.contexts, dtype=torch.int32, device=device),
-        torch.arange(count + 1, dtype=torch.int32, device=device), rows, dim**-0.5, out, window=case.window, softcap=case.softcap, sinks_H=sinks, shape=shape)
+        torch.arange(count + 1, dtype=torch.int32, device=device), rows, dim**-0.5, out, window=case.window, softcap=case.softcap,
+        sinks_H=sinks, shape=shape)
     assert not rows.arrived.any()
     return hold(case, out, attention(dtype), attention(torch.float64))
 

@@ -34,7 +34,7 @@ def _unpack(words, SHIFT: tl.constexpr, DTYPE: tl.constexpr, BITTRICK: tl.conste
     """Nibble ``SHIFT`` / 4 of int16 words, as a number: plus 128 (bf16) or 1024 (fp16) with ``BITTRICK``."""
     if not BITTRICK:
         numbers = ((words >> SHIFT) & 15).to(DTYPE)
-    elif DTYPE == tl.bfloat16:
+    elif tl.bfloat16 == DTYPE:
         if SHIFT == 0:
             numbers = tl.inline_asm_elementwise("lop3.b32 $0, $1, 0x000F000F, 0x43004300, 0xEA;", "=r,r", [words], tl.bfloat16, True, 2)
         elif SHIFT == 4:
@@ -200,7 +200,9 @@ def _quantized_decode(
             out = part_ptr + at_part[:, None] * D
             tl.store(part_lse_ptr + at_part, top + tl.log2(total), mask=live)
         if BITS == 4:
-            acc1, acc2, acc3 = (acc1 + shift[:, None]) / total[:, None], (acc2 + shift[:, None]) / total[:, None], (acc3 + shift[:, None]) / total[:, None]
+            acc1 = (acc1 + shift[:, None]) / total[:, None]
+            acc2 = (acc2 + shift[:, None]) / total[:, None]
+            acc3 = (acc3 + shift[:, None]) / total[:, None]
             place = 2 * w[None, :]
         else:
             place = w[None, :]

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from kvasir.errors import ConfigError
-from kvasir.kernels.quantize import dequantize, hadamard, pack_nibbles, quantize, unpack_nibbles
 from kvasir.kernels.fused_qkv import HeadOps
+from kvasir.kernels.quantize import dequantize, hadamard, pack_nibbles, quantize, unpack_nibbles
 from kvasir.kernels.quantized_qkv import Basis, quantized_qkv
 from kvasir.kv.codec import Codec, LayerCache, Plane
 

@@ -60,7 +60,8 @@ def logits_of(model: Decoder, codec_spec: str, backend_name: str, device: str, p
     site = Site(device, torch.float32, codec.kernel, 16, tuple(dict.fromkeys(layer.mixer.attention() for layer in spec.layers)))
     assert not backend.why_not(site)
     backend.prepare(site)
-    seqs = [Sequence(Request(id=str(s), prompt_ids=[(7 * i + s) % 50 for i in range(70)], params=SamplingParams(), seed=0, max_tokens=1)) for s in (0, 1)]
+    prompts = [[(7 * i + s) % 50 for i in range(70)] for s in (0, 1)]
+    seqs = [Sequence(Request(id="", prompt_ids=prompt, params=SamplingParams(), seed=0, max_tokens=1)) for prompt in prompts]
     for s, seq in enumerate(seqs):
         seq.tables = [list(range(1 + 5 * s, 6 + 5 * s)) for _ in pool.groups]
     done, rows = [0, 0], []
