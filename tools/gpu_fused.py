@@ -46,8 +46,8 @@ from tests.kernels.check_fused import CHECKS  # noqa: E402
 BF16 = torch.bfloat16
 PROCESSES = 14
 COLD_BYTES = 256 << 20  # five times the L2 cache
-ONE = [Config(1, 4096, 4), Config(1, 2048, 4), Config(2, 2048, 4), Config(2, 1024, 4), Config(4, 1024, 4), Config(4, 512, 4), Config(4, 1024, 8),
-       Config(8, 512, 4), Config(8, 1024, 8), Config(4, 512, 4, 4), Config(2, 1024, 4, 3), Config(8, 256, 4, 4)]
+ONE = [Config(n, k, warps) for n, k, warps in ((1, 4096, 4), (1, 2048, 4), (1, 1024, 4), (2, 2048, 4), (2, 1024, 4), (2, 512, 2), (4, 1024, 4),
+                                                (4, 512, 4), (4, 1024, 8), (8, 512, 4), (8, 512, 8), (8, 256, 4))]
 FEW = [Config(16, 256, 1, 4), Config(16, 256, 2, 4), Config(16, 512, 2, 3), Config(32, 256, 4, 3), Config(32, 128, 2, 5), Config(64, 128, 4, 4),
        Config(64, 256, 4, 3), Config(128, 64, 8, 4), Config(16, 256, 1, 4, 4), Config(32, 128, 4, 4, 4), Config(64, 128, 4, 4, 4)]
 ROWS = (1, 2, 4, 8, 16)

@@ -31,8 +31,8 @@ JOIN = 256  # outputs of a program that adds the parts
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Block shape of a launch. ``stages``: the depth of the pipeline of blocks through shared memory; 1: none (one row keeps two
-    blocks in registers). ``splits``: parts of K."""
+    """Block shape of a launch. Below 16 rows of W a block is for one row of x, which keeps two blocks in registers; others go
+    through shared memory, ``stages`` deep, and may split K in ``splits``."""
 
     block_n: int
     block_k: int
@@ -81,8 +81,8 @@ def _row(x_ptr, scale_ptr, k, squares, K: tl.constexpr, WHOLE_K: tl.constexpr, N
 
 @jit
 def _one_row(x_ptr, w_ptr, y_ptr, scale_ptr, bias_ptr, residual_ptr, eps, OUT: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
-             BLOCK_K: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
-             RESIDUAL: tl.constexpr, PDL: tl.constexpr):
+             BLOCK_K: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
+             PDL: tl.constexpr):
     """``BLOCK_N`` outputs of one row: [BLOCK_N, BLOCK_K] running products, summed at the end."""
     WHOLE_K: tl.constexpr = K % BLOCK_K == 0
     WHOLE: tl.constexpr = WHOLE_K and OUT % BLOCK_N == 0
@@ -101,7 +101,7 @@ def _one_row(x_ptr, w_ptr, y_ptr, scale_ptr, bias_ptr, residual_ptr, eps, OUT: t
     squares = tl.zeros([BLOCK_K], tl.float32)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up = acc
-    for k0 in tl.range(0, LAST, BLOCK_K, num_stages=STAGES):
+    for k0 in range(0, LAST, BLOCK_K):
         ahead = _block(at, live, k0 + BLOCK_K + k, K, WHOLE)  # is on its way while this block is multiplied
         if KIND >= 0:
             ahead_up = _block(at + OUT * K, live, k0 + BLOCK_K + k, K, WHOLE)
@@ -266,7 +266,7 @@ def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[
     early = pdl(x_TK.device)
     fused = {"NORM": norm is not None, "BIAS": bias_N is not None, "KIND": UNGATED if activation is None else KINDS[ACTIVATIONS[activation]],
              "RESIDUAL": residual_TO is not None, "PDL": early, "launch_pdl": early}
-    shape = {"OUT": outputs, "K": width, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.stages, "num_warps": config.warps}
+    shape = {"OUT": outputs, "K": width, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "num_warps": config.warps}
     programs = cdiv(outputs, config.block_n)
     if config.block_n < 16:
         assert rows == 1 and config.splits == 1, "blocks below 16 are for one row, unsplit"
@@ -280,7 +280,7 @@ def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[
         squares = torch.empty(splits, rows, dtype=torch.float32, device=x_TK.device)
     _few_rows[(programs, splits)](
         x_TK, w_NK, y_TO, part, squares, scale, bias, y_TO, eps, rows, x_TK.stride(0), y_TO.stride(0), y_TO.stride(0), **shape,
-        ROWS=MAX_ROWS, SPLITS=splits, SHARE=share, **fused)
+        ROWS=MAX_ROWS, STAGES=config.stages, SPLITS=splits, SHARE=share, **fused)
     if splits > 1:
         _join[(rows, cdiv(outputs, JOIN))](part, squares, y_TO, bias, y_TO, eps, rows, y_TO.stride(0), y_TO.stride(0), OUT=outputs, K=width,
                                            SPLITS=splits, BLOCK=JOIN, **fused)
