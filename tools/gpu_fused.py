@@ -46,11 +46,12 @@ from tests.kernels.check_fused import CHECKS  # noqa: E402
 BF16 = torch.bfloat16
 PROCESSES = 14
 COLD_BYTES = 256 << 20  # five times the L2 cache
-ONE = [Config(1, 4096, 4), Config(1, 2048, 4), Config(2, 2048, 4), Config(2, 1024, 4), Config(4, 1024, 4), Config(4, 512, 4), Config(4, 1024, 8),
-       Config(8, 512, 4), Config(8, 1024, 8), Config(4, 512, 4, 4), Config(2, 1024, 4, 3), Config(8, 256, 4, 4)]
+ONE = [Config(n, k, warps) for n, k, warps in ((1, 4096, 4), (1, 2048, 4), (1, 1024, 4), (2, 2048, 4), (2, 1024, 4), (2, 512, 2), (4, 1024, 4),
+                                                (4, 512, 4), (4, 1024, 8), (8, 512, 4), (8, 512, 8), (8, 256, 4))]
 FEW = [Config(16, 256, 1, 4), Config(16, 256, 2, 4), Config(16, 512, 2, 3), Config(32, 256, 4, 3), Config(32, 128, 2, 5), Config(64, 128, 4, 4),
        Config(64, 256, 4, 3), Config(128, 64, 8, 4), Config(16, 256, 1, 4, 4), Config(32, 128, 4, 4, 4), Config(64, 128, 4, 4, 4)]
 ROWS = (1, 2, 4, 8, 16)
+STEPS = {**{f"decode {b} x 128": [(127, 1)] * b for b in (1, 2, 4, 8, 16, 64)}, "prefill 1 x 8k": [(0, 8192)]}  # (start, length) of spans
 
 
 def matrices() -> list[tuple[str, int, int, dict]]:
@@ -290,7 +291,7 @@ def time_steps(table: dict) -> list[dict]:
         made = Model(shape)
         spec = made.spec
         weights = sum(t.target.numel() for n, t in made.model.slots().items() if n != "embed.weight" or spec.tied) * 2
-        for name, spans in {**{f"decode {b} x 128": [(127, 1)] * b for b in (1, 2, 4, 8, 16, 64)}, "prefill 1 x 8k": [(0, 8192)]}.items():
+        for name, spans in STEPS.items():
             run = made.step(spans)
             logits = {}
             for variant, patches in variants(table).items():

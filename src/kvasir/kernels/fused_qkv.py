@@ -52,7 +52,8 @@ def fused_qkv_reference(heads_TXD: torch.Tensor, ops: HeadOps, k_NGPD: torch.Ten
     return q
 
 
-@jit(do_not_specialize=["num_slots"])
+# Positions and slots are slices of a step's one buffer, so their alignment changes with the number of rows.
+@jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
 def _fused_qkv(heads_ptr, q_ptr, k_pages, v_pages, slots_ptr, table_ptr, positions_ptr, weight_ptr, eps, row_stride, head_stride,
                page_stride, group_stride, num_slots, H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
                HEADS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):

@@ -31,8 +31,8 @@ JOIN = 256  # outputs of a program that adds the parts
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Block shape of a launch. ``stages``: the depth of the pipeline of blocks through shared memory; 1: none (one row keeps two
-    blocks in registers). ``splits``: parts of K."""
+    """Block shape of a launch. Below 16 rows of W a block is for one row of x, which keeps two blocks in registers; others go
+    through shared memory, ``stages`` deep, and may split K in ``splits``."""
 
     block_n: int
     block_k: int
@@ -54,7 +54,7 @@ def gemv_reference(x_TK: torch.Tensor, w_NK: torch.Tensor, *, norm: tuple[torch.
 
 
 @jit
-def _block(at, live, k, K: tl.constexpr, WHOLE: tl.constexpr):
+def _block(at, live, k, K, WHOLE: tl.constexpr):
     """A block of W, which is read once: it should not push anything out of the L2 cache."""
     if WHOLE:
         w = tl.load(at + k[None, :], eviction_policy="evict_first")
@@ -64,7 +64,7 @@ def _block(at, live, k, K: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @jit
-def _row(x_ptr, scale_ptr, k, squares, K: tl.constexpr, WHOLE_K: tl.constexpr, NORM: tl.constexpr):
+def _row(x_ptr, scale_ptr, k, squares, K, WHOLE_K: tl.constexpr, NORM: tl.constexpr):
     """A block of x in fp32, times the norm's weight, and the running squares."""
     if WHOLE_K:
         x = tl.load(x_ptr + k).to(tl.float32)
@@ -80,38 +80,37 @@ def _row(x_ptr, scale_ptr, k, squares, K: tl.constexpr, WHOLE_K: tl.constexpr, N
 
 
 @jit
-def _one_row(x_ptr, w_ptr, y_ptr, scale_ptr, bias_ptr, residual_ptr, eps, OUT: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
-             BLOCK_K: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
-             RESIDUAL: tl.constexpr, PDL: tl.constexpr):
+def _one_row(x_ptr, w_ptr, y_ptr, scale_ptr, bias_ptr, residual_ptr, eps, OUT, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+             WHOLE_K: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
+             PDL: tl.constexpr):
     """``BLOCK_N`` outputs of one row: [BLOCK_N, BLOCK_K] running products, summed at the end."""
-    WHOLE_K: tl.constexpr = K % BLOCK_K == 0
-    WHOLE: tl.constexpr = WHOLE_K and OUT % BLOCK_N == 0
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     live = n < OUT
     at = w_ptr + n.to(tl.int64)[:, None] * K
+    up_at = w_ptr + (n.to(tl.int64) + OUT)[:, None] * K
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     w = _block(at, live, k, K, WHOLE)
     if KIND >= 0:
-        w_up = _block(at + OUT * K, live, k, K, WHOLE)
+        w_up = _block(up_at, live, k, K, WHOLE)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    LAST: tl.constexpr = (K - 1) // BLOCK_K * BLOCK_K
+    last = (K - 1) // BLOCK_K * BLOCK_K
     squares = tl.zeros([BLOCK_K], tl.float32)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up = acc
-    for k0 in tl.range(0, LAST, BLOCK_K, num_stages=STAGES):
+    for k0 in range(0, last, BLOCK_K):
         ahead = _block(at, live, k0 + BLOCK_K + k, K, WHOLE)  # is on its way while this block is multiplied
         if KIND >= 0:
-            ahead_up = _block(at + OUT * K, live, k0 + BLOCK_K + k, K, WHOLE)
+            ahead_up = _block(up_at, live, k0 + BLOCK_K + k, K, WHOLE)
         x, squares = _row(x_ptr, scale_ptr, k0 + k, squares, K, WHOLE_K, NORM)
         acc += w.to(tl.float32) * x[None, :]
         w = ahead
         if KIND >= 0:
             acc_up += w_up.to(tl.float32) * x[None, :]
             w_up = ahead_up
-    x, squares = _row(x_ptr, scale_ptr, LAST + k, squares, K, WHOLE_K, NORM)
+    x, squares = _row(x_ptr, scale_ptr, last + k, squares, K, WHOLE_K, NORM)
     acc += w.to(tl.float32) * x[None, :]
     if KIND >= 0:
         acc_up += w_up.to(tl.float32) * x[None, :]
@@ -133,7 +132,7 @@ def _one_row(x_ptr, w_ptr, y_ptr, scale_ptr, bias_ptr, residual_ptr, eps, OUT: t
 
 
 @jit
-def _rows(x_ptr, scale_ptr, x_row, k, live_m, squares, K: tl.constexpr, ROWS: tl.constexpr, WHOLE_K: tl.constexpr, NORM: tl.constexpr):
+def _rows(x_ptr, scale_ptr, x_row, k, live_m, squares, K, ROWS: tl.constexpr, WHOLE_K: tl.constexpr, NORM: tl.constexpr):
     """A block of x^T [BLOCK_K, ROWS] in its dtype, times the norm's weight, and the running sums of squares of its rows."""
     at = x_ptr + tl.arange(0, ROWS)[None, :] * x_row + k[:, None]
     if WHOLE_K:
@@ -152,26 +151,25 @@ def _rows(x_ptr, scale_ptr, x_row, k, live_m, squares, K: tl.constexpr, ROWS: tl
 
 
 @jit(do_not_specialize=["rows"])
-def _few_rows(x_ptr, w_ptr, y_ptr, part_ptr, squares_ptr, scale_ptr, bias_ptr, residual_ptr, eps, rows, x_row, y_row, residual_row,
-              OUT: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-              SPLITS: tl.constexpr, SHARE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
+def _few_rows(x_ptr, w_ptr, y_ptr, part_ptr, squares_ptr, scale_ptr, bias_ptr, residual_ptr, eps, rows, x_row, y_row, residual_row, share,
+              OUT, K, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
+              WHOLE_K: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
               RESIDUAL: tl.constexpr, PDL: tl.constexpr):
-    """``BLOCK_N`` outputs of every row, over one part of K: y, or ``part`` [splits, T, N] fp32 and ``squares`` [splits, T]."""
-    WHOLE_K: tl.constexpr = K % BLOCK_K == 0
-    WHOLE: tl.constexpr = WHOLE_K and OUT % BLOCK_N == 0
+    """``BLOCK_N`` outputs of every row: y; or, over ``share`` of K, ``part`` [splits, T, N] fp32 and ``squares`` [splits, T]."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
-    start = split * SHARE
-    stop = tl.minimum(start + SHARE, K)
+    start = split * share
+    stop = tl.minimum(start + share, K)
     m = tl.arange(0, ROWS)
     k = start + tl.arange(0, BLOCK_K)
     live, live_m = n < OUT, m < rows
     at = w_ptr + n.to(tl.int64)[:, None] * K
+    up_at = w_ptr + (n.to(tl.int64) + OUT)[:, None] * K
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     w = _block(at, live, k, K, WHOLE)
     if KIND >= 0:
-        w_up = _block(at + OUT * K, live, k, K, WHOLE)
+        w_up = _block(up_at, live, k, K, WHOLE)
     if PDL:
         tl.extra.cuda.gdc_wait()
     x, squares = _rows(x_ptr, scale_ptr, x_row, k, live_m, tl.zeros([ROWS], tl.float32), K, ROWS, WHOLE_K, NORM)
@@ -183,11 +181,13 @@ def _few_rows(x_ptr, w_ptr, y_ptr, part_ptr, squares_ptr, scale_ptr, bias_ptr, r
         x, squares = _rows(x_ptr, scale_ptr, x_row, k0 + k, live_m, squares, K, ROWS, WHOLE_K, NORM)
         acc = tl.dot(w, x, acc, input_precision="ieee")
         if KIND >= 0:
-            w_up = _block(at + OUT * K, live, k0 + k, K, WHOLE)
+            w_up = _block(up_at, live, k0 + k, K, WHOLE)
             acc_up = tl.dot(w_up, x, acc_up, input_precision="ieee")
     held = live[:, None] & live_m[None, :]
-    if SPLITS > 1:
-        N: tl.constexpr = OUT * (2 if KIND >= 0 else 1)
+    if SPLIT:
+        N = OUT
+        if KIND >= 0:
+            N = 2 * OUT
         part = part_ptr + (split * rows + m)[None, :] * N + n[:, None]
         tl.store(part, acc, mask=held)
         if KIND >= 0:
@@ -212,11 +212,13 @@ def _few_rows(x_ptr, w_ptr, y_ptr, part_ptr, squares_ptr, scale_ptr, bias_ptr, r
 
 
 @jit(do_not_specialize=["rows"])
-def _join(part_ptr, squares_ptr, y_ptr, bias_ptr, residual_ptr, eps, rows, y_row, residual_row, OUT: tl.constexpr, K: tl.constexpr,
-          SPLITS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
+def _join(part_ptr, squares_ptr, y_ptr, bias_ptr, residual_ptr, eps, rows, y_row, residual_row, OUT, K, SPLITS: tl.constexpr,
+          BLOCK: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
           PDL: tl.constexpr):
     """Add the parts of one row, in order, and finish as ``_few_rows`` does."""
-    N: tl.constexpr = OUT * (2 if KIND >= 0 else 1)
+    N = OUT
+    if KIND >= 0:
+        N = 2 * OUT
     row = tl.program_id(0)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = n < OUT
@@ -266,7 +268,9 @@ def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[
     early = pdl(x_TK.device)
     fused = {"NORM": norm is not None, "BIAS": bias_N is not None, "KIND": UNGATED if activation is None else KINDS[ACTIVATIONS[activation]],
              "RESIDUAL": residual_TO is not None, "PDL": early, "launch_pdl": early}
-    shape = {"OUT": outputs, "K": width, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.stages, "num_warps": config.warps}
+    whole = width % config.block_k == 0
+    shape = {"OUT": outputs, "K": width, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "WHOLE_K": whole,
+             "WHOLE": whole and outputs % config.block_n == 0, "num_warps": config.warps}
     programs = cdiv(outputs, config.block_n)
     if config.block_n < 16:
         assert rows == 1 and config.splits == 1, "blocks below 16 are for one row, unsplit"
@@ -279,8 +283,8 @@ def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[
         part = torch.empty(splits, rows, num_rows, dtype=torch.float32, device=x_TK.device)
         squares = torch.empty(splits, rows, dtype=torch.float32, device=x_TK.device)
     _few_rows[(programs, splits)](
-        x_TK, w_NK, y_TO, part, squares, scale, bias, y_TO, eps, rows, x_TK.stride(0), y_TO.stride(0), y_TO.stride(0), **shape,
-        ROWS=MAX_ROWS, SPLITS=splits, SHARE=share, **fused)
+        x_TK, w_NK, y_TO, part, squares, scale, bias, y_TO, eps, rows, x_TK.stride(0), y_TO.stride(0), y_TO.stride(0), share, **shape,
+        ROWS=MAX_ROWS, STAGES=config.stages, SPLIT=splits > 1, **fused)
     if splits > 1:
         _join[(rows, cdiv(outputs, JOIN))](part, squares, y_TO, bias, y_TO, eps, rows, y_TO.stride(0), y_TO.stride(0), OUT=outputs, K=width,
                                            SPLITS=splits, BLOCK=JOIN, **fused)
