@@ -139,7 +139,8 @@ def outcome_of(right, votes=None, tokens=10):
 def test_figures_by_hand():
     found = figures(outcome_of([[1], [1], [0], [1]]))
     assert found["exact"] == 0.75 and tuple(found["interval"]) == stats.wilson(3, 4)
-    assert found["by_difficulty"] == {"0": {"problems": 2, "exact": 0.5}, "1": {"problems": 2, "exact": 1.0}}
+    assert found["by_difficulty"] == {"0": {"problems": 2, "exact": 0.5, "interval": list(stats.wilson(1, 2))},
+                                      "1": {"problems": 2, "exact": 1.0, "interval": list(stats.wilson(2, 2))}}
     assert "pass" not in found
     pool = outcome_of([[1, 0], [0, 0]], votes=[["5", "6"], [None, None]])
     assert figures(pool)["pass"]["2"]["share"] == 0.5 and figures(pool)["majority"]["2"]["share"] == 0.25

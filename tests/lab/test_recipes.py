@@ -130,7 +130,7 @@ def test_a_lost_or_foreign_file_of_own_replies_is_refused(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("change, said", [
-    ({"phases": (Phase(0.5, NANO.rows), Phase(0.2, NANO.rows))}, "one after another"), ({"phases": (Phase(1.0, NANO.rows),)}, "between 0 and 1"),
+    ({"phases": (Phase(0.5, NANO.rows), Phase(0.2, NANO.rows))}, "one after another"), ({"phases": (Phase(1.0, NANO.rows),)}, "before 1"),
     ({"phases": (Phase(0.5, NANO.rows[:1]),)}, "same counts and lengths"), ({"own": None}, "own"),
     ({"shape": Shape(positions=1024)}, "exceed")])
 def test_a_recipe_that_cannot_work_is_refused(change, said):

@@ -164,6 +164,10 @@ class Task(Technique):
         with a verdict on each that follows from the lines before it. Any texts are taken."""
         raise NotImplementedError
 
+    def tally(self, problem: Problem, reply: str) -> dict[str, int]:
+        """What else can be counted in any reply, by name; to be summed over replies."""
+        return {}
+
     def notes(self, problem: Problem) -> list[str]:
         """What else is known about a problem, in a few words each, for a reader of samples."""
         return []

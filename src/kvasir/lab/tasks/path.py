@@ -219,7 +219,7 @@ class Path(SheetTask):
     @staticmethod
     def _retrace(way: list[str], start: str, goal: str, roads: list[tuple[str, ...]]) -> str:
         if way[0] != start:
-            return f"from {way[0][:1]}"
+            return f"from {way[0][:1]}".strip()
         out = []
         for a, b in itertools.pairwise(way):
             road = next((" ".join(r) for r in roads if set(r) == {a, b}), None)
