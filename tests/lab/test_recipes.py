@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from importlib.resources import files
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 from kvasir.errors import ConfigError
 from kvasir.lab import export, own, state, train
-from kvasir.lab import tokenizer as lab_tokenizer
 from kvasir.lab.card import card
 from kvasir.lab.data import Mixture, Rows
 from kvasir.lab.forms import FormTask
@@ -20,6 +18,7 @@ from kvasir.lab.model import PLAIN, Compute, Model, Shape
 from kvasir.lab.recipe import BASE, NANO, RECIPES, Curves, Own, Phase
 from kvasir.lab.report import curves
 from kvasir.lab.sample import complete, complete_all
+from kvasir.lab.sheet import shipped_tokenizer
 from kvasir.lab.task import load_task
 from kvasir.lab.workers import ahead, all_of
 
@@ -53,7 +52,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return lab_tokenizer.load(str(files("kvasir").joinpath("assets/embedded")))
+    return shipped_tokenizer()
 
 
 @pytest.mark.parametrize("recipe, parameters", [(NANO, 2.46e6), (BASE, 16.1e6)], ids=["nano", "base"])
@@ -348,3 +347,62 @@ def test_a_large_model_is_written_in_shards_that_transformers_reads(tokenizer, t
 
 def test_the_shards_of_base_stay_small():
     assert 2 * Model(BASE.shape).model.embed_tokens.weight.numel() < export.SHARD < 15e6
+
+
+# ----------------------------------------------------------------------------------------- going on with a finished model
+
+
+def test_a_finished_model_goes_on_with_the_last_phase(tokenizer, tmp_path, monkeypatch, capsys):
+    small = tiny(NANO, own=OWN, curves=Curves()).replace(
+        rows=(Rows(1, 256, {EASY: 1.0}),), phases=(Phase(0.5, (Rows(1, 256, {EASY: 0.5, "own/judge_pair": 0.5}),), True),))
+    monkeypatch.setitem(RECIPES, "tiny", small)
+    monkeypatch.setattr(train, "LOOK", 5)
+    argv = ["--recipe", "tiny", "--device", "cpu", "--commit", "abc", "--out"]
+    train.main([*argv, str(tmp_path / "first")])
+    first = export.load(tmp_path / "first")
+    capsys.readouterr()
+    onwards = [*argv, str(tmp_path / "second"), "--continue-from", str(tmp_path / "first"), "--steps", "20"]
+    train.main([*onwards, "--stop-after", "0.000001s"])
+    stopped = state.load_state(tmp_path / "second", small.continued().replace(steps=20))
+    assert stopped[0]["phase"] == 1 and stopped[0]["step"] == 5 and "own replies" in capsys.readouterr().out
+    moved = max(float((stopped[1][f"model.{name}"] - p).abs().max()) for name, p in first.named_parameters())
+    assert 0 < moved < 0.05, "it goes on from the finished weights, not from new ones"
+    with pytest.raises(ConfigError, match="other settings"):  # a state of a continued run is not one of a whole run
+        train.main([*argv, str(tmp_path / "second"), "--resume"])
+    train.main([*onwards, "--resume"])
+    record = json.loads((tmp_path / "second" / "training.json").read_text())
+    assert record["steps"] == 20 and record["before"]["steps"] == 30
+    assert "went on from a finished model" in (tmp_path / "second" / "README.md").read_text()
+    other = small.replace(shape=Shape(dim=16, layers=2, ffn=32, heads=2, kv_heads=1, head_dim=8, positions=4096))
+    monkeypatch.setitem(RECIPES, "tiny", other)
+    with pytest.raises(ConfigError, match="another shape"):
+        train.main([*argv, str(tmp_path / "third"), "--continue-from", str(tmp_path / "first")])
+    with pytest.raises(ConfigError, match="no later phase"):
+        RECIPES["smoke"].continued()
+
+
+def test_own_pairs_to_judge_are_mostly_mixed_and_checked():
+    rng, task = np.random.default_rng(0), load_task("countdown")
+    pairs = [case for _ in range(100) for case in own.cases(rng, FormTask("judge_pair", task), replies(task, rng, 3, 3))]
+    mixed = sum(case.difficulty == 1 for case in pairs)
+    assert 0.55 < mixed / len(pairs) < 0.8
+    assert all("good" in case.solution or "bad" in case.solution for case in pairs)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_writes_what_a_plain_one_writes():
+    """Sampling replays a CUDA graph: greedy tokens must be those of the CPU, with rows that leave the batch on the way."""
+    model = noisy()
+    rng = np.random.default_rng(0)
+    prompts = [[1, *rng.integers(40, 2000, n).tolist()] for n in rng.integers(1, 12, 16)]
+    free = complete(model, prompts, 60, [])
+    stops = sorted({row[5] for row in free[:10]})
+    wanted = complete(model, prompts, 60, stops)
+    from kvasir.lab import sample
+
+    on_device = noisy().to("cuda")
+    rows = sample._Rows(on_device, prompts, 8, lambda logits: logits.argmax(-1))
+    with torch.inference_mode():
+        rows.step()
+    assert rows.graph is not None, "no graph was captured"
+    assert complete(on_device, prompts, 60, stops) == wanted

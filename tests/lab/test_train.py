@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from importlib.resources import files
 
 import numpy as np
 import pytest
@@ -13,11 +12,11 @@ import torch
 from kvasir.errors import ConfigError
 from kvasir.lab import export, train
 from kvasir.lab import state as lab_state
-from kvasir.lab import tokenizer as lab_tokenizer
 from kvasir.lab.data import Mixture, Rows, pack
 from kvasir.lab.evaluate import Score, evaluate, greedy, mean_loss
 from kvasir.lab.model import Model, Shape, block_mask, compiled, document_mask, losses
 from kvasir.lab.recipe import EMBEDDED, RECIPES, SMOKE, find
+from kvasir.lab.sheet import shipped_tokenizer
 from kvasir.lab.task import Documents
 
 TINY = "chain:modulus=5,max_factor=2,min_steps=1,max_steps=1"
@@ -38,7 +37,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return lab_tokenizer.load(str(files("kvasir").joinpath("assets/embedded")))
+    return shipped_tokenizer()
 
 
 def trainer(tokenizer, **changes):

@@ -11,7 +11,6 @@ from kvasir.errors import ConfigError, nearest
 from kvasir.lab.data import Rows
 from kvasir.lab.model import Shape
 
-
 CONTINUED = 2.0  # minutes of going on with a finished model
 
 

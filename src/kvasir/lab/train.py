@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from kvasir.lab.progress import Progress
 from kvasir.lab.recipe import Recipe, find
 from kvasir.lab.report import curves
 from kvasir.lab.sample import serving_copy
+from kvasir.lab.sheet import shipped_tokenizer
 from kvasir.lab.state import NAME, OWN_NAME, load_own, load_state, save_own, save_state
 
 LOOK = 20  # steps between two looks at the device: each one waits for it
@@ -202,7 +202,8 @@ def run(trainer: Trainer, out: Path, *, minutes: float | None, stop_after: float
                     trainer.total = trainer.done + max(0, int((minutes * 60 - trainer.seconds) * speed))
                 million = speed * trainer.tokens / trainer.done / 1e6
                 progress.show(trainer.done, trainer.total, f"loss {values[0]:.3f} right {values[2]:.1%} lr {trainer.rate(trainer.done):.1e} "
-                              f"{million:.3f}M tok/s, waits: {clock.waited:.0%} for data, {clock.waited_device:.0%} for the device, {trainer.seconds:.0f} s")
+                              f"{million:.3f}M tok/s, waits: {clock.waited:.0%} for data, {clock.waited_device:.0%} for the device, "
+                              f"{trainer.seconds:.0f} s")
                 if trainer.done >= len(trainer.history) * trainer.total / VALIDATIONS or trainer.done >= trainer.total:
                     row = trainer.validate(values)
                     progress.say("  held out: " + ", ".join(f"{k} {v:.4f}" for k, v in row.items() if k.endswith(("loss", "right"))))
@@ -356,8 +357,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def _tokenizer(folder: Path | None) -> Any:
     if folder is not None:
         return lab_tokenizer.load(folder)
-    shipped = Path(str(files("kvasir").joinpath("assets/embedded")))
-    return lab_tokenizer.load(shipped) if (shipped / "tokenizer.json").is_file() else lab_tokenizer.train()
+    try:
+        return shipped_tokenizer()
+    except ConfigError:
+        return lab_tokenizer.train()
 
 
 def _commit() -> str:
