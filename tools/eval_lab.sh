@@ -15,13 +15,13 @@ cd "$(dirname "$0")/.."
 mkdir -p "$out"
 
 measure() { # NAME MODEL [options of kvasir eval]
-    name=$1 model=$2
+    case_name=$1 measured=$2
     shift 2
     begin=$(date +%s)
-    if PYTHONPATH=src python3 -m kvasir.cli.main eval "$model" --json "$out/$name.json" "$@" >"$out/$name.txt" 2>&1; then
-        echo "$name: $(($(date +%s) - begin)) s"
+    if PYTHONPATH=src python3 -m kvasir.cli.main eval "$measured" --json "$out/$case_name.json" "$@" >"$out/$case_name.txt" 2>&1; then
+        echo "$case_name: $(($(date +%s) - begin)) s"
     else
-        echo "$name: failed after $(($(date +%s) - begin)) s, see $out/$name.txt"
+        echo "$case_name: failed after $(($(date +%s) - begin)) s, see $out/$case_name.txt"
         failed=1
     fi
 }

@@ -365,7 +365,7 @@ def test_a_finished_model_goes_on_with_the_last_phase(tokenizer, tmp_path, monke
     train.main([*onwards, "--stop-after", "0.000001s"])
     stopped = state.load_state(tmp_path / "second", small.continued().replace(steps=20))
     assert stopped[0]["phase"] == 1 and stopped[0]["step"] == 5 and "own replies" in capsys.readouterr().out
-    moved = max(float((stopped[1][f"model.{name}"] - p).abs().max()) for name, p in first.named_parameters())
+    moved = max(float((stopped[1][f"model.{name}"] - p).abs().max()) for name, p in first.state_dict().items())
     assert 0 < moved < 0.05, "it goes on from the finished weights, not from new ones"
     with pytest.raises(ConfigError, match="other settings"):  # a state of a continued run is not one of a whole run
         train.main([*argv, str(tmp_path / "second"), "--resume"])
@@ -381,6 +381,18 @@ def test_a_finished_model_goes_on_with_the_last_phase(tokenizer, tmp_path, monke
         RECIPES["smoke"].continued()
 
 
+def test_another_models_mistakes_are_learnt_from(tokenizer, monkeypatch):
+    task = load_task("chain")
+    monkeypatch.setattr(own, "complete_all", lambda model, tokenizer, prompts, *a, **k: [model] * len(prompts))
+    kept = []
+    monkeypatch.setattr(own, "all_of", lambda make, chunks, workers: kept.extend(chunks) or [])
+    plan = Own(("chain",), problems=3, samples=8)
+    right = task.problems("train", 1000, 3)[0].solution
+    assert own.own_documents(right, tokenizer, plan, 1, 0, lambda text: None, others=["nonsense"]) == {}
+    pool = [replies for _, chunk in kept for _, replies in chunk]
+    assert [r.texts for r in pool] == [(right,) * 8 + ("nonsense",) * 2] * 3 and pool[0].right == (True,) * 8 + (False,) * 2
+
+
 def test_own_pairs_to_judge_are_mostly_mixed_and_checked():
     rng, task = np.random.default_rng(0), load_task("countdown")
     pairs = [case for _ in range(100) for case in own.cases(rng, FormTask("judge_pair", task), replies(task, rng, 3, 3))]
@@ -390,6 +402,7 @@ def test_own_pairs_to_judge_are_mostly_mixed_and_checked():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_captured_step_writes_what_a_plain_one_writes():
     """Sampling replays a CUDA graph: greedy tokens must be those of the CPU, with rows that leave the batch on the way."""
     model = noisy()

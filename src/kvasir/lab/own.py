@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 OWN_FORMS = ("aggregate", "judge_one", "judge_pair", "self_evaluate", "refine")
 PER_PROBLEM = {"aggregate": 2, "judge_pair": 3, "judge_one": 2}  # cases of a problem, where more than one
 MIXED = 0.5  # of the pairs to judge are mixed where they can be, and more by chance: to tell two apart is what a judge is for
+OTHERS = 4  # another model adds one reply for so many of the model's own
 CHUNK = 64  # problems whose documents one worker makes at a time
 
 
@@ -39,6 +40,11 @@ class Replies:
     texts: tuple[str, ...]
     right: tuple[bool, ...]
     answers: tuple[str | None, ...]
+
+    @staticmethod
+    def join(parts: Sequence[Replies]) -> Replies:
+        """Several models' replies to one problem."""
+        return Replies(parts[0].problem, *(tuple(x for part in parts for x in getattr(part, name)) for name in ("texts", "right", "answers")))
 
 
 def sample_replies(model: Model, tokenizer: Tokenizer, task: Task, split: Split, *, problems: int, samples: int, temperature: float, max_new: int,
@@ -79,18 +85,20 @@ def cases(rng: np.random.Generator, task: FormTask, replies: Replies) -> list[Pr
 
 
 def own_documents(model: Model, tokenizer: Tokenizer, plan: Own, seed: int, workers: int, say: Callable[[str], None],
-                  longest: int = 1024) -> dict[str, Documents]:
+                  longest: int = 1024, others: Sequence[Model] = ()) -> dict[str, Documents]:
     """Sample the model on training problems; by name (``own/aggregate``, ...) the documents of every form, at most ``longest`` tokens each.
 
-    A form that the replies give no document for is left out.
+    A form that the replies give no document for is left out. ``others`` add a few replies to each problem, for their mistakes.
     """
     pool: list[tuple[str, Replies]] = []
     for i, spec in enumerate(plan.tasks):
         begin = time.monotonic()
-        got = sample_replies(model, tokenizer, load_task(spec), "train", problems=plan.problems, samples=plan.samples,
-                             temperature=plan.temperature, max_new=plan.reply_tokens, seed=1000 * seed + i)
-        pool += [(spec, replies) for replies in got]
-        say(f"  own replies: {spec} {np.mean([r.right for r in got]):.1%} right, {time.monotonic() - begin:.1f} s")
+        parts = [sample_replies(one, tokenizer, load_task(spec), "train", problems=plan.problems, samples=samples, temperature=plan.temperature,
+                                max_new=plan.reply_tokens, seed=1000 * seed + i)
+                 for one, samples in [(model, plan.samples), *((other, max(1, plan.samples // OTHERS)) for other in others)]]
+        pool += [(spec, Replies.join(replies)) for replies in zip(*parts, strict=True)]
+        shares = ", ".join(f"{np.mean([r.right for r in part]):.1%}" for part in parts)
+        say(f"  own replies: {spec} {shares} right, {time.monotonic() - begin:.1f} s")
     chunks = [(first, pool[first:first + CHUNK]) for first in range(0, len(pool), CHUNK)]
     made = all_of(partial(_written, tokenizer, seed, longest), chunks, workers)
     parts = {form: [part[form] for part in made if form in part] for form in OWN_FORMS}

@@ -60,6 +60,7 @@ class Trainer:
         self.done, self.total, self.tokens, self.seconds, self.own_seconds, self.phase = 0, recipe.steps, 0, 0.0, 0.0, 0
         self.history: list[dict[str, float]] = []
         self.before: dict[str, Any] = {}
+        self.others: list[Model] = []
 
     def begin_with(self, folder: Path) -> None:
         """Take the weights of a finished model. Raises ConfigError when they are another shape's."""
@@ -81,7 +82,8 @@ class Trainer:
         self.phase += 1
         if phase.own:
             assert self.recipe.own is not None
-            made = own_documents(serving_copy(self.model), self.tokenizer, self.recipe.own, self.recipe.seed + self.phase, self.workers, say)
+            made = own_documents(serving_copy(self.model), self.tokenizer, self.recipe.own, self.recipe.seed + self.phase, self.workers, say,
+                                 others=[serving_copy(other) for other in self.others])
             for name, documents in made.items():
                 self.mixture.add(name, documents)
             save_own(out, self.phase, made)
@@ -284,7 +286,8 @@ def finish(trainer: Trainer, out: Path, started: float, command: str, commit: st
     record: dict[str, Any] = {
         "recipe": recipe.name, "parameters": trainer.model.num_parameters, "steps": trainer.done, "tokens": trainer.tokens,
         "train_seconds": trainer.seconds, "own_seconds": trainer.own_seconds, "device": device, "seed": recipe.seed,
-        "scores": [], "curves": [], "history": trainer.history, "before": trainer.before, "command": command, "commit": commit, "date": date,
+        "scores": [], "curves": [], "history": trainer.history, "before": trainer.before, "attention": "fused" if trainer.compute.fused else "dense",
+        "command": command, "commit": commit, "date": date,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in ("torch", "numpy", "tokenizers", "safetensors")}}}
 
     def write() -> None:
@@ -336,6 +339,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stop-after", type=duration, help="stop and save after this much wall time, such as 8m; go on with --resume")
     parser.add_argument("--resume", action="store_true", help="go on from the state in the folder")
     parser.add_argument("--continue-from", type=Path, help="go on with a finished model: the last phase alone, from new replies of its own")
+    parser.add_argument("--also", type=Path, help="another finished model, whose mistakes are judged and combined, too")
     parser.add_argument("--seed", type=int, help="another seed than the recipe's")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, help="processes that make batches ahead (default: all cores but two with a GPU, 0 on a CPU)")
@@ -406,6 +410,8 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{recipe.name}: {trainer.model.num_parameters / 1e6:.2f}M parameters, {recipe.tokens_per_step:,} tokens a step, {workers} data workers, "
           f"data ready after {time.monotonic() - started:.1f} s", flush=True)
     trainer.compute = _compute(options, recipe)
+    if options.also is not None:
+        trainer.others = [export.load(options.also, trainer.device)]
     if options.continue_from is not None:
         trainer.begin_with(options.continue_from)
     if options.resume:
