@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 OWN_FORMS = ("aggregate", "judge_one", "judge_pair", "self_evaluate", "refine")
 PER_PROBLEM = {"aggregate": 2, "judge_pair": 3, "judge_one": 2}  # cases of a problem, where more than one
-MIXED = 0.5  # of the pairs to judge are mixed where they can be, and more by chance: to tell two apart is what a judge is for
+# The number of right candidates that a form sees more often than the others, and how often: telling two apart is what a judge is for,
+# and a model that combines candidates must not come to trust that one of them is right.
+FAVOURED = {"judge_pair": (1, 0.5), "aggregate": (0, 0.25)}
 OTHERS = 4  # another model adds one reply for so many of the model's own
 CHUNK = 64  # problems whose documents one worker makes at a time
 
@@ -69,7 +71,7 @@ def choose(rng: np.random.Generator, replies: Replies, right: int, count: int) -
 
 
 def cases(rng: np.random.Generator, task: FormTask, replies: Replies) -> list[Problem]:
-    """Training problems of one form on these replies, with every number of right candidates that can be had equally likely; mixed pairs more."""
+    """Training problems of one form on these replies, with every number of right candidates that can be had equally likely (see FAVOURED)."""
     out = []
     for _ in range(PER_PROBLEM.get(task.form, 1)):
         count = int(rng.integers(max(task.shape.least, 1), min(task.shape.most, DRAWN) + 1))
@@ -77,7 +79,9 @@ def cases(rng: np.random.Generator, task: FormTask, replies: Replies) -> list[Pr
         # A problem with replies of one kind only says little: most of those are left out.
         if not possible or (len(possible) == 1 and rng.random() < 0.7):
             continue
-        wanted = 1 if task.form == "judge_pair" and 1 in possible and rng.random() < MIXED else possible[rng.integers(len(possible))]
+        wanted, often = FAVOURED.get(task.form, (0, 0.0))
+        if wanted not in possible or rng.random() >= often:
+            wanted = possible[rng.integers(len(possible))]
         candidates = choose(rng, replies, wanted, count)
         if candidates is not None:
             out.append(task.case(replies.problem, candidates))

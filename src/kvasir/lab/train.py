@@ -42,6 +42,7 @@ from kvasir.lab.state import NAME, OWN_NAME, load_own, load_state, save_own, sav
 LOOK = 20  # steps between two looks at the device: each one waits for it
 WARM = 8  # steps that compile and warm up, not counted as training time
 VALIDATIONS = 10
+VALIDATED = 256  # ready documents of a source for the held-out rows
 
 
 class Trainer:
@@ -50,7 +51,8 @@ class Trainer:
     def __init__(self, recipe: Recipe, tokenizer: Any, device: str, *, compute: Compute = PLAIN, workers: int) -> None:
         self.recipe, self.tokenizer, self.device, self.workers = recipe, tokenizer, torch.device(device), workers
         self.mixture = Mixture(recipe.rows, tokenizer, recipe.seed, later=[p.rows for p in recipe.phases], pool=recipe.pool, workers=workers)
-        self.validation = Mixture(recipe.validate, tokenizer, recipe.seed, split="validation", pool=recipe.pool, workers=workers).batch(0)
+        self.validation = Mixture(recipe.validate, tokenizer, recipe.seed, split="validation", pool=min(recipe.pool or VALIDATED, VALIDATED),
+                                  workers=workers).batch(0)
         self.model = Model(recipe.shape, recipe.seed).to(self.device)
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         vectors = [p for p in self.model.parameters() if p.ndim < 2]
