@@ -37,7 +37,7 @@ for length in 512 1024 2048 4064; do
 done
 for model in nano base; do
     eval "folder=\$$model"
-    measure "lab-$model-tasks" "$folder" --tasks "$trained,$harder" -n 500 "$@"
+    measure "lab-$model-tasks" "$folder" --tasks "$trained,$harder" -n 600 "$@"
     measure "lab-$model-prose" "$folder" --tasks story:form=prose,length=1024,template -n 40 "$@"
     # At temperature 1 the reply rates are those that `reflect` was written with.
     measure "lab-$model-reflect" "$folder" --tasks reflect -n 500 --temperature 1 "$@"

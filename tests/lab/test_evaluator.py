@@ -167,6 +167,12 @@ def test_rechecks_are_counted(llm, tokenizer):
     text = "1+2=5\n\nWait, 1+2=3\n\n3*2=6\n\nWait, 3*2=6\n\nAnswer: 6"
     problem = outcome.exam.problems[0]
     assert outcome.exam.task.tally(problem, text) == {"slips": 1, "right steps": 1, "useful": 1, "needless": 1}
+    task = load_task("schema")
+    problem = next(p for p in task.problems("test", 0, 50) if not p.answer.endswith("#types"))
+    other = problem.solution.replace(":", " :")
+    values = json.dumps({k: type(v)() for k, v in json.loads(problem.solution).items()})
+    assert [task.tally(problem, text)["valid"] for text in (problem.solution, other, values, "{}", "no")] == [1, 1, 1, 0, 0]
+    assert task.check(problem, other) and not task.check(problem, values)
     assert "tally" not in figures(answered(llm, tokenizer, EASY, count=2, max_tokens=4)[0])
 
 
