@@ -195,17 +195,19 @@ BASE = NANO.replace(
     steps=7500, minutes=10.4, lr=2e-3, warmup=300,
 )
 EASY = "chain:modulus=11,max_factor=3,min_steps=1,max_steps=2"
-# The same path in seconds on a CPU: for tests and for a dry run before a device's time is spent.
+# The same path in seconds: for tests and for a dry run before a device's time is spent.
+SMOKE_ROWS = (Rows(6, 256, {EASY: 0.6, "story": 0.2, "schema": 0.1, "tool": 0.2, "chat": 0.1}),
+              Rows(2, 256, {"story:form=prose,length=256": 1.0}, whole=True))
 SMOKE = Recipe(
     name="smoke",
     shape=Shape(dim=32, layers=2, ffn=64, heads=2, kv_heads=1, head_dim=16, positions=256),
-    rows=(
-        Rows(6, 192, {EASY: 0.6, "story": 0.2, "schema": 0.1, "tool": 0.2, "chat": 0.1}),
-        Rows(2, 256, {"story:form=prose,length=256": 1.0}, whole=True),
-    ),
-    validate=(Rows(4, 192, {EASY: 1.0}), Rows(2, 256, {"story:form=prose,length=256": 1.0}, whole=True)),
+    rows=SMOKE_ROWS,
+    phases=(Phase(0.5, (Rows(6, 256, {EASY: 0.5, f"judge_pair/{EASY}": 0.3, "own/judge_pair": 0.2}), SMOKE_ROWS[1]), own=True),),
+    own=Own((EASY,), problems=8, samples=4, reply_tokens=24),
+    curves=Curves((EASY,), 4, samples=4),
+    validate=(Rows(4, 256, {EASY: 1.0}), Rows(2, 256, {"story:form=prose,length=256": 1.0}, whole=True)),
     evaluate=((EASY, 8), ("schema", 8)),
-    steps=30,
+    steps=60,
     warmup=5,
     pool=50,
     reply_tokens=24,
