@@ -21,7 +21,8 @@ from kvasir.lab.task import Documents
 
 TINY = "chain:modulus=5,max_factor=2,min_steps=1,max_steps=1"
 SHAPE = Shape(dim=32, layers=2, ffn=64, heads=2, kv_heads=1, head_dim=16, positions=128)
-RECIPE = SMOKE.replace(name="tiny", shape=SHAPE, phases=(), own=None, curves=Curves(), rows=(Rows(4, 96, {TINY: 0.8, "chat": 0.2}), Rows(1, 128, {"schema": 1.0})),
+RECIPE = SMOKE.replace(name="tiny", shape=SHAPE, phases=(), own=None, curves=Curves(),
+                       rows=(Rows(4, 96, {TINY: 0.8, "chat": 0.2}), Rows(1, 128, {"schema": 1.0})),
                        validate=(Rows(2, 96, {TINY: 1.0}),), evaluate=((TINY, 4),), steps=40, pool=10, reply_tokens=12)
 
 PROSE = Rows(1, 128, {"story:form=prose,length=128": 1.0}, whole=True)
