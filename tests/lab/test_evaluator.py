@@ -16,7 +16,7 @@ from kvasir.errors import ConfigError
 from kvasir.lab import export
 from kvasir.lab import statistics as stats
 from kvasir.lab.evaluate import evaluate
-from kvasir.lab.evaluator import Answers, Exam, Losses, Plan, noise_seed, prepare, read_tokenizer, repetition, run
+from kvasir.lab.evaluator import Answers, Exam, Losses, Plan, noise_seed, prepare, read_tokenizer, repetition, run, run_own
 from kvasir.lab.scores import compare, figures, pass_values, pool_sizes
 from kvasir.lab.task import Problem, load_task
 from kvasir.models import checkpoint
@@ -126,6 +126,56 @@ def test_pool_sizes_and_seeds():
     assert len(seeds) == 200 and all(0 <= s < 1 << 63 for s in seeds)
 
 
+# -------------------------------------------------------------------------------------------------------- own candidates
+
+
+def test_forms_on_candidates_of_the_models_own(llm, tokenizer):
+    plan = Plan((HARD,), count=16, seed=5, samples=8, temperature=1.5, own=True, form="aggregate,judge_pair,refine")
+    (exam,) = prepare(plan, tokenizer)
+    solved, *forms = run_own(llm, exam, plan, tokenizer)
+    again, *_ = answered(llm, tokenizer, HARD, count=16, seed=5, samples=8, temperature=1.5)
+    assert np.array_equal(solved.right, again.right), "the pool is that of a plain run"
+    assert [o.exam.spec for o in forms] == [f"{form}/{HARD}" for form in plan.forms]
+    written = {text for texts in solved.texts for text in texts}
+    for outcome, count in zip(forms, (4, 2, 1)):
+        assert outcome.right.shape == (len(outcome.alone), 1) and {len(p.candidates) for p in outcome.exam.problems} == {count}
+        seen = set()
+        for problem, alone in zip(outcome.exam.problems, outcome.alone):
+            assert set(problem.candidates) <= written and problem.difficulty == sum(problem.right)
+            row = next(i for i, p in enumerate(exam.problems) if p is problem.origin)
+            assert alone == solved.right[row].mean() and set(problem.candidates) <= set(solved.texts[row])
+            seen.add(problem.difficulty)
+        assert len(seen) > 1, "the case must hold more than one mix"
+        found = figures(outcome)["by_difficulty"]
+        assert set(found) == {str(n) for n in seen} and all(0 <= group["alone"] <= 1 for group in found.values())
+    assert "alone" not in figures(solved)["by_difficulty"]["2"]
+
+
+def test_own_candidates_that_cannot_be(llm):
+    for options in (dict(form="solve"), dict(form="aggregate", samples=2), dict(form="aggregate,solve")):
+        with pytest.raises(ConfigError, match="own candidates need"):
+            Plan((HARD,), own=True, **{"samples": 8, **options})
+    with pytest.raises(ConfigError, match="no prompt form named 'agregate'"):
+        Plan((HARD,), own=True, samples=8, form="agregate")
+    with pytest.raises(ConfigError, match="do not go together"):
+        command.run(CONFIG, Plan((HARD,), own=True, samples=8, form="aggregate"), against="--dtype bfloat16", output=None, plot=None)
+
+
+def test_rechecks_are_counted(llm, tokenizer):
+    (outcome,) = answered(llm, tokenizer, "reflect:min_steps=4,max_steps=4", count=4, max_tokens=4)
+    assert figures(outcome)["tally"].keys() == {"slips", "right steps", "useful", "needless"}
+    text = "1+2=5\n\nWait, 1+2=3\n\n3*2=6\n\nWait, 3*2=6\n\nAnswer: 6"
+    problem = outcome.exam.problems[0]
+    assert outcome.exam.task.tally(problem, text) == {"slips": 1, "right steps": 1, "useful": 1, "needless": 1}
+    task = load_task("schema")
+    problem = next(p for p in task.problems("test", 0, 50) if not p.answer.endswith("#types"))
+    other = problem.solution.replace(":", " :")
+    values = json.dumps({k: type(v)() for k, v in json.loads(problem.solution).items()})
+    assert [task.tally(problem, text)["valid"] for text in (problem.solution, other, values, "{}", "no")] == [1, 1, 1, 0, 0]
+    assert task.check(problem, other) and not task.check(problem, values)
+    assert "tally" not in figures(answered(llm, tokenizer, EASY, count=2, max_tokens=4)[0])
+
+
 # ----------------------------------------------------------------------------------------------------- figures by hand
 
 
@@ -139,7 +189,8 @@ def outcome_of(right, votes=None, tokens=10):
 def test_figures_by_hand():
     found = figures(outcome_of([[1], [1], [0], [1]]))
     assert found["exact"] == 0.75 and tuple(found["interval"]) == stats.wilson(3, 4)
-    assert found["by_difficulty"] == {"0": {"problems": 2, "exact": 0.5}, "1": {"problems": 2, "exact": 1.0}}
+    assert found["by_difficulty"] == {"0": {"problems": 2, "exact": 0.5, "interval": list(stats.wilson(1, 2))},
+                                      "1": {"problems": 2, "exact": 1.0, "interval": list(stats.wilson(2, 2))}}
     assert "pass" not in found
     pool = outcome_of([[1, 0], [0, 0]], votes=[["5", "6"], [None, None]])
     assert figures(pool)["pass"]["2"]["share"] == 0.5 and figures(pool)["majority"]["2"]["share"] == 0.25

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvasir.errors import ConfigError
-from kvasir.lab.forms import FORMS, FormTask, ratings, render, target
+from kvasir.lab.forms import CHECKED, FORMS, FormTask, ratings, render, target, verdict
 from kvasir.lab.sheet import shipped_tokenizer
-from kvasir.lab.task import load_task
+from kvasir.lab.task import Problem, load_task
 
 TASKS = ["chain", "reflect", "long_add", "countdown", "path", "facts", "needle", "state"]
 JUDGED = [form for form in FORMS if form != "solve"]
@@ -52,7 +52,10 @@ def test_targets_are_right_for_every_mix_of_candidates(name, form):
                 a, b = ratings(case.solution)
                 assert (a > b) == (mix == (True, False)) and (a == b) == (mix[0] == mix[1]) and (a > 5) == mix[0]
             else:
-                assert case.solution == ("Yes" if mix[0] else "No") and not asks.check(case, "No" if mix[0] else "Yes")
+                assert verdict(case.solution) == ("Yes" if mix[0] else "No") and not asks.check(case, "No" if mix[0] else "Yes")
+            if form in CHECKED:  # the check comes first, and a model may leave it out
+                check, said = task.verify(problem, case.candidates), target(form, problem, case.candidates, mix)
+                assert case.solution == f"{check}\n{said}" and asks.check(case, said)
 
 
 @pytest.mark.parametrize("form", JUDGED)
@@ -177,3 +180,75 @@ def test_a_wrong_number_of_candidates_is_refused(form, count):
     with pytest.raises(ConfigError, match="candidates"):
         render(form, problem, [""] * count)
     assert target("solve", problem, [], []) == problem.solution
+
+
+# ------------------------------------------------------------------------------------------------------- written checks
+
+
+def said(check: str, count: int) -> list[list[bool]]:
+    """The verdicts at the ends of a check's lines, those of one line together."""
+    found = []
+    for line in check.split("\n"):
+        words = line.split(" ")
+        tail = list(itertools.takewhile(lambda w: w in ("good", "bad"), reversed(words)))[::-1]
+        assert len(tail) in (0, 1, count), line
+        if tail:
+            found.append([word == "good" for word in tail])
+    return found
+
+
+@pytest.mark.parametrize("name", [*TASKS, "path:form=star", "state:kind=parity", "chain:modulus=499,max_factor=30,max_steps=10"])
+def test_the_verdict_follows_from_the_check(name):
+    """The last verdicts of a check are those of the exact checker, whichever candidates are wrong."""
+    task = load_task(name)
+    rng = np.random.default_rng(4)
+    drawn = task.drawn(rng, "train", 60)
+    problems = task.as_problems(drawn, rng)
+    columns = [task.written(drawn, rng, rng.random(60) < 0.5) for _ in range(2)]
+    for problem, *candidates in zip(problems, *columns, strict=True):
+        right = [task.check(problem, text) for text in candidates]
+        verdicts = said(task.verify(problem, candidates), 2)
+        last = [v for line in verdicts[-2:] for v in line] if len(verdicts[-1]) == 1 else verdicts[-1]
+        assert last == right, (problem, candidates)
+        assert len(task.verify(problem, candidates)) < 1200
+
+
+def test_a_check_by_hand():
+    def asked(question, answer="", solution=""):
+        return Problem(({"role": "user", "content": question},), solution, answer)
+
+    game = asked("Make 22 from 7, 4, 3, 9.")
+    verify = load_task("countdown").verify
+    assert verify(game, ["7*4=28\n9-3=6\n28-6=22\nAnswer: 22"]) == "7*4=28, 3 9 28\n9-3=6, 28 6\n28-6=22, 22\n22 of 22 good"
+    for reply, last in (("7*4=28\nAnswer: 22", "28 of 22 bad"), ("7*4=27\nAnswer: 22", "7*4=28 bad"), ("7*7=49\nAnswer: 22", "7*7 bad"),
+                        ("7*5=35\nAnswer: 22", "7*5 bad"), ("7/4=1\nAnswer: 22", "7/4 bad"), ("seven\nAnswer: 22", "bad"), ("", "bad"),
+                        ("Answer: 7*4-(9-3)", "good"), ("9+9=18\n18+4=22\nAnswer: 22", "9+9 bad")):
+        assert verify(game, [reply]).split("\n")[-1] == last, reply
+    roads = asked("Roads: A B, C A, D B, C E. Shortest way from D to E?")
+    verify = load_task("path").verify
+    assert verify(roads, ["Answer: D B A C E", "Answer: D A C E"]) == "D B\nB A\nA C\nC E\n4\nD B, A B, C A, C E: 4 good\nD A bad"
+    for reply, last in (("Answer: D B", "D B to B bad"), ("Answer: B A", "from B bad"), ("none", "from bad"), ("Answer: D B D B A C E",
+                        "D B, D B, D B, A B, C A, C E: 6 bad"), ("Answer: " + "D B " * 40 + "E", None)):
+        line = verify(roads, [reply]).split("\n")[-1]
+        assert line.endswith("bad") and (last is None or line == last) and len(line) < 100, line
+    row = asked("Row C A B. Swap 1 2, 2 3, 1 3. Write the row after every 2 swaps.", "A C B")
+    wrong = "A C B\nAnswer: C A B"
+    right = load_task("state:items=3").verify(row, [wrong, "A B C\nAnswer: C B A"]).split("\n")
+    assert right == ["A C B", "A B C bad good", "C B A", "Answer: C B A bad bad"]  # the answer given here is not the row's: the checker's word counts
+    chain = load_task("chain").verify(asked("", "67", "12+45=57\n57+10=67\nAnswer: 67"), ["12+45=57\n57+10=66\nAnswer: 66"])
+    assert chain == "12+45=57 good\n57+10=67 bad\nAnswer: 67 bad"
+
+
+def test_a_check_of_slips_and_repairs_is_the_plain_chain():
+    task = load_task("reflect:slip=0.5,needless=0.5")
+    for problem in task.problems("test", 0, 20):
+        check = task.verify(problem, [problem.solution])
+        assert "Wait" not in check and check.endswith(f"Answer: {problem.answer} good") and len(check.split("\n")) == problem.difficulty + 1
+
+
+def test_checked_documents_carry_loss_on_the_check(tokenizer):
+    made = load_task("judge_pair/chain").documents(tokenizer, np.random.default_rng(2), 30)
+    assert 0.25 < made.trained.mean() < 0.5
+    assert load_task("judge_pair/chain").pool and not load_task("aggregate/chain").pool
+    mixed = [p for p in load_task("judge_pair/chain").problems("test", 0, 400) if p.difficulty == 1]
+    assert 0.42 < len(mixed) / 400 < 0.58

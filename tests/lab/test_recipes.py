@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from importlib.resources import files
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 from kvasir.errors import ConfigError
 from kvasir.lab import export, own, state, train
-from kvasir.lab import tokenizer as lab_tokenizer
 from kvasir.lab.card import card
 from kvasir.lab.data import Mixture, Rows
 from kvasir.lab.forms import FormTask
@@ -20,6 +18,7 @@ from kvasir.lab.model import PLAIN, Compute, Model, Shape
 from kvasir.lab.recipe import BASE, NANO, RECIPES, Curves, Own, Phase
 from kvasir.lab.report import curves
 from kvasir.lab.sample import complete, complete_all
+from kvasir.lab.sheet import shipped_tokenizer
 from kvasir.lab.task import load_task
 from kvasir.lab.workers import ahead, all_of
 
@@ -53,7 +52,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return lab_tokenizer.load(str(files("kvasir").joinpath("assets/embedded")))
+    return shipped_tokenizer()
 
 
 @pytest.mark.parametrize("recipe, parameters", [(NANO, 2.46e6), (BASE, 16.1e6)], ids=["nano", "base"])
@@ -130,7 +129,7 @@ def test_a_lost_or_foreign_file_of_own_replies_is_refused(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("change, said", [
-    ({"phases": (Phase(0.5, NANO.rows), Phase(0.2, NANO.rows))}, "one after another"), ({"phases": (Phase(1.0, NANO.rows),)}, "between 0 and 1"),
+    ({"phases": (Phase(0.5, NANO.rows), Phase(0.2, NANO.rows))}, "one after another"), ({"phases": (Phase(1.0, NANO.rows),)}, "before 1"),
     ({"phases": (Phase(0.5, NANO.rows[:1]),)}, "same counts and lengths"), ({"own": None}, "own"),
     ({"shape": Shape(positions=1024)}, "exceed")])
 def test_a_recipe_that_cannot_work_is_refused(change, said):
@@ -348,3 +347,75 @@ def test_a_large_model_is_written_in_shards_that_transformers_reads(tokenizer, t
 
 def test_the_shards_of_base_stay_small():
     assert 2 * Model(BASE.shape).model.embed_tokens.weight.numel() < export.SHARD < 15e6
+
+
+# ----------------------------------------------------------------------------------------- going on with a finished model
+
+
+def test_a_finished_model_goes_on_with_the_last_phase(tokenizer, tmp_path, monkeypatch, capsys):
+    small = tiny(NANO, own=OWN, curves=Curves()).replace(
+        rows=(Rows(1, 256, {EASY: 1.0}),), phases=(Phase(0.5, (Rows(1, 256, {EASY: 0.5, "own/judge_pair": 0.5}),), True),))
+    monkeypatch.setitem(RECIPES, "tiny", small)
+    monkeypatch.setattr(train, "LOOK", 5)
+    argv = ["--recipe", "tiny", "--device", "cpu", "--commit", "abc", "--out"]
+    train.main([*argv, str(tmp_path / "first")])
+    first = export.load(tmp_path / "first")
+    capsys.readouterr()
+    onwards = [*argv, str(tmp_path / "second"), "--continue-from", str(tmp_path / "first"), "--steps", "20"]
+    train.main([*onwards, "--stop-after", "0.000001s"])
+    stopped = state.load_state(tmp_path / "second", small.continued().replace(steps=20))
+    assert stopped[0]["phase"] == 1 and stopped[0]["step"] == 5 and "own replies" in capsys.readouterr().out
+    moved = max(float((stopped[1][f"model.{name}"] - p).abs().max()) for name, p in first.state_dict().items())
+    assert 0 < moved < 0.05, "it goes on from the finished weights, not from new ones"
+    with pytest.raises(ConfigError, match="other settings"):  # a state of a continued run is not one of a whole run
+        train.main([*argv, str(tmp_path / "second"), "--resume"])
+    train.main([*onwards, "--resume"])
+    record = json.loads((tmp_path / "second" / "training.json").read_text())
+    assert record["steps"] == 20 and record["before"]["steps"] == 30
+    assert "went on from a finished model" in (tmp_path / "second" / "README.md").read_text()
+    other = small.replace(shape=Shape(dim=16, layers=2, ffn=32, heads=2, kv_heads=1, head_dim=8, positions=4096))
+    monkeypatch.setitem(RECIPES, "tiny", other)
+    with pytest.raises(ConfigError, match="another shape"):
+        train.main([*argv, str(tmp_path / "third"), "--continue-from", str(tmp_path / "first")])
+    with pytest.raises(ConfigError, match="no later phase"):
+        RECIPES["embedded"].continued()
+
+
+def test_another_models_mistakes_are_learnt_from(tokenizer, monkeypatch):
+    task = load_task("chain")
+    monkeypatch.setattr(own, "complete_all", lambda model, tokenizer, prompts, *a, **k: [model] * len(prompts))
+    kept = []
+    monkeypatch.setattr(own, "all_of", lambda make, chunks, workers: kept.extend(chunks) or [])
+    plan = Own(("chain",), problems=3, samples=8)
+    right = task.problems("train", 1000, 3)[0].solution
+    assert own.own_documents(right, tokenizer, plan, 1, 0, lambda text: None, others=["nonsense"]) == {}
+    pool = [replies for _, chunk in kept for _, replies in chunk]
+    assert [r.texts for r in pool] == [(right,) * 8 + ("nonsense",) * 2] * 3 and pool[0].right == (True,) * 8 + (False,) * 2
+
+
+def test_own_pairs_to_judge_are_mostly_mixed_and_checked():
+    rng, task = np.random.default_rng(0), load_task("countdown")
+    pairs = [case for _ in range(100) for case in own.cases(rng, FormTask("judge_pair", task), replies(task, rng, 3, 3))]
+    mixed = sum(case.difficulty == 1 for case in pairs)
+    assert 0.55 < mixed / len(pairs) < 0.8
+    assert all("good" in case.solution or "bad" in case.solution for case in pairs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_captured_step_writes_what_a_plain_one_writes():
+    """Sampling replays a CUDA graph: greedy tokens must be those of the CPU, with rows that leave the batch on the way."""
+    model = noisy()
+    rng = np.random.default_rng(0)
+    prompts = [[1, *rng.integers(40, 2000, n).tolist()] for n in rng.integers(1, 12, 16)]
+    free = complete(model, prompts, 60, [])
+    stops = sorted({row[5] for row in free[:10]})
+    wanted = complete(model, prompts, 60, stops)
+    from kvasir.lab import sample
+
+    on_device = noisy().to("cuda")
+    rows = sample._Rows(on_device, prompts, 8, lambda logits: logits.argmax(-1))
+    with torch.inference_mode():
+        rows.step()
+    assert rows.graph is not None, "no graph was captured"
+    assert complete(on_device, prompts, 60, stops) == wanted

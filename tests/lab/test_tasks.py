@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvasir.errors import ConfigError
-from kvasir.lab import tokenizer as lab_tokenizer
+from kvasir.lab.sheet import shipped_tokenizer
 from kvasir.lab.task import SPLITS, encode, load_task, split_of
 from kvasir.technique import names
 
@@ -19,9 +19,7 @@ ANSWERED = [name for name in NAMES if load_task(name).scored == "answer"]
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    from importlib.resources import files
-
-    return lab_tokenizer.load(str(files("kvasir").joinpath("assets/embedded")))
+    return shipped_tokenizer()
 
 
 def test_the_tasks_are_found_by_name():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from importlib.resources import files
 
 import numpy as np
 import pytest
@@ -13,16 +12,17 @@ import torch
 from kvasir.errors import ConfigError
 from kvasir.lab import export, train
 from kvasir.lab import state as lab_state
-from kvasir.lab import tokenizer as lab_tokenizer
 from kvasir.lab.data import Mixture, Rows, pack
 from kvasir.lab.evaluate import Score, evaluate, greedy, mean_loss
 from kvasir.lab.model import Model, Shape, block_mask, compiled, document_mask, losses
-from kvasir.lab.recipe import EMBEDDED, RECIPES, SMOKE, find
+from kvasir.lab.recipe import EMBEDDED, RECIPES, SMOKE, Curves, find
+from kvasir.lab.sheet import shipped_tokenizer
 from kvasir.lab.task import Documents
 
 TINY = "chain:modulus=5,max_factor=2,min_steps=1,max_steps=1"
 SHAPE = Shape(dim=32, layers=2, ffn=64, heads=2, kv_heads=1, head_dim=16, positions=128)
-RECIPE = SMOKE.replace(name="tiny", shape=SHAPE, rows=(Rows(4, 96, {TINY: 0.8, "chat": 0.2}), Rows(1, 128, {"schema": 1.0})),
+RECIPE = SMOKE.replace(name="tiny", shape=SHAPE, phases=(), own=None, curves=Curves(),
+                       rows=(Rows(4, 96, {TINY: 0.8, "chat": 0.2}), Rows(1, 128, {"schema": 1.0})),
                        validate=(Rows(2, 96, {TINY: 1.0}),), evaluate=((TINY, 4),), steps=40, pool=10, reply_tokens=12)
 
 PROSE = Rows(1, 128, {"story:form=prose,length=128": 1.0}, whole=True)
@@ -38,7 +38,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return lab_tokenizer.load(str(files("kvasir").joinpath("assets/embedded")))
+    return shipped_tokenizer()
 
 
 def trainer(tokenizer, **changes):

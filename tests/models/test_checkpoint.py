@@ -151,4 +151,8 @@ def test_the_embedded_model(monkeypatch, tmp_path):
         checkpoint.resolve("")
     (tmp_path / "assets" / "embedded").mkdir(parents=True)
     (tmp_path / "assets" / "embedded" / "config.json").write_text("{}")
-    assert checkpoint.resolve("") == tmp_path / "assets" / "embedded"
+    assert checkpoint.resolve("") == checkpoint.resolve("embedded") == tmp_path / "assets" / "embedded"
+    (tmp_path / "assets" / "base").mkdir()
+    (tmp_path / "assets" / "base" / "config.json").write_text("{}")
+    for name in ("", "embedded", "base"):
+        assert checkpoint.resolve(name) == tmp_path / "assets" / "base"

@@ -66,6 +66,8 @@ def run(config: EngineConfig, plan: Plan, *, against: str | None, output: Path |
 
     if plot is not None:
         plots.check()
+    if plan.own and against:
+        raise ConfigError("--own and --against do not go together: two configurations write different candidates, so nothing would be paired")
     configs = {config.model.model or "embedded": config} | ({against: second_config(config, against)} if against else {})
     tokenizers = [read_tokenizer(checkpoint.resolve(c.model.tokenizer or c.model.model, c.model.revision)) for c in configs.values()]
     if any(t.get_vocab() != tokenizers[0].get_vocab() for t in tokenizers):
@@ -90,18 +92,22 @@ def run(config: EngineConfig, plan: Plan, *, against: str | None, output: Path |
 def _answer(config: EngineConfig, exams: Sequence[Exam], plan: Plan, tokenizer: Any) -> list[Outcome]:
     from kvasir.api.llm import LLM
     from kvasir.lab.evaluator import run as put
+    from kvasir.lab.evaluator import run_own
 
-    found = []
+    found: list[Outcome] = []
     with LLM(config=config) as llm:
         for exam in exams:
             log.info("%s: %d problems of %s", config.model.model or "embedded", len(exam.prompts), exam.spec)
-            found.append(put(llm, exam, plan, tokenizer, progress=sys.stdout.isatty()))
+            if plan.own:
+                found += run_own(llm, exam, plan, tokenizer, progress=sys.stdout.isatty())
+            else:
+                found.append(put(llm, exam, plan, tokenizer, progress=sys.stdout.isatty()))
     return found
 
 
 def _described(plan: Plan) -> dict[str, Any]:
     return {"tasks": list(plan.tasks), "form": plan.form, "split": plan.split, "n": plan.count, "seed": plan.seed, "samples": plan.samples,
-            "temperature": plan.heat, "max_tokens": plan.max_tokens}
+            "temperature": plan.heat, "max_tokens": plan.max_tokens, "own": plan.own}
 
 
 def _changes(config: EngineConfig) -> dict[str, Any]:
@@ -134,7 +140,7 @@ def show(outcome: dict[str, Any]) -> None:
 def _tables(metrics: dict[str, dict[str, Any]]) -> list[Any]:
     """One task's figures by configuration: ``tokens`` are those of a reply, ``source`` the bits a byte its known source needs."""
     answers, losses = _table("exact %", "95 %", "problems", "tokens", "cut", "s"), _table("perplexity", "bits a byte", "95 %", "source", "documents")
-    groups, pools = _table("difficulty", "exact %", "problems"), _table("k", "pass@k %", "95 %", "majority@k %", "95 %")
+    groups, pools = _table("difficulty", "exact %", "95 %", "problems", "alone %"), _table("k", "pass@k %", "95 %", "majority@k %", "95 %")
     for letter, m in metrics.items():
         if "perplexity" in m:
             source = f"{m['source_bits_per_byte']:.4f}" if "source_bits_per_byte" in m else "unknown"
@@ -144,7 +150,8 @@ def _tables(metrics: dict[str, dict[str, Any]]) -> list[Any]:
         answers.add_row(letter, f"{100 * m['exact']:.2f}", _percents(m["interval"]), f"{m['problems']:,}", f"{m['tokens_per_reply']:.1f}",
                         f"{m['cut_replies']}", f"{m['seconds']:.1f}")
         for difficulty, group in m["by_difficulty"].items():
-            groups.add_row(letter, difficulty, f"{100 * group['exact']:.2f}", f"{group['problems']:,}")
+            groups.add_row(letter, difficulty, f"{100 * group['exact']:.2f}", _percents(group["interval"]), f"{group['problems']:,}",
+                           f"{100 * group['alone']:.2f}" if "alone" in group else "")
         for k, passed in m.get("pass", {}).items():
             vote = m.get("majority", {}).get(k)
             pools.add_row(letter, k, f"{100 * passed['share']:.2f}", _percents(passed["interval"]),

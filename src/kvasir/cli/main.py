@@ -121,6 +121,7 @@ def evaluate(model: Model = "", tasks: Annotated[str, typer.Option(help="Tasks a
              samples: Annotated[int, typer.Option(min=1, help="Replies a problem, for pass@k and majority@k.")] = 1,
              temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy; default: greedy for one reply, else 0.8.")] = None,
              max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens a reply; default: twice the longest solution and 32.")] = None,
+             own: Annotated[bool, typer.Option("--own", help="With --form, several too: on the model's own candidates.")] = False,
              against: Annotated[str | None, typer.Option(help="A second configuration on the same problems: more switches, in quotes.")] = None,
              output: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None,
              plot: Annotated[Path | None, typer.Option(help="Draw the result into this PNG file.")] = None, **options: Any) -> None:
@@ -130,7 +131,7 @@ def evaluate(model: Model = "", tasks: Annotated[str, typer.Option(help="Tasks a
 
     check_output(output, make=True)
     check_output(plot, make=True)
-    plan = Plan(command.split_tasks(tasks), count, seed, split, form, samples, temperature, max_tokens)  # type: ignore[arg-type]
+    plan = Plan(command.split_tasks(tasks), count, seed, split, form, samples, temperature, max_tokens, own)  # type: ignore[arg-type]
     command.run(build_settings({"model": model, **options}, EngineConfig), plan, against=against, output=output, plot=plot)
 
 

@@ -74,8 +74,13 @@ Prose: 19 public-domain children's books, 8 MB (list and terms in `src/kvasir/la
 
     {run['command']}
 
-Commit {run['commit']}. Versions: {versions}. Started {run['date']}.
+{_before(run.get('before'))}Commit {run['commit']}. Versions: {versions}. Started {run['date']}.
 """
+
+
+def _before(run: dict[str, Any] | None) -> str:
+    return f"The run went on from a finished model ({run['tokens'] / 1e6:.1f}M tokens, {run['train_seconds']:.0f} s):\n\n    {run['command']}\n\n" \
+        if run else ""
 
 
 def _mixture(recipe: Recipe) -> str:

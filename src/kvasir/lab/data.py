@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 POOL_STREAM = 1 << 40  # keeps the pools' random streams apart from those of the batches
 PIECE = 500  # documents of a pool that one worker makes at a time
 MEASURED = 200  # documents whose mean length stands for a source's
+QUARTERS = 4  # sizes that a part's targets are rounded up to
 OWN = "own/"  # begins the names of documents made from the model's own replies; they come from `Mixture.add`
 
 
@@ -44,11 +45,14 @@ class Rows:
 
 @dataclass(slots=True)
 class Batch:
-    """ids [B, T] int32; documents [B, T] int16, numbered within a row; trained [B, T] bool; num_trained targets in all."""
+    """ids [B, T] int32; documents [B, T] int16, numbered within a row; trained [B, T] bool; num_trained targets in all.
+
+    chosen [M] int32: the flat places of the trained tokens, and others after them up to a whole quarter of all: few sizes of M, few graphs."""
 
     ids: np.ndarray
     documents: np.ndarray
     trained: np.ndarray
+    chosen: np.ndarray
     num_trained: int
     num_tokens: int
 
@@ -86,7 +90,17 @@ def pack(documents: Documents, count: int, length: int) -> Batch:
         room[left].append(row)
     trained[:, 0] = False
     trained[:, 1:] &= number[:, 1:] == number[:, :-1]
-    return Batch(ids, number, trained, int(trained.sum()), int((number >= 0).sum()))
+    return Batch(ids, number, trained, targets(trained), int(trained.sum()), int((number >= 0).sum()))
+
+
+def targets(trained: np.ndarray) -> np.ndarray:
+    """`Batch.chosen` of ``trained`` [B, T]. No place stands in it twice: gradients meet there."""
+    can = np.ones_like(trained)
+    can[:, 0] = False
+    first, rest = np.flatnonzero(trained & can), np.flatnonzero(~trained & can)
+    quarter = max(1, trained.size // QUARTERS)
+    wanted = max(1, -(-len(first) // quarter)) * quarter
+    return np.concatenate([first, rest[:max(0, wanted - len(first))]]).astype(np.int32)
 
 
 class Mixture:

@@ -9,10 +9,11 @@ Shape suffixes: N problems, S samples a problem.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,10 @@ import numpy as np
 
 from kvasir.errors import ConfigError
 from kvasir.lab import tokenizer as lab_tokenizer
+from kvasir.lab.forms import DRAWN as MOST_CANDIDATES
+from kvasir.lab.forms import FormTask
+from kvasir.lab.forms import find as find_form
+from kvasir.lab.own import Replies, choose
 from kvasir.lab.task import SPLITS, Problem, Split, Task, load_task
 from kvasir.types import SamplingParams
 
@@ -40,7 +45,8 @@ class Plan:
     """What to ask: ``count`` problems of every task, in the prompt form ``form`` (see `kvasir.lab.forms`).
 
     ``samples`` > 1 draws a pool of replies a problem. ``temperature`` None: greedy for one reply, else 0.8. ``max_tokens``
-    None: twice the longest reference solution of the task, and 32."""
+    None: twice the longest reference solution of the task, and 32. ``own``: the candidates of a form are the model's own replies
+    (`run_own`), and ``form`` may name several, joined by commas."""
 
     tasks: tuple[str, ...]
     count: int = 1000
@@ -50,6 +56,7 @@ class Plan:
     samples: int = 1
     temperature: float | None = None
     max_tokens: int | None = None
+    own: bool = False
 
     def __post_init__(self) -> None:
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):
@@ -59,6 +66,9 @@ class Plan:
                 raise ConfigError(f"{name}={value} must be at least 1")
         if self.seed < 0:
             raise ConfigError(f"seed={self.seed} must not be negative")
+        if self.own and (self.samples < MOST_CANDIDATES or any(find_form(form).least == 0 for form in self.forms)):
+            raise ConfigError(f"own candidates need a form other than 'solve', and a pool of at least {MOST_CANDIDATES} samples a problem to choose "
+                              f"from, not form={self.form!r} and samples={self.samples}")
         if self.split not in SPLITS:
             raise ConfigError(f"no split named '{self.split}'; there are {', '.join(SPLITS)}")
         if self.heat < 0 or self.samples > 1 and self.heat == 0:
@@ -66,8 +76,12 @@ class Plan:
 
     @property
     def specs(self) -> list[str]:
-        """The tasks as `load_task` reads them, the form included."""
-        return [spec if self.form == "solve" else f"{self.form}/{spec}" for spec in self.tasks]
+        """The tasks as `load_task` reads them, the form included; a form on own candidates begins with solving."""
+        return [spec if self.form == "solve" or self.own else f"{self.form}/{spec}" for spec in self.tasks]
+
+    @property
+    def forms(self) -> list[str]:
+        return [form.strip() for form in self.form.split(",")]
 
     @property
     def heat(self) -> float:
@@ -89,7 +103,9 @@ class Exam:
 @dataclass(frozen=True)
 class Answers:
     """Outcomes of a task with answers. right [N, S] bool; tokens [N, S] generated, the end mark included; ``votes``: the
-    canonical answer of every sample, None where none was found; ``num_cut``: replies that met the limit."""
+    canonical answer of every sample, None where none was found; ``num_cut``: replies that met the limit; ``texts``: the replies.
+
+    alone [N]: for candidates of the model's own, the share of its replies that solve the same problem without candidates."""
 
     exam: Exam
     right: np.ndarray
@@ -97,6 +113,8 @@ class Answers:
     votes: list[list[str | None]]
     num_cut: int
     seconds: float
+    texts: list[list[str]] = field(default_factory=list)
+    alone: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -189,6 +207,33 @@ def run(llm: LLM, exam: Exam, plan: Plan, tokenizer: Tokenizer, *, progress: boo
     return _answers(exam, llm.generate(prompts, params, use_tqdm=progress), tokenizer, started)
 
 
+def run_own(llm: LLM, exam: Exam, plan: Plan, tokenizer: Tokenizer, *, progress: bool = False) -> list[Outcome]:
+    """The model's pool of replies to an exam, and one outcome for every form on candidates from that pool, in every mix of right and
+    wrong that a problem's pool holds; one greedy reply each. A form for which no problem holds candidates is left out."""
+    solved = run(llm, exam, plan, tokenizer, progress=progress)
+    assert isinstance(solved, Answers), "only a task with answers has forms"
+    pool = [Replies(problem, tuple(texts), tuple(map(bool, right)), tuple(votes))
+            for problem, texts, right, votes in zip(exam.problems, solved.texts, solved.right, solved.votes)]
+    found: list[Outcome] = [solved]
+    once = dataclasses.replace(plan, samples=1, temperature=None, own=False, form="solve")
+    for form in plan.forms:
+        task = FormTask(form, exam.task)
+        rng = np.random.default_rng(plan.seed)
+        count = min(task.shape.most, MOST_CANDIDATES)
+        drawn = [(choose(rng, replies, right, count), replies) for replies in pool for right in range(count + 1)]
+        cases = [(task.case(replies.problem, texts), float(np.mean(replies.right))) for texts, replies in drawn if texts is not None]
+        # A candidate that rambles may leave no room for a reply.
+        coded = [e.ids for e in tokenizer.encode_batch_fast([case.prompt for case, _ in cases], add_special_tokens=False)]
+        wanted = [len(e.ids) + 1 for e in tokenizer.encode_batch_fast([case.solution for case, _ in cases], add_special_tokens=False)]
+        fits = [i for i in range(len(cases)) if len(coded[i]) + wanted[i] < llm.info.max_model_len]
+        if not fits:
+            continue
+        asked = Exam(f"{form}/{exam.spec}", task, [cases[i][0] for i in fits], [coded[i] for i in fits], 2 * max(wanted[i] for i in fits) + 32)
+        outcome = run(llm, asked, once, tokenizer, progress=progress)
+        found.append(dataclasses.replace(outcome, alone=np.array([cases[i][1] for i in fits])))
+    return found
+
+
 def noise_seed(seed: int, spec: str, number: int) -> int:
     """The seed of one problem's samples: 63 bits that differ for every seed, task and problem."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{spec}/{number}".encode(), digest_size=8).digest(), "little") >> 1
@@ -201,7 +246,7 @@ def _answers(exam: Exam, outputs: list[RequestOutput], tokenizer: Tokenizer, sta
     tokens = np.array([[len(o.token_ids) for o in output.outputs] for output in outputs])
     votes = [[exam.task.answer(reply) for reply in texts] for texts in replies]
     num_cut = sum(o.finish_reason == "length" for output in outputs for o in output.outputs)
-    return Answers(exam, right, tokens, votes, num_cut, seconds)
+    return Answers(exam, right, tokens, votes, num_cut, seconds, replies)
 
 
 def _losses(exam: Exam, outputs: list[RequestOutput], tokenizer: Tokenizer, started: float) -> Losses:

@@ -10,15 +10,15 @@ Shape suffixes: N problems, J candidates of a problem.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvasir.errors import ConfigError, nearest
-from kvasir.lab.chat import Message
-from kvasir.lab.sheet import ASSISTANT, END, USER, Drawn, Sheet, open_turn
-from kvasir.lab.task import Documents, Problem, Split, Task, generator
+from kvasir.lab.chat import Message, Segment
+from kvasir.lab.sheet import ASSISTANT, END, SYSTEMS, USER, Drawn, Sheet, open_turn
+from kvasir.lab.task import Documents, Problem, Split, Task, encode, generator
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -47,11 +47,13 @@ class Form:
 FORMS: dict[str, Form] = {
     "solve": Form((), "", 0),
     "aggregate": Form(tuple(f"Candidate {i}:" for i in range(1, 9)), "Candidates may be wrong. Solve the problem.", 2),
-    "judge_one": Form(("Solution:",), "Is this solution right? Reply Yes or No."),
-    "judge_pair": Form(("Solution A:", "Solution B:"), "Rate both solutions from 1 to 9.", 2),
+    "judge_one": Form(("Solution:",), "Is this solution right? Check it, then write Yes or No."),
+    "judge_pair": Form(("Solution A:", "Solution B:"), "Check both solutions, then rate them from 1 to 9.", 2),
     "self_evaluate": Form(("",), "Is your answer right? Reply Yes or No.", own=True),
     "refine": Form(("Attempt:",), "This attempt may be wrong. Write a right solution."),
 }
+CHECKED = ("judge_one", "judge_pair")  # the forms whose reply is a written check (`Task.verify`) and, after it, the verdict
+POOL = 3000  # training documents of a checked form, written once: checks are text, not a sheet
 DRAWN = 4  # candidates of an aggregate prompt in training and by default: 2 to this many
 
 
@@ -86,7 +88,8 @@ def render(name: str, problem: Problem, candidates: Sequence[str]) -> tuple[Mess
 
 
 def target(name: str, problem: Problem, candidates: Sequence[str], right: Sequence[bool]) -> str:
-    """The reply to learn: a verdict, or a right solution (a right candidate if there is one, else the task's own)."""
+    """The reply to learn: a verdict (a checked form's comes after its check), or a right solution: a right candidate if there
+    is one, else the task's own."""
     if name in ("judge_one", "self_evaluate"):
         return YES_NO[right[0]]
     if name == "judge_pair":
@@ -94,9 +97,14 @@ def target(name: str, problem: Problem, candidates: Sequence[str], right: Sequen
     return next((text for text, ok in zip(candidates, right, strict=True) if ok), problem.solution)
 
 
+def verdict(reply: str) -> str:
+    """The last line: what a judgement comes to."""
+    return reply.strip().rsplit("\n", 1)[-1]
+
+
 def ratings(reply: str) -> tuple[int, int] | None:
-    """The two ratings of a pair's judgement, 1 to 9; None when it is not one."""
-    lines = reply.strip().split("\n")
+    """The two ratings, 1 to 9, that end a pair's judgement; None when it ends otherwise."""
+    lines = reply.strip().split("\n")[-2:]
     if len(lines) != 2:
         return None
     numbers = [line.removeprefix(head) for line, head in zip(lines, ("A: ", "B: "), strict=True)]
@@ -105,12 +113,21 @@ def ratings(reply: str) -> tuple[int, int] | None:
     return None
 
 
+def opened(case: Problem, rng: np.random.Generator) -> list[Segment]:
+    """A case as a training document; some have a system prompt before the question, as everywhere."""
+    system = SYSTEMS[rng.integers(len(SYSTEMS))]
+    if system:
+        case = replace(case, messages=({"role": "system", "content": system}, *case.messages))
+    return case.segments()[:-1]
+
+
 class FormTask(Task):
     """One prompt form on one task's problems."""
 
     def __init__(self, form: str, inner: Task) -> None:
         super().__init__(inner.config)
         self.form, self.inner = form, inner
+        self.pool = POOL if form in CHECKED else 0  # type: ignore[misc]
         self.shape = find(form)
         self.name = f"{form}/{inner.name}"  # type: ignore[misc]
         if not inner.candidates:
@@ -123,10 +140,14 @@ class FormTask(Task):
         right = tuple(self.inner.check(problem, text) for text in candidates)
         messages = render(self.form, problem, candidates)
         reply = target(self.form, problem, candidates, right)
+        if self.form in CHECKED:
+            reply = f"{self.inner.verify(problem, candidates)}\n{reply}"
         return FormProblem(messages, reply, self.answer(reply) or "", sum(right), problem.tools, self.shape.own, problem, tuple(candidates), right)
 
     def problems(self, split: Split, seed: int, count: int) -> list[Problem]:
-        rng = generator(split, seed)
+        return self._cases(generator(split, seed), split, count)
+
+    def _cases(self, rng: np.random.Generator, split: Split, count: int) -> list[Problem]:
         drawn = self.inner.drawn(rng, split, count)
         origins = self.inner.as_problems(drawn, rng)
         size, wrong = self._mix(rng, count)
@@ -140,10 +161,13 @@ class FormTask(Task):
         return True  # the inner task's problems are split
 
     def _mix(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """How many candidates [N], and which are wrong [N, J]: every number of right ones equally likely, in any order."""
+        """How many candidates [N], and which are wrong [N, J]: every number of right ones equally likely, in any order; of the pairs
+        to judge, half are mixed."""
         most = min(self.shape.most, DRAWN)
         size = rng.integers(self.shape.least, most + 1, count)
         right = rng.integers(0, size + 1)
+        if self.form == "judge_pair":
+            right = np.where(rng.random(count) < 0.25, 1, right)
         order = np.argsort(np.where(np.arange(most) < size[:, None], rng.random((count, most)), 2.0), axis=1)
         wrong = np.ones((count, most), dtype=bool)
         np.put_along_axis(wrong, order, np.arange(most) >= right[:, None], 1)
@@ -157,7 +181,8 @@ class FormTask(Task):
         if self.form == "judge_pair":
             rated = ratings(reply)
             return None if rated is None else f"{rated[0]} {rated[1]}"
-        return reply.strip() if reply.strip() in YES_NO else None
+        last = verdict(reply)
+        return last if last in YES_NO else None
 
     def check(self, problem: Problem, reply: str) -> bool:
         """Solutions by the task's own checker; verdicts must be right; of a mixed pair the right one must be rated higher,
@@ -166,7 +191,7 @@ class FormTask(Task):
         if self.form in ("solve", "aggregate", "refine"):
             return self.inner.check(problem.origin, reply)
         if self.form != "judge_pair":
-            return reply.strip() == YES_NO[problem.right[0]]
+            return verdict(reply) == YES_NO[problem.right[0]]
         rated = ratings(reply)
         if rated is None:
             return False
@@ -182,6 +207,8 @@ class FormTask(Task):
     def documents(self, tokenizer: Tokenizer, rng: np.random.Generator, count: int, split: Split = "train") -> Documents:
         if self.form == "solve":
             return self.inner.documents(tokenizer, rng, count, split)
+        if self.form in CHECKED:
+            return encode(tokenizer, [opened(case, rng) for case in self._cases(rng, split, count)])
         drawn = self.inner.drawn(rng, split, count)
         size, wrong = self._mix(rng, count)
         sheet = Sheet(count)
@@ -201,12 +228,7 @@ class FormTask(Task):
         return sheet.documents(tokenizer, [(start, sheet.width)])
 
     def _reply(self, sheet: Sheet, drawn: Drawn, rng: np.random.Generator, right: np.ndarray) -> None:
-        if self.form in ("judge_one", "self_evaluate"):
+        if self.form == "self_evaluate":
             sheet.put_choice(YES_NO, right[:, 0].astype(np.int64))
-        elif self.form == "judge_pair":
-            sheet.put("A: ")
-            sheet.put_choice(RATINGS, right[:, 0].astype(np.int64))
-            sheet.put("\nB: ")
-            sheet.put_choice(RATINGS, right[:, 1].astype(np.int64))
         else:
             self.inner.solve(sheet, drawn, rng, np.zeros(len(drawn), dtype=bool))

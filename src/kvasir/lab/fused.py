@@ -12,7 +12,7 @@ TOLERANCE = 0.03  # of the largest value: bf16 rounds to 1 in 256
 
 
 def why_not(shape: Shape, device: str) -> str | None:
-    """None when the compiled kernel's output and gradients equal those of a dense mask; else what went wrong, in one line."""
+    """None when the compiled kernel's output and gradients equal those of a dense mask in fp32; else what went wrong, in one line."""
     generator = torch.Generator(device).manual_seed(0)
     length, grouped = 512, shape.heads != shape.kv_heads
 
@@ -23,14 +23,17 @@ def why_not(shape: Shape, device: str) -> str | None:
     numbers = (torch.arange(length, device=device) // 75).to(torch.int16).expand(2, -1).contiguous()
     weight = random(shape.heads).detach()
 
-    def results(out: torch.Tensor) -> list[torch.Tensor]:
+    def results(out: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         return [out, *torch.autograd.grad((out.float() * weight.float()).sum(), inputs)]
 
-    q, k, v = inputs
+    exact = [x.detach().float().requires_grad_() for x in inputs]
+    q, k, v = exact
     repeats = shape.heads // shape.kv_heads
-    wanted = results(F.scaled_dot_product_attention(q, k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1), document_mask(numbers)))
+    wanted = results(F.scaled_dot_product_attention(q, k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1), document_mask(numbers)),
+                     exact)
+    q, k, v = inputs
     try:
-        got = results(torch.compile(flex_attention, dynamic=False)(q, k, v, block_mask=block_mask(numbers), enable_gqa=grouped))
+        got = results(torch.compile(flex_attention, dynamic=False)(q, k, v, block_mask=block_mask(numbers), enable_gqa=grouped), inputs)
         torch.accelerator.synchronize()
     except Exception as e:  # noqa: BLE001 (whatever a compiler can raise; the caller says it aloud)
         return f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else 'no message'}"

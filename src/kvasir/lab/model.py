@@ -72,15 +72,18 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(s.head_dim, s.norm_eps)
 
     def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | BlockMask | None,
-                cache: tuple[torch.Tensor, torch.Tensor] | None, at: int) -> torch.Tensor:
-        """x [B, T, E]. ``cache``: K and V [B, G, C, D], written in place from position ``at``."""
+                cache: tuple[torch.Tensor, torch.Tensor] | None, at: int | torch.Tensor) -> torch.Tensor:
+        """x [B, T, E]. ``cache``: K and V [B, G, C, D], written in place from position ``at``. As a tensor [1] it is where the one
+        token goes, and ``mask`` covers the whole cache: shapes that never change, for a CUDA graph."""
         b, t, _ = x.shape
         s = self.shape
         q = self.q_norm(self.q_proj(x).view(b, t, s.heads, s.head_dim)).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).view(b, t, s.kv_heads, s.head_dim)).transpose(1, 2)
         v = self.v_proj(x).view(b, t, s.kv_heads, s.head_dim).transpose(1, 2)
         q, k = rotate(q, *rope).to(v.dtype), rotate(k, *rope).to(v.dtype)
-        if cache is not None:
+        if isinstance(at, torch.Tensor):
+            k, v = (kept.index_copy_(2, at, new.to(kept.dtype)) for kept, new in zip(cache or (), (k, v), strict=True))
+        elif cache is not None:
             cache[0][:, :, at:at + t], cache[1][:, :, at:at + t] = k, v
             k, v = cache[0][:, :, :at + t], cache[1][:, :, :at + t]
         if isinstance(mask, BlockMask):
@@ -115,7 +118,7 @@ class Block(nn.Module):
         self.mlp = MLP(s)
 
     def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | BlockMask | None,
-                cache: tuple[torch.Tensor, torch.Tensor] | None = None, at: int = 0) -> torch.Tensor:
+                cache: tuple[torch.Tensor, torch.Tensor] | None = None, at: int | torch.Tensor = 0) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache, at)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -152,13 +155,13 @@ class Model(nn.Module):
         return super()._apply(fn, recurse)
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None, *, positions: torch.Tensor | None = None,
-                cache: Cache | None = None, at: int = 0, last: bool = False) -> torch.Tensor:
+                cache: Cache | None = None, at: int | torch.Tensor = 0, last: bool = False) -> torch.Tensor:
         """ids [B, T]; mask [B, 1, T, at + T] bool, true = may look (None: causal); positions [B, T] (None: ``at`` onwards).
 
-        ``last``: logits of the last position only, [B, 1, V].
+        ``at`` as a tensor: see `Attention`; it needs ``positions``. ``last``: logits of the last position only, [B, 1, V].
         """
         if positions is None:
-            rope = self.rope(ids.shape[1], at)
+            rope = self.rope(ids.shape[1], int(at))
         else:
             rope = tuple(t[positions][:, None] for t in self._rope)
         x = self.model.embed_tokens(ids)
@@ -215,12 +218,12 @@ def run_layer(layer: nn.Module, x: torch.Tensor, rope: tuple[torch.Tensor, torch
     return layer(x, rope, mask)
 
 
-def head_losses(model: Model, x: torch.Tensor, ids: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
-    """The last step of `losses`, from the last layer's output x [B, T, E]."""
-    logits = model.logits(x)[:, :-1].float()
-    target, weight = ids[:, 1:], trained[:, 1:].float()
+def head_losses(model: Model, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The last step of `losses`, from the last layer's output x [M, E] where ``target`` [M] is to be predicted."""
+    logits = model.logits(x).float()
     partition = logits.logsumexp(-1)
-    chosen = logits.gather(-1, target[..., None])[..., 0]
+    # A masked sum and not a gather, whose backward would scatter into a matrix of zeros: the compiler fuses this one.
+    chosen = torch.where(torch.arange(logits.shape[-1], device=x.device) == target[:, None], logits, 0.0).sum(-1)
     correct = (logits.argmax(-1) == target).float()
     return torch.stack([((partition - chosen) * weight).sum(), (partition.square() * weight).sum(), (correct * weight).sum()])
 
@@ -245,14 +248,18 @@ def compiled(*, fused: bool, **options: Any) -> Compute:
 PLAIN = Compute()
 
 
-def losses(model: Model, ids: torch.Tensor, documents: torch.Tensor | None, trained: torch.Tensor, compute: Compute = PLAIN) -> torch.Tensor:
+def losses(model: Model, ids: torch.Tensor, documents: torch.Tensor | None, trained: torch.Tensor, compute: Compute = PLAIN,
+           chosen: torch.Tensor | None = None) -> torch.Tensor:
     """[3]: summed cross-entropy (nats), summed z term (log-partition squared), and correct guesses, over trained targets.
 
     ids, documents, trained [B, T]; ``trained`` marks the tokens to predict. ``documents`` None: each row is one document.
+    ``chosen`` [M]: flat places b * T + t (t >= 1) with all trained ones among them: the head, the dearest layer, looks at these only.
     """
     mask = None if documents is None else block_mask(documents) if compute.fused else document_mask(documents)
     rope = model.rope(ids.shape[1])
     x = model.model.embed_tokens(ids)
     for layer in model.model.layers:
         x = compute.layer(layer, x, rope, mask)
-    return compute.head(model, x, ids, trained)
+    if chosen is None:
+        return compute.head(model, x[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), trained[:, 1:].flatten().float())
+    return compute.head(model, x.flatten(0, 1).index_select(0, chosen - 1), ids.flatten()[chosen], trained.flatten()[chosen].float())

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 OWN_FORMS = ("aggregate", "judge_one", "judge_pair", "self_evaluate", "refine")
-PER_PROBLEM = {"aggregate": 2, "judge_pair": 2, "judge_one": 2}  # cases of a problem, where more than one
+PER_PROBLEM = {"aggregate": 2, "judge_pair": 3, "judge_one": 2}  # cases of a problem, where more than one
+# The number of right candidates that a form sees more often than the others, and how often: telling two apart is what a judge is for,
+# and a model that combines candidates must not come to trust that one of them is right.
+FAVOURED = {"judge_pair": (1, 0.5), "aggregate": (0, 0.25)}
+OTHERS = 4  # another model adds one reply for so many of the model's own
 CHUNK = 64  # problems whose documents one worker makes at a time
 
 
@@ -38,6 +42,11 @@ class Replies:
     texts: tuple[str, ...]
     right: tuple[bool, ...]
     answers: tuple[str | None, ...]
+
+    @staticmethod
+    def join(parts: Sequence[Replies]) -> Replies:
+        """Several models' replies to one problem."""
+        return Replies(parts[0].problem, *(tuple(x for part in parts for x in getattr(part, name)) for name in ("texts", "right", "answers")))
 
 
 def sample_replies(model: Model, tokenizer: Tokenizer, task: Task, split: Split, *, problems: int, samples: int, temperature: float, max_new: int,
@@ -62,7 +71,7 @@ def choose(rng: np.random.Generator, replies: Replies, right: int, count: int) -
 
 
 def cases(rng: np.random.Generator, task: FormTask, replies: Replies) -> list[Problem]:
-    """Training problems of one form on these replies: one or two, with every number of right candidates that can be had equally likely."""
+    """Training problems of one form on these replies, with every number of right candidates that can be had equally likely (see FAVOURED)."""
     out = []
     for _ in range(PER_PROBLEM.get(task.form, 1)):
         count = int(rng.integers(max(task.shape.least, 1), min(task.shape.most, DRAWN) + 1))
@@ -70,25 +79,30 @@ def cases(rng: np.random.Generator, task: FormTask, replies: Replies) -> list[Pr
         # A problem with replies of one kind only says little: most of those are left out.
         if not possible or (len(possible) == 1 and rng.random() < 0.7):
             continue
-        candidates = choose(rng, replies, possible[rng.integers(len(possible))], count)
+        wanted, often = FAVOURED.get(task.form, (0, 0.0))
+        if wanted not in possible or rng.random() >= often:
+            wanted = possible[rng.integers(len(possible))]
+        candidates = choose(rng, replies, wanted, count)
         if candidates is not None:
             out.append(task.case(replies.problem, candidates))
     return out
 
 
 def own_documents(model: Model, tokenizer: Tokenizer, plan: Own, seed: int, workers: int, say: Callable[[str], None],
-                  longest: int = 1024) -> dict[str, Documents]:
+                  longest: int = 1024, others: Sequence[Model] = ()) -> dict[str, Documents]:
     """Sample the model on training problems; by name (``own/aggregate``, ...) the documents of every form, at most ``longest`` tokens each.
 
-    A form that the replies give no document for is left out.
+    A form that the replies give no document for is left out. ``others`` add a few replies to each problem, for their mistakes.
     """
     pool: list[tuple[str, Replies]] = []
     for i, spec in enumerate(plan.tasks):
         begin = time.monotonic()
-        got = sample_replies(model, tokenizer, load_task(spec), "train", problems=plan.problems, samples=plan.samples,
-                             temperature=plan.temperature, max_new=plan.reply_tokens, seed=1000 * seed + i)
-        pool += [(spec, replies) for replies in got]
-        say(f"  own replies: {spec} {np.mean([r.right for r in got]):.1%} right, {time.monotonic() - begin:.1f} s")
+        parts = [sample_replies(one, tokenizer, load_task(spec), "train", problems=plan.problems, samples=samples, temperature=plan.temperature,
+                                max_new=plan.reply_tokens, seed=1000 * seed + i)
+                 for one, samples in [(model, plan.samples), *((other, max(1, plan.samples // OTHERS)) for other in others)]]
+        pool += [(spec, Replies.join(replies)) for replies in zip(*parts, strict=True)]
+        shares = ", ".join(f"{np.mean([r.right for r in part]):.1%}" for part in parts)
+        say(f"  own replies: {spec} {shares} right, {time.monotonic() - begin:.1f} s")
     chunks = [(first, pool[first:first + CHUNK]) for first in range(0, len(pool), CHUNK)]
     made = all_of(partial(_written, tokenizer, seed, longest), chunks, workers)
     parts = {form: [part[form] for part in made if form in part] for form in OWN_FORMS}

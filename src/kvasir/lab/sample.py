@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvasir.lab.model import Model
+from kvasir.logs import log
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 STOPS = ("<|im_end|>", "<eos>")
 LOOK = 16  # tokens between two looks at which rows are done
 # On a GPU a batch is as large as memory allows, on a CPU as the cache likes: positions (rows x length) held at once.
-POSITIONS = {"cuda": 1 << 20, "cpu": 1 << 15}
+POSITIONS = {"cuda": 1 << 21, "cpu": 1 << 15}
 
 
 def serving_copy(model: Model) -> Model:
@@ -39,8 +40,12 @@ class _Rows:
         wide = self.at = max(map(len, prompts))
         self.padding = torch.tensor([wide - len(p) for p in prompts], device=self.device)
         ids = torch.tensor([[0] * (wide - len(p)) + list(p) for p in prompts], device=self.device)
-        self.columns = torch.arange(wide + max_new, device=self.device)
-        self.cache = model.new_cache(len(prompts), wide + max_new)
+        length = -(-(wide + max_new) // 16) * 16  # whole 32 bytes of mask, as fused attention likes them
+        self.columns = torch.arange(length, device=self.device)
+        self.place = torch.zeros(1, dtype=torch.long, device=self.device)  # of the next token, read by the graph
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graphs = self.device.type == "cuda"
+        self.cache = model.new_cache(len(prompts), length)
         mask = None
         if int(self.padding.max()):
             # A padded column looks at itself only, since a row that sees nothing would be NaN.
@@ -51,12 +56,40 @@ class _Rows:
         self.last = pick(model(ids, mask, positions=positions, cache=self.cache, last=True)[:, -1])
 
     def step(self) -> None:
-        mask = (self.columns[None, :self.at + 1] >= self.padding[:, None])[:, None, None]
-        logits = self.model(self.last[:, None], mask, positions=(self.at - self.padding)[:, None], cache=self.cache, at=self.at)
-        self.last = self.pick(logits[:, -1])
+        self.place.fill_(self.at)
+        if self.graphs and self.graph is None:
+            self._capture()
+        if self.graph is None:
+            self.logits = self._forward()
+        else:
+            self.graph.replay()
+        self.last.copy_(self.pick(self.logits))
         self.at += 1
 
+    def _forward(self) -> torch.Tensor:
+        """Logits [B, V] after ``last``, in shapes that do not change from token to token."""
+        mask = ((self.columns >= self.padding[:, None]) & (self.columns <= self.place))[:, None, None]
+        return self.model(self.last[:, None], mask, positions=(self.place - self.padding)[:, None], cache=self.cache, at=self.place)[:, -1]
+
+    def _capture(self) -> None:
+        """One launch a token instead of hundreds. The runs before and during it write what the replay writes again."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._forward()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self.logits = self._forward()
+        except RuntimeError as e:  # slow sampling is better than a run that ends here
+            log.warning("sampling without a CUDA graph: %s", e)
+            self.graphs = False
+        else:
+            self.graph = graph
+
     def keep(self, index: torch.Tensor) -> None:
+        self.graph = None
         self.cache = [(k[index], v[index]) for k, v in self.cache]
         self.padding, self.last = self.padding[index], self.last[index]
 
@@ -88,7 +121,7 @@ def complete(model: Model, prompts: Sequence[Sequence[int]], max_new: int, stop_
             left = (~done).nonzero()[:, 0]
             if not len(left):
                 break
-            if len(left) < 0.7 * len(done):
+            if len(left) < 0.6 * len(done):
                 batch.keep(left)
                 open_rows, done = open_rows[left], done[left]
         batch.step()

@@ -29,6 +29,9 @@ def _answer_figures(outcome: Answers, seed: int) -> dict[str, Any]:
              "tokens_per_reply": float(outcome.tokens.mean()), "output_tokens": int(outcome.tokens.sum()),
              "prompt_tokens": sum(map(len, outcome.exam.prompts)), "cut_replies": outcome.num_cut, "reply_limit": outcome.exam.limit,
              "seconds": round(outcome.seconds, 3), "by_difficulty": _by_difficulty(outcome)}
+    tallies = [outcome.exam.task.tally(p, text) for p, texts in zip(outcome.exam.problems, outcome.texts) for text in texts]
+    if tallies and tallies[0]:
+        found["tally"] = {name: sum(tally[name] for tally in tallies) for name in tallies[0]}
     if samples > 1:
         kinds = {"pass": pass_values}
         if any(vote is not None for votes in outcome.votes for vote in votes):  # replies of some tasks are not voted on
@@ -56,11 +59,18 @@ def majority_values(outcome: Answers, k: int) -> np.ndarray:
 
 
 def _by_difficulty(outcome: Answers) -> dict[str, dict[str, float]]:
-    """Share right by the task's own measure of difficulty."""
-    found: dict[int, list[float]] = {}
-    for problem, share in zip(outcome.exam.problems, outcome.right.mean(1)):
-        found.setdefault(problem.difficulty, []).append(float(share))
-    return {str(d): {"problems": len(shares), "exact": sum(shares) / len(shares)} for d, shares in sorted(found.items())}
+    """Share right by the task's own measure of difficulty, with its interval; where candidates are the model's own, also without them."""
+    found: dict[int, list[int]] = {}
+    for i, problem in enumerate(outcome.exam.problems):
+        found.setdefault(problem.difficulty, []).append(i)
+    shares = outcome.right.mean(1)
+
+    def interval(index: list[int]) -> stats.Interval:
+        marks = outcome.right[index]
+        return stats.wilson(int(marks.sum()), len(index)) if marks.shape[1] == 1 else stats.mean_interval(shares[index])
+
+    return {str(d): {"problems": len(index), "exact": float(shares[index].mean()), "interval": list(interval(index))}
+            | ({} if outcome.alone is None else {"alone": float(outcome.alone[index].mean())}) for d, index in sorted(found.items())}
 
 
 def _loss_figures(outcome: Losses, seed: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from kvasir.errors import ConfigError
-from kvasir.lab.task import HELD_OUT, Documents, Problem, Split, Task, final_answer, generator
+from kvasir.lab.task import HELD_OUT, Documents, Problem, Split, Task, final_answer, generator, verdicts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -247,6 +247,13 @@ class SheetTask(Task):
     def answer(self, reply: str) -> str | None:
         return final_answer(reply)
 
+    def verify(self, problem: Problem, candidates: Sequence[str]) -> str:
+        """Work the problem out, and mark at every line which candidates have it; the last line decides.
+
+            12+45=57 good good / 57*3=74 bad good / Answer: 74 bad good
+        """
+        return walk(problem.solution.split("\n"), candidates, [self.check(problem, text) for text in candidates])
+
     def documents(self, tokenizer: Tokenizer, rng: np.random.Generator, count: int, split: Split = "train") -> Documents:
         drawn = self.drawn(rng, split, count)
         sheet = Sheet(count)
@@ -257,6 +264,13 @@ class SheetTask(Task):
         self.solve(sheet, drawn, rng, self.left_wrong(rng, drawn))
         sheet.put(END)
         return sheet.documents(tokenizer, [(start, sheet.width)])
+
+
+def walk(lines: Sequence[str], candidates: Sequence[str], right: Sequence[bool]) -> str:
+    """``lines``, each with a verdict on whether a candidate holds it; the last one with ``right``."""
+    held = [{line.strip() for line in text.split("\n")} for text in candidates]
+    marked = [line + verdicts(line in own for own in held) for line in lines[:-1]]
+    return "\n".join([*marked, lines[-1] + verdicts(right)])
 
 
 def open_turn(sheet: Sheet, rng: np.random.Generator) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "validation", "test", "longer"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test", "longer")
+VERDICTS = (" bad", " good")  # one token each
 HELD_OUT = 64  # one problem in so many belongs to validation, another one to test
 
 
@@ -51,6 +52,11 @@ class Problem:
     def segments(self) -> list[Segment]:
         out = segments([*self.messages, {"role": "assistant", "content": self.solution}], self.tools)
         return [(text, learnt and i == len(out) - 2) for i, (text, learnt) in enumerate(out)] if self.last_only else out
+
+
+def verdicts(marks: Iterable[bool]) -> str:
+    """A word for each candidate: `` good bad``."""
+    return "".join(VERDICTS[bool(mark)] for mark in marks)
 
 
 def final_answer(reply: str) -> str | None:
@@ -152,6 +158,15 @@ class Task(Technique):
     def answer(self, reply: str) -> str | None:
         """The canonical answer of a reply, equal for equal answers (for votes); None when it has none. Never raises."""
         return reply.strip() or None if self.scored == "answer" else None
+
+    def verify(self, problem: Problem, candidates: Sequence[str]) -> str:
+        """The written check of ``candidates`` that a judge learns to write before it rates them: exact, a few lines, and ending
+        with a verdict on each that follows from the lines before it. Any texts are taken."""
+        raise NotImplementedError
+
+    def tally(self, problem: Problem, reply: str) -> dict[str, int]:
+        """What else can be counted in any reply, by name; to be summed over replies."""
+        return {}
 
     def notes(self, problem: Problem) -> list[str]:
         """What else is known about a problem, in a few words each, for a reader of samples."""

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,13 @@ from kvasir.lab.progress import Progress
 from kvasir.lab.recipe import Recipe, find
 from kvasir.lab.report import curves
 from kvasir.lab.sample import serving_copy
+from kvasir.lab.sheet import shipped_tokenizer
 from kvasir.lab.state import NAME, OWN_NAME, load_own, load_state, save_own, save_state
 
 LOOK = 20  # steps between two looks at the device: each one waits for it
 WARM = 8  # steps that compile and warm up, not counted as training time
 VALIDATIONS = 10
+VALIDATED = 256  # ready documents of a source for the held-out rows
 
 
 class Trainer:
@@ -50,7 +51,8 @@ class Trainer:
     def __init__(self, recipe: Recipe, tokenizer: Any, device: str, *, compute: Compute = PLAIN, workers: int) -> None:
         self.recipe, self.tokenizer, self.device, self.workers = recipe, tokenizer, torch.device(device), workers
         self.mixture = Mixture(recipe.rows, tokenizer, recipe.seed, later=[p.rows for p in recipe.phases], pool=recipe.pool, workers=workers)
-        self.validation = Mixture(recipe.validate, tokenizer, recipe.seed, split="validation", pool=recipe.pool, workers=workers).batch(0)
+        self.validation = Mixture(recipe.validate, tokenizer, recipe.seed, split="validation", pool=min(recipe.pool or VALIDATED, VALIDATED),
+                                  workers=workers).batch(0)
         self.model = Model(recipe.shape, recipe.seed).to(self.device)
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         vectors = [p for p in self.model.parameters() if p.ndim < 2]
@@ -59,6 +61,19 @@ class Trainer:
         self.compute = compute
         self.done, self.total, self.tokens, self.seconds, self.own_seconds, self.phase = 0, recipe.steps, 0, 0.0, 0.0, 0
         self.history: list[dict[str, float]] = []
+        self.before: dict[str, Any] = {}
+        self.others: list[Model] = []
+
+    def begin_with(self, folder: Path) -> None:
+        """Take the weights of a finished model. Raises ConfigError when they are another shape's."""
+        before = export.load(folder)
+        if before.shape != self.recipe.shape:
+            raise ConfigError(f"{folder} holds a model of another shape than the recipe '{self.recipe.name}': {before.shape}")
+        self.model.load_state_dict(before.state_dict())
+        record = folder / "training.json"
+        if record.is_file():
+            told = json.loads(record.read_text())
+            self.before = {key: told[key] for key in ("command", "commit", "steps", "tokens", "train_seconds", "own_seconds") if key in told}
 
     def advance(self, out: Path, say: Any) -> bool:
         """Enter the next phase when its time has come; sample the model's own candidates when it wants them. Returns whether it did."""
@@ -69,7 +84,8 @@ class Trainer:
         self.phase += 1
         if phase.own:
             assert self.recipe.own is not None
-            made = own_documents(serving_copy(self.model), self.tokenizer, self.recipe.own, self.recipe.seed + self.phase, self.workers, say)
+            made = own_documents(serving_copy(self.model), self.tokenizer, self.recipe.own, self.recipe.seed + self.phase, self.workers, say,
+                                 others=[serving_copy(other) for other in self.others])
             for name, documents in made.items():
                 self.mixture.add(name, documents)
             save_own(out, self.phase, made)
@@ -96,9 +112,9 @@ class Trainer:
         trained = sum(b.num_trained for b in batches)
         report = torch.zeros(3, device=self.device)
         for part, batch in zip(self.mixture.phases[self.phase], batches, strict=True):
-            ids, documents, mask = (self._move(a) for a in (batch.ids, batch.documents, batch.trained))
+            ids, documents, mask, chosen = (self._move(a) for a in (batch.ids, batch.documents, batch.trained, batch.chosen))
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-                sums = losses(self.model, ids.long(), None if part.whole else documents, mask, self.compute)
+                sums = losses(self.model, ids.long(), None if part.whole else documents, mask, self.compute, chosen.long())
             ((sums[0] + self.recipe.z_loss * sums[1]) / trained).backward()
             report += sums.detach() / trained
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
@@ -182,7 +198,7 @@ def run(trainer: Trainer, out: Path, *, minutes: float | None, stop_after: float
                     progress.say(f"warm after {clock.start():.1f} s")
                 if trainer.done % LOOK and trainer.done != trainer.total:
                     continue
-                values = report.tolist()
+                values = clock.device(report)
                 if not all(map(math.isfinite, values)):
                     raise ConfigError(f"the loss is {values[0]} at step {trainer.done}: lower the recipe's lr")
                 speed = clock.look()
@@ -190,7 +206,8 @@ def run(trainer: Trainer, out: Path, *, minutes: float | None, stop_after: float
                     trainer.total = trainer.done + max(0, int((minutes * 60 - trainer.seconds) * speed))
                 million = speed * trainer.tokens / trainer.done / 1e6
                 progress.show(trainer.done, trainer.total, f"loss {values[0]:.3f} right {values[2]:.1%} lr {trainer.rate(trainer.done):.1e} "
-                              f"{million:.3f}M tok/s, {clock.waited:.0%} waits for data, {trainer.seconds:.0f} s")
+                              f"{million:.3f}M tok/s, waits: {clock.waited:.0%} for data, {clock.waited_device:.0%} for the device, "
+                              f"{trainer.seconds:.0f} s")
                 if trainer.done >= len(trainer.history) * trainer.total / VALIDATIONS or trainer.done >= trainer.total:
                     row = trainer.validate(values)
                     progress.say("  held out: " + ", ".join(f"{k} {v:.4f}" for k, v in row.items() if k.endswith(("loss", "right"))))
@@ -221,7 +238,7 @@ class _Clock:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.begin, self.base = trainer, time.monotonic(), trainer.seconds
         self.first, self.mark, self.mark_step = trainer.done, None, trainer.done
-        self.last, self.idle, self.waited = self.begin, 0.0, 0.0
+        self.last, self.idle, self.blocked, self.waited, self.waited_device = self.begin, 0.0, 0.0, 0.0, 0.0
 
     def wait(self, stream: Any) -> list[Batch]:
         before = time.monotonic()
@@ -229,12 +246,19 @@ class _Clock:
         self.idle += time.monotonic() - before
         return batches
 
+    def device(self, report: torch.Tensor) -> list[float]:
+        """The report's values. Where this waits long, the device is what limits the run; where it does not, Python is, or the data."""
+        before = time.monotonic()
+        values = report.tolist()
+        self.blocked += time.monotonic() - before
+        return values
+
     def warming(self) -> bool:
         return self.mark is None and self.trainer.done - self.first >= min(WARM, LOOK)
 
     def start(self) -> float:
         self.last = self.mark = time.monotonic()
-        self.mark_step, self.idle = self.trainer.done, 0.0
+        self.mark_step, self.idle, self.blocked = self.trainer.done, 0.0, 0.0
         return self.mark - self.begin
 
     def look(self) -> float:
@@ -242,7 +266,8 @@ class _Clock:
         now = time.monotonic()
         if self.mark is None or self.trainer.done == self.mark_step:
             return 0.0
-        self.waited, self.idle, self.last = self.idle / max(now - self.last, 1e-9), 0.0, now
+        spent = max(now - self.last, 1e-9)
+        self.waited, self.waited_device, self.idle, self.blocked, self.last = self.idle / spent, self.blocked / spent, 0.0, 0.0, now
         self.trainer.seconds = self.base + now - self.mark
         return (self.trainer.done - self.mark_step) / (now - self.mark)
 
@@ -263,7 +288,8 @@ def finish(trainer: Trainer, out: Path, started: float, command: str, commit: st
     record: dict[str, Any] = {
         "recipe": recipe.name, "parameters": trainer.model.num_parameters, "steps": trainer.done, "tokens": trainer.tokens,
         "train_seconds": trainer.seconds, "own_seconds": trainer.own_seconds, "device": device, "seed": recipe.seed,
-        "scores": [], "curves": [], "history": trainer.history, "command": command, "commit": commit, "date": date,
+        "scores": [], "curves": [], "history": trainer.history, "before": trainer.before, "attention": "fused" if trainer.compute.fused else "dense",
+        "command": command, "commit": commit, "date": date,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in ("torch", "numpy", "tokenizers", "safetensors")}}}
 
     def write() -> None:
@@ -314,6 +340,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="train for so many steps instead of the recipe's")
     parser.add_argument("--stop-after", type=duration, help="stop and save after this much wall time, such as 8m; go on with --resume")
     parser.add_argument("--resume", action="store_true", help="go on from the state in the folder")
+    parser.add_argument("--continue-from", type=Path, help="go on with a finished model: the last phase alone, from new replies of its own")
+    parser.add_argument("--also", type=Path, help="another finished model, whose mistakes are judged and combined, too")
     parser.add_argument("--seed", type=int, help="another seed than the recipe's")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, help="processes that make batches ahead (default: all cores but two with a GPU, 0 on a CPU)")
@@ -335,8 +363,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def _tokenizer(folder: Path | None) -> Any:
     if folder is not None:
         return lab_tokenizer.load(folder)
-    shipped = Path(str(files("kvasir").joinpath("assets/embedded")))
-    return lab_tokenizer.load(shipped) if (shipped / "tokenizer.json").is_file() else lab_tokenizer.train()
+    try:
+        return shipped_tokenizer()
+    except ConfigError:
+        return lab_tokenizer.train()
 
 
 def _commit() -> str:
@@ -364,6 +394,8 @@ def main(argv: list[str] | None = None) -> None:
     started, date = time.monotonic(), time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     command = shlex.join(["python", "-m", "kvasir.lab.train", *(sys.argv[1:] if argv is None else argv)])
     recipe = find(options.recipe)
+    if options.continue_from is not None:
+        recipe = recipe.continued()
     recipe = recipe.replace(**{k: v for k, v in (("steps", options.steps), ("seed", options.seed)) if v is not None})
     cuda = options.device.startswith("cuda")
     if cuda and not torch.cuda.is_available():
@@ -380,6 +412,10 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{recipe.name}: {trainer.model.num_parameters / 1e6:.2f}M parameters, {recipe.tokens_per_step:,} tokens a step, {workers} data workers, "
           f"data ready after {time.monotonic() - started:.1f} s", flush=True)
     trainer.compute = _compute(options, recipe)
+    if options.also is not None:
+        trainer.others = [export.load(options.also, trainer.device)]
+    if options.continue_from is not None:
+        trainer.begin_with(options.continue_from)
     if options.resume:
         trainer.restore(out)
         if options.steps is not None:

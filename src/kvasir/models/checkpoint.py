@@ -18,17 +18,20 @@ from kvasir.models.families import find_family
 WANTED = ["config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
           "chat_template*", "*.jinja", "*.safetensors", "*.safetensors.index.json"]
 UNWANTED = ["*/*", "consolidated*"]
+DEFAULTS = ("base", "embedded")  # what "embedded" stands for: the first that is there
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
-    """The model's folder: a path, the name of a model in the package, a hub id (downloaded, or from the hub's cache), or ""
-    for the embedded model. A folder here goes before a model in the package of the same name."""
+    """The model's folder: a path, the name of a model in the package, a hub id (downloaded, or from the hub's cache), "" or
+    "embedded" for the default model of the package. A folder here goes before a model in the package of the same name."""
     if not model:
         return embedded()
     path = Path(model).expanduser()
     if path.is_dir():
         return path
+    if model == "embedded":
+        return embedded()
     if model in shipped():
         return _assets() / model
     if path.exists():
@@ -49,11 +52,11 @@ def shipped() -> list[str]:
 
 
 def embedded() -> Path:
-    """The folder of the model that "" means."""
-    path = _assets() / "embedded"
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"this installation has no embedded model ({path}). Name a model folder or a hub id.")
-    return path
+    """The folder of the model that "" means: the strongest that the package holds."""
+    for name in DEFAULTS:
+        if (_assets() / name / "config.json").is_file():
+            return _assets() / name
+    raise ConfigError(f"this installation has no embedded model in {_assets()}. Name a model folder or a hub id.")
 
 
 def _download(model: str, revision: str | None) -> Path:

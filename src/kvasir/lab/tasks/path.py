@@ -11,19 +11,22 @@ Shape suffixes: N problems, V places, E roads (-1 = none), L places of the longe
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvasir.errors import ConfigError
 from kvasir.lab.sheet import Drawn, Sheet, SheetTask
-from kvasir.lab.task import Problem, Split
+from kvasir.lab.task import VERDICTS, Problem, Split
 from kvasir.lab.words import LETTERS
 
 SPACED = tuple(f" {letter}" for letter in LETTERS)
 TRIES = 100  # rounds of drawing graphs anew until each has a way of the wanted length
+MOST_RETRACED = 12  # roads of a candidate that a check follows
 LONGER = 2  # the split ``longer`` has ways up to so many roads longer
 
 
@@ -195,6 +198,51 @@ class Path(SheetTask):
         start, goal, links = read(problem.messages[-1]["content"], both=self.config.form == "graph")
         along = all(b in links.get(a, ()) for a, b in zip(way, way[1:], strict=False))
         return way[0] == start and way[-1] == goal and along and len(way) - 1 == distance(links, start, goal)
+
+
+    def verify(self, problem: Problem, candidates: Sequence[str]) -> str:
+        """In a graph: the places by distance from the start, each after the one it is reached from, until the goal is among them; then
+        each candidate's roads as the question lists them, up to the first that there is not, and their number.
+
+            D B C / B A, C F / A E / 3 / D B, A B, A E: 3 good / D B, B E bad
+        """
+        if self.config.form == "star":
+            return super().verify(problem, candidates)
+        question = problem.messages[-1]["content"]
+        start, goal, links = read(question, both=True)
+        roads = [tuple(road.split(" ")) for road in question.removeprefix("Roads: ").split(". ", 1)[0].split(", ")]
+        lines = levels(start, goal, links)
+        checks = [self._retrace((self.answer(text) or "").split(" "), start, goal, roads) + VERDICTS[self.check(problem, text)]
+                  for text in candidates]
+        return "\n".join([*lines, str(len(lines)), *(line.strip() for line in checks)])
+
+    @staticmethod
+    def _retrace(way: list[str], start: str, goal: str, roads: list[tuple[str, ...]]) -> str:
+        if way[0] != start:
+            return f"from {way[0][:1]}".strip()
+        out = []
+        for a, b in itertools.pairwise(way):
+            road = next((" ".join(r) for r in roads if set(r) == {a, b}), None)
+            if road is None or len(out) == MOST_RETRACED:
+                return ", ".join([*out, f"{a} {b[:1]}"])
+            out.append(road)
+        return ", ".join(out) + (f": {len(out)}" if way[-1] == goal else f" to {way[-1]}")
+
+
+def levels(start: str, goal: str, links: dict[str, set[str]]) -> list[str]:
+    """A line for each distance from ``start`` up to that of ``goal``: places, and after each the new ones reached from it (by letter)."""
+    reached, edge, out = {start}, [start], []
+    while edge and goal not in reached:
+        parts, beyond = [], []
+        for place in edge:
+            new = sorted(links.get(place, set()) - reached)
+            if new:
+                parts.append(" ".join([place, *new]))
+                reached |= set(new)
+                beyond += new
+        out.append(", ".join(parts))
+        edge = beyond
+    return out
 
 
 def read(question: str, *, both: bool) -> tuple[str, str, dict[str, set[str]]]:

@@ -86,10 +86,11 @@ class Schema(Task):
         record = _parse(reply)
         if not problem.answer.endswith("#types"):
             return record == json.loads(problem.answer)
-        wanted = json.loads(problem.answer.removesuffix("#types"))
-        return (isinstance(record, dict) and record.keys() == wanted.keys()
-                and all(TYPES.get(type(record[n])) == kind for n, kind in wanted.items())
-                and all(isinstance(i, str) for v in record.values() if isinstance(v, list) for i in v))
+        return _meets(record, json.loads(problem.answer.removesuffix("#types")))
+
+    def tally(self, problem: Problem, reply: str) -> dict[str, int]:
+        """``valid``: JSON that meets the schema, whatever its values."""
+        return {"valid": int(_meets(_parse(reply), {name: TYPES[type(value)] for name, value in json.loads(problem.solution).items()}))}
 
     def answer(self, reply: str) -> str | None:
         record = _parse(reply)
@@ -100,6 +101,12 @@ class Schema(Task):
         kinds = {name: TYPES[type(value)] for name, value in json.loads(problem.solution).items()}
         fields = {n: {"type": "array", "items": {"type": "string"}} if kind.startswith("list") else {"type": kind} for n, kind in kinds.items()}
         return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+
+
+def _meets(record: Any, kinds: dict[str, str]) -> bool:
+    """Whether ``record`` has exactly the fields of ``kinds``, each of its type."""
+    return (isinstance(record, dict) and record.keys() == kinds.keys() and all(TYPES.get(type(record[n])) == kind for n, kind in kinds.items())
+            and all(isinstance(i, str) for v in record.values() if isinstance(v, list) for i in v))
 
 
 def _parse(reply: str) -> Any:

@@ -9,13 +9,15 @@ Shape suffixes: N problems, K changes (-1 beyond a problem's last one), I items.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvasir.errors import ConfigError
 from kvasir.lab.sheet import Drawn, Sheet, SheetTask
-from kvasir.lab.task import Split
+from kvasir.lab.task import Problem, Split, verdicts
 from kvasir.lab.words import LETTERS
 
 LONGER = 8  # the split ``longer`` has up to so many changes more than the longest in training
@@ -114,6 +116,20 @@ class State(SheetTask):
             self._write(sheet, state, used & ((k + 1) % drawn.every == 0) & (k + 1 < drawn.difficulty), "\n")
         sheet.put("Answer:")
         self._write(sheet, state, np.ones(count, dtype=bool), "", spaced=True)
+
+    def verify(self, problem: Problem, candidates: Sequence[str]) -> str:
+        """The row after every single swap, which is easier than several at once, with verdicts where a candidate had to write it."""
+        if self.parity:
+            return super().verify(problem, candidates)
+        start, swaps, every = re.findall(r"Row ([A-Z ]+)\. Swap ([\d ,]+)\. .* every (\d+) ", problem.messages[-1]["content"])[0]
+        row, out = start.split(" "), []
+        held = [{line.strip() for line in text.split("\n")} for text in candidates]
+        for k, swap in enumerate(swaps.split(", "), 1):
+            a, b = (int(place) - 1 for place in swap.split(" "))
+            row[a], row[b] = row[b], row[a]
+            line = " ".join(row)
+            out.append(line + (verdicts(line in own for own in held) if k % int(every) == 0 else ""))
+        return "\n".join([*out, f"Answer: {' '.join(row)}" + verdicts(self.check(problem, text) for text in candidates)])
 
     @staticmethod
     def _skipped(drawn: Walks, rng: np.random.Generator, wrong: np.ndarray) -> np.ndarray:
