@@ -1,10 +1,10 @@
-"""The mixture of experts against its reference by the 2 x rule, and its routing against a plain sort."""
+"""The mixture of experts and the batch-invariant product against their references by the 2 x rule, routing against a plain sort."""
 
 from __future__ import annotations
 
 import torch
 
-from kvasir.kernels import moe
+from kvasir.kernels import matmul, moe
 from tests.kernels.check import FLOOR
 
 
@@ -52,3 +52,35 @@ def check_moe(case: moe.Case, dtype: torch.dtype, device: str) -> dict[str, floa
     errors = {name: float((x.double() - want).abs().max()) for name, x in (("kernel", out), ("plain", plain))}
     assert errors["kernel"] <= 2 * errors["plain"] + FLOOR[dtype], (case, dtype, errors)  # a NaN fails, too
     return errors
+
+
+def check_matmul(case: matmul.Case, dtype: torch.dtype, device: str) -> dict[str, float]:
+    """Errors of the batch-invariant product, runs apart and together, and of torch's own."""
+    draw = torch.Generator().manual_seed(case.rows)
+    x, w, bias = (torch.randn(*shape, generator=draw).to(dtype).to(device)
+                  for shape in ((case.rows, case.inputs), (case.outputs, case.inputs), (case.outputs,)))
+    bias = bias if case.bias else None
+    out, apart, together = (matmul.matmul_invariant(x, w, bias, apart=flag) for flag in (None, True, False))
+    assert torch.equal(apart, together) and torch.equal(out, apart), (case, dtype)
+    want = matmul.matmul_reference(x.double(), w.double(), None if bias is None else bias.double())
+    if not want.numel():
+        assert out.shape == want.shape
+        return {"kernel": 0.0, "plain": 0.0}
+    plain = torch.nn.functional.linear(x, w, bias)
+    errors = {name: float((y.double() - want).abs().max()) for name, y in (("kernel", out), ("plain", plain))}
+    assert errors["kernel"] <= 2 * errors["plain"] + FLOOR[dtype] * case.inputs ** 0.5, (case, dtype, errors)
+    return errors
+
+
+def check_row_bits(inputs: int, outputs: int, counts: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """A row alone, at any place of a batch of any size, runs apart or together: the same bits."""
+    draw = torch.Generator().manual_seed(inputs)
+    x, w, bias = (torch.randn(*shape, generator=draw).to(dtype).to(device) for shape in ((max(counts), inputs), (outputs, inputs), (outputs,)))
+    want = matmul.matmul_invariant(x, w, bias)
+    for row in sorted({0, 1, max(counts) // 2, max(counts) - 1}):
+        assert torch.equal(matmul.matmul_invariant(x[row:row + 1], w, bias), want[row:row + 1]), (inputs, outputs, row, dtype)
+    for count in counts:
+        first = (max(counts) - count) // 2
+        for apart in (True, False):
+            got = matmul.matmul_invariant(x[first:first + count], w, bias, apart=apart)
+            assert torch.equal(got, want[first:first + count]), (inputs, outputs, count, first, apart, dtype)

@@ -190,7 +190,7 @@ def route_triton(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_m
         stage = 0 if not sort else 1 if blocks == 1 else 2
         ranks, counts = (ints(num_rows, top_k), ints(blocks, num_experts)) if stage == 2 else (ids, ids)
         sizes = dict(X=num_experts, X_PAD=x_pad, TOP_K=top_k, K_PAD=next_power_of_2(top_k), BLOCK_T=block_t, BLOCK_M=block_m,
-                     num_warps=min(8, max(1, block_t * x_pad // 512)))
+                     num_warps=min(16, max(1, block_t * x_pad // 256)))
         _route[(blocks,)](logits_TX, weights, ids, ranks, counts, order, tiles, num_tiles, num_rows, logits_TX.stride(0),
                           RENORMALIZE=renormalize, SORT=stage, **sizes)
         if stage == 2:
