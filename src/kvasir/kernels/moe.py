@@ -172,8 +172,8 @@ def max_tiles(num_rows: int, num_experts: int, top_k: int, block_m: int) -> int:
     return min(pairs, (pairs + min(num_experts, pairs) * (block_m - 1)) // block_m)
 
 
-def route_triton(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_m: int, sort: bool = True) -> Routing:
-    """Route and sort on the device. Without ``sort`` the last three fields are empty."""
+def route_triton(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_m: int, sort: bool = True, fixed: bool = False) -> Routing:
+    """Route and sort on the device. Without ``sort`` the last three fields are empty. ``fixed``: as in ``moe_triton``."""
     num_rows, num_experts = logits_TX.shape
     assert logits_TX.stride(1) == 1 and 0 < top_k <= num_experts, "dense rows of logits, at most one pair an expert"
     device, x_pad = logits_TX.device, next_power_of_2(num_experts)
@@ -185,7 +185,8 @@ def route_triton(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_m
     ids, order = ints(num_rows, top_k), ints(num_rows * top_k if sort else 0)
     tiles, num_tiles = ints(max_tiles(num_rows, num_experts, top_k, block_m) if sort else 0, 3), ints(1 if sort else 0)
     if num_rows:
-        block_t = min(max(1, ROUTE_ELEMENTS // x_pad), max(2 if sort else 1, next_power_of_2(num_rows)))
+        block_t = max(1, ROUTE_ELEMENTS // x_pad)  # a smaller block has other threads add up a row's softmax
+        block_t = block_t if fixed else min(block_t, max(2 if sort else 1, next_power_of_2(num_rows)))
         blocks = cdiv(num_rows, block_t)
         stage = 0 if not sort else 1 if blocks == 1 else 2
         ranks, counts = (ints(num_rows, top_k), ints(blocks, num_experts)) if stage == 2 else (ids, ids)
@@ -361,7 +362,7 @@ def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.T
         return _moe_row(x_TE, logits_TX, gate_up_XFE, down_XEF, top_k, renormalize, activation, out_TE)
     tiling = tiling or tiling_for(num_rows * top_k, num_experts, x_TE.dtype, fixed)
     assert tiling.gate_up.m == tiling.down.m, "both products run over the same tiles"
-    routing = route_triton(logits_TX, top_k, renormalize, tiling.gate_up.m)
+    routing = route_triton(logits_TX, top_k, renormalize, tiling.gate_up.m, fixed=fixed)
     inner_PF = torch.empty((num_rows * top_k, width), dtype=x_TE.dtype, device=x_TE.device)
     y_PE = torch.empty((num_rows * top_k, dim), dtype=x_TE.dtype, device=x_TE.device)
     for a, w, out, shape, is_gated in ((x_TE, gate_up_XFE, inner_PF, tiling.gate_up, True), (inner_PF, down_XEF, y_PE, tiling.down, False)):
