@@ -37,6 +37,7 @@ MATRICES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "d
 WORKERS = 14
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SWEEP = {
+    1: [moe.STREAM],
     8: [Tiling(Tile(16, n, d, warps, stages), Tile(16, 2 * n, down_d, warps, stages))
         for n, d, down_d, warps, stages in ((16, 128, 128, 4, 4), (32, 64, 64, 4, 6), (32, 256, 256, 4, 3), (64, 128, 128, 4, 3),
                                             (32, 128, 128, 8, 4), (16, 256, 256, 2, 4), (32, 128, 256, 4, 5))],
@@ -114,7 +115,10 @@ def make_layers(count: int) -> list[FFN]:
 
 def run_layers(layers: list[FFN], x_TE: torch.Tensor, tiling: Tiling | None = None) -> None:
     for layer in layers:
-        moe.moe_triton(x_TE, layer.router(x_TE), layer.gate_up_XFE, layer.down_XEF, SPEC.top_k, SPEC.renormalize, tiling=tiling)
+        if tiling is None:
+            layer.forward(x_TE)
+        else:
+            moe.moe_triton(x_TE, layer.router(x_TE), layer.gate_up_XFE, layer.down_XEF, SPEC.top_k, SPEC.renormalize, tiling=tiling)
 
 
 def kernel_us(run, count: int) -> dict[str, float]:

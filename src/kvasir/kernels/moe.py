@@ -5,7 +5,8 @@ same expert; ``_place`` turns counts into offsets, writes the pairs sorted by ex
 pairs of one expert. The grids are sized for the worst routing; programs beyond the last tile leave at once. The first
 product gathers its rows by pair and ends in activation(gate) * up; the second writes each pair's result to the pair's own
 place, so that the weighted sum reads K neighbouring rows in the order of the row's own top-k: no atomics, no order of arrival.
-A single row needs no sort: its experts are streamed by ``_gate_up_row`` and ``_down_row``, the sum fused into the second.
+A single row needs no sort: ``_route_row`` has the router's product, too, and the row's experts are streamed by ``_gate_up_row``
+and ``_down_row``, which ends in the weighted sum: three launches.
 
 Gather-fused grouped GEMM and the sum without atomics: SonicMoE (arXiv:2512.14080). Tokens are never rounded to tiles: that
 would change which expert a row sees. Bytes: 3 x F x E x itemsize per expert that has rows. FLOPs: 6 x F x E a pair.
@@ -80,14 +81,38 @@ def _scatter(ids, ranks, total, before, rows, x, order_ptr, tiles_ptr, num_tiles
         tl.store(num_tiles_ptr, tl.sum(count, 0))
 
 
+@jit
+def _pick(logits, x, X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, RENORMALIZE: tl.constexpr):
+    """Top-k of the softmax of logits [T, X_PAD] fp32 (-inf past X): ids and weights [T, K_PAD], chosen [T, X_PAD] 0 or 1.
+
+    Keys are distinct integers, so that a row of NaN, too, picks K different experts: its pairs get places of their own.
+    """
+    choice = tl.arange(0, K_PAD)[None, :]
+    share = tl.exp(logits - tl.max(logits, 1)[:, None])
+    bits = logits.to(tl.int32, bitcast=True)
+    key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (X_PAD - 1 - x)[None, :].to(tl.int64)
+    key = tl.where((x < X)[None, :], key, -0x8000000000000000)
+    chosen = tl.zeros(logits.shape, tl.int32)
+    ids = tl.zeros([logits.shape[0], K_PAD], tl.int32)
+    weights = tl.zeros([logits.shape[0], K_PAD], tl.float32)
+    for k in tl.static_range(TOP_K):
+        expert = X_PAD - 1 - (tl.max(key, 1) & 0xFFFFFFFF).to(tl.int32)
+        hit = x[None, :] == expert[:, None]
+        ids = tl.where(choice == k, expert[:, None], ids)
+        weights = tl.where(choice == k, tl.sum(tl.where(hit, share, 0.0), 1)[:, None], weights)
+        chosen = tl.where(hit, 1, chosen)
+        key = tl.where(hit, -0x8000000000000000, key)
+    return ids, weights / (tl.sum(weights, 1) if RENORMALIZE else tl.sum(share, 1))[:, None], chosen
+
+
 @jit(do_not_specialize=["num_rows", "logits_row"])
 def _route(logits_ptr, weights_ptr, ids_ptr, ranks_ptr, counts_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_rows, logits_row,
            X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
-           RENORMALIZE: tl.constexpr, SORT: tl.constexpr):
-    """Top-k of the softmax for a block of rows: weights [T, K] fp32, ids [T, K] int32.
+           RENORMALIZE: tl.constexpr, ONLY: tl.constexpr):
+    """Pick the experts of a block of rows: weights [T, K] fp32, ids [T, K] int32.
 
-    SORT 0: nothing else. 1: the only block, which also sorts. 2: ranks [T, K] of the pairs within their block and expert,
-    and counts [B, X], both for ``_place``. Keys are distinct integers, so that a row of NaN, too, picks K different experts.
+    ONLY: it is the only block, and sorts its pairs at once. Else: ranks [T, K] of the pairs within their block and expert, and
+    counts [B, X], both for ``_place``.
     """
     block = tl.program_id(0)
     rows = block * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -96,40 +121,25 @@ def _route(logits_ptr, weights_ptr, ids_ptr, ranks_ptr, counts_ptr, order_ptr, t
     live = rows < num_rows
     known = live[:, None] & (x < X)[None, :]
     logits = tl.load(logits_ptr + rows.to(tl.int64)[:, None] * logits_row + x[None, :], mask=known, other=-float("inf")).to(tl.float32)
-    share = tl.exp(logits - tl.max(logits, 1)[:, None])
-    bits = logits.to(tl.int32, bitcast=True)
-    key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (X_PAD - 1 - x)[None, :].to(tl.int64)
-    key = tl.where((x < X)[None, :], key, -0x8000000000000000)
-    chosen = tl.zeros([BLOCK_T, X_PAD], tl.int32)
-    ids = tl.zeros([BLOCK_T, K_PAD], tl.int32)
-    weights = tl.zeros([BLOCK_T, K_PAD], tl.float32)
-    for k in tl.static_range(TOP_K):
-        expert = X_PAD - 1 - (tl.max(key, 1) & 0xFFFFFFFF).to(tl.int32)
-        hit = x[None, :] == expert[:, None]
-        ids = tl.where(choice == k, expert[:, None], ids)
-        weights = tl.where(choice == k, tl.sum(tl.where(hit, share, 0.0), 1)[:, None], weights)
-        chosen = tl.where(hit, 1, chosen)
-        key = tl.where(hit, -0x8000000000000000, key)
-    weights = weights / (tl.sum(weights, 1) if RENORMALIZE else tl.sum(share, 1))[:, None]
+    ids, weights, chosen = _pick(logits, x, X, X_PAD, TOP_K, K_PAD, RENORMALIZE)
     pairs = rows.to(tl.int64)[:, None] * TOP_K + choice
     wanted = live[:, None] & (choice < TOP_K)
     tl.store(weights_ptr + pairs, weights, mask=wanted)
     tl.store(ids_ptr + pairs, ids, mask=wanted)
-    if SORT > 0:
-        chosen = tl.where(live[:, None], chosen, 0)
-        ahead = tl.cumsum(chosen, 0) - chosen
-        ranks = tl.zeros([BLOCK_T, K_PAD], tl.int32)
-        for k in tl.static_range(TOP_K):
-            expert = tl.sum(tl.where(choice == k, ids, 0), 1)
-            rank = tl.sum(tl.where(x[None, :] == expert[:, None], ahead, 0), 1)
-            ranks = tl.where(choice == k, rank[:, None], ranks)
-        total = tl.sum(chosen, 0)
-        if SORT == 1:
-            _scatter(ids, ranks, total, tl.zeros_like(total), rows, x, order_ptr, tiles_ptr, num_tiles_ptr, block, 1, num_rows,
-                     TOP_K, K_PAD, BLOCK_M)
-        else:
-            tl.store(ranks_ptr + pairs, ranks, mask=wanted)
-            tl.store(counts_ptr + block * X + x, total, mask=x < X)
+    chosen = tl.where(live[:, None], chosen, 0)
+    ahead = tl.cumsum(chosen, 0) - chosen
+    ranks = tl.zeros([BLOCK_T, K_PAD], tl.int32)
+    for k in tl.static_range(TOP_K):
+        expert = tl.sum(tl.where(choice == k, ids, 0), 1)
+        rank = tl.sum(tl.where(x[None, :] == expert[:, None], ahead, 0), 1)
+        ranks = tl.where(choice == k, rank[:, None], ranks)
+    total = tl.sum(chosen, 0)
+    if ONLY:
+        _scatter(ids, ranks, total, tl.zeros_like(total), rows, x, order_ptr, tiles_ptr, num_tiles_ptr, block, 1, num_rows,
+                 TOP_K, K_PAD, BLOCK_M)
+    else:
+        tl.store(ranks_ptr + pairs, ranks, mask=wanted)
+        tl.store(counts_ptr + block * X + x, total, mask=x < X)
 
 
 @jit(do_not_specialize=["num_rows", "num_blocks"])
@@ -172,32 +182,28 @@ def max_tiles(num_rows: int, num_experts: int, top_k: int, block_m: int) -> int:
     return min(pairs, (pairs + min(num_experts, pairs) * (block_m - 1)) // block_m)
 
 
-def route_triton(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_m: int, sort: bool = True, fixed: bool = False) -> Routing:
-    """Route and sort on the device. Without ``sort`` the last three fields are empty. ``fixed``: as in ``moe_triton``."""
+def route_triton(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_m: int, fixed: bool = False) -> Routing:
+    """Route and sort on the device, in one launch (few rows) or two. ``fixed``: as in ``moe_triton``."""
     num_rows, num_experts = logits_TX.shape
-    assert logits_TX.stride(1) == 1 and 0 < top_k <= num_experts, "dense rows of logits, at most one pair an expert"
-    device, x_pad = logits_TX.device, next_power_of_2(num_experts)
+    assert num_rows and logits_TX.stride(1) == 1 and 0 < top_k <= num_experts, "dense rows of logits, at most one pair an expert"
+    x_pad = next_power_of_2(num_experts)
 
     def ints(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
+        return torch.empty(shape, dtype=torch.int32, device=logits_TX.device)
 
-    weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=device)
-    ids, order = ints(num_rows, top_k), ints(num_rows * top_k if sort else 0)
-    tiles, num_tiles = ints(max_tiles(num_rows, num_experts, top_k, block_m) if sort else 0, 3), ints(1 if sort else 0)
-    if num_rows:
-        block_t = max(1, ROUTE_ELEMENTS // x_pad)  # a smaller block has other threads add up a row's softmax
-        block_t = block_t if fixed else min(block_t, max(2 if sort else 1, next_power_of_2(num_rows)))
-        blocks = cdiv(num_rows, block_t)
-        stage = 0 if not sort else 1 if blocks == 1 else 2
-        ranks, counts = (ints(num_rows, top_k), ints(blocks, num_experts)) if stage == 2 else (ids, ids)
-        sizes = dict(X=num_experts, X_PAD=x_pad, TOP_K=top_k, K_PAD=next_power_of_2(top_k), BLOCK_T=block_t, BLOCK_M=block_m,
-                     num_warps=min(16, max(1, block_t * x_pad // 256)))
-        _route[(blocks,)](logits_TX, weights, ids, ranks, counts, order, tiles, num_tiles, num_rows, logits_TX.stride(0),
-                          RENORMALIZE=renormalize, SORT=stage, **sizes)
-        if stage == 2:
-            _place[(blocks,)](ids, ranks, counts, order, tiles, num_tiles, num_rows, blocks, COUNT_BLOCKS=COUNT_BLOCKS, **sizes)
-    elif sort:
-        num_tiles.zero_()
+    weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=logits_TX.device)
+    ids, order = ints(num_rows, top_k), ints(num_rows * top_k)
+    tiles, num_tiles = ints(max_tiles(num_rows, num_experts, top_k, block_m), 3), ints(1)
+    block_t = max(2, ROUTE_ELEMENTS // x_pad)  # a smaller block has other threads add up a row's softmax
+    block_t = block_t if fixed else min(block_t, max(2, next_power_of_2(num_rows)))
+    blocks = cdiv(num_rows, block_t)
+    ranks, counts = (ids, ids) if blocks == 1 and not fixed else (ints(num_rows, top_k), ints(blocks, num_experts))
+    sizes = dict(X=num_experts, X_PAD=x_pad, TOP_K=top_k, K_PAD=next_power_of_2(top_k), BLOCK_T=block_t, BLOCK_M=block_m,
+                 num_warps=min(16, max(1, block_t * x_pad // 256)))
+    _route[(blocks,)](logits_TX, weights, ids, ranks, counts, order, tiles, num_tiles, num_rows, logits_TX.stride(0),
+                      RENORMALIZE=renormalize, ONLY=blocks == 1 and not fixed, **sizes)
+    if blocks > 1 or fixed:
+        _place[(blocks,)](ids, ranks, counts, order, tiles, num_tiles, num_rows, blocks, COUNT_BLOCKS=COUNT_BLOCKS, **sizes)
     return Routing(weights, ids, order, tiles, num_tiles)
 
 
@@ -267,6 +273,34 @@ def _sum_pairs(y_ptr, weights_ptr, out_ptr, E: tl.constexpr, TOP_K: tl.constexpr
         pair = row * TOP_K + k
         acc += tl.load(weights_ptr + pair) * tl.load(y_ptr + pair * E + e, mask=e < E, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * E + e, acc.to(out_ptr.dtype.element_ty), mask=e < E)
+
+
+@jit
+def _route_row(x_ptr, router_ptr, arrived_ptr, logits_ptr, weights_ptr, ids_ptr, w_row, w_col, E: tl.constexpr, X: tl.constexpr,
+               X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK_X: tl.constexpr,
+               BLOCK_E: tl.constexpr):
+    """A single row: BLOCK_X of its router's logits, rounded to x's dtype; the program that is done last picks the experts.
+
+    ``arrived`` counts the programs that are done; the last one sets it back to zero.
+    """
+    part = tl.program_id(0) * BLOCK_X + tl.arange(0, BLOCK_X)
+    e = tl.arange(0, BLOCK_E)
+    w = router_ptr + part[:, None] * w_row + e[None, :] * w_col
+    acc = tl.zeros([BLOCK_X, BLOCK_E], tl.float32)
+    for start in range(0, E, BLOCK_E):
+        x = tl.load(x_ptr + start + e, mask=e < E - start, other=0.0).to(tl.float32)
+        acc += tl.load(w, mask=(part < X)[:, None] & (e < E - start)[None, :], other=0.0).to(tl.float32) * x[None, :]
+        w += BLOCK_E * w_col
+    tl.store(logits_ptr + part, tl.sum(acc, 1).to(x_ptr.dtype.element_ty).to(tl.float32), mask=part < X)
+    tl.debug_barrier()  # the whole program's logits are stored before it counts as done
+    if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(arrived_ptr, 0)
+        experts = tl.arange(0, X_PAD)
+        choice = tl.arange(0, K_PAD)[None, :]
+        logits = tl.load(logits_ptr + experts, mask=experts < X, other=-float("inf"), cache_modifier=".cg")[None, :]
+        ids, weights, _ = _pick(logits, experts, X, X_PAD, TOP_K, K_PAD, RENORMALIZE)
+        tl.store(ids_ptr + choice, ids, mask=choice < TOP_K)
+        tl.store(weights_ptr + choice, weights, mask=choice < TOP_K)
 
 
 @jit
@@ -358,8 +392,6 @@ def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.T
     out_TE = torch.empty((num_rows, dim), dtype=x_TE.dtype, device=x_TE.device)
     if num_rows == 0:
         return out_TE
-    if num_rows == 1 and not fixed and tiling is None:
-        return _moe_row(x_TE, logits_TX, gate_up_XFE, down_XEF, top_k, renormalize, activation, out_TE)
     tiling = tiling or tiling_for(num_rows * top_k, num_experts, x_TE.dtype, fixed)
     assert tiling.gate_up.m == tiling.down.m, "both products run over the same tiles"
     routing = route_triton(logits_TX, top_k, renormalize, tiling.gate_up.m, fixed=fixed)
@@ -375,20 +407,28 @@ def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.T
     return out_TE
 
 
-def _moe_row(x_1E: torch.Tensor, logits_1X: torch.Tensor, gate_up_XFE: torch.Tensor, down_XEF: torch.Tensor, top_k: int,
-             renormalize: bool, activation: str, out_1E: torch.Tensor) -> torch.Tensor:
-    """A single row: three launches, each expert's weights read once."""
-    dim, width = x_1E.shape[1], down_XEF.shape[2]
-    routing = route_triton(logits_1X, top_k, renormalize, 1, sort=False)
+def moe_row_triton(x_1E: torch.Tensor, router_XE: torch.Tensor, gate_up_XFE: torch.Tensor, down_XEF: torch.Tensor, top_k: int,
+                   renormalize: bool, arrived: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """What ``moe_reference`` computes for a single row and its router's logits; each weight that is needed is read once.
+
+    ``arrived`` [1] int32 on the device holds 0 before and after; two calls that may run at once need one each.
+    """
+    dim, (num_experts, _, width) = x_1E.shape[1], down_XEF.shape
+    assert x_1E.shape == (1, dim) and router_XE.shape == (num_experts, dim) and gate_up_XFE.shape == (num_experts, 2 * width, dim)
+    assert x_1E.dtype == router_XE.dtype == gate_up_XFE.dtype == down_XEF.dtype and x_1E.stride(1) == 1, "a dense row of the weights' dtype"
+    logits, weights = (torch.empty(n, dtype=torch.float32, device=x_1E.device) for n in (num_experts, top_k))
+    ids = torch.empty(top_k, dtype=torch.int32, device=x_1E.device)
     inner_KF = torch.empty((top_k, width), dtype=x_1E.dtype, device=x_1E.device)
-    block_f, block_e = 8, min(512, next_power_of_2(dim))
-    _gate_up_row[(cdiv(width, block_f), top_k)](
-        x_1E, gate_up_XFE, routing.ids, inner_KF, *gate_up_XFE.stride(), E=dim, F=width, ACTIVATION=activation,
-        BLOCK_F=block_f, BLOCK_E=block_e, num_warps=4)
-    block_e, block_f = 8, min(1024, next_power_of_2(width))
-    _down_row[(cdiv(dim, block_e),)](
-        inner_KF, down_XEF, routing.ids, routing.weights, out_1E, *down_XEF.stride(), E=dim, F=width, TOP_K=top_k,
-        BLOCK_E=block_e, BLOCK_F=block_f, num_warps=8)
+    out_1E = torch.empty_like(x_1E)
+    _route_row[(cdiv(num_experts, 4),)](
+        x_1E, router_XE, arrived, logits, weights, ids, *router_XE.stride(), E=dim, X=num_experts, X_PAD=next_power_of_2(num_experts),
+        TOP_K=top_k, K_PAD=next_power_of_2(top_k), RENORMALIZE=renormalize, BLOCK_X=4, BLOCK_E=min(1024, next_power_of_2(dim)), num_warps=4)
+    _gate_up_row[(cdiv(width, 8), top_k)](
+        x_1E, gate_up_XFE, ids, inner_KF, *gate_up_XFE.stride(), E=dim, F=width, ACTIVATION=activation,
+        BLOCK_F=8, BLOCK_E=min(512, next_power_of_2(dim)), num_warps=4)
+    _down_row[(cdiv(dim, 8),)](
+        inner_KF, down_XEF, ids, weights, out_1E, *down_XEF.stride(), E=dim, F=width, TOP_K=top_k,
+        BLOCK_E=8, BLOCK_F=min(1024, next_power_of_2(width)), num_warps=8)
     return out_1E
 
 

@@ -66,8 +66,11 @@ def test_weights_stored_transposed(device):
     x, logits, gate_up, down = draw_case(case, torch.float32, device)
     want = moe.moe_triton(x, logits, gate_up, down, 2, True)
     turned = [w.transpose(1, 2).contiguous().transpose(1, 2) for w in (gate_up, down)]
-    for rows in (6, 1):
-        torch.testing.assert_close(moe.moe_triton(x[:rows], logits[:rows], *turned, 2, True), want[:rows], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(moe.moe_triton(x, logits, *turned, 2, True), want, atol=1e-6, rtol=1e-5)
+    router = torch.randn(8, 64, device=device)
+    arrived = torch.zeros(1, dtype=torch.int32, device=device)
+    row, same = (moe.moe_row_triton(x[:1], r, *w, 2, True, arrived) for r, w in ((router, (gate_up, down)), (router.t().contiguous().t(), turned)))
+    torch.testing.assert_close(same, row, atol=1e-6, rtol=1e-5)
 
 
 def test_experts_past_two_to_the_31_elements(device):
@@ -80,9 +83,12 @@ def test_experts_past_two_to_the_31_elements(device):
         flat = torch.empty((experts - 1) * apart + dense[0].numel(), dtype=torch.float16, device=device)
         far.append(flat.as_strided(dense.shape, (apart, dense.shape[2], 1)))
         far[-1].copy_(dense)
-    for rows in (5, 1):
-        want = moe.moe_triton(x[:rows], logits[:rows], gate_up, down, 2, True)
-        assert torch.equal(moe.moe_triton(x[:rows], logits[:rows], *far, 2, True), want)
+    assert torch.equal(moe.moe_triton(x, logits, *far, 2, True), moe.moe_triton(x, logits, gate_up, down, 2, True))
+    router = torch.zeros(experts, dim, dtype=torch.float16, device=device)
+    router[2:] = x[0]  # the last two
+    arrived = torch.zeros(1, dtype=torch.int32, device=device)
+    near, distant = (moe.moe_row_triton(x[:1], router, *w, 2, True, arrived) for w in ((gate_up, down), far))
+    assert torch.equal(near, distant) and bool(near.any())
 
 
 @pytest.mark.parametrize("rows", [0, 1, 6])

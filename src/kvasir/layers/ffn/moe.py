@@ -13,7 +13,7 @@ import torch
 
 from kvasir.kernels._triton import use_triton
 from kvasir.kernels.activation import ACTIVATIONS, gated
-from kvasir.kernels.moe import moe_triton
+from kvasir.kernels.moe import moe_row_triton, moe_triton
 from kvasir.layers.linear import Linear, Placement, Slot, linear, matrix
 from kvasir.layers.spec import MoESpec
 
@@ -25,6 +25,7 @@ class FFN:
         self.activation = ACTIVATIONS[spec.activation]
         self.router = Linear(hidden_size, {"router": spec.num_experts}, bias=False, place=place)
         self.gate_up_XFE = matrix(spec.num_experts, 2 * spec.intermediate_size, hidden_size, place=place)
+        self.arrived = torch.zeros(1, dtype=torch.int32, device=place.device)
         self.down_XEF = matrix(spec.num_experts, hidden_size, spec.intermediate_size, place=place)
 
     def route(self, x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,6 +38,9 @@ class FFN:
     def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
         if use_triton(x_TE):
             spec = self.spec
+            if x_TE.shape[0] == 1 and not self.exact:
+                return moe_row_triton(x_TE, self.router.weight_NK, self.gate_up_XFE, self.down_XEF, spec.top_k, spec.renormalize, self.arrived,
+                                      spec.activation)
             return moe_triton(x_TE, self.router(x_TE), self.gate_up_XFE, self.down_XEF, spec.top_k, spec.renormalize, spec.activation,
                               fixed=self.exact)
         return self._forward_plain(x_TE)
