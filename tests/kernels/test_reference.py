@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -78,17 +80,11 @@ def test_moe(renormalize):
     torch.testing.assert_close(moe.moe_reference(x, logits, gate_up, down, 2, renormalize), want, atol=1e-12, rtol=1e-12)
 
 
-def test_moe_max_tiles_is_reached_and_never_passed():
-    for rows, experts, top_k, block_m in ((1, 4, 2, 16), (5, 3, 2, 4), (40, 6, 3, 8), (64, 128, 8, 16)):
-        bound = moe.max_tiles(rows, experts, top_k, block_m)
-        pairs, most = rows * top_k, 0
-        counts = [0] * experts  # the worst routing leaves a tile of one pair in as many experts as it can, the rest in full tiles
-        for i in range(min(experts, pairs)):
-            counts[i] = 1
-        spare = pairs - sum(counts)
-        for i in range(experts):
-            take = min(spare // block_m * block_m, (rows - counts[i]) // block_m * block_m)
-            counts[i] += take
-            spare -= take
-        most = sum(-(-c // block_m) for c in counts)
-        assert most <= bound <= most + experts
+def test_moe_max_tiles_bounds_every_routing():
+    """Over all ways that rows * top_k pairs can fall on the experts; an expert has a row at most once."""
+    for rows, experts, top_k, block_m in itertools.product((1, 2, 5, 6), (1, 2, 3, 4), (1, 2, 3), (2, 3, 4)):
+        if top_k <= experts:
+            ways = (c for c in itertools.product(range(rows + 1), repeat=experts) if sum(c) == rows * top_k)
+            most = max(sum(-(-count // block_m) for count in counts) for counts in ways)
+            bound = moe.max_tiles(rows, experts, top_k, block_m)
+            assert most <= bound <= most + experts - 1, (rows, experts, top_k, block_m, most, bound)

@@ -27,6 +27,7 @@ from kvasir.kernels._triton import cdiv, jit, next_power_of_2, tl
 from kvasir.kernels.activation import ACTIVATIONS, gated
 
 ROUTE_ELEMENTS = 4096  # rows x experts that one routing program holds in registers
+FEW_ROWS = 8  # for which a routing program of fewer threads is quicker; no finer, for each block size is compiled for itself
 COUNT_BLOCKS = 32  # blocks whose counts are loaded at a time
 
 
@@ -194,8 +195,9 @@ def route_triton(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_m
     weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=logits_TX.device)
     ids, order = ints(num_rows, top_k), ints(num_rows * top_k)
     tiles, num_tiles = ints(max_tiles(num_rows, num_experts, top_k, block_m), 3), ints(1)
-    block_t = max(2, ROUTE_ELEMENTS // x_pad)  # a smaller block has other threads add up a row's softmax
-    block_t = block_t if fixed else min(block_t, max(2, next_power_of_2(num_rows)))
+    block_t = max(2, ROUTE_ELEMENTS // x_pad)
+    if num_rows <= FEW_ROWS and not fixed:  # in a smaller block other threads add up a row's softmax
+        block_t = min(block_t, FEW_ROWS)
     blocks = cdiv(num_rows, block_t)
     ranks, counts = (ids, ids) if blocks == 1 and not fixed else (ints(num_rows, top_k), ints(blocks, num_experts))
     sizes = dict(X=num_experts, X_PAD=x_pad, TOP_K=top_k, K_PAD=next_power_of_2(top_k), BLOCK_T=block_t, BLOCK_M=block_m,
@@ -329,7 +331,7 @@ def _down_row(inner_ptr, w_ptr, ids_ptr, weights_ptr, out_ptr, w_expert, w_row, 
     """A single row, BLOCK_E outputs, all its experts: out [E] is their weighted sum."""
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     acc = tl.zeros([BLOCK_E, BLOCK_F], tl.float32)
-    for start in tl.static_range(0, F, BLOCK_F):
+    for start in range(0, F, BLOCK_F):
         f = start + tl.arange(0, BLOCK_F)
         inside = (e < E)[:, None] & (f < F)[None, :]
         for k in tl.static_range(TOP_K):
@@ -428,7 +430,7 @@ def moe_row_triton(x_1E: torch.Tensor, router_XE: torch.Tensor, gate_up_XFE: tor
         BLOCK_F=8, BLOCK_E=min(512, next_power_of_2(dim)), num_warps=4)
     _down_row[(cdiv(dim, 8),)](
         inner_KF, down_XEF, ids, weights, out_1E, *down_XEF.stride(), E=dim, F=width, TOP_K=top_k,
-        BLOCK_E=8, BLOCK_F=min(1024, next_power_of_2(width)), num_warps=8)
+        BLOCK_E=8, BLOCK_F=min(256, next_power_of_2(width)), num_warps=8)
     return out_1E
 
 
