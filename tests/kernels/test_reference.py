@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
+from kvasir.kernels import moe
 from kvasir.kernels import paged_attention as paged
 from kvasir.kernels import store_kv as store
 from tests.attention.helpers import truth
@@ -58,3 +61,30 @@ def test_tiles_cover_every_row_once(heads, kv_heads, dtype):
             seen += [(span, row) for row in range(first, min(first + rows, lengths[span]))]
     assert sorted(seen) == [(s, row) for s, length in enumerate(lengths) for row in range(length)]
     assert paged.plan_tiles([], [], heads, kv_heads, dtype, "cpu") == []
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_moe(renormalize):
+    """Against scalar loops over rows, choices and experts."""
+    draw = torch.Generator().manual_seed(0)
+    x, logits = (torch.randn(4, n, generator=draw, dtype=torch.float64) for n in (6, 5))
+    gate_up, down = torch.randn(5, 8, 6, generator=draw, dtype=torch.float64), torch.randn(5, 6, 4, generator=draw, dtype=torch.float64)
+    want = torch.zeros(4, 6, dtype=torch.float64)
+    for t in range(4):
+        share = logits[t].exp() / logits[t].exp().sum()
+        best = sorted(range(5), key=lambda e: -share[e])[:2]
+        whole = sum(share[e] for e in best) if renormalize else 1.0
+        for e in best:
+            gate, up = gate_up[e, :4] @ x[t], gate_up[e, 4:] @ x[t]
+            want[t] += share[e] / whole * (down[e] @ (gate / (1 + (-gate).exp()) * up))
+    torch.testing.assert_close(moe.moe_reference(x, logits, gate_up, down, 2, renormalize), want, atol=1e-12, rtol=1e-12)
+
+
+def test_moe_max_tiles_bounds_every_routing():
+    """Over all ways that rows * top_k pairs can fall on the experts; an expert has a row at most once."""
+    for rows, experts, top_k, block_m in itertools.product((1, 2, 5, 6), (1, 2, 3, 4), (1, 2, 3), (2, 3, 4)):
+        if top_k <= experts:
+            ways = (c for c in itertools.product(range(rows + 1), repeat=experts) if sum(c) == rows * top_k)
+            most = max(sum(-(-count // block_m) for count in counts) for counts in ways)
+            bound = moe.max_tiles(rows, experts, top_k, block_m)
+            assert most <= bound <= most + experts - 1, (rows, experts, top_k, block_m, most, bound)

@@ -1,7 +1,8 @@
-"""Mixture of experts, the plain form: rows sorted by expert, one dense block at a time.
+"""Mixture of experts: on a GPU the kernels of ``kernels.moe``, else the plain form: rows sorted by expert, one dense block at a
+time.
 
-A row's contributions are added in the order of its own top-k, never in the order the experts ran, so that its bits do not
-depend on who else is in the batch.
+In both, a row's contributions are added in the order of its own top-k, never in the order the experts ran, so that its bits do
+not depend on who else is in the batch.
 
 Legend: T rows, E model dim, F width of an expert, X experts, K experts per row.
 """
@@ -10,7 +11,9 @@ from __future__ import annotations
 
 import torch
 
+from kvasir.kernels._triton import use_triton
 from kvasir.kernels.activation import ACTIVATIONS, gated
+from kvasir.kernels.moe import moe_row_triton, moe_triton
 from kvasir.layers.linear import Linear, Placement, Slot, linear, matrix
 from kvasir.layers.spec import MoESpec
 
@@ -22,6 +25,7 @@ class FFN:
         self.activation = ACTIVATIONS[spec.activation]
         self.router = Linear(hidden_size, {"router": spec.num_experts}, bias=False, place=place)
         self.gate_up_XFE = matrix(spec.num_experts, 2 * spec.intermediate_size, hidden_size, place=place)
+        self.arrived = torch.zeros(1, dtype=torch.int32, device=place.device)
         self.down_XEF = matrix(spec.num_experts, hidden_size, spec.intermediate_size, place=place)
 
     def route(self, x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,6 +36,17 @@ class FFN:
         return weights_TK.to(x_TE.dtype), ids_TK
 
     def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
+        if use_triton(x_TE):
+            spec = self.spec
+            if x_TE.shape[0] == 1 and not self.exact:
+                return moe_row_triton(x_TE, self.router.weight_NK, self.gate_up_XFE, self.down_XEF, spec.top_k, spec.renormalize, self.arrived,
+                                      spec.activation)
+            return moe_triton(x_TE, self.router(x_TE), self.gate_up_XFE, self.down_XEF, spec.top_k, spec.renormalize, spec.activation,
+                              fixed=self.exact)
+        return self._forward_plain(x_TE)
+
+    def _forward_plain(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """One expert after the other. It reads back how many rows each has."""
         top_k = self.spec.top_k
         weights_TK, ids_TK = self.route(x_TE)
         order = ids_TK.flatten().argsort(stable=True)  # (row, choice) pairs, grouped by expert

@@ -1,0 +1,475 @@
+"""Mixture of experts on the device, without a host read: route, sort by expert, two grouped products, weighted sum.
+
+A *pair* is a row with one of its experts. ``_route`` picks the experts of each row and ranks its pairs among those of the
+same expert; ``_place`` turns counts into offsets, writes the pairs sorted by expert, and the list of *tiles*: up to BLOCK_M
+pairs of one expert. The grids are sized for the worst routing; programs beyond the last tile leave at once. The first
+product gathers its rows by pair and ends in activation(gate) * up; the second writes each pair's result to the pair's own
+place, so that the weighted sum reads K neighbouring rows in the order of the row's own top-k: no atomics, no order of arrival.
+A single row needs no sort: ``_route_row`` has the router's product, too, and the row's experts are streamed by ``_gate_up_row``
+and ``_down_row``, which ends in the weighted sum: three launches.
+
+Gather-fused grouped GEMM and the sum without atomics: SonicMoE (arXiv:2512.14080). Tokens are never rounded to tiles: that
+would change which expert a row sees. Bytes: 3 x F x E x itemsize per expert that has rows. FLOPs: 6 x F x E a pair.
+
+Legend: T rows, X experts, K experts per row, P = T * K pairs, B blocks of rows, E model dim, F width of an expert,
+D the summed dimension and N the outputs of one product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from kvasir.kernels._triton import cdiv, jit, next_power_of_2, tl
+from kvasir.kernels.activation import ACTIVATIONS, gated
+
+ROUTE_ELEMENTS = 4096  # rows x experts that one routing program holds in registers
+FEW_ROWS = 8  # for which a routing program of fewer threads is quicker; no finer, for each block size is compiled for itself
+COUNT_BLOCKS = 32  # blocks whose counts are loaded at a time
+
+
+def route_reference(logits_TX: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [T, K] (fp32; fp64 stays), the largest first, the lower expert first among equals; expert ids [T, K] int64."""
+    weights_TX = logits_TX.softmax(-1, dtype=torch.promote_types(logits_TX.dtype, torch.float32))
+    ids_TK = logits_TX.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights_TK = weights_TX.gather(1, ids_TK)
+    return (weights_TK / weights_TK.sum(-1, keepdim=True) if renormalize else weights_TK), ids_TK
+
+
+def moe_reference(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.Tensor, down_XEF: torch.Tensor, top_k: int,
+                  renormalize: bool, activation: str = "silu") -> torch.Tensor:
+    """One pair after the other, in x's dtype, the sum in the weights' dtype: [T, E] in x's dtype."""
+    weights_TK, ids_TK = route_reference(logits_TX, top_k, renormalize)
+    out_TE = torch.zeros(x_TE.shape, dtype=weights_TK.dtype, device=x_TE.device)
+    for t, (weights, ids) in enumerate(zip(weights_TK, ids_TK.tolist())):
+        for weight, expert in zip(weights, ids):
+            inner = gated(x_TE[t:t + 1] @ gate_up_XFE[expert].t(), ACTIVATIONS[activation])
+            out_TE[t] += weight * (inner @ down_XEF[expert].t())[0].to(weight.dtype)
+    return out_TE.to(x_TE.dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------ routing
+
+
+@jit
+def _scatter(ids, ranks, total, before, rows, x, order_ptr, tiles_ptr, num_tiles_ptr, block, num_blocks, num_rows,
+             TOP_K: tl.constexpr, K_PAD: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Write the pairs of a block of rows to their sorted places, and this block's share of the tiles.
+
+    ids, ranks [BLOCK_T, K_PAD]; total [X_PAD] pairs of each expert; before [X_PAD] those of earlier blocks. A tile is
+    (expert, first, stop): sorted pairs first .. stop.
+    """
+    first = tl.cumsum(total, 0) - total
+    base = first + before
+    choice = tl.arange(0, K_PAD)[None, :]
+    for k in tl.static_range(TOP_K):
+        picked = choice == k
+        expert = tl.sum(tl.where(picked, ids, 0), 1)
+        rank = tl.sum(tl.where(picked, ranks, 0), 1)
+        place = tl.sum(tl.where(x[None, :] == expert[:, None], base[None, :], 0), 1) + rank
+        tl.store(order_ptr + place, rows * TOP_K + k, mask=rows < num_rows)
+    count = (total + BLOCK_M - 1) // BLOCK_M
+    tile = tl.cumsum(count, 0) - count
+    for i in range(block, tl.max(count, 0), num_blocks):
+        at = tiles_ptr + (tile + i) * 3
+        tl.store(at, x, mask=i < count)
+        tl.store(at + 1, first + i * BLOCK_M, mask=i < count)
+        tl.store(at + 2, tl.minimum(first + (i + 1) * BLOCK_M, first + total), mask=i < count)
+    if block == 0:
+        tl.store(num_tiles_ptr, tl.sum(count, 0))
+
+
+@jit
+def _pick(logits, x, X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, RENORMALIZE: tl.constexpr):
+    """Top-k of the softmax of logits [T, X_PAD] fp32 (-inf past X): ids and weights [T, K_PAD], chosen [T, X_PAD] 0 or 1.
+
+    Keys are distinct integers, so that a row of NaN, too, picks K different experts: its pairs get places of their own.
+    """
+    choice = tl.arange(0, K_PAD)[None, :]
+    share = tl.exp(logits - tl.max(logits, 1)[:, None])
+    bits = logits.to(tl.int32, bitcast=True)
+    key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (X_PAD - 1 - x)[None, :].to(tl.int64)
+    key = tl.where((x < X)[None, :], key, -0x8000000000000000)
+    chosen = tl.zeros(logits.shape, tl.int32)
+    ids = tl.zeros([logits.shape[0], K_PAD], tl.int32)
+    weights = tl.zeros([logits.shape[0], K_PAD], tl.float32)
+    for k in tl.static_range(TOP_K):
+        expert = X_PAD - 1 - (tl.max(key, 1) & 0xFFFFFFFF).to(tl.int32)
+        hit = x[None, :] == expert[:, None]
+        ids = tl.where(choice == k, expert[:, None], ids)
+        weights = tl.where(choice == k, tl.sum(tl.where(hit, share, 0.0), 1)[:, None], weights)
+        chosen = tl.where(hit, 1, chosen)
+        key = tl.where(hit, -0x8000000000000000, key)
+    return ids, weights / (tl.sum(weights, 1) if RENORMALIZE else tl.sum(share, 1))[:, None], chosen
+
+
+@jit(do_not_specialize=["num_rows", "logits_row"])
+def _route(logits_ptr, weights_ptr, ids_ptr, ranks_ptr, counts_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_rows, logits_row,
+           X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
+           RENORMALIZE: tl.constexpr, ONLY: tl.constexpr):
+    """Pick the experts of a block of rows: weights [T, K] fp32, ids [T, K] int32.
+
+    ONLY: it is the only block, and sorts its pairs at once. Else: ranks [T, K] of the pairs within their block and expert, and
+    counts [B, X], both for ``_place``.
+    """
+    block = tl.program_id(0)
+    rows = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    x = tl.arange(0, X_PAD)
+    choice = tl.arange(0, K_PAD)[None, :]
+    live = rows < num_rows
+    known = live[:, None] & (x < X)[None, :]
+    logits = tl.load(logits_ptr + rows.to(tl.int64)[:, None] * logits_row + x[None, :], mask=known, other=-float("inf")).to(tl.float32)
+    ids, weights, chosen = _pick(logits, x, X, X_PAD, TOP_K, K_PAD, RENORMALIZE)
+    pairs = rows.to(tl.int64)[:, None] * TOP_K + choice
+    wanted = live[:, None] & (choice < TOP_K)
+    tl.store(weights_ptr + pairs, weights, mask=wanted)
+    tl.store(ids_ptr + pairs, ids, mask=wanted)
+    chosen = tl.where(live[:, None], chosen, 0)
+    ahead = tl.cumsum(chosen, 0) - chosen
+    ranks = tl.zeros([BLOCK_T, K_PAD], tl.int32)
+    for k in tl.static_range(TOP_K):
+        expert = tl.sum(tl.where(choice == k, ids, 0), 1)
+        rank = tl.sum(tl.where(x[None, :] == expert[:, None], ahead, 0), 1)
+        ranks = tl.where(choice == k, rank[:, None], ranks)
+    total = tl.sum(chosen, 0)
+    if ONLY:
+        _scatter(ids, ranks, total, tl.zeros_like(total), rows, x, order_ptr, tiles_ptr, num_tiles_ptr, block, 1, num_rows,
+                 TOP_K, K_PAD, BLOCK_M)
+    else:
+        tl.store(ranks_ptr + pairs, ranks, mask=wanted)
+        tl.store(counts_ptr + block * X + x, total, mask=x < X)
+
+
+@jit(do_not_specialize=["num_rows", "num_blocks"])
+def _place(ids_ptr, ranks_ptr, counts_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_rows, num_blocks,
+           X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
+           COUNT_BLOCKS: tl.constexpr):
+    """Sort the pairs of many blocks: each program adds up all blocks' counts for itself, which is cheaper than another launch."""
+    block = tl.program_id(0)
+    x = tl.arange(0, X_PAD)
+    total = tl.zeros([X_PAD], tl.int32)
+    before = tl.zeros([X_PAD], tl.int32)
+    for start in range(0, num_blocks, COUNT_BLOCKS):
+        b = start + tl.arange(0, COUNT_BLOCKS)[:, None]
+        counts = tl.load(counts_ptr + b * X + x[None, :], mask=(b < num_blocks) & (x < X)[None, :], other=0)
+        total += tl.sum(counts, 0)
+        before += tl.sum(tl.where(b < block, counts, 0), 0)
+    rows = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    choice = tl.arange(0, K_PAD)[None, :]
+    pairs = rows.to(tl.int64)[:, None] * TOP_K + choice
+    wanted = (rows < num_rows)[:, None] & (choice < TOP_K)
+    ids = tl.load(ids_ptr + pairs, mask=wanted, other=0)
+    ranks = tl.load(ranks_ptr + pairs, mask=wanted, other=0)
+    _scatter(ids, ranks, total, before, rows, x, order_ptr, tiles_ptr, num_tiles_ptr, block, num_blocks, num_rows, TOP_K, K_PAD, BLOCK_M)
+
+
+class Routing(NamedTuple):
+    """weights [T, K] fp32, ids [T, K] int32. order [P] int32: pairs (row * K + choice) sorted by expert. tiles [n, 3] int32:
+    expert, first and stop in ``order``; num_tiles [1] int32: how many of them there are."""
+
+    weights: torch.Tensor
+    ids: torch.Tensor
+    order: torch.Tensor
+    tiles: torch.Tensor
+    num_tiles: torch.Tensor
+
+
+def max_tiles(num_rows: int, num_experts: int, top_k: int, block_m: int) -> int:
+    """The most tiles that any routing can need: every expert with rows may leave one tile nearly empty."""
+    pairs = num_rows * top_k
+    return min(pairs, (pairs + min(num_experts, pairs) * (block_m - 1)) // block_m)
+
+
+def route_triton(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_m: int, fixed: bool = False) -> Routing:
+    """Route and sort on the device, in one launch (few rows) or two. ``fixed``: as in ``moe_triton``."""
+    num_rows, num_experts = logits_TX.shape
+    assert num_rows and logits_TX.stride(1) == 1 and 0 < top_k <= num_experts, "dense rows of logits, at most one pair an expert"
+    x_pad = next_power_of_2(num_experts)
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=logits_TX.device)
+
+    weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=logits_TX.device)
+    ids, order = ints(num_rows, top_k), ints(num_rows * top_k)
+    tiles, num_tiles = ints(max_tiles(num_rows, num_experts, top_k, block_m), 3), ints(1)
+    block_t = max(2, ROUTE_ELEMENTS // x_pad)
+    if num_rows <= FEW_ROWS and not fixed:  # in a smaller block other threads add up a row's softmax
+        block_t = min(block_t, FEW_ROWS)
+    blocks = cdiv(num_rows, block_t)
+    ranks, counts = (ids, ids) if blocks == 1 and not fixed else (ints(num_rows, top_k), ints(blocks, num_experts))
+    sizes = dict(X=num_experts, X_PAD=x_pad, TOP_K=top_k, K_PAD=next_power_of_2(top_k), BLOCK_T=block_t, BLOCK_M=block_m,
+                 num_warps=min(16, max(1, block_t * x_pad // 256)))
+    _route[(blocks,)](logits_TX, weights, ids, ranks, counts, order, tiles, num_tiles, num_rows, logits_TX.stride(0),
+                      RENORMALIZE=renormalize, ONLY=blocks == 1 and not fixed, **sizes)
+    if blocks > 1 or fixed:
+        _place[(blocks,)](ids, ranks, counts, order, tiles, num_tiles, num_rows, blocks, COUNT_BLOCKS=COUNT_BLOCKS, **sizes)
+    return Routing(weights, ids, order, tiles, num_tiles)
+
+
+# ----------------------------------------------------------------------------------------------------------- products
+
+
+@jit
+def _activate(x, ACTIVATION: tl.constexpr):
+    """The activations of ``kernels.activation`` in fp32."""
+    if ACTIVATION == "silu":
+        return x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu":
+        return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    else:
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@jit
+def _grouped(a_ptr, w_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles_ptr, a_row, w_expert, w_row, w_col,
+             N: tl.constexpr, D: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One tile of pairs, BLOCK_N outputs of its expert. w is [X, N, D], or [X, 2N, D] if GATED (gate first).
+
+    GATED: rows are gathered from a [T, D], and out [P, N] is in sorted order. Else a [P, D] is in sorted order and out [P, N]
+    in the order of pairs.
+    """
+    tile = tl.program_id(1)
+    if tile < tl.load(num_tiles_ptr):
+        expert = tl.load(tiles_ptr + tile * 3).to(tl.int64)
+        m = tl.load(tiles_ptr + tile * 3 + 1) + tl.arange(0, BLOCK_M)
+        live = m < tl.load(tiles_ptr + tile * 3 + 2)
+        pair = tl.load(order_ptr + m, mask=live, other=0).to(tl.int64)
+        row = pair // TOP_K if GATED else m.to(tl.int64)
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        d = tl.arange(0, BLOCK_D)
+        a = a_ptr + row[:, None] * a_row + d[None, :]
+        w = w_ptr + expert * w_expert + n.to(tl.int64)[None, :] * w_row + d[:, None] * w_col
+        up = w + N * w_row
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, D, BLOCK_D):
+            if D % BLOCK_D == 0 and N % BLOCK_N == 0:
+                rows_m, rows_n = live[:, None], None
+            else:
+                left = D - start
+                rows_m, rows_n = live[:, None] & (d < left)[None, :], (n < N)[None, :] & (d < left)[:, None]
+            x = tl.load(a, mask=rows_m, other=0.0)
+            acc = tl.dot(x, tl.load(w, mask=rows_n, other=None if rows_n is None else 0.0), acc, input_precision="ieee")
+            if GATED:
+                acc_up = tl.dot(x, tl.load(up, mask=rows_n, other=None if rows_n is None else 0.0), acc_up, input_precision="ieee")
+                up += BLOCK_D * w_col
+            a += BLOCK_D
+            w += BLOCK_D * w_col
+        if GATED:
+            acc = _activate(acc, ACTIVATION) * acc_up
+        to = m.to(tl.int64) if GATED else pair
+        tl.store(out_ptr + to[:, None] * N + n[None, :], acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (n < N)[None, :])
+
+
+@jit
+def _sum_pairs(y_ptr, weights_ptr, out_ptr, E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr):
+    """One row, BLOCK_E outputs: the pairs' results y [P, E] by their weights, in the order of the row's choices, in fp32."""
+    row = tl.program_id(0).to(tl.int64)
+    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    acc = tl.zeros([BLOCK_E], tl.float32)
+    for k in tl.static_range(TOP_K):
+        pair = row * TOP_K + k
+        acc += tl.load(weights_ptr + pair) * tl.load(y_ptr + pair * E + e, mask=e < E, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * E + e, acc.to(out_ptr.dtype.element_ty), mask=e < E)
+
+
+@jit
+def _route_row(x_ptr, router_ptr, arrived_ptr, logits_ptr, weights_ptr, ids_ptr, w_row, w_col, E: tl.constexpr, X: tl.constexpr,
+               X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK_X: tl.constexpr,
+               BLOCK_E: tl.constexpr):
+    """A single row: BLOCK_X of its router's logits, rounded to x's dtype; the program that is done last picks the experts.
+
+    ``arrived`` counts the programs that are done; the last one sets it back to zero.
+    """
+    part = tl.program_id(0) * BLOCK_X + tl.arange(0, BLOCK_X)
+    e = tl.arange(0, BLOCK_E)
+    w = router_ptr + part[:, None] * w_row + e[None, :] * w_col
+    acc = tl.zeros([BLOCK_X, BLOCK_E], tl.float32)
+    for start in range(0, E, BLOCK_E):
+        x = tl.load(x_ptr + start + e, mask=e < E - start, other=0.0).to(tl.float32)
+        acc += tl.load(w, mask=(part < X)[:, None] & (e < E - start)[None, :], other=0.0).to(tl.float32) * x[None, :]
+        w += BLOCK_E * w_col
+    tl.store(logits_ptr + part, tl.sum(acc, 1).to(x_ptr.dtype.element_ty).to(tl.float32), mask=part < X)
+    tl.debug_barrier()  # the whole program's logits are stored before it counts as done
+    if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(arrived_ptr, 0)
+        experts = tl.arange(0, X_PAD)
+        choice = tl.arange(0, K_PAD)[None, :]
+        logits = tl.load(logits_ptr + experts, mask=experts < X, other=-float("inf"), cache_modifier=".cg")[None, :]
+        ids, weights, _ = _pick(logits, experts, X, X_PAD, TOP_K, K_PAD, RENORMALIZE)
+        tl.store(ids_ptr + choice, ids, mask=choice < TOP_K)
+        tl.store(weights_ptr + choice, weights, mask=choice < TOP_K)
+
+
+@jit
+def _gate_up_row(x_ptr, w_ptr, ids_ptr, inner_ptr, w_expert, w_row, w_col, E: tl.constexpr, F: tl.constexpr, ACTIVATION: tl.constexpr,
+                 BLOCK_F: tl.constexpr, BLOCK_E: tl.constexpr):
+    """A single row, one of its experts, BLOCK_F outputs: inner [K, F]. Bound by the bytes of w, so no tensor core is needed."""
+    k = tl.program_id(1)
+    f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
+    e = tl.arange(0, BLOCK_E)
+    w = w_ptr + tl.load(ids_ptr + k).to(tl.int64) * w_expert + f[:, None] * w_row + e[None, :] * w_col
+    gate = tl.zeros([BLOCK_F, BLOCK_E], tl.float32)
+    up = tl.zeros([BLOCK_F, BLOCK_E], tl.float32)
+    for start in range(0, E, BLOCK_E):
+        inside = (f < F)[:, None] & (e < E - start)[None, :]
+        x = tl.load(x_ptr + start + e, mask=e < E - start, other=0.0).to(tl.float32)[None, :]
+        gate += tl.load(w, mask=inside, other=0.0).to(tl.float32) * x
+        up += tl.load(w + F * w_row, mask=inside, other=0.0).to(tl.float32) * x
+        w += BLOCK_E * w_col
+    inner = _activate(tl.sum(gate, 1), ACTIVATION) * tl.sum(up, 1)
+    tl.store(inner_ptr + k * F + f, inner.to(inner_ptr.dtype.element_ty), mask=f < F)
+
+
+@jit
+def _down_row(inner_ptr, w_ptr, ids_ptr, weights_ptr, out_ptr, w_expert, w_row, w_col, E: tl.constexpr, F: tl.constexpr,
+              TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr):
+    """A single row, BLOCK_E outputs, all its experts: out [E] is their weighted sum."""
+    e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    acc = tl.zeros([BLOCK_E, BLOCK_F], tl.float32)
+    for start in range(0, F, BLOCK_F):
+        f = start + tl.arange(0, BLOCK_F)
+        inside = (e < E)[:, None] & (f < F)[None, :]
+        for k in tl.static_range(TOP_K):
+            inner = tl.load(inner_ptr + k * F + f, mask=f < F, other=0.0).to(tl.float32) * tl.load(weights_ptr + k)
+            w = w_ptr + tl.load(ids_ptr + k).to(tl.int64) * w_expert + e[:, None] * w_row + f[None, :] * w_col
+            acc += tl.load(w, mask=inside, other=0.0).to(tl.float32) * inner[None, :]
+    tl.store(out_ptr + e, tl.sum(acc, 1).to(out_ptr.dtype.element_ty), mask=e < E)
+
+
+# ----------------------------------------------------------------------------------------------------------- launchers
+
+
+class Tile(NamedTuple):
+    """Shape of one product's tile (pairs, outputs, summed dimension), and how it is run."""
+
+    m: int
+    n: int
+    d: int
+    warps: int
+    stages: int
+
+
+class Tiling(NamedTuple):
+    """The tiles of the two products; their ``m`` is the same."""
+
+    gate_up: Tile
+    down: Tile
+
+
+STREAM = Tiling(Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4))
+LARGE = Tiling(Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 3))
+TILINGS = [  # by the most pairs an expert has on average; on an H200 the weights' bytes are the bound up to some 190 pairs
+    (8, STREAM),
+    (24, Tiling(Tile(32, 32, 128, 4, 4), Tile(32, 64, 128, 4, 4))),
+    (96, Tiling(Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4))),
+]
+FIXED = TILINGS[2][1]  # batch-invariant: one tiling for every step
+SINGLE = Tiling(Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2))  # fp32 products are not for the tensor core, and fill the registers
+
+
+def tiling_for(num_pairs: int, num_experts: int, dtype: torch.dtype, fixed: bool = False) -> Tiling:
+    if dtype == torch.float32:
+        return SINGLE
+    if fixed:
+        return FIXED
+    return next((tiling for most, tiling in TILINGS if num_pairs <= most * num_experts), LARGE)
+
+
+def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.Tensor, down_XEF: torch.Tensor, top_k: int,
+               renormalize: bool, activation: str = "silu", fixed: bool = False, tiling: Tiling | None = None) -> torch.Tensor:
+    """What ``moe_reference`` computes, [T, E] in x's dtype, sums in fp32; nothing is read back by the host.
+
+    ``gate_up_XFE`` [X, 2F, E], gate first; ``down_XEF`` [X, E, F]. ``fixed``: a row's bits depend on nothing but the row (and
+    its logits). ``tiling`` overrides the choice by the number of pairs.
+    """
+    num_rows, dim = x_TE.shape
+    num_experts, width = gate_up_XFE.shape[0], gate_up_XFE.shape[1] // 2
+    assert gate_up_XFE.shape == (num_experts, 2 * width, dim) and down_XEF.shape == (num_experts, dim, width), "weights do not fit"
+    assert x_TE.dtype == gate_up_XFE.dtype == down_XEF.dtype and x_TE.stride(1) == 1, "dense rows of the weights' dtype"
+    out_TE = torch.empty((num_rows, dim), dtype=x_TE.dtype, device=x_TE.device)
+    if num_rows == 0:
+        return out_TE
+    tiling = tiling or tiling_for(num_rows * top_k, num_experts, x_TE.dtype, fixed)
+    assert tiling.gate_up.m == tiling.down.m, "both products run over the same tiles"
+    routing = route_triton(logits_TX, top_k, renormalize, tiling.gate_up.m, fixed=fixed)
+    inner_PF = torch.empty((num_rows * top_k, width), dtype=x_TE.dtype, device=x_TE.device)
+    y_PE = torch.empty((num_rows * top_k, dim), dtype=x_TE.dtype, device=x_TE.device)
+    for a, w, out, shape, is_gated in ((x_TE, gate_up_XFE, inner_PF, tiling.gate_up, True), (inner_PF, down_XEF, y_PE, tiling.down, False)):
+        _grouped[(cdiv(out.shape[1], shape.n), len(routing.tiles))](
+            a, w, out, routing.order, routing.tiles, routing.num_tiles, a.stride(0), *w.stride(), N=out.shape[1], D=a.shape[1],
+            TOP_K=top_k, GATED=is_gated, ACTIVATION=activation, BLOCK_M=shape.m, BLOCK_N=shape.n, BLOCK_D=shape.d,
+            num_warps=shape.warps, num_stages=shape.stages)
+    block_e = min(1024, next_power_of_2(dim))
+    _sum_pairs[(num_rows, cdiv(dim, block_e))](y_PE, routing.weights, out_TE, E=dim, TOP_K=top_k, BLOCK_E=block_e, num_warps=4)
+    return out_TE
+
+
+def moe_row_triton(x_1E: torch.Tensor, router_XE: torch.Tensor, gate_up_XFE: torch.Tensor, down_XEF: torch.Tensor, top_k: int,
+                   renormalize: bool, arrived: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """What ``moe_reference`` computes for a single row and its router's logits; each weight that is needed is read once.
+
+    ``arrived`` [1] int32 on the device holds 0 before and after; two calls that may run at once need one each.
+    """
+    dim, (num_experts, _, width) = x_1E.shape[1], down_XEF.shape
+    assert x_1E.shape == (1, dim) and router_XE.shape == (num_experts, dim) and gate_up_XFE.shape == (num_experts, 2 * width, dim)
+    assert x_1E.dtype == router_XE.dtype == gate_up_XFE.dtype == down_XEF.dtype and x_1E.stride(1) == 1, "a dense row of the weights' dtype"
+    logits, weights = (torch.empty(n, dtype=torch.float32, device=x_1E.device) for n in (num_experts, top_k))
+    ids = torch.empty(top_k, dtype=torch.int32, device=x_1E.device)
+    inner_KF = torch.empty((top_k, width), dtype=x_1E.dtype, device=x_1E.device)
+    out_1E = torch.empty_like(x_1E)
+    _route_row[(cdiv(num_experts, 4),)](
+        x_1E, router_XE, arrived, logits, weights, ids, *router_XE.stride(), E=dim, X=num_experts, X_PAD=next_power_of_2(num_experts),
+        TOP_K=top_k, K_PAD=next_power_of_2(top_k), RENORMALIZE=renormalize, BLOCK_X=4, BLOCK_E=min(1024, next_power_of_2(dim)), num_warps=4)
+    _gate_up_row[(cdiv(width, 8), top_k)](
+        x_1E, gate_up_XFE, ids, inner_KF, *gate_up_XFE.stride(), E=dim, F=width, ACTIVATION=activation,
+        BLOCK_F=8, BLOCK_E=min(512, next_power_of_2(dim)), num_warps=4)
+    _down_row[(cdiv(dim, 8),)](
+        inner_KF, down_XEF, ids, weights, out_1E, *down_XEF.stride(), E=dim, F=width, TOP_K=top_k,
+        BLOCK_E=8, BLOCK_F=min(256, next_power_of_2(width)), num_warps=8)
+    return out_1E
+
+
+# ----------------------------------------------------------------------------------------------------------- test grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One point of the test grid. ``routing``: of random logits, or all rows to the same experts."""
+
+    rows: int
+    experts: int = 8
+    top_k: int = 2
+    dim: int = 64
+    width: int = 32
+    renormalize: bool = True
+    activation: str = "silu"
+    routing: str = "random"
+    tiling: Tiling | None = None
+
+
+def grid() -> Iterator[Case]:
+    """Wide tiles only where a GPU or a patient interpreter is at hand: see ``large_grid``."""
+    for rows in (0, 1, 2, 5, 33):
+        yield Case(rows=rows)
+        yield Case(rows=rows, experts=5, top_k=3, dim=40, width=24, renormalize=False)
+    for experts, top_k in ((1, 1), (4, 4), (6, 1), (128, 8), (96, 5)):
+        for rows in (1, 7):
+            yield Case(rows=rows, experts=experts, top_k=top_k)
+    for dim, width in ((16, 16), (130, 72), (200, 136), (24, 300)):
+        for rows in (1, 6):
+            yield Case(rows=rows, dim=dim, width=width)
+    for activation in ("gelu", "gelu_tanh"):
+        for rows in (1, 6):
+            yield Case(rows=rows, activation=activation)
+    yield Case(rows=40, routing="same")  # all experts but two without rows, several tiles an expert
+    yield Case(rows=130, experts=3, top_k=1, routing="same")
+    yield Case(rows=77, experts=128, top_k=8)  # several blocks of rows: 128 experts fit 32 rows a block
+    yield Case(rows=140, experts=64, top_k=2)
+    for tiling in (STREAM, *(t for _, t in TILINGS[1:]), LARGE):
+        yield Case(rows=45, experts=3, top_k=2, dim=136, width=144, tiling=tiling)
+        yield Case(rows=45, experts=3, top_k=2, dim=256, width=128, tiling=tiling)

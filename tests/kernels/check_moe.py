@@ -1,0 +1,100 @@
+"""The mixture of experts and the batch-invariant product against their references by the 2 x rule, routing against a plain sort."""
+
+from __future__ import annotations
+
+import torch
+
+from kvasir.kernels import matmul, moe
+from tests.kernels.check import FLOOR
+
+
+def draw_case(case: moe.Case, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
+    """x [T, E], logits [T, X] without ties, gate_up [X, 2F, E], down [X, E, F]."""
+    draw = torch.Generator().manual_seed(case.rows)
+    x = torch.randn(case.rows, case.dim, generator=draw)
+    # Every logit of a row is different in every dtype: which of two equal experts is taken would be anybody's guess.
+    order = torch.stack([torch.randperm(case.experts, generator=draw) for _ in range(case.rows)]) if case.rows else torch.zeros(0, case.experts)
+    logits = order[:1].expand(case.rows, -1) if case.routing == "same" else order
+    gate_up = torch.randn(case.experts, 2 * case.width, case.dim, generator=draw) * case.dim ** -0.5
+    down = torch.randn(case.experts, case.dim, case.width, generator=draw) * case.width ** -0.5
+    return tuple(t.to(dtype).to(device) for t in (x, logits.float() / 16, gate_up, down))
+
+
+def check_routing(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_m: int) -> None:
+    """Weights, ids, the stable order by expert, and tiles that cover it."""
+    num_experts = logits_TX.shape[1]
+    found = moe.route_triton(logits_TX, top_k, renormalize, block_m)
+    weights, ids = moe.route_reference(logits_TX, top_k, renormalize)
+    torch.testing.assert_close(found.weights, weights.float(), atol=1e-6, rtol=1e-5, equal_nan=True)
+    assert torch.equal(found.ids.long(), ids)
+    order = ids.flatten().argsort(stable=True)
+    assert torch.equal(found.order.long(), order)
+    counts = ids.flatten().bincount(minlength=num_experts).tolist()
+    want, at = [], 0
+    for expert, count in enumerate(counts):
+        want += [[expert, at + first, at + min(first + block_m, count)] for first in range(0, count, block_m)]
+        at += count
+    num_tiles = int(found.num_tiles)
+    assert num_tiles == len(want) <= len(found.tiles)
+    assert found.tiles[:num_tiles].tolist() == want
+
+
+def check_moe(case: moe.Case, dtype: torch.dtype, device: str) -> dict[str, float]:
+    """Errors of the kernels and of plain torch; raises AssertionError where the kernels are worse than allowed."""
+    drawn = draw_case(case, dtype, device)
+    options = case.top_k, case.renormalize, case.activation
+    out = moe.moe_triton(*drawn, *options, tiling=case.tiling)
+    if case.rows == 1:
+        check_row(*drawn, *options)
+    want = moe.moe_reference(*(t.double() for t in drawn), *options)
+    if not want.numel():
+        assert out.shape == want.shape
+        return {"kernel": 0.0, "plain": 0.0}
+    plain = moe.moe_reference(*drawn, *options)
+    errors = {name: float((x.double() - want).abs().max()) for name, x in (("kernel", out), ("plain", plain))}
+    assert errors["kernel"] <= 2 * errors["plain"] + FLOOR[dtype], (case, dtype, errors)  # a NaN fails, too
+    return errors
+
+
+def check_row(x: torch.Tensor, logits: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, top_k: int, renormalize: bool,
+              activation: str) -> None:
+    """The single row's kernels, with a router that gives these logits up to rounding, twice over: ``arrived`` is zero again."""
+    x = x / x.float().norm().clamp(min=0.1).to(x.dtype)
+    router = (logits.T.float() * x.float() / x.float().square().sum()).to(x.dtype)
+    arrived = torch.zeros(1, dtype=torch.int32, device=x.device)
+    want = moe.moe_reference(x.double(), logits.double(), gate_up.double(), down.double(), top_k, renormalize, activation)
+    first, second = (moe.moe_row_triton(x, router, gate_up, down, top_k, renormalize, arrived, activation) for _ in range(2))
+    assert torch.equal(first, second) and int(arrived) == 0
+    torch.testing.assert_close(first.double(), want, atol=3 * FLOOR[x.dtype], rtol=3 * FLOOR[x.dtype])
+
+
+def check_matmul(case: matmul.Case, dtype: torch.dtype, device: str) -> dict[str, float]:
+    """Errors of the batch-invariant product, runs apart and together, and of torch's own."""
+    draw = torch.Generator().manual_seed(case.rows)
+    x, w, bias = (torch.randn(*shape, generator=draw).to(dtype).to(device)
+                  for shape in ((case.rows, case.inputs), (case.outputs, case.inputs), (case.outputs,)))
+    bias = bias if case.bias else None
+    out, apart, together = (matmul.matmul_invariant(x, w, bias, apart=flag) for flag in (None, True, False))
+    assert torch.equal(apart, together) and torch.equal(out, apart), (case, dtype)
+    want = matmul.matmul_reference(x.double(), w.double(), None if bias is None else bias.double())
+    if not want.numel():
+        assert out.shape == want.shape
+        return {"kernel": 0.0, "plain": 0.0}
+    plain = torch.nn.functional.linear(x, w, bias)
+    errors = {name: float((y.double() - want).abs().max()) for name, y in (("kernel", out), ("plain", plain))}
+    assert errors["kernel"] <= 2 * errors["plain"] + FLOOR[dtype] * case.inputs ** 0.5, (case, dtype, errors)
+    return errors
+
+
+def check_row_bits(inputs: int, outputs: int, counts: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """A row alone, at any place of a batch of any size, runs apart or together: the same bits."""
+    draw = torch.Generator().manual_seed(inputs)
+    x, w, bias = (torch.randn(*shape, generator=draw).to(dtype).to(device) for shape in ((max(counts), inputs), (outputs, inputs), (outputs,)))
+    want = matmul.matmul_invariant(x, w, bias)
+    for row in sorted({0, 1, max(counts) // 2, max(counts) - 1}):
+        assert torch.equal(matmul.matmul_invariant(x[row:row + 1], w, bias), want[row:row + 1]), (inputs, outputs, row, dtype)
+    for count in counts:
+        first = (max(counts) - count) // 2
+        for apart in (True, False):
+            got = matmul.matmul_invariant(x[first:first + count], w, bias, apart=apart)
+            assert torch.equal(got, want[first:first + count]), (inputs, outputs, count, first, apart, dtype)
