@@ -9,6 +9,9 @@ from kvasir.kernels.sample import sample_rows_ref, sample_rows_triton
 from tests.kernels.sampling import KINDS, logits, parameters
 
 
+ROWS = 10
+
+
 def both(x, given, vocab_size, device, block):
     """Draws of the reference on the CPU and of the kernels on ``device``."""
     want = sample_rows_ref(x, *given, vocab_size)
@@ -16,11 +19,11 @@ def both(x, given, vocab_size, device, block):
     return want, found.cpu()
 
 
-@pytest.mark.parametrize("vocab_size, width, block", [(1, 1, 16), (37, 40, 64), (301, 320, 64), (512, 512, 64), (300, 384, 512)])
+@pytest.mark.parametrize("vocab_size, width, block", [(1, 1, 16), (37, 40, 64), (301, 320, 64), (300, 384, 512)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_draws_as_the_reference(kind, vocab_size, width, block, device):
     draw = torch.Generator().manual_seed(vocab_size)
-    x, given = logits(kind, 24, width, draw), parameters(24, vocab_size, draw)
+    x, given = logits(kind, ROWS, width, draw), parameters(ROWS, vocab_size, draw)
     want, found = both(x, given, vocab_size, device, block)
     assert torch.equal(found, want), (found != want).any(0).nonzero()
 
