@@ -32,6 +32,8 @@ COLD_BYTES = 200 << 20
 # temperature, top_k, top_p, min_p
 MIXES = {"greedy": (0.0, 0, 1.0, 0.0), "temperature": (1.0, 0, 1.0, 0.0), "top-k 20, top-p 0.95": (0.6, 20, 0.95, 0.0),
          "top-p 0.9": (1.0, 0, 0.9, 0.0), "top-k 1000": (1.0, 1000, 1.0, 0.0), "min-p 0.05": (1.0, 0, 1.0, 0.05)}
+# Logits of random weights are nearly flat (0.6); a trained model's have long tails (3).
+INPUTS = (("fp32_flat", torch.float32, 0.6), ("fp32_tails", torch.float32, 3.0), ("bf16_tails", torch.bfloat16, 3.0))
 
 
 def check() -> dict:
@@ -111,9 +113,7 @@ def time_mixes() -> list[dict]:
     arms = []
     for name, mix in MIXES.items():
         for rows in (1, 64, 256):
-            # Logits of random weights are nearly flat (0.6); a trained model's have long tails (3).
-            metrics = {f"us_{label}": kernel_us(mix, rows, LLAMA, dtype, scale)
-                       for label, dtype, scale in (("fp32_flat", torch.float32, 0.6), ("fp32_tails", torch.float32, 3.0), ("bf16_tails", torch.bfloat16, 3.0))}
+            metrics = {f"us_{label}": kernel_us(mix, rows, LLAMA, dtype, scale) for label, dtype, scale in INPUTS}
             metrics["us_eager_sampler"] = eager_us(mix, rows, LLAMA, 3.0)
             print(f"{name}, {rows} rows x {LLAMA}", metrics, flush=True)
             arms.append(arm(f"{name}, {rows} rows", {"vocab_size": LLAMA}, metrics))

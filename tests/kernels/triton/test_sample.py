@@ -8,7 +8,6 @@ import torch
 from kvasir.kernels.sample import sample_rows_ref, sample_rows_triton
 from tests.kernels.sampling import KINDS, logits, parameters
 
-
 ROWS = 10
 
 
