@@ -22,7 +22,7 @@ from kvasir.errors import ConfigError
 from kvasir.layers.linear import Slot
 from kvasir.logs import log
 
-PART_BYTES = 32 << 20  # enough for a disk and for PCIe to run at full rate, and few enough parts that Python does not count
+PART_BYTES = 16 << 20  # enough for a disk and for PCIe to run at full rate, and few enough parts that Python does not count
 NUM_THREADS = 8  # one thread copies a few GB/s out of the page cache; PCIe takes some 50
 PROGRESS_BYTES = 1 << 30
 SHOWN = 5  # names listed in a message
