@@ -76,7 +76,7 @@ def main() -> int:
         os.environ["TRITON_CACHE_DIR"] = str(Path(top) / "triton")
         flags = ["--tokenizer", str(checkpoint.resolve("")), "--served-model-name", options.shape, "--max-model-len", options.max_model_len]
         for caches in ("empty compile caches", "warm", "warm, again"):
-            arms.append(arm(f"start, {caches}", {"flags": flags}, start_once(str(folder), flags)))
+            arms.append(arm(f"start, {caches}", {"max_model_len": options.max_model_len}, start_once(str(folder), flags)))
             print(arms[-1], flush=True)
     options.output.write_text(json.dumps(result(f"load-{options.shape}", arms), indent=1) + "\n")
     return 0
