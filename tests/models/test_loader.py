@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvasir.errors import ConfigError
-from kvasir.models import checkpoint, cost, loader
+from kvasir.models import checkpoint, cost, fill, loader
 from kvasir.models.loader import load_model, read_header
 from tests import checkpoints
 
@@ -134,8 +134,8 @@ def test_sound_weights_load_without_a_word(llama, caplog):
 
 def test_a_long_load_shows_its_progress(llama, monkeypatch):
     shown = []
-    monkeypatch.setattr(loader, "PROGRESS_BYTES", 0)
-    monkeypatch.setattr(loader.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(fill, "PROGRESS_BYTES", 0)
+    monkeypatch.setattr(fill.sys.stderr, "isatty", lambda: True, raising=False)
     from rich.progress import Progress
 
     monkeypatch.setattr(Progress, "advance", lambda self, task, amount: shown.append(amount))

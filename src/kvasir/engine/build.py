@@ -21,7 +21,8 @@ from kvasir.kv.pool import KVPool
 from kvasir.logs import log
 from kvasir.models import checkpoint
 from kvasir.models.decoder import Decoder
-from kvasir.models.loader import load_model
+from kvasir.models.fill import Filling
+from kvasir.models.loader import start_loading
 from kvasir.types import ModelInfo, PageCopy, Plan, Request, SamplingParams, Sequence, Span
 
 BACKENDS = "kvasir.attention.backends"
@@ -93,9 +94,9 @@ def build(config: EngineConfig) -> Built:
     free_before = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     clock.lap("config")
 
-    model = load_model(path, hf, device=device, dtype=dtype, load_format=config.model.load_format, exact=exact, seed=config.model.seed,
-                       num_positions=config.model.max_model_len)
-    clock.lap("weights")
+    model, loading = start_loading(path, hf, device=device, dtype=dtype, load_format=config.model.load_format, exact=exact,
+                                   seed=config.model.seed, num_positions=config.model.max_model_len)
+    clock.lap("allocate")
 
     tokenizer_file = None if config.model.skip_tokenizer_init else _tokenizer_file(config, path)
     info = _info(config, path, hf, model, tokenizer_file)
@@ -119,13 +120,15 @@ def build(config: EngineConfig) -> Built:
         plan = plan_pool(groups, page_bytes, config.cache.num_pages * sum(page_bytes), **sizes)
         explain = f"{config.cache.num_pages} pages of {page_slots} tokens, as set"
     elif device.type == "cuda":
-        budget, explain = _gpu_budget(config, device, free_before, make_runner, sizes, len(groups))
+        budget, explain = _gpu_budget(config, device, free_before, make_runner, sizes, len(groups), loading)
         plan = plan_pool(groups, page_bytes, budget, **sizes)
     else:
         budget = min(config.cache.cpu_cache_bytes, _available_memory() // 2)
         plan = plan_pool(groups, page_bytes, budget, **sizes)
         explain = f"a budget of {gib(budget)} on the CPU (--cpu-cache-bytes)"
     clock.lap("profile")
+    loading.wait()
+    clock.lap("weights")
     info.max_model_len = resolve_length(info.max_model_len, plan, fit=config.cache.fit, explain=explain)
     info.kv_capacity_tokens = plan.capacity
     runner = make_runner(plan.num_pages)
@@ -200,12 +203,16 @@ def _available_memory() -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
-def _gpu_budget(config: EngineConfig, device: torch.device, free_before: int, make_runner, sizes: dict, num_groups: int) -> tuple[int, str]:
-    """Bytes for the pool: the share of what was free, less the weights and the peak of a measured worst-case step."""
+def _gpu_budget(config: EngineConfig, device: torch.device, free_before: int, make_runner, sizes: dict, num_groups: int,
+                loading: Filling) -> tuple[int, str]:
+    """Bytes for the pool: the share of what was free, less the weights and the peak of a measured worst-case step.
+
+    The step compiles the kernels; its numbers mean nothing, so the weights may still be loading."""
     torch.cuda.synchronize(device)
     held = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     worst_case_step(make_runner, sizes, num_groups)
+    loading.wait()  # before anything is captured: a capture must not meet another thread's calls
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - held
     torch.cuda.empty_cache()

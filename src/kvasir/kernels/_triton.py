@@ -20,8 +20,9 @@ INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET", "").lower() in ("
 if AVAILABLE and (INTERPRETED or torch.cuda.is_available()):
     import triton
     import triton.language as tl
+    from triton.language.extra import libdevice
 else:
-    triton = tl = None
+    triton = tl = libdevice = None
 
 
 def jit(fn: Callable | None = None, **options: Any) -> Any:

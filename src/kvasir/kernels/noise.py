@@ -57,14 +57,20 @@ def gumbel_reference(streams_M: torch.Tensor, positions_M: torch.Tensor, vocab_s
 
 
 @jit
-def _store_gumbel(out, word, at, mask):
+def gumbel_of_word(word):
+    """One 32-bit word of the generator -> its noise, in a kernel."""
     v = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     v = tl.minimum(v, 0.999999940395355)
     w = 1.0 - v
     # log1p(-v) without a libm call: the rounding error of 1 - v cancels in the quotient (Goldberg 1991, theorem 4).
     lost = tl.where(w == 1.0, 1.0, 1.0 - w)
     exponential = tl.where(w == 1.0, v, -tl.log(w) * (v / lost))
-    tl.store(out + at, -tl.log(exponential), mask=mask)
+    return -tl.log(exponential)
+
+
+@jit
+def _store_gumbel(out, word, at, mask):
+    tl.store(out + at, gumbel_of_word(word), mask=mask)
 
 
 @jit

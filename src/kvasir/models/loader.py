@@ -1,17 +1,14 @@
-"""Weights from a checkpoint into a decoder: every tensor checked before one is copied, each copied once, straight into place.
+"""Weights from a checkpoint into a decoder: every tensor checked before one is read; ``fill.py`` then reads them into place.
 
-Files are memory-mapped, and fused weights are filled slice by slice, so loading needs about the model's own size.
+Fused weights are filled slice by slice, so loading needs about the model's own size.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import struct
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,50 +16,48 @@ import torch
 
 from kvasir.errors import ConfigError
 from kvasir.layers.linear import Placement
-from kvasir.logs import log
 from kvasir.models.checkpoint import read_json
 from kvasir.models.decoder import Decoder
 from kvasir.models.families import build_spec, find_family
+from kvasir.models.fill import Filling, Stored, list_names, read_tensor
 from kvasir.models.spec import ModelSpec
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 SHOWN = 5  # names listed in a message
-PROGRESS_BYTES = 1 << 30
 EMBED, HEAD = "embed.weight", "head.weight"
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """One tensor of a checkpoint, as its file's header describes it."""
-
-    name: str
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    num_bytes: int
+def load_model(path: Path, config: dict[str, Any], **options: Any) -> Decoder:
+    """``start_loading`` and wait until it has ended."""
+    decoder, filling = start_loading(path, config, **options)
+    filling.wait()
+    return decoder
 
 
-def load_model(path: Path, config: dict[str, Any], *, device: torch.device | str, dtype: torch.dtype, load_format: str = "auto",
-               exact: bool = False, seed: int = 0, num_positions: int | None = None) -> Decoder:
-    """Build the model that ``config`` describes and fill it from ``path`` (or with random weights: ``dummy``).
+def start_loading(path: Path, config: dict[str, Any], *, device: torch.device | str, dtype: torch.dtype, load_format: str = "auto",
+                  exact: bool = False, seed: int = 0, num_positions: int | None = None) -> tuple[Decoder, Filling]:
+    """Build the model that ``config`` describes and begin to fill it from ``path`` (or with random weights: ``dummy``).
 
-    ``num_positions`` bounds the RoPE tables (default: all the config allows). Raises ConfigError naming file and tensor.
+    The decoder may be run at once, on weights that are still anything: to compile kernels and measure memory while files are
+    read. ``num_positions`` bounds the RoPE tables (default: all the config allows). Raises ConfigError naming file and tensor.
     """
     spec = build_spec(config)
     place = Placement(torch.device(device), dtype, exact)
     if exact and place.device.type != "cpu":
         raise ConfigError("exact mode (batch_invariant) is served on the CPU only so far. Use --device cpu, or leave it out.")
+    filling = Filling(place.device)
     if load_format == "dummy":
         decoder = Decoder(spec, place, num_positions)
         fill_random(decoder, seed)
-        return decoder
-    stored = read_headers(path)
-    placed = assign(stored, spec)
+        return decoder, filling
+    placed = assign(read_headers(path), spec)
     decoder = Decoder(spec, place, num_positions)
-    _fill(decoder, placed)
-    return decoder
+    slots = decoder.slots()
+    stored = {slot: tensor for tensor, slot in placed}
+    checks = [partial(_check_tied, tensor, stored[EMBED]) for slot, tensor in stored.items() if slot not in slots]
+    return decoder, filling.start([(tensor, slots[slot]) for tensor, slot in placed if slot in slots], checks)
 
 
 # ----------------------------------------------------------------------------------------------------------- headers
@@ -89,7 +84,7 @@ def _read_index(path: Path) -> list[Stored]:
             raise ConfigError(f"{path / INDEX}: shard '{shard}' is not a plain file name; an index may not point outside its folder")
         if not (path / shard).is_file():
             missing = [name for name, file in weight_map.items() if file == shard]
-            raise ConfigError(f"{path}: shard {shard} is missing ({_list(missing)})")
+            raise ConfigError(f"{path}: shard {shard} is missing ({list_names(missing)})")
         for tensor in read_header(path / shard):
             if tensor.name in tensors:
                 raise ConfigError(f"tensor '{tensor.name}' is in two shards, {tensors[tensor.name].file.name} and {shard}")
@@ -116,7 +111,7 @@ def read_header(file: Path) -> list[Stored]:
     header.pop("__metadata__", None)
     stored, ends = [], []
     for name, entry in header.items():
-        tensor, begin, end = _entry(file, name, entry)
+        tensor, begin, end = _entry(file, name, entry, 8 + length)
         if 8 + length + end > size:
             raise ConfigError(f"{file} is truncated: tensor '{name}' ends at byte {8 + length + end} of {size}")
         stored.append(tensor)
@@ -131,8 +126,8 @@ def read_header(file: Path) -> list[Stored]:
     return stored
 
 
-def _entry(file: Path, name: str, entry: Any) -> tuple[Stored, int, int]:
-    """Check one header entry. Returns the tensor, where its data begins and where it ends."""
+def _entry(file: Path, name: str, entry: Any, data: int) -> tuple[Stored, int, int]:
+    """Check one header entry. Returns the tensor, and where its bytes begin and end after ``data``, the file's first byte of data."""
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         numbers = [*shape, begin, end]
@@ -145,7 +140,7 @@ def _entry(file: Path, name: str, entry: Any) -> tuple[Stored, int, int]:
     num_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
     if end - begin != num_bytes:
         raise ConfigError(f"{file}: tensor '{name}' of shape {list(shape)} and dtype {dtype} needs {num_bytes} bytes, its entry gives {end - begin}")
-    return Stored(name, file, dtype, shape, num_bytes), begin, end
+    return Stored(name, file, dtype, shape, num_bytes, data + begin), begin, end
 
 
 # ------------------------------------------------------------------------------------------------------------ slots
@@ -168,7 +163,7 @@ def assign(stored: list[Stored], spec: ModelSpec) -> list[tuple[Stored, str]]:
     missing = [name for name in expected if name not in found and name != tied_head]
     unexpected = [t.name for t in needed if t.name not in expected]
     if missing or unexpected:
-        problems = [f"{what}: {_list(names)}" for what, names in (("missing tensors", missing), ("unexpected tensors", unexpected)) if names]
+        problems = [f"{what}: {list_names(names)}" for what, names in (("missing tensors", missing), ("unexpected tensors", unexpected)) if names]
         raise ConfigError(f"the weights do not fit config.json ({spec.family}, {len(spec.layers)} layers): {'; '.join(problems)}")
     for t in needed:
         shape = tuple(slots[expected[t.name]].shape)
@@ -177,71 +172,14 @@ def assign(stored: list[Stored], spec: ModelSpec) -> list[tuple[Stored, str]]:
     return [(t, expected[t.name]) for t in needed]
 
 
-def _list(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-
-
 # ---------------------------------------------------------------------------------------------------------- filling
 
 
-@torch.inference_mode()
-def _fill(decoder: Decoder, placed: list[tuple[Stored, str]]) -> None:
-    slots = decoder.slots()
-    files: dict[Path, list[tuple[Stored, str]]] = {}
-    for tensor, slot in placed:
-        files.setdefault(tensor.file, []).append((tensor, slot))
-    ranges: dict[str, torch.Tensor] = {}
-    with _progress(sum(t.num_bytes for t, _ in placed)) as advance:
-        for file, tensors in files.items():
-            with _open(file) as reader:
-                for tensor, slot in tensors:
-                    stored = reader.get_tensor(tensor.name)
-                    if slot in slots:
-                        slots[slot].fill(stored)
-                        seen = slots[slot].target if decoder.place.device.type == "cuda" else stored  # the copy that is quick to read
-                        ranges[tensor.name] = torch.stack(torch.aminmax(seen)).float()
-                    elif not torch.equal(stored, _stored_embedding(placed)):
-                        raise ConfigError(f"{file}: tie_word_embeddings is true, but '{tensor.name}' differs from the embedding. "
-                                          "Set tie_word_embeddings to false in config.json.")
-                    advance(tensor.num_bytes)
-    _warn_not_finite(ranges)
-
-
-def _open(file: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as e:
-        raise ConfigError(f"{file} cannot be read: {e}") from e
-
-
-def _stored_embedding(placed: list[tuple[Stored, str]]) -> torch.Tensor:
-    tensor = next(t for t, slot in placed if slot == EMBED)
-    with _open(tensor.file) as reader:
-        return reader.get_tensor(tensor.name)
-
-
-def _warn_not_finite(ranges: dict[str, torch.Tensor]) -> None:
-    """``ranges``: smallest and largest element; both are NaN as soon as one element is. Read from the device at once."""
-    finite = torch.isfinite(torch.stack(list(ranges.values()))).all(-1).tolist()
-    if bad := [name for name, ok in zip(ranges, finite) if not ok]:
-        log.warning("weights with NaN or infinite values: %s", _list(bad))
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on a terminal when there is enough to wait for."""
-    if total < PROGRESS_BYTES or not sys.stderr.isatty():
-        yield lambda num_bytes: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda num_bytes: bar.advance(task, num_bytes)
+def _check_tied(head: Stored, embedding: Stored) -> None:
+    """The head of a tied model, stored too: it must be the embedding."""
+    if not torch.equal(read_tensor(head), read_tensor(embedding)):
+        raise ConfigError(f"{head.file}: tie_word_embeddings is true, but '{head.name}' differs from the embedding. "
+                          "Set tie_word_embeddings to false in config.json.")
 
 
 @torch.inference_mode()

@@ -1,0 +1,162 @@
+"""How long a step takes, learnt while serving, and what follows: the largest chunk within a time, the wait for a first token.
+
+    T = c0 + c1 rows + c2 sum over chunks of q (context + q / 2) + c3 sum over decode rows of context + c4 sequences
+
+c0 is the weights' read and the launch, c1 the matmuls, c2 and c3 attention by arithmetic and by bytes, c4 what is done once a
+sequence. Steps replayed from CUDA graphs have coefficients of their own. The fit starts from a roofline, is recursive least
+squares with forgetting on *relative* errors (a step of 0.3 ms counts as much as one of 300 ms), bounds what one outlier can
+do, and keeps every coefficient at or above zero. Times are in seconds. Pure numpy; one update costs some 20 us.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+FORGETTING = 0.999  # a step's weight halves in about 700 steps
+PRIOR_TRUST = 0.05  # the noise of a measurement relative to how uncertain the roofline is
+OUTLIER = 5.0  # deviations
+ERROR_DECAY = 0.98  # of the running means of the errors: about the last 50 steps
+SLACK_SHARE = 0.9  # of the time left that a step is planned to take
+TILE_ROWS = 128  # matmul kernels work in tiles of so many rows: a few rows more cost a whole one
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a step's time depends on. ``rows``: as computed, so with the padding of a graph."""
+
+    rows: int = 0
+    chunk_pairs: float = 0.0  # sum of q * (context + q / 2) over spans of more than one row: keys that its queries look at
+    decode_context: int = 0  # sum of context over spans of one row
+    sequences: int = 0
+
+    @classmethod
+    def of(cls, spans: Iterable[tuple[int, int]]) -> StepShape:
+        """From (start, length) of each span."""
+        shape = cls()
+        for start, length in spans:
+            shape = shape.plus(start, length)
+        return shape
+
+    def plus(self, start: int, length: int) -> StepShape:
+        """With one more span of ``length`` rows from position ``start``."""
+        chunk = length > 1
+        return StepShape(self.rows + length, self.chunk_pairs + (length * (start + length / 2) if chunk else 0),
+                         self.decode_context + (0 if chunk else start), self.sequences + 1)
+
+    def vector(self) -> np.ndarray:
+        return np.array([1.0, self.rows, self.chunk_pairs, self.decode_context, self.sequences])
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """What the device and the model allow at best: bytes a second, FLOP a second; per step, row, pair and context token."""
+
+    bandwidth: float
+    flops: float
+    weight_bytes: float
+    row_flops: float  # 2 x active parameters
+    pair_flops: float  # 4 x heads x head dim x layers
+    kv_bytes: float  # of one token in all layers
+
+    def prior(self) -> np.ndarray:
+        """Coefficients as a good engine reaches them: 0.8 and 0.7 of the bandwidth, 0.6 of the arithmetic."""
+        return np.array([self.weight_bytes / (0.8 * self.bandwidth), self.row_flops / (0.6 * self.flops), self.pair_flops / (0.6 * self.flops),
+                         self.kv_bytes / (0.7 * self.bandwidth), 1e-6])
+
+    def bound(self, shape: StepShape) -> float:
+        """No step is faster."""
+        moved = (self.weight_bytes + self.kv_bytes * shape.decode_context) / self.bandwidth
+        return max(moved, (self.row_flops * shape.rows + self.pair_flops * shape.chunk_pairs) / self.flops)
+
+
+class _Fit:
+    """Recursive least squares of relative errors. ``factors`` multiply the prior's coefficients."""
+
+    def __init__(self, prior: np.ndarray) -> None:
+        self.prior = prior
+        self.factors = np.ones(len(prior))
+        self._most = 1.0 / PRIOR_TRUST**2
+        self._covariance = self._most * np.eye(len(prior))
+        self._deviation = 0.5
+        self.relative_error: float | None = None
+
+    @property
+    def coefficients(self) -> np.ndarray:
+        return self.prior * self.factors
+
+    def observe(self, x: np.ndarray, seconds: float) -> None:
+        z = x * self.prior / seconds  # the share of the measured time that each term explains; together they should give 1
+        residual = 1.0 - float(z @ self.factors)
+        error = abs(residual)
+        self.relative_error = error if self.relative_error is None else ERROR_DECAY * self.relative_error + (1 - ERROR_DECAY) * error
+        bound = OUTLIER * self._deviation
+        # A lasting change widens the bound step by step; a single outlier does not.
+        self._deviation = max(ERROR_DECAY * self._deviation + (1 - ERROR_DECAY) * 1.25 * min(error, bound), 1e-4)
+        spread = self._covariance @ z
+        gain = spread / (FORGETTING + float(z @ spread))
+        self.factors = np.maximum(self.factors + gain * max(-bound, min(bound, residual)), 0.0)
+        covariance = (self._covariance - np.outer(gain, spread)) / FORGETTING
+        # Where no step tells anything, forgetting would grow without end: no term is ever less certain than at the start.
+        scale = np.minimum(1.0, np.sqrt(self._most / np.maximum(np.diag(covariance), 1e-30)))
+        self._covariance = (covariance + covariance.T) / 2 * np.outer(scale, scale)
+
+
+class StepTimeModel:
+    """Predicts step times, from a roofline at first, from what was measured soon after."""
+
+    def __init__(self, roofline: Roofline) -> None:
+        self.roofline = roofline
+        self._fits = {graph: _Fit(roofline.prior()) for graph in (False, True)}
+
+    def observe(self, shape: StepShape, seconds: float, *, graph: bool = False) -> None:
+        """A step of this shape took ``seconds`` on the device."""
+        if seconds > 0.0 and math.isfinite(seconds):
+            self._fits[graph].observe(shape.vector(), seconds)
+
+    def predict(self, shape: StepShape, *, graph: bool = False) -> float:
+        return max(float(shape.vector() @ self._fits[graph].coefficients), self.roofline.bound(shape))
+
+    def relative_error(self, *, graph: bool = False) -> float | None:
+        """Mean of |predicted - measured| / measured over about the last 50 steps, each predicted before it was learnt from."""
+        return self._fits[graph].relative_error
+
+    def chunk_for(self, budget: float, running: StepShape, start: int, most: int) -> int:
+        """Rows of the largest chunk from position ``start`` that may join ``running`` within ``budget`` seconds, at most
+        ``most``; 0 when none may. Where rows remain after it, the step's rows are rounded down to a whole tile."""
+        if most < 1 or self.predict(running.plus(start, 1)) > budget:
+            return 0
+        low, high = 1, most + 1  # low fits, high does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.predict(running.plus(start, middle)) <= budget else (low, middle)
+        if low == most:
+            return low
+        whole = (running.rows + low) // TILE_ROWS * TILE_ROWS - running.rows
+        return whole if whole > 0 else low
+
+    def time_to_first_token(self, tokens_ahead: int, prompt_tokens: int, running: StepShape, step_rows: int) -> float:
+        """Seconds until a prompt that arrives now has its first token: ``tokens_ahead`` uncached prompt tokens are computed
+        before it, then its own, in steps of ``step_rows`` rows that also carry the decode rows of ``running``."""
+        chunk = max(1, step_rows - running.rows)
+        whole, rest = divmod(max(0, tokens_ahead), chunk)
+        # Of what waits ahead only the count is known: chunks without context.
+        seconds = whole * self.predict(running.plus(0, chunk)) + (self.predict(running.plus(0, rest)) if rest else 0.0)
+        for start in range(0, max(1, prompt_tokens), chunk):
+            seconds += self.predict(running.plus(start, min(chunk, max(1, prompt_tokens) - start)))
+        return seconds
+
+
+def step_budget(limit: float, waited: Iterable[float]) -> float:
+    """Seconds the next step may take so that no running request exceeds ``limit`` between tokens. ``waited``: seconds since
+    each one's last token."""
+    return SLACK_SHARE * max(0.0, limit - max(waited, default=0.0))
+
+
+def retry_after(predicted: float, deadline: float) -> int | None:
+    """None: a request with this predicted time to its first token is admitted. Else whole seconds (1 or more) after which it
+    may come again, for a 429's ``Retry-After``."""
+    return None if predicted <= deadline else max(1, math.ceil(predicted - deadline))

@@ -1,0 +1,229 @@
+"""Checkpoint bytes into a decoder's slots, in the background: several threads, each with its own staging memory and stream.
+
+A part (some rows of one tensor) is read from its file straight into a staging buffer, sent to the device on the thread's
+stream, and converted into its slot there. On a GPU the staging memory is pinned and there are two buffers a thread, so that a
+part is read while the one before it is sent. Memory beyond the model's own: NUM_THREADS x 2 x PART_BYTES.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from kvasir.errors import ConfigError
+from kvasir.layers.linear import Slot
+from kvasir.logs import log
+
+PART_BYTES = 16 << 20  # enough for a disk and for PCIe to run at full rate, and few enough parts that Python does not count
+NUM_THREADS = 8  # one thread copies a few GB/s out of the page cache; PCIe takes some 50
+PROGRESS_BYTES = 1 << 30
+SHOWN = 5  # names listed in a message
+SWITCH_SECONDS = 5e-4  # while loading: a thread that has a part to send must not wait for the interpreter
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of a checkpoint, as its file's header describes it. ``offset``: of its first byte in the file."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows ``first`` .. ``stop`` of a stored tensor (all of it for a scalar) and the slot they go to."""
+
+    tensor: Stored
+    slot: Slot
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+def parts_of(tensor: Stored, slot: Slot) -> Iterator[Part]:
+    """Split along the first dimension into parts of at most PART_BYTES (one row at least)."""
+    rows = tensor.shape[0] if tensor.shape else 0
+    if slot.repeat or rows < 2 or tensor.num_bytes <= PART_BYTES:
+        yield Part(tensor, slot, tensor.shape, tensor.offset, tensor.num_bytes)
+        return
+    row_bytes = tensor.num_bytes // rows
+    step = max(1, PART_BYTES // row_bytes)
+    for first in range(0, rows, step):
+        stop = min(first + step, rows)
+        yield Part(tensor, Slot(slot.target[first:stop], slot.offset), (stop - first, *tensor.shape[1:]), tensor.offset + first * row_bytes,
+                   (stop - first) * row_bytes)
+
+
+class _Staging:
+    """One thread's buffers in turn, and on a GPU the stream that empties them."""
+
+    def __init__(self, size: int, device: torch.device, ready: torch.cuda.Event | None) -> None:
+        self.device = device
+        on_gpu = device.type == "cuda"
+        self.buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2 if on_gpu else 1)]
+        self.sent: list[torch.cuda.Event | None] = [None] * len(self.buffers)
+        self.stream = torch.cuda.Stream(device) if on_gpu else None
+        if self.stream is not None and ready is not None:
+            self.stream.wait_event(ready)
+        self.turn = 0
+
+    def load(self, part: Part, file: int) -> torch.Tensor:
+        """Read a part and put it into its slot. Returns its smallest and largest element [2] fp32, both NaN if one is."""
+        self.turn = (self.turn + 1) % len(self.buffers)
+        buffer, sent = self.buffers[self.turn], self.sent[self.turn]
+        if sent is not None:
+            sent.synchronize()
+        _read(file, memoryview(buffer.numpy())[:part.num_bytes], part)
+        stored = buffer[:part.num_bytes].view(DTYPES[part.tensor.dtype]).view(part.shape)
+        if self.stream is None:
+            part.slot.fill(stored)
+            return _range(stored)
+        with torch.cuda.stream(self.stream):
+            part.slot.fill(stored.to(self.device, non_blocking=True))
+            self.sent[self.turn] = torch.cuda.Event()
+            self.sent[self.turn].record()
+            return _range(part.slot.target)
+
+
+def _range(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack(torch.aminmax(x)).float() if x.numel() else torch.zeros(2, device=x.device)
+
+
+def _read(file: int, into: memoryview, part: Part) -> None:
+    at = 0
+    while at < len(into):
+        got = os.preadv(file, [into[at:]], part.offset + at)
+        if not got:
+            raise ConfigError(f"{part.tensor.file} ended while tensor '{part.tensor.name}' was read: it has become shorter")
+        at += got
+
+
+def read_tensor(tensor: Stored) -> torch.Tensor:
+    """A stored tensor in memory of its own."""
+    buffer = torch.empty(tensor.num_bytes, dtype=torch.uint8)
+    with tensor.file.open("rb") as file:
+        _read(file.fileno(), memoryview(buffer.numpy()), Part(tensor, Slot(buffer), tensor.shape, tensor.offset, tensor.num_bytes))
+    return buffer.view(DTYPES[tensor.dtype]).view(tensor.shape)
+
+
+@dataclass
+class Filling:
+    """Slots being filled. ``wait`` returns when all are; until then their content is anything."""
+
+    device: torch.device
+    futures: list[Future] = field(default_factory=list)
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def start(self, placed: list[tuple[Stored, Slot]], checks: list[Callable[[], None]]) -> Filling:
+        """``checks`` are run beside the loading; they raise what is wrong."""
+        parts = [part for tensor, slot in placed for part in parts_of(tensor, slot)]
+        # In the order of the files: every thread then reads where the others have just read.
+        queue = iter(sorted(parts, key=lambda p: (str(p.tensor.file), p.offset)))
+        ready = None
+        if self.device.type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record()  # what the slots' memory was used for before
+        size = max((p.num_bytes for p in parts), default=0)
+        threads = max(1, min(NUM_THREADS, os.cpu_count() or 1, len(parts)))
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="weights")
+        lock, progress = threading.Lock(), _Progress(sum(p.num_bytes for p in parts))
+
+        @torch.inference_mode()
+        def work() -> dict[str, list[torch.Tensor]]:
+            ranges: dict[str, list[torch.Tensor]] = {}
+            with contextlib.ExitStack() as stack:
+                staging, files = _Staging(size, self.device, ready), {}
+                while not self._stop.is_set():
+                    with lock:
+                        part = next(queue, None)
+                    if part is None:
+                        break
+                    path = part.tensor.file
+                    if path not in files:
+                        files[path] = stack.enter_context(path.open("rb")).fileno()
+                    ranges.setdefault(part.tensor.name, []).append(staging.load(part, files[path]))
+                    with lock:
+                        progress.advance(part.num_bytes)
+                if staging.stream is not None:
+                    staging.stream.synchronize()
+            return ranges
+
+        self._interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(self._interval, SWITCH_SECONDS))
+        self._progress = progress
+        self.futures = [pool.submit(self._guard, job) for job in [*[work] * threads, *checks]]
+        pool.shutdown(wait=False)
+        return self
+
+    def _guard(self, job: Callable) -> object:
+        """One thread's failure ends the others after the part they are at."""
+        try:
+            return job()
+        except BaseException:
+            self._stop.set()
+            raise
+
+    def wait(self) -> None:
+        """Until every slot is filled. Raises ConfigError where a file cannot be read. Warns of weights that are not finite."""
+        futures, self.futures = self.futures, []
+        if not futures:
+            return
+        try:
+            found = [f.result() for f in futures]
+        except OSError as e:
+            raise ConfigError(f"the weights cannot be read: {e}") from e
+        finally:
+            self._stop.set()
+            sys.setswitchinterval(self._interval)
+            self._progress.close()
+        _warn_not_finite([(name, r) for ranges in found if ranges for name, parts in ranges.items() for r in parts])
+
+
+def _warn_not_finite(ranges: list[tuple[str, torch.Tensor]]) -> None:
+    """``ranges``: smallest and largest element of each part; both are NaN as soon as one element is. Read from the device at once."""
+    if not ranges:
+        return
+    finite = torch.isfinite(torch.stack([r for _, r in ranges])).all(-1).tolist()
+    if bad := sorted({name for (name, _), ok in zip(ranges, finite) if not ok}):
+        log.warning("weights with NaN or infinite values: %s", list_names(bad))
+
+
+def list_names(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+class _Progress:
+    """A progress bar on a terminal when there is enough to wait for."""
+
+    def __init__(self, total: int) -> None:
+        self._bar = None
+        if total < PROGRESS_BYTES or not sys.stderr.isatty():
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+        columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._bar.start()
+        self._task = self._bar.add_task("", total=total)
+
+    def advance(self, num_bytes: int) -> None:
+        if self._bar is not None:
+            self._bar.advance(self._task, num_bytes)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
