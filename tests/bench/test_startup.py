@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from kvasir.bench.startup import _flags, run, start_once
+from kvasir.bench.servers import flags_of
+from kvasir.bench.startup import run, start_once
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from tests.bench.test_result import check
@@ -12,7 +13,7 @@ from tests.bench.test_result import check
 
 def test_options_become_flags_again():
     options = {"max_num_seqs": 4, "device": None, "fit": True, "enable_prefix_caching": False, "kv_codec": "plain"}
-    assert _flags(options) == ["--max-num-seqs", "4", "--fit", "--no-enable-prefix-caching", "--kv-codec", "plain"]
+    assert flags_of(options) == ["--max-num-seqs", "4", "--fit", "--no-enable-prefix-caching", "--kv-codec", "plain"]
 
 
 def test_one_start(capfd, tmp_path):

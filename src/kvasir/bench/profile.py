@@ -45,13 +45,14 @@ def measure(config: EngineConfig, batch: int, prompt: int, repeats: int) -> dict
     import torch
 
     from kvasir.api.llm import LLM
+    from kvasir.engine.build import choose_device
 
     steps = WARMUP + repeats * TIMED + TRACED
     with LLM(config=config) as llm:
         if prompt + steps + 8 > llm.info.max_model_len or batch > config.scheduler.max_num_seqs:
             raise ConfigError(f"{batch} prompts of {prompt} tokens and {steps + 8} steps do not fit: the context is {llm.info.max_model_len}, "
                               f"max_num_seqs {config.scheduler.max_num_seqs}")
-        engine, gpu = llm.engine, llm.engine.runner.pool.device.type == "cuda"
+        engine, gpu = llm.engine, choose_device(config).type == "cuda"
         params = SamplingParams(temperature=0.0, max_tokens=steps + 8, ignore_eos=True, detokenize=False)
         for i, ids in enumerate(Batch("profile", batch, prompt, 2).prompts(llm.info.tokenizer_size, random.Random(0))):
             engine.submit(admit(ids, params, llm.info, id=f"profile-{i}", arrival=time.monotonic()))

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy")
+WIDTH = 130  # of a table that goes to a file
 _PATH = re.compile(r"(?<![\w.:/~-])~?/(?:[\w.@+-]+/)+([\w.@+-]*)")  # absolute, of at least two parts; not the path of a URL
 
 
@@ -161,7 +162,7 @@ def finish(outcome: dict[str, Any], output: Path | None, commit: str | None = No
             table.add_row(entry["name"], name, shown(value), share_of_limit(value, limits.get(name)))
     for name, value in outcome["ratios"].items():
         table.add_row("ratio", name, f"{value:.2f}x", verdict(targets[name]) if name in targets else "")
-    Console(stderr=True).print(table)
+    Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH).print(table)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(outcome, indent=1) + "\n")

@@ -1,7 +1,8 @@
 """What the machine could do at most: measured rates, and from them and the model's shape a limit for each workload.
 
 The rates are measured in a process of their own (``python -m kvasir.bench.roofline [cpu|cuda] DTYPE``), which gives the
-device's memory back when it ends. A figure above its limit is a fault of the benchmark.
+device's memory back when it ends. On a GPU a figure above its limit is a fault of the benchmark; a CPU may hold the weights
+of a small model in its caches, which the copy does not fit.
 """
 
 from __future__ import annotations
