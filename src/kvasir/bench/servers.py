@@ -20,6 +20,7 @@ from kvasir.errors import ConfigError
 
 LIMIT = 900.0  # seconds a start may take
 END_SECONDS = 60.0
+STDERR = 2  # where a server's words go: stdout belongs to the result
 SHARED = ("max_model_len", "max_num_seqs", "dtype", "gpu_memory_utilization", "max_num_batched_tokens",
           "enable_prefix_caching")  # settings of ours that vLLM has by the same name
 LIVE, READY = "/health/live", "/health/ready"
@@ -82,8 +83,7 @@ def serving(name: str, model: str, flags: list[str], site: str | None = None) ->
         port = s.getsockname()[1]
     argv = command(name, model, port, flags)
     started = time.perf_counter()
-    # The server's words go to stderr: stdout belongs to the result.
-    process = subprocess.Popen(argv, env=environment(site if name != "kvasir" else None), stdout=sys.stderr.fileno(), start_new_session=True)
+    process = subprocess.Popen(argv, env=environment(site if name != "kvasir" else None), stdout=STDERR, start_new_session=True)
     try:
         yield Server(name, port, process, started)
     finally:
