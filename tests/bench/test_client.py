@@ -155,8 +155,12 @@ def test_several_tokens_an_event():
 
 
 def test_capacity_is_the_rate_while_the_server_is_full():
-    ended = [5.0, 5.0, *(6.0 + 0.1 * i for i in range(16)), 20.0, 30.0]  # a slow start and a long tail
-    assert capacity([Reply(0.0, 0.0, 200, ended=e) for e in ended]) == pytest.approx(10.0)
+    """Fifty requests of four tokens, 40 tokens a second, after a slow start and before a long tail."""
+    times = [*(0.5 * i for i in range(40)), *(20.0 + 0.025 * i for i in range(120)), *(23.0 + i for i in range(40))]
+    replies = [Reply(0.0, 0.0, 200) for _ in range(50)]
+    for i, t in enumerate(times):
+        replies[i % 50].events.append(t)
+    assert capacity(replies) == pytest.approx(10.0)
     with pytest.raises(ConfigError, match="at least 10 good replies"):
         capacity([Reply(0.0, 0.0, 429, ended=1.0)] * 20)
 

@@ -29,7 +29,7 @@ def data(tmp_path, monkeypatch):
 def test_a_b_a_at_a_share_of_the_peers_capacity(data):
     table = {"shape": "small", "repeats": 2, "settings": {"num_threads": 1, "device": "cpu"},
              "peer": {"name": "vllm", "repeats": [2, 1], "options": {"max_model_len": 128}},
-             "traces": {"half": {**{k: v for k, v in LOAD.items() if k != "rate"}, "share": 0.5}}}
+             "traces": {"half": {**{k: v for k, v in LOAD.items() if k != "rate"}, "share": 0.02}}}
     found = replay.measure(parse("c", table), data, site=SITE)
     check(found)
     kvasir, vllm = found["arms"]
@@ -38,8 +38,11 @@ def test_a_b_a_at_a_share_of_the_peers_capacity(data):
         assert set(entry["metrics"]["half.failed"]["values"]) == {0} and set(entry["metrics"]["half.short"]["values"]) == {0}
         assert entry["metrics"]["half.tokens_per_event"]["median"] == 1.0, "every token of a shape has text"
     assert kvasir["metrics"]["half.cached_tokens"]["min"] >= 16 * 10, "the shared block is found again"
-    assert vllm["metrics"]["half.capacity_requests_s"] > 0
-    assert set(found["targets"]) == {f"half.{m} kvasir/vllm" for m in ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p99", "output_tok_s")}
+    assert all(a["metrics"]["half.capacity_requests_s"]["n"] == 1 for a in found["arms"]), "measured once a server"
+    rate = 11 / vllm["metrics"]["half.window_s"]["median"]
+    assert rate == pytest.approx(0.02 * vllm["metrics"]["half.capacity_requests_s"]["median"], rel=0.8)
+    judged = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p99", "output_tok_s", "capacity_requests_s")
+    assert set(found["targets"]) == {f"half.{m} kvasir/vllm" for m in judged}
     assert "half.ttft_ms_p50 vllm after/before" in found["ratios"] and not any("client" in r for r in found["ratios"])
 
     asked = log_of(data / "log")

@@ -207,9 +207,11 @@ def summarise(replies: list[Reply], calls: list[Call], lags: list[float]) -> dic
 
 
 def capacity(replies: list[Reply]) -> float:
-    """Requests a second that a server completed while it was full: between the first and the last fifth of all completions."""
-    ended = sorted(r.ended for r in replies if r.status == 200)
-    if len(ended) < 10:
-        raise ConfigError(f"the capacity needs at least 10 good replies; there were {len(ended)} of {len(replies)}")
-    low, high = len(ended) // 5, len(ended) - len(ended) // 5 - 1
-    return (high - low) / max(ended[high] - ended[low], 1e-9)
+    """Requests a second that a server gets through while it is full: from the time it took for the middle three fifths of all
+    tokens, since at first it only reads prompts, and at last it has too few requests left."""
+    good = [r for r in replies if r.status == 200 and r.events]
+    if len(good) < 10:
+        raise ConfigError(f"the capacity needs at least 10 good replies; there were {len(good)} of {len(replies)}")
+    events = sorted(t for r in good for t in r.events)
+    low, high = len(events) // 5, len(events) - len(events) // 5 - 1
+    return len(good) * (high - low) / len(events) / max(events[high] - events[low], 1e-6)

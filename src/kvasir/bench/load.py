@@ -11,7 +11,9 @@ from kvasir.bench import traces
 from kvasir.bench.client import Call
 from kvasir.errors import ConfigError, nearest
 
-NO_WORSE = {"at_most": {"ttft_ms_p50": 1.0, "ttft_ms_p99": 1.0, "itl_ms_p99": 1.0}, "at_least": {"output_tok_s": 1.0}}
+# Below its capacity every server puts out what comes in, and the edges of a window are worth a per cent of it: throughput in
+# the strict sense is the capacity.
+NO_WORSE = {"at_most": {"ttft_ms_p50": 1.0, "ttft_ms_p99": 1.0, "itl_ms_p99": 1.0}, "at_least": {"output_tok_s": 0.99, "capacity_requests_s": 1.0}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """``kvasir bench trace``, and cases with traces: a recorded request stream against servers, ours between two runs of the peer's.
 
 Each server runs alone, in a process of its own, and gets the same requests at the same times. A load names its rate, or its
-share of what the peer completes when all requests wait at once (its capacity), which is then measured first.
+share of what the peer completes when all requests wait at once (its capacity), which is then measured first; ours, too.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def measure(case: Case, data: Path, *, with_peer: bool = True, site: str | None 
     if any(load.share for load in loads.values()) and not capacity and not peer:
         raise ConfigError("a share of the peer's capacity needs the peer, or its capacity from an earlier run")
     measured: dict[str, dict[str, Measured]] = {}
-    known = {n: capacity for n in loads}
+    capacities: dict[str, dict[str, float]] = {n: {} for n in loads}  # load -> arm -> requests a second
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(shape_folder(case.shape, tokenizer=True)) if case.shape else str(checkpoint.resolve(case.model))
         dummy = {"load_format": "dummy", "served_model_name": case.shape} if case.shape else {}
@@ -87,10 +87,10 @@ def measure(case: Case, data: Path, *, with_peer: bool = True, site: str | None 
                 arm_so_far = measured.setdefault(part, {}).setdefault(name, Measured())
                 arm_so_far.ready_s.append(running.wait())
                 for n, load in loads.items():
-                    if load.share and known[n] is None:
-                        known[n] = saturate(running.url, load, recorded[n])
-                        log.info("%s completes %.2f requests a second of %s", name, known[n], n)
-                    rate = load.share * known[n] if load.share else load.rate
+                    if load.share and not capacity and name not in capacities[n]:
+                        capacities[n][name] = saturate(running.url, load, recorded[n])
+                        log.info("%s completes %.2f requests a second of %s", name, capacities[n][name], n)
+                    rate = load.share * (capacity or capacities[n][peer.name]) if load.share else load.rate
                     for metrics in windows(running.url, load.calls(recorded[n], rate), count):
                         for key, value in metrics.items():
                             arm_so_far.values.setdefault(f"{n}.{key}", []).append(value)
@@ -101,7 +101,10 @@ def measure(case: Case, data: Path, *, with_peer: bool = True, site: str | None 
             visit(name, "kvasir", settings, "own", repeats or case.repeats)
         if peer and peer.repeats[1]:
             visit(peer.name, peer.name, peer.options, "after", peer.repeats[1])
-    return _result(case, loads, measured, {n: c for n, c in known.items() if c})
+    for n, by_arm in capacities.items():
+        for name, found in by_arm.items():
+            measured["own" if name in case.arms else "before"][name].values[f"{n}.capacity_requests_s"] = [round(found, 3)]
+    return _result(case, loads, measured)
 
 
 def windows(url: str, calls: list[Call], count: int, api_key: str | None = None) -> list[dict[str, Any]]:
@@ -137,7 +140,7 @@ def saturate(url: str, load: Load, trace: list[traces.Recorded]) -> float:
     return client.capacity(replies)
 
 
-def _result(case: Case, loads: dict[str, Load], measured: dict[str, dict[str, Measured]], known: dict[str, float]) -> dict[str, Any]:
+def _result(case: Case, loads: dict[str, Load], measured: dict[str, dict[str, Measured]]) -> dict[str, Any]:
     entries, pairs = [], [(name, case.first) for name in list(case.arms)[1:]]
     for name, settings in case.arms.items():
         entries.append(_entry(name, {"shape": case.shape, **settings, "loads": _described(loads)}, [measured["own"][name]]))
@@ -146,7 +149,6 @@ def _result(case: Case, loads: dict[str, Load], measured: dict[str, dict[str, Me
         peer = case.peer.name
         parts = [measured[part][peer] for part in ("before", "after") if part in measured]
         entries.append(_entry(peer, {"peer": peer, **case.peer.options}, parts))
-        entries[-1]["metrics"] |= {f"{n}.capacity_requests_s": round(c, 3) for n, c in known.items()}
         pairs += [(name, peer) for name in case.arms]
         if len(parts) == 2:
             for key, values in parts[1].values.items():
@@ -157,7 +159,7 @@ def _result(case: Case, loads: dict[str, Load], measured: dict[str, dict[str, Me
     if "before" in measured:
         bounds = {metric: bound for load in loads.values() for metric, bound in load.bounds().items()}
         targets = judged(bounds, ratios, f"{case.first}/{case.peer.name}")
-    shown = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99", "tpot_ms_p50", "output_tok_s", "cached_tokens")
+    shown = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99", "tpot_ms_p50", "output_tok_s", "cached_tokens", "capacity_requests_s")
     kept = {k: v for k, v in (ratios | drift).items() if k.split(" ")[0].rsplit(".", 1)[-1] in shown}
     return result(case.name, entries, ratios=kept, limits={}, targets=targets)
 

@@ -13,13 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import kvasir
 from kvasir.errors import ConfigError, nearest
 
 PEERS = {"vllm": "vllm", "transformers": "transformers"}  # name -> the package it needs
-QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-# FlashInfer's sampler is compiled at run time and slow to start; vLLM's own is what it uses by default elsewhere.
-VLLM = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
+# A peer's models are local folders, and it must not look elsewhere. FlashInfer's sampler would be compiled at run time, which a
+# machine without a compiler cannot: vLLM then uses its own.
+ALONE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 END_SECONDS = 60.0
 
 
@@ -35,8 +34,8 @@ def check_peer(name: str, site: str | None) -> None:
 
 def environment(site: str | None = None) -> dict[str, str]:
     """Of a child: the peer's packages first, then ours, then what this process was given."""
-    paths = [site, str(Path(kvasir.__file__).parent.parent), os.environ.get("PYTHONPATH")]
-    return os.environ | QUIET | VLLM | {"PYTHONPATH": os.pathsep.join(p for p in paths if p), "PYTHONUNBUFFERED": "1"}
+    paths = [site, str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
+    return os.environ | (ALONE if site else {}) | {"PYTHONPATH": os.pathsep.join(p for p in paths if p), "PYTHONUNBUFFERED": "1"}
 
 
 class Worker:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +25,13 @@ Peer = Annotated[str | None, typer.Option(help="Also run this engine, before and
 Site = Annotated[str | None, typer.Option("--peer-python-path", help="Folder with the peer's packages, if they are not installed here.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="KVASIR_API_KEY", help="The server's key.")]
 Workloads = Annotated[list[str] | None, typer.Option("--workload", "-w", help="NAME:BATCH:PROMPT:OUTPUT, repeatable.")]
+
+
+@app.callback()
+def ended_in_order() -> None:
+    # `timeout` and service managers send SIGTERM; engines in processes of their own must end with this one.
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def _changed(options: dict[str, Any]) -> dict[str, Any]:
