@@ -78,28 +78,42 @@ def test_without_the_peer_and_one_workload(log, rated):
     assert set(only["metrics"]) == {"start_s", *(f"two.{k}_tok_s" for k in ("prefill", "decode", "total"))} and "targets" not in found
 
 
-def test_arms_take_turns_a_life_each(log, rated, monkeypatch):
+def still(monkeypatch):
+    """Engines without a process; returns the options of each life, in order."""
     lives = []
 
-    class Spy(Worker):
+    class Still(Worker):
         def __init__(self, name, model, options, site=None):
-            lives.append(options.get("max_num_seqs"))
-            super().__init__(name, model, options, site)
+            lives.append(options)
+            self.facts = {"start_s": 1.0}
 
-    monkeypatch.setattr(compare, "Worker", Spy)
+        def seconds(self, prompts, num_tokens):
+            return 0.001 * num_tokens
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(compare, "Worker", Still)
+    return lives
+
+
+def test_arms_take_turns_a_life_each(log, rated, monkeypatch):
+    lives = still(monkeypatch)
     table = TABLE | {"arms": {"a": {"max_num_seqs": 2}, "b": {"max_num_seqs": 4}}}
     found = compare.measure(parse("c", table), peer=False, site=None, only=["two"])
-    assert lives == [2, 4, 2, 4]
+    assert [options.get("max_num_seqs") for options in lives] == [2, 4, 2, 4]
     assert "two.decode_tok_s b/a" in found["ratios"] and all(a["metrics"]["two.decode_tok_s"]["n"] == 2 for a in found["arms"])
 
 
-def test_ladder(log, rated, capsys):
+def test_ladder(log, rated, capsys, monkeypatch):
+    lives = still(monkeypatch)
     rungs = ("enable_prefix_caching", "check")
     ladder.run({"num_threads": 1}, model="", shape="small", workloads=["w:1:8:3"], repeats=1, output=None, commit="abc1234", rungs=rungs)
     found = json.loads(capsys.readouterr().out)
     check(found)
     assert [a["name"] for a in found["arms"]] == ["plain", "+enable_prefix_caching", "+check"] and found["commit"] == "abc1234"
-    assert [[a["config"][r] for r in rungs] for a in found["arms"]] == [[False, False], [True, False], [True, True]]
+    steps = [[False, False], [True, False], [True, True]]
+    assert [[a["config"][r] for r in rungs] for a in found["arms"]] == steps == [[options[r] for r in rungs] for options in lives]
     assert {"w.decode_tok_s +check/plain", "w.decode_tok_s +check/+enable_prefix_caching"} <= set(found["ratios"])
 
 

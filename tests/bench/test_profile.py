@@ -22,6 +22,15 @@ def test_one_step(capsys):
     assert "gpu_idle_share" not in metrics
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 16])
+def test_one_step_on_a_gpu(batch):
+    metrics = profile.measure(EngineConfig.of(device="cuda", max_num_seqs=32, enable_prefix_caching=False), batch, 32, 3)
+    assert 0 < metrics["gpu_busy_ms"] <= 1.1 * metrics["step_ms"]["median"] and 0 <= metrics["gpu_idle_share"] < 1
+    assert metrics["kernels_per_step"] >= 4 and any(k.startswith("us.") for k in metrics)
+    assert sum(v for k, v in metrics.items() if k.startswith("us.")) >= 990 * metrics["gpu_busy_ms"], "the table holds all of the busy time"
+
+
 def test_what_does_not_fit():
     with pytest.raises(ConfigError, match="do not fit: the context is 64"):
         profile.run(EngineConfig.of(max_model_len=64), shape=None, batch=1, prompt=32, repeats=1, output=None, commit=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -82,6 +83,8 @@ def serving(name: str, model: str, flags: list[str], site: str | None = None) ->
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     argv = command(name, model, port, flags)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # inherited: a thousand requests at once are a thousand connections
     started = time.perf_counter()
     process = subprocess.Popen(argv, env=environment(site if name != "kvasir" else None), stdout=STDERR, start_new_session=True)
     try:
