@@ -88,27 +88,27 @@ def _plot(found: dict[str, Any], kind: str, groups: list[str]) -> str:
     except ImportError as e:
         raise ConfigError("the report draws with matplotlib: pip install 'kvasir[plots]'") from e
     arms = found["arms"]
-    width = 0.8 / len(arms)
-    figure = Figure(figsize=(max(4.0, 1.6 + 0.9 * len(groups) * max(1.0, len(arms) / 2)), 2.8), layout="constrained")
-    axes = figure.add_subplot()
-    for i, entry in enumerate(arms):
-        for j, group in enumerate(groups):
+    figure = Figure(figsize=(1.4 + len(groups) * max(1.5, 0.55 * len(arms)), 2.9), layout="constrained")
+    # A scale for each group: batch 1 and batch 256 are two orders of magnitude apart.
+    for place, (axes, group) in enumerate(zip(figure.subplots(1, len(groups), squeeze=False)[0], groups)):
+        for i, entry in enumerate(arms):
             metric = entry["metrics"].get(f"{group}.{kind}")
             value = middle(metric)
             if value is None:
                 continue
             low, high = (metric["min"], metric["max"]) if isinstance(metric, dict) else (value, value)
-            at = j + (i - (len(arms) - 1) / 2) * width
-            axes.bar(at, value, width * 0.92, color=COLOURS[i % len(COLOURS)], label=entry["name"] if j == 0 else None,
-                     yerr=[[value - low], [high - value]], capsize=2, error_kw={"linewidth": 0.8})
-    for j, group in enumerate(groups):
+            axes.bar(i, value, 0.85, color=COLOURS[i % len(COLOURS)], label=entry["name"], yerr=[[value - low], [high - value]], capsize=3,
+                     error_kw={"linewidth": 0.8})
         limit = found["limits"].get(f"{group}.{kind}")
         if isinstance(limit, (int, float)):
-            axes.hlines(limit, j - 0.42, j + 0.42, colors="#222", linestyles="dashed", linewidth=1, label="limit of the machine" if j == 0 else None)
-    axes.set_xticks(range(len(groups)), groups)
-    axes.set_title(WORDS[kind], fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False)
+            axes.axhline(limit, color="#222", linestyle="dashed", linewidth=1, label="limit of the machine")
+        axes.set_xticks([])
+        axes.set_xlabel(group, fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+        if place == 0:
+            figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
+    figure.suptitle(WORDS[kind], fontsize=10)
     drawn = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": f"{found['case']} {kind}"}):
         figure.savefig(drawn, format="svg", metadata={"Date": None})
