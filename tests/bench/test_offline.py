@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvasir.bench import offline
-from kvasir.bench.offline import measure
+from kvasir.bench.offline import measure, rounds
 from kvasir.bench.workloads import SHAPES, Batch, shape_folder
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
@@ -65,18 +65,31 @@ def test_refusals(capsys, options, message):
 def test_what_is_measured():
     """Each round is one generate of one token and one in full, arm after arm; the first round does not count."""
     calls = []
-    arms = {name: lambda prompts, count, name=name: calls.append((name, len(prompts), {len(p) for p in prompts}, count)) for name in ("a", "b")}
+
+    def seconds(name):
+        return lambda prompts, count: calls.append((name, len(prompts), {len(p) for p in prompts}, count)) or 1.0 * count
+
+    arms = {name: seconds(name) for name in ("a", "b")}
     found = measure(arms, [Batch("w", 3, 5, 7)], 1000, repeats=2)
     a_round = [(name, 3, {5}, count) for name in ("a", "b") for count in (1, 7)]
     assert calls == a_round * 3
     assert all(v["n"] == 2 for name in arms for v in found[name].values())
 
 
-def test_rates(monkeypatch):
+def test_rates():
     """0.5 s to the first token, 2.5 s in all, for 2 prompts of 10 tokens and 5 tokens each."""
-    monkeypatch.setattr(offline, "_seconds", lambda generate, prompts, count: 0.5 if count == 1 else 2.5)
-    found = measure({"a": None}, [Batch("w", 2, 10, 5)], 1000, repeats=1)["a"]
+    found = measure({"a": lambda prompts, count: 0.5 if count == 1 else 2.5}, [Batch("w", 2, 10, 5)], 1000, repeats=1)["a"]
     assert {k: v["median"] for k, v in found.items()} == {"w.prefill_tok_s": 40.0, "w.decode_tok_s": 4.0, "w.total_tok_s": 4.0}
+
+
+def test_a_round_has_the_same_prompts_wherever_it_runs():
+    def sent(first, repeats):
+        seen = []
+        rounds({"a": lambda prompts, count: seen.append(prompts) or 1.0 * count}, Batch("w", 2, 6, 3), 1000, repeats, first)
+        return seen[::2]
+
+    assert sent(0, 3) == sent(0, 2) + sent(2, 1), "the peer's second run goes on where its first one stopped"
+    assert len({str(p) for p in sent(0, 3)}) == 3
 
 
 @pytest.mark.parametrize("text", ["", "a", "a:1:2", "a:1:2:3:4", "a:x:2:3", "a:0:2:3", "a:1:0:3", "a:1:2:1", "a:-1:2:3"])

@@ -65,6 +65,7 @@ def fake():
     app = Fake()
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
+    sock.listen(512)
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, log_level="critical"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()

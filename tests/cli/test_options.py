@@ -13,7 +13,8 @@ from kvasir.errors import ConfigError
 
 FIELDS = [(section.name, f) for section in dataclasses.fields(Settings) for f in dataclasses.fields(section.default_factory)]
 OURS = {f"--{name}" for _, f in FIELDS for name in (f.name.replace("_", "-"), *f.metadata["aliases"])}
-COMMANDS = [["serve"], ["chat"], ["generate"], ["doctor"], ["show"], ["bench", "offline"], ["bench", "serve"], ["bench", "startup"]]
+BENCH = ["run", "offline", "serve", "trace", "startup", "ladder", "profile", "merge", "report"]
+COMMANDS = [["serve"], ["chat"], ["generate"], ["doctor"], ["show"], *(["bench", c] for c in BENCH)]
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def test_help_names_every_command(kvasir):
     for command in ("serve", "chat", "generate", "doctor", "show", "bench"):
         assert f"  {command} " in done.out
     bench = kvasir("bench", "--help").out
-    assert all(f"  {c} " in bench for c in ("offline", "serve", "startup"))
+    assert all(f"  {c} " in bench for c in BENCH)
 
 
 def test_serve_help_names_every_setting_by_section(kvasir):

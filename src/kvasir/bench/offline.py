@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvasir.bench.result import arm, finish, result, spread
+from kvasir.bench.result import arm, finish, ratios_of, result, spread
 from kvasir.bench.workloads import Batch, shape_folder
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
@@ -24,9 +24,12 @@ from kvasir.types import ModelInfo, SamplingParams
 
 DEFAULT = ("decode1:1:64:128", "decode16:16:64:128")
 Generate = Callable[[list[list[int]], int], None]  # complete these prompts by exactly this many tokens
+Timed = Callable[[list[list[int]], int], float]  # the same, and return the seconds it took
+Samples = dict[str, dict[str, list[float]]]  # arm -> metric -> a value a round
 
 
-def run(config: EngineConfig, *, shape: str | None, workloads: list[str] | None, peer: str | None, repeats: int, output: Path | None) -> None:
+def run(config: EngineConfig, *, shape: str | None, workloads: list[str] | None, peer: str | None, repeats: int, output: Path | None,
+        commit: str | None = None) -> None:
     """Measure, show the table and write the result. Raises ConfigError for what cannot run, before anything is loaded."""
     if peer not in (None, "transformers"):
         raise ConfigError(f"no peer named '{peer}'; there is transformers")
@@ -41,60 +44,67 @@ def run(config: EngineConfig, *, shape: str | None, workloads: list[str] | None,
             folder = stack.enter_context(shape_folder(shape))
             config = config.replace(model=folder, load_format="dummy", skip_tokenizer_init=True, served_model_name=shape)
         outcome = _compare(config, shape, batches, peer, repeats, stack)
-    finish(outcome, output)
+    finish(outcome, output, commit)
 
 
 def _compare(config: EngineConfig, shape: str | None, batches: list[Batch], peer: str | None, repeats: int,
              stack: contextlib.ExitStack) -> dict[str, Any]:
-    arms: dict[str, Generate] = {}
+    arms: dict[str, Timed] = {}
     starts: dict[str, float] = {}
     started = time.perf_counter()
-    arms["kvasir"], info = _kvasir(config, stack)
+    generate, info = own_engine(config, stack)
+    arms["kvasir"] = timed(generate)
     starts["kvasir"] = time.perf_counter() - started
     for batch in batches:
         if batch.prompt + batch.output > info.max_model_len:
             raise ConfigError(f"workload {batch.name}: {batch.prompt} and {batch.output} tokens do not fit the context of {info.max_model_len}")
     if peer:
         started = time.perf_counter()
-        arms[peer] = _transformers(config)
+        arms[peer] = timed(transformers_engine(config))
         starts[peer] = time.perf_counter() - started
     measured = measure(arms, batches, info.tokenizer_size, repeats)
-    entries = [arm(name, _described(config, shape) if name == "kvasir" else {"peer": name}, {"start_s": round(starts[name], 2), **metrics})
+    entries = [arm(name, described(config, shape) if name == "kvasir" else {"peer": name}, {"start_s": round(starts[name], 2), **metrics})
                for name, metrics in measured.items()]
-    ratios = {}
-    for key in measured["kvasir"] if peer else ():
-        ratios[f"{key} kvasir/{peer}"] = round(measured["kvasir"][key]["median"] / measured[peer][key]["median"], 3)
+    ratios = ratios_of(entries, [("kvasir", peer)] if peer else [])
     return result(f"offline-{shape or config.model.model or 'embedded'}", entries, ratios=ratios)
 
 
-def measure(arms: dict[str, Generate], batches: list[Batch], vocab_size: int, repeats: int) -> dict[str, dict[str, Any]]:
-    rng = random.Random(0)
-    measured: dict[str, dict[str, Any]] = {name: {} for name in arms}
+def measure(arms: dict[str, Timed], batches: list[Batch], vocab_size: int, repeats: int) -> dict[str, dict[str, Any]]:
+    """Spread of every metric by arm, over ``repeats`` rounds after one that warms caches up and does not count."""
+    samples = {name: {} for name in arms}
     for batch in batches:
-        samples: dict[str, dict[str, list[float]]] = {name: {"prefill": [], "decode": [], "total": []} for name in arms}
-        for repeat in range(repeats + 1):  # the first round warms caches up and does not count
-            prompts = batch.prompts(vocab_size, rng)
-            for name, generate in arms.items():
-                first = _seconds(generate, prompts, 1)
-                total = _seconds(generate, prompts, batch.output)
-                if repeat:
-                    samples[name]["prefill"].append(batch.batch * batch.prompt / first)
-                    samples[name]["decode"].append(batch.batch * (batch.output - 1) / max(total - first, 1e-9))
-                    samples[name]["total"].append(batch.batch * batch.output / total)
-            log.info("%s: round %d of %d", batch.name, repeat, repeats)
-        for name, kinds in samples.items():
-            for kind, values in kinds.items():
-                measured[name][f"{batch.name}.{kind}_tok_s"] = spread(values)
-    return measured
+        rounds(arms, batch, vocab_size, 1)
+        for name, metrics in rounds(arms, batch, vocab_size, repeats).items():
+            samples[name] |= metrics
+    return {name: {key: spread(values) for key, values in metrics.items()} for name, metrics in samples.items()}
 
 
-def _seconds(generate: Generate, prompts: list[list[int]], num_tokens: int) -> float:
-    started = time.perf_counter()
-    generate(prompts, num_tokens)
-    return time.perf_counter() - started
+def rounds(arms: dict[str, Timed], batch: Batch, vocab_size: int, repeats: int, first: int = 0) -> Samples:
+    """``repeats`` rounds in which the arms take turns with the same prompts. Round ``first + i`` has the same prompts everywhere."""
+    samples: Samples = {name: {} for name in arms}
+    for repeat in range(first, first + repeats):
+        prompts = batch.prompts(vocab_size, random.Random(f"{batch.name} {repeat}"))
+        for name, seconds in arms.items():
+            start = seconds(prompts, 1)
+            total = seconds(prompts, batch.output)
+            rates = {"prefill": batch.batch * batch.prompt / start, "decode": batch.batch * (batch.output - 1) / max(total - start, 1e-9),
+                     "total": batch.batch * batch.output / total}
+            for kind, rate in rates.items():
+                samples[name].setdefault(f"{batch.name}.{kind}_tok_s", []).append(rate)
+        log.info("%s: round %d of %d", batch.name, repeat - first + 1, repeats)
+    return samples
 
 
-def _described(config: EngineConfig, shape: str | None) -> dict[str, Any]:
+def timed(generate: Generate) -> Timed:
+    def seconds(prompts: list[list[int]], num_tokens: int) -> float:
+        started = time.perf_counter()
+        generate(prompts, num_tokens)
+        return time.perf_counter() - started
+
+    return seconds
+
+
+def described(config: EngineConfig, shape: str | None) -> dict[str, Any]:
     """The settings that differ from the defaults."""
     default, found = EngineConfig(), {"shape": shape} if shape else {}
     for section in dataclasses.fields(config):
@@ -105,7 +115,7 @@ def _described(config: EngineConfig, shape: str | None) -> dict[str, Any]:
     return found
 
 
-def _kvasir(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Generate, ModelInfo]:
+def own_engine(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Generate, ModelInfo]:
     from kvasir.api.llm import LLM
 
     llm = stack.enter_context(LLM(config=config))
@@ -118,7 +128,7 @@ def _kvasir(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Generate
     return generate, llm.info
 
 
-def _transformers(config: EngineConfig) -> Generate:
+def transformers_engine(config: EngineConfig) -> Generate:
     """The same checkpoint, device and type through ``transformers`` generate, eager, with its own defaults."""
     import torch
     import transformers

@@ -30,12 +30,13 @@ class Sample:
     tokens: int = 0
 
 
-def run(url: str, *, rate: float, num_requests: int, prompt_tokens: int, output_tokens: int, api_key: str | None, output: Path | None) -> None:
+def run(url: str, *, rate: float, num_requests: int, prompt_tokens: int, output_tokens: int, api_key: str | None, output: Path | None,
+        commit: str | None = None) -> None:
     metrics = asyncio.run(load(url.rstrip("/"), rate, num_requests, prompt_tokens, output_tokens, api_key))
     if not metrics["requests_by_status"].get("200"):
         raise ConfigError(f"no request succeeded; by status: {metrics['requests_by_status']} (0: the connection failed)")
     config = {"url": url, "rate": rate, "num_requests": num_requests, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
-    finish(result("serve", [arm("kvasir", config, metrics)]), output)
+    finish(result("serve", [arm("kvasir", config, metrics)]), output, commit)
 
 
 async def load(url: str, rate: float, num_requests: int, prompt_tokens: int, output_tokens: int, api_key: str | None) -> dict[str, Any]:

@@ -1,6 +1,11 @@
 """One result schema for everything that is measured, and the facts about where it was measured.
 
-{"case", "machine", "commit", "date", "versions", "command", "arms": [{"name", "config", "metrics": {}}], "ratios": {}, "limits": {}}
+{"case", "machine", "commit", "date", "versions", "command", "arms": [{"name", "config", "metrics": {}}], "ratios": {}, "limits": {},
+ "targets": {}}
+
+A metric is a number, a number per part, or a ``spread`` with its values. ``ratios``: "METRIC ARM/ARM" -> number.
+``limits``: what the machine could do at most, by metric (and the rates that follow from). ``targets``, only where a case sets
+some: "METRIC ARM/ARM" -> {"ratio", "at_least" or "at_most", "met"}. No path of a machine is in a result: one is cut to its last part.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -17,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy")
+WIDTH = 130  # of a table that goes to a file
+_PATH = re.compile(r"(?<![\w.:/~-])~?/(?:[\w.@+-]+/)+([\w.@+-]*)")  # absolute, of at least two parts; not the path of a URL
 
 
 def machine() -> str:
@@ -54,19 +62,59 @@ def versions() -> dict[str, str]:
     return found
 
 
-def result(case: str, arms: list[dict[str, Any]], *, ratios: dict[str, float] | None = None, limits: dict[str, Any] | None = None) -> dict[str, Any]:
+def without_paths(value: Any) -> Any:
+    """``value`` with every absolute path in its strings cut to the last part."""
+    if isinstance(value, str):
+        return _PATH.sub(r"\1", value)
+    if isinstance(value, dict):
+        return {k: without_paths(v) for k, v in value.items()}
+    return [without_paths(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def result(case: str, arms: list[dict[str, Any]], *, ratios: dict[str, float] | None = None, limits: dict[str, Any] | None = None,
+           targets: dict[str, Any] | None = None) -> dict[str, Any]:
     command = "kvasir " + " ".join(sys.argv[1:]) if Path(sys.argv[0]).stem in ("kvasir", "main", "__main__") else " ".join(sys.argv)
-    return {"case": case, "machine": machine(), "commit": commit(), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "versions": versions(), "command": command, "arms": arms, "ratios": ratios or {}, "limits": limits or {}}
+    found = {"case": case, "machine": machine(), "commit": commit(), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+             "versions": versions(), "command": command, "arms": arms, "ratios": ratios or {}, "limits": limits or {}}
+    return without_paths(found | ({"targets": targets} if targets else {}))
 
 
 def arm(name: str, config: dict[str, Any], metrics: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "config": config, "metrics": metrics}
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Median, minimum and maximum."""
-    return {"median": round(statistics.median(values), 4), "min": round(min(values), 4), "max": round(max(values), 4), "n": len(values)}
+def spread(values: list[float]) -> dict[str, Any]:
+    """Median, minimum and maximum, and the values in the order they were taken."""
+    return {"median": round(statistics.median(values), 4), "min": round(min(values), 4), "max": round(max(values), 4), "n": len(values),
+            "values": [round(v, 4) for v in values]}
+
+
+def middle(metric: Any) -> float | None:
+    """A metric as one number: itself, or the median of its spread. None where it has no single number."""
+    value = metric.get("median") if isinstance(metric, dict) else metric
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def ratios_of(arms: list[dict[str, Any]], pairs: list[tuple[str, str]]) -> dict[str, float]:
+    """"METRIC A/B" for every metric that both arms of a pair have; times of the start are compared nowhere."""
+    metrics, found = {a["name"]: a["metrics"] for a in arms}, {}
+    for one, other in pairs:
+        for key in metrics.get(one, {}):
+            top, bottom = middle(metrics[one][key]), middle(metrics.get(other, {}).get(key))
+            if top is not None and bottom and not key.startswith(("start", "client_")):
+                found[f"{key} {one}/{other}"] = round(top / bottom, 3)
+    return found
+
+
+def judged(targets: dict[str, dict[str, float]], ratios: dict[str, float], pair: str) -> dict[str, Any]:
+    """Whether each target is met. ``targets``: metric -> {"at_least": ratio} or {"at_most": ratio}; ``pair``: "ARM/ARM"."""
+    found = {}
+    for metric, bound in targets.items():
+        name = f"{metric} {pair}"
+        if name in ratios:
+            met = bound.get("at_least", -float("inf")) <= ratios[name] <= bound.get("at_most", float("inf"))
+            found[name] = {"ratio": ratios[name], **bound, "met": met}
+    return found
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -78,27 +126,43 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Four digits are enough for people; the JSON has them all."""
     if isinstance(value, dict) and {"median", "min", "max", "n"} <= set(value):
-        return _shown(value["median"]) + (f" ({_shown(value['min'])} to {_shown(value['max'])})" if value["n"] > 1 else "")
+        return shown(value["median"]) + (f" ({shown(value['min'])} to {shown(value['max'])})" if value["n"] > 1 else "")
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_shown(v)}" for name, v in value.items())
+        return ", ".join(f"{name} {shown(v)}" for name, v in value.items())
     return f"{value:,.4g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:,.0f}" if isinstance(value, float) else str(value)
 
 
-def finish(outcome: dict[str, Any], output: Path | None) -> None:
-    """Show a short table, write the JSON when asked to, and end with it as one line for machines."""
+def share_of_limit(metric: Any, limit: Any) -> str:
+    value = middle(metric)
+    return f"{value / limit:.0%}" if value is not None and isinstance(limit, (int, float)) and limit > 0 else ""
+
+
+def verdict(target: dict[str, Any]) -> str:
+    bound = f"at least {target['at_least']:g}" if "at_least" in target else f"at most {target['at_most']:g}"
+    return f"{'met' if target['met'] else 'MISSED'}: {bound}"
+
+
+def finish(outcome: dict[str, Any], output: Path | None, commit: str | None = None) -> None:
+    """Show a short table, write the JSON when asked to, and end with it as one line for machines.
+
+    ``commit``: which commit is measured, for a machine that has no repository to ask.
+    """
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("arm", "metric", "value", title=f"{outcome['case']} on {outcome['machine']}")
+    if commit:
+        outcome["commit"] = commit
+    limits, targets = outcome["limits"], outcome.get("targets", {})
+    table = Table("arm", "metric", "value", "of the limit", title=f"{outcome['case']} on {outcome['machine']}")
     for entry in outcome["arms"]:
         for name, value in entry["metrics"].items():
-            table.add_row(entry["name"], name, _shown(value))
+            table.add_row(entry["name"], name, shown(value), share_of_limit(value, limits.get(name)))
     for name, value in outcome["ratios"].items():
-        table.add_row("ratio", name, f"{value:.2f}x")
-    Console(stderr=True).print(table)
+        table.add_row("ratio", name, f"{value:.2f}x", verdict(targets[name]) if name in targets else "")
+    Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH).print(table)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(outcome, indent=1) + "\n")

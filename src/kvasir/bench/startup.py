@@ -1,110 +1,112 @@
-"""``kvasir bench startup``: from exec of ``kvasir serve`` to the first token of a streamed answer, with a breakdown.
+"""``kvasir bench startup``: from exec of the server to the first token of a streamed answer, with a breakdown; a peer's beside it.
 
-The first start is the coldest (compile caches may be empty); later ones find files and kernels cached.
+The first start is the coldest (compile caches may be empty); later ones find files and kernels cached. With a peer the two
+take turns, each alone on the machine, on the same weights.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
+import tempfile
 import time
-import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvasir.bench.result import arm, finish, result
+from kvasir.bench.result import arm, finish, ratios_of, result, spread
+from kvasir.bench.servers import LIVE, SHARED, Server, flags_of, serving
+from kvasir.bench.worker import check_peer
 from kvasir.bench.workloads import shape_folder
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.models import checkpoint
 
-LIMIT = 900.0  # seconds a start may take
 
-
-def run(config: EngineConfig, options: dict[str, Any], *, shape: str | None, repeats: int, output: Path | None) -> None:
-    flags = _flags(options)
+def run(config: EngineConfig, options: dict[str, Any], *, shape: str | None, repeats: int, output: Path | None, on_disk: bool = False,
+        peer: str | None = None, site: str | None = None, commit: str | None = None) -> None:
+    """``on_disk``: write the shape's random weights as a checkpoint first and load that, instead of filling memory with random numbers."""
+    if peer:
+        check_peer(peer, site)
+    if on_disk and not shape:
+        raise ConfigError("a checkpoint is written for a shape; pass --shape as well")
+    flags = flags_of(options)
+    own, theirs = list(flags), flags_of({k: v for k, v in options.items() if k in SHARED})
     with contextlib.ExitStack() as stack:
         model = config.model.model
         if shape:
-            # A shape has no tokenizer; a server needs one. The embedded model's serves: only the time counts here.
-            model = stack.enter_context(shape_folder(shape))
-            flags = [*flags, "--load-format", "dummy", "--tokenizer", str(checkpoint.resolve("")), "--served-model-name", shape]
-        starts = [start_once(model, flags) for _ in range(repeats)]
+            model = stack.enter_context(random_checkpoint(shape) if on_disk else shape_folder(shape, tokenizer=True))
+            loading = [] if on_disk else ["--load-format", "dummy"]
+            own += [*loading, "--served-model-name", shape]
+            theirs += [*loading, "--served-model-name", shape]
+        elif peer:
+            model = str(checkpoint.resolve(model))
+        starts: dict[str, list[dict[str, float]]] = {}
+        for _ in range(repeats):
+            for name in ("kvasir", peer) if peer else ("kvasir",):
+                starts.setdefault(name, []).append(start_once(model, own if name == "kvasir" else theirs, name, site))
+    entries = [arm(name, {"flags": own if name == "kvasir" else theirs, "shape": shape}, _metrics(found)) for name, found in starts.items()]
+    ratios = ratios_of(entries, [("kvasir", peer)] if peer else [])
+    finish(result(f"startup-{shape or config.model.model or 'embedded'}", entries, ratios=ratios), output, commit)
+
+
+def _metrics(starts: list[dict[str, float]]) -> dict[str, Any]:
     metrics: dict[str, Any] = {"cold.first_token_s": starts[0]["first_token_s"], "cold.breakdown": starts[0]}
-    if repeats > 1:
+    if len(starts) > 1:
         best = min(starts[1:], key=lambda s: s["first_token_s"])
-        metrics |= {"warm.first_token_s": best["first_token_s"], "warm.breakdown": best}
-    finish(result(f"startup-{shape or config.model.model or 'embedded'}", [arm("kvasir", {"flags": flags, "shape": shape}, metrics)]), output)
+        metrics |= {"warm.first_token_s": best["first_token_s"], "warm.breakdown": best,
+                    "warm.all_s": spread([s["first_token_s"] for s in starts[1:]])}
+    return metrics
 
 
-def _flags(options: dict[str, Any]) -> list[str]:
-    flags: list[str] = []
-    for name, value in options.items():
-        if value is None:
-            continue
-        flag = f"--{name.replace('_', '-')}"
-        flags += ([flag] if value else [f"--no-{flag[2:]}"]) if isinstance(value, bool) else [flag, str(value)]
-    return flags
-
-
-def start_once(model: str, flags: list[str]) -> dict[str, float]:
-    """Seconds from exec until the port answers, the engine is ready, and the first token is read."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    started = time.perf_counter()
-    command = [sys.executable, "-m", "kvasir.cli.main", "serve", *([model] if model else []), "--port", str(port), *flags]
-    server = subprocess.Popen(command, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+@contextlib.contextmanager
+def random_checkpoint(shape: str) -> Iterator[str]:
+    """The shape's checkpoint with random weights on disk, as ``transformers`` makes and saves it."""
     try:
-        times = {"live_s": _until(server, port, "/health/live", started), "ready_s": _until(server, port, "/health/ready", started)}
-        times["first_token_s"] = _first_token(port, started)
-        return times | _breakdown(port)
-    finally:
-        server.send_signal(signal.SIGTERM)
-        try:
-            server.wait(60)
-        except subprocess.TimeoutExpired:
-            server.kill()
+        import transformers
+    except ImportError as e:
+        raise ConfigError("writing a checkpoint needs transformers: pip install transformers") from e
+    import torch
+
+    with shape_folder(shape, tokenizer=True) as source, tempfile.TemporaryDirectory(prefix=f"kvasir-{shape}-weights-") as folder:
+        config = transformers.AutoConfig.from_pretrained(source)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+        del model
+        torch.cuda.empty_cache()
+        for file in Path(source).iterdir():  # the shape's own config, since a newer library may have renamed fields
+            (Path(folder) / file.name).write_bytes(file.read_bytes())
+        yield folder
 
 
-def _until(server: subprocess.Popen, port: int, path: str, started: float) -> float:
-    while time.perf_counter() - started < LIMIT:
-        if server.poll() is not None:
-            raise ConfigError(f"the server ended with code {server.returncode} before {path} answered")
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as reply:
-                if reply.status == 200:
-                    return round(time.perf_counter() - started, 3)
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            pass
-        time.sleep(0.005)
-    raise ConfigError(f"{path} did not answer within {LIMIT:.0f} s")
+def start_once(model: str, flags: list[str], name: str = "kvasir", site: str | None = None) -> dict[str, float]:
+    """Seconds from exec until the port answers, the engine is ready, and the first token is read."""
+    with serving(name, model, flags, site) as server:
+        times = {"live_s": server.wait(LIVE)} if name == "kvasir" else {}
+        times["ready_s"] = server.wait()
+        times["first_token_s"] = _first_token(server)
+        return times | (_breakdown(server) if name == "kvasir" else {})
 
 
-def _first_token(port: int, started: float) -> float:
-    base = f"http://127.0.0.1:{port}"
-    with urllib.request.urlopen(f"{base}/v1/models") as reply:
+def _first_token(server: Server) -> float:
+    with urllib.request.urlopen(f"{server.url}/v1/models") as reply:
         model = json.load(reply)["data"][0]["id"]
     body = {"model": model, "prompt": list(range(300, 316)), "max_tokens": 2, "stream": True, "temperature": 0, "ignore_eos": True,
             "return_token_ids": True}
-    request = urllib.request.Request(f"{base}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=600) as reply:
         for line in reply:
             if line.startswith(b"data: {"):
-                return round(time.perf_counter() - started, 3)
+                return round(time.perf_counter() - server.started, 3)
     raise ConfigError("the server sent no token")
 
 
-def _breakdown(port: int) -> dict[str, float]:
+def _breakdown(server: Server) -> dict[str, float]:
     """The engine's own laps, from the metric ``kvasir:startup_seconds{phase="..."}``."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
+    with urllib.request.urlopen(f"{server.url}/metrics") as reply:
         text = reply.read().decode()
     stages = re.findall(r'^kvasir:startup_seconds\{phase="([^"]+)"\} (\S+)$', text, re.MULTILINE)
     return {f"engine.{stage}_s": round(float(seconds), 3) for stage, seconds in stages}

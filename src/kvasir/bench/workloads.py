@@ -32,12 +32,20 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @contextlib.contextmanager
-def shape_folder(name: str) -> Iterator[str]:
-    """A folder with nothing but the shape's config.json, for ``load_format='dummy'``. Raises ConfigError."""
+def shape_folder(name: str, *, tokenizer: bool = False) -> Iterator[str]:
+    """A folder with nothing but the shape's config.json, for ``load_format='dummy'``. Raises ConfigError.
+
+    ``tokenizer``: servers need one; it then has a word for every id, so that every token they stream has text.
+    """
     if name not in SHAPES:
         raise ConfigError(f"no shape named '{name}'; there are {', '.join(SHAPES)}.{nearest(name, SHAPES)}")
     with tempfile.TemporaryDirectory(prefix=f"kvasir-{name}-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[name]))
+        if tokenizer:
+            words = {"model": {"type": "WordLevel", "vocab": {f"t{i}": i for i in range(SHAPES[name]["vocab_size"])}, "unk_token": "t0"},
+                     "pre_tokenizer": {"type": "WhitespaceSplit"}, "added_tokens": [], "version": "1.0"}
+            (Path(folder) / "tokenizer.json").write_text(json.dumps(words))
+            (Path(folder) / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0"}))
         yield folder
 
 

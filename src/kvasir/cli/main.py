@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from kvasir import __version__
+from kvasir.cli.bench import app as bench
 from kvasir.cli.lab import app as lab
 from kvasir.cli.options import Command, build_settings, check_output, with_settings
 from kvasir.config import EngineConfig, Settings
@@ -20,14 +21,10 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
     "An LLM inference engine in which every efficiency method is a switch.\n\n"
     "`kvasir serve` starts an OpenAI-compatible server on http://127.0.0.1:8000 with the model in the package; "
     "`kvasir serve MODEL` serves a checkpoint folder or a hub id."))
-bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure: offline batches, a server under load, start-up.")
 app.add_typer(bench, name="bench")
 app.add_typer(lab, name="lab")
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", show_default=False, help="Checkpoint folder or hub id; empty: the model in the package.")]
-Shape = Annotated[str | None, typer.Option(help="A known shape with random weights, e.g. llama-8b.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Runs that count.")]
-JSONFile = Annotated[Path | None, typer.Option("--json", help="Write the result here as well as to stdout.")]
 AsJSON = Annotated[bool, typer.Option("--json", help="Machine-readable.")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy; default: the checkpoint's, else 1.")]
 MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens an answer.")]
@@ -143,43 +140,6 @@ def convert(converter: Annotated[str, typer.Argument(metavar="NAME:KEY=VALUE", h
     from kvasir.cli import convert as command
 
     command.run(converter, source, target)
-
-
-@bench.command("offline", cls=Command)
-@with_settings(EngineConfig, skip=("model",))
-def bench_offline(model: Model = "", shape: Shape = None,
-                  workload: Annotated[list[str] | None, typer.Option("--workload", "-w", help="NAME:BATCH:PROMPT:OUTPUT, repeatable.")] = None,
-                  peer: Annotated[str | None, typer.Option(help="Also run this engine, e.g. transformers.")] = None,
-                  repeats: Repeats = 3, output: JSONFile = None, **options: Any) -> None:
-    """Batches through the Python API: tokens per second, against a peer in the same run."""
-    from kvasir.bench import offline
-
-    check_output(output, make=True)
-    offline.run(build_settings({"model": model, **options}, EngineConfig), shape=shape, workloads=workload, peer=peer, repeats=repeats, output=output)
-
-
-@bench.command("serve", cls=Command)
-def bench_serve(url: Annotated[str, typer.Option(help="A running server.")] = "http://127.0.0.1:8000",
-                rate: Annotated[float, typer.Option(min=0, help="Requests a second, Poisson arrivals; 0: all at once.")] = 4.0,
-                num_requests: Annotated[int, typer.Option("--num-requests", "-n", min=1, help="Requests to send.")] = 100,
-                prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
-                output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64,
-                api_key: ApiKey = None, output: JSONFile = None) -> None:
-    """A running server under open-loop load: TTFT, ITL, throughput."""
-    from kvasir.bench import online
-
-    check_output(output, make=True)
-    online.run(url, rate=rate, num_requests=num_requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens, api_key=api_key, output=output)
-
-
-@bench.command("startup", cls=Command)
-@with_settings(EngineConfig, skip=("model",))
-def bench_startup(model: Model = "", shape: Shape = None, repeats: Repeats = 3, output: JSONFile = None, **options: Any) -> None:
-    """From exec of `kvasir serve` to the first token, with a breakdown. The first start is the coldest."""
-    from kvasir.bench import startup
-
-    check_output(output, make=True)
-    startup.run(build_settings({"model": model, **options}, EngineConfig), options, shape=shape, repeats=repeats, output=output)
 
 
 def main() -> None:

@@ -1,0 +1,123 @@
+"""A case: a TOML file that says what is compared, on which workloads, how often, and which ratios are the target.
+
+    title = "..."                      what the table is about
+    shape = "llama-8b"                 a known shape with random weights; or model = "..." (a folder or hub id; empty: the model in the package)
+    repeats = 5                        rounds that count
+    settings = { max_num_seqs = 256 }  of every arm of ours
+    [arms.kvasir]                      one arm of ours, with what it changes; the first is the one that targets speak of
+    [peer]
+    name = "vllm"
+    repeats = [3, 2]                   rounds before ours, and after it
+    options = { ... }                  the peer's own settings
+    [workloads.decode8]
+    batch = 8
+    prompt = 1024                      tokens of each prompt
+    output = 128                       tokens of each answer
+    warmup_prompt = 1024               optional: the round that warms up may have shorter prompts
+    targets = { decode = 1.10 }        least ratio to the peer, of decode, prefill or total
+    [traces.half]                      or a request trace through servers; see ``load.Load`` for the keys
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvasir.bench.load import Load
+from kvasir.bench.workloads import Batch
+from kvasir.config import EngineConfig
+from kvasir.errors import ConfigError, nearest
+
+KINDS = ("prefill", "decode", "total")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    batch: Batch
+    warmup: Batch
+    targets: dict[str, float]  # kind -> least ratio to the peer
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    name: str
+    options: dict[str, Any]
+    repeats: tuple[int, int]  # rounds before ours, after ours
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    title: str
+    shape: str | None
+    model: str
+    repeats: int
+    arms: dict[str, dict[str, Any]]  # name -> settings, the shared ones included
+    workloads: tuple[Workload, ...] = ()
+    traces: dict[str, Load] = field(default_factory=dict)
+    peer: Peer | None = None
+
+    @property
+    def first(self) -> str:
+        return next(iter(self.arms))
+
+
+def read(path: Path) -> Case:
+    """Raises ConfigError with the file, the key and what is wrong."""
+    try:
+        table = tomllib.loads(path.read_text())
+    except OSError as e:
+        raise ConfigError(f"cannot read the case {path}: {e.strerror}") from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path} is not valid TOML: {e}") from e
+    try:
+        return parse(path.stem, table)
+    except ConfigError as e:
+        raise ConfigError(f"{path.name}: {e}") from e
+
+
+def parse(name: str, table: dict[str, Any]) -> Case:
+    _known(table, ("title", "shape", "model", "repeats", "settings", "arms", "peer", "workloads", "traces"), "the case")
+    shape, model, repeats = table.get("shape"), table.get("model", ""), table.get("repeats", 5)
+    if shape and model:
+        raise ConfigError("a case has a shape or a model, not both")
+    if not isinstance(repeats, int) or repeats < 1:
+        raise ConfigError(f"repeats={repeats!r}: expected a whole number of at least 1")
+    arms = {arm: {**table.get("settings", {}), **changes} for arm, changes in table.get("arms", {"kvasir": {}}).items()}
+    for arm, settings in arms.items():
+        try:
+            EngineConfig.of(**settings)
+        except ConfigError as e:
+            raise ConfigError(f"arm {arm}: {e}") from e
+    workloads = tuple(_workload(n, t) for n, t in table.get("workloads", {}).items())
+    traces = {n: Load.of(n, t) for n, t in table.get("traces", {}).items()}
+    if bool(workloads) == bool(traces):
+        raise ConfigError("a case has [workloads.NAME] or [traces.NAME], one of the two")
+    peer = _peer(table["peer"]) if "peer" in table else None
+    if peer and peer.name in arms:
+        raise ConfigError(f"an arm is named like the peer: {peer.name}")
+    return Case(name, table.get("title", name), shape, model, repeats, arms, workloads, traces, peer)
+
+
+def _workload(name: str, table: dict[str, Any]) -> Workload:
+    _known(table, ("batch", "prompt", "output", "warmup_prompt", "targets"), f"workload {name}")
+    numbers = [table.get(key, 0) for key in ("batch", "prompt", "output")]
+    batch = Batch.parse(":".join([name, *map(str, numbers)]))
+    _known(table.get("targets", {}), KINDS, f"the targets of {name}")
+    warmup = dataclasses.replace(batch, prompt=min(batch.prompt, table.get("warmup_prompt", batch.prompt)))
+    return Workload(batch, warmup, {kind: float(ratio) for kind, ratio in table.get("targets", {}).items()})
+
+
+def _peer(table: dict[str, Any]) -> Peer:
+    _known(table, ("name", "options", "repeats"), "the peer")
+    before, after = table.get("repeats", [3, 2])
+    return Peer(table.get("name", ""), table.get("options", {}), (before, after))
+
+
+def _known(table: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
+    for key in table:
+        if key not in keys:
+            raise ConfigError(f"{where} has no key '{key}'.{nearest(key, keys)}")

@@ -1,0 +1,58 @@
+"""A load: which requests of a trace arrive, how fast, and what is asked of their latencies."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvasir.bench import traces
+from kvasir.bench.client import Call
+from kvasir.errors import ConfigError, nearest
+
+# Below its capacity every server puts out what comes in, and the edges of a window are worth a per cent of it: throughput in
+# the strict sense is the capacity.
+NO_WORSE = {"at_most": {"ttft_ms_p50": 1.0, "ttft_ms_p99": 1.0, "itl_ms_p99": 1.0}, "at_least": {"output_tok_s": 0.99, "capacity_requests_s": 1.0}}
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One stream of requests: a trace file, how fast it arrives, and how much of it."""
+
+    name: str
+    file: str
+    rate: float | None = None  # requests a second; None: as recorded, or by share
+    share: float | None = None  # of the peer's capacity
+    arrivals: str = "poisson"  # or recorded
+    num_requests: int = 1000  # at least, and
+    seconds: float = 60.0  # at least
+    clip: int | None = None  # longest prompt
+    scale: float = 1.0  # of all lengths, for models with a short context
+    targets: dict[str, dict[str, float]] = field(default_factory=lambda: NO_WORSE)  # at_most and at_least: metric -> ratio to the peer
+
+    @classmethod
+    def of(cls, name: str, table: dict[str, Any]) -> Load:
+        """From a case's table. Raises ConfigError."""
+        keys = [f.name for f in dataclasses.fields(cls) if f.name != "name"]
+        for key in table:
+            if key not in keys:
+                raise ConfigError(f"trace {name} has no key '{key}'.{nearest(key, keys)}")
+        if "file" not in table:
+            raise ConfigError(f"trace {name} names no file")
+        load = cls(name, **table)
+        if load.arrivals not in ("poisson", "recorded"):
+            raise ConfigError(f"trace {name}: arrivals '{load.arrivals}' are neither poisson nor recorded")
+        if load.arrivals == "poisson" and load.rate is None and load.share is None:
+            raise ConfigError(f"trace {name}: Poisson arrivals need a rate, or a share of the peer's capacity")
+        return load
+
+    def trace(self, data: Path) -> list[traces.Recorded]:
+        return traces.scaled(traces.read(data / self.file), self.scale, self.clip)
+
+    def calls(self, trace: list[traces.Recorded], rate: float | None) -> list[Call]:
+        due = traces.schedule(trace, arrivals=self.arrivals, rate=rate, num_requests=self.num_requests, seconds=self.seconds)
+        return [Call(at, traces.prompt_ids(r, i, self.scale), r.output) for i, (at, r) in enumerate(zip(due, trace))]
+
+    def bounds(self) -> dict[str, dict[str, float]]:
+        return {f"{self.name}.{metric}": {kind: ratio} for kind, metrics in self.targets.items() for metric, ratio in metrics.items()}

@@ -1,0 +1,126 @@
+"""``kvasir bench profile``: where one decode step's time goes: kernels by time, and the share of it that the GPU has nothing to do.
+
+The wall time of a step is taken without a profiler, which would slow the host down; how long the GPU is busy comes from a few
+steps under ``torch.profiler``, as the union of its kernels' intervals. The rest of the wall time is the host gap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvasir.bench.offline import described
+from kvasir.bench.result import arm, finish, result, spread
+from kvasir.bench.workloads import Batch, shape_folder
+from kvasir.config import EngineConfig
+from kvasir.engine.admission import admit
+from kvasir.errors import ConfigError
+from kvasir.types import SamplingParams
+
+if TYPE_CHECKING:
+    from kvasir.engine.engine import Engine
+
+WARMUP, TIMED, TRACED = 48, 32, 8  # steps: until graphs are captured and clocks settle; timed, in each round; under the profiler
+SHOWN = 40  # kernels in the result
+NAME = 90  # characters of a kernel's name
+
+
+def run(config: EngineConfig, *, shape: str | None, batch: int, prompt: int, repeats: int, output: Path | None, commit: str | None) -> None:
+    config = config.replace(enable_prefix_caching=False)
+    with contextlib.ExitStack() as stack:
+        if shape:
+            folder = stack.enter_context(shape_folder(shape))
+            config = config.replace(model=folder, load_format="dummy", skip_tokenizer_init=True, served_model_name=shape)
+        metrics = measure(config, batch, prompt, repeats)
+    name = f"profile-{shape or config.model.model or 'embedded'}-{batch}x{prompt}"
+    finish(result(name, [arm("kvasir", described(config, shape) | {"batch": batch, "prompt": prompt}, metrics)]), output, commit)
+
+
+def measure(config: EngineConfig, batch: int, prompt: int, repeats: int) -> dict[str, Any]:
+    """Metrics of a decode step of ``batch`` sequences after prompts of ``prompt`` tokens. Times in milliseconds and microseconds."""
+    import torch
+
+    from kvasir.api.llm import LLM
+    from kvasir.engine.build import choose_device
+
+    steps = WARMUP + repeats * TIMED + TRACED
+    with LLM(config=config) as llm:
+        if prompt + steps + 8 > llm.info.max_model_len or batch > config.scheduler.max_num_seqs:
+            raise ConfigError(f"{batch} prompts of {prompt} tokens and {steps + 8} steps do not fit: the context is {llm.info.max_model_len}, "
+                              f"max_num_seqs {config.scheduler.max_num_seqs}")
+        engine, gpu = llm.engine, choose_device(config).type == "cuda"
+        params = SamplingParams(temperature=0.0, max_tokens=steps + 8, ignore_eos=True, detokenize=False)
+        for i, ids in enumerate(Batch("profile", batch, prompt, 2).prompts(llm.info.tokenizer_size, random.Random(0))):
+            engine.submit(admit(ids, params, llm.info, id=f"profile-{i}", arrival=time.monotonic()))
+        _until_decoding(engine, batch)
+        _steps(engine, WARMUP)
+        walls = []
+        for _ in range(repeats):
+            _wait(gpu)
+            started = time.perf_counter()
+            _steps(engine, TIMED)
+            _wait(gpu)
+            walls.append(1000 * (time.perf_counter() - started) / TIMED)
+        activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * gpu
+        with torch.profiler.profile(activities=activities) as profiler:
+            _steps(engine, TRACED)
+            _wait(gpu)
+    wall = spread(walls)
+    metrics: dict[str, Any] = {"step_ms": wall, "decode_tok_s": round(1000 * batch / wall["median"], 1)}
+    if gpu:
+        kernels = [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events() if str(e.device_type).endswith("CUDA")]
+        busy = covered([(start, end) for _, start, end in kernels]) / 1000 / TRACED
+        metrics |= {"gpu_busy_ms": round(busy, 4), "gpu_idle_share": round(max(0.0, 1 - busy / wall["median"]), 4),
+                    "kernels_per_step": round(len(kernels) / TRACED, 1)}
+        taken = [(name, end - start) for name, start, end in kernels]
+    else:
+        taken = [(e.name, e.self_cpu_time_total) for e in profiler.events()]
+    return metrics | table(taken)
+
+
+def _until_decoding(engine: Engine, batch: int) -> None:
+    """Step until every sequence has its first token."""
+    begun: set[str] = set()
+    while len(begun) < batch:
+        for event in engine.step():
+            if event.kind == "error":
+                raise ConfigError(f"a request failed: {event.message}")
+            if event.token_ids:
+                begun.add(event.request_id)
+
+
+def _steps(engine: Engine, count: int) -> None:
+    for _ in range(count):
+        engine.step()
+
+
+def _wait(gpu: bool) -> None:
+    if gpu:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def covered(intervals: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals: kernels may overlap."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def table(taken: list[tuple[str, float]]) -> dict[str, float]:
+    """Microseconds a step by kernel (``us.NAME xCALLS``), the longest first; ``us.other`` is the rest."""
+    times: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
+    for name, us in taken:
+        times[name[:NAME]] += us / TRACED
+        calls[name[:NAME]] += 1
+    ordered = sorted(times, key=times.__getitem__, reverse=True)
+    found = {f"us.{name} x{calls[name] / TRACED:g}": round(times[name], 2) for name in ordered[:SHOWN]}
+    return found | ({"us.other": round(sum(times[n] for n in ordered[SHOWN:]), 2)} if len(ordered) > SHOWN else {})

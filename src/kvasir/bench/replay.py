@@ -1,0 +1,178 @@
+"""``kvasir bench trace``, and cases with traces: a recorded request stream against servers, ours between two runs of the peer's.
+
+Each server runs alone, in a process of its own, and gets the same requests at the same times. A load names its rate, or its
+share of what the peer completes when all requests wait at once (its capacity), which is then measured first; ours, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvasir.bench import client, traces
+from kvasir.bench.case import Case, Peer
+from kvasir.bench.client import Call
+from kvasir.bench.load import Load
+from kvasir.bench.result import arm, finish, judged, ratios_of, result, spread
+from kvasir.bench.servers import SHARED, flags_of, serving
+from kvasir.bench.worker import check_peer
+from kvasir.bench.workloads import shape_folder
+from kvasir.errors import ConfigError
+from kvasir.logs import log
+from kvasir.models import checkpoint
+
+LATE_MS = 5.0  # of the client's own: beyond this the figures are its, too
+WARMUP = 8  # requests before the window
+
+
+@dataclass(slots=True)
+class Measured:
+    """One arm so far: metric -> a value a window, and when its server was ready."""
+
+    values: dict[str, list[float]] = field(default_factory=dict)
+    ready_s: list[float] = field(default_factory=list)
+
+
+def run_case(case: Case, *, peer: bool, site: str | None, repeats: int | None, only: list[str] | None, output: Path | None,
+             commit: str | None, data: Path = Path("."), capacity: float | None = None) -> None:
+    """``data``: the folder that the case's files are in. ``capacity``: the peer's, where an earlier run measured it."""
+    finish(measure(case, data, with_peer=peer, site=site, repeats=repeats, only=only, capacity=capacity), output, commit)
+
+
+def run_load(load: Load, settings: dict[str, Any], *, model: str, shape: str | None, peer: str | None, site: str | None, data: Path, repeats: int,
+             capacity: float | None, output: Path | None, commit: str | None) -> None:
+    """One load without a case file. The peer gets those of our settings that it knows by the same name."""
+    against = Peer(peer, {k: v for k, v in settings.items() if k in SHARED}, (repeats, repeats)) if peer else None
+    name = f"trace-{load.name}-{shape or model or 'embedded'}"
+    case = Case(name, load.file, shape, model, repeats, {"kvasir": settings}, (), {load.name: load}, against)
+    run_case(case, peer=peer is not None, site=site, repeats=repeats, only=None, output=output, commit=commit, data=data, capacity=capacity)
+
+
+def run_url(load: Load, url: str, *, data: Path, repeats: int, api_key: str | None, output: Path | None, commit: str | None) -> None:
+    """One load against a server that somebody else started."""
+    if load.share:
+        raise ConfigError("a share of the peer's capacity needs the peer; give a rate instead")
+    measured = Measured()
+    for metrics in windows(url.rstrip("/"), load.calls(load.trace(data), load.rate), repeats, api_key):
+        for key, value in metrics.items():
+            measured.values.setdefault(f"{load.name}.{key}", []).append(value)
+    finish(result(f"trace-{load.name}", [_entry("server", {"url": url, "loads": _described({load.name: load})}, [measured])]), output, commit)
+
+
+def measure(case: Case, data: Path, *, with_peer: bool = True, site: str | None = None, repeats: int | None = None,
+            only: list[str] | None = None, capacity: float | None = None) -> dict[str, Any]:
+    peer = case.peer if with_peer else None
+    if peer:
+        check_peer(peer.name, site)
+    if unknown := [n for n in only or () if n not in case.traces]:
+        raise ConfigError(f"the case has no trace '{unknown[0]}'; there are {', '.join(case.traces)}")
+    loads = {n: load for n, load in case.traces.items() if not only or n in only}
+    recorded = {n: load.trace(data) for n, load in loads.items()}
+    if any(load.share for load in loads.values()) and not capacity and not peer:
+        raise ConfigError("a share of the peer's capacity needs the peer, or its capacity from an earlier run")
+    measured: dict[str, dict[str, Measured]] = {}
+    capacities: dict[str, dict[str, float]] = {n: {} for n in loads}  # load -> arm -> requests a second
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(shape_folder(case.shape, tokenizer=True)) if case.shape else str(checkpoint.resolve(case.model))
+        dummy = {"load_format": "dummy", "served_model_name": case.shape} if case.shape else {}
+
+        def visit(name: str, server: str, options: dict[str, Any], part: str, count: int) -> None:
+            """One life of one server: every load, ``count`` windows each."""
+            with serving(server, folder, flags_of({**dummy, **options}), site) as running:
+                arm_so_far = measured.setdefault(part, {}).setdefault(name, Measured())
+                arm_so_far.ready_s.append(running.wait())
+                for n, load in loads.items():
+                    if load.share and not capacity and name not in capacities[n]:
+                        capacities[n][name] = saturate(running.url, load, recorded[n])
+                        log.info("%s completes %.2f requests a second of %s", name, capacities[n][name], n)
+                    rate = load.share * (capacity or capacities[n][peer.name]) if load.share else load.rate
+                    for metrics in windows(running.url, load.calls(recorded[n], rate), count):
+                        for key, value in metrics.items():
+                            arm_so_far.values.setdefault(f"{n}.{key}", []).append(value)
+
+        if peer:
+            visit(peer.name, peer.name, peer.options, "before", peer.repeats[0])
+        for name, settings in case.arms.items():
+            visit(name, "kvasir", settings, "own", repeats or case.repeats)
+        if peer and peer.repeats[1]:
+            visit(peer.name, peer.name, peer.options, "after", peer.repeats[1])
+    for n, by_arm in capacities.items():
+        for name, found in by_arm.items():
+            measured["own" if name in case.arms else "before"][name].values[f"{n}.capacity_requests_s"] = [round(found, 3)]
+    return _result(case, loads, measured)
+
+
+def windows(url: str, calls: list[Call], count: int, api_key: str | None = None) -> list[dict[str, Any]]:
+    """``count`` windows against a running server, after a few requests that warm it up."""
+    model = client.served_model(url, api_key)
+    first = [Call(0.0, c.prompt[::-1], c.output) for c in calls[:WARMUP]]  # backwards: the same sizes, but no prefix that the window has
+    asyncio.run(client.replay(url, model, first, api_key))
+    found = []
+    for number in range(1, count + 1):
+        shifted = [dataclasses.replace(c, prompt=_shifted(c.prompt, number)) for c in calls]
+        replies, lags = asyncio.run(client.replay(url, model, shifted, api_key))
+        metrics = client.summarise(replies, shifted, lags)
+        if metrics["failed"] == metrics["requests"]:
+            raise ConfigError(f"no request of the window succeeded at {url}")
+        late = max(metrics.get("client_late_ms_p99", 0.0), metrics.get("client_lag_ms_p99", 0.0))
+        if late > LATE_MS:
+            log.warning("the client itself was late by %.1f ms (p99): part of these figures is its own", late)
+        found.append(metrics)
+        log.info("window %d of %d: %d requests, TTFT p50 %.0f ms", number, count, metrics["requests"], metrics["ttft_ms_p50"])
+    return found
+
+
+def _shifted(prompt: list[int], number: int) -> list[int]:
+    """Another prompt for another window, or a prefix cache would know them all; what shares a prefix still does."""
+    low, high = traces.IDS
+    return [low + (t - low + number) % (high - low) for t in prompt]
+
+
+def saturate(url: str, load: Load, trace: list[traces.Recorded]) -> float:
+    """Requests a second that the server completes when ``num_requests`` of the load wait at once."""
+    calls = load.calls(trace, float("inf"))
+    replies, _ = asyncio.run(client.replay(url, client.served_model(url), calls))
+    return client.capacity(replies)
+
+
+def _result(case: Case, loads: dict[str, Load], measured: dict[str, dict[str, Measured]]) -> dict[str, Any]:
+    entries, pairs = [], [(name, case.first) for name in list(case.arms)[1:]]
+    for name, settings in case.arms.items():
+        entries.append(_entry(name, {"shape": case.shape, **settings, "loads": _described(loads)}, [measured["own"][name]]))
+    drift, targets = {}, {}
+    if "before" in measured:
+        peer = case.peer.name
+        parts = [measured[part][peer] for part in ("before", "after") if part in measured]
+        entries.append(_entry(peer, {"peer": peer, **case.peer.options}, parts))
+        pairs += [(name, peer) for name in case.arms]
+        if len(parts) == 2:
+            for key, values in parts[1].values.items():
+                before = statistics.median(parts[0].values[key])
+                if before and ".client_" not in key:
+                    drift[f"{key} {peer} after/before"] = round(statistics.median(values) / before, 3)
+    ratios = ratios_of(entries, pairs)
+    if "before" in measured:
+        bounds = {metric: bound for load in loads.values() for metric, bound in load.bounds().items()}
+        targets = judged(bounds, ratios, f"{case.first}/{case.peer.name}")
+    shown = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99", "tpot_ms_p50", "output_tok_s", "cached_tokens", "capacity_requests_s")
+    kept = {k: v for k, v in (ratios | drift).items() if k.split(" ")[0].rsplit(".", 1)[-1] in shown}
+    return result(case.name, entries, ratios=kept, limits={}, targets=targets)
+
+
+def _described(loads: dict[str, Load]) -> dict[str, Any]:
+    return {n: {f.name: getattr(load, f.name) for f in dataclasses.fields(load) if f.name not in ("name", "targets")} for n, load in loads.items()}
+
+
+def _entry(name: str, config: dict[str, Any], parts: list[Measured]) -> dict[str, Any]:
+    together: dict[str, list[float]] = {}
+    for part in parts:
+        for key, values in part.values.items():
+            together.setdefault(key, []).extend(values)
+    config = {k: v for k, v in config.items() if v is not None}
+    ready = spread([s for part in parts for s in part.ready_s]) if any(p.ready_s for p in parts) else None
+    return arm(name, config, ({"start_s": ready} if ready else {}) | {key: spread(values) for key, values in together.items()})

@@ -1,0 +1,90 @@
+"""What the machine could do at most: measured rates, and from them and the model's shape a limit for each workload.
+
+The rates are measured in a process of their own (``python -m kvasir.bench.roofline [cpu|cuda] DTYPE``), which gives the
+device's memory back when it ends. On a GPU a figure above its limit is a fault of the benchmark; a CPU may hold the weights
+of a small model in its caches, which the copy does not fit.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+from kvasir.bench.worker import environment
+from kvasir.bench.workloads import Batch
+from kvasir.errors import ConfigError
+from kvasir.layers.spec import MoESpec
+from kvasir.models import cost
+from kvasir.models.spec import ModelSpec
+
+
+def machine_rates(device: str, dtype: str) -> dict[str, float]:
+    """{"copy_bytes_s": bytes read plus bytes written a second, "matmul_flop_s", "dtype_bytes"} of the chosen device."""
+    done = subprocess.run([sys.executable, "-m", "kvasir.bench.roofline", device, dtype], capture_output=True, text=True, env=environment())
+    if done.returncode:
+        raise ConfigError(f"the machine's rates could not be measured: {done.stderr.strip().splitlines()[-1:]}")
+    return json.loads(done.stdout)
+
+
+def limits(spec: ModelSpec, batches: list[Batch], rates: dict[str, float]) -> dict[str, float]:
+    """Tokens a second that no engine can exceed, as metric -> limit: bytes moved and operations done, whichever takes longer."""
+    width = int(rates["dtype_bytes"])
+    head = 2 * spec.vocab_size * spec.hidden_size  # operations of one row's logits
+    found = {}
+    for b in batches:
+        context = b.prompt + b.output // 2
+        moved = touched_params(spec, b.batch) * width + b.batch * cost.kv_bytes(spec, context, width)
+        computed = b.batch * cost.flops_per_token(spec, context)
+        found[f"{b.name}.decode_tok_s"] = b.batch / max(moved / rates["copy_bytes_s"], computed / rates["matmul_flop_s"])
+        computed = b.prompt * (cost.flops_per_token(spec, max(1, b.prompt // 2)) - head) + head
+        moved = touched_params(spec, b.batch * b.prompt) * width
+        found[f"{b.name}.prefill_tok_s"] = b.batch * b.prompt / max(b.batch * computed / rates["matmul_flop_s"], moved / rates["copy_bytes_s"])
+    return {name: round(value, 1) for name, value in found.items()}
+
+
+def touched_params(spec: ModelSpec, rows: int) -> float:
+    """Numbers of the matrices that a step over ``rows`` rows must read: of a mixture, the experts that rows fall on, by even chance."""
+    total = float(cost.active_params(spec))
+    for layer in spec.layers:
+        if isinstance(layer.ffn, MoESpec):
+            expert = 3 * spec.hidden_size * layer.ffn.intermediate_size
+            hit = layer.ffn.num_experts * (1 - (1 - layer.ffn.top_k / layer.ffn.num_experts) ** rows)
+            total += (hit - layer.ffn.top_k) * expert
+    return total
+
+
+def measure(device: str, dtype: str) -> dict[str, float]:
+    """Best of a few rounds: a copy far larger than the caches, and a square matmul in the type that the model runs in."""
+    import torch
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    gpu = device == "cuda"
+    kind = getattr(torch, dtype if dtype != "auto" else "bfloat16" if gpu else "float32")
+    size, side = (2 << 30, 8192) if gpu else (1 << 27, 1024)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    a = torch.randn(side, side, dtype=kind, device=device)
+    b = torch.randn(side, side, dtype=kind, device=device)
+
+    def best(run: Any, rounds: int) -> float:
+        seconds = []
+        for _ in range(rounds):
+            if gpu:
+                torch.cuda.synchronize()
+            started = time.perf_counter()
+            run()
+            if gpu:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
+
+    return {"copy_bytes_s": 2 * size / best(lambda: target.copy_(source), 8), "matmul_flop_s": 2 * side ** 3 / best(lambda: a @ b, 8),
+            "dtype_bytes": kind.itemsize}
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(*sys.argv[1:3])))

@@ -1,0 +1,100 @@
+"""OpenAI servers as child processes: ours and a peer's, started the same way, waited for, and ended with all they started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kvasir.bench.worker import environment
+from kvasir.errors import ConfigError
+
+LIMIT = 900.0  # seconds a start may take
+END_SECONDS = 60.0
+STDERR = 2  # where a server's words go: stdout belongs to the result
+SHARED = ("max_model_len", "max_num_seqs", "dtype", "gpu_memory_utilization", "max_num_batched_tokens",
+          "enable_prefix_caching")  # settings of ours that vLLM has by the same name
+LIVE, READY = "/health/live", "/health/ready"
+
+
+@dataclass(slots=True)
+class Server:
+    """A running server. ``started``: ``time.perf_counter`` at exec."""
+
+    name: str
+    port: int
+    process: subprocess.Popen
+    started: float
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait(self, path: str = "") -> float:
+        """Seconds from exec until ``path`` (default: where readiness is told) answers 200. Raises ConfigError."""
+        path = path or (READY if self.name == "kvasir" else "/health")
+        while time.perf_counter() - self.started < LIMIT:
+            if self.process.poll() is not None:
+                raise ConfigError(f"the server ended with code {self.process.returncode} before {path} answered")
+            try:
+                with urllib.request.urlopen(f"{self.url}{path}", timeout=5) as reply:
+                    if reply.status == 200:
+                        return round(time.perf_counter() - self.started, 3)
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                pass
+            time.sleep(0.005)
+        raise ConfigError(f"{path} did not answer within {LIMIT:.0f} s")
+
+
+def flags_of(options: dict[str, Any]) -> list[str]:
+    """Settings as command-line flags; vLLM and we spell them alike."""
+    flags: list[str] = []
+    for name, value in options.items():
+        if value is None:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        flags += ([flag] if value else [f"--no-{flag[2:]}"]) if isinstance(value, bool) else [flag, str(value)]
+    return flags
+
+
+def command(name: str, model: str, port: int, flags: list[str]) -> list[str]:
+    if name == "kvasir":
+        return [sys.executable, "-m", "kvasir.cli.main", "serve", *([model] if model else []), "--port", str(port), *flags]
+    if name == "vllm":
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port), "--host", "127.0.0.1",
+                "--disable-uvicorn-access-log", "--enable-prompt-tokens-details", *flags]
+    raise ConfigError(f"'{name}' has no server that the benchmark knows; kvasir and vllm have")
+
+
+@contextlib.contextmanager
+def serving(name: str, model: str, flags: list[str], site: str | None = None) -> Iterator[Server]:
+    """A server from exec on, ready or not: call ``wait``. Ends the process and what it started."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    argv = command(name, model, port, flags)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # inherited: a thousand requests at once are a thousand connections
+    started = time.perf_counter()
+    process = subprocess.Popen(argv, env=environment(site if name != "kvasir" else None), stdout=STDERR, start_new_session=True)
+    try:
+        yield Server(name, port, process, started)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        with contextlib.suppress(ProcessLookupError):  # engine processes that it left behind
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,180 @@
+"""``kvasir bench``: measure. Each command's work is imported when it runs."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvasir.cli.options import Command, build_settings, check_output, with_settings
+from kvasir.config import EngineConfig
+from kvasir.errors import ConfigError
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
+                  help="Measure: cases with a peer, offline batches, servers under load, request traces, start-up, one step; report.")
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", show_default=False, help="Checkpoint folder or hub id; empty: the model in the package.")]
+Shape = Annotated[str | None, typer.Option(help="A known shape with random weights, e.g. llama-8b.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Runs that count.")]
+JSONFile = Annotated[Path | None, typer.Option("--json", help="Write the result here as well as to stdout.")]
+Commit = Annotated[str | None, typer.Option(envvar="KVASIR_COMMIT", help="The commit that is measured, where there is no repository to ask.")]
+Peer = Annotated[str | None, typer.Option(help="Also run this engine, before and after ours: vllm or transformers.")]
+Site = Annotated[str | None, typer.Option("--peer-python-path", help="Folder with the peer's packages, if they are not installed here.")]
+ApiKey = Annotated[str | None, typer.Option(envvar="KVASIR_API_KEY", help="The server's key.")]
+Workloads = Annotated[list[str] | None, typer.Option("--workload", "-w", help="NAME:BATCH:PROMPT:OUTPUT, repeatable.")]
+
+
+@app.callback()
+def ended_in_order() -> None:
+    # `timeout` and service managers send SIGTERM; engines in processes of their own must end with this one.
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
+def _changed(options: dict[str, Any]) -> dict[str, Any]:
+    """The settings that differ from the defaults, from the command line or its TOML file, checked."""
+    from kvasir.bench.offline import described
+
+    return described(build_settings(options, EngineConfig), None)
+
+
+@app.command("run", cls=Command)
+def run_case(case: Annotated[Path, typer.Argument(metavar="CASE", help="A case file, e.g. bench/cases/llama-8b.toml.")],
+             peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Run the case's peer, too.")] = True, site: Site = None,
+             repeats: Annotated[int | None, typer.Option(min=1, help="Rounds of ours that count; default: the case's.")] = None,
+             only: Annotated[list[str] | None, typer.Option("--only", "-w", help="A workload of the case, repeatable; default: all.")] = None,
+             data: Annotated[Path, typer.Option(help="Folder that the case's traces are in.")] = Path("."),
+             capacity: Annotated[float | None, typer.Option(min=0, help="Requests a second the peer completed in an earlier run.")] = None,
+             commit: Commit = None, output: JSONFile = None) -> None:
+    """A case: our arms, taking turns, between two runs of a peer; targets met or missed."""
+    from kvasir.bench import case as cases
+    from kvasir.bench import compare, replay
+
+    check_output(output, make=True)
+    found = cases.read(case)
+    if found.traces:
+        replay.run_case(found, peer=peer, site=site, repeats=repeats, only=only, output=output, commit=commit, data=data, capacity=capacity)
+    else:
+        compare.run_case(found, peer=peer, site=site, repeats=repeats, only=only, output=output, commit=commit)
+
+
+@app.command("offline", cls=Command)
+@with_settings(EngineConfig, skip=("model",))
+def offline(model: Model = "", shape: Shape = None, workload: Workloads = None,
+            peer: Annotated[str | None, typer.Option(help="Also run this engine, e.g. transformers.")] = None,
+            repeats: Repeats = 3, commit: Commit = None, output: JSONFile = None, **options: Any) -> None:
+    """Batches through the Python API: tokens per second, against a peer in the same run."""
+    from kvasir.bench import offline as command
+
+    check_output(output, make=True)
+    command.run(build_settings({"model": model, **options}, EngineConfig), shape=shape, workloads=workload, peer=peer, repeats=repeats,
+                output=output, commit=commit)
+
+
+@app.command("serve", cls=Command)
+def serve(url: Annotated[str, typer.Option(help="A running server.")] = "http://127.0.0.1:8000",
+          rate: Annotated[float, typer.Option(min=0, help="Requests a second, Poisson arrivals; 0: all at once.")] = 4.0,
+          num_requests: Annotated[int, typer.Option("--num-requests", "-n", min=1, help="Requests to send.")] = 100,
+          prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
+          output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64,
+          api_key: ApiKey = None, commit: Commit = None, output: JSONFile = None) -> None:
+    """A running server under open-loop load: TTFT, ITL, throughput."""
+    from kvasir.bench import online
+
+    check_output(output, make=True)
+    online.run(url, rate=rate, num_requests=num_requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens, api_key=api_key,
+               output=output, commit=commit)
+
+
+@app.command("trace", cls=Command)
+@with_settings(EngineConfig, skip=("model",))
+def trace(file: Annotated[Path, typer.Argument(metavar="FILE", help="Azure's csv or Mooncake's JSON lines (.gz).")], model: Model = "",
+          shape: Shape = None,
+          url: Annotated[str | None, typer.Option(help="A running server to send to, instead of starting one.")] = None,
+          rate: Annotated[float | None, typer.Option(min=0.001, help="Requests a second; default with recorded arrivals: as recorded.")] = None,
+          share: Annotated[float | None, typer.Option(min=0.01, help="Rate as a share of the peer's capacity, which is measured first.")] = None,
+          capacity: Annotated[float | None, typer.Option(min=0, help="Requests a second the peer completed in an earlier run.")] = None,
+          arrivals: Annotated[str, typer.Option(help="poisson or recorded.")] = "poisson",
+          num_requests: Annotated[int, typer.Option("--num-requests", "-n", min=1, help="At least this many requests a window.")] = 1000,
+          seconds: Annotated[float, typer.Option(min=0, help="At least this long a window.")] = 60.0,
+          clip: Annotated[int | None, typer.Option(min=1, help="Cut prompts to this many tokens.")] = None,
+          scale: Annotated[float, typer.Option(min=0, help="Multiply all lengths, for models with a short context.")] = 1.0,
+          peer: Peer = None, site: Site = None, repeats: Repeats = 1, api_key: ApiKey = None, commit: Commit = None, output: JSONFile = None,
+          **options: Any) -> None:
+    """A recorded request stream at a server, open loop: TTFT, ITL, throughput, cached tokens; a peer before and after."""
+    from kvasir.bench import replay
+
+    check_output(output, make=True)
+    table = {"file": str(file.name), "rate": rate, "share": share, "arrivals": arrivals, "num_requests": num_requests, "seconds": seconds,
+             "clip": clip, "scale": scale}
+    load = replay.Load.of(file.name.split(".")[0], table)
+    if url:
+        replay.run_url(load, url, data=file.parent, repeats=repeats, api_key=api_key, output=output, commit=commit)
+        return
+    replay.run_load(load, _changed(options), model=model, shape=shape, peer=peer, site=site, data=file.parent, repeats=repeats, capacity=capacity,
+                    output=output, commit=commit)
+
+
+@app.command("startup", cls=Command)
+@with_settings(EngineConfig, skip=("model",))
+def startup(model: Model = "", shape: Shape = None,
+            on_disk: Annotated[bool, typer.Option("--on-disk", help="Write the shape's random weights to disk first and load those.")] = False,
+            peer: Annotated[str | None, typer.Option(help="Also start this server, taking turns: vllm.")] = None, site: Site = None,
+            repeats: Repeats = 3, commit: Commit = None, output: JSONFile = None, **options: Any) -> None:
+    """From exec of the server to the first token, with a breakdown. The first start is the coldest."""
+    from kvasir.bench import startup as command
+
+    check_output(output, make=True)
+    command.run(build_settings({"model": model, **options}, EngineConfig), options, shape=shape, repeats=repeats, output=output,
+                on_disk=on_disk, peer=peer, site=site, commit=commit)
+
+
+@app.command("ladder", cls=Command)
+@with_settings(EngineConfig, skip=("model",))
+def ladder(model: Model = "", shape: Shape = None, workload: Workloads = None, repeats: Repeats = 5, commit: Commit = None,
+           output: JSONFile = None, **options: Any) -> None:
+    """What each optimisation adds: from everything off to everything on, one switch at a time."""
+    from kvasir.bench import ladder as command
+
+    check_output(output, make=True)
+    command.run(_changed(options), model=model, shape=shape, workloads=workload, repeats=repeats, output=output, commit=commit)
+
+
+@app.command("profile", cls=Command)
+@with_settings(EngineConfig, skip=("model",))
+def profile(model: Model = "", shape: Shape = None, batch: Annotated[int, typer.Option(min=1, help="Sequences that decode.")] = 64,
+            prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 1024,
+            repeats: Repeats = 5, commit: Commit = None, output: JSONFile = None, **options: Any) -> None:
+    """One decode step: kernels by time, and the share of it in which the GPU is idle."""
+    from kvasir.bench import profile as command
+
+    check_output(output, make=True)
+    command.run(build_settings({"model": model, **options}, EngineConfig), shape=shape, batch=batch, prompt=prompt, repeats=repeats,
+                output=output, commit=commit)
+
+
+@app.command("merge", cls=Command)
+def merge(files: Annotated[list[Path], typer.Argument(metavar="RESULT...", help="Results of one case.")], output: Annotated[
+          Path, typer.Option("--output", "-o", help="The merged result.")]) -> None:
+    """Several runs of one case as one result."""
+    import json
+
+    from kvasir.bench import merge as command
+
+    check_output(output, make=True)
+    output.write_text(json.dumps(command.merge([command.load(f) for f in files]), indent=1) + "\n")
+
+
+@app.command("report", cls=Command)
+def report(files: Annotated[list[Path], typer.Argument(metavar="RESULT...", help="Results, as --json wrote them.")],
+           output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html")) -> None:
+    """Results as one HTML page with tables and plots."""
+    from kvasir.bench import report as command
+
+    if output.suffix not in (".html", ".htm"):
+        raise ConfigError(f"the report is HTML; {output.name} does not end in .html")
+    check_output(output, make=True)
+    command.run(files, output)

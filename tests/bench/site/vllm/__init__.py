@@ -1,0 +1,38 @@
+"""A stand-in for vLLM's offline API: the benchmark's driver of it is tested without a GPU. It writes down what it is asked."""
+
+import hashlib
+import json
+import os
+import time
+from types import SimpleNamespace
+
+__version__ = "0.0.fake"
+
+
+def note(**what):
+    if log := os.environ.get("FAKE_VLLM_LOG"):
+        with open(log, "a") as f:
+            f.write(json.dumps({"time": time.monotonic(), **what}) + "\n")
+
+
+class SamplingParams:
+    def __init__(self, *, temperature, max_tokens, ignore_eos, detokenize):
+        assert temperature == 0.0 and ignore_eos and not detokenize
+        self.max_tokens = max_tokens
+
+
+class LLM:
+    def __init__(self, model, skip_tokenizer_init, seed, **options):
+        assert skip_tokenizer_init
+        print("vLLM prints on stdout, too")
+        if options.get("max_model_len") == 13:
+            raise ValueError("no such length")
+        if options.get("max_model_len") == 14:
+            os._exit(7)
+        note(op="start", config=os.path.exists(os.path.join(model, "config.json")), options=options)
+
+    def generate(self, prompts, params, use_tqdm):
+        ids = [p["prompt_token_ids"] for p in prompts]
+        note(op="generate", prompts=hashlib.sha256(json.dumps(ids).encode()).hexdigest(), count=params.max_tokens)
+        time.sleep(0.002 * params.max_tokens)
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1] * params.max_tokens)]) for _ in ids]

@@ -1,0 +1,180 @@
+"""``kvasir bench run``: real processes: our engine with the embedded model between two runs of a stand-in for vLLM."""
+
+import hashlib
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from kvasir.bench import case as cases
+from kvasir.bench import compare, ladder, roofline
+from kvasir.bench.case import parse
+from kvasir.bench.worker import Worker
+from kvasir.bench.workloads import SHAPES
+from kvasir.config import EngineConfig
+from kvasir.errors import ConfigError
+from tests.bench.helpers import SITE, SMALL, log_of
+from tests.bench.test_result import check
+
+CASES = sorted((Path(__file__).parents[2] / "bench" / "cases").glob("*.toml"))
+TABLE = {
+    "shape": "small", "repeats": 2, "settings": {"num_threads": 1, "device": "cpu"}, "arms": {"kvasir": {}},
+    "peer": {"name": "vllm", "repeats": [2, 1], "options": {"max_model_len": 64}},
+    "workloads": {"one": {"batch": 1, "prompt": 8, "output": 4, "warmup_prompt": 2, "targets": {"decode": 0.001, "prefill": 1e9}},
+                  "two": {"batch": 2, "prompt": 5, "output": 3}},
+}
+
+
+@pytest.fixture
+def log(tmp_path, monkeypatch):
+    monkeypatch.setitem(SHAPES, "small", SMALL)
+    monkeypatch.setenv("FAKE_VLLM_LOG", str(tmp_path / "log"))
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def rated(monkeypatch):
+    """Rates of a machine without measuring them each time."""
+    monkeypatch.setattr(roofline, "machine_rates", lambda device, dtype: {"copy_bytes_s": 1e10, "matmul_flop_s": 1e11, "dtype_bytes": 4})
+
+
+def test_a_b_a(log):
+    found = compare.measure(parse("c", TABLE), peer=True, site=SITE)
+    check(found)
+    kvasir, vllm = found["arms"]
+    key = "one.decode_tok_s"
+    assert (kvasir["name"], vllm["name"]) == ("kvasir", "vllm") and set(kvasir["metrics"]) == set(vllm["metrics"])
+    assert kvasir["metrics"][key]["n"] == 2 and vllm["metrics"][key]["n"] == 3 and vllm["metrics"]["start_s"]["n"] == 2
+    assert found["ratios"][f"{key} kvasir/vllm"] == pytest.approx(kvasir["metrics"][key]["median"] / vllm["metrics"][key]["median"], rel=0.01)
+    assert 0.3 < found["ratios"][f"{key} vllm after/before"] < 3
+    assert found["targets"][f"{key} kvasir/vllm"]["met"] and not found["targets"]["one.prefill_tok_s kvasir/vllm"]["met"]
+    assert vllm["config"]["version"] == "0.0.fake" and found["limits"][key] > 0
+    assert vllm["metrics"]["two.decode_tok_s"]["median"] == pytest.approx(2 * 2 / 0.004, rel=0.5), "2 ms a token, as the stand-in sleeps"
+
+    asked = log_of(log)
+    starts = [e for e in asked if e["op"] == "start"]
+    assert len(starts) == 2 and all(e["config"] for e in starts)
+    assert starts[0]["options"] == {"max_model_len": 64, "load_format": "dummy", "enable_prefix_caching": False}
+
+    def prompts(name, batch, prompt, number):
+        rng = random.Random(f"{name} {number}")
+        vocab = SMALL["vocab_size"]
+        ids = [[rng.randrange(vocab // 64, vocab - vocab // 64) for _ in range(prompt)] for _ in range(batch)]
+        return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
+
+    def life(numbers):
+        return [(prompts(name, batch, size, number), count) for name, batch, long, short, out in (("one", 1, 8, 2, 4), ("two", 2, 5, 5, 3))
+                for number, size in [(-1, short), *((n, long) for n in numbers)] for count in (1, out)]
+
+    sent = [(e["prompts"], e["count"]) for e in asked if e["op"] == "generate"]
+    assert sent == life([0, 1]) + life([2]), "warm-up, two rounds; then warm-up and the third round"
+
+
+def test_without_the_peer_and_one_workload(log, rated):
+    found = compare.measure(parse("c", TABLE), peer=False, site=None, repeats=1, only=["two"])
+    check(found)
+    (only,) = found["arms"]
+    assert set(only["metrics"]) == {"start_s", *(f"two.{k}_tok_s" for k in ("prefill", "decode", "total"))} and "targets" not in found
+
+
+def still(monkeypatch):
+    """Engines without a process; returns the options of each life, in order."""
+    lives = []
+
+    class Still(Worker):
+        def __init__(self, name, model, options, site=None):
+            lives.append(options)
+            self.facts = {"start_s": 1.0}
+
+        def seconds(self, prompts, num_tokens):
+            return 0.001 * num_tokens
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(compare, "Worker", Still)
+    return lives
+
+
+def test_arms_take_turns_a_life_each(log, rated, monkeypatch):
+    lives = still(monkeypatch)
+    table = TABLE | {"arms": {"a": {"max_num_seqs": 2}, "b": {"max_num_seqs": 4}}}
+    found = compare.measure(parse("c", table), peer=False, site=None, only=["two"])
+    assert [options.get("max_num_seqs") for options in lives] == [2, 4, 2, 4]
+    assert "two.decode_tok_s b/a" in found["ratios"] and all(a["metrics"]["two.decode_tok_s"]["n"] == 2 for a in found["arms"])
+
+
+def test_ladder(log, rated, capsys, monkeypatch):
+    lives = still(monkeypatch)
+    rungs = ("enable_prefix_caching", "check")
+    ladder.run({"num_threads": 1}, model="", shape="small", workloads=["w:1:8:3"], repeats=1, output=None, commit="abc1234", rungs=rungs)
+    found = json.loads(capsys.readouterr().out)
+    check(found)
+    assert [a["name"] for a in found["arms"]] == ["plain", "+enable_prefix_caching", "+check"] and found["commit"] == "abc1234"
+    steps = [[False, False], [True, False], [True, True]]
+    assert [[a["config"][r] for r in rungs] for a in found["arms"]] == steps == [[options[r] for r in rungs] for options in lives]
+    assert {"w.decode_tok_s +check/plain", "w.decode_tok_s +check/+enable_prefix_caching"} <= set(found["ratios"])
+
+
+def test_a_ladder_needs_its_switches():
+    with pytest.raises(ConfigError, match="no ladder: unknown setting 'warp_drive'"):
+        ladder.run({}, model="", shape=None, workloads=None, repeats=1, output=None, commit=None, rungs=("warp_drive",))
+
+
+def test_a_peer_that_fails(log, rated):
+    table = TABLE | {"peer": {"name": "vllm", "options": {"max_model_len": 13}}}
+    with pytest.raises(ConfigError, match="vllm: ValueError: no such length"):
+        compare.measure(parse("c", table), peer=True, site=SITE)
+    table["peer"]["options"]["max_model_len"] = 14
+    with pytest.raises(ConfigError, match="the process of vllm ended with code 7"):
+        compare.measure(parse("c", table), peer=True, site=SITE)
+
+
+def test_refusals_before_anything_starts(log, tmp_path):
+    case = parse("c", TABLE)
+    with pytest.raises(ConfigError, match="has no package 'vllm'"):
+        compare.measure(case, peer=True, site=str(tmp_path))
+    with pytest.raises(ConfigError, match="no workload 'three'; there are one, two"):
+        compare.measure(case, peer=False, site=None, only=["three"])
+
+
+@pytest.mark.parametrize("file", CASES, ids=lambda f: f.stem)
+def test_stored_cases_can_be_read(file):
+    case = cases.read(file)
+    assert case.workloads or case.traces
+    assert case.peer is None or sum(case.peer.repeats) >= 1
+    for settings in case.arms.values():
+        EngineConfig.of(**settings)
+    for w in case.workloads:
+        assert w.batch.prompt + w.batch.output <= case.arms[case.first].get("max_model_len", 2048)
+
+
+def test_there_are_stored_cases():
+    assert len(CASES) >= 5
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"shapes": "x"}, "no key 'shapes'.*'shape'"), ({"model": "m"}, "a shape or a model"), ({"repeats": 0}, "repeats=0"),
+    ({"arms": {"a": {"max_num_sequences": 3}}}, "arm a: unknown setting"), ({"workloads": {}}, "one of the two"),
+    ({"traces": {"t": {"file": "f", "rate": 1.0}}}, "one of the two"), ({"arms": {"vllm": {}}}, "named like the peer"),
+    ({"workloads": {"w": {"batch": 1, "prompt": 8}}}, "workload 'w:1:8:0'"), ({"workloads": {"w": {"batch": 1, "promt": 8}}}, "no key 'promt'"),
+    ({"workloads": {"w": {"batch": 1, "prompt": 8, "output": 8, "targets": {"decoding": 1}}}}, "targets of w"),
+    ({"peer": {"name": "vllm", "flags": 1}}, "the peer has no key 'flags'"),
+    ({"workloads": {}, "traces": {"t": {"rate": 1.0}}}, "names no file"), ({"workloads": {}, "traces": {"t": {"file": "f"}}}, "need a rate"),
+    ({"workloads": {}, "traces": {"t": {"file": "f", "rate": 1.0, "arrivals": "bursty"}}}, "neither poisson nor recorded"),
+])
+def test_bad_cases(change, message):
+    with pytest.raises(ConfigError, match=message):
+        parse("c", TABLE | change)
+
+
+def test_a_case_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read the case"):
+        cases.read(tmp_path / "no.toml")
+    (tmp_path / "bad.toml").write_text("a = [")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        cases.read(tmp_path / "bad.toml")
+    (tmp_path / "odd.toml").write_text("odd = 1")
+    with pytest.raises(ConfigError, match="odd.toml: the case has no key 'odd'"):
+        cases.read(tmp_path / "odd.toml")

@@ -1,0 +1,47 @@
+"""``kvasir bench profile`` on the CPU, and its arithmetic."""
+
+import json
+
+import pytest
+
+from kvasir.bench import profile
+from kvasir.bench.profile import TRACED, covered, table
+from kvasir.config import EngineConfig
+from kvasir.errors import ConfigError
+from tests.bench.test_result import check
+
+
+def test_one_step(capsys):
+    profile.run(EngineConfig.of(num_threads=1, device="cpu"), shape=None, batch=3, prompt=8, repeats=2, output=None, commit=None)
+    found = json.loads(capsys.readouterr().out)
+    check(found)
+    metrics = found["arms"][0]["metrics"]
+    assert metrics["step_ms"]["n"] == 2 and metrics["decode_tok_s"] == pytest.approx(3000 / metrics["step_ms"]["median"], rel=0.01)
+    ops = {k: v for k, v in metrics.items() if k.startswith("us.")}
+    assert any("mm" in name for name in ops) and list(ops.values())[0] == max(v for k, v in ops.items() if k != "us.other")
+    assert "gpu_idle_share" not in metrics
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 16])
+def test_one_step_on_a_gpu(batch):
+    metrics = profile.measure(EngineConfig.of(device="cuda", max_num_seqs=32, enable_prefix_caching=False), batch, 32, 3)
+    assert 0 < metrics["gpu_busy_ms"] <= 1.1 * metrics["step_ms"]["median"] and 0 <= metrics["gpu_idle_share"] < 1
+    assert metrics["kernels_per_step"] >= 4 and any(k.startswith("us.") for k in metrics)
+    assert sum(v for k, v in metrics.items() if k.startswith("us.")) >= 990 * metrics["gpu_busy_ms"], "the table holds all of the busy time"
+
+
+def test_what_does_not_fit():
+    with pytest.raises(ConfigError, match="do not fit: the context is 64"):
+        profile.run(EngineConfig.of(max_model_len=64), shape=None, batch=1, prompt=32, repeats=1, output=None, commit=None)
+
+
+@pytest.mark.parametrize("intervals, want", [([], 0), ([(0, 2)], 2), ([(0, 2), (1, 3)], 3), ([(5, 6), (0, 2)], 3), ([(0, 10), (2, 3)], 10)])
+def test_busy_time_is_a_union(intervals, want):
+    assert covered(intervals) == want
+
+
+def test_the_table_is_per_step():
+    found = table([("a", 8.0)] * TRACED + [("b", 24.0 * TRACED)] + [(f"k{i}", 1.0) for i in range(profile.SHOWN)])
+    assert list(found)[:2] == [f"us.b x{1 / TRACED:g}", "us.a x1"] and list(found.values())[:2] == [24.0, 8.0]
+    assert len(found) == profile.SHOWN + 1 and found["us.other"] == pytest.approx(2 / TRACED, abs=0.01)

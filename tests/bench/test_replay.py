@@ -1,0 +1,92 @@
+"""``kvasir bench trace``: real servers: ours with the embedded model, and a stand-in for vLLM's, on a trace of a few requests."""
+
+import json
+
+import pytest
+
+from kvasir.bench import replay
+from kvasir.bench.case import parse
+from kvasir.bench.load import Load
+from kvasir.bench.workloads import SHAPES
+from kvasir.errors import ConfigError
+from tests.bench.helpers import SITE, SMALL, log_of
+from tests.bench.test_online import fake  # noqa: F401 (a fixture)
+from tests.bench.test_result import check
+
+LOAD = {"file": "t.jsonl", "rate": 60.0, "num_requests": 12, "seconds": 0.0, "scale": 0.0625}
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    """Twelve requests of a Mooncake trace: two blocks each, the first of which all share."""
+    monkeypatch.setitem(SHAPES, "small", SMALL)
+    monkeypatch.setenv("FAKE_VLLM_LOG", str(tmp_path / "log"))
+    rows = [{"timestamp": 100 * i, "input_length": 1000, "output_length": 80, "hash_ids": [0, i + 1]} for i in range(12)]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path
+
+
+def test_a_b_a_at_a_share_of_the_peers_capacity(data):
+    table = {"shape": "small", "repeats": 2, "settings": {"num_threads": 1, "device": "cpu"},
+             "peer": {"name": "vllm", "repeats": [2, 1], "options": {"max_model_len": 128}},
+             "traces": {"half": {**{k: v for k, v in LOAD.items() if k != "rate"}, "share": 0.02}}}
+    found = replay.measure(parse("c", table), data, site=SITE)
+    check(found)
+    kvasir, vllm = found["arms"]
+    assert kvasir["metrics"]["half.ttft_ms_p50"]["n"] == 2 and vllm["metrics"]["half.ttft_ms_p50"]["n"] == 3
+    for entry in found["arms"]:
+        assert set(entry["metrics"]["half.failed"]["values"]) == {0} and set(entry["metrics"]["half.short"]["values"]) == {0}
+        assert entry["metrics"]["half.tokens_per_event"]["median"] == 1.0, "every token of a shape has text"
+    assert kvasir["metrics"]["half.cached_tokens"]["min"] >= 16 * 10, "the shared block is found again"
+    assert all(a["metrics"]["half.capacity_requests_s"]["n"] == 1 for a in found["arms"]), "measured once a server"
+    rate = 11 / vllm["metrics"]["half.window_s"]["median"]
+    assert rate == pytest.approx(0.02 * vllm["metrics"]["half.capacity_requests_s"]["median"], rel=0.8)
+    judged = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p99", "output_tok_s", "capacity_requests_s")
+    assert set(found["targets"]) == {f"half.{m} kvasir/vllm" for m in judged}
+    assert "half.ttft_ms_p50 vllm after/before" in found["ratios"] and not any("client" in r for r in found["ratios"])
+
+    asked = log_of(data / "log")
+    served = [e["options"] for e in asked if e["op"] == "serve"]
+    assert len(served) == 2 and served[0]["max_model_len"] == "128" and served[0]["load_format"] == "dummy"
+    sent = [tuple(e["prompt"]) for e in asked if e["op"] == "request"]
+    first_life = sent[:12 + 8 + 2 * 12]
+    windows = [first_life[20:32], first_life[32:44]]
+    assert len(sent) == 12 + 8 + 24 + 8 + 12, "capacity, warm-up and two windows; then warm-up and one"
+    assert all(len({p[:32] for p in w}) == 1 and len(set(w)) == 12 for w in windows), "one shared block"
+    known = [{p[:16] for p in part} for part in (first_life[:12], first_life[12:20], *windows)]
+    assert all(not a & b for i, a in enumerate(known) for b in known[:i]), "no window finds the prefixes of another in a cache"
+
+
+def test_one_load_with_our_settings(data, capsys):
+    replay.run_load(Load.of("t", LOAD | {"arrivals": "recorded"}), {"num_threads": 1}, model="", shape=None, peer=None, site=None, data=data,
+                    repeats=1, capacity=None, output=None, commit="abc1234")
+    found = json.loads(capsys.readouterr().out)
+    check(found)
+    (only,) = found["arms"]
+    assert only["metrics"]["t.requests"]["median"] == 12 and only["metrics"]["t.failed"]["median"] == 0 and found["commit"] == "abc1234"
+    assert only["config"]["loads"]["t"]["rate"] == 60.0 and only["config"]["num_threads"] == 1
+
+
+def test_a_running_server(fake, data, capsys):  # noqa: F811
+    replay.run_url(Load.of("t", LOAD), fake.url, data=data, repeats=2, api_key=None, output=None, commit=None)
+    found = json.loads(capsys.readouterr().out)
+    check(found)
+    assert found["arms"][0]["metrics"]["t.short"]["values"] == [12, 12], "three tokens of five"
+    assert len(fake.bodies) == 8 + 24
+
+
+def test_nothing_succeeds(fake, data):  # noqa: F811
+    fake.behaviour = lambda number: 400
+    with pytest.raises(ConfigError, match="no request of the window succeeded"):
+        replay.run_url(Load.of("t", LOAD), fake.url, data=data, repeats=1, api_key=None, output=None, commit=None)
+
+
+def test_refusals(data):
+    load = Load.of("t", LOAD | {"share": 0.5})
+    with pytest.raises(ConfigError, match="give a rate instead"):
+        replay.run_url(load, "http://127.0.0.1:1", data=data, repeats=1, api_key=None, output=None, commit=None)
+    options = dict(model="", shape=None, data=data, repeats=1, output=None, commit=None)
+    with pytest.raises(ConfigError, match="needs the peer, or its capacity"):
+        replay.run_load(load, {}, peer=None, site=None, capacity=None, **options)
+    with pytest.raises(ConfigError, match="no peer named 'vlm'.*vllm"):
+        replay.run_load(load, {}, peer="vlm", site=None, capacity=None, **options)

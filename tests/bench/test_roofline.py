@@ -1,0 +1,34 @@
+"""Limits of the machine, against figures worked out by hand."""
+
+import pytest
+
+from kvasir.bench import roofline
+from kvasir.bench.workloads import SHAPES, Batch
+from kvasir.models.families import build_spec
+
+RATES = {"copy_bytes_s": 4.1e12, "matmul_flop_s": 795e12, "dtype_bytes": 2}
+
+
+def test_llama_8b_on_an_h200():
+    """15.0 GB of weights at 4.1 TB/s are 273 tokens a second; 16 x 32k reads 84 GB a step; 16 GFLOP a prompt token."""
+    spec = build_spec(SHAPES["llama-8b"])
+    found = roofline.limits(spec, [Batch("one", 1, 128, 2), Batch("long", 16, 32768, 2), Batch("fill", 1, 1024, 2)], RATES)
+    assert found["one.decode_tok_s"] == pytest.approx(273, rel=0.01)
+    assert found["long.decode_tok_s"] == pytest.approx(16 / (84e9 / 4.1e12), rel=0.02)
+    assert found["fill.prefill_tok_s"] == pytest.approx(795e12 / 14.2e9, rel=0.03)
+
+
+def test_a_mixture_reads_the_experts_that_are_hit():
+    """Each expert is left alone by a row with probability 1 - 8/128."""
+    table = dict(SHAPES["qwen3-0.6b"], architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_experts=128, num_experts_per_tok=8,
+                 moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
+    spec = build_spec(table)
+    expert = 3 * 1024 * 768 * 28
+    one = roofline.touched_params(spec, 1)
+    assert roofline.touched_params(spec, 64) - one == pytest.approx(expert * (128 * (1 - (15 / 16) ** 64) - 8))
+    assert roofline.touched_params(spec, 10 ** 6) - one == pytest.approx(expert * 120)
+
+
+def test_rates_of_this_machine():
+    found = roofline.machine_rates("cpu", "float32")
+    assert found["dtype_bytes"] == 4 and 1e8 < found["copy_bytes_s"] < 1e13 and 1e8 < found["matmul_flop_s"] < 1e15

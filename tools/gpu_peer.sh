@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# One comparison with vLLM on a machine with an NVIDIA GPU, in at most ten minutes: vLLM, ours, vLLM again, each alone on the GPU.
+#
+#   tools/gpu_peer.sh OUT STEP [SITE]    OUT: folder for the results; SITE: folder with vLLM's packages, unless it is installed
+#
+# STEP is one of the lines below; CAPACITY (requests a second that vLLM completed, from an earlier step's result) saves the traces
+# from measuring it again. KVASIR_COMMIT names the commit where there is no repository; DATA the folder of the traces.
+set -uo pipefail
+out=$1 step=$2 site=${3:-}
+cd "$(dirname "$0")/.."
+export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+data=${DATA:-shared/data/traces}
+peer=(${site:+--peer-python-path "$site"})
+capacity=(${CAPACITY:+--capacity "$CAPACITY"})
+
+bench() {
+  echo "== kvasir bench $*" >&2
+  timeout 590 python3 -m kvasir.cli.main bench "$@" --json "$out/$step${REPEAT:+-$REPEAT}.json" | tail -c 2000
+}
+
+trace() {  # CASE LOAD
+  bench run "bench/cases/$1.toml" --only "$2" --data "$data" "${peer[@]}" "${capacity[@]}"
+}
+
+mkdir -p "$out"
+case $step in
+  llama-8b | llama-8b-long | qwen3-0.6b) bench run "bench/cases/$step.toml" "${peer[@]}" ;;
+  conversation50 | conversation80 | conversation90 | recorded) trace trace-conversation "$step" ;;
+  code80) trace trace-code "$step" ;;
+  mooncake) trace trace-mooncake "$step" ;;
+  startup) bench startup --shape llama-8b --on-disk --max-model-len 8192 --repeats 2 --peer vllm "${peer[@]}" ;;
+  ladder) bench ladder --shape llama-8b --max-model-len 8192 --repeats 5 ;;
+  ladder-qwen3-0.6b) bench ladder --shape qwen3-0.6b --max-model-len 8192 --repeats 5 ;;
+  profile) bench profile --shape llama-8b --batch 64 --prompt 1024 --max-model-len 8192 ;;
+  profile-qwen3-0.6b) bench profile --shape qwen3-0.6b --batch 64 --prompt 1024 --max-model-len 8192 ;;
+  *) echo "no step named $step" >&2; exit 2 ;;
+esac
