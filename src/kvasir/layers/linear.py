@@ -103,15 +103,18 @@ class Linear:
                         activation=activation, residual_TO=residual_TN)
         if norm is not None:
             x_TK = norm(x_TK)
-        if self.exact:
-            y = linear(x_TK, self.weight_NK, self.bias_N, exact=True)
-        elif residual_TN is not None and self.streams and self.bias_N is None and activation is None:
+        if residual_TN is not None and self.streams and self.bias_N is None and activation is None:
             return residual_TN.addmm_(x_TK, self.weight_KN)  # the BLAS adds as it stores
-        else:
-            y = torch.mm(x_TK, self.weight_KN) if self.bias_N is None else torch.addmm(self.bias_N, x_TK, self.weight_KN)
+        y = self.product(x_TK)
         if activation is not None:
             y = gated(y, ACTIVATIONS[activation], self.exact)
         return y if residual_TN is None else y.add_(residual_TN)
+
+    def product(self, x_TK: torch.Tensor) -> torch.Tensor:
+        """x @ weight^T + bias by the BLAS: [T, N]."""
+        if self.exact:
+            return linear(x_TK, self.weight_NK, self.bias_N, exact=True)
+        return torch.mm(x_TK, self.weight_KN) if self.bias_N is None else torch.addmm(self.bias_N, x_TK, self.weight_KN)
 
     def slots(self) -> dict[str, Slot]:
         sizes = list(self.widths.values())

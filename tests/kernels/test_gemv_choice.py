@@ -1,0 +1,34 @@
+"""Which products of a few rows leave the BLAS. Needs no Triton."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvasir.kernels import gemv
+from kvasir.kernels.gemv import Config, choose
+
+
+def test_measured_shapes_take_what_was_measured(monkeypatch):
+    fast = Config(16, 256, 1, 4)
+    monkeypatch.setattr(gemv, "MEASURED", {(4, 96, 64): fast, (1, 96, 64): None})
+    assert choose(3, 96, 64) == choose(4, 96, 64) == fast, "rows are rounded up to a measured step"
+    assert choose(1, 96, 64) is None, "measured, and the BLAS won"
+    assert choose(5, 96, 64) is None, "nobody measured that many rows"
+
+
+@pytest.mark.parametrize("rows, width", [(0, 64), (17, 64), (1, 63)])
+def test_what_the_kernels_do_not_take(rows, width):
+    assert choose(rows, 96, width) is None
+
+
+def test_one_row_of_an_unknown_shape_streams(monkeypatch):
+    monkeypatch.setattr(gemv, "MEASURED", {})
+    for width in (64, 1024, 14336):
+        config = choose(1, 4096, width)
+        assert config is not None and config.block_n < 16 and config.splits == 1
+
+
+def test_every_measured_config_can_run():
+    for (rows, _, width), config in gemv.MEASURED.items():
+        assert rows in gemv.STEPS and width % 8 == 0
+        assert config is None or config.block_n >= 16 or (rows == 1 and config.splits == 1)
