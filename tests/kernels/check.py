@@ -75,7 +75,7 @@ def run_decode(world: World, rows: decode.Rows, case: decode.Case) -> tuple[torc
     out, lse = blank(world)
     shape = decode.Shape.of(max(16, case.dim), world.q.dtype, len(case.contexts))
     if case.programs is not None:
-        shape = dataclasses.replace(shape, programs=case.programs, at_once=case.programs)
+        shape = dataclasses.replace(shape, programs=case.programs, at_once=1)
     decode.decode_attention_triton(
         world.q, planes["k"], planes["v"], batch.tables[0], batch.context, batch.row_start, rows, spec.scale, out, window=spec.window,
         softcap=spec.softcap, sinks_H=world.sinks, lse_TH=lse, shape=shape)

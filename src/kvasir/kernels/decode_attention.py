@@ -214,8 +214,8 @@ def decode_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: t
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One point of the test grid: rows after ``contexts`` cached positions each. ``programs``: as in ``Shape``, also for ``at_once``;
-    none: chosen."""
+    """One point of the test grid: rows after ``contexts`` cached positions each. ``programs``: as in ``Shape``, with one at
+    once; none: chosen."""
 
     contexts: tuple[int, ...]
     heads: int = 2
