@@ -79,7 +79,7 @@ def in_parallel() -> list[dict]:
         compiling = [processes.submit(compile_decode, shape, count) for shape in DECODE_SHAPES for count in (1, 64, 256)
                      if shape.programs == 12] + [processes.submit(compile_dense, shape) for shape in DENSE_SHAPES]
         checking = {processes.submit(check_case, op, dtype, i): (op, dtype) for op, (cases, _) in CHECKS.items()
-                    for dtype in (torch.bfloat16, torch.float16) for i in range(len(list(cases())))}
+                    for dtype in (torch.bfloat16, torch.float16, *([] if op == "dense" else [torch.float32])) for i in range(len(list(cases())))}
         outcome: dict[tuple, list[tuple[float, str]]] = {}
         for done in as_completed(checking):
             outcome.setdefault(checking[done], []).append(done.result())
@@ -163,7 +163,7 @@ def run_decode(q: torch.Tensor, pool, prepared: TritonBackend, batch, shape: dec
 
 
 def run_dense(q: torch.Tensor, pool, batch, shape: dense.Shape, layers: int = 1) -> None:
-    long = dense.plan_long(batch.starts, batch.lengths, list(range(len(batch.lengths))), HEADS // GROUPS, "cuda", shape)
+    long = dense.plan_long(batch.starts, batch.lengths, list(range(len(batch.lengths))), HEADS // GROUPS, "cuda", shape.block_m)
     for layer in range(layers):
         dense.dense_attention_triton(*common(q, pool, layer, batch), long, SPEC.scale, torch.empty_like(q), shape=shape)
 
@@ -260,7 +260,7 @@ def prefill_arms(name: str, spans: list[tuple[int, int]]) -> list[dict]:
         add("exact" if exact else "as chosen", {}, graph_us(lambda: chosen.run(q, pool.layer(0), SPEC, batch), 1))
     for shape in DENSE_SHAPES:
         # The plan copies tiles to the device, which a graph may not: it is made outside.
-        long = dense.plan_long(batch.starts, batch.lengths, list(range(len(spans))), HEADS // GROUPS, "cuda", shape)
+        long = dense.plan_long(batch.starts, batch.lengths, list(range(len(spans))), HEADS // GROUPS, "cuda", shape.block_m)
         add("dense", dataclasses.asdict(shape), graph_us(lambda: dense.dense_attention_triton(
             *common(q, pool, 0, batch), long, SPEC.scale, torch.empty_like(q), shape=shape), 1))
     long = dense.plan_long(batch.starts, batch.lengths, list(range(len(spans))), HEADS // GROUPS, "cuda")

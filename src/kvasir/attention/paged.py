@@ -17,7 +17,7 @@ import torch
 from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
 from kvasir.kernels import _triton
 from kvasir.kernels.decode_attention import Rows, decode_attention_triton
-from kvasir.kernels.dense_attention import can_serve, dense_attention_triton, plan_long, worth_it
+from kvasir.kernels.dense_attention import Shape, can_serve, dense_attention_triton, plan_long, worth_it
 from kvasir.kernels.paged_attention import Tiles, exact_tiles, paged_attention_triton, plan_tiles
 from kvasir.kv.codec import LayerCache
 from kvasir.types import StepBatch
@@ -86,7 +86,8 @@ class PagedBackend(AttentionBackend):
 
     def plan_long(self, batch: StepBatch, spec: AttentionSpec, spans: list[int]) -> Any:
         """Once a step: what ``run_long`` needs to know of these spans."""
-        return plan_long(batch.starts, batch.lengths, spans, spec.num_heads // spec.num_kv_heads, batch.input_ids.device)
+        share, block_m = spec.num_heads // spec.num_kv_heads, Shape.of(spec.head_dim).block_m
+        return plan_long(batch.starts, batch.lengths, spans, share, batch.input_ids.device, block_m)
 
     def run_long(self, common: tuple[torch.Tensor, ...], plan: Any, spec: AttentionSpec, out_THD: torch.Tensor, *, softcap: float | None,
                  sinks_H: torch.Tensor | None, lse_TH: torch.Tensor | None) -> None:

@@ -38,6 +38,11 @@ class Shape:
     warps: int = 8
     stages: int = 2
 
+    @staticmethod
+    def of(dim: int) -> Shape:
+        """What fits into Hopper's shared memory and registers. ``tools/gpu_attention.py`` times the alternatives."""
+        return Shape(block_n=64) if dim > 128 else Shape()
+
 
 @dataclass(slots=True)
 class LongSpans:
@@ -62,9 +67,9 @@ def can_serve(dtype: torch.dtype, dim: int) -> bool:
 
 
 def plan_long(starts: list[int], lengths: list[int], spans: list[int], share: int, device: torch.device | str,
-              shape: Shape = Shape()) -> LongSpans:
+              block_m: int = 128) -> LongSpans:
     """Cut ``spans`` of a step into tiles, on the host."""
-    rows = shape.block_m // next_power_of_2(share)
+    rows = block_m // next_power_of_2(share)
     items, places, slots = [], [], 0
     for s in spans:
         places.append((s, slots))
@@ -152,7 +157,7 @@ def gather_pages(k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_SW: torch.Ten
 def dense_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_SW: torch.Tensor,
                            context_S: torch.Tensor, row_start_S: torch.Tensor, long: LongSpans, scale: float, out_THD: torch.Tensor, *,
                            softcap: float | None = None, sinks_H: torch.Tensor | None = None, lse_TH: torch.Tensor | None = None,
-                           shape: Shape = Shape(), scratch_bytes: int = SCRATCH_BYTES) -> None:
+                           shape: Shape | None = None, scratch_bytes: int = SCRATCH_BYTES) -> None:
     """What ``paged_attention_ref`` computes, for the spans of ``long``, written to their rows of ``out`` and ``lse`` (fp32)."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -161,6 +166,7 @@ def dense_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
     assert can_serve(q_THD.dtype, dim) and q_THD.dtype == k_NGPD.dtype and heads % groups == 0, "unsupported shape"
     assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), "planes must be page-strided with dense slots"
     assert q_THD.stride(-1) == 1 and table_SW.stride(-1) == 1, "rows must be dense"
+    shape = shape or Shape.of(dim)
     head_bytes = 2 * long.slots * dim * q_THD.element_size()
     turns = next(n for n in range(1, groups + 1) if groups % n == 0 and (head_bytes * groups // n <= scratch_bytes or n == groups))
     at_once, share = groups // turns, heads // groups
