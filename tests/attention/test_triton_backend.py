@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 
 import pytest
 import torch
@@ -33,6 +34,13 @@ def test_each_lack_is_named(field):
 @pytest.mark.skipif(_triton.INTERPRETED, reason="the interpreter runs kernels on the CPU")
 def test_every_reason_is_given_at_once():
     assert len(reasons(dataclasses.replace(GOOD, **BAD))) == len(BAD)
+
+
+@pytest.mark.parametrize("name, package", [("flash_attn", "flash_attn_interface"), ("flashinfer", "flashinfer")])
+def test_a_missing_package_is_a_reason(name, package, monkeypatch):
+    chosen, find = load("kvasir.attention.backends", name, AttentionBackend), importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda x, *rest: None if x == package else find(x, *rest))
+    assert any(f"{package}" in reason and "not installed" in reason for reason in chosen.why_not(GOOD))
 
 
 def test_a_missing_triton_is_a_reason(monkeypatch):

@@ -75,7 +75,7 @@ def run_decode(world: World, rows: decode.Rows, case: decode.Case) -> tuple[torc
     out, lse = blank(world)
     shape = decode.Shape.of(max(16, case.dim), world.q.dtype, len(case.contexts))
     if case.programs is not None:
-        shape = dataclasses.replace(shape, programs=case.programs)
+        shape = dataclasses.replace(shape, programs=case.programs, at_once=1)
     decode.decode_attention_triton(
         world.q, planes["k"], planes["v"], batch.tables[0], batch.context, batch.row_start, rows, spec.scale, out, window=spec.window,
         softcap=spec.softcap, sinks_H=world.sinks, lse_TH=lse, shape=shape)
@@ -87,17 +87,18 @@ def check_decode_attention(case: decode.Case, dtype: torch.dtype, device: str) -
     return compare(world, *run_decode(world, rows, case), case)
 
 
-def check_dense_attention(case: dense.Case, dtype: torch.dtype, device: str, **how) -> dict[str, float]:
+def check_dense_attention(case: dense.Case, dtype: torch.dtype, device: str, shape: dense.Shape | None = None) -> dict[str, float]:
     """The long spans of the case; the others' rows must stay untouched, and are then filled in from the reference."""
     fields = {f.name: getattr(case, f.name) for f in dataclasses.fields(case) if f.name not in ("spans", "scratch_bytes")}
     world = make_world(list(case.spans), dtype=dtype, device=device, **fields)
     spec, batch, planes = world.spec, world.batch, world.cache.planes
     chosen = [s for s, length in enumerate(batch.lengths) if length >= dense.SHORTEST]
     out, lse = blank(world)
+    shape = shape or dense.Shape.of(case.dim)
     dense.dense_attention_triton(
         world.q, planes["k"], planes["v"], batch.tables[0], batch.context, batch.row_start,
-        dense.plan_long(batch.starts, batch.lengths, chosen, case.heads // case.kv_heads, device, **how), spec.scale, out, softcap=spec.softcap,
-        sinks_H=world.sinks, lse_TH=lse, scratch_bytes=case.scratch_bytes, **how)
+        dense.plan_long(batch.starts, batch.lengths, chosen, case.heads // case.kv_heads, device, shape.block_m), spec.scale, out,
+        softcap=spec.softcap, sinks_H=world.sinks, lse_TH=lse, shape=shape, scratch_bytes=case.scratch_bytes)
     want, want_lse = reference(world, torch.float64)
     for s, (a, b) in enumerate(zip(batch.row_start.tolist(), batch.row_start.tolist()[1:])):
         if s not in chosen:

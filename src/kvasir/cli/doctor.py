@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import json
@@ -39,14 +40,10 @@ def examine() -> dict[str, Any]:
     device = "cuda" if facts["gpus"] else "cpu"
     site = Site(device=device, dtype=torch.bfloat16 if facts["gpus"] else torch.float32, codec_kernel="plain", page_slots=16 if facts["gpus"] else 64,
                 specs=(AttentionSpec(32, 8, 128, 128**-0.5),))
-    able = []
-    for name in names(BACKENDS):
-        backend = load(BACKENDS, name, AttentionBackend)
-        reasons = backend.why_not(site)
-        facts["attention"][name] = reasons
-        if not reasons:
-            able.append(backend)
-    facts["attention_chosen"] = max(able, key=lambda b: b.rank).name if able else None
+    ranked = sorted((load(BACKENDS, name, AttentionBackend) for name in names(BACKENDS)), key=lambda b: -b.rank)
+    facts["attention"] = {backend.name: backend.why_not(site) for backend in ranked}
+    facts["attention_exact"] = {backend.name: backend.why_not(dataclasses.replace(site, exact=True)) for backend in ranked}
+    facts["attention_chosen"] = next((name for name, reasons in facts["attention"].items() if not reasons), None)
     if not facts["gpus"]:
         facts["advice"].append("torch sees no GPU: everything runs on the CPU, in float32" +
                                ("" if torch.version.cuda else "; this torch is a CPU build, so a GPU would not be seen"))
@@ -72,8 +69,9 @@ def run(as_json: bool) -> None:
     for package, state in facts["packages"].items():
         table.add_row(package, state)
     for name, reasons in facts["attention"].items():
-        chosen = " (chosen)" if name == facts["attention_chosen"] else ""
-        table.add_row(f"attention {name}", f"ready{chosen}" if not reasons else f"no: {'; '.join(reasons)}")
+        exact = "" if reasons or not facts["attention_exact"][name] else "; not for batch_invariant"
+        chosen = " (chosen), the fastest that is" if name == facts["attention_chosen"] else ""
+        table.add_row(f"attention {name}", f"no: {'; '.join(reasons)}" if reasons else f"ready{chosen}{exact}")
     table.add_row("kv codecs", ", ".join(facts["codecs"]))
     table.add_row("scheduling", ", ".join(facts["scheduling_policies"]))
     console = Console()

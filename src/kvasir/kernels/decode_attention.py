@@ -1,9 +1,10 @@
 """Attention of single rows over paged keys and values: memory-bound, so that all of it is about keeping bytes in flight.
 
 The keys of a step are cut into chunks of one length, and one program computes one chunk for the query heads that share a KV
-head. How long a chunk is follows on the device from the contexts alone (``budget`` chunks of equal work, at least
-``MIN_CHUNK`` keys), so contexts of any mixture are balanced and the launch depends on nothing but the number of rows: it
-may sit in a CUDA graph and be replayed with other contexts. Programs left without a chunk end at once. A sequence of one
+head. How long a chunk is follows on the device from the contexts alone, so contexts of any mixture are balanced and the
+launch depends on nothing but the number of rows: it may sit in a CUDA graph and be replayed with other contexts. Short work
+is cut into as many chunks as the GPU runs at once, long work into several times as many, so that the last ones end
+together. Programs left without a chunk end at once. A sequence of one
 chunk is written for good; of several, the program that arrives last merges their partial results, always in the order of
 the keys, so that the same batch gives the same bits.
 
@@ -27,24 +28,26 @@ from kvasir.kernels.hardware import multiprocessors
 from kvasir.kernels.softmax_block import attend_block, sink_logits
 
 MIN_CHUNK = 128  # keys; less is not worth a program of its own and a merge
+SHORT_CHUNK = 1024  # keys; chunks up to this long all run at once
 MERGED_ELEMENTS = 8192  # of partial results that the merging program holds at a time: 64 registers of each of 128 threads
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How the kernel is built. ``programs``: chunks wanted on every multiprocessor, several times what it runs at once,
-    so that the last ones end together."""
+    """How the kernel is built. ``programs``: chunks of long work for every multiprocessor, several times the ``at_once`` that
+    it has room for."""
 
     block_n: int
     warps: int
     stages: int
     programs: int
+    at_once: int = 3
 
     @staticmethod
     def of(dim: int, dtype: torch.dtype, rows: int) -> Shape:
-        """For Hopper: three programs fit on a multiprocessor, each with two blocks of 32 KiB on their way. Few rows: only as
-        many chunks as run at once, for less to merge. ``tools/gpu_attention.py`` times the alternatives."""
-        programs = min(16, 2 * rows)
+        """For Hopper: three programs fit on a multiprocessor, each with two blocks of 32 KiB on their way. A
+        single row: fewer chunks, for less to merge. ``tools/gpu_attention.py`` times the alternatives."""
+        programs = 6 if rows == 1 else 12
         if dtype == torch.float32:  # products in registers, not on the tensor cores
             return Shape(32 if dim <= 64 else 16, 8, 2, programs)
         return Shape(64 if dim <= 128 else 32, 4, 3, programs)
@@ -59,12 +62,12 @@ class Rows:
     arrived: torch.Tensor
 
 
-@jit(do_not_specialize=["table_row", "count", "budget", "window"])
+@jit(do_not_specialize=["table_row", "count", "wave", "budget", "window"])
 def _decode_attention(
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, arrived_ptr, sinks_ptr, table_ptr, context_ptr, row_start_ptr, spans_ptr,
-        q_row, q_head, page_stride, head_stride, out_row, table_row, count, budget, window, scale, softcap,
+        q_row, q_head, page_stride, head_stride, out_row, table_row, count, wave, budget, window, scale, softcap,
         H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
-        BLOCK_N: tl.constexpr, COUNT_PAD: tl.constexpr, MIN_KEYS: tl.constexpr, R_PAD: tl.constexpr, MERGE: tl.constexpr,
+        BLOCK_N: tl.constexpr, COUNT_PAD: tl.constexpr, MIN_KEYS: tl.constexpr, SHORT_KEYS: tl.constexpr, R_PAD: tl.constexpr, MERGE: tl.constexpr,
         WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
     """One KV head, one chunk of keys of one sequence. Partial results: ``part`` [C, G, R, D] fp32, ``part_lse`` [C, G, R]
     in base 2. Only slots below a sequence's end are loaded (the others may hold NaN)."""
@@ -77,7 +80,9 @@ def _decode_attention(
     keys = ends
     if WINDOWED:
         keys = ends - tl.maximum(ends - window, 0) // BLOCK_N * BLOCK_N
-    chunk = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(keys, 0), budget), BLOCK_N) * BLOCK_N, MIN_KEYS)
+    total_keys = tl.sum(keys, 0)
+    short = tl.cdiv(total_keys, wave)
+    chunk = tl.maximum(tl.cdiv(tl.where(short <= SHORT_KEYS, short, tl.cdiv(total_keys, budget)), BLOCK_N) * BLOCK_N, MIN_KEYS)
     chunks = tl.cdiv(keys, chunk)
     after = tl.cumsum(chunks, 0)
     which = tl.sum((after <= item).to(tl.int32), 0)
@@ -187,7 +192,8 @@ def decode_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: t
     assert rows.arrived.numel() >= count * groups, "one counter a row and KV head"
     share, dim_pad = heads // groups, max(16, next_power_of_2(dim))
     shape = shape or Shape.of(dim_pad, q_THD.dtype, count)
-    budget = max(1, shape.programs * multiprocessors(q_THD.device) // groups)
+    wave = max(1, shape.at_once * multiprocessors(q_THD.device) // groups)
+    budget = max(wave, shape.programs * multiprocessors(q_THD.device) // groups)
     chunks = count + budget  # sum of ceil(keys / chunk) <= count + keys / chunk
     part = torch.empty((chunks, heads, dim), dtype=torch.float32, device=q_THD.device)
     part_lse = torch.empty((chunks, heads), dtype=torch.float32, device=q_THD.device)
@@ -196,9 +202,9 @@ def decode_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: t
     _decode_attention[(groups, chunks)](
         q_THD, k_NGPD, v_NGPD, out_THD, absent if lse_TH is None else lse_TH, part, part_lse, rows.arrived, absent if sinks_H is None else sinks_H,
         table_SW, context_S, row_start_S, rows.spans, q_THD.stride(0), q_THD.stride(1), k_NGPD.stride(0), k_NGPD.stride(1),
-        out_THD.stride(0), table_SW.stride(0), count, budget, window or 0, scale, softcap or 1.0,
+        out_THD.stride(0), table_SW.stride(0), count, wave, budget, window or 0, scale, softcap or 1.0,
         H=heads, R=share, P=size, D=dim, D_PAD=dim_pad, BLOCK_M=max(16, share_pad), BLOCK_N=shape.block_n,
-        COUNT_PAD=max(16, next_power_of_2(count)), MIN_KEYS=max(MIN_CHUNK, shape.block_n), R_PAD=share_pad,
+        COUNT_PAD=max(16, next_power_of_2(count)), MIN_KEYS=max(MIN_CHUNK, shape.block_n), SHORT_KEYS=SHORT_CHUNK, R_PAD=share_pad,
         MERGE=max(1, min(32, MERGED_ELEMENTS // (share_pad * dim_pad))), WINDOWED=window is not None, CAPPED=softcap is not None,
         SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, num_warps=shape.warps, num_stages=shape.stages)
 
@@ -208,7 +214,8 @@ def decode_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: t
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One point of the test grid: rows after ``contexts`` cached positions each. ``programs``: as in ``Shape``; none: chosen."""
+    """One point of the test grid: rows after ``contexts`` cached positions each. ``programs``: as in ``Shape``, with one at
+    once; none: chosen."""
 
     contexts: tuple[int, ...]
     heads: int = 2

@@ -19,6 +19,12 @@ def test_fp16(case, device):
     check_decode_attention(case, torch.float16, device)
 
 
+def test_long_work_is_cut_finer(device, monkeypatch):
+    """On the GPU that starts at a length which takes the interpreter long."""
+    monkeypatch.setattr(decode, "SHORT_CHUNK", 64)
+    check_decode_attention(decode.Case(contexts=(900, 500, 300), programs=2), torch.float32, device)
+
+
 def test_a_launch_may_be_repeated_with_other_contexts(device):
     """As a CUDA graph does: the same tensors with new contents, and counters that every launch leaves at zero."""
     case = decode.Case(contexts=(700, 3, 260), programs=2)

@@ -1,0 +1,81 @@
+"""FlashInfer for long spans, where it is installed; own kernels for the rest.
+
+Facts about the package (docs.flashinfer.ai): ``BatchPrefillWithPagedKVCacheWrapper`` is planned on the host for a batch and
+then run for every layer of the same head layout; pages [N, G, P, D] are its layout HND; the log-sum-exp is to base 2, [L, H].
+Kernels are compiled at first use, which takes a CUDA toolkit and minutes: not chosen unless asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+
+import torch
+
+from kvasir.attention.backend import AttentionSpec, Site
+from kvasir.attention.outside import CutOut, cut_out
+from kvasir.attention.paged import PagedBackend
+from kvasir.kernels._triton import cdiv
+from kvasir.kernels.dense_attention import worth_it
+from kvasir.types import StepBatch
+
+WORKSPACE_BYTES = 128 << 20  # what its documentation advises
+
+
+class FlashInferBackend(PagedBackend):
+    rank = 5
+
+    def why_not(self, site: Site) -> list[str]:
+        reasons = super().why_not(site)
+        if importlib.util.find_spec("flashinfer") is None:
+            reasons.append("flashinfer is not installed")
+        if site.exact:
+            reasons.append("its bits depend on the batch")
+        if site.dtype not in (torch.bfloat16, torch.float16):
+            reasons.append(f"computes in bfloat16 or float16, not {site.dtype}")
+        if any(s.sinks for s in site.specs):
+            reasons.append("has no attention sinks here")
+        if any(s.head_dim not in (64, 128, 256) for s in site.specs):
+            reasons.append("takes head dims of 64, 128 and 256")
+        return reasons
+
+    def prepare(self, site: Site) -> None:
+        super().prepare(site)
+        self._workspace: torch.Tensor | None = None
+
+    def takes_long(self, spec: AttentionSpec, length: int) -> bool:
+        return worth_it(length, spec.num_heads // spec.num_kv_heads)
+
+    def plan_long(self, batch: StepBatch, spec: AttentionSpec, spans: list[int]) -> CutOut:
+        """One plan a cache group, since each has pages of its own; made when the first layer of the group runs."""
+        if self._workspace is None:
+            self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=batch.input_ids.device)
+        plan = cut_out(batch, spans)
+        plan.state = {}
+        return plan
+
+    def run_long(self, common: tuple[torch.Tensor, ...], plan: CutOut, spec: AttentionSpec, out_THD: torch.Tensor, *, softcap: float | None,
+                 sinks_H: torch.Tensor | None, lse_TH: torch.Tensor | None) -> None:
+        q_THD, k_NGPD, v_NGPD, table_SW, *_ = common
+        key = table_SW.data_ptr(), spec
+        if key not in plan.state:
+            plan.state[key] = self._wrapper(plan, spec, table_SW, k_NGPD.shape[2], q_THD.dtype)
+        found = plan.state[key].run(q_THD[plan.rows], (k_NGPD, v_NGPD), return_lse=lse_TH is not None)
+        if lse_TH is not None:
+            lse_TH[plan.rows] = found[1] * math.log(2)
+        out_THD[plan.rows] = found if lse_TH is None else found[0]
+
+    def _wrapper(self, plan: CutOut, spec: AttentionSpec, table_SW: torch.Tensor, size: int, dtype: torch.dtype):
+        counts = [cdiv(end, size) for end in plan.ends_host]
+        first = [0]
+        for count in counts:
+            first.append(first[-1] + count)
+        indices = torch.cat([table_SW[s, :count] for s, count in zip(plan.spans_host, counts)])
+        wrapper = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
+        device = table_SW.device
+        wrapper.plan(
+            plan.row_start, torch.tensor(first, dtype=torch.int32, device=device), indices,
+            torch.tensor([(end - 1) % size + 1 for end in plan.ends_host], dtype=torch.int32, device=device), spec.num_heads, spec.num_kv_heads,
+            spec.head_dim, size, causal=True, sm_scale=spec.scale, logits_soft_cap=spec.softcap, q_data_type=dtype, kv_data_type=dtype)
+        return wrapper

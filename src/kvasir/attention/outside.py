@@ -1,0 +1,44 @@
+"""Long spans for the kernels of optional packages: one contiguous step of their own, cut out of the batch.
+
+Single rows and the rest stay with our own kernels, which a CUDA graph can hold.
+
+Legend: T rows, S spans, B long spans, L their rows, H query heads, W pages of a table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from kvasir.types import StepBatch
+
+
+@dataclass(slots=True)
+class CutOut:
+    """``rows``: of the step, [L] or a slice. On the device: ``spans`` [B] int64, ``row_start`` [B + 1] and ``ends`` [B] int32.
+    On the host: ``spans_host``, ``ends_host``. ``state``: what the package planned."""
+
+    rows: slice | torch.Tensor
+    spans: torch.Tensor
+    row_start: torch.Tensor
+    ends: torch.Tensor
+    spans_host: list[int]
+    ends_host: list[int]
+    longest: int
+    state: object = None
+
+
+def cut_out(batch: StepBatch, spans: list[int]) -> CutOut:
+    first = [0, *accumulate(batch.lengths)]
+    row_start = [0, *accumulate(batch.lengths[s] for s in spans)]
+    ends = [batch.starts[s] + batch.lengths[s] for s in spans]
+    device = batch.input_ids.device
+    if spans == list(range(spans[0], spans[-1] + 1)):
+        rows: slice | torch.Tensor = slice(first[spans[0]], first[spans[-1] + 1])
+    else:
+        rows = torch.cat([torch.arange(first[s], first[s + 1]) for s in spans]).to(device)
+    both = torch.tensor([*row_start, *ends], dtype=torch.int32).to(device, non_blocking=True)
+    return CutOut(rows, torch.tensor(spans).to(device), both[:len(row_start)], both[len(row_start):], spans, ends,
+                  max(batch.lengths[s] for s in spans))

@@ -1,0 +1,132 @@
+"""Own kernels over the pages, with a place for a faster one for long spans: what the backends for GPUs have in common.
+
+Single rows, long spans and the rest (drafts, trees, short chunks, layers with a window) take a kernel each: at most three
+kinds of launch a layer, none of which reads back or searches at start-up. A step of single rows is planned from their
+number alone, without a copy to the device, so that a CUDA graph of it may be replayed with other contexts. Lossy against
+the reference only by rounding. Exact mode: one kernel and one shape of tile for all, so that a row's bits depend on its
+sequence and position alone (but for the rows of draft trees).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
+from kvasir.kernels import _triton
+from kvasir.kernels.decode_attention import Rows, decode_attention_triton
+from kvasir.kernels.dense_attention import Shape, can_serve, dense_attention_triton, plan_long, worth_it
+from kvasir.kernels.paged_attention import Tiles, exact_tiles, paged_attention_triton, plan_tiles
+from kvasir.kv.codec import LayerCache
+from kvasir.types import StepBatch
+
+
+@dataclass(slots=True)
+class Step:
+    """What the layers of one head layout launch: single rows, long spans, tiles of the rest."""
+
+    rows: Rows | None
+    long: Any
+    tiles: list[Tiles]
+    rest: list[int]  # the spans of the tiles
+
+
+class PagedBackend(AttentionBackend):
+    graphs = True
+
+    def why_not(self, site: Site) -> list[str]:
+        size, reasons = site.page_slots, []
+        if not _triton.AVAILABLE:
+            reasons.append("Triton is not installed")
+        elif not site.device.startswith("cuda") and not _triton.INTERPRETED:
+            reasons.append(f"needs a CUDA GPU, the device is {site.device}")
+        if site.codec_kernel not in self.codec_kernels:
+            reasons.append(f"reads pages laid out as {', '.join(sorted(self.codec_kernels))}, not '{site.codec_kernel}'")
+        if site.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            reasons.append(f"computes in float32, bfloat16 or float16, not {site.dtype}")
+        if size < 16 or size & (size - 1):
+            reasons.append(f"needs pages of 16, 32, 64, ... slots, not {size}")
+        wide = max((s.head_dim for s in site.specs), default=0)
+        if wide > 256:
+            reasons.append(f"takes head dims up to 256, not {wide}")
+        return reasons
+
+    def prepare(self, site: Site) -> None:
+        super().prepare(site)
+        self._rows: dict[tuple[int, int], Rows] = {}
+        self._tiles: dict[tuple[int, int, int], list[Tiles]] = {}
+
+    def plan(self, batch: StepBatch) -> None:
+        for key, spec in {key_of(spec): spec for spec in self.site.specs}.items():
+            batch.scratch[key] = self._plan(batch, spec)
+
+    def _plan(self, batch: StepBatch, spec: AttentionSpec) -> Step:
+        starts, lengths, device = batch.starts, batch.lengths, batch.input_ids.device
+        if self.site.exact:
+            return Step(None, None, self._exact_tiles(lengths, spec, device), [s for s, length in enumerate(lengths) if length])
+        if all(length == 1 for length in lengths):
+            return Step(self._single_rows(len(lengths), spec.num_kv_heads, device) if lengths else None, None, [], [])
+        plain = batch.ancestors is None and spec.window is None
+        single = [s for s, length in enumerate(lengths) if length == 1]
+        long = [s for s, length in enumerate(lengths) if plain and self.takes_long(spec, length)]
+        rest = sorted(set(range(len(lengths))) - {*single, *long})
+        rows = None
+        if single:
+            rows = self._single_rows(len(single), spec.num_kv_heads, device)
+            rows = Rows(torch.tensor(single, dtype=torch.int32).to(device, non_blocking=True), rows.arrived)
+        tiles = plan_tiles(starts, lengths, spec.num_heads, spec.num_kv_heads, self.site.dtype, device, rest)
+        return Step(rows, self.plan_long(batch, spec, long) if long else None, tiles, [s for s in rest if lengths[s]])
+
+    # What a backend with a kernel of its own for long spans replaces. They have no window and no tree.
+
+    def takes_long(self, spec: AttentionSpec, length: int) -> bool:
+        """Whether a span of ``length`` rows goes to ``run_long``."""
+        return can_serve(self.site.dtype, spec.head_dim) and worth_it(length, spec.num_heads // spec.num_kv_heads)
+
+    def plan_long(self, batch: StepBatch, spec: AttentionSpec, spans: list[int]) -> Any:
+        """Once a step: what ``run_long`` needs to know of these spans."""
+        share, block_m = spec.num_heads // spec.num_kv_heads, Shape.of(spec.head_dim).block_m
+        return plan_long(batch.starts, batch.lengths, spans, share, batch.input_ids.device, block_m)
+
+    def run_long(self, common: tuple[torch.Tensor, ...], plan: Any, spec: AttentionSpec, out_THD: torch.Tensor, *, softcap: float | None,
+                 sinks_H: torch.Tensor | None, lse_TH: torch.Tensor | None) -> None:
+        """Write the long spans' rows of ``out`` and ``lse``. ``common``: q [T, H, D], keys and values [N, G, P, D], table [S, W],
+        context [S], row_start [S + 1]."""
+        dense_attention_triton(*common, plan, spec.scale, out_THD, softcap=softcap, sinks_H=sinks_H, lse_TH=lse_TH)
+
+    def _exact_tiles(self, lengths: list[int], spec: AttentionSpec, device: torch.device) -> list[Tiles]:
+        if any(length != 1 for length in lengths):
+            return exact_tiles(lengths, spec.num_heads, spec.num_kv_heads, self.site.dtype, device)
+        key = len(lengths), spec.num_heads, spec.num_kv_heads
+        if key not in self._tiles:
+            self._tiles[key] = exact_tiles(lengths, spec.num_heads, spec.num_kv_heads, self.site.dtype, device)
+        return self._tiles[key]
+
+    def _single_rows(self, count: int, kv_heads: int, device: torch.device) -> Rows:
+        """Spans 0 .. count and their counters. Kept, since graphs hold their addresses."""
+        if (count, kv_heads) not in self._rows:
+            self._rows[count, kv_heads] = Rows(torch.arange(count, dtype=torch.int32, device=device),
+                                               torch.zeros(count, kv_heads, dtype=torch.int32, device=device))
+        return self._rows[count, kv_heads]
+
+    def run(self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, batch: StepBatch, *,
+            sinks_H: torch.Tensor | None = None, return_lse: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device) if return_lse else None
+        step: Step = batch.scratch[key_of(spec)]
+        common = (q_THD, cache.planes["k"], cache.planes["v"], batch.tables[cache.group], batch.context, batch.row_start)
+        how = {"softcap": spec.softcap, "sinks_H": sinks_H, "lse_TH": lse_TH}
+        if step.rows is not None:
+            decode_attention_triton(*common, step.rows, spec.scale, out_THD, window=spec.window, **how)
+        if step.long is not None:
+            self.run_long(common, step.long, spec, out_THD, **how)
+        if step.tiles:
+            paged_attention_triton(*common, step.tiles, spec.scale, out_THD, window=spec.window, ancestors_TA=batch.ancestors,
+                                   positions_T=batch.positions, **how)
+        return (out_THD, lse_TH) if return_lse else out_THD
+
+
+def key_of(spec: AttentionSpec) -> tuple:
+    return "triton", spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.window is None
