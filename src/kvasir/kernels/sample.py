@@ -208,6 +208,7 @@ def _cut(logits, tops, temperatures, top_ks, top_ps, min_ps, draws, scratch, pac
                                 num += tl.sum(take.to(tl.int32), axis=0)
                         packed = num <= K * B  # else a bound from chunks that took in too many
                         at_low = tl.where(whole, num, at_low)
+                        num = tl.where(packed, num, vocab_size)
                         beyond, mass_beyond = tl.where(whole, 0, at_high), tl.where(whole, 0.0, mass_high)
                         hopeful = False
                         tl.debug_barrier()  # the block is read back by other threads of this program
