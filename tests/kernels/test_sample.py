@@ -15,7 +15,7 @@ ON_GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not tor
 
 
 def by_the_sampler(x, given, vocab_size, device):
-    """Draws [3, M] of ``Sampler``, each row a request with its parameters."""
+    """Draws [3, M]: ids by ``Sampler``, each row a request with its parameters; the largest of all columns and of the vocabulary."""
     temperature, top_k, top_p, min_p, stream, position = given
     sampler = Sampler(x.shape[1], vocab_size, len(x), device, ())
     spans = []
@@ -25,7 +25,8 @@ def by_the_sampler(x, given, vocab_size, device):
         spans.append(decode_span(seq))
     batch = sampler.pack(spans)
     batch.rows.streams[:], batch.rows.positions[:] = stream.numpy(), position.numpy()
-    return torch.cat(sampler.sample(x.to(device).float(), batch)._draws, 1).cpu()
+    ids = [result.tokens[0] for result in sampler.sample(x.to(device).float(), batch).read()]
+    return torch.stack([torch.tensor(ids, dtype=torch.float32), x.amax(1).float(), x[:, :vocab_size].amax(1).float()])
 
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])

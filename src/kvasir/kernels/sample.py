@@ -26,7 +26,8 @@ from kvasir.kernels.noise import gumbel_of_word, gumbel_reference
 
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it would leave nothing but overflow
 CHUNK = 2048
-PIVOTS = 8
+PIVOTS = 8  # a bracket's counts fit one int64 as bytes
+PACK = 8  # blocks of candidates that are packed
 CUT_WARPS = 16
 _LOW = 0x7FFFFFFF
 NEG_INF = float("-inf")
@@ -127,13 +128,13 @@ def _chunk_tops(logits, tops, row_stride, width, vocab_size, num_chunks, B: tl.c
 
 
 @jit
-def _block(x_row, packed_row, packed, chunk, num, best, temperature, B: tl.constexpr):
+def _block(x_row, packed_row, packed, chunk, num, best, temperature, B: tl.constexpr, K: tl.constexpr):
     """One block of a row's candidates: ordered y and id, from the packed ones or from the logits. Past the end: below all."""
     at = chunk * B + tl.arange(0, B)
     inside = at < num
     if packed:
         ordered = tl.load(packed_row + at, mask=inside, other=-0x80000000)
-        ids = tl.load(packed_row + B + at, mask=inside, other=0)
+        ids = tl.load(packed_row + K * B + at, mask=inside, other=0)
     else:
         x = tl.load(x_row + at, mask=inside, other=float("-inf")).to(tl.float32)
         ordered = tl.where(inside, _ordered(tl.div_rn(x - best, temperature)), -0x80000000)
@@ -152,12 +153,12 @@ def _reaches(tops_row, packed, chunk, best, temperature, low):
 
 @jit
 def _cut(logits, tops, temperatures, top_ks, top_ps, min_ps, draws, scratch, packs, row_stride, vocab_size, num_chunks,
-         C2: tl.constexpr, B: tl.constexpr, P: tl.constexpr, INTERPRET: tl.constexpr):
+         C2: tl.constexpr, B: tl.constexpr, P: tl.constexpr, K: tl.constexpr, INTERPRET: tl.constexpr):
     """One program: one row. Writes the row's draw as if it were greedy, and in ``scratch`` int64 [4, M]: the key of the last
     token that the filters keep (or -1 when there is nothing left to draw), the bits of the largest logit, and zeros for
     ``_draw``."""
     row, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
-    tops_row, x_row, packed_row = tops + row * num_chunks, logits + row * row_stride, packs + row * 2 * B
+    tops_row, x_row, packed_row = tops + row * num_chunks, logits + row * row_stride, packs + row * 2 * K * B
     c = tl.arange(0, C2)
     top = tl.load(tops_row + c, mask=c < num_chunks, other=-0x7FFFFFFFFFFFFFFF)
     anywhere = tl.load(tops_row + num_rows * num_chunks + c, mask=c < num_chunks, other=-0x7FFFFFFFFFFFFFFF)
@@ -182,29 +183,34 @@ def _cut(logits, tops, temperatures, top_ks, top_ps, min_ps, draws, scratch, pac
                 # Kept is what is at or above the largest value at which the goal is reached: at ``low`` it is, at ``high`` not.
                 low, high = cut_value, tl.full((), 1, tl.int32)  # at_low: how many are at or above it, at most
                 at_high, mass_high = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float64)
+                beyond, mass_beyond = at_high, mass_high  # of candidates above the packed ones
                 goal = tl.where(kept_mass > 0.0, top_p * kept_mass, -1.0)
-                if by_mass & packed & (not whole):
+                if (not packed) | (not whole):
                     packed, num = False, vocab_size + 0
-                if (not by_mass) & (top_k <= num_chunks):
+                hopeful = (not by_mass) & (top_k <= num_chunks)
+                if hopeful:
                     # So many chunks' largest are as many tokens: the k-th of them is a bound from below.
-                    rank = tl.sum((top[None, :] > top[:, None]).to(tl.int32), axis=1)
-                    bound = tl.max(tl.where(rank == top_k - 1, top, -0x7FFFFFFFFFFFFFFF), axis=0)
+                    ranked = tl.sort(top, descending=True)
+                    bound = tl.max(tl.where(c == top_k - 1, ranked, -0x7FFFFFFFFFFFFFFF), axis=0)
                     low = _ordered(tl.div_rn(_value((bound >> 32).to(tl.int32)) - best, temperature))
                 while high - low > 1:
-                    if (not packed) & ((at_low <= B) | (at_low - at_high <= B)):
-                        whole = at_low <= B
+                    if (not packed) & (hopeful | (at_low <= K * B) | (at_low - at_high <= K * B)):
+                        whole = hopeful | (at_low <= K * B)
                         last = tl.where(whole, 1, high)
                         num = tl.full((), 0, tl.int32)
                         for chunk in range(num_chunks):
                             if _reaches(tops_row, False, chunk, best, temperature, low):
-                                ordered, ids = _block(x_row, packed_row, False, chunk, vocab_size, best, temperature, B)
+                                ordered, ids = _block(x_row, packed_row, False, chunk, vocab_size, best, temperature, B, K)
                                 take = (ordered >= low) & (ordered < last)
                                 to = num + tl.cumsum(take.to(tl.int32), axis=0) - 1
-                                take &= to < B
-                                tl.store(packed_row + to, ordered, mask=take)
-                                tl.store(packed_row + B + to, ids, mask=take)
+                                tl.store(packed_row + to, ordered, mask=take & (to < K * B))
+                                tl.store(packed_row + K * B + to, ids, mask=take & (to < K * B))
                                 num += tl.sum(take.to(tl.int32), axis=0)
-                        packed = True
+                        packed = num <= K * B  # else a bound from chunks that took in too many
+                        at_low = tl.where(whole, num, at_low)
+                        num = tl.where(packed, num, vocab_size)
+                        beyond, mass_beyond = tl.where(whole, 0, at_high), tl.where(whole, 0.0, mass_high)
+                        hopeful = False
                         tl.debug_barrier()  # the block is read back by other threads of this program
                     # Pivots stand evenly over y, the first at ``low``. Below some y there is little mass, whatever ``low``.
                     y_high = _value(high - 1)
@@ -212,24 +218,25 @@ def _cut(logits, tops, temperatures, top_ks, top_ps, min_ps, draws, scratch, pac
                     p = tl.arange(0, P)
                     pivot = _ordered(y_low + (y_high - y_low) * (p.to(tl.float32) / P))
                     pivot = tl.where(p == 0, low, tl.minimum(tl.maximum(pivot, low + 1), high - 1))
-                    count_PB = tl.zeros((P, B), tl.int32)
+                    # Byte i of a lane's ``passed``: how many of its candidates are at or above exactly i + 1 pivots.
+                    passed_B = tl.zeros((B,), tl.int64)
                     mass_PB = tl.zeros((P, B), tl.float64)
                     least_B = tl.full((B,), 1, tl.int32)
                     most_B = tl.full((B,), -0x80000000, tl.int32)
-                    for chunk in range(tl.where(packed, 1, num_chunks)):
+                    for chunk in range(tl.where(packed, (num + B - 1) // B, num_chunks)):
                         if _reaches(tops_row, packed, chunk, best, temperature, low):
-                            ordered, ids = _block(x_row, packed_row, packed, chunk, num, best, temperature, B)
+                            ordered, ids = _block(x_row, packed_row, packed, chunk, num, best, temperature, B, K)
                             weight = _exp(_value(ordered), INTERPRET).to(tl.float64)
                             above = ordered[None, :] >= pivot[:, None]
-                            count_PB += above.to(tl.int32)
+                            places = tl.sum(above.to(tl.int64), axis=0) * 8 - 8
+                            passed_B += tl.where(places >= 0, tl.full((B,), 1, tl.int64) << tl.maximum(places, 0), 0)
                             mass_PB += tl.where(above, weight[None, :], 0.0)
                             within = (ordered >= low) & (ordered < high)
                             least_B = tl.where(within, tl.minimum(least_B, ordered), least_B)
                             most_B = tl.where(within, tl.maximum(most_B, ordered), most_B)
-                    # Candidates packed without what is above them: that is in at_high and mass_high.
-                    apart = packed & (not whole)
-                    count = tl.sum(count_PB, axis=1) + tl.where(apart, at_high, 0)
-                    mass = tl.sum(mass_PB, axis=1) + tl.where(apart, mass_high, 0.0)
+                    exactly = tl.sum(((passed_B[None, :] >> (p[:, None] * 8)) & 0xFF).to(tl.int32), axis=1)
+                    count = tl.sum(tl.where(p[None, :] >= p[:, None], exactly[None, :], 0), axis=1) + beyond
+                    mass = tl.sum(mass_PB, axis=1) + mass_beyond
                     goal = tl.where(by_mass & (goal < 0.0), top_p * tl.max(mass, axis=0), goal)
                     met = tl.where(by_mass, mass >= goal, count >= top_k) | (p == 0)
                     at_low = tl.min(tl.where(met, count, 0x7FFFFFFF), axis=0)
@@ -252,9 +259,9 @@ def _cut(logits, tops, temperatures, top_ks, top_ps, min_ps, draws, scratch, pac
                 if short < tied:
                     seen = tl.full((), 0, tl.int32)
                     found = tl.full((), 0, tl.int32)
-                    for chunk in range(tl.where(packed, 1, num_chunks)):
+                    for chunk in range(tl.where(packed, (num + B - 1) // B, num_chunks)):
                         if _reaches(tops_row, packed, chunk, best, temperature, low):
-                            ordered, ids = _block(x_row, packed_row, packed, chunk, num, best, temperature, B)
+                            ordered, ids = _block(x_row, packed_row, packed, chunk, num, best, temperature, B, K)
                             tie = ordered == low
                             order = seen + tl.cumsum(tie.to(tl.int32), axis=0)
                             found += tl.sum(tl.where(tie & (order == short), ids, 0), axis=0)
@@ -309,14 +316,15 @@ def sample_rows_triton(logits_MV: torch.Tensor, temperature_M: torch.Tensor, top
     if not rows:
         return draws
     chunks = cdiv(width, block)
+    assert chunks < 256, "a lane counts in bytes"
     tops = torch.empty(2, rows, chunks, dtype=torch.int64, device=logits_MV.device)
     scratch = torch.empty(4, rows, dtype=torch.int64, device=logits_MV.device)
-    packs = torch.empty(rows, 2, block, dtype=torch.int32, device=logits_MV.device)
+    packs = torch.empty(rows, 2, PACK * block, dtype=torch.int32, device=logits_MV.device)
     stride = logits_MV.stride(0)
     # Without fusing, a * b + c rounds as it does in torch.
     _chunk_tops[(rows, chunks)](logits_MV, tops, stride, width, vocab_size, chunks, B=block, num_warps=4)
     _cut[(rows,)](logits_MV, tops, temperature_M, top_k_M, top_p_M, min_p_M, draws, scratch, packs, stride, vocab_size, chunks,
-                  C2=next_power_of_2(chunks), B=block, P=PIVOTS, INTERPRET=INTERPRETED, num_warps=CUT_WARPS, enable_fp_fusion=False)
+                  C2=next_power_of_2(chunks), B=block, P=PIVOTS, K=PACK, INTERPRET=INTERPRETED, num_warps=CUT_WARPS, enable_fp_fusion=False)
     _draw[(rows, chunks)](logits_MV, tops, temperature_M, stream_M, position_M, draws, scratch, stride, vocab_size, chunks, B=block,
                           num_warps=4, enable_fp_fusion=False)
     return draws

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvasir.kernels import sample
 from kvasir.kernels.sample import sample_rows_ref, sample_rows_triton
 from tests.kernels.sampling import KINDS, logits, parameters
 
-ROWS = 10
+ROWS = 6
 
 
 def both(x, given, vocab_size, device, block):
@@ -18,27 +19,38 @@ def both(x, given, vocab_size, device, block):
     return want, found.cpu()
 
 
-@pytest.mark.parametrize("vocab_size, width, block", [(1, 1, 16), (37, 40, 64), (301, 320, 64), (300, 384, 512)])
+@pytest.mark.parametrize("vocab_size, width, block, pack", [(1, 1, 16, 8), (37, 40, 64, 8), (301, 320, 64, 1), (200, 208, 16, 2)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_same_draws_as_the_reference(kind, vocab_size, width, block, device):
+def test_same_draws_as_the_reference(kind, vocab_size, width, block, pack, device, monkeypatch):
+    monkeypatch.setattr(sample, "PACK", pack)  # few packed candidates: the row itself must be searched, too
     draw = torch.Generator().manual_seed(vocab_size)
     x, given = logits(kind, ROWS, width, draw), parameters(ROWS, vocab_size, draw)
     want, found = both(x, given, vocab_size, device, block)
     assert torch.equal(found, want), (found != want).any(0).nonzero()
 
 
+def test_a_bound_from_chunks_that_takes_in_too_many(device, monkeypatch):
+    """All large values stand in one chunk, so the k-th largest chunk says little: the candidates above it cannot be packed."""
+    monkeypatch.setattr(sample, "PACK", 1)
+    x = torch.randn(8, 160, generator=torch.Generator().manual_seed(2))
+    x[:, :60] += 3
+    given = [torch.ones(8), torch.full((8,), 6, dtype=torch.int32), torch.tensor([1.0, 0.4] * 4), torch.zeros(8), torch.arange(8), torch.arange(8)]
+    want, found = both(x, given, 160, device, 16)
+    assert torch.equal(found, want)
+
+
 @pytest.mark.parametrize("kind", ["normal", "ties"])
 def test_a_cut_one_token_off_would_show(kind, device):
     """With the noise of a row made to favour the last kept token and the first dropped one, both sides of the cut are seen."""
     draw = torch.Generator().manual_seed(5)
-    vocab_size, rows = 96, 64
+    vocab_size, rows = 40, 20
     x = logits(kind, 1, vocab_size, draw).repeat(rows, 1)
-    given = [torch.full((rows,), 30.0), torch.full((rows,), 9, dtype=torch.int32), torch.ones(rows), torch.zeros(rows),
-             torch.arange(rows), torch.arange(rows)]  # so hot that all nine are drawn often
-    want, found = both(x, given, vocab_size, device, 32)
-    assert torch.equal(found, want) and len(set(found[0].tolist())) == 9
+    given = [torch.full((rows,), 30.0), torch.full((rows,), 3, dtype=torch.int32), torch.ones(rows), torch.zeros(rows),
+             torch.arange(rows), torch.arange(rows)]  # so hot that all three are drawn often
+    want, found = both(x, given, vocab_size, device, 16)
+    assert torch.equal(found, want) and len(set(found[0].tolist())) == 3
     given[1] = given[1] - 1
-    fewer, _ = both(x, given, vocab_size, device, 32)
+    fewer, _ = both(x, given, vocab_size, device, 16)
     assert not torch.equal(fewer, want)
 
 
@@ -58,10 +70,10 @@ def test_rows_that_cannot_be_drawn_from_are_recognisable(device):
 
 def test_a_row_does_not_depend_on_its_batch(device):
     draw = torch.Generator().manual_seed(3)
-    x, given = logits("ties", 12, 200, draw), parameters(12, 200, draw)
-    _, whole = both(x, given, 200, device, 64)
-    for row in range(0, 12, 5):
-        _, alone = both(x[row:row + 1], [a[row:row + 1] for a in given], 200, device, 64)
+    x, given = logits("ties", 6, 100, draw), parameters(6, 100, draw)
+    _, whole = both(x, given, 100, device, 64)
+    for row in range(0, 6, 5):
+        _, alone = both(x[row:row + 1], [a[row:row + 1] for a in given], 100, device, 64)
         assert torch.equal(alone[:, 0], whole[:, row])
 
 
