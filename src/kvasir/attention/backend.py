@@ -48,6 +48,7 @@ class AttentionBackend(Technique):
 
     affects_kv = False
     rank = 0  # among the backends that can run, ``auto`` takes the highest
+    graphs = False  # whether a decode-shaped step depends on its number of spans and on device tensors alone, never on ``starts``
 
     def why_not(self, site: Site) -> list[str]:
         """Reasons why this backend cannot serve ``site``; empty means it can."""

@@ -2,12 +2,16 @@
 
 Requests come in as token ids and leave as events. The engine knows seams, never techniques. A step either commits as a
 whole or, if it raises, not at all: then its halves are tried until the culprit is alone, and only that one fails.
+
+With overlap, a step is read only after the next one has been launched, so that the device never waits for the host. Where
+what a sequence may draw depends on the tokens before (penalties, bad words, grammars, drafts), there is no next step to
+launch without them: while such a sequence runs, every step is read first.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -45,6 +49,9 @@ class Engine:
         self.info = built.info
         self.runner = built.runner
         self.steps = StepRunner(built.runner, built.max_rows)
+        self._overlap = built.device.type == "cuda" if config.runner.overlap is None else config.runner.overlap
+        self._plans: deque[tuple[Plan, float]] = deque()  # in flight, and when they were launched
+        self._resolved = 0.0  # when the last step was
         poison = built.runner.pool.poison if config.runner.poison else None
         self.pages = PageManager(built.runner.pool.groups, built.plan.num_pages, built.runner.pool.page_slots, built.prefix_root,
                                  on_free=poison)
@@ -54,7 +61,9 @@ class Engine:
         self._grammars: Any = None  # built on the first grammar: most processes never need the library
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="grammar")
         self._live: dict[str, Live] = {}
-        self.on_launch: Callable[[Iterable[str]], None] = lambda ids: None
+        self._compiling = 0  # requests whose grammar is being compiled
+        self.on_launch: Callable[[Iterable[str], bool], None] = lambda ids, slow: None
+        self._seen_kinds: set[tuple] = set()
         self._max_queued_tokens = config.scheduler.max_queued_tokens or 4 * max(self.info.kv_capacity_tokens, self.info.max_model_len)
         self._counts: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
@@ -131,6 +140,7 @@ class Engine:
         if not live.branches:
             if live.compiling is not None:
                 live.compiling.cancel()
+                self._compiling -= 1
             del self._live[seq.request.id]
 
     def _fail(self, request_id: str, *, status: int, code: str, message: str, param: str | None = None) -> Event:
@@ -148,6 +158,7 @@ class Engine:
         for seq in live.branches.values():
             self.scheduler.block(seq, "grammar", until)
         live.compiling = self._workers.submit(self._compile, live.request)
+        self._compiling += 1
 
     def _compile(self, request: Request) -> Any:
         if self._grammars is None:
@@ -165,6 +176,7 @@ class Engine:
             future, first = live.compiling, next(iter(live.branches.values()))
             if future.done():
                 live.compiling = None
+                self._compiling -= 1
                 try:
                     matcher = future.result()
                 except RequestError as e:
@@ -182,30 +194,65 @@ class Engine:
     # ----------------------------------------------------------------------------------------------------------- steps
 
     def has_work(self) -> bool:
-        return any(live.compiling is not None for live in self._live.values()) or self.scheduler.has_work(time.monotonic())
+        return bool(self._plans or self._compiling) or self.scheduler.has_work(time.monotonic())
 
     def step(self) -> list[Event]:
         now = time.monotonic()
-        events = self._poll_compiling(now)
+        events = self._poll_compiling(now) if self._compiling else []
+        if self._plans and (self.runner.sampler.num_bound or self.steps.stalled):
+            self._resolve(events)
         plan = self.scheduler.plan(now, self.steps.max_rows)
         for seq in plan.preempted:
             self._close_row(seq)
-        if not plan.spans:
+        if plan.spans:
+            self._launch(plan)
+        elif not self._plans:
             self._wait_for_compiling()
-            return events
-        for span in plan.spans:
-            self._open_row(span.seq)
-        self.on_launch({span.seq.request.id for span in plan.spans} | {i for i, live in self._live.items() if live.compiling is not None})
-        started = time.perf_counter()
-        for part, results in self.steps.run(plan):
-            for span, result in zip(part, results):
-                if span.seq.status is Status.RUNNING:  # an earlier span of the step may have failed its whole request
-                    events.extend(self._commit(span, result))
-        self.scheduler.complete(plan)
-        self._count(plan, time.perf_counter() - started)
+        depth = 1 if plan.spans and self._overlap else 0
+        while len(self._plans) > depth or self.steps.stalled:
+            self._resolve(events)
         if self.config.runner.check:
             self.scheduler.check()
         return events
+
+    def _launch(self, plan: Plan) -> None:
+        for span in plan.spans:
+            if span.seq.open_row != span.row:
+                self.runner.open(span.seq)
+                span.seq.open_row = span.row
+        at_work = {span.seq.request.id for span in plan.spans}
+        if self._plans:
+            at_work.update(span.seq.request.id for span in self._plans[0][0].spans)
+        if self._compiling:
+            at_work.update(i for i, live in self._live.items() if live.compiling is not None)
+        # What a step's kernels depend on, roughly. One of a kind that was not seen before may compile some.
+        kind = plan.num_rows.bit_length(), plan.num_rows == len(plan.spans), bool(self.runner.sampler.num_bound)
+        self.on_launch(at_work, kind not in self._seen_kinds)
+        self._seen_kinds.add(kind)
+        self._stats.step += 1
+        self._plans.append((plan, time.perf_counter()))
+        self.steps.launch(plan)
+
+    def _resolve(self, events: list[Event]) -> None:
+        """Wait for the oldest plan in flight and commit it."""
+        plan, launched = self._plans.popleft()
+        for part, results in self.steps.resolve():
+            for span, result in zip(part, results):
+                if not span.valid:  # it ended or was preempted meanwhile, or an earlier span failed its whole request
+                    continue
+                if result is None:
+                    self.scheduler.give_up(span)
+                elif event := self._commit(span, result):
+                    events.append(event)
+        self.scheduler.complete(plan)
+        now = time.perf_counter()
+        self._stats.step_seconds, self._stats.step_rows = now - max(launched, self._resolved), plan.num_rows
+        self._resolved = now
+
+    def idle(self) -> bool:
+        """A bit of work for a moment without requests; False: there is none left."""
+        graphs = self.runner.graphs
+        return self._counts["generation_tokens"] > 0 and not self._plans and graphs is not None and graphs.capture_next()
 
     def _wait_for_compiling(self) -> None:
         """Nothing can run until a grammar is ready: sleep on it for a moment instead of spinning."""
@@ -213,24 +260,19 @@ class Engine:
         if pending:
             wait(pending, timeout=0.005, return_when="FIRST_COMPLETED")
 
-    def _open_row(self, seq: Sequence) -> None:
-        if seq.state.get("open_row") != seq.row:
-            self.runner.sampler.open(seq)
-            seq.state["open_row"] = seq.row
-
     def _close_row(self, seq: Sequence) -> None:
-        row = seq.state.pop("open_row", None)
-        if row is not None:
-            self.runner.sampler.close(row)
+        if seq.open_row >= 0:
+            self.runner.close(seq.open_row)
+            seq.open_row = -1
 
-    def _commit(self, span: Span, result: SpanResult) -> list[Event]:
+    def _commit(self, span: Span, result: SpanResult) -> Event | None:
         """The transaction for one span: counters, pages, prefix index, stop rules, events."""
         seq, params = span.seq, span.seq.request.params
         if result.error is not None:
             log.warning("request %s failed: %s", seq.request.id, result.error)
             code = result.error.split(":")[0]
             status = 400 if code in USER_FAULTS else 500
-            return [self._fail(seq.request.id, status=status, code=code, message=result.error)]
+            return self._fail(seq.request.id, status=status, code=code, message=result.error)
         if result.scores:
             seq.state.setdefault("scores", [None]).extend(result.scores)
             seq.state["num_scored"] = seq.state.get("num_scored", 0) + len(result.scores)
@@ -238,7 +280,7 @@ class Engine:
         index = seq.num_output
         self.scheduler.advance(span, tokens)
         if not tokens and reason is None:
-            return []
+            return None
         self.runner.sampler.accepted(seq, tokens)
         self._counts["generation_tokens"] += len(tokens)
         event = Event(kind="tokens", request_id=seq.request.id, epoch=seq.request.epoch, branch=seq.branch, index=index, token_ids=tokens,
@@ -248,7 +290,7 @@ class Engine:
                       queued=seq.first_scheduled - seq.request.arrival if index == 0 and not seq.branch else None)
         if reason is not None:
             self._drop(seq, reason)
-        return [event]
+        return event
 
     def _take_scores(self, seq: Sequence) -> list[TokenLogprob | None] | None:
         """The prompt's log-probabilities, sent once with the first token; the first prompt token has none."""
@@ -273,10 +315,6 @@ class Engine:
         return sampled, None, None
 
     # ----------------------------------------------------------------------------------------------------------- state
-
-    def _count(self, plan: Plan, seconds: float) -> None:
-        self._stats.step += 1
-        self._stats.step_seconds, self._stats.step_rows = seconds, plan.num_rows
 
     def stats(self) -> EngineStats:
         s, scheduler = self._stats, self.scheduler

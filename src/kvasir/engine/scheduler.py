@@ -1,8 +1,13 @@
 """The scheduler: which sequences get how many rows in the next step.
 
-There are no phases. A running sequence needs ``num_tokens + len(draft) - num_computed`` rows; one that needs a single row
-beside its draft is called a *decode* below, one that needs more has a *prompt* to compute (also after a preemption). A plan
-takes, within the row budget: decodes with their drafts, then prompts that hold pages, then admissions from the queue.
+There are no phases. A running sequence needs ``rows_left`` rows and those of its draft; one that needs a single row beside
+its draft is called a *decode* below, one that needs more has a *prompt* to compute (also after a preemption). A plan takes,
+within the row budget: decodes with their drafts, then prompts that hold pages, then admissions from the queue.
+
+A plan may be made while the one before it is still in flight. It counts on what that one will bring: its rows computed
+(``num_ahead``) and one token a sampled row (``num_drawn``). A sequence that is certain to end with the token in flight, or
+whose draft is being verified, sits out until that is resolved. Everything else, the prefix index above all, knows committed
+rows only.
 
 When pages run out, drafts go first; then the lowest in rank gives up its pages, to be computed again later (it keeps its
 place by arrival in the queue, and its full pages stay in the prefix index as long as nobody takes them). Nobody gives way to a
@@ -20,7 +25,7 @@ from kvasir.config import SchedulerConfig
 from kvasir.engine.pages import PageManager
 from kvasir.engine.policy import MAX_SKIPS, SchedulerPolicy
 from kvasir.engine.queue import Queue
-from kvasir.engine.spans import Step, page_aligned, round_down, unscored_from
+from kvasir.engine.spans import Step, page_aligned, round_down, rows_left, unscored_from
 from kvasir.types import FinishReason, Plan, Sequence, Span, Status
 
 LOOK_AHEAD = 8  # requests that do not fit and are looked past, a step
@@ -34,7 +39,8 @@ class Scheduler:
     """Queue, running sequences and their rows of sampler state. ``max_rows``: rows a step.
 
     Plan, launch, ``advance`` every span once its result is read, then ``complete`` the plan (also one that failed, and
-    only plans that have spans): what was given up meanwhile may be used again.
+    only plans that have spans): what was given up meanwhile may be used again. Plans are resolved in order, each at the
+    latest when the next has been launched.
     """
 
     def __init__(self, config: SchedulerConfig, pages: PageManager, policy: SchedulerPolicy, *, max_rows: int, max_model_len: int) -> None:
@@ -143,14 +149,18 @@ class Scheduler:
             round_down(step, budget, self.pages.page_slots)
         if step.spans:
             self._launched = self._step
+        for seq, span in step.spans.items():
+            seq.num_ahead += span.length
+            seq.num_drawn += "sample" in span.want
         return Plan(step=self._step, spans=list(step.spans.values()), copies=step.copies, preempted=step.preempted)
 
     def advance(self, span: Span, emitted: list[int]) -> None:
         """Commit one span: ``emitted`` are the sampled tokens along the accepted draft. Of a sequence that meanwhile lost
         its pages, nothing is kept: it computes the same tokens again."""
         seq = span.seq
-        if seq.status is not Status.RUNNING:
+        if not span.valid:
             return
+        self._land(span)
         end = span.start + span.length
         drafted = end - seq.num_tokens
         assert span.start == seq.num_computed, (span, "is not the next one")
@@ -163,6 +173,15 @@ class Scheduler:
         self.pages.commit(seq, in_flight)
         if drafted > 0:
             self.pages.truncate(seq, seq.num_tokens, in_flight)
+
+    def give_up(self, span: Span) -> None:
+        """A span of a step that has ended did not run: its rows are planned again."""
+        if span.valid:
+            self._land(span)
+
+    def _land(self, span: Span) -> None:
+        span.seq.num_ahead -= span.length
+        span.seq.num_drawn -= "sample" in span.want
 
     def complete(self, plan: Plan) -> None:
         """A plan has ended; nothing launched up to it uses a page or row any more."""
@@ -179,12 +198,19 @@ class Scheduler:
         decodes, prompts = [seq for seq in self._deferred if seq.status is Status.RUNNING], []
         waited = set(decodes)
         for seq in self.running.ordered(now):
-            if len(seq.tokens) - seq.num_computed > 1:
+            if len(seq.tokens) + seq.num_drawn - seq.num_computed - seq.num_ahead > 1:  # rows_left, the hot path
                 seq.draft = []
                 prompts.append(seq)
+            elif seq.num_drawn and self._awaits_result(seq):
+                continue
             elif seq not in waited:
                 decodes.append(seq)
         return decodes, prompts
+
+    def _awaits_result(self, seq: Sequence) -> bool:
+        """Whether what comes after the tokens in flight is open (a draft is being verified), or certain to be nothing."""
+        num_tokens = len(seq.tokens) + seq.num_drawn
+        return bool(seq.draft) or num_tokens - seq.num_prompt >= seq.request.max_tokens or num_tokens >= self.max_model_len
 
     def _claim(self, prompts: list[Sequence], now: float, budget: int) -> tuple[Sequence | None, int]:
         """The oldest unfinished prompt and the rows kept for it: none before it has waited for PROMPT_PATIENCE, then a
@@ -195,7 +221,7 @@ class Scheduler:
         seq = min(oldest, key=lambda s: s.request.arrival, default=None)
         if seq is None or now - seq.request.arrival <= PROMPT_PATIENCE:
             return None, 0
-        return seq, min(max(self.pages.page_slots, budget // 10), seq.num_tokens - seq.num_computed, budget // 2)
+        return seq, min(max(self.pages.page_slots, budget // 10), rows_left(seq), budget // 2)
 
     def _plan_decodes(self, step: Step, decodes: list[Sequence]) -> list[Sequence]:
         """Returns those for which no row was left."""
@@ -206,7 +232,7 @@ class Scheduler:
                 continue
             if step.left <= 0:
                 return decodes[i:]
-            num_tokens = len(seq.tokens)
+            num_tokens = len(seq.tokens) + seq.num_drawn
             if seq.draft:
                 self._trim_draft(seq, spare)
                 spare -= len(seq.draft)
@@ -230,16 +256,16 @@ class Scheduler:
             length = self._chunk(seq, step.left - kept)
             if not length:
                 continue
-            end = seq.num_computed + length
+            end = seq.num_computed + seq.num_ahead + length
             if self.pages.grow(seq, end, step.copies) or self._make_room(step, seq, end):
                 step.add(seq, length)
 
     def _chunk(self, seq: Sequence, left: int) -> int:
         """How many rows of its prompt a sequence gets; it ends at the end of a page when more follows."""
-        needed = seq.num_tokens - seq.num_computed
+        needed = rows_left(seq)
         length = min(needed, left, self.config.long_prefill_token_threshold or left)
         if length < needed:
-            length = page_aligned(seq.num_computed, length, self.pages.page_slots) or length
+            length = page_aligned(seq.num_computed + seq.num_ahead, length, self.pages.page_slots) or length
         return max(0, length)
 
     def _use_leftover(self, step: Step, deferred: list[Sequence]) -> list[Sequence]:
@@ -248,7 +274,7 @@ class Scheduler:
         for seq in deferred:
             if seq.status is not Status.RUNNING:
                 continue
-            if step.left > 0 and self.pages.grow(seq, seq.num_tokens, step.copies):
+            if step.left > 0 and self.pages.grow(seq, seq.num_tokens + seq.num_drawn, step.copies):
                 seq.draft = []
                 step.add(seq, 1)
             else:
@@ -327,7 +353,7 @@ class Scheduler:
         """Per group, the pages that prompts being computed will still take."""
         total = [0] * len(self.pages.groups)
         for seq in self.running:
-            if len(seq.tokens) - seq.num_computed > 1:
+            if rows_left(seq) > 1:
                 total = [a + b for a, b in zip(total, self.pages.missing(seq, seq.num_tokens, self.max_rows))]
         return total
 
@@ -345,11 +371,12 @@ class Scheduler:
         return False, hit
 
     def _pages_in_step(self, step: Step) -> set[bytes]:
-        """Keys of the full pages that this step's spans compute, in whole or in part."""
+        """Keys of the full pages that this step's spans, or those in flight, compute in whole or in part."""
         keys: set[bytes] = set()
-        for seq, span in step.spans.items():
-            if span.length > 1:
-                self._note_pages(seq, span.length, keys)
+        for seq in self.running:
+            length = seq.num_ahead + (step.spans[seq].length if seq in step.spans else 0)
+            if length > 1:
+                self._note_pages(seq, length, keys)
         return keys
 
     def _note_pages(self, seq: Sequence, length: int, keys: set[bytes]) -> None:
@@ -466,7 +493,7 @@ class Scheduler:
             self._free_rows.append(seq.row)
         else:
             self._limbo_rows.append((after_step, seq.row))
-        seq.row, seq.num_computed, seq.draft = -1, 0, []
+        seq.row, seq.num_computed, seq.num_ahead, seq.num_drawn, seq.draft = -1, 0, 0, 0, []
 
     def _enqueue(self, seq: Sequence) -> None:
         seq.status = Status.WAITING
@@ -490,6 +517,8 @@ class Scheduler:
                 assert seq.status is status, f"{seq} is listed as {status}"
                 assert (seq.row >= 0) == bool(seq.tables) == (status is Status.RUNNING), f"{seq} holds what it should not"
                 assert seq.num_computed < seq.num_tokens, f"{seq} has nothing left to compute"
+                assert status is Status.RUNNING or not (seq.num_ahead or seq.num_drawn), f"{seq} has rows in flight"
+                assert self._in_flight() is not None or not (seq.num_ahead or seq.num_drawn), f"{seq} counts on a step that has ended"
         rows = [seq.row for seq in self.running] + self._free_rows + [row for _, row in self._limbo_rows]
         assert sorted(rows) == list(range(self.config.max_num_seqs)), "a row is in no place or in two"
         assert self.queued_tokens == sum(seq.num_tokens for seq in chain(self.waiting, self.blocked)), "queued tokens are miscounted"

@@ -39,17 +39,22 @@ def unscored_from(seq: Sequence) -> int | None:
 
 def next_span(seq: Sequence, length: int) -> Span:
     """The next ``length`` rows of a sequence: rows from the last known token on are sampled."""
-    start = seq.num_computed
-    first = len(seq.tokens) - 1 - start  # the row of the last known token
+    start = seq.num_computed + seq.num_ahead
+    first = len(seq.tokens) + seq.num_drawn - 1 - start  # the row of the last token, known or being drawn
     if length == 1 and not first:
-        return Span(seq, start, 1, want=ONE_SAMPLE)
+        return Span(seq, start, 1, want=ONE_SAMPLE, row=seq.row)
     want: dict[Want, range] = {}
     unscored = unscored_from(seq)
     if unscored is not None and start < seq.num_prompt - 1 and start + length > unscored:
         want["score"] = range(max(0, unscored - start), min(length, seq.num_prompt - 1 - start))
     if length > first:
         want["sample"] = range(first, length)
-    return Span(seq, start, length, want=want, commit="walk" if length > first + 1 else "all")
+    return Span(seq, start, length, want=want, commit="walk" if length > first + 1 else "all", row=seq.row)
+
+
+def rows_left(seq: Sequence) -> int:
+    """Rows a sequence still needs to have a next token, beside its draft: one for a decode, more for a prompt."""
+    return len(seq.tokens) + seq.num_drawn - seq.num_computed - seq.num_ahead
 
 
 def page_aligned(start: int, length: int, page_slots: int) -> int:
@@ -66,6 +71,6 @@ def round_down(step: Step, budget: int, page_slots: int) -> None:
     if not chunks or len(chunks) == len(step.spans):
         return
     seq = chunks[-1]
-    if length := page_aligned(seq.num_computed, step.spans[seq].length - extra, page_slots):
+    if length := page_aligned(step.spans[seq].start, step.spans[seq].length - extra, page_slots):
         step.remove(seq)
         step.add(seq, length)
