@@ -209,6 +209,7 @@ class Span:
     ``sample`` draws the next token, ``score`` gives the log-probability of the known next token.
     ``parents`` is set for tree masks only: index in the span of each row's parent, -1 for the first row.
     ``row``: the sequence's row when this was planned; a span whose sequence has another by now is void (``valid``).
+    ``landed``: it was resolved, so ``seq`` no longer counts on it.
 
     A span that starts behind every known token has one row, whose token an earlier step is still drawing: it is on the
     device, and ``tokens()`` is empty.
@@ -222,6 +223,7 @@ class Span:
     commit: Commit = "all"
     parents: list[int] | None = None
     row: int = -1
+    landed: bool = False
 
     @property
     def valid(self) -> bool:

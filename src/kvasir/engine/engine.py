@@ -238,11 +238,8 @@ class Engine:
         plan, launched = self._plans.popleft()
         for part, results in self.steps.resolve():
             for span, result in zip(part, results):
-                if not span.valid:  # it ended or was preempted meanwhile, or an earlier span failed its whole request
-                    continue
-                if result is None:
-                    self.scheduler.give_up(span)
-                elif event := self._commit(span, result):
+                # It may have ended or been preempted meanwhile, or an earlier span may have failed its whole request.
+                if result is not None and span.valid and (event := self._commit(span, result)):
                     events.append(event)
         self.scheduler.complete(plan)
         now = time.perf_counter()

@@ -4,10 +4,9 @@ There are no phases. A running sequence needs ``rows_left`` rows and those of it
 its draft is called a *decode* below, one that needs more has a *prompt* to compute (also after a preemption). A plan takes,
 within the row budget: decodes with their drafts, then prompts that hold pages, then admissions from the queue.
 
-A plan may be made while the one before it is still in flight. It counts on what that one will bring: its rows computed
-(``num_ahead``) and one token a sampled row (``num_drawn``). A sequence that is certain to end with the token in flight, or
-whose draft is being verified, sits out until that is resolved. Everything else, the prefix index above all, knows committed
-rows only.
+A plan may be made while the one before it is in flight. It counts on that one's rows (``num_ahead``) and a token a sampled
+row (``num_drawn``). A sequence that is certain to end with the token in flight, or whose draft is being verified, sits out.
+Everything else, the prefix index above all, knows committed rows only.
 
 When pages run out, drafts go first; then the lowest in rank gives up its pages, to be computed again later (it keeps its
 place by arrival in the queue, and its full pages stay in the prefix index as long as nobody takes them). Nobody gives way to a
@@ -23,6 +22,7 @@ from itertools import chain, islice
 
 from kvasir.config import SchedulerConfig
 from kvasir.engine.pages import PageManager
+from kvasir.engine.pages_ahead import PagesAhead
 from kvasir.engine.policy import MAX_SKIPS, SchedulerPolicy
 from kvasir.engine.queue import Queue
 from kvasir.engine.spans import Step, page_aligned, round_down, rows_left, unscored_from
@@ -38,9 +38,8 @@ MAX_PREEMPTIONS = 4  # then others are preferred as victims
 class Scheduler:
     """Queue, running sequences and their rows of sampler state. ``max_rows``: rows a step.
 
-    Plan, launch, ``advance`` every span once its result is read, then ``complete`` the plan (also one that failed, and
-    only plans that have spans): what was given up meanwhile may be used again. Plans are resolved in order, each at the
-    latest when the next has been launched.
+    Plan, launch, ``advance`` every span once its result is read, then ``complete`` the plan (also one that failed, never one
+    without spans): what was given up meanwhile may be used again. The next may be launched in between.
     """
 
     def __init__(self, config: SchedulerConfig, pages: PageManager, policy: SchedulerPolicy, *, max_rows: int, max_model_len: int) -> None:
@@ -155,8 +154,7 @@ class Scheduler:
         return Plan(step=self._step, spans=list(step.spans.values()), copies=step.copies, preempted=step.preempted)
 
     def advance(self, span: Span, emitted: list[int]) -> None:
-        """Commit one span: ``emitted`` are the sampled tokens along the accepted draft. Of a sequence that meanwhile lost
-        its pages, nothing is kept: it computes the same tokens again."""
+        """Commit one span: ``emitted`` are the sampled tokens along the accepted draft. Of a void span nothing is kept."""
         seq = span.seq
         if not span.valid:
             return
@@ -174,17 +172,16 @@ class Scheduler:
         if drafted > 0:
             self.pages.truncate(seq, seq.num_tokens, in_flight)
 
-    def give_up(self, span: Span) -> None:
-        """A span of a step that has ended did not run: its rows are planned again."""
-        if span.valid:
-            self._land(span)
-
     def _land(self, span: Span) -> None:
+        span.landed = True
         span.seq.num_ahead -= span.length
         span.seq.num_drawn -= "sample" in span.want
 
     def complete(self, plan: Plan) -> None:
-        """A plan has ended; nothing launched up to it uses a page or row any more."""
+        """A plan has ended; nothing launched up to it uses a page or row any more. What was not advanced is planned again."""
+        for span in plan.spans:
+            if not span.landed and span.valid:
+                self._land(span)
         self._completed = max(self._completed, plan.step)
         self.pages.retire(plan.step)
         if self._limbo_rows:
@@ -201,9 +198,7 @@ class Scheduler:
             if len(seq.tokens) + seq.num_drawn - seq.num_computed - seq.num_ahead > 1:  # rows_left, the hot path
                 seq.draft = []
                 prompts.append(seq)
-            elif seq.num_drawn and self._awaits_result(seq):
-                continue
-            elif seq not in waited:
+            elif not (seq.num_drawn and self._awaits_result(seq)) and seq not in waited:
                 decodes.append(seq)
         return decodes, prompts
 
@@ -307,7 +302,7 @@ class Scheduler:
         passed: list[Sequence] = []  # did not fit
         admitted: list[Sequence] = []
         skipped: list[Sequence] = []  # did not fit, and a later one was admitted
-        computing = self._pages_in_step(step)
+        computing = PagesAhead(self.pages, self.running, step)
         promised: list[int] | None = None
         for seq in islice(self._candidates(step.now), MAX_VISITS):
             if step.left <= 0:
@@ -317,7 +312,7 @@ class Scheduler:
             if promised is None:
                 promised = self._promised()
             fork, hit = self._start_point(seq)
-            if not fork and self._is_computed_now(seq, hit, computing):
+            if not fork and computing.hold_next_of(seq, hit):
                 continue
             lacking = self.pages.lacking(seq, hit, self._room(seq), max_span=self.max_rows, promised=promised,
                                          parent=seq.parent if fork else None)
@@ -331,7 +326,7 @@ class Scheduler:
             skipped = passed[:]
             self._start(step, seq, hit, fork, promised)
             admitted.append(seq)
-            self._note_pages(seq, step.spans[seq].length, computing)
+            computing.add(seq, step.spans[seq].length)
         self._age(oldest, skipped, admitted)
 
     def _age(self, oldest: Sequence, skipped: list[Sequence], admitted: list[Sequence]) -> None:
@@ -369,27 +364,6 @@ class Scheduler:
                 and self.pages.can_fork(seq.parent, prompt)):
             return True, prompt
         return False, hit
-
-    def _pages_in_step(self, step: Step) -> set[bytes]:
-        """Keys of the full pages that this step's spans, or those in flight, compute in whole or in part."""
-        keys: set[bytes] = set()
-        for seq in self.running:
-            length = seq.num_ahead + (step.spans[seq].length if seq in step.spans else 0)
-            if length > 1:
-                self._note_pages(seq, length, keys)
-        return keys
-
-    def _note_pages(self, seq: Sequence, length: int, keys: set[bytes]) -> None:
-        size = self.pages.page_slots
-        for page in range(seq.num_computed // size, -(-(seq.num_computed + length) // size)):
-            if key := self.pages.page_key(seq, page):
-                keys.add(key)
-
-    def _is_computed_now(self, seq: Sequence, hit: int, computing: set[bytes]) -> bool:
-        """Whether the next page that ``seq`` would compute is being computed in this step: a hit, one step later."""
-        if not computing or unscored_from(seq) is not None or hit + self.pages.page_slots >= seq.num_tokens:
-            return False
-        return self.pages.page_key(seq, hit // self.pages.page_slots) in computing
 
     def _start(self, step: Step, seq: Sequence, hit: int, fork: bool, promised: list[int]) -> None:
         if fork:
