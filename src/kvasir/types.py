@@ -130,7 +130,7 @@ class Sequence:
     """
 
     __slots__ = ("request", "branch", "stream", "tokens", "num_prompt", "num_computed", "num_ahead", "num_drawn", "draft", "tables",
-                 "num_sent", "page_keys", "row", "open_row",
+                 "num_sent", "page_keys", "row", "open_row", "stop_ids", "max_output",
                  "status", "blocked_on", "blocked_until", "num_cached", "num_preempted", "num_skipped", "parent", "finish_reason",
                  "state", "first_scheduled")
 
@@ -150,6 +150,8 @@ class Sequence:
         self.page_keys: list[bytes] = []  # prefix keys of the full pages of ``tokens``, filled by the prefix index
         self.row = -1  # row of the per-sequence state of sampler and device
         self.open_row = -1  # the row that was set up for this sequence
+        self.stop_ids: frozenset[int] = frozenset(request.params.stop_token_ids)  # the engine adds the model's EOS ids
+        self.max_output = request.max_tokens  # the engine bounds it by the context
         self.status = Status.WAITING
         self.blocked_on = ""
         self.blocked_until = 0.0

@@ -22,6 +22,7 @@ Legend: M rows, S sampled rows, R rows with temperature, Q reports, K sparse (ro
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,12 +101,12 @@ class Sampler:
         states = self._states
         return all(states[span.row].simple(span.start + 1 - span.seq.num_prompt) for span in spans)
 
-    def accepted(self, seq: Sequence, tokens: list[int]) -> None:
+    def accepted(self, seq: Sequence, tokens: Many[int]) -> None:
         """``tokens`` were committed: counts and the grammar of the row move on."""
         state = self._states[seq.row]
         assert state is not None, f"{seq} is not open"
         if state.bound:
-            state.accepted(tokens)
+            state.accepted(list(tokens))
 
     # ---------------------------------------------------------------------------------------------------------- one step
 

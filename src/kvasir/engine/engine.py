@@ -23,6 +23,7 @@ from kvasir.engine.build import POLICIES, build
 from kvasir.engine.pages import PageManager
 from kvasir.engine.policy import SchedulerPolicy
 from kvasir.engine.scheduler import Scheduler
+from kvasir.engine.spans import ONE_SAMPLE
 from kvasir.engine.steps import StepRunner
 from kvasir.errors import RequestError
 from kvasir.logs import log
@@ -60,12 +61,14 @@ class Engine:
         self._tokenizer_file = built.tokenizer_file
         self._grammars: Any = None  # built on the first grammar: most processes never need the library
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+        self._eos_ids = frozenset(self.info.eos_ids)
         self._live: dict[str, Live] = {}
         self._compiling = 0  # requests whose grammar is being compiled
         self.on_launch: Callable[[Iterable[str], bool], None] = lambda ids, slow: None
         self._seen_kinds: set[tuple] = set()
         self._max_queued_tokens = config.scheduler.max_queued_tokens or 4 * max(self.info.kv_capacity_tokens, self.info.max_model_len)
         self._counts: Counter[str] = Counter()
+        self._num_generated = 0
         self._failed: Counter[str] = Counter()
         self._stats = EngineStats(num_pages=self.pages.num_total, startup=built.startup)
 
@@ -81,6 +84,9 @@ class Engine:
             if branch in request.ended:
                 continue
             seq = Sequence(request, branch)
+            seq.max_output = min(request.max_tokens, self.info.max_model_len - seq.num_prompt)
+            if not request.params.ignore_eos:
+                seq.stop_ids |= self._eos_ids
             seq.parent = live.branches.get(0)
             live.branches[branch] = seq
             self.scheduler.add(seq)
@@ -238,8 +244,10 @@ class Engine:
         plan, launched = self._plans.popleft()
         for part, results in self.steps.resolve():
             for span, result in zip(part, results):
-                # It may have ended or been preempted meanwhile, or an earlier span may have failed its whole request.
-                if result is not None and span.valid and (event := self._commit(span, result)):
+                seq = span.seq
+                if seq.row != span.row or seq.status is not Status.RUNNING or result is None:
+                    continue  # it ended or was preempted meanwhile, or an earlier span failed its whole request
+                if span.want is ONE_SAMPLE and result.error is None and result.logprobs is None and (event := self._append(span, result.tokens[0])) or (event := self._commit(span, result)):
                     events.append(event)
         self.scheduler.complete(plan)
         now = time.perf_counter()
@@ -249,7 +257,7 @@ class Engine:
     def idle(self) -> bool:
         """A bit of work for a moment without requests; False: there is none left."""
         graphs = self.runner.graphs
-        return self._counts["generation_tokens"] > 0 and not self._plans and graphs is not None and graphs.capture_next()
+        return self._num_generated > 0 and not self._plans and graphs is not None and graphs.capture_next()
 
     def _wait_for_compiling(self) -> None:
         """Nothing can run until a grammar is ready: sleep on it for a moment instead of spinning."""
@@ -261,6 +269,19 @@ class Engine:
         if seq.open_row >= 0:
             self.runner.close(seq.open_row)
             seq.open_row = -1
+
+    def _append(self, span: Span, token: int) -> Event | None:
+        """``_commit`` in the common case, the hot path: one more token, and no reason to stop. None: it is not that case."""
+        seq = span.seq
+        index = len(seq.tokens) - seq.num_prompt
+        if not 0 < index < seq.max_output - 1 or token in seq.stop_ids:
+            return None
+        request = seq.request
+        self.scheduler.append(span, token)
+        self.runner.sampler.accepted(seq, (token,))
+        self._num_generated += 1
+        return Event(kind="tokens", request_id=request.id, epoch=request.epoch, branch=seq.branch, index=index, token_ids=[token],
+                     num_cached=seq.num_cached)
 
     def _commit(self, span: Span, result: SpanResult) -> Event | None:
         """The transaction for one span: counters, pages, prefix index, stop rules, events."""
@@ -279,7 +300,7 @@ class Engine:
         if not tokens and reason is None:
             return None
         self.runner.sampler.accepted(seq, tokens)
-        self._counts["generation_tokens"] += len(tokens)
+        self._num_generated += len(tokens)
         event = Event(kind="tokens", request_id=seq.request.id, epoch=seq.request.epoch, branch=seq.branch, index=index, token_ids=tokens,
                       logprobs=result.logprobs[:len(tokens)] if params.logprobs is not None and result.logprobs else None,
                       num_cached=seq.num_cached, finish_reason=reason, stop_reason=stop,
@@ -302,12 +323,10 @@ class Engine:
             return [], "length", None
         for i, token in enumerate(sampled):
             count = seq.num_output + i + 1
-            if count >= params.min_tokens:
-                if token in self.info.eos_ids and not params.ignore_eos:
-                    return sampled[:i + 1], "stop", None
-                if token in params.stop_token_ids:
-                    return sampled[:i + 1], "stop", token
-            if count >= request.max_tokens or seq.num_prompt + count >= self.info.max_model_len:
+            if token in seq.stop_ids and count >= params.min_tokens:
+                is_eos = token in self._eos_ids and not params.ignore_eos
+                return sampled[:i + 1], "stop", None if is_eos else token
+            if count >= seq.max_output:
                 return sampled[:i + 1], "length", None
         return sampled, None, None
 
@@ -320,7 +339,7 @@ class Engine:
         s.num_free_pages, s.num_cached_pages = self.pages.num_free, self.pages.num_cached
         s.preemptions = scheduler.preemptions
         s.prefix_queries, s.cached_tokens = self.pages.queried_tokens, self.pages.cached_tokens
-        s.prompt_tokens, s.generation_tokens = self._counts["prompt_tokens"], self._counts["generation_tokens"]
+        s.prompt_tokens, s.generation_tokens = self._counts["prompt_tokens"], self._num_generated
         s.failed = dict(self._failed)
         return s
 

@@ -271,7 +271,7 @@ class DecodeHandle:
         ids, largest, best = self._stage.read(self._size)[:, :len(self._spans)]
         results = [SpanResult([token]) for token in ids.astype(np.int64).tolist()]
         if not (np.isfinite(largest).all() and np.isfinite(best).all()):
-            for i, result in enumerate(results):
+            for i in range(len(results)):
                 if not largest[i] < np.inf:
                     results[i] = SpanResult(error=NUMERIC_ERROR)
                 elif best[i] == -np.inf:

@@ -25,7 +25,7 @@ from kvasir.engine.pages import PageManager
 from kvasir.engine.pages_ahead import PagesAhead
 from kvasir.engine.policy import MAX_SKIPS, SchedulerPolicy
 from kvasir.engine.queue import Queue
-from kvasir.engine.spans import Step, page_aligned, round_down, rows_left, unscored_from
+from kvasir.engine.spans import Step, page_aligned, room_to_start, round_down, rows_left, trim_draft, unscored_from
 from kvasir.types import FinishReason, Plan, Sequence, Span, Status
 
 LOOK_AHEAD = 8  # requests that do not fit and are looked past, a step
@@ -67,17 +67,9 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------------------------- states
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
-
-    @property
-    def num_blocked(self) -> int:
-        return len(self.blocked)
-
-    @property
-    def num_running(self) -> int:
-        return len(self.running)
+    num_waiting = property(lambda self: len(self.waiting))
+    num_blocked = property(lambda self: len(self.blocked))
+    num_running = property(lambda self: len(self.running))
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
@@ -150,7 +142,8 @@ class Scheduler:
             self._launched = self._step
         for seq, span in step.spans.items():
             seq.num_ahead += span.length
-            seq.num_drawn += "sample" in span.want
+            if "sample" in span.want:
+                seq.num_drawn += 1
         return Plan(step=self._step, spans=list(step.spans.values()), copies=step.copies, preempted=step.preempted)
 
     def advance(self, span: Span, emitted: list[int]) -> None:
@@ -171,6 +164,17 @@ class Scheduler:
         self.pages.commit(seq, in_flight)
         if drafted > 0:
             self.pages.truncate(seq, seq.num_tokens, in_flight)
+
+    def append(self, span: Span, token: int) -> None:
+        """``advance`` for the plainest of spans, the hot path: one row of a sequence without a draft, which drew ``token``."""
+        seq = span.seq
+        span.landed = True
+        seq.tokens.append(token)
+        seq.num_computed += 1
+        seq.num_ahead -= 1
+        seq.num_drawn -= 1
+        if self.pages.commits_at(seq.num_computed):
+            self.pages.commit(seq, self._in_flight())
 
     def _land(self, span: Span) -> None:
         span.landed = True
@@ -204,8 +208,7 @@ class Scheduler:
 
     def _awaits_result(self, seq: Sequence) -> bool:
         """Whether what comes after the tokens in flight is open (a draft is being verified), or certain to be nothing."""
-        num_tokens = len(seq.tokens) + seq.num_drawn
-        return bool(seq.draft) or num_tokens - seq.num_prompt >= seq.request.max_tokens or num_tokens >= self.max_model_len
+        return bool(seq.draft) or len(seq.tokens) + seq.num_drawn >= min(self.max_model_len, seq.num_prompt + seq.max_output)
 
     def _claim(self, prompts: list[Sequence], now: float, budget: int) -> tuple[Sequence | None, int]:
         """The oldest unfinished prompt and the rows kept for it: none before it has waited for PROMPT_PATIENCE, then a
@@ -229,17 +232,11 @@ class Scheduler:
                 return decodes[i:]
             num_tokens = len(seq.tokens) + seq.num_drawn
             if seq.draft:
-                self._trim_draft(seq, spare)
+                trim_draft(seq, spare, self.max_model_len)
                 spare -= len(seq.draft)
             if grow(seq, num_tokens + len(seq.draft), step.copies) or self._make_room(step, seq, num_tokens):
                 step.add(seq, 1 + len(seq.draft))
         return []
-
-    def _trim_draft(self, seq: Sequence, spare: int) -> None:
-        """Drop a draft that has no rows, or that goes further than the sequence may."""
-        limit = min(self.max_model_len, seq.num_prompt + seq.request.max_tokens) - 1
-        if len(seq.draft) > min(spare, limit - len(seq.tokens)):
-            seq.draft = []
 
     def _plan_prompts(self, step: Step, prompts: list[Sequence], claimant: Sequence | None, claim: int) -> None:
         kept = claim if claimant in prompts else 0
@@ -314,7 +311,7 @@ class Scheduler:
             fork, hit = self._start_point(seq)
             if not fork and computing.hold_next_of(seq, hit):
                 continue
-            lacking = self.pages.lacking(seq, hit, self._room(seq), max_span=self.max_rows, promised=promised,
+            lacking = self.pages.lacking(seq, hit, room_to_start(seq, self.pages.page_slots), max_span=self.max_rows, promised=promised,
                                          parent=seq.parent if fork else None)
             if self._seats() <= 0 or any(lacking):
                 if not passed and not admitted and self._displace(step, seq, lacking):
@@ -338,11 +335,6 @@ class Scheduler:
             seq.num_skipped += 1
             if seq.num_skipped >= MAX_SKIPS:
                 self._overdue[seq] = None
-
-    def _room(self, seq: Sequence) -> int:
-        """Tokens there must be room for at admission: all that are known and a page to go on with, or all there will
-        ever be (the last one is never computed)."""
-        return max(seq.num_tokens, min(seq.num_tokens + self.pages.page_slots, seq.num_prompt + seq.request.max_tokens - 1))
 
     def _promised(self) -> list[int]:
         """Per group, the pages that prompts being computed will still take."""

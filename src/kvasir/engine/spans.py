@@ -57,6 +57,19 @@ def rows_left(seq: Sequence) -> int:
     return len(seq.tokens) + seq.num_drawn - seq.num_computed - seq.num_ahead
 
 
+def trim_draft(seq: Sequence, spare: int, max_model_len: int) -> None:
+    """Drop a draft that has no rows, or that goes further than the sequence may."""
+    limit = min(max_model_len, seq.num_prompt + seq.request.max_tokens) - 1
+    if len(seq.draft) > min(spare, limit - len(seq.tokens)):
+        seq.draft = []
+
+
+def room_to_start(seq: Sequence, page_slots: int) -> int:
+    """Tokens there must be room for at admission: all that are known and a page to go on with, or all there will ever be
+    (the last one is never computed)."""
+    return max(seq.num_tokens, min(seq.num_tokens + page_slots, seq.num_prompt + seq.request.max_tokens - 1))
+
+
 def page_aligned(start: int, length: int, page_slots: int) -> int:
     """The longest span of at most ``length`` rows that ends at the end of a page; 0: there is none."""
     return max(0, (start + length) // page_slots * page_slots - start)
