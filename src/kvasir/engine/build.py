@@ -236,7 +236,8 @@ def _gpu_budget(config: EngineConfig, device: torch.device, free_before: int, ma
 
 
 def worst_case_step(make_runner, sizes: dict, num_groups: int) -> Runner:
-    """Returns the runner, all its rows closed. One full prompt chunk and one full batch of decode rows, with every sampling feature on, on a pool just big enough."""
+    """One full prompt chunk and one full batch of decode rows, with every sampling feature on, on a pool just big enough.
+    Returns the runner, all its rows closed."""
     slots, rows = sizes["page_slots"], min(sizes["max_rows"], sizes["max_model_len"])
     pages = pages_for(rows, slots) + 1
     runner = make_runner((pages + 1,) * num_groups)

@@ -247,7 +247,11 @@ class Engine:
                 seq = span.seq
                 if seq.row != span.row or seq.status is not Status.RUNNING or result is None:
                     continue  # it ended or was preempted meanwhile, or an earlier span failed its whole request
-                if span.want is ONE_SAMPLE and result.error is None and result.logprobs is None and (event := self._append(span, result.tokens[0])) or (event := self._commit(span, result)):
+                event = None
+                if span.want is ONE_SAMPLE and result.error is None and result.logprobs is None:
+                    event = self._append(span, result.tokens[0])
+                event = event or self._commit(span, result)
+                if event is not None:
                     events.append(event)
         self.scheduler.complete(plan)
         now = time.perf_counter()
