@@ -123,11 +123,12 @@ def build(config: EngineConfig) -> Built:
             runner.use_graphs(CudaCapture(device))
         return runner
 
+    step_bytes = 0
     if config.cache.num_pages:
         plan = plan_pool(groups, page_bytes, config.cache.num_pages * sum(page_bytes), **sizes)
         explain = f"{config.cache.num_pages} pages of {page_slots} tokens, as set"
     elif device.type == "cuda":
-        budget, explain = _gpu_budget(config, device, free_before, make_runner, sizes, len(groups))
+        budget, explain, step_bytes = _gpu_budget(config, device, free_before, make_runner, sizes, len(groups))
         plan = plan_pool(groups, page_bytes, budget, **sizes)
     else:
         budget = min(config.cache.cpu_cache_bytes, _available_memory() // 2)
@@ -137,6 +138,8 @@ def build(config: EngineConfig) -> Built:
     info.max_model_len = resolve_length(info.max_model_len, plan, fit=config.cache.fit, explain=explain)
     info.kv_capacity_tokens = plan.capacity
     runner = make_runner(plan.num_pages)
+    if runner.graphs is not None and step_bytes:
+        runner.graphs.step_bytes = step_bytes
     clock.lap("pool")
     log.info("%s: %s on %s, %s attention, %s for %s tokens of KV (%s); context %d, %d sequences, %d rows a step", info.name,
              str(dtype).removeprefix("torch."), device.type, backend.name, gib(plan.total_bytes), f"{plan.capacity:,}", explain,
@@ -214,15 +217,16 @@ def _available_memory() -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
-def _gpu_budget(config: EngineConfig, device: torch.device, free_before: int, make_runner, sizes: dict, num_groups: int) -> tuple[int, str]:
-    """Bytes for the pool: the share of what was free, less the weights and the peak of a measured worst-case step."""
+def _gpu_budget(config: EngineConfig, device: torch.device, free_before: int, make_runner, sizes: dict, num_groups: int) -> tuple[int, str, int]:
+    """Bytes for the pool: the share of what was free, less the weights and the peak of a measured worst-case step, and of
+    CUDA graphs, which have memory of their own. How that came about; and bytes of the largest graph."""
     torch.cuda.synchronize(device)
     held = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     runner = worst_case_step(make_runner, sizes, num_groups)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - held
-    graphs = runner.graphs.measure() if runner.graphs is not None else 0
+    step_bytes, graphs = runner.graphs.measure() if runner.graphs is not None else (0, 0)
     del runner
     torch.cuda.empty_cache()
     free_now, total = torch.cuda.mem_get_info(device)
@@ -232,7 +236,7 @@ def _gpu_budget(config: EngineConfig, device: torch.device, free_before: int, ma
                f"{gib(peak)} measured step peak, {gib(graphs)} CUDA graphs, {gib(GPU_RESERVE)} reserve")
     if budget <= 0:
         raise ConfigError(f"no memory is left for the KV pool: {explain}. Raise --gpu-memory-utilization or lower --max-num-batched-tokens.")
-    return budget, explain
+    return budget, explain, step_bytes
 
 
 def worst_case_step(make_runner, sizes: dict, num_groups: int) -> Runner:

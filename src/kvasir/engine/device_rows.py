@@ -58,10 +58,6 @@ class DeviceRows:
         del self._open[row]
         self._unsent.discard(row)
 
-    def holds(self, row: int, position: int) -> bool:
-        """Whether the device has, or will have drawn by then, the token at ``position`` of the sequence in ``row``."""
-        return bool(self._position[row] == position)
-
     def drawn(self, rows: Many[int] | np.ndarray, positions: Many[int] | np.ndarray) -> None:
         """The launched step leaves the tokens of these positions in ``token``."""
         self._position[rows] = positions

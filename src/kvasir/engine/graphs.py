@@ -89,6 +89,7 @@ class DecodeGraphs:
         self._logit_rows = torch.arange(most, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(most, model.spec.hidden_size, dtype=model.place.dtype, device=device)
         self._draws = torch.zeros(3 * most, dtype=torch.float32, device=device)
+        self.step_bytes = 64 << 20  # of device memory that a capture may need
         # What crosses over is staged in turns: a buffer is written again only after the step that used it was read.
         self._stages = cycle([_Stage(most, device) for _ in range(2)])
         self._host_starts: list[int] = []
@@ -198,19 +199,17 @@ class DecodeGraphs:
 
     def _check_memory(self) -> None:
         """The allocator's cache may hold what the capture needs, and cannot be emptied while it runs."""
-        needed = 4 * GRAPH_BYTES + self._step_bytes
+        needed = GRAPH_BYTES + self.step_bytes
         if torch.cuda.mem_get_info(self._device)[0] < needed:
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
         if torch.cuda.mem_get_info(self._device)[0] < needed:
             raise torch.OutOfMemoryError(f"less than {needed >> 20} MiB of device memory are left")
 
-    _step_bytes = 64 << 20
-
     @torch.inference_mode()
-    def measure(self) -> int:
-        """Bytes that the graphs of all buckets will take: what the largest step needs beside the static buffers, with a
-        quarter on top for fragments, and the graphs themselves."""
+    def measure(self) -> tuple[int, int]:
+        """Bytes of ``step_bytes``, and with the graphs of all buckets: what the largest step needs beside the static buffers,
+        with a quarter on top for fragments. The buckets share it: they run one after the other."""
         size = self.buckets[-1]
         self._inbox[:size], self._inbox[size:2 * size] = self.rows.padding, 0
         self._host_starts = [0] * size
@@ -218,7 +217,8 @@ class DecodeGraphs:
         torch.cuda.reset_peak_memory_stats(self._device)
         self._compute(size, True)
         torch.cuda.synchronize(self._device)
-        return (torch.cuda.max_memory_allocated(self._device) - held) * 5 // 4 + GRAPH_BYTES * len(self.buckets)
+        step = (torch.cuda.max_memory_allocated(self._device) - held) * 5 // 4
+        return step, step + GRAPH_BYTES * len(self.buckets)
 
 
 class _Stage:
