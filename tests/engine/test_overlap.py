@@ -224,3 +224,17 @@ def test_buckets_are_captured_when_used_often_or_when_idle():
     first = driver.run(fleet(driver, KINDS))
     assert first
     driver.close()
+
+
+def test_the_first_step_of_a_kind_is_announced_as_slow():
+    driver = Driver(overlap=True)
+    told = []
+    driver.engine.on_launch = lambda ids, slow: told.append((sorted(ids), slow))
+    driver.run(fleet(driver, [dict(max_tokens=5), dict(max_tokens=8)]), gap=3)
+    driver.outputs.clear()
+    fresh = len(told)
+    assert any(slow for _, slow in told) and not all(slow for _, slow in told)
+    assert any(ids == ["r0", "r1"] for ids, _ in told)
+    driver.run(fleet(driver, [dict(max_tokens=5), dict(max_tokens=8)]), gap=3)
+    assert not any(slow for _, slow in told[fresh:]), "the same again is nothing new"
+    driver.close()
