@@ -101,6 +101,11 @@ class Rows:
     masks: tuple[np.ndarray, ...]  # row, [K, W] int32
     reports: tuple[np.ndarray, ...]  # row, known id or -1 for the sampled one, alternatives, 1 if processed
 
+    @property
+    def constrained(self) -> bool:
+        """Whether any row has more to it than the numbers of its request."""
+        return any(len(part[0]) for part in (self.bias, self.banned, self.counted, self.masks))
+
     def cut(self, first: int, stop: int) -> Rows:
         """The rows ``first`` .. ``stop``, numbered from 0."""
         if first == 0 and stop == len(self.sampled):

@@ -131,6 +131,8 @@ class Sampler:
     def _slice(self, logits_MV: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, _Reports | None]:
         """Returns the draws [3, M] fp32 (token id, largest logit, largest allowed logit) and the reports of the slice."""
         whole, padded = len(rows.sampled) == np.count_nonzero(rows.sampled), self.tokenizer_size < self.vocab_size
+        if self.device.type == "cuda" and whole and not len(rows.reports[0]) and not rows.constrained:
+            return self._draw_plain(logits_MV, rows), None
         raw = logits_MV[:, :self.tokenizer_size] if padded else logits_MV
         if whole:
             tokens, best, final_SV = self._draw(raw, rows)
@@ -144,6 +146,14 @@ class Sampler:
         largest = best if whole and not padded and final_SV is raw else logits_MV.amax(-1)
         found = self._report(raw, final_SV, tokens, rows) if len(rows.reports[0]) else None
         return torch.stack([tokens.float(), largest, best]), found  # ids below 2^24 are exact in fp32
+
+    def _draw_plain(self, logits_MV: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """The draws of rows that need nothing but stages 6-11, by the same function as steps that draw on the device."""
+        values = rows.values
+        numbers = np.stack([values[:, TEMPERATURE], np.minimum(values[:, TOP_P], 1.0), np.exp(values[:, LOG_MIN_P])]).astype(np.float32)
+        temperature, top_p, min_p = self._send(numbers)
+        top_k = self._send(values[:, TOP_K].astype(np.int32))
+        return sample_rows(logits_MV, temperature, top_k, top_p, min_p, self._send(rows.streams), self._send(rows.positions), self.tokenizer_size)
 
     def _draw(self, raw_SV: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens [S] int64, the largest allowed logit [S], and the processed log-weights [S, V]."""
@@ -165,7 +175,7 @@ class Sampler:
 
     def _constrain(self, raw_SV: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Stages 1-5; the input itself when no row asks for any. -inf absorbs what follows, so all masks may come last."""
-        if not any(len(part[0]) for part in (rows.bias, rows.banned, rows.counted, rows.masks)):
+        if not rows.constrained:
             return raw_SV
         x_SV = raw_SV.clone(memory_format=torch.contiguous_format)
         if len(rows.bias[0]):
