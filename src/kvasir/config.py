@@ -16,9 +16,10 @@ from typing import Any, Literal
 from kvasir.errors import ConfigError, nearest
 
 
-def opt(default: Any, help: str, *aliases: str, low: float | None = None, high: float | None = None) -> Any:
-    """A setting with its help line, vLLM's spelling of it if that differs, and the smallest and largest value allowed."""
-    return field(default=default, metadata={"help": help, "aliases": aliases, "low": low, "high": high})
+def opt(default: Any, help: str, *aliases: str, low: float | None = None, high: float | None = None, off: str = "") -> Any:
+    """A setting with its help line, vLLM's spelling of it if that differs, the smallest and largest value allowed, and
+    vLLM's flag that turns it off."""
+    return field(default=default, metadata={"help": help, "aliases": aliases, "low": low, "high": high, "off": off})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ class SchedulerConfig:
     """How steps are filled."""
 
     max_num_seqs: int = opt(256, "Most sequences that run at once.", low=1)
-    max_num_batched_tokens: int | None = opt(None, "Most rows a step; default 2048 on a GPU, 256 on a CPU.", low=1)
+    max_num_batched_tokens: int | None = opt(None, "Most rows a step; default 8192 on a GPU of 80 GB or more, 2048 on others, 256 on a CPU.", low=1)
     long_prefill_token_threshold: int = opt(0, "Most rows of one sequence a step; 0: no bound.", low=0)
     scheduling_policy: str = opt("fcfs", "fcfs (by arrival) or priority (lower numbers first).")
     max_queued_requests: int = opt(4096, "Requests that may wait before new ones get 429.", low=1)
@@ -69,6 +70,8 @@ class RunnerConfig:
     """How a step is computed."""
 
     attention_backend: str = opt("auto", "auto takes the fastest that can serve the model here; `kvasir doctor` says why.")
+    cuda_graphs: bool = opt(True, "Capture decode steps in CUDA graphs.", off="enforce-eager")
+    overlap: bool | None = opt(None, "Launch a step before the one before it is read; default: on a GPU.")
     batch_invariant: bool = opt(False, "Exact mode: a request's tokens do not depend on what else is in the batch (CPU; slower).")
     num_threads: int | None = opt(None, "CPU threads of the computation; default: one a core, one fewer in a server.", low=1)
     check: bool = opt(False, "Check every invariant after every step (for debugging).")

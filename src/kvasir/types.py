@@ -129,7 +129,8 @@ class Sequence:
     Invariants: ``num_computed <= len(tokens)``; RUNNING holds a row; FINISHED and WAITING hold no page and no row.
     """
 
-    __slots__ = ("request", "branch", "stream", "tokens", "num_prompt", "num_computed", "draft", "tables", "page_keys", "row",
+    __slots__ = ("request", "branch", "stream", "tokens", "num_prompt", "num_computed", "num_ahead", "num_drawn", "draft", "tables",
+                 "num_sent", "page_keys", "row", "open_row", "stop_ids", "max_output",
                  "status", "blocked_on", "blocked_until", "num_cached", "num_preempted", "num_skipped", "parent", "finish_reason",
                  "state", "first_scheduled")
 
@@ -140,11 +141,17 @@ class Sequence:
         self.stream = request.seed if branch == 0 else branch_stream(request.seed, branch)
         self.tokens: list[int] = [*request.prompt_ids, *emitted]  # known: prompt, then committed output
         self.num_prompt = len(request.prompt_ids)
-        self.num_computed = 0  # positions whose state is in the cache; the next span starts here
+        self.num_computed = 0  # positions whose state is in the cache and committed
+        self.num_ahead = 0  # rows planned after those, of steps that are not resolved yet; the next span starts behind them
+        self.num_drawn = 0  # how many of these rows draw a token that will follow ``tokens``
         self.draft: list[int] = []  # tokens proposed for the positions after ``tokens``, verified by the next span
         self.tables: list[list[int]] = []  # page ids by cache group; table[i] holds positions [i*P, (i+1)*P); 0 = dropped
+        self.num_sent = 0  # leading entries of each table that the device's copy of row ``row`` holds
         self.page_keys: list[bytes] = []  # prefix keys of the full pages of ``tokens``, filled by the prefix index
-        self.row = -1  # row of the sampler's per-sequence state
+        self.row = -1  # row of the per-sequence state of sampler and device
+        self.open_row = -1  # the row that was set up for this sequence
+        self.stop_ids: frozenset[int] = frozenset(request.params.stop_token_ids)  # the engine adds the model's EOS ids
+        self.max_output = request.max_tokens  # the engine bounds it by the context
         self.status = Status.WAITING
         self.blocked_on = ""
         self.blocked_until = 0.0
@@ -203,6 +210,11 @@ class Span:
     ``want`` maps a kind to the range of rows (0-based in the span) it is wanted of; rows in no range want nothing:
     ``sample`` draws the next token, ``score`` gives the log-probability of the known next token.
     ``parents`` is set for tree masks only: index in the span of each row's parent, -1 for the first row.
+    ``row``: the sequence's row when this was planned; a span whose sequence has another by now is void (``valid``).
+    ``landed``: it was resolved, so ``seq`` no longer counts on it.
+
+    A span that starts behind every known token has one row, whose token an earlier step is still drawing: it is on the
+    device, and ``tokens()`` is empty.
     """
 
     seq: Sequence
@@ -212,6 +224,13 @@ class Span:
     want: Mapping[Want, range] = field(default_factory=dict)
     commit: Commit = "all"
     parents: list[int] | None = None
+    row: int = -1
+    landed: bool = False
+
+    @property
+    def valid(self) -> bool:
+        """Whether the sequence still runs as it did when this was planned: not finished, failed or preempted since."""
+        return self.seq.row == self.row and self.seq.status is Status.RUNNING
 
     def tokens(self) -> list[int]:
         known, end = self.seq.tokens, self.start + self.length
@@ -244,6 +263,7 @@ class StepBatch:
     where this row's K/V is written; logit_rows [M] int64: rows whose logits are wanted, in row order.
     ``ancestors`` [T, A] int64, only when a span is a tree: bit j % 64 of word j // 64 of row i = row j of its span is an
     ancestor of row i or row i itself (causal spans of such a step: all zeros; read ``starts``/``context`` as ever).
+    ``borrowed``: two [K] int64, rows of this batch and the sequences' rows on the device that hold the tokens for them.
     ``starts``/``lengths`` are the host's copies of context and span lengths; ``scratch`` belongs to the attention backend.
     """
 
@@ -257,6 +277,7 @@ class StepBatch:
     starts: list[int]
     lengths: list[int]
     ancestors: torch.Tensor | None = None
+    borrowed: tuple[torch.Tensor, torch.Tensor] | None = None
     scratch: dict[Any, Any] = field(default_factory=dict)
 
 

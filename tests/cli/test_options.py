@@ -12,7 +12,7 @@ from kvasir.config import EngineConfig, Settings
 from kvasir.errors import ConfigError
 
 FIELDS = [(section.name, f) for section in dataclasses.fields(Settings) for f in dataclasses.fields(section.default_factory)]
-OURS = {f"--{name}" for _, f in FIELDS for name in (f.name.replace("_", "-"), *f.metadata["aliases"])}
+OURS = {f"--{name}" for _, f in FIELDS for name in (f.name.replace("_", "-"), *f.metadata["aliases"], f.metadata["off"]) if name}
 BENCH = ["run", "offline", "serve", "trace", "startup", "ladder", "profile", "merge", "report"]
 COMMANDS = [["serve"], ["chat"], ["generate"], ["doctor"], ["show"], *(["bench", c] for c in BENCH)]
 
@@ -161,6 +161,15 @@ def test_the_tables_of_vllm_flags_agree():
     tables = [set(SATISFIED), only_at, set(UNSERVED), OURS - {"--model"}]
     assert sum(map(len, tables)) == len(set().union(*tables)), "a flag stands in two tables"
     assert all(flag.startswith("-") and reason and not reason.endswith(".") for flag, reason in UNSERVED.items())
+
+
+def test_vllms_eager_mode_turns_the_graphs_off(settings):
+    assert settings().runner.cuda_graphs and settings("--cuda-graphs") == settings()
+    assert not settings("--enforce-eager").runner.cuda_graphs and settings("--no-cuda-graphs") == settings("--enforce-eager")
+
+
+def test_overlap_is_on_off_or_left_to_the_device(settings):
+    assert [settings(*args).runner.overlap for args in ([], ["--overlap"], ["--no-overlap"])] == [None, True, False]
 
 
 def test_a_prompt_may_look_like_a_flag(kvasir, monkeypatch):

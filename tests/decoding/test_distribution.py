@@ -114,6 +114,6 @@ def test_consecutive_tokens_are_independent():
             spans.append(decode_span(seq))
         batch = sampler.pack(spans)
         out = sampler.sample(logits.repeat(2 * ROWS, 1), batch)
-        tokens = torch.cat(out._draws, 1)[0].long().view(ROWS, 2)
+        tokens = out.draws[0].long().view(ROWS, 2)
         pairs += torch.bincount(tokens[:, 0] * 4 + tokens[:, 1], minlength=16)
     assert p_value(pairs, (p[:, None] * p[None, :]).flatten()) > 1e-3

@@ -144,3 +144,19 @@ def test_bits_of_the_draw_do_not_depend_on_threads_or_batch(threads):
             assert wide.sample(logits[row:row + 1], wide.pack([spans[row]])).read() == [whole[row]]
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("vocab_size, tokenizer_size", [(64, 64), (200, 187)])
+def test_draws_on_the_device_are_those_of_the_pipeline(vocab_size, tokenizer_size):
+    """``sample_rows`` gives, bit for bit, what the pipeline gives for rows with nothing but numbers; ties and NaN included."""
+    kinds = [dict(temperature=0), dict(), dict(temperature=0.3, top_p=0.7), dict(top_k=5), dict(min_p=0.2), dict(top_k=9, top_p=0.5, min_p=0.05)]
+    sampler = Sampler(vocab_size, tokenizer_size, 60, "cpu", ())
+    spans = []
+    for row in range(60):
+        seq = sequence(row, [3] * (1 + row % 7), seed=row * 7919, **kinds[row % len(kinds)])
+        sampler.open(seq)
+        spans.append(decode_span(seq))
+    logits = (torch.randn(60, vocab_size, generator=torch.Generator().manual_seed(1)) * 3).round(decimals=1)
+    logits[11, 5] = float("nan")
+    rows = sampler.pack(spans).rows
+    assert torch.equal(sampler._draw_plain(logits, rows).nan_to_num(-1), sampler._slice(logits, rows)[0].nan_to_num(-1))

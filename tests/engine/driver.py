@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from kvasir.config import EngineConfig
 from kvasir.engine.admission import admit
 from kvasir.engine.engine import Engine
+from kvasir.engine.graphs import call_through
 from kvasir.types import Event, Request, SamplingParams
 
 
@@ -21,10 +22,12 @@ class Output:
 
 
 class Driver:
-    def __init__(self, model: str = "", **options) -> None:
+    def __init__(self, model: str = "", static: bool = False, **options) -> None:
         options = {"batch_invariant": True, "page_slots": 16, "num_pages": 256, "max_model_len": 512, "check": True, "poison": True,
                    "max_queued_tokens": 1 << 20, "num_threads": 1} | options
         self.engine = Engine(EngineConfig.of(model=model, **options))
+        if static:
+            self.engine.runner.use_graphs(call_through)
         self.outputs: dict[tuple[str, int], Output] = {}
         self.errors: dict[str, Event] = {}
         self.steps = 0
@@ -82,8 +85,11 @@ class Driver:
         return self.outputs
 
     def assert_clean(self) -> None:
-        """Everything is back: pages, rows, requests."""
+        """Everything is back: pages, rows, requests; a step in flight ends first."""
         engine = self.engine
+        while engine.has_work():
+            assert not engine._live
+            self._take(engine.step())
         assert not engine._live and not engine.has_work()
         assert engine.pages.num_free == engine.pages.num_total
         engine.scheduler.check()

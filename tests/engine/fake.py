@@ -70,6 +70,7 @@ class FakeModel:
         self.pages = pages
         self.content = [[[None] * pages.page_slots for _ in range(pool.num_pages)] for pool in pages.pools]
         self._states: dict[Sequence, list[int]] = {}
+        self.drawn: dict[int, int] = {}  # row -> the token drawn last, as the device keeps it
 
     def poison(self, group: int, pages: list[int]) -> None:
         for page in pages:
@@ -89,10 +90,13 @@ class FakeModel:
 
     def run(self, packed: list) -> list[list[int]]:
         """One forward: returns the emitted tokens of every span (the walk along its draft)."""
+        packed = [(span, tokens or [self.drawn[span.row]], tables) for span, tokens, tables in packed]
         rows = [self._states_of(span, tokens) for span, tokens, _ in packed]
         for (span, _, tables), states in zip(packed, rows):
             self._write(span.start, states[span.start:], tables)
-        return [self._read(span, tokens, states, tables) for (span, tokens, tables), states in zip(packed, rows)]
+        results = [self._read(span, tokens, states, tables) for (span, tokens, tables), states in zip(packed, rows)]
+        self.drawn |= {span.row: emitted[-1] for (span, *_), emitted in zip(packed, results) if emitted}
+        return results
 
     def _states_of(self, span, tokens: list[int]) -> list[int]:
         """The prefix hash of every position up to the span's end, from the tokens alone."""
@@ -135,6 +139,7 @@ class Driver:
         self.now = 0.0
         self.sequences: list[Sequence] = []
         self.in_flight: list[Plan] = []
+        self.unread: list[tuple[Plan, list[list[int]]]] = []  # launched, not resolved
         self.plans: list[Plan] = []
         self.steps = count()
         self.draft_length = 0  # at most
@@ -145,19 +150,22 @@ class Driver:
         self.scheduler.add(seq)
         return seq
 
-    def step(self, *, max_rows: int | None = None, between=lambda: None, delay: bool = False) -> Plan:
-        """One step; ``between`` runs while it is in flight; ``delay``: it ends only after the next was planned."""
+    def step(self, *, max_rows: int | None = None, between=lambda: None, delay: bool = False, late: bool = False) -> Plan:
+        """One step; ``between`` runs while it is in flight; ``delay``: it ends only after the next was planned; ``late``: it is
+        read only after the next was launched."""
         scheduler = self.scheduler
         plan = scheduler.plan(self.now, max_rows)
         assert plan.num_rows <= min(max_rows or scheduler.max_rows, scheduler.max_rows), "more rows than the budget"
         assert all(seq.status is Status.WAITING for seq in plan.preempted)
         packed = self.model.pack(plan)
         between()
-        results = self.model.run(packed)
-        for span, emitted in zip(plan.spans, results):
-            self.commit(span, emitted)
-        if plan.spans:
-            self.in_flight.append(plan)
+        self.unread.append((plan, self.model.run(packed)))
+        while len(self.unread) > (late and bool(plan.spans)):
+            read, results = self.unread.pop(0)
+            for span, emitted in zip(read.spans, results):
+                self.commit(span, emitted)
+            if read.spans:
+                self.in_flight.append(read)
         while self.in_flight and not (delay and self.in_flight[0] is plan):
             scheduler.complete(self.in_flight.pop(0))
         scheduler.check()
@@ -166,7 +174,7 @@ class Driver:
 
     def commit(self, span, emitted: list[int]) -> None:
         seq = span.seq
-        if seq.status is not Status.RUNNING:
+        if not span.valid:
             return
         left = seq.request.max_tokens - seq.num_output
         before = seq.num_tokens

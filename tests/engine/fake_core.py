@@ -87,7 +87,7 @@ class FakeCore:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.info = ModelInfo(name="fake", max_model_len=4096, vocab_size=VOCAB, tokenizer_size=VOCAB, config={"layers": [1, None, "x"]})
-        self.on_launch = lambda ids: None
+        self.on_launch = lambda ids, slow: None
         self._live: dict[str, Running] = {}
         self._counts = Counter()
         self._step = 0
@@ -126,7 +126,7 @@ class FakeCore:
     def step(self) -> list[Event]:
         batch = self._scheduled()
         if self.announces:
-            self.on_launch([r.request.id for r in batch])
+            self.on_launch([r.request.id for r in batch], False)
         time.sleep(self.step_seconds)
         events: list[Event] = []
         for running in batch:
@@ -157,6 +157,9 @@ class FakeCore:
                 events.append(Event(**same, epoch=request.epoch, index=index - 1, token_ids=tokens[-2:]))
                 events.append(Event(**same, epoch=request.epoch - 1, index=0, token_ids=[0] * (index + 9)))
         return events
+
+    def idle(self) -> bool:
+        return False
 
     def stats(self) -> EngineStats:
         return EngineStats(step=self._step, num_running=len(self._live), startup={"fake": 0.0}, **self._counts)

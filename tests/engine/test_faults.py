@@ -10,6 +10,15 @@ import torch
 from kvasir.types import Grammar
 from tests.engine.driver import Driver, Output
 
+# Where a step is read before the next is launched, and where after; with static decode buffers and without.
+MODES = [dict(overlap=False), dict(overlap=True), dict(overlap=True, static=True)]
+
+
+@pytest.fixture(params=MODES, ids=["depth0", "depth1", "static"])
+def mode(request) -> dict:
+    return request.param
+
+
 PROMPTS = [[300 + (i * 17 + j * 3) % 700 for j in range(4 + 3 * i)] for i in range(8)]
 BAD = 5
 
@@ -51,8 +60,8 @@ def holds_bad(plan) -> bool:
     return any(s.seq.request.id == f"r{BAD}" and s.seq.num_output >= 3 for s in plan.spans)
 
 
-def test_an_exception_fails_its_request_alone(healthy, monkeypatch):
-    driver = Driver(max_num_seqs=8)
+def test_an_exception_fails_its_request_alone(healthy, monkeypatch, mode):
+    driver = Driver(**mode, max_num_seqs=8)
     with monkeypatch.context() as m:
         def fault(plan):
             if holds_bad(plan):
@@ -65,8 +74,8 @@ def test_an_exception_fails_its_request_alone(healthy, monkeypatch):
     driver.close()
 
 
-def test_nan_logits_fail_their_request_alone(healthy, monkeypatch):
-    driver = Driver(max_num_seqs=8)
+def test_nan_logits_fail_their_request_alone(healthy, monkeypatch, mode):
+    driver = Driver(**mode, max_num_seqs=8)
     real, rows = driver.engine.runner.model.logits, {}
 
     def logits(hidden):
@@ -93,8 +102,8 @@ def test_nan_logits_fail_their_request_alone(healthy, monkeypatch):
     driver.close()
 
 
-def test_out_of_memory_shrinks_the_step_and_goes_on(healthy, monkeypatch):
-    driver = Driver(max_num_seqs=8)
+def test_out_of_memory_shrinks_the_step_and_goes_on(healthy, monkeypatch, mode):
+    driver = Driver(**mode, max_num_seqs=8)
     largest = []
     with monkeypatch.context() as m:
         def fault(plan):
@@ -108,8 +117,8 @@ def test_out_of_memory_shrinks_the_step_and_goes_on(healthy, monkeypatch):
     driver.close()
 
 
-def test_hopeless_lack_of_memory_ends_one_request_not_the_engine(healthy, monkeypatch):
-    driver = Driver(max_num_seqs=8)
+def test_hopeless_lack_of_memory_ends_one_request_not_the_engine(healthy, monkeypatch, mode):
+    driver = Driver(**mode, max_num_seqs=8)
     with monkeypatch.context() as m:
         def fault(plan):
             if any(s.seq.request.id == f"r{BAD}" for s in plan.spans):
@@ -121,8 +130,8 @@ def test_hopeless_lack_of_memory_ends_one_request_not_the_engine(healthy, monkey
     driver.close()
 
 
-def test_a_lost_device_ends_the_process_not_the_request(monkeypatch):
-    driver = Driver(max_num_seqs=8)
+def test_a_lost_device_ends_the_process_not_the_request(monkeypatch, mode):
+    driver = Driver(**mode, max_num_seqs=8)
 
     def fault(plan):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -135,8 +144,8 @@ def test_a_lost_device_ends_the_process_not_the_request(monkeypatch):
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
 @pytest.mark.parametrize("n", [1, 3])
-def test_cancel_gives_everything_back(steps, n):
-    driver = Driver(max_num_seqs=4, max_num_batched_tokens=16)
+def test_cancel_gives_everything_back(steps, n, mode):
+    driver = Driver(**mode, max_num_seqs=4, max_num_batched_tokens=16)
     for i, p in enumerate(PROMPTS):
         driver.submit(driver.request(f"c{i}", p * 3, max_tokens=50, ignore_eos=True, n=n, seed=i))
     for _ in range(steps):
@@ -150,8 +159,8 @@ def test_cancel_gives_everything_back(steps, n):
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_cancel_while_a_grammar_compiles(steps):
-    driver = Driver(max_num_seqs=4)
+def test_cancel_while_a_grammar_compiles(steps, mode):
+    driver = Driver(**mode, max_num_seqs=4)
     grammar = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}')
     driver.submit(driver.request("g", PROMPTS[2], max_tokens=50, n=2, grammar=grammar))
     for _ in range(steps):
@@ -163,8 +172,8 @@ def test_cancel_while_a_grammar_compiles(steps):
     driver.close()
 
 
-def test_a_bad_grammar_fails_its_request_alone(healthy):
-    driver = Driver(max_num_seqs=8)
+def test_a_bad_grammar_fails_its_request_alone(healthy, mode):
+    driver = Driver(**mode, max_num_seqs=8)
     driver.submit(driver.request("bad", PROMPTS[2], max_tokens=50, grammar=Grammar("regex", "(unclosed")))
     driver.run(fleet(driver))
     assert driver.errors["bad"].status == 400 and driver.errors["bad"].param
@@ -195,9 +204,9 @@ def test_a_duplicate_id_is_refused_and_the_first_goes_on():
     driver.close()
 
 
-def test_replay_continues_where_the_last_epoch_stopped(healthy):
+def test_replay_continues_where_the_last_epoch_stopped(healthy, mode):
     """What a client does after a crash: the same request with the tokens it has, in a fresh engine."""
-    driver = Driver(max_num_seqs=8)
+    driver = Driver(**mode, max_num_seqs=8)
     for i, request in enumerate(fleet(driver)):
         request.epoch, request.emitted = 1, [healthy[f"r{i}", 0][:i]]
         driver.outputs[f"r{i}", 0] = Output(tokens=list(healthy[f"r{i}", 0][:i]))
@@ -245,8 +254,8 @@ def test_a_page_copy_survives_a_lack_of_memory(where, monkeypatch):
     assert raised
 
 
-def test_a_page_copy_that_never_fits_fails_its_request_alone(healthy, monkeypatch):
-    driver = Driver(max_num_seqs=12)
+def test_a_page_copy_that_never_fits_fails_its_request_alone(healthy, monkeypatch, mode):
+    driver = Driver(**mode, max_num_seqs=12)
     with monkeypatch.context() as m:
         def copy(copies):
             if copies:
@@ -258,9 +267,9 @@ def test_a_page_copy_that_never_fits_fails_its_request_alone(healthy, monkeypatc
     driver.close()
 
 
-def test_a_failed_branch_takes_its_siblings_along(monkeypatch):
+def test_a_failed_branch_takes_its_siblings_along(monkeypatch, mode):
     """Nothing of a request is computed after it has failed, and its siblings in the same step do no harm."""
-    driver = Driver(max_num_seqs=8)
+    driver = Driver(**mode, max_num_seqs=8)
     launched = []
 
     def fault(plan):

@@ -206,3 +206,11 @@ def test_a_flight_record_is_never_taken_over(tmp_path):
         ipc.Flight(tmp_path / "f", create=True)
     with pytest.raises(FileNotFoundError):
         ipc.Flight(tmp_path / "g")
+
+
+def test_only_the_work_at_hand_is_slow(tmp_path):
+    written, read = ipc.Flight(tmp_path / "f", create=True), ipc.Flight(tmp_path / "f")
+    written.launch([4, 5], True)
+    assert read.slow and read.tickets == [4, 5]
+    written.launch([6])
+    assert not read.slow and read.tickets == [6]

@@ -321,6 +321,18 @@ def test_a_fork_shares_and_copies_on_write():
     assert pages.grow(child, 10, copies)
     assert copies == [PageCopy(0, last, child.tables[0][2])] and parent.tables[0][2] == last != child.tables[0][2]
     assert pages.grow(parent, 11, copies) and len(copies) == 1, "alone again, the parent writes in place"
+
+
+def test_the_device_hears_of_a_page_that_was_replaced():
+    pages = manager()
+    parent, child, copies = start(pages, 10), sequence(10, branch=1), []
+    pages.fork(parent, child, 9)
+    parent.num_sent = 3
+    assert pages.grow(parent, 10, copies) and copies and parent.num_sent == 2
+    pages.truncate(parent, 10)
+    assert parent.num_sent == 2
+    pages.release(parent)
+    assert parent.num_sent == 0
     pages.check([parent, child])
 
 

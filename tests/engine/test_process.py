@@ -26,7 +26,7 @@ PROCESS = [sys.executable, "-m", "kvasir.engine.process", "--socket"]
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     """Start engine processes on sockets of this test; returns (process, connection, channel)."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(ROOT / "src"))))
     with contextlib.ExitStack() as stack:
         def begin(core: str = "FakeCore", **options):
             folder = tmp_path / "private"
@@ -122,7 +122,7 @@ def test_it_ends_with_its_client_even_in_a_long_step_and_leaves_no_folder(start,
 
 
 def test_it_ends_when_its_client_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(ROOT / "src"))))
     code = """
 import asyncio, sys
 from kvasir.config import EngineConfig

@@ -108,7 +108,9 @@ def test_a_draft_never_goes_beyond_the_end():
     a, b = d.add(unique(5, "a", max_tokens=4)), d.add(unique(8, "b", max_tokens=100))
     d.step()
     a.draft, b.draft = [1, 1], [1, 1]
-    assert rows(d.scheduler.plan(0.0)) == {"a": 3, "b": 3}
+    plan = d.scheduler.plan(0.0)
+    assert rows(plan) == {"a": 3, "b": 3}
+    d.scheduler.complete(plan)
     a.draft, b.draft = [1, 1, 1], [1, 1, 1]
     assert rows(d.scheduler.plan(0.0)) == {"a": 1, "b": 1}
 
@@ -542,12 +544,12 @@ def test_fewer_run_after_pages_ran_out_and_then_more_again():
     low = s._max_running
     assert low == pytest.approx(3 * 0.9)
     for _ in range(CAUTION_STEPS):
-        s.plan(0.0)
+        s.complete(s.plan(0.0))
     assert s._max_running <= low
-    s.plan(0.0)
+    s.complete(s.plan(0.0))
     assert low < s._max_running <= low + 1
     for _ in range(10):
-        s.plan(0.0)
+        s.complete(s.plan(0.0))
     assert s._max_running == 8
 
 

@@ -42,6 +42,7 @@ class World:
         self.roots = [[rng.randrange(7) for _ in range(self.longest)] for _ in range(2)]
         self.busy = rng.choice([0.2, 0.5, 0.9])
         self.delayed = rng.random() < 0.5
+        self.late = rng.choice([0.0, 0.5, 0.9, 1.0])  # share of steps that are read after the next was launched
 
     def arrive(self) -> None:
         rng = self.rng
@@ -85,7 +86,8 @@ class World:
                 self.arrive()
             self.disturb()
             max_rows = rng.randint(1, self.scheduler.max_rows) if rng.random() < 0.1 else None
-            self.driver.step(max_rows=max_rows, between=self.disturb, delay=self.delayed and rng.random() < 0.7)
+            self.driver.step(max_rows=max_rows, between=self.disturb, delay=self.delayed and rng.random() < 0.7,
+                             late=rng.random() < self.late)
         for seq in list(self.scheduler.blocked):
             self.scheduler.unblock(seq)
         self.driver.drain()

@@ -59,8 +59,10 @@ def setting_parameters(cls: type, *, skip: tuple[str, ...] = ()) -> list[inspect
                 continue
             flag = f.name.replace("_", "-")
             names = [f"--{n}" for n in (flag, *f.metadata["aliases"])]
-            if f.type == "bool":
-                names = [f"{names[0]}/--no-{flag}"] if f.default else names
+            if f.type.startswith("bool"):
+                names = names if f.default is False else [f"{names[0]}/--no-{flag}", *names[1:]]
+            if f.metadata["off"]:
+                names.append(f" /--{f.metadata['off']}")
             option = typer.Option(None, *names, help=f.metadata["help"] + _default(f.default), show_default=False,
                                   rich_help_panel=section.name.capitalize())
             found.append(inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=_annotation(str(f.type))))

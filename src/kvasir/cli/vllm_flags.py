@@ -6,7 +6,7 @@ A start script written for vLLM then either works as it stands, or says which wo
 from __future__ import annotations
 
 # They ask for what is the case anyway.
-SATISFIED = ("--enforce-eager", "--enable-chunked-prefill", "--enable-auto-tool-choice", "--disable-log-requests", "--no-enable-log-requests",
+SATISFIED = ("--enable-chunked-prefill", "--enable-auto-tool-choice", "--disable-log-requests", "--no-enable-log-requests",
              "--disable-log-stats", "--no-trust-remote-code", "--use-v2-block-manager", "--enable-prompt-tokens-details", "--disable-fastapi-docs",
              "--disable-uvicorn-access-log")
 
@@ -30,14 +30,14 @@ _OFFLOAD = "KV and weights stay on the device; a sequence that must give way is 
 _TEXT = "only text models are served yet"
 _DEVICES = "one device is served yet"
 _PARALLEL = f"{_DEVICES}; start one server a device"
-_GRAPHS = "steps are launched without compilation or CUDA graphs yet"
+_GRAPHS = "decode steps are captured as they come, without settings or compilation; --enforce-eager turns that off"
 _GRAMMAR = "there is one grammar engine, for JSON schema, regex, choice and Lark; requests need no change"
 _ROPE = "the positions are those of the checkpoint's config.json; edit its rope_scaling there"
 _TLS = "put a TLS-terminating proxy in front"
 _HUB = "it is the hub client's business; set its own variables (HF_HOME, HF_TOKEN)"
 _EMBED = "only text generation is served yet"
 _HTTP = "the HTTP side has no such switch"
-_STEPS = "a step is launched and read before the next is planned; there is no such switch yet"
+_STEPS = "one step is launched ahead of the one being read; --overlap and --no-overlap are the switch"
 _CPU = "it says what the CPU pool takes: use --cpu-cache-bytes; GPU memory is --gpu-memory-utilization"
 
 UNSERVED = {

@@ -51,6 +51,12 @@ class RowState:
             self.matcher = seq.state["grammar"].copy()
             self._advance(seq.output)
         self.plain = self.bias is None and self.allowed is None and not self.words and self.history is None and self.matcher is None
+        # What may be drawn depends on the tokens before: the next row cannot be packed until the host knows them.
+        self.bound = bool(self.words) or self.history is not None or self.matcher is not None
+
+    def simple(self, num_output: int) -> bool:
+        """Whether temperature, top-k, top-p, min-p and noise are all there is to a draw that follows ``num_output`` tokens."""
+        return self.plain and self.params.logprobs is None and (num_output >= self.min_tokens or not self.ends)
 
     def accepted(self, tokens: list[int]) -> None:
         if self.history is not None:
@@ -66,7 +72,9 @@ def _values(p: Any, tokenizer_size: int) -> np.ndarray:
     """The numbers of one request, in the order of the constants above, as float64 (exact for fp32 and for ids)."""
     greedy = p.temperature < GREEDY_BELOW
     top_k = p.top_k if 0 < p.top_k < tokenizer_size else tokenizer_size
-    return np.array([0.0 if greedy else p.temperature, p.top_p if p.top_p < 1.0 else np.inf, np.log(p.min_p) if p.min_p > 0 else -np.inf,
+    # As the device keeps them: in fp32.
+    top_p, min_p = float(np.float32(p.top_p)), float(np.float32(p.min_p))
+    return np.array([0.0 if greedy else p.temperature, top_p if top_p < 1.0 else np.inf, np.log(min_p) if min_p > 0 else -np.inf,
                      p.repetition_penalty, p.frequency_penalty, p.presence_penalty, top_k])
 
 
@@ -93,6 +101,11 @@ class Rows:
     masks: tuple[np.ndarray, ...]  # row, [K, W] int32
     reports: tuple[np.ndarray, ...]  # row, known id or -1 for the sampled one, alternatives, 1 if processed
 
+    @property
+    def constrained(self) -> bool:
+        """Whether any row has more to it than the numbers of its request."""
+        return any(len(part[0]) for part in (self.bias, self.banned, self.counted, self.masks))
+
     def cut(self, first: int, stop: int) -> Rows:
         """The rows ``first`` .. ``stop``, numbered from 0."""
         if first == 0 and stop == len(self.sampled):
@@ -114,13 +127,15 @@ class Rows:
 @dataclass(slots=True)
 class SampleBatch:
     """A plan as the sampler sees it. ``first[s]`` is the logit row of span s's first wanted row, ``wanted[s]`` its wanted
-    rows (0-based in the span, ascending). ``errors``: rows that fail whatever the logits say."""
+    rows (0-based in the span, ascending). ``errors``: rows that fail whatever the logits say. ``held[s]``: the tokens of a
+    span that verifies a draft (else none), kept because the sequence may have lost its draft by the time this is read."""
 
     spans: list[Span]
     wanted: list[range | list[int]]
     first: list[int]
     rows: Rows
     errors: dict[int, str]
+    held: list[list[int]]
 
     @property
     def num_rows(self) -> int:
@@ -146,11 +161,12 @@ class Packer:
     errors: dict[int, str] = field(default_factory=dict)
 
     def pack(self, spans: list[Span]) -> SampleBatch:
-        wanted, first = [], []
+        wanted, first, held = [], [], []
         for span in spans:
             first.append(self.count)
             wanted.append(self._span(span))
-        return SampleBatch(spans, wanted, first, self._rows(), self.errors)
+            held.append(span.tokens() if len(span.want.get("sample", ())) > 1 else [])
+        return SampleBatch(spans, wanted, first, self._rows(), self.errors, held)
 
     def _span(self, span: Span) -> range | list[int]:
         sample, score = span.want.get("sample", range(0)), span.want.get("score", range(0))
@@ -203,7 +219,7 @@ class Packer:
         if state.error:
             self.errors.update(dict.fromkeys(rows, state.error))
             return
-        num_output = span.seq.num_output
+        num_output = span.start + sample.start + 1 - state.num_prompt  # before the first sampled row; some may be in flight
         if state.plain and num_output >= state.min_tokens:
             return
         paths = _paths(span, sample)

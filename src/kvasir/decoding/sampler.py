@@ -22,6 +22,7 @@ Legend: M rows, S sampled rows, R rows with temperature, Q reports, K sparse (ro
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +30,20 @@ import torch
 
 from kvasir.decoding.filters import keep_top, largest
 from kvasir.decoding.penalties import penalise
-from kvasir.decoding.rows import FREQUENCY, LOG_MIN_P, PRESENCE, REPETITION, TEMPERATURE, TOP_K, TOP_P, Packer, Rows, RowState, SampleBatch
+from kvasir.decoding.rows import (
+    FREQUENCY,
+    GREEDY_BELOW,
+    LOG_MIN_P,
+    PRESENCE,
+    REPETITION,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    Packer,
+    Rows,
+    RowState,
+    SampleBatch,
+)
 from kvasir.kernels.noise import gumbel
 from kvasir.types import Sequence, Span, SpanResult, TokenLogprob
 
@@ -58,23 +72,41 @@ class Sampler:
         self.tokenizer_size = tokenizer_size
         self.device = torch.device(device)
         self.eos_ids = tuple(eos_ids)
+        self.max_seqs = max_seqs
         self._states: list[RowState | None] = [None] * max_seqs
+        self.num_bound = 0  # open rows whose draws depend on the tokens before
 
     # ------------------------------------------------------------------------------------------------ per-sequence state
 
     def open(self, seq: Sequence) -> None:
         """Set up row ``seq.row`` from the request and ``seq.tokens``: the same at the start, after preemption, and after a
         replay. With a grammar, ``seq.state["grammar"]`` holds its compiled matcher, at the start; it is copied."""
-        self._states[seq.row] = RowState(seq, self.vocab_size, self.tokenizer_size, self.eos_ids)
+        if self._states[seq.row] is not None:
+            self.close(seq.row)
+        state = self._states[seq.row] = RowState(seq, self.vocab_size, self.tokenizer_size, self.eos_ids)
+        self.num_bound += state.bound
 
     def close(self, row: int) -> None:
+        self.num_bound -= self._states[row].bound
         self._states[row] = None
 
-    def accepted(self, seq: Sequence, tokens: list[int]) -> None:
+    def numbers(self, row: int) -> tuple[float, int, float, float]:
+        """Temperature (0: greedy), top-k, top-p and min-p of an open row (off: the tokenizer's size, 1, 0)."""
+        state = self._states[row]
+        values, top_p = state.values, state.values[TOP_P]
+        return values[TEMPERATURE], int(values[TOP_K]), top_p if top_p < INF else 1.0, state.params.min_p
+
+    def simple(self, spans: list[Span]) -> bool:
+        """Whether these decodes need nothing but the numbers of their rows: then the device draws by itself."""
+        states = self._states
+        return all(states[span.row].simple(span.start + 1 - span.seq.num_prompt) for span in spans)
+
+    def accepted(self, seq: Sequence, tokens: Many[int]) -> None:
         """``tokens`` were committed: counts and the grammar of the row move on."""
         state = self._states[seq.row]
         assert state is not None, f"{seq} is not open"
-        state.accepted(tokens)
+        if state.bound:
+            state.accepted(list(tokens))
 
     # ---------------------------------------------------------------------------------------------------------- one step
 
@@ -94,11 +126,13 @@ class Sampler:
             drawn, found = self._slice(part.float(), batch.rows.cut(first, stop))
             draws.append(drawn)
             reports.append(found)
-        return SampleOutput(batch, draws, reports)
+        return SampleOutput(batch, torch.cat(draws, 1) if len(draws) != 1 else draws[0], reports) if draws else SampleOutput(batch, None, [])
 
     def _slice(self, logits_MV: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, _Reports | None]:
         """Returns the draws [3, M] fp32 (token id, largest logit, largest allowed logit) and the reports of the slice."""
         whole, padded = len(rows.sampled) == np.count_nonzero(rows.sampled), self.tokenizer_size < self.vocab_size
+        if self.device.type == "cuda" and whole and not len(rows.reports[0]) and not rows.constrained:
+            return self._draw_plain(logits_MV, rows), None
         raw = logits_MV[:, :self.tokenizer_size] if padded else logits_MV
         if whole:
             tokens, best, final_SV = self._draw(raw, rows)
@@ -112,6 +146,14 @@ class Sampler:
         largest = best if whole and not padded and final_SV is raw else logits_MV.amax(-1)
         found = self._report(raw, final_SV, tokens, rows) if len(rows.reports[0]) else None
         return torch.stack([tokens.float(), largest, best]), found  # ids below 2^24 are exact in fp32
+
+    def _draw_plain(self, logits_MV: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """The draws of rows that need nothing but stages 6-11, by the same function as steps that draw on the device."""
+        values = rows.values
+        numbers = np.stack([values[:, TEMPERATURE], np.minimum(values[:, TOP_P], 1.0), np.exp(values[:, LOG_MIN_P])]).astype(np.float32)
+        temperature, top_p, min_p = self._send(numbers)
+        top_k = self._send(values[:, TOP_K].astype(np.int32))
+        return sample_rows(logits_MV, temperature, top_k, top_p, min_p, self._send(rows.streams), self._send(rows.positions), self.tokenizer_size)
 
     def _draw(self, raw_SV: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens [S] int64, the largest allowed logit [S], and the processed log-weights [S, V]."""
@@ -133,7 +175,7 @@ class Sampler:
 
     def _constrain(self, raw_SV: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Stages 1-5; the input itself when no row asks for any. -inf absorbs what follows, so all masks may come last."""
-        if not any(len(part[0]) for part in (rows.bias, rows.banned, rows.counted, rows.masks)):
+        if not rows.constrained:
             return raw_SV
         x_SV = raw_SV.clone(memory_format=torch.contiguous_format)
         if len(rows.bias[0]):
@@ -188,18 +230,24 @@ class Sampler:
 
 
 class SampleOutput:
-    """What a step drew, still on the device until ``read``."""
+    """What a step drew. ``draws`` [3, M] stay on the device; what ``read`` needs is on its way to the host from the start, so
+    that reading waits for this step and not for those launched after it."""
 
-    def __init__(self, batch: SampleBatch, draws: list[torch.Tensor], reports: list[_Reports | None]) -> None:
+    def __init__(self, batch: SampleBatch, draws: torch.Tensor | None, reports: list[_Reports | None]) -> None:
         self._batch = batch
-        self._draws = draws
-        self._reports = reports
+        self.draws = draws
+        self._host_draws = None if draws is None else to_host(draws)
+        self._reports = [_Reports(*map(to_host, (r.logprob, r.rank, r.top_logprobs, r.top_ids))) for r in reports if r is not None]
+        self._done = torch.cuda.Event() if draws is not None and draws.is_cuda else None
+        if self._done is not None:
+            self._done.record()
 
     def read(self) -> list[SpanResult]:
         """Wait for the device; one result per span, in plan order. Spans that wanted nothing have an empty one."""
         batch = self._batch
-        draws = self._draws
-        ids, largest, best = (torch.cat(draws, 1) if len(draws) > 1 else draws[0]).tolist() if draws else ([], [], [])
+        if self._done is not None:
+            self._done.synchronize()
+        ids, largest, best = ([], [], []) if self._host_draws is None else self._host_draws.tolist()
         tokens = list(map(int, ids))
         errors = {m: MASKED_ERROR for m, value in enumerate(best) if value == NEG_INF}
         errors |= {m: NUMERIC_ERROR for m, value in enumerate(largest) if not value < INF}
@@ -207,17 +255,17 @@ class SampleOutput:
             errors[m] = message
         drawn, scored = self._read_reports()
         results = []
-        for span, wanted, first in zip(batch.spans, batch.wanted, batch.first):
+        for span, wanted, first, held in zip(batch.spans, batch.wanted, batch.first, batch.held):
             if not wanted:
                 results.append(SpanResult())
                 continue
             rows = {i: first + n for n, i in enumerate(wanted)}
-            results.append(_resolve(span, rows, tokens, errors, drawn, scored))
+            results.append(_resolve(span, held, rows, tokens, errors, drawn, scored))
         return results
 
     def _read_reports(self) -> tuple[dict[int, TokenLogprob], dict[int, TokenLogprob]]:
         """By logit row: reports of sampled tokens, and of known ones (without the token of the former, set by the walk)."""
-        found = [r for r in self._reports if r is not None]
+        found = self._reports
         drawn: dict[int, TokenLogprob] = {}
         scored: dict[int, TokenLogprob] = {}
         if not found:
@@ -232,9 +280,34 @@ class SampleOutput:
         return drawn, scored
 
 
-def _resolve(span: Span, rows: dict[int, int], tokens: list[int], errors: dict[int, str], drawn: dict[int, TokenLogprob],
+def sample_rows(logits_MV: torch.Tensor, temperature_M: torch.Tensor, top_k_M: torch.Tensor, top_p_M: torch.Tensor, min_p_M: torch.Tensor,
+                stream_M: torch.Tensor, position_M: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Stages 6-11 with every parameter on the device and nothing read back: draws [3, M] fp32 as ``Sampler._slice`` makes them.
+
+    ``temperature_M``, ``top_p_M``, ``min_p_M`` fp32 (off: 0, which is greedy; 1; 0), ``top_k_M`` int32 (off: ``vocab_size``),
+    ``stream_M`` int64 (the bits of a u64), ``position_M`` int64. Ids at or above ``vocab_size`` are never drawn."""
+    x_MV = logits_MV[:, :vocab_size].float()
+    best_M, tokens_M = x_MV.max(-1)
+    largest_M = best_M if vocab_size == logits_MV.shape[1] else logits_MV.float().amax(-1)
+    greedy_M = temperature_M < GREEDY_BELOW
+    y_MV = (x_MV - best_M[:, None]).div_(temperature_M.masked_fill(greedy_M, 1.0)[:, None])
+    top_p = top_p_M.double().masked_fill(top_p_M >= 1.0, INF)
+    y_MV.masked_fill_(~keep_top(y_MV, top_k_M.long().clamp(1, vocab_size), top_p, vocab_size), NEG_INF)
+    y_MV.masked_fill_(y_MV < min_p_M.double().log().float()[:, None], NEG_INF)
+    drawn_M = gumbel(stream_M, position_M, vocab_size).add_(y_MV).argmax(-1)
+    return torch.stack([torch.where(greedy_M, tokens_M, drawn_M).float(), largest_M, best_M])
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a device tensor in pinned memory, complete once what was launched so far is; a host tensor itself."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _resolve(span: Span, held: list[int], rows: dict[int, int], tokens: list[int], errors: dict[int, str], drawn: dict[int, TokenLogprob],
              scored: dict[int, TokenLogprob]) -> SpanResult:
-    """One span's result. ``rows``: row in the span -> logit row."""
+    """One span's result. ``held``: its tokens, if it verifies a draft; ``rows``: row in the span -> logit row."""
     result = SpanResult()
     score, sample = span.want.get("score", range(0)), span.want.get("sample", range(0))
     for i in score:
@@ -242,7 +315,7 @@ def _resolve(span: Span, rows: dict[int, int], tokens: list[int], errors: dict[i
             return SpanResult(error=errors[rows[i]])
     if score:
         result.scores = [scored[rows[i]] for i in score]
-    path = _walk(span, sample, rows, tokens)
+    path = _walk(span, held, sample, rows, tokens)
     good = next((n for n, m in enumerate(path) if m in errors), len(path))
     if sample and not good:
         return SpanResult(error=errors[path[0]])
@@ -255,13 +328,12 @@ def _resolve(span: Span, rows: dict[int, int], tokens: list[int], errors: dict[i
     return result
 
 
-def _walk(span: Span, sample: range, rows: dict[int, int], tokens: list[int]) -> list[int]:
+def _walk(span: Span, held: list[int], sample: range, rows: dict[int, int], tokens: list[int]) -> list[int]:
     """The logit rows whose draws are emitted: from the first sampled row on, as long as the draft holds what was drawn."""
     if not sample:
         return []
     if len(sample) == 1:
         return [rows[sample[0]]]
-    held = span.tokens()
     children: dict[tuple[int, int], int] = {}
     for i in sample[1:]:
         children.setdefault((span.parents[i] if span.parents else i - 1, held[i]), i)

@@ -44,11 +44,18 @@ class Packer:
         first_row[:], context[:], wanted[:] = row_start, starts, logit_rows
         if words:
             bits[:] = 0
+        borrowed: list[tuple[int, int]] = []
         groups = [(g, table.reshape(num_spans, width), slots[g]) for g, table in enumerate(tables)]
         for i, span in enumerate(spans):
             at, end = row_start[i], row_start[i + 1]
             if span.length == 1:
-                ids[at], positions[at] = span.tokens()[0], span.start
+                known = span.tokens()
+                if known:
+                    ids[at] = known[0]
+                else:
+                    ids[at] = 0
+                    borrowed.append((at, span.row))
+                positions[at] = span.start
             else:
                 ids[at:end], positions[at:end] = span.tokens(), _positions(span)
             for g, table, slot in groups:
@@ -61,7 +68,12 @@ class Packer:
         return StepBatch(
             input_ids=ids_t, positions=positions_t, row_start=first_t, context=context_t,
             tables=tuple(t.view(num_spans, width) for t in tables_t), slots=tuple(slots_t),
-            logit_rows=wanted_t, starts=starts, lengths=lengths, ancestors=bits_t.view(num_rows, words) if words else None)
+            logit_rows=wanted_t, starts=starts, lengths=lengths, ancestors=bits_t.view(num_rows, words) if words else None,
+            borrowed=tuple(self.send(torch.tensor(borrowed, dtype=torch.int64).T.contiguous())) if borrowed else None)
+
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A small host tensor, on the device, without waiting for it."""
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
     def _stage(self, dtype: torch.dtype, sizes: list[int]) -> tuple[torch.Tensor, list[np.ndarray]]:
         """A host tensor of all sections together, and a numpy view of each."""

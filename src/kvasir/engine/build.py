@@ -13,6 +13,7 @@ from kvasir import technique
 from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
 from kvasir.config import EngineConfig
 from kvasir.decoding.sampler import Sampler
+from kvasir.engine.graphs import CudaCapture
 from kvasir.engine.runner import Runner
 from kvasir.engine.sizing import PoolPlan, gib, pages_for, plan_pool, resolve_length
 from kvasir.errors import ConfigError
@@ -30,6 +31,7 @@ CODECS = "kvasir.kv.codecs"
 POLICIES = "kvasir.engine.schedulers"
 GPU_RESERVE = 256 << 20  # what allocator fragmentation and lazily loaded libraries take later, by experience
 GPU_ROWS, CPU_ROWS = 2048, 256
+LARGE_GPU, LARGE_GPU_ROWS = 75 << 30, 8192  # memory that affords the activations of such a step, and fills the chip with it
 
 
 @dataclass(slots=True)
@@ -37,6 +39,7 @@ class Built:
     """Everything the engine needs of the device, ready to serve."""
 
     runner: Runner
+    device: torch.device
     info: ModelInfo
     plan: PoolPlan
     max_rows: int
@@ -108,19 +111,24 @@ def build(config: EngineConfig) -> Built:
     technique.check_conflicts([codec, backend])
     sampler = Sampler(info.vocab_size, info.tokenizer_size, config.scheduler.max_num_seqs, device, info.eos_ids)
 
-    max_rows = config.scheduler.max_num_batched_tokens or (GPU_ROWS if device.type == "cuda" else CPU_ROWS)
+    max_rows = config.scheduler.max_num_batched_tokens or _default_rows(device)
     max_num_seqs = config.scheduler.max_num_seqs
     page_bytes = [KVPool.page_bytes_of(g, codec, page_slots, dtype) for g in groups]
     sizes = dict(page_slots=page_slots, max_rows=max_rows, max_num_seqs=max_num_seqs, max_model_len=info.max_model_len)
 
     def make_runner(num_pages: tuple[int, ...]) -> Runner:
-        return Runner(model, KVPool(groups, codec, num_pages, page_slots, device, dtype), backend, sampler, device)
+        pool = KVPool(groups, codec, num_pages, page_slots, device, dtype)
+        runner = Runner(model, pool, backend, sampler, device, max_model_len=info.max_model_len)
+        if config.runner.cuda_graphs and device.type == "cuda" and backend.graphs:
+            runner.use_graphs(CudaCapture(device))
+        return runner
 
+    step_bytes = 0
     if config.cache.num_pages:
         plan = plan_pool(groups, page_bytes, config.cache.num_pages * sum(page_bytes), **sizes)
         explain = f"{config.cache.num_pages} pages of {page_slots} tokens, as set"
     elif device.type == "cuda":
-        budget, explain = _gpu_budget(config, device, free_before, make_runner, sizes, len(groups), loading)
+        budget, explain, step_bytes = _gpu_budget(config, device, free_before, make_runner, sizes, len(groups), loading)
         plan = plan_pool(groups, page_bytes, budget, **sizes)
     else:
         budget = min(config.cache.cpu_cache_bytes, _available_memory() // 2)
@@ -132,12 +140,20 @@ def build(config: EngineConfig) -> Built:
     info.max_model_len = resolve_length(info.max_model_len, plan, fit=config.cache.fit, explain=explain)
     info.kv_capacity_tokens = plan.capacity
     runner = make_runner(plan.num_pages)
+    if runner.graphs is not None and step_bytes:
+        runner.graphs.step_bytes = step_bytes
     clock.lap("pool")
     log.info("%s: %s on %s, %s attention, %s for %s tokens of KV (%s); context %d, %d sequences, %d rows a step", info.name,
              str(dtype).removeprefix("torch."), device.type, backend.name, gib(plan.total_bytes), f"{plan.capacity:,}", explain,
              info.max_model_len, max_num_seqs, max_rows)
-    return Built(runner, info, plan, max_rows, max_num_seqs, _prefix_root(config, path, hf, dtype, [codec, backend]), tokenizer_file,
+    return Built(runner, device, info, plan, max_rows, max_num_seqs, _prefix_root(config, path, hf, dtype, [codec, backend]), tokenizer_file,
                  clock.laps)
+
+
+def _default_rows(device: torch.device) -> int:
+    if device.type != "cuda":
+        return CPU_ROWS
+    return LARGE_GPU_ROWS if torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU else GPU_ROWS
 
 
 class Clock:
@@ -204,30 +220,34 @@ def _available_memory() -> int:
 
 
 def _gpu_budget(config: EngineConfig, device: torch.device, free_before: int, make_runner, sizes: dict, num_groups: int,
-                loading: Filling) -> tuple[int, str]:
-    """Bytes for the pool: the share of what was free, less the weights and the peak of a measured worst-case step.
+                loading: Filling) -> tuple[int, str, int]:
+    """Bytes for the pool: the share of what was free, less the weights and the peak of a measured worst-case step, and of
+    CUDA graphs, which have memory of their own. How that came about; and bytes of the largest graph.
 
     The step compiles the kernels; its numbers mean nothing, so the weights may still be loading."""
     torch.cuda.synchronize(device)
     held = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    worst_case_step(make_runner, sizes, num_groups)
+    runner = worst_case_step(make_runner, sizes, num_groups)
     loading.wait()  # before anything is captured: a capture must not meet another thread's calls
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - held
+    step_bytes, graphs = runner.graphs.measure() if runner.graphs is not None else (0, 0)
+    del runner
     torch.cuda.empty_cache()
     free_now, total = torch.cuda.mem_get_info(device)
     used = max(0, free_before - free_now)
-    budget = int(config.cache.gpu_memory_utilization * free_before) - used - peak - GPU_RESERVE
+    budget = int(config.cache.gpu_memory_utilization * free_before) - used - peak - graphs - GPU_RESERVE
     explain = (f"{config.cache.gpu_memory_utilization:.0%} of {gib(free_before)} free, less {gib(used)} weights and context, "
-               f"{gib(peak)} measured step peak, {gib(GPU_RESERVE)} reserve")
+               f"{gib(peak)} measured step peak, {gib(graphs)} CUDA graphs, {gib(GPU_RESERVE)} reserve")
     if budget <= 0:
         raise ConfigError(f"no memory is left for the KV pool: {explain}. Raise --gpu-memory-utilization or lower --max-num-batched-tokens.")
-    return budget, explain
+    return budget, explain, step_bytes
 
 
-def worst_case_step(make_runner, sizes: dict, num_groups: int) -> None:
-    """One full prompt chunk and one full batch of decode rows, with every sampling feature on, on a pool just big enough."""
+def worst_case_step(make_runner, sizes: dict, num_groups: int) -> Runner:
+    """One full prompt chunk and one full batch of decode rows, with every sampling feature on, on a pool just big enough.
+    Returns the runner, all its rows closed."""
     slots, rows = sizes["page_slots"], min(sizes["max_rows"], sizes["max_model_len"])
     pages = pages_for(rows, slots) + 1
     runner = make_runner((pages + 1,) * num_groups)
@@ -237,13 +257,15 @@ def worst_case_step(make_runner, sizes: dict, num_groups: int) -> None:
         seq = Sequence(Request(id=f"profile-{row}", prompt_ids=[1] * length, params=params, seed=row, max_tokens=1))
         seq.tables = [list(range(1, pages_for(length, slots) + 1)) for _ in range(num_groups)]
         seq.row = row
-        runner.sampler.open(seq)
+        runner.open(seq)
         return seq
 
-    chunk = sequence(0, rows)
-    decodes = [sequence(row, 1) for row in range(min(sizes["max_num_seqs"], sizes["max_rows"]))]
-    for spans in ([Span(chunk, 0, rows, want={"sample": range(rows - 1, rows)})],
-                  [Span(s, 0, 1, want={"sample": range(1)}) for s in decodes]):
-        runner.launch(Plan(0, spans, [PageCopy(0, 1, pages)])).read()
-    for row in range(len(decodes)):
-        runner.sampler.close(row)
+    def run(seqs: list[Sequence], length: int) -> None:
+        runner.pool.copy([PageCopy(0, 1, pages)])
+        runner.launch(Plan(0, [Span(s, 0, length, want={"sample": range(length - 1, length)}, row=s.row) for s in seqs])).read()
+        for seq in seqs:
+            runner.close(seq.row)
+
+    run([sequence(0, rows)], rows)
+    run([sequence(row, 1) for row in range(min(sizes["max_num_seqs"], sizes["max_rows"]))], 1)
+    return runner

@@ -284,8 +284,8 @@ class AsyncEngine:
             await asyncio.sleep(service.watchdog / TICKS)
             progress = child.flight.progress
             seen, quiet = progress, quiet + 1 if progress == seen else 0
-            first_step = child.flight.activity is not ipc.Activity.IDLE and child.flight.steps == 0  # it may compile kernels
-            limit = max(service.watchdog, service.startup_timeout) if first_step else service.watchdog
+            slow = child.flight.activity is not ipc.Activity.IDLE and (child.flight.steps == 0 or child.flight.slow)
+            limit = max(service.watchdog, service.startup_timeout) if slow else service.watchdog
             if quiet * service.watchdog >= limit * TICKS:
                 break
         self._stuck = self._why_down = f"no progress for {limit:g} s"

@@ -2,12 +2,16 @@
 
 Requests come in as token ids and leave as events. The engine knows seams, never techniques. A step either commits as a
 whole or, if it raises, not at all: then its halves are tried until the culprit is alone, and only that one fails.
+
+With overlap, a step is read only after the next one has been launched, so that the device never waits for the host. Where
+what a sequence may draw depends on the tokens before (penalties, bad words, grammars, drafts), there is no next step to
+launch without them: while such a sequence runs, every step is read first.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -19,6 +23,7 @@ from kvasir.engine.build import POLICIES, build
 from kvasir.engine.pages import PageManager
 from kvasir.engine.policy import SchedulerPolicy
 from kvasir.engine.scheduler import Scheduler
+from kvasir.engine.spans import ONE_SAMPLE
 from kvasir.engine.steps import StepRunner
 from kvasir.errors import RequestError
 from kvasir.logs import log
@@ -45,6 +50,9 @@ class Engine:
         self.info = built.info
         self.runner = built.runner
         self.steps = StepRunner(built.runner, built.max_rows)
+        self._overlap = built.device.type == "cuda" if config.runner.overlap is None else config.runner.overlap
+        self._plans: deque[tuple[Plan, float]] = deque()  # in flight, and when they were launched
+        self._resolved = 0.0  # when the last step was
         poison = built.runner.pool.poison if config.runner.poison else None
         self.pages = PageManager(built.runner.pool.groups, built.plan.num_pages, built.runner.pool.page_slots, built.prefix_root,
                                  on_free=poison)
@@ -53,10 +61,14 @@ class Engine:
         self._tokenizer_file = built.tokenizer_file
         self._grammars: Any = None  # built on the first grammar: most processes never need the library
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+        self._eos_ids = frozenset(self.info.eos_ids)
         self._live: dict[str, Live] = {}
-        self.on_launch: Callable[[Iterable[str]], None] = lambda ids: None
+        self._compiling = 0  # requests whose grammar is being compiled
+        self.on_launch: Callable[[Iterable[str], bool], None] = lambda ids, slow: None
+        self._seen_kinds: set[tuple] = set()
         self._max_queued_tokens = config.scheduler.max_queued_tokens or 4 * max(self.info.kv_capacity_tokens, self.info.max_model_len)
         self._counts: Counter[str] = Counter()
+        self._num_generated = 0
         self._failed: Counter[str] = Counter()
         self._stats = EngineStats(num_pages=self.pages.num_total, startup=built.startup)
 
@@ -72,6 +84,9 @@ class Engine:
             if branch in request.ended:
                 continue
             seq = Sequence(request, branch)
+            seq.max_output = min(request.max_tokens, self.info.max_model_len - seq.num_prompt)
+            if not request.params.ignore_eos:
+                seq.stop_ids |= self._eos_ids
             seq.parent = live.branches.get(0)
             live.branches[branch] = seq
             self.scheduler.add(seq)
@@ -131,6 +146,7 @@ class Engine:
         if not live.branches:
             if live.compiling is not None:
                 live.compiling.cancel()
+                self._compiling -= 1
             del self._live[seq.request.id]
 
     def _fail(self, request_id: str, *, status: int, code: str, message: str, param: str | None = None) -> Event:
@@ -148,6 +164,7 @@ class Engine:
         for seq in live.branches.values():
             self.scheduler.block(seq, "grammar", until)
         live.compiling = self._workers.submit(self._compile, live.request)
+        self._compiling += 1
 
     def _compile(self, request: Request) -> Any:
         if self._grammars is None:
@@ -165,6 +182,7 @@ class Engine:
             future, first = live.compiling, next(iter(live.branches.values()))
             if future.done():
                 live.compiling = None
+                self._compiling -= 1
                 try:
                     matcher = future.result()
                 except RequestError as e:
@@ -182,30 +200,68 @@ class Engine:
     # ----------------------------------------------------------------------------------------------------------- steps
 
     def has_work(self) -> bool:
-        return any(live.compiling is not None for live in self._live.values()) or self.scheduler.has_work(time.monotonic())
+        return bool(self._plans or self._compiling) or self.scheduler.has_work(time.monotonic())
 
     def step(self) -> list[Event]:
         now = time.monotonic()
-        events = self._poll_compiling(now)
+        events = self._poll_compiling(now) if self._compiling else []
+        if self._plans and (self.runner.sampler.num_bound or self.steps.stalled):
+            self._resolve(events)
         plan = self.scheduler.plan(now, self.steps.max_rows)
         for seq in plan.preempted:
             self._close_row(seq)
-        if not plan.spans:
+        if plan.spans:
+            self._launch(plan)
+        elif not self._plans:
             self._wait_for_compiling()
-            return events
-        for span in plan.spans:
-            self._open_row(span.seq)
-        self.on_launch({span.seq.request.id for span in plan.spans} | {i for i, live in self._live.items() if live.compiling is not None})
-        started = time.perf_counter()
-        for part, results in self.steps.run(plan):
-            for span, result in zip(part, results):
-                if span.seq.status is Status.RUNNING:  # an earlier span of the step may have failed its whole request
-                    events.extend(self._commit(span, result))
-        self.scheduler.complete(plan)
-        self._count(plan, time.perf_counter() - started)
+        depth = 1 if plan.spans and self._overlap else 0
+        while len(self._plans) > depth or self.steps.stalled:
+            self._resolve(events)
         if self.config.runner.check:
             self.scheduler.check()
         return events
+
+    def _launch(self, plan: Plan) -> None:
+        for span in plan.spans:
+            if span.seq.open_row != span.row:
+                self.runner.open(span.seq)
+                span.seq.open_row = span.row
+        at_work = {span.seq.request.id for span in plan.spans}
+        if self._plans:
+            at_work.update(span.seq.request.id for span in self._plans[0][0].spans)
+        if self._compiling:
+            at_work.update(i for i, live in self._live.items() if live.compiling is not None)
+        # What a step's kernels depend on, roughly. One of a kind that was not seen before may compile some.
+        kind = plan.num_rows.bit_length(), plan.num_rows == len(plan.spans), bool(self.runner.sampler.num_bound)
+        self.on_launch(at_work, kind not in self._seen_kinds)
+        self._seen_kinds.add(kind)
+        self._stats.step += 1
+        self._plans.append((plan, time.perf_counter()))
+        self.steps.launch(plan)
+
+    def _resolve(self, events: list[Event]) -> None:
+        """Wait for the oldest plan in flight and commit it."""
+        plan, launched = self._plans.popleft()
+        for part, results in self.steps.resolve():
+            for span, result in zip(part, results):
+                seq = span.seq
+                if seq.row != span.row or seq.status is not Status.RUNNING or result is None:
+                    continue  # it ended or was preempted meanwhile, or an earlier span failed its whole request
+                event = None
+                if span.want is ONE_SAMPLE and result.error is None and result.logprobs is None:
+                    event = self._append(span, result.tokens[0])
+                event = event or self._commit(span, result)
+                if event is not None:
+                    events.append(event)
+        self.scheduler.complete(plan)
+        now = time.perf_counter()
+        self._stats.step_seconds, self._stats.step_rows = now - max(launched, self._resolved), plan.num_rows
+        self._resolved = now
+
+    def idle(self) -> bool:
+        """A bit of work for a moment without requests; False: there is none left."""
+        graphs = self.runner.graphs
+        return self._num_generated > 0 and not self._plans and graphs is not None and graphs.capture_next()
 
     def _wait_for_compiling(self) -> None:
         """Nothing can run until a grammar is ready: sleep on it for a moment instead of spinning."""
@@ -213,24 +269,32 @@ class Engine:
         if pending:
             wait(pending, timeout=0.005, return_when="FIRST_COMPLETED")
 
-    def _open_row(self, seq: Sequence) -> None:
-        if seq.state.get("open_row") != seq.row:
-            self.runner.sampler.open(seq)
-            seq.state["open_row"] = seq.row
-
     def _close_row(self, seq: Sequence) -> None:
-        row = seq.state.pop("open_row", None)
-        if row is not None:
-            self.runner.sampler.close(row)
+        if seq.open_row >= 0:
+            self.runner.close(seq.open_row)
+            seq.open_row = -1
 
-    def _commit(self, span: Span, result: SpanResult) -> list[Event]:
+    def _append(self, span: Span, token: int) -> Event | None:
+        """``_commit`` in the common case, the hot path: one more token, and no reason to stop. None: it is not that case."""
+        seq = span.seq
+        index = len(seq.tokens) - seq.num_prompt
+        if not 0 < index < seq.max_output - 1 or token in seq.stop_ids:
+            return None
+        request = seq.request
+        self.scheduler.append(span, token)
+        self.runner.sampler.accepted(seq, (token,))
+        self._num_generated += 1
+        return Event(kind="tokens", request_id=request.id, epoch=request.epoch, branch=seq.branch, index=index, token_ids=[token],
+                     num_cached=seq.num_cached)
+
+    def _commit(self, span: Span, result: SpanResult) -> Event | None:
         """The transaction for one span: counters, pages, prefix index, stop rules, events."""
         seq, params = span.seq, span.seq.request.params
         if result.error is not None:
             log.warning("request %s failed: %s", seq.request.id, result.error)
             code = result.error.split(":")[0]
             status = 400 if code in USER_FAULTS else 500
-            return [self._fail(seq.request.id, status=status, code=code, message=result.error)]
+            return self._fail(seq.request.id, status=status, code=code, message=result.error)
         if result.scores:
             seq.state.setdefault("scores", [None]).extend(result.scores)
             seq.state["num_scored"] = seq.state.get("num_scored", 0) + len(result.scores)
@@ -238,9 +302,9 @@ class Engine:
         index = seq.num_output
         self.scheduler.advance(span, tokens)
         if not tokens and reason is None:
-            return []
+            return None
         self.runner.sampler.accepted(seq, tokens)
-        self._counts["generation_tokens"] += len(tokens)
+        self._num_generated += len(tokens)
         event = Event(kind="tokens", request_id=seq.request.id, epoch=seq.request.epoch, branch=seq.branch, index=index, token_ids=tokens,
                       logprobs=result.logprobs[:len(tokens)] if params.logprobs is not None and result.logprobs else None,
                       num_cached=seq.num_cached, finish_reason=reason, stop_reason=stop,
@@ -248,7 +312,7 @@ class Engine:
                       queued=seq.first_scheduled - seq.request.arrival if index == 0 and not seq.branch else None)
         if reason is not None:
             self._drop(seq, reason)
-        return [event]
+        return event
 
     def _take_scores(self, seq: Sequence) -> list[TokenLogprob | None] | None:
         """The prompt's log-probabilities, sent once with the first token; the first prompt token has none."""
@@ -263,20 +327,14 @@ class Engine:
             return [], "length", None
         for i, token in enumerate(sampled):
             count = seq.num_output + i + 1
-            if count >= params.min_tokens:
-                if token in self.info.eos_ids and not params.ignore_eos:
-                    return sampled[:i + 1], "stop", None
-                if token in params.stop_token_ids:
-                    return sampled[:i + 1], "stop", token
-            if count >= request.max_tokens or seq.num_prompt + count >= self.info.max_model_len:
+            if token in seq.stop_ids and count >= params.min_tokens:
+                is_eos = token in self._eos_ids and not params.ignore_eos
+                return sampled[:i + 1], "stop", None if is_eos else token
+            if count >= seq.max_output:
                 return sampled[:i + 1], "length", None
         return sampled, None, None
 
     # ----------------------------------------------------------------------------------------------------------- state
-
-    def _count(self, plan: Plan, seconds: float) -> None:
-        self._stats.step += 1
-        self._stats.step_seconds, self._stats.step_rows = seconds, plan.num_rows
 
     def stats(self) -> EngineStats:
         s, scheduler = self._stats, self.scheduler
@@ -285,7 +343,7 @@ class Engine:
         s.num_free_pages, s.num_cached_pages = self.pages.num_free, self.pages.num_cached
         s.preemptions = scheduler.preemptions
         s.prefix_queries, s.cached_tokens = self.pages.queried_tokens, self.pages.cached_tokens
-        s.prompt_tokens, s.generation_tokens = self._counts["prompt_tokens"], self._counts["generation_tokens"]
+        s.prompt_tokens, s.generation_tokens = self._counts["prompt_tokens"], self._num_generated
         s.failed = dict(self._failed)
         return s
 

@@ -14,9 +14,10 @@ class EngineCore(Protocol):
 
     info: ModelInfo
 
-    on_launch: Callable[[Iterable[str]], None]
+    on_launch: Callable[[Iterable[str], bool], None]
     """Set by whoever runs the core; does nothing by default. The core calls it just before each launch with the ids of the
-    requests at work (in the plan, or in preparation on another thread), so that a death can be blamed on the right ones."""
+    requests at work (in the plan, still in flight, or in preparation on another thread), so that a death can be blamed on
+    the right ones, and with whether the step may be slow: the first of its kind, which may have kernels to compile."""
 
     def submit(self, request: Request) -> list[Event]:
         """Queue a request: ``accepted``, or one ``error`` event (queue full: status 429 or 503 with ``retry_after``).
@@ -26,10 +27,15 @@ class EngineCore(Protocol):
         """Stop a request (or one branch) in any state; idempotent. Ends it with ``finish_reason='cancelled'``."""
 
     def step(self) -> list[Event]:
-        """Run one step. Never raises for the fault of one request. Returns at once when nothing is runnable."""
+        """Run one step. Never raises for the fault of one request. Returns at once when nothing is runnable. The events may
+        be those of the step before: then there is work until a further call has returned the rest."""
 
     def has_work(self) -> bool:
         """Whether a step could do something now (blocked requests whose time has not come do not count)."""
+
+    def idle(self) -> bool:
+        """Called when there is no work: prepare something for later, for a fraction of a second at most. False: nothing is
+        left to prepare."""
 
     def stats(self) -> EngineStats: ...
 

@@ -152,12 +152,13 @@ class Activity(enum.IntEnum):
 
 
 class Flight:
-    """The flight record: four counters and a list of tickets, all 64 bit, in a memory-mapped file.
+    """The flight record: four counters, a flag and a list of tickets, all 64 bit, in a memory-mapped file.
 
-    ``progress`` changes whenever the process is idle or gets something done; ``steps`` counts finished steps.
+    ``progress`` changes whenever the process is idle or gets something done; ``steps`` counts finished steps; ``slow`` says
+    that the work at hand may take long the first time (kernels are compiled).
     """
 
-    _PROGRESS, _STEPS, _ACTIVITY, _COUNT, _TICKETS = range(5)
+    _PROGRESS, _STEPS, _ACTIVITY, _COUNT, _SLOW, _TICKETS = range(6)
     CAPACITY = (128 << 10) // 8 - _TICKETS
 
     def __init__(self, path: str | Path, *, create: bool = False) -> None:
@@ -180,6 +181,10 @@ class Flight:
         return self._words[self._STEPS]
 
     @property
+    def slow(self) -> bool:
+        return bool(self._words[self._SLOW])
+
+    @property
     def activity(self) -> Activity:
         return Activity(self._words[self._ACTIVITY])
 
@@ -196,9 +201,10 @@ class Flight:
     def busy(self) -> None:
         self._words[self._ACTIVITY] = Activity.BUSY
 
-    def launch(self, tickets: Iterable[int]) -> None:
+    def launch(self, tickets: Iterable[int], slow: bool = False) -> None:
         """Record who is worked on from now. A death in the middle of this call blames everybody, never the wrong one."""
         self.busy()
+        self._words[self._SLOW] = slow
         numbers = list(tickets)
         if len(numbers) <= self.CAPACITY:
             for place, ticket in enumerate(numbers, self._TICKETS):

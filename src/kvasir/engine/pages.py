@@ -228,10 +228,10 @@ class PageManager:
     # ------------------------------------------------------------------------------------------------ slots and pages
 
     def grow(self, seq: Sequence, num_tokens: int, copies: list[PageCopy]) -> bool:
-        """Make the slots of positions ``num_computed`` to ``num_tokens - 1`` exist and writable. Takes free pages, then
+        """Make the slots from the next span's first position to ``num_tokens - 1`` exist and writable. Takes free pages, then
         cached ones; a page that others hold, too, is replaced by a copy (appended to ``copies``, which run in order before
         the forward). All or nothing: False leaves everything as it was."""
-        first, end = seq.num_computed // self.page_slots, -(-num_tokens // self.page_slots)
+        first, end = (seq.num_computed + seq.num_ahead) // self.page_slots, -(-num_tokens // self.page_slots)
         wanted = []
         for pool, table in zip(self.pools, seq.tables):
             if end == first + 1 <= len(table) and pool.refs[table[first]] == 1 and pool.nodes[table[first]] is None:
@@ -248,10 +248,15 @@ class PageManager:
             taken = pool.take(len(shared) + fresh)
             for i in shared:
                 source, table[i] = table[i], taken.pop()
+                seq.num_sent = min(seq.num_sent, i)
                 copies.append(PageCopy(pool.group, source, table[i]))
                 pool.drop([source], None)
             table.extend(taken)
         return True
+
+    def commits_at(self, num_computed: int) -> bool:
+        """Whether a sequence whose ``num_computed`` advanced by one to this has something to ``commit``."""
+        return not num_computed % self.page_slots or bool(self._windows)
 
     def commit(self, seq: Sequence, after_step: int | None = None) -> None:
         """``num_computed`` advanced: index the pages that are now full, let go of those that left every window."""
@@ -276,12 +281,14 @@ class PageManager:
             if keep < len(table):
                 pool.drop(reversed(table[keep:]), after_step)
                 del table[keep:]
+        seq.num_sent = min(seq.num_sent, keep)
 
     def release(self, seq: Sequence, after_step: int | None = None) -> None:
         """Give back everything, last page first: the tail of a prefix is taken for something else before its head."""
         for pool, table in zip(self.pools, seq.tables):
             pool.drop((page for page in reversed(table) if page), after_step)
         seq.tables = []
+        seq.num_sent = 0
         _, node = self._tails.pop(seq, (0, None))
         if node is not None:
             self.index.drop(node)

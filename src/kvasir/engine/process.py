@@ -64,6 +64,8 @@ class Loop:
                 moved = self._moved(events)
                 self._send(events)
                 wait = 0.0 if moved else BLOCKED_POLL_SECONDS
+            elif self._core.idle():
+                wait = 0.0
             else:
                 wait = min(BLOCKED_POLL_SECONDS, self._beat_seconds) if self._tickets else self._beat_seconds
             if moved:
@@ -111,8 +113,8 @@ class Loop:
             return [Event(kind="error", request_id=request.id, epoch=request.epoch, status=e.status, param=e.param, code=e.code,
                           message=e.message, retry_after=e.retry_after)]
 
-    def _on_launch(self, request_ids: Iterable[str]) -> None:
-        self._flight.launch([self._tickets.get(request_id, 0) for request_id in request_ids])
+    def _on_launch(self, request_ids: Iterable[str], slow: bool) -> None:
+        self._flight.launch([self._tickets.get(request_id, 0) for request_id in request_ids], slow)
 
     def _send(self, events: list[Event]) -> None:
         if not events:

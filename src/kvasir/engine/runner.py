@@ -1,52 +1,96 @@
-"""Runs a plan on the device: copy pages, pack, forward, sample. It holds the model, the pool and nothing of any request.
+"""Runs a plan on the device: copy pages, pack, forward, sample. It holds the model, the pool and nothing of any request
+but its row.
 
-``launch`` does not wait for the device; the handle's ``read`` does. At depth 0 the engine reads at once.
+``launch`` does not wait for the device; the handle's ``read`` does, and for its own step only. Between the two the next
+plan may be launched: a decode whose token is still being drawn takes it from the row on the device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from kvasir.attention.backend import AttentionBackend
 from kvasir.decoding.sampler import SampleOutput, Sampler
 from kvasir.engine.batch import Packer
+from kvasir.engine.device_rows import DeviceRows
+from kvasir.engine.graphs import Capture, DecodeGraphs
+from kvasir.engine.sizing import pages_for
 from kvasir.kv.pool import KVPool
 from kvasir.models.decoder import Decoder
-from kvasir.types import Plan, SpanResult
+from kvasir.types import Plan, Sequence, Span, SpanResult
 
 
-@dataclass(slots=True)
-class Handle:
-    """A launched step. ``read`` waits for it and returns one result per span, in plan order."""
-
-    output: SampleOutput
+class Handle(Protocol):
+    """A launched step."""
 
     def read(self) -> list[SpanResult]:
-        return self.output.read()
+        """Wait for it; one result per span, in plan order."""
 
 
 class Runner:
-    def __init__(self, model: Decoder, pool: KVPool, backend: AttentionBackend, sampler: Sampler, device: torch.device) -> None:
+    """``max_model_len``: positions that a row's page tables on the device have room for."""
+
+    def __init__(self, model: Decoder, pool: KVPool, backend: AttentionBackend, sampler: Sampler, device: torch.device, *,
+                 max_model_len: int) -> None:
         self.model = model
         self.pool = pool
         self.backend = backend
         self.sampler = sampler
+        self.device = device
         self.caches = [pool.layer(i) for i in range(len(model.spec.layers))]
         self.packer = Packer(pool.page_slots, len(pool.groups), device)
+        self.rows = DeviceRows(sampler.max_seqs, pages_for(max_model_len, pool.page_slots), len(pool.groups), device)
+        self.graphs: DecodeGraphs | None = None
+
+    def use_graphs(self, capture: Capture) -> None:
+        """From now on, run steps that only decode over static buffers, captured and replayed by ``capture``."""
+        self.graphs = DecodeGraphs(self.model, self.caches, self.backend, self.sampler, self.rows, capture)
+
+    def open(self, seq: Sequence) -> None:
+        """Set up row ``seq.row`` for a sequence that starts or starts again."""
+        self.sampler.open(seq)
+        self.rows.open(seq, *self.sampler.numbers(seq.row))
+
+    def close(self, row: int) -> None:
+        self.sampler.close(row)
+        self.rows.close(row)
+
+    def forget(self) -> None:
+        """A launch or a step failed: wait until nothing of it runs any more, and trust nothing it left on the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.rows.forget()
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Handle:
-        if plan.copies:
-            self.pool.copy(plan.copies)
-        batch = self.packer.pack(plan.spans)
-        rows = self.sampler.pack(plan.spans)
+        """Run a plan whose page copies were made already. Does not wait for the device."""
+        spans, graphs = plan.spans, self.graphs
+        if graphs is not None and graphs.takes(spans):
+            if self.sampler.simple(spans):
+                return graphs.decode(spans)
+            return self._sample(spans, graphs.forward(spans))
+        batch = self.packer.pack(spans)
+        if batch.borrowed is not None:
+            at, rows = batch.borrowed
+            batch.input_ids.index_copy_(0, at, self.rows.token.index_select(0, rows).long())
         self.backend.plan(batch)
         hidden_TE = self.model.forward(batch, self.caches, self.backend)
-        if batch.logit_rows.numel() == hidden_TE.shape[0]:
-            wanted_ME = hidden_TE
-        else:
-            wanted_ME = hidden_TE.index_select(0, batch.logit_rows)
+        whole = batch.logit_rows.numel() == hidden_TE.shape[0]
+        return self._sample(spans, hidden_TE if whole else hidden_TE.index_select(0, batch.logit_rows))
+
+    def _sample(self, spans: list[Span], wanted_ME: torch.Tensor) -> SampleOutput:
+        """Draw from the rows whose logits are wanted, and leave the tokens where the next step looks for them."""
         # The sampler asks for logits slice by slice, so that a long scored prompt never needs [T, V] at once.
-        return Handle(self.sampler.sample(lambda a, b: self.model.logits(wanted_ME[a:b]), rows))
+        batch = self.sampler.pack(spans)
+        output = self.sampler.sample(lambda a, b: self.model.logits(wanted_ME[a:b]), batch)
+        drawn = [(first + len(wanted) - 1, span.row, span.start + span.length) for span, wanted, first in zip(spans, batch.wanted, batch.first)
+                 if len(span.want.get("sample", ())) == 1]
+        if drawn:
+            at, rows, positions = zip(*drawn)
+            index = self.packer.send(torch.tensor([at, rows], dtype=torch.int64))
+            tokens = output.draws[0].index_select(0, index[0]).int().clamp_(0, self.sampler.vocab_size - 1)
+            self.rows.token.index_copy_(0, index[1], tokens)
+            self.rows.drawn(list(rows), positions)
+        return output

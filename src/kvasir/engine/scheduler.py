@@ -1,8 +1,12 @@
 """The scheduler: which sequences get how many rows in the next step.
 
-There are no phases. A running sequence needs ``num_tokens + len(draft) - num_computed`` rows; one that needs a single row
-beside its draft is called a *decode* below, one that needs more has a *prompt* to compute (also after a preemption). A plan
-takes, within the row budget: decodes with their drafts, then prompts that hold pages, then admissions from the queue.
+There are no phases. A running sequence needs ``rows_left`` rows and those of its draft; one that needs a single row beside
+its draft is called a *decode* below, one that needs more has a *prompt* to compute (also after a preemption). A plan takes,
+within the row budget: decodes with their drafts, then prompts that hold pages, then admissions from the queue.
+
+A plan may be made while the one before it is in flight. It counts on that one's rows (``num_ahead``) and a token a sampled
+row (``num_drawn``). A sequence that is certain to end with the token in flight, or whose draft is being verified, sits out.
+Everything else, the prefix index above all, knows committed rows only.
 
 When pages run out, drafts go first; then the lowest in rank gives up its pages, to be computed again later (it keeps its
 place by arrival in the queue, and its full pages stay in the prefix index as long as nobody takes them). Nobody gives way to a
@@ -18,9 +22,10 @@ from itertools import chain, islice
 
 from kvasir.config import SchedulerConfig
 from kvasir.engine.pages import PageManager
+from kvasir.engine.pages_ahead import PagesAhead
 from kvasir.engine.policy import MAX_SKIPS, SchedulerPolicy
 from kvasir.engine.queue import Queue
-from kvasir.engine.spans import Step, page_aligned, round_down, unscored_from
+from kvasir.engine.spans import Step, page_aligned, room_to_start, round_down, rows_left, trim_draft, unscored_from
 from kvasir.types import FinishReason, Plan, Sequence, Span, Status
 
 LOOK_AHEAD = 8  # requests that do not fit and are looked past, a step
@@ -33,8 +38,8 @@ MAX_PREEMPTIONS = 4  # then others are preferred as victims
 class Scheduler:
     """Queue, running sequences and their rows of sampler state. ``max_rows``: rows a step.
 
-    Plan, launch, ``advance`` every span once its result is read, then ``complete`` the plan (also one that failed, and
-    only plans that have spans): what was given up meanwhile may be used again.
+    Plan, launch, ``advance`` every span once its result is read, then ``complete`` the plan (also one that failed, never one
+    without spans): what was given up meanwhile may be used again. The next may be launched in between.
     """
 
     def __init__(self, config: SchedulerConfig, pages: PageManager, policy: SchedulerPolicy, *, max_rows: int, max_model_len: int) -> None:
@@ -62,17 +67,9 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------------------------- states
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
-
-    @property
-    def num_blocked(self) -> int:
-        return len(self.blocked)
-
-    @property
-    def num_running(self) -> int:
-        return len(self.running)
+    num_waiting = property(lambda self: len(self.waiting))
+    num_blocked = property(lambda self: len(self.blocked))
+    num_running = property(lambda self: len(self.running))
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
@@ -143,14 +140,18 @@ class Scheduler:
             round_down(step, budget, self.pages.page_slots)
         if step.spans:
             self._launched = self._step
+        for seq, span in step.spans.items():
+            seq.num_ahead += span.length
+            if "sample" in span.want:
+                seq.num_drawn += 1
         return Plan(step=self._step, spans=list(step.spans.values()), copies=step.copies, preempted=step.preempted)
 
     def advance(self, span: Span, emitted: list[int]) -> None:
-        """Commit one span: ``emitted`` are the sampled tokens along the accepted draft. Of a sequence that meanwhile lost
-        its pages, nothing is kept: it computes the same tokens again."""
+        """Commit one span: ``emitted`` are the sampled tokens along the accepted draft. Of a void span nothing is kept."""
         seq = span.seq
-        if seq.status is not Status.RUNNING:
+        if not span.valid:
             return
+        self._land(span)
         end = span.start + span.length
         drafted = end - seq.num_tokens
         assert span.start == seq.num_computed, (span, "is not the next one")
@@ -164,8 +165,27 @@ class Scheduler:
         if drafted > 0:
             self.pages.truncate(seq, seq.num_tokens, in_flight)
 
+    def append(self, span: Span, token: int) -> None:
+        """``advance`` for the plainest of spans, the hot path: one row of a sequence without a draft, which drew ``token``."""
+        seq = span.seq
+        span.landed = True
+        seq.tokens.append(token)
+        seq.num_computed += 1
+        seq.num_ahead -= 1
+        seq.num_drawn -= 1
+        if self.pages.commits_at(seq.num_computed):
+            self.pages.commit(seq, self._in_flight())
+
+    def _land(self, span: Span) -> None:
+        span.landed = True
+        span.seq.num_ahead -= span.length
+        span.seq.num_drawn -= "sample" in span.want
+
     def complete(self, plan: Plan) -> None:
-        """A plan has ended; nothing launched up to it uses a page or row any more."""
+        """A plan has ended; nothing launched up to it uses a page or row any more. What was not advanced is planned again."""
+        for span in plan.spans:
+            if not span.landed and span.valid:
+                self._land(span)
         self._completed = max(self._completed, plan.step)
         self.pages.retire(plan.step)
         if self._limbo_rows:
@@ -179,12 +199,16 @@ class Scheduler:
         decodes, prompts = [seq for seq in self._deferred if seq.status is Status.RUNNING], []
         waited = set(decodes)
         for seq in self.running.ordered(now):
-            if len(seq.tokens) - seq.num_computed > 1:
+            if len(seq.tokens) + seq.num_drawn - seq.num_computed - seq.num_ahead > 1:  # rows_left, the hot path
                 seq.draft = []
                 prompts.append(seq)
-            elif seq not in waited:
+            elif not (seq.num_drawn and self._awaits_result(seq)) and seq not in waited:
                 decodes.append(seq)
         return decodes, prompts
+
+    def _awaits_result(self, seq: Sequence) -> bool:
+        """Whether what comes after the tokens in flight is open (a draft is being verified), or certain to be nothing."""
+        return bool(seq.draft) or len(seq.tokens) + seq.num_drawn >= min(self.max_model_len, seq.num_prompt + seq.max_output)
 
     def _claim(self, prompts: list[Sequence], now: float, budget: int) -> tuple[Sequence | None, int]:
         """The oldest unfinished prompt and the rows kept for it: none before it has waited for PROMPT_PATIENCE, then a
@@ -195,7 +219,7 @@ class Scheduler:
         seq = min(oldest, key=lambda s: s.request.arrival, default=None)
         if seq is None or now - seq.request.arrival <= PROMPT_PATIENCE:
             return None, 0
-        return seq, min(max(self.pages.page_slots, budget // 10), seq.num_tokens - seq.num_computed, budget // 2)
+        return seq, min(max(self.pages.page_slots, budget // 10), rows_left(seq), budget // 2)
 
     def _plan_decodes(self, step: Step, decodes: list[Sequence]) -> list[Sequence]:
         """Returns those for which no row was left."""
@@ -206,19 +230,13 @@ class Scheduler:
                 continue
             if step.left <= 0:
                 return decodes[i:]
-            num_tokens = len(seq.tokens)
+            num_tokens = len(seq.tokens) + seq.num_drawn
             if seq.draft:
-                self._trim_draft(seq, spare)
+                trim_draft(seq, spare, self.max_model_len)
                 spare -= len(seq.draft)
             if grow(seq, num_tokens + len(seq.draft), step.copies) or self._make_room(step, seq, num_tokens):
                 step.add(seq, 1 + len(seq.draft))
         return []
-
-    def _trim_draft(self, seq: Sequence, spare: int) -> None:
-        """Drop a draft that has no rows, or that goes further than the sequence may."""
-        limit = min(self.max_model_len, seq.num_prompt + seq.request.max_tokens) - 1
-        if len(seq.draft) > min(spare, limit - len(seq.tokens)):
-            seq.draft = []
 
     def _plan_prompts(self, step: Step, prompts: list[Sequence], claimant: Sequence | None, claim: int) -> None:
         kept = claim if claimant in prompts else 0
@@ -230,16 +248,16 @@ class Scheduler:
             length = self._chunk(seq, step.left - kept)
             if not length:
                 continue
-            end = seq.num_computed + length
+            end = seq.num_computed + seq.num_ahead + length
             if self.pages.grow(seq, end, step.copies) or self._make_room(step, seq, end):
                 step.add(seq, length)
 
     def _chunk(self, seq: Sequence, left: int) -> int:
         """How many rows of its prompt a sequence gets; it ends at the end of a page when more follows."""
-        needed = seq.num_tokens - seq.num_computed
+        needed = rows_left(seq)
         length = min(needed, left, self.config.long_prefill_token_threshold or left)
         if length < needed:
-            length = page_aligned(seq.num_computed, length, self.pages.page_slots) or length
+            length = page_aligned(seq.num_computed + seq.num_ahead, length, self.pages.page_slots) or length
         return max(0, length)
 
     def _use_leftover(self, step: Step, deferred: list[Sequence]) -> list[Sequence]:
@@ -248,7 +266,7 @@ class Scheduler:
         for seq in deferred:
             if seq.status is not Status.RUNNING:
                 continue
-            if step.left > 0 and self.pages.grow(seq, seq.num_tokens, step.copies):
+            if step.left > 0 and self.pages.grow(seq, seq.num_tokens + seq.num_drawn, step.copies):
                 seq.draft = []
                 step.add(seq, 1)
             else:
@@ -281,7 +299,7 @@ class Scheduler:
         passed: list[Sequence] = []  # did not fit
         admitted: list[Sequence] = []
         skipped: list[Sequence] = []  # did not fit, and a later one was admitted
-        computing = self._pages_in_step(step)
+        computing = PagesAhead(self.pages, self.running, step)
         promised: list[int] | None = None
         for seq in islice(self._candidates(step.now), MAX_VISITS):
             if step.left <= 0:
@@ -291,9 +309,9 @@ class Scheduler:
             if promised is None:
                 promised = self._promised()
             fork, hit = self._start_point(seq)
-            if not fork and self._is_computed_now(seq, hit, computing):
+            if not fork and computing.hold_next_of(seq, hit):
                 continue
-            lacking = self.pages.lacking(seq, hit, self._room(seq), max_span=self.max_rows, promised=promised,
+            lacking = self.pages.lacking(seq, hit, room_to_start(seq, self.pages.page_slots), max_span=self.max_rows, promised=promised,
                                          parent=seq.parent if fork else None)
             if self._seats() <= 0 or any(lacking):
                 if not passed and not admitted and self._displace(step, seq, lacking):
@@ -305,7 +323,7 @@ class Scheduler:
             skipped = passed[:]
             self._start(step, seq, hit, fork, promised)
             admitted.append(seq)
-            self._note_pages(seq, step.spans[seq].length, computing)
+            computing.add(seq, step.spans[seq].length)
         self._age(oldest, skipped, admitted)
 
     def _age(self, oldest: Sequence, skipped: list[Sequence], admitted: list[Sequence]) -> None:
@@ -318,16 +336,11 @@ class Scheduler:
             if seq.num_skipped >= MAX_SKIPS:
                 self._overdue[seq] = None
 
-    def _room(self, seq: Sequence) -> int:
-        """Tokens there must be room for at admission: all that are known and a page to go on with, or all there will
-        ever be (the last one is never computed)."""
-        return max(seq.num_tokens, min(seq.num_tokens + self.pages.page_slots, seq.num_prompt + seq.request.max_tokens - 1))
-
     def _promised(self) -> list[int]:
         """Per group, the pages that prompts being computed will still take."""
         total = [0] * len(self.pages.groups)
         for seq in self.running:
-            if len(seq.tokens) - seq.num_computed > 1:
+            if rows_left(seq) > 1:
                 total = [a + b for a, b in zip(total, self.pages.missing(seq, seq.num_tokens, self.max_rows))]
         return total
 
@@ -343,26 +356,6 @@ class Scheduler:
                 and self.pages.can_fork(seq.parent, prompt)):
             return True, prompt
         return False, hit
-
-    def _pages_in_step(self, step: Step) -> set[bytes]:
-        """Keys of the full pages that this step's spans compute, in whole or in part."""
-        keys: set[bytes] = set()
-        for seq, span in step.spans.items():
-            if span.length > 1:
-                self._note_pages(seq, span.length, keys)
-        return keys
-
-    def _note_pages(self, seq: Sequence, length: int, keys: set[bytes]) -> None:
-        size = self.pages.page_slots
-        for page in range(seq.num_computed // size, -(-(seq.num_computed + length) // size)):
-            if key := self.pages.page_key(seq, page):
-                keys.add(key)
-
-    def _is_computed_now(self, seq: Sequence, hit: int, computing: set[bytes]) -> bool:
-        """Whether the next page that ``seq`` would compute is being computed in this step: a hit, one step later."""
-        if not computing or unscored_from(seq) is not None or hit + self.pages.page_slots >= seq.num_tokens:
-            return False
-        return self.pages.page_key(seq, hit // self.pages.page_slots) in computing
 
     def _start(self, step: Step, seq: Sequence, hit: int, fork: bool, promised: list[int]) -> None:
         if fork:
@@ -466,7 +459,7 @@ class Scheduler:
             self._free_rows.append(seq.row)
         else:
             self._limbo_rows.append((after_step, seq.row))
-        seq.row, seq.num_computed, seq.draft = -1, 0, []
+        seq.row, seq.num_computed, seq.num_ahead, seq.num_drawn, seq.draft = -1, 0, 0, 0, []
 
     def _enqueue(self, seq: Sequence) -> None:
         seq.status = Status.WAITING
@@ -490,6 +483,8 @@ class Scheduler:
                 assert seq.status is status, f"{seq} is listed as {status}"
                 assert (seq.row >= 0) == bool(seq.tables) == (status is Status.RUNNING), f"{seq} holds what it should not"
                 assert seq.num_computed < seq.num_tokens, f"{seq} has nothing left to compute"
+                assert status is Status.RUNNING or not (seq.num_ahead or seq.num_drawn), f"{seq} has rows in flight"
+                assert self._in_flight() is not None or not (seq.num_ahead or seq.num_drawn), f"{seq} counts on a step that has ended"
         rows = [seq.row for seq in self.running] + self._free_rows + [row for _, row in self._limbo_rows]
         assert sorted(rows) == list(range(self.config.max_num_seqs)), "a row is in no place or in two"
         assert self.queued_tokens == sum(seq.num_tokens for seq in chain(self.waiting, self.blocked)), "queued tokens are miscounted"

@@ -39,17 +39,35 @@ def unscored_from(seq: Sequence) -> int | None:
 
 def next_span(seq: Sequence, length: int) -> Span:
     """The next ``length`` rows of a sequence: rows from the last known token on are sampled."""
-    start = seq.num_computed
-    first = len(seq.tokens) - 1 - start  # the row of the last known token
+    start = seq.num_computed + seq.num_ahead
+    first = len(seq.tokens) + seq.num_drawn - 1 - start  # the row of the last token, known or being drawn
     if length == 1 and not first:
-        return Span(seq, start, 1, want=ONE_SAMPLE)
+        return Span(seq, start, 1, want=ONE_SAMPLE, row=seq.row)
     want: dict[Want, range] = {}
     unscored = unscored_from(seq)
     if unscored is not None and start < seq.num_prompt - 1 and start + length > unscored:
         want["score"] = range(max(0, unscored - start), min(length, seq.num_prompt - 1 - start))
     if length > first:
         want["sample"] = range(first, length)
-    return Span(seq, start, length, want=want, commit="walk" if length > first + 1 else "all")
+    return Span(seq, start, length, want=want, commit="walk" if length > first + 1 else "all", row=seq.row)
+
+
+def rows_left(seq: Sequence) -> int:
+    """Rows a sequence still needs to have a next token, beside its draft: one for a decode, more for a prompt."""
+    return len(seq.tokens) + seq.num_drawn - seq.num_computed - seq.num_ahead
+
+
+def trim_draft(seq: Sequence, spare: int, max_model_len: int) -> None:
+    """Drop a draft that has no rows, or that goes further than the sequence may."""
+    limit = min(max_model_len, seq.num_prompt + seq.request.max_tokens) - 1
+    if len(seq.draft) > min(spare, limit - len(seq.tokens)):
+        seq.draft = []
+
+
+def room_to_start(seq: Sequence, page_slots: int) -> int:
+    """Tokens there must be room for at admission: all that are known and a page to go on with, or all there will ever be
+    (the last one is never computed)."""
+    return max(seq.num_tokens, min(seq.num_tokens + page_slots, seq.num_prompt + seq.request.max_tokens - 1))
 
 
 def page_aligned(start: int, length: int, page_slots: int) -> int:
@@ -66,6 +84,6 @@ def round_down(step: Step, budget: int, page_slots: int) -> None:
     if not chunks or len(chunks) == len(step.spans):
         return
     seq = chunks[-1]
-    if length := page_aligned(seq.num_computed, step.spans[seq].length - extra, page_slots):
+    if length := page_aligned(step.spans[seq].start, step.spans[seq].length - extra, page_slots):
         step.remove(seq)
         step.add(seq, length)

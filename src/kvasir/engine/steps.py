@@ -1,16 +1,35 @@
-"""Runs a plan so that one bad request fails alone: halves on an error, a smaller row budget when memory runs out."""
+"""Launches plans and reads them back so that one bad request fails alone: halves on an error, a smaller row budget when
+memory runs out.
+
+A plan may be launched while the one before it is in flight. Whatever goes wrong is looked into when its turn to be
+resolved comes: then nothing older is in flight, every token its rows need is known to the host, and its parts run one
+after the other, each read before the next is launched.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
-from kvasir.engine.runner import Runner
+from kvasir.engine.runner import Handle, Runner
 from kvasir.logs import log
-from kvasir.types import PageCopy, Plan, Span, SpanResult, Status
+from kvasir.types import PageCopy, Plan, Span, SpanResult
 
 RECOVERY_STEPS = 32  # steps at half the row budget after memory ran out
+Outcome = tuple[list[Span], list[SpanResult | None]]
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A launched plan. ``handle`` is None where it must be run again: ``error`` says why (None: the step before it failed)."""
+
+    plan: Plan
+    handle: Handle | None
+    error: Exception | None
+    lost: list[PageCopy]
 
 
 class StepRunner:
@@ -21,42 +40,95 @@ class StepRunner:
         self.full_rows = max_rows
         self.max_rows = max_rows
         self._recover_in = 0
+        self._flying: deque[_Flight] = deque()
 
-    def run(self, plan: Plan) -> Iterator[tuple[list[Span], list[SpanResult]]]:
-        """Yield (spans, results) for parts of the plan, together covering every span that ran. A span that could not run
-        for want of memory is left out: it stays uncommitted and is planned again, smaller."""
+    def __len__(self) -> int:
+        """Plans in flight."""
+        return len(self._flying)
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the oldest plan in flight does not run: nothing should be launched before it is resolved."""
+        return bool(self._flying) and self._flying[0].handle is None
+
+    def launch(self, plan: Plan) -> None:
+        """Copy pages and launch. Raises only when the device is lost."""
         if self._recover_in:
             self._recover_in -= 1
             if not self._recover_in:
                 self.max_rows = self.full_rows
-        spans = plan.spans
-        if lost := self._copy(plan.copies):
-            spans = [s for s in plan.spans if not _holds(s, lost)]
-            failed = [s for s in plan.spans if _holds(s, lost)]
+        lost = self._copy(plan.copies) if plan.copies else []
+        handle = error = None
+        if not lost:
+            try:
+                handle = self.runner.launch(plan)
+            except Exception as e:
+                if _is_fatal(e):
+                    raise
+                error = e
+        self._flying.append(_Flight(plan, handle, error, lost))
+
+    def resolve(self) -> Iterator[Outcome]:
+        """Wait for the oldest plan in flight and yield (spans, results) for parts of it, together covering every span that
+        is still valid. The result of a span that could not run for want of memory is None: it is planned again, smaller."""
+        flight = self._flying.popleft()
+        plan, error = flight.plan, flight.error
+        if flight.handle is not None:
+            try:
+                results = flight.handle.read()
+            except Exception as e:
+                if _is_fatal(e):
+                    raise
+                error = e
+            else:
+                yield plan.spans, results
+                return
+        for later in self._flying:  # it read tokens that were never drawn
+            later.handle = None
+        self.runner.forget()
+        yield from self._again(flight, error)
+
+    def _again(self, flight: _Flight, error: Exception | None) -> Iterator[Outcome]:
+        plan, spans = flight.plan, flight.plan.spans
+        if flight.lost:
+            failed = [s for s in spans if _holds(s, flight.lost)]
+            spans = [s for s in spans if not _holds(s, flight.lost)]
             yield failed, [SpanResult(error="out_of_memory: a page of this request could not be copied") for _ in failed]
-        pending = [Plan(plan.step, spans)] if spans else []
+        pending = [Plan(plan.step, spans)]
+        if error is not None:
+            yield from self._failed(pending.pop(), error, pending)
         while pending:
             part = pending.pop()
-            part.spans = [s for s in part.spans if s.seq.status is Status.RUNNING]  # a failed branch ends its siblings
+            spans = [s for s in part.spans if s.valid]  # a failed branch ends its siblings
+            part.spans = [s for s in spans if s.start == s.seq.num_computed]
+            if len(part.spans) < len(spans):  # the step before left the rows out that these follow
+                missed = [s for s in spans if s.start != s.seq.num_computed]
+                yield missed, [None] * len(missed)
             if not part.spans:
                 continue
             try:
                 results = self.runner.launch(part).read()
-            except torch.OutOfMemoryError:
-                self._shrink()
-                pending += _halves(part)
-                if len(part.spans) == 1 and part.spans[0].length == 1:
-                    yield part.spans, [SpanResult(error="out_of_memory: one token of this request does not fit the device's memory")]
-            except Exception as error:
-                if _is_fatal(error):
-                    raise
-                if len(part.spans) > 1:
-                    pending += _halves(part)
-                    continue
-                log.exception("step %d: request %s failed alone", plan.step, part.spans[0].seq.request.id)
-                yield part.spans, [SpanResult(error=f"internal_error: {type(error).__name__} while computing this request")]
+            except Exception as e:
+                yield from self._failed(part, e, pending)
             else:
                 yield part.spans, results
+
+    def _failed(self, part: Plan, error: Exception, pending: list[Plan]) -> Iterator[Outcome]:
+        """Put the halves of a failed part on the stack; of a single span, yield how it ended."""
+        if _is_fatal(error):
+            raise error
+        if out_of_memory := isinstance(error, torch.OutOfMemoryError):
+            self._shrink()
+        self.runner.forget()
+        if len(part.spans) > 1:
+            pending += _halves(part)
+        elif not out_of_memory:
+            log.error("step %d: request %s failed alone", part.step, part.spans[0].seq.request.id, exc_info=error)
+            yield part.spans, [SpanResult(error=f"internal_error: {type(error).__name__} while computing this request")]
+        elif part.spans[0].length == 1:
+            yield part.spans, [SpanResult(error="out_of_memory: one token of this request does not fit the device's memory")]
+        else:
+            yield part.spans, [None]
 
     def _copy(self, copies: list[PageCopy]) -> list[PageCopy]:
         """Run the plan's page copies: once, and before any part of it, since committing a part may free their sources.
@@ -78,15 +150,13 @@ class StepRunner:
 
 
 def _halves(plan: Plan) -> list[Plan]:
-    """Two plans of half the spans, the one to run first last; none for a single span."""
-    if len(plan.spans) < 2:
-        return []
+    """Two plans of half the spans, the one to run first last."""
     middle = len(plan.spans) // 2
     return [Plan(plan.step, plan.spans[middle:]), Plan(plan.step, plan.spans[:middle])]
 
 
 def _holds(span: Span, copies: list[PageCopy]) -> bool:
-    return any(copy.target in span.seq.tables[copy.group] for copy in copies)
+    return any(copy.target in table for copy in copies for table in span.seq.tables[copy.group:copy.group + 1])
 
 
 def _is_fatal(error: Exception) -> bool:

@@ -70,7 +70,8 @@ class KVPool:
         for group in {c.group for c in copies}:
             mine = [c for c in copies if c.group == group]
             words = self.pages[group].view(torch.int64)
-            source, target = torch.tensor([[c.source for c in mine], [c.target for c in mine]]).to(words.device)
+            pairs = torch.tensor([[c.source for c in mine], [c.target for c in mine]], pin_memory=words.is_cuda)
+            source, target = pairs.to(words.device, non_blocking=True)  # from pinned memory: a step in flight is not waited for
             words.index_copy_(0, target, words.index_select(0, source))
 
     def poison(self, group: int, pages: Sequence[int]) -> None:

@@ -1,0 +1,98 @@
+"""What the device keeps of every row of a running sequence, so that a decode step crosses over with two numbers a row.
+
+A row (``Sequence.row``) has its last drawn token, the numbers of its sampling parameters, and its page tables. All of it
+lies in one flat int32 tensor, so that any number of changes is one copy to the device and one scatter. The token is
+written by the device itself, step by step: the next step may be launched before the host has read it.
+
+The last row belongs to nobody: padding. Its token is 0, it is greedy, and its tables hold the dummy page.
+
+Legend: R rows (the padding row included), W pages in the longest table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import numpy as np
+import torch
+
+from kvasir.types import Sequence, Span
+
+TOKEN, TEMPERATURE, TOP_K, TOP_P, MIN_P, STREAM, TABLES = 0, 1, 2, 3, 4, 5, 7  # sections, in words of R; a stream has two
+UNKNOWN = -1
+
+
+class DeviceRows:
+    def __init__(self, max_seqs: int, max_pages: int, num_groups: int, device: torch.device | str) -> None:
+        self.count = count = max_seqs + 1
+        self.padding = max_seqs
+        self.words = torch.zeros(count * (TABLES + num_groups * max_pages), dtype=torch.int32, device=device)
+
+        def section(at: int, size: int = 1) -> torch.Tensor:
+            return self.words[count * at:count * (at + size)]
+
+        self.token = section(TOKEN)
+        self.temperature, self.top_p, self.min_p = (section(at).view(torch.float32) for at in (TEMPERATURE, TOP_P, MIN_P))
+        self.top_k = section(TOP_K)
+        self.stream = section(STREAM, 2).view(count, 2)  # low and high word: gathered, a row of two is an int64
+        self._bases = [count * (TABLES + g * max_pages) for g in range(num_groups)]
+        self.tables = tuple(section(TABLES + g * max_pages, max_pages).view(count, max_pages) for g in range(num_groups))
+        self._max_pages = max_pages
+        self._position = np.full(count, UNKNOWN, np.int64)  # of the token that the device has, or UNKNOWN
+        self._open: dict[int, tuple[Sequence, list[int], list[int]]] = {}  # row -> sequence, places and content of its numbers
+        self._unsent: set[int] = set()  # open rows whose numbers the device does not have
+
+    def open(self, seq: Sequence, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+        """``seq.row`` is ``seq``'s from now on. ``temperature`` 0: greedy; ``top_k`` the vocabulary, ``top_p`` 1, ``min_p`` 0: off."""
+        row = seq.row
+        numbers = np.array([temperature, top_p, min_p], np.float32).view(np.int32).tolist()
+        stream = np.array([seq.stream], np.uint64).view(np.int32).tolist()
+        at = [self.count * part + row for part in (TEMPERATURE, TOP_P, MIN_P, TOP_K)]
+        at += [self.count * STREAM + 2 * row, self.count * STREAM + 2 * row + 1]
+        self._open[row] = seq, at, [*numbers, top_k, *stream]
+        self._unsent.add(row)
+        self._position[row] = UNKNOWN
+        seq.num_sent = 0
+
+    def close(self, row: int) -> None:
+        del self._open[row]
+        self._unsent.discard(row)
+
+    def drawn(self, rows: Many[int] | np.ndarray, positions: Many[int] | np.ndarray) -> None:
+        """The launched step leaves the tokens of these positions in ``token``."""
+        self._position[rows] = positions
+
+    def forget(self) -> None:
+        """Nothing on the device can be trusted, since a launch failed: all comes from the host again."""
+        self._position[:] = UNKNOWN
+        self._unsent.update(self._open)
+        for seq, _, _ in self._open.values():
+            seq.num_sent = 0
+
+    def changes(self, spans: list[Span], rows: np.ndarray, starts: np.ndarray) -> tuple[list[int], list[int]]:
+        """What the device does not know yet of these decodes, as (places in ``words``, their new content): parameters of
+        new rows, pages, and tokens that it did not draw itself. The caller sends it."""
+        at: list[int] = []
+        content: list[int] = []
+        for row in self._unsent:
+            _, places, numbers = self._open[row]
+            at += places
+            content += numbers
+        self._unsent.clear()
+        for i in np.flatnonzero(self._position[rows] != starts).tolist():
+            span = spans[i]
+            at.append(span.row)
+            content.append(span.seq.tokens[span.start])
+        for span in spans:
+            seq = span.seq
+            if seq.num_sent < len(seq.tables[0]):
+                self._send_pages(seq, at, content)
+        return at, content
+
+    def _send_pages(self, seq: Sequence, at: list[int], content: list[int]) -> None:
+        sent, end = seq.num_sent, len(seq.tables[0])
+        for base, table in zip(self._bases, seq.tables):
+            first = base + seq.row * self._max_pages
+            at += range(first + sent, first + end)
+            content += table[sent:]
+        seq.num_sent = end

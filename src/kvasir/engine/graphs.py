@@ -1,0 +1,279 @@
+"""Decode steps over static buffers, captured once per batch size and replayed: the host's part is two numbers a row.
+
+A step takes this path when every span is one row that draws one token. It is padded to a *bucket* of rows; padding rows
+run with the padding row's token and write to the dummy page, where nobody reads. Page tables, sampling parameters and the
+tokens to go on from lie on the device already (``device_rows.py``); what has changed since is sent along.
+
+A bucket runs uncaptured a few times first, so that kernels are compiled and libraries loaded, and nobody waits for the
+capture of a size that only passes by. Buckets that were never used are captured when the engine is idle (``capture_next``).
+
+Legend: B rows of a bucket, M rows of a slice, V vocabulary, E model dim, P slots per page.
+"""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
+from itertools import cycle
+
+import numpy as np
+import torch
+
+from kvasir.attention.backend import AttentionBackend
+from kvasir.decoding.sampler import MASKED_ERROR, NUMERIC_ERROR, SLICE_BYTES, Sampler, sample_rows
+from kvasir.engine.device_rows import DeviceRows
+from kvasir.engine.spans import ONE_SAMPLE
+from kvasir.kv.codec import LayerCache
+from kvasir.logs import log
+from kvasir.models.decoder import Decoder
+from kvasir.types import Span, SpanResult, StepBatch
+
+Work = Callable[[], None]
+Capture = Callable[[Work], Work]
+EAGER_STEPS = 4  # of a bucket before it is captured
+GRAPH_BYTES = 3 << 20  # of device memory that one instantiated graph takes beside its tensors, by experience
+
+
+def buckets(max_rows: int) -> list[int]:
+    """1, 2, 4, then multiples of 8 up to 256, of 32 beyond, and the largest."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(288, max_rows, 32)]
+    return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+def call_through(work: Work) -> Work:
+    """No capture: the same buffers and the same padding, run as they are. For devices without graphs."""
+    return work
+
+
+class CudaCapture:
+    """Captures into CUDA graphs that share one memory pool: they are replayed one after the other on one stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Work) -> Work:
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        collecting = gc.isenabled()
+        gc.disable()  # a finaliser that frees device memory would spoil the capture
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+        current.wait_stream(self._stream)
+        return graph.replay
+
+
+class DecodeGraphs:
+    def __init__(self, model: Decoder, caches: list[LayerCache], backend: AttentionBackend, sampler: Sampler, rows: DeviceRows,
+                 capture: Capture) -> None:
+        self.model, self.caches, self.backend, self.sampler, self.rows = model, caches, backend, sampler, rows
+        self.buckets = buckets(sampler.max_seqs)
+        self._capture: Capture | None = capture
+        self._ready: dict[tuple[int, bool], Work] = {}  # (bucket, whether it draws) -> replay
+        self._uses: Counter[tuple[int, bool]] = Counter()
+        most, device = self.buckets[-1], rows.words.device
+        self._device = device
+        self._page_slots = caches[0].page_slots
+        self._inbox = torch.zeros(2 * most, dtype=torch.int64, device=device)  # of a bucket: rows, then starts
+        self._row_start = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self._logit_rows = torch.arange(most, dtype=torch.int64, device=device)
+        self._hidden = torch.zeros(most, model.spec.hidden_size, dtype=model.place.dtype, device=device)
+        self._draws = torch.zeros(3 * most, dtype=torch.float32, device=device)
+        self.step_bytes = 64 << 20  # of device memory that a capture may need
+        # What crosses over is staged in turns: a buffer is written again only after the step that used it was read.
+        self._stages = cycle([_Stage(most, device) for _ in range(2)])
+        self._host_starts: list[int] = []
+
+    # ---------------------------------------------------------------------------------------------------------- running
+
+    def takes(self, spans: list[Span]) -> bool:
+        """Whether these spans are decodes and nothing else."""
+        return len(spans) <= self.buckets[-1] and all(span.want is ONE_SAMPLE for span in spans)
+
+    def bucket(self, num_rows: int) -> int:
+        return self.buckets[bisect_left(self.buckets, num_rows)]
+
+    def decode(self, spans: list[Span]) -> DecodeHandle:
+        """Forward and draw, by the parameters that the rows have on the device."""
+        size, stage = self._send(spans)
+        self._run(size, True)
+        stage.take(self._draws[:3 * size])
+        return DecodeHandle(stage, size, spans)
+
+    def forward(self, spans: list[Span]) -> torch.Tensor:
+        """Hidden states [S, E] before the final norm; valid until the next step."""
+        size, _ = self._send(spans)
+        self._run(size, False)
+        return self._hidden[:len(spans)]
+
+    def _send(self, spans: list[Span]) -> tuple[int, _Stage]:
+        """Bring rows, starts and what else changed to the device. Returns the bucket and the host buffers in use."""
+        count, stage = len(spans), next(self._stages)
+        size = self.bucket(count)
+        starts = [span.start for span in spans]
+        rows_S, starts_S = stage.inbox[:count], stage.inbox[size:size + count]
+        rows_S[:], starts_S[:] = [span.row for span in spans], starts
+        stage.inbox[count:size], stage.inbox[size + count:2 * size] = self.rows.padding, 0
+        places, content = self.rows.changes(spans, rows_S, starts_S)
+        self._inbox[:2 * size].copy_(stage.inbox_tensor[:2 * size], non_blocking=True)
+        if places:
+            at, words = stage.changes(places, content, self._device)
+            self.rows.words.index_copy_(0, at, words)
+        self.rows.drawn(rows_S, starts_S + 1)
+        self._host_starts = starts + [0] * (size - count)
+        return size, stage
+
+    def _run(self, size: int, draws: bool) -> None:
+        key = size, draws
+        work = self._ready.get(key)
+        if work is None:
+            self._uses[key] += 1
+            if self._capture is None or self._uses[key] <= EAGER_STEPS or not self._try_capture(size, draws):
+                return self._compute(size, draws)
+            work = self._ready[key]
+        work()
+
+    def _compute(self, size: int, draws: bool) -> None:
+        """The step itself, over the first ``size`` rows of the static buffers."""
+        rows_B, starts_B = self._inbox[:size], self._inbox[size:2 * size]
+        page_B1, slot_B = (starts_B // self._page_slots)[:, None], starts_B % self._page_slots
+        tables = tuple(table.index_select(0, rows_B) for table in self.rows.tables)
+        slots = tuple(table.gather(1, page_B1)[:, 0] * self._page_slots + slot_B for table in tables)
+        batch = StepBatch(
+            input_ids=self.rows.token.index_select(0, rows_B).long(), positions=starts_B, row_start=self._row_start[:size + 1],
+            context=starts_B.int(), tables=tables, slots=slots, logit_rows=self._logit_rows[:size], starts=self._host_starts,
+            lengths=[1] * size)
+        self.backend.plan(batch)
+        hidden_BE = self.model.forward(batch, self.caches, self.backend)
+        if not draws:
+            self._hidden[:size].copy_(hidden_BE)
+            return
+        draws_3B = self._draws[:3 * size].view(3, size)
+        step = max(1, SLICE_BYTES // (4 * self.sampler.vocab_size))
+        for first in range(0, size, step):
+            part = slice(first, min(first + step, size))
+            draws_3B[:, part].copy_(self._draw(self.model.logits(hidden_BE[part]), rows_B[part], starts_B[part]))
+        tokens_B = draws_3B[0].int().clamp_(0, self.sampler.vocab_size - 1)  # what a row of NaN draws must not be out of range
+        self.rows.token.index_copy_(0, rows_B, tokens_B)
+
+    def _draw(self, logits_MV: torch.Tensor, rows_M: torch.Tensor, positions_M: torch.Tensor) -> torch.Tensor:
+        rows = self.rows
+        temperature, top_k, top_p, min_p = (x.index_select(0, rows_M) for x in (rows.temperature, rows.top_k, rows.top_p, rows.min_p))
+        stream = rows.stream.index_select(0, rows_M).view(torch.int64)[:, 0]
+        return sample_rows(logits_MV, temperature, top_k, top_p, min_p, stream, positions_M, self.sampler.tokenizer_size)
+
+    # -------------------------------------------------------------------------------------------------------- capturing
+
+    @torch.inference_mode()
+    def capture_next(self) -> bool:
+        """Capture one more bucket, smallest first, while nothing is in flight. False: none is left."""
+        size = next((size for size in self.buckets if (size, True) not in self._ready), None)
+        if size is None or self._capture is None:
+            return False
+        self._inbox[:size], self._inbox[size:2 * size] = self.rows.padding, 0
+        self._host_starts = [0] * size
+        self._compute(size, True)
+        return self._try_capture(size, True)
+
+    def _try_capture(self, size: int, draws: bool) -> bool:
+        """Capture a bucket. Where that fails, this process does without graphs from then on: they are never needed."""
+        try:
+            if self._device.type == "cuda":
+                self._check_memory()
+            self._ready[size, draws] = self._capture(lambda: self._compute(size, draws))
+        except Exception as error:
+            self._capture = None
+            log.warning("no more CUDA graphs: a decode step of %d rows cannot be captured (%s: %s)", size, type(error).__name__, error)
+            return False
+        return True
+
+    def _check_memory(self) -> None:
+        """The allocator's cache may hold what the capture needs, and cannot be emptied while it runs."""
+        needed = GRAPH_BYTES + self.step_bytes
+        if torch.cuda.mem_get_info(self._device)[0] < needed:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info(self._device)[0] < needed:
+            raise torch.OutOfMemoryError(f"less than {needed >> 20} MiB of device memory are left")
+
+    @torch.inference_mode()
+    def measure(self) -> tuple[int, int]:
+        """Bytes of ``step_bytes``, and with the graphs of all buckets: what the largest step needs beside the static buffers,
+        with a quarter on top for fragments. The buckets share it: they run one after the other."""
+        size = self.buckets[-1]
+        self._inbox[:size], self._inbox[size:2 * size] = self.rows.padding, 0
+        self._host_starts = [0] * size
+        held = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._compute(size, True)
+        torch.cuda.synchronize(self._device)
+        step = (torch.cuda.max_memory_allocated(self._device) - held) * 5 // 4
+        return step, step + GRAPH_BYTES * len(self.buckets)
+
+
+class _Stage:
+    """Pinned host memory of one step: what goes to the device, and the draws that come back."""
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self._pinned = pinned
+        self.inbox_tensor = torch.zeros(2 * max_rows, dtype=torch.int64, pin_memory=pinned)
+        self.inbox = self.inbox_tensor.numpy()
+        self._draws = torch.zeros(3 * max_rows, dtype=torch.float32, pin_memory=pinned)
+        self._draws_array = self._draws.numpy()
+        self._done = torch.cuda.Event() if pinned else None
+        self._changes = torch.zeros(0, dtype=torch.int64)
+
+    def changes(self, places: list[int], content: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both on the device in one copy: int64 [K], and int32 [K] in the words behind."""
+        count = len(places)
+        size = count + (count + 1) // 2
+        if len(self._changes) < size:
+            self._changes = torch.zeros(max(256, 2 * size), dtype=torch.int64, pin_memory=self._pinned)
+        self._changes.numpy()[:count] = places
+        self._changes.view(torch.int32).numpy()[2 * count:3 * count] = content
+        there = self._changes[:size].to(device, non_blocking=True)
+        return there[:count], there.view(torch.int32)[2 * count:3 * count]
+
+    def take(self, draws: torch.Tensor) -> None:
+        """Fetch the draws of the step launched last."""
+        self._draws[:len(draws)].copy_(draws, non_blocking=True)
+        if self._done is not None:
+            self._done.record()
+
+    def read(self, size: int) -> np.ndarray:
+        """Wait for them: [3, size]."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._draws_array[:3 * size].reshape(3, size)
+
+
+class DecodeHandle:
+    """A launched decode step."""
+
+    __slots__ = ("_stage", "_size", "_spans")
+
+    def __init__(self, stage: _Stage, size: int, spans: list[Span]) -> None:
+        self._stage, self._size, self._spans = stage, size, spans
+
+    def read(self) -> list[SpanResult]:
+        """Wait for the step; one result per span."""
+        ids, largest, best = self._stage.read(self._size)[:, :len(self._spans)]
+        results = [SpanResult([token]) for token in ids.astype(np.int64).tolist()]
+        if not (np.isfinite(largest).all() and np.isfinite(best).all()):
+            for i in range(len(results)):
+                if not largest[i] < np.inf:
+                    results[i] = SpanResult(error=NUMERIC_ERROR)
+                elif best[i] == -np.inf:
+                    results[i] = SpanResult(error=MASKED_ERROR)
+        return results
