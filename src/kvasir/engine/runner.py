@@ -12,6 +12,7 @@ import torch
 from kvasir.attention.backend import AttentionBackend
 from kvasir.decoding.sampler import SampleOutput, Sampler
 from kvasir.engine.batch import Packer
+from kvasir.engine.decode_tapes import DecodeTapes
 from kvasir.kv.pool import KVPool
 from kvasir.models.decoder import Decoder
 from kvasir.types import Plan, SpanResult
@@ -35,11 +36,15 @@ class Runner:
         self.sampler = sampler
         self.caches = [pool.layer(i) for i in range(len(model.spec.layers))]
         self.packer = Packer(pool.page_slots, len(pool.groups), device)
+        self.tapes = DecodeTapes(model, pool, backend) if DecodeTapes.can_serve(model, pool, backend) else None
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Handle:
         if plan.copies:
             self.pool.copy(plan.copies)
+        taped = None if self.tapes is None else self.tapes.logits(plan.spans)
+        if taped is not None:
+            return Handle(self.sampler.sample(taped, self.sampler.pack(plan.spans)))
         batch = self.packer.pack(plan.spans)
         rows = self.sampler.pack(plan.spans)
         self.backend.plan(batch)
