@@ -75,51 +75,73 @@ class DecodeTapes:
 
 
 class _Step:
-    """The fixed tensors of one shape, and the tape over them."""
+    """The fixed tensors of one shape, and the tape over them. Only what differs from the step before is written."""
 
     def __init__(self, home: DecodeTapes, rows: int, pages: int) -> None:
-        self.home, self.rows = home, rows
-        size, group = home.pool.page_slots, home.pool.groups[0]
-        self.ids, self.positions, self.slots = (torch.zeros(rows, dtype=torch.int64) for _ in range(3))
-        self.tables = torch.zeros(rows, pages, dtype=torch.int64)
-        self.bias = torch.zeros(rows, 1, 1, pages * size, dtype=home.model.place.dtype)
-        self.slot_N = np.arange(pages * size)
-        self.arrays = [t.numpy() for t in (self.ids, self.positions, self.slots, self.tables)]
-        self.batch = StepBatch(self.ids, self.positions, torch.arange(rows + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32),
-                               (self.tables,), (self.slots,), torch.arange(rows), [0] * rows, [1] * rows)
-        self.write = row_index(self.slots, home.caches[0].planes["k"])
-        self.read, shape = home.pool.codec.blocks_of(home.caches[0], self.arrays[3])
+        self.home = home
+        size, cache, dtype = home.pool.page_slots, home.caches[0], home.model.place.dtype
+        ids, positions, slots = (torch.zeros(rows, dtype=torch.int64) for _ in range(3))
+        bias = torch.zeros(rows, 1, 1, pages * size, dtype=dtype)
+        self.ids, self.positions, self.slots = ids.numpy(), positions.numpy(), slots.numpy()
+        self.tables = np.zeros((rows, pages), np.int64)
+        # numpy has no bf16: the mask is written as the bits of zero and of minus infinity.
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+        self.mask, self.unseen = bias.view(rows, -1).view(bits).numpy(), torch.tensor(-INF, dtype=dtype).view(bits).item()
+        self.held: list[list[int]] = [[] for _ in range(rows)]  # the pages in ``tables``
+        self.write, (self.read, shape) = row_index(slots, cache.planes["k"]), home.pool.codec.blocks_of(cache, self.tables)
+        tables = torch.from_numpy(self.tables)
+        self.batch = StepBatch(ids, positions, torch.arange(rows + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32),
+                               (tables,), (slots,), torch.arange(rows), [0] * rows, [1] * rows)
         self.batch.scratch["write", 0] = {"rows": self.write}
-        spec = home.model.spec.layers[0].mixer.attention()
-        home.backend.pin(self.batch, spec, home.model.place.dtype, self.bias, {"blocks": self.read, "shape": shape, "pages": self.tables})
+        held = {"blocks": self.read, "shape": shape, "pages": tables}
+        home.backend.pin(self.batch, home.model.spec.layers[0].mixer.attention(), dtype, bias, held)
+        for row in range(rows):
+            self._see(row, 0)
         self.tape: Tape | None = None
 
     def run(self, spans: list[Span]) -> torch.Tensor:
         self._fill(spans)
-        if self.tape is not None:
-            return self.tape.replay()
-        self.tape = record(self._forward, self.home.arena)
-        return self.tape.result
+        if self.tape is None:
+            self.tape = record(self._forward, self.home.arena)
+            return self.tape.result
+        return self.tape.replay()
 
     def _forward(self) -> torch.Tensor:
         home = self.home
         return home.model.logits(home.model.forward(self.batch, home.caches, home.backend))
 
     def _fill(self, spans: list[Span]) -> None:
-        ids, positions, slots, tables = self.arrays
-        size, count = self.home.pool.page_slots, len(spans)
-        for array in self.arrays:
-            array[count:] = 0
-        for i, span in enumerate(spans):
+        size, moved, cache = self.home.pool.page_slots, False, self.home.caches[0]
+        for row, span in enumerate(spans):
             start, table = span.start, span.seq.tables[0]
             last = start // size
-            ids[i], positions[i], slots[i] = span.tokens()[0], start, table[last] * size + start % size
-            tables[i, :last + 1] = table[:last + 1]
-            tables[i, last + 1:] = 0
-        cache = self.home.caches[0]
-        self.write.copy_(row_index(self.slots, cache.planes["k"]))
-        self.read.copy_(self.home.pool.codec.blocks_of(cache, tables)[0])
-        self.bias.copy_(torch.from_numpy(np.where(self.slot_N > positions[:, None], np.float32(-INF), np.float32(0)))[:, None, None])
+            self.ids[row], self.slots[row] = span.seq.tokens[start], table[last] * size + start % size
+            moved |= self._turn(row, table[:last + 1])
+            self._see(row, start)
+        for row in range(len(spans), len(self.ids)):
+            self.slots[row] = 0
+            moved |= self._turn(row, [])
+            self._see(row, 0)
+        codec = self.home.pool.codec
+        self.write.copy_(row_index(self.batch.slots[0], cache.planes["k"]))
+        if moved:
+            self.read.copy_(codec.blocks_of(cache, self.tables)[0])
+
+    def _turn(self, row: int, pages: list[int]) -> bool:
+        """Make ``pages`` the row's; whether they were others."""
+        if pages == self.held[row]:
+            return False
+        self.held[row] = pages
+        self.tables[row, :len(pages)], self.tables[row, len(pages):] = pages, 0
+        return True
+
+    def _see(self, row: int, position: int) -> None:
+        """The row stands at ``position`` and sees the slots up to it."""
+        if position == self.positions[row] + 1:
+            self.mask[row, position] = 0
+        else:
+            self.mask[row, :position + 1], self.mask[row, position + 1:] = 0, self.unseen
+        self.positions[row] = position
 
 
 def _rounded(count: int, least: int) -> int:
