@@ -50,7 +50,7 @@ class DecodeTapes:
     def logits(self, spans: list[Span]) -> torch.Tensor | None:
         """fp32 logits [S, V] of a step of one sampled row a sequence; None when it is another kind of step, or too rare a shape."""
         self._clear(spans)
-        if len(spans) > MAX_ROWS or any(s.length != 1 or "sample" not in s.want for s in spans):
+        if len(spans) > MAX_ROWS or any(s.length != 1 or s.start >= len(s.seq.tokens) or "sample" not in s.want for s in spans):
             return None
         rows, pages = _rounded(len(spans), 1), _rounded(max(s.start for s in spans) // self.pool.page_slots + 1, 2)
         key = rows, pages

@@ -8,7 +8,6 @@ before a replay, and no shape may depend on it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -174,8 +173,5 @@ def _plain(x: Any) -> Any:
 def _tensors(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return [tree]
-    if isinstance(tree, dict):
-        tree = tree.values()
-    if isinstance(tree, (tuple, list)) or not isinstance(tree, (str, bytes)) and hasattr(tree, "__iter__"):
-        return list(itertools.chain.from_iterable(map(_tensors, tree)))
-    return []
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (tuple, list)) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]

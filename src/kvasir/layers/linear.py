@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from kvasir.kernels import packed_fp16
+
 TILE = 32
 ALIGNMENT = 64  # bytes; what torch's CPU allocator gives, and what a BLAS may look at when it picks a kernel
 
@@ -80,10 +82,18 @@ class Linear:
         self.weight_NK = matrix(total, num_inputs, place=place)
         self.weight_KN = self.weight_NK.t()
         self.bias_N = torch.empty(total, device=place.device, dtype=place.dtype) if bias else None
+        self.packed: torch.ScriptObject | None = None  # a copy for products of few rows, made by the first
+        self.may_pack = place.device.type == "cpu" and place.dtype == torch.float32 and not bias
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
         if self.exact:
             return linear(x_TK, self.weight_NK, self.bias_N, exact=True)
+        if self.may_pack and x_TK.shape[0] <= packed_fp16.MAX_ROWS:
+            if self.packed is None and packed_fp16.fits(self.weight_NK):
+                self.packed = packed_fp16.pack(self.weight_NK)
+            self.may_pack = self.packed is not None
+            if self.may_pack:
+                return packed_fp16.linear(x_TK, self.packed)
         return torch.mm(x_TK, self.weight_KN) if self.bias_N is None else torch.addmm(self.bias_N, x_TK, self.weight_KN)
 
     def slots(self) -> dict[str, Slot]:
