@@ -23,7 +23,7 @@ from kvasir.models.decoder import Decoder
 from kvasir.types import Span, StepBatch
 
 MAX_ROWS = 32  # beyond, the calls' own cost is small beside their work
-MAX_PAGES = 1024  # of all sequences together: the same, and a bound of the memory
+MAX_READ = 4 << 20  # bytes of keys and values a layer reads: the same, and a bound of the memory
 MAX_TAPES = 64
 RECORD_AT = 3  # a shape's third step: a shape that is only passed through is not worth the recording
 
@@ -35,6 +35,7 @@ class DecodeTapes:
         self.backend = backend
         self.caches = [pool.layer(i) for i in range(len(model.spec.layers))]
         self.arena = Arena()
+        self.page_bytes = pool.page_bytes(0) // len(self.caches)  # of one layer
         self._seen: Counter[tuple[int, int]] = Counter()
         self._steps: OrderedDict[tuple[int, int], _Step] = OrderedDict()
 
@@ -57,7 +58,7 @@ class DecodeTapes:
         step = self._steps.get(key)
         if step is None:
             self._seen[key] += 1
-            if self._seen[key] < RECORD_AT or rows * pages > MAX_PAGES:
+            if self._seen[key] < RECORD_AT or rows * pages * self.page_bytes > MAX_READ:
                 return None
             while len(self._steps) >= MAX_TAPES:
                 self._steps.popitem(last=False)

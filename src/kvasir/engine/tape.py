@@ -30,15 +30,24 @@ class Arena:
         return sum(map(len, self.blocks))
 
 
+class _Use:
+    """Whether anything reads a result. (The list of calls holds this, for it must not hold the result's memory.)"""
+
+    __slots__ = ("read",)
+
+    def __init__(self) -> None:
+        self.read = False
+
+
 class _Lease:
     """One result's memory; it goes back when the last tensor that shares it is gone."""
 
-    __slots__ = ("block", "free", "used")
+    __slots__ = ("block", "free", "use")
 
     def __init__(self, block: torch.Tensor, free: list[torch.Tensor]) -> None:
         self.block = block
         self.free = free
-        self.used = False
+        self.use = _Use()
 
     def __del__(self) -> None:
         self.free.append(self.block)
@@ -68,8 +77,10 @@ def record(function: Callable[[], Any], arena: Arena) -> Tape:
     recorder = _Recorder(arena)
     with recorder:
         result = function()
-    calls = [call for lease, call in recorder.calls if lease is None or lease.used or lease is _lease(result)]
-    return Tape(calls, result)
+    for tensor in _tensors(result):
+        if _lease(tensor):
+            _lease(tensor).use.read = True
+    return Tape([call for use, call in recorder.calls if use is None or use.read], result)
 
 
 class _Recorder(TorchDispatchMode):
@@ -77,7 +88,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.arena = arena
         self.free = list(arena.blocks)
-        self.calls: list[tuple[_Lease | None, tuple[Callable, tuple, dict]]] = []
+        self.calls: list[tuple[_Use | None, tuple[Callable, tuple, dict]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         named = kwargs or {}
@@ -127,7 +138,8 @@ class _Recorder(TorchDispatchMode):
     def _own(self, found: torch.Tensor) -> torch.Tensor:
         """A tensor like ``found``, of the same content, in the arena's memory."""
         size = found.numel() * found.element_size()
-        fits = [block for block in self.free if size <= len(block) <= 2 * size + 4096]
+        # Of equal blocks the one freed last: the caches still hold it.
+        fits = [block for block in reversed(self.free) if size <= len(block) <= 2 * size + 4096]
         block = min(fits, key=len, default=None)
         if block is None:
             block = torch.empty(max(64, size), dtype=torch.uint8, device=found.device)
@@ -141,10 +153,11 @@ class _Recorder(TorchDispatchMode):
         return kept
 
     def _note(self, leases: Any, lease: _Lease | None, call: Callable, args: tuple, named: dict) -> None:
+        """``leases``: of what the call reads; ``lease``: of what it makes."""
         for source in leases:
-            source.used = True
+            source.use.read = True
         args, named = tree_map(_plain, args), tree_map(_plain, named)
-        self.calls.append((lease, (call, args, named)))
+        self.calls.append((lease and lease.use, (call, args, named)))
 
 
 def _copy_result(target: torch.Tensor, call: Callable, *args: Any, **named: Any) -> None:

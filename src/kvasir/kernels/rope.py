@@ -15,10 +15,4 @@ def rotate(x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     """
     rows, heads, dim = x_THD.shape
     halves = x_THD.view(rows, heads, 2, dim // 2)
-    if not x_THD.is_cuda and x_THD.dtype == torch.float32:  # a call fewer, and none that only moves
-        turned = halves * cos
-        (x, y), (x_out, y_out), (minus, plus) = halves.unbind(2), turned.unbind(2), sin.unbind(2)
-        x_out.addcmul_(y, minus)
-        y_out.addcmul_(x, plus)
-        return turned.view(rows, heads, dim)
     return (halves * cos).add_(halves.flip(2) * sin).to(x_THD.dtype).view(rows, heads, dim)
