@@ -23,7 +23,7 @@ from kvasir.models.decoder import Decoder
 from kvasir.types import Span, StepBatch
 
 MAX_ROWS = 32  # beyond, the calls' own cost is small beside their work
-MAX_READ = 4 << 20  # bytes of keys and values a layer reads: the same, and a bound of the memory
+MAX_READ = 8 << 20  # bytes of keys and values a layer reads: the same, and a bound of the memory
 MAX_TAPES = 64
 RECORD_AT = 3  # a shape's third step: a shape that is only passed through is not worth the recording
 
