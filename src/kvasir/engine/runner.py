@@ -7,6 +7,7 @@ plan may be launched: a decode whose token is still being drawn takes it from th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from kvasir.attention.backend import AttentionBackend
 from kvasir.decoding.sampler import SampleOutput, Sampler
 from kvasir.engine.batch import Packer
+from kvasir.engine.decode_tapes import DecodeTapes
 from kvasir.engine.device_rows import DeviceRows
 from kvasir.engine.graphs import Capture, DecodeGraphs
 from kvasir.engine.sizing import pages_for
@@ -43,6 +45,7 @@ class Runner:
         self.packer = Packer(pool.page_slots, len(pool.groups), device)
         self.rows = DeviceRows(sampler.max_seqs, pages_for(max_model_len, pool.page_slots), len(pool.groups), device)
         self.graphs: DecodeGraphs | None = None
+        self.tapes = DecodeTapes(model, pool, backend) if DecodeTapes.can_serve(model, pool, backend) else None
 
     def use_graphs(self, capture: Capture) -> None:
         """From now on, run steps that only decode over static buffers, captured and replayed by ``capture``."""
@@ -70,7 +73,11 @@ class Runner:
         if graphs is not None and graphs.takes(spans):
             if self.sampler.simple(spans):
                 return graphs.decode(spans)
-            return self._sample(spans, graphs.forward(spans))
+            hidden_SE = graphs.forward(spans)
+            return self._sample(spans, lambda a, b: self.model.logits(hidden_SE[a:b]))
+        taped_SV = None if self.tapes is None else self.tapes.logits(spans)
+        if taped_SV is not None:
+            return self._sample(spans, taped_SV)
         batch = self.packer.pack(spans)
         if batch.borrowed is not None:
             at, rows = batch.borrowed
@@ -78,13 +85,14 @@ class Runner:
         self.backend.plan(batch)
         hidden_TE = self.model.forward(batch, self.caches, self.backend)
         whole = batch.logit_rows.numel() == hidden_TE.shape[0]
-        return self._sample(spans, hidden_TE if whole else hidden_TE.index_select(0, batch.logit_rows))
-
-    def _sample(self, spans: list[Span], wanted_ME: torch.Tensor) -> SampleOutput:
-        """Draw from the rows whose logits are wanted, and leave the tokens where the next step looks for them."""
+        wanted_ME = hidden_TE if whole else hidden_TE.index_select(0, batch.logit_rows)
         # The sampler asks for logits slice by slice, so that a long scored prompt never needs [T, V] at once.
+        return self._sample(spans, lambda a, b: self.model.logits(wanted_ME[a:b]))
+
+    def _sample(self, spans: list[Span], logits: torch.Tensor | Callable[[int, int], torch.Tensor]) -> SampleOutput:
+        """Draw from the rows whose logits are wanted, and leave the tokens where the next step looks for them."""
         batch = self.sampler.pack(spans)
-        output = self.sampler.sample(lambda a, b: self.model.logits(wanted_ME[a:b]), batch)
+        output = self.sampler.sample(logits, batch)
         drawn = [(first + len(wanted) - 1, span.row, span.start + span.length) for span, wanted, first in zip(spans, batch.wanted, batch.first)
                  if len(span.want.get("sample", ())) == 1]
         if drawn:

@@ -74,6 +74,11 @@ class KVPool:
             source, target = pairs.to(words.device, non_blocking=True)  # from pinned memory: a step in flight is not waited for
             words.index_copy_(0, target, words.index_select(0, source))
 
+    def clear(self, group: int, pages: Sequence[int]) -> None:
+        """Fill pages with zeros."""
+        for page in pages:
+            self.pages[group][page].zero_()
+
     def poison(self, group: int, pages: Sequence[int]) -> None:
         """Fill pages with ones: NaN in every float format, so that a read of an unwritten slot shows (poison mode)."""
         self.pages[group][torch.as_tensor(pages, dtype=torch.int64, device=self.pages[group].device)] = 0xFF

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from kvasir.kernels import packed_fp16
 from kvasir.kernels.activation import ACTIVATIONS, gated
 from kvasir.kernels.gemv import choose, gemv
 
@@ -93,6 +94,8 @@ class Linear:
         self.weight_NK = matrix(total, num_inputs, place=place)
         self.weight_KN = self.weight_NK.t()
         self.bias_N = torch.empty(total, device=place.device, dtype=place.dtype) if bias else None
+        self.packed: torch.ScriptObject | None = None  # a copy for products of few rows, made by the first
+        self.may_pack = place.device.type == "cpu" and place.dtype == torch.float32 and not bias
 
     def __call__(self, x_TK: torch.Tensor, norm: RMSNorm | None = None, residual_TN: torch.Tensor | None = None,
                  activation: str | None = None) -> torch.Tensor:
@@ -114,6 +117,12 @@ class Linear:
         """x @ weight^T + bias by the BLAS: [T, N]."""
         if self.exact:
             return linear(x_TK, self.weight_NK, self.bias_N, exact=True)
+        if self.may_pack and x_TK.shape[0] <= packed_fp16.MAX_ROWS:
+            if self.packed is None and packed_fp16.fits(self.weight_NK):
+                self.packed = packed_fp16.pack(self.weight_NK)
+            self.may_pack = self.packed is not None
+            if self.may_pack:
+                return packed_fp16.linear(x_TK, self.packed)
         return torch.mm(x_TK, self.weight_KN) if self.bias_N is None else torch.addmm(self.bias_N, x_TK, self.weight_KN)
 
     def slots(self) -> dict[str, Slot]:

@@ -55,6 +55,12 @@ class TorchBackend(AttentionBackend):
 
     # ---------------------------------------------------------------------------------------------------- normal mode
 
+    def pin(self, batch: StepBatch, spec: AttentionSpec, dtype: torch.dtype, bias: torch.Tensor, held: dict) -> None:
+        """Fix what ``run`` will do for a batch of one-row spans whose tensors are filled anew for each step: read the pages
+        that ``held`` says, whole, and add ``bias`` [S, 1, 1, N]. Slots that nobody sees must hold numbers."""
+        pages = batch.tables[0]
+        batch.scratch["parts", 0, spec.window, dtype] = [_Part(slice(0, len(pages)), True, True, pages, bias=bias, held=held)]
+
     def _normal(self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, batch: StepBatch,
                 sinks_H: torch.Tensor | None, want_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         key = ("parts", cache.group, spec.window, q_THD.dtype)

@@ -48,6 +48,22 @@ class PlainCodec(Codec):
             cache.views["blocks"] = k_NGPD.as_strided(((count - 1) * apart + beside + heads, size * dim), (size * dim, 1))
         return cache.views["blocks"].index_select(0, held["blocks"]).view(held["shape"]).unbind()
 
+    def blocks_of(self, cache: LayerCache, pages: np.ndarray) -> tuple[torch.Tensor, tuple[int, ...]] | None:
+        """One head of one page is a dense block, so the pool is a matrix of blocks, and a read is one gather of its rows:
+        the rows for pages [..., W], and the shape of what they hold, [2, ..., G, W * P, D].
+
+        K and V share one allocation: the C allocator gives two that are freed together back to the system, and then faults
+        them in. None: pages of odd widths, whose planes are padded to their alignment, are no such matrix.
+        """
+        k_NGPD, v_NGPD = cache.planes["k"], cache.planes["v"]
+        _, heads, size, dim = k_NGPD.shape
+        if (v_NGPD.storage_offset() - k_NGPD.storage_offset()) % (size * dim):
+            return None
+        apart, beside = self._steps(cache)
+        index = pages[..., None, :] * apart + np.arange(heads)[:, None]  # numpy: see ``row_index``
+        both = np.stack([index, index + beside])  # [2, ..., G, W]
+        return torch.from_numpy(both.ravel()), (*both.shape[:-1], both.shape[-1] * size, dim)
+
     def _steps(self, cache: LayerCache) -> tuple[int, int]:
         """Blocks from a page to the next, and from a head's keys to its values."""
         k_NGPD, v_NGPD = cache.planes["k"], cache.planes["v"]
@@ -55,17 +71,7 @@ class PlainCodec(Codec):
         return k_NGPD.stride(0) // block, (v_NGPD.storage_offset() - k_NGPD.storage_offset()) // block
 
     def _locate(self, cache: LayerCache, pages: torch.Tensor, held: dict) -> None:
-        """One head of one page is a dense block, so the pool is a matrix of blocks, and a read is one gather of its rows.
-
-        K and V share one allocation: the C allocator gives two that are freed together back to the system, and then faults
-        them in. Pages of odd widths, whose planes are padded to their alignment, are no such matrix.
-        """
-        k_NGPD, v_NGPD = cache.planes["k"], cache.planes["v"]
-        _, heads, size, dim = k_NGPD.shape
         held["pages"] = pages = pages.to(torch.int64)
-        if (v_NGPD.storage_offset() - k_NGPD.storage_offset()) % (size * dim):
-            return
-        apart, beside = self._steps(cache)
-        index = pages.cpu().numpy()[..., None, :] * apart + np.arange(heads)[:, None]  # numpy: see ``row_index``
-        both = np.stack([index, index + beside])  # [2, ..., G, W]
-        held["blocks"], held["shape"] = torch.from_numpy(both.ravel()).to(pages.device), (*both.shape[:-1], both.shape[-1] * size, dim)
+        found = self.blocks_of(cache, pages.cpu().numpy())
+        if found is not None:
+            held["blocks"], held["shape"] = found[0].to(pages.device), found[1]

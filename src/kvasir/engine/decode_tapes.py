@@ -1,0 +1,151 @@
+"""Decode steps on a CPU from tapes: one recorded for each number of sequences and pages, rounded up, that keeps coming back.
+
+A tape's step has fixed tensors for all that changes: token ids, positions, where keys and values go, which pages are read and
+which of their slots are seen. A padded row is a sequence of length one in page 0.
+
+Legend: S sequences (one row each, padded), W pages of the longest (padded), P slots per page, G KV heads, N = W * P, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+
+import numpy as np
+import torch
+
+from kvasir.attention.backends.torch import TorchBackend
+from kvasir.engine.tape import Arena, Tape, record
+from kvasir.kernels.paged_attention import INF
+from kvasir.kernels.store_kv import row_index
+from kvasir.kv.codecs.plain import PlainCodec
+from kvasir.kv.pool import KVPool
+from kvasir.models.decoder import Decoder
+from kvasir.types import Span, StepBatch
+
+MAX_ROWS = 32  # beyond, the calls' own cost is small beside their work
+MAX_READ = 8 << 20  # bytes of keys and values a layer reads: the same, and a bound of the memory
+MAX_TAPES = 64
+RECORD_AT = 3  # a shape's third step: a shape that is only passed through is not worth the recording
+
+
+class DecodeTapes:
+    def __init__(self, model: Decoder, pool: KVPool, backend: TorchBackend) -> None:
+        self.model = model
+        self.pool = pool
+        self.backend = backend
+        self.caches = [pool.layer(i) for i in range(len(model.spec.layers))]
+        self.arena = Arena()
+        self.page_bytes = pool.page_bytes(0) // len(self.caches)  # of one layer
+        self._seen: Counter[tuple[int, int]] = Counter()
+        self._steps: OrderedDict[tuple[int, int], _Step] = OrderedDict()
+
+    @staticmethod
+    def can_serve(model: Decoder, pool: KVPool, backend: object) -> bool:
+        """One kind of cache with plain pages, and plain attention in normal mode, on a CPU."""
+        specs = [layer.mixer.attention() for layer in model.spec.layers]
+        return (model.place.device.type == "cpu" and not model.place.exact and isinstance(backend, TorchBackend)
+                and isinstance(pool.codec, PlainCodec) and len(pool.groups) == 1 and all(layer.ffn.kind == "dense" for layer in model.spec.layers)
+                and all(s == specs[0] and s.window is None and s.softcap is None and not s.sinks for s in specs)
+                and pool.codec.blocks_of(pool.layer(0), np.zeros((1, 1), np.int64)) is not None)
+
+    def logits(self, spans: list[Span]) -> torch.Tensor | None:
+        """fp32 logits [S, V] of a step of one sampled row a sequence; None when it is another kind of step, or too rare a shape."""
+        self._clear(spans)
+        if len(spans) > MAX_ROWS or any(s.length != 1 or s.start >= len(s.seq.tokens) or "sample" not in s.want for s in spans):
+            return None
+        rows, pages = _rounded(len(spans), 1), _rounded(max(s.start for s in spans) // self.pool.page_slots + 1, 2)
+        key = rows, pages
+        step = self._steps.get(key)
+        if step is None:
+            self._seen[key] += 1
+            if self._seen[key] < RECORD_AT or rows * pages * self.page_bytes > MAX_READ:
+                return None
+            while len(self._steps) >= MAX_TAPES:
+                self._steps.popitem(last=False)
+            step = self._steps[key] = _Step(self, rows, pages)
+        self._steps.move_to_end(key)
+        return step.run(spans)[:len(spans)]
+
+    def _clear(self, spans: list[Span]) -> None:
+        """Zero each page whose first slot is written now: a tape reads whole pages, and a weight of zero times NaN is NaN."""
+        size = self.pool.page_slots
+        fresh = [s.seq.tables[0][(s.start + s.length) // size] for s in spans
+                 if (s.start + s.length) % size and (s.start + s.length) // size * size >= s.start]
+        if fresh:
+            self.pool.clear(0, fresh)
+
+
+class _Step:
+    """The fixed tensors of one shape, and the tape over them. Only what differs from the step before is written."""
+
+    def __init__(self, home: DecodeTapes, rows: int, pages: int) -> None:
+        self.home = home
+        size, cache, dtype = home.pool.page_slots, home.caches[0], home.model.place.dtype
+        ids, positions, slots = (torch.zeros(rows, dtype=torch.int64) for _ in range(3))
+        bias = torch.zeros(rows, 1, 1, pages * size, dtype=dtype)
+        self.ids, self.positions, self.slots = ids.numpy(), positions.numpy(), slots.numpy()
+        self.tables = np.zeros((rows, pages), np.int64)
+        # numpy has no bf16: the mask is written as the bits of zero and of minus infinity.
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+        self.mask, self.unseen = bias.view(rows, -1).view(bits).numpy(), torch.tensor(-INF, dtype=dtype).view(bits).item()
+        self.held: list[list[int]] = [[] for _ in range(rows)]  # the pages in ``tables``
+        self.write, (self.read, shape) = row_index(slots, cache.planes["k"]), home.pool.codec.blocks_of(cache, self.tables)
+        tables = torch.from_numpy(self.tables)
+        self.batch = StepBatch(ids, positions, torch.arange(rows + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32),
+                               (tables,), (slots,), torch.arange(rows), [0] * rows, [1] * rows)
+        self.batch.scratch["write", 0] = {"rows": self.write}
+        held = {"blocks": self.read, "shape": shape, "pages": tables}
+        home.backend.pin(self.batch, home.model.spec.layers[0].mixer.attention(), dtype, bias, held)
+        for row in range(rows):
+            self._see(row, 0)
+        self.tape: Tape | None = None
+
+    def run(self, spans: list[Span]) -> torch.Tensor:
+        self._fill(spans)
+        if self.tape is None:
+            self.tape = record(self._forward, self.home.arena)
+            return self.tape.result
+        return self.tape.replay()
+
+    def _forward(self) -> torch.Tensor:
+        home = self.home
+        return home.model.logits(home.model.forward(self.batch, home.caches, home.backend))
+
+    def _fill(self, spans: list[Span]) -> None:
+        size, moved, cache = self.home.pool.page_slots, False, self.home.caches[0]
+        for row, span in enumerate(spans):
+            start, table = span.start, span.seq.tables[0]
+            last = start // size
+            self.ids[row], self.slots[row] = span.seq.tokens[start], table[last] * size + start % size
+            moved |= self._turn(row, table[:last + 1])
+            self._see(row, start)
+        for row in range(len(spans), len(self.ids)):
+            self.slots[row] = 0
+            moved |= self._turn(row, [])
+            self._see(row, 0)
+        codec = self.home.pool.codec
+        self.write.copy_(row_index(self.batch.slots[0], cache.planes["k"]))
+        if moved:
+            self.read.copy_(codec.blocks_of(cache, self.tables)[0])
+
+    def _turn(self, row: int, pages: list[int]) -> bool:
+        """Make ``pages`` the row's; whether they were others."""
+        if pages == self.held[row]:
+            return False
+        self.held[row] = pages
+        self.tables[row, :len(pages)], self.tables[row, len(pages):] = pages, 0
+        return True
+
+    def _see(self, row: int, position: int) -> None:
+        """The row stands at ``position`` and sees the slots up to it."""
+        if position == self.positions[row] + 1:
+            self.mask[row, position] = 0
+        else:
+            self.mask[row, :position + 1], self.mask[row, position + 1:] = 0, self.unseen
+        self.positions[row] = position
+
+
+def _rounded(count: int, least: int) -> int:
+    """Up by a quarter at most (or to a multiple of ``least``), so that there are few shapes."""
+    step = max(least, 1 << max(0, count.bit_length() - 3))
+    return -(-count // step) * step
