@@ -32,7 +32,6 @@ from kvasir.decoding.filters import keep_top, largest
 from kvasir.decoding.penalties import penalise
 from kvasir.decoding.rows import (
     FREQUENCY,
-    GREEDY_BELOW,
     LOG_MIN_P,
     PRESENCE,
     REPETITION,
@@ -45,6 +44,7 @@ from kvasir.decoding.rows import (
     SampleBatch,
 )
 from kvasir.kernels.noise import gumbel
+from kvasir.kernels.sample import sample_rows
 from kvasir.types import Sequence, Span, SpanResult, TokenLogprob
 
 SLICE_BYTES = 64 << 20  # of fp32 logits at a time; scratch is a few times that
@@ -278,24 +278,6 @@ class SampleOutput:
             top = [(i, v) for i, v in zip(ids[:count], values[:count]) if v > NEG_INF]
             (drawn if token < 0 else scored)[m] = TokenLogprob(token, logprob, rank, top)
         return drawn, scored
-
-
-def sample_rows(logits_MV: torch.Tensor, temperature_M: torch.Tensor, top_k_M: torch.Tensor, top_p_M: torch.Tensor, min_p_M: torch.Tensor,
-                stream_M: torch.Tensor, position_M: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Stages 6-11 with every parameter on the device and nothing read back: draws [3, M] fp32 as ``Sampler._slice`` makes them.
-
-    ``temperature_M``, ``top_p_M``, ``min_p_M`` fp32 (off: 0, which is greedy; 1; 0), ``top_k_M`` int32 (off: ``vocab_size``),
-    ``stream_M`` int64 (the bits of a u64), ``position_M`` int64. Ids at or above ``vocab_size`` are never drawn."""
-    x_MV = logits_MV[:, :vocab_size].float()
-    best_M, tokens_M = x_MV.max(-1)
-    largest_M = best_M if vocab_size == logits_MV.shape[1] else logits_MV.float().amax(-1)
-    greedy_M = temperature_M < GREEDY_BELOW
-    y_MV = (x_MV - best_M[:, None]).div_(temperature_M.masked_fill(greedy_M, 1.0)[:, None])
-    top_p = top_p_M.double().masked_fill(top_p_M >= 1.0, INF)
-    y_MV.masked_fill_(~keep_top(y_MV, top_k_M.long().clamp(1, vocab_size), top_p, vocab_size), NEG_INF)
-    y_MV.masked_fill_(y_MV < min_p_M.double().log().float()[:, None], NEG_INF)
-    drawn_M = gumbel(stream_M, position_M, vocab_size).add_(y_MV).argmax(-1)
-    return torch.stack([torch.where(greedy_M, tokens_M, drawn_M).float(), largest_M, best_M])
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

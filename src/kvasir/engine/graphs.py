@@ -22,9 +22,10 @@ import numpy as np
 import torch
 
 from kvasir.attention.backend import AttentionBackend
-from kvasir.decoding.sampler import MASKED_ERROR, NUMERIC_ERROR, SLICE_BYTES, Sampler, sample_rows
+from kvasir.decoding.sampler import MASKED_ERROR, NUMERIC_ERROR, SLICE_BYTES, Sampler
 from kvasir.engine.device_rows import DeviceRows
 from kvasir.engine.spans import ONE_SAMPLE
+from kvasir.kernels.sample import sample_rows
 from kvasir.kv.codec import LayerCache
 from kvasir.logs import log
 from kvasir.models.decoder import Decoder

@@ -50,7 +50,7 @@ class Shape:
         programs = 6 if rows == 1 else 12
         if dtype == torch.float32:  # products in registers, not on the tensor cores
             return Shape(32 if dim <= 64 else 16, 8, 2, programs)
-        return Shape(64 if dim <= 128 else 32, 4, 3, programs)
+        return Shape(64, 2, 3, programs) if dim <= 128 else Shape(32, 4, 3, programs)
 
 
 @dataclass(slots=True)
