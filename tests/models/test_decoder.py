@@ -16,6 +16,8 @@ from kvasir.models.decoder import Decoder
 from kvasir.models.loader import fill_random
 from kvasir.models.spec import LayerSpec, ModelSpec
 from kvasir.types import Request, SamplingParams, Sequence, Span
+from tests import checkpoints
+from tests.models.test_parity import Paged
 
 MIXER = GQASpec(4, 2, 16, 0.25, qk_norm=NormSpec())
 LAYER = LayerSpec(MIXER, DenseSpec(40), RopeSpec(100.0, 16), NormSpec())
@@ -87,3 +89,20 @@ def test_logits_are_in_the_model_s_dtype_and_leave_their_input_alone(dtype):
     before = hidden.clone()
     assert model.logits(hidden).dtype == dtype and model.logits(hidden[:0]).shape == (0, 50)
     assert torch.equal(hidden, before)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
+def test_wanted_rows_are_those_of_the_whole(family, tmp_path):
+    """The last layer may leave out what nobody asked for."""
+    folder = checkpoints.write(tmp_path / family, family)
+    whole, some = Paged(folder), Paged(folder)
+    spans = [Span(seq, 0, len(seq.tokens)) for seq in whole.seqs]
+    everything = torch.cat(whole.step(spans))
+    batch = pack([Span(seq, 0, len(seq.tokens)) for seq in some.seqs], 16, "cpu", len(some.pool.groups))
+    wanted = torch.tensor([0, 40, 41, 61])
+    some.backend.plan(batch)
+    tap = {len(some.model.blocks) - 1: torch.empty(len(everything), some.model.spec.hidden_size)}
+    for taps in (None, tap):
+        hidden = some.model.forward(batch, some.caches, some.backend, taps, wanted)
+        assert hidden.shape[0] == 4
+        torch.testing.assert_close(some.model.logits(hidden), everything[wanted], atol=2e-5, rtol=2e-5)

@@ -44,6 +44,7 @@ class Runner:
         self.caches = [pool.layer(i) for i in range(len(model.spec.layers))]
         self.packer = Packer(pool.page_slots, len(pool.groups), device)
         self.rows = DeviceRows(sampler.max_seqs, pages_for(max_model_len, pool.page_slots), len(pool.groups), device)
+        self.first_row = torch.zeros(1, dtype=torch.int64, device=device)
         self.graphs: DecodeGraphs | None = None
         self.tapes = DecodeTapes(model, pool, backend) if DecodeTapes.can_serve(model, pool, backend) else None
 
@@ -83,11 +84,11 @@ class Runner:
             at, rows = batch.borrowed
             batch.input_ids.index_copy_(0, at, self.rows.token.index_select(0, rows).long())
         self.backend.plan(batch)
-        hidden_TE = self.model.forward(batch, self.caches, self.backend)
-        whole = batch.logit_rows.numel() == hidden_TE.shape[0]
-        wanted_ME = hidden_TE if whole else hidden_TE.index_select(0, batch.logit_rows)
+        count, total = batch.logit_rows.shape[0], batch.input_ids.shape[0]
+        wanted_M = None if count == total else batch.logit_rows if count else self.first_row  # of a step that wants none, any
+        hidden_ME = self.model.forward(batch, self.caches, self.backend, wanted_M=wanted_M)
         # The sampler asks for logits slice by slice, so that a long scored prompt never needs [T, V] at once.
-        return self._sample(spans, lambda a, b: self.model.logits(wanted_ME[a:b]))
+        return self._sample(spans, lambda a, b: self.model.logits(hidden_ME[a:b]))
 
     def _sample(self, spans: list[Span], logits: torch.Tensor | Callable[[int, int], torch.Tensor]) -> SampleOutput:
         """Draw from the rows whose logits are wanted, and leave the tokens where the next step looks for them."""

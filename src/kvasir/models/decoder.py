@@ -35,13 +35,17 @@ class Block:
         if spec.norms == "sandwich":
             self.mixer_post_norm, self.ffn_post_norm = (RMSNorm(hidden_size, spec.norm, place) for _ in range(2))
 
-    def forward(self, stream: Stream, angles: Angles, cache: LayerCache, backend: AttentionBackend, batch: StepBatch) -> None:
-        """Both sublayers read the stream and add to it: at once where they can, else with the next norm."""
+    def forward(self, stream: Stream, angles: Angles, cache: LayerCache, backend: AttentionBackend, batch: StepBatch,
+                wanted_M: torch.Tensor | None = None) -> None:
+        """Both sublayers read the stream and add to it: at once where they can, else with the next norm. ``wanted_M``: only
+        these rows go on after attention, and the stream is theirs from then on."""
         x_TE, norm = stream.enter(self.mixer_norm)
+        if wanted_M is not None:
+            stream.h_TE = stream.h_TE.index_select(0, wanted_M)
         if self.mixer_post_norm is None:
-            stream.h_TE = self.mixer.forward(x_TE, angles, cache, backend, batch, norm, stream.h_TE)
+            stream.h_TE = self.mixer.forward(x_TE, angles, cache, backend, batch, norm, stream.h_TE, wanted_M)
         else:
-            stream.add(self.mixer.forward(x_TE, angles, cache, backend, batch, norm), self.mixer_post_norm)
+            stream.add(self.mixer.forward(x_TE, angles, cache, backend, batch, norm, wanted_M=wanted_M), self.mixer_post_norm)
         x_TE, norm = stream.enter(self.ffn_norm)
         if not self.ffn_fuses:
             stream.add(self.ffn.forward(x_TE if norm is None else norm(x_TE)), self.ffn_post_norm)
@@ -76,21 +80,25 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, caches: Sequence[LayerCache], backend: AttentionBackend,
-                taps: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
+                taps: dict[int, torch.Tensor] | None = None, wanted_M: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states [T, E] before the final norm. ``caches``: one per layer; ``backend.plan(batch)`` was called.
 
-        ``taps`` maps a layer's index to a buffer of at least T rows that receives the layer's output.
+        ``taps`` maps a layer's index to a buffer of at least T rows that receives the layer's output. ``wanted_M``: rows, at
+        least one, whose hidden states [M, E] are wanted: of the others, the last layer computes keys, values and attention
+        only, a fiftieth of a long prompt's time for 32 layers.
         """
         h_TE = F.embedding(batch.input_ids, self.embed_VE)
         if self.embed_scale != 1.0:
             h_TE *= self.embed_scale
         angles = [Angles(table, batch.positions) for table in self.ropes]
         stream = Stream(h_TE)
+        last = len(self.blocks) - 1
+        early = wanted_M if taps is None or last not in taps else None
         for i, block in enumerate(self.blocks):
-            block.forward(stream, angles[self.rope_of[i]], caches[i], backend, batch)
+            block.forward(stream, angles[self.rope_of[i]], caches[i], backend, batch, early if i == last else None)
             if taps is not None and i in taps:
                 taps[i][:len(h_TE)].copy_(stream.value())
-        return stream.value()
+        return stream.value() if wanted_M is None or early is not None else stream.value().index_select(0, wanted_M)
 
     def logits(self, hidden_ME: torch.Tensor) -> torch.Tensor:
         """Logits [M, V] of hidden states as ``forward`` returns them: in the model's dtype, or fp32 where they are scaled or
