@@ -1,12 +1,10 @@
 """Attention of single rows over paged keys and values: memory-bound, so that all of it is about keeping bytes in flight.
 
 The keys of a step are cut into chunks of one length, and one program computes one chunk for the query heads that share a KV
-head. How long a chunk is follows on the device from the contexts alone, so contexts of any mixture are balanced and the
-launch depends on nothing but the number of rows: it may sit in a CUDA graph and be replayed with other contexts. Short work
-is cut into as many chunks as the GPU runs at once, long work into several times as many, so that the last ones end
-together. Programs left without a chunk end at once. A sequence of one
-chunk is written for good; of several, the program that arrives last merges their partial results, always in the order of
-the keys, so that the same batch gives the same bits.
+head (``key_chunks``). How long a chunk is follows on the device from the contexts alone, so contexts of any mixture are
+balanced and the launch depends on nothing but the number of rows: it may sit in a CUDA graph and be replayed with other
+contexts. Programs left without a chunk end at once. A sequence of one chunk is written for good; of several, the program
+that arrives last merges their partial results, always in the order of the keys, so that the same batch gives the same bits.
 
 Heads are the fastest axis of the grid: the heads of a page lie side by side in memory and are read at the same time.
 Flash-decoding (the PyTorch blog, October 2023). The reference is ``paged_attention_ref`` with spans of one row.
@@ -25,11 +23,8 @@ import torch
 
 from kvasir.kernels._triton import jit, next_power_of_2, tl
 from kvasir.kernels.hardware import multiprocessors
+from kvasir.kernels.key_chunks import MIN_CHUNK, SHORT_CHUNK, arrive, find_chunk, keys_of, merged_at_once
 from kvasir.kernels.softmax_block import attend_block, sink_logits
-
-MIN_CHUNK = 128  # keys; less is not worth a program of its own and a merge
-SHORT_CHUNK = 1024  # keys; chunks up to this long all run at once
-MERGED_ELEMENTS = 8192  # of partial results that the merging program holds at a time: 64 registers of each of 128 threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,30 +69,10 @@ def _decode_attention(
     group, item = tl.program_id(0), tl.program_id(1)
     G: tl.constexpr = H // R
 
-    # Which chunk of which sequence this is.
-    b = tl.arange(0, COUNT_PAD)
-    ends = tl.load(context_ptr + tl.load(spans_ptr + b, mask=b < count, other=0), mask=b < count, other=-1) + 1
-    keys = ends
-    if WINDOWED:
-        keys = ends - tl.maximum(ends - window, 0) // BLOCK_N * BLOCK_N
-    total_keys = tl.sum(keys, 0)
-    short = tl.cdiv(total_keys, wave)
-    chunk = tl.maximum(tl.cdiv(tl.where(short <= SHORT_KEYS, short, tl.cdiv(total_keys, budget)), BLOCK_N) * BLOCK_N, MIN_KEYS)
-    chunks = tl.cdiv(keys, chunk)
-    after = tl.cumsum(chunks, 0)
-    which = tl.sum((after <= item).to(tl.int32), 0)
+    which, first, parts, chunk = find_chunk(item, context_ptr, spans_ptr, count, wave, budget, window, BLOCK_N, COUNT_PAD, MIN_KEYS, SHORT_KEYS,
+                                            WINDOWED)
     if which < count:
-        first = tl.sum(tl.where(after <= item, chunks, 0), 0)
-        parts = tl.sum(tl.where(b == which, chunks, 0), 0)
-        span = tl.load(spans_ptr + which)
-        end = tl.load(context_ptr + span) + 1
-        row = tl.load(row_start_ptr + span).to(tl.int64)
-        low = 0
-        if WINDOWED:
-            low = tl.maximum(end - window, 0)
-        start = low // BLOCK_N * BLOCK_N + (item - first) * chunk
-        stop = tl.minimum(start + chunk, end)
-
+        span, row, low, start, stop = keys_of(which, item - first, chunk, context_ptr, row_start_ptr, spans_ptr, window, BLOCK_N, WINDOWED)
         m = tl.arange(0, BLOCK_M)
         d = tl.arange(0, D_PAD)
         n = tl.arange(0, BLOCK_N)
@@ -136,42 +111,8 @@ def _decode_attention(
             at_part = (item.to(tl.int64) * G + group) * R + m
             tl.store(part_ptr + at_part[:, None] * D + d[None, :], acc / total[:, None], mask=live[:, None] & (d < D)[None, :])
             tl.store(part_lse_ptr + at_part, top + tl.log2(total), mask=live)
-            tl.debug_barrier()  # every thread's stores come before the arrival, which releases them to the last one
-            if tl.atomic_add(arrived_ptr + which * G + group, 1, sem="acq_rel") == parts - 1:
-                tl.store(arrived_ptr + which * G + group, 0)
-                _merge_chunks(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first, parts, row, group, out_row,
-                              H, R, D, D_PAD, R_PAD, MERGE, SINKS, WANT_LSE)
-
-
-@jit
-def _merge_chunks(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first, parts, row, group, out_row,
-                  H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, R_PAD: tl.constexpr, MERGE: tl.constexpr,
-                  SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
-    """The chunks ``first .. first + parts`` of one sequence and KV head, each weighted by its share of the denominator."""
-    c, r, d = tl.arange(0, MERGE), tl.arange(0, R_PAD), tl.arange(0, D_PAD)
-    head = group * R + r
-    live = r < R
-    top = tl.full([R_PAD], -float("inf"), tl.float32)
-    total = tl.zeros([R_PAD], tl.float32)
-    acc = tl.zeros([R_PAD, D_PAD], tl.float32)
-    for c0 in range(0, parts, MERGE):
-        held = ((c0 + c) < parts)[:, None] & live[None, :]
-        at = ((first + c0 + c).to(tl.int64)[:, None] * (H // R) + group) * R + r[None, :]
-        lse = tl.load(part_lse_ptr + at, mask=held, other=-float("inf"))
-        part = tl.load(part_ptr + at[:, :, None] * D + d[None, None, :], mask=held[:, :, None] & (d < D)[None, None, :], other=0.0)
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        base = tl.where(live, new_top, 0.0)
-        share = tl.exp2(lse - base[None, :])
-        shrink = tl.exp2(top - base)
-        acc = acc * shrink[:, None] + tl.sum(part * share[:, :, None], 0)
-        total = total * shrink + tl.sum(share, 0)
-        top = new_top
-    if SINKS:
-        top, total, acc = sink_logits(sinks_ptr, head, live, top, total, acc)
-    out = acc / tl.where(live, total, 1.0)[:, None]
-    tl.store(out_ptr + row * out_row + head[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
-    if WANT_LSE:
-        tl.store(lse_ptr + row * H + head, (top + tl.log2(total)) * 0.6931471805599453, mask=live)
+            arrive(part_ptr, part_lse_ptr, arrived_ptr, out_ptr, lse_ptr, sinks_ptr, which, first, parts, row, group, out_row,
+                   H, R, D, D_PAD, R_PAD, MERGE, SINKS, WANT_LSE)
 
 
 def decode_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_SW: torch.Tensor,
@@ -205,7 +146,7 @@ def decode_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: t
         out_THD.stride(0), table_SW.stride(0), count, wave, budget, window or 0, scale, softcap or 1.0,
         H=heads, R=share, P=size, D=dim, D_PAD=dim_pad, BLOCK_M=max(16, share_pad), BLOCK_N=shape.block_n,
         COUNT_PAD=max(16, next_power_of_2(count)), MIN_KEYS=max(MIN_CHUNK, shape.block_n), SHORT_KEYS=SHORT_CHUNK, R_PAD=share_pad,
-        MERGE=max(1, min(32, MERGED_ELEMENTS // (share_pad * dim_pad))), WINDOWED=window is not None, CAPPED=softcap is not None,
+        MERGE=merged_at_once(share, dim_pad), WINDOWED=window is not None, CAPPED=softcap is not None,
         SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, num_warps=shape.warps, num_stages=shape.stages)
 
 

@@ -24,7 +24,9 @@ from dataclasses import dataclass
 import torch
 
 from kvasir.kernels._triton import INTERPRETED, jit, next_power_of_2, tl
-from kvasir.kernels.decode_attention import MERGED_ELEMENTS, MIN_CHUNK, Rows, Shape, _merge_chunks, multiprocessors
+from kvasir.kernels.decode_attention import Rows, Shape
+from kvasir.kernels.hardware import multiprocessors
+from kvasir.kernels.key_chunks import MIN_CHUNK, SHORT_CHUNK, arrive, find_chunk, keys_of, merged_at_once
 from kvasir.kernels.quantized_qkv import FORMATS, Format
 from kvasir.kernels.softmax_block import sink_logits
 
@@ -68,38 +70,22 @@ def _number(bytes, BITS: tl.constexpr, DTYPE: tl.constexpr):
     return bytes.to(DTYPE)
 
 
-@jit(do_not_specialize=["table_row", "count", "budget", "window"])
+@jit(do_not_specialize=["table_row", "count", "wave", "budget", "window"])
 def _quantized_decode(
         q_ptr, k_ptr, v_ptr, k_meta, v_meta, out_ptr, lse_ptr, part_ptr, part_lse_ptr, arrived_ptr, sinks_ptr, table_ptr, context_ptr, row_start_ptr,
-        spans_ptr, q_row, q_head, page_stride, head_stride, meta_page, meta_head, out_row, table_row, count, budget, window, scale, softcap,
+        spans_ptr, q_row, q_head, page_stride, head_stride, meta_page, meta_head, out_row, table_row, count, wave, budget, window, scale,
+        softcap,
         H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, D: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, D_PAD: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COUNT_PAD: tl.constexpr, MIN_KEYS: tl.constexpr, R_PAD: tl.constexpr, MERGE: tl.constexpr,
-        BITS: tl.constexpr, OFFSET: tl.constexpr, BITTRICK: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COUNT_PAD: tl.constexpr, MIN_KEYS: tl.constexpr, SHORT_KEYS: tl.constexpr,
+        R_PAD: tl.constexpr, MERGE: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, BITTRICK: tl.constexpr,
         WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
     """One KV head, one chunk of keys of one sequence; see ``decode_attention``. ``W``: words of a row (int16, or one a code)."""
     group, item = tl.program_id(0), tl.program_id(1)
     G: tl.constexpr = H // R
-    b = tl.arange(0, COUNT_PAD)
-    ends = tl.load(context_ptr + tl.load(spans_ptr + b, mask=b < count, other=0), mask=b < count, other=-1) + 1
-    keys = ends
-    if WINDOWED:
-        keys = ends - tl.maximum(ends - window, 0) // BLOCK_N * BLOCK_N
-    chunk = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(keys, 0), budget), BLOCK_N) * BLOCK_N, MIN_KEYS)
-    chunks = tl.cdiv(keys, chunk)
-    after = tl.cumsum(chunks, 0)
-    which = tl.sum((after <= item).to(tl.int32), 0)
+    which, first, parts, chunk = find_chunk(item, context_ptr, spans_ptr, count, wave, budget, window, BLOCK_N, COUNT_PAD, MIN_KEYS, SHORT_KEYS,
+                                            WINDOWED)
     if which < count:
-        first = tl.sum(tl.where(after <= item, chunks, 0), 0)
-        parts = tl.sum(tl.where(b == which, chunks, 0), 0)
-        span = tl.load(spans_ptr + which)
-        end = tl.load(context_ptr + span) + 1
-        row = tl.load(row_start_ptr + span).to(tl.int64)
-        low = 0
-        if WINDOWED:
-            low = tl.maximum(end - window, 0)
-        start = low // BLOCK_N * BLOCK_N + (item - first) * chunk
-        stop = tl.minimum(start + chunk, end)
-
+        span, row, low, start, stop = keys_of(which, item - first, chunk, context_ptr, row_start_ptr, spans_ptr, window, BLOCK_N, WINDOWED)
         m = tl.arange(0, BLOCK_M)
         w = tl.arange(0, W_PAD)
         n = tl.arange(0, BLOCK_N)
@@ -116,13 +102,11 @@ def _quantized_decode(
             q2 = tl.load(q_at + e + 1, mask=mine, other=0.0)
             q3 = tl.load(q_at + e + 1 + D // 2, mask=mine, other=0.0)
             total_q = tl.sum(q0.to(tl.float32) + q1.to(tl.float32) + q2.to(tl.float32) + q3.to(tl.float32), 1)
-            acc1 = tl.zeros([BLOCK_M, W_PAD], tl.float32)
-            acc2 = tl.zeros([BLOCK_M, W_PAD], tl.float32)
-            acc3 = tl.zeros([BLOCK_M, W_PAD], tl.float32)
         else:
             q0 = tl.load(q_at + w[None, :], mask=mine, other=0.0)
             total_q = tl.sum(q0.to(tl.float32), 1)
         acc0 = tl.zeros([BLOCK_M, W_PAD], tl.float32)
+        acc1, acc2, acc3 = acc0, acc0, acc0  # of 4-bit words
         shift = tl.zeros([BLOCK_M], tl.float32)  # sum of p (b - m s)
         top = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -184,46 +168,42 @@ def _quantized_decode(
                 shift = shift * shrink + tl.sum(p * vb[None, :], 1) - OFFSET * tl.sum(weight.to(tl.float32), 1)
             top = new_top
 
-        if parts == 1:
-            if SINKS:
-                bare = top
-                top, total, acc0 = sink_logits(sinks_ptr, head, live, top, total, acc0)
-                fade = tl.exp2(bare - top)
-                shift *= fade
-                if BITS == 4:
-                    acc1, acc2, acc3 = acc1 * fade[:, None], acc2 * fade[:, None], acc3 * fade[:, None]
-            out = out_ptr + row * out_row + head[:, None] * D
-            if WANT_LSE:
-                tl.store(lse_ptr + row * H + head, (top + tl.log2(total)) * 0.6931471805599453, mask=live)
-        else:
-            at_part = (item.to(tl.int64) * G + group) * R + m
-            out = part_ptr + at_part[:, None] * D
-            tl.store(part_lse_ptr + at_part, top + tl.log2(total), mask=live)
+        if SINKS and parts == 1:
+            bare = top
+            top, total, acc0 = sink_logits(sinks_ptr, head, live, top, total, acc0)
+            fade = tl.exp2(bare - top)
+            shift *= fade
+            if BITS == 4:
+                acc1, acc2, acc3 = acc1 * fade[:, None], acc2 * fade[:, None], acc3 * fade[:, None]
+        acc0 = (acc0 + shift[:, None]) / total[:, None]
         if BITS == 4:
             acc1 = (acc1 + shift[:, None]) / total[:, None]
             acc2 = (acc2 + shift[:, None]) / total[:, None]
             acc3 = (acc3 + shift[:, None]) / total[:, None]
-            place = 2 * w[None, :]
-        else:
-            place = w[None, :]
-        acc0 = (acc0 + shift[:, None]) / total[:, None]
         if parts == 1:
-            tl.store(out + place, acc0.to(out_ptr.dtype.element_ty), mask=mine)
-            if BITS == 4:
-                tl.store(out + place + D // 2, acc1.to(out_ptr.dtype.element_ty), mask=mine)
-                tl.store(out + place + 1, acc2.to(out_ptr.dtype.element_ty), mask=mine)
-                tl.store(out + place + 1 + D // 2, acc3.to(out_ptr.dtype.element_ty), mask=mine)
+            _store_parts(out_ptr + row * out_row + head[:, None] * D, acc0, acc1, acc2, acc3, w, mine, D, BITS)
+            if WANT_LSE:
+                tl.store(lse_ptr + row * H + head, (top + tl.log2(total)) * 0.6931471805599453, mask=live)
         else:
-            tl.store(out + place, acc0, mask=mine)
-            if BITS == 4:
-                tl.store(out + place + D // 2, acc1, mask=mine)
-                tl.store(out + place + 1, acc2, mask=mine)
-                tl.store(out + place + 1 + D // 2, acc3, mask=mine)
-            tl.debug_barrier()
-            if tl.atomic_add(arrived_ptr + which * G + group, 1, sem="acq_rel") == parts - 1:
-                tl.store(arrived_ptr + which * G + group, 0)
-                _merge_chunks(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first, parts, row, group, out_row,
-                              H, R, D, D_PAD, R_PAD, MERGE, SINKS, WANT_LSE)
+            at_part = (item.to(tl.int64) * G + group) * R + m
+            _store_parts(part_ptr + at_part[:, None] * D, acc0, acc1, acc2, acc3, w, mine, D, BITS)
+            tl.store(part_lse_ptr + at_part, top + tl.log2(total), mask=live)
+            arrive(part_ptr, part_lse_ptr, arrived_ptr, out_ptr, lse_ptr, sinks_ptr, which, first, parts, row, group, out_row,
+                   H, R, D, D_PAD, R_PAD, MERGE, SINKS, WANT_LSE)
+
+
+@jit
+def _store_parts(row_ptr, acc0, acc1, acc2, acc3, w, mask, D: tl.constexpr, BITS: tl.constexpr):
+    """The elements of a row that word w held; 4-bit words hold four, others one (``acc0``)."""
+    dtype = row_ptr.dtype.element_ty
+    if BITS == 4:
+        at = row_ptr + 2 * w[None, :]
+        tl.store(at, acc0.to(dtype), mask=mask)
+        tl.store(at + D // 2, acc1.to(dtype), mask=mask)
+        tl.store(at + 1, acc2.to(dtype), mask=mask)
+        tl.store(at + 1 + D // 2, acc3.to(dtype), mask=mask)
+    else:
+        tl.store(row_ptr + w[None, :], acc0.to(dtype), mask=mask)
 
 
 def shape_of(format: Format, dim: int, dtype: torch.dtype, rows: int) -> Shape:
@@ -256,7 +236,8 @@ def quantized_decode_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tens
     assert rows.arrived.numel() >= count * groups, "one counter a row and KV head"
     share, dim_pad, width_pad = heads // groups, max(16, next_power_of_2(dim)), max(16, next_power_of_2(width))
     shape = shape or shape_of(format, dim_pad, q_THD.dtype, count)
-    budget = max(1, shape.programs * multiprocessors(q_THD.device) // groups)
+    wave = max(1, shape.at_once * multiprocessors(q_THD.device) // groups)
+    budget = max(wave, shape.programs * multiprocessors(q_THD.device) // groups)
     chunks = count + budget
     part = torch.empty((chunks, heads, dim), dtype=torch.float32, device=q_THD.device)
     part_lse = torch.empty((chunks, heads), dtype=torch.float32, device=q_THD.device)
@@ -268,10 +249,10 @@ def quantized_decode_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tens
     _quantized_decode[(groups, chunks)](
         q_THD, k, v, k_meta, v_meta, out_THD, absent if lse_TH is None else lse_TH, part, part_lse, rows.arrived,
         absent if sinks_H is None else sinks_H, table_SW, context_S, row_start_S, rows.spans, q_THD.stride(0), q_THD.stride(1),
-        k.stride(0), k.stride(1), k_meta.stride(0), k_meta.stride(1), out_THD.stride(0), table_SW.stride(0), count, budget, window or 0, scale,
-        softcap or 1.0, H=heads, R=share, P=size, D=dim, W=width, W_PAD=width_pad, D_PAD=dim_pad, BLOCK_M=max(16, share_pad),
-        BLOCK_N=shape.block_n, COUNT_PAD=max(16, next_power_of_2(count)), MIN_KEYS=max(MIN_CHUNK, shape.block_n), R_PAD=share_pad,
-        MERGE=max(1, min(32, MERGED_ELEMENTS // (share_pad * dim_pad))), BITS=bits, OFFSET=offset, BITTRICK=trick,
+        k.stride(0), k.stride(1), k_meta.stride(0), k_meta.stride(1), out_THD.stride(0), table_SW.stride(0), count, wave, budget, window or 0,
+        scale, softcap or 1.0, H=heads, R=share, P=size, D=dim, W=width, W_PAD=width_pad, D_PAD=dim_pad, BLOCK_M=max(16, share_pad),
+        BLOCK_N=shape.block_n, COUNT_PAD=max(16, next_power_of_2(count)), MIN_KEYS=max(MIN_CHUNK, shape.block_n),
+        SHORT_KEYS=SHORT_CHUNK, R_PAD=share_pad, MERGE=merged_at_once(share, dim_pad), BITS=bits, OFFSET=offset, BITTRICK=trick,
         WINDOWED=window is not None, CAPPED=softcap is not None, SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None,
         num_warps=shape.warps, num_stages=shape.stages)
 

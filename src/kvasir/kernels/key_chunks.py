@@ -1,0 +1,102 @@
+"""Cutting the keys of a step of single rows into chunks, and merging what the chunks found: what the decode kernels share.
+
+How long a chunk is follows on the device from the contexts alone. Short work is cut into as many chunks as the GPU runs at
+once (``wave``), long work into several times as many (``budget``), so that the last ones end together; a sequence's chunks
+start at a block. The partial results of a sequence are merged by the program that arrives last, always in the order of the
+keys.
+
+Legend: B single rows, C chunks, H query heads, G KV heads, R = H / G, D head dim.
+"""
+
+from __future__ import annotations
+
+from kvasir.kernels._triton import jit, next_power_of_2, tl
+from kvasir.kernels.softmax_block import sink_logits
+
+MIN_CHUNK = 128  # keys; less is not worth a program of its own and a merge
+SHORT_CHUNK = 1024  # keys; chunks up to this long all run at once
+MERGED_ELEMENTS = 8192  # of partial results that the merging program holds at a time: 64 registers of each of 128 threads
+
+
+def merged_at_once(share: int, dim_pad: int) -> int:
+    """Chunks that ``merge_chunks`` holds at a time, for the ``share`` = R query heads of a KV head."""
+    return max(1, min(32, MERGED_ELEMENTS // (next_power_of_2(share) * dim_pad)))
+
+
+@jit
+def find_chunk(item, context_ptr, spans_ptr, count, wave, budget, window, BLOCK_N: tl.constexpr, COUNT_PAD: tl.constexpr,
+               MIN_KEYS: tl.constexpr, SHORT_KEYS: tl.constexpr, WINDOWED: tl.constexpr):
+    """Which of the ``count`` single rows chunk ``item`` is of (``count``: there is no such chunk), the row's first chunk, how
+    many it has, and the keys of a chunk."""
+    b = tl.arange(0, COUNT_PAD)
+    ends = tl.load(context_ptr + tl.load(spans_ptr + b, mask=b < count, other=0), mask=b < count, other=-1) + 1
+    keys = ends
+    if WINDOWED:
+        keys = ends - tl.maximum(ends - window, 0) // BLOCK_N * BLOCK_N
+    total_keys = tl.sum(keys, 0)
+    short = tl.cdiv(total_keys, wave)
+    chunk = tl.maximum(tl.cdiv(tl.where(short <= SHORT_KEYS, short, tl.cdiv(total_keys, budget)), BLOCK_N) * BLOCK_N, MIN_KEYS)
+    chunks = tl.cdiv(keys, chunk)
+    after = tl.cumsum(chunks, 0)
+    which = tl.minimum(tl.sum((after <= item).to(tl.int32), 0), count)
+    first = tl.sum(tl.where(after <= item, chunks, 0), 0)
+    parts = tl.sum(tl.where(b == which, chunks, 0), 0)
+    return which, first, parts, chunk
+
+
+@jit
+def keys_of(which, place, chunk, context_ptr, row_start_ptr, spans_ptr, window, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
+    """Of the chunk number ``place`` of a row: span, row, lowest key that the row sees, the chunk's first key and its end."""
+    span = tl.load(spans_ptr + which)
+    end = tl.load(context_ptr + span) + 1
+    row = tl.load(row_start_ptr + span).to(tl.int64)
+    low = 0
+    if WINDOWED:
+        low = tl.maximum(end - window, 0)
+    start = low // BLOCK_N * BLOCK_N + place * chunk
+    return span, row, low, start, tl.minimum(start + chunk, end)
+
+
+@jit
+def arrive(part_ptr, part_lse_ptr, arrived_ptr, out_ptr, lse_ptr, sinks_ptr, which, first, parts, row, group, out_row,
+           H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, R_PAD: tl.constexpr, MERGE: tl.constexpr,
+           SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
+    """After a chunk's partial results are stored (``part`` [C, G, R, D] fp32, ``part_lse`` [C, G, R] in base 2): the last one
+    to arrive merges them."""
+    tl.debug_barrier()  # every thread's stores come before the arrival, which releases them to the last one
+    counter = arrived_ptr + which * (H // R) + group
+    if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+        tl.store(counter, 0)
+        merge_chunks(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first, parts, row, group, out_row,
+                     H, R, D, D_PAD, R_PAD, MERGE, SINKS, WANT_LSE)
+
+
+@jit
+def merge_chunks(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first, parts, row, group, out_row,
+                 H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, R_PAD: tl.constexpr, MERGE: tl.constexpr,
+                 SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
+    """The chunks ``first .. first + parts`` of one sequence and KV head, each weighted by its share of the denominator."""
+    c, r, d = tl.arange(0, MERGE), tl.arange(0, R_PAD), tl.arange(0, D_PAD)
+    head = group * R + r
+    live = r < R
+    top = tl.full([R_PAD], -float("inf"), tl.float32)
+    total = tl.zeros([R_PAD], tl.float32)
+    acc = tl.zeros([R_PAD, D_PAD], tl.float32)
+    for c0 in range(0, parts, MERGE):
+        held = ((c0 + c) < parts)[:, None] & live[None, :]
+        at = ((first + c0 + c).to(tl.int64)[:, None] * (H // R) + group) * R + r[None, :]
+        lse = tl.load(part_lse_ptr + at, mask=held, other=-float("inf"))
+        part = tl.load(part_ptr + at[:, :, None] * D + d[None, None, :], mask=held[:, :, None] & (d < D)[None, None, :], other=0.0)
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        base = tl.where(live, new_top, 0.0)
+        share = tl.exp2(lse - base[None, :])
+        shrink = tl.exp2(top - base)
+        acc = acc * shrink[:, None] + tl.sum(part * share[:, :, None], 0)
+        total = total * shrink + tl.sum(share, 0)
+        top = new_top
+    if SINKS:
+        top, total, acc = sink_logits(sinks_ptr, head, live, top, total, acc)
+    out = acc / tl.where(live, total, 1.0)[:, None]
+    tl.store(out_ptr + row * out_row + head[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+    if WANT_LSE:
+        tl.store(lse_ptr + row * H + head, (top + tl.log2(total)) * 0.6931471805599453, mask=live)
