@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvasir.kernels._triton import jit, next_power_of_2, tl
+from kvasir.kernels._triton import jit, next_power_of_2, pdl, tl
 from kvasir.kernels.hardware import multiprocessors
 from kvasir.kernels.key_chunks import MIN_CHUNK, SHORT_CHUNK, arrive, find_chunk, keys_of, merged_at_once
 from kvasir.kernels.softmax_block import attend_block, sink_logits
@@ -63,12 +63,13 @@ def _decode_attention(
         q_row, q_head, page_stride, head_stride, out_row, table_row, count, wave, budget, window, scale, softcap,
         H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
         BLOCK_N: tl.constexpr, COUNT_PAD: tl.constexpr, MIN_KEYS: tl.constexpr, SHORT_KEYS: tl.constexpr, R_PAD: tl.constexpr, MERGE: tl.constexpr,
-        WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
+        WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr, PDL: tl.constexpr):
     """One KV head, one chunk of keys of one sequence. Partial results: ``part`` [C, G, R, D] fp32, ``part_lse`` [C, G, R]
     in base 2. Only slots below a sequence's end are loaded (the others may hold NaN)."""
     group, item = tl.program_id(0), tl.program_id(1)
     G: tl.constexpr = H // R
-
+    if PDL:  # contexts and tables were there before the step's first layer; queries and new keys are the last kernel's
+        tl.extra.cuda.gdc_launch_dependents()
     which, first, parts, chunk = find_chunk(item, context_ptr, spans_ptr, count, wave, budget, window, BLOCK_N, COUNT_PAD, MIN_KEYS, SHORT_KEYS,
                                             WINDOWED)
     if which < count:
@@ -78,6 +79,8 @@ def _decode_attention(
         n = tl.arange(0, BLOCK_N)
         head = group * R + m
         live = m < R
+        if PDL:  # programs without a chunk need not wait: this kernel ends after those that do
+            tl.extra.cuda.gdc_wait()
         q = tl.load(q_ptr + row * q_row + head[:, None] * q_head + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
         top = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -139,7 +142,7 @@ def decode_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: t
     part = torch.empty((chunks, heads, dim), dtype=torch.float32, device=q_THD.device)
     part_lse = torch.empty((chunks, heads), dtype=torch.float32, device=q_THD.device)
     share_pad = next_power_of_2(share)
-    absent = q_THD  # stands in for pointers that the compiled variant never touches
+    absent, early = q_THD, pdl(q_THD.device)  # stands in for pointers that the compiled variant never touches
     _decode_attention[(groups, chunks)](
         q_THD, k_NGPD, v_NGPD, out_THD, absent if lse_TH is None else lse_TH, part, part_lse, rows.arrived, absent if sinks_H is None else sinks_H,
         table_SW, context_S, row_start_S, rows.spans, q_THD.stride(0), q_THD.stride(1), k_NGPD.stride(0), k_NGPD.stride(1),
@@ -147,7 +150,7 @@ def decode_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: t
         H=heads, R=share, P=size, D=dim, D_PAD=dim_pad, BLOCK_M=max(16, share_pad), BLOCK_N=shape.block_n,
         COUNT_PAD=max(16, next_power_of_2(count)), MIN_KEYS=max(MIN_CHUNK, shape.block_n), SHORT_KEYS=SHORT_CHUNK, R_PAD=share_pad,
         MERGE=merged_at_once(share, dim_pad), WINDOWED=window is not None, CAPPED=softcap is not None,
-        SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, num_warps=shape.warps, num_stages=shape.stages)
+        SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, PDL=early, num_warps=shape.warps, num_stages=shape.stages, launch_pdl=early)
 
 
 # ----------------------------------------------------------------------------------------------------------- test grid
