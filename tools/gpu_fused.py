@@ -50,7 +50,10 @@ ONE = [Config(n, k, warps) for n, k, warps in ((1, 4096, 4), (1, 2048, 4), (1, 1
                                                 (4, 512, 4), (4, 1024, 8), (8, 512, 4), (8, 512, 8), (8, 256, 4))]
 FEW = [Config(16, 256, 1, 4), Config(16, 256, 2, 4), Config(16, 512, 2, 3), Config(32, 256, 4, 3), Config(32, 128, 2, 5), Config(64, 128, 4, 4),
        Config(64, 256, 4, 3), Config(128, 64, 8, 4), Config(16, 256, 1, 4, 4), Config(32, 128, 4, 4, 4), Config(64, 128, 4, 4, 4)]
-ROWS = (1, 2, 4, 8, 16)
+MANY = [Config(64, 128, 4, 3), Config(64, 128, 4, 4), Config(64, 256, 8, 3), Config(64, 64, 4, 5), Config(128, 64, 4, 4), Config(128, 64, 8, 4),
+        Config(128, 128, 8, 3), Config(64, 128, 4, 3, 2), Config(64, 128, 4, 3, 4), Config(64, 64, 4, 4, 4), Config(128, 64, 8, 4, 2),
+        Config(32, 128, 4, 4, 4)]
+ROWS = (1, 2, 4, 8, 16, 32, 64)
 STEPS = {**{f"decode {b} x 128": [(127, 1)] * b for b in (1, 2, 4, 8, 16, 64)}, "prefill 1 x 8k": [(0, 8192)]}  # (start, length) of spans
 
 
@@ -82,11 +85,11 @@ def check_share(op: str, dtype: torch.dtype, share: int, shares: int) -> tuple[i
     return len(mine), worst, failed
 
 
-def compile_gemv(shapes: list[tuple[int, int, dict, Config]]) -> None:
+def compile_gemv(shapes: list[tuple[int, int, int, dict, Config]]) -> None:
     """Fill the kernel cache, so that the process that measures only loads."""
-    for n, k, fused, config in shapes:
+    for rows, n, k, fused, config in shapes:
         try:
-            run_gemv(1, torch.empty(n, k, dtype=BF16, device="cuda"), fused, config)()
+            run_gemv(rows, torch.empty(n, k, dtype=BF16, device="cuda"), fused, config)()
             torch.cuda.empty_cache()
         except Exception:  # it will be seen where it is timed
             continue
@@ -154,19 +157,25 @@ def run_gemv(rows: int, w: torch.Tensor, fused: dict, config: Config | None):
     return plain
 
 
-def time_gemv(processes: ProcessPoolExecutor) -> tuple[list[dict], dict]:
-    shapes = [(n, k, fused, config) for _, n, k, fused in matrices() for config in (*ONE, *FEW)]
+def configs(rows: int) -> list[Config]:
+    """What is tried for this many rows."""
+    return [*ONE, *FEW] if rows == 1 else FEW if rows <= 16 else MANY
+
+
+def time_gemv(processes: ProcessPoolExecutor, all_rows: list[int]) -> tuple[list[dict], dict]:
+    shapes = [(rows, n, k, fused, config) for _, n, k, fused in matrices() for rows in {min(r, 2) if r <= 16 else r for r in all_rows}
+              for config in configs(rows)]
     list(processes.map(compile_gemv, [shapes[i::PROCESSES] for i in range(PROCESSES)]))
     arms, table = [], {}
     for name, n, k, fused in matrices():
         size = 2 * n * k
         copies = [torch.empty(n, k, dtype=BF16, device="cuda").normal_() for _ in range(min(64, -(-COLD_BYTES // size)))]
         copies = copies * (1 if len(copies) > 3 else 3)
-        for rows in ROWS:
+        for rows in all_rows:
             x = torch.randn(rows, k, dtype=BF16, device="cuda")
             times = {"blas": each([lambda w=w: x @ w.t() for w in copies]), "plain": each([run_gemv(rows, w, fused, None) for w in copies])}
             own: dict[Config, float] = {}
-            for config in (*(ONE if rows == 1 else ()), *FEW):
+            for config in configs(rows):
                 try:
                     own[config] = each([run_gemv(rows, w, fused, config) for w in copies])
                 except Exception as e:
@@ -330,6 +339,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--skip", default="", help="parts to leave out: checks, kernels, gemv, steps")
+    parser.add_argument("--rows", default="", help="rows of the GEMV part, e.g. 32,64; default: all")
     options = parser.parse_args()
     skip = set(options.skip.split(","))
     torch.manual_seed(0)
@@ -338,7 +348,7 @@ def main() -> int:
         if "checks" not in skip:
             arms += checks(processes)
         if "gemv" not in skip:
-            found, table = time_gemv(processes)
+            found, table = time_gemv(processes, [int(r) for r in options.rows.split(",")] if options.rows else list(ROWS))
             arms += found
     if "kernels" not in skip:
         arms += time_kernels()

@@ -3,8 +3,8 @@
 Before: RMS norm of x. Its scale 1 / rms(x) is one factor a row, so it multiplies the result, and the sum of squares is taken
 along the way: no program waits for it. After: bias, the gated activation of a feed-forward block, the residual add.
 
-Two kernels. One row: every program multiplies ``block_n`` rows of W with x in fp32 and sums. Up to 16 rows: tensor cores,
-with W as the left operand and the rows of x, padded to 16, as the right one. Where N / block_n programs would leave most of the
+Two kernels. One row: every program multiplies ``block_n`` rows of W with x in fp32 and sums. Up to 64 rows: tensor cores,
+with W as the left operand and the rows of x, padded to 16, 32 or 64, as the right one. Where N / block_n programs would leave most of the
 GPU idle, K is split as well, and ``_join`` adds the parts in order: no atomics, so the same bits every time.
 
 On Hopper a program fetches its first block of W before it waits for the kernel before it (programmatic dependent launch):
@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kvasir.kernels._triton import cdiv, jit, pdl, tl
+from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, KINDS, activate, gated_reference
 from kvasir.kernels.norm import rms_norm_reference
 
-MAX_ROWS = 16
+MAX_ROWS = 64
 UNGATED = -1
 JOIN = 256  # outputs of a program that adds the parts
 
@@ -284,7 +284,7 @@ def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[
         squares = torch.empty(splits, rows, dtype=torch.float32, device=x_TK.device)
     _few_rows[(programs, splits)](
         x_TK, w_NK, y_TO, part, squares, scale, bias, y_TO, eps, rows, x_TK.stride(0), y_TO.stride(0), y_TO.stride(0), share, **shape,
-        ROWS=MAX_ROWS, STAGES=config.stages, SPLIT=splits > 1, **fused)
+        ROWS=max(16, next_power_of_2(rows)), STAGES=config.stages, SPLIT=splits > 1, **fused)
     if splits > 1:
         _join[(rows, cdiv(outputs, JOIN))](part, squares, y_TO, bias, y_TO, eps, rows, y_TO.stride(0), y_TO.stride(0), OUT=outputs, K=width,
                                            SPLITS=splits, BLOCK=JOIN, **fused)
@@ -347,7 +347,7 @@ MEASURED: dict[tuple[int, int, int], Config | None] = {
     (8, 151936, 1024): Config(128, 64, 8, 4, 1),
     (16, 151936, 1024): Config(128, 64, 8, 4, 1),
 }
-STEPS = (1, 2, 4, 8, 16)
+STEPS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def choose(rows: int, num_rows: int, width: int) -> Config | None:
@@ -388,6 +388,9 @@ def grid() -> Iterator[Case]:
                 yield Case(rows, 96, 320, config, norm, bias, activation, residual)
     for config in (one, few, Config(64, 128, 4, 4, splits=2)):  # nothing is a multiple of a block
         yield Case(1, 33, 200, config, norm=True, activation="gelu")
+    for rows in (17, 33, 64):
+        yield Case(rows, 96, 320, Config(32, 64, 4, 3, splits=2), norm=True, activation="silu", residual=True)
+        yield Case(rows, 80, 200, Config(64, 64, 4, 3), bias=True)
     yield Case(1, 16, 64, Config(1, 64, 1))
     yield Case(0, 16, 64, one)
     yield Case(5, 48, 40, Config(16, 64, 2), norm=True)  # K below one block
