@@ -22,14 +22,14 @@ from kvasir.lab.task import Problem, load_task
 from kvasir.models import checkpoint
 
 EASY = "chain:min_steps=4,max_steps=5"
-HARD = "chain:min_steps=2,max_steps=3"  # shorter than anything trained on: the embedded model gets some wrong
-ENGINE = dict(device="cpu", cpu_cache_bytes=1 << 25)
+HARD = "countdown:max_numbers=3"  # short replies, of which nano gets some wrong
+ENGINE = dict(model="nano", device="cpu", cpu_cache_bytes=1 << 25)
 CONFIG = EngineConfig.of(**ENGINE)
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return read_tokenizer(checkpoint.embedded())
+    return read_tokenizer(checkpoint.resolve("nano"))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def answered(llm, tokenizer, *tasks, **options):
 
 
 def test_exact_match_is_that_of_plain_torch(llm, tokenizer):
-    model = export.load(checkpoint.embedded())
+    model = export.load(checkpoint.resolve("nano"))
     for outcome in answered(llm, tokenizer, EASY, HARD, count=24, seed=3):
         wanted = evaluate(model, tokenizer, outcome.exam.spec, 24, seed=3, max_new=outcome.exam.limit)
         found = figures(outcome)
@@ -59,7 +59,7 @@ def test_exact_match_is_that_of_plain_torch(llm, tokenizer):
 
 @torch.inference_mode()
 def test_losses_are_those_of_plain_torch(llm, tokenizer):
-    model = export.load(checkpoint.embedded())
+    model = export.load(checkpoint.resolve("nano"))
     for outcome in answered(llm, tokenizer, "story", "story:form=prose,length=96", count=6, seed=3):
         nats, tokens, text = 0.0, 0, b""
         for ids, trained in zip(outcome.exam.prompts, outcome.exam.trained):
@@ -240,12 +240,12 @@ def test_the_command_writes_table_json_and_plot(tmp_path, capsys):
     plan = Plan((HARD, "story:form=prose,length=64"), count=8, samples=2, temperature=1.0)
     command.run(CONFIG, plan, against="--max-num-seqs 4 --dtype bfloat16", output=tmp_path / "r.json", plot=tmp_path / "r.png")
     text = capsys.readouterr().out
-    for words in ("exact %", "pass@k", "bits a byte", "source", "B - A", "A: embedded", "B: --max-num-seqs 4 --dtype bfloat16"):
+    for words in ("exact %", "pass@k", "bits a byte", "source", "B - A", "A: nano", "B: --max-num-seqs 4 --dtype bfloat16"):
         assert words in text, words
     outcome = json.loads((tmp_path / "r.json").read_text())
     assert set(outcome) == {"case", "machine", "commit", "date", "versions", "command", "arms", "ratios", "limits"}
     first, second, difference = outcome["arms"]
-    assert (first["name"], difference["name"]) == ("embedded", "difference")
+    assert (first["name"], difference["name"]) == ("nano", "difference")
     assert second["config"]["dtype"] == "bfloat16" and first["config"]["plan"] == second["config"]["plan"]
     assert set(first["metrics"]) == set(difference["metrics"]) == set(plan.specs)
     exact = [a["metrics"][HARD]["exact"] for a in (first, second)]
@@ -259,10 +259,10 @@ def test_from_the_command_line(tmp_path):
     from kvasir.cli.main import app
 
     switches = ["--device", "cpu", "--cpu-cache-bytes", str(1 << 25), "--against", "--max-num-seqs 1 --no-enable-prefix-caching"]
-    done = CliRunner().invoke(app, ["eval", "embedded", "--tasks", f"{EASY},{HARD}", "-n", "3", "--json", str(tmp_path / "r.json"), *switches])
+    done = CliRunner().invoke(app, ["eval", "nano", "--tasks", f"{EASY},{HARD}", "-n", "3", "--json", str(tmp_path / "r.json"), *switches])
     assert done.exit_code == 0, done.output
     outcome = json.loads((tmp_path / "r.json").read_text())
-    assert set(outcome["arms"][0]["metrics"]) == {EASY, HARD} and outcome["arms"][0]["name"] == "embedded"
+    assert set(outcome["arms"][0]["metrics"]) == {EASY, HARD} and outcome["arms"][0]["name"] == "nano"
     assert {d["difference"] for d in outcome["arms"][-1]["metrics"].values()} == {0.0}, "neither switch may change a greedy answer"
     assert outcome["arms"][0]["config"]["plan"]["seed"] == 7
 
@@ -365,7 +365,7 @@ def test_repetition():
 
 
 def test_names_of_shipped_models(tmp_path, monkeypatch):
-    assert "embedded" in checkpoint.shipped()
+    assert checkpoint.shipped() == ["base", "nano"]
     for name in checkpoint.shipped():
         assert (checkpoint.resolve(name) / "config.json").is_file()
     monkeypatch.setattr(checkpoint, "_assets", lambda: tmp_path)
