@@ -30,7 +30,8 @@ failed=0
 hard=chain:modulus=499,max_factor=30,max_steps=10
 trained="chain,$hard,long_add,countdown,path,path:form=star,facts,state,state:kind=parity,schema,tool"
 harder="countdown:min_numbers=4,path:min_depth=4,path:min_depth=5,facts:min_hops=4,min_facts=24,think=no,state:min_every=3,state:min_every=4"
-middle="path,countdown,$hard,state:min_every=4"
+middle="path:max_depth=4,countdown:min_numbers=4,$hard,state:min_every=4"
+unaided="facts:think=no,facts:min_hops=4,min_facts=24,think=no"
 needles=""
 for length in 512 1024 2048 4064; do
     for depth in 0 0.25 0.5 0.75 1; do needles="$needles,needle:min_length=$length,length=$length,depth=$depth"; done
@@ -38,11 +39,14 @@ done
 for model in nano base; do
     eval "folder=\$$model"
     measure "lab-$model-tasks" "$folder" --tasks "$trained,$harder" -n 600 "$@"
-    measure "lab-$model-prose" "$folder" --tasks story:form=prose,length=1024,template -n 40 "$@"
+    # More documents would hold every passage of the held-out prose more than once.
+    measure "lab-$model-prose" "$folder" --tasks story:form=prose,length=1024,template -n 11 "$@"
     # At temperature 1 the reply rates are those that `reflect` was written with.
     measure "lab-$model-reflect" "$folder" --tasks reflect -n 500 --temperature 1 "$@"
 done
+# The pool of replies of the others is in lab-base-own.
+measure lab-base-samples "$base" --tasks "$unaided" -n 200 --samples 16 --temperature 1 "$@"
 measure lab-base-own "$base" --tasks "$middle" -n 200 --samples 16 --temperature 1 --own --form aggregate,judge_pair,judge_one,refine "$@"
 measure lab-base-needle "$base" --tasks "${needles#,}" -n 100 "$@"
-measure lab-nano-samples "$nano" --tasks "$middle" -n 200 --samples 16 --temperature 1 "$@"
+measure lab-nano-samples "$nano" --tasks "$middle,$unaided" -n 200 --samples 16 --temperature 1 "$@"
 exit $failed

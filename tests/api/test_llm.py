@@ -11,7 +11,7 @@ from kvasir import LLM, SamplingParams
 from kvasir.errors import ConfigError, RequestError
 from kvasir.types import Grammar
 
-OPTIONS = dict(batch_invariant=True, num_threads=1, max_model_len=512, cpu_cache_bytes=1 << 25, page_slots=16)
+OPTIONS = dict(model="nano", batch_invariant=True, num_threads=1, max_model_len=512, cpu_cache_bytes=1 << 25, page_slots=16)
 PROMPT = "Once upon a time there was a king who had"
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
@@ -209,7 +209,7 @@ def test_without_a_tokenizer_and_with_dummy_weights():
 
 
 @pytest.mark.parametrize("options, said", [({"max_num_sequences": 3}, "max_num_seqs"), ({"model": "/no/such/folder"}, "/no/such/folder"),
-                                           ({"max_model_len": 4096}, "2048"), ({"dtype": "int8"}, "dtype")])
+                                           ({"max_model_len": 8192}, "4096"), ({"dtype": "int8"}, "dtype")])
 def test_a_wrong_set_up_says_so(options, said):
     with pytest.raises(ConfigError, match=said):
         LLM(**{**OPTIONS, **options})

@@ -55,7 +55,7 @@ def test_a_shape_has_random_weights_and_leaves_no_folder(capsys, monkeypatch, tm
 
 @pytest.mark.parametrize("options, message", [
     (dict(peer="vllm"), "there is transformers"), (dict(shape="llama-9b"), "Did you mean 'llama-8b'"), (dict(workloads=["a:1:8"]), "expected NAME:"),
-    (dict(workloads=["a:1:8:4", "a:2:8:4"]), "same name"), (dict(workloads=["a:1:2040:20"]), "do not fit the context of 2048"),
+    (dict(workloads=["a:1:8:4", "a:2:8:4"]), "same name"), (dict(workloads=["a:1:4090:20"]), "do not fit the context of 4096"),
 ])
 def test_refusals(capsys, options, message):
     with pytest.raises(ConfigError, match=message):

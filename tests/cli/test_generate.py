@@ -102,7 +102,7 @@ def test_fit_says_what_it_chose_and_which_flag_overrides_it(kvasir):
     (["-p", "a", "--params", "[]"], 2, "must be a JSON object"),
     (["-p", "a", "--params", '{"temprature": 1}'], 2, "Did you mean 'temperature'?"),
     (["/no/such/model", "-p", "a"], 2, "no such folder"),
-    (["-p", "a", "--kv-codec", "zip"], 2, "there are plain"),
+    (["-p", "a", "--kv-codec", "zip"], 2, "no codecs named 'zip'; there are"),
     (["-p", "a", "--params", '{"temperature": -1}'], 3, "temperature=-1 is out of range"),
     (["-p", "a", "--skip-tokenizer-init"], 3, "only prompt_token_ids"),
 ], ids=lambda a: " ".join(a) if isinstance(a, list) else "")

@@ -33,11 +33,11 @@ def facts(kvasir, *args):
 
 def test_the_embedded_model(kvasir):
     found = facts(kvasir)
-    assert found["model"] == "embedded" and 1e6 < found["parameters"] < 4e6
+    assert found["model"] == "embedded" and 16e6 < found["parameters"] < 17e6
     assert found["max_model_len"] == max(map(int, next(iter(found["fits"].values()))))
     assert len(found["fits"]) >= 4, "this machine and common GPUs"
     done = kvasir("show")
-    assert done.code == 0 and "embedded (qwen3, 2.5M parameters)" in done.out and "H200" in done.out and "10" in done.out
+    assert done.code == 0 and "embedded (qwen3, 16.1M parameters)" in done.out and "H200" in done.out and "10" in done.out
 
 
 def test_llama_8b_by_hand(kvasir, shape):

@@ -59,7 +59,7 @@ def test_a_copy_is_equal_and_loads(shards, limit, tmp_path):
 
 
 def test_the_rest_of_the_folder_comes_along(tmp_path):
-    convert(Copy(), "copy", checkpoint.embedded(), tmp_path / "copy")
+    convert(Copy(), "copy", checkpoint.resolve("nano"), tmp_path / "copy")
     names = {p.name for p in (tmp_path / "copy").iterdir()}
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json"} <= names
     assert not names & {"README.md", "training.json"}, "the source's card is not the copy's"
@@ -110,7 +110,7 @@ def test_stored_names_follow_the_family(tmp_path):
 def test_the_command(tmp_path, capsys):
     from kvasir.cli import convert as command
 
-    command.run("outlier_twin:keys=4", "", tmp_path / "twin")
-    assert "the same function as embedded" in capsys.readouterr().out
+    command.run("outlier_twin:keys=4", "nano", tmp_path / "twin")
+    assert "the same function as nano" in capsys.readouterr().out
     assert load_converter("outlier-twin:keys=4").config.keys == 4
     assert json.loads((tmp_path / "twin" / RECORD).read_text())["converter"] == "outlier_twin:keys=4"

@@ -58,11 +58,11 @@ def test_the_comparison_can_fail(missing, tmp_path):
     assert (logits(source) - logits(tmp_path / "twin")).abs().max() > 1e-3
 
 
-def test_the_embedded_model_in_its_own_type(tmp_path):
+def test_a_trained_model_in_its_own_type(tmp_path):
     """bf16 weights, wide arithmetic: equal bit by bit, in plain torch and in the engine's tokens."""
     from kvasir import LLM, SamplingParams
 
-    source = checkpoint.embedded()
+    source = checkpoint.resolve("nano")
     other = twin(source, tmp_path, "outlier_twin:keys=16,values=16")
     assert torch.equal(logits(source), logits(other))
     replies = []
@@ -155,8 +155,8 @@ EASY = "chain:min_steps=4,max_steps=6"
 
 
 def test_a_plain_4_bit_cache_breaks_on_the_twin_only(tmp_path):
-    """The embedded model hardly minds a 4-bit cache; its twin with outlier keys loses far more than 20 points."""
-    source = checkpoint.embedded()
+    """nano hardly minds a 4-bit cache; its twin with outlier keys loses far more than 20 points."""
+    source = checkpoint.resolve("nano")
     tokenizer = lab_tokenizer.load(source)
     model, stressed = load(source), load(twin(source, tmp_path, "outlier_twin:keys=8"))
     scores = [evaluate(m, tokenizer, EASY, 40, seed=7, max_new=100) for m in (model, with_rounded_cache(model), with_rounded_cache(stressed))]
@@ -168,8 +168,8 @@ def test_a_plain_4_bit_cache_breaks_on_the_twin_only(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("values", [False, True])
 def test_damage_grows_with_the_scale(values):
-    curve = damage(checkpoint.embedded(), scales=(1, 2, 8, 32), values=values, count=64, max_new=220)
+    curve = damage(checkpoint.resolve("nano"), scales=(1, 2, 8, 32), values=values, count=64, max_new=220)
     assert all(stored.share >= 0.95 for stored, _ in curve.values())
     rounded = [r.share for _, r in curve.values()]
-    assert rounded[0] >= 0.85 and min(rounded) <= rounded[0] - 0.2
+    assert rounded[0] >= 0.7 and min(rounded) <= rounded[0] - 0.2
     assert rounded == sorted(rounded, reverse=True)

@@ -22,7 +22,7 @@ class Output:
 
 
 class Driver:
-    def __init__(self, model: str = "", static: bool = False, **options) -> None:
+    def __init__(self, model: str = "nano", static: bool = False, **options) -> None:
         options = {"batch_invariant": True, "page_slots": 16, "num_pages": 256, "max_model_len": 512, "check": True, "poison": True,
                    "max_queued_tokens": 1 << 20, "num_threads": 1} | options
         self.engine = Engine(EngineConfig.of(model=model, **options))

@@ -1,7 +1,7 @@
 """Lossy codecs lose at the write and nowhere else: the same tokens for any chunk size, batch, prefix hit, preemption and
 pool, since a token's K/V is what the codec returns from the step that produces it (the round-trip rule).
 
-CPU exact mode on the embedded model; poison and invariant checks are on. The reference runs every request alone, in one
+CPU exact mode on nano; poison and invariant checks are on. The reference runs every request alone, in one
 chunk, in a roomy pool.
 """
 

@@ -1,6 +1,6 @@
 """Same request, same seed, same tokens: whatever the chunk size, the cache, the pool, the batch or the arrivals.
 
-CPU exact mode on the embedded model, at T = 0 and T = 1. The reference runs every request alone, in one chunk, in a
+CPU exact mode on nano, at T = 0 and T = 1. The reference runs every request alone, in one chunk, in a
 roomy pool, without a cache. Poison and invariant checks are on in every run.
 """
 

@@ -1,4 +1,4 @@
-"""``kvasir serve`` as users start it: a process of its own on a free port, with the model in the package."""
+"""``kvasir serve nano`` as users start it: a process of its own on a free port."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Served:
     def __init__(self, folder: Path, *options: str) -> None:
         self._log = folder / "server.log"
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen([sys.executable, "-m", "kvasir.cli.main", "serve", "--port", "0", "--num-threads", "1", *options],
+            self.process = subprocess.Popen([sys.executable, "-m", "kvasir.cli.main", "serve", "nano", "--port", "0", "--num-threads", "1", *options],
                                             stdout=log, stderr=log)
         self.url = ""
         try:

@@ -64,16 +64,18 @@ async def hung_up(http: httpx.AsyncClient) -> None:
 
 
 async def rounds(server: Served) -> AsyncIterator[list[tuple]]:
-    """The healthy crowd alone; then again and again until all of the catalogue was sent beside it."""
+    """The healthy crowd alone; then again and again, with a third of the catalogue at most, until all of it was sent beside it."""
     limits = httpx.Limits(max_connections=64)
     async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as http:
         yield await asyncio.gather(*(healthy(http, i) for i in range(HEALTHY)))
         left = catalogue()
+        third = len(left) // 3 + 1
         while left:
+            later = max(0, len(left) - third)
             async with asyncio.TaskGroup() as group:
                 crowd = [group.create_task(healthy(http, i)) for i in range(HEALTHY)]
                 await hung_up(http)
-                while left and not all(task.done() for task in crowd):
+                while len(left) > later and not all(task.done() for task in crowd):
                     await refused(http, *left.pop())
             yield [task.result() for task in crowd]
 

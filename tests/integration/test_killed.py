@@ -81,8 +81,8 @@ async def read_all(engine: AsyncEngine, kill_at: tuple[int, ...] = ()) -> list[R
 
 def test_a_killed_engine_loses_nothing():
     async def run() -> None:
-        engine = AsyncEngine(EngineConfig.of(batch_invariant=True, num_threads=1, max_num_batched_tokens=64, cpu_cache_bytes=1 << 24, page_slots=16,
-                                             max_model_len=512))
+        engine = AsyncEngine(EngineConfig.of(model="nano", batch_invariant=True, num_threads=1, max_num_batched_tokens=64, cpu_cache_bytes=1 << 24,
+                                             page_slots=16, max_model_len=512))
         await engine.start()
         try:
             calm = await read_all(engine)

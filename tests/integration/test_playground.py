@@ -33,7 +33,7 @@ def test_the_page_talks_to_the_real_server(server, browser, tmp_path):
     browser.open(f"{server.url}/")
     browser.js("window.violations = []; document.addEventListener('securitypolicyviolation', e => window.violations.push(e.violatedDirective))")
     browser.until("document.querySelectorAll('#model option').length === 1")
-    assert text_of(browser, "#model option") == ["embedded"]
+    assert text_of(browser, "#model option") == ["nano"]
     for name, value in {"temperature": "0", "max_tokens": "150"}.items():
         browser.js(f"document.getElementById('{name}').value = {json.dumps(value)}")
     browser.js(f"send({json.dumps(PROBLEM)})")

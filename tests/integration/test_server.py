@@ -1,4 +1,4 @@
-"""The whole house: ``kvasir serve`` with the model in the package, asked through OpenAI's own client."""
+"""The whole house: ``kvasir serve`` with a model of the package, asked through OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     # Exact mode: what is asked twice must come out the same, whatever else runs.
-    with served(tmp_path_factory.mktemp("server"), "--batch-invariant", "--page-slots", "16") as it:
+    with served(tmp_path_factory.mktemp("server"), "--batch-invariant", "--page-slots", "16", "--max-model-len", "2048") as it:
         yield it
         it.until_idle()
 
@@ -39,11 +39,11 @@ def client(server: Served) -> openai.OpenAI:
 
 
 def chat(client, messages=CHAT, **more):
-    return client.chat.completions.create(**{"model": "embedded", "messages": messages, "max_tokens": 24, "temperature": 0, **more})
+    return client.chat.completions.create(**{"model": "nano", "messages": messages, "max_tokens": 24, "temperature": 0, **more})
 
 
 def complete(client, prompt=PROMPT, **more):
-    return client.completions.create(**{"model": "embedded", "prompt": prompt, "max_tokens": 24, "temperature": 0, **more})
+    return client.completions.create(**{"model": "nano", "prompt": prompt, "max_tokens": 24, "temperature": 0, **more})
 
 
 # ------------------------------------------------------------------------------------------------------------------- text
@@ -280,7 +280,7 @@ def test_the_queue_histogram_is_filled(client, server):
 
 
 def test_responses(client):
-    body = dict(model="embedded", input="Hello!", temperature=0, max_output_tokens=40)
+    body = dict(model="nano", input="Hello!", temperature=0, max_output_tokens=40)
     whole = client.responses.create(**body)
     assert whole.status == "completed" and whole.output_text
     text = "".join(e.delta for e in client.responses.create(**body, stream=True) if e.type == "response.output_text.delta")

@@ -23,7 +23,7 @@ def test_transformers_and_kvasir_agree(name):
     prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ours = export.load(folder)
-    with LLM(str(folder), device="cpu", dtype="float32", cpu_cache_bytes=1 << 26) as llm:
+    with LLM(str(folder), device="cpu", dtype="float32", max_model_len=1024, cpu_cache_bytes=1 << 26) as llm:
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
     for ids, output in zip(prompts, outputs, strict=True):
         with torch.no_grad():

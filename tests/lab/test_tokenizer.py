@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from kvasir.errors import ConfigError
 from kvasir.lab import tokenizer as lab
 from kvasir.lab.chat import TEMPLATE, prompt, segments
+from kvasir.lab.recipe import NANO
 from kvasir.lab.task import load_task
 
-SHIPPED = str(files("kvasir").joinpath("assets/embedded"))
+SHIPPED = str(files("kvasir").joinpath("assets/nano"))
 PARAMETERS = {"type": "object", "properties": {}}
 TOOL = {"type": "function", "function": {"name": "get_weather", "description": "It's <b>bold</b> & über", "parameters": PARAMETERS}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "é", "b": [1]}}}
@@ -60,9 +61,9 @@ def test_special_tokens_come_first_and_tags_stay_visible(tokenizer):
 
 
 def test_training_again_gives_the_shipped_files(tokenizer, tmp_path):
-    lab.write(lab.train(), tmp_path)
+    lab.write(lab.train(), tmp_path, NANO.shape.positions)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        assert (tmp_path / name).read_bytes() == (files("kvasir") / "assets/embedded" / name).read_bytes(), name
+        assert (tmp_path / name).read_bytes() == (files("kvasir") / "assets/nano" / name).read_bytes(), name
 
 
 def test_a_foreign_tokenizer_is_refused(tokenizer, tmp_path):

@@ -149,9 +149,9 @@ def test_the_embedded_model(monkeypatch, tmp_path):
     monkeypatch.setattr(checkpoint.importlib.resources, "files", lambda package: tmp_path)
     with pytest.raises(ConfigError, match="no embedded model"):
         checkpoint.resolve("")
-    (tmp_path / "assets" / "embedded").mkdir(parents=True)
-    (tmp_path / "assets" / "embedded" / "config.json").write_text("{}")
-    assert checkpoint.resolve("") == checkpoint.resolve("embedded") == tmp_path / "assets" / "embedded"
+    (tmp_path / "assets" / "nano").mkdir(parents=True)
+    (tmp_path / "assets" / "nano" / "config.json").write_text("{}")
+    assert checkpoint.resolve("") == checkpoint.resolve("embedded") == tmp_path / "assets" / "nano"
     (tmp_path / "assets" / "base").mkdir()
     (tmp_path / "assets" / "base" / "config.json").write_text("{}")
     for name in ("", "embedded", "base"):

@@ -7,7 +7,7 @@ import time
 
 
 class Progress:
-    """``with Progress("embedded") as p: p.show(step, total, "loss 1.23")``."""
+    """``with Progress("nano") as p: p.show(step, total, "loss 1.23")``."""
 
     def __init__(self, title: str, every: float = 10.0) -> None:
         self.title, self.every = title, every

@@ -113,23 +113,6 @@ class Recipe:
         return dataclasses.replace(self, **changes)
 
 
-EMBEDDED = Recipe(
-    name="embedded",
-    shape=Shape(),
-    rows=(
-        # Prose is kept small on purpose: 2.6M tokens of it are all there is, and a third of every batch (some 200 passes)
-        # was learnt by heart, at a held-out loss of 6.5 instead of 3.4.
-        Rows(488, 512, {"chain": 0.68, "chain:min_steps=1,max_steps=3": 0.06, "story": 0.05, "story:form=prose,length=512": 0.02,
-                        "schema": 0.09, "tool": 0.06, "chat": 0.04}),
-        Rows(6, 2048, {"story:form=prose,length=2048": 1.0}, whole=True),
-    ),
-    validate=(Rows(32, 512, {"chain": 1.0}), Rows(16, 2048, {"story:form=prose,length=2048": 1.0}, whole=True)),
-    evaluate=(("chain", 4096), ("chain:min_steps=1,max_steps=3", 1024), ("schema", 512), ("tool", 512)),
-    steps=6000,
-    about="It works out modular arithmetic chains with a written scratchpad, tells fairy-tale prose, and knows a little small talk, JSON records "
-          "and tool calls.",
-)
-# ------------------------------------------------------------------------------------------------------- nano and base
 HARD_CHAIN = "chain:modulus=499,max_factor=30,max_steps=10"
 FORMED = ("chain", "long_add", "state", "countdown", "path")  # tasks that the prompt forms are trained on
 FORMS = {"aggregate": 0.27, "judge_one": 0.14, "judge_pair": 0.36, "self_evaluate": 0.05, "refine": 0.18}
@@ -212,7 +195,7 @@ SMOKE = Recipe(
     pool=50,
     reply_tokens=24,
 )
-RECIPES = {recipe.name: recipe for recipe in (NANO, BASE, EMBEDDED, SMOKE)}
+RECIPES = {recipe.name: recipe for recipe in (NANO, BASE, SMOKE)}
 
 
 def find(name: str) -> Recipe:

@@ -40,10 +40,13 @@ class RoundedPlane:
     """Keys or values [B, G, C, D] of one layer: rounded when written, read as any tensor."""
 
     def __init__(self, plane: torch.Tensor) -> None:
-        self.plane = plane
+        self.plane, self.dtype = plane, plane.dtype
 
     def __setitem__(self, where: tuple, value: torch.Tensor) -> None:
         self.plane[where] = round_trip(value)
+
+    def index_copy_(self, dim: int, at: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return self.plane.index_copy_(dim, at, round_trip(value))
 
     def __getitem__(self, where: tuple) -> torch.Tensor:
         return self.plane[where]

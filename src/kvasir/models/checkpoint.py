@@ -18,7 +18,7 @@ from kvasir.models.families import find_family
 WANTED = ["config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
           "chat_template*", "*.jinja", "*.safetensors", "*.safetensors.index.json"]
 UNWANTED = ["*/*", "consolidated*"]
-DEFAULTS = ("base", "embedded")  # what "embedded" stands for: the first that is there
+DEFAULTS = ("base", "nano")  # what "embedded" stands for: the first that is there
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
