@@ -107,9 +107,9 @@ def check_quantized_decode(case: quantized_decode.Case, dtype: torch.dtype, devi
 
     rows = Rows(torch.arange(count, dtype=torch.int32, device=device), torch.zeros(count, kv_heads, dtype=torch.int32, device=device))
     out = torch.full_like(q, float("nan"))
-    shape = quantized_decode.shape_of(case.format, max(16, dim), dtype, count)
+    shape = quantized_decode.shape_of(case.format, max(16, dim), dtype, count, heads // kv_heads)
     if case.programs is not None:
-        shape = dataclasses.replace(shape, programs=case.programs)
+        shape = dataclasses.replace(shape, programs=case.programs, at_once=1)
     quantized_decode.quantized_decode_triton(
         q, cache.planes, case.format, table.to(device), torch.tensor(case.contexts, dtype=torch.int32, device=device),
         torch.arange(count + 1, dtype=torch.int32, device=device), rows, dim**-0.5, out, window=case.window, softcap=case.softcap,

@@ -1,7 +1,7 @@
 """From the fused projection to a quantised cache in one kernel: QK norm, RoPE, rotation, grid, packing, scatter.
 
 What ``fused_qkv`` does, and then: keys (and values, when asked) are multiplied by an orthonormal matrix diag(signs) H, with
-H block-diagonal Sylvester-Hadamard, put on a grid of their own and stored as codes and fp16 (scale, bias). Queries are
+H block-diagonal Sylvester-Hadamard, put on a grid of their own and stored as codes and fp16 (scale, bias), fp8 with an fp32 scale. Queries are
 rotated like the keys, so that attention works on codes without undoing anything (SAW-INT4, arXiv:2604.19157).
 
 The rotation runs on the tensor cores: a product with entries of +-1 is exact, only its fp32 sums round. H of order D over
@@ -150,8 +150,8 @@ def _quantized_qkv(heads_ptr, q_ptr, k_pages, v_pages, k_meta, v_meta, slots_ptr
     a, b = low.to(tl.float32), high.to(tl.float32)
     if BITS == 0:
         top = tl.max(tl.maximum(tl.abs(a), tl.abs(b)), 1)
-        scale = tl.minimum(tl.maximum(top / 448.0, 0.00006103515625), 65504.0).to(tl.float16)
-        step = scale.to(tl.float32)[:, None]
+        scale = tl.minimum(tl.maximum(top / 448.0, 0.00006103515625), 65504.0)
+        step = scale[:, None]
         c = tl.minimum(tl.maximum(tl.div_rn(a, step), -448.0), 448.0).to(k_pages.dtype.element_ty)
         d = tl.minimum(tl.maximum(tl.div_rn(b, step), -448.0), 448.0).to(k_pages.dtype.element_ty)
         tl.store(k_at, c, mask=key)
@@ -193,7 +193,7 @@ def _quantized_qkv(heads_ptr, q_ptr, k_pages, v_pages, k_meta, v_meta, slots_ptr
 def quantized_qkv(heads_TXD: torch.Tensor, ops: HeadOps, planes: Mapping[str, torch.Tensor], slots_T: torch.Tensor, format: Format,
                   basis: Basis | None = None) -> torch.Tensor:
     """Queries [T, H, D] in the cache's basis; keys and values go to their slots (int64, -1: nowhere) of ``planes`` ``k``, ``v``
-    [N, G, P, bytes] and ``k_meta``, ``v_meta`` [N, G, P, 2 (fp8: 1)] fp16, as ``kernels.quantize`` encodes them."""
+    [N, G, P, bytes] and ``k_meta``, ``v_meta`` [N, G, P, 2] fp16 (fp8: [N, G, P, 1] fp32), as ``kernels.quantize`` encodes them."""
     rows, total, dim = heads_TXD.shape
     heads, k, k_meta = ops.num_heads, planes["k"], planes["k_meta"]
     groups, size = k.shape[1], k.shape[2]
