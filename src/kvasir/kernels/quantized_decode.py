@@ -302,7 +302,8 @@ def quantized_decode_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tens
 def _gather_codes(k_ptr, v_ptr, k_meta, v_meta, k_out, v_out, table_ptr, context_ptr, row_start_ptr, spans_ptr, page_stride, head_stride,
                   meta_page, meta_head, table_row, slots, first_group,
                   P: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of slots of one span and KV head: page -> numbers [G, slots, D], in the cache's basis."""
+    """One block of slots of one span and KV head: page -> numbers [G, slots, D], in the cache's basis. Slots past the span's end
+    become zeros."""
     block, group, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     span = tl.load(spans_ptr + place * 2)
     end = tl.load(context_ptr + span) + tl.load(row_start_ptr + span + 1) - tl.load(row_start_ptr + span)
@@ -310,7 +311,7 @@ def _gather_codes(k_ptr, v_ptr, k_meta, v_meta, k_out, v_out, table_ptr, context
         j = block * BLOCK + tl.arange(0, BLOCK)
         i = tl.arange(0, HALF)
         held = j < end
-        mask = held[:, None] & (i < D // 2)[None, :]
+        mask = (i < D // 2)[None, :]
         page = tl.load(table_ptr + span.to(tl.int64) * table_row + j // P, mask=held, other=0).to(tl.int64)
         head = (first_group + group).to(tl.int64)
         WIDTH: tl.constexpr = D // 2 if BITS == 4 else D
@@ -322,7 +323,8 @@ def _gather_codes(k_ptr, v_ptr, k_meta, v_meta, k_out, v_out, table_ptr, context
 
 
 @jit
-def _write_numbers(codes, meta, out, held, mask, D: tl.constexpr, BITS: tl.constexpr):
+def _write_numbers(codes, meta, out, held, wide, D: tl.constexpr, BITS: tl.constexpr):
+    mask = held[:, None] & wide
     scale = tl.load(meta, mask=held, other=0.0).to(tl.float32)[:, None]
     bias = 0.0
     if BITS != 0:
@@ -332,8 +334,8 @@ def _write_numbers(codes, meta, out, held, mask, D: tl.constexpr, BITS: tl.const
         low, high = (both & 15).to(tl.float32), (both >> 4).to(tl.float32)
     else:
         low, high = _byte(tl.load(codes, mask=mask, other=0), BITS), _byte(tl.load(codes + D // 2, mask=mask, other=0), BITS)
-    tl.store(out, (low * scale + bias).to(out.dtype.element_ty), mask=mask)
-    tl.store(out + D // 2, (high * scale + bias).to(out.dtype.element_ty), mask=mask)
+    tl.store(out, (low * scale + bias).to(out.dtype.element_ty), mask=wide)
+    tl.store(out + D // 2, (high * scale + bias).to(out.dtype.element_ty), mask=wide)
 
 
 @jit
@@ -348,7 +350,7 @@ def gather_codes_triton(planes: Mapping[str, torch.Tensor], format: Format, k_GL
                         context_S: torch.Tensor, row_start_S: torch.Tensor, spans: torch.Tensor, blocks: int, block: int, first_group: int) -> None:
     """What the codes of ``spans`` [m, 2] int32 (span, its first slot in the result) stand for, in the cache's basis: dense
     [G, slots, D], for as many KV heads from ``first_group`` on as ``k`` and ``v`` have. ``blocks`` of ``block`` slots: the
-    longest span."""
+    longest span; a span's place has room for whole blocks."""
     k, v, k_meta, dim = planes["k"].view(torch.uint8), planes["v"].view(torch.uint8), planes["k_meta"], k_GLD.shape[2]
     _gather_codes[(blocks, k_GLD.shape[0], spans.shape[0])](
         k, v, k_meta, planes["v_meta"], k_GLD, v_GLD, table_SW, context_S, row_start_S, spans, k.stride(0), k.stride(1),
