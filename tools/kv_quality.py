@@ -1,10 +1,11 @@
 """What the quantised caches cost in answers: a lab model and its outlier twins, with every codec, on the same problems.
 
     python tools/kv_quality.py RESULT.json [--model base] [--device cpu] [-n 1000] [--seed 7] [--tasks chain,needle:length=640,reflect,story]
+                                          [--codecs fp8 ...] [--outliers 2 4 ...]
 
 ``story`` gives perplexity, the others exact match. A twin computes the same function with outlier channels in its keys
 (``convert.converters.outlier_twin``): the curve of ``int4`` and ``int4_bdr`` over the outliers' size, on the first task and
-``story``. The result is written after every arm.
+``story``. The result is written after every arm; arms that the file had before are kept.
 """
 
 from __future__ import annotations
@@ -44,12 +45,15 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("-n", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--codecs", nargs="*", default=CODECS)
+    parser.add_argument("--outliers", nargs="*", type=int, default=OUTLIERS)
     parser.add_argument("--tasks", default="chain,needle:length=640,reflect,story")
     options = parser.parse_args()
     folder = checkpoint.resolve(options.model)
     tokenizer = read_tokenizer(folder)
     plan = Plan(split_tasks(options.tasks), count=options.n, seed=options.seed)
-    exams, arms = prepare(plan, tokenizer), []
+    exams = prepare(plan, tokenizer)
+    arms = json.loads(options.output.read_text())["arms"] if options.output.exists() else []
 
     def answer(model: str, codec: str, chosen: list[Exam], plain: list | None, **config: int) -> list:
         started = time.monotonic()
@@ -60,17 +64,17 @@ def main() -> None:
             metrics[outcome.exam.spec] = {k: v for k, v in figures(outcome, plan.seed).items() if k in KEPT}
             if plain is not None:
                 metrics[outcome.exam.spec]["against_plain"] = compare(plain[i], outcome, plan.seed)
-        arms.append(arm(codec, config, metrics))
+        arms[:] = [a for a in arms if (a["name"], a["config"]) != (codec, config)] + [arm(codec, config, metrics)]
         print(config, codec, {t: m.get("exact", m.get("perplexity")) for t, m in metrics.items()}, f"{time.monotonic() - started:.0f} s", flush=True)
         options.output.write_text(json.dumps(result(f"kv-codecs-{options.model}", arms), indent=1) + "\n")
         return outcomes
 
     plain = answer(options.model, "plain", exams, None)
-    for codec in CODECS:
+    for codec in options.codecs:
         answer(options.model, codec, exams, plain)
     few = [0, *([len(exams) - 1] if len(exams) > 1 else [])]
     with tempfile.TemporaryDirectory() as scratch:
-        for size in OUTLIERS:
+        for size in options.outliers:
             spec = f"outlier_twin:keys={size}"
             convert(load_converter(spec), spec, folder, Path(scratch) / spec)
             for codec in ("int4", "int4_bdr"):

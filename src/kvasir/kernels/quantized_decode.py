@@ -290,9 +290,9 @@ def quantized_decode_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tens
         k.stride(0), k.stride(1), k_meta.stride(0), k_meta.stride(1), out_THD.stride(0), table_SW.stride(0), count, wave, budget, window or 0,
         scale, softcap or 1.0, H=heads, R=share, P=size, D=dim, W=width, W_PAD=width_pad, D_PAD=dim_pad, BLOCK_M=max(8, share_pad),
         BLOCK_N=shape.block_n, COUNT_PAD=max(16, next_power_of_2(count)), MIN_KEYS=max(MIN_CHUNK, shape.block_n),
-        SHORT_KEYS=SHORT_CHUNK, R_PAD=share_pad, MERGE=merged_at_once(share, dim_pad, shape.warps), BITS=bits, TRICK=q_THD.dtype != torch.float32, ASM=not INTERPRETED,
-        WINDOWED=window is not None, CAPPED=softcap is not None, SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None,
-        num_warps=shape.warps, num_stages=shape.stages)
+        SHORT_KEYS=SHORT_CHUNK, R_PAD=share_pad, MERGE=merged_at_once(share, dim_pad, shape.warps), BITS=bits,
+        TRICK=q_THD.dtype != torch.float32, ASM=not INTERPRETED, WINDOWED=window is not None, CAPPED=softcap is not None,
+        SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, num_warps=shape.warps, num_stages=shape.stages)
 
 
 # -------------------------------------------------------------------------------------------------- codes made numbers
