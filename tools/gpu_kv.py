@@ -40,10 +40,10 @@ from tools.gpu_kernels import DIM, GROUPS, HEADS, SPEC, copy_bandwidth, make_bat
 
 DECODES = {"1 x 128": [(127, 1)], "1 x 32k": [(32767, 1)], "8 x 1k": [(1023, 1)] * 8, "64 x 1k": [(1023, 1)] * 64, "16 x 32k": [(32767, 1)] * 16}
 CODECS = ("plain", "fp8", "int8", "int4_bdr")
-SHAPES = [(64, 4, 3, 16), (64, 4, 4, 16), (128, 4, 2, 16), (128, 4, 3, 16), (128, 4, 4, 16), (128, 8, 3, 16), (256, 8, 2, 16), (64, 2, 4, 16),
-          (128, 4, 3, 8), (128, 4, 3, 32)]
+SHAPES = [(64, 1, 3, 20, 10), (64, 1, 3, 40, 10), (64, 1, 3, 10, 8), (64, 1, 4, 20, 8), (32, 1, 3, 24, 12), (32, 1, 4, 24, 12), (64, 2, 3, 14, 7),
+          (64, 2, 3, 7, 7), (64, 2, 4, 14, 5), (64, 4, 3, 9, 3), (128, 4, 3, 6, 2), (128, 4, 3, 2, 2), (128, 2, 3, 8, 4)]
 CHECKS = {"write": (quantized_qkv.grid, check_quantized_qkv), "decode": (quantized_decode.grid, check_quantized_decode)}
-SIZE = {"plain": 16, "fp8": 16, "int8": 16, "int4_bdr": 32}
+SIZE = {"plain": 16, "fp8": 32, "int8": 32, "int4_bdr": 64}
 
 
 def check_case(op: str, dtype: torch.dtype, index: int) -> tuple[float, str]:

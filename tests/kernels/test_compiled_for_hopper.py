@@ -11,6 +11,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from kvasir.kernels.dense_attention import Shape
+from kvasir.kernels.key_chunks import merged_at_once
+from kvasir.kernels.quantized_decode import shape_of
 
 pytest.importorskip("triton")
 COMPILE = """
@@ -22,7 +27,7 @@ import kvasir.kernels._triton as runtime
 runtime.triton, runtime.tl = triton, triton.language  # which it leaves out where there is no GPU
 import importlib
 
-module, kernel, options, constants = json.loads(sys.argv[1])
+module, kernel, options, constants, pointers = json.loads(sys.argv[1])
 function = getattr(importlib.import_module("kvasir.kernels." + module), kernel)
 types, attributes = {}, {}
 for i, name in enumerate(function.arg_names):
@@ -30,12 +35,15 @@ for i, name in enumerate(function.arg_names):
         types[name] = "constexpr"
     elif name.endswith("_desc"):
         types[name] = f"tensordesc<bf16[{constants['BLOCK_N']}, {constants['D']}]>"
+    elif name in pointers:
+        types[name], attributes[(i,)] = "*" + pointers[name], [["tt.divisibility", 16]]
     elif name.endswith("_ptr"):
         kind = "fp32" if "lse" in name or "part" in name else "bf16" if name in ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "sinks_ptr") else "i32"
         types[name], attributes[(i,)] = "*" + kind, [["tt.divisibility", 16]]
     else:
-        types[name] = "fp32" if name in ("scale", "softcap") else "i32"
-        if name in ("q_row", "q_head", "page_stride", "head_stride", "out_row"):
+        types[name] = "fp32" if name in ("scale", "softcap", "eps", "factor") else "i32"
+        if name in ("q_row", "q_head", "page_stride", "head_stride", "meta_page", "meta_head", "out_row", "row_stride", "group_stride",
+                    "meta_group"):
             attributes[(i,)] = [["tt.divisibility", 16]]
 places = {(function.arg_names.index(name),): value for name, value in constants.items()}
 done = triton.compile(ASTSource(function, types, places, attributes), target=GPUTarget("cuda", 90, 32), options=options)
@@ -46,17 +54,18 @@ with tempfile.TemporaryDirectory() as folder:
     usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
 ptx = done.asm["ptx"]
 print(json.dumps({"shared": done.metadata.shared, "spilled": "STACK:0" not in usage, "copies": ptx.count("cp.async.cg"),
-                  "tiles": ptx.count("cp.async.bulk.tensor"), "wgmma": ptx.count("wgmma.mma_async")}))
+                  "words": ptx.count("cp.async.ca"), "tiles": ptx.count("cp.async.bulk.tensor"), "wgmma": ptx.count("wgmma.mma_async"),
+                  "mma": ptx.count("mma.sync"), "lop3": ptx.count("lop3.b32")}))
 """
 LLAMA = {"H": 32, "R": 4, "D": 128, "CAPPED": False, "SINKS": False, "WANT_LSE": False}
 PAGED = {**LLAMA, "P": 16, "D_PAD": 128, "BLOCK_N": 64, "WINDOWED": False}
 BLOCK = 64 * 128 * 2 * 2  # bytes of the keys and values of one block
 
 
-def compiled(module: str, kernel: str, options: dict, constants: dict) -> dict:
+def compiled(module: str, kernel: str, options: dict, constants: dict, pointers: dict | None = None) -> dict:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", COMPILE, json.dumps([module, kernel, options, constants])], capture_output=True, text=True,
-                         timeout=300, env=environment)
+    run = subprocess.run([sys.executable, "-c", COMPILE, json.dumps([module, kernel, options, constants, pointers or {}])], capture_output=True,
+                         text=True, timeout=300, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
 
@@ -76,7 +85,42 @@ def test_paged(block_m, warps):
     assert (found["wgmma"] > 0) == (block_m >= 64)
 
 
-def test_dense():
-    found = compiled("dense_attention", "_dense_attention", {"num_warps": 8, "num_stages": 2},
-                     {**LLAMA, "R_PAD": 4, "BLOCK_M": 128, "BLOCK_N": 128})
+@pytest.mark.parametrize("format, dim, share, rows", [
+    ("int4", 128, 4, 16), ("int4", 128, 4, 1), ("int4", 128, 16, 16), ("int4", 64, 4, 16), ("int4", 80, 4, 16), ("int4", 256, 16, 16),
+    ("int8", 128, 4, 16), ("int8", 256, 4, 16), ("fp8", 128, 4, 16), ("fp8", 128, 16, 1)])
+def test_quantized_decode(format, dim, share, rows):
+    """Codes and their scales are fetched two blocks ahead, and 4-bit codes become numbers by one logical operation each, for
+    every product once. Rows of 80 are no multiples of 16 bytes."""
+    shape, bits = shape_of(format, dim, torch.bfloat16, rows, share), {"int4": 4, "int8": 8, "fp8": 0}[format]
+    words, pad = dim // 4 if bits == 4 else dim // 2, 1 << (dim - 1).bit_length()
+    words_pad = 1 << (words - 1).bit_length()
+    found = compiled("quantized_decode", "_quantized_decode", {"num_warps": shape.warps, "num_stages": shape.stages}, {
+        **LLAMA, "R": share, "D": dim, "P": 64, "W": words, "W_PAD": words_pad, "D_PAD": pad, "BLOCK_M": max(8, share), "BLOCK_N": shape.block_n,
+        "COUNT_PAD": 64, "MIN_KEYS": 128, "SHORT_KEYS": 1024, "R_PAD": share, "MERGE": merged_at_once(share, pad, shape.warps), "BITS": bits,
+        "TRICK": True, "ASM": True, "WINDOWED": False}, {"k_ptr": "i16", "v_ptr": "i16", "k_meta": "i32", "v_meta": "i32"})
+    assert not found["spilled"] and found["words" if dim == 80 else "copies"] and found["words"]
+    assert found["shared"] >= 2 * 2 * shape.block_n * (2 * words_pad + 4) and shape.at_once * (found["shared"] + 1024) <= 228 * 1024
+    if bits == 4 and shape.warps == 1:
+        pairs = shape.block_n * words_pad // 32  # of words, keys and values, a thread
+        assert found["lop3"] == 4 * pairs and found["mma"] == 4 * pairs * 2 * 32 * max(8, share) // (16 * 16 * 8)
+
+
+@pytest.mark.parametrize("format", ["int4", "int8", "fp8"])
+def test_quantized_write(format):
+    """Many rows: one warp a program, the rotation's matrix fetched before the loop over them."""
+    bits = {"int4": 4, "int8": 8, "fp8": 0}[format]
+    pages, meta = ("u8", "fp16") if bits else ("fp8e4nv", "fp32")
+    found = compiled("quantized_qkv", "_quantized_qkv", {"num_warps": 1}, {
+        "H": 32, "G": 8, "P": 64, "D": 128, "HEADS": 16, "HALF": 64, "NORM": True, "BITS": bits, "TURN": bits == 4, "TURN_VALUES": False,
+        "PARTS": "cross" if bits == 4 else "", "PDL": True}, {
+        "heads_ptr": "bf16", "weight_ptr": "bf16", "matrix_ptr": "bf16", "signs_ptr": "bf16", "k_pages": pages, "v_pages": pages, "k_meta": meta,
+        "v_meta": meta, "slots_ptr": "i64", "positions_ptr": "i64", "table_ptr": "fp32"})
+    assert not found["spilled"] and found["mma"] == (64 if bits == 4 else 0)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_dense(dim):
+    shape = Shape.of(dim)
+    found = compiled("dense_attention", "_dense_attention", {"num_warps": shape.warps, "num_stages": shape.stages},
+                     {**LLAMA, "D": dim, "R_PAD": 4, "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n})
     assert found["tiles"] and found["wgmma"] and not found["spilled"] and found["shared"] <= 227 * 1024

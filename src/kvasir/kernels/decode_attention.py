@@ -149,7 +149,7 @@ def decode_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: t
         out_THD.stride(0), table_SW.stride(0), count, wave, budget, window or 0, scale, softcap or 1.0,
         H=heads, R=share, P=size, D=dim, D_PAD=dim_pad, BLOCK_M=max(16, share_pad), BLOCK_N=shape.block_n,
         COUNT_PAD=max(16, next_power_of_2(count)), MIN_KEYS=max(MIN_CHUNK, shape.block_n), SHORT_KEYS=SHORT_CHUNK, R_PAD=share_pad,
-        MERGE=merged_at_once(share, dim_pad), WINDOWED=window is not None, CAPPED=softcap is not None,
+        MERGE=merged_at_once(share, dim_pad, shape.warps), WINDOWED=window is not None, CAPPED=softcap is not None,
         SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, PDL=early, num_warps=shape.warps, num_stages=shape.stages, launch_pdl=early)
 
 

@@ -40,7 +40,7 @@ def plan_gathered(starts: list[int], lengths: list[int], chosen: list[int], tile
     for s in chosen:
         table[s, :pages[s]] = torch.arange(first, first + pages[s])
         places.append((s, first * page_slots))
-        first += pages[s]
+        first += cdiv(pages[s] * page_slots, max(BLOCK, page_slots)) * max(BLOCK, page_slots) // page_slots  # whole blocks
     spans = torch.tensor(places, dtype=torch.int32)
     longest = max((starts[s] + lengths[s] for s in chosen), default=0)
     return GatheredSpans(spans.to(device, non_blocking=True), table.to(device, non_blocking=True), first * page_slots, cdiv(longest, BLOCK), tiles)

@@ -15,12 +15,12 @@ from kvasir.kernels.softmax_block import sink_logits
 
 MIN_CHUNK = 128  # keys; less is not worth a program of its own and a merge
 SHORT_CHUNK = 1024  # keys; chunks up to this long all run at once
-MERGED_ELEMENTS = 8192  # of partial results that the merging program holds at a time: 64 registers of each of 128 threads
+MERGED_ELEMENTS = 64  # of partial results that a thread of the merging program holds at a time, in registers
 
 
-def merged_at_once(share: int, dim_pad: int) -> int:
+def merged_at_once(share: int, dim_pad: int, warps: int) -> int:
     """Chunks that ``merge_chunks`` holds at a time, for the ``share`` = R query heads of a KV head."""
-    return max(1, min(32, MERGED_ELEMENTS // (next_power_of_2(share) * dim_pad)))
+    return max(1, min(32, MERGED_ELEMENTS * 32 * warps // (next_power_of_2(share) * dim_pad)))
 
 
 @jit

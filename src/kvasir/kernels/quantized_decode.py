@@ -2,18 +2,23 @@
 
 Work is cut up as in ``decode_attention``. With codes c, k = s (c - m) + b, and the query q in the cache's basis,
 
-    q.k = s (q.c) + (b - m s) sum(q)          sum_n p_n v_n = sum_n (p_n s_n) c_n + sum_n p_n (b_n - m s_n)
+    q.k = s (q.c - m sum(q)) + b sum(q)       sum_n p_n v_n = sum_n (p_n s_n) (c_n - m) + sum_n p_n b_n
 
-so that no element is ever dequantised: what is left of the unpacking is to make a number of a code, and 4-bit codes become
-bf16 numbers by setting an exponent: the bits 0x4300 + c are 128 + c (fp16: 0x6400 + c is 1024 + c), four codes of a 16-bit
-word in four operations for two words at a time. sum(q) and the weights p s of the second sum are taken after rounding, so
-that the offset cancels (SAW-INT4, arXiv:2604.19157; the factored form is ours). 4-bit pages hold element i and i + D / 2 in
-a byte: word w of a row holds elements 2 w, 2 w + D / 2, 2 w + 1 and 2 w + 1 + D / 2, each its own part of the products.
+so that no element is ever dequantised: what is left of the unpacking is to make a number of a code. Pages are read as words
+of 16 bits, and a pair of words becomes a pair of fp16 numbers by setting exponents: the bits 0x6400 + x are 1024 + x, for a
+4-bit code in place (1024 + c), four bits higher (1024 + 16 c) or an 8-bit one; 8-bit floats are moved to where fp16 has its
+exponent, which divides them by 256. Five instructions for eight 4-bit codes. What the exponents add is subtracted where
+the products start, so that nothing large is summed up over blocks; for that, sum(q) and the sum of the weights p s are
+those of the rounded numbers. (SAW-INT4, arXiv:2604.19157; the factored form and the words are ours.)
+
+Products have the keys as their rows, so that a few query heads are padded to eight columns and not to sixteen rows.
+4-bit pages hold element i and i + D / 2 in a byte: word w of a row holds elements 2 w, 2 w + D / 2, 2 w + 1 and
+2 w + 1 + D / 2; 8-bit pages 2 w and 2 w + 1. Each is its own part of the products.
 
 Bytes: 2 x keys x G x (D x bits / 8 + 4) a sequence and layer.
 
 Legend: T rows, S spans, B single rows, C chunks, M query heads of a tile, H query heads, G KV heads, R = H / G, D head dim,
-N pages or keys of a block, P slots per page.
+W words of a row, N pages or keys of a block, P slots per page.
 """
 
 from __future__ import annotations
@@ -32,42 +37,64 @@ from kvasir.kernels.softmax_block import sink_logits
 
 
 @jit
-def _unpack(words, SHIFT: tl.constexpr, DTYPE: tl.constexpr, BITTRICK: tl.constexpr):
-    """Nibble ``SHIFT`` / 4 of int16 words, as a number: plus 128 (bf16) or 1024 (fp16) with ``BITTRICK``."""
-    if not BITTRICK:
-        numbers = ((words >> SHIFT) & 15).to(DTYPE)
-    elif tl.bfloat16 == DTYPE:
-        if SHIFT == 0:
-            numbers = tl.inline_asm_elementwise("lop3.b32 $0, $1, 0x000F000F, 0x43004300, 0xEA;", "=r,r", [words], tl.bfloat16, True, 2)
-        elif SHIFT == 4:
-            numbers = tl.inline_asm_elementwise("{.reg .b32 t; shr.u32 t, $1, 4; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA;}",
-                                                "=r,r", [words], tl.bfloat16, True, 2)
-        elif SHIFT == 8:
-            numbers = tl.inline_asm_elementwise("{.reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA;}",
-                                                "=r,r", [words], tl.bfloat16, True, 2)
+def _numbers(words, PART: tl.constexpr, BITS: tl.constexpr, TRICK: tl.constexpr, ASM: tl.constexpr):
+    """Code ``PART`` of int16 words. Without ``TRICK`` the code itself in fp32; with it fp16: 4 bits (``BITS``) as 1024 + c or
+    (odd parts) 1024 + 16 c, 8 bits as 1024 + c, 8-bit floats (0) divided by 256. ``ASM``: two words at a time."""
+    if not TRICK:
+        WIDE: tl.constexpr = 8 if BITS == 0 else BITS
+        codes = (words >> (PART * WIDE)) & ((1 << WIDE) - 1)
+        if BITS == 0:
+            numbers = codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
         else:
-            numbers = tl.inline_asm_elementwise("{.reg .b32 t; shr.u32 t, $1, 12; lop3.b32 $0, t, 0x000F000F, 0x43004300, 0xEA;}",
-                                                "=r,r", [words], tl.bfloat16, True, 2)
-    elif SHIFT == 0:
-        numbers = tl.inline_asm_elementwise("lop3.b32 $0, $1, 0x000F000F, 0x64006400, 0xEA;", "=r,r", [words], tl.float16, True, 2)
-    elif SHIFT == 4:
-        numbers = tl.inline_asm_elementwise("{.reg .b32 t; shr.u32 t, $1, 4; lop3.b32 $0, t, 0x000F000F, 0x64006400, 0xEA;}",
-                                            "=r,r", [words], tl.float16, True, 2)
-    elif SHIFT == 8:
-        numbers = tl.inline_asm_elementwise("{.reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000F000F, 0x64006400, 0xEA;}",
-                                            "=r,r", [words], tl.float16, True, 2)
+            numbers = codes.to(tl.float32)
+    elif not ASM:
+        wide = words.to(tl.int32)
+        if BITS == 4:
+            bits = ((wide >> (PART // 2 * 8)) & (0xF0 if PART % 2 else 0xF)) | 0x6400
+        elif BITS == 8:
+            bits = ((wide >> (PART * 8)) & 0xFF) | 0x6400
+        else:
+            bits = wide << (8 - PART * 8)
+            bits = (bits & 0x8000) | ((bits & 0x7F00) >> 1)
+        numbers = bits.to(tl.int16).to(tl.float16, bitcast=True)
+    elif BITS == 4:
+        if PART == 0:
+            numbers = tl.inline_asm_elementwise("lop3.b32 $0, $1, 0x000F000F, 0x64006400, 0xEA;", "=r,r", [words], tl.float16, True, 2)
+        elif PART == 1:
+            numbers = tl.inline_asm_elementwise("lop3.b32 $0, $1, 0x00F000F0, 0x64006400, 0xEA;", "=r,r", [words], tl.float16, True, 2)
+        elif PART == 2:
+            numbers = tl.inline_asm_elementwise("{.reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000F000F, 0x64006400, 0xEA;}",
+                                                "=r,r", [words], tl.float16, True, 2)
+        else:
+            numbers = tl.inline_asm_elementwise("{.reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x00F000F0, 0x64006400, 0xEA;}",
+                                                "=r,r", [words], tl.float16, True, 2)
+    elif BITS == 8:
+        if PART == 0:
+            numbers = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0x64646464, 0x4240;", "=r,r", [words], tl.float16, True, 2)
+        else:
+            numbers = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0x64646464, 0x4341;", "=r,r", [words], tl.float16, True, 2)
+    elif PART == 0:
+        numbers = tl.inline_asm_elementwise(
+            "{.reg .b32 t, u; shl.b32 u, $1, 8; shr.u32 t, u, 1; and.b32 t, t, 0x3F803F80; lop3.b32 $0, u, 0x80008000, t, 0xEA;}",
+            "=r,r", [words], tl.float16, True, 2)
     else:
-        numbers = tl.inline_asm_elementwise("{.reg .b32 t; shr.u32 t, $1, 12; lop3.b32 $0, t, 0x000F000F, 0x64006400, 0xEA;}",
+        numbers = tl.inline_asm_elementwise("{.reg .b32 t; shr.u32 t, $1, 1; and.b32 t, t, 0x3F803F80; lop3.b32 $0, $1, 0x80008000, t, 0xEA;}",
                                             "=r,r", [words], tl.float16, True, 2)
     return numbers
 
 
 @jit
-def _number(bytes, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """Codes of one byte as numbers."""
-    if BITS == 0:
-        return bytes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    return bytes.to(DTYPE)
+def _halves(meta):
+    """An int32 of two fp16 numbers, the first in the low half: both in fp32."""
+    low = (meta & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    return low.to(tl.float32), (meta >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@jit
+def _query(q_at, mask, factor, number: tl.constexpr):
+    """One part of a query [M, W], scaled: rounded, transposed, and its sums [M] in fp32."""
+    q = (tl.load(q_at, mask=mask, other=0.0).to(tl.float32) * factor).to(number)
+    return tl.trans(q), tl.sum(q.to(tl.float32), 1)
 
 
 @jit(do_not_specialize=["table_row", "count", "wave", "budget", "window"])
@@ -77,146 +104,159 @@ def _quantized_decode(
         softcap,
         H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, D: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, D_PAD: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COUNT_PAD: tl.constexpr, MIN_KEYS: tl.constexpr, SHORT_KEYS: tl.constexpr,
-        R_PAD: tl.constexpr, MERGE: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, BITTRICK: tl.constexpr,
+        R_PAD: tl.constexpr, MERGE: tl.constexpr, BITS: tl.constexpr, TRICK: tl.constexpr, ASM: tl.constexpr,
         WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
-    """One KV head, one chunk of keys of one sequence; see ``decode_attention``. ``W``: words of a row (int16, or one a code)."""
+    """One KV head, one chunk of keys of one sequence; see ``decode_attention``. Scores are [keys, heads], sums [words, heads].
+    A key's scale and bias are one int32 (fp8: its scale, fp32): smaller loads would not be pipelined."""
     group, item = tl.program_id(0), tl.program_id(1)
     G: tl.constexpr = H // R
     which, first, parts, chunk = find_chunk(item, context_ptr, spans_ptr, count, wave, budget, window, BLOCK_N, COUNT_PAD, MIN_KEYS, SHORT_KEYS,
                                             WINDOWED)
     if which < count:
         span, row, low, start, stop = keys_of(which, item - first, chunk, context_ptr, row_start_ptr, spans_ptr, window, BLOCK_N, WINDOWED)
+        # What a number is above its code times UNIT (even parts) or ODD, and what the weights are multiplied by, against underflow.
+        ABOVE: tl.constexpr = 1024 if TRICK and BITS != 0 else 0
+        ODD: tl.constexpr = 16 if TRICK and BITS == 4 else 1
+        MIDDLE: tl.constexpr = 0 if BITS == 0 else 1 << (BITS - 1)
+        GAIN: tl.constexpr = 1 if not TRICK else 16 if BITS == 4 else 256
+        number: tl.constexpr = tl.float16 if TRICK else tl.float32
         m = tl.arange(0, BLOCK_M)
         w = tl.arange(0, W_PAD)
         n = tl.arange(0, BLOCK_N)
         head = group * R + m
         live = m < R
         wide = (w < W)[None, :]
-        q_at = q_ptr + row * q_row + head[:, None] * q_head
-        dtype: tl.constexpr = q_ptr.dtype.element_ty
+        factor = scale if CAPPED else scale * 1.4426950408889634
+        q_at = q_ptr + row * q_row + head[:, None] * q_head + 2 * w[None, :]
         mine = live[:, None] & wide
+        q0, even = _query(q_at, mine, factor, number)
         if BITS == 4:
-            e = 2 * w[None, :]
-            q0 = tl.load(q_at + e, mask=mine, other=0.0)
-            q1 = tl.load(q_at + e + D // 2, mask=mine, other=0.0)
-            q2 = tl.load(q_at + e + 1, mask=mine, other=0.0)
-            q3 = tl.load(q_at + e + 1 + D // 2, mask=mine, other=0.0)
-            total_q = tl.sum(q0.to(tl.float32) + q1.to(tl.float32) + q2.to(tl.float32) + q3.to(tl.float32), 1)
+            q1, odd = _query(q_at + D // 2, mine, factor / ODD, number)
+            q2, more = _query(q_at + 1, mine, factor, number)
+            q3, rest = _query(q_at + 1 + D // 2, mine, factor / ODD, number)
+            even, odd = even + more, odd + rest
         else:
-            q0 = tl.load(q_at + w[None, :], mask=mine, other=0.0)
-            total_q = tl.sum(q0.to(tl.float32), 1)
-        acc0 = tl.zeros([BLOCK_M, W_PAD], tl.float32)
-        acc1, acc2, acc3 = acc0, acc0, acc0  # of 4-bit words
-        shift = tl.zeros([BLOCK_M], tl.float32)  # sum of p (b - m s)
+            q1, odd = _query(q_at + 1, mine, factor, number)
+            q2, q3 = q0, q1
+        total_q = even + ODD * odd
+        above_q = -((ABOVE + MIDDLE) * even + (ABOVE + MIDDLE * ODD) * odd)
+        acc0 = tl.zeros([W_PAD, BLOCK_M], tl.float32)
+        acc1, acc2, acc3 = acc0, acc0, acc0  # the last two: of 4-bit words
+        shift = tl.zeros([BLOCK_M], tl.float32)  # sum of p b
         top = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        factor = scale * 1.4426950408889634
         table = table_ptr + span.to(tl.int64) * table_row
         kv_head, kv_meta = group.to(tl.int64) * head_stride, group.to(tl.int64) * meta_head
-        pages = tl.load(table + (start + n) // P, mask=start + n < stop, other=0)
+        if BLOCK_N <= P:  # a block lies in one page, and one id is all that its addresses differ by
+            pages = tl.load(table + start // P)
+        else:
+            pages = tl.load(table + (start + n) // P, mask=start + n < stop, other=0)
         for j0 in range(start, stop, BLOCK_N):
             j = j0 + n
             held = (j >= low) & (j < stop)
             page = pages.to(tl.int64)
-            at = page * page_stride + kv_head + (j % P) * W
-            inside = held[:, None]
+            slot = j0 % P + n if BLOCK_N <= P else j % P
+            at = page * page_stride + kv_head + slot * W
+            inside, across = held[:, None], held[None, :]
             if W != W_PAD:
-                inside = inside & wide
+                inside, across = inside & wide, across & (w < W)[:, None]
+            at_meta = page * meta_page + kv_meta + slot
             k = tl.load(k_ptr + at[:, None] + w[None, :], mask=inside, other=0)
-            v = tl.load(v_ptr + at[:, None] + w[None, :], mask=inside, other=0)
+            k_grid = tl.load(k_meta + at_meta, mask=held, other=0)
+            v = tl.load(v_ptr + at[None, :] + w[:, None], mask=across, other=0)  # as columns
+            v_grid = tl.load(v_meta + at_meta, mask=held, other=0)
+            if BLOCK_N <= P:
+                pages = tl.load(table + (j0 + BLOCK_N) // P, mask=j0 + BLOCK_N < stop, other=0)
+            else:
+                pages = tl.load(table + (j + BLOCK_N) // P, mask=j + BLOCK_N < stop, other=0)
+            s = tl.dot(_numbers(k, 0, BITS, TRICK, ASM), q0, tl.broadcast_to(above_q[None, :], [BLOCK_N, BLOCK_M]), input_precision="ieee")
+            s = tl.dot(_numbers(k, 1, BITS, TRICK, ASM), q1, s, input_precision="ieee")
+            if BITS == 4:
+                s = tl.dot(_numbers(k, 2, BITS, TRICK, ASM), q2, s, input_precision="ieee")
+                s = tl.dot(_numbers(k, 3, BITS, TRICK, ASM), q3, s, input_precision="ieee")
             if BITS == 0:
-                at_meta = page * meta_page + kv_meta + j % P
-                ks = tl.load(k_meta + at_meta, mask=held, other=0.0).to(tl.float32)
-                vs = tl.load(v_meta + at_meta, mask=held, other=0.0).to(tl.float32)
+                s *= (k_grid.to(tl.float32, bitcast=True) * (256 if TRICK else 1))[:, None]
             else:
-                at_meta = page * meta_page + kv_meta + (j % P) * 2
-                ks = tl.load(k_meta + at_meta, mask=held, other=0.0).to(tl.float32)
-                kb = tl.load(k_meta + at_meta + 1, mask=held, other=0.0).to(tl.float32)
-                vs = tl.load(v_meta + at_meta, mask=held, other=0.0).to(tl.float32)
-                vb = tl.load(v_meta + at_meta + 1, mask=held, other=0.0).to(tl.float32)
-            pages = tl.load(table + (j + BLOCK_N) // P, mask=j + BLOCK_N < stop, other=0)
-            if BITS == 4:
-                s = tl.dot(q0, tl.trans(_unpack(k, 0, dtype, BITTRICK)), input_precision="ieee")
-                s = tl.dot(q1, tl.trans(_unpack(k, 4, dtype, BITTRICK)), s, input_precision="ieee")
-                s = tl.dot(q2, tl.trans(_unpack(k, 8, dtype, BITTRICK)), s, input_precision="ieee")
-                s = tl.dot(q3, tl.trans(_unpack(k, 12, dtype, BITTRICK)), s, input_precision="ieee")
-            else:
-                s = tl.dot(q0, tl.trans(_number(k, BITS, dtype)), input_precision="ieee")
-            s *= ks[None, :]
-            if BITS != 0:
-                s += total_q[:, None] * (kb - OFFSET * ks)[None, :]
+                ks, kb = _halves(k_grid)
+                s = s * ks[:, None] + kb[:, None] * total_q[None, :]
             if CAPPED:
-                decay = tl.exp2(tl.abs(s * (scale / softcap)) * -2.8853900817779268)
+                decay = tl.exp2(tl.abs(s / softcap) * -2.8853900817779268)
                 s = tl.where(s < 0, -softcap, softcap) * (1 - decay) / (1 + decay) * 1.4426950408889634
-            else:
-                s *= factor
-            s = tl.where(held[None, :], s, -float("inf"))
-            new_top = tl.maximum(top, tl.max(s, 1))
+            s = tl.where(held[:, None], s, -float("inf"))
+            new_top = tl.maximum(top, tl.max(s, 0))
             base = tl.where(new_top == -float("inf"), 0.0, new_top)
-            p = tl.exp2(s - base[:, None])
+            p = tl.exp2(s - base[None, :])
             shrink = tl.exp2(top - base)
-            total = total * shrink + tl.sum(p, 1)
-            weight = (p * vs[None, :]).to(dtype)
-            if BITS == 4:
-                acc0 = tl.dot(weight, _unpack(v, 0, dtype, BITTRICK), acc0 * shrink[:, None], input_precision="ieee")
-                acc1 = tl.dot(weight, _unpack(v, 4, dtype, BITTRICK), acc1 * shrink[:, None], input_precision="ieee")
-                acc2 = tl.dot(weight, _unpack(v, 8, dtype, BITTRICK), acc2 * shrink[:, None], input_precision="ieee")
-                acc3 = tl.dot(weight, _unpack(v, 12, dtype, BITTRICK), acc3 * shrink[:, None], input_precision="ieee")
-            else:
-                acc0 = tl.dot(weight, _number(v, BITS, dtype), acc0 * shrink[:, None], input_precision="ieee")
-            if BITS != 0:
-                shift = shift * shrink + tl.sum(p * vb[None, :], 1) - OFFSET * tl.sum(weight.to(tl.float32), 1)
             top = new_top
-
-        if SINKS and parts == 1:
-            bare = top
-            top, total, acc0 = sink_logits(sinks_ptr, head, live, top, total, acc0)
-            fade = tl.exp2(bare - top)
-            shift *= fade
+            total = total * shrink + tl.sum(p, 0)
+            if BITS == 0:
+                weight = (p * (v_grid.to(tl.float32, bitcast=True) * GAIN)[:, None]).to(number)
+                weights = shift
+            else:
+                vs, vb = _halves(v_grid)
+                weight = (p * (vs * GAIN)[:, None]).to(number)
+                weights = tl.sum(weight.to(tl.float32), 0)
+                shift = shift * shrink + tl.sum(p * vb[:, None], 0)
+            above = ((ABOVE + MIDDLE) * weights)[None, :]
+            acc0 = tl.dot(_numbers(v, 0, BITS, TRICK, ASM), weight, acc0 * shrink[None, :] - above, input_precision="ieee")
             if BITS == 4:
-                acc1, acc2, acc3 = acc1 * fade[:, None], acc2 * fade[:, None], acc3 * fade[:, None]
-        acc0 = (acc0 + shift[:, None]) / total[:, None]
+                acc2 = tl.dot(_numbers(v, 2, BITS, TRICK, ASM), weight, acc2 * shrink[None, :] - above, input_precision="ieee")
+                above = ((ABOVE + MIDDLE * ODD) * weights)[None, :]
+                acc3 = tl.dot(_numbers(v, 3, BITS, TRICK, ASM), weight, acc3 * shrink[None, :] - above, input_precision="ieee")
+            acc1 = tl.dot(_numbers(v, 1, BITS, TRICK, ASM), weight, acc1 * shrink[None, :] - above, input_precision="ieee")
+
+        lse = top + tl.log2(total)
+        peak, whole = top, total
+        if SINKS and parts == 1:
+            peak, whole, _ = sink_logits(sinks_ptr, head, live, top, total, shift[:, None])
+            lse = peak + tl.log2(whole)
+        share = tl.exp2(top - peak) / whole
+        shift = shift * share
+        FINE: tl.constexpr = 256 if TRICK and BITS == 0 else 1
+        acc0 = acc0 * (share * (FINE / GAIN))[None, :] + shift[None, :]
+        acc1 = acc1 * (share * (FINE / GAIN / ODD))[None, :] + shift[None, :]
         if BITS == 4:
-            acc1 = (acc1 + shift[:, None]) / total[:, None]
-            acc2 = (acc2 + shift[:, None]) / total[:, None]
-            acc3 = (acc3 + shift[:, None]) / total[:, None]
+            acc2 = acc2 * (share * (1 / GAIN))[None, :] + shift[None, :]
+            acc3 = acc3 * (share * (1 / GAIN / ODD))[None, :] + shift[None, :]
         if parts == 1:
-            _store_parts(out_ptr + row * out_row + head[:, None] * D, acc0, acc1, acc2, acc3, w, mine, D, BITS)
+            _store_parts(out_ptr + row * out_row + head[None, :] * D, acc0, acc1, acc2, acc3, w, live, D, W, BITS)
             if WANT_LSE:
-                tl.store(lse_ptr + row * H + head, (top + tl.log2(total)) * 0.6931471805599453, mask=live)
+                tl.store(lse_ptr + row * H + head, lse * 0.6931471805599453, mask=live)
         else:
             at_part = (item.to(tl.int64) * G + group) * R + m
-            _store_parts(part_ptr + at_part[:, None] * D, acc0, acc1, acc2, acc3, w, mine, D, BITS)
-            tl.store(part_lse_ptr + at_part, top + tl.log2(total), mask=live)
+            _store_parts(part_ptr + at_part[None, :] * D, acc0, acc1, acc2, acc3, w, live, D, W, BITS)
+            tl.store(part_lse_ptr + at_part, lse, mask=live)
             arrive(part_ptr, part_lse_ptr, arrived_ptr, out_ptr, lse_ptr, sinks_ptr, which, first, parts, row, group, out_row,
                    H, R, D, D_PAD, R_PAD, MERGE, SINKS, WANT_LSE)
 
 
 @jit
-def _store_parts(row_ptr, acc0, acc1, acc2, acc3, w, mask, D: tl.constexpr, BITS: tl.constexpr):
-    """The elements of a row that word w held; 4-bit words hold four, others one (``acc0``)."""
+def _store_parts(row_ptr, acc0, acc1, acc2, acc3, w, live, D: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
+    """The elements that word w of a row held, [W, M]."""
     dtype = row_ptr.dtype.element_ty
+    mask = (w < W)[:, None] & live[None, :]
+    at = row_ptr + 2 * w[:, None]
+    tl.store(at, acc0.to(dtype), mask=mask)
     if BITS == 4:
-        at = row_ptr + 2 * w[None, :]
-        tl.store(at, acc0.to(dtype), mask=mask)
         tl.store(at + D // 2, acc1.to(dtype), mask=mask)
         tl.store(at + 1, acc2.to(dtype), mask=mask)
         tl.store(at + 1 + D // 2, acc3.to(dtype), mask=mask)
     else:
-        tl.store(row_ptr + w[None, :], acc0.to(dtype), mask=mask)
+        tl.store(at + 1, acc1.to(dtype), mask=mask)
 
 
-def shape_of(format: Format, dim: int, dtype: torch.dtype, rows: int) -> Shape:
-    """As ``decode_attention.Shape.of``: blocks of about the same bytes."""
-    programs = min(16, 2 * rows)
+def shape_of(format: Format, dim: int, dtype: torch.dtype, rows: int, share: int) -> Shape:
+    """As ``decode_attention.Shape.of``. Programs of one warp need no barrier and keep their scores in registers: 10 of them
+    on a multiprocessor, each with two blocks of 8 KiB on their way. Few rows are cut into few chunks, for less to merge by
+    more warps. ``share``: query heads of a KV head."""
+    words = dim // 4 if format == "int4" else dim // 2
+    large = words > 32 or share > 8
     if dtype == torch.float32:
-        return Shape(32, 8, 2, programs)
-    return Shape(128 if format == "int4" and dim <= 128 else 64, 4, 3, programs)
-
-
-def words(codes: torch.Tensor, format: Format) -> torch.Tensor:
-    """A plane of codes [N, G, P, bytes] as the kernel reads it: 4-bit codes as int16, others as bytes."""
-    return codes.view(torch.int16 if format == "int4" else torch.uint8)
+        return Shape(32, 8, 2, 12)
+    if rows <= 2:
+        return Shape(64 if large else 128, 4, 3, 6, 2)
+    wide = words > 64 or words > 32 and share > 8
+    return Shape(32, 2, 3, 8, 4) if wide else Shape(32 if large else 64, 1, 3, 20, 10)
 
 
 def quantized_decode_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tensor], format: Format, table_SW: torch.Tensor,
@@ -226,8 +266,8 @@ def quantized_decode_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tens
     """``paged_attention_ref`` over what ``planes`` stand for, for queries and values in the cache's basis; otherwise as
     ``decode_attention_triton``. ``planes``: as ``quantized_qkv`` writes them."""
     _, heads, dim = q_THD.shape
-    k, v = words(planes["k"], format), words(planes["v"], format)
-    k_meta, v_meta = planes["k_meta"], planes["v_meta"]
+    k, v = planes["k"].view(torch.int16), planes["v"].view(torch.int16)
+    k_meta, v_meta = planes["k_meta"].view(torch.int32), planes["v_meta"].view(torch.int32)
     groups, size, width = k.shape[1:]
     count = rows.spans.shape[0]
     assert heads % groups == 0 and dim % 4 == 0 and dim <= 256 and size & (size - 1) == 0, "unsupported shape"
@@ -235,7 +275,7 @@ def quantized_decode_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tens
     assert q_THD.stride(-1) == 1 and table_SW.stride(-1) == 1, "rows must be dense"
     assert rows.arrived.numel() >= count * groups, "one counter a row and KV head"
     share, dim_pad, width_pad = heads // groups, max(16, next_power_of_2(dim)), max(16, next_power_of_2(width))
-    shape = shape or shape_of(format, dim_pad, q_THD.dtype, count)
+    shape = shape or shape_of(format, dim_pad, q_THD.dtype, count, share)
     wave = max(1, shape.at_once * multiprocessors(q_THD.device) // groups)
     budget = max(wave, shape.programs * multiprocessors(q_THD.device) // groups)
     chunks = count + budget
@@ -243,18 +283,16 @@ def quantized_decode_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tens
     part_lse = torch.empty((chunks, heads), dtype=torch.float32, device=q_THD.device)
     share_pad = next_power_of_2(share)
     bits = FORMATS[format]
-    trick = bits == 4 and q_THD.dtype in (torch.bfloat16, torch.float16) and not INTERPRETED
-    offset = (0 if bits == 0 else 1 << (bits - 1)) + (0 if not trick else 128 if q_THD.dtype == torch.bfloat16 else 1024)
     absent = q_THD  # stands in for pointers that the compiled variant never touches
     _quantized_decode[(groups, chunks)](
         q_THD, k, v, k_meta, v_meta, out_THD, absent if lse_TH is None else lse_TH, part, part_lse, rows.arrived,
         absent if sinks_H is None else sinks_H, table_SW, context_S, row_start_S, rows.spans, q_THD.stride(0), q_THD.stride(1),
         k.stride(0), k.stride(1), k_meta.stride(0), k_meta.stride(1), out_THD.stride(0), table_SW.stride(0), count, wave, budget, window or 0,
-        scale, softcap or 1.0, H=heads, R=share, P=size, D=dim, W=width, W_PAD=width_pad, D_PAD=dim_pad, BLOCK_M=max(16, share_pad),
+        scale, softcap or 1.0, H=heads, R=share, P=size, D=dim, W=width, W_PAD=width_pad, D_PAD=dim_pad, BLOCK_M=max(8, share_pad),
         BLOCK_N=shape.block_n, COUNT_PAD=max(16, next_power_of_2(count)), MIN_KEYS=max(MIN_CHUNK, shape.block_n),
-        SHORT_KEYS=SHORT_CHUNK, R_PAD=share_pad, MERGE=merged_at_once(share, dim_pad), BITS=bits, OFFSET=offset, BITTRICK=trick,
-        WINDOWED=window is not None, CAPPED=softcap is not None, SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None,
-        num_warps=shape.warps, num_stages=shape.stages)
+        SHORT_KEYS=SHORT_CHUNK, R_PAD=share_pad, MERGE=merged_at_once(share, dim_pad, shape.warps), BITS=bits,
+        TRICK=q_THD.dtype != torch.float32, ASM=not INTERPRETED, WINDOWED=window is not None, CAPPED=softcap is not None,
+        SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, num_warps=shape.warps, num_stages=shape.stages)
 
 
 # -------------------------------------------------------------------------------------------------- codes made numbers
@@ -264,7 +302,8 @@ def quantized_decode_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tens
 def _gather_codes(k_ptr, v_ptr, k_meta, v_meta, k_out, v_out, table_ptr, context_ptr, row_start_ptr, spans_ptr, page_stride, head_stride,
                   meta_page, meta_head, table_row, slots, first_group,
                   P: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of slots of one span and KV head: page -> numbers [G, slots, D], in the cache's basis."""
+    """One block of slots of one span and KV head: page -> numbers [G, slots, D], in the cache's basis. Slots past the span's end
+    become zeros."""
     block, group, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     span = tl.load(spans_ptr + place * 2)
     end = tl.load(context_ptr + span) + tl.load(row_start_ptr + span + 1) - tl.load(row_start_ptr + span)
@@ -272,7 +311,7 @@ def _gather_codes(k_ptr, v_ptr, k_meta, v_meta, k_out, v_out, table_ptr, context
         j = block * BLOCK + tl.arange(0, BLOCK)
         i = tl.arange(0, HALF)
         held = j < end
-        mask = held[:, None] & (i < D // 2)[None, :]
+        mask = (i < D // 2)[None, :]
         page = tl.load(table_ptr + span.to(tl.int64) * table_row + j // P, mask=held, other=0).to(tl.int64)
         head = (first_group + group).to(tl.int64)
         WIDTH: tl.constexpr = D // 2 if BITS == 4 else D
@@ -284,7 +323,8 @@ def _gather_codes(k_ptr, v_ptr, k_meta, v_meta, k_out, v_out, table_ptr, context
 
 
 @jit
-def _write_numbers(codes, meta, out, held, mask, D: tl.constexpr, BITS: tl.constexpr):
+def _write_numbers(codes, meta, out, held, wide, D: tl.constexpr, BITS: tl.constexpr):
+    mask = held[:, None] & wide
     scale = tl.load(meta, mask=held, other=0.0).to(tl.float32)[:, None]
     bias = 0.0
     if BITS != 0:
@@ -293,17 +333,24 @@ def _write_numbers(codes, meta, out, held, mask, D: tl.constexpr, BITS: tl.const
         both = tl.load(codes, mask=mask, other=0).to(tl.int32)
         low, high = (both & 15).to(tl.float32), (both >> 4).to(tl.float32)
     else:
-        low = _number(tl.load(codes, mask=mask, other=0), BITS, tl.float32)
-        high = _number(tl.load(codes + D // 2, mask=mask, other=0), BITS, tl.float32)
-    tl.store(out, (low * scale + bias).to(out.dtype.element_ty), mask=mask)
-    tl.store(out + D // 2, (high * scale + bias).to(out.dtype.element_ty), mask=mask)
+        low, high = _byte(tl.load(codes, mask=mask, other=0), BITS), _byte(tl.load(codes + D // 2, mask=mask, other=0), BITS)
+    tl.store(out, (low * scale + bias).to(out.dtype.element_ty), mask=wide)
+    tl.store(out + D // 2, (high * scale + bias).to(out.dtype.element_ty), mask=wide)
+
+
+@jit
+def _byte(codes, BITS: tl.constexpr):
+    """Codes of one byte as numbers, fp32."""
+    if BITS == 0:
+        codes = codes.to(tl.float8e4nv, bitcast=True)
+    return codes.to(tl.float32)
 
 
 def gather_codes_triton(planes: Mapping[str, torch.Tensor], format: Format, k_GLD: torch.Tensor, v_GLD: torch.Tensor, table_SW: torch.Tensor,
                         context_S: torch.Tensor, row_start_S: torch.Tensor, spans: torch.Tensor, blocks: int, block: int, first_group: int) -> None:
     """What the codes of ``spans`` [m, 2] int32 (span, its first slot in the result) stand for, in the cache's basis: dense
     [G, slots, D], for as many KV heads from ``first_group`` on as ``k`` and ``v`` have. ``blocks`` of ``block`` slots: the
-    longest span."""
+    longest span; a span's place has room for whole blocks."""
     k, v, k_meta, dim = planes["k"].view(torch.uint8), planes["v"].view(torch.uint8), planes["k_meta"], k_GLD.shape[2]
     _gather_codes[(blocks, k_GLD.shape[0], spans.shape[0])](
         k, v, k_meta, planes["v_meta"], k_GLD, v_GLD, table_SW, context_S, row_start_S, spans, k.stride(0), k.stride(1),

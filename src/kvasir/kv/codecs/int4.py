@@ -11,5 +11,5 @@ from kvasir.kv.quantized import IntegerCodec
 
 class Int4Codec(IntegerCodec):
     kernel = "int4"
-    page_slots = 32  # a page of 16 would be smaller than one of bf16
+    page_slots = 64  # as large as a page of 16 in bf16; a block of the decode kernel lies in one page
     bits = 4

@@ -23,7 +23,7 @@ class Config:
 
 class Int4RotatedCodec(IntegerCodec):
     kernel = "int4"
-    page_slots = 32  # a page of 16 would be smaller than one of bf16
+    page_slots = 64  # as large as a page of 16 in bf16; a block of the decode kernel lies in one page
     bits = 4
 
     def __init__(self, config: Config | None = None) -> None:
