@@ -72,7 +72,7 @@ class RunnerConfig:
     attention_backend: str = opt("auto", "auto takes the fastest that can serve the model here; `kvasir doctor` says why.")
     cuda_graphs: bool = opt(True, "Capture decode steps in CUDA graphs.", off="enforce-eager")
     overlap: bool | None = opt(None, "Launch a step before the one before it is read; default: on a GPU.")
-    batch_invariant: bool = opt(False, "Exact mode: a request's tokens do not depend on what else is in the batch (CPU; slower).")
+    batch_invariant: bool = opt(False, "Exact mode: a request's tokens do not depend on what else is in the batch (slower).")
     num_threads: int | None = opt(None, "CPU threads of the computation; default: one a core, one fewer in a server.", low=1)
     check: bool = opt(False, "Check every invariant after every step (for debugging).")
     poison: bool = opt(False, "Fill freed pages with NaN, so that a read of stale state is seen (for debugging).")

@@ -17,6 +17,7 @@ from kvasir.engine.graphs import CudaCapture
 from kvasir.engine.runner import Runner
 from kvasir.engine.sizing import PoolPlan, gib, pages_for, plan_pool, resolve_length
 from kvasir.errors import ConfigError
+from kvasir.kernels import _triton
 from kvasir.kv.codec import Codec
 from kvasir.kv.pool import KVPool
 from kvasir.logs import log
@@ -92,8 +93,8 @@ def build(config: EngineConfig) -> Built:
     device = choose_device(config)
     dtype = choose_dtype(config, device, hf)
     exact = config.runner.batch_invariant
-    if exact and device.type != "cpu":
-        raise ConfigError("batch_invariant is served on the CPU only so far. Use --device cpu, or leave --batch-invariant out.")
+    if exact and device.type == "cuda" and not _triton.AVAILABLE:
+        raise ConfigError("batch_invariant on a GPU needs Triton, which is not installed. Use --device cpu, or leave --batch-invariant out.")
     free_before = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     clock.lap("config")
 
