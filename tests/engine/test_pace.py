@@ -190,7 +190,8 @@ def test_a_target_changes_no_token():
 def test_device_times_are_predicted_on_a_gpu():
     d = Driver(device="cuda", dtype="bfloat16", batch_invariant=False, max_num_seqs=32, num_pages=2048, check=False, poison=False)
     for turn in range(4):
-        d.run([d.request(f"r{turn}.{i}", [300 + (i * j) % 900 for j in range(20 + 9 * i)], max_tokens=200, ignore_eos=True) for i in range(32)], gap=3)
+        prompts = [[300 + (i * j) % 900 for j in range(20 + 9 * i)] for i in range(32)]
+        d.run([d.request(f"r{turn}.{i}", prompt, max_tokens=200, ignore_eos=True) for i, prompt in enumerate(prompts)], gap=3)
     assert not d.errors
     error, model = d.engine.stats().step_time_error, d.engine.clock.model
     assert error.keys() == {"eager", "graph"} and error["graph"] < 0.2, error
