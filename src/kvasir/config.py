@@ -61,6 +61,9 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = opt(None, "Most rows a step; default 8192 on a GPU of 80 GB or more, 2048 on others, 256 on a CPU.", low=1)
     long_prefill_token_threshold: int = opt(0, "Most rows of one sequence a step; 0: no bound.", low=0)
     scheduling_policy: str = opt("fcfs", "fcfs (by arrival) or priority (lower numbers first).")
+    target_itl: float | None = opt(None, "Most seconds between two tokens of a request; prompts then come in smaller chunks. Default: no bound.",
+                                   low=0.0001)
+    max_ttft: float | None = opt(None, "Most seconds to the first token; a request predicted to wait longer gets 429. Default: none.", low=0.001)
     max_queued_requests: int = opt(4096, "Requests that may wait before new ones get 429.", low=1)
     max_queued_tokens: int | None = opt(None, "Prompt tokens that may wait before new requests get 429; default 4x the KV pool.", low=1)
 
@@ -72,7 +75,7 @@ class RunnerConfig:
     attention_backend: str = opt("auto", "auto takes the fastest that can serve the model here; `kvasir doctor` says why.")
     cuda_graphs: bool = opt(True, "Capture decode steps in CUDA graphs.", off="enforce-eager")
     overlap: bool | None = opt(None, "Launch a step before the one before it is read; default: on a GPU.")
-    batch_invariant: bool = opt(False, "Exact mode: a request's tokens do not depend on what else is in the batch (CPU; slower).")
+    batch_invariant: bool = opt(False, "Exact mode: a request's tokens do not depend on what else is in the batch (slower).")
     num_threads: int | None = opt(None, "CPU threads of the computation; default: one a core, one fewer in a server.", low=1)
     check: bool = opt(False, "Check every invariant after every step (for debugging).")
     poison: bool = opt(False, "Fill freed pages with NaN, so that a read of stale state is seen (for debugging).")

@@ -370,3 +370,4 @@ class EngineStats:
     step_seconds: float = 0.0
     step_rows: int = 0
     startup: dict[str, float] = field(default_factory=dict)
+    step_time_error: dict[str, float] = field(default_factory=dict)  # of the predictions of late, relative, by kind of step: eager, graph

@@ -130,6 +130,7 @@ class FakeClient:
 
     def stats(self) -> EngineStats:
         return EngineStats(
+            step_time_error={"eager": 0.25, "graph": 0.125},
             step=7,
             num_running=len(self.open),
             num_pages=64,

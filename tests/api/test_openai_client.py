@@ -340,6 +340,20 @@ def test_responses(client):
     assert short.status == "incomplete" and short.incomplete_details.reason == "max_output_tokens"
 
 
+def test_responses_logprobs_cover_the_text_and_nothing_else(client):
+    wanted = dict(model="fake", input="say: <think>hm</think>hello wörld", include=["message.output_text.logprobs"], top_logprobs=3)
+    r = client.responses.create(**wanted)
+    part = r.output[1].content[0]
+    covered = b"".join(bytes(t.bytes) for t in part.logprobs).decode()
+    assert covered.endswith(part.text) and len(covered) <= len("</think>") + len(part.text), "but for a token that ends the reasoning"
+    assert all(len(t.top_logprobs) == 3 for t in part.logprobs)
+    events = list(client.responses.create(**wanted, stream=True))
+    streamed = [t for e in events if e.type == "response.output_text.delta" for t in e.logprobs]
+    done = next(e for e in events if e.type == "response.output_text.done")
+    assert [(t.token, t.logprob) for t in streamed] == [(t.token, t.logprob) for t in done.logprobs] == [(t.token, t.logprob) for t in part.logprobs]
+    assert client.responses.create(model="fake", input="say: hello").output[0].content[0].logprobs == []
+
+
 def test_responses_stream_tells_the_same_story(client):
     tool = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}, "strict": False}
     items = [

@@ -122,6 +122,10 @@ def _engine(stats: EngineStats | None) -> Iterator[Metric]:
     for reason, count in stats.failed.items():
         failed.add_metric([reason], count)
     yield failed
+    error = GaugeMetricFamily("kvasir:step_time_relative_error", "Mean of |predicted - measured| / measured of late", labels=["kind"])
+    for kind, value in stats.step_time_error.items():
+        error.add_metric([kind], value)
+    yield error
     startup = GaugeMetricFamily("kvasir:startup_seconds", "Where start-up time went", labels=["phase"])
     for phase, seconds in stats.startup.items():
         startup.add_metric([phase], seconds)

@@ -22,7 +22,7 @@ METADATA = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 # Parameters of which we do exactly one thing.
 ONLY: dict[str, tuple[Any, ...]] = {
     "store": (False,), "service_tier": ("auto", "default"), "modalities": (["text"],), "background": (False,),
-    "truncation": ("disabled",), "use_beam_search": (False,), "spaces_between_special_tokens": (True,), "include": ([],),
+    "truncation": ("disabled",), "use_beam_search": (False,), "spaces_between_special_tokens": (True,),
 }
 
 
@@ -226,6 +226,8 @@ class ResponsesBody(SamplingBody):
     input: str | list[Object]
     instructions: str | None = None
     max_output_tokens: int | None = None
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    top_logprobs: int | None = None
     text: TextOptions | None = None
     tools: list[Object] | None = None
     tool_choice: Literal["none", "auto", "required"] | Object | None = None

@@ -91,7 +91,7 @@ class Output:
         self.items: list[dict[str, Any]] = []
         self._open: tuple[str, int] | None = None  # kind of the open item, and its call number
 
-    def add(self, piece: Piece) -> Iterator[tuple[str, dict[str, Any]]]:
+    def add(self, piece: Piece, logprobs: list[dict[str, Any]] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
         key = (piece.kind, piece.call)
         if self._open != key or piece.started is not None:
             yield from self.close()
@@ -105,10 +105,12 @@ class Output:
                 yield "response.function_call_arguments.delta", {**place, "delta": piece.text}
             return
         item["content"][0]["text"] += piece.text
+        if logprobs and piece.kind == "content":
+            item["content"][0]["logprobs"] += logprobs
         if piece.kind == "reasoning":
             yield "response.reasoning_text.delta", {**place, "content_index": 0, "delta": piece.text}
         else:
-            yield "response.output_text.delta", {**place, "content_index": 0, "delta": piece.text, "logprobs": []}
+            yield "response.output_text.delta", {**place, "content_index": 0, "delta": piece.text, "logprobs": logprobs or []}
 
     def _begin(self, piece: Piece) -> Iterator[tuple[str, dict[str, Any]]]:
         hex = uuid.uuid4().hex
@@ -126,7 +128,7 @@ class Output:
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []} if piece.kind == "content" else \
                 {"type": "reasoning_text", "text": ""}
             item["content"].append(part)
-            yield "response.content_part.added", {**self._place(), "content_index": 0, "part": dict(part)}
+            yield "response.content_part.added", {**self._place(), "content_index": 0, "part": _copy(part)}
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
@@ -143,8 +145,8 @@ class Output:
         else:
             part = item["content"][0]
             name = "response.output_text.done" if kind == "content" else "response.reasoning_text.done"
-            yield name, {**self._place(), "content_index": 0, "text": part["text"], **({"logprobs": []} if kind == "content" else {})}
-            yield "response.content_part.done", {**self._place(), "content_index": 0, "part": dict(part)}
+            yield name, {**self._place(), "content_index": 0, "text": part["text"], **({"logprobs": part["logprobs"]} if kind == "content" else {})}
+            yield "response.content_part.done", {**self._place(), "content_index": 0, "part": _copy(part)}
         yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": _copy(item)}
 
     def finish(self, status: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -10,6 +10,7 @@ from kvasir.api.detokenize import Detokenizer
 from kvasir.api.errors import error_object
 from kvasir.api.generation import Generation
 from kvasir.api.limits import unique_id
+from kvasir.api.logprobs import chat_logprobs
 from kvasir.api.protocol import MAX_MESSAGES, ResponsesBody
 from kvasir.api.responses import Output, choice_of, messages_of, tools_of, usage_object
 from kvasir.api.routes_chat import prepare_prompt, template_options
@@ -39,7 +40,11 @@ class ResponsesJob:
         grammar_name, grammar = grammar_of(body, {"text.format": format_grammar(text_format, "text.format"), "tool_choice": prompt.forced})
         if grammar is not None:
             grammar = dataclasses.replace(grammar, after=prompt.after)
-        params = sampling_params(body, service.info.generation_defaults, max_tokens=body.max_output_tokens, grammar=grammar)
+        if body.top_logprobs is not None and not body.include:
+            raise RequestError("'top_logprobs' needs include=['message.output_text.logprobs']", param="top_logprobs")
+        self.names["logprobs"] = "top_logprobs"
+        params = sampling_params(body, service.info.generation_defaults, max_tokens=body.max_output_tokens, grammar=grammar,
+                                 logprobs=(body.top_logprobs or 0) if body.include else None)
         self.id = unique_id("resp", caller.id)
         self.names["grammar"] = grammar_name
         self.requests = service.admit([prompt.ids], params, caller, self.id, body.priority, self.names)
@@ -51,6 +56,7 @@ class ResponsesJob:
             "parallel_tool_calls": parallel, "tool_choice": body.tool_choice or "auto", "tools": body.tools or [], "metadata": {},
             "text": {"format": text_format.model_dump(by_alias=True, exclude_none=True) if text_format else {"type": "text"}},
             "previous_response_id": None, "store": False, "truncation": "disabled", "background": False, "reasoning": None,
+            "top_logprobs": body.top_logprobs or 0,
         }
 
     def detokenizer(self, request: Request) -> Detokenizer:
@@ -63,11 +69,18 @@ class ResponsesJob:
     async def _steps(self, generation: Generation) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
         """What happens, as (event name, fields): the output as it grows, then the whole response."""
         reason = ""
+        waiting: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is still held back
         async for delta in generation.deltas():
             reason = delta.finish_reason or ""
-            for piece in self.message.push(delta.text, delta.token_ids, bool(reason)):
-                for step in self.output.add(piece):
+            waiting += chat_logprobs(self.service.text.tokenizer, delta.logprobs or ())["content"]
+            pieces = self.message.push(delta.text, delta.token_ids, bool(reason))
+            for i, piece in enumerate(pieces):
+                # They ride on the last piece of a delta; those of reasoning and calls, which are not text, are not reported.
+                last = i == len(pieces) - 1
+                for step in self.output.add(piece, waiting if last else None):
                     yield step
+                if last:
+                    waiting = []
         generation.usage.reasoning = self.message.reasoning_tokens
         status = "completed" if reason == "stop" else "incomplete"
         for step in self.output.finish(status):

@@ -12,6 +12,7 @@ from itertools import accumulate
 
 import torch
 
+from kvasir.kernels.hardware import send
 from kvasir.types import StepBatch
 
 
@@ -38,7 +39,7 @@ def cut_out(batch: StepBatch, spans: list[int]) -> CutOut:
     if spans == list(range(spans[0], spans[-1] + 1)):
         rows: slice | torch.Tensor = slice(first[spans[0]], first[spans[-1] + 1])
     else:
-        rows = torch.cat([torch.arange(first[s], first[s + 1]) for s in spans]).to(device)
-    both = torch.tensor([*row_start, *ends], dtype=torch.int32).to(device, non_blocking=True)
-    return CutOut(rows, torch.tensor(spans).to(device), both[:len(row_start)], both[len(row_start):], spans, ends,
+        rows = send(torch.cat([torch.arange(first[s], first[s + 1]) for s in spans]), device)
+    both = send(torch.tensor([*row_start, *ends], dtype=torch.int32), device)
+    return CutOut(rows, send(torch.tensor(spans), device), both[:len(row_start)], both[len(row_start):], spans, ends,
                   max(batch.lengths[s] for s in spans))

@@ -18,6 +18,7 @@ from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
 from kvasir.kernels import _triton
 from kvasir.kernels.decode_attention import Rows, decode_attention_triton
 from kvasir.kernels.dense_attention import Shape, can_serve, dense_attention_triton, plan_long, worth_it
+from kvasir.kernels.hardware import send
 from kvasir.kernels.paged_attention import Tiles, exact_tiles, paged_attention_triton, plan_tiles
 from kvasir.kv.codec import LayerCache
 from kvasir.types import StepBatch
@@ -75,7 +76,7 @@ class PagedBackend(AttentionBackend):
         rows = None
         if single:
             rows = self._single_rows(len(single), spec.num_kv_heads, device)
-            rows = Rows(torch.tensor(single, dtype=torch.int32).to(device, non_blocking=True), rows.arrived)
+            rows = Rows(send(torch.tensor(single, dtype=torch.int32), device), rows.arrived)
         tiles = plan_tiles(starts, lengths, spec.num_heads, spec.num_kv_heads, self.site.dtype, device, rest)
         return Step(rows, self.plan_long(batch, spec, long) if long else None, tiles, [s for s in rest if lengths[s]])
 

@@ -16,14 +16,18 @@ from kvasir.decoding.sampler import Sampler
 from kvasir.engine.graphs import CudaCapture
 from kvasir.engine.runner import Runner
 from kvasir.engine.sizing import PoolPlan, gib, pages_for, plan_pool, resolve_length
+from kvasir.engine.step_time import Roofline
 from kvasir.errors import ConfigError
+from kvasir.kernels import _triton
+from kvasir.kernels.hardware import rates
 from kvasir.kv.codec import Codec
 from kvasir.kv.pool import KVPool
 from kvasir.logs import log
-from kvasir.models import checkpoint
+from kvasir.models import checkpoint, cost
 from kvasir.models.decoder import Decoder
 from kvasir.models.fill import Filling
 from kvasir.models.loader import start_loading
+from kvasir.models.spec import ModelSpec
 from kvasir.types import ModelInfo, PageCopy, Plan, Request, SamplingParams, Sequence, Span
 
 BACKENDS = "kvasir.attention.backends"
@@ -44,6 +48,7 @@ class Built:
     plan: PoolPlan
     max_rows: int
     max_num_seqs: int
+    roofline: Roofline
     prefix_root: bytes | None
     tokenizer_file: Path | None
     startup: dict[str, float] = field(default_factory=dict)
@@ -92,8 +97,8 @@ def build(config: EngineConfig) -> Built:
     device = choose_device(config)
     dtype = choose_dtype(config, device, hf)
     exact = config.runner.batch_invariant
-    if exact and device.type != "cpu":
-        raise ConfigError("batch_invariant is served on the CPU only so far. Use --device cpu, or leave --batch-invariant out.")
+    if exact and device.type == "cuda" and not _triton.AVAILABLE:
+        raise ConfigError("batch_invariant on a GPU needs Triton, which is not installed. Use --device cpu, or leave --batch-invariant out.")
     free_before = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     clock.lap("config")
 
@@ -146,8 +151,18 @@ def build(config: EngineConfig) -> Built:
     log.info("%s: %s on %s, %s attention, %s for %s tokens of KV (%s); context %d, %d sequences, %d rows a step", info.name,
              str(dtype).removeprefix("torch."), device.type, backend.name, gib(plan.total_bytes), f"{plan.capacity:,}", explain,
              info.max_model_len, max_num_seqs, max_rows)
-    return Built(runner, device, info, plan, max_rows, max_num_seqs, _prefix_root(config, path, hf, dtype, [codec, backend]), tokenizer_file,
-                 clock.laps)
+    token_bytes = sum(size for group, size in zip(groups, page_bytes) if group.window is None) / page_slots
+    roofline = _roofline(model.spec, device, dtype, token_bytes)
+    prefix_root = _prefix_root(config, path, hf, dtype, [codec, backend])
+    return Built(runner, device, info, plan, max_rows, max_num_seqs, roofline, prefix_root, tokenizer_file, clock.laps)
+
+
+def _roofline(spec: ModelSpec, device: torch.device, dtype: torch.dtype, token_bytes: float) -> Roofline:
+    """``token_bytes``: of one token's keys and values, where they stay. Windows bound what a row looks at: they count as rows."""
+    bandwidth, flops = rates(device, dtype)
+    active = cost.active_params(spec)
+    pairs = sum(4 * layer.mixer.num_heads * layer.mixer.head_dim for layer in spec.layers if layer.mixer.window is None)
+    return Roofline(bandwidth, flops, active * dtype.itemsize, 2.0 * (active - spec.vocab_size * spec.hidden_size), pairs, token_bytes)
 
 
 def _default_rows(device: torch.device) -> int:

@@ -20,10 +20,12 @@ from typing import Any
 from kvasir import technique
 from kvasir.config import EngineConfig
 from kvasir.engine.build import POLICIES, build
+from kvasir.engine.pace import Pace, StepClock
 from kvasir.engine.pages import PageManager
 from kvasir.engine.policy import SchedulerPolicy
 from kvasir.engine.scheduler import Scheduler
-from kvasir.engine.spans import ONE_SAMPLE
+from kvasir.engine.spans import ONE_SAMPLE, rows_left
+from kvasir.engine.step_time import StepShape, StepTimeModel, retry_after
 from kvasir.engine.steps import StepRunner
 from kvasir.errors import RequestError
 from kvasir.logs import log
@@ -49,7 +51,9 @@ class Engine:
         built = build(config)
         self.info = built.info
         self.runner = built.runner
-        self.steps = StepRunner(built.runner, built.max_rows)
+        self.clock = StepClock(StepTimeModel(built.roofline), built.runner)
+        self.pace = Pace(self.clock.model, config.scheduler.target_itl)
+        self.steps = StepRunner(built.runner, built.max_rows, self.clock)
         self._overlap = built.device.type == "cuda" if config.runner.overlap is None else config.runner.overlap
         self._plans: deque[tuple[Plan, float]] = deque()  # in flight, and when they were launched
         self._resolved = 0.0  # when the last step was
@@ -57,7 +61,8 @@ class Engine:
         self.pages = PageManager(built.runner.pool.groups, built.plan.num_pages, built.runner.pool.page_slots, built.prefix_root,
                                  on_free=poison)
         policy = technique.load(POLICIES, config.scheduler.scheduling_policy, SchedulerPolicy)
-        self.scheduler = Scheduler(config.scheduler, self.pages, policy, max_rows=built.max_rows, max_model_len=self.info.max_model_len)
+        self.scheduler = Scheduler(config.scheduler, self.pages, policy, max_rows=built.max_rows, max_model_len=self.info.max_model_len,
+                                   pace=self.pace)
         self._tokenizer_file = built.tokenizer_file
         self._grammars: Any = None  # built on the first grammar: most processes never need the library
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="grammar")
@@ -117,12 +122,22 @@ class Engine:
             return refuse(429, "queue_full", f"{config.max_queued_requests} requests are queued already", self._drain_seconds())
         if self.scheduler.queued_tokens + len(request.prompt_ids) > self._max_queued_tokens:
             return refuse(429, "queue_full", f"{self._max_queued_tokens} prompt tokens are queued already", self._drain_seconds())
+        if config.max_ttft is not None:
+            seconds = self._first_token_in(len(request.prompt_ids) - self.pages.match(Sequence(request)))
+            if wait := retry_after(seconds, config.max_ttft):
+                return refuse(429, "overloaded", f"the first token would take about {seconds:.1f} s; max_ttft is {config.max_ttft:g} s", wait)
         return None
 
+    def _first_token_in(self, num_tokens: int) -> float:
+        """Predicted seconds to the first token of a prompt of which ``num_tokens`` must be computed, if it came now."""
+        rows = [(seq.num_computed, rows_left(seq)) for seq in self.scheduler.running]
+        running = StepShape.of((start, 1) for start, left in rows if left <= 1)
+        ahead = self.scheduler.queued_tokens + sum(left for _, left in rows if left > 1)
+        return self.pace.first_token(running, ahead, num_tokens, self.steps.max_rows)
+
     def _drain_seconds(self) -> float:
-        """When to come back: the queued tokens over the rows a second of late, between 1 and 60 s."""
-        rate = self._stats.step_rows / self._stats.step_seconds if self._stats.step_seconds else 0.0
-        return min(60.0, max(1.0, self.scheduler.queued_tokens / rate)) if rate else 1.0
+        """When to come back: when what is queued will have been computed, between 1 and 60 s."""
+        return min(60.0, max(1.0, round(self._first_token_in(0), 1)))
 
     def cancel(self, request_id: str, branch: int | None = None) -> list[Event]:
         live = self._live.get(request_id)
@@ -233,11 +248,12 @@ class Engine:
             at_work.update(i for i, live in self._live.items() if live.compiling is not None)
         # What a step's kernels depend on, roughly. One of a kind that was not seen before may compile some.
         kind = plan.num_rows.bit_length(), plan.num_rows == len(plan.spans), bool(self.runner.sampler.num_bound)
-        self.on_launch(at_work, kind not in self._seen_kinds)
+        slow = kind not in self._seen_kinds
+        self.on_launch(at_work, slow)
         self._seen_kinds.add(kind)
         self._stats.step += 1
         self._plans.append((plan, time.perf_counter()))
-        self.steps.launch(plan)
+        self.steps.launch(plan, timed=not slow)
 
     def _resolve(self, events: list[Event]) -> None:
         """Wait for the oldest plan in flight and commit it."""
@@ -345,6 +361,7 @@ class Engine:
         s.prefix_queries, s.cached_tokens = self.pages.queried_tokens, self.pages.cached_tokens
         s.prompt_tokens, s.generation_tokens = self._counts["prompt_tokens"], self._num_generated
         s.failed = dict(self._failed)
+        s.step_time_error = self.clock.errors()
         return s
 
     def close(self) -> None:

@@ -104,6 +104,10 @@ class DecodeGraphs:
     def bucket(self, num_rows: int) -> int:
         return self.buckets[bisect_left(self.buckets, num_rows)]
 
+    def replays(self, size: int) -> bool:
+        """Whether a drawing step of this bucket is captured."""
+        return (size, True) in self._ready
+
     def decode(self, spans: list[Span]) -> DecodeHandle:
         """Forward and draw, by the parameters that the rows have on the device."""
         size, stage = self._send(spans)

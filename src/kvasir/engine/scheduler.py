@@ -21,11 +21,12 @@ from collections.abc import Iterator
 from itertools import chain, islice
 
 from kvasir.config import SchedulerConfig
+from kvasir.engine.pace import Pace
 from kvasir.engine.pages import PageManager
 from kvasir.engine.pages_ahead import PagesAhead
 from kvasir.engine.policy import MAX_SKIPS, SchedulerPolicy
 from kvasir.engine.queue import Queue
-from kvasir.engine.spans import Step, page_aligned, room_to_start, round_down, rows_left, trim_draft, unscored_from
+from kvasir.engine.spans import ROW_TILE, Step, page_aligned, room_to_start, round_down, rows_left, trim_draft, unscored_from
 from kvasir.types import FinishReason, Plan, Sequence, Span, Status
 
 LOOK_AHEAD = 8  # requests that do not fit and are looked past, a step
@@ -42,11 +43,13 @@ class Scheduler:
     without spans): what was given up meanwhile may be used again. The next may be launched in between.
     """
 
-    def __init__(self, config: SchedulerConfig, pages: PageManager, policy: SchedulerPolicy, *, max_rows: int, max_model_len: int) -> None:
+    def __init__(self, config: SchedulerConfig, pages: PageManager, policy: SchedulerPolicy, *, max_rows: int, max_model_len: int,
+                 pace: Pace | None = None) -> None:
         assert max_rows > 0 and config.max_num_seqs > 0
         self.config = config
         self.pages = pages
         self.policy = policy
+        self.pace = pace or Pace(None, None)
         self.max_rows = max_rows
         self.max_model_len = max_model_len
         self.waiting = Queue(policy.order_waiting, policy.static)
@@ -134,9 +137,9 @@ class Scheduler:
         step.left += claim
         self._plan_prompts(step, prompts, claimant, claim)
         if not step.preempted:
-            self._admit(step)
+            self._admit(step, claimant, claim)
         self._deferred = self._use_leftover(step, deferred)
-        if not claim:
+        if not claim and self.pace.target is None:  # a pace counts in whole tiles itself
             round_down(step, budget, self.pages.page_slots)
         if step.spans:
             self._launched = self._step
@@ -212,14 +215,15 @@ class Scheduler:
 
     def _claim(self, prompts: list[Sequence], now: float, budget: int) -> tuple[Sequence | None, int]:
         """The oldest unfinished prompt and the rows kept for it: none before it has waited for PROMPT_PATIENCE, then a
-        page or a tenth of the budget, whichever is more, but never more than half."""
+        page (with a pace: a tile) or a tenth of the budget, whichever is more, but never more than half."""
         oldest = list(prompts)
         if len(self.waiting) and self._seats() > 0:
             oldest += islice((s for s in self._candidates(now) if not self._waits_for_parent(s)), 1)
         seq = min(oldest, key=lambda s: s.request.arrival, default=None)
         if seq is None or now - seq.request.arrival <= PROMPT_PATIENCE:
             return None, 0
-        return seq, min(max(self.pages.page_slots, budget // 10), rows_left(seq), budget // 2)
+        least = self.pages.page_slots if self.pace.target is None else ROW_TILE
+        return seq, min(max(least, budget // 10), rows_left(seq), budget // 2)
 
     def _plan_decodes(self, step: Step, decodes: list[Sequence]) -> list[Sequence]:
         """Returns those for which no row was left."""
@@ -245,7 +249,7 @@ class Scheduler:
                 continue
             if seq is claimant:
                 kept = 0
-            length = self._chunk(seq, step.left - kept)
+            length = self._chunk(seq, self.pace.room(step, seq.num_computed + seq.num_ahead, claim if seq is claimant else 0) - kept)
             if not length:
                 continue
             end = seq.num_computed + seq.num_ahead + length
@@ -291,7 +295,7 @@ class Scheduler:
             return False
         return parent.num_computed < seq.num_prompt - 1
 
-    def _admit(self, step: Step) -> None:
+    def _admit(self, step: Step, claimant: Sequence | None, claim: int) -> None:
         """Fill the step from the queue. Requests that do not fit are looked past, LOOK_AHEAD of them."""
         if not len(self.waiting):
             return
@@ -320,8 +324,10 @@ class Scheduler:
                 if self._seats() <= 0 or len(passed) > LOOK_AHEAD or seq in self._overdue:
                     break
                 continue
+            if (room := self.pace.room(step, hit, claim if seq is claimant else 0)) <= 0:
+                break
             skipped = passed[:]
-            self._start(step, seq, hit, fork, promised)
+            self._start(step, seq, hit, fork, promised, room)
             admitted.append(seq)
             computing.add(seq, step.spans[seq].length)
         self._age(oldest, skipped, admitted)
@@ -357,12 +363,12 @@ class Scheduler:
             return True, prompt
         return False, hit
 
-    def _start(self, step: Step, seq: Sequence, hit: int, fork: bool, promised: list[int]) -> None:
+    def _start(self, step: Step, seq: Sequence, hit: int, fork: bool, promised: list[int], room: int) -> None:
         if fork:
             self.pages.fork(seq.parent, seq, hit)
         else:
             self.pages.admit(seq, hit)
-        length = self._chunk(seq, step.left)
+        length = self._chunk(seq, room)
         grown = self.pages.grow(seq, seq.num_computed + length, step.copies)
         assert grown, f"{seq} was admitted without room for its first span"
         for g, pages in enumerate(self.pages.missing(seq, seq.num_tokens, self.max_rows)):

@@ -36,10 +36,16 @@ class StepShape:
     @classmethod
     def of(cls, spans: Iterable[tuple[int, int]]) -> StepShape:
         """From (start, length) of each span."""
-        shape = cls()
+        rows = context = count = 0
+        pairs = 0.0
         for start, length in spans:
-            shape = shape.plus(start, length)
-        return shape
+            rows += length
+            count += 1
+            if length > 1:
+                pairs += length * (start + length / 2)
+            else:
+                context += start
+        return cls(rows, pairs, context, count)
 
     def plus(self, start: int, length: int) -> StepShape:
         """With one more span of ``length`` rows from position ``start``."""

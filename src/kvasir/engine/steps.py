@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvasir.engine.pace import Lap, StepClock
 from kvasir.engine.runner import Handle, Runner
 from kvasir.logs import log
 from kvasir.types import PageCopy, Plan, Span, SpanResult
@@ -30,13 +31,15 @@ class _Flight:
     handle: Handle | None
     error: Exception | None
     lost: list[PageCopy]
+    lap: Lap | None = None
 
 
 class StepRunner:
     """Keeps the row budget and turns exceptions of a step into results of single spans."""
 
-    def __init__(self, runner: Runner, max_rows: int) -> None:
+    def __init__(self, runner: Runner, max_rows: int, clock: StepClock | None = None) -> None:
         self.runner = runner
+        self.clock = clock
         self.full_rows = max_rows
         self.max_rows = max_rows
         self._recover_in = 0
@@ -51,22 +54,25 @@ class StepRunner:
         """Whether the oldest plan in flight does not run: nothing should be launched before it is resolved."""
         return bool(self._flying) and self._flying[0].handle is None
 
-    def launch(self, plan: Plan) -> None:
-        """Copy pages and launch. Raises only when the device is lost."""
+    def launch(self, plan: Plan, timed: bool = False) -> None:
+        """Copy pages and launch. Raises only when the device is lost. ``timed``: the model of step times learns from it."""
         if self._recover_in:
             self._recover_in -= 1
             if not self._recover_in:
                 self.max_rows = self.full_rows
         lost = self._copy(plan.copies) if plan.copies else []
-        handle = error = None
+        handle = error = lap = None
         if not lost:
             try:
+                lap = self.clock.start(plan.spans) if timed and self.clock is not None else None
                 handle = self.runner.launch(plan)
+                if lap is not None:
+                    self.clock.stop(lap)
             except Exception as e:
                 if _is_fatal(e):
                     raise
                 error = e
-        self._flying.append(_Flight(plan, handle, error, lost))
+        self._flying.append(_Flight(plan, handle, error, lost, lap))
 
     def resolve(self) -> Iterator[Outcome]:
         """Wait for the oldest plan in flight and yield (spans, results) for parts of it, together covering every span that
@@ -81,6 +87,8 @@ class StepRunner:
                     raise
                 error = e
             else:
+                if flight.lap is not None:
+                    self.clock.learn(flight.lap, plan.spans)
                 yield plan.spans, results
                 return
         for later in self._flying:  # it read tokens that were never drawn

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, tl
+from kvasir.kernels.hardware import send
 from kvasir.kernels.softmax_block import attend_block, sink_logits
 
 BLOCK_N = 128  # keys a block; spans are padded to it in the scratch, with zeros
@@ -81,7 +82,7 @@ def plan_long(starts: list[int], lengths: list[int], spans: list[int], share: in
     items.sort(key=lambda item: -(starts[item[0]] + item[1]))  # heavy ones first, so that the launch ends together
     blocks = max(cdiv(starts[s] + lengths[s], BLOCK_N) for s in spans)
     both = torch.tensor([*(x for item in items for x in item), *(x for place in places for x in place)], dtype=torch.int32)
-    both = both.to(device, non_blocking=True)
+    both = send(both, device)
     return LongSpans(both[:3 * len(items)].view(-1, 3), both[3 * len(items):].view(-1, 2), slots, blocks)
 
 

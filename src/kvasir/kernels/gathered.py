@@ -14,6 +14,7 @@ import torch
 
 from kvasir.kernels._triton import cdiv
 from kvasir.kernels.dense_attention import SCRATCH_BYTES, Gather
+from kvasir.kernels.hardware import send
 from kvasir.kernels.paged_attention import Tiles, paged_attention_triton
 
 BLOCK = 64  # slots that a program gathers
@@ -43,7 +44,7 @@ def plan_gathered(starts: list[int], lengths: list[int], chosen: list[int], tile
         first += cdiv(pages[s] * page_slots, max(BLOCK, page_slots)) * max(BLOCK, page_slots) // page_slots  # whole blocks
     spans = torch.tensor(places, dtype=torch.int32)
     longest = max((starts[s] + lengths[s] for s in chosen), default=0)
-    return GatheredSpans(spans.to(device, non_blocking=True), table.to(device, non_blocking=True), first * page_slots, cdiv(longest, BLOCK), tiles)
+    return GatheredSpans(send(spans, device), send(table, device), first * page_slots, cdiv(longest, BLOCK), tiles)
 
 
 def gathered_attention(q_THD: torch.Tensor, kv_heads: int, page_slots: int, gather: Gather, context_S: torch.Tensor, row_start_S: torch.Tensor,

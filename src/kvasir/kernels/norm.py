@@ -104,6 +104,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, eps_1: torch.Ten
     """
     if fits(x, weight):
         return _launch(x, None, weight, eps, None)
+    if eps_1 is None and use_triton(x) and x.shape[-1] <= MAX_WIDTH:  # torch's reductions look at the number of rows
+        return _launch(x.reshape(-1, x.shape[-1]), None, x.new_ones(x.shape[-1]), eps, None).view(x.shape).mul_(weight)
     if x.is_cuda and weight.dtype == x.dtype:
         if weight.dim() == 1:
             return F.rms_norm(x, weight.shape, weight, eps)

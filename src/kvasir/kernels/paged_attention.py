@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, tl
-from kvasir.kernels.hardware import multiprocessors
+from kvasir.kernels.hardware import multiprocessors, send
 from kvasir.kernels.softmax_block import attend_block, sink_logits
 
 INF = float("inf")
@@ -331,7 +331,7 @@ def plan_tiles(starts: list[int], lengths: list[int], heads: int, kv_heads: int,
         # The last rows of a span see the most keys: they start first, so that the launch ends together.
         items = [(s, row) for s in large for row in reversed(range(0, lengths[s], rows))]
         plans.append((large_m, items, large))
-    return [Tiles(torch.tensor(items, dtype=torch.int32).to(device, non_blocking=True), block_m, max(starts[s] + lengths[s] for s in chosen),
+    return [Tiles(send(torch.tensor(items, dtype=torch.int32), device), block_m, max(starts[s] + lengths[s] for s in chosen),
                   max(lengths[s] for s in chosen)) for block_m, items, chosen in plans]
 
 
@@ -342,7 +342,7 @@ def exact_tiles(lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtyp
     items = [(s, row) for s, length in enumerate(lengths) for row in range(0, length, rows)]
     if not items:
         return []
-    return [Tiles(torch.tensor(items, dtype=torch.int32).to(device, non_blocking=True), block_m, 0, max(lengths), exact=True)]
+    return [Tiles(send(torch.tensor(items, dtype=torch.int32), device), block_m, 0, max(lengths), exact=True)]
 
 
 def _blocks(block_m: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int]:

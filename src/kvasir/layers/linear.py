@@ -1,7 +1,8 @@
 """Linear layers, and exact mode: a row's bits do not depend on how many rows its batch has, nor on its place among them.
 
-A BLAS picks another order of summation for another number of rows. In exact mode every product on the CPU therefore has
-the same shape: tiles of ``TILE`` rows, the last one padded with zeros, at addresses aligned alike.
+A BLAS picks another order of summation for another number of rows. In exact mode every product therefore has one order: on
+a GPU that of ``kernels.matmul``; on a CPU every product has the same shape, tiles of ``TILE`` rows, the last one padded with
+zeros, at addresses aligned alike.
 
 Legend: T rows, K inputs, N outputs.
 """
@@ -15,8 +16,10 @@ import torch
 import torch.nn.functional as F
 
 from kvasir.kernels import packed_fp16
+from kvasir.kernels._triton import use_triton
 from kvasir.kernels.activation import ACTIVATIONS, gated
 from kvasir.kernels.gemv import choose, gemv
+from kvasir.kernels.matmul import matmul_invariant
 
 if TYPE_CHECKING:
     from kvasir.layers.norm import RMSNorm
@@ -27,7 +30,7 @@ ALIGNMENT = 64  # bytes; what torch's CPU allocator gives, and what a BLAS may l
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where and how a model's layers live. ``exact``: exact mode (CPU only)."""
+    """Where and how a model's layers live. ``exact``: exact mode."""
 
     device: torch.device
     dtype: torch.dtype
@@ -71,6 +74,8 @@ def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | N
     """x @ weight^T + bias: [T, N] in x's dtype."""
     if not exact:  # what F.linear does, with fewer calls on the way
         return torch.mm(x_TK, weight_NK.t()) if bias_N is None else torch.addmm(bias_N, x_TK, weight_NK.t())
+    if use_triton(x_TK):
+        return matmul_invariant(x_TK, weight_NK, bias_N)
     num_rows, width = x_TK.shape
     if num_rows % TILE or not x_TK.is_contiguous() or x_TK.data_ptr() % ALIGNMENT:
         tiles = x_TK.new_zeros(-(-num_rows // TILE) * TILE, width)

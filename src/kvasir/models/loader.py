@@ -45,8 +45,6 @@ def start_loading(path: Path, config: dict[str, Any], *, device: torch.device | 
     """
     spec = build_spec(config)
     place = Placement(torch.device(device), dtype, exact)
-    if exact and place.device.type != "cpu":
-        raise ConfigError("exact mode (batch_invariant) is served on the CPU only so far. Use --device cpu, or leave it out.")
     filling = Filling(place.device)
     if load_format == "dummy":
         decoder = Decoder(spec, place, num_positions)

@@ -26,6 +26,10 @@ class TritonBackend(PagedBackend):
         odd = site.codec_kernel != "plain" and any(s.head_dim % 4 for s in site.specs)
         return super().why_not(site) + (["reads codes of head dims that are multiples of 4"] if odd else [])
 
+    def prepare(self, site: Site) -> None:
+        super().prepare(site)
+        self.graphs = site.codec_kernel == "plain" or not site.exact  # exact rows over codes are gathered by a plan of the step's contexts
+
     def plan(self, batch: StepBatch) -> None:
         super().plan(batch)
         if self.site.codec_kernel == "plain":

@@ -1,0 +1,115 @@
+"""Measured steps teach the model of step times; it says how many prompt rows a step may take, and how long a prompt will wait.
+
+On a GPU a step's time is what passes on the device between an event before its launch and one after: with the next step
+launched meanwhile, its own kernels and what the host let the device wait for. On a CPU a launch is the step.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvasir.engine.runner import Runner
+from kvasir.engine.spans import Step
+from kvasir.engine.step_time import StepShape, StepTimeModel, step_budget
+from kvasir.types import Span
+
+GRAPH_SHARE = 8  # of the steps that are replayed, one in so many is learnt from: they are many and alike, and the host is in a hurry
+
+
+@dataclass(slots=True)
+class Lap:
+    """A step being timed: CUDA events, or seconds. ``rows``: with the padding of a graph, whose replay it is if ``graph``."""
+
+    begin: Any
+    end: Any
+    rows: int = 0
+    graph: bool = False
+
+
+class StepClock:
+    """Times launches of ``runner`` for ``model``."""
+
+    def __init__(self, model: StepTimeModel, runner: Runner) -> None:
+        self.model = model
+        self._runner = runner
+        self._events = runner.device.type == "cuda"
+        self._spare: list[Lap] = []
+        self._num_replays = 0
+
+    def start(self, spans: list[Span]) -> Lap | None:
+        """Before a launch. None: this one is not timed. Decodes that will be replayed soon, and now compile or are captured,
+        tell nothing about either kind of step."""
+        graphs, rows, graph = self._runner.graphs, 0, False
+        if graphs is not None and graphs.takes(spans):
+            rows, graph = graphs.bucket(len(spans)), True
+            self._num_replays += 1
+            if self._num_replays % GRAPH_SHARE or not graphs.replays(rows):
+                return None
+        lap = self._spare.pop() if self._spare else self._lap()
+        lap.rows, lap.graph = rows, graph
+        if self._events:
+            lap.begin.record()
+        else:
+            lap.begin = time.perf_counter()
+        return lap
+
+    def stop(self, lap: Lap) -> None:
+        """After the launch."""
+        if self._events:
+            lap.end.record()
+        else:
+            lap.end = time.perf_counter()
+
+    def learn(self, lap: Lap, spans: list[Span]) -> None:
+        """After the step was read: it has ended."""
+        if self._events:
+            lap.end.synchronize()  # the read waited for the copies just before it
+            seconds = lap.begin.elapsed_time(lap.end) * 1e-3
+        else:
+            seconds = lap.end - lap.begin
+        shape = StepShape.of((span.start, span.length) for span in spans)
+        if lap.rows > shape.rows:
+            shape = StepShape(lap.rows, shape.chunk_pairs, shape.decode_context, shape.sequences)
+        self.model.observe(shape, seconds, graph=lap.graph)
+        self._spare.append(lap)
+
+    def _lap(self) -> Lap:
+        return Lap(*(torch.cuda.Event(enable_timing=True) for _ in range(2))) if self._events else Lap(0.0, 0.0)
+
+    def errors(self) -> dict[str, float]:
+        """Mean relative error of the predictions of late, by kind of step; of kinds that ran."""
+        found = {kind: self.model.relative_error(graph=graph) for kind, graph in (("eager", False), ("graph", True))}
+        return {kind: error for kind, error in found.items() if error is not None}
+
+
+class Pace:
+    """How many prompt rows a step may take. ``target``: seconds that no running request should have to wait for its next
+    token, or None: then nothing is held back. Every running request has a row in every step, so its wait is the step."""
+
+    def __init__(self, model: StepTimeModel | None, target: float | None) -> None:
+        assert model is not None or target is None, "to keep a time takes a model of it"
+        self.model = model
+        self.target = target
+
+    def room(self, step: Step, start: int, claim: int = 0) -> int:
+        """Rows that ``step`` has left for a chunk from position ``start``: no more than keep the target, but for those that
+        the prompt has a claim to."""
+        if self.target is None or not any(seq.num_output for seq in step.spans):
+            return step.left  # nobody waits for a next token
+        running = StepShape.of((span.start, span.length) for span in step.spans.values())
+        return min(step.left, max(claim, self._chunk(running, start, step.left)))
+
+    def _chunk(self, running: StepShape, start: int, most: int) -> int:
+        return self.model.chunk_for(step_budget(self.target, ()), running, start, most)
+
+    def first_token(self, running: StepShape, tokens_ahead: int, prompt_tokens: int, max_rows: int) -> float:
+        """Seconds until a prompt that arrives now, of which ``prompt_tokens`` must be computed, has its first token, behind
+        ``tokens_ahead`` of other prompts, in steps of ``max_rows`` rows. What its pages may have to wait for is not counted."""
+        rows = max(max_rows - running.rows, max_rows // 10, 1)  # a tenth is the oldest prompt's in any case
+        if self.target is not None and running.rows:
+            rows = max(self._chunk(running, 0, rows), max_rows // 10, 1)
+        return self.model.time_to_first_token(tokens_ahead, prompt_tokens, running, running.rows + rows)

@@ -1,0 +1,125 @@
+"""Exact mode on a GPU, in bf16: a request's tokens are the same alone and in any company, whatever happens around it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from kvasir.types import Request
+from tests import checkpoints
+from tests.engine.driver import Driver
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+COUNT, SHARED = 256, 64  # requests; tokens of the beginning that a third of them have in common
+WIDE = dict(vocab_size=1000, hidden_size=512, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
+            max_position_embeddings=1024)
+MODELS = {"base": None, "dense": ("qwen3", WIDE), "experts": ("qwen3_moe", {**WIDE, "num_experts": 16, "moe_intermediate_size": 192}),
+          "window": ("gemma3_text", {**WIDE, "sliding_window": 100})}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request, tmp_path_factory) -> str:
+    """A model in the package, or a folder."""
+    if MODELS[request.param] is None:
+        return request.param
+    variant, changes = MODELS[request.param]
+    return str(checkpoints.write(tmp_path_factory.mktemp(request.param), variant, **changes))
+
+
+def driver(model: str, **options) -> Driver:
+    return Driver(model, device="cuda", dtype="bfloat16", check=False, poison=False, overlap=True,
+                  **{"max_num_seqs": COUNT, "num_pages": 8192, "max_num_batched_tokens": 2048} | options)
+
+
+def fleet(d: Driver) -> list[Request]:
+    """Prompts of 1 to 400 tokens; greedy, hot, narrowed; a few with log-probabilities."""
+    draw, vocab = random.Random(5), d.engine.info.tokenizer_size
+    shared = [draw.randrange(3, vocab) for _ in range(SHARED)]
+    requests = []
+    for i in range(COUNT):
+        prompt = [draw.randrange(3, vocab) for _ in range(draw.choice((1, 2, 15, 16, 17, 60, 130, 400)))]
+        how = (dict(temperature=0), dict(temperature=1.0), dict(temperature=0.8, top_p=0.9), dict(temperature=1.2, top_k=20))[i % 4]
+        prompt = shared + prompt if i % 3 == 0 else prompt
+        requests.append(d.request(f"r{i}", prompt, max_tokens=draw.randint(8, 24), ignore_eos=True, seed=i, **how))
+    return requests
+
+
+def tokens(d: Driver) -> dict[str, list[int]]:
+    assert not d.errors
+    return {name: out.tokens for (name, _), out in d.outputs.items()}
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    """Every request by itself, without a prefix cache, its prompt at once."""
+    d = driver(model, enable_prefix_caching=False)
+    for request in fleet(d):
+        d.run([request])
+    found = tokens(d)
+    assert len({tuple(t) for t in found.values()}) > COUNT // 2, "the answers tell the requests apart"
+    d.close()
+    return found
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_together(graphs, model, alone):
+    d = driver(model, cuda_graphs=graphs)
+    d.run(fleet(d))
+    assert tokens(d) == alone
+    if graphs:
+        assert d.engine.runner.graphs is not None and d.engine.runner.graphs._ready, "nothing was captured"
+    d.close()
+
+
+def test_shuffled_with_aborts_prefix_hits_and_preemption(model, alone):
+    """Chunks of few rows, a pool that is too small, arrivals in another order, a tenth cancelled midway; then all again."""
+    d = driver(model, max_num_batched_tokens=200, num_pages=400, max_num_seqs=96)
+    requests = fleet(d)
+    cancelled = set()
+    for order in range(2):
+        random.Random(order).shuffle(requests)
+        d.outputs.clear()
+        for i, request in enumerate(requests):
+            d.submit(request)
+            for _ in range(i % 3):
+                d.step(preempt=i % 20 == 0)
+            if i % 10 == 9:
+                victim = requests[i - 4].id
+                cancelled.add(victim)
+                d._take(d.engine.cancel(victim))
+        d.run([])
+        found = tokens(d)
+        assert all(found[name] == alone[name] for name in found.keys() - cancelled)
+        assert all(alone[name][:len(t)] == t for name, t in found.items()), "what a cancelled request had was right, too"
+        assert len(found.keys() - cancelled) > COUNT // 2
+        cancelled.clear()
+    assert any(out.num_cached for out in d.outputs.values()), "no prefix was shared"
+    d.close()
+
+
+def test_beside_requests_that_the_step_cannot_draw_for(model, alone):
+    """Company with log-probabilities and penalties takes the forward pass from the graph, and another way to draw."""
+    d = driver(model)
+    requests = fleet(d)[:64]
+    other = dict(max_tokens=20, ignore_eos=True, logprobs=3, repetition_penalty=1.1)
+    company = [d.request(f"c{i}", list(range(3, 40 + i)), seed=i, **other) for i in range(8)]
+    d.run([r for i, request in enumerate(requests) for r in (request, *company[i // 8:i // 8 + (i % 8 == 0)])])
+    found = tokens(d)
+    assert all(found[r.id] == alone[r.id] for r in requests)
+    d.close()
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int4"])
+def test_over_a_quantised_cache(codec, model):
+    found = []
+    for together in (False, True):
+        d = driver(model, kv_codec=codec, page_slots=32, cuda_graphs=together)
+        requests = fleet(d)[:32]
+        for batch in ([requests] if together else [[r] for r in requests]):
+            d.run(batch)
+        found.append(tokens(d))
+        d.close()
+    assert found[0] == found[1]

@@ -1,0 +1,200 @@
+"""Prompts share steps with decodes within a time; steps are timed and learnt from; requests that would wait too long are refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvasir.config import SchedulerConfig
+from kvasir.engine.graphs import call_through
+from kvasir.engine.pace import GRAPH_SHARE, Pace, StepClock
+from kvasir.engine.scheduler import Scheduler
+from kvasir.engine.schedulers.fcfs import Fcfs
+from kvasir.engine.step_time import Roofline, StepShape, StepTimeModel
+from tests.engine.driver import Driver
+from tests.engine.fake import manager, sequence
+
+# 10 ms a step, 20 us a row, and 1 ns a pair: nothing is learnt, so these are the predictions.
+MODEL = StepTimeModel(Roofline(1e12, 1e12, 8e9, 1.2e7, 600.0, 0.0))
+ROWS = 1024
+
+
+def make(target: float | None, num_decodes: int = 20) -> Scheduler:
+    """With sequences that draw a token a step."""
+    pages = manager(4000, page_slots=16)
+    s = Scheduler(SchedulerConfig(max_num_seqs=64), pages, Fcfs(), max_rows=ROWS, max_model_len=50_000, pace=Pace(MODEL, target))
+    for i in range(num_decodes):
+        s.add(sequence([i, 1], max_tokens=1000, name=f"d{i}"))
+    if num_decodes:
+        step(s, 0.0)
+    return s
+
+
+def step(s: Scheduler, now: float) -> dict[str, int]:
+    """Plan a step and commit it: rows by request."""
+    plan = s.plan(now)
+    for span in plan.spans:
+        s.advance(span, [5] if "sample" in span.want else [])
+    if plan.spans:
+        s.complete(plan)
+    s.check()
+    return {span.seq.request.id: span.length for span in plan.spans}
+
+
+def seconds(rows: dict[str, int], start: int) -> float:
+    """Of a step of decodes and the prompt ``p`` from position ``start``."""
+    return MODEL.predict(StepShape.of([(2, n) for name, n in rows.items() if name != "p"] + [(start, rows["p"])]))
+
+
+@pytest.mark.parametrize("target", [0.02, 0.025])
+def test_a_prompt_gets_the_rows_that_the_time_allows(target):
+    s = make(target)
+    s.add(sequence(6000, max_tokens=4, arrival=1.0, name="p"))
+    start, lengths = 0, []
+    while start < 6000:
+        rows = step(s, 1.1)
+        assert len(rows) == 21, "every decode and the prompt"
+        assert seconds(rows, start) <= 0.9 * target
+        if start + rows["p"] < 6000:
+            assert seconds({**rows, "p": rows["p"] + 144}, start) > 0.9 * target, "a tile more would have been too many"
+        start += rows["p"]
+        lengths.append(rows["p"])
+    assert lengths[0] > lengths[-2], "further into the prompt a row costs more"
+
+
+def test_the_oldest_prompt_has_a_claim_whatever_the_time():
+    s = make(0.005)  # less than a step of decodes takes
+    s.add(sequence(3000, max_tokens=4, arrival=10.0, name="p"))
+    assert "p" not in step(s, 10.5), "nothing fits"
+    for now in (11.1, 11.2, 11.3):
+        assert step(s, now)["p"] == 128, "a tile is more than a tenth of the rows; also at admission"
+    s.add(sequence(3000, max_tokens=4, arrival=11.3, name="q"))
+    rows = step(s, 11.4)
+    assert rows["p"] == 128 and "q" not in rows and len(rows) == 21
+
+
+def test_without_a_target_or_without_decodes_nothing_is_held_back():
+    for s in (make(None), make(0.0101, num_decodes=0)):
+        s.add(sequence(3000, max_tokens=4, name="p"))
+        assert step(s, 0.1)["p"] >= ROWS - 2 * 128
+    assert Scheduler(SchedulerConfig(), manager(), Fcfs(), max_rows=8, max_model_len=10).pace.target is None
+
+
+def test_the_wait_for_a_first_token_knows_the_pace():
+    running = StepShape.of([(100, 1)] * 20)
+    free, paced = Pace(MODEL, None), Pace(MODEL, 0.02)
+    assert free.first_token(running, 0, 100, ROWS) == MODEL.time_to_first_token(0, 100, running, ROWS)
+    assert paced.first_token(running, 5000, 100, ROWS) > free.first_token(running, 5000, 100, ROWS) > free.first_token(running, 0, 100, ROWS)
+    full = StepShape.of([(100, 1)] * ROWS)
+    assert free.first_token(full, 0, 1020, ROWS) < 11 * MODEL.predict(StepShape(ROWS + 102, 102 * 1020, 100 * ROWS, ROWS + 1)), "a tenth a step"
+
+
+class Model:
+    def __init__(self) -> None:
+        self.seen: list[tuple[StepShape, bool]] = []
+
+    def observe(self, shape: StepShape, seconds: float, graph: bool) -> None:
+        assert seconds >= 0
+        self.seen.append((shape, graph))
+
+
+def test_replays_are_learnt_from_with_their_padding_and_captures_never():
+    spans = [SimpleNamespace(start=10 + i, length=1) for i in range(5)]
+    ready = set()
+    graphs = SimpleNamespace(takes=lambda spans: all(s.length == 1 for s in spans), bucket=lambda n: 8, replays=lambda size: size in ready)
+    clock = StepClock(Model(), SimpleNamespace(graphs=graphs, device=torch.device("cpu")))
+
+    def run(spans) -> bool:
+        lap = clock.start(spans)
+        if lap is not None:
+            clock.stop(lap)
+            clock.learn(lap, spans)
+        return lap is not None
+
+    assert not any(run(spans) for _ in range(2 * GRAPH_SHARE)), "the bucket is not captured"
+    ready.add(8)
+    assert sum(run(spans) for _ in range(2 * GRAPH_SHARE)) == 2
+    assert run([*spans, SimpleNamespace(start=0, length=30)])
+    replay = (StepShape(8, 0.0, 60, 5), True)
+    assert clock.model.seen == [replay, replay, (StepShape(35, 450.0, 60, 6), False)]
+
+
+def test_an_engine_learns_how_long_its_steps_take():
+    d = Driver(max_num_batched_tokens=64)
+    assert d.engine.stats().step_time_error == {}
+    d.run([d.request(f"r{i}", [300 + i] * 40, max_tokens=30, ignore_eos=True) for i in range(6)], gap=5)
+    error = d.engine.stats().step_time_error
+    assert error.keys() == {"eager"} and 0 < error["eager"] < 1
+    shape = StepShape.of([(50, 1)] * 4)
+    assert 1e-5 < d.engine.clock.model.predict(shape) < 1.0
+    d.close()
+
+
+def test_replays_have_coefficients_of_their_own():
+    d = Driver(static=True, overlap=True)
+    assert d.engine.runner.graphs._capture is call_through
+    d.run([d.request(f"r{i}", [300 + i] * 9, max_tokens=60, ignore_eos=True) for i in range(4)])
+    assert d.engine.stats().step_time_error.keys() == {"eager", "graph"} or d.engine.stats().step_time_error.keys() == {"graph"}
+    d.close()
+
+
+def test_requests_that_would_wait_too_long_are_refused_with_a_time():
+    d = Driver(max_ttft=1.0, max_num_batched_tokens=64)
+    d.engine.pace.model = MODEL  # 10 ms a step and more
+    prompt = list(range(300, 700))
+    for i in range(40):
+        d.submit(d.request(f"r{i}", [300 + i, *prompt], max_tokens=2, ignore_eos=True))
+    refused = list(d.errors.values())
+    assert 0 < len(refused) < 40 and all((e.status, e.code) == (429, "overloaded") and e.retry_after >= 1 for e in refused)
+    assert "max_ttft" in refused[0].message
+    d.run([])
+    assert len(d.outputs) == 40 - len(refused)
+    d.errors.clear()
+    d.submit(d.request("late", prompt, max_tokens=2))
+    assert not d.errors, "the queue is empty again"
+    d.close()
+
+
+def test_a_cached_prompt_is_not_counted():
+    d = Driver(max_num_batched_tokens=64)
+    prompt = list(range(300, 700))
+    d.run([d.request("first", prompt, max_tokens=2, ignore_eos=True)])
+    d.engine.pace.model = MODEL
+    asked = []
+    first_token = d.engine.pace.first_token
+    d.engine.pace.first_token = lambda *a: asked.append(a[2]) or first_token(*a)
+    d.engine.config = d.engine.config.replace(max_ttft=100.0)
+    d.submit(d.request("again", prompt, max_tokens=2, ignore_eos=True))
+    assert asked == [16], "the last page is computed again"
+    d.run([])
+    d.close()
+
+
+def test_a_target_changes_no_token():
+    found = []
+    for target in (None, 1e-3, 0.02):
+        d = Driver(target_itl=target, max_num_batched_tokens=64)
+        d.run([d.request(f"r{i}", [300 + i + j for j in range(10 + 20 * i)], max_tokens=12, ignore_eos=True, seed=i) for i in range(6)], gap=3)
+        assert not d.errors
+        found.append({key: out.tokens for key, out in d.outputs.items()})
+        d.close()
+    assert found[0] == found[1] == found[2] and len(found[0]) == 6
+
+
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_device_times_are_predicted_on_a_gpu():
+    d = Driver(device="cuda", dtype="bfloat16", batch_invariant=False, max_num_seqs=32, num_pages=2048, check=False, poison=False)
+    for turn in range(4):
+        prompts = [[300 + (i * j) % 900 for j in range(20 + 9 * i)] for i in range(32)]
+        d.run([d.request(f"r{turn}.{i}", prompt, max_tokens=200, ignore_eos=True) for i, prompt in enumerate(prompts)], gap=3)
+    assert not d.errors
+    error, model = d.engine.stats().step_time_error, d.engine.clock.model
+    assert error.keys() == {"eager", "graph"} and error["graph"] < 0.2, error
+    shape = StepShape.of([(150, 1)] * 32)
+    assert 2e-5 < model.predict(shape, graph=True) < model.predict(shape)
+    d.close()
