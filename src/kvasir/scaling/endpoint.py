@@ -125,7 +125,7 @@ class Draw(abc.ABC):
     @abc.abstractmethod
     async def cancel(self, index: int) -> None: ...
 
-    async def aclose(self) -> None:
+    async def aclose(self) -> None:  # noqa: B027
         """End everything that still runs."""
 
 
@@ -138,10 +138,11 @@ class Endpoint(abc.ABC):
     parameters = 0
     vocabulary = ""
 
-    async def start(self) -> None:
+    async def start(self) -> None:  # noqa: B027
         """Get ready. Raises ConfigError when that is hopeless."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:  # noqa: B027
+        """Give everything back."""
 
     @abc.abstractmethod
     def draw(self, prompt: Prompt, n: int, sampling: Sampling, seed: int) -> Draw:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvasir.errors import ConfigError, nearest
-from kvasir.scaling.endpoint import (Draft, Endpoint, EndpointError, Group, Messages, Prompt, Refused, Sample, Sampling, Score, Usage, collect, from_plain,
-                                     plain)
+from kvasir.scaling import endpoint as io
+from kvasir.scaling.endpoint import Draft, Endpoint, EndpointError, Group, Messages, Prompt, Refused, Sample, Sampling, Score, Usage
 from kvasir.scaling.journal import Journal, digest
 from kvasir.scaling.ledger import Budget, BudgetExceeded, Charge, Ledger
 from kvasir.scaling.problem import Problem
@@ -131,11 +131,11 @@ class Context:
             draw = endpoint.draw(prompt, granted, sampling, seed)
             draw.usage = usage
             async with aclosing(draw):
-                await collect(draw, drafts, group)
-            return [plain(d.sample(endpoint)) for d in drafts]
+                await io.collect(draw, drafts, group)
+            return [io.plain(d.sample(endpoint)) for d in drafts]
 
         entry = await self._call("sample", key, request, endpoint, prompt, call, n, sampling.max_tokens)
-        return [from_plain(s) for s in entry]
+        return [io.from_plain(s) for s in entry]
 
     async def score(self, endpoint: Endpoint, messages: Messages, sample: Sample) -> Score | None:
         """Confidence of ``endpoint`` in a text under the prompt that made it. None when it refuses."""
@@ -294,15 +294,17 @@ class Seq:
         """Whether the reply came to its own end (a piece that ended at a delimiter did not)."""
         return bool(self.pieces) and self.pieces[-1].finish == "stop" and not self.pieces[-1].met
 
-    async def generate(self, until: Sequence[str] = (), max_tokens: int | None = None, temperature: float | None = None) -> Sample | None:
-        """Go on until one of ``until`` is written (it stays), the end, or ``max_tokens``. None when there is no room for more."""
+    async def generate(self, until: Sequence[str] = (), max_tokens: int | None = None, temperature: float | None = None,
+                       scope: Context | None = None) -> Sample | None:
+        """Go on until one of ``until`` is written (it stays), the end, or ``max_tokens``. None when there is no room for more.
+        ``scope``: the call's, where sequences go on at once; default: the one that opened it."""
         assert not self.done, "the reply has ended"
-        found = await self.context.sample(self.endpoint, self.messages, begun=self.ids, max_tokens=max_tokens, temperature=temperature, stop=until,
-                                          stream=self.stream)
+        found = await (scope or self.context).sample(self.endpoint, self.messages, begun=self.ids, max_tokens=max_tokens,
+                                                     temperature=temperature, stop=until, stream=self.stream)
         if not found:
             return None
         piece = found[0]
-        paused = piece.finish == "stop" and any(piece.text.endswith(u) or u in piece.text for u in until)
+        paused = piece.finish == "stop" and any(u in piece.text for u in until)
         self.pieces.append(dataclasses.replace(piece, met=1 if paused else None))
         return self.pieces[-1]
 

@@ -47,8 +47,8 @@ class Prompts:
         return self.refine(problem, candidates[0]) if len(candidates) == 1 else self.aggregate(problem, candidates)
 
     def judge_pair(self, problem: Problem, first: str, second: str) -> Messages:
-        return self._ask(problem, [first, second], "Check both candidate solutions (1 is A, 2 is B). Then rate each from 1 (surely wrong) to 10 (surely "
-                         "right): end with two lines, 'A: rating' and 'B: rating'.")
+        return self._ask(problem, [first, second], "Check both candidate solutions (1 is A, 2 is B). Then rate each from 1 (surely wrong) to 10 "
+                         "(surely right): end with two lines, 'A: rating' and 'B: rating'.")
 
     def ratings(self, reply: str) -> tuple[int, int] | None:
         """The two ratings of a judge's reply, 1 to ``scale``; None when it holds none."""

@@ -52,7 +52,8 @@ async def solve(strategy: Strategy, problems: Sequence[Problem], endpoints: Sequ
     for problem in problems[:1]:
         strategy.check(endpoints, problem.prompts)
     opened = isinstance(journal, Path)
-    book = Journal(journal, plan(strategy, problems, endpoints, seed, name, budget, problem_budget)) if opened else journal or Journal()
+    book = Journal(journal, plan(strategy, problems, endpoints, seed, name, budget, problem_budget)) if opened else journal
+    book = Journal() if book is None else book
     run = Run(endpoints, seed, name, sampling or Sampling(), book, Ledger(budget), on_event, retries, pause)
     for charge in book.lost:  # of this strategy's calls in earlier runs
         if charge.key.startswith(f"{name}:"):
@@ -93,7 +94,8 @@ async def _one(strategy: Strategy, problem: Problem, run: Run, budget: Budget | 
         return Solved(problem, found, context.ledger, seconds)
 
 
-def plan(strategy: Strategy, problems: Sequence[Problem], endpoints: Sequence[Endpoint], seed: int, name: str, *budgets: Budget | None) -> dict[str, Any]:
+def plan(strategy: Strategy, problems: Sequence[Problem], endpoints: Sequence[Endpoint], seed: int, name: str,
+         *budgets: Budget | None) -> dict[str, Any]:
     """What makes a run the run it is: a journal is resumed under the same plan only. Prompts are checked call by call."""
     return {"strategy": strategy.name, "config": repr(strategy.config), "name": name, "seed": seed, "problems": len(problems),
             "models": [e.name for e in endpoints], "budgets": [repr(b) for b in budgets]}

@@ -20,9 +20,9 @@ async def belief(context: Context, judge: Endpoint, problem: Problem, text: str)
     return 0.5 if not found else math.exp(found[words[0]])
 
 
-async def step(seq: Seq, until: Sequence[str], max_tokens: int) -> bool:
+async def step(scope: Context, seq: Seq, until: Sequence[str], max_tokens: int) -> bool:
     """Write one more step. False when there is no room for another."""
-    piece = await seq.generate(until, max_tokens)
+    piece = await seq.generate(until, max_tokens, scope=scope)
     return piece is not None and piece.tokens > 0
 
 

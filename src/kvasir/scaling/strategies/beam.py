@@ -44,7 +44,7 @@ class Beam(Strategy):
             async def extend(scope: Context, i: int, seqs: list[Seq] = seqs, beliefs: list[float] = beliefs) -> float:
                 if seqs[i].done:
                     return beliefs[i]
-                await step(seqs[i], STEP, c.tokens)
+                await step(scope, seqs[i], STEP, c.tokens)
                 return await belief(scope, judge, problem, seqs[i].text)
 
             known = [len(s.pieces) for s in seqs]

@@ -63,7 +63,7 @@ class Particle(Strategy):
                 seq = seqs[i]
                 if seq.done:
                     return beliefs[i] if c.finished == "last" else 0.5  # even odds: weight 1
-                await step(seq, STEP, c.tokens)
+                await step(scope, seq, STEP, c.tokens)
                 return await belief(scope, judge, problem, seq.text)
 
             known = [len(s.pieces) for s in seqs]

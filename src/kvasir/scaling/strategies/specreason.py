@@ -46,7 +46,7 @@ class SpecReason(Strategy):
             scope = context.child(f"step{t}")
             begun = list(writer.pieces)
             draft = Seq(scope, small, proposer.messages, proposer.stream, pieces=begun)
-            if not await step(draft, STEP, c.tokens):
+            if not await step(scope, draft, STEP, c.tokens):
                 break
             if await belief(scope, large, problem, draft.text) >= c.threshold:
                 writer.pieces = draft.pieces
@@ -54,7 +54,7 @@ class SpecReason(Strategy):
             else:
                 draft.truncate(len(begun))
                 writer = Seq(scope, large, writer.messages, writer.stream, pieces=begun)
-                if not await step(writer, STEP, c.tokens):
+                if not await step(scope, writer, STEP, c.tokens):
                     break
             sample: Sample = writer.sample()
             context.keep(result(problem, [sample], sample))

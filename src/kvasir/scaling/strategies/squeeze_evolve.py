@@ -96,7 +96,7 @@ class SqueezeEvolve(Strategy):
         c = self.config
         if len(all_) > 1 and len(c.bounds) != len(all_) - 1:
             raise ConfigError(f"squeeze_evolve: {len(all_)} models need {len(all_) - 1} bounds, got {len(c.bounds)} ({'/'.join(map(str, c.bounds))})")
-        if c.K > prompts.most:
+        if prompts.most < c.K:
             raise ConfigError(f"squeeze_evolve: K={c.K} is more than the {prompts.most} candidates a prompt of this task may hold")
         if self._scores(len(all_)):
             scorer = self._scorer(all_)
