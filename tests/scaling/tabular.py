@@ -123,10 +123,13 @@ class Tabular(Endpoint):
         return TabularDraw(self, prompt, n, sampling, seed)
 
     async def score(self, prompt: Prompt, sample: Sample, usage: Usage) -> Score:
-        self.read(prompt, usage, sample.ids)
-        rows = [self.distribution(prompt, sample.ids[:i]) for i in range(len(sample.ids))]
+        ids = sample.ids if sample.vocabulary == self.vocabulary else tuple(ID[c] for c in sample.text)
+        if not ids:
+            raise Refused("an empty reply has no score")
+        self.read(prompt, usage, ids)
+        rows = [self.distribution(prompt, ids[:i]) for i in range(len(ids))]
         await asyncio.sleep(0)
-        return Score(sum(map(self.confidence, rows)) / len(rows), sum(row[i] for row, i in zip(rows, sample.ids)), len(rows))
+        return Score(sum(map(self.confidence, rows)) / len(rows), sum(row[i] for row, i in zip(rows, ids)), len(rows))
 
     async def choose(self, prompt: Prompt, options: Sequence[str], usage: Usage) -> dict[str, float]:
         self.read(prompt, usage)

@@ -117,12 +117,12 @@ def parse_prices(texts: Sequence[str]) -> dict[str, Price]:
     for text in texts:
         name, _, amounts = text.rpartition("=")
         try:
-            price = Price(*map(float, amounts.split("/")))
-        except (TypeError, ValueError) as e:
+            prompt, cached, generated = map(float, amounts.split("/"))
+        except ValueError as e:
             raise ConfigError(f"--price {text}: expected MODEL=PROMPT/CACHED/GENERATED in dollars per million tokens") from e
-        if not name or not all(0 <= value < float("inf") for value in dataclasses.astuple(price)):
+        if not name or not all(0 <= value < float("inf") for value in (prompt, cached, generated)):
             raise ConfigError(f"--price {text}: expected a model, and amounts of at least 0")
-        found[name] = price
+        found[name] = Price(prompt, cached, generated)
     return found
 
 
