@@ -23,7 +23,7 @@ from kvasir.scaling.strategies.adaptive_consistency import certainty
 from kvasir.scaling.strategies.particle import resample
 from kvasir.scaling.strategies.v1 import Table, coverage, swiss
 from kvasir.scaling.strategy import load_strategy
-from tests.scaling.tabular import Tabular, answer, problem, table
+from tests.scaling.tabular import ID, WORDS, Tabular, answer, problem, table
 from tests.scaling.test_layer import amounts, outcome, run, tiers
 
 
@@ -157,6 +157,30 @@ def test_a_constant_judge_makes_particles_plain_samples():
     assert abs(given["1"] / sum(given.values()) - 0.5) < 0.12
     knows = run("beam:N=8,width=2,steps=3,tokens=3", 30, [Tabular(model=table(0.5, judge=0.999, pause=0.01))])
     assert sum(s.result.answer == "1" for s in knows.solved) >= 28
+
+
+def test_particles_follow_the_posterior_that_enumeration_gives():
+    """Every path of three one-token steps, weighted by the odds that the judge gives each step until it has ended."""
+    model = table(0.5, judge=0.7, pause=0.4)
+
+    def paths(begun: tuple[int, ...], weight: float, depth: int):
+        if depth == 3 or begun and begun[-1] == 0:
+            yield "".join(WORDS[i] for i in begun if i), weight
+            return
+        for word, p in model("solve", begun).items():
+            grown = (*begun, ID[word])
+            r = model(f"one {answer(''.join(WORDS[i] for i in grown if i))}", ())["Yes"]
+            yield from paths(grown, weight * p * r / (1 - r), depth + 1)
+
+    exact = Counter()
+    for text, weight in paths((), 1.0, 0):
+        exact[answer(text)] += weight
+    found = run("particle:N=300,steps=3,tokens=1", 6, [Tabular(model=model)])
+    votes = sum((Counter(s.result.votes) for s in found.solved), Counter())
+    plain = (1 - 0.4) * 0.5 * (1 + 0.4 + 0.16) / 1
+    for a in "123":
+        assert abs(votes[a] / 1800 - exact[a] / sum(exact.values())) < 0.04
+    assert exact["1"] / sum(exact.values()) > plain + 0.2  # which plain samples are far from
 
 
 def test_resampling_follows_the_odds():

@@ -70,11 +70,11 @@ class Particle(Strategy):
             now = await scope.map("extend", extend, range(c.N))
             made += [(writer.name, piece) for seq, before in zip(seqs, known) for piece in seq.pieces[before:]]
             context.keep(by_majority(problem, [s.sample(i) for i, s in enumerate(seqs)]))
-            if all(s.done for s in seqs) or all(len(s.pieces) == before for s, before in zip(seqs, known)):
-                beliefs = [b if s.done and before == len(s.pieces) else r for s, before, b, r in zip(seqs, known, beliefs, now)]
+            moved = [len(s.pieces) > before for s, before in zip(seqs, known)]
+            if not any(moved):
                 break
+            last = [r if m else b for m, r, b in zip(moved, now, beliefs)]
             drawn = resample(scope.rng("resample"), now, c.tau)
-            last = [b if s.done and before == len(s.pieces) else r for s, before, b, r in zip(seqs, known, beliefs, now)]
             # The first child of a particle goes on with its noise, the others with noise of their own.
             first: set[int] = set()
             grown = []
@@ -82,6 +82,8 @@ class Particle(Strategy):
                 grown.append(seqs[i] if i not in first else seqs[i].fork(place + 1)[place])
                 first.add(i)
             seqs, beliefs = grown, [last[i] for i in drawn]
+            if all(s.done for s in seqs):
+                break
         discard_others(context.ledger, made, seqs)
         samples: list[Sample] = [s.sample(i) for i, s in enumerate(seqs)]
         if c.pick == "majority":
