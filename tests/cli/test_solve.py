@@ -19,10 +19,12 @@ def test_two_models_a_journal_and_a_report(kvasir, tmp_path):
     assert first["problems"] == 3 and first["calls"] == 3 and first["dollars"] == 0 < second["dollars"] and len(second["loops"]) == 2
     assert set(second["by_model"]) == {"nano", "base"} and set(found["frontier"]) >= {"tokens", "flops", "dollars"}
     assert found["differences"][0]["second"] == "squeeze_evolve:N=2,K=2,T=2"
+    assert first["seconds"] > 0 and "seconds" in found["frontier"]
     lines = journal.read_text().count("\n")
     again = kvasir(*args)
     assert again.code == 0 and journal.read_text().count("\n") == lines  # everything was there
     repeated = json.loads(out.read_text())
+    assert "seconds" not in repeated["arms"][0]["metrics"] and "seconds" not in repeated["frontier"]  # a replay takes no time
     for a, b in zip(found["arms"], repeated["arms"]):
         assert {k: v for k, v in a["metrics"].items() if "seconds" not in k and k != "per_problem"} == \
                {k: v for k, v in b["metrics"].items() if "seconds" not in k and k != "per_problem"}

@@ -175,7 +175,8 @@ def run(config: EngineConfig, job: Job, output: Path | None) -> None:
         arms.append(arm(spec, _described(job, sampling, endpoints), metrics | ({"loops": by_loop} if by_loop else {})))
     named = [(a["name"], a["metrics"]) for a in arms]
     outcome = result(f"solve-{job.task}", arms)
-    outcome["frontier"] = {c: frontier(named, c) for c in CURRENCIES if any(m["per_problem"][c] for _, m in named)}
+    outcome["frontier"] = {c: frontier(named, c) for c in CURRENCIES if all(c in m["per_problem"] for _, m in named)
+                           and any(m["per_problem"][c] for _, m in named)}
     outcome["differences"] = _differences(right)
     show(outcome)
     if output is not None:
@@ -261,7 +262,7 @@ def show(outcome: dict[str, Any]) -> None:
         shares = ", ".join(f"{name} {sums['output_tokens'] / max(1, m['output_tokens']):.0%}" for name, sums in m["by_model"].items())
         table.add_row(("* " if entry["name"] in best else "  ") + entry["name"], f"{100 * m['exact']:.1f}", f"{100 * low:.1f}-{100 * high:.1f}",
                       f"{each['output_tokens']:,.0f}", f"{100 * m['wasted']:.0f}", f"{each['tokens']:,.0f}", f"{each['flops'] / 1e9:,.2f}",
-                      f"{each['dollars']:.2g}", f"{each['seconds']:.2f}", shares)
+                      f"{each['dollars']:.2g}", f"{each['seconds']:.2f}" if "seconds" in each else "", shares)
     console = Console(highlight=False, markup=False)
     console.print(table)
     console.print("*: on the frontier of accuracy against operations")

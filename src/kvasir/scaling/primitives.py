@@ -50,6 +50,7 @@ class Run:
     on_event: Callable[[Event], None] | None = None
     retries: int = 4
     pause: float = 0.5  # seconds before the first further try
+    replayed: int = 0  # calls that the journal answered
 
     def hash(self, text: str) -> int:
         """64 bits that depend on the run's seed and ``text`` only."""
@@ -184,8 +185,10 @@ class Context:
         entry = self.run.journal.find(name, request)
         if entry is None:
             entry = await self._make(kind, name, request, endpoint, prompt, call, n, max_tokens, extra)
-        elif entry["charge"] is not None:
-            self.ledger.commit(Charge(**entry["charge"]))
+        else:
+            self.run.replayed += 1
+            if entry["charge"] is not None:
+                self.ledger.commit(Charge(**entry["charge"]))
         if isinstance(entry["result"], str):
             raise BudgetExceeded(entry["result"])
         return entry["result"]

@@ -28,11 +28,12 @@ def figures(solution: Solution, right: Sequence[bool]) -> dict[str, Any]:
                              "unanswered": sum(s.result.answer is None for s in solution.solved),
                              "ended_by_budget": sum(bool(s.result.why) for s in solution.solved),
                              "agreement": round(sum(s.result.agreement for s in solution.solved) / max(1, count), 4)}
-    found |= {name: total[name] for name in AMOUNTS if name != "seconds"} | costs(total) | {"seconds": round(solution.seconds, 3)}
+    found |= {name: total[name] for name in AMOUNTS if name != "seconds"} | costs(total)
+    found |= {"seconds": round(solution.seconds, 3)} if solution.seconds is not None else {}
     made = found["output_tokens"]
     found["wasted"] = round(total["discarded"] / made, 4) if made else 0.0
     found["lost_tokens"] = sum(c.discarded for c in solution.ledger.charges if c.kind == "lost")
-    found["per_problem"] = {name: found[name] / max(1, count) for name in CURRENCIES}
+    found["per_problem"] = {name: found[name] / max(1, count) for name in CURRENCIES if name in found}
     found["by_model"] = {name: {**{k: v for k, v in sums.items() if k != "seconds"}, **costs(sums)}
                          for name, sums in solution.ledger.by_endpoint().items()}
     return found

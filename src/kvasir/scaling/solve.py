@@ -34,11 +34,12 @@ class Solved:
 
 @dataclass(frozen=True)
 class Solution:
-    """All problems of one strategy. ``ledger``: of the whole, calls that failed included."""
+    """All problems of one strategy. ``ledger``: of the whole, calls that failed included. ``seconds``: of the whole; None where a part of
+    it was replayed from a journal, which takes no time."""
 
     solved: list[Solved]
     ledger: Ledger
-    seconds: float
+    seconds: float | None
 
 
 async def solve(strategy: Strategy, problems: Sequence[Problem], endpoints: Sequence[Endpoint], *, seed: int = 0, name: str = "",
@@ -64,7 +65,7 @@ async def solve(strategy: Strategy, problems: Sequence[Problem], endpoints: Sequ
     finally:
         if opened:
             book.close()
-    return Solution(solved, run.ledger, time.perf_counter() - begin)
+    return Solution(solved, run.ledger, None if run.replayed else time.perf_counter() - begin)
 
 
 async def _together(jobs: Sequence[Any]) -> list[Any]:
