@@ -133,6 +133,32 @@ def evaluate(model: Model = "", tasks: Annotated[str, typer.Option(help="Tasks a
 
 
 @app.command(cls=Command)
+@with_settings(EngineConfig, skip=("model", "seed", "tokenizer", "revision", "journal"))
+def solve(strategies: Annotated[list[str], typer.Option("--strategy", help="A strategy, e.g. squeeze_evolve:N=8,K=3,T=4; several are compared.")],
+          models: Annotated[list[str] | None, typer.Option("--model", help="A model, or URL#NAME of a server; several: cheapest first.")] = None,
+          task: Annotated[str, typer.Option(help="A task and its dial, e.g. countdown or chain:max_steps=8.")] = "countdown",
+          count: Annotated[int, typer.Option("--n", "-n", min=1, help="Problems.")] = 100,
+          seed: Annotated[int, typer.Option(min=0, help="Decides problems and noise.")] = 7,
+          split: Annotated[str, typer.Option(help="test, validation, train, or longer (sizes never trained on).")] = "test",
+          max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens a reply; default: by the task's longest solution.")] = None,
+          temperature: Annotated[float, typer.Option(min=0, help="Of every sample that is not a verdict.")] = 1.0,
+          price: Annotated[list[str] | None, typer.Option(help="MODEL=PROMPT/CACHED/GENERATED, dollars per million tokens.")] = None,
+          budget: Annotated[str | None, typer.Option(help="Of a strategy's whole run: tokens=,generated=,dollars=,calls=.")] = None,
+          problem_budget: Annotated[str | None, typer.Option(help="Of each problem, in the same units.")] = None,
+          journal: Annotated[Path | None, typer.Option(help="Keep every call here; the same command goes on after a kill.")] = None,
+          at_once: Annotated[int, typer.Option(min=1, help="Problems under way at once.")] = 16,
+          output: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None, **options: Any) -> None:
+    """Spend more inference on each problem, by a strategy, and compare what accuracy costs."""
+    from kvasir.cli import solve as command
+
+    check_output(output, make=True)
+    job = command.Job(tuple(strategies), tuple(models or ("",)), task, count, seed, split, max_tokens, temperature,  # type: ignore[arg-type]
+                      command.parse_prices(price or ()), command.parse_amounts(budget, "--budget"),
+                      command.parse_amounts(problem_budget, "--problem-budget"), journal, at_once)
+    command.run(build_settings(options, EngineConfig), job, output)
+
+
+@app.command(cls=Command)
 def convert(converter: Annotated[str, typer.Argument(metavar="NAME:KEY=VALUE", help="A converter, e.g. outlier_twin:keys=16.")], source: Annotated[
             str, typer.Argument(metavar="SRC", help="Model to convert: a folder, a name or a hub id.")], target: Annotated[
             Path, typer.Argument(metavar="DST", help="New folder.")]) -> None:

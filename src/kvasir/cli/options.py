@@ -94,7 +94,7 @@ def _vllm_parameters() -> list[inspect.Parameter]:
 def _check_vllm(given: dict[str, Any]) -> dict[str, Any]:
     """What is left of the options once vLLM's are settled. Raises ConfigError for a value that is not served."""
     for flags, served in ONLY_AT.items():
-        value = given[_VLLM + flags[0].strip("-").replace("-", "_")]
+        value = given.get(_VLLM + flags[0].strip("-").replace("-", "_"))
         if value is not None and value not in served:
             raise ConfigError(f"{flags[0]} {value} is not served yet; only {' or '.join(served)} is.")
     return {k: v for k, v in given.items() if not k.startswith(_VLLM)}
@@ -108,7 +108,8 @@ def with_settings(cls: type, *, skip: tuple[str, ...] = ()) -> Callable[[Callabl
         own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[
             str | None, typer.Option("--config", help="TOML file with settings; the command line goes first.")])
-        parameters = own + [config] + setting_parameters(cls, skip=skip) + _vllm_parameters()
+        vllm = [p for p in _vllm_parameters() if p.name.removeprefix(_VLLM) not in signature.parameters]  # the command's own go first
+        parameters = own + [config] + setting_parameters(cls, skip=skip) + vllm
 
         def run(**given: Any) -> Any:
             return command(**_check_vllm(given))

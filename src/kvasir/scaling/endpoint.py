@@ -1,0 +1,262 @@
+"""What a model must offer to be scaled over: one small protocol, for an engine here, a server anywhere, or a test's table.
+
+An endpoint declares its capabilities (``Caps``); a strategy lists those it needs, and an impossible pair is refused before
+the first call. ``draw`` streams n samples of a prompt token by token; everything that decides between samples while they run
+(``Group``) is written once, over that stream, in ``collect``.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kvasir.scaling.ledger import Price
+
+Finish = Literal["stop", "length", "cancelled", "group"]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class EndpointError(Exception):
+    """A call failed through no fault of its own: worth another try. ``retry_after``: seconds to wait before it."""
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Refused(Exception):
+    """The endpoint will never serve this call, such as a prompt beyond its context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """``tokens``: token ids go in and out, so a reply can be continued, forked and cut (`Seq`). ``logprobs``: confidence of what it
+    generates. ``score``: confidence of any text. ``choose``: a distribution over given next tokens. ``fork``: n samples compute
+    the prompt once."""
+
+    tokens: bool = False
+    logprobs: bool = False
+    score: bool = False
+    choose: bool = False
+    fork: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """``begun``: token ids of the reply so far (for `Seq`)."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    begun: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """``stop``: strings that end a reply, kept in it (a step's delimiter). ``temperature`` 0 is greedy."""
+
+    max_tokens: int = 512
+    temperature: float = 1.0
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Chunk:
+    """One token of sample ``index``: its text, log-probability and confidence (None: not known). ``finish``: why the sample ended, with
+    the last token or after it (then ``count`` is 0)."""
+
+    index: int
+    token_id: int | None = None
+    text: str = ""
+    logprob: float | None = None
+    confidence: float | None = None
+    finish: Finish | None = None
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A finished sample. ``tokens`` counts what was generated, the end mark included; ``ids`` are empty where the endpoint hides them.
+
+    ``confidence``: mean over the tokens of the mean negative log-probability of the k likeliest next tokens, larger = surer (Fu et
+    al. 2025, DeepConf); ``logprob``: sum over the tokens. ``met``: tokens after which it met the group's rule.
+    """
+
+    index: int
+    text: str
+    tokens: int
+    finish: Finish
+    endpoint: str = ""
+    vocabulary: str = ""
+    ids: tuple[int, ...] = ()
+    confidence: float | None = None
+    logprob: float | None = None
+    met: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Of a given text under a prompt. ``confidence`` and ``logprob`` as in `Sample`; ``tokens``: how many were scored."""
+
+    confidence: float
+    logprob: float
+    tokens: int
+
+
+@dataclass(slots=True)
+class Usage:
+    """Of a call, filled in while it runs: the prompt's tokens, and those that were generated after a sample had ended."""
+
+    uncached: int = 0
+    cached: int = 0
+    overrun: int = 0
+
+
+class Draw(abc.ABC):
+    """n samples under way: iterate for their chunks; ``cancel`` ends one of them, which then sends a last chunk."""
+
+    def __init__(self) -> None:
+        self.usage = Usage()
+
+    @abc.abstractmethod
+    def __aiter__(self) -> AsyncIterator[Chunk]: ...
+
+    @abc.abstractmethod
+    async def cancel(self, index: int) -> None: ...
+
+    async def aclose(self) -> None:  # noqa: B027
+        """End everything that still runs."""
+
+
+class Endpoint(abc.ABC):
+    """``parameters``: active ones, for operations (0: unknown). ``vocabulary``: equal where token ids mean the same."""
+
+    name: str
+    caps = Caps()
+    price = Price()
+    parameters = 0
+    vocabulary = ""
+
+    async def start(self) -> None:  # noqa: B027
+        """Get ready. Raises ConfigError when that is hopeless."""
+
+    async def close(self) -> None:  # noqa: B027
+        """Give everything back."""
+
+    @abc.abstractmethod
+    def draw(self, prompt: Prompt, n: int, sampling: Sampling, seed: int) -> Draw:
+        """Sample ``n`` replies. Sample i of a seed is the same for every n, where the endpoint keeps seeds at all. Iterating raises
+        EndpointError or Refused."""
+
+    @abc.abstractmethod
+    def most_prompt_tokens(self, prompt: Prompt) -> int:
+        """An upper bound, for budgets. Raises Refused for a prompt that cannot be encoded."""
+
+    async def score(self, prompt: Prompt, sample: Sample, usage: Usage) -> Score:
+        raise Refused(f"{self.name} cannot score")
+
+    async def choose(self, prompt: Prompt, options: Sequence[str], usage: Usage) -> dict[str, float]:
+        """Log-probability of each option as the next token, among the options: they sum to 1 as probabilities."""
+        raise Refused(f"{self.name} cannot choose")
+
+
+# ------------------------------------------------------------------------------------------------- samples from a stream
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Which of n samples count: the first ``finish_after`` that meet the rule, in tokens and not in time; ties go to the lower index.
+
+    ``on``: "eos" (a reply that ended by itself), or a string such as ``</think>``: it meets when that is written, and then goes on to
+    its end. ``accept``: a reply that does not pass does not count.
+    """
+
+    finish_after: int
+    on: str = "eos"
+    accept: Callable[[str], bool] | None = None
+
+    def met(self, draft: Draft) -> bool:
+        ended = draft.finish == "stop"
+        return (ended or self.on != "eos" and self.on in draft.text) and (self.accept is None or self.accept(draft.text))
+
+    def limit(self, drafts: Sequence[Draft]) -> tuple[int, int] | None:
+        """(tokens, index) of the last sample that counts; None while there are too few."""
+        met = sorted((d.met, d.index) for d in drafts if d.met is not None)
+        return met[self.finish_after - 1] if len(met) >= self.finish_after else None
+
+    def beaten(self, drafts: Sequence[Draft]) -> list[Draft]:
+        """Running samples that can no longer be among the first: a fact about tokens, so timing decides nothing but the waste."""
+        limit = self.limit(drafts)
+        if limit is None:
+            return []
+        return [d for d in drafts if d.finish is None and ((d.met, d.index) > limit if d.met is not None else (d.tokens + 1, d.index) > limit)]
+
+
+@dataclass(slots=True)
+class Draft:
+    """A sample while it runs."""
+
+    index: int
+    text: str = ""
+    tokens: int = 0
+    ids: list[int] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: Finish | None = None
+    met: int | None = None
+    dropped: bool = False
+
+    def add(self, chunk: Chunk) -> None:
+        self.text += chunk.text
+        self.tokens += chunk.count
+        if chunk.token_id is not None:
+            self.ids.append(chunk.token_id)
+        if chunk.confidence is not None:
+            self.confidences.append(chunk.confidence)
+        if chunk.logprob is not None:
+            self.logprobs.append(chunk.logprob)
+        if chunk.finish is not None:
+            self.finish = "group" if self.dropped else chunk.finish
+
+    def sample(self, endpoint: Endpoint) -> Sample:
+        mean = sum(self.confidences) / len(self.confidences) if self.confidences else None
+        total = sum(self.logprobs) if self.logprobs else None
+        return Sample(self.index, self.text, self.tokens, self.finish or "cancelled", endpoint.name, endpoint.vocabulary, tuple(self.ids), mean,
+                      total, self.met)
+
+
+async def collect(draw: Draw, drafts: Sequence[Draft], group: Group | None) -> None:
+    """Fill ``drafts``, one for each sample of ``draw``, until all have ended or been beaten."""
+    async for chunk in draw:
+        draft = drafts[chunk.index]
+        if draft.finish is not None:
+            continue
+        draft.add(chunk)
+        if group is None:
+            continue
+        if draft.met is None and not draft.dropped and group.met(draft):
+            draft.met = draft.tokens
+        for loser in group.beaten(drafts):
+            if not loser.dropped:
+                loser.dropped = True
+                await draw.cancel(loser.index)
+    if group is not None:  # one that ended before it could be stopped is beaten all the same
+        limit = group.limit(drafts)
+        for draft in drafts:
+            if limit is not None and (draft.met is None or (draft.met, draft.index) > limit):
+                draft.finish, draft.met = "group", None
+
+
+def confidence_of(top: Sequence[float]) -> float:
+    """Of one token, from the log-probabilities of the k likeliest. With k = 1 it would be large where the model is unsure."""
+    return -sum(top) / len(top)
+
+
+def plain(sample: Sample) -> dict[str, Any]:
+    """A sample as JSON."""
+    return dataclasses.asdict(sample)
+
+
+def from_plain(entry: Mapping[str, Any]) -> Sample:
+    return Sample(**{**entry, "ids": tuple(entry["ids"])})

@@ -1,0 +1,209 @@
+"""Our engine as an endpoint: in a process of its own, with token ids, seeds, scores and forks that share the prompt's pages.
+
+A call of n samples is one request with n branches for every 16 of them (what a request may hold): the prompt is computed once
+and forked. Continuing a reply (`Seq`) is a request whose prompt ends in it; the prefix cache holds the pages, and the engine's noise is
+keyed by position, so the continuation is what one long request would have given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from kvasir.config import EngineConfig
+from kvasir.engine.admission import MAX_LOGPROBS, MAX_N, admit
+from kvasir.engine.client import AsyncEngine
+from kvasir.errors import ConfigError, RequestError
+from kvasir.models import checkpoint
+from kvasir.models.cost import active_params
+from kvasir.models.families import build_spec
+from kvasir.models.tokenizer import Tokenizer
+from kvasir.scaling.endpoint import Caps, Chunk, Draw, Endpoint, EndpointError, Prompt, Refused, Sample, Sampling, Score, Usage, confidence_of
+from kvasir.scaling.ledger import Price
+from kvasir.types import Event, Request, SamplingParams, TokenLogprob
+
+RETRIED = (429, 500, 503)  # statuses of a request that may pass another time
+
+
+def group_seed(seed: int, number: int) -> int:
+    """The stream of the ``number``-th request of a call, so that sample i is the same whatever n is."""
+    return seed if number == 0 else int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest(), "little")
+
+
+class EngineEndpoint(Endpoint):
+    """``confidences`` k: how many of the likeliest tokens a confidence is the mean of (0: no confidence, and a little faster)."""
+
+    caps = Caps(tokens=True, logprobs=True, score=True, choose=True, fork=True)
+
+    def __init__(self, config: EngineConfig, name: str = "", *, price: Price | None = None, confidences: int = MAX_LOGPROBS) -> None:
+        model = config.model
+        path = checkpoint.resolve(model.model, model.revision)
+        self.name = name or model.model or path.name
+        self.price = price or Price()
+        self.parameters = active_params(build_spec(checkpoint.read_config(path)))
+        source = checkpoint.resolve(model.tokenizer) if model.tokenizer else path
+        self.tokenizer = Tokenizer.load(source, model.chat_template)
+        file = source / "tokenizer.json" if source.is_dir() else source
+        self.vocabulary = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+        if confidences == 1:
+            raise ConfigError("confidences=1 turns the sign round: the likeliest token alone is large where the model is unsure. Take 5 to 20.")
+        self.confidences = confidences
+        self.engine = AsyncEngine(config)
+        self._numbers = itertools.count()
+
+    async def start(self) -> None:
+        await self.engine.start()
+
+    async def close(self) -> None:
+        await self.engine.stop(0)
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        try:
+            return [*self.tokenizer.encode_chat(list(prompt.messages)), *prompt.begun]
+        except RequestError as e:
+            raise Refused(e.message) from e
+
+    def most_prompt_tokens(self, prompt: Prompt) -> int:
+        return len(self.ids(prompt))
+
+    def draw(self, prompt: Prompt, n: int, sampling: Sampling, seed: int) -> Draw:
+        ids = self.ids(prompt)
+        room = max(1, self.engine.info.max_model_len - len(ids))
+        logprobs = self.confidences or None
+        requests = []
+        for number, first in enumerate(range(0, n, MAX_N)):
+            params = SamplingParams(n=min(MAX_N, n - first), temperature=sampling.temperature, max_tokens=min(sampling.max_tokens, room),
+                                    seed=group_seed(seed, number), logprobs=logprobs, detokenize=False)
+            requests.append(self.request(ids, params))
+        return EngineDraw(self, requests, sampling.stop)
+
+    def request(self, ids: list[int], params: SamplingParams) -> Request:
+        try:
+            return admit(ids, params, self.engine.info, id=f"{self.name}-{next(self._numbers)}", arrival=time.monotonic())
+        except RequestError as e:
+            raise Refused(e.message) from e
+
+    async def events(self, request: Request) -> AsyncIterator[Event]:
+        """The engine's events, with its errors told apart by whether another try makes sense."""
+        try:
+            async with contextlib.aclosing(self.engine.generate(request)) as events:
+                async for event in events:
+                    yield event
+        except RequestError as e:
+            if e.status in RETRIED and e.code != "quarantined":
+                raise EndpointError(e.message, e.retry_after) from e
+            raise Refused(e.message) from e
+
+    async def score(self, prompt: Prompt, sample: Sample, usage: Usage) -> Score:
+        """Teacher-forced, by the prompt's log-probabilities. Ids are kept where the vocabularies agree; else the text is encoded, without
+        an end mark."""
+        begin = self.ids(prompt)
+        reply = list(sample.ids) if sample.vocabulary == self.vocabulary else self.tokenizer.encode(sample.text, add_special=False)
+        if not reply:
+            raise Refused("an empty reply has no score")
+        request = self.request([*begin, *reply], SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=max(2, self.confidences),
+                                                                detokenize=False))
+        request.max_tokens = 0  # the prompt alone is wanted
+        entries: list[TokenLogprob | None] = []
+        async for event in self.events(request):
+            _count(usage, request, event)
+            entries = event.prompt_logprobs or entries
+        scored = [e for e in entries[len(begin):] if e is not None]
+        assert len(scored) == len(reply), f"{len(scored)} of {len(reply)} tokens have a score"
+        return Score(sum(map(self.confidence, scored)) / len(scored), sum(e.logprob for e in scored), len(scored))
+
+    async def choose(self, prompt: Prompt, options: Sequence[str], usage: Usage) -> dict[str, float]:
+        ids = [self.tokenizer.encode(option, add_special=False) for option in options]
+        if any(len(i) != 1 for i in ids) or not 1 < len({i[0] for i in ids}) <= MAX_LOGPROBS:
+            raise Refused(f"the options {', '.join(options)} are not 2 to {MAX_LOGPROBS} different tokens of {self.name}")
+        allowed = tuple(i[0] for i in ids)
+        request = self.request(self.ids(prompt), SamplingParams(max_tokens=1, logprobs=len(allowed), logprobs_mode="processed",
+                                                                allowed_token_ids=allowed, seed=0, detokenize=False))
+        found: dict[int, float] = {}
+        async for event in self.events(request):
+            _count(usage, request, event)
+            for entry in event.logprobs or []:
+                found = {entry.id: entry.logprob, **dict(entry.top)}
+        return {option: found.get(i[0], float("-inf")) for option, i in zip(options, ids)}
+
+    def confidence(self, entry: TokenLogprob) -> float | None:
+        return confidence_of([logprob for _, logprob in entry.top]) if entry.top else None
+
+
+def _count(usage: Usage, request: Request, event: Event) -> None:
+    """A request's prompt, once: what its first branch found in the prefix cache was not computed."""
+    if event.kind == "tokens" and event.branch == 0 and event.index == 0 and request.id:
+        usage.cached += event.num_cached
+        usage.uncached += len(request.prompt_ids) - event.num_cached
+
+
+class EngineDraw(Draw):
+    """The requests of one call, their events as chunks of one token."""
+
+    def __init__(self, endpoint: EngineEndpoint, requests: Sequence[Request], stop: tuple[str, ...]) -> None:
+        super().__init__()
+        self.endpoint, self.requests, self.stop = endpoint, requests, stop
+        self._chunks: asyncio.Queue[Chunk | BaseException] = asyncio.Queue()
+        self._tasks: list[asyncio.Task] = []
+
+    async def cancel(self, index: int) -> None:
+        number, branch = divmod(index, MAX_N)
+        await self.endpoint.engine.cancel(self.requests[number].id, branch)
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        self._tasks = [asyncio.create_task(self._follow(number, request)) for number, request in enumerate(self.requests)]
+        left = sum(r.params.n for r in self.requests)
+        while left:
+            chunk = await self._chunks.get()
+            if isinstance(chunk, BaseException):
+                raise chunk
+            left -= chunk.finish is not None
+            yield chunk
+
+    async def aclose(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _follow(self, number: int, request: Request) -> None:
+        tokenizer = self.endpoint.tokenizer
+        streams = [tokenizer.stream(request.prompt_ids, skip=tokenizer.special_ids) for _ in range(request.params.n)]
+        texts, stopped = [""] * request.params.n, set()
+        try:
+            async for event in self.endpoint.events(request):
+                if event.kind != "tokens":
+                    continue
+                _count(self.usage, request, event)
+                for chunk in self._split(event, streams[event.branch], number):
+                    if event.branch in stopped:
+                        # The engine ran on until it heard of the end: in vain, and to be paid.
+                        self.usage.overrun += chunk.count
+                        if chunk.finish is not None:
+                            self._chunks.put_nowait(Chunk(chunk.index, count=0, finish="stop"))
+                        continue
+                    self._chunks.put_nowait(chunk)
+                    texts[event.branch] += chunk.text
+                    if self.stop and chunk.finish is None and any(s in texts[event.branch] for s in self.stop):
+                        # The token that completes the delimiter stays whole: cutting it would change the ids.
+                        stopped.add(event.branch)
+                        await self.endpoint.engine.cancel(request.id, event.branch)
+        except Exception as e:  # whoever iterates gets it
+            self._chunks.put_nowait(e)
+
+    def _split(self, event: Event, stream, number: int) -> list[Chunk]:
+        index = number * MAX_N + event.branch
+        finish = "cancelled" if event.finish_reason == "error" else event.finish_reason
+        entries = event.logprobs or [None] * len(event.token_ids)
+        chunks = [Chunk(index, token, stream.push(token), entry and entry.logprob, entry and self.endpoint.confidence(entry))
+                  for token, entry in zip(event.token_ids, entries)]
+        if finish is not None:
+            rest = stream.flush()
+            if not chunks:
+                chunks.append(Chunk(index, count=0))
+            chunks[-1].text += rest
+            chunks[-1].finish = finish
+        return chunks

@@ -1,0 +1,142 @@
+"""Operators of evolution over candidates: selection, fitness, routing, lite aggregation, update, final pick.
+
+Signs: *difficulty* is larger for a harder group, whatever the signal; tiers are listed cheapest first. Ties are broken by a
+seeded shuffle, and a quota is exact, where percentiles of tied values are not.
+
+Shape suffixes: M groups.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvasir.scaling.endpoint import Endpoint, Messages, Sample
+from kvasir.scaling.primitives import Context
+from kvasir.scaling.problem import Problem, majority, votes
+
+
+@dataclass(slots=True, eq=False)
+class Candidate:
+    """``messages``: the prompt that made it, which is the one it is scored under. ``confidence``: by the scorer; None: not asked yet, or
+    refused."""
+
+    sample: Sample
+    messages: Messages
+    confidence: float | None = None
+
+    @property
+    def text(self) -> str:
+        return self.sample.text
+
+
+def uniform_groups(rng: random.Random, size: int, count: int, k: int) -> list[list[int]]:
+    """``count`` groups of ``k`` different members out of ``size``; groups are independent of each other."""
+    return [rng.sample(range(size), k) for _ in range(count)]
+
+
+def weighted_groups(rng: random.Random, fitness: Sequence[float], count: int, k: int, zeta: float) -> list[list[int]]:
+    """The same, where members are drawn one after the other with probability in proportion to exp(fitness / zeta)."""
+    def gumbel() -> float:
+        return -math.log(-math.log(max(rng.random(), 1e-300)))
+
+    groups = []
+    for _ in range(count):
+        keys = [f / zeta + gumbel() for f in fitness]  # the k largest are such a draw
+        groups.append(sorted(range(len(fitness)), key=lambda i: -keys[i])[:k])
+    return groups
+
+
+async def confidence(context: Context, scorer: Endpoint, candidate: Candidate) -> None:
+    """Fill in the scorer's confidence: free for what it wrote itself, one prompt for what others wrote; never asked twice."""
+    if candidate.confidence is None and candidate.sample.endpoint == scorer.name:
+        candidate.confidence = candidate.sample.confidence
+    if candidate.confidence is None:
+        score = await context.score(scorer, candidate.messages, candidate.sample)
+        candidate.confidence = score.confidence if score else None
+
+
+def confidence_difficulty(group: Sequence[Candidate]) -> float:
+    """Minus the mean confidence of the members that have one; infinite where none has: nothing is known, so the strongest model."""
+    known = [c.confidence for c in group if c.confidence is not None]
+    return -sum(known) / len(known) if known else math.inf
+
+
+def diversity_difficulty(problem: Problem, group: Sequence[Candidate]) -> float:
+    """How many different answers the members give; a member without an answer agrees with nobody."""
+    answers = [problem.answer(c.text) for c in group]
+    return len({a for a in answers if a is not None}) + sum(a is None for a in answers)
+
+
+def route_by_rank(rng: random.Random, difficulty_M: Sequence[float], percents: Sequence[float]) -> list[int]:
+    """The tier of each group: the hardest ``percents[0]`` % go to the last tier, up to ``percents[1]`` % to the one before, the rest to the
+    first. Exactly round(percent x M) groups, ties in random order."""
+    tiers = len(percents) + 1
+    order = list(range(len(difficulty_M)))
+    rng.shuffle(order)
+    order.sort(key=lambda i: -difficulty_M[i])
+    quotas = [math.floor(p * len(order) / 100 + 0.5) for p in percents]
+    routes = [0] * len(order)
+    for place, i in enumerate(order):
+        routes[i] = tiers - 1 - next((step for step, quota in enumerate(quotas) if place < quota), tiers - 1)
+    return routes
+
+
+def route_by_percentile(difficulty_M: Sequence[float], percents: Sequence[float]) -> list[int]:
+    """As published: fitness (minus difficulty) at or below its ``percents[0]``-th percentile goes to the last tier, and so on. 0 sends
+    nothing up and 100 everything."""
+    fitness = [-d for d in difficulty_M]
+    tiers = len(percents) + 1
+    bounds = [-math.inf if p <= 0 else math.inf if p >= 100 else percentile(fitness, p) for p in percents]
+    return [tiers - 1 - next((step for step, bound in enumerate(bounds) if f <= bound and bound > -math.inf), tiers - 1) for f in fitness]
+
+
+def route_by_threshold(difficulty_M: Sequence[float], thresholds: Sequence[float]) -> list[int]:
+    """Difficulty at or above ``thresholds[0]`` goes to the last tier, at or above ``thresholds[1]`` to the one before."""
+    tiers = len(thresholds) + 1
+    return [tiers - 1 - next((step for step, bound in enumerate(thresholds) if d >= bound), tiers - 1) for d in difficulty_M]
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """With linear interpolation between neighbours; infinite ones stay infinite."""
+    ordered = sorted(values)
+    at = percent / 100 * (len(ordered) - 1)
+    low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
+    return low if low == high or at == math.floor(at) else low + (high - low) * (at - math.floor(at))
+
+
+def agreed(problem: Problem, group: Sequence[Candidate]) -> Candidate | None:
+    """Lite aggregation: where all members give the same answer no model is asked, and the surest of them stands."""
+    answers = {problem.answer(c.text) for c in group}
+    return surest(group) if len(answers) == 1 and None not in answers else None
+
+
+def surest(group: Sequence[Candidate]) -> Candidate:
+    """By confidence, then the shorter."""
+    return max(group, key=lambda c: (c.confidence if c.confidence is not None else c.sample.confidence or 0.0, -c.sample.tokens))
+
+
+def entropy(problem: Problem, population: Sequence[Candidate]) -> float:
+    """Of the answers, in bits."""
+    counts = votes(problem, [c.sample for c in population]).values()
+    whole = sum(counts)
+    return -sum(c / whole * math.log2(c / whole) for c in counts)
+
+
+def unanimous(problem: Problem, population: Sequence[Candidate]) -> bool:
+    return len({problem.answer(c.text) for c in population}) == 1
+
+
+def leader(problem: Problem, population: Sequence[Candidate]) -> str | None:
+    chosen = majority(problem, [c.sample for c in population])
+    return problem.answer(chosen.text) if chosen else None
+
+
+def described(problem: Problem, population: Sequence[Candidate], **more: Any) -> dict[str, Any]:
+    """A loop's population in a few numbers."""
+    known = [c.confidence for c in population if c.confidence is not None]
+    return {"candidates": len(population), "answers": len(votes(problem, [c.sample for c in population])),
+            "entropy": round(entropy(problem, population), 4), "confidence": round(sum(known) / len(known), 4) if known else None, **more}

@@ -1,0 +1,127 @@
+"""A problem as strategies see it: a conversation, what its answers are, and how to ask about candidates.
+
+Candidate texts are data: the default prompts fence them, and a fence inside a candidate is taken out. A task with prompt
+forms of its own (such as the lab's, which its models were trained on) brings its own ``Prompts``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvasir.scaling.endpoint import Messages, Sample
+
+BOXED = re.compile(r"(?:^|\n)\s*Answer:\s*(.+?)\s*(?=\n|$)", re.IGNORECASE)
+RATED = re.compile(r"^\s*([AB]):\s*(\d+)\s*$", re.MULTILINE)
+FENCE = re.compile(r"</?candidate[^>]*>", re.IGNORECASE)
+
+
+def last_answer(text: str) -> str | None:
+    """What follows the last ``Answer:``, in lower case; None when there is none."""
+    found = BOXED.findall(text)
+    return found[-1].strip().lower() or None if found else None
+
+
+class Prompts:
+    """Conversations about candidates. ``most``: how many one prompt may hold; ``verdicts``: the words for right and wrong."""
+
+    most = 64
+    verdicts = ("Yes", "No")
+
+    def aggregate(self, problem: Problem, candidates: Sequence[str]) -> Messages:
+        """Ask for a solution, given several that may be wrong."""
+        return self._ask(problem, candidates, "Some of these candidate solutions may be wrong. Use what is right in them; where they disagree, find "
+                         "out who is right; if all are wrong, solve it in another way. End with a line 'Answer: ...'.")
+
+    def refine(self, problem: Problem, candidate: str) -> Messages:
+        """Ask for a better solution, given one that may be wrong."""
+        return self._ask(problem, [candidate], "This candidate solution may be wrong. Check it and write a right one. End with a line 'Answer: ...'.")
+
+    def recombine(self, problem: Problem, candidates: Sequence[str]) -> Messages:
+        """One builder for all sizes of a group: none is the problem itself."""
+        if not candidates:
+            return problem.messages
+        return self.refine(problem, candidates[0]) if len(candidates) == 1 else self.aggregate(problem, candidates)
+
+    def judge_pair(self, problem: Problem, first: str, second: str) -> Messages:
+        return self._ask(problem, [first, second], "Check both candidate solutions (1 is A, 2 is B). Then rate each from 1 (surely wrong) to 10 "
+                         "(surely right): end with two lines, 'A: rating' and 'B: rating'.")
+
+    def ratings(self, reply: str) -> tuple[int, int] | None:
+        """The two ratings of a judge's reply, 1 to ``scale``; None when it holds none."""
+        found = {letter: int(number) for letter, number in RATED.findall(reply)}
+        if len(found) != 2:
+            return None
+        first, second = (min(self.scale, max(1, found[letter])) for letter in "AB")
+        return first, second
+
+    scale = 10
+
+    def judge_one(self, problem: Problem, candidate: str) -> Messages:
+        return self._ask(problem, [candidate], "Is this candidate solution right? Check it, then end with a line that is Yes or No.")
+
+    def verdict(self, reply: str) -> bool | None:
+        """Whether a judge's reply says that the candidate is right; None when it says neither."""
+        last = reply.strip().rsplit("\n", 1)[-1].strip().strip(".").lower()
+        return {word.lower(): good for word, good in zip(self.verdicts, (True, False))}.get(last)
+
+    def self_evaluate(self, problem: Problem, reply: str) -> Messages:
+        """Ask about the assistant's own reply, which may be unfinished; the next token is one of ``verdicts``."""
+        return (*problem.messages, {"role": "assistant", "content": reply},
+                {"role": "user", "content": "Is your answer right, or will it be? Reply Yes or No, nothing else."})
+
+    def judge_step(self, problem: Problem, steps: str) -> Messages:
+        """Ask about the beginning of a solution; the next token is one of ``verdicts``."""
+        return self.self_evaluate(problem, steps)
+
+    @staticmethod
+    def _ask(problem: Problem, candidates: Sequence[str], request: str) -> Messages:
+        *before, question = problem.messages
+        blocks = [f"<candidate {i}>\n{FENCE.sub('', text).strip()}\n</candidate {i}>" for i, text in enumerate(candidates, start=1)]
+        return (*before, {"role": "user", "content": "\n\n".join([str(question["content"]), *blocks, request])})
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``answer``: the canonical answer of a reply, equal for equal answers; None where it has none. Votes are taken on it, never on texts."""
+
+    id: str
+    messages: tuple[Mapping[str, Any], ...]
+    answer: Callable[[str], str | None] = last_answer
+    prompts: Prompts = field(default_factory=Prompts)
+
+
+def votes(problem: Problem, samples: Sequence[Sample]) -> Counter[str]:
+    """How often each answer was given, in the order of first appearance; a reply without one casts no vote."""
+    answers = [problem.answer(s.text) for s in samples]
+    return Counter(a for a in answers if a is not None)
+
+
+def majority(problem: Problem, samples: Sequence[Sample], weights: Sequence[float] | None = None) -> Sample | None:
+    """A sample with the most frequent answer (by ``weights``: the heaviest). Ties: the higher mean confidence, then the shorter, then the
+    first. Of the samples with that answer: the surest. None without samples; without any answer, the shortest that ended."""
+    if not samples:
+        return None
+    groups: dict[str, list[int]] = {}
+    for i, sample in enumerate(samples):
+        answer = problem.answer(sample.text)
+        if answer is not None:
+            groups.setdefault(answer, []).append(i)
+    if not groups:
+        return min(samples, key=lambda s: (s.finish != "stop", s.tokens))
+
+    def rank(members: list[int]) -> tuple[float, float, float]:
+        weight = float(len(members)) if weights is None else sum(weights[i] for i in members)
+        sure = [samples[i].confidence or 0.0 for i in members]
+        return weight, sum(sure) / len(sure), -min(samples[i].tokens for i in members)
+
+    best = max(groups.values(), key=rank)
+    return samples[max(best, key=lambda i: (samples[i].confidence or 0.0, -samples[i].tokens, -i))]
+
+
+def ended(samples: Sequence[Sample]) -> list[Sample]:
+    """Those that count: not cut off by a group's rule or a cancellation."""
+    return [s for s in samples if s.finish in ("stop", "length")]

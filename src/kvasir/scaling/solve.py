@@ -1,0 +1,102 @@
+"""Many problems at once: a strategy on each, one ledger over all, the journal below, events on the way.
+
+A problem that meets its budget ends with the best it has. An endpoint that is down ends the run; what was done is in the journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvasir.scaling.endpoint import Endpoint, Sampling
+from kvasir.scaling.journal import Journal
+from kvasir.scaling.ledger import Budget, BudgetExceeded, Ledger
+from kvasir.scaling.primitives import Context, Event, Run
+from kvasir.scaling.problem import Problem
+from kvasir.scaling.strategy import Result, Strategy
+
+MAX_PROBLEMS = 64  # at once: enough to fill a batch, and few enough that their prompts stay in the prefix cache
+
+
+@dataclass(frozen=True)
+class Solved:
+    """One problem's result and what it cost; ``seconds`` from its start to its end, others beside it."""
+
+    problem: Problem
+    result: Result
+    ledger: Ledger
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Solution:
+    """All problems of one strategy. ``ledger``: of the whole, calls that failed included. ``seconds``: of the whole; None where a part of
+    it was replayed from a journal, which takes no time."""
+
+    solved: list[Solved]
+    ledger: Ledger
+    seconds: float | None
+
+
+async def solve(strategy: Strategy, problems: Sequence[Problem], endpoints: Sequence[Endpoint], *, seed: int = 0, name: str = "",
+                sampling: Sampling | None = None, budget: Budget | None = None, problem_budget: Budget | None = None,
+                journal: Journal | Path | None = None, on_event: Callable[[Event], None] | None = None, at_once: int = MAX_PROBLEMS,
+                retries: int = 4, pause: float = 0.5) -> Solution:
+    """Run ``strategy`` on every problem. ``endpoints``: started, cheapest first. ``budget``: of the run; ``problem_budget``: of each problem.
+
+    Raises ConfigError for what cannot work, before the first call, and EndpointDown when an endpoint keeps failing.
+    """
+    for problem in problems[:1]:
+        strategy.check(endpoints, problem.prompts)
+    opened = isinstance(journal, Path)
+    book = Journal(journal, plan(strategy, problems, endpoints, seed, name, budget, problem_budget)) if opened else journal
+    book = Journal() if book is None else book
+    run = Run(endpoints, seed, name, sampling or Sampling(), book, Ledger(budget), on_event, retries, pause)
+    for charge in book.lost:  # of this strategy's calls in earlier runs
+        if charge.key.startswith(f"{name}:"):
+            run.ledger.commit(charge)
+    slots, begin = asyncio.Semaphore(at_once), time.perf_counter()
+    try:
+        solved = await _together([_one(strategy, problem, run, problem_budget, slots) for problem in problems])
+    finally:
+        if opened:
+            book.close()
+    return Solution(solved, run.ledger, None if run.replayed else time.perf_counter() - begin)
+
+
+async def _together(jobs: Sequence[Any]) -> list[Any]:
+    """All of them; when one raises, the others are cancelled and waited for, so that the journal has what they did."""
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _one(strategy: Strategy, problem: Problem, run: Run, budget: Budget | None, slots: asyncio.Semaphore) -> Solved:
+    async with slots:
+        begin = time.perf_counter()
+        context = Context(run, problem.id, budget=budget)
+        context.emit("begin")
+        try:
+            found = await strategy.run(context, problem)
+        except BudgetExceeded as e:
+            found = context.kept or Result()
+            found.why = f"budget: {e}"
+        seconds = time.perf_counter() - begin
+        context.emit("end", answer=found.answer, agreement=found.agreement, why=found.why, **{k: v for k, v in context.ledger.total().items()
+                                                                                              if k != "seconds"})
+        return Solved(problem, found, context.ledger, seconds)
+
+
+def plan(strategy: Strategy, problems: Sequence[Problem], endpoints: Sequence[Endpoint], seed: int, name: str,
+         *budgets: Budget | None) -> dict[str, Any]:
+    """What makes a run the run it is: a journal is resumed under the same plan only. Prompts are checked call by call."""
+    return {"strategy": strategy.name, "config": repr(strategy.config), "name": name, "seed": seed, "problems": len(problems),
+            "models": [e.name for e in endpoints], "budgets": [repr(b) for b in budgets]}

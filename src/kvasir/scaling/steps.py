@@ -1,0 +1,34 @@
+"""What step-wise search shares: one more step of a sequence, and a judge's belief in the beginning of a solution."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from kvasir.scaling.endpoint import Endpoint, Sample
+from kvasir.scaling.ledger import Ledger
+from kvasir.scaling.primitives import Context, Seq
+from kvasir.scaling.problem import Problem
+
+STEP = ("\n",)  # what ends a step of a written scratchpad
+
+
+async def belief(context: Context, judge: Endpoint, problem: Problem, text: str) -> float:
+    """P(the solution that begins so is right), by the judge's next token; 1/2 when it refuses."""
+    words = problem.prompts.verdicts
+    found = await context.choose(judge, problem.prompts.judge_step(problem, text), words)
+    return 0.5 if not found else math.exp(found[words[0]])
+
+
+async def step(scope: Context, seq: Seq, until: Sequence[str], max_tokens: int) -> bool:
+    """Write one more step. False when there is no room for another."""
+    piece = await seq.generate(until, max_tokens, scope=scope)
+    return piece is not None and piece.tokens > 0
+
+
+def discard_others(ledger: Ledger, made: Iterable[tuple[str, Sample]], kept: Sequence[Seq]) -> None:
+    """Charge the pieces that are in none of ``kept`` as discarded: pieces are shared between forks, so each counts once."""
+    alive = {id(piece) for seq in kept for piece in seq.pieces}
+    for endpoint, piece in made:
+        if id(piece) not in alive:
+            ledger.discard(endpoint, piece.tokens)

@@ -1,0 +1,61 @@
+"""Beam search over solution steps against a judge (Snell et al. 2024, arXiv 2408.03314): N beams, of which each step the best N / width go
+on, ``width`` ways each. Pruned beams are paid for: their tokens are in the ledger as discarded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvasir.errors import ConfigError
+from kvasir.scaling.endpoint import Sample
+from kvasir.scaling.primitives import Context, Seq
+from kvasir.scaling.problem import Problem, majority
+from kvasir.scaling.steps import STEP, belief, discard_others, step
+from kvasir.scaling.strategy import Result, Strategy, at_least, by_majority, result
+
+
+@dataclass(frozen=True)
+class Config:
+    """``judge``: the model whose belief counts ("" is the writer)."""
+
+    N: int = 8
+    width: int = 4
+    steps: int = 16
+    tokens: int = 64
+    judge: str = ""
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        at_least(1, N=self.N, width=self.width, steps=self.steps, tokens=self.tokens)
+        if self.N % self.width:
+            raise ConfigError(f"beam: N={self.N} must be a multiple of width={self.width}")
+
+
+class Beam(Strategy):
+    needs = ("tokens", "choose")
+
+    async def run(self, context: Context, problem: Problem) -> Result:
+        c = self.config
+        writer, judge = context.endpoint(c.model), context.endpoint(c.judge or c.model)
+        seqs = [context.open(writer, problem.messages) for _ in range(c.N)]
+        beliefs, made = [0.5] * c.N, []
+        for t in range(c.steps):
+            scope = context.child(f"step{t}")
+
+            async def extend(scope: Context, i: int, seqs: list[Seq] = seqs, beliefs: list[float] = beliefs) -> float:
+                if seqs[i].done:
+                    return beliefs[i]
+                await step(scope, seqs[i], STEP, c.tokens)
+                return await belief(scope, judge, problem, seqs[i].text)
+
+            known = [len(s.pieces) for s in seqs]
+            beliefs = await scope.map("extend", extend, range(c.N))
+            made += [(writer.name, piece) for seq, before in zip(seqs, known) for piece in seq.pieces[before:]]
+            context.keep(by_majority(problem, [s.sample(i) for i, s in enumerate(seqs)]))
+            if all(s.done for s in seqs) or all(len(s.pieces) == before for s, before in zip(seqs, known)) or t == c.steps - 1:
+                break
+            best = sorted(range(c.N), key=lambda i: (-beliefs[i], i))[:c.N // c.width]
+            beliefs = [beliefs[i] for i in best for _ in range(c.width)]
+            seqs = [s for i in best for s in (seqs[i], *seqs[i].fork(c.width - 1))]
+        discard_others(context.ledger, made, seqs)
+        samples: list[Sample] = [s.sample(i) for i, s in enumerate(seqs)]
+        return result(problem, samples, majority(problem, samples, beliefs))

@@ -1,0 +1,74 @@
+"""n replies, and the one with the best score: the model's confidence in it, or its judgement of it.
+
+``by=confidence`` is free: the mean negative log-probability of the likeliest next tokens while decoding (DeepConf, Fu et al. 2025).
+``self``: P(yes) as the next token after "is your answer right?", one prompt a reply. ``judge``: a written check, one reply each.
+``weighted``: the answer whose replies' scores add up to the most. Replies that were cut off lose to those that ended.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kvasir.errors import ConfigError
+from kvasir.scaling.endpoint import Endpoint, Sample
+from kvasir.scaling.primitives import Context
+from kvasir.scaling.problem import Problem, majority
+from kvasir.scaling.strategy import Result, Strategy, at_least, by_majority, result
+
+SCORES = ("confidence", "logprob", "self", "judge")
+NEEDS = {"confidence": "logprobs", "logprob": "logprobs", "self": "choose"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """``by``: confidence, logprob (mean a token), self or judge."""
+
+    n: int = 8
+    by: str = "confidence"
+    weighted: bool = False
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        at_least(1, n=self.n)
+        if self.by not in SCORES:
+            raise ConfigError(f"best_of_n:by={self.by} is none of {', '.join(SCORES)}")
+
+
+class BestOfN(Strategy):
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.needs = (NEEDS[config.by],) if config.by in NEEDS else ()  # type: ignore[misc]
+
+    async def run(self, context: Context, problem: Problem) -> Result:
+        endpoint = context.endpoint(self.config.model)
+        samples = await context.sample(endpoint, problem.messages, self.config.n)
+        if not samples:
+            return by_majority(problem, samples)
+        context.keep(by_majority(problem, samples))
+
+        async def rate(scope: Context, sample: Sample) -> float:
+            return await self._score(scope, endpoint, problem, sample)
+
+        scores = await context.map("score", rate, samples)
+        if self.config.weighted:
+            # Weights must not be negative, or many replies would count for less than one.
+            low = min(scores)
+            weights = [s if self.config.by in ("self", "judge") else s - low + 1e-9 for s in scores]
+            chosen = majority(problem, samples, weights)
+        else:
+            chosen = samples[max(range(len(samples)), key=lambda i: (samples[i].finish == "stop", scores[i], -samples[i].tokens, -i))]
+        return result(problem, samples, chosen, scores=[round(s, 5) for s in scores])
+
+    async def _score(self, context: Context, endpoint: Endpoint, problem: Problem, sample: Sample) -> float:
+        prompts = problem.prompts
+        if self.config.by == "confidence":
+            return sample.confidence or 0.0
+        if self.config.by == "logprob":
+            return (sample.logprob or 0.0) / max(1, sample.tokens)
+        if self.config.by == "self":
+            found = await context.choose(endpoint, prompts.self_evaluate(problem, sample.text), prompts.verdicts)
+            return math.exp(found[prompts.verdicts[0]]) if found else 0.0
+        replies = await context.sample(endpoint, prompts.judge_one(problem, sample.text), temperature=0.0)
+        verdict = prompts.verdict(replies[0].text) if replies else None
+        return 0.5 if verdict is None else float(verdict)

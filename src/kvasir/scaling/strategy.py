@@ -1,0 +1,89 @@
+"""The seam of strategies: an async function over a `Context`, and what it returns.
+
+A strategy is one module in `strategies/`. It is deterministic given its calls' results (no clock, no randomness but
+``context.rng``), and anytime: it hands its best result so far to ``context.keep``, and a budget may end it at any call.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from kvasir.errors import ConfigError
+from kvasir.scaling.endpoint import Endpoint, Sample
+from kvasir.scaling.primitives import Context
+from kvasir.scaling.problem import Problem, majority, votes
+from kvasir.technique import Technique, load
+
+
+@dataclass(slots=True)
+class Result:
+    """``sample``: the reply that was chosen; None when there is none. ``votes``: replies by canonical answer. ``stats``: JSON.
+    ``populations``: the texts alive after each loop, for those who study them. ``why``: what ended the run early; "" for nothing."""
+
+    sample: Sample | None = None
+    answer: str | None = None
+    votes: dict[str, int] = field(default_factory=dict)
+    stats: dict[str, Any] = field(default_factory=dict)
+    populations: list[list[str]] = field(default_factory=list)
+    why: str = ""
+
+    @property
+    def text(self) -> str:
+        return self.sample.text if self.sample else ""
+
+    @property
+    def agreement(self) -> float:
+        """Share of the votes that the answer has."""
+        return self.votes.get(self.answer or "", 0) / total if (total := sum(self.votes.values())) else 0.0
+
+
+def result(problem: Problem, samples: Sequence[Sample], chosen: Sample | None, **stats: Any) -> Result:
+    return Result(chosen, problem.answer(chosen.text) if chosen else None, dict(votes(problem, samples)), stats)
+
+
+def by_majority(problem: Problem, samples: Sequence[Sample], **stats: Any) -> Result:
+    return result(problem, samples, majority(problem, samples), **stats)
+
+
+class Strategy(Technique, abc.ABC):
+    """``needs``: capabilities (`Caps`) that every endpoint it uses must have."""
+
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    @abc.abstractmethod
+    async def run(self, context: Context, problem: Problem) -> Result:
+        """Solve one problem. Raises BudgetExceeded where a budget ends it: what was kept then counts."""
+
+    def endpoints(self, all_: Sequence[Endpoint]) -> Sequence[Endpoint]:
+        """Those it uses: the one that ``model`` names, or the strongest; strategies with tiers use them all."""
+        name = getattr(self.config, "model", None)
+        if name is None:
+            return all_
+        chosen = [e for e in all_ if e.name == name] if name else all_[-1:]
+        if not chosen:
+            raise ConfigError(f"{self.name}:model={name}: there are {', '.join(e.name for e in all_)}")
+        return chosen
+
+    def check(self, all_: Sequence[Endpoint], prompts: Any) -> None:
+        """Refuse what cannot work before the first call. Raises ConfigError."""
+        if not all_:
+            raise ConfigError(f"{self.name} needs at least one model")
+        for endpoint in self.endpoints(all_):
+            lacking = [need for need in self.needs if not getattr(endpoint.caps, need)]
+            if lacking:
+                raise ConfigError(f"{self.name} needs {', '.join(lacking)}, which {endpoint.name} does not offer; an engine endpoint offers all")
+
+
+def load_strategy(spec: str) -> Strategy:
+    """``majority``, or ``squeeze_evolve:N=8,K=3,T=4``. Raises ConfigError with the names and options there are."""
+    return load("kvasir.scaling.strategies", spec, Strategy)
+
+
+def at_least(low: float, **values: float) -> None:
+    """Raise ConfigError for the first value below ``low``."""
+    for name, value in values.items():
+        if not value >= low:
+            raise ConfigError(f"{name}={value:g} must be at least {low:g}")

@@ -1,0 +1,49 @@
+"""``kvasir solve`` as a user runs it, with the smallest models of the package."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+def test_two_models_a_journal_and_a_report(kvasir, tmp_path):
+    out, journal = tmp_path / "out.json", tmp_path / "journal"
+    args = ("solve", "--strategy", "majority:n=2,model=nano", "--strategy", "squeeze_evolve:N=2,K=2,T=2", "--model", "nano", "--model", "base",
+            "--task", "countdown", "-n", 3, "--seed", 7, "--price", "base=1/0.1/4", "--device", "cpu", "--max-tokens", 40, "--json", out,
+            "--journal", journal)
+    done = kvasir(*args)
+    assert done.code == 0 and "on the frontier" in done.out
+    found = json.loads(out.read_text())
+    first, second = (a["metrics"] for a in found["arms"])
+    assert first["problems"] == 3 and first["calls"] == 3 and first["dollars"] == 0 < second["dollars"] and len(second["loops"]) == 2
+    assert set(second["by_model"]) == {"nano", "base"} and set(found["frontier"]) >= {"tokens", "flops", "dollars"}
+    assert found["differences"][0]["second"] == "squeeze_evolve:N=2,K=2,T=2"
+    assert first["seconds"] > 0 and "seconds" in found["frontier"]
+    lines = journal.read_text().count("\n")
+    again = kvasir(*args)
+    assert again.code == 0 and journal.read_text().count("\n") == lines  # everything was there
+    repeated = json.loads(out.read_text())
+    assert "seconds" not in repeated["arms"][0]["metrics"] and "seconds" not in repeated["frontier"]  # a replay takes no time
+    for a, b in zip(found["arms"], repeated["arms"]):
+        assert {k: v for k, v in a["metrics"].items() if "seconds" not in k and k != "per_problem"} == \
+               {k: v for k, v in b["metrics"].items() if "seconds" not in k and k != "per_problem"}
+    assert kvasir(*args[:-2], "--journal", out).code == 2
+
+
+@pytest.mark.parametrize("args, named", [((), "strategy"), (("--strategy", "majorty"), "Did you mean 'majority'"),
+                                         (("--strategy", "majority", "--task", "nothing"), "nothing"),
+                                         (("--strategy", "majority", "--task", "story"), "scored by loss"),
+                                         (("--strategy", "majority", "--price", "nano=1"), "PROMPT/CACHED/GENERATED"),
+                                         (("--strategy", "majority", "--model", "nano", "--price", "base=1/1/1"), "--price of base"),
+                                         (("--strategy", "majority", "--model", "nano", "--model", "nano"), "give each once"),
+                                         (("--strategy", "majority", "--budget", "euros=1"), "none of tokens"),
+                                         (("--strategy", "majority", "--budget", "tokens=x"), "must be a number"),
+                                         (("--strategy", "majority", "--problem-budget", "tokens=0"), "allows nothing"),
+                                         (("--strategy", "rsa:K=9,N=9", "--model", "nano"), "more than the 8"),
+                                         (("--strategy", "specreason", "--model", "nano"), "two models"),
+                                         (("--strategy", "majority", "--model", "http://127.0.0.1:9/v1"), "URL#NAME"),
+                                         (("--strategy", "majority", "-n", "0"), "-n")])
+def test_what_is_wrong_is_named(kvasir, args, named):
+    done = kvasir("solve", *args)
+    assert done.code == 2 and named in done.err

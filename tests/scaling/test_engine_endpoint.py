@@ -1,0 +1,112 @@
+"""The engine as an endpoint, with the smallest model of the package: what the layer is told is what the engine did."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+
+from kvasir.config import EngineConfig
+from kvasir.lab.task import load_task
+from kvasir.scaling.endpoint import Prompt, Refused, Sampling
+from kvasir.scaling.engine_endpoint import EngineEndpoint
+from kvasir.scaling.primitives import Context, Run, opened
+from kvasir.scaling.problem import Problem
+
+QUESTION = load_task("countdown").problems("test", 3, 1)[0]
+MESSAGES = QUESTION.messages
+
+
+def engine(**options) -> EngineEndpoint:
+    return EngineEndpoint(EngineConfig.of(model="nano", device="cpu", batch_invariant=True, max_model_len=512, cpu_cache_bytes=1 << 25, **options))
+
+
+async def settled(endpoint: EngineEndpoint):
+    """The engine's counters, once a heartbeat has carried the last of them over."""
+    await asyncio.sleep(0.7)
+    return endpoint.engine.stats()
+
+
+def test_the_engine_endpoint():
+    """One engine process for all of it: starting one takes seconds."""
+    asyncio.run(everything())
+
+
+async def everything():
+    endpoint = engine()
+    async with opened([endpoint]):
+        await counters(endpoint)
+        await streams(endpoint)
+        await scores(endpoint)
+        await sequences(endpoint)
+        await refusals(endpoint)
+
+
+def context(endpoint: EngineEndpoint) -> Context:
+    return Context(Run([endpoint], seed=4, sampling=Sampling(max_tokens=48)), "p0")
+
+
+async def counters(endpoint):
+    """Conservation: samples, a group, a score, a choice and a cut sequence; every token is the ledger's, kept or not."""
+    c, problem = context(endpoint), Problem("p0", MESSAGES)
+    pool = await c.sample(endpoint, MESSAGES, 5)
+    assert {s.finish for s in pool} <= {"stop", "length"} and all(s.tokens == len(s.ids) and s.confidence and s.logprob for s in pool)
+    await c.sample(endpoint, MESSAGES, 6, finish_after=2)
+    await c.score(endpoint, MESSAGES, pool[0])
+    await c.choose(endpoint, problem.prompts.self_evaluate(problem, pool[0].text), ("Yes", "No"))
+    seq = c.open(endpoint, MESSAGES)
+    await seq.generate(until=("\n",))
+    seq.truncate(0)
+    stats, total = await settled(endpoint), c.ledger.total()
+    assert total["generated"] + total["discarded"] == stats.generation_tokens
+    assert total["uncached"] + total["cached"] == stats.prompt_tokens and total["cached"] == stats.cached_tokens > 0
+    assert total["scored"] == pool[0].tokens and total["flops"] == 2 * endpoint.parameters * (total["uncached"] + stats.generation_tokens)
+
+
+async def streams(endpoint):
+    """n samples at once are n prompts with the same streams, and sample i does not depend on n, beyond one request as well."""
+    draw = context(endpoint)
+    many = [s.ids for s in await draw.sample(endpoint, MESSAGES, 18, max_tokens=8, stream=9)]
+    few = [s.ids for s in await draw.sample(endpoint, MESSAGES, 3, max_tokens=8, stream=9)]
+    assert many[:3] == few and len(set(many)) > 1
+    full = await draw.sample(endpoint, MESSAGES, 6, stream=11)
+    first = await draw.sample(endpoint, MESSAGES, 6, stream=11, finish_after=1)
+    best = min((s.tokens, s.index) for s in full if s.finish == "stop")
+    assert [(s.tokens, s.index) for s in first if s.met is not None] == [best] and first[best[1]].ids == full[best[1]].ids
+
+
+async def scores(endpoint):
+    """Confidence from decoding equals that of scoring, with a cold prefix cache and a warm one."""
+    c = context(endpoint)
+    for sample in await c.sample(endpoint, MESSAGES, 3):
+        for _ in range(2):
+            score = await c.score(endpoint, MESSAGES, sample)
+            assert math.isclose(score.logprob, sample.logprob, rel_tol=1e-4, abs_tol=1e-4) and score.tokens == sample.tokens
+            assert math.isclose(score.confidence, sample.confidence, rel_tol=1e-4)
+    found = await c.choose(endpoint, MESSAGES, ("Yes", "No"))
+    assert math.isclose(sum(map(math.exp, found.values())), 1.0, rel_tol=1e-4)
+
+
+async def sequences(endpoint):
+    """Written in pieces, a reply is what it would have been in one; a fork starts as its parent and goes its own way."""
+    c = context(endpoint)
+    whole = (await c.sample(endpoint, MESSAGES, 1, stream=21))[0]
+    seq = c.open(endpoint, MESSAGES)
+    seq.stream = 21
+    while not seq.done and seq.tokens < 48:
+        await seq.generate(until=("\n",), max_tokens=48 - seq.tokens)
+    assert tuple(seq.ids) == whole.ids and seq.text == whole.text and len(seq.pieces) > 1 and seq.sample().finish == whole.finish
+    seq.truncate(1)
+    forks = seq.fork(4)
+    await c.map("fork", lambda scope, s: s.generate(scope=scope, max_tokens=12, temperature=3.0), forks)
+    assert all(f.ids[:len(seq.ids)] == seq.ids for f in forks) and len({tuple(f.ids) for f in forks}) > 1
+
+
+async def refusals(endpoint):
+    c = context(endpoint)
+    long = ({"role": "user", "content": "7 " * 600},)
+    assert await c.sample(endpoint, long, 2) == [] and c.ledger.total()["calls"] == 0
+    with pytest.raises(Refused, match="different tokens"):
+        await endpoint.choose(Prompt(MESSAGES), ("Yes", "not one token at all"), None)
+    assert await c.choose(endpoint, MESSAGES, ("Yes", "Yes")) is None
