@@ -24,6 +24,7 @@ from kvasir.engine.drafting import Drafting, holds_draft
 from kvasir.engine.pages import PageManager
 from kvasir.engine.policy import SchedulerPolicy
 from kvasir.engine.scheduler import Scheduler
+from kvasir.engine.second_model import EngineHost
 from kvasir.engine.spans import ONE_SAMPLE
 from kvasir.engine.steps import StepRunner
 from kvasir.errors import RequestError
@@ -49,7 +50,11 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         drafter = technique.load(DRAFTERS, config.speculation.drafter, Drafter) if config.speculation.drafter else None
+        host = EngineHost(config)
+        if drafter is not None:
+            drafter.prepare(host)
         built = build(config)
+        host.check(built.info)
         self.info = built.info
         self.runner = built.runner
         self.steps = StepRunner(built.runner, built.max_rows)
