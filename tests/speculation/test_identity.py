@@ -19,6 +19,8 @@ FACTORS = {
     "codec": ["plain", "int4_bdr"],
     "seqs": [1, 4],
     "overlap": [True, False],
+    "static": [True, False],  # decodes and chains over the static buffers that a GPU captures
+    "logprobs": [None, 0],  # with them, the sampler draws; without, the step itself
 }
 
 
@@ -41,13 +43,15 @@ def run_case(case: dict, reference) -> tuple[int, int]:
     num_pages = 256 if case["pool"] == "roomy" else 8  # the longest request and little more
     name = case["drafter"]
     d = driver("replay" if name == "hostile" else name, max_num_batched_tokens=case["chunk"], max_num_seqs=case["seqs"], num_pages=num_pages,
-               enable_prefix_caching=case["cache"], kv_codec=case["codec"], overlap=case["overlap"])
+               enable_prefix_caching=case["cache"], kv_codec=case["codec"], overlap=case["overlap"], static=case["static"])
     if name == "hostile":
         install(d, Hostile({key: tokens for key, (tokens, _) in expected.items()}))
     elif name.startswith("replay"):
         prompts = {r.id: tuple(r.prompt_ids) for r in requests(d, 0.0)}
         d.engine._drafting.drafter.load({prompts[i]: tokens for (i, branch), (tokens, _) in expected.items() if branch == 0}, 1)
-    d.run(requests(d, case["temperature"], case["n"]), preempt_every=case["preempt_every"])
+    d.run(requests(d, case["temperature"], case["n"], logprobs=case["logprobs"]), preempt_every=case["preempt_every"])
+    if case["logprobs"] is None:
+        expected = {key: (tokens, []) for key, (tokens, _) in expected.items()}
     assert outputs(d) == expected, case
     stats = d.engine.stats()
     d.close()

@@ -260,7 +260,7 @@ class SampleOutput:
                 results.append(SpanResult())
                 continue
             rows = {i: first + n for n, i in enumerate(wanted)}
-            results.append(_resolve(span, held, rows, tokens, errors, drawn, scored))
+            results.append(resolve_span(span, held, rows, tokens, errors, drawn, scored))
         return results
 
     def _read_reports(self) -> tuple[dict[int, TokenLogprob], dict[int, TokenLogprob]]:
@@ -287,8 +287,8 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _resolve(span: Span, held: list[int], rows: dict[int, int], tokens: list[int], errors: dict[int, str], drawn: dict[int, TokenLogprob],
-             scored: dict[int, TokenLogprob]) -> SpanResult:
+def resolve_span(span: Span, held: list[int], rows: dict[int, int], tokens: list[int], errors: dict[int, str], drawn: dict[int, TokenLogprob],
+                 scored: dict[int, TokenLogprob]) -> SpanResult:
     """One span's result. ``held``: its tokens, if it verifies a draft; ``rows``: row in the span -> logit row."""
     result = SpanResult()
     score, sample = span.want.get("score", range(0)), span.want.get("sample", range(0))
