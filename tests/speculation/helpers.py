@@ -13,7 +13,7 @@ from tests.engine.driver import Driver
 ASSETS = Path(kvasir.__file__).parent / "assets"
 NANO = str(ASSETS / "nano")
 LENGTHS = [5, 18, 33, 50]
-OUTPUT = 14
+OUTPUT = 10
 FEW = [310, 311, 312, 313]
 
 
