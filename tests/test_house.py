@@ -79,7 +79,8 @@ def test_types_import_nothing_of_ours():
     assert imports(PACKAGE / "types.py") == []
 
 
-@pytest.mark.parametrize("family", ["kv/codecs", "attention/backends", "engine/schedulers", "models/families", "convert/converters"])
+@pytest.mark.parametrize("family", ["kv/codecs", "attention/backends", "engine/schedulers", "models/families", "convert/converters",
+                                    "speculation/drafters"])
 def test_a_technique_imports_no_sibling(family):
     package = "kvasir." + family.replace("/", ".")
     for file in (PACKAGE / family).glob("*.py"):

@@ -9,6 +9,7 @@ be those of the plain run; on devices whose bits depend on the batch a tie may f
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import time
 from collections.abc import Sequence
@@ -30,30 +31,33 @@ GRAM = 4
 
 @dataclass(frozen=True)
 class Load:
-    """``prompts``: token ids. ``answers``: none, or what to stop at."""
+    """One round: token ids and parameters."""
 
     prompts: list[list[int]]
     params: list[SamplingParams]
 
 
-def task_load(folder: str, tasks: Sequence[str], count: int, max_tokens: int, temperature: float) -> Load:
-    """``count`` problems of each task, as the model was trained to read them, from the end of its training on."""
+def task_loads(folder: str, tasks: Sequence[str], count: int, rounds: int, max_tokens: int, temperature: float) -> list[Load]:
+    """``count`` unseen problems of each task a round, none twice: a drafter that remembers must not meet what it remembers."""
     from kvasir.lab import tokenizer as lab_tokenizer
     from kvasir.lab.task import load_task
 
     tokenizer = lab_tokenizer.load(resolve(folder))
-    problems = [p for spec in tasks for p in load_task(spec).problems("test", 0, count)]
-    prompts = [tokenizer.encode(p.prompt, add_special_tokens=False).ids for p in problems]
     stop = tokenizer.token_to_id("<|im_end|>")
-    params = [SamplingParams(temperature=temperature, max_tokens=max_tokens, stop_token_ids=(stop,), seed=i, detokenize=False)
-              for i in range(len(prompts))]
-    return Load(prompts, params)
+    drawn = [load_task(spec).problems("test", 0, count * rounds) for spec in tasks]
+    loads = []
+    for r in range(rounds):
+        problems = [p for of_task in drawn for p in of_task[r * count:(r + 1) * count]]
+        prompts = [tokenizer.encode(p.prompt, add_special_tokens=False).ids for p in problems]
+        loads.append(Load(prompts, [SamplingParams(temperature=temperature, max_tokens=max_tokens, stop_token_ids=(stop,), seed=i, detokenize=False)
+                                    for i in range(len(prompts))]))
+    return loads
 
 
-def random_load(batch: Batch, vocab_size: int, temperature: float) -> Load:
-    prompts = batch.prompts(vocab_size, random.Random(0))
-    return Load(prompts, [SamplingParams(temperature=temperature, max_tokens=batch.output, ignore_eos=True, seed=i, detokenize=False)
-                          for i in range(batch.batch)])
+def random_loads(batch: Batch, vocab_size: int, rounds: int, temperature: float) -> list[Load]:
+    rng = random.Random(0)
+    return [Load(batch.prompts(vocab_size, rng), [SamplingParams(temperature=temperature, max_tokens=batch.output, ignore_eos=True, seed=i,
+                                                                 detokenize=False) for i in range(batch.batch)]) for _ in range(rounds)]
 
 
 def repeated_grams(outputs: Sequence[Sequence[int]]) -> float:
@@ -66,33 +70,36 @@ def repeated_grams(outputs: Sequence[Sequence[int]]) -> float:
     return 1 - fresh / total if total else 0.0
 
 
-def measure(config: EngineConfig, load: Load, repeats: int, plain: list[list[int]] | None) -> tuple[dict[str, Any], list[list[int]]]:
-    """Metrics of one configuration, and its outputs. One round warms up: graphs, kernels, and what the drafter learns."""
+def measure(config: EngineConfig, loads: list[Load], plain: list[list[int]] | None) -> tuple[dict[str, Any], list[list[int]]]:
+    """Metrics of one configuration over all rounds but the first, which warms up (kernels, graphs, the controller), and the
+    outputs of all rounds."""
     from kvasir.api.llm import LLM
 
-    seconds, forwards = [], []
+    rates: list[float] = []
+    outputs: list[list[int]] = []
     with LLM(config=config) as llm:
         drafting = llm.engine._drafting
         if drafting is not None and drafting.drafter.name == "replay":
-            drafting.drafter.load({tuple(p): o for p, o in zip(load.prompts, plain)}, 1)
-        for _ in range(1 + repeats):
-            before, began = llm.engine.stats(), time.perf_counter()
-            steps = before.step
-            outputs = [out.outputs[0].token_ids for out in llm.generate([{"prompt_token_ids": p} for p in load.prompts], load.params)]
-            seconds.append(time.perf_counter() - began)
-            stats = llm.engine.stats()
-            forwards.append(stats.step - steps)
-    tokens = sum(map(len, outputs))
-    metrics: dict[str, Any] = {"tokens_per_second": spread([tokens / s for s in seconds[1:]]), "forwards": forwards[-1], "tokens": tokens,
-                               "tokens_per_forward": round(tokens / forwards[-1], 4)}
+            drafting.drafter.load({tuple(p): o for p, o in zip((p for load in loads for p in load.prompts), plain)}, 1)
+        for r, load in enumerate(loads):
+            if r == 1:
+                before, warmed = copy.deepcopy(llm.engine.stats()), len(outputs)
+            began, first = time.perf_counter(), len(outputs)
+            outputs += [list(out.outputs[0].token_ids) for out in llm.generate([{"prompt_token_ids": p} for p in load.prompts], load.params)]
+            rates.append(sum(map(len, outputs[first:])) / (time.perf_counter() - began))
+        stats = llm.engine.stats()
+    tokens, forwards = sum(map(len, outputs[warmed:])), stats.step - before.step
+    metrics: dict[str, Any] = {"tokens_per_second": spread(rates[1:]), "forwards": forwards, "tokens": tokens,
+                               "tokens_per_forward": round(tokens / forwards, 4)}
     if plain is None:
         metrics["repeated_4grams"] = round(repeated_grams(outputs), 4)
     else:
         metrics["same_outputs"] = round(sum(a == b for a, b in zip(outputs, plain)) / len(plain), 4)
-        metrics["drafted"], metrics["accepted"] = stats.drafted_tokens, stats.accepted_tokens
-        metrics["tokens_per_verification"] = round((stats.accepted_tokens + stats.drafts) / max(1, stats.drafts), 4)
-        metrics["accepted_by_depth"] = {str(depth + 1): round(right / tried, 4) for depth, (tried, right) in enumerate(stats.accepted_by_depth) if tried}
-    return metrics, [list(o) for o in outputs]
+        accepted, drafts = stats.accepted_tokens - before.accepted_tokens, stats.drafts - before.drafts
+        metrics["drafted"], metrics["accepted"] = stats.drafted_tokens - before.drafted_tokens, accepted
+        metrics["tokens_per_verification"] = round((accepted + drafts) / max(1, drafts), 4)
+        metrics["accepted_by_depth"] = {str(depth): round(right / tried, 4) for depth, (tried, right) in enumerate(stats.accepted_by_depth, 1)}
+    return metrics, outputs
 
 
 def run(config: EngineConfig, *, shape: str | None, drafters: list[str] | None, tasks: list[str] | None, accepts: list[float] | None, batch: int,
@@ -108,15 +115,15 @@ def run(config: EngineConfig, *, shape: str | None, drafters: list[str] | None, 
             config = config.replace(model=folder, load_format="dummy", skip_tokenizer_init=True, served_model_name=shape)
             from kvasir.bench.workloads import SHAPES
 
-            load = random_load(Batch(shape, batch, prompt, output_tokens), SHAPES[shape]["vocab_size"], temperature)
+            loads = random_loads(Batch(shape, batch, prompt, output_tokens), SHAPES[shape]["vocab_size"], 1 + repeats, temperature)
         else:
-            load = task_load(config.model.model, tasks or TASKS, count, output_tokens, temperature)
-        metrics, plain = measure(config.replace(drafter=""), load, repeats, None)
+            loads = task_loads(config.model.model, tasks or TASKS, count, 1 + repeats, output_tokens, temperature)
+        metrics, plain = measure(config.replace(drafter=""), loads, None)
         setting = described(config, shape) | {"batch": batch, "temperature": temperature, "tasks": list(tasks or () if shape else tasks or TASKS)}
         arms = [arm("plain", setting, metrics)]
         for drafter in [*(drafters or []), *(f"replay:accept={a:g}" for a in accepts or [])]:
             for control in ("fixed", "goodput"):
-                metrics, _ = measure(config.replace(drafter=drafter, draft_control=control), load, repeats, plain)
+                metrics, _ = measure(config.replace(drafter=drafter, draft_control=control), loads, plain)
                 arms.append(arm(f"{Path(drafter).name} {control}", setting | {"drafter": drafter, "draft_control": control}, metrics))
     name = f"speculation-{shape or Path(config.model.model).name or 'embedded'}-{batch}"
     ratios = {k: v for k, v in ratios_of(arms, [(a["name"], "plain") for a in arms[1:]]).items()

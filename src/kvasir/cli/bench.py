@@ -159,9 +159,9 @@ def profile(model: Model = "", shape: Shape = None, batch: Annotated[int, typer.
 @app.command("speculation", cls=Command)
 @with_settings(EngineConfig, skip=("model", "drafter", "draft_control"))
 def speculation(model: Model = "", shape: Shape = None,
-                drafter: Annotated[list[str] | None, typer.Option("--drafter", help="NAME or NAME:key=value, repeatable; default: ngram, suffix.")] = None,
-                task: Annotated[list[str] | None, typer.Option("--task", help="Task of the lab, repeatable; default: chain, state, schema, story.")] = None,
-                accept: Annotated[list[float] | None, typer.Option(min=0, max=1, help="Set acceptance: the plain run's tokens, spoiled; repeatable.")] = None,
+                drafter: Annotated[list[str] | None, typer.Option("--drafter", help="Repeatable; default: ngram, suffix.")] = None,
+                task: Annotated[list[str] | None, typer.Option("--task", help="Of the lab, repeatable; default: four.")] = None,
+                accept: Annotated[list[float] | None, typer.Option(min=0, max=1, help="Set acceptance of replayed outputs; repeatable.")] = None,
                 batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 4,
                 count: Annotated[int, typer.Option(min=1, help="Problems of each task.")] = 8,
                 prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt of a shape.")] = 512,

@@ -7,7 +7,6 @@ controller says that this does not pay, nothing here runs but a counter, and the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 from kvasir.config import SpeculationConfig

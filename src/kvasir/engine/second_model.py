@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence as Many
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from typing import Any
 
 import torch

@@ -7,7 +7,8 @@ forward yields. A drafter sees sequences and knows nothing of plans; the engine 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Many
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
