@@ -17,7 +17,7 @@ from tests.speculation.helpers import FEW, Hostile, driver, install
 from tests.speculation.test_mutations import first_child
 
 PROMPT = [300 + 7 * i for i in range(20)]
-SAMPLES = 1200
+SAMPLES = 500
 RARE = 5  # cells expected less often are counted as one
 
 
@@ -71,11 +71,11 @@ def chi_square(expected: dict[tuple[int, ...], float]) -> tuple[float, float]:
     for out in d.outputs.values():
         first = tuple(out.tokens[:3])  # near the end there is no room for trees
         seen[first] = seen.get(first, 0) + 1
-    assert d.engine.stats().accepted_tokens > SAMPLES / 2
+    assert d.engine.stats().accepted_tokens > SAMPLES
     d.close()
     cells = [(seen.get(cell, 0), SAMPLES * p) for cell, p in expected.items()]
     often, rare = [c for c in cells if c[1] >= RARE], [c for c in cells if c[1] < RARE]
-    assert len(often) > 20
+    assert len(often) > 10
     often.append((sum(n for n, _ in rare), max(1e-9, sum(e for _, e in rare))))
     return sum((n - e) ** 2 / e for n, e in often), limit(len(often) - 1)
 

@@ -7,6 +7,7 @@ controller says that this does not pay, nothing here runs but a counter, and the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from kvasir.config import SpeculationConfig
@@ -21,6 +22,7 @@ from kvasir.speculation.tree import DraftTree
 from kvasir.types import EngineStats, Plan, Sequence, Span, SpanResult, Status
 
 PLAIN_SAMPLES = 8  # one in so many plain steps is measured
+WARM_UP = 5  # steps of a size before their time counts: the one that captures it included
 MAX_FAILURES = 8  # of a drafter in a row before it is switched off
 BEST = {"cuda": (5e12, 1e15), "cpu": (4e11, 4e12)}  # bytes and operations a second that no device of today exceeds much
 
@@ -37,6 +39,7 @@ class Drafting:
         self._measured: dict[int, tuple[StepShape, bool, int]] = {}  # by step: shape, whether drafted, decodes
         self._drafting = False  # in the step that is being planned
         self._failures = 0
+        self._runs: Counter[tuple[int, bool]] = Counter()
 
     # ----------------------------------------------------------------------------------------------------- before a step
 
@@ -124,10 +127,17 @@ class Drafting:
         shape, drafted, decodes = self._measured.pop(plan.step, (None, False, 0))
         if shape is None:
             return
-        if shape.rows:
+        if shape.rows and self._warm(shape.rows, drafted):
             self._times.observe(shape, seconds, graph=not drafted)
         if drafted:
             self.controller.end_step(decodes)
+
+    def _warm(self, rows: int, drafted: bool) -> bool:
+        """Whether steps of this size have run often enough to be compiled and captured: earlier times tell nothing."""
+        graphs = self._runner.graphs
+        size = graphs.bucket(rows) if graphs is not None and rows <= graphs.buckets[-1] else rows.bit_length()
+        self._runs[size, drafted] += 1
+        return self._runs[size, drafted] > WARM_UP
 
     def close(self, seq: Sequence) -> None:
         self._pending.pop(seq, None)

@@ -218,7 +218,8 @@ class Engine:
         events = self._poll_compiling(now) if self._compiling else []
         began = time.perf_counter()
         drafting = self._drafting is not None and self._drafting.wanted(self.scheduler.running)
-        if self._plans and (self.runner.sampler.num_bound or self.steps.stalled or drafting or holds_draft(self._plans[0][0])):
+        verifying = self._drafting is not None and bool(self._plans) and holds_draft(self._plans[0][0])
+        if self._plans and (self.runner.sampler.num_bound or self.steps.stalled or drafting or verifying):
             self._resolve(events)
         if drafting:
             self._drafting.propose(self.scheduler.running)
