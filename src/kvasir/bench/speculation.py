@@ -2,7 +2,8 @@
 
 On tasks of the lab acceptance is that of the model's own outputs; how much of them repeats itself is printed beside, since
 drafters that copy live on that. On random prompts (a shape) outputs mean nothing, so acceptance is *set*: the drafter
-``replay`` proposes the plain run's tokens, each spoiled with probability 1 - accept. Whatever a drafter does, tokens should
+``replay`` proposes the plain run's tokens, each spoiled with probability 1 - accept; and the temperature is high, where the
+noise of a position, which is the same in every run, outweighs what the batch's size changes in the last bits. Whatever a drafter does, tokens should
 be those of the plain run; on devices whose bits depend on the batch a tie may fall the other way, so the share is printed.
 """
 
@@ -19,7 +20,7 @@ from typing import Any
 
 from kvasir.bench.offline import described
 from kvasir.bench.result import arm, finish, ratios_of, result, spread
-from kvasir.bench.workloads import Batch, shape_folder
+from kvasir.bench.workloads import SHAPES, Batch, shape_folder
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.models.checkpoint import resolve
@@ -27,6 +28,7 @@ from kvasir.types import SamplingParams
 
 TASKS = ("chain", "state", "schema", "story")
 GRAM = 4
+SHAPE_TEMPERATURE = 10.0
 
 
 @dataclass(frozen=True)
@@ -112,9 +114,8 @@ def run(config: EngineConfig, *, shape: str | None, drafters: list[str] | None, 
     with contextlib.ExitStack() as stack:
         if shape:
             folder = stack.enter_context(shape_folder(shape))
+            temperature = temperature or SHAPE_TEMPERATURE
             config = config.replace(model=folder, load_format="dummy", skip_tokenizer_init=True, served_model_name=shape)
-            from kvasir.bench.workloads import SHAPES
-
             loads = random_loads(Batch(shape, batch, prompt, output_tokens), SHAPES[shape]["vocab_size"], 1 + repeats, temperature)
         else:
             loads = task_loads(config.model.model, tasks or TASKS, count, 1 + repeats, output_tokens, temperature)

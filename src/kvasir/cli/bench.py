@@ -166,7 +166,7 @@ def speculation(model: Model = "", shape: Shape = None,
                 count: Annotated[int, typer.Option(min=1, help="Problems of each task.")] = 8,
                 prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt of a shape.")] = 512,
                 output_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of each output.")] = 128,
-                temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.0,
+                temperature: Annotated[float, typer.Option(min=0, help="Of the lab's tasks; 0: greedy.")] = 0.0,
                 repeats: Repeats = 3, commit: Commit = None, output: JSONFile = None, **options: Any) -> None:
     """Drafts: forwards, acceptance by depth and tokens per second, against the plain engine on the same prompts."""
     from kvasir.bench import speculation as command

@@ -21,7 +21,8 @@ from kvasir.speculation.drafter import Ask, Drafter
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import EngineStats, Plan, Sequence, Span, SpanResult, Status
 
-PLAIN_SAMPLES = 8  # one in so many plain steps is measured
+PLAIN_SAMPLES = 8  # one in so many plain steps is measured,
+FIRST_PLAIN = 32  # after so many of the first
 WARM_UP = 5  # steps of a size before their time counts: the one that captures it included
 MAX_FAILURES = 8  # of a drafter in a row before it is switched off
 BEST = {"cuda": (5e12, 1e15), "cpu": (4e11, 4e12)}  # bytes and operations a second that no device of today exceeds much
@@ -40,6 +41,7 @@ class Drafting:
         self._drafting = False  # in the step that is being planned
         self._failures = 0
         self._runs: Counter[tuple[int, bool]] = Counter()
+        self._num_plain = 0  # measured
 
     # ----------------------------------------------------------------------------------------------------- before a step
 
@@ -88,7 +90,7 @@ class Drafting:
 
     def launched(self, plan: Plan) -> None:
         """``plan`` is on its way. Of steps that only decode, the time is taken."""
-        if not self._drafting and plan.step % PLAIN_SAMPLES:
+        if not self._drafting and plan.step % PLAIN_SAMPLES and self._num_plain >= FIRST_PLAIN:
             return
         rows = context = decodes = 0
         plain = True
@@ -129,6 +131,7 @@ class Drafting:
             return
         if shape.rows and self._warm(shape.rows, drafted):
             self._times.observe(shape, seconds, graph=not drafted)
+            self._num_plain += not drafted
         if drafted:
             self.controller.end_step(decodes)
 

@@ -96,9 +96,9 @@ class Controller:
         self.survival = Survival()
         self.stats = DraftStats()
         self._means: dict[int, Means] = {}  # by the bits of the number of sequences
-        self._trial = TRIAL_STEPS
+        self._trial = 0  # steps left of the trial that runs
         self._pause = MIN_PAUSE
-        self._rest = 0  # plain steps until the next trial
+        self._rest = 0 if fixed else MIN_PAUSE  # plain steps until the next trial; the first ones show what a plain step costs
         self._accepted = self._slots = 0  # of the step being observed
 
     # ---------------------------------------------------------------------------------------------------------- decide
@@ -132,6 +132,8 @@ class Controller:
         means = self._means.get(num_seqs.bit_length())
         if means is None:
             return MIN_GAIN
+        if means.accepted < MIN_GAIN - 1.0:
+            return 0.0
         drafted = self._seconds(num_seqs, context, round(means.slots * num_seqs), True)
         return (1.0 + means.accepted) * self._seconds(num_seqs, context, 0, False) / drafted
 
