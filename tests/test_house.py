@@ -80,7 +80,7 @@ def test_types_import_nothing_of_ours():
 
 
 @pytest.mark.parametrize("family", ["kv/codecs", "attention/backends", "engine/schedulers", "models/families", "convert/converters",
-                                    "scaling/strategies"])
+                                    "scaling/strategies", "speculation/drafters"])
 def test_a_technique_imports_no_sibling(family):
     package = "kvasir." + family.replace("/", ".")
     for file in (PACKAGE / family).glob("*.py"):

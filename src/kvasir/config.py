@@ -82,6 +82,15 @@ class RunnerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """Drafts that a step verifies beside the tokens it draws. They change no token, only how many a step gives."""
+
+    drafter: str = opt("", "Who proposes tokens: a name, or name:key=value,key=value; empty: nobody.")
+    max_draft_tokens: int = opt(8, "Most tokens proposed for a sequence a step.", low=1, high=256)
+    draft_control: Literal["goodput", "fixed"] = opt("goodput", "How much of a proposal is verified: what pays, or all of it (to measure).")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
     """The engine process. Times in seconds."""
 
@@ -119,6 +128,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     runner: RunnerConfig = field(default_factory=RunnerConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     service: ServiceConfig = field(default_factory=ServiceConfig)
 
     @classmethod

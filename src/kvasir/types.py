@@ -53,6 +53,7 @@ class SamplingParams:
     ``max_tokens=None`` means "up to the context length". ``temperature=0`` is greedy (lowest id wins a tie).
     ``seed=None`` draws a fresh stream. ``logprobs``: how many alternatives to report beside the sampled token.
     ``logprobs_mode``: ``raw`` (the model's distribution) or ``processed`` (after the whole pipeline).
+    ``num_draft_tokens``: at most so many drafts a step, where a drafter runs (0: none); never changes a token.
     """
 
     n: int = 1
@@ -79,6 +80,7 @@ class SamplingParams:
     grammar: Grammar | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    num_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         # Callers write lists and single strings, as with vLLM; frozen values are tuples.
@@ -129,7 +131,7 @@ class Sequence:
     Invariants: ``num_computed <= len(tokens)``; RUNNING holds a row; FINISHED and WAITING hold no page and no row.
     """
 
-    __slots__ = ("request", "branch", "stream", "tokens", "num_prompt", "num_computed", "num_ahead", "num_drawn", "draft", "tables",
+    __slots__ = ("request", "branch", "stream", "tokens", "num_prompt", "num_computed", "num_ahead", "num_drawn", "draft", "draft_parents", "tables",
                  "num_sent", "page_keys", "row", "open_row", "stop_ids", "max_output",
                  "status", "blocked_on", "blocked_until", "num_cached", "num_preempted", "num_skipped", "parent", "finish_reason",
                  "state", "first_scheduled")
@@ -145,6 +147,7 @@ class Sequence:
         self.num_ahead = 0  # rows planned after those, of steps that are not resolved yet; the next span starts behind them
         self.num_drawn = 0  # how many of these rows draw a token that will follow ``tokens``
         self.draft: list[int] = []  # tokens proposed for the positions after ``tokens``, verified by the next span
+        self.draft_parents: list[int] = []  # of a draft tree: place in ``draft`` of each token's parent, -1 for the last known token
         self.tables: list[list[int]] = []  # page ids by cache group; table[i] holds positions [i*P, (i+1)*P); 0 = dropped
         self.num_sent = 0  # leading entries of each table that the device's copy of row ``row`` holds
         self.page_keys: list[bytes] = []  # prefix keys of the full pages of ``tokens``, filled by the prefix index
@@ -294,12 +297,14 @@ class TokenLogprob:
 @dataclass(slots=True)
 class SpanResult:
     """What a step found for one span. ``tokens``: the emitted path (empty while a prompt is unfinished); ``error``: this
-    sequence alone fails; ``scores``: log-probability of the known token after each scored row."""
+    sequence alone fails; ``scores``: log-probability of the known token after each scored row; ``path``: of a span that
+    verifies a draft, the row (0-based in the span) that each token was drawn from."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     scores: list[TokenLogprob] | None = None
     error: str | None = None
+    path: list[int] | None = None
 
 
 # ------------------------------------------------------------------------------------------------------------- events
@@ -369,5 +374,10 @@ class EngineStats:
     failed: dict[str, int] = field(default_factory=dict)
     step_seconds: float = 0.0
     step_rows: int = 0
+    draft_steps: int = 0  # steps in which drafts were asked for
+    drafts: int = 0  # trees verified, of which the next three and the table tell
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # drafted ones that were right; each verification emits one more
+    accepted_by_depth: list[list[int]] = field(default_factory=list)  # [tried, accepted]; tried: its parent was right
     startup: dict[str, float] = field(default_factory=dict)
     step_time_error: dict[str, float] = field(default_factory=dict)  # of the predictions of late, relative, by kind of step: eager, graph

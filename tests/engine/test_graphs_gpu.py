@@ -135,7 +135,7 @@ def test_captures_fit_the_memory_plan():
     while d.engine.idle():
         pass
     graphs = d.engine.runner.graphs
-    assert {size for size, _ in graphs._ready} == set(graphs.buckets)
+    assert {size for size, *_ in graphs._ready} == set(graphs.buckets)
     d.outputs.clear()
     d.run([d.request(f"w{i}", [300 + i % 900] * 64, max_tokens=12, ignore_eos=True, seed=i) for i in range(256)])
     assert not d.errors

@@ -160,11 +160,11 @@ def test_padding_rows_are_harmless(alone):
     seen = set()
     compute = graphs._compute
 
-    def poisoned(size, draws):
+    def poisoned(size, draws, drafted):
         for group in range(len(driver.engine.runner.pool.groups)):
             driver.engine.runner.pool.poison(group, [0])
         seen.add((size, draws))
-        compute(size, draws)
+        compute(size, draws, drafted)
 
     graphs._compute = poisoned
     graphs._capture = lambda work: work
@@ -216,11 +216,11 @@ def test_buckets_are_captured_when_used_often_or_when_idle():
     driver.outputs.clear()
     driver.run(fleet(driver, [dict(max_tokens=9)] * 3))
     driver.outputs.clear()
-    assert len(captured) == 1 and list(graphs._ready) == [(4, True)]
+    assert len(captured) == 1 and list(graphs._ready) == [(4, True, False)]
     left = 0
     while driver.engine.idle():
         left += 1
-    assert left == 5 and sorted(graphs._ready) == [(size, True) for size in graphs.buckets]
+    assert left == 5 and sorted(graphs._ready) == [(size, True, False) for size in graphs.buckets]
     first = driver.run(fleet(driver, KINDS))
     assert first
     driver.close()

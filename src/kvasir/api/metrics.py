@@ -28,6 +28,10 @@ ALIASES = {
     "kvasir:generation_tokens": ["vllm:generation_tokens"],
     "kvasir:prefix_query_tokens": ["vllm:prefix_cache_queries"],
     "kvasir:cached_tokens": ["vllm:prefix_cache_hits"],
+    "kvasir:drafts": ["vllm:spec_decode_num_drafts"],
+    "kvasir:draft_tokens": ["vllm:spec_decode_num_draft_tokens"],
+    "kvasir:accepted_draft_tokens": ["vllm:spec_decode_num_accepted_tokens"],
+    "kvasir:accepted_draft_tokens_per_depth": ["vllm:spec_decode_num_accepted_tokens_per_pos"],
     "kvasir:time_to_first_token_seconds": ["vllm:time_to_first_token_seconds"],
     "kvasir:inter_token_seconds": ["vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"],
     "kvasir:request_seconds": ["vllm:e2e_request_latency_seconds"],
@@ -115,6 +119,9 @@ def _engine(stats: EngineStats | None) -> Iterator[Metric]:
         "cached_tokens": (stats.cached_tokens, "Prompt tokens served from the prefix cache"),
         "prefix_query_tokens": (stats.prefix_queries, "Prompt tokens looked up in the prefix cache"),
         "preemptions": (stats.preemptions, "Sequences that gave their pages back and start over"),
+        "drafts": (stats.drafts, "Proposals verified; each emits one token and those of it that were right"),
+        "draft_tokens": (stats.drafted_tokens, "Tokens proposed and verified"),
+        "accepted_draft_tokens": (stats.accepted_tokens, "Proposed tokens that were right"),
     }
     for name, (value, text) in counters.items():
         yield CounterMetricFamily(f"kvasir:{name}", text, value)
@@ -126,6 +133,11 @@ def _engine(stats: EngineStats | None) -> Iterator[Metric]:
     for kind, value in stats.step_time_error.items():
         error.add_metric([kind], value)
     yield error
+    accepted = CounterMetricFamily("kvasir:accepted_draft_tokens_per_depth", "Proposed tokens that were right, by place in the proposal",
+                                   labels=["position"])
+    for depth, (_, right) in enumerate(stats.accepted_by_depth):
+        accepted.add_metric([str(depth)], right)
+    yield accepted
     startup = GaugeMetricFamily("kvasir:startup_seconds", "Where start-up time went", labels=["phase"])
     for phase, seconds in stats.startup.items():
         startup.add_metric([phase], seconds)

@@ -151,6 +151,7 @@ class SamplingBody(Body):
     repetition_penalty: float | None = None
     seed: int | None = None
     min_tokens: int | None = None
+    num_draft_tokens: int | None = None
     stop: Strings = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None

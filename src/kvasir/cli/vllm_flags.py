@@ -25,7 +25,7 @@ ONLY_AT = {
 
 _QUANTIZED = "quantised weights are not served yet; use the unquantised checkpoint, e.g. with --dtype bfloat16"
 _ADAPTERS = "adapters are not served yet; merge the adapter into its base model and serve that"
-_SPECULATION = "speculative decoding is not served yet; plain decoding gives the same answers"
+_SPECULATION = "drafts are switched on with --drafter, e.g. --drafter suffix or --drafter draft_model:model=NAME"
 _OFFLOAD = "KV and weights stay on the device; a sequence that must give way is computed again later"
 _TEXT = "only text models are served yet"
 _DEVICES = "one device is served yet"

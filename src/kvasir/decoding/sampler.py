@@ -260,7 +260,7 @@ class SampleOutput:
                 results.append(SpanResult())
                 continue
             rows = {i: first + n for n, i in enumerate(wanted)}
-            results.append(_resolve(span, held, rows, tokens, errors, drawn, scored))
+            results.append(resolve_span(span, held, rows, tokens, errors, drawn, scored))
         return results
 
     def _read_reports(self) -> tuple[dict[int, TokenLogprob], dict[int, TokenLogprob]]:
@@ -287,8 +287,8 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _resolve(span: Span, held: list[int], rows: dict[int, int], tokens: list[int], errors: dict[int, str], drawn: dict[int, TokenLogprob],
-             scored: dict[int, TokenLogprob]) -> SpanResult:
+def resolve_span(span: Span, held: list[int], rows: dict[int, int], tokens: list[int], errors: dict[int, str], drawn: dict[int, TokenLogprob],
+                 scored: dict[int, TokenLogprob]) -> SpanResult:
     """One span's result. ``held``: its tokens, if it verifies a draft; ``rows``: row in the span -> logit row."""
     result = SpanResult()
     score, sample = span.want.get("score", range(0)), span.want.get("sample", range(0))
@@ -298,30 +298,32 @@ def _resolve(span: Span, held: list[int], rows: dict[int, int], tokens: list[int
     if score:
         result.scores = [scored[rows[i]] for i in score]
     path = _walk(span, held, sample, rows, tokens)
-    good = next((n for n, m in enumerate(path) if m in errors), len(path))
+    good = next((n for n, i in enumerate(path) if rows[i] in errors), len(path))
     if sample and not good:
-        return SpanResult(error=errors[path[0]])
+        return SpanResult(error=errors[rows[path[0]]])
     # An error further down the path is left for the step that starts there, as without a draft.
-    result.tokens = [tokens[m] for m in path[:good]]
-    if drawn and path and path[0] in drawn:
-        result.logprobs = [drawn[m] for m in path[:good]]
+    result.tokens = [tokens[rows[i]] for i in path[:good]]
+    if held:
+        result.path = path[:good]
+    if drawn and path and rows[path[0]] in drawn:
+        result.logprobs = [drawn[rows[i]] for i in path[:good]]
         for token, entry in zip(result.tokens, result.logprobs):
             entry.id = token
     return result
 
 
 def _walk(span: Span, held: list[int], sample: range, rows: dict[int, int], tokens: list[int]) -> list[int]:
-    """The logit rows whose draws are emitted: from the first sampled row on, as long as the draft holds what was drawn."""
+    """The rows of the span whose draws are emitted: from the first sampled row on, as long as the draft holds what was drawn."""
     if not sample:
         return []
     if len(sample) == 1:
-        return [rows[sample[0]]]
+        return [sample[0]]
     children: dict[tuple[int, int], int] = {}
     for i in sample[1:]:
         children.setdefault((span.parents[i] if span.parents else i - 1, held[i]), i)
     path, i = [], sample[0]
     while True:
-        path.append(rows[i])
+        path.append(i)
         if (i, tokens[rows[i]]) not in children:
             return path
         i = children[i, tokens[rows[i]]]

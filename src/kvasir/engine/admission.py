@@ -114,6 +114,7 @@ def _checked(p: SamplingParams, ids_end: int) -> SamplingParams:
         stop_token_ids=_ids("stop_token_ids", p.stop_token_ids, ids_end, MAX_STOP_IDS),
         logprobs=None if p.logprobs is None else _integer("logprobs", p.logprobs, 0, MAX_LOGPROBS),
         prompt_logprobs=None if p.prompt_logprobs is None else _integer("prompt_logprobs", p.prompt_logprobs, 0, MAX_LOGPROBS),
+        num_draft_tokens=None if p.num_draft_tokens is None else _integer("num_draft_tokens", p.num_draft_tokens, 0, I64),
         logit_bias=_bias(p.logit_bias, ids_end),
         allowed_token_ids=_allowed(p.allowed_token_ids, ids_end),
     )

@@ -20,15 +20,18 @@ from typing import Any
 from kvasir import technique
 from kvasir.config import EngineConfig
 from kvasir.engine.build import POLICIES, build
+from kvasir.engine.drafting import Drafting, holds_draft
 from kvasir.engine.pace import Pace, StepClock
 from kvasir.engine.pages import PageManager
 from kvasir.engine.policy import SchedulerPolicy
 from kvasir.engine.scheduler import Scheduler
+from kvasir.engine.second_model import EngineHost
 from kvasir.engine.spans import ONE_SAMPLE, rows_left
 from kvasir.engine.step_time import StepShape, StepTimeModel, retry_after
 from kvasir.engine.steps import StepRunner
 from kvasir.errors import RequestError
 from kvasir.logs import log
+from kvasir.speculation.drafter import DRAFTERS, Drafter
 from kvasir.types import EngineStats, Event, FinishReason, Plan, Request, Sequence, Span, SpanResult, Status, TokenLogprob
 
 USER_FAULTS = ("no_token_allowed", "grammar_error")  # the request's own constraints leave nothing to sample
@@ -48,7 +51,12 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        drafter = technique.load(DRAFTERS, config.speculation.drafter, Drafter) if config.speculation.drafter else None
+        host = EngineHost(config)
+        if drafter is not None:
+            drafter.prepare(host)
         built = build(config)
+        host.check(built.info)
         self.info = built.info
         self.runner = built.runner
         self.clock = StepClock(StepTimeModel(built.roofline), built.runner)
@@ -63,6 +71,7 @@ class Engine:
         policy = technique.load(POLICIES, config.scheduler.scheduling_policy, SchedulerPolicy)
         self.scheduler = Scheduler(config.scheduler, self.pages, policy, max_rows=built.max_rows, max_model_len=self.info.max_model_len,
                                    pace=self.pace)
+        self._drafting = None if drafter is None else Drafting(config.speculation, drafter, built.runner, built.max_rows, self.info.max_model_len)
         self._tokenizer_file = built.tokenizer_file
         self._grammars: Any = None  # built on the first grammar: most processes never need the library
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="grammar")
@@ -154,6 +163,8 @@ class Engine:
 
     def _drop(self, seq: Sequence, reason: FinishReason) -> None:
         self._close_row(seq)
+        if self._drafting is not None:
+            self._drafting.close(seq)
         self.scheduler.finish(seq, reason)
         seq.finish_reason = reason
         live = self._live[seq.request.id]
@@ -220,13 +231,18 @@ class Engine:
     def step(self) -> list[Event]:
         now = time.monotonic()
         events = self._poll_compiling(now) if self._compiling else []
-        if self._plans and (self.runner.sampler.num_bound or self.steps.stalled):
+        began = time.perf_counter()
+        drafting = self._drafting is not None and self._drafting.wanted(self.scheduler.running)
+        verifying = self._drafting is not None and bool(self._plans) and holds_draft(self._plans[0][0])
+        if self._plans and (self.runner.sampler.num_bound or self.steps.stalled or drafting or verifying):
             self._resolve(events)
+        if drafting:
+            self._drafting.propose(self.scheduler.running)
         plan = self.scheduler.plan(now, self.steps.max_rows)
         for seq in plan.preempted:
             self._close_row(seq)
         if plan.spans:
-            self._launch(plan)
+            self._launch(plan, began if drafting else time.perf_counter())
         elif not self._plans:
             self._wait_for_compiling()
         depth = 1 if plan.spans and self._overlap else 0
@@ -236,7 +252,7 @@ class Engine:
             self.scheduler.check()
         return events
 
-    def _launch(self, plan: Plan) -> None:
+    def _launch(self, plan: Plan, began: float) -> None:
         for span in plan.spans:
             if span.seq.open_row != span.row:
                 self.runner.open(span.seq)
@@ -252,8 +268,10 @@ class Engine:
         self.on_launch(at_work, slow)
         self._seen_kinds.add(kind)
         self._stats.step += 1
-        self._plans.append((plan, time.perf_counter()))
+        self._plans.append((plan, began))
         self.steps.launch(plan, timed=not slow)
+        if self._drafting is not None:
+            self._drafting.launched(plan)
 
     def _resolve(self, events: list[Event]) -> None:
         """Wait for the oldest plan in flight and commit it."""
@@ -273,6 +291,8 @@ class Engine:
         now = time.perf_counter()
         self._stats.step_seconds, self._stats.step_rows = now - max(launched, self._resolved), plan.num_rows
         self._resolved = now
+        if self._drafting is not None:
+            self._drafting.completed(plan, self._stats.step_seconds)
 
     def idle(self) -> bool:
         """A bit of work for a moment without requests; False: there is none left."""
@@ -316,7 +336,11 @@ class Engine:
             seq.state["num_scored"] = seq.state.get("num_scored", 0) + len(result.scores)
         tokens, reason, stop = self._until_stop(seq, result.tokens)
         index = seq.num_output
+        if result.path:
+            self._drafting.commit(span, result, tokens)
         self.scheduler.advance(span, tokens)
+        if result.path:
+            self._drafting.observe(span, result)
         if not tokens and reason is None:
             return None
         self.runner.sampler.accepted(seq, tokens)
@@ -362,6 +386,8 @@ class Engine:
         s.prompt_tokens, s.generation_tokens = self._counts["prompt_tokens"], self._num_generated
         s.failed = dict(self._failed)
         s.step_time_error = self.clock.errors()
+        if self._drafting is not None:
+            self._drafting.fill(s)
         return s
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """Decode steps over static buffers, captured once per batch size and replayed: the host's part is two numbers a row.
 
-A step takes this path when every span is one row that draws one token. It is padded to a *bucket* of rows; padding rows
+A step takes this path when every row of it draws a token: decodes, and chains of drafts, whose rows are decodes of one
+sequence at successive positions (each layer writes all keys before any row attends). It is padded to a *bucket* of rows; padding rows
 run with the padding row's token and write to the dummy page, where nobody reads. Page tables, sampling parameters and the
 tokens to go on from lie on the device already (``device_rows.py``); what has changed since is sent along.
 
@@ -22,8 +23,8 @@ import numpy as np
 import torch
 
 from kvasir.attention.backend import AttentionBackend
-from kvasir.decoding.sampler import MASKED_ERROR, NUMERIC_ERROR, SLICE_BYTES, Sampler
-from kvasir.engine.device_rows import DeviceRows
+from kvasir.decoding.sampler import MASKED_ERROR, NUMERIC_ERROR, SLICE_BYTES, Sampler, resolve_span
+from kvasir.engine.device_rows import UNKNOWN, DeviceRows
 from kvasir.engine.spans import ONE_SAMPLE
 from kvasir.kernels.sample import sample_rows
 from kvasir.kv.codec import LayerCache
@@ -80,12 +81,12 @@ class DecodeGraphs:
         self.model, self.caches, self.backend, self.sampler, self.rows = model, caches, backend, sampler, rows
         self.buckets = buckets(sampler.max_seqs)
         self._capture: Capture | None = capture
-        self._ready: dict[tuple[int, bool], Work] = {}  # (bucket, whether it draws) -> replay
-        self._uses: Counter[tuple[int, bool]] = Counter()
+        self._ready: dict[tuple[int, bool, bool], Work] = {}  # (bucket, whether it draws, whether it holds drafts) -> replay
+        self._uses: Counter[tuple[int, bool, bool]] = Counter()
         most, device = self.buckets[-1], rows.words.device
         self._device = device
         self._page_slots = caches[0].page_slots
-        self._inbox = torch.zeros(2 * most, dtype=torch.int64, device=device)  # of a bucket: rows, then starts
+        self._inbox = torch.zeros(3 * most, dtype=torch.int64, device=device)  # of a bucket: rows, starts, and draft tokens or -1
         self._row_start = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._logit_rows = torch.arange(most, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(most, model.spec.hidden_size, dtype=model.place.dtype, device=device)
@@ -98,8 +99,11 @@ class DecodeGraphs:
     # ---------------------------------------------------------------------------------------------------------- running
 
     def takes(self, spans: list[Span]) -> bool:
-        """Whether these spans are decodes and nothing else."""
-        return len(spans) <= self.buckets[-1] and all(span.want is ONE_SAMPLE for span in spans)
+        """Whether these spans are decodes and chains of drafts, and nothing else."""
+        if all(span.want is ONE_SAMPLE for span in spans):
+            return len(spans) <= self.buckets[-1]
+        return (sum(span.length for span in spans) <= self.buckets[-1]
+                and all(span.parents is None and len(span.want.get("sample", ())) == span.length for span in spans))
 
     def bucket(self, num_rows: int) -> int:
         return self.buckets[bisect_left(self.buckets, num_rows)]
@@ -110,52 +114,78 @@ class DecodeGraphs:
 
     def decode(self, spans: list[Span]) -> DecodeHandle:
         """Forward and draw, by the parameters that the rows have on the device."""
-        size, stage = self._send(spans)
-        self._run(size, True)
+        size, stage, drafted = self._send(spans)
+        self._run(size, True, drafted)
         stage.take(self._draws[:3 * size])
-        return DecodeHandle(stage, size, spans)
+        return DecodeHandle(stage, size, spans, [span.tokens() for span in spans] if drafted else None)
 
     def forward(self, spans: list[Span]) -> torch.Tensor:
-        """Hidden states [S, E] before the final norm; valid until the next step."""
-        size, _ = self._send(spans)
-        self._run(size, False)
-        return self._hidden[:len(spans)]
+        """Hidden states [T, E] before the final norm; valid until the next step."""
+        size, _, drafted = self._send(spans)
+        self._run(size, False, drafted)
+        return self._hidden[:sum(span.length for span in spans)]
 
-    def _send(self, spans: list[Span]) -> tuple[int, _Stage]:
-        """Bring rows, starts and what else changed to the device. Returns the bucket and the host buffers in use."""
-        count, stage = len(spans), next(self._stages)
+    def _send(self, spans: list[Span]) -> tuple[int, _Stage, bool]:
+        """Bring rows, starts and what else changed to the device. Returns the bucket, the host buffers in use and whether
+        there are drafts."""
+        stage = next(self._stages)
+        if any(span.length > 1 for span in spans):
+            return *self._send_drafts(spans, stage), True
+        count = len(spans)
         size = self.bucket(count)
         starts = [span.start for span in spans]
         rows_S, starts_S = stage.inbox[:count], stage.inbox[size:size + count]
         rows_S[:], starts_S[:] = [span.row for span in spans], starts
         stage.inbox[count:size], stage.inbox[size + count:2 * size] = self.rows.padding, 0
-        places, content = self.rows.changes(spans, rows_S, starts_S)
-        self._inbox[:2 * size].copy_(stage.inbox_tensor[:2 * size], non_blocking=True)
-        if places:
-            at, words = stage.changes(places, content, self._device)
-            self.rows.words.index_copy_(0, at, words)
+        self._bring(stage, spans, rows_S, starts_S, 2 * size)
         self.rows.drawn(rows_S, starts_S + 1)
+        self._host_starts = starts + [0] * (size - count)
+        return size, stage, False
+
+    def _send_drafts(self, spans: list[Span], stage: _Stage) -> tuple[int, _Stage]:
+        """The same with one row a draft behind each sequence's own; their tokens come along."""
+        lengths = [span.length for span in spans]
+        count = sum(lengths)
+        size = self.bucket(count)
+        rows, first = np.array([span.row for span in spans]), np.array([span.start for span in spans])
+        starts = [span.start + i for span in spans for i in range(span.length)]
+        inbox = stage.inbox[:3 * size].reshape(3, size)
+        inbox[:, :count] = np.repeat(rows, lengths), starts, [token for span in spans for token in (-1, *span.tokens()[1:])]
+        inbox[:, count:] = np.array([[self.rows.padding], [0], [-1]])
+        self._bring(stage, spans, rows, first, 3 * size)
+        self.rows.drawn(rows, UNKNOWN)  # which of its draws a row goes on from is seen when they are read
         self._host_starts = starts + [0] * (size - count)
         return size, stage
 
-    def _run(self, size: int, draws: bool) -> None:
-        key = size, draws
+    def _bring(self, stage: _Stage, spans: list[Span], rows_S: np.ndarray, starts_S: np.ndarray, num_words: int) -> None:
+        places, content = self.rows.changes(spans, rows_S, starts_S)
+        self._inbox[:num_words].copy_(stage.inbox_tensor[:num_words], non_blocking=True)
+        if places:
+            at, words = stage.changes(places, content, self._device)
+            self.rows.words.index_copy_(0, at, words)
+
+    def _run(self, size: int, draws: bool, drafted: bool) -> None:
+        key = size, draws, drafted
         work = self._ready.get(key)
         if work is None:
             self._uses[key] += 1
-            if self._capture is None or self._uses[key] <= EAGER_STEPS or not self._try_capture(size, draws):
-                return self._compute(size, draws)
+            if self._capture is None or self._uses[key] <= EAGER_STEPS or not self._try_capture(*key):
+                return self._compute(*key)
             work = self._ready[key]
         work()
 
-    def _compute(self, size: int, draws: bool) -> None:
+    def _compute(self, size: int, draws: bool, drafted: bool) -> None:
         """The step itself, over the first ``size`` rows of the static buffers."""
         rows_B, starts_B = self._inbox[:size], self._inbox[size:2 * size]
         page_B1, slot_B = (starts_B // self._page_slots)[:, None], starts_B % self._page_slots
         tables = tuple(table.index_select(0, rows_B) for table in self.rows.tables)
         slots = tuple(table.gather(1, page_B1)[:, 0] * self._page_slots + slot_B for table in tables)
+        ids_B = self.rows.token.index_select(0, rows_B).long()
+        if drafted:
+            given_B = self._inbox[2 * size:3 * size]
+            ids_B = torch.where(given_B < 0, ids_B, given_B)
         batch = StepBatch(
-            input_ids=self.rows.token.index_select(0, rows_B).long(), positions=starts_B, row_start=self._row_start[:size + 1],
+            input_ids=ids_B, positions=starts_B, row_start=self._row_start[:size + 1],
             context=starts_B.int(), tables=tables, slots=slots, logit_rows=self._logit_rows[:size], starts=self._host_starts,
             lengths=[1] * size)
         self.backend.plan(batch)
@@ -182,20 +212,20 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture_next(self) -> bool:
         """Capture one more bucket, smallest first, while nothing is in flight. False: none is left."""
-        size = next((size for size in self.buckets if (size, True) not in self._ready), None)
+        size = next((size for size in self.buckets if (size, True, False) not in self._ready), None)
         if size is None or self._capture is None:
             return False
         self._inbox[:size], self._inbox[size:2 * size] = self.rows.padding, 0
         self._host_starts = [0] * size
-        self._compute(size, True)
-        return self._try_capture(size, True)
+        self._compute(size, True, False)
+        return self._try_capture(size, True, False)
 
-    def _try_capture(self, size: int, draws: bool) -> bool:
+    def _try_capture(self, size: int, draws: bool, drafted: bool) -> bool:
         """Capture a bucket. Where that fails, this process does without graphs from then on: they are never needed."""
         try:
             if self._device.type == "cuda":
                 self._check_memory()
-            self._ready[size, draws] = self._capture(lambda: self._compute(size, draws))
+            self._ready[size, draws, drafted] = self._capture(lambda: self._compute(size, draws, drafted))
         except Exception as error:
             self._capture = None
             log.warning("no more CUDA graphs: a decode step of %d rows cannot be captured (%s: %s)", size, type(error).__name__, error)
@@ -220,7 +250,7 @@ class DecodeGraphs:
         self._host_starts = [0] * size
         held = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._compute(size, True)
+        self._compute(size, True, False)
         torch.cuda.synchronize(self._device)
         step = (torch.cuda.max_memory_allocated(self._device) - held) * 5 // 4
         return step, step + GRAPH_BYTES * len(self.buckets)
@@ -232,7 +262,7 @@ class _Stage:
     def __init__(self, max_rows: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
         self._pinned = pinned
-        self.inbox_tensor = torch.zeros(2 * max_rows, dtype=torch.int64, pin_memory=pinned)
+        self.inbox_tensor = torch.zeros(3 * max_rows, dtype=torch.int64, pin_memory=pinned)
         self.inbox = self.inbox_tensor.numpy()
         self._draws = torch.zeros(3 * max_rows, dtype=torch.float32, pin_memory=pinned)
         self._draws_array = self._draws.numpy()
@@ -264,15 +294,17 @@ class _Stage:
 
 
 class DecodeHandle:
-    """A launched decode step."""
+    """A launched decode step. ``held``: with drafts, the tokens of each span's rows."""
 
-    __slots__ = ("_stage", "_size", "_spans")
+    __slots__ = ("_stage", "_size", "_spans", "_held")
 
-    def __init__(self, stage: _Stage, size: int, spans: list[Span]) -> None:
-        self._stage, self._size, self._spans = stage, size, spans
+    def __init__(self, stage: _Stage, size: int, spans: list[Span], held: list[list[int]] | None = None) -> None:
+        self._stage, self._size, self._spans, self._held = stage, size, spans, held
 
     def read(self) -> list[SpanResult]:
         """Wait for the step; one result per span."""
+        if self._held is not None:
+            return self._walked(self._held)
         ids, largest, best = self._stage.read(self._size)[:, :len(self._spans)]
         results = [SpanResult([token]) for token in ids.astype(np.int64).tolist()]
         if not (np.isfinite(largest).all() and np.isfinite(best).all()):
@@ -281,4 +313,16 @@ class DecodeHandle:
                     results[i] = SpanResult(error=NUMERIC_ERROR)
                 elif best[i] == -np.inf:
                     results[i] = SpanResult(error=MASKED_ERROR)
+        return results
+
+    def _walked(self, held: list[list[int]]) -> list[SpanResult]:
+        ids, largest, best = self._stage.read(self._size)
+        tokens = ids.astype(np.int64).tolist()
+        errors = {m: MASKED_ERROR for m in np.flatnonzero(best == -np.inf).tolist()}
+        errors |= {m: NUMERIC_ERROR for m in np.flatnonzero(~(largest < np.inf)).tolist()}
+        results, first = [], 0
+        for span, ours in zip(self._spans, held):
+            rows = {i: first + i for i in range(span.length)}
+            results.append(resolve_span(span, ours if span.length > 1 else [], rows, tokens, errors, {}, {}))
+            first += span.length
         return results

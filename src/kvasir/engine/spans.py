@@ -49,7 +49,12 @@ def next_span(seq: Sequence, length: int) -> Span:
         want["score"] = range(max(0, unscored - start), min(length, seq.num_prompt - 1 - start))
     if length > first:
         want["sample"] = range(first, length)
-    return Span(seq, start, length, want=want, commit="walk" if length > first + 1 else "all", row=seq.row)
+    if length <= first + 1:
+        return Span(seq, start, length, want=want, row=seq.row)
+    parents = None
+    if len(seq.draft_parents) == length - first - 1:  # a tree: each row's parent in the span
+        parents = [*range(-1, first), *(first + 1 + p for p in seq.draft_parents)]
+    return Span(seq, start, length, mask="tree" if parents else "causal", want=want, commit="walk", parents=parents, row=seq.row)
 
 
 def rows_left(seq: Sequence) -> int:

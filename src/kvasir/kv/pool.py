@@ -47,6 +47,8 @@ class KVPool:
         self.num_pages = tuple(num_pages)
         sizes = [self.page_bytes_of(g, codec, page_slots, dtype) for g in groups]
         self.pages = [_zeros(n, size, torch.device(device)) for n, size in zip(num_pages, sizes)]
+        self._dtype = dtype
+        self._slot_words: dict[int, tuple[torch.Tensor, torch.Tensor, torch.dtype]] = {}  # by group, made when first asked for
         self._layers = {layer: self._view(i, at, dtype) for i, group in enumerate(groups) for at, layer in enumerate(group.layers)}
 
     @staticmethod
@@ -74,6 +76,18 @@ class KVPool:
             source, target = pairs.to(words.device, non_blocking=True)  # from pinned memory: a step in flight is not waited for
             words.index_copy_(0, target, words.index_select(0, source))
 
+    def move_slots(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the bytes of whole slots (page * page_slots + place): every layer, codes and scales, as they are. Every source
+        is read before any target is written; a target may appear once."""
+        if group not in self._slot_words:
+            self._slot_words[group] = self._words_of_a_slot(self.groups[group], self._dtype)
+        base, step, unit = self._slot_words[group]
+        words = self.pages[group].view(-1).view(unit)
+        slots = torch.tensor([sources, targets], pin_memory=words.is_cuda).to(words.device, non_blocking=True)
+        pages, places = slots // self.page_slots, slots % self.page_slots
+        at = (pages * (self.page_bytes(group) // unit.itemsize))[..., None] + base + places[..., None] * step
+        words[at[1]] = words[at[0]]
+
     def clear(self, group: int, pages: Sequence[int]) -> None:
         """Fill pages with zeros."""
         for page in pages:
@@ -82,6 +96,23 @@ class KVPool:
     def poison(self, group: int, pages: Sequence[int]) -> None:
         """Fill pages with ones: NaN in every float format, so that a read of an unwritten slot shows (poison mode)."""
         self.pages[group][torch.as_tensor(pages, dtype=torch.int64, device=self.pages[group].device)] = 0xFF
+
+    def _words_of_a_slot(self, group: CacheGroup, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
+        """Where a page of ``group`` keeps its slot 0, word by word, and how far each word is from slot to slot; and the words:
+        the widest in which every row of every plane is whole."""
+        planes, sizes = self.codec.planes(group.head_dim, dtype), _plane_bytes(group, self.codec, self.page_slots, dtype)
+        rows = [p.width * p.dtype.itemsize for p in planes]  # bytes of a slot of one head
+        unit = next(u for u in (torch.int64, torch.int32, torch.int16, torch.uint8) if not any(r % u.itemsize for r in rows))
+        base, step, at = [], [], 0
+        for _ in group.layers:
+            for size, row in zip(sizes, rows):
+                words = row // unit.itemsize
+                heads = at // unit.itemsize + np.arange(group.num_kv_heads)[:, None] * self.page_slots * words
+                base.append((heads + np.arange(words)).ravel())
+                step.append(np.full(group.num_kv_heads * words, words))
+                at += size
+        device = self.pages[0].device
+        return torch.from_numpy(np.concatenate(base)).to(device), torch.from_numpy(np.concatenate(step)).to(device), unit
 
     def _view(self, index: int, place: int, dtype: torch.dtype) -> LayerCache:
         """The planes of the layer at ``place`` in group ``index``."""

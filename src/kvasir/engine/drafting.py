@@ -1,0 +1,172 @@
+"""Drafts in the step loop: asks the drafter for the sequences that decode, lets the controller cut, hands the rest to the
+scheduler, and tells both what came of it. Rows that hold drafts are rows like others: see ``Span``.
+
+A draft continues the committed tokens, so a step with drafts is planned only when the one before it was read. Where the
+controller says that this does not pay, nothing here runs but a counter, and the engine overlaps as without a drafter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from kvasir.config import SpeculationConfig
+from kvasir.engine.runner import Runner
+from kvasir.engine.spans import ONE_SAMPLE, rows_left
+from kvasir.engine.step_time import Roofline, StepShape, StepTimeModel
+from kvasir.logs import log
+from kvasir.models import cost
+from kvasir.speculation.controller import Controller
+from kvasir.speculation.drafter import Ask, Drafter
+from kvasir.speculation.tree import DraftTree
+from kvasir.types import EngineStats, Plan, Sequence, Span, SpanResult, Status
+
+PLAIN_SAMPLES = 8  # one in so many plain steps is measured,
+FIRST_PLAIN = 32  # after so many of the first
+WARM_UP = 5  # steps of a size before their time counts: the one that captures it included
+MAX_FAILURES = 8  # of a drafter in a row before it is switched off
+BEST = {"cuda": (5e12, 1e15), "cpu": (4e11, 4e12)}  # bytes and operations a second that no device of today exceeds much
+
+
+class Drafting:
+    """``max_rows``: rows a step. Lives beside the scheduler, which treats drafts as look-ahead that may be dropped."""
+
+    def __init__(self, config: SpeculationConfig, drafter: Drafter, runner: Runner, max_rows: int, max_model_len: int) -> None:
+        self.drafter = drafter
+        self._config, self._runner, self._max_rows, self._max_model_len = config, runner, max_rows, max_model_len
+        self._times = StepTimeModel(_roofline(runner))
+        self.controller = Controller(self._seconds, fixed=config.draft_control == "fixed")
+        self._pending: dict[Sequence, DraftTree] = {}
+        self._measured: dict[int, tuple[StepShape, bool, int]] = {}  # by step: shape, whether drafted, decodes
+        self._drafting = False  # in the step that is being planned
+        self._failures = 0
+        self._runs: Counter[tuple[int, bool]] = Counter()
+        self._num_plain = 0  # measured
+
+    # ----------------------------------------------------------------------------------------------------- before a step
+
+    def wanted(self, running: Iterable[Sequence]) -> bool:
+        """Whether to draft in the next step. Asked once a step, before anything is resolved."""
+        self._drafting = False
+        if self._failures >= MAX_FAILURES or self.controller.resting():
+            return False
+        decodes = [seq for seq in running if rows_left(seq) <= 1]
+        self._drafting = self.controller.wanted(len(decodes), sum(len(seq.tokens) for seq in decodes))
+        return self._drafting
+
+    def propose(self, running: Iterable[Sequence]) -> None:
+        """Set the drafts of all sequences that decode. Nothing may be in flight."""
+        decodes = [seq for seq in running if rows_left(seq) == 1 and seq.status is Status.RUNNING]
+        for seq in decodes:
+            seq.draft, seq.draft_parents = [], []
+        asks = [ask for seq in decodes if (ask := self._ask(seq)) is not None]
+        if not asks:
+            return
+        for ask in asks:
+            if not ask.seq.state.get("drafted"):
+                ask.seq.state["drafted"] = True
+                self.drafter.open(ask.seq)
+        try:
+            trees = self.drafter.propose(asks)
+        except Exception:
+            self._failures += 1
+            log.exception("drafter %s failed (%d times in a row)", self.drafter.name, self._failures)
+            return
+        self._failures = 0
+        # Prompts need rows, too: drafts get what the decodes leave, of a quarter at least of the step.
+        budget = max(self._max_rows // 4, self._max_rows - sum(rows_left(seq) for seq in running)) - len(decodes)
+        trees = self.controller.allocate(trees, sum(len(ask.seq.tokens) for ask in asks), max(0, budget))
+        for ask, tree in zip(asks, trees):
+            if tree.tokens:
+                self._pending[ask.seq] = tree
+                ask.seq.draft, ask.seq.draft_parents = tree.tokens, [] if tree.is_chain else tree.parents
+
+    def _ask(self, seq: Sequence) -> Ask | None:
+        most, wanted = self._config.max_draft_tokens, seq.request.params.num_draft_tokens
+        if wanted is not None:
+            most = min(most, wanted)
+        most = min(most, self._max_model_len - 1 - len(seq.tokens), seq.max_output - 1 - seq.num_output)
+        return Ask(seq, most, most) if most > 0 else None
+
+    def launched(self, plan: Plan) -> None:
+        """``plan`` is on its way. Of steps that only decode, the time is taken."""
+        if not self._drafting and plan.step % PLAIN_SAMPLES and self._num_plain >= FIRST_PLAIN:
+            return
+        rows = context = decodes = 0
+        plain = True
+        for span in plan.spans:
+            rows += span.length
+            context += span.start
+            sample = span.want.get("sample", ())
+            plain = plain and len(sample) == span.length
+            decodes += bool(sample) and sample[0] == 0
+        shape = StepShape(rows=rows, decode_context=context, sequences=len(plan.spans)) if plain else StepShape()
+        self._measured[plan.step] = shape, self._drafting, decodes
+
+    # ------------------------------------------------------------------------------------------------------ after a step
+
+    def commit(self, span: Span, result: SpanResult, kept: list[int]) -> None:
+        """``kept`` tokens of a span that verified a draft are about to be committed: move what lies off the leftmost path."""
+        rows = result.path[:len(kept)]
+        anchor = rows[0] if rows else 0
+        moves = [(span.start + row, span.start + anchor + j) for j, row in enumerate(rows) if row != anchor + j]
+        if moves:
+            size = self._runner.pool.page_slots
+            for group, table in enumerate(span.seq.tables):
+                sources, targets = zip(*((table[a // size] * size + a % size, table[b // size] * size + b % size) for a, b in moves))
+                self._runner.pool.move_slots(group, sources, targets)
+
+    def observe(self, span: Span, result: SpanResult) -> None:
+        """The same span, committed."""
+        tree = self._pending.pop(span.seq, None)
+        if tree is None:
+            return
+        path = tree.path(result.tokens)
+        self.controller.observe(tree, path)
+        self.drafter.observe(span.seq, tree, path)
+
+    def completed(self, plan: Plan, seconds: float) -> None:
+        shape, drafted, decodes = self._measured.pop(plan.step, (None, False, 0))
+        if shape is None:
+            return
+        if shape.rows and self._warm(shape.rows, drafted):
+            self._times.observe(shape, seconds, graph=not drafted)
+            self._num_plain += not drafted
+        if drafted:
+            self.controller.end_step(decodes)
+
+    def _warm(self, rows: int, drafted: bool) -> bool:
+        """Whether steps of this size have run often enough to be compiled and captured: earlier times tell nothing."""
+        graphs = self._runner.graphs
+        size = graphs.bucket(rows) if graphs is not None and rows <= graphs.buckets[-1] else rows.bit_length()
+        self._runs[size, drafted] += 1
+        return self._runs[size, drafted] > WARM_UP
+
+    def close(self, seq: Sequence) -> None:
+        self._pending.pop(seq, None)
+        if seq.state.get("drafted"):
+            self.drafter.close(seq)
+
+    def fill(self, stats: EngineStats) -> None:
+        s = self.controller.stats
+        stats.draft_steps, stats.drafts, stats.drafted_tokens, stats.accepted_tokens = s.steps, s.verified, s.drafted, s.accepted
+        stats.accepted_by_depth = s.by_depth
+
+    def _seconds(self, num_seqs: int, context: int, num_drafts: int, drafted: bool) -> float:
+        # Verifying rows share what a sequence's keys cost to read, so a span counts its context once.
+        shape = StepShape(rows=num_seqs + num_drafts, decode_context=context, sequences=num_seqs)
+        return self._times.predict(shape, graph=not drafted)
+
+
+def holds_draft(plan: Plan) -> bool:
+    """Whether a plan in flight verifies drafts: what follows them is open."""
+    return any(span.want is not ONE_SAMPLE and span.commit == "walk" for span in plan.spans)
+
+
+def _roofline(runner: Runner) -> Roofline:
+    """Above what the device can do: the prior of the step times, which are measured soon, and their lower bound."""
+    spec, size = runner.model.spec, runner.model.place.dtype.itemsize
+    bandwidth, flops = BEST.get(runner.device.type, BEST["cpu"])
+    pairs = sum(4 * layer.mixer.num_heads * layer.mixer.head_dim for layer in spec.layers)
+    return Roofline(bandwidth, flops, cost.weight_bytes(spec, size), 2 * cost.active_params(spec), pairs,
+                    sum(cost.kv_bytes_per_token(spec, size).values()))

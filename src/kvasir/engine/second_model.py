@@ -1,0 +1,150 @@
+"""A second model beside the served one, with its own runner, pages and prefix index: what a drafter drafts with.
+
+Every sequence has a *shadow* here: the same tokens, the same noise stream, its own page tables. Drawing is plain decoding of
+shadows. What the served model did not accept is forgotten by moving a counter back: its slots are written again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from typing import Any
+
+import torch
+
+from kvasir.config import EngineConfig
+from kvasir.engine.build import Built, build
+from kvasir.engine.pages import PageManager
+from kvasir.engine.sizing import pages_for
+from kvasir.engine.spans import next_span
+from kvasir.errors import ConfigError
+from kvasir.speculation.drafter import Ask
+from kvasir.types import ModelInfo, PageCopy, Plan, Sequence, Span, Status
+
+
+class EngineHost:
+    """Implements ``drafter.Host``: loads before the served model does, and compares when that is there."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._models: list[SecondModel] = []
+
+    def chain_model(self, model: str, kv_tokens: int) -> SecondModel:
+        config = self._config
+        own = config.replace(model=model, tokenizer=None, kv_codec="plain", page_slots=None, drafter="", fit=True, batch_invariant=False,
+                             num_pages=pages_for(kv_tokens, 16))
+        self._models.append(SecondModel(build(own)))
+        return self._models[-1]
+
+    def check(self, served: ModelInfo) -> None:
+        """Raises ConfigError where token ids would mean different things."""
+        for model in self._models:
+            info = model.info
+            if (info.vocab_size, info.tokenizer_size) != (served.vocab_size, served.tokenizer_size):
+                raise ConfigError(f"the draft model {info.name} has {info.tokenizer_size} of {info.vocab_size} token ids in use, {served.name} has "
+                                  f"{served.tokenizer_size} of {served.vocab_size}: it must share the vocabulary. Choose one that does, or "
+                                  "--drafter suffix, which needs no model.")
+
+
+class SecondModel:
+    """Implements ``drafter.ChainModel``. Sequences that find no page or row take those of who was drafted for longest ago."""
+
+    def __init__(self, built: Built) -> None:
+        self.info = built.info
+        self._runner, self._max_rows = built.runner, built.max_rows
+        self._pages = PageManager(built.runner.pool.groups, built.plan.num_pages, built.runner.pool.page_slots, built.prefix_root)
+        self._shadows: OrderedDict[Sequence, Sequence] = OrderedDict()  # least recently drafted for first
+        self._free_rows = list(range(built.max_num_seqs))
+
+    def draw(self, asks: Many[Ask]) -> list[list[int]]:
+        busy = {ask.seq for ask in asks}
+        ready: list[tuple[Sequence, int]] = []  # shadow, tokens to draw
+        left = self._max_rows
+        for ask in asks:
+            shadow = self._shadow(ask.seq, busy)
+            length = 0 if shadow is None else min(ask.max_depth, self.info.max_model_len - len(ask.seq.tokens))
+            if length > 0 and left > 0 and self._room(shadow, len(shadow.tokens) + length - 1, busy):
+                ready.append((shadow, length))
+                left -= len(shadow.tokens) - shadow.num_computed
+        known = {shadow: len(shadow.tokens) for shadow, _ in ready}
+        self._step([shadow for shadow, _ in ready], self._max_rows)
+        ready = [(shadow, length) for shadow, length in ready if len(shadow.tokens) > known[shadow]]
+        for depth in range(1, max((length for _, length in ready), default=0)):
+            self._step([shadow for shadow, length in ready if length > depth], self._max_rows)
+        drawn = {shadow: shadow.tokens[known[shadow]:] for shadow, _ in ready}
+        return [drawn.get(self._shadows.get(ask.seq), []) for ask in asks]
+
+    def close(self, seq: Sequence) -> None:
+        shadow = self._shadows.pop(seq, None)
+        if shadow is not None:
+            self._release(shadow)
+
+    @torch.inference_mode()
+    def load(self, weights: Mapping[str, Any]) -> None:
+        slots = self._runner.model.slots()
+        for name, tensor in weights.items():
+            slots[name].copy_(tensor)
+
+    # --------------------------------------------------------------------------------------------------------- shadows
+
+    def _shadow(self, seq: Sequence, busy: set[Sequence]) -> Sequence | None:
+        """The sequence's shadow, brought up to its tokens; None: no row for it."""
+        shadow = self._shadows.get(seq)
+        if shadow is None:
+            if not self._free_rows and not self._evict(busy):
+                return None
+            # What is drawn need not obey penalties or a grammar to be a good guess; reports are not wanted.
+            params = dataclasses.replace(seq.request.params, n=1, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, bad_words=(),
+                                         grammar=None, logprobs=None, prompt_logprobs=None, min_tokens=0)
+            shadow = Sequence(dataclasses.replace(seq.request, params=params, bad_words=[], emitted=[]))
+            shadow.stream, shadow.tokens = seq.stream, list(seq.tokens)
+            self._pages.admit(shadow, self._pages.match(shadow))
+            shadow.status, shadow.row = Status.RUNNING, self._free_rows.pop()
+            self._runner.open(shadow)
+            self._shadows[seq] = shadow
+        else:
+            # What was drawn and computed counts up to the first token that the served model did not draw.
+            agreed, end = min(shadow.state["agreed"], shadow.num_computed), min(shadow.num_computed, len(seq.tokens) - 1)
+            while agreed < end and shadow.tokens[agreed] == seq.tokens[agreed]:
+                agreed += 1
+            shadow.tokens[agreed:], shadow.num_computed = seq.tokens[agreed:], agreed
+            self._pages.commit(shadow)
+            self._shadows.move_to_end(seq)
+        shadow.state["agreed"] = len(seq.tokens) - 1
+        return shadow
+
+    def _room(self, shadow: Sequence, num_tokens: int, busy: set[Sequence]) -> bool:
+        copies: list[PageCopy] = []
+        while not self._pages.grow(shadow, num_tokens, copies):
+            if not self._evict(busy):
+                return False
+        if copies:
+            self._runner.pool.copy(copies)
+        return True
+
+    def _evict(self, busy: set[Sequence]) -> bool:
+        victim = next((seq for seq in self._shadows if seq not in busy), None)
+        if victim is not None:
+            self.close(victim)
+        return victim is not None
+
+    def _release(self, shadow: Sequence) -> None:
+        self._runner.close(shadow.row)
+        self._free_rows.append(shadow.row)
+        self._pages.release(shadow)
+
+    def _step(self, shadows: list[Sequence], max_rows: int) -> None:
+        """The next rows of each, within the budget; those whose last token is among them get one more token."""
+        spans: list[Span] = []
+        for shadow in shadows:
+            length = min(len(shadow.tokens) - shadow.num_computed, max_rows)
+            if length > 0:
+                spans.append(next_span(shadow, length))
+                max_rows -= length
+        if not spans:
+            return
+        for span, result in zip(spans, self._runner.launch(Plan(0, spans)).read()):
+            span.seq.num_computed += span.length
+            span.seq.tokens += result.tokens[:1]

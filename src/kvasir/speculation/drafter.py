@@ -1,0 +1,91 @@
+"""The seam of drafters: who proposes tokens that the model then checks in one forward.
+
+Verification is sampling with position-keyed noise (docs/architecture.md), so nothing a drafter proposes can change a token
+of the output: it may be wrong, stale, random, replaced in mid-request or absent. What it changes is how many tokens a
+forward yields. A drafter sees sequences and knows nothing of plans; the engine knows nothing of drafters but this protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+from kvasir.speculation.tree import DraftTree
+from kvasir.technique import Technique
+from kvasir.types import Sequence
+
+DRAFTERS = "kvasir.speculation.drafters"
+Place = Literal["cpu", "same_device", "other_device"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A sequence whose next token is the model's turn, and how large a tree may be proposed for it."""
+
+    seq: Sequence
+    max_nodes: int
+    max_depth: int
+
+
+class ChainModel(Protocol):
+    """Another causal model with KV pages of its own, as the engine runs it for a drafter."""
+
+    def draw(self, asks: Many[Ask]) -> list[list[int]]:
+        """For each, up to ``max_depth`` tokens after the known ones, drawn with the sequence's own parameters and noise; none
+        where the model is still busy with the prompt or has no page left."""
+
+    def close(self, seq: Sequence) -> None: ...
+
+    def load(self, weights: Mapping[str, Any]) -> None:
+        """Copy weights into place, by parameter name."""
+
+
+class Host(Protocol):
+    """What the engine offers a drafter when it starts, before the served model takes its memory."""
+
+    def chain_model(self, model: str, kv_tokens: int) -> ChainModel:
+        """``model``: checkpoint folder or hub id; ``kv_tokens``: tokens its pages hold. Raises ConfigError when its vocabulary
+        is not the served model's."""
+
+
+class Drafter(Technique):
+    """``hidden_layers``: layers of the served model whose outputs it reads; they are handed to ``ingest`` and ``observe``
+    (none of the present drafters asks for any). ``place``: where it runs; one on the CPU needs no word of what it missed while
+    drafting was off, for it reads the sequence's tokens when asked.
+    """
+
+    exact = True
+    affects_kv = False
+    hidden_layers: ClassVar[tuple[int, ...]] = ()
+    place: ClassVar[Place] = "cpu"
+    topology: ClassVar[Literal["chain", "tree"]] = "chain"
+    version = 0  # of the weights
+
+    def prepare(self, host: Host) -> None:
+        """Once, before the first request."""
+
+    def open(self, seq: Sequence) -> None:
+        """A sequence is about to be drafted for, for the first time."""
+
+    def ingest(self, seq: Sequence, hidden: Any, start: int) -> None:
+        """The outputs of ``hidden_layers`` for committed rows from position ``start``."""
+
+    def propose(self, asks: list[Ask]) -> list[DraftTree]:
+        """One tree for each, maybe empty. Continues ``seq.tokens``; changes nothing of the sequence."""
+        raise NotImplementedError
+
+    def observe(self, seq: Sequence, tree: DraftTree, path: list[int], hidden: Any = None) -> None:
+        """``tree`` was verified and the nodes of ``path`` were right; ``seq.tokens`` holds them and one more."""
+
+    def close(self, seq: Sequence) -> None:
+        """The sequence has ended; its tokens are final."""
+
+    def load(self, weights: Any, version: int) -> None:
+        """New weights between two steps. Running sequences go on."""
+        self.version = version
+
+    def state_bytes(self) -> int:
+        """Bytes of memory held, roughly, beside what ``Sequence.state`` keeps."""
+        return 0

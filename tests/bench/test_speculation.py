@@ -1,0 +1,33 @@
+"""The speculation benchmark end to end on the smallest model, and its measure of repetition."""
+
+import json
+
+import pytest
+
+from kvasir.bench import speculation
+from kvasir.config import EngineConfig
+from kvasir.errors import ConfigError
+
+COMMON = dict(shape=None, drafters=None, tasks=["chain"], accepts=None, batch=2, count=2, prompt=16, output_tokens=24, temperature=0.0, repeats=1,
+              output=None, commit="x")
+
+
+def test_repeated_grams_are_counted_within_an_output():
+    assert speculation.repeated_grams([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]) == 0.0
+    assert speculation.repeated_grams([[1, 2, 3, 4, 1, 2, 3, 4]]) == pytest.approx(1 / 5)
+    assert speculation.repeated_grams([[1]]) == 0.0
+
+
+def test_arms_and_their_figures(capsys):
+    config = EngineConfig.of(model="nano", num_threads=1, cpu_cache_bytes=1 << 24)
+    speculation.run(config, **COMMON | dict(drafters=["draft_model:model=nano"], accepts=[1.0]))
+    arms = {a["name"]: a["metrics"] for a in json.loads(capsys.readouterr().out)["arms"]}
+    assert list(arms) == ["plain", "draft_model:model=nano fixed", "draft_model:model=nano goodput", "replay:accept=1 fixed", "replay:accept=1 goodput"]
+    assert arms["plain"]["tokens_per_forward"] <= 2 < arms["replay:accept=1 fixed"]["tokens_per_forward"]
+    assert all(arms[name]["same_outputs"] == 1 for name in list(arms)[1:])
+    assert arms["draft_model:model=nano fixed"]["accepted_by_depth"]["1"] == 1, "it is the served model itself"
+
+
+def test_random_weights_say_nothing_of_drafters():
+    with pytest.raises(ConfigError, match="--accept"):
+        speculation.run(EngineConfig.of(), **COMMON | dict(shape="llama-8b", drafters=["ngram"]))

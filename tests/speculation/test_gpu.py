@@ -1,0 +1,48 @@
+"""On a GPU in fp32: with drafts, in graphs and without, the tokens of the plain engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.speculation.helpers import NANO, Hostile, driver, install, requests
+
+pytestmark = pytest.mark.gpu
+
+
+def run(drafter: str, hostile: dict | None = None, **options):
+    d = driver(drafter, device="cuda", dtype="float32", batch_invariant=False, max_num_seqs=64, **options)
+    if hostile is not None:
+        install(d, Hostile(hostile))
+    for _ in range(3):  # buckets are captured after a few uses
+        d.outputs.clear()
+        d.run(requests(d, 1.0, 2, logprobs=None))
+    found = {key: out.tokens for key, out in d.outputs.items()}
+    stats, graphs = d.engine.stats(), d.engine.runner.graphs
+    captured = [] if graphs is None else [key for key in graphs._ready if key[2]]
+    assert not d.errors
+    d.close()
+    return found, stats, captured
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return run("", cuda_graphs=False, overlap=False)[0]
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("drafter", ["ngram:min_match=1", "suffix:min_match=1", f"draft_model:model={NANO}", "hostile"])
+@pytest.mark.parametrize("codec", ["plain"])
+def test_same_tokens(drafter, graphs, codec, plain):
+    hostile = plain if drafter == "hostile" else None
+    found, stats, captured = run("replay" if hostile else drafter, hostile, cuda_graphs=graphs, kv_codec=codec)
+    assert found == plain and stats.accepted_tokens > 0
+    assert bool(captured) == graphs or drafter not in (f"draft_model:model={NANO}",), "chains were never captured"
+
+
+@pytest.mark.parametrize("codec", ["int4_bdr", "int4", "fp8"])
+def test_lossy_codecs_keep_tokens_too(codec):
+    """Moves copy codes and scales; the tree's keys are the same numbers in other slots."""
+    alone = run("", kv_codec=codec, cuda_graphs=False, overlap=False)[0]
+    found, stats, _ = run("replay", alone, kv_codec=codec)
+    assert stats.accepted_tokens > 0
+    assert sum(found[key] == alone[key] for key in alone) >= len(alone) - 1, "but for a tie"

@@ -1,0 +1,145 @@
+"""With any drafter the engine emits the tokens and log-probabilities of the plain engine, to the bit (CPU exact mode)."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvasir.types import Grammar
+from tests.pairwise import label, pairwise, product
+from tests.speculation.helpers import ASSETS, LENGTHS, Hostile, driver, install, outputs, plain, requests
+
+FACTORS = {
+    "drafter": ["ngram:min_match=1", "suffix:min_match=1", f"draft_model:model={ASSETS / 'embedded'}", "replay:accept=0.7", "hostile"],
+    "temperature": [0.0, 0.7, 1.0],
+    "chunk": [6, 17, 64],
+    "cache": [True, False],
+    "preempt_every": [0, 3],
+    "pool": ["roomy", "tight"],
+    "n": [1, 2],
+    "codec": ["plain", "int4_bdr"],
+    "seqs": [1, 4],
+    "overlap": [True, False],
+    "static": [True, False],  # decodes and chains over the static buffers that a GPU captures
+    "logprobs": [None, 0],  # with them, the sampler draws; without, the step itself
+}
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """(temperature, n, codec) -> the plain engine's outputs, made when first asked for."""
+    found = {}
+
+    def get(*key) -> dict:
+        if key not in found:
+            found[key] = plain(*key)
+        return found[key]
+
+    return get
+
+
+def run_case(case: dict, reference) -> tuple[int, int]:
+    """Returns drafted and accepted tokens."""
+    expected = reference(case["temperature"], case["n"], case["codec"])
+    num_pages = 256 if case["pool"] == "roomy" else 8  # the longest request and little more
+    name = case["drafter"]
+    d = driver("replay" if name == "hostile" else name, max_num_batched_tokens=case["chunk"], max_num_seqs=case["seqs"], num_pages=num_pages,
+               enable_prefix_caching=case["cache"], kv_codec=case["codec"], overlap=case["overlap"], static=case["static"])
+    if name == "hostile":
+        install(d, Hostile({key: tokens for key, (tokens, _) in expected.items()}))
+    elif name.startswith("replay"):
+        prompts = {r.id: tuple(r.prompt_ids) for r in requests(d, 0.0)}
+        d.engine._drafting.drafter.load({prompts[i]: tokens for (i, branch), (tokens, _) in expected.items() if branch == 0}, 1)
+    d.run(requests(d, case["temperature"], case["n"], logprobs=case["logprobs"]), preempt_every=case["preempt_every"])
+    if case["logprobs"] is None:
+        expected = {key: (tokens, []) for key, (tokens, _) in expected.items()}
+    assert outputs(d) == expected, case
+    stats = d.engine.stats()
+    d.close()
+    return stats.drafted_tokens, stats.accepted_tokens
+
+
+accepted_by: dict[str, int] = {}
+
+
+@pytest.mark.parametrize("case", pairwise(FACTORS), ids=label)
+def test_same_tokens(case, reference):
+    _, accepted = run_case(case, reference)
+    accepted_by[case["drafter"]] = accepted_by.get(case["drafter"], 0) + accepted
+
+
+def test_every_drafter_was_right_at_times():
+    """Else the cases above compared the plain engine with itself."""
+    if len(accepted_by) < len(FACTORS["drafter"]):
+        pytest.skip("only meaningful after all cases in one process")
+    assert all(accepted_by.values()), accepted_by
+
+
+CORE = ("drafter", "temperature", "preempt_every", "n", "codec")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place, case", list(enumerate(product({name: FACTORS[name] for name in CORE}))), ids=str)
+def test_same_tokens_full_product(place, case, reference):
+    """Every combination of these; the other factors take turns."""
+    run_case(case | {name: values[place % len(values)] for name, values in FACTORS.items() if name not in CORE}, reference)
+
+
+@pytest.mark.parametrize("params", [
+    dict(presence_penalty=0.8, frequency_penalty=0.5, repetition_penalty=1.3),
+    dict(bad_words=(), min_tokens=6, stop_token_ids=[311, 312], ignore_eos=False),
+    dict(logprobs=3, logprobs_mode="processed", top_p=0.9, top_k=20),
+    dict(prompt_logprobs=1),
+    dict(grammar=Grammar("regex", "(ab|ba|c)*"), allowed_token_ids=None),
+], ids=["penalties", "stops", "reports", "scored", "grammar"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_with_parameters_that_look_at_history(params, temperature):
+    """Each node is conditioned on its own path: penalties, bans, masks and reports are those of plain decoding."""
+    expected = plain(temperature, 2, "plain", **params)
+    d = driver("replay", max_num_batched_tokens=32, max_num_seqs=4)
+    install(d, Hostile({key: tokens for key, (tokens, _) in expected.items()}))
+    d.run(requests(d, temperature, 2, **params), preempt_every=5)
+    assert outputs(d) == expected
+    assert d.engine.stats().accepted_tokens > 20
+    d.close()
+
+
+def test_a_request_may_do_without():
+    d = driver("suffix:min_match=1")
+    d.run(requests(d, 0.0, num_draft_tokens=0))
+    assert d.engine.stats().drafts == 0
+    d.run(requests(d, 0.0, tag="one", num_draft_tokens=1))
+    stats = d.engine.stats()
+    assert 0 < stats.drafted_tokens == stats.drafts
+    d.close()
+
+
+def test_a_drafter_that_fails_costs_no_request(reference):
+    class Broken(Hostile):
+        def propose(self, asks):
+            raise RuntimeError("no")
+
+    d = driver("replay")
+    install(d, Broken({}))
+    d.run(requests(d, 1.0))
+    assert outputs(d) == reference(1.0, 1, "plain")
+    d.close()
+
+
+def test_a_prefix_of_drafted_text_is_hit_later(reference):
+    """State: pages that hold moved slots serve another request to the bit."""
+    expected = reference(1.0, 1, "plain")
+    d = driver("replay")
+    install(d, Hostile({key: tokens for key, (tokens, _) in expected.items()}))
+    first = requests(d, 1.0)
+    d.run(first)
+    longer = [d.request(f"again{k}", [*r.prompt_ids, *expected[r.id, 0][0]], max_tokens=1, temperature=0.0, logprobs=5) for k, r in enumerate(first)]
+    bare = driver(enable_prefix_caching=False)
+    bare.run(longer)
+    d.engine._drafting.drafter.outputs |= {(f"again{k}", 0): [] for k in range(len(longer))}
+    before = d.engine.stats().cached_tokens
+    d.run(longer)
+    assert d.engine.stats().cached_tokens - before > sum(LENGTHS) // 2
+    found = outputs(d)
+    assert {k: found[k] for k in outputs(bare)} == outputs(bare)
+    d.close()
+    bare.close()

@@ -1,0 +1,85 @@
+"""Mistakes that look right. Each must be seen by the identity test; one that is not would show that the test cannot fail."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvasir.decoding import rows, sampler
+from kvasir.engine import batch
+from kvasir.kv.pool import KVPool
+from tests.speculation.helpers import Hostile, driver, install, outputs, plain, requests
+
+REAL_WALK = sampler._walk
+
+
+def one_too_many(span, held, sample, logit_rows, tokens):
+    """Goes on to the first child although the draw was another token."""
+    path = REAL_WALK(span, held, sample, logit_rows, tokens)
+    below = [i for i in sample if len(sample) > 1 and (span.parents[i] if span.parents else i - 1) == path[-1]]
+    return path + below[:1]
+
+
+def first_child(span, held, sample, logit_rows, tokens):
+    """Accepts any draft, whatever was drawn: emits the draws along the leftmost path."""
+    return list(sample)[:2] if len(sample) > 1 else [sample[0]]
+
+
+def every_row_before(parents, bits):
+    for i in range(len(parents)):
+        bits[i, :] = np.int64((1 << (i + 1)) - 1)
+
+
+MUTATIONS = {
+    "one token too many": (sampler, "_walk", one_too_many),
+    "the draft is not compared": (sampler, "_walk", first_child),
+    "noise by slot, not by depth": (rows, "_depths", lambda parents: list(range(len(parents)))),
+    "rope by slot": (batch, "_positions", lambda span: np.arange(span.start, span.start + span.length)),
+    "siblings see each other": (batch, "_ancestors", every_row_before),
+    "slots are not moved": (KVPool, "move_slots", lambda self, group, sources, targets: None),
+    "slots are moved one by one, backwards": (KVPool, "move_slots", None),
+}
+
+
+def backwards(self, group, sources, targets):
+    for source, target in reversed(list(zip(sources, targets))):
+        REAL_MOVE(self, group, [source], [target])
+
+
+REAL_MOVE = KVPool.move_slots
+MUTATIONS["slots are moved one by one, backwards"] = (KVPool, "move_slots", backwards)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return plain(1.0)
+
+
+def run(expected) -> dict:
+    d = driver("replay", check=False)
+    install(d, Hostile({key: tokens for key, (tokens, _) in expected.items()}, seed=3))
+    try:
+        for request in requests(d, 1.0):
+            d.submit(request)
+        for _ in range(200):
+            if not d.engine.has_work():
+                break
+            d.step()
+        return outputs(d)
+    finally:
+        d.close()
+
+
+def test_unchanged_it_passes(expected):
+    assert run(expected) == expected
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_fails(name, expected, monkeypatch):
+    owner, attribute, mutant = MUTATIONS[name]
+    monkeypatch.setattr(owner, attribute, mutant)
+    try:
+        found = run(expected)
+    except AssertionError:  # of the engine's own: as good
+        return
+    assert found != expected, f"'{name}' changes nothing that the test sees"
