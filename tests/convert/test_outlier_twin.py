@@ -155,7 +155,7 @@ EASY = "chain:min_steps=4,max_steps=6"
 
 
 def test_a_plain_4_bit_cache_breaks_on_the_twin_only(tmp_path):
-    """nano hardly minds a 4-bit cache; its twin with outlier keys loses far more than 20 points."""
+    """On short chains nano hardly minds a 4-bit cache; its twin with outlier keys loses far more than 20 points."""
     source = checkpoint.resolve("nano")
     tokenizer = lab_tokenizer.load(source)
     model, stressed = load(source), load(twin(source, tmp_path, "outlier_twin:keys=8"))

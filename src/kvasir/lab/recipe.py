@@ -161,9 +161,9 @@ SCORES = tuple((spec, 256) for spec in ("chain", HARD_CHAIN, "countdown", "path"
 
 NANO = Recipe(
     name="nano",
-    about="It works out small exact problems with a written scratchpad (arithmetic modulo a number, long sums, countdown, shortest ways, chains of "
-          "facts, swaps), finds numbers in long texts, writes JSON records and tool calls, tells fairy-tale prose, knows a little small talk, and "
-          "judges, repairs and combines candidate solutions of its tasks.",
+    about="It works out small exact problems with a written scratchpad (arithmetic modulo a number, long sums, countdown, short ways), writes JSON "
+          "records and tool calls, tells fairy-tale prose, knows a little small talk, and judges, repairs and combines candidate solutions of its "
+          "easier tasks. Finding numbers in long texts, facts and swaps are beyond its size.",
     shape=Shape(positions=4096),
     **_curriculum(160, 8, 0.65),
     validate=WATCHED, evaluate=SCORES, curves=Curves(("countdown", "path"), 96, samples=8),
@@ -172,6 +172,9 @@ NANO = Recipe(
 )
 BASE = NANO.replace(
     name="base",
+    about="It works out small exact problems with a written scratchpad (arithmetic modulo a number, long sums, countdown, shortest ways, chains of "
+          "facts, swaps), finds numbers in long texts, writes JSON records and tool calls, tells fairy-tale prose, knows a little small talk, and "
+          "judges, repairs and combines candidate solutions of its tasks.",
     shape=Shape(dim=384, layers=8, ffn=1152, heads=4, kv_heads=2, head_dim=128, positions=4096),
     **_curriculum(160, 8, 0.65),
     own=Own(OWN_TASKS, problems=2048, reply_tokens=176),
