@@ -159,7 +159,7 @@ def test_encoding_what_was_decoded_changes_nothing_much(spec):
     assert relative_error(round_trip(spec, once)[0], once) < (1e-3 if "bdr" not in spec else 0.02)
 
 
-@pytest.mark.parametrize("spec, bits", [("fp8", 8.125), ("int8", 8.25), ("int4", 4.25), ("int4_bdr", 4.25), ("nvfp4", 4.5)])
+@pytest.mark.parametrize("spec, bits", [("fp8", 8.25), ("int8", 8.25), ("int4", 4.25), ("int4_bdr", 4.25), ("nvfp4", 4.5)])
 def test_bits_an_element(spec, bits):
     group = CacheGroup("full", tuple(range(32)), 8, 128)
     codec = codec_of(spec)
