@@ -19,10 +19,11 @@ def test_repeated_grams_are_counted_within_an_output():
 
 
 def test_arms_and_their_figures(capsys):
-    config = EngineConfig.of(model="nano", num_threads=1, cpu_cache_bytes=1 << 24)
+    config = EngineConfig.of(model="nano", num_threads=1, max_model_len=512)
     speculation.run(config, **COMMON | dict(drafters=["draft_model:model=nano"], accepts=[1.0]))
     arms = {a["name"]: a["metrics"] for a in json.loads(capsys.readouterr().out)["arms"]}
-    assert list(arms) == ["plain", "draft_model:model=nano fixed", "draft_model:model=nano goodput", "replay:accept=1 fixed", "replay:accept=1 goodput"]
+    drafters = "draft_model:model=nano", "replay:accept=1"
+    assert list(arms) == ["plain", *(f"{name} {control}" for name in drafters for control in ("fixed", "goodput"))]
     assert arms["plain"]["tokens_per_forward"] <= 2 < arms["replay:accept=1 fixed"]["tokens_per_forward"]
     assert all(arms[name]["same_outputs"] == 1 for name in list(arms)[1:])
     assert arms["draft_model:model=nano fixed"]["accepted_by_depth"]["1"] == 1, "it is the served model itself"

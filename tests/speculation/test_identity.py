@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvasir.engine.graphs import call_through
 from kvasir.types import Grammar
 from tests.pairwise import label, pairwise, product
 from tests.speculation.helpers import ASSETS, LENGTHS, Hostile, driver, install, outputs, plain, requests
@@ -111,6 +112,19 @@ def test_a_request_may_do_without():
     stats = d.engine.stats()
     assert 0 < stats.drafted_tokens == stats.drafts
     d.close()
+
+
+def test_a_draft_model_goes_on_from_committed_tokens_only():
+    """Over static buffers, too, where the device keeps the tokens that it drew: also those that were not accepted."""
+    accepted = []
+    for static in (False, True):
+        d = driver(f"draft_model:model={ASSETS / 'embedded'},max_depth=1", max_num_seqs=4)
+        if static:
+            d.engine._drafting.drafter._model._runner.use_graphs(call_through)
+        d.run(requests(d, 0.0, 2, max_tokens=40))
+        accepted.append(d.engine.stats().accepted_by_depth)
+        d.close()
+    assert accepted[0] == accepted[1] and accepted[0][0][1] < accepted[0][0][0]
 
 
 def test_a_drafter_that_fails_costs_no_request(reference):

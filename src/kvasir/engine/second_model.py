@@ -16,6 +16,7 @@ import torch
 
 from kvasir.config import EngineConfig
 from kvasir.engine.build import Built, build
+from kvasir.engine.device_rows import UNKNOWN
 from kvasir.engine.pages import PageManager
 from kvasir.engine.sizing import pages_for
 from kvasir.engine.spans import next_span
@@ -33,8 +34,8 @@ class EngineHost:
 
     def chain_model(self, model: str, kv_tokens: int) -> SecondModel:
         config = self._config
-        own = config.replace(model=model, tokenizer=None, kv_codec="plain", page_slots=None, drafter="", fit=True, batch_invariant=False,
-                             num_pages=pages_for(kv_tokens, 16))
+        own = config.replace(model=model, revision=None, served_model_name=None, tokenizer=None, kv_codec="plain", page_slots=None, drafter="",
+                             fit=True, batch_invariant=False, num_pages=pages_for(kv_tokens, 16))
         self._models.append(SecondModel(build(own)))
         return self._models[-1]
 
@@ -111,6 +112,7 @@ class SecondModel:
                 agreed += 1
             shadow.tokens[agreed:], shadow.num_computed = seq.tokens[agreed:], agreed
             self._pages.commit(shadow)
+            self._runner.rows.drawn([shadow.row], [UNKNOWN])  # the device may hold a token of this position that was not accepted
             self._shadows.move_to_end(seq)
         shadow.state["agreed"] = len(seq.tokens) - 1
         return shadow
