@@ -41,6 +41,7 @@ async def everything():
         await scores(endpoint)
         await sequences(endpoint)
         await refusals(endpoint)
+        await forgetting(endpoint)
 
 
 def context(endpoint: EngineEndpoint) -> Context:
@@ -110,3 +111,15 @@ async def refusals(endpoint):
     with pytest.raises(Refused, match="different tokens"):
         await endpoint.choose(Prompt(MESSAGES), ("Yes", "not one token at all"), None)
     assert await c.choose(endpoint, MESSAGES, ("Yes", "Yes")) is None
+
+
+async def forgetting(endpoint):
+    """A second asking finds its prompt cached, one after ``forget`` does not, and all three say the same."""
+    c, found, cached = context(endpoint), [], []
+    for again in (False, False, True):
+        if again:
+            endpoint.forget()
+        before = c.ledger.total()["cached"]
+        found.append((await c.sample(endpoint, MESSAGES, 1, stream=5))[0].ids)
+        cached.append(c.ledger.total()["cached"] - before)
+    assert found[0] == found[1] == found[2] and cached[1] > 0 == cached[2]

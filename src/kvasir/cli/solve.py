@@ -198,6 +198,8 @@ async def _solve(job: Job, strategies: dict[str, Strategy], problems: Sequence[P
     try:
         async with opened(endpoints):
             for spec, strategy in strategies.items():
+                for endpoint in endpoints:
+                    endpoint.forget()  # or a later arm would find the questions of an earlier one in the cache, and look cheaper
                 with _progress(spec, len(problems)) as on_event:
                     found[spec] = await solve(strategy, problems, endpoints, seed=job.seed, name=spec, sampling=sampling, budget=job.budget,
                                               problem_budget=job.problem_budget, journal=journal, on_event=on_event, at_once=job.at_once)

@@ -144,6 +144,9 @@ class Endpoint(abc.ABC):
     async def close(self) -> None:  # noqa: B027
         """Give everything back."""
 
+    def forget(self) -> None:  # noqa: B027
+        """What was computed until now is no longer found in a prefix cache, where that can be had: arms of a comparison begin alike."""
+
     @abc.abstractmethod
     def draw(self, prompt: Prompt, n: int, sampling: Sampling, seed: int) -> Draw:
         """Sample ``n`` replies. Sample i of a seed is the same for every n, where the endpoint keeps seeds at all. Iterating raises

@@ -54,12 +54,16 @@ class EngineEndpoint(Endpoint):
         self.confidences = confidences
         self.engine = AsyncEngine(config)
         self._numbers = itertools.count()
+        self._salt = ""  # part of the prefix key
 
     async def start(self) -> None:
         await self.engine.start()
 
     async def close(self) -> None:
         await self.engine.stop(0)
+
+    def forget(self) -> None:
+        self._salt = f"{self.name}-{next(self._numbers)}"
 
     def ids(self, prompt: Prompt) -> list[int]:
         try:
@@ -83,7 +87,7 @@ class EngineEndpoint(Endpoint):
 
     def request(self, ids: list[int], params: SamplingParams) -> Request:
         try:
-            return admit(ids, params, self.engine.info, id=f"{self.name}-{next(self._numbers)}", arrival=time.monotonic())
+            return admit(ids, params, self.engine.info, id=f"{self.name}-{next(self._numbers)}", arrival=time.monotonic(), tenant=self._salt)
         except RequestError as e:
             raise Refused(e.message) from e
 
