@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
-import kvasir
 from kvasir.speculation.drafter import Ask, Drafter
 from kvasir.speculation.tree import DraftTree
 from tests.engine.driver import Driver
 
-ASSETS = Path(kvasir.__file__).parent / "assets"
-NANO = str(ASSETS / "nano")
+NANO = "nano"
 LENGTHS = [5, 18, 33, 50]
 OUTPUT = 10
 FEW = [310, 311, 312, 313]

@@ -7,10 +7,10 @@ import pytest
 from kvasir.engine.graphs import call_through
 from kvasir.types import Grammar
 from tests.pairwise import label, pairwise, product
-from tests.speculation.helpers import ASSETS, LENGTHS, Hostile, driver, install, outputs, plain, requests
+from tests.speculation.helpers import LENGTHS, Hostile, driver, install, outputs, plain, requests
 
 FACTORS = {
-    "drafter": ["ngram:min_match=1", "suffix:min_match=1", f"draft_model:model={ASSETS / 'nano'}", "replay:accept=0.7", "hostile"],
+    "drafter": ["ngram:min_match=1", "suffix:min_match=1", "draft_model:model=embedded", "replay:accept=0.7", "hostile"],
     "temperature": [0.0, 0.7, 1.0],
     "chunk": [6, 17, 64],
     "cache": [True, False],
@@ -118,7 +118,7 @@ def test_a_draft_model_goes_on_from_committed_tokens_only():
     """Over static buffers, too, where the device keeps the tokens that it drew: also those that were not accepted."""
     accepted = []
     for static in (False, True):
-        d = driver(f"draft_model:model={ASSETS / 'nano'},max_depth=1", max_num_seqs=4)
+        d = driver("draft_model:model=embedded,max_depth=1", max_num_seqs=4)
         if static:
             d.engine._drafting.drafter._model._runner.use_graphs(call_through)
         d.run(requests(d, 0.0, 2, max_tokens=40))
