@@ -153,10 +153,6 @@ def test_loading_imports_no_compiler(llama):
     assert done.returncode == 0, done.stderr
 
 
-def test_exact_mode_is_refused_off_the_cpu(llama):
-    refused(llama, "exact", device="meta", exact=True)
-
-
 def test_rope_tables_can_be_shorter(llama):
     assert load(llama, num_positions=10).ropes[0].table.shape == (10, 8)
     assert load(llama).ropes[0].table.shape == (256, 8)

@@ -110,7 +110,7 @@ class DecodeGraphs:
 
     def replays(self, size: int) -> bool:
         """Whether a drawing step of this bucket is captured."""
-        return (size, True) in self._ready
+        return (size, True, False) in self._ready
 
     def decode(self, spans: list[Span]) -> DecodeHandle:
         """Forward and draw, by the parameters that the rows have on the device."""
