@@ -131,6 +131,30 @@ def test_a_peer_that_fails(log, rated):
         compare.measure(parse("c", table), peer=True, site=SITE)
 
 
+@pytest.mark.parametrize("end", [ConfigError("out of memory"), SystemExit(143)])
+def test_what_was_measured_before_a_failure_is_kept(log, rated, monkeypatch, end):
+    lives = still(monkeypatch)
+    seconds = compare.Worker.seconds
+
+    def failing(self, prompts, num_tokens):
+        if len(lives) == 3 and len(prompts) == 2:
+            raise end
+        return seconds(self, prompts, num_tokens)
+
+    monkeypatch.setattr(compare.Worker, "seconds", failing)
+    found = compare.measure(parse("c", TABLE), peer=True, site=SITE)
+    check(found)
+    vllm = found["arms"][1]["metrics"]
+    assert vllm["one.decode_tok_s"]["n"] == 3 and vllm["two.decode_tok_s"]["n"] == 2 and "one.decode_tok_s kvasir/vllm" in found["targets"]
+
+
+def test_a_failure_before_ours_is_the_answer(log, rated, monkeypatch):
+    still(monkeypatch)
+    monkeypatch.setattr(compare.Worker, "seconds", lambda self, prompts, count: (_ for _ in ()).throw(ConfigError("out of memory")))
+    with pytest.raises(ConfigError, match="out of memory"):
+        compare.measure(parse("c", TABLE), peer=True, site=SITE)
+
+
 def test_refusals_before_anything_starts(log, tmp_path):
     case = parse("c", TABLE)
     with pytest.raises(ConfigError, match="has no package 'vllm'"):

@@ -136,7 +136,7 @@ def test_vllm_flags_we_do_not_serve_are_refused_by_name(kvasir, flag):
     assert f"kvasir does not serve vLLM's {flag}: " in done.err and len(done.err) > len(flag) + 50
 
 
-@pytest.mark.parametrize("command", [["chat"], ["generate"], ["bench", "offline"], ["bench", "startup"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["chat"], ["generate"], ["bench", "offline"], ["bench", "startup"], ["bench", "profile"]], ids=" ".join)
 def test_every_command_with_settings_knows_vllms_flags(kvasir, command):
     assert "quantised" in kvasir(*command, "--quantization=awq").err
 

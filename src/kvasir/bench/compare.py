@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,17 +72,28 @@ def measure(case: Case, *, peer: bool, site: str | None, repeats: int | None = N
         dummy = {"load_format": "dummy", "skip_tokenizer_init": True} if case.shape else {}
         own = {name: {"enable_prefix_caching": False, **dummy, **settings} for name, settings in case.arms.items()}
         peer_options = _peer_options(case) if with_peer else {}
-        if with_peer:
-            visit(with_peer.name, with_peer.name, peer_options, 0, with_peer.repeats[0], "before")
+        lives = [(name, settings, turn, 1) for turn in range(count) for name, settings in own.items()]
         if len(own) == 1:
-            visit(case.first, "kvasir", own[case.first], 0, count, "own")
-        else:
-            for turn in range(count):
-                for name, settings in own.items():
-                    visit(name, "kvasir", settings, turn, 1, "own")
-        if with_peer and with_peer.repeats[1]:
-            visit(with_peer.name, with_peer.name, peer_options, with_peer.repeats[0], with_peer.repeats[1], "after")
+            lives = [(case.first, own[case.first], 0, count)]
+        with kept(lambda: samples.get("own", {}).get(case.first)):
+            if with_peer:
+                visit(with_peer.name, with_peer.name, peer_options, 0, with_peer.repeats[0], "before")
+            for name, settings, turn, times in lives:
+                visit(name, "kvasir", settings, turn, times, "own")
+            if with_peer and with_peer.repeats[1]:
+                visit(with_peer.name, with_peer.name, peer_options, with_peer.repeats[0], with_peer.repeats[1], "after")
     return _result(case, samples, facts, limits, peer_options, keep)
+
+
+@contextlib.contextmanager
+def kept(worth: Callable[[], Any]) -> Iterator[None]:
+    """An engine that fails, or SIGTERM, does not cost what was measured before it, once ``worth`` is true. What lacks is seen by its n."""
+    try:
+        yield
+    except (ConfigError, SystemExit) as e:
+        if not worth():
+            raise
+        log.error("the run is incomplete: %s", e if isinstance(e, ConfigError) else "it was told to end")
 
 
 def _peer_options(case: Case) -> dict[str, Any]:
@@ -104,7 +116,8 @@ def _result(case: Case, samples: dict[str, Samples], facts: Facts, limits: dict[
             keep: list[str]) -> dict[str, Any]:
     entries, pairs = [], [(name, case.first) for name in list(case.arms)[1:]]
     for name, settings in case.arms.items():
-        entries.append(_entry(name, {"shape": case.shape, **settings}, facts[name], samples["own"][name]))
+        if samples["own"].get(name):
+            entries.append(_entry(name, {"shape": case.shape, **settings}, facts[name], samples["own"][name]))
     extra, targets = {}, {}
     if peer_options or "before" in samples:
         peer = case.peer.name

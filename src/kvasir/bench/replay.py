@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from kvasir.bench import client, traces
 from kvasir.bench.case import Case, Peer
 from kvasir.bench.client import Call
+from kvasir.bench.compare import kept
 from kvasir.bench.load import Load
 from kvasir.bench.result import arm, finish, judged, ratios_of, result, spread
 from kvasir.bench.servers import SHARED, flags_of, serving
@@ -95,24 +97,24 @@ def measure(case: Case, data: Path, *, with_peer: bool = True, site: str | None 
                         for key, value in metrics.items():
                             arm_so_far.values.setdefault(f"{n}.{key}", []).append(value)
 
-        if peer:
-            visit(peer.name, peer.name, peer.options, "before", peer.repeats[0])
-        for name, settings in case.arms.items():
-            visit(name, "kvasir", settings, "own", repeats or case.repeats)
-        if peer and peer.repeats[1]:
-            visit(peer.name, peer.name, peer.options, "after", peer.repeats[1])
+        with kept(lambda: case.first in measured.get("own", {}) and measured["own"][case.first].values):
+            if peer:
+                visit(peer.name, peer.name, peer.options, "before", peer.repeats[0])
+            for name, settings in case.arms.items():
+                visit(name, "kvasir", settings, "own", repeats or case.repeats)
+            if peer and peer.repeats[1]:
+                visit(peer.name, peer.name, peer.options, "after", peer.repeats[1])
     for n, by_arm in capacities.items():
         for name, found in by_arm.items():
             measured["own" if name in case.arms else "before"][name].values[f"{n}.capacity_requests_s"] = [round(found, 3)]
     return _result(case, loads, measured)
 
 
-def windows(url: str, calls: list[Call], count: int, api_key: str | None = None) -> list[dict[str, Any]]:
-    """``count`` windows against a running server, after a few requests that warm it up."""
+def windows(url: str, calls: list[Call], count: int, api_key: str | None = None) -> Iterator[dict[str, Any]]:
+    """Metrics of ``count`` windows against a running server, after a few requests that warm it up."""
     model = client.served_model(url, api_key)
     first = [Call(0.0, c.prompt[::-1], c.output) for c in calls[:WARMUP]]  # backwards: the same sizes, but no prefix that the window has
     asyncio.run(client.replay(url, model, first, api_key))
-    found = []
     for number in range(1, count + 1):
         shifted = [dataclasses.replace(c, prompt=_shifted(c.prompt, number)) for c in calls]
         replies, lags = asyncio.run(client.replay(url, model, shifted, api_key))
@@ -122,9 +124,8 @@ def windows(url: str, calls: list[Call], count: int, api_key: str | None = None)
         late = max(metrics.get("client_late_ms_p99", 0.0), metrics.get("client_lag_ms_p99", 0.0))
         if late > LATE_MS:
             log.warning("the client itself was late by %.1f ms (p99): part of these figures is its own", late)
-        found.append(metrics)
+        yield metrics
         log.info("window %d of %d: %d requests, TTFT p50 %.0f ms", number, count, metrics["requests"], metrics["ttft_ms_p50"])
-    return found
 
 
 def _shifted(prompt: list[int], number: int) -> list[int]:
@@ -143,7 +144,8 @@ def saturate(url: str, load: Load, trace: list[traces.Recorded]) -> float:
 def _result(case: Case, loads: dict[str, Load], measured: dict[str, dict[str, Measured]]) -> dict[str, Any]:
     entries, pairs = [], [(name, case.first) for name in list(case.arms)[1:]]
     for name, settings in case.arms.items():
-        entries.append(_entry(name, {"shape": case.shape, **settings, "loads": _described(loads)}, [measured["own"][name]]))
+        if name in measured["own"]:
+            entries.append(_entry(name, {"shape": case.shape, **settings, "loads": _described(loads)}, [measured["own"][name]]))
     drift, targets = {}, {}
     if "before" in measured:
         peer = case.peer.name
