@@ -53,7 +53,8 @@ def measure(config: EngineConfig, batch: int, prompt: int, repeats: int) -> dict
             raise ConfigError(f"{batch} prompts of {prompt} tokens and {steps + 8} steps do not fit: the context is {llm.info.max_model_len}, "
                               f"max_num_seqs {config.scheduler.max_num_seqs}")
         engine, gpu = llm.engine, choose_device(config).type == "cuda"
-        params = SamplingParams(temperature=0.0, max_tokens=steps + 8, ignore_eos=True, detokenize=False)
+        # The first sequences decode while the last prompts are computed: none may end before the last step is taken.
+        params = SamplingParams(temperature=0.0, max_tokens=llm.info.max_model_len - prompt, ignore_eos=True, detokenize=False)
         for i, ids in enumerate(Batch("profile", batch, prompt, 2).prompts(llm.info.tokenizer_size, random.Random(0))):
             engine.submit(admit(ids, params, llm.info, id=f"profile-{i}", arrival=time.monotonic()))
         _until_decoding(engine, batch)
