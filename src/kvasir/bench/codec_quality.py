@@ -198,8 +198,8 @@ def pooled(outcomes: Sequence[Outcome]) -> Outcome:
     if len(outcomes) == 1:
         return head
     trained = None if head.exam.trained is None else [t for o in outcomes for t in o.exam.trained or []]
-    exam = dataclasses.replace(head.exam, problems=[p for o in outcomes for p in o.exam.problems], prompts=[p for o in outcomes for p in o.exam.prompts],
-                               trained=trained)
+    problems, prompts = ([x for o in outcomes for x in getattr(o.exam, name)] for name in ("problems", "prompts"))
+    exam = dataclasses.replace(head.exam, problems=problems, prompts=prompts, trained=trained)
     seconds = sum(o.seconds for o in outcomes)
     if isinstance(head, Losses):
         known = None if head.known_bits is None else np.concatenate([o.known_bits for o in outcomes])

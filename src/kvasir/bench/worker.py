@@ -39,7 +39,8 @@ def environment(site: str | None = None) -> dict[str, str]:
 
 
 class Worker:
-    """One running driver. ``facts``: its answer to ``start``. ``counts``: of the latest run, by name, if it counts. Leaving the context ends the process and all it started."""
+    """One running driver. ``facts``: its answer to ``start``. ``counts``: of the latest run, by name, if it counts. Leaving the
+    context ends the process and all it started."""
 
     def __init__(self, name: str, model: str, options: dict[str, Any], site: str | None = None) -> None:
         self.name = name
