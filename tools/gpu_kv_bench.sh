@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The quantised caches end to end on a machine with an NVIDIA GPU, in commands of at most ten minutes.
 #
-#   tools/gpu_kv_bench.sh OUT SITE STEP...    OUT: folder for the results; SITE: folder with vLLM's packages, or "" if installed
+#   tools/gpu_kv_bench.sh OUT SITE STEP...    OUT: folder for the results; SITE: folder with vLLM's packages, "" if installed, none: no vLLM
 #
 #   long      decode of 16 sequences of 2k to 32k tokens, vLLM in bf16 and fp8 before and after     8 minutes
 #   short     decode of 1 to 256 sequences: bf16, and what the rotation costs                       4 minutes
@@ -17,7 +17,9 @@ shift 2
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 limit=${LIMIT:-570}
-peer=(${site:+--peer-python-path "$site"})
+peer=(--peer-python-path "$site")
+[[ $site ]] || peer=()
+[[ $site == none ]] && peer=(--no-peer)
 mkdir -p "$out"
 
 within() {  # a command in what is left of the time
