@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
-from kvasir.bench.codec_quality import FIRST, OUTLIERS, REST, Study, answer, jobs, row_errors  # noqa: E402
+from kvasir.bench.codec_quality import FIRST, OUTLIERS, REST, Study, answer, jobs, row_errors, verdicts  # noqa: E402
 from kvasir.bench.result import arm, result  # noqa: E402
 from kvasir.convert.checkpoint import convert  # noqa: E402
 from kvasir.convert.converter import load_converter  # noqa: E402
@@ -52,7 +52,9 @@ def main() -> None:
     def save(arms: list[dict]) -> None:
         measured = {(a["name"], str(a["config"])) for a in arms + errors}
         arms = arms + errors + [a for a in before if (a["name"], str(a["config"])) not in measured]
-        found = result(f"kv-codecs-{options.model}", arms) | ({"commit": os.environ["KVASIR_COMMIT"]} if "KVASIR_COMMIT" in os.environ else {})
+        ratios, targets = verdicts(arms)
+        found = result(f"kv-codecs-{options.model}", arms, ratios=ratios, targets=targets)
+        found["commit"] = os.environ.get("KVASIR_COMMIT") or found["commit"]
         options.output.write_text(json.dumps(found, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory() as scratch:

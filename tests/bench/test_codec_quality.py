@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from kvasir.bench import codec_quality
-from kvasir.bench.codec_quality import Job, Study, beginning, first, jobs, pooled, row_errors, task_specs
-from kvasir.bench.result import result
+from kvasir.bench.codec_quality import Job, Study, beginning, first, jobs, pooled, row_errors, task_specs, verdicts
+from kvasir.bench.result import arm, result
 from kvasir.errors import ConfigError
 from kvasir.lab.evaluator import Answers, Losses, read_tokenizer
 from kvasir.models import checkpoint
@@ -121,3 +121,18 @@ def test_errors_of_cached_rows():
     found = row_errors(NANO, "cpu", [list(range(20, 60)), list(range(30, 50))], ["plain", "int8", "int4", "int4_bdr:order=16"])
     assert found["plain"] == {"keys": 0.0, "values": 0.0}
     assert 0 < found["int8"]["keys"] < 1e-4 < found["int4"]["keys"] < 0.1 and found["int4"]["values"] == found["int4_bdr:order=16"]["values"]
+
+
+def test_verdicts():
+    def asked(codec, size, share, perplexity=3.0):
+        return arm(codec, {"outliers": size} if size else {}, {"chain": {"exact": share}, "story": {"perplexity": perplexity}})
+
+    arms = [asked("plain", 0, 1.0), asked("int4_bdr", 0, 0.995, 3.06), asked("int4", 2, 0.9), asked("int4_bdr", 2, 1.0), asked("int4", 8, 0.5),
+            asked("int4_bdr", 8, 0.96), asked("int4", 32, 0.0), asked("int4_bdr", 32, 0.1)]
+    arms += [arm(f"error of {name}", {}, {"relative_squared_error_keys": error}) for name, error in (("nvfp4", 0.8), ("nvfp4:search=false", 1.0))]
+    ratios, targets = verdicts(arms)
+    check(result("c", arms, ratios=ratios, targets=targets))
+    assert {name: (t["ratio"], t["met"]) for name, t in targets.items()} == {
+        "chain.exact int4_bdr/plain": (0.995, True), "story.perplexity int4_bdr/plain": (1.02, False),
+        "chain.exact int4_bdr:outliers=8/plain": (0.96, False), "relative_squared_error_keys nvfp4/nvfp4:search=false": (0.8, True)}
+    assert verdicts([asked("int4", 0, 1.0)]) == ({}, {})

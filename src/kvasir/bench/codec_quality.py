@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvasir.bench.result import arm
+from kvasir.bench.result import arm, judged
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.lab.evaluator import Answers, Exam, Losses, Outcome, Plan, prepare
@@ -246,7 +246,7 @@ def row_errors(folder: Path, device: str, prompts: Sequence[list[int]], codecs: 
                     for side, (kept, x_TGD) in enumerate(zip(codec.read(cache, torch.arange(1, 1 + pages, device=k_TGD.device)), (k_TGD, v_TGD))):
                         error = kept[:, :len(x_TGD)].transpose(0, 1).double() - x_TGD.double()
                         sums[side] += [float(error.square().sum()), float(x_TGD.double().square().sum())]
-            found[name] = {"keys": sums[0, 0] / sums[0, 1], "values": sums[1, 0] / sums[1, 1]}
+            found[name] = {"keys": float(sums[0, 0] / sums[0, 1]), "values": float(sums[1, 0] / sums[1, 1])}
     return found
 
 
@@ -266,3 +266,35 @@ def answer(study: Study, todo: Sequence[Job], save: Callable[[list[dict[str, Any
         log.info("%s: %s (%.0f s, %.0f s left)", where,
                  ", ".join(f"{t} {m.get('exact', m.get('perplexity')):.4g}" for t, m in study.metrics(job.codec, job.outliers).items()
                            if t in job.tasks), time.monotonic() - began, study.left())
+
+
+def verdicts(arms: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
+    """Ratios and targets of a result: ``int4_bdr`` beside ``plain`` on the model itself, on the mildest twin that costs ``int4`` 20 points
+    or more, and what ScaleSearch saves of NVFP4's error on the model's own keys and values."""
+    by_name = {(a["name"], a["config"].get("outliers", 0)): a["metrics"] for a in arms}
+    plain, main = by_name.get(("plain", 0), {}), by_name.get(("int4_bdr", 0), {})
+    ratios: dict[str, float] = {}
+    targets: dict[str, Any] = {}
+
+    def judge(name: str, top: float, bottom: float, **bound: float) -> None:
+        metric, pair = name.rsplit(" ", 1)
+        if bottom:
+            ratios[name] = round(float(top / bottom), 4)
+            targets.update(judged({metric: bound}, {name: ratios[name]}, pair))
+
+    for task in [t for t in plain if t in main and ":min_length" not in t]:
+        kind, bound = ("exact", {"at_least": 0.99}) if "exact" in plain[task] else ("perplexity", {"at_most": 1.01})
+        judge(f"{task}.{kind} int4_bdr/plain", main[task][kind], plain[task][kind], **bound)
+    for size in sorted(s for name, s in by_name if name == "int4" and s):
+        for task, metrics in by_name["int4", size].items():
+            twin = by_name.get(("int4_bdr", size), {})
+            if task in plain and task in twin and "exact" in metrics and plain[task]["exact"] - metrics["exact"] >= 0.2:
+                judge(f"{task}.exact int4_bdr:outliers={size}/plain", twin[task]["exact"], plain[task]["exact"], at_least=0.97)
+                break
+        else:
+            continue
+        break
+    searched, largest = (by_name.get((f"error of nvfp4{rest}", 0), {}) for rest in ("", ":search=false"))
+    for metric in searched:
+        judge(f"{metric} nvfp4/nvfp4:search=false", searched[metric], largest.get(metric, 0.0), at_most=0.82)
+    return ratios, targets
