@@ -155,6 +155,13 @@ def test_an_arm_that_fails_does_not_cost_the_others(log, rated, monkeypatch):
     assert [a["name"] for a in found["arms"]] == ["a", "c"]
 
 
+def test_a_variant_that_does_not_start_is_left_out(log, rated):
+    table = TABLE | {"repeats": 1, "peer": {"name": "vllm", "repeats": [1, 0], "options": {"max_model_len": 64}, "variants": {
+        "other": {"max_model_len": 13}}}}
+    found = compare.measure(parse("c", table), peer=True, site=SITE, only=["two"])
+    assert [a["name"] for a in found["arms"]] == ["kvasir", "vllm"]
+
+
 def test_the_result_so_far_is_on_disk(log, rated, monkeypatch, tmp_path):
     still(monkeypatch)
     finished = []

@@ -93,7 +93,8 @@ def measure(case: Case, *, peer: bool, site: str | None, repeats: int | None = N
             around = [(name, with_peer.name, options) for name, options in peer_options.items()]
             plans = [(*p, 0, before, "before") for p in around] + plans + [(*p, before, after, "after") for p in around if after]
         for plan in plans:
-            with kept(lambda: samples.get("own", {}).get(case.first)) as state:
+            variant = with_peer is not None and plan[0] in with_peer.variants
+            with kept(lambda spare=variant: spare or samples.get("own", {}).get(case.first)) as state:
                 visit(*plan)
             if state.told_to_end:
                 break
