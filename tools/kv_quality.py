@@ -67,8 +67,8 @@ def main() -> None:
 
         study = Study(folder, read_tokenizer(folder), twin, options.device, options.n, options.seconds)
         stories = [task for task in options.tasks if task.startswith("story")]
-        if stories:
-            prompts = [p for _, exam in study.exams(stories[0], options.seeds[0]) for p in exam.prompts][:8]
+        prompts = [p for task in stories for _, exam in study.exams(task, options.seeds[0]) for p in exam.prompts][:8]
+        if prompts:
             names = [c for c in (*FIRST[1:], *REST) if options.codecs is None or c in options.codecs]
             errors = [arm(f"error of {name}", {}, {f"relative_squared_error_{side}": value for side, value in sides.items()})
                       for name, sides in row_errors(folder, options.device, prompts, names).items()]

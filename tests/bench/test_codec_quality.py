@@ -70,6 +70,13 @@ def test_needles_are_told_apart_by_length_and_depth(study):
     assert all(m["against_plain"]["problems"] == m["problems"] for m in metrics.values())
 
 
+def test_a_task_with_too_few_problems_is_left_out(study):
+    kept = []
+    study.count = 4
+    codec_quality.answer(study, [Job("plain", 0, ("story:length=50000", "chain"), (1,))], kept.append)
+    assert list(kept[-1][0]["metrics"]) == ["chain"]
+
+
 def test_a_codec_without_a_kernel_gets_fewer_problems(study, monkeypatch):
     monkeypatch.setattr(codec_quality, "SLOW", 3)
     kept = []

@@ -98,10 +98,14 @@ class Study:
         return self.limit - (time.monotonic() - self._started)
 
     def exams(self, task: str, seed: int) -> list[tuple[Plan, Exam]]:
-        """Drawn once: every codec gets the same."""
+        """Drawn once: every codec gets the same. Empty, with a word in the log, for a task that has not as many problems."""
         if (task, seed) not in self._exams:
             plans = [Plan((spec,), count=count, seed=seed) for spec, count in task_specs(task, self.count).items()]
-            self._exams[task, seed] = [(plan, prepare(plan, self.tokenizer)[0]) for plan in plans]
+            try:
+                self._exams[task, seed] = [(plan, prepare(plan, self.tokenizer)[0]) for plan in plans]
+            except ConfigError as e:
+                log.error("%s is left out: %s", task, e)
+                self._exams[task, seed] = []
         return self._exams[task, seed]
 
     def run(self, job: Job) -> bool:
@@ -119,7 +123,8 @@ class Study:
                     if seed in done or (done and loss_only(task)) or not self._fits(job.codec, task):
                         continue  # prose is little: other seeds would draw the same again
                     began = time.monotonic()
-                    parts = self.exams(task, seed)
+                    if not (parts := self.exams(task, seed)):
+                        continue
                     most = max(1, SLOW // len(parts)) if slow else self.count
                     found.setdefault(task, {})[seed] = [put(llm, beginning(exam, most), plan, self.tokenizer) for plan, exam in parts]
                     self._seconds[job.codec, task] = time.monotonic() - began

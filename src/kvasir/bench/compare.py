@@ -175,6 +175,8 @@ def _result(case: Case, samples: dict[str, Samples], facts: Facts, limits: dict[
         entries.append(_entry(peer, {"peer": case.peer.name, **peer_options[peer]}, facts[peer], both))
         pairs += [(name, peer) for name in case.arms]
         for key, values in samples.get("after", {}).get(peer, {}).items():
+            if key not in samples["before"][peer]:
+                continue
             extra[f"{key} {peer} after/before"] = round(statistics.median(values) / statistics.median(samples["before"][peer][key]), 3)
     ratios = ratios_of(entries, pairs)
     if "before" in samples:
