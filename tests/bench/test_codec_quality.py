@@ -72,8 +72,8 @@ def test_needles_are_told_apart_by_length_and_depth(study):
 
 def test_a_task_with_too_few_problems_is_left_out(study):
     kept = []
-    study.count = 4
-    codec_quality.answer(study, [Job("plain", 0, ("story:length=50000", "chain"), (1,))], kept.append)
+    study.count = 40
+    codec_quality.answer(study, [Job("plain", 0, ("story:form=prose,length=8192", "chain"), (1,))], kept.append)
     assert list(kept[-1][0]["metrics"]) == ["chain"]
 
 
