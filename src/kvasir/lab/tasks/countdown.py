@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -20,7 +19,7 @@ import numpy as np
 
 from kvasir.errors import ConfigError
 from kvasir.lab.sheet import Drawn, Sheet, SheetTask, fold
-from kvasir.lab.task import VERDICTS, Problem, Split
+from kvasir.lab.task import Problem, Split
 
 SIGNS = ("+", "-", "*", "/")
 LARGEST = 999  # of any result on the way
@@ -142,32 +141,32 @@ class Countdown(SheetTask):
         left, body = Counter(numbers), last.removeprefix("Answer: ").strip()
         return self._replay(equations, body, left, target) if equations else self._express(body, left, target)
 
-    def verify(self, problem: Problem, candidates: Sequence[str]) -> str:
-        """Each candidate's equations worked out again, with the numbers that are left, up to the first that fails.
+    def work_out(self, problem: Problem) -> list[str]:
+        """Nothing: a way of one's own says little about another one."""
+        return []
 
-            7*4=28, 3 9 28 / 9-3=6, 28 6 / 28-6=22, 22 / 22 of 22 good
+    def account(self, problem: Problem, candidate: str) -> str:
+        """The candidate's equations worked out again, with the numbers that are left, up to the first that fails.
+
+            A: 7*4=28, 3 9 28; 9-3=6, 28 6; 28-6=22, 22; 22 of 22 good
         """
-        return "\n".join(line for text in candidates for line in self._recount(problem, text))
-
-    def _recount(self, problem: Problem, reply: str) -> list[str]:
         target, *left = map(int, re.findall(r"\d+", problem.messages[-1]["content"]))
         out, result = [], None
-        for line in reply.strip().split("\n")[:-1]:
+        for line in candidate.strip().split("\n")[:-1]:
             found = EQUATION.fullmatch(line)
             if not found:
-                return [*out, VERDICTS[False].strip()]
+                return "; ".join([*out, "none"])
             a, b, claimed = (int(found[i]) for i in (1, 3, 4))
             missing = a not in left or b not in left or (a == b and left.count(a) < 2)
             result = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if b and a % b == 0 else -1}[found[2]]
             if missing or result < 0 or result != claimed:
                 worked = f"{a}{found[2]}{b}" + (f"={result}" if not missing and result >= 0 else "")
-                return [*out, worked + VERDICTS[False]]
+                return "; ".join([*out, worked])
             left.remove(a)
             left.remove(b)
             left.append(result)
             out.append(f"{line}, {' '.join(map(str, left))}")
-        good = VERDICTS[self.check(problem, reply)]
-        return [*out, good.strip() if result is None else f"{result} of {target}{good}"]
+        return "; ".join([*out, f"{result} of {target}"] if out else [])
 
     @staticmethod
     def _replay(equations: list[str], body: str, left: Counter[int], target: int) -> bool:
