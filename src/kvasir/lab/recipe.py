@@ -161,7 +161,7 @@ WATCHED = (*(Rows(8, 1024, {spec: 1.0}) for spec in (HARD_CHAIN, "long_add", "co
            Rows(4, 4096, {"needle:min_length=512,length=4064": 1.0}), Rows(8, 2048, {"story:form=prose,length=2048": 1.0}, whole=True))
 # A first look at the end of a run, in seconds; `tools/eval_lab.sh` measures everything, through the engine.
 SCORES = tuple((spec, 256) for spec in ("chain", HARD_CHAIN, "countdown", "path", "state", "facts", "schema", "judge_pair/chain",
-                                           f"judge_pair/{HARD_CHAIN}", "judge_pair/state", "judge_pair/path", "aggregate/countdown", "aggregate/state"))
+                                        f"judge_pair/{HARD_CHAIN}", "judge_pair/state", "judge_pair/path", "aggregate/countdown", "aggregate/state"))
 
 
 NANO = Recipe(
