@@ -107,7 +107,7 @@ def target(name: str, problem: Problem, candidates: Sequence[str], right: Sequen
 def solution(reply: str) -> str:
     """A reply without the check before it: what is read of it, and what a further prompt shows. Any other text stays as it is."""
     check, gap, rest = reply.strip().partition("\n\n")
-    return rest.strip() if gap and check.endswith(VERDICTS) else reply
+    return rest.strip() if gap and any(line.endswith(VERDICTS) for line in check.split("\n")[-2:]) else reply
 
 
 def verdict(reply: str) -> str:
@@ -154,8 +154,11 @@ class FormTask(Task):
         right = tuple(self.inner.check(problem, text) for text in candidates)
         reply = target(self.form, problem, candidates, right)
         if self.shape.names:
-            gap = "\n\n" if self.form in SOLVING else "\n"
-            reply = self.inner.verify(problem, candidates, self.shape.names) + gap + reply
+            check = self.inner.verify(problem, candidates, self.shape.names)
+            if self.form in SOLVING and not any(right) and not self.inner.work_out(problem):
+                # Nothing to copy and nothing worked out: the question, said again, is where solving begins as it does alone.
+                check = f"{check}\n{problem.messages[-1]['content']}"
+            reply = check + ("\n\n" if self.form in SOLVING else "\n") + reply
         return FormProblem(messages, reply, self.answer(reply) or "", sum(right), problem.tools, self.shape.own, problem, tuple(candidates), right)
 
     def problems(self, split: Split, seed: int, count: int) -> list[Problem]:

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 OWN_FORMS = ("aggregate", "judge_one", "judge_pair", "self_evaluate", "refine")
-PER_PROBLEM = {"aggregate": 3, "judge_pair": 3, "judge_one": 2}  # cases of a problem, where more than one
+PER_PROBLEM = {"aggregate": 3, "judge_pair": 3, "judge_one": 2, "refine": 2}  # cases of a problem, where more than one
 # The number of right candidates that a form sees more often than the others, and how often: telling two apart is what a judge is for,
 # and a model that combines candidates must not come to trust that one of them is right.
-FAVOURED = {"judge_pair": (1, 0.5), "aggregate": (0, 0.3)}
+FAVOURED = {"judge_pair": (1, 0.5), "aggregate": (0, 0.4), "refine": (0, 0.3)}
 OTHERS = 4  # another model adds one reply for so many of the model's own
 CHUNK = 64  # problems whose documents one worker makes at a time
 

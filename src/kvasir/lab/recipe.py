@@ -155,7 +155,8 @@ def _curriculum(rows: int, long_rows: int, own: float, prose: tuple[float, float
 
 # No `reflect`: its slips and repairs are its subject.
 OWN_TASKS = tuple((spec, 1.0) for spec in ("chain", "long_add:min_digits=8", "state:max_every=2", "countdown", "path"))
-WARMER_TASKS = ((HARD_CHAIN, 1.3), ("long_add:min_digits=8", 1.3), ("state:min_every=3", 1.15), ("countdown", 1.0), ("path", 1.0))
+WARMER_TASKS = ((HARD_CHAIN, 1.3), ("long_add:min_digits=8", 1.3), ("state:min_every=3", 1.15), ("countdown", 1.0),
+                ("countdown:min_numbers=4", 1.0), ("path", 1.0))
 WATCHED = (*(Rows(8, 1024, {spec: 1.0}) for spec in (HARD_CHAIN, "long_add", "countdown", "path", "state", "facts", "aggregate/chain",
                                                      "judge_pair/chain")),
            Rows(4, 4096, {"needle:min_length=512,length=4064": 1.0}), Rows(8, 2048, {"story:form=prose,length=2048": 1.0}, whole=True))

@@ -159,6 +159,11 @@ class Task(Technique):
         with a line for each, which begins with its name and ends with a word that follows from what was written. Any texts are taken."""
         raise NotImplementedError
 
+    def work_out(self, problem: Problem) -> list[str]:
+        """The lines of a check before the first candidate's; none where a way of one's own says nothing about another one (the question is
+        one line then)."""
+        raise NotImplementedError
+
     def tally(self, problem: Problem, reply: str) -> dict[str, int]:
         """What else can be counted in any reply, by name; to be summed over replies."""
         return {}
