@@ -1,6 +1,7 @@
 #!/bin/sh
-# Measure nano and base through the engine on one GPU, in under 8 minutes: every promise about the lab's models, each part with its JSON.
-# What was missed before comes first. Two engines share the GPU, since small models leave most of it idle.
+# Measure nano and base through the engine on one GPU, in about 6 minutes: every promise about the lab's models, each part with its JSON.
+# What was missed before comes first. Two engines share the GPU, since small models leave most of it idle; each gets a pool of a set size
+# (8 GiB for base), since a share of the memory would count what the other one holds.
 # Usage: tools/eval_lab.sh OUT [NANO BASE] [engine switches]; models are folders or names (default: nano base).
 set -eu
 out=${1:?usage: tools/eval_lab.sh OUT [NANO BASE] [engine switches]}
@@ -20,7 +21,7 @@ measure() { # NAME MODEL [options of kvasir eval]
     case_name=$1 measured=$2
     shift 2
     begin=$(date +%s)
-    if python3 -m kvasir.cli.main eval "$measured" --max-num-seqs 512 --gpu-memory-utilization 0.3 --json "$out/$case_name.json" "$@" \
+    if python3 -m kvasir.cli.main eval "$measured" --max-num-seqs 512 --num-gpu-blocks-override 65536 --json "$out/$case_name.json" "$@" \
         >"$out/$case_name.txt" 2>&1; then
         echo "$case_name: $(($(date +%s) - begin)) s"
     else
@@ -42,12 +43,11 @@ own="--samples 16 --own --form aggregate,judge_pair,judge_one,refine"
 judged() { # The model's own replies; where it hardly errs, more problems or a warmer temperature give wrong ones.
     failed=0
     # shellcheck disable=SC2086
-    measure lab-base-own-chain "$base" --tasks "$hard" -n 400 --temperature 1.3 $own "$@"
-    measure lab-base-own-state "$base" --tasks state:min_every=4 -n 1000 --temperature 1 $own "$@"
-    measure lab-base-own-countdown "$base" --tasks countdown:min_numbers=4 -n 300 --temperature 1 $own "$@"
-    measure lab-base-own-path "$base" --tasks path:max_depth=4 -n 300 --temperature 1 $own "$@"
+    measure lab-base-own "$base" --tasks countdown:min_numbers=4,path:max_depth=4 -n 500 --temperature 1 $own "$@"
+    measure lab-base-own-state "$base" --tasks state:min_every=4 -n 1200 --temperature 1 $own "$@"
+    measure lab-base-own-chain "$base" --tasks "$hard" -n 1000 --temperature 1.3 $own "$@"
     measure lab-nano-own "$nano" --tasks path:max_depth=4,countdown:min_numbers=4 -n 300 --temperature 1 $own "$@"
-    measure lab-base-samples "$base" --tasks "$unaided" -n 300 --samples 16 --temperature 1 "$@"
+    measure lab-nano-samples "$nano" --tasks "state:min_every=4,$hard,$unaided" -n 300 --samples 16 --temperature 1 "$@"
     return $failed
 }
 
@@ -59,12 +59,12 @@ solved() {
         measure "lab-$model-prose" "$folder" --tasks story:form=prose,length=1024,template -n 11 "$@"
         measure "lab-$model-tasks" "$folder" --tasks "$trained,$harder" -n 600 "$@"
     done
-    measure lab-base-needle "$base" --tasks "${needles#,}" -n 100 "$@"
-    measure lab-nano-samples "$nano" --tasks "state:min_every=4,$hard,$unaided" -n 300 --samples 16 --temperature 1 "$@"
+    measure lab-base-needle "$base" --tasks "${needles#,}" -n 40 "$@"
+    measure lab-base-samples "$base" --tasks "$unaided" -n 300 --samples 16 --temperature 1 "$@"
     # At temperature 1 the reply rates are those that `reflect` was written with.
-    measure lab-base-reflect "$base" --tasks reflect -n 500 --temperature 1 "$@"
-    measure lab-nano-reflect "$nano" --tasks reflect -n 500 --temperature 1 "$@"
-    measure lab-nano-needle "$nano" --tasks "${needles#,}" -n 20 "$@"
+    measure lab-base-reflect "$base" --tasks reflect -n 300 --temperature 1 "$@"
+    measure lab-nano-reflect "$nano" --tasks reflect -n 300 --temperature 1 "$@"
+    measure lab-nano-needle "$nano" --tasks "${needles#,}" -n 10 "$@"
     return $failed
 }
 
