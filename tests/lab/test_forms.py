@@ -268,6 +268,20 @@ def test_aggregates_of_aggregates_show_solutions_only(name):
     assert asks.answer(first[0]) == task.answer(problem.solution) and asks.answer(problem.solution) == task.answer(problem.solution)
 
 
+def test_a_fresh_solution_begins_where_it_does_alone():
+    """Without a right candidate, and with nothing worked out, the question is said again; with one, or with a working, it is not."""
+    for name in ("countdown", "path"):
+        task = load_task(name)
+        problem, wrong = candidates_of(task)
+        question = problem.messages[-1]["content"]
+        for form, count in (("aggregate", 3), ("refine", 1)):
+            asks = FormTask(form, task)
+            none = asks.case(problem, wrong[:count]).solution
+            one = asks.case(problem, [*wrong[:count - 1], problem.solution]).solution
+            assert (f" bad\n{question}\n\n" in none) == (name == "countdown") and question not in one
+            assert solution(none) == problem.solution == solution(one)
+
+
 @pytest.mark.parametrize("name", [*TASKS[:1], "chain:modulus=499,max_factor=30,max_steps=10", "long_add", "countdown", "path", "state"])
 def test_checks_fit_in_a_training_row_and_in_the_room_for_replies(tokenizer, name):
     made = load_task(f"aggregate/{name}").documents(tokenizer, np.random.default_rng(6), 200)
