@@ -97,6 +97,92 @@ def _query(q_at, mask, factor, number: tl.constexpr):
     return tl.trans(q), tl.sum(q.to(tl.float32), 1)
 
 
+@jit
+def load_queries(q_at, mask, factor, D: tl.constexpr, BITS: tl.constexpr, TRICK: tl.constexpr):
+    """The parts of queries at ``q_at`` [M, W], times ``factor``: four (two of 8-bit words) [W, M], sum(q) [M], and what the
+    numbers of a key are above its codes, times q: to be subtracted."""
+    ABOVE: tl.constexpr = 1024 if TRICK and BITS != 0 else 0  # a number is its code times 1 (even parts) or ODD, and this
+    ODD: tl.constexpr = 16 if TRICK and BITS == 4 else 1
+    MIDDLE: tl.constexpr = 0 if BITS == 0 else 1 << (BITS - 1)
+    number: tl.constexpr = tl.float16 if TRICK else tl.float32
+    q0, even = _query(q_at, mask, factor, number)
+    if BITS == 4:
+        q1, odd = _query(q_at + D // 2, mask, factor / ODD, number)
+        q2, more = _query(q_at + 1, mask, factor, number)
+        q3, rest = _query(q_at + 1 + D // 2, mask, factor / ODD, number)
+        even, odd = even + more, odd + rest
+    else:
+        q1, odd = _query(q_at + 1, mask, factor, number)
+        q2, q3 = q0, q1
+    total_q = even + ODD * odd
+    above_q = -((ABOVE + MIDDLE) * even + (ABOVE + MIDDLE * ODD) * odd)
+    return q0, q1, q2, q3, total_q, above_q
+
+
+@jit
+def fold_codes(k, v, k_grid, v_grid, seen, q0, q1, q2, q3, total_q, above_q, softcap, top, total, shift, acc0, acc1, acc2, acc3,
+               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BITS: tl.constexpr, TRICK: tl.constexpr, ASM: tl.constexpr,
+               CAPPED: tl.constexpr, MASKED: tl.constexpr):
+    """Fold one block of codes into the running softmax of a tile: k [N, W], v [W, N] int16 words with their grids [N], seen
+    [N, M] or [N, 1] (``MASKED``). Logarithms are to base 2. ``shift``: the sum of p b; accumulators are [W, M]."""
+    ABOVE: tl.constexpr = 1024 if TRICK and BITS != 0 else 0
+    ODD: tl.constexpr = 16 if TRICK and BITS == 4 else 1
+    MIDDLE: tl.constexpr = 0 if BITS == 0 else 1 << (BITS - 1)
+    GAIN: tl.constexpr = 1 if not TRICK else 16 if BITS == 4 else 256  # of the weights, against underflow
+    number: tl.constexpr = tl.float16 if TRICK else tl.float32
+    s = tl.dot(_numbers(k, 0, BITS, TRICK, ASM), q0, tl.broadcast_to(above_q[None, :], [BLOCK_N, BLOCK_M]), input_precision="ieee")
+    s = tl.dot(_numbers(k, 1, BITS, TRICK, ASM), q1, s, input_precision="ieee")
+    if BITS == 4:
+        s = tl.dot(_numbers(k, 2, BITS, TRICK, ASM), q2, s, input_precision="ieee")
+        s = tl.dot(_numbers(k, 3, BITS, TRICK, ASM), q3, s, input_precision="ieee")
+    if BITS == 0:
+        s *= (k_grid.to(tl.float32, bitcast=True) * (256 if TRICK else 1))[:, None]
+    else:
+        ks, kb = _halves(k_grid)
+        s = s * ks[:, None] + kb[:, None] * total_q[None, :]
+    if CAPPED:
+        decay = tl.exp2(tl.abs(s / softcap) * -2.8853900817779268)
+        s = tl.where(s < 0, -softcap, softcap) * (1 - decay) / (1 + decay) * 1.4426950408889634
+    if MASKED:
+        s = tl.where(seen, s, -float("inf"))
+    new_top = tl.maximum(top, tl.max(s, 0))
+    base = tl.where(new_top == -float("inf"), 0.0, new_top)
+    p = tl.exp2(s - base[None, :])
+    shrink = tl.exp2(top - base)
+    total = total * shrink + tl.sum(p, 0)
+    if BITS == 0:
+        weight = (p * (v_grid.to(tl.float32, bitcast=True) * GAIN)[:, None]).to(number)
+        weights = shift
+    else:
+        vs, vb = _halves(v_grid)
+        weight = (p * (vs * GAIN)[:, None]).to(number)
+        weights = tl.sum(weight.to(tl.float32), 0)
+        shift = shift * shrink + tl.sum(p * vb[:, None], 0)
+    above = ((ABOVE + MIDDLE) * weights)[None, :]
+    acc0 = tl.dot(_numbers(v, 0, BITS, TRICK, ASM), weight, acc0 * shrink[None, :] - above, input_precision="ieee")
+    if BITS == 4:
+        acc2 = tl.dot(_numbers(v, 2, BITS, TRICK, ASM), weight, acc2 * shrink[None, :] - above, input_precision="ieee")
+        above = ((ABOVE + MIDDLE * ODD) * weights)[None, :]
+        acc3 = tl.dot(_numbers(v, 3, BITS, TRICK, ASM), weight, acc3 * shrink[None, :] - above, input_precision="ieee")
+    acc1 = tl.dot(_numbers(v, 1, BITS, TRICK, ASM), weight, acc1 * shrink[None, :] - above, input_precision="ieee")
+    return new_top, total, shift, acc0, acc1, acc2, acc3
+
+
+@jit
+def values_of(acc0, acc1, acc2, acc3, shift, share, BITS: tl.constexpr, TRICK: tl.constexpr):
+    """What the accumulators stand for, each column times its ``share``."""
+    ODD: tl.constexpr = 16 if TRICK and BITS == 4 else 1
+    GAIN: tl.constexpr = 1 if not TRICK else 16 if BITS == 4 else 256
+    FINE: tl.constexpr = 256 if TRICK and BITS == 0 else 1
+    shift = shift * share
+    acc0 = acc0 * (share * (FINE / GAIN))[None, :] + shift[None, :]
+    acc1 = acc1 * (share * (FINE / GAIN / ODD))[None, :] + shift[None, :]
+    if BITS == 4:
+        acc2 = acc2 * (share * (1 / GAIN))[None, :] + shift[None, :]
+        acc3 = acc3 * (share * (1 / GAIN / ODD))[None, :] + shift[None, :]
+    return acc0, acc1, acc2, acc3
+
+
 @jit(do_not_specialize=["table_row", "count", "wave", "budget", "window"])
 def _quantized_decode(
         q_ptr, k_ptr, v_ptr, k_meta, v_meta, out_ptr, lse_ptr, part_ptr, part_lse_ptr, arrived_ptr, sinks_ptr, table_ptr, context_ptr, row_start_ptr,
@@ -114,12 +200,6 @@ def _quantized_decode(
                                             WINDOWED)
     if which < count:
         span, row, low, start, stop = keys_of(which, item - first, chunk, context_ptr, row_start_ptr, spans_ptr, window, BLOCK_N, WINDOWED)
-        # What a number is above its code times UNIT (even parts) or ODD, and what the weights are multiplied by, against underflow.
-        ABOVE: tl.constexpr = 1024 if TRICK and BITS != 0 else 0
-        ODD: tl.constexpr = 16 if TRICK and BITS == 4 else 1
-        MIDDLE: tl.constexpr = 0 if BITS == 0 else 1 << (BITS - 1)
-        GAIN: tl.constexpr = 1 if not TRICK else 16 if BITS == 4 else 256
-        number: tl.constexpr = tl.float16 if TRICK else tl.float32
         m = tl.arange(0, BLOCK_M)
         w = tl.arange(0, W_PAD)
         n = tl.arange(0, BLOCK_N)
@@ -129,17 +209,7 @@ def _quantized_decode(
         factor = scale if CAPPED else scale * 1.4426950408889634
         q_at = q_ptr + row * q_row + head[:, None] * q_head + 2 * w[None, :]
         mine = live[:, None] & wide
-        q0, even = _query(q_at, mine, factor, number)
-        if BITS == 4:
-            q1, odd = _query(q_at + D // 2, mine, factor / ODD, number)
-            q2, more = _query(q_at + 1, mine, factor, number)
-            q3, rest = _query(q_at + 1 + D // 2, mine, factor / ODD, number)
-            even, odd = even + more, odd + rest
-        else:
-            q1, odd = _query(q_at + 1, mine, factor, number)
-            q2, q3 = q0, q1
-        total_q = even + ODD * odd
-        above_q = -((ABOVE + MIDDLE) * even + (ABOVE + MIDDLE * ODD) * odd)
+        q0, q1, q2, q3, total_q, above_q = load_queries(q_at, mine, factor, D, BITS, TRICK)
         acc0 = tl.zeros([W_PAD, BLOCK_M], tl.float32)
         acc1, acc2, acc3 = acc0, acc0, acc0  # the last two: of 4-bit words
         shift = tl.zeros([BLOCK_M], tl.float32)  # sum of p b
@@ -169,41 +239,9 @@ def _quantized_decode(
                 pages = tl.load(table + (j0 + BLOCK_N) // P, mask=j0 + BLOCK_N < stop, other=0)
             else:
                 pages = tl.load(table + (j + BLOCK_N) // P, mask=j + BLOCK_N < stop, other=0)
-            s = tl.dot(_numbers(k, 0, BITS, TRICK, ASM), q0, tl.broadcast_to(above_q[None, :], [BLOCK_N, BLOCK_M]), input_precision="ieee")
-            s = tl.dot(_numbers(k, 1, BITS, TRICK, ASM), q1, s, input_precision="ieee")
-            if BITS == 4:
-                s = tl.dot(_numbers(k, 2, BITS, TRICK, ASM), q2, s, input_precision="ieee")
-                s = tl.dot(_numbers(k, 3, BITS, TRICK, ASM), q3, s, input_precision="ieee")
-            if BITS == 0:
-                s *= (k_grid.to(tl.float32, bitcast=True) * (256 if TRICK else 1))[:, None]
-            else:
-                ks, kb = _halves(k_grid)
-                s = s * ks[:, None] + kb[:, None] * total_q[None, :]
-            if CAPPED:
-                decay = tl.exp2(tl.abs(s / softcap) * -2.8853900817779268)
-                s = tl.where(s < 0, -softcap, softcap) * (1 - decay) / (1 + decay) * 1.4426950408889634
-            s = tl.where(held[:, None], s, -float("inf"))
-            new_top = tl.maximum(top, tl.max(s, 0))
-            base = tl.where(new_top == -float("inf"), 0.0, new_top)
-            p = tl.exp2(s - base[None, :])
-            shrink = tl.exp2(top - base)
-            top = new_top
-            total = total * shrink + tl.sum(p, 0)
-            if BITS == 0:
-                weight = (p * (v_grid.to(tl.float32, bitcast=True) * GAIN)[:, None]).to(number)
-                weights = shift
-            else:
-                vs, vb = _halves(v_grid)
-                weight = (p * (vs * GAIN)[:, None]).to(number)
-                weights = tl.sum(weight.to(tl.float32), 0)
-                shift = shift * shrink + tl.sum(p * vb[:, None], 0)
-            above = ((ABOVE + MIDDLE) * weights)[None, :]
-            acc0 = tl.dot(_numbers(v, 0, BITS, TRICK, ASM), weight, acc0 * shrink[None, :] - above, input_precision="ieee")
-            if BITS == 4:
-                acc2 = tl.dot(_numbers(v, 2, BITS, TRICK, ASM), weight, acc2 * shrink[None, :] - above, input_precision="ieee")
-                above = ((ABOVE + MIDDLE * ODD) * weights)[None, :]
-                acc3 = tl.dot(_numbers(v, 3, BITS, TRICK, ASM), weight, acc3 * shrink[None, :] - above, input_precision="ieee")
-            acc1 = tl.dot(_numbers(v, 1, BITS, TRICK, ASM), weight, acc1 * shrink[None, :] - above, input_precision="ieee")
+            top, total, shift, acc0, acc1, acc2, acc3 = fold_codes(
+                k, v, k_grid, v_grid, held[:, None], q0, q1, q2, q3, total_q, above_q, softcap, top, total, shift, acc0, acc1, acc2, acc3,
+                BLOCK_M, BLOCK_N, BITS, TRICK, ASM, CAPPED, True)
 
         lse = top + tl.log2(total)
         peak, whole = top, total
@@ -211,27 +249,21 @@ def _quantized_decode(
             peak, whole, _ = sink_logits(sinks_ptr, head, live, top, total, shift[:, None])
             lse = peak + tl.log2(whole)
         share = tl.exp2(top - peak) / whole
-        shift = shift * share
-        FINE: tl.constexpr = 256 if TRICK and BITS == 0 else 1
-        acc0 = acc0 * (share * (FINE / GAIN))[None, :] + shift[None, :]
-        acc1 = acc1 * (share * (FINE / GAIN / ODD))[None, :] + shift[None, :]
-        if BITS == 4:
-            acc2 = acc2 * (share * (1 / GAIN))[None, :] + shift[None, :]
-            acc3 = acc3 * (share * (1 / GAIN / ODD))[None, :] + shift[None, :]
+        acc0, acc1, acc2, acc3 = values_of(acc0, acc1, acc2, acc3, shift, share, BITS, TRICK)
         if parts == 1:
-            _store_parts(out_ptr + row * out_row + head[None, :] * D, acc0, acc1, acc2, acc3, w, live, D, W, BITS)
+            store_parts(out_ptr + row * out_row + head[None, :] * D, acc0, acc1, acc2, acc3, w, live, D, W, BITS)
             if WANT_LSE:
                 tl.store(lse_ptr + row * H + head, lse * 0.6931471805599453, mask=live)
         else:
             at_part = (item.to(tl.int64) * G + group) * R + m
-            _store_parts(part_ptr + at_part[None, :] * D, acc0, acc1, acc2, acc3, w, live, D, W, BITS)
+            store_parts(part_ptr + at_part[None, :] * D, acc0, acc1, acc2, acc3, w, live, D, W, BITS)
             tl.store(part_lse_ptr + at_part, lse, mask=live)
             arrive(part_ptr, part_lse_ptr, arrived_ptr, out_ptr, lse_ptr, sinks_ptr, which, first, parts, row, group, out_row,
                    H, R, D, D_PAD, R_PAD, MERGE, SINKS, WANT_LSE)
 
 
 @jit
-def _store_parts(row_ptr, acc0, acc1, acc2, acc3, w, live, D: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
+def store_parts(row_ptr, acc0, acc1, acc2, acc3, w, live, D: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
     """The elements that word w of a row held, [W, M]."""
     dtype = row_ptr.dtype.element_ty
     mask = (w < W)[:, None] & live[None, :]

@@ -9,7 +9,7 @@ import torch
 
 from kvasir.attention.backend import AttentionBackend, Site
 from kvasir.engine.batch import pack
-from kvasir.kernels import quantized_decode, quantized_qkv
+from kvasir.kernels import quantized_attention, quantized_decode, quantized_qkv
 from kvasir.kv.codec import Codec
 from kvasir.kv.pool import KVPool
 from kvasir.layers.linear import Placement
@@ -19,7 +19,7 @@ from kvasir.models.loader import fill_random
 from kvasir.models.spec import LayerSpec, ModelSpec
 from kvasir.technique import load
 from kvasir.types import Request, SamplingParams, Sequence, Span
-from tests.kernels.check_quantized import check_gather, check_quantized_decode, check_quantized_qkv
+from tests.kernels.check_quantized import check_gather, check_quantized_attention, check_quantized_decode, check_quantized_qkv
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -38,6 +38,14 @@ def test_decode(case, dtype, device):
     if dtype == torch.bfloat16 and device == "cpu":
         pytest.skip("the interpreter multiplies bf16 matrices as if they were integers; the GPU runs this")
     check_quantized_decode(case, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", list(quantized_attention.grid()), ids=str)
+def test_rows_and_trees(case, dtype, device):
+    if dtype == torch.bfloat16 and device == "cpu":
+        pytest.skip("the interpreter multiplies bf16 matrices as if they were integers; the GPU runs this")
+    check_quantized_attention(case, dtype, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
