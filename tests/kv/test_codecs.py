@@ -192,6 +192,16 @@ def test_head_dims_that_do_not_pack_are_refused(spec, dim):
         codec_of(spec).planes(dim, torch.float32)
 
 
+@pytest.mark.parametrize("spec", [*SPECS, "plain"])
+def test_poison_shows_in_every_element(spec):
+    """What the engine's poison mode leans on: nothing of a freed page can be read unseen."""
+    pool = KVPool([CacheGroup("full", (0,), 2, 64)], codec_of(spec), [3], 16, "cpu", torch.float32)
+    pool.poison(0, [1])
+    k, v = pool.codec.read(pool.layer(0), torch.tensor([1, 2]))
+    assert bool(k[:, :16].isnan().all()) and bool(v[:, :16].isnan().all())
+    assert not k[:, 16:].isnan().any() and not v[:, 16:].isnan().any()
+
+
 def test_slots_of_minus_one_are_skipped():
     pool = KVPool([CacheGroup("full", (0,), 2, 32)], codec_of("int4"), [2], 16, "cpu", torch.float32)
     cache = pool.layer(0)
