@@ -12,7 +12,7 @@ import pytest
 from kvasir.kv.codec import Codec
 from kvasir.technique import load
 from tests.engine.driver import Driver
-from tests.engine.test_equality import LENGTHS, OUTPUT, requests
+from tests.engine.test_equality import requests
 from tests.pairwise import label, pairwise, product
 
 CODECS = ["fp8", "int8", "int4", "int4_bdr", "int4_bdr:order=16,rotate_v=true", "nvfp4", "nvfp4:search=false"]

@@ -176,3 +176,7 @@ def check_gather(format: str, dim: int, dtype: torch.dtype, device: str) -> None
             want = cache.codec.read(cache, table[span])[side][1:, :length]
             assert torch.allclose(dense[:, first:first + length].float(), want.float(), rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-5)
         assert bool((dense[:, 20:32] == 0).all()) and bool((dense[:, 72:] == 0).all())
+    windowed = torch.full_like(k, 7.0)
+    quantized_decode.gather_codes_triton(cache.planes, format, windowed, windowed.clone(), table, context, row_start, spans, 3, 16, 1, window=10)
+    assert bool((windowed[:, :32 + 16] == 7.0).flatten(1).any(1).all()), "blocks out of the first row's window are left out"
+    assert torch.equal(windowed[:, 32 + 32:], k[:, 32 + 32:]) and bool((windowed[:, 32:48] == 7.0).all())

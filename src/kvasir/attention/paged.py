@@ -17,7 +17,7 @@ import torch
 from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
 from kvasir.kernels import _triton
 from kvasir.kernels.decode_attention import Rows, decode_attention_triton
-from kvasir.kernels.dense_attention import Shape, can_serve, dense_attention_triton, plan_long, worth_it
+from kvasir.kernels.dense_attention import SCRATCH_BYTES, Shape, can_serve, dense_attention_triton, plan_long, worth_it
 from kvasir.kernels.hardware import send
 from kvasir.kernels.paged_attention import Tiles, exact_tiles, paged_attention_triton, plan_tiles
 from kvasir.kernels.quantized_attention import plan_rows
@@ -60,6 +60,12 @@ class PagedBackend(AttentionBackend):
         super().prepare(site)
         self._rows: dict[tuple[int, int], Rows] = {}
         self._tiles: dict[tuple[int, int, int], list[Tiles]] = {}
+
+    def scratch_bytes(self, length: int) -> int:
+        """Dense keys and values of as many KV heads as fit, one at least."""
+        whole = max((2 * length * s.head_dim * self.site.dtype.itemsize * s.num_kv_heads for s in self.site.specs), default=0)
+        one = max((2 * length * s.head_dim * self.site.dtype.itemsize for s in self.site.specs), default=0)
+        return min(whole, max(SCRATCH_BYTES, one))
 
     def plan(self, batch: StepBatch) -> None:
         for key, spec in {key_of(spec): spec for spec in self.site.specs}.items():

@@ -247,6 +247,8 @@ def _gpu_budget(config: EngineConfig, device: torch.device, free_before: int, ma
     loading.wait()  # before anything is captured: a capture must not meet another thread's calls
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - held
+    longest, backend = sizes["max_model_len"], runner.backend  # that step's prompt had no context to gather
+    peak += backend.scratch_bytes(longest) - backend.scratch_bytes(min(sizes["max_rows"], longest))
     step_bytes, graphs = runner.graphs.measure() if runner.graphs is not None else (0, 0)
     del runner
     torch.cuda.empty_cache()

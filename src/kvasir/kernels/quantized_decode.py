@@ -330,16 +330,18 @@ def quantized_decode_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tens
 # -------------------------------------------------------------------------------------------------- codes made numbers
 
 
-@jit(do_not_specialize=["table_row", "slots", "first_group"])
+@jit(do_not_specialize=["table_row", "slots", "first_group", "window"])
 def _gather_codes(k_ptr, v_ptr, k_meta, v_meta, k_out, v_out, table_ptr, context_ptr, row_start_ptr, spans_ptr, page_stride, head_stride,
-                  meta_page, meta_head, table_row, slots, first_group,
+                  meta_page, meta_head, table_row, slots, first_group, window,
                   P: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """One block of slots of one span and KV head: page -> numbers [G, slots, D], in the cache's basis. Slots past the span's end
-    become zeros."""
+    become zeros; blocks that its first row does not see (``window``; 0: none) are left out."""
     block, group, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     span = tl.load(spans_ptr + place * 2)
-    end = tl.load(context_ptr + span) + tl.load(row_start_ptr + span + 1) - tl.load(row_start_ptr + span)
-    if block * BLOCK < end:
+    context = tl.load(context_ptr + span)
+    end = context + tl.load(row_start_ptr + span + 1) - tl.load(row_start_ptr + span)
+    low = tl.where(window > 0, context + 1 - window, 0)
+    if (block * BLOCK < end) & ((block + 1) * BLOCK > low):
         j = block * BLOCK + tl.arange(0, BLOCK)
         i = tl.arange(0, HALF)
         held = j < end
@@ -379,14 +381,15 @@ def _byte(codes, BITS: tl.constexpr):
 
 
 def gather_codes_triton(planes: Mapping[str, torch.Tensor], format: Format, k_GLD: torch.Tensor, v_GLD: torch.Tensor, table_SW: torch.Tensor,
-                        context_S: torch.Tensor, row_start_S: torch.Tensor, spans: torch.Tensor, blocks: int, block: int, first_group: int) -> None:
+                        context_S: torch.Tensor, row_start_S: torch.Tensor, spans: torch.Tensor, blocks: int, block: int, first_group: int,
+                        window: int | None = None) -> None:
     """What the codes of ``spans`` [m, 2] int32 (span, its first slot in the result) stand for, in the cache's basis: dense
     [G, slots, D], for as many KV heads from ``first_group`` on as ``k`` and ``v`` have. ``blocks`` of ``block`` slots: the
-    longest span; a span's place has room for whole blocks."""
+    longest span; a span's place has room for whole blocks. ``window``: what is out of it for every row is not written."""
     k, v, k_meta, dim = planes["k"].view(torch.uint8), planes["v"].view(torch.uint8), planes["k_meta"], k_GLD.shape[2]
     _gather_codes[(blocks, k_GLD.shape[0], spans.shape[0])](
         k, v, k_meta, planes["v_meta"], k_GLD, v_GLD, table_SW, context_S, row_start_S, spans, k.stride(0), k.stride(1),
-        k_meta.stride(0), k_meta.stride(1), table_SW.stride(0), k_GLD.shape[1], first_group, P=k.shape[2], D=dim,
+        k_meta.stride(0), k_meta.stride(1), table_SW.stride(0), k_GLD.shape[1], first_group, window or 0, P=k.shape[2], D=dim,
         HALF=next_power_of_2(dim // 2), BITS=FORMATS[format], BLOCK=block, num_warps=8)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvasir.attention.backend import AttentionBackend, Site
+from kvasir.attention.paged import key_of
 from kvasir.engine.batch import pack
 from kvasir.kernels import quantized_attention, quantized_decode, quantized_qkv
 from kvasir.kv.codec import Codec
@@ -19,7 +20,8 @@ from kvasir.models.loader import fill_random
 from kvasir.models.spec import LayerSpec, ModelSpec
 from kvasir.technique import load
 from kvasir.types import Request, SamplingParams, Sequence, Span
-from tests.kernels.check_quantized import check_gather, check_quantized_attention, check_quantized_decode, check_quantized_qkv
+from tests.kernels.check import reference
+from tests.kernels.check_quantized import check_gather, check_quantized_attention, check_quantized_decode, check_quantized_qkv, quantized_world
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -55,6 +57,26 @@ def test_rows_and_trees(place, case, dtype, device):
 @pytest.mark.parametrize("format, dim", [("int4", 64), ("int4", 80), ("int8", 96), ("fp8", 128)])
 def test_gather(format, dim, dtype, device):
     check_gather(format, dim, dtype, device)
+
+
+@pytest.mark.parametrize("format, window", [("int4", None), ("int4", 50), ("fp8", None)])
+def test_the_backend_takes_every_kind_of_span(format, window, device, monkeypatch):
+    """A decode, a chain, a tree and a chunk over codes, in one step and in fp64."""
+    monkeypatch.setattr(quantized_attention, "MAX_COLUMNS", 16)  # the last span is made numbers
+    spans = ((70, 1), (33, 4), (61, 7), (40, 20))
+    case = quantized_attention.Case(spans=spans, format=format, window=window, trees=((2, (-1, 0, 0, 1, 1, 2, 5)),))
+    world, pool = quantized_world(case, torch.float32, device)
+    backend = load("kvasir.attention.backends", "triton", AttentionBackend)
+    site = Site(device, torch.float32, format, 64, (world.spec,))
+    assert not backend.why_not(site)
+    backend.prepare(site)
+    backend.plan(world.batch)
+    step = world.batch.scratch[key_of(world.spec)]
+    assert step.rows.spans.tolist() == [0] and sorted(set(step.short.items[:, 0].tolist())) == [1, 2] and step.rest == [3]
+    out, lse = backend.run(world.q, pool.layer(1), world.spec, world.batch, return_lse=True)
+    want, want_lse = reference(world, torch.float64)
+    torch.testing.assert_close(out.double(), want, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-5)
 
 
 DEEP = LayerSpec(GQASpec(8, 2, 64, 0.125, qk_norm=NormSpec()), DenseSpec(96), RopeSpec(1000.0, 64), NormSpec())

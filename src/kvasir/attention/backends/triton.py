@@ -55,7 +55,7 @@ class TritonBackend(PagedBackend):
         how = {"softcap": spec.softcap, "sinks_H": sinks_H, "lse_TH": lse_TH}
 
         def gather(k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor, blocks: int, block: int, group: int) -> None:
-            gather_codes_triton(planes, format, k, v, table, batch.context, batch.row_start, spans, blocks, block, group)
+            gather_codes_triton(planes, format, k, v, table, batch.context, batch.row_start, spans, blocks, block, group, spec.window)
 
         if step.rows is not None:
             quantized_decode_triton(q_THD, planes, format, table, batch.context, batch.row_start, step.rows, spec.scale, out_THD,
