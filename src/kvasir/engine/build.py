@@ -83,6 +83,9 @@ def choose_backend(name: str, site: Site) -> AttentionBackend:
             raise ConfigError("no attention backend can serve this model here: " +
                               "; ".join(f"{b.name}: {', '.join(b.why_not(site))}" for b in found))
         backend = max(able, key=lambda b: b.rank)
+        if site.device == "cuda" and backend.rank == 0:
+            nearest = min((b for b in found if b not in able), key=lambda b: len(b.why_not(site)))
+            log.warning("attention runs in plain torch, which is slow on a GPU: '%s' %s", nearest.name, "; ".join(nearest.why_not(site)))
     backend.prepare(site)
     return backend
 
