@@ -148,7 +148,7 @@ def check_quantized_attention(case: quantized_attention.Case, dtype: torch.dtype
     out, lse = blank(world)
     quantized_attention.quantized_attention_triton(
         world.q, pool.layer(1).planes, case.format, batch.tables[0], batch.context, batch.row_start,
-        quantized_attention.plan_rows(batch.starts, batch.lengths, spans, case.heads // case.kv_heads, case.dim, device), spec.scale,
+        quantized_attention.plan_rows(batch.starts, batch.lengths, spans, case.heads // case.kv_heads, device), spec.scale,
         out, window=spec.window, softcap=spec.softcap, sinks_H=world.sinks, ancestors_TA=batch.ancestors, positions_T=batch.positions,
         lse_TH=lse, num_splits=case.splits)
     want, want_lse = reference(world, torch.float64)

@@ -87,7 +87,7 @@ class PagedBackend(AttentionBackend):
             rows = self._single_rows(len(single), spec.num_kv_heads, device)
             rows = Rows(send(torch.tensor(single, dtype=torch.int32), device), rows.arrived)
         tiles = plan_tiles(starts, lengths, spec.num_heads, spec.num_kv_heads, self.site.dtype, device, rest)
-        few = plan_rows(starts, lengths, short, spec.num_heads // spec.num_kv_heads, spec.head_dim, device) if short else None
+        few = plan_rows(starts, lengths, short, spec.num_heads // spec.num_kv_heads, device) if short else None
         return Step(rows, self.plan_long(batch, spec, long) if long else None, tiles, [s for s in rest if lengths[s]], few)
 
     def takes_short(self, spec: AttentionSpec, length: int) -> bool:

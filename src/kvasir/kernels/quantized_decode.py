@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvasir.kernels._triton import INTERPRETED, jit, next_power_of_2, tl
+from kvasir.kernels._triton import INTERPRETED, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.decode_attention import Rows, Shape
 from kvasir.kernels.hardware import multiprocessors
 from kvasir.kernels.key_chunks import MIN_CHUNK, SHORT_CHUNK, arrive, find_chunk, keys_of, merged_at_once
@@ -191,11 +191,13 @@ def _quantized_decode(
         H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, D: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, D_PAD: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COUNT_PAD: tl.constexpr, MIN_KEYS: tl.constexpr, SHORT_KEYS: tl.constexpr,
         R_PAD: tl.constexpr, MERGE: tl.constexpr, BITS: tl.constexpr, TRICK: tl.constexpr, ASM: tl.constexpr,
-        WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
+        WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr, PDL: tl.constexpr):
     """One KV head, one chunk of keys of one sequence; see ``decode_attention``. Scores are [keys, heads], sums [words, heads].
     A key's scale and bias are one int32 (fp8: its scale, fp32): smaller loads would not be pipelined."""
     group, item = tl.program_id(0), tl.program_id(1)
     G: tl.constexpr = H // R
+    if PDL:  # as in ``decode_attention``: contexts and tables were there before the step's first layer
+        tl.extra.cuda.gdc_launch_dependents()
     which, first, parts, chunk = find_chunk(item, context_ptr, spans_ptr, count, wave, budget, window, BLOCK_N, COUNT_PAD, MIN_KEYS, SHORT_KEYS,
                                             WINDOWED)
     if which < count:
@@ -209,6 +211,8 @@ def _quantized_decode(
         factor = scale if CAPPED else scale * 1.4426950408889634
         q_at = q_ptr + row * q_row + head[:, None] * q_head + 2 * w[None, :]
         mine = live[:, None] & wide
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         q0, q1, q2, q3, total_q, above_q = load_queries(q_at, mine, factor, D, BITS, TRICK)
         acc0 = tl.zeros([W_PAD, BLOCK_M], tl.float32)
         acc1, acc2, acc3 = acc0, acc0, acc0  # the last two: of 4-bit words
@@ -278,17 +282,18 @@ def store_parts(row_ptr, acc0, acc1, acc2, acc3, w, live, D: tl.constexpr, W: tl
 
 
 def shape_of(format: Format, dim: int, dtype: torch.dtype, rows: int, share: int) -> Shape:
-    """As ``decode_attention.Shape.of``. Programs of one warp need no barrier and keep their scores in registers: 10 of them
-    on a multiprocessor, each with two blocks of 8 KiB on their way. Few rows are cut into few chunks, for less to merge by
-    more warps. ``share``: query heads of a KV head."""
+    """As ``decode_attention.Shape.of``. Programs of one warp need no barrier and keep their scores in registers: 8 of them
+    on a multiprocessor, each with three blocks of 4 or 8 KiB on their way. Few rows are cut into few chunks, for less to merge by
+    more warps. ``share``: query heads of a KV head. From the timings of ``tools/gpu_kv.py``."""
     words = dim // 4 if format == "int4" else dim // 2
     large = words > 32 or share > 8
     if dtype == torch.float32:
         return Shape(32, 8, 2, 12)
     if rows <= 2:
-        return Shape(64 if large else 128, 4, 3, 6, 2)
-    wide = words > 64 or words > 32 and share > 8
-    return Shape(32, 2, 3, 8, 4) if wide else Shape(32 if large else 64, 1, 3, 20, 10)
+        return Shape(64, 4, 3, 6, 2) if words > 64 or share > 8 else Shape(128, 4, 3, 4 if large else 6, 2)
+    if words > 64 or large and share > 8:
+        return Shape(32, 2, 3, 8, 4)
+    return Shape(32, 1, 4, 14, 7) if large else Shape(64, 1, 4, 16, 8)
 
 
 def quantized_decode_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tensor], format: Format, table_SW: torch.Tensor,
@@ -315,7 +320,7 @@ def quantized_decode_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tens
     part_lse = torch.empty((chunks, heads), dtype=torch.float32, device=q_THD.device)
     share_pad = next_power_of_2(share)
     bits = FORMATS[format]
-    absent = q_THD  # stands in for pointers that the compiled variant never touches
+    absent, early = q_THD, pdl(q_THD.device)  # stands in for pointers that the compiled variant never touches
     _quantized_decode[(groups, chunks)](
         q_THD, k, v, k_meta, v_meta, out_THD, absent if lse_TH is None else lse_TH, part, part_lse, rows.arrived,
         absent if sinks_H is None else sinks_H, table_SW, context_S, row_start_S, rows.spans, q_THD.stride(0), q_THD.stride(1),
@@ -324,7 +329,7 @@ def quantized_decode_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tens
         BLOCK_N=shape.block_n, COUNT_PAD=max(16, next_power_of_2(count)), MIN_KEYS=max(MIN_CHUNK, shape.block_n),
         SHORT_KEYS=SHORT_CHUNK, R_PAD=share_pad, MERGE=merged_at_once(share, dim_pad, shape.warps), BITS=bits,
         TRICK=q_THD.dtype != torch.float32, ASM=not INTERPRETED, WINDOWED=window is not None, CAPPED=softcap is not None,
-        SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, num_warps=shape.warps, num_stages=shape.stages)
+        SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, PDL=early, num_warps=shape.warps, num_stages=shape.stages, launch_pdl=early)
 
 
 # -------------------------------------------------------------------------------------------------- codes made numbers
