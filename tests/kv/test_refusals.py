@@ -61,6 +61,15 @@ def test_a_gpu_without_kernels_for_it_is_told(site, why, caplog, monkeypatch):
     assert "slow" in caplog.text and why.split(", ")[0] in caplog.text
 
 
+def test_fp8_on_an_older_gpu(monkeypatch):
+    monkeypatch.setattr(_triton, "AVAILABLE", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    with pytest.raises(ConfigError, match="capability 8.9.*--kv-codec int8"):
+        choose_backend("triton", Site("cuda", torch.bfloat16, "fp8", 32, (HEADS,)))
+    choose_backend("triton", Site("cuda", torch.bfloat16, "int8", 32, (HEADS,)))
+
+
 def test_what_the_reference_may_serve_is_no_news_on_a_cpu(caplog):
     with caplog.at_level(logging.WARNING, logger="kvasir"):
         assert choose_backend("auto", Site("cpu", torch.float32, "nvfp4", 32, (HEADS,))).name == "torch"

@@ -24,8 +24,12 @@ class TritonBackend(PagedBackend):
     codec_kernels = frozenset({"plain", *FORMATS})
 
     def why_not(self, site: Site) -> list[str]:
-        odd = site.codec_kernel != "plain" and any(s.head_dim % 4 for s in site.specs)
-        return super().why_not(site) + (["reads codes of head dims that are multiples of 4"] if odd else [])
+        reasons = super().why_not(site)
+        if site.codec_kernel != "plain" and any(s.head_dim % 4 for s in site.specs):
+            reasons.append("reads codes of head dims that are multiples of 4")
+        if site.codec_kernel == "fp8" and site.device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+            reasons.append("makes fp8 codes on GPUs of compute capability 8.9 and up (--kv-codec int8 takes as many bytes)")
+        return reasons
 
     def prepare(self, site: Site) -> None:
         super().prepare(site)
