@@ -384,9 +384,14 @@ def write_arms() -> list[dict]:
             heads = torch.randn(rows, HEADS + 2 * GROUPS, DIM, device="cuda", dtype=torch.bfloat16)
             positions, slots = torch.arange(rows, device="cuda"), SIZE[name] + torch.arange(rows, device="cuda")
             ops = HeadOps(HEADS, table, positions)
-            variants.append(Variant(world, {}, functools.partial(
-                lambda world, heads, ops, slots, layer: world.caches[layer].codec.write_fused(world.caches[layer], heads, ops, slots),
-                world, heads, ops, slots), checked=False))
+            def write(world, heads, ops, slots, programs, layer):
+                with mock.patch.object(quantized_qkv, "PROGRAMS", programs):
+                    return world.caches[layer].codec.write_fused(world.caches[layer], heads, ops, slots)
+
+            chosen = quantized_qkv.PROGRAMS
+            for programs in (chosen, 4, 8, 24, 48, 1 << 20) if rows == 2048 and name != "plain" else (chosen,):
+                config = {"variant": "as chosen"} if programs == chosen else {"programs": programs}
+                variants.append(Variant(world, config, functools.partial(write, world, heads, ops, slots, programs), checked=False))
         arms += in_turns(f"write {rows} rows", variants)
     return arms
 
