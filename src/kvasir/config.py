@@ -47,7 +47,7 @@ class CacheConfig:
     gpu_memory_utilization: float = opt(0.9, "Share of the GPU memory free at start for weights, one step and the KV pool.", low=0.01, high=1)
     cpu_cache_bytes: int = opt(1 << 29, "Bytes of the KV pool on a CPU.", low=1)
     kv_codec: str = opt("plain", "How keys and values are stored: a name, or name:key=value,key=value.", "kv-cache-dtype")
-    page_slots: int | None = opt(None, "Tokens a page holds; default 16.", "block-size", low=1)
+    page_slots: int | None = opt(None, "Tokens a page holds; default: as the codec says, 16 to 64.", "block-size", low=1)
     num_pages: int | None = opt(None, "Pages in the pool, instead of what was measured to fit.", "num-gpu-blocks-override", low=1)
     enable_prefix_caching: bool = opt(True, "Share the KV of equal prompt beginnings.")
     fit: bool = opt(False, "Shorten the context to what fits instead of refusing to start, and say why.")

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import pytest
 
+from kvasir.kv.codec import Codec
+from kvasir.technique import load
 from tests.engine.driver import Driver
-from tests.engine.test_equality import LENGTHS, OUTPUT, requests
+from tests.engine.test_equality import requests
 from tests.pairwise import label, pairwise, product
 
-CODECS = ["fp8", "int8", "int4", "int4_bdr", "int4_bdr:order=16,rotate_v=true", "nvfp4"]
+CODECS = ["fp8", "int8", "int4", "int4_bdr", "int4_bdr:order=16,rotate_v=true", "nvfp4", "nvfp4:search=false"]
 FACTORS = {
     "codec": CODECS,
+    "page": [16, None],  # None: the codec's own size
     "chunk": [1, 7, 64],
     "cache": [True, False],
     "preempt_every": [0, 3],
@@ -44,9 +47,12 @@ def reference():
 
 
 def run_case(case: dict, reference) -> None:
-    num_pages = 256 if case["pool"] == "roomy" else (max(LENGTHS) + OUTPUT) // 16 + 4
+    # A tight pool holds the longest request and a page more, of six requests: hardly a page is not another's next.
+    size = case["page"] or load("kvasir.kv.codecs", case["codec"], Codec).page_slots
+    num_pages = 256 if case["pool"] == "roomy" else -(-112 // size) + 2
     driver = Driver(max_num_batched_tokens=case["chunk"], max_num_seqs=4, enable_prefix_caching=case["cache"], num_pages=num_pages,
-                    max_model_len=112, kv_codec=case["codec"])
+                    max_model_len=112, kv_codec=case["codec"], page_slots=case["page"])
+    assert driver.engine.runner.pool.page_slots == size
     if case["cache"]:
         driver.run(requests(driver, 0.0, 1, tag="warm"))
     driver.run(requests(driver, case["temperature"], case["n"]), preempt_every=case["preempt_every"])

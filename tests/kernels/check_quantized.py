@@ -4,10 +4,11 @@ written. Codes themselves may differ where a rounding error falls on the border 
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import torch
 
-from kvasir.kernels import quantized_decode, quantized_qkv
+from kvasir.kernels import paged_attention, quantized_attention, quantized_decode, quantized_qkv
 from kvasir.kernels.decode_attention import Rows
 from kvasir.kernels.fused_qkv import HeadOps
 from kvasir.kernels.quantized_qkv import Basis
@@ -17,6 +18,8 @@ from kvasir.layers.rope import RopeTable
 from kvasir.layers.spec import RopeSpec
 from kvasir.technique import load
 from kvasir.types import CacheGroup
+from tests.attention.helpers import World, make_world
+from tests.kernels.check import attend_low, blank, reference
 from tests.kernels.check_fused import Draw, hold
 
 
@@ -118,6 +121,43 @@ def check_quantized_decode(case: quantized_decode.Case, dtype: torch.dtype, devi
     return hold(case, out, attention(dtype), attention(torch.float64))
 
 
+def quantized_world(case: quantized_attention.Case, dtype: torch.dtype, device: str) -> tuple[World, KVPool]:
+    """A world over codes in a poisoned pool; its own pages hold what the codes stand for, in the codes' basis."""
+    fields = {f.name: getattr(case, f.name) for f in dataclasses.fields(case) if f.name not in ("spans", "format", "trees", "splits")}
+    world = make_world(list(case.spans), dtype=dtype, device=device, trees={s: list(p) for s, p in case.trees}, **fields)
+    codec, size, table = codec_of(case.format, 0, False), case.page_slots, world.batch.tables[0].long().cpu()
+    pools = [KVPool(world.pool.groups, c, world.pool.num_pages, size, device, t) for c, t in ((codec, dtype), (world.pool.codec, torch.float32))]
+    for pool in pools:
+        pool.poison(0, range(pool.num_pages[0]))
+    codes, plain = (pool.layer(1) for pool in pools)
+    for s, (k, v) in enumerate(zip(world.keys, world.values)):
+        at = torch.arange(len(k))
+        page = table[s, at // size]
+        codec.write(codes, k.to(device), v.to(device), torch.where(page > 0, page * size + at % size, -1).to(device))
+    for side in "kv":
+        plain.planes[side].copy_(codec.decode({n[1:]: p for n, p in codes.planes.items() if n[0] == side}, case.dim))
+    world.pool = pools[1]
+    return world, pools[0]
+
+
+def check_quantized_attention(case: quantized_attention.Case, dtype: torch.dtype, device: str) -> float:
+    """Rows of spans and trees over what the codes stand for, against the paged reference in fp64."""
+    world, pool = quantized_world(case, dtype, device)
+    spec, batch = world.spec, world.batch
+    spans = [s for s, length in enumerate(batch.lengths) if length]
+    out, lse = blank(world)
+    quantized_attention.quantized_attention_triton(
+        world.q, pool.layer(1).planes, case.format, batch.tables[0], batch.context, batch.row_start,
+        quantized_attention.plan_rows(batch.starts, batch.lengths, spans, case.heads // case.kv_heads, device), spec.scale,
+        out, window=spec.window, softcap=spec.softcap, sinks_H=world.sinks, ancestors_TA=batch.ancestors, positions_T=batch.positions,
+        lse_TH=lse, num_splits=case.splits)
+    want, want_lse = reference(world, torch.float64)
+    with mock.patch.object(paged_attention, "attend", attend_low):
+        plain, _ = reference(world, dtype)
+    assert float((lse - want_lse).abs().max()) <= (1e-4 if dtype == torch.float32 else 5e-3), case
+    return hold(case, out, plain, want)
+
+
 def check_gather(format: str, dim: int, dtype: torch.dtype, device: str) -> None:
     """Dense numbers equal to what the codec reads, zeros to the end of the block; the rest of the scratch untouched."""
     draw, codec = Draw(dim, dtype, device), codec_of(format, 0, False)
@@ -136,3 +176,7 @@ def check_gather(format: str, dim: int, dtype: torch.dtype, device: str) -> None
             want = cache.codec.read(cache, table[span])[side][1:, :length]
             assert torch.allclose(dense[:, first:first + length].float(), want.float(), rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-5)
         assert bool((dense[:, 20:32] == 0).all()) and bool((dense[:, 72:] == 0).all())
+    windowed = torch.full_like(k, 7.0)
+    quantized_decode.gather_codes_triton(cache.planes, format, windowed, windowed.clone(), table, context, row_start, spans, 3, 16, 1, window=10)
+    assert bool((windowed[:, :32 + 16] == 7.0).flatten(1).any(1).all()), "blocks out of the first row's window are left out"
+    assert torch.equal(windowed[:, 32 + 32:], k[:, 32 + 32:]) and bool((windowed[:, 32:48] == 7.0).all())

@@ -15,6 +15,7 @@ import torch
 
 from kvasir.kernels.dense_attention import Shape
 from kvasir.kernels.key_chunks import merged_at_once
+from kvasir.kernels.quantized_attention import Shape as RowsShape
 from kvasir.kernels.quantized_decode import shape_of
 
 pytest.importorskip("triton")
@@ -97,12 +98,27 @@ def test_quantized_decode(format, dim, share, rows):
     found = compiled("quantized_decode", "_quantized_decode", {"num_warps": shape.warps, "num_stages": shape.stages}, {
         **LLAMA, "R": share, "D": dim, "P": 64, "W": words, "W_PAD": words_pad, "D_PAD": pad, "BLOCK_M": max(8, share), "BLOCK_N": shape.block_n,
         "COUNT_PAD": 64, "MIN_KEYS": 128, "SHORT_KEYS": 1024, "R_PAD": share, "MERGE": merged_at_once(share, pad, shape.warps), "BITS": bits,
-        "TRICK": True, "ASM": True, "WINDOWED": False}, {"k_ptr": "i16", "v_ptr": "i16", "k_meta": "i32", "v_meta": "i32"})
+        "TRICK": True, "ASM": True, "WINDOWED": False, "PDL": True}, {"k_ptr": "i16", "v_ptr": "i16", "k_meta": "i32", "v_meta": "i32"})
     assert not found["spilled"] and found["words" if dim == 80 else "copies"] and found["words"]
     assert found["shared"] >= 2 * 2 * shape.block_n * (2 * words_pad + 4) and shape.at_once * (found["shared"] + 1024) <= 228 * 1024
     if bits == 4 and shape.warps == 1:
         pairs = shape.block_n * words_pad // 32  # of words, keys and values, a thread
         assert found["lop3"] == 4 * pairs and found["mma"] == 4 * pairs * 2 * 32 * max(8, share) // (16 * 16 * 8)
+
+
+@pytest.mark.parametrize("format, dim, block_m, tree", [
+    ("int4", 128, 16, True), ("int4", 64, 16, False), ("int4", 256, 16, False), ("int4", 128, 32, False), ("int8", 128, 16, True),
+    ("fp8", 128, 16, False)])
+def test_quantized_rows(format, dim, block_m, tree):
+    """Codes are fetched two blocks ahead. 8-bit codes spill a little on one warp, and are fastest so all the same."""
+    shape, bits = RowsShape.of(format, dim, torch.bfloat16, block_m), {"int4": 4, "int8": 8, "fp8": 0}[format]
+    words = dim // 4 if bits == 4 else dim // 2
+    found = compiled("quantized_attention", "_quantized_attention", {"num_warps": shape.warps, "num_stages": shape.stages}, {
+        **LLAMA, "D": dim, "P": 64, "W": words, "W_PAD": words, "BLOCK_M": block_m, "BLOCK_N": shape.block_n, "BITS": bits, "TRICK": True,
+        "ASM": True, "WINDOWED": False, "TREE": tree, "SPLIT": True},
+        {"k_ptr": "i16", "v_ptr": "i16", "k_meta": "i32", "v_meta": "i32", "out_ptr": "fp32", "ancestors_ptr": "i64", "positions_ptr": "i64"})
+    assert found["copies"] and (not found["spilled"] or bits != 4 and shape.warps == 1)
+    assert found["shared"] >= 2 * 2 * shape.block_n * (2 * words + 4) and shape.at_once * (found["shared"] + 1024) <= 228 * 1024
 
 
 @pytest.mark.parametrize("format", ["int4", "int8", "fp8"])

@@ -11,8 +11,11 @@ from kvasir.kv.codec import Codec
 from kvasir.kv.codecs.nvfp4 import E2M1, e2m1, e2m1_value
 from kvasir.kv.pool import KVPool
 from kvasir.kv.quantized import Rotation, largest_order
+from kvasir.models.checkpoint import resolve
+from kvasir.models.tokenizer import Tokenizer
 from kvasir.technique import load
 from kvasir.types import CacheGroup
+from tests.engine.driver import Driver
 
 SPECS = ["fp8", "int8", "int4", "int4_bdr", "int4_bdr:order=16,rotate_v=true,signs=false", "nvfp4", "nvfp4:search=false,order=32"]
 
@@ -125,6 +128,27 @@ def test_scale_search_never_loses_and_gains_a_quarter_on_gaussian_blocks():
     assert relative_error(searched, x) <= 0.74 * relative_error(largest, x)
 
 
+TEXT = """One morning the miller's daughter found a key in the flour. It fitted no door of the house, so she put it into her pocket and
+walked to the village, where the baker, the smith and the old teacher each said that it was theirs. "Then tell me what it opens," she said.
+The baker said a chest, the smith said a gate, and the teacher said nothing, but smiled and held out his hand. She gave it to him."""
+
+
+def test_scale_search_gains_a_fifth_on_unrotated_keys_and_values_of_base():
+    driver = Driver("base", enable_prefix_caching=False, num_pages=40)
+    ids = Tokenizer.load(resolve("base")).encode(TEXT)
+    driver.submit(driver.request("a", ids, max_tokens=2))
+    driver.step()
+    pool, pages = driver.engine.runner.pool, len(ids) // 16
+    (seq,) = driver.engine.scheduler.running
+    searched, largest = (codec_of(spec) for spec in ("nvfp4", "nvfp4:search=false"))
+    for layer in pool.groups[0].layers:
+        for x in pool.codec.read(pool.layer(layer), torch.tensor(seq.tables[0][:pages])):
+            assert bool(x.isfinite().all()) and bool(x.any())
+            lost = [relative_error(c.decode(c.encode(x), x.shape[-1]), x) for c in (searched, largest)]
+            assert lost[0] <= 0.82 * lost[1], layer
+    driver.close()
+
+
 def test_fp8_saturates_nothing():
     x = gaussian(64, 2, 64) * torch.logspace(-3, 4, 64)[:, None, None]
     found = round_trip("fp8", x)[0]
@@ -190,6 +214,16 @@ def test_signs_save_a_constant_offset():
 def test_head_dims_that_do_not_pack_are_refused(spec, dim):
     with pytest.raises(ConfigError, match="head dim"):
         codec_of(spec).planes(dim, torch.float32)
+
+
+@pytest.mark.parametrize("spec", [*SPECS, "plain"])
+def test_poison_shows_in_every_element(spec):
+    """What the engine's poison mode leans on: nothing of a freed page can be read unseen."""
+    pool = KVPool([CacheGroup("full", (0,), 2, 64)], codec_of(spec), [3], 16, "cpu", torch.float32)
+    pool.poison(0, [1])
+    k, v = pool.codec.read(pool.layer(0), torch.tensor([1, 2]))
+    assert bool(k[:, :16].isnan().all()) and bool(v[:, :16].isnan().all())
+    assert not k[:, 16:].isnan().any() and not v[:, 16:].isnan().any()
 
 
 def test_slots_of_minus_one_are_skipped():

@@ -39,10 +39,13 @@ def test_same_tokens(drafter, graphs, codec, plain):
     assert graphs or not captured
 
 
+@pytest.mark.parametrize("drafter", ["hostile", "ngram:min_match=1"])
 @pytest.mark.parametrize("codec", ["int4_bdr", "int4", "fp8"])
-def test_lossy_codecs_keep_tokens_too(codec):
-    """Moves copy codes and scales; the tree's keys are the same numbers in other slots."""
-    alone = run("", kv_codec=codec, cuda_graphs=False, overlap=False)[0]
-    found, stats, _ = run("replay", alone, kv_codec=codec)
+def test_lossy_codecs_keep_tokens_too(codec, drafter):
+    """Trees by the kernel for short spans, chains in graphs. Moves copy codes and scales; the tree's keys are the same numbers in
+    other slots."""
+    alone = run("", kv_codec=codec, page_slots=None, cuda_graphs=False, overlap=False)[0]
+    hostile = alone if drafter == "hostile" else None
+    found, stats, _ = run("replay" if hostile else drafter, hostile, kv_codec=codec, page_slots=None)
     assert stats.accepted_tokens > 0
     assert sum(found[key] == alone[key] for key in alone) >= len(alone) - 1, "but for a tie"

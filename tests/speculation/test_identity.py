@@ -104,6 +104,18 @@ def test_with_parameters_that_look_at_history(params, temperature):
     d.close()
 
 
+@pytest.mark.parametrize("codec", ["fp8", "int8", "int4_bdr:rotate_v=true", "nvfp4"])
+def test_trees_move_codes_and_scales(codec):
+    """Over pages of the codec's own size, with slots that move within a page and across."""
+    expected = plain(1.0, 2, codec, max_tokens=24)
+    d = driver("replay", kv_codec=codec, page_slots=None, num_pages=24, max_num_batched_tokens=40, max_num_seqs=4)
+    install(d, Hostile({key: tokens for key, (tokens, _) in expected.items()}))
+    d.run(requests(d, 1.0, 2, max_tokens=24), preempt_every=5)
+    assert outputs(d) == expected
+    assert d.engine.runner.pool.page_slots in (32, 64) and d.engine.stats().accepted_tokens > 20
+    d.close()
+
+
 def test_a_request_may_do_without():
     d = driver("suffix:min_match=1")
     d.run(requests(d, 0.0, num_draft_tokens=0))

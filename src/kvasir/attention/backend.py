@@ -59,6 +59,10 @@ class AttentionBackend(Technique):
         """Once, after the choice: the place this backend will run at (``site.exact`` asks for batch-invariant rows)."""
         self.site = site
 
+    def scratch_bytes(self, length: int) -> int:
+        """Device memory that one span at the end of ``length`` positions takes beside what it returns."""
+        return 0
+
     def plan(self, batch: StepBatch) -> None:
         """Once a step, before the layers: derive what every layer needs into ``batch.scratch``."""
 

@@ -17,21 +17,23 @@ import torch
 from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
 from kvasir.kernels import _triton
 from kvasir.kernels.decode_attention import Rows, decode_attention_triton
-from kvasir.kernels.dense_attention import Shape, can_serve, dense_attention_triton, plan_long, worth_it
+from kvasir.kernels.dense_attention import SCRATCH_BYTES, Shape, can_serve, dense_attention_triton, plan_long, worth_it
 from kvasir.kernels.hardware import send
 from kvasir.kernels.paged_attention import Tiles, exact_tiles, paged_attention_triton, plan_tiles
+from kvasir.kernels.quantized_attention import plan_rows
 from kvasir.kv.codec import LayerCache
 from kvasir.types import StepBatch
 
 
 @dataclass(slots=True)
 class Step:
-    """What the layers of one head layout launch: single rows, long spans, tiles of the rest."""
+    """What the layers of one head layout launch: single rows, long spans, tiles of the rest; of short spans over codes."""
 
     rows: Rows | None
     long: Any
     tiles: list[Tiles]
     rest: list[int]  # the spans of the tiles
+    short: Tiles | None = None
 
 
 class PagedBackend(AttentionBackend):
@@ -59,6 +61,12 @@ class PagedBackend(AttentionBackend):
         self._rows: dict[tuple[int, int], Rows] = {}
         self._tiles: dict[tuple[int, int, int], list[Tiles]] = {}
 
+    def scratch_bytes(self, length: int) -> int:
+        """Dense keys and values of as many KV heads as fit, one at least."""
+        whole = max((2 * length * s.head_dim * self.site.dtype.itemsize * s.num_kv_heads for s in self.site.specs), default=0)
+        one = max((2 * length * s.head_dim * self.site.dtype.itemsize for s in self.site.specs), default=0)
+        return min(whole, max(SCRATCH_BYTES, one))
+
     def plan(self, batch: StepBatch) -> None:
         for key, spec in {key_of(spec): spec for spec in self.site.specs}.items():
             batch.scratch[key] = self._plan(batch, spec)
@@ -72,13 +80,19 @@ class PagedBackend(AttentionBackend):
         plain = batch.ancestors is None and spec.window is None
         single = [s for s, length in enumerate(lengths) if length == 1]
         long = [s for s, length in enumerate(lengths) if plain and self.takes_long(spec, length)]
-        rest = sorted(set(range(len(lengths))) - {*single, *long})
+        short = [s for s, length in enumerate(lengths) if length > 1 and s not in long and self.takes_short(spec, length)]
+        rest = sorted(set(range(len(lengths))) - {*single, *long, *short})
         rows = None
         if single:
             rows = self._single_rows(len(single), spec.num_kv_heads, device)
             rows = Rows(send(torch.tensor(single, dtype=torch.int32), device), rows.arrived)
         tiles = plan_tiles(starts, lengths, spec.num_heads, spec.num_kv_heads, self.site.dtype, device, rest)
-        return Step(rows, self.plan_long(batch, spec, long) if long else None, tiles, [s for s in rest if lengths[s]])
+        few = plan_rows(starts, lengths, short, spec.num_heads // spec.num_kv_heads, device) if short else None
+        return Step(rows, self.plan_long(batch, spec, long) if long else None, tiles, [s for s in rest if lengths[s]], few)
+
+    def takes_short(self, spec: AttentionSpec, length: int) -> bool:
+        """Whether a span of several rows reads its keys with the kernel for codes."""
+        return False
 
     # What a backend with a kernel of its own for long spans replaces. They have no window and no tree.
 

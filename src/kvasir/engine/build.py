@@ -83,6 +83,9 @@ def choose_backend(name: str, site: Site) -> AttentionBackend:
             raise ConfigError("no attention backend can serve this model here: " +
                               "; ".join(f"{b.name}: {', '.join(b.why_not(site))}" for b in found))
         backend = max(able, key=lambda b: b.rank)
+        if site.device == "cuda" and backend.rank == 0:
+            nearest = min((b for b in found if b not in able), key=lambda b: len(b.why_not(site)))
+            log.warning("attention runs in plain torch, which is slow on a GPU: '%s' %s", nearest.name, "; ".join(nearest.why_not(site)))
     backend.prepare(site)
     return backend
 
@@ -247,6 +250,8 @@ def _gpu_budget(config: EngineConfig, device: torch.device, free_before: int, ma
     loading.wait()  # before anything is captured: a capture must not meet another thread's calls
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - held
+    longest, backend = sizes["max_model_len"], runner.backend  # that step's prompt had no context to gather
+    peak += backend.scratch_bytes(longest) - backend.scratch_bytes(min(sizes["max_rows"], longest))
     step_bytes, graphs = runner.graphs.measure() if runner.graphs is not None else (0, 0)
     del runner
     torch.cuda.empty_cache()

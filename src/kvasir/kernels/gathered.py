@@ -1,4 +1,4 @@
-"""Attention over numbers made of codes, for spans that no kernel reads the codes for: drafts, trees, short chunks, exact mode.
+"""Attention over numbers made of codes, for spans that no kernel reads the codes for: short chunks, large trees, exact mode.
 
 The codes of each span are made numbers in scratch that is laid out like pages, and ``paged_attention`` reads that. Costs a
 copy of the span's context a layer, in bounded scratch: KV heads that do not fit take turns.

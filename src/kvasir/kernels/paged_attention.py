@@ -123,7 +123,7 @@ def _paged_attention(
     """One tile, one KV head, one split of its keys; CHUNKED (0: no): a split is this many keys, at multiples of it.
 
     SPLIT: ``out`` is [tiles, splits, G, tile_m, D] fp32 and ``lse`` [tiles, splits, G, tile_m] in base 2, both for
-    ``_merge``; else they are the results. Only slots below the span's end are ever loaded (the others may hold NaN).
+    ``merge_splits``; else they are the results. Only slots below the span's end are ever loaded (the others may hold NaN).
     """
     tile, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     span = tl.load(tiles_ptr + tile * 2)
@@ -239,9 +239,9 @@ def _finish(out_ptr, lse_ptr, sinks_ptr, tile, group, split, num_splits, tile_m,
 
 
 @jit(do_not_specialize=["num_splits", "tile_m", "window"])
-def _merge(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, context_ptr, row_start_ptr, tiles_ptr, out_row, num_splits, tile_m, window,
-           H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, CHUNKED: tl.constexpr,
-           WINDOWED: tl.constexpr, TREE: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
+def merge_splits(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, context_ptr, row_start_ptr, tiles_ptr, out_row, num_splits, tile_m, window,
+                 H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, CHUNKED: tl.constexpr,
+                 WINDOWED: tl.constexpr, TREE: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
     """One row and head: the splits' results, each weighted by its share of the softmax's denominator."""
     tile, group, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     span = tl.load(tiles_ptr + tile * 2)
@@ -400,7 +400,7 @@ def paged_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
                 0 if ancestors_TA is None else ancestors_TA.stride(0), window or 0, splits, tile_m, scale, softcap or 1.0,
                 P=size, BLOCK_M=part.block_m, BLOCK_N=block_n, CAPPED=softcap is not None, SPLIT=split, num_warps=warps, num_stages=stages, **flags)
             if split:
-                _merge[(items.shape[0], groups, tile_m)](
+                merge_splits[(items.shape[0], groups, tile_m)](
                     target, target_lse, out_THD, lse, sinks, context_S, row_start_S, items, out_THD.stride(0), splits, tile_m, window or 0,
                     SPLITS_PAD=MAX_SPLITS, num_warps=4, **flags)
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvasir.kernels._triton import INTERPRETED, jit, next_power_of_2, tl
+from kvasir.kernels._triton import INTERPRETED, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.decode_attention import Rows, Shape
 from kvasir.kernels.hardware import multiprocessors
 from kvasir.kernels.key_chunks import MIN_CHUNK, SHORT_CHUNK, arrive, find_chunk, keys_of, merged_at_once
@@ -97,6 +97,92 @@ def _query(q_at, mask, factor, number: tl.constexpr):
     return tl.trans(q), tl.sum(q.to(tl.float32), 1)
 
 
+@jit
+def load_queries(q_at, mask, factor, D: tl.constexpr, BITS: tl.constexpr, TRICK: tl.constexpr):
+    """The parts of queries at ``q_at`` [M, W], times ``factor``: four (two of 8-bit words) [W, M], sum(q) [M], and what the
+    numbers of a key are above its codes, times q: to be subtracted."""
+    ABOVE: tl.constexpr = 1024 if TRICK and BITS != 0 else 0  # a number is its code times 1 (even parts) or ODD, and this
+    ODD: tl.constexpr = 16 if TRICK and BITS == 4 else 1
+    MIDDLE: tl.constexpr = 0 if BITS == 0 else 1 << (BITS - 1)
+    number: tl.constexpr = tl.float16 if TRICK else tl.float32
+    q0, even = _query(q_at, mask, factor, number)
+    if BITS == 4:
+        q1, odd = _query(q_at + D // 2, mask, factor / ODD, number)
+        q2, more = _query(q_at + 1, mask, factor, number)
+        q3, rest = _query(q_at + 1 + D // 2, mask, factor / ODD, number)
+        even, odd = even + more, odd + rest
+    else:
+        q1, odd = _query(q_at + 1, mask, factor, number)
+        q2, q3 = q0, q1
+    total_q = even + ODD * odd
+    above_q = -((ABOVE + MIDDLE) * even + (ABOVE + MIDDLE * ODD) * odd)
+    return q0, q1, q2, q3, total_q, above_q
+
+
+@jit
+def fold_codes(k, v, k_grid, v_grid, seen, q0, q1, q2, q3, total_q, above_q, softcap, top, total, shift, acc0, acc1, acc2, acc3,
+               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BITS: tl.constexpr, TRICK: tl.constexpr, ASM: tl.constexpr,
+               CAPPED: tl.constexpr, MASKED: tl.constexpr):
+    """Fold one block of codes into the running softmax of a tile: k [N, W], v [W, N] int16 words with their grids [N], seen
+    [N, M] or [N, 1] (``MASKED``). Logarithms are to base 2. ``shift``: the sum of p b; accumulators are [W, M]."""
+    ABOVE: tl.constexpr = 1024 if TRICK and BITS != 0 else 0
+    ODD: tl.constexpr = 16 if TRICK and BITS == 4 else 1
+    MIDDLE: tl.constexpr = 0 if BITS == 0 else 1 << (BITS - 1)
+    GAIN: tl.constexpr = 1 if not TRICK else 16 if BITS == 4 else 256  # of the weights, against underflow
+    number: tl.constexpr = tl.float16 if TRICK else tl.float32
+    s = tl.dot(_numbers(k, 0, BITS, TRICK, ASM), q0, tl.broadcast_to(above_q[None, :], [BLOCK_N, BLOCK_M]), input_precision="ieee")
+    s = tl.dot(_numbers(k, 1, BITS, TRICK, ASM), q1, s, input_precision="ieee")
+    if BITS == 4:
+        s = tl.dot(_numbers(k, 2, BITS, TRICK, ASM), q2, s, input_precision="ieee")
+        s = tl.dot(_numbers(k, 3, BITS, TRICK, ASM), q3, s, input_precision="ieee")
+    if BITS == 0:
+        s *= (k_grid.to(tl.float32, bitcast=True) * (256 if TRICK else 1))[:, None]
+    else:
+        ks, kb = _halves(k_grid)
+        s = s * ks[:, None] + kb[:, None] * total_q[None, :]
+    if CAPPED:
+        decay = tl.exp2(tl.abs(s / softcap) * -2.8853900817779268)
+        s = tl.where(s < 0, -softcap, softcap) * (1 - decay) / (1 + decay) * 1.4426950408889634
+    if MASKED:
+        s = tl.where(seen, s, -float("inf"))
+    new_top = tl.maximum(top, tl.max(s, 0))
+    base = tl.where(new_top == -float("inf"), 0.0, new_top)
+    p = tl.exp2(s - base[None, :])
+    shrink = tl.exp2(top - base)
+    total = total * shrink + tl.sum(p, 0)
+    if BITS == 0:
+        weight = (p * (v_grid.to(tl.float32, bitcast=True) * GAIN)[:, None]).to(number)
+        weights = shift
+    else:
+        vs, vb = _halves(v_grid)
+        weight = (p * (vs * GAIN)[:, None]).to(number)
+        weights = tl.sum(weight.to(tl.float32), 0)
+        shift = shift * shrink + tl.sum(p * vb[:, None], 0)
+    above = ((ABOVE + MIDDLE) * weights)[None, :]
+    acc0 = tl.dot(_numbers(v, 0, BITS, TRICK, ASM), weight, acc0 * shrink[None, :] - above, input_precision="ieee")
+    if BITS == 4:
+        acc2 = tl.dot(_numbers(v, 2, BITS, TRICK, ASM), weight, acc2 * shrink[None, :] - above, input_precision="ieee")
+        above = ((ABOVE + MIDDLE * ODD) * weights)[None, :]
+        acc3 = tl.dot(_numbers(v, 3, BITS, TRICK, ASM), weight, acc3 * shrink[None, :] - above, input_precision="ieee")
+    acc1 = tl.dot(_numbers(v, 1, BITS, TRICK, ASM), weight, acc1 * shrink[None, :] - above, input_precision="ieee")
+    return new_top, total, shift, acc0, acc1, acc2, acc3
+
+
+@jit
+def values_of(acc0, acc1, acc2, acc3, shift, share, BITS: tl.constexpr, TRICK: tl.constexpr):
+    """What the accumulators stand for, each column times its ``share``."""
+    ODD: tl.constexpr = 16 if TRICK and BITS == 4 else 1
+    GAIN: tl.constexpr = 1 if not TRICK else 16 if BITS == 4 else 256
+    FINE: tl.constexpr = 256 if TRICK and BITS == 0 else 1
+    shift = shift * share
+    acc0 = acc0 * (share * (FINE / GAIN))[None, :] + shift[None, :]
+    acc1 = acc1 * (share * (FINE / GAIN / ODD))[None, :] + shift[None, :]
+    if BITS == 4:
+        acc2 = acc2 * (share * (1 / GAIN))[None, :] + shift[None, :]
+        acc3 = acc3 * (share * (1 / GAIN / ODD))[None, :] + shift[None, :]
+    return acc0, acc1, acc2, acc3
+
+
 @jit(do_not_specialize=["table_row", "count", "wave", "budget", "window"])
 def _quantized_decode(
         q_ptr, k_ptr, v_ptr, k_meta, v_meta, out_ptr, lse_ptr, part_ptr, part_lse_ptr, arrived_ptr, sinks_ptr, table_ptr, context_ptr, row_start_ptr,
@@ -105,21 +191,17 @@ def _quantized_decode(
         H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, D: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, D_PAD: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COUNT_PAD: tl.constexpr, MIN_KEYS: tl.constexpr, SHORT_KEYS: tl.constexpr,
         R_PAD: tl.constexpr, MERGE: tl.constexpr, BITS: tl.constexpr, TRICK: tl.constexpr, ASM: tl.constexpr,
-        WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
+        WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr, PDL: tl.constexpr):
     """One KV head, one chunk of keys of one sequence; see ``decode_attention``. Scores are [keys, heads], sums [words, heads].
     A key's scale and bias are one int32 (fp8: its scale, fp32): smaller loads would not be pipelined."""
     group, item = tl.program_id(0), tl.program_id(1)
     G: tl.constexpr = H // R
+    if PDL:  # as in ``decode_attention``: contexts and tables were there before the step's first layer
+        tl.extra.cuda.gdc_launch_dependents()
     which, first, parts, chunk = find_chunk(item, context_ptr, spans_ptr, count, wave, budget, window, BLOCK_N, COUNT_PAD, MIN_KEYS, SHORT_KEYS,
                                             WINDOWED)
     if which < count:
         span, row, low, start, stop = keys_of(which, item - first, chunk, context_ptr, row_start_ptr, spans_ptr, window, BLOCK_N, WINDOWED)
-        # What a number is above its code times UNIT (even parts) or ODD, and what the weights are multiplied by, against underflow.
-        ABOVE: tl.constexpr = 1024 if TRICK and BITS != 0 else 0
-        ODD: tl.constexpr = 16 if TRICK and BITS == 4 else 1
-        MIDDLE: tl.constexpr = 0 if BITS == 0 else 1 << (BITS - 1)
-        GAIN: tl.constexpr = 1 if not TRICK else 16 if BITS == 4 else 256
-        number: tl.constexpr = tl.float16 if TRICK else tl.float32
         m = tl.arange(0, BLOCK_M)
         w = tl.arange(0, W_PAD)
         n = tl.arange(0, BLOCK_N)
@@ -129,17 +211,9 @@ def _quantized_decode(
         factor = scale if CAPPED else scale * 1.4426950408889634
         q_at = q_ptr + row * q_row + head[:, None] * q_head + 2 * w[None, :]
         mine = live[:, None] & wide
-        q0, even = _query(q_at, mine, factor, number)
-        if BITS == 4:
-            q1, odd = _query(q_at + D // 2, mine, factor / ODD, number)
-            q2, more = _query(q_at + 1, mine, factor, number)
-            q3, rest = _query(q_at + 1 + D // 2, mine, factor / ODD, number)
-            even, odd = even + more, odd + rest
-        else:
-            q1, odd = _query(q_at + 1, mine, factor, number)
-            q2, q3 = q0, q1
-        total_q = even + ODD * odd
-        above_q = -((ABOVE + MIDDLE) * even + (ABOVE + MIDDLE * ODD) * odd)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        q0, q1, q2, q3, total_q, above_q = load_queries(q_at, mine, factor, D, BITS, TRICK)
         acc0 = tl.zeros([W_PAD, BLOCK_M], tl.float32)
         acc1, acc2, acc3 = acc0, acc0, acc0  # the last two: of 4-bit words
         shift = tl.zeros([BLOCK_M], tl.float32)  # sum of p b
@@ -169,41 +243,9 @@ def _quantized_decode(
                 pages = tl.load(table + (j0 + BLOCK_N) // P, mask=j0 + BLOCK_N < stop, other=0)
             else:
                 pages = tl.load(table + (j + BLOCK_N) // P, mask=j + BLOCK_N < stop, other=0)
-            s = tl.dot(_numbers(k, 0, BITS, TRICK, ASM), q0, tl.broadcast_to(above_q[None, :], [BLOCK_N, BLOCK_M]), input_precision="ieee")
-            s = tl.dot(_numbers(k, 1, BITS, TRICK, ASM), q1, s, input_precision="ieee")
-            if BITS == 4:
-                s = tl.dot(_numbers(k, 2, BITS, TRICK, ASM), q2, s, input_precision="ieee")
-                s = tl.dot(_numbers(k, 3, BITS, TRICK, ASM), q3, s, input_precision="ieee")
-            if BITS == 0:
-                s *= (k_grid.to(tl.float32, bitcast=True) * (256 if TRICK else 1))[:, None]
-            else:
-                ks, kb = _halves(k_grid)
-                s = s * ks[:, None] + kb[:, None] * total_q[None, :]
-            if CAPPED:
-                decay = tl.exp2(tl.abs(s / softcap) * -2.8853900817779268)
-                s = tl.where(s < 0, -softcap, softcap) * (1 - decay) / (1 + decay) * 1.4426950408889634
-            s = tl.where(held[:, None], s, -float("inf"))
-            new_top = tl.maximum(top, tl.max(s, 0))
-            base = tl.where(new_top == -float("inf"), 0.0, new_top)
-            p = tl.exp2(s - base[None, :])
-            shrink = tl.exp2(top - base)
-            top = new_top
-            total = total * shrink + tl.sum(p, 0)
-            if BITS == 0:
-                weight = (p * (v_grid.to(tl.float32, bitcast=True) * GAIN)[:, None]).to(number)
-                weights = shift
-            else:
-                vs, vb = _halves(v_grid)
-                weight = (p * (vs * GAIN)[:, None]).to(number)
-                weights = tl.sum(weight.to(tl.float32), 0)
-                shift = shift * shrink + tl.sum(p * vb[:, None], 0)
-            above = ((ABOVE + MIDDLE) * weights)[None, :]
-            acc0 = tl.dot(_numbers(v, 0, BITS, TRICK, ASM), weight, acc0 * shrink[None, :] - above, input_precision="ieee")
-            if BITS == 4:
-                acc2 = tl.dot(_numbers(v, 2, BITS, TRICK, ASM), weight, acc2 * shrink[None, :] - above, input_precision="ieee")
-                above = ((ABOVE + MIDDLE * ODD) * weights)[None, :]
-                acc3 = tl.dot(_numbers(v, 3, BITS, TRICK, ASM), weight, acc3 * shrink[None, :] - above, input_precision="ieee")
-            acc1 = tl.dot(_numbers(v, 1, BITS, TRICK, ASM), weight, acc1 * shrink[None, :] - above, input_precision="ieee")
+            top, total, shift, acc0, acc1, acc2, acc3 = fold_codes(
+                k, v, k_grid, v_grid, held[:, None], q0, q1, q2, q3, total_q, above_q, softcap, top, total, shift, acc0, acc1, acc2, acc3,
+                BLOCK_M, BLOCK_N, BITS, TRICK, ASM, CAPPED, True)
 
         lse = top + tl.log2(total)
         peak, whole = top, total
@@ -211,27 +253,21 @@ def _quantized_decode(
             peak, whole, _ = sink_logits(sinks_ptr, head, live, top, total, shift[:, None])
             lse = peak + tl.log2(whole)
         share = tl.exp2(top - peak) / whole
-        shift = shift * share
-        FINE: tl.constexpr = 256 if TRICK and BITS == 0 else 1
-        acc0 = acc0 * (share * (FINE / GAIN))[None, :] + shift[None, :]
-        acc1 = acc1 * (share * (FINE / GAIN / ODD))[None, :] + shift[None, :]
-        if BITS == 4:
-            acc2 = acc2 * (share * (1 / GAIN))[None, :] + shift[None, :]
-            acc3 = acc3 * (share * (1 / GAIN / ODD))[None, :] + shift[None, :]
+        acc0, acc1, acc2, acc3 = values_of(acc0, acc1, acc2, acc3, shift, share, BITS, TRICK)
         if parts == 1:
-            _store_parts(out_ptr + row * out_row + head[None, :] * D, acc0, acc1, acc2, acc3, w, live, D, W, BITS)
+            store_parts(out_ptr + row * out_row + head[None, :] * D, acc0, acc1, acc2, acc3, w, live, D, W, BITS)
             if WANT_LSE:
                 tl.store(lse_ptr + row * H + head, lse * 0.6931471805599453, mask=live)
         else:
             at_part = (item.to(tl.int64) * G + group) * R + m
-            _store_parts(part_ptr + at_part[None, :] * D, acc0, acc1, acc2, acc3, w, live, D, W, BITS)
+            store_parts(part_ptr + at_part[None, :] * D, acc0, acc1, acc2, acc3, w, live, D, W, BITS)
             tl.store(part_lse_ptr + at_part, lse, mask=live)
             arrive(part_ptr, part_lse_ptr, arrived_ptr, out_ptr, lse_ptr, sinks_ptr, which, first, parts, row, group, out_row,
                    H, R, D, D_PAD, R_PAD, MERGE, SINKS, WANT_LSE)
 
 
 @jit
-def _store_parts(row_ptr, acc0, acc1, acc2, acc3, w, live, D: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
+def store_parts(row_ptr, acc0, acc1, acc2, acc3, w, live, D: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
     """The elements that word w of a row held, [W, M]."""
     dtype = row_ptr.dtype.element_ty
     mask = (w < W)[:, None] & live[None, :]
@@ -246,17 +282,18 @@ def _store_parts(row_ptr, acc0, acc1, acc2, acc3, w, live, D: tl.constexpr, W: t
 
 
 def shape_of(format: Format, dim: int, dtype: torch.dtype, rows: int, share: int) -> Shape:
-    """As ``decode_attention.Shape.of``. Programs of one warp need no barrier and keep their scores in registers: 10 of them
-    on a multiprocessor, each with two blocks of 8 KiB on their way. Few rows are cut into few chunks, for less to merge by
-    more warps. ``share``: query heads of a KV head."""
+    """As ``decode_attention.Shape.of``. Programs of one warp need no barrier and keep their scores in registers: 8 of them
+    on a multiprocessor, each with three blocks of 4 or 8 KiB on their way. Few rows are cut into few chunks, for less to merge by
+    more warps. ``share``: query heads of a KV head. From the timings of ``tools/gpu_kv.py``."""
     words = dim // 4 if format == "int4" else dim // 2
     large = words > 32 or share > 8
     if dtype == torch.float32:
         return Shape(32, 8, 2, 12)
     if rows <= 2:
-        return Shape(64 if large else 128, 4, 3, 6, 2)
-    wide = words > 64 or words > 32 and share > 8
-    return Shape(32, 2, 3, 8, 4) if wide else Shape(32 if large else 64, 1, 3, 20, 10)
+        return Shape(64, 4, 3, 6, 2) if words > 64 or share > 8 else Shape(128, 4, 3, 4 if large else 6, 2)
+    if words > 64 or large and share > 8:
+        return Shape(32, 2, 3, 8, 4)
+    return Shape(32, 1, 4, 14, 7) if large else Shape(64, 1, 4, 16, 8)
 
 
 def quantized_decode_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tensor], format: Format, table_SW: torch.Tensor,
@@ -283,7 +320,7 @@ def quantized_decode_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tens
     part_lse = torch.empty((chunks, heads), dtype=torch.float32, device=q_THD.device)
     share_pad = next_power_of_2(share)
     bits = FORMATS[format]
-    absent = q_THD  # stands in for pointers that the compiled variant never touches
+    absent, early = q_THD, pdl(q_THD.device)  # stands in for pointers that the compiled variant never touches
     _quantized_decode[(groups, chunks)](
         q_THD, k, v, k_meta, v_meta, out_THD, absent if lse_TH is None else lse_TH, part, part_lse, rows.arrived,
         absent if sinks_H is None else sinks_H, table_SW, context_S, row_start_S, rows.spans, q_THD.stride(0), q_THD.stride(1),
@@ -292,22 +329,24 @@ def quantized_decode_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tens
         BLOCK_N=shape.block_n, COUNT_PAD=max(16, next_power_of_2(count)), MIN_KEYS=max(MIN_CHUNK, shape.block_n),
         SHORT_KEYS=SHORT_CHUNK, R_PAD=share_pad, MERGE=merged_at_once(share, dim_pad, shape.warps), BITS=bits,
         TRICK=q_THD.dtype != torch.float32, ASM=not INTERPRETED, WINDOWED=window is not None, CAPPED=softcap is not None,
-        SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, num_warps=shape.warps, num_stages=shape.stages)
+        SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, PDL=early, num_warps=shape.warps, num_stages=shape.stages, launch_pdl=early)
 
 
 # -------------------------------------------------------------------------------------------------- codes made numbers
 
 
-@jit(do_not_specialize=["table_row", "slots", "first_group"])
+@jit(do_not_specialize=["table_row", "slots", "first_group", "window"])
 def _gather_codes(k_ptr, v_ptr, k_meta, v_meta, k_out, v_out, table_ptr, context_ptr, row_start_ptr, spans_ptr, page_stride, head_stride,
-                  meta_page, meta_head, table_row, slots, first_group,
+                  meta_page, meta_head, table_row, slots, first_group, window,
                   P: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """One block of slots of one span and KV head: page -> numbers [G, slots, D], in the cache's basis. Slots past the span's end
-    become zeros."""
+    become zeros; blocks that its first row does not see (``window``; 0: none) are left out."""
     block, group, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     span = tl.load(spans_ptr + place * 2)
-    end = tl.load(context_ptr + span) + tl.load(row_start_ptr + span + 1) - tl.load(row_start_ptr + span)
-    if block * BLOCK < end:
+    context = tl.load(context_ptr + span)
+    end = context + tl.load(row_start_ptr + span + 1) - tl.load(row_start_ptr + span)
+    low = tl.where(window > 0, context + 1 - window, 0)
+    if (block * BLOCK < end) & ((block + 1) * BLOCK > low):
         j = block * BLOCK + tl.arange(0, BLOCK)
         i = tl.arange(0, HALF)
         held = j < end
@@ -347,14 +386,15 @@ def _byte(codes, BITS: tl.constexpr):
 
 
 def gather_codes_triton(planes: Mapping[str, torch.Tensor], format: Format, k_GLD: torch.Tensor, v_GLD: torch.Tensor, table_SW: torch.Tensor,
-                        context_S: torch.Tensor, row_start_S: torch.Tensor, spans: torch.Tensor, blocks: int, block: int, first_group: int) -> None:
+                        context_S: torch.Tensor, row_start_S: torch.Tensor, spans: torch.Tensor, blocks: int, block: int, first_group: int,
+                        window: int | None = None) -> None:
     """What the codes of ``spans`` [m, 2] int32 (span, its first slot in the result) stand for, in the cache's basis: dense
     [G, slots, D], for as many KV heads from ``first_group`` on as ``k`` and ``v`` have. ``blocks`` of ``block`` slots: the
-    longest span; a span's place has room for whole blocks."""
+    longest span; a span's place has room for whole blocks. ``window``: what is out of it for every row is not written."""
     k, v, k_meta, dim = planes["k"].view(torch.uint8), planes["v"].view(torch.uint8), planes["k_meta"], k_GLD.shape[2]
     _gather_codes[(blocks, k_GLD.shape[0], spans.shape[0])](
         k, v, k_meta, planes["v_meta"], k_GLD, v_GLD, table_SW, context_S, row_start_S, spans, k.stride(0), k.stride(1),
-        k_meta.stride(0), k_meta.stride(1), table_SW.stride(0), k_GLD.shape[1], first_group, P=k.shape[2], D=dim,
+        k_meta.stride(0), k_meta.stride(1), table_SW.stride(0), k_GLD.shape[1], first_group, window or 0, P=k.shape[2], D=dim,
         HALF=next_power_of_2(dim // 2), BITS=FORMATS[format], BLOCK=block, num_warps=8)
 
 

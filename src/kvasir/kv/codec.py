@@ -70,6 +70,10 @@ class Codec(Technique):
         backend reads this codec's layout."""
         raise NotImplementedError
 
+    def queries(self, q_THD: torch.Tensor) -> torch.Tensor:
+        """Queries in the cache's basis, as ``write_fused`` returns them: for a layer that reads another one's cache."""
+        return q_THD
+
     def restore(self, out_THD: torch.Tensor) -> None:
         """Take attention's result from the basis of the cached values to the model's, in place."""
 

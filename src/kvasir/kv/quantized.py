@@ -16,7 +16,7 @@ import torch
 from kvasir.errors import ConfigError
 from kvasir.kernels.fused_qkv import HeadOps
 from kvasir.kernels.quantize import dequantize, hadamard, pack_nibbles, quantize, unpack_nibbles
-from kvasir.kernels.quantized_qkv import Basis, quantized_qkv
+from kvasir.kernels.quantized_qkv import Basis, quantized_qkv, turn
 from kvasir.kv.codec import Codec, LayerCache, Plane
 
 
@@ -92,6 +92,10 @@ class QuantizedCodec(Codec):
         values = self.rotation("v", cache.head_dim) is not None
         basis = None if rotation is None else rotation.basis(heads_TXD.dtype, heads_TXD.device, values)
         return quantized_qkv(heads_TXD, ops, cache.planes, slots_T, self.kernel, basis)
+
+    def queries(self, q_THD: torch.Tensor) -> torch.Tensor:
+        rotation = self.rotation("k", q_THD.shape[2])
+        return q_THD if rotation is None else turn(q_THD, rotation.basis(q_THD.dtype, q_THD.device, False))
 
     def restore(self, out_THD: torch.Tensor) -> None:
         rotation = self.rotation("v", out_THD.shape[2])

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from kvasir.attention.backend import AttentionBackend, Site
+from kvasir.attention.paged import key_of
 from kvasir.engine.batch import pack
-from kvasir.kernels import quantized_decode, quantized_qkv
+from kvasir.kernels import quantized_attention, quantized_decode, quantized_qkv
 from kvasir.kv.codec import Codec
 from kvasir.kv.pool import KVPool
 from kvasir.layers.linear import Placement
@@ -19,7 +20,8 @@ from kvasir.models.loader import fill_random
 from kvasir.models.spec import LayerSpec, ModelSpec
 from kvasir.technique import load
 from kvasir.types import Request, SamplingParams, Sequence, Span
-from tests.kernels.check_quantized import check_gather, check_quantized_decode, check_quantized_qkv
+from tests.kernels.check import reference
+from tests.kernels.check_quantized import check_gather, check_quantized_attention, check_quantized_decode, check_quantized_qkv, quantized_world
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -40,10 +42,41 @@ def test_decode(case, dtype, device):
     check_quantized_decode(case, dtype, device)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("place, case", list(enumerate(quantized_attention.grid())), ids=str)
+def test_rows_and_trees(place, case, dtype, device):
+    """In the interpreter the precisions take turns, but for what differs by format."""
+    if device == "cpu" and place >= 2 * len(quantized_qkv.FORMATS) and dtype != (torch.float32, torch.float16)[place % 2]:
+        pytest.skip("the other precision's turn")
+    if dtype == torch.bfloat16 and device == "cpu":
+        pytest.skip("the interpreter multiplies bf16 matrices as if they were integers; the GPU runs this")
+    check_quantized_attention(case, dtype, device)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("format, dim", [("int4", 64), ("int4", 80), ("int8", 96), ("fp8", 128)])
 def test_gather(format, dim, dtype, device):
     check_gather(format, dim, dtype, device)
+
+
+@pytest.mark.parametrize("format, window", [("int4", None), ("int4", 50), ("fp8", None)])
+def test_the_backend_takes_every_kind_of_span(format, window, device, monkeypatch):
+    """A decode, a chain, a tree and a chunk over codes, in one step and in fp64."""
+    monkeypatch.setattr(quantized_attention, "MAX_COLUMNS", 16)  # the last span is made numbers
+    spans = ((70, 1), (33, 4), (61, 7), (40, 20))
+    case = quantized_attention.Case(spans=spans, format=format, window=window, trees=((2, (-1, 0, 0, 1, 1, 2, 5)),))
+    world, pool = quantized_world(case, torch.float32, device)
+    backend = load("kvasir.attention.backends", "triton", AttentionBackend)
+    site = Site(device, torch.float32, format, 64, (world.spec,))
+    assert not backend.why_not(site)
+    backend.prepare(site)
+    backend.plan(world.batch)
+    step = world.batch.scratch[key_of(world.spec)]
+    assert step.rows.spans.tolist() == [0] and sorted(set(step.short.items[:, 0].tolist())) == [1, 2] and step.rest == [3]
+    out, lse = backend.run(world.q, pool.layer(1), world.spec, world.batch, return_lse=True)
+    want, want_lse = reference(world, torch.float64)
+    torch.testing.assert_close(out.double(), want, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-5)
 
 
 DEEP = LayerSpec(GQASpec(8, 2, 64, 0.125, qk_norm=NormSpec()), DenseSpec(96), RopeSpec(1000.0, 64), NormSpec())
@@ -68,16 +101,17 @@ def logits_of(model: Decoder, codec_spec: str, backend_name: str, device: str, p
     for step in plan:
         batch = pack([Span(seqs[s], done[s], length) for s, length in step], 16, device, len(pool.groups))
         backend.plan(batch)
-        rows.append(model.logits(model.forward(batch, [pool.layer(i) for i in range(len(spec.layers))], backend)))
+        caches = [pool.layer(i if layer.cache_of is None else layer.cache_of) for i, layer in enumerate(spec.layers)]
+        rows.append(model.logits(model.forward(batch, caches, backend)))
         for s, length in step:
             done[s] += length
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("codec", ["int4_bdr", "int4_bdr:order=16,rotate_v=true", "int4", "int8"])
+@pytest.mark.parametrize("codec", ["int4_bdr", "int4_bdr:order=16,rotate_v=true"])
 def test_a_decoder_over_codes_is_the_one_over_what_they_stand_for(codec, device, monkeypatch):
-    """Fused write, decode over codes, gathered chunks, windows and dense spans, against the plain path of the same codec."""
-    layers = (DEEP, WINDOWED, DEEP)
+    """Fused write, decode over codes, gathered chunks, windows and a shared cache, against the plain path of the same codec."""
+    layers = (DEEP, WINDOWED, replace(DEEP, cache_of=0))
     model = Decoder(ModelSpec(family="none", hidden_size=48, vocab_size=56, max_position=90, layers=layers, final_norm=NormSpec()),
                     Placement(torch.device(device), torch.float32))
     fill_random(model, 0)

@@ -1,6 +1,6 @@
 """Triton: own kernels over plain and quantised pages, on GPUs (and, for tests, in Triton's interpreter).
 
-Over a quantised cache the same three ways are taken: single rows read the codes, long spans and the rest read numbers that
+Over a quantised cache single rows and short spans (drafts, trees) read the codes; long spans and the rest read numbers that
 are made of them in scratch.
 """
 
@@ -12,6 +12,7 @@ from kvasir.attention.backend import AttentionSpec, Site
 from kvasir.attention.paged import PagedBackend, Step, key_of
 from kvasir.kernels.dense_attention import dense_attention_triton
 from kvasir.kernels.gathered import gathered_attention, plan_gathered
+from kvasir.kernels.quantized_attention import quantized_attention_triton, worth_it
 from kvasir.kernels.quantized_decode import gather_codes_triton, quantized_decode_triton
 from kvasir.kernels.quantized_qkv import FORMATS
 from kvasir.kv.codec import LayerCache
@@ -23,12 +24,19 @@ class TritonBackend(PagedBackend):
     codec_kernels = frozenset({"plain", *FORMATS})
 
     def why_not(self, site: Site) -> list[str]:
-        odd = site.codec_kernel != "plain" and any(s.head_dim % 4 for s in site.specs)
-        return super().why_not(site) + (["reads codes of head dims that are multiples of 4"] if odd else [])
+        reasons = super().why_not(site)
+        if site.codec_kernel != "plain" and any(s.head_dim % 4 for s in site.specs):
+            reasons.append("reads codes of head dims that are multiples of 4")
+        if site.codec_kernel == "fp8" and site.device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+            reasons.append("makes fp8 codes on GPUs of compute capability 8.9 and up (--kv-codec int8 takes as many bytes)")
+        return reasons
 
     def prepare(self, site: Site) -> None:
         super().prepare(site)
         self.graphs = site.codec_kernel == "plain" or not site.exact  # exact rows over codes are gathered by a plan of the step's contexts
+
+    def takes_short(self, spec: AttentionSpec, length: int) -> bool:
+        return self.site.codec_kernel != "plain" and worth_it(length, spec.num_heads // spec.num_kv_heads)
 
     def plan(self, batch: StepBatch) -> None:
         super().plan(batch)
@@ -51,11 +59,14 @@ class TritonBackend(PagedBackend):
         how = {"softcap": spec.softcap, "sinks_H": sinks_H, "lse_TH": lse_TH}
 
         def gather(k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor, blocks: int, block: int, group: int) -> None:
-            gather_codes_triton(planes, format, k, v, table, batch.context, batch.row_start, spans, blocks, block, group)
+            gather_codes_triton(planes, format, k, v, table, batch.context, batch.row_start, spans, blocks, block, group, spec.window)
 
         if step.rows is not None:
             quantized_decode_triton(q_THD, planes, format, table, batch.context, batch.row_start, step.rows, spec.scale, out_THD,
                                     window=spec.window, **how)
+        if step.short is not None:
+            quantized_attention_triton(q_THD, planes, format, table, batch.context, batch.row_start, step.short, spec.scale, out_THD,
+                                       window=spec.window, ancestors_TA=batch.ancestors, positions_T=batch.positions, **how)
         if step.long is not None:
             dense_attention_triton(q_THD, planes["k"], planes["v"], table, batch.context, batch.row_start, step.long, spec.scale, out_THD,
                                    gather=gather, **how)

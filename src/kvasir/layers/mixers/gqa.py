@@ -44,9 +44,13 @@ class Mixer:
         spec, num_rows = self.spec, x_TE.shape[0]
         heads_TXD = self.qkv(x_TE, norm).view(num_rows, -1, spec.head_dim)
         codec = cache.codec
-        if fits(heads_TXD) and (not self.writes or codec.fuses and codec.kernel in backend.codec_kernels):
+        in_basis = codec.fuses and codec.kernel in backend.codec_kernels  # the backend takes queries in the cache's basis
+        if fits(heads_TXD) and (in_basis or not self.writes):
             ops = HeadOps(spec.num_heads, angles.table.table, angles.positions_T, None if self.qk_norm is None else self.qk_norm.parameters)
-            q_THD = codec.write_fused(cache, heads_TXD, ops, batch.slots[cache.group]) if self.writes else fused_qkv(heads_TXD, ops)
+            if self.writes:
+                q_THD = codec.write_fused(cache, heads_TXD, ops, batch.slots[cache.group])
+            else:
+                q_THD = codec.queries(fused_qkv(heads_TXD, ops)) if in_basis else fused_qkv(heads_TXD, ops)
         else:
             q_THD = self._write(heads_TXD, angles, cache, batch)
         out_THD = backend.run(q_THD, cache, self.attention, batch, sinks_H=self.sinks_H)

@@ -1,0 +1,282 @@
+"""Attention of short spans over quantised pages: drafts, draft trees, the ends of prompts. Codes go to the tensor core as they are.
+
+The rows of a span share the read of the codes and the making of numbers of them: a *tile* is a few rows of one span times the
+query heads that share a KV head, the columns of the products of ``quantized_decode``, whose arithmetic this is. Tiles, trees,
+and the splitting of keys over programs where tiles are too few to fill the GPU are those of ``paged_attention``, and so is the
+kernel that merges the splits. The reference is ``paged_attention_ref`` over what the codes stand for.
+
+Bytes: 2 x keys x G x (D x bits / 8 + 4) a tile and layer, plus 8 x rows x H x D for every split.
+
+Legend: T rows, S spans, M rows x heads of a tile, H query heads, G KV heads, R = H / G, D head dim, W words of a row, N pages or
+keys of a block, P slots per page, A words of ancestor bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvasir.kernels._triton import INTERPRETED, jit, next_power_of_2, tl
+from kvasir.kernels.hardware import multiprocessors, send
+from kvasir.kernels.paged_attention import SPLIT_KEYS, Tiles, merge_splits
+from kvasir.kernels.quantized_decode import fold_codes, load_queries, store_parts, values_of
+from kvasir.kernels.quantized_qkv import FORMATS, Format
+from kvasir.kernels.softmax_block import sink_logits
+
+MAX_ROWS = 64  # of a span: a tree's ancestors are one word a row
+MAX_COLUMNS = 128  # rows x query heads of a KV head; above it the codes are made numbers once, in scratch
+MAX_SPLITS = 64
+MIN_SPLITS = 3  # fewer do not make up for the merge
+COLUMNS = 16  # of a tile, unless one row has more: what a program of one warp has registers for
+
+
+def worth_it(length: int, share: int) -> bool:
+    """Whether a span of ``length`` rows reads codes here. Each of its tiles makes numbers of all codes that it reads."""
+    return length <= MAX_ROWS and length * share <= MAX_COLUMNS
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How the kernel is built. ``at_once``: programs that a multiprocessor has room for."""
+
+    block_n: int
+    warps: int
+    stages: int
+    at_once: int
+
+    @staticmethod
+    def of(format: Format, dim: int, dtype: torch.dtype, block_m: int) -> Shape:
+        """``dim``: a power of two. One warp needs no barrier for the sums over keys: two tiles of 16 columns take less time than
+        one of 32 on four warps. From the timings of ``tools/gpu_kv.py``."""
+        if dtype == torch.float32:  # products in registers, not on the tensor cores
+            return Shape(16 if dim > 64 else 32, 8, 2, 2)
+        if block_m <= COLUMNS and dim <= 128:
+            return Shape(32, 1, 3, 8)
+        return Shape(64 if format == "int4" else 32, 4, 3, 2)
+
+
+def plan_rows(starts: list[int], lengths: list[int], spans: list[int], share: int, device: torch.device | str) -> Tiles:
+    """Cut ``spans`` of a step into the tiles of one launch, on the host."""
+    block_m = max(COLUMNS, next_power_of_2(share))
+    rows = block_m // share
+    items = [(s, row) for s in spans for row in range(0, lengths[s], rows)]
+    return Tiles(send(torch.tensor(items, dtype=torch.int32), device), block_m, max(starts[s] + lengths[s] for s in spans),
+                 max(lengths[s] for s in spans))
+
+
+@jit(do_not_specialize=["table_row", "words", "window", "num_splits", "tile_m"])
+def _quantized_attention(
+        q_ptr, k_ptr, v_ptr, k_meta, v_meta, out_ptr, lse_ptr, sinks_ptr, table_ptr, context_ptr, row_start_ptr, tiles_ptr, ancestors_ptr,
+        positions_ptr, q_row, q_head, page_stride, head_stride, meta_page, meta_head, out_row, table_row, words, window, num_splits, tile_m,
+        scale, softcap,
+        H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, D: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr, BITS: tl.constexpr, TRICK: tl.constexpr, ASM: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+        SINKS: tl.constexpr, TREE: tl.constexpr, SPLIT: tl.constexpr, WANT_LSE: tl.constexpr):
+    """One tile, one KV head, one split of its keys, as in ``_paged_attention``; scores are [keys, M], sums [words, M].
+
+    SPLIT: ``out`` is [tiles, splits, G, tile_m, D] fp32 and ``lse`` [tiles, splits, G, tile_m] in base 2, both for ``merge_splits``.
+    Only slots below the span's end are ever loaded (the others may hold NaN)."""
+    group, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    span = tl.load(tiles_ptr + tile * 2)
+    first_row = tl.load(tiles_ptr + tile * 2 + 1)
+    context = tl.load(context_ptr + span)
+    span_row = tl.load(row_start_ptr + span)
+    length = tl.load(row_start_ptr + span + 1) - span_row
+
+    m = tl.arange(0, BLOCK_M)
+    w = tl.arange(0, W_PAD)
+    n = tl.arange(0, BLOCK_N)
+    local = first_row + m // R  # the row's place in its span
+    head = group * R + m % R
+    live = (m < (BLOCK_M // R) * R) & (local < length)
+    row = (span_row + local).to(tl.int64)
+    wide = (w < W)[None, :]
+
+    tree = False
+    if TREE:  # any bit in the span's first row: a causal span of a step with trees has none
+        tree = tl.load(ancestors_ptr + span_row.to(tl.int64) * words) != 0
+        kin = tl.load(ancestors_ptr + row * words, mask=live, other=0)  # the row and its ancestors, a bit each
+    end = context + tl.minimum(first_row + BLOCK_M // R, length)  # keys [low, end) are loaded; all below ``full`` are seen by every row
+    full = context + first_row + 1
+    at_m = context + local
+    low = 0
+    if TREE:  # noqa: SIM102  (compile time, then run time)
+        if tree:
+            end = context + length
+            full = context
+            at_m = tl.load(positions_ptr + row, mask=live, other=0).to(tl.int32)
+    if WINDOWED:
+        low = tl.maximum(full - window, 0)  # for a tree, the root's row is the one that sees furthest back
+        if TREE:
+            low = tl.where(tree, tl.maximum(context + 1 - window, 0), low)
+    start = (low // BLOCK_N) * BLOCK_N
+    stop = end
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(end - start, BLOCK_N), num_splits) * BLOCK_N
+        start = start + split * share
+        stop = tl.minimum(start + share, end)
+
+    factor = scale if CAPPED else scale * 1.4426950408889634
+    q_at = q_ptr + row[:, None] * q_row + head[:, None] * q_head + 2 * w[None, :]
+    q0, q1, q2, q3, total_q, above_q = load_queries(q_at, live[:, None] & wide, factor, D, BITS, TRICK)
+    acc0 = tl.zeros([W_PAD, BLOCK_M], tl.float32)
+    acc1, acc2, acc3 = acc0, acc0, acc0
+    shift = tl.zeros([BLOCK_M], tl.float32)
+    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    table = table_ptr + span.to(tl.int64) * table_row
+    kv_head, kv_meta = group.to(tl.int64) * head_stride, group.to(tl.int64) * meta_head
+
+    # Page ids are fetched a block ahead and carried; blocks that every row sees whole need no mask: see ``_paged_attention``.
+    if BLOCK_N <= P:
+        pages = tl.load(table + start // P, mask=start < stop, other=0)
+    else:
+        pages = tl.load(table + (start + n) // P, mask=start + n < stop, other=0)
+    middle = start
+    if not WINDOWED:
+        middle = start + tl.maximum(tl.minimum(stop, full) - start, 0) // BLOCK_N * BLOCK_N
+        for j0 in range(start, middle, BLOCK_N):
+            j = j0 + n
+            slot = j0 % P + n if BLOCK_N <= P else j % P
+            at = pages.to(tl.int64) * page_stride + kv_head + slot * W
+            at_meta = pages.to(tl.int64) * meta_page + kv_meta + slot
+            k = tl.load(k_ptr + at[:, None] + w[None, :], mask=wide, other=0)
+            k_grid = tl.load(k_meta + at_meta)
+            v = tl.load(v_ptr + at[None, :] + w[:, None], mask=(w < W)[:, None], other=0)
+            v_grid = tl.load(v_meta + at_meta)
+            if BLOCK_N <= P:
+                pages = tl.load(table + (j0 + BLOCK_N) // P, mask=j0 + BLOCK_N < stop, other=0)
+            else:
+                pages = tl.load(table + (j + BLOCK_N) // P, mask=j + BLOCK_N < stop, other=0)
+            top, total, shift, acc0, acc1, acc2, acc3 = fold_codes(
+                k, v, k_grid, v_grid, None, q0, q1, q2, q3, total_q, above_q, softcap, top, total, shift, acc0, acc1, acc2, acc3,
+                BLOCK_M, BLOCK_N, BITS, TRICK, ASM, CAPPED, False)
+
+    for j0 in range(middle, stop, BLOCK_N):
+        j = j0 + n
+        held = (j >= low) & (j < stop)
+        slot = j0 % P + n if BLOCK_N <= P else j % P
+        at = pages.to(tl.int64) * page_stride + kv_head + slot * W
+        at_meta = pages.to(tl.int64) * meta_page + kv_meta + slot
+        k = tl.load(k_ptr + at[:, None] + w[None, :], mask=held[:, None] & wide, other=0)
+        k_grid = tl.load(k_meta + at_meta, mask=held, other=0)
+        v = tl.load(v_ptr + at[None, :] + w[:, None], mask=held[None, :] & (w < W)[:, None], other=0)
+        v_grid = tl.load(v_meta + at_meta, mask=held, other=0)
+        if BLOCK_N <= P:
+            pages = tl.load(table + (j0 + BLOCK_N) // P, mask=j0 + BLOCK_N < stop, other=0)
+        else:
+            pages = tl.load(table + (j + BLOCK_N) // P, mask=j + BLOCK_N < stop, other=0)
+        at_n = j
+        seen = held[:, None] & (j[:, None] <= (context + local)[None, :])
+        if TREE:  # noqa: SIM102
+            if tree:
+                i = j - context  # the key's row in the span; negative: context
+                bit = tl.maximum(i, 0).to(tl.int64)
+                seen = held[:, None] & ((i < 0)[:, None] | (((kin[None, :] >> bit[:, None]) & 1) != 0))
+                if WINDOWED:
+                    drafted = held & (i >= 0)
+                    at_n = tl.where(drafted, tl.load(positions_ptr + span_row + i, mask=drafted, other=0).to(tl.int32), j)
+        if WINDOWED:
+            seen = seen & (at_n[:, None] > at_m[None, :] - window)
+        top, total, shift, acc0, acc1, acc2, acc3 = fold_codes(
+            k, v, k_grid, v_grid, seen, q0, q1, q2, q3, total_q, above_q, softcap, top, total, shift, acc0, acc1, acc2, acc3,
+            BLOCK_M, BLOCK_N, BITS, TRICK, ASM, CAPPED, True)
+
+    lse = top + tl.log2(total)
+    peak, whole = top, total
+    if SINKS and not SPLIT:
+        peak, whole, _ = sink_logits(sinks_ptr, head, live, top, total, shift[:, None])
+        lse = peak + tl.log2(whole)
+    weight = tl.where(total == 0.0, 0.0, tl.exp2(top - peak) / tl.where(total == 0.0, 1.0, whole))
+    acc0, acc1, acc2, acc3 = values_of(acc0, acc1, acc2, acc3, shift, weight, BITS, TRICK)
+    if SPLIT:
+        at_part = ((tile.to(tl.int64) * num_splits + split) * (H // R) + group) * tile_m + m
+        store_parts(out_ptr + at_part[None, :] * D, acc0, acc1, acc2, acc3, w, live, D, W, BITS)
+        tl.store(lse_ptr + at_part, lse, mask=live)
+    else:
+        store_parts(out_ptr + (row * out_row + head * D)[None, :], acc0, acc1, acc2, acc3, w, live, D, W, BITS)
+        if WANT_LSE:
+            tl.store(lse_ptr + row * H + head, lse * 0.6931471805599453, mask=live)
+
+
+def quantized_attention_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tensor], format: Format, table_SW: torch.Tensor,
+                               context_S: torch.Tensor, row_start_S: torch.Tensor, tiles: Tiles, scale: float, out_THD: torch.Tensor, *,
+                               window: int | None = None, softcap: float | None = None, sinks_H: torch.Tensor | None = None,
+                               ancestors_TA: torch.Tensor | None = None, positions_T: torch.Tensor | None = None,
+                               lse_TH: torch.Tensor | None = None, shape: Shape | None = None, num_splits: int | None = None) -> None:
+    """``paged_attention_ref`` over what ``planes`` stand for, for the tiles of ``plan_rows``, for queries and values in the
+    cache's basis, written to their rows of ``out`` and ``lse`` (fp32). ``planes``: as ``quantized_qkv`` writes them."""
+    _, heads, dim = q_THD.shape
+    k, v = planes["k"].view(torch.int16), planes["v"].view(torch.int16)
+    k_meta, v_meta = planes["k_meta"].view(torch.int32), planes["v_meta"].view(torch.int32)
+    groups, size, width = k.shape[1:]
+    assert heads % groups == 0 and dim % 4 == 0 and dim <= 256 and size & (size - 1) == 0, "unsupported shape"
+    assert k.stride() == v.stride() and k.stride()[2:] == (width, 1) and k_meta.stride() == v_meta.stride(), "planes must have dense slots"
+    assert q_THD.stride(-1) == 1 and table_SW.stride(-1) == 1 and out_THD.stride(1) == dim, "rows must be dense"
+    assert tiles.max_rows <= MAX_ROWS, "a tree's ancestors are one word a row"
+    share, dim_pad = heads // groups, max(16, next_power_of_2(dim))
+    shape = shape or Shape.of(format, dim_pad, q_THD.dtype, tiles.block_m)
+    count, tile_m = tiles.items.shape[0], min(tiles.block_m // share, tiles.max_rows) * share
+    keys = tiles.max_keys if window is None else min(tiles.max_keys, window + tiles.block_m)
+    splits = num_splits or min(shape.at_once * multiprocessors(q_THD.device) // (count * groups), keys // SPLIT_KEYS, MAX_SPLITS)
+    splits = splits if num_splits or splits >= MIN_SPLITS else 1
+    absent = q_THD  # stands in for pointers that the compiled variant never touches
+    sinks, lse = absent if sinks_H is None else sinks_H, absent if lse_TH is None else lse_TH
+    target, target_lse = out_THD, lse
+    if splits > 1:
+        target = torch.empty((count, splits, groups, tile_m, dim), dtype=torch.float32, device=q_THD.device)
+        target_lse = torch.empty(target.shape[:-1], dtype=torch.float32, device=q_THD.device)
+    flags = {"WINDOWED": window is not None, "TREE": ancestors_TA is not None, "SINKS": sinks_H is not None, "WANT_LSE": lse_TH is not None}
+    _quantized_attention[(groups, count, splits)](
+        q_THD, k, v, k_meta, v_meta, target, target_lse, sinks, table_SW, context_S, row_start_S, tiles.items,
+        absent if ancestors_TA is None else ancestors_TA, absent if positions_T is None else positions_T, q_THD.stride(0), q_THD.stride(1),
+        k.stride(0), k.stride(1), k_meta.stride(0), k_meta.stride(1), out_THD.stride(0), table_SW.stride(0),
+        0 if ancestors_TA is None else ancestors_TA.stride(0), window or 0, splits, tile_m, scale, softcap or 1.0,
+        H=heads, R=share, P=size, D=dim, W=width, W_PAD=max(16, next_power_of_2(width)), BLOCK_M=tiles.block_m, BLOCK_N=shape.block_n,
+        BITS=FORMATS[format], TRICK=q_THD.dtype != torch.float32, ASM=not INTERPRETED, CAPPED=softcap is not None, SPLIT=splits > 1,
+        num_warps=shape.warps, num_stages=shape.stages, **flags)
+    if splits > 1:
+        merge_splits[(count, groups, tile_m)](
+            target, target_lse, out_THD, lse, sinks, context_S, row_start_S, tiles.items, out_THD.stride(0), splits, tile_m, window or 0,
+            H=heads, R=share, D=dim, D_PAD=dim_pad, SPLITS_PAD=max(16, next_power_of_2(splits)), CHUNKED=0, num_warps=4, **flags)
+
+
+# ----------------------------------------------------------------------------------------------------------- test grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One point of the test grid: ``spans`` as (start, length), ``trees`` as (span, parents of its rows)."""
+
+    spans: tuple[tuple[int, int], ...]
+    format: Format = "int4"
+    heads: int = 2
+    kv_heads: int = 1
+    dim: int = 64
+    page_slots: int = 64
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    trees: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    splits: int | None = None
+
+
+def grid() -> Iterator[Case]:
+    mixed = ((40, 2), (0, 5), (16, 19), (130, 6))
+    small, wide = (-1, 0, 0, 1, 1, 2, 5), (-1, *((i - 1) // 2 for i in range(1, 64)))
+    for format in FORMATS:
+        yield Case(spans=mixed, format=format, splits=3, heads=4, kv_heads=2)
+        yield Case(spans=((61, 7), (0, 9)), format=format, trees=((0, small),), page_slots=32, softcap=4.0, sinks=True, splits=2)
+    for dim in (64, 80, 96, 128, 256):
+        yield Case(spans=((33, 2), (5, 9)), dim=dim)
+    for heads, kv_heads in ((1, 1), (3, 3), (7, 1), (12, 2), (16, 1), (20, 1)):
+        yield Case(spans=((20, 2), (30, 3), (2, 5)), heads=heads, kv_heads=kv_heads)
+    yield Case(spans=((150, 2), (64, 12)), page_slots=16)
+    for window, splits in ((1, 3), (21, 1), (100, 3)):
+        yield Case(spans=mixed, window=window, splits=splits)
+    for window, splits in ((None, 1), (2, 2), (40, 2), (40, 1)):
+        yield Case(spans=((50, 2), (61, 7), (0, 8), (30, 3), (3, 2)), window=window, trees=((1, small), (3, (-1, 0, 1))), splits=splits)
+    yield Case(spans=((70, 64),), trees=((0, wide),))
+    yield Case(spans=((1000, 4),), heads=4, sinks=True)  # splits as chosen
