@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from kvasir.attention.backend import AttentionBackend
-from kvasir.decoding.sampler import MASKED_ERROR, NUMERIC_ERROR, SLICE_BYTES, Sampler, resolve_span
+from kvasir.decoding.sampler import MASKED_ERROR, NUMERIC_ERROR, Sampler, resolve_span
 from kvasir.engine.device_rows import UNKNOWN, DeviceRows
 from kvasir.engine.spans import ONE_SAMPLE
 from kvasir.kernels.sample import sample_rows
@@ -35,6 +35,7 @@ from kvasir.types import Span, SpanResult, StepBatch
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]
 EAGER_STEPS = 4  # of a bucket before it is captured
+LOGIT_BYTES = 256 << 20  # of logits at a time, as fp32: each further slice reads the head once more
 GRAPH_BYTES = 3 << 20  # of device memory that one instantiated graph takes beside its tensors, by experience
 
 
@@ -194,7 +195,7 @@ class DecodeGraphs:
             self._hidden[:size].copy_(hidden_BE)
             return
         draws_3B = self._draws[:3 * size].view(3, size)
-        step = max(1, SLICE_BYTES // (4 * self.sampler.vocab_size))
+        step = max(1, LOGIT_BYTES // (4 * self.sampler.vocab_size))
         for first in range(0, size, step):
             part = slice(first, min(first + step, size))
             draws_3B[:, part].copy_(self._draw(self.model.logits(hidden_BE[part]), rows_B[part], starts_B[part]))
