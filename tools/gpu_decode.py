@@ -1,6 +1,6 @@
 """On a Hopper GPU: variants of what a decode step is made of, beside each other in one call.
 
-    python tools/gpu_decode.py RESULT.json [--parts attention,gemv,steps]
+    python tools/gpu_decode.py RESULT.json [--parts attention,gemv,steps,prefill]
 
 Attention over pages as the engine lays them out, after the kernel that writes keys; products of few rows; whole steps with
 sampling, with one thing changed at a time; and a step's kernels one after the other, without overlap. Everything is timed in
@@ -34,6 +34,7 @@ from kvasir.attention import paged as paged_backend  # noqa: E402
 from kvasir.bench.result import arm, result  # noqa: E402
 from kvasir.kernels import activation, fused_qkv, gemv, norm, paged_attention  # noqa: E402
 from kvasir.kernels import decode_attention as decode  # noqa: E402
+from kvasir.kernels import dense_attention as dense  # noqa: E402
 from kvasir.kernels.gemv import Config  # noqa: E402
 from kvasir.kernels.sample import sample_rows  # noqa: E402
 from kvasir.layers import linear  # noqa: E402
@@ -318,6 +319,64 @@ def table(name: str, graph: torch.cuda.CUDAGraph) -> dict:
     return arm(f"kernels {name}, no overlap", {}, {"us": found, "sum_us": round(sum(spent.values()), 1)})
 
 
+# --------------------------------------------------------------------------------------------------------------- prefill
+
+PREFILLS = {"1 x 1k": [(0, 1024)], "1 x 8k": [(0, 8192)], "8k at 24k": [(24576, 8192)]}
+DENSE = [dense.Shape(m, n, warps, stages, ahead) for m, n, warps, stages in ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 32, 4, 4),
+                                                                              (128, 64, 8, 2), (128, 64, 8, 3)) for ahead in (False, True)]
+
+
+def run_dense(q: torch.Tensor, pool, batch, long: dense.LongSpans, shape: dense.Shape, out: torch.Tensor) -> None:
+    planes = pool.layer(0).planes
+    dense.dense_attention_triton(q, planes["k"], planes["v"], batch.tables[0], batch.context, batch.row_start, long, SPEC.scale, out, shape=shape)
+
+
+def time_prefill() -> list[dict]:
+    arms = []
+    for case, spans in PREFILLS.items():
+        (start, length), = spans
+        pool, batch = make_pool(spans, 1)
+        q = torch.randn(length, HEADS, DIM, device="cuda", dtype=BF16)
+        flops = 4 * HEADS * DIM * (length * start + length * (length + 1) // 2)
+        runs, outs = {}, {}
+        for shape in DENSE:
+            long = dense.plan_long(batch.starts, batch.lengths, [0], HEADS // GROUPS, "cuda", shape.block_m)
+            outs[shape] = torch.empty_like(q)
+            runs[shape] = functools.partial(run_dense, q, pool, batch, long, shape, outs[shape])
+        k = torch.randn(1, GROUPS, max(start, length), DIM, device="cuda", dtype=BF16)
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        began = time.perf_counter()
+        cudnn(q.transpose(0, 1)[None], k, k, None, True, 0.0, not start)
+        torch.cuda.synchronize()
+        print(f"cuDNN's first call {time.perf_counter() - began:.3f} s", flush=True)
+        began = time.perf_counter()
+        cudnn(q.transpose(0, 1)[None], k[:, :, :-512], k[:, :, :-512], None, True, 0.0, False)
+        torch.cuda.synchronize()
+        print(f"cuDNN's first call with another length {time.perf_counter() - began:.3f} s", flush=True)
+        runs["cuDNN"] = lambda: cudnn(q.transpose(0, 1)[None], k, k, None, True, 0.0, not start)
+        base = None
+        for name, spent in sorted(in_turns(runs, 5).items(), key=lambda item: item[1]):
+            if name == "cuDNN":
+                done, gap = 4 * HEADS * DIM * (length * start or length * (length + 1) // 2), 0.0
+            else:
+                base = outs[DENSE[0]] if base is None else base
+                done, gap = flops, float((outs[name].float() - base.float()).abs().max())
+            metrics = {"us": round(spent * 1e6, 1), "TFLOP_per_s": round(done / spent / 1e12, 1), "gap": round(gap, 5), "failed": int(not gap < 2e-2)}
+            arms.append(arm(f"prefill {case}", {"shape": str(name)}, metrics))
+            print(f"prefill {case:10}", name, metrics, flush=True)
+        del pool, batch, runs, outs
+        torch.cuda.empty_cache()
+    return arms
+
+
+def warm_prefill(shape: dense.Shape) -> None:
+    pool, batch = make_pool([(0, 256)], 1)
+    q = torch.zeros(256, HEADS, DIM, device="cuda", dtype=BF16)
+    long = dense.plan_long(batch.starts, batch.lengths, [0], HEADS // GROUPS, "cuda", shape.block_m)
+    run_dense(q, pool, batch, long, shape, torch.empty_like(q))
+    torch.cuda.synchronize()
+
+
 # ------------------------------------------------------------------------------------------------------------------ main
 
 
@@ -356,6 +415,7 @@ def warm(parts: set[str]) -> None:
     with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as processes:
         jobs = [processes.submit(warm_attention, attention[i::PROCESSES]) for i in range(PROCESSES)]
         jobs += [processes.submit(warm_gemv, products[i::PROCESSES]) for i in range(PROCESSES)]
+        jobs += [processes.submit(warm_prefill, shape) for shape in DENSE if "prefill" in parts]
         for job in jobs:
             if job.exception() is not None:
                 print("does not compile:", str(job.exception())[:300], flush=True)
@@ -364,13 +424,13 @@ def warm(parts: set[str]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path)
-    parser.add_argument("--parts", default="attention,gemv,steps")
+    parser.add_argument("--parts", default="attention,gemv,steps,prefill")
     options = parser.parse_args()
     torch.manual_seed(0)
     parts, arms, started = set(options.parts.split(",")), [], time.monotonic()
     warm(parts)
     print(f"warm after {time.monotonic() - started:.0f} s", flush=True)
-    for name, part in (("steps", time_steps), ("attention", time_attention), ("gemv", time_gemv)):
+    for name, part in (("steps", time_steps), ("attention", time_attention), ("gemv", time_gemv), ("prefill", time_prefill)):
         if name in parts:
             arms += part()
             options.output.write_text(json.dumps(result("gpu_decode", arms), indent=1) + "\n")
