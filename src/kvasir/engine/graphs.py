@@ -26,6 +26,7 @@ from kvasir.attention.backend import AttentionBackend
 from kvasir.decoding.sampler import MASKED_ERROR, NUMERIC_ERROR, Sampler, resolve_span
 from kvasir.engine.device_rows import UNKNOWN, DeviceRows
 from kvasir.engine.spans import ONE_SAMPLE
+from kvasir.kernels.decode_rows import close_rows, open_rows
 from kvasir.kernels.sample import sample_rows
 from kvasir.kv.codec import LayerCache
 from kvasir.logs import log
@@ -178,16 +179,10 @@ class DecodeGraphs:
     def _compute(self, size: int, draws: bool, drafted: bool) -> None:
         """The step itself, over the first ``size`` rows of the static buffers."""
         rows_B, starts_B = self._inbox[:size], self._inbox[size:2 * size]
-        page_B1, slot_B = (starts_B // self._page_slots)[:, None], starts_B % self._page_slots
-        tables = tuple(table.index_select(0, rows_B) for table in self.rows.tables)
-        slots = tuple(table.gather(1, page_B1)[:, 0] * self._page_slots + slot_B for table in tables)
-        ids_B = self.rows.token.index_select(0, rows_B).long()
-        if drafted:
-            given_B = self._inbox[2 * size:3 * size]
-            ids_B = torch.where(given_B < 0, ids_B, given_B)
+        opened = open_rows(self.rows.kept, rows_B, starts_B, self._page_slots, self._inbox[2 * size:3 * size] if drafted else None)
         batch = StepBatch(
-            input_ids=ids_B, positions=starts_B, row_start=self._row_start[:size + 1],
-            context=starts_B.int(), tables=tables, slots=slots, logit_rows=self._logit_rows[:size], starts=self._host_starts,
+            input_ids=opened.ids, positions=starts_B, row_start=self._row_start[:size + 1],
+            context=opened.context, tables=tuple(opened.tables), slots=tuple(opened.slots), logit_rows=self._logit_rows[:size], starts=self._host_starts,
             lengths=[1] * size)
         self.backend.plan(batch)
         hidden_BE = self.model.forward(batch, self.caches, self.backend)
@@ -198,15 +193,9 @@ class DecodeGraphs:
         step = max(1, LOGIT_BYTES // (4 * self.sampler.vocab_size))
         for first in range(0, size, step):
             part = slice(first, min(first + step, size))
-            draws_3B[:, part].copy_(self._draw(self.model.logits(hidden_BE[part]), rows_B[part], starts_B[part]))
-        tokens_B = draws_3B[0].int().clamp_(0, self.sampler.vocab_size - 1)  # what a row of NaN draws must not be out of range
-        self.rows.token.index_copy_(0, rows_B, tokens_B)
-
-    def _draw(self, logits_MV: torch.Tensor, rows_M: torch.Tensor, positions_M: torch.Tensor) -> torch.Tensor:
-        rows = self.rows
-        temperature, top_k, top_p, min_p = (x.index_select(0, rows_M) for x in (rows.temperature, rows.top_k, rows.top_p, rows.min_p))
-        stream = rows.stream.index_select(0, rows_M).view(torch.int64)[:, 0]
-        return sample_rows(logits_MV, temperature, top_k, top_p, min_p, stream, positions_M, self.sampler.tokenizer_size)
+            drawn = sample_rows(self.model.logits(hidden_BE[part]), opened.temperature[part], opened.top_k[part], opened.top_p[part],
+                                opened.min_p[part], opened.stream[part], starts_B[part], self.sampler.tokenizer_size)
+            close_rows(drawn, draws_3B[:, part], self.rows.token, rows_B[part], self.sampler.vocab_size)
 
     # -------------------------------------------------------------------------------------------------------- capturing
 
