@@ -1,6 +1,6 @@
 """On a Hopper GPU: variants of what a decode step is made of, beside each other in one call.
 
-    python tools/gpu_decode.py RESULT.json [--parts attention,gemv,steps,prefill]
+    python tools/gpu_decode.py RESULT.json [--parts attention,gemv,steps,prefill,moe]
 
 Attention over pages as the engine lays them out, after the kernel that writes keys; products of few rows; whole steps with
 sampling, with one thing changed at a time; and a step's kernels one after the other, without overlap. Everything is timed in
@@ -32,7 +32,8 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from kvasir.attention import paged as paged_backend  # noqa: E402
 from kvasir.bench.result import arm, result  # noqa: E402
-from kvasir.kernels import activation, fused_qkv, gemv, norm, paged_attention  # noqa: E402
+from kvasir.engine.graphs import LOGIT_BYTES  # noqa: E402
+from kvasir.kernels import activation, fused_qkv, gemv, moe, norm, paged_attention, sample  # noqa: E402
 from kvasir.kernels import decode_attention as decode  # noqa: E402
 from kvasir.kernels import dense_attention as dense  # noqa: E402
 from kvasir.kernels.gemv import Config  # noqa: E402
@@ -43,13 +44,13 @@ from tools import gpu_fused  # noqa: E402
 from tools.gpu_kernels import DIM, GROUPS, HEADS, SPEC, make_pool  # noqa: E402
 
 BF16, PROCESSES = torch.bfloat16, 14
-CONTEXTS = {"8 x 1k": [1087] * 8, "64 x 1k": [1087] * 64, "256 x 1k": [1087] * 256, "64 mixed": [200 + 29 * (i * 37 % 64) for i in range(64)]}
-SHAPES = {"64w2s3 x3": decode.Shape(64, 2, 3, 12, 3), "32w2s4 x4": decode.Shape(32, 2, 4, 12, 4), "32w2s5 x3": decode.Shape(32, 2, 5, 12, 3),
-          "32w2s3 x5": decode.Shape(32, 2, 3, 12, 5), "64w2s2 x5": decode.Shape(64, 2, 2, 12, 5)}
-EARLY = (0, 2, 4)  # blocks of 64 keys
-ROWS = (8, 64)
-CONFIGS = [Config(64, 128, 4, 3, 4), Config(64, 64, 4, 4, 4), Config(64, 128, 4, 3, 8), Config(32, 128, 4, 4, 4), Config(32, 128, 4, 4, 8),
-           Config(64, 128, 4, 3, 2), Config(32, 128, 4, 4, 1), Config(16, 256, 4, 4, 1), Config(128, 64, 4, 4, 2), Config(64, 256, 4, 3, 2)]
+CONTEXTS = {f"{n} x 1k": [1087] * n for n in (8, 16, 32, 48, 64, 96, 128, 256)} | {
+    "64 mixed": [200 + 29 * (i * 37 % 64) for i in range(64)], "128 mixed": [100 + 15 * (i * 37 % 128) for i in range(128)], "32 x 4k": [4095] * 32}
+SHAPES = {"64w2s3 x3": decode.Shape(64, 2, 3, 12, 3), "32w2s4 x4": decode.Shape(32, 2, 4, 12, 4), "64w2s2 x5": decode.Shape(64, 2, 2, 12, 5)}
+ROWS = (8, 16, 32, 64)
+CONFIGS = [Config(64, 128, 4, 3, 4), Config(64, 64, 4, 4, 4), Config(64, 128, 4, 3, 8), Config(32, 128, 4, 4, 8), Config(64, 128, 4, 3, 16),
+           Config(64, 128, 4, 2, 8), Config(64, 64, 4, 4, 8), Config(32, 128, 4, 3, 4), Config(64, 128, 4, 3, 2)]
+EARLY = (0, 1, 3)
 
 
 # ---------------------------------------------------------------------------------------------------------------- timing
@@ -79,26 +80,6 @@ def in_turns(runs: dict, rounds: int = 9) -> dict:
 # ------------------------------------------------------------------------------------------------------------- attention
 
 
-def planned(contexts: list[int], chunk: int | None) -> torch.Tensor:
-    """Items of equal chunks, sequence by sequence."""
-    items, first = [], 0
-    for s, context in enumerate(contexts):
-        keys = context + 1
-        size = chunk or keys
-        parts = -(-keys // size)
-        items += [(s, first, parts, s, s, p * size, min(keys, (p + 1) * size), p) for p in range(parts)]
-        first += parts
-    return torch.tensor(items, dtype=torch.int32, device="cuda")
-
-
-def cuts(contexts: list[int]) -> dict[str, int | None]:
-    longest, total = max(contexts) + 1, sum(contexts) + len(contexts)
-    if len(contexts) <= 8:
-        return {f"chunk {c}": c for c in (128, 160, 192, 256, 320)}
-    found = {"unsplit": None, "halves": -(-longest // 128) * 64, "chunk 384": 384, "chunk 704": 704}
-    return found if len(contexts) < 256 else {"unsplit": None, "halves": found["halves"]} if total else {}
-
-
 def attention_runs(contexts: list[int], pool, batch, layers: int) -> dict:
     count = len(contexts)
     qkv = torch.randn(count, HEADS + 2 * GROUPS, DIM, dtype=BF16, device="cuda")
@@ -106,32 +87,22 @@ def attention_runs(contexts: list[int], pool, batch, layers: int) -> dict:
     rows = decode.Rows(torch.arange(count, dtype=torch.int32, device="cuda"), torch.zeros(count, GROUPS, dtype=torch.int32, device="cuda"))
     outs = {}
 
-    def run(name: tuple, shape: decode.Shape, items: torch.Tensor | None, early: int) -> None:
+    def run(name: str, shape: decode.Shape) -> None:
         for layer in range(layers):
             planes = pool.layer(layer).planes
             q = fused_qkv.fused_qkv(qkv, ops, planes["k"], planes["v"], batch.slots[0])
             out = torch.empty_like(q)
             decode.decode_attention_triton(q, planes["k"], planes["v"], batch.tables[0], batch.context, batch.row_start, rows, SPEC.scale, out,
-                                           shape=shape, items=items, early_blocks=early)
+                                           shape=shape)
         outs[name] = q, out
 
-    runs = {}
-    plans = {name: planned(contexts, chunk) for name, chunk in cuts(contexts).items()}
-    for label, shape in SHAPES.items():
-        for early in EARLY:
-            blocks = early * 64 // shape.block_n
-            for how, items in {"on the device": None, **plans}.items():
-                if early == 4 and how == "on the device":
-                    continue
-                name = (label, how, early)
-                runs[name] = functools.partial(run, name, shape, items, blocks)
-    return runs, outs
+    return {label: functools.partial(run, label, shape) for label, shape in SHAPES.items()}, outs
 
 
 def time_attention() -> list[dict]:
     arms = []
     for case, contexts in CONTEXTS.items():
-        layers = 8 if len(contexts) <= 64 else 3
+        layers = 8 if sum(contexts) <= 80000 else 3
         pool, batch = make_pool([(c, 1) for c in contexts], layers)
         runs, outs = attention_runs(contexts, pool, batch, layers)
         times = in_turns(runs, 5)
@@ -143,8 +114,8 @@ def time_attention() -> list[dict]:
             gap = float((outs[name][1].float() - want).abs().max())
             us = spent / layers * 1e6
             metrics = {"us": round(us, 2), "TB_per_s": round(moved / us / 1e6, 3), "gap": round(gap, 5), "failed": int(not gap < 2e-2)}
-            arms.append(arm(f"attention {case}", {"shape": name[0], "cut": name[1], "early_keys": 64 * name[2], "layers": layers}, metrics))
-            print(f"attention {case:9}", *name, metrics, flush=True)
+            arms.append(arm(f"attention {case}", {"shape": name, "layers": layers}, metrics))
+            print(f"attention {case:9}", name, metrics, flush=True)
         del pool, batch, runs, outs
         torch.cuda.empty_cache()
     return arms
@@ -153,44 +124,31 @@ def time_attention() -> list[dict]:
 # ------------------------------------------------------------------------------------------------------------------ gemv
 
 
-def product(rows: int, w: torch.Tensor, fused: dict, config: Config | None, joined: bool):
+def product(rows: int, w: torch.Tensor, fused: dict, config: Config | None, early: int):
     if config is None:
         return gpu_fused.run_gemv(rows, w, fused, None)
     n, k = w.shape
     x = torch.randn(rows, k, dtype=BF16, device="cuda")
     scale = (torch.ones(k, dtype=BF16, device="cuda"), 1e-5) if fused.get("norm") else None
     residual = torch.zeros(rows, n, dtype=BF16, device="cuda") if fused.get("residual") else None
-    return lambda: gemv.gemv(x, w, config, norm=scale, activation=fused.get("activation"), residual_TO=residual, joined=joined)
-
-
-def check_joined() -> dict:
-    from tests.kernels.check_fused import check_gemv
-
-    worst, failed, cases = 0.0, [], [c for c in gemv.grid() if c.config.splits > 1]
-    original = gemv.gemv
-    with mock.patch.object(gemv, "gemv", lambda *a, **k: original(*a, **k, joined=True)):
-        for case, dtype in itertools.product(cases, (BF16, torch.float32)):
-            try:
-                worst = max(worst, check_gemv(case, dtype, "cuda"))
-            except Exception as e:
-                failed.append(f"{case} {dtype} {type(e).__name__} {str(e)[:200]}")
-    print("joined grid", len(cases), worst, *failed, sep="\n  ", flush=True)
-    return arm("joined grid", {}, {"cases": 2 * len(cases), "worst_error": worst, "failed": len(failed)})
+    return lambda: gemv.gemv(x, w, config, norm=scale, activation=fused.get("activation"), residual_TO=residual, early_blocks=early)
 
 
 def time_gemv() -> list[dict]:
-    arms = [check_joined()]
+    arms = []
     for name, n, k, fused in gpu_fused.matrices():
         if name.endswith("head") or (name.startswith("llama") and fused.get("activation")):
             continue
         size = 2 * n * k
-        copies = [torch.empty(n, k, dtype=BF16, device="cuda").normal_() for _ in range(min(24, -(-(160 << 20) // size)))]
+        copies = [torch.empty(n, k, dtype=BF16, device="cuda").normal_() for _ in range(min(16, -(-(120 << 20) // size)))]
         for rows in ROWS:
-            variants = [(None, False)] + [(c, j) for c in CONFIGS for j in ((False, True) if c.splits > 1 else (False,))]
+            chosen = gemv.choose(rows, n, k)
+            configs = dict.fromkeys([*([] if chosen is None else [chosen]), *(c for c in CONFIGS if k // c.splits >= c.block_k)])
+            variants = [(None, 0)] + [(c, j) for c in configs for j in (EARLY if c in CONFIGS[:3] or c == chosen else EARLY[:1])]
             calls = {v: [product(rows, w, fused, *v) for w in copies] for v in variants}
             times = in_turns({v: (lambda c=c: [call() for call in c]) for v, c in calls.items()}, 5)
             ranked = sorted(times, key=times.get)
-            us = {("plain" if c is None else f"{c.block_n}x{c.block_k}w{c.warps}s{c.stages}k{c.splits}{'j' if j else ''}"):
+            us = {("plain" if c is None else f"{c.block_n}x{c.block_k}w{c.warps}s{c.stages}k{c.splits}{'e' * j}{'*' if c == chosen else ''}"):
                   round(times[c, j] / len(copies) * 1e6, 2) for c, j in ranked}
             arms.append(arm(f"product {name}", {"rows": rows, "N": n, "K": k, **fused}, {"us": us}))
             print(f"product {name:18} {rows:3}", dict(itertools.islice(us.items(), 7)), "plain", us["plain"], flush=True)
@@ -210,48 +168,34 @@ def nothing(*_, **__) -> None:
     return None
 
 
-def with_table(rows: int, config: Config) -> mock._patch:
-    return mock.patch.object(gemv, "MEASURED", {key: config if key[0] == rows and key[1] <= 8192 and value is None else value
-                                                for key, value in gemv.MEASURED.items()})
+def step_variants() -> dict[str, list]:
+    def attention(label: str) -> mock._patch:
+        return mock.patch.object(paged_backend, "decode_attention_triton", functools.partial(decode.decode_attention_triton, shape=SHAPES[label]))
 
+    def early(blocks: int) -> list:
+        return [mock.patch.object(m, "gemv", functools.partial(gemv.gemv, early_blocks=blocks)) for m in (linear, decoder)]
 
-def step_variants(shape: str, batch: int, contexts: list[int]) -> dict[str, list]:
-    def attention(label: str, chunk: int | None, early: int) -> mock._patch:
-        built = SHAPES[label]
-        return mock.patch.object(paged_backend, "decode_attention_triton", functools.partial(
-            decode.decode_attention_triton, shape=built, items=None if chunk == -1 else planned(contexts, chunk),
-            early_blocks=early * 64 // built.block_n))
+    def table(splits: int, rows: tuple[int, ...]) -> mock._patch:
+        """More splits where the outputs are few."""
+        return mock.patch.object(gemv, "MEASURED", {key: Config(64, 128, 4, 3, splits) if key[0] in rows and key[1] == 1024 else value
+                                                    for key, value in gemv.MEASURED.items()})
 
-    joined = [mock.patch.object(m, "gemv", functools.partial(gemv.gemv, joined=True)) for m in (linear, decoder)]
-    found = {"as it is": [], "no attention": [mock.patch.object(paged_backend, "decode_attention_triton", nothing)],
-             "early 2": [attention("64w2s3 x3", -1, 2)], "32w2s4 x4": [attention("32w2s4 x4", -1, 0)], "32w2s4 x4 early 2": [attention("32w2s4 x4", -1, 2)]}
-    chunks = {8: {"192": 192, "160": 160}}.get(batch, {"unsplit": None, "halves": 576})
-    for how, chunk in chunks.items():
-        for label in ("64w2s3 x3", "32w2s4 x4"):
-            for early in (0, 2):
-                found[f"{label} {how} early {early}"] = [attention(label, chunk, early)]
-    if batch <= 64:
-        best = attention("32w2s4 x4", 192 if batch == 8 else None, 2)
-        found |= {"joined": joined, "joined, 32w2s4 x4 planned early 2": [*joined, best]}
-        for config in (Config(64, 128, 4, 3, 4), Config(64, 64, 4, 4, 4), Config(64, 128, 4, 3, 2)) if batch == 64 else ():
-            found[f"joined, own {config.block_n}x{config.block_k} {config.splits}"] = [*joined, with_table(64, config)]
-    else:
-        found["one slice"] = ["one slice"]
-    return found
+    return {"as it is": [], "no attention": [mock.patch.object(paged_backend, "decode_attention_triton", nothing)], "early 1": early(1),
+            "early 3": early(3), "64w2s3 x3": [attention("64w2s3 x3")], "32w2s4 x4": [attention("32w2s4 x4")], "64w2s2 x5": [attention("64w2s2 x5")],
+            "8 splits": [table(8, (8, 64))], "8 splits, early 1": [table(8, (8, 64)), *early(1)], "as it is, again": []}
 
 
 def time_steps() -> list[dict]:
     arms = []
-    no_overlap = [mock.patch.object(m, "pdl", never) for m in (norm, activation, fused_qkv, gemv, decode)]
-    for shape, batches in (("qwen3-0.6b", (8, 64, 256)), ("llama-8b", (8, 64, 256))):
+    no_overlap = [mock.patch.object(m, "pdl", never) for m in (norm, activation, fused_qkv, gemv, decode, moe, sample)]
+    for shape, batches in (("qwen3-0.6b", (8, 64, 256)), ("llama-8b", (8, 64)), ("qwen3-30b-a3b", (1, 8))):
         made = gpu_fused.Model(shape)
         for batch in batches:
-            contexts = [1087] * batch
             run = made.step([(1087, 1)] * batch)
             vocab = made.spec.vocab_size
             zeros = torch.zeros(batch, dtype=torch.int64, device="cuda")
-            given = (torch.zeros(batch, device="cuda"), torch.full((batch,), vocab, dtype=torch.int32, device="cuda"), torch.ones(batch, device="cuda"),
-                     torch.zeros(batch, device="cuda"), zeros, zeros)
+            greedy, ones = torch.zeros(batch, device="cuda"), torch.ones(batch, device="cuda")
+            given = greedy, torch.full((batch,), vocab, dtype=torch.int32, device="cuda"), ones, greedy, zeros, zeros
             full_logits = made.model.logits
 
             def step(rows: int, run=run) -> torch.Tensor:
@@ -260,11 +204,10 @@ def time_steps() -> list[dict]:
                     hidden = run()
                     return [sample_rows(full_logits(hidden[a:a + rows]), *(g[a:a + rows] for g in given), vocab) for a in range(0, batch, rows)]
 
-            sliced = max(1, (64 << 20) // (4 * vocab))
+            sliced = max(1, LOGIT_BYTES // (4 * vocab))
             runs, logits = {}, {}
-            for name, patches in step_variants(shape, batch, contexts).items():
-                rows = batch if patches == ["one slice"] else sliced
-                patches = [] if patches == ["one slice"] else patches
+            for name, patches in step_variants().items():
+                rows = sliced
 
                 def patched(patches=patches, rows=rows) -> torch.Tensor:
                     with ExitStack() as stack:
@@ -285,13 +228,15 @@ def time_steps() -> list[dict]:
                 metrics = {"us": round(spent * 1e6, 1), "tokens_per_s": round(batch / spent, 1), "gap": round(gap, 4), "failed": int(not gap < 0.15)}
                 arms.append(arm(f"step {shape} {batch} x 1k", {"variant": name}, metrics))
                 print(f"step {shape:10} {batch:3} {name:40}", metrics, flush=True)
+            if shape == "qwen3-30b-a3b":
+                arms.append(table(f"{shape} {batch} x 1k", gpu_fused.graph_of(lambda: step(sliced))))
             with ExitStack() as stack:
                 for patch in no_overlap:
                     stack.enter_context(patch)
                 arms.append(table(f"{shape} {batch} x 1k", gpu_fused.graph_of(lambda: step(sliced))))
-            del run, runs, logits
+            run = runs = logits = None
             torch.cuda.empty_cache()
-        del made
+        made = None
         torch.cuda.empty_cache()
     return arms
 
@@ -377,39 +322,64 @@ def warm_prefill(shape: dense.Shape) -> None:
     torch.cuda.synchronize()
 
 
+# ------------------------------------------------------------------------------------------------------------------- moe
+
+
+def check_moe_share(share: int) -> tuple[int, list[str]]:
+    from tests.kernels.check_moe import check_moe
+
+    cases = [*moe.grid(), *(moe.Case(rows=rows, experts=128, top_k=8, dim=2048, width=768) for rows in (1, 2, 8, 64))][share::PROCESSES]
+    failed = []
+    for case in cases:
+        try:
+            check_moe(case, BF16, "cuda")
+        except Exception as e:
+            failed.append(f"{case}: {type(e).__name__}: {str(e)[:300]}")
+    return len(cases), failed
+
+
+def time_moe() -> list[dict]:
+    from tools import gpu_moe
+
+    with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as processes:
+        counts, failed = zip(*processes.map(check_moe_share, range(PROCESSES)))
+    lines = [line for part in failed for line in part]
+    print("moe grid", sum(counts), *lines, sep="\n  ", flush=True)
+    arms = [arm("moe grid", {}, {"cases": sum(counts), "failed": len(lines)})]
+    with torch.inference_mode():
+        layers = gpu_moe.make_layers(gpu_moe.LAYERS)
+        return arms + [gpu_moe.time_rows(rows, layers, 4.2e12, 795e12, []) for rows in (1, 2, 8, 64)]
+
+
 # ------------------------------------------------------------------------------------------------------------------ main
 
 
 def warm_attention(work: list) -> None:
     """Fill the kernel cache on disk."""
-    for label, count, with_plan, early in work:
-        shape = SHAPES[label]
+    for label, count in work:
         pool, batch = make_pool([(40, 1)] * count, 1)
         planes = pool.layer(0).planes
         rows = decode.Rows(torch.arange(count, dtype=torch.int32, device="cuda"), torch.zeros(count, GROUPS, dtype=torch.int32, device="cuda"))
         q = torch.zeros(count, HEADS, DIM, dtype=BF16, device="cuda")
         decode.decode_attention_triton(q, planes["k"], planes["v"], batch.tables[0], batch.context, batch.row_start, rows, SPEC.scale,
-                                       torch.empty_like(q), shape=shape, items=planned([40] * count, None) if with_plan else None,
-                                       early_blocks=early * 64 // shape.block_n)
+                                       torch.empty_like(q), shape=SHAPES[label])
     torch.cuda.synchronize()
 
 
 def warm_gemv(work: list) -> None:
-    for rows, n, k, fused, config, joined in work:
+    for rows, n, k, fused, config, early in work:
         try:
-            product(rows, torch.empty(n, k, dtype=BF16, device="cuda"), fused, config, joined)()
+            product(rows, torch.empty(n, k, dtype=BF16, device="cuda"), fused, config, early)()
             torch.cuda.synchronize()
         except Exception as e:
-            print("does not run:", rows, n, k, config, joined, str(e)[:100], flush=True)
+            print("does not run:", rows, n, k, config, early, str(e)[:100], flush=True)
 
 
 def warm(parts: set[str]) -> None:
-    attention = [(label, count, plan, early) for label in SHAPES for early in EARLY for count, plan in ((8, False), (64, False), (256, False), (8, True), (64, True),
-                 (256, True)) if not (early == 4 and not plan)]
-    if "attention" not in parts:
-        attention = [work for work in attention if work[0] in ("64w2s3 x3", "32w2s4 x4") and work[3] < 4]
+    attention = [(label, count) for label in SHAPES for count in (8, 32, 64, 128, 256)]
     kinds = [m for m in gpu_fused.matrices() if m[0].startswith("qwen") and not m[0].endswith(("head", "down"))]
-    products = [(rows, n, k, fused, c, j) for rows in ROWS for _, n, k, fused in kinds for c in CONFIGS for j in ((False, True) if c.splits > 1 else (False,))]
+    products = [(rows, n, k, fused, c, early) for rows in ROWS for _, n, k, fused in kinds for c in CONFIGS
+                for early in (EARLY if c in CONFIGS[:3] else EARLY[:1])]
     if "gemv" not in parts:
         products = []
     with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as processes:
@@ -424,13 +394,13 @@ def warm(parts: set[str]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path)
-    parser.add_argument("--parts", default="attention,gemv,steps,prefill")
+    parser.add_argument("--parts", default="attention,gemv,steps,prefill,moe")
     options = parser.parse_args()
     torch.manual_seed(0)
     parts, arms, started = set(options.parts.split(",")), [], time.monotonic()
     warm(parts)
     print(f"warm after {time.monotonic() - started:.0f} s", flush=True)
-    for name, part in (("steps", time_steps), ("attention", time_attention), ("gemv", time_gemv), ("prefill", time_prefill)):
+    for name, part in (("steps", time_steps), ("attention", time_attention), ("gemv", time_gemv), ("prefill", time_prefill), ("moe", time_moe)):
         if name in parts:
             arms += part()
             options.output.write_text(json.dumps(result("gpu_decode", arms), indent=1) + "\n")

@@ -26,6 +26,8 @@ from kvasir.kernels.hardware import multiprocessors
 from kvasir.kernels.key_chunks import MIN_CHUNK, SHORT_CHUNK, arrive, find_chunk, keys_of, merged_at_once
 from kvasir.kernels.softmax_block import attend_block, sink_logits
 
+MANY_ROWS = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -40,12 +42,15 @@ class Shape:
 
     @staticmethod
     def of(dim: int, dtype: torch.dtype, rows: int) -> Shape:
-        """For Hopper: three programs fit on a multiprocessor, each with two blocks of 32 KiB on their way. A
-        single row: fewer chunks, for less to merge. ``tools/gpu_attention.py`` times the alternatives."""
+        """For Hopper: three or four programs fit on a multiprocessor, with 192 KiB on their way together. Many rows are quicker
+        in smaller blocks, since that many are read at once without cutting them. A single row: fewer chunks, for less to merge.
+        ``tools/gpu_attention.py`` times the alternatives."""
         programs = 6 if rows == 1 else 12
         if dtype == torch.float32:  # products in registers, not on the tensor cores
             return Shape(32 if dim <= 64 else 16, 8, 2, programs)
-        return Shape(64, 2, 3, programs) if dim <= 128 else Shape(32, 4, 3, programs)
+        if dim > 128:
+            return Shape(32, 4, 3, programs)
+        return Shape(64, 2, 3, programs) if rows < MANY_ROWS else Shape(32, 2, 4, programs, at_once=4)
 
 
 @dataclass(slots=True)
@@ -60,43 +65,25 @@ class Rows:
 @jit(do_not_specialize=["table_row", "count", "wave", "budget", "window"])
 def _decode_attention(
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, arrived_ptr, sinks_ptr, table_ptr, context_ptr, row_start_ptr, spans_ptr,
-        items_ptr, q_row, q_head, page_stride, head_stride, out_row, table_row, count, wave, budget, window, scale, softcap,
+        q_row, q_head, page_stride, head_stride, out_row, table_row, count, wave, budget, window, scale, softcap,
         H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
         BLOCK_N: tl.constexpr, COUNT_PAD: tl.constexpr, MIN_KEYS: tl.constexpr, SHORT_KEYS: tl.constexpr, R_PAD: tl.constexpr, MERGE: tl.constexpr,
-        WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr, PDL: tl.constexpr, PLANNED: tl.constexpr, EARLY: tl.constexpr):
+        WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr, PDL: tl.constexpr):
     """One KV head, one chunk of keys of one sequence. Partial results: ``part`` [C, G, R, D] fp32, ``part_lse`` [C, G, R]
     in base 2. Only slots below a sequence's end are loaded (the others may hold NaN)."""
     group, item = tl.program_id(0), tl.program_id(1)
     G: tl.constexpr = H // R
     if PDL:  # contexts and tables were there before the step's first layer; queries and new keys are the last kernel's
         tl.extra.cuda.gdc_launch_dependents()
-    if PLANNED:
-        plan = items_ptr + item * 8
-        which, first, parts = tl.load(plan), tl.load(plan + 1), tl.load(plan + 2)
-        span, row = tl.load(plan + 3), tl.load(plan + 4).to(tl.int64)
-        start, stop, place = tl.load(plan + 5), tl.load(plan + 6), tl.load(plan + 7)
-        low = 0
-    else:
-        which, first, parts, chunk = find_chunk(item, context_ptr, spans_ptr, count, wave, budget, window, BLOCK_N, COUNT_PAD, MIN_KEYS,
-                                                SHORT_KEYS, WINDOWED)
-        place = item - first
+    which, first, parts, chunk = find_chunk(item, context_ptr, spans_ptr, count, wave, budget, window, BLOCK_N, COUNT_PAD, MIN_KEYS, SHORT_KEYS,
+                                            WINDOWED)
     if which < count:
-        if not PLANNED:
-            span, row, low, start, stop = keys_of(which, place, chunk, context_ptr, row_start_ptr, spans_ptr, window, BLOCK_N, WINDOWED)
+        span, row, low, start, stop = keys_of(which, item - first, chunk, context_ptr, row_start_ptr, spans_ptr, window, BLOCK_N, WINDOWED)
         m = tl.arange(0, BLOCK_M)
         d = tl.arange(0, D_PAD)
         n = tl.arange(0, BLOCK_N)
         head = group * R + m
         live = m < R
-        if PDL and EARLY > 0:
-            line = tl.arange(0, D_PAD // 64)
-            for ahead in tl.static_range(EARLY):
-                soon = start + ahead * BLOCK_N + n
-                first_pages = tl.load(table_ptr + span.to(tl.int64) * table_row + soon // P, mask=soon < stop, other=0)
-                first_at = first_pages.to(tl.int64) * page_stride + group.to(tl.int64) * head_stride + (soon % P) * D
-                lines = first_at[:, None] + line[None, :] * 64
-                tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [k_ptr + lines], tl.int32, False, 1)
-                tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [v_ptr + lines], tl.int32, False, 1)
         if PDL:  # programs without a chunk need not wait: this kernel ends after those that do
             tl.extra.cuda.gdc_wait()
         q = tl.load(q_ptr + row * q_row + head[:, None] * q_head + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
@@ -129,7 +116,7 @@ def _decode_attention(
             if WANT_LSE:
                 tl.store(lse_ptr + row * H + head, (top + tl.log2(total)) * 0.6931471805599453, mask=live)
         else:
-            at_part = ((first + place).to(tl.int64) * G + group) * R + m
+            at_part = (item.to(tl.int64) * G + group) * R + m
             tl.store(part_ptr + at_part[:, None] * D + d[None, :], acc / total[:, None], mask=live[:, None] & (d < D)[None, :])
             tl.store(part_lse_ptr + at_part, top + tl.log2(total), mask=live)
             arrive(part_ptr, part_lse_ptr, arrived_ptr, out_ptr, lse_ptr, sinks_ptr, which, first, parts, row, group, out_row,
@@ -139,8 +126,7 @@ def _decode_attention(
 def decode_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_SW: torch.Tensor,
                             context_S: torch.Tensor, row_start_S: torch.Tensor, rows: Rows, scale: float, out_THD: torch.Tensor, *,
                             window: int | None = None, softcap: float | None = None, sinks_H: torch.Tensor | None = None,
-                            lse_TH: torch.Tensor | None = None, shape: Shape | None = None, items: torch.Tensor | None = None,
-                            early_blocks: int = 0) -> None:
+                            lse_TH: torch.Tensor | None = None, shape: Shape | None = None) -> None:
     """What ``paged_attention_ref`` computes, for the spans of ``rows``, written to their rows of ``out`` and ``lse`` (fp32).
 
     No host read, and a launch that depends on the number of rows only. ``k_NGPD``/``v_NGPD``: pages of a power of two slots,
@@ -156,22 +142,20 @@ def decode_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: t
     share, dim_pad = heads // groups, max(16, next_power_of_2(dim))
     shape = shape or Shape.of(dim_pad, q_THD.dtype, count)
     wave = max(1, shape.at_once * multiprocessors(q_THD.device) // groups)
-    budget = max(wave, shape.programs * multiprocessors(q_THD.device) // groups)
+    budget = max(wave, shape.programs * multiprocessors(q_THD.device) // groups - count)  # programs without a chunk take time, too
     chunks = count + budget  # sum of ceil(keys / chunk) <= count + keys / chunk
-    if items is not None:
-        chunks = items.shape[0]
     part = torch.empty((chunks, heads, dim), dtype=torch.float32, device=q_THD.device)
     part_lse = torch.empty((chunks, heads), dtype=torch.float32, device=q_THD.device)
     share_pad = next_power_of_2(share)
     absent, early = q_THD, pdl(q_THD.device)  # stands in for pointers that the compiled variant never touches
     _decode_attention[(groups, chunks)](
         q_THD, k_NGPD, v_NGPD, out_THD, absent if lse_TH is None else lse_TH, part, part_lse, rows.arrived, absent if sinks_H is None else sinks_H,
-        table_SW, context_S, row_start_S, rows.spans, rows.spans if items is None else items, q_THD.stride(0), q_THD.stride(1), k_NGPD.stride(0), k_NGPD.stride(1),
+        table_SW, context_S, row_start_S, rows.spans, q_THD.stride(0), q_THD.stride(1), k_NGPD.stride(0), k_NGPD.stride(1),
         out_THD.stride(0), table_SW.stride(0), count, wave, budget, window or 0, scale, softcap or 1.0,
         H=heads, R=share, P=size, D=dim, D_PAD=dim_pad, BLOCK_M=max(16, share_pad), BLOCK_N=shape.block_n,
         COUNT_PAD=max(16, next_power_of_2(count)), MIN_KEYS=max(MIN_CHUNK, shape.block_n), SHORT_KEYS=SHORT_CHUNK, R_PAD=share_pad,
         MERGE=merged_at_once(share, dim_pad, shape.warps), WINDOWED=window is not None, CAPPED=softcap is not None,
-        SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, PDL=early, PLANNED=items is not None, EARLY=early_blocks, num_warps=shape.warps, num_stages=shape.stages, launch_pdl=early)
+        SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, PDL=early, num_warps=shape.warps, num_stages=shape.stages, launch_pdl=early)
 
 
 # ----------------------------------------------------------------------------------------------------------- test grid

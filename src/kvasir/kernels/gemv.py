@@ -15,7 +15,6 @@ Bytes: N x K x itemsize. Legend: T rows, K inputs, N rows of W (F of gate, then 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -62,6 +61,13 @@ def _block(at, live, k, K, WHOLE: tl.constexpr):
     else:
         w = tl.load(at + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
     return w
+
+
+@jit
+def _soon(w_ptr, n, k, BLOCK_K: tl.constexpr):
+    """Bring a block of W into the L2 cache."""
+    line = tl.arange(0, BLOCK_K // 64) * 64  # 128 bytes of 16-bit weights
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [w_ptr + n[:, None] + k + line[None, :]], tl.int32, False, 1)
 
 
 @jit
@@ -152,10 +158,10 @@ def _rows(x_ptr, scale_ptr, x_row, k, live_m, squares, K, ROWS: tl.constexpr, WH
 
 
 @jit(do_not_specialize=["rows"])
-def _few_rows(x_ptr, w_ptr, y_ptr, part_ptr, squares_ptr, arrived_ptr, scale_ptr, bias_ptr, residual_ptr, eps, rows, x_row, y_row, residual_row,
-              share, OUT, K, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
-              JOINED: tl.constexpr, WHOLE_K: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
-              RESIDUAL: tl.constexpr, PDL: tl.constexpr):
+def _few_rows(x_ptr, w_ptr, y_ptr, part_ptr, squares_ptr, scale_ptr, bias_ptr, residual_ptr, eps, rows, x_row, y_row, residual_row, share,
+              OUT, K, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
+              WHOLE_K: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
+              RESIDUAL: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr):
     """``BLOCK_N`` outputs of every row: y; or, over ``share`` of K, ``part`` [splits, T, N] fp32 and ``squares`` [splits, T]."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
@@ -171,6 +177,12 @@ def _few_rows(x_ptr, w_ptr, y_ptr, part_ptr, squares_ptr, arrived_ptr, scale_ptr
     w = _block(at, live, k, K, WHOLE)
     if KIND >= 0:
         w_up = _block(up_at, live, k, K, WHOLE)
+    if PDL and EARLY > 0 and WHOLE:
+        for ahead in tl.static_range(EARLY):
+            soon = tl.minimum(start + (ahead + 1) * BLOCK_K, stop - BLOCK_K)
+            _soon(w_ptr, n.to(tl.int64) * K, soon, BLOCK_K)
+            if KIND >= 0:
+                _soon(w_ptr, (n.to(tl.int64) + OUT) * K, soon, BLOCK_K)
     if PDL:
         tl.extra.cuda.gdc_wait()
     x, squares = _rows(x_ptr, scale_ptr, x_row, k, live_m, tl.zeros([ROWS], tl.float32), K, ROWS, WHOLE_K, NORM)
@@ -185,7 +197,6 @@ def _few_rows(x_ptr, w_ptr, y_ptr, part_ptr, squares_ptr, arrived_ptr, scale_ptr
             w_up = _block(up_at, live, k0 + k, K, WHOLE)
             acc_up = tl.dot(w_up, x, acc_up, input_precision="ieee")
     held = live[:, None] & live_m[None, :]
-    last = True
     if SPLIT:
         N = OUT
         if KIND >= 0:
@@ -194,45 +205,23 @@ def _few_rows(x_ptr, w_ptr, y_ptr, part_ptr, squares_ptr, arrived_ptr, scale_ptr
         tl.store(part, acc, mask=held)
         if KIND >= 0:
             tl.store(part + OUT, acc_up, mask=held)
-        if JOINED:
-            splits = tl.num_programs(1)
-            sums = squares_ptr + tl.program_id(0) * splits * rows + m
-            if NORM:
-                tl.store(sums + split * rows, squares, mask=live_m)
-            tl.debug_barrier()  # every thread's stores come before the arrival, which releases them to the last one
-            last = tl.atomic_add(arrived_ptr + tl.program_id(0), 1, sem="acq_rel") == splits - 1
-            if last:
-                tl.store(arrived_ptr + tl.program_id(0), 0)
-                part = part_ptr + m[None, :] * N + n[:, None]
-                acc = tl.load(part, mask=held, other=0.0)
-                if KIND >= 0:
-                    acc_up = tl.load(part + OUT, mask=held, other=0.0)
-                if NORM:
-                    squares = tl.load(sums, mask=live_m, other=0.0)
-                for other in range(1, splits):
-                    acc += tl.load(part + other * rows * N, mask=held, other=0.0)
-                    if KIND >= 0:
-                        acc_up += tl.load(part + other * rows * N + OUT, mask=held, other=0.0)
-                    if NORM:
-                        squares += tl.load(sums + other * rows, mask=live_m, other=0.0)
-        elif NORM:
+        if NORM:
             tl.store(squares_ptr + split * rows + m, squares, mask=live_m & (tl.program_id(0) == 0))
-    if JOINED or not SPLIT:
-        if last:
-            if NORM:
-                factor = tl.rsqrt(squares / K + eps)[None, :]
-                acc *= factor
-                if KIND >= 0:
-                    acc_up *= factor
-            if BIAS:
-                acc += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)[:, None]
-                if KIND >= 0:
-                    acc_up += tl.load(bias_ptr + OUT + n, mask=live, other=0.0).to(tl.float32)[:, None]
+    else:
+        if NORM:
+            factor = tl.rsqrt(squares / K + eps)[None, :]
+            acc *= factor
             if KIND >= 0:
-                acc = activate(acc, acc_up, KIND)
-            if RESIDUAL:
-                acc += tl.load(residual_ptr + m[None, :] * residual_row + n[:, None], mask=held, other=0.0).to(tl.float32)
-            tl.store(y_ptr + m[None, :] * y_row + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=held)
+                acc_up *= factor
+        if BIAS:
+            acc += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)[:, None]
+            if KIND >= 0:
+                acc_up += tl.load(bias_ptr + OUT + n, mask=live, other=0.0).to(tl.float32)[:, None]
+        if KIND >= 0:
+            acc = activate(acc, acc_up, KIND)
+        if RESIDUAL:
+            acc += tl.load(residual_ptr + m[None, :] * residual_row + n[:, None], mask=held, other=0.0).to(tl.float32)
+        tl.store(y_ptr + m[None, :] * y_row + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=held)
 
 
 @jit(do_not_specialize=["rows"])
@@ -274,15 +263,9 @@ def _join(part_ptr, squares_ptr, y_ptr, bias_ptr, residual_ptr, eps, rows, y_row
     tl.store(y_ptr + row * y_row + n, y.to(y_ptr.dtype.element_ty), mask=live)
 
 
-@functools.cache
-def _arrived(device: torch.device) -> torch.Tensor:
-    """Zero between launches; those of one stream share it."""
-    return torch.zeros(4096, dtype=torch.int32, device=device)
-
-
 def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[torch.Tensor, float] | None = None,
          bias_N: torch.Tensor | None = None, activation: str | None = None, residual_TO: torch.Tensor | None = None,
-         joined: bool = False) -> torch.Tensor:
+         early_blocks: int = 0) -> torch.Tensor:
     """``gemv_reference`` in one launch (two where K is split). ``residual_TO`` is overwritten with the result, and returned.
 
     One row takes the kernel without tensor cores when ``config.block_n`` is below 16, which they need.
@@ -312,12 +295,11 @@ def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[
     part = squares = x_TK
     if splits > 1:
         part = torch.empty(splits, rows, num_rows, dtype=torch.float32, device=x_TK.device)
-        squares = torch.empty(programs if joined else 1, splits, rows, dtype=torch.float32, device=x_TK.device)
+        squares = torch.empty(splits, rows, dtype=torch.float32, device=x_TK.device)
     _few_rows[(programs, splits)](
-        x_TK, w_NK, y_TO, part, squares, _arrived(x_TK.device) if joined else x_TK, scale, bias, y_TO, eps, rows, x_TK.stride(0), y_TO.stride(0),
-        y_TO.stride(0), share, **shape, ROWS=max(16, next_power_of_2(rows)), STAGES=config.stages, SPLIT=splits > 1, JOINED=joined and splits > 1,
-        **fused)
-    if splits > 1 and not joined:
+        x_TK, w_NK, y_TO, part, squares, scale, bias, y_TO, eps, rows, x_TK.stride(0), y_TO.stride(0), y_TO.stride(0), share, **shape,
+        ROWS=max(16, next_power_of_2(rows)), STAGES=config.stages, SPLIT=splits > 1, EARLY=early_blocks, **fused)
+    if splits > 1:
         _join[(rows, cdiv(outputs, JOIN))](part, squares, y_TO, bias, y_TO, eps, rows, y_TO.stride(0), y_TO.stride(0), OUT=outputs, K=width,
                                            SPLITS=splits, BLOCK=JOIN, **fused)
     return y_TO
