@@ -184,6 +184,7 @@ def grid() -> Iterator[Case]:
     yield Case(contexts=(0,))
     yield Case(contexts=(1500,), sinks=True, softcap=4.0)  # more chunks than are merged at a time
     yield Case(contexts=tuple(range(20)) + (400,))
+    yield Case(contexts=tuple(range(250, 261)))  # of nearly one length: none is cut
     for dim in (8, 80, 128, 256):
         yield Case(contexts=(333, 5), dim=dim)
     for heads, kv_heads in ((1, 1), (3, 3), (7, 1), (12, 2), (16, 1), (20, 1)):
