@@ -4,12 +4,12 @@
 #   tools/gpu_peer.sh OUT STEP [SITE]    OUT: folder for the results; SITE: folder with vLLM's packages, unless it is installed
 #
 # STEP is one of the lines below; CAPACITY (requests a second that vLLM completed, from an earlier step's result) saves the traces
-# from measuring it again. KVASIR_COMMIT names the commit where there is no repository; DATA the folder of the traces.
+# from measuring it again. KVASIR_COMMIT names the commit where there is no repository; DATA another folder of traces than bench/traces.
 set -uo pipefail
 out=$1 step=$2 site=${3:-}
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-data=${DATA:-shared/data/traces}
+data=${DATA:-bench/traces}
 peer=(${site:+--peer-python-path "$site"})
 capacity=(${CAPACITY:+--capacity "$CAPACITY"})
 
@@ -31,6 +31,7 @@ case $step in
   startup) bench startup --shape llama-8b --on-disk --max-model-len 8192 --repeats 2 --peer vllm "${peer[@]}" ;;
   ladder) bench ladder --shape llama-8b --max-model-len 8192 --repeats 5 ;;
   ladder-qwen3-0.6b) bench ladder --shape qwen3-0.6b --max-model-len 8192 --repeats 5 ;;
+  qwen3-30b-a3b) bench run "bench/cases/$step.toml" ;;
   profile) bench profile --shape llama-8b --batch 64 --prompt 1024 --max-model-len 8192 ;;
   profile-qwen3-0.6b) bench profile --shape qwen3-0.6b --batch 64 --prompt 1024 --max-model-len 8192 ;;
   *) echo "no step named $step" >&2; exit 2 ;;

@@ -94,7 +94,7 @@ def test_a_replay_is_bit_for_bit_the_captured_step():
 
         def kept(spans, decode=decode, seen=seen, graphs=runner.graphs):
             handle = decode(spans)
-            seen.append(graphs._draws[:3 * graphs.bucket(len(spans))].view(3, -1)[:, :len(spans)].clone())
+            seen.append(graphs._draws[:3 * handle._size].view(3, -1)[:, :len(spans)].clone())
             return handle
 
         runner.graphs.decode = kept

@@ -217,6 +217,9 @@ def test_buckets_are_captured_when_used_often_or_when_idle():
     driver.run(fleet(driver, [dict(max_tokens=9)] * 3))
     driver.outputs.clear()
     assert len(captured) == 1 and list(graphs._ready) == [(4, True, False)]
+    assert [graphs._fit(2, True, False) for _ in range(4)] == [4, 4, 4, 2], "a captured bucket stands in until the rows have come often"
+    assert [graphs._fit(n, True, False) for n in (1, 3, 5)] == [1, 4, 8] and graphs._fit(2, True, True) == 2, "but not any"
+    graphs._uses.clear()
     left = 0
     while driver.engine.idle():
         left += 1

@@ -2,7 +2,7 @@
 
 A trace gives when each request came and how long its prompt and answer were; prompts are random token ids of that length.
 Mooncake also names every block of 512 prompt tokens by a hash id, and equal ids are equal tokens: so prefixes are shared as
-they were. The files are not part of this repository (Azure/AzurePublicDataset, CC-BY-4.0; kvcache-ai/Mooncake, Apache-2.0).
+they were. ``bench/traces`` holds the beginning of each (Azure/AzurePublicDataset, CC-BY-4.0; kvcache-ai/Mooncake, Apache-2.0).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from collections.abc import Sequence as Many
 import numpy as np
 import torch
 
+from kvasir.kernels.decode_rows import Kept
 from kvasir.types import Sequence, Span
 
 TOKEN, TEMPERATURE, TOP_K, TOP_P, MIN_P, STREAM, TABLES = 0, 1, 2, 3, 4, 5, 7  # sections, in words of R; a stream has two
@@ -36,7 +37,9 @@ class DeviceRows:
         self.top_k = section(TOP_K)
         self.stream = section(STREAM, 2).view(count, 2)  # low and high word: gathered, a row of two is an int64
         self._bases = [count * (TABLES + g * max_pages) for g in range(num_groups)]
-        self.tables = tuple(section(TABLES + g * max_pages, max_pages).view(count, max_pages) for g in range(num_groups))
+        self.kept = Kept(self.token, self.temperature, self.top_k, self.top_p, self.min_p, self.stream,
+                         section(TABLES, num_groups * max_pages).view(num_groups, count, max_pages))
+        self.tables = tuple(self.kept.tables)
         self._max_pages = max_pages
         self._position = np.full(count, UNKNOWN, np.int64)  # of the token that the device has, or UNKNOWN
         self._open: dict[int, tuple[Sequence, list[int], list[int]]] = {}  # row -> sequence, places and content of its numbers

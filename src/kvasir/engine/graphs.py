@@ -5,8 +5,9 @@ sequence at successive positions (each layer writes all keys before any row atte
 run with the padding row's token and write to the dummy page, where nobody reads. Page tables, sampling parameters and the
 tokens to go on from lie on the device already (``device_rows.py``); what has changed since is sent along.
 
-A bucket runs uncaptured a few times first, so that kernels are compiled and libraries loaded, and nobody waits for the
-capture of a size that only passes by. Buckets that were never used are captured when the engine is idle (``capture_next``).
+A bucket runs in a larger captured one a few times, or uncaptured, so that nobody waits for the capture of a size that only
+passes by, and kernels are compiled and libraries loaded before it. Buckets that were never used are captured when the engine
+is idle (``capture_next``).
 
 Legend: B rows of a bucket, M rows of a slice, V vocabulary, E model dim, P slots per page.
 """
@@ -14,7 +15,7 @@ Legend: B rows of a bucket, M rows of a slice, V vocabulary, E model dim, P slot
 from __future__ import annotations
 
 import gc
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable
 from itertools import cycle
@@ -23,9 +24,10 @@ import numpy as np
 import torch
 
 from kvasir.attention.backend import AttentionBackend
-from kvasir.decoding.sampler import MASKED_ERROR, NUMERIC_ERROR, SLICE_BYTES, Sampler, resolve_span
+from kvasir.decoding.sampler import MASKED_ERROR, NUMERIC_ERROR, Sampler, resolve_span
 from kvasir.engine.device_rows import UNKNOWN, DeviceRows
 from kvasir.engine.spans import ONE_SAMPLE
+from kvasir.kernels.decode_rows import close_rows, open_rows
 from kvasir.kernels.sample import sample_rows
 from kvasir.kv.codec import LayerCache
 from kvasir.logs import log
@@ -35,6 +37,8 @@ from kvasir.types import Span, SpanResult, StepBatch
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]
 EAGER_STEPS = 4  # of a bucket before it is captured
+PADDED = 2  # times its size: the largest bucket that stands in for one that is not captured yet; padding rows are nearly free
+LOGIT_BYTES = 256 << 20  # of logits at a time, as fp32: each further slice reads the head once more
 GRAPH_BYTES = 3 << 20  # of device memory that one instantiated graph takes beside its tensors, by experience
 
 
@@ -108,31 +112,43 @@ class DecodeGraphs:
     def bucket(self, num_rows: int) -> int:
         return self.buckets[bisect_left(self.buckets, num_rows)]
 
+    def _fit(self, num_rows: int, draws: bool, drafted: bool) -> int:
+        """The bucket that these rows run in now: their own, or a captured one somewhat larger until they have come often."""
+        size = self.bucket(num_rows)
+        key = size, draws, drafted
+        if key in self._ready or self._capture is None or self._uses[key] >= EAGER_STEPS - 1:
+            return size
+        larger = next((s for s in self.buckets[bisect_right(self.buckets, size):] if (s, draws, drafted) in self._ready), None)
+        if larger is None or larger > PADDED * size:
+            return size
+        self._uses[key] += 1
+        return larger
+
     def replays(self, size: int) -> bool:
         """Whether a drawing step of this bucket is captured."""
         return (size, True, False) in self._ready
 
     def decode(self, spans: list[Span]) -> DecodeHandle:
         """Forward and draw, by the parameters that the rows have on the device."""
-        size, stage, drafted = self._send(spans)
+        size, stage, drafted = self._send(spans, True)
         self._run(size, True, drafted)
         stage.take(self._draws[:3 * size])
         return DecodeHandle(stage, size, spans, [span.tokens() for span in spans] if drafted else None)
 
     def forward(self, spans: list[Span]) -> torch.Tensor:
         """Hidden states [T, E] before the final norm; valid until the next step."""
-        size, _, drafted = self._send(spans)
+        size, _, drafted = self._send(spans, False)
         self._run(size, False, drafted)
         return self._hidden[:sum(span.length for span in spans)]
 
-    def _send(self, spans: list[Span]) -> tuple[int, _Stage, bool]:
+    def _send(self, spans: list[Span], draws: bool) -> tuple[int, _Stage, bool]:
         """Bring rows, starts and what else changed to the device. Returns the bucket, the host buffers in use and whether
         there are drafts."""
         stage = next(self._stages)
         if any(span.length > 1 for span in spans):
-            return *self._send_drafts(spans, stage), True
+            return *self._send_drafts(spans, stage, draws), True
         count = len(spans)
-        size = self.bucket(count)
+        size = self._fit(count, draws, False)
         starts = [span.start for span in spans]
         rows_S, starts_S = stage.inbox[:count], stage.inbox[size:size + count]
         rows_S[:], starts_S[:] = [span.row for span in spans], starts
@@ -142,11 +158,11 @@ class DecodeGraphs:
         self._host_starts = starts + [0] * (size - count)
         return size, stage, False
 
-    def _send_drafts(self, spans: list[Span], stage: _Stage) -> tuple[int, _Stage]:
+    def _send_drafts(self, spans: list[Span], stage: _Stage, draws: bool) -> tuple[int, _Stage]:
         """The same with one row a draft behind each sequence's own; their tokens come along."""
         lengths = [span.length for span in spans]
         count = sum(lengths)
-        size = self.bucket(count)
+        size = self._fit(count, draws, True)
         rows, first = np.array([span.row for span in spans]), np.array([span.start for span in spans])
         starts = [span.start + i for span in spans for i in range(span.length)]
         inbox = stage.inbox[:3 * size].reshape(3, size)
@@ -177,16 +193,10 @@ class DecodeGraphs:
     def _compute(self, size: int, draws: bool, drafted: bool) -> None:
         """The step itself, over the first ``size`` rows of the static buffers."""
         rows_B, starts_B = self._inbox[:size], self._inbox[size:2 * size]
-        page_B1, slot_B = (starts_B // self._page_slots)[:, None], starts_B % self._page_slots
-        tables = tuple(table.index_select(0, rows_B) for table in self.rows.tables)
-        slots = tuple(table.gather(1, page_B1)[:, 0] * self._page_slots + slot_B for table in tables)
-        ids_B = self.rows.token.index_select(0, rows_B).long()
-        if drafted:
-            given_B = self._inbox[2 * size:3 * size]
-            ids_B = torch.where(given_B < 0, ids_B, given_B)
+        opened = open_rows(self.rows.kept, rows_B, starts_B, self._page_slots, self._inbox[2 * size:3 * size] if drafted else None)
         batch = StepBatch(
-            input_ids=ids_B, positions=starts_B, row_start=self._row_start[:size + 1],
-            context=starts_B.int(), tables=tables, slots=slots, logit_rows=self._logit_rows[:size], starts=self._host_starts,
+            input_ids=opened.ids, positions=starts_B, row_start=self._row_start[:size + 1], context=opened.context,
+            tables=tuple(opened.tables), slots=tuple(opened.slots), logit_rows=self._logit_rows[:size], starts=self._host_starts,
             lengths=[1] * size)
         self.backend.plan(batch)
         hidden_BE = self.model.forward(batch, self.caches, self.backend)
@@ -194,18 +204,12 @@ class DecodeGraphs:
             self._hidden[:size].copy_(hidden_BE)
             return
         draws_3B = self._draws[:3 * size].view(3, size)
-        step = max(1, SLICE_BYTES // (4 * self.sampler.vocab_size))
+        step = max(1, LOGIT_BYTES // (4 * self.sampler.vocab_size))
         for first in range(0, size, step):
             part = slice(first, min(first + step, size))
-            draws_3B[:, part].copy_(self._draw(self.model.logits(hidden_BE[part]), rows_B[part], starts_B[part]))
-        tokens_B = draws_3B[0].int().clamp_(0, self.sampler.vocab_size - 1)  # what a row of NaN draws must not be out of range
-        self.rows.token.index_copy_(0, rows_B, tokens_B)
-
-    def _draw(self, logits_MV: torch.Tensor, rows_M: torch.Tensor, positions_M: torch.Tensor) -> torch.Tensor:
-        rows = self.rows
-        temperature, top_k, top_p, min_p = (x.index_select(0, rows_M) for x in (rows.temperature, rows.top_k, rows.top_p, rows.min_p))
-        stream = rows.stream.index_select(0, rows_M).view(torch.int64)[:, 0]
-        return sample_rows(logits_MV, temperature, top_k, top_p, min_p, stream, positions_M, self.sampler.tokenizer_size)
+            drawn = sample_rows(self.model.logits(hidden_BE[part]), opened.temperature[part], opened.top_k[part], opened.top_p[part],
+                                opened.min_p[part], opened.stream[part], starts_B[part], self.sampler.tokenizer_size)
+            close_rows(drawn, draws_3B[:, part], self.rows.token, rows_B[part], self.sampler.vocab_size)
 
     # -------------------------------------------------------------------------------------------------------- capturing
 

@@ -26,6 +26,8 @@ from kvasir.kernels.hardware import multiprocessors
 from kvasir.kernels.key_chunks import MIN_CHUNK, SHORT_CHUNK, arrive, find_chunk, keys_of, merged_at_once
 from kvasir.kernels.softmax_block import attend_block, sink_logits
 
+MANY_ROWS = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -40,12 +42,15 @@ class Shape:
 
     @staticmethod
     def of(dim: int, dtype: torch.dtype, rows: int) -> Shape:
-        """For Hopper: three programs fit on a multiprocessor, each with two blocks of 32 KiB on their way. A
-        single row: fewer chunks, for less to merge. ``tools/gpu_attention.py`` times the alternatives."""
+        """For Hopper: three or four programs fit on a multiprocessor, with 192 KiB on their way together. Many rows are quicker
+        in smaller blocks, since that many are read at once without cutting them. A single row: fewer chunks, for less to merge.
+        ``tools/gpu_attention.py`` times the alternatives."""
         programs = 6 if rows == 1 else 12
         if dtype == torch.float32:  # products in registers, not on the tensor cores
             return Shape(32 if dim <= 64 else 16, 8, 2, programs)
-        return Shape(64, 2, 3, programs) if dim <= 128 else Shape(32, 4, 3, programs)
+        if dim > 128:
+            return Shape(32, 4, 3, programs)
+        return Shape(64, 2, 3, programs) if rows < MANY_ROWS else Shape(32, 2, 4, programs, at_once=4)
 
 
 @dataclass(slots=True)
@@ -137,7 +142,7 @@ def decode_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: t
     share, dim_pad = heads // groups, max(16, next_power_of_2(dim))
     shape = shape or Shape.of(dim_pad, q_THD.dtype, count)
     wave = max(1, shape.at_once * multiprocessors(q_THD.device) // groups)
-    budget = max(wave, shape.programs * multiprocessors(q_THD.device) // groups)
+    budget = max(wave, shape.programs * multiprocessors(q_THD.device) // groups - count)  # programs without a chunk take time, too
     chunks = count + budget  # sum of ceil(keys / chunk) <= count + keys / chunk
     part = torch.empty((chunks, heads, dim), dtype=torch.float32, device=q_THD.device)
     part_lse = torch.empty((chunks, heads), dtype=torch.float32, device=q_THD.device)
@@ -179,6 +184,7 @@ def grid() -> Iterator[Case]:
     yield Case(contexts=(0,))
     yield Case(contexts=(1500,), sinks=True, softcap=4.0)  # more chunks than are merged at a time
     yield Case(contexts=tuple(range(20)) + (400,))
+    yield Case(contexts=tuple(range(250, 261)))  # of nearly one length: none is cut
     for dim in (8, 80, 128, 256):
         yield Case(contexts=(333, 5), dim=dim)
     for heads, kv_heads in ((1, 1), (3, 3), (7, 1), (12, 2), (16, 1), (20, 1)):

@@ -1,8 +1,9 @@
 """Cutting the keys of a step of single rows into chunks, and merging what the chunks found: what the decode kernels share.
 
 How long a chunk is follows on the device from the contexts alone. Short work is cut into as many chunks as the GPU runs at
-once (``wave``), long work into several times as many (``budget``), so that the last ones end together; a sequence's chunks
-start at a block. The partial results of a sequence are merged by the program that arrives last, always in the order of the
+once (``wave``), long work into several times as many (``budget``), so that the last ones end together. Sequences of nearly one
+length that fill the GPU as they are stay whole: a chunk costs about as much as the reading of a hundred keys. A sequence's
+chunks start at a block. The partial results of a sequence are merged by the program that arrives last, always in the order of the
 keys.
 
 Legend: B single rows, C chunks, H query heads, G KV heads, R = H / G, D head dim.
@@ -35,7 +36,10 @@ def find_chunk(item, context_ptr, spans_ptr, count, wave, budget, window, BLOCK_
         keys = ends - tl.maximum(ends - window, 0) // BLOCK_N * BLOCK_N
     total_keys = tl.sum(keys, 0)
     short = tl.cdiv(total_keys, wave)
-    chunk = tl.maximum(tl.cdiv(tl.where(short <= SHORT_KEYS, short, tl.cdiv(total_keys, budget)), BLOCK_N) * BLOCK_N, MIN_KEYS)
+    chunk = tl.maximum(tl.where(short <= SHORT_KEYS, short, tl.cdiv(total_keys, budget)), MIN_KEYS)
+    longest = tl.max(keys, 0)
+    whole = (longest * 4 <= chunk * 5) | ((count <= wave) & (longest * 2 <= short * 3))  # cutting would cost more than it evens out
+    chunk = tl.cdiv(tl.where(whole, longest, chunk), BLOCK_N) * BLOCK_N
     chunks = tl.cdiv(keys, chunk)
     after = tl.cumsum(chunks, 0)
     which = tl.minimum(tl.sum((after <= item).to(tl.int32), 0), count)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import torch
 
-from kvasir.kernels._triton import INTERPRETED, cdiv, jit, libdevice, next_power_of_2, tl, use_triton
+from kvasir.kernels._triton import INTERPRETED, cdiv, jit, libdevice, next_power_of_2, pdl, tl, use_triton
 from kvasir.kernels.noise import gumbel_of_word, gumbel_reference
 
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it would leave nothing but overflow
@@ -115,9 +115,12 @@ def _exp(y, INTERPRET: tl.constexpr):
 
 
 @jit
-def _chunk_tops(logits, tops, row_stride, width, vocab_size, num_chunks, B: tl.constexpr):
+def _chunk_tops(logits, tops, row_stride, width, vocab_size, num_chunks, B: tl.constexpr, PDL: tl.constexpr):
     """One program: one chunk of one row. ``tops`` int64 [2, M, C]: the largest key among tokens, and among all columns.
     NaN counts as larger than any number."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * B + tl.arange(0, B)
     x = tl.load(logits + row * row_stride + at, mask=at < width, other=float("-inf")).to(tl.float32)
@@ -153,10 +156,13 @@ def _reaches(tops_row, packed, chunk, best, temperature, low):
 
 @jit
 def _cut(logits, tops, temperatures, top_ks, top_ps, min_ps, draws, scratch, packs, row_stride, vocab_size, num_chunks,
-         C2: tl.constexpr, B: tl.constexpr, P: tl.constexpr, K: tl.constexpr, INTERPRET: tl.constexpr):
+         C2: tl.constexpr, B: tl.constexpr, P: tl.constexpr, K: tl.constexpr, INTERPRET: tl.constexpr, PDL: tl.constexpr):
     """One program: one row. Writes the row's draw as if it were greedy, and in ``scratch`` int64 [4, M]: the key of the last
     token that the filters keep (or -1 when there is nothing left to draw), the bits of the largest logit, and zeros for
     ``_draw``."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     tops_row, x_row, packed_row = tops + row * num_chunks, logits + row * row_stride, packs + row * 2 * K * B
     c = tl.arange(0, C2)
@@ -280,8 +286,11 @@ def _cut(logits, tops, temperatures, top_ks, top_ps, min_ps, draws, scratch, pac
 
 
 @jit
-def _draw(logits, tops, temperatures, streams, positions, draws, scratch, row_stride, vocab_size, num_chunks, B: tl.constexpr):
+def _draw(logits, tops, temperatures, streams, positions, draws, scratch, row_stride, vocab_size, num_chunks, B: tl.constexpr, PDL: tl.constexpr):
     """One program: the best of y + noise among what a chunk keeps. The last program of a row to end writes its token."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row, chunk, num_rows = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(0).to(tl.int64)
     cut = tl.load(scratch + row)
     if cut != -1:
@@ -321,12 +330,15 @@ def sample_rows_triton(logits_MV: torch.Tensor, temperature_M: torch.Tensor, top
     scratch = torch.empty(4, rows, dtype=torch.int64, device=logits_MV.device)
     packs = torch.empty(rows, 2, PACK * block, dtype=torch.int32, device=logits_MV.device)
     stride = logits_MV.stride(0)
+    early = pdl(logits_MV.device)
+    overlap = {"PDL": early, "launch_pdl": early}
     # Without fusing, a * b + c rounds as it does in torch.
-    _chunk_tops[(rows, chunks)](logits_MV, tops, stride, width, vocab_size, chunks, B=block, num_warps=4)
+    _chunk_tops[(rows, chunks)](logits_MV, tops, stride, width, vocab_size, chunks, B=block, num_warps=4, **overlap)
     _cut[(rows,)](logits_MV, tops, temperature_M, top_k_M, top_p_M, min_p_M, draws, scratch, packs, stride, vocab_size, chunks,
-                  C2=next_power_of_2(chunks), B=block, P=PIVOTS, K=PACK, INTERPRET=INTERPRETED, num_warps=CUT_WARPS, enable_fp_fusion=False)
+                  C2=next_power_of_2(chunks), B=block, P=PIVOTS, K=PACK, INTERPRET=INTERPRETED, num_warps=CUT_WARPS, enable_fp_fusion=False,
+                  **overlap)
     _draw[(rows, chunks)](logits_MV, tops, temperature_M, stream_M, position_M, draws, scratch, stride, vocab_size, chunks, B=block,
-                          num_warps=4, enable_fp_fusion=False)
+                          num_warps=4, enable_fp_fusion=False, **overlap)
     return draws
 
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from kvasir.kernels import decode_attention as decode
+from kvasir.kernels._triton import jit, tl
+from kvasir.kernels.key_chunks import find_chunk
 from tests.kernels.check import check_decode_attention, decode_world, run_decode
 
 
@@ -34,3 +36,21 @@ def test_a_launch_may_be_repeated_with_other_contexts(device):
     run_decode(world, rows, case)
     world.batch.context.copy_(torch.tensor(case.contexts))
     assert not rows.arrived.any() and torch.equal(run_decode(world, rows, case)[0], first)
+
+
+@jit
+def _find(context, spans, out, count, wave, budget, COUNT_PAD: tl.constexpr):
+    which, first, parts, chunk = find_chunk(0, context, spans, count, wave, budget, 0, 32, COUNT_PAD, 128, 1024, False)
+    tl.store(out, chunk)
+
+
+@pytest.mark.parametrize("keys, wave, want", [
+    ([1088] * 64, 66, 1088), ([1060] * 40 + [1140] * 24, 66, 1152),  # fill the device as they are
+    ([1088] * 8, 66, 160), ([1088] * 32, 66, 544),  # too few to: cut into one wave
+    ([500] * 32 + [2000] * 32, 66, 608),  # too uneven
+    ([1088] * 128, 66, 1088), ([1088] * 127 + [32768], 66, 2464)])  # more than one wave: whole but for the long one
+def test_how_long_a_chunk_is(keys, wave, want, device):
+    context = torch.tensor([k - 1 for k in keys], dtype=torch.int32, device=device)
+    out = torch.zeros(1, dtype=torch.int32, device=device)
+    _find[(1,)](context, torch.arange(len(keys), dtype=torch.int32, device=device), out, len(keys), wave, max(wave, 198 - len(keys)), COUNT_PAD=128)
+    assert int(out) == want
