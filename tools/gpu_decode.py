@@ -38,8 +38,6 @@ from kvasir.kernels import decode_attention as decode  # noqa: E402
 from kvasir.kernels import dense_attention as dense  # noqa: E402
 from kvasir.kernels.gemv import Config  # noqa: E402
 from kvasir.kernels.sample import sample_rows  # noqa: E402
-from kvasir.layers import linear  # noqa: E402
-from kvasir.models import decoder  # noqa: E402
 from tools import gpu_fused  # noqa: E402
 from tools.gpu_kernels import DIM, GROUPS, HEADS, SPEC, make_pool  # noqa: E402
 
