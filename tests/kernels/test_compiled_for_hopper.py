@@ -79,7 +79,7 @@ def test_decode(rows):
         **PAGED, "BLOCK_N": shape.block_n, "BLOCK_M": 16, "COUNT_PAD": rows, "MIN_KEYS": 128, "SHORT_KEYS": 1024, "R_PAD": 4,
         "MERGE": merged_at_once(4, 128, shape.warps)})
     assert found["copies"] and not found["spilled"]
-    assert 6 * BLOCK <= shape.at_once * found["shared"] and shape.at_once * (found["shared"] + 1024) <= 228 * 1024
+    assert shape.at_once * found["shared"] >= 6 * BLOCK and shape.at_once * (found["shared"] + 1024) <= 228 * 1024
 
 
 @pytest.mark.parametrize("block_m, warps", [(16, 4), (128, 8)])
