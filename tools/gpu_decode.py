@@ -38,8 +38,6 @@ from kvasir.kernels import decode_attention as decode  # noqa: E402
 from kvasir.kernels import dense_attention as dense  # noqa: E402
 from kvasir.kernels.gemv import Config  # noqa: E402
 from kvasir.kernels.sample import sample_rows  # noqa: E402
-from kvasir.layers import linear  # noqa: E402
-from kvasir.models import decoder  # noqa: E402
 from tools import gpu_fused  # noqa: E402
 from tools.gpu_kernels import DIM, GROUPS, HEADS, SPEC, make_pool  # noqa: E402
 
@@ -50,7 +48,6 @@ SHAPES = {"64w2s3 x3": decode.Shape(64, 2, 3, 12, 3), "32w2s4 x4": decode.Shape(
 ROWS = (8, 16, 32, 64)
 CONFIGS = [Config(64, 128, 4, 3, 4), Config(64, 64, 4, 4, 4), Config(64, 128, 4, 3, 8), Config(32, 128, 4, 4, 8), Config(64, 128, 4, 3, 16),
            Config(64, 128, 4, 2, 8), Config(64, 64, 4, 4, 8), Config(32, 128, 4, 3, 4), Config(64, 128, 4, 3, 2)]
-EARLY = (0, 1, 3)
 
 
 # ---------------------------------------------------------------------------------------------------------------- timing
@@ -124,14 +121,14 @@ def time_attention() -> list[dict]:
 # ------------------------------------------------------------------------------------------------------------------ gemv
 
 
-def product(rows: int, w: torch.Tensor, fused: dict, config: Config | None, early: int):
+def product(rows: int, w: torch.Tensor, fused: dict, config: Config | None):
     if config is None:
         return gpu_fused.run_gemv(rows, w, fused, None)
     n, k = w.shape
     x = torch.randn(rows, k, dtype=BF16, device="cuda")
     scale = (torch.ones(k, dtype=BF16, device="cuda"), 1e-5) if fused.get("norm") else None
     residual = torch.zeros(rows, n, dtype=BF16, device="cuda") if fused.get("residual") else None
-    return lambda: gemv.gemv(x, w, config, norm=scale, activation=fused.get("activation"), residual_TO=residual, early_blocks=early)
+    return lambda: gemv.gemv(x, w, config, norm=scale, activation=fused.get("activation"), residual_TO=residual)
 
 
 def time_gemv() -> list[dict]:
@@ -144,12 +141,12 @@ def time_gemv() -> list[dict]:
         for rows in ROWS:
             chosen = gemv.choose(rows, n, k)
             configs = dict.fromkeys([*([] if chosen is None else [chosen]), *(c for c in CONFIGS if k // c.splits >= c.block_k)])
-            variants = [(None, 0)] + [(c, j) for c in configs for j in (EARLY if c in CONFIGS[:3] or c == chosen else EARLY[:1])]
-            calls = {v: [product(rows, w, fused, *v) for w in copies] for v in variants}
+            variants = [None, *configs]
+            calls = {v: [product(rows, w, fused, v) for w in copies] for v in variants}
             times = in_turns({v: (lambda c=c: [call() for call in c]) for v, c in calls.items()}, 5)
             ranked = sorted(times, key=times.get)
-            us = {("plain" if c is None else f"{c.block_n}x{c.block_k}w{c.warps}s{c.stages}k{c.splits}{'e' * j}{'*' if c == chosen else ''}"):
-                  round(times[c, j] / len(copies) * 1e6, 2) for c, j in ranked}
+            us = {("plain" if c is None else f"{c.block_n}x{c.block_k}w{c.warps}s{c.stages}k{c.splits}{'*' if c == chosen else ''}"):
+                  round(times[c] / len(copies) * 1e6, 2) for c in ranked}
             arms.append(arm(f"product {name}", {"rows": rows, "N": n, "K": k, **fused}, {"us": us}))
             print(f"product {name:18} {rows:3}", dict(itertools.islice(us.items(), 7)), "plain", us["plain"], flush=True)
         del copies, calls
@@ -172,17 +169,13 @@ def step_variants() -> dict[str, list]:
     def attention(label: str) -> mock._patch:
         return mock.patch.object(paged_backend, "decode_attention_triton", functools.partial(decode.decode_attention_triton, shape=SHAPES[label]))
 
-    def early(blocks: int) -> list:
-        return [mock.patch.object(m, "gemv", functools.partial(gemv.gemv, early_blocks=blocks)) for m in (linear, decoder)]
-
     def table(splits: int, rows: tuple[int, ...]) -> mock._patch:
         """More splits where the outputs are few."""
         return mock.patch.object(gemv, "MEASURED", {key: Config(64, 128, 4, 3, splits) if key[0] in rows and key[1] == 1024 else value
                                                     for key, value in gemv.MEASURED.items()})
 
-    return {"as it is": [], "no attention": [mock.patch.object(paged_backend, "decode_attention_triton", nothing)], "early 1": early(1),
-            "early 3": early(3), "64w2s3 x3": [attention("64w2s3 x3")], "32w2s4 x4": [attention("32w2s4 x4")], "64w2s2 x5": [attention("64w2s2 x5")],
-            "8 splits": [table(8, (8, 64))], "8 splits, early 1": [table(8, (8, 64)), *early(1)], "as it is, again": []}
+    return {"as it is": [], "no attention": [mock.patch.object(paged_backend, "decode_attention_triton", nothing)],
+            **{label: [attention(label)] for label in SHAPES}, "4 splits": [table(4, (8, 64))], "as it is, again": []}
 
 
 def time_steps() -> list[dict]:
@@ -267,8 +260,7 @@ def table(name: str, graph: torch.cuda.CUDAGraph) -> dict:
 # --------------------------------------------------------------------------------------------------------------- prefill
 
 PREFILLS = {"1 x 1k": [(0, 1024)], "1 x 8k": [(0, 8192)], "8k at 24k": [(24576, 8192)]}
-DENSE = [dense.Shape(m, n, warps, stages, ahead) for m, n, warps, stages in ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 32, 4, 4),
-                                                                              (128, 64, 8, 2), (128, 64, 8, 3)) for ahead in (False, True)]
+DENSE = [dense.Shape(*shape) for shape in ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 32, 4, 4), (128, 64, 8, 3))]
 
 
 def run_dense(q: torch.Tensor, pool, batch, long: dense.LongSpans, shape: dense.Shape, out: torch.Tensor) -> None:
@@ -367,19 +359,18 @@ def warm_attention(work: list) -> None:
 
 
 def warm_gemv(work: list) -> None:
-    for rows, n, k, fused, config, early in work:
+    for rows, n, k, fused, config in work:
         try:
-            product(rows, torch.empty(n, k, dtype=BF16, device="cuda"), fused, config, early)()
+            product(rows, torch.empty(n, k, dtype=BF16, device="cuda"), fused, config)()
             torch.cuda.synchronize()
         except Exception as e:
-            print("does not run:", rows, n, k, config, early, str(e)[:100], flush=True)
+            print("does not run:", rows, n, k, config, str(e)[:100], flush=True)
 
 
 def warm(parts: set[str]) -> None:
     attention = [(label, count) for label in SHAPES for count in (8, 32, 64, 128, 256)]
     kinds = [m for m in gpu_fused.matrices() if m[0].startswith("qwen") and not m[0].endswith(("head", "down"))]
-    products = [(rows, n, k, fused, c, early) for rows in ROWS for _, n, k, fused in kinds for c in CONFIGS
-                for early in (EARLY if c in CONFIGS[:3] else EARLY[:1])]
+    products = [(rows, n, k, fused, c) for rows in ROWS for _, n, k, fused in kinds for c in CONFIGS]
     if "gemv" not in parts:
         products = []
     with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as processes:

@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 
+from kvasir.kernels import decode_attention
 from kvasir.kernels.dense_attention import Shape
 from kvasir.kernels.key_chunks import merged_at_once
 from kvasir.kernels.quantized_attention import Shape as RowsShape
@@ -71,11 +72,15 @@ def compiled(module: str, kernel: str, options: dict, constants: dict, pointers:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def test_decode():
-    """Two blocks on their way, and room for three programs on a multiprocessor."""
-    found = compiled("decode_attention", "_decode_attention", {"num_warps": 4, "num_stages": 3},
-                     {**PAGED, "BLOCK_M": 16, "COUNT_PAD": 64, "MIN_KEYS": 128, "SHORT_KEYS": 1024, "R_PAD": 4, "MERGE": 16})
-    assert found["copies"] and not found["spilled"] and 2 * BLOCK <= found["shared"] <= 227 * 1024 // 3
+@pytest.mark.parametrize("rows", [16, 64])
+def test_decode(rows):
+    """192 KiB on their way, in as many programs as are counted on to fit on a multiprocessor."""
+    shape = decode_attention.Shape.of(128, torch.bfloat16, rows)
+    found = compiled("decode_attention", "_decode_attention", {"num_warps": shape.warps, "num_stages": shape.stages}, {
+        **PAGED, "BLOCK_N": shape.block_n, "BLOCK_M": 16, "COUNT_PAD": rows, "MIN_KEYS": 128, "SHORT_KEYS": 1024, "R_PAD": 4,
+        "MERGE": merged_at_once(4, 128, shape.warps)})
+    assert found["copies"] and not found["spilled"]
+    assert shape.at_once * found["shared"] >= 6 * BLOCK and shape.at_once * (found["shared"] + 1024) <= 228 * 1024
 
 
 @pytest.mark.parametrize("block_m, warps", [(16, 4), (128, 8)])

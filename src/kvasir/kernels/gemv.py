@@ -64,13 +64,6 @@ def _block(at, live, k, K, WHOLE: tl.constexpr):
 
 
 @jit
-def _soon(w_ptr, n, k, BLOCK_K: tl.constexpr):
-    """Bring a block of W into the L2 cache."""
-    line = tl.arange(0, BLOCK_K // 64) * 64  # 128 bytes of 16-bit weights
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [w_ptr + n[:, None] + k + line[None, :]], tl.int32, False, 1)
-
-
-@jit
 def _row(x_ptr, scale_ptr, k, squares, K, WHOLE_K: tl.constexpr, NORM: tl.constexpr):
     """A block of x in fp32, times the norm's weight, and the running squares."""
     if WHOLE_K:
@@ -161,7 +154,7 @@ def _rows(x_ptr, scale_ptr, x_row, k, live_m, squares, K, ROWS: tl.constexpr, WH
 def _few_rows(x_ptr, w_ptr, y_ptr, part_ptr, squares_ptr, scale_ptr, bias_ptr, residual_ptr, eps, rows, x_row, y_row, residual_row, share,
               OUT, K, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
               WHOLE_K: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
-              RESIDUAL: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr):
+              RESIDUAL: tl.constexpr, PDL: tl.constexpr):
     """``BLOCK_N`` outputs of every row: y; or, over ``share`` of K, ``part`` [splits, T, N] fp32 and ``squares`` [splits, T]."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
@@ -177,12 +170,6 @@ def _few_rows(x_ptr, w_ptr, y_ptr, part_ptr, squares_ptr, scale_ptr, bias_ptr, r
     w = _block(at, live, k, K, WHOLE)
     if KIND >= 0:
         w_up = _block(up_at, live, k, K, WHOLE)
-    if PDL and EARLY > 0 and WHOLE:
-        for ahead in tl.static_range(EARLY):
-            soon = tl.minimum(start + (ahead + 1) * BLOCK_K, stop - BLOCK_K)
-            _soon(w_ptr, n.to(tl.int64) * K, soon, BLOCK_K)
-            if KIND >= 0:
-                _soon(w_ptr, (n.to(tl.int64) + OUT) * K, soon, BLOCK_K)
     if PDL:
         tl.extra.cuda.gdc_wait()
     x, squares = _rows(x_ptr, scale_ptr, x_row, k, live_m, tl.zeros([ROWS], tl.float32), K, ROWS, WHOLE_K, NORM)
@@ -264,8 +251,7 @@ def _join(part_ptr, squares_ptr, y_ptr, bias_ptr, residual_ptr, eps, rows, y_row
 
 
 def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[torch.Tensor, float] | None = None,
-         bias_N: torch.Tensor | None = None, activation: str | None = None, residual_TO: torch.Tensor | None = None,
-         early_blocks: int = 0) -> torch.Tensor:
+         bias_N: torch.Tensor | None = None, activation: str | None = None, residual_TO: torch.Tensor | None = None) -> torch.Tensor:
     """``gemv_reference`` in one launch (two where K is split). ``residual_TO`` is overwritten with the result, and returned.
 
     One row takes the kernel without tensor cores when ``config.block_n`` is below 16, which they need.
@@ -298,7 +284,7 @@ def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[
         squares = torch.empty(splits, rows, dtype=torch.float32, device=x_TK.device)
     _few_rows[(programs, splits)](
         x_TK, w_NK, y_TO, part, squares, scale, bias, y_TO, eps, rows, x_TK.stride(0), y_TO.stride(0), y_TO.stride(0), share, **shape,
-        ROWS=max(16, next_power_of_2(rows)), STAGES=config.stages, SPLIT=splits > 1, EARLY=early_blocks, **fused)
+        ROWS=max(16, next_power_of_2(rows)), STAGES=config.stages, SPLIT=splits > 1, **fused)
     if splits > 1:
         _join[(rows, cdiv(outputs, JOIN))](part, squares, y_TO, bias, y_TO, eps, rows, y_TO.stride(0), y_TO.stride(0), OUT=outputs, K=width,
                                            SPLITS=splits, BLOCK=JOIN, **fused)
@@ -343,7 +329,7 @@ MEASURED: dict[tuple[int, int, int], Config | None] = {
     (1, 1024, 2048): Config(2, 2048, 4, 1, 1),
     (2, 1024, 2048): Config(16, 256, 1, 4, 4),
     (4, 1024, 2048): Config(32, 128, 4, 4, 4),
-    (8, 1024, 2048): Config(32, 128, 4, 4, 4),
+    (8, 1024, 2048): Config(64, 128, 4, 3, 8),
     (16, 1024, 2048): Config(32, 128, 4, 4, 4),
     (1, 6144, 1024): Config(8, 256, 4, 1, 1),
     (2, 6144, 1024): Config(64, 256, 4, 3, 1),
@@ -353,7 +339,7 @@ MEASURED: dict[tuple[int, int, int], Config | None] = {
     (1, 1024, 3072): Config(4, 1024, 8, 1, 1),
     (2, 1024, 3072): Config(16, 256, 1, 4, 4),
     (4, 1024, 3072): Config(64, 128, 4, 4, 4),
-    (8, 1024, 3072): Config(64, 128, 4, 4, 4),
+    (8, 1024, 3072): Config(64, 128, 4, 3, 8),
     (16, 1024, 3072): Config(32, 128, 4, 4, 4),
     (1, 151936, 1024): Config(8, 256, 4, 1, 1),
     (2, 151936, 1024): Config(128, 64, 8, 4, 1),
@@ -373,11 +359,11 @@ MEASURED: dict[tuple[int, int, int], Config | None] = {
     (32, 4096, 1024): Config(64, 128, 4, 3, 4),
     (64, 4096, 1024): None,
     (32, 1024, 2048): Config(64, 128, 4, 3, 4),
-    (64, 1024, 2048): Config(64, 128, 4, 3, 4),
+    (64, 1024, 2048): Config(64, 128, 4, 3, 8),
     (32, 6144, 1024): Config(64, 64, 4, 4, 4),
     (64, 6144, 1024): None,
     (32, 1024, 3072): Config(64, 128, 4, 3, 4),
-    (64, 1024, 3072): Config(64, 128, 4, 3, 4),
+    (64, 1024, 3072): Config(64, 128, 4, 3, 8),
     (32, 151936, 1024): None,
     (64, 151936, 1024): None,
 }

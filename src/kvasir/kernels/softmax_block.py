@@ -12,21 +12,7 @@ from kvasir.kernels._triton import jit, tl
 @jit
 def attend_block(q, k, v, seen, scale, softcap, top, total, acc, CAPPED: tl.constexpr, MASKED: tl.constexpr):
     """Fold one block of keys into the running softmax of a tile: k [D, N], v [N, D], seen [M, N] or [1, N]. ``scale`` > 0."""
-    return fold_block(tl.dot(q, k, input_precision="ieee"), v, seen, scale, softcap, top, total, acc, CAPPED, MASKED)
-
-
-@jit
-def fold_block(s, v, seen, scale, softcap, top, total, acc, CAPPED: tl.constexpr, MASKED: tl.constexpr):
-    """``attend_block`` from the products s [M, N] of queries and keys."""
-    p, top, total, shrink = weigh_block(s, seen, scale, softcap, top, total, CAPPED, MASKED)
-    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return top, total, acc
-
-
-@jit
-def weigh_block(s, seen, scale, softcap, top, total, CAPPED: tl.constexpr, MASKED: tl.constexpr):
-    """Unnormalised weights [M, N] of a block's values from s = q k, the new running maximum and sum, and what the values added
-    so far shrink by [M]."""
+    s = tl.dot(q, k, input_precision="ieee")
     factor = scale * 1.4426950408889634
     if CAPPED:
         factor = 1.4426950408889634
@@ -38,7 +24,8 @@ def weigh_block(s, seen, scale, softcap, top, total, CAPPED: tl.constexpr, MASKE
     base = tl.where(new_top == -float("inf"), 0.0, new_top)  # a row that has seen nothing yet: exp2(-inf - 0) = 0
     p = tl.exp2(s * factor - base[:, None])  # one fused multiply-add an element
     shrink = tl.exp2(top - base)
-    return p, new_top, total * shrink + tl.sum(p, 1), shrink
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return new_top, total * shrink + tl.sum(p, 1), acc
 
 
 @jit
