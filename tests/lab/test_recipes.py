@@ -100,6 +100,7 @@ def test_the_whole_recipe_runs_resumes_and_writes_its_card(recipe, rows, tmp_pat
                                                                                           for row in b["history"]]
     assert (folders[0] / "model.safetensors").read_bytes() == (folders[1] / "model.safetensors").read_bytes()
     assert a["scores"] == b["scores"] and len(a["scores"]) == 2
+    assert a["command"].endswith("--out whole") and str(tmp_path) not in (folders[0] / "README.md").read_text()
     assert sorted(f.name for f in folders[1].iterdir()) == ["README.md", "chat_template.jinja", "config.json", "generation_config.json",
                                                            "model.safetensors", "tokenizer.json", "tokenizer_config.json", "training.json"]
     text = (folders[1] / "README.md").read_text()

@@ -392,7 +392,8 @@ def main(argv: list[str] | None = None) -> None:
     """Run from the command line. Raises ConfigError for anything that cannot work, before any training."""
     options = arguments(argv)
     started, date = time.monotonic(), time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    command = shlex.join(["python", "-m", "kvasir.lab.train", *(sys.argv[1:] if argv is None else argv)])
+    # A folder by its name: where it lay on one machine says nothing in a card.
+    command = shlex.join(["python", "-m", "kvasir.lab.train", *(Path(a).name if a.startswith("/") else a for a in argv or sys.argv[1:])])
     recipe = find(options.recipe)
     if options.continue_from is not None:
         recipe = recipe.continued()
