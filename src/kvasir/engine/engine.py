@@ -292,7 +292,7 @@ class Engine:
         self._stats.step_seconds, self._stats.step_rows = now - max(launched, self._resolved), plan.num_rows
         self._resolved = now
         if self._drafting is not None:
-            self._drafting.completed(plan, self._stats.step_seconds)
+            self._drafting.completed(plan)
 
     def idle(self) -> bool:
         """A bit of work for a moment without requests; False: there is none left."""

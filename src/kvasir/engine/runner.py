@@ -48,9 +48,10 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         self.tapes = DecodeTapes(model, pool, backend) if DecodeTapes.can_serve(model, pool, backend) else None
 
-    def use_graphs(self, capture: Capture) -> None:
-        """From now on, run steps that only decode over static buffers, captured and replayed by ``capture``."""
-        self.graphs = DecodeGraphs(self.model, self.caches, self.backend, self.sampler, self.rows, capture)
+    def use_graphs(self, capture: Capture, max_drafts: int = 0) -> None:
+        """From now on, run steps that only decode over static buffers, captured and replayed by ``capture``; with up to
+        ``max_drafts`` drafts a sequence."""
+        self.graphs = DecodeGraphs(self.model, self.caches, self.backend, self.sampler, self.rows, capture, max_drafts)
 
     def open(self, seq: Sequence) -> None:
         """Set up row ``seq.row`` for a sequence that starts or starts again."""
