@@ -65,7 +65,7 @@ def simulate(machine: Machine, seqs: int, accept: float, est: float, warm: int, 
     """Seconds a token and sequence, with the controller and without, over ``tokens`` a sequence after ``warm`` of them."""
     times = DraftTimes(ROOFLINE, Graphs())
     control, rng = Controller(times.predict), random.Random(2)
-    context, done, clock, plain_steps = seqs * CONTEXT, 0, 0.0, 0
+    context, done, clock, plain_steps = seqs * CONTEXT, 0.0, 0.0, 0
     began_at = began = None
     after = False
     while done < seqs * (warm + tokens):
@@ -85,18 +85,18 @@ def simulate(machine: Machine, seqs: int, accept: float, est: float, warm: int, 
             continue
         asked = min(seqs, TRIAL_SEQS) if control.trying else seqs
         trees = control.allocate([DraftTree.chain(range(DEPTH), est) for _ in range(asked)], context, 4096, seqs)
-        drafts, accepted = sum(map(len, trees)), 0
+        drafts, expected = sum(map(len, trees)), 0.0
         for tree in trees:
             path = []
             while len(path) < len(tree) and rng.random() < accept:
                 path.append(len(path))
             if len(tree):
                 control.observe(tree, path)
-            accepted += len(path)
+            expected += sum(accept**k for k in range(1, len(tree) + 1))  # what it learns from is random, what is counted is not
         seconds = machine.noisy(machine.drafted(seqs, drafts))
         known = times.observe(seqs, context, drafts, True, seconds)
         control.end_step(seqs, context, drafts, seconds if known else None)
-        clock, done, after = clock + seconds, done + seqs + accepted, True
+        clock, done, after = clock + seconds, done + seqs + expected, True
     return (clock - began) / (done - began_at) * seqs, machine.plain(seqs) * 1.004  # outliers included
 
 
@@ -111,7 +111,7 @@ def best_fixed(machine: Machine, seqs: int, accept: float) -> float:
 
 def check(seqs: int, accept: float, est: float) -> None:
     machine = Machine()
-    on, off = simulate(machine, seqs, accept, est, warm=256, tokens=max(512, 2500 // seqs))
+    on, off = simulate(machine, seqs, accept, est, warm=640, tokens=max(512, 1600 // seqs))
     best = best_fixed(machine, seqs, accept)
     assert on <= 1.02 * off, (accept, on / off)
     if best < 0.9 * off:  # where there is less to gain it may be left alone

@@ -14,7 +14,8 @@ from kvasir.engine.graphs import DecodeGraphs
 from kvasir.engine.step_time import Roofline, StepShape, StepTimeModel
 
 WARM_UP = 5  # steps of a size before their time counts, where it cannot be seen whether they are captured
-DECAY = 0.9  # of the ratios
+DECAY = 0.9  # of the ratios,
+CLIP = 1.25  # and how far from the present one a step's counts at most
 
 
 class DraftTimes:
@@ -40,8 +41,9 @@ class DraftTimes:
             return False
         shape = StepShape(rows=size, decode_context=context, sequences=num_seqs)
         ratio = seconds / self._model(size, num_seqs, context, graph, drafted)
-        if key in self._ratios:  # an outlier moves it by a tenth of itself at most
-            ratio = DECAY * self._ratios[key] + (1 - DECAY) * min(ratio, 2 * self._ratios[key])
+        if known := self._ratios.get(key):
+            # An outlier must not move it much: a size that looks dear is not tried again soon.
+            ratio = DECAY * known + (1 - DECAY) * min(max(ratio, known / CLIP), CLIP * known)
         self._ratios[key] = ratio
         before = self._model(size, num_seqs, context, graph, drafted)
         self._models[drafted].observe(shape, seconds, graph=graph)
