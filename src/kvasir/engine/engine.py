@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvasir import technique
-from kvasir.config import EngineConfig
+from kvasir.config import EngineConfig, SpeculationConfig
 from kvasir.engine.build import POLICIES, build
 from kvasir.engine.drafting import Drafting, holds_draft
 from kvasir.engine.pace import Pace, StepClock
@@ -29,7 +29,7 @@ from kvasir.engine.second_model import EngineHost
 from kvasir.engine.spans import ONE_SAMPLE, rows_left
 from kvasir.engine.step_time import StepShape, StepTimeModel, retry_after
 from kvasir.engine.steps import StepRunner
-from kvasir.errors import RequestError
+from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import log
 from kvasir.speculation.drafter import DRAFTERS, Drafter
 from kvasir.types import EngineStats, Event, FinishReason, Plan, Request, Sequence, Span, SpanResult, Status, TokenLogprob
@@ -222,6 +222,19 @@ class Engine:
                 events.append(self._fail(live.request.id, status=400, code="grammar_timeout", param="grammar",
                                          message=f"the grammar did not compile within {self.config.service.grammar_timeout:g} s"))
         return events
+
+    def draft_with(self, speculation: SpeculationConfig) -> Drafter | None:
+        """Go on with another drafter, or none, that needs nothing of the device: to measure several with one set of weights.
+        Nothing may be running. Raises ConfigError for a drafter that is a model."""
+        assert not self._live, "requests are running"
+        self._drafting = None
+        if not speculation.drafter:
+            return None
+        drafter = technique.load(DRAFTERS, speculation.drafter, Drafter)
+        if drafter.place != "cpu":
+            raise ConfigError(f"{drafter.name} must be there from the start: --drafter {speculation.drafter}")
+        self._drafting = Drafting(speculation, drafter, self.runner, self.steps.full_rows, self.info.max_model_len)
+        return drafter
 
     # ----------------------------------------------------------------------------------------------------------- steps
 
