@@ -125,7 +125,7 @@ class Sweep:
     def batch(self, batch: Batch, vocab_size: int, accepts: Sequence[float], temperature: float, repeats: int, depths: Sequence[int]) -> None:
         loads = random_loads(batch, vocab_size, 1 + repeats, temperature)
         outputs: list[list[list[int]]] = []
-        self._rounds(loads[:2], SpeculationConfig(), None, [])
+        self._rounds(loads[:1], SpeculationConfig(), None, [], warm=0)
         while self.llm.engine.idle():  # what a server captures when it has a moment
             pass
         before, plain = self._rounds(loads, SpeculationConfig(), None, outputs := [])
@@ -139,7 +139,7 @@ class Sweep:
             for accept in accepts:
                 if accept and self.left() > 0:
                     spec = SpeculationConfig(drafter=f"replay:accept={accept:g}", draft_control="fixed", max_draft_tokens=depth)
-                    runs[f"fixed{depth} accept={accept:g}"] = self._rounds(loads[:2], spec, known, outputs)
+                    runs[f"fixed{depth} accept={accept:g}"] = self._rounds(loads[1:2], spec, known, outputs, warm=0)
         after, _ = self._rounds(loads, SpeculationConfig(), None, [])
         off = before + after
         setting = self.setting | {"batch": batch.batch, "prompt": batch.prompt, "output": batch.output, "temperature": temperature}
@@ -168,30 +168,30 @@ class Sweep:
         self.llm.generate([{"prompt_token_ids": p} for p in load.prompts], [dataclasses.replace(q, max_tokens=1) for q in load.params])
         return time.perf_counter() - began
 
-    def _rounds(self, loads: list[Load], spec: SpeculationConfig, known: dict[tuple[int, ...], list[int]] | None, outputs: list[list[list[int]]]
-                ) -> tuple[list[float], dict[str, Any]]:
-        """Seconds of every round but the first, and the drafts' figures; ``outputs`` takes the outputs of plain rounds."""
+    def _rounds(self, loads: list[Load], spec: SpeculationConfig, known: dict[tuple[int, ...], list[int]] | None, outputs: list[list[list[int]]],
+                warm: int = 1) -> tuple[list[float], dict[str, Any]]:
+        """Seconds of every round but the ``warm`` first, and the drafts' figures; ``outputs`` takes the outputs of plain rounds."""
         drafter = self.llm.engine.draft_with(spec)
         if drafter is not None:
             drafter.load(known, 1)
         seconds, same, tokens = [], 0, 0
         for r, load in enumerate(loads):
-            if r == 1:
+            if r == warm:
                 before = copy.deepcopy(self.llm.engine.stats())
             began = time.perf_counter()
             found = [list(out.outputs[0].token_ids) for out in self.llm.generate([{"prompt_token_ids": p} for p in load.prompts], load.params)]
             seconds.append(time.perf_counter() - began)
             if known is None:
                 outputs.append(found)
-            if r:
+            if r >= warm:
                 tokens += sum(map(len, found))
                 same += sum(known is None or known[tuple(p)] == o for p, o in zip(load.prompts, found))
         stats = self.llm.engine.stats()
         forwards = stats.step - before.step
         metrics: dict[str, Any] = {"forwards": forwards, "tokens_per_forward": round(tokens / forwards, 4)}
         if known is not None:
-            metrics |= draft_metrics(before, stats) | {"same_outputs": round(same / sum(len(load.prompts) for load in loads[1:]), 4)}
-        return seconds[1:], metrics
+            metrics |= draft_metrics(before, stats) | {"same_outputs": round(same / sum(len(load.prompts) for load in loads[warm:]), 4)}
+        return seconds[warm:], metrics
 
 
 def draft_metrics(before: EngineStats, stats: EngineStats) -> dict[str, Any]:

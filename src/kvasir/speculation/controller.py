@@ -44,19 +44,29 @@ StepSeconds = Callable[[int, int, int, bool], float]
 
 
 class Survival:
-    """Hazards by drafter, depth and the drafter's estimate: [right, tried] with forgetting."""
+    """Hazards by drafter, depth and the drafter's estimate: [right, tried] with forgetting. The prior of a depth is what was
+    learnt of the depth before it, that of the first is the estimate: so a little tells much, and depths that were never
+    verified are not believed to be what the drafter says."""
 
     def __init__(self) -> None:
         self._bins: dict[tuple[str, int, int], list[float]] = {}
+        self._known: dict[tuple[str, int, float], float] = {}
 
     def hazard(self, source: str, depth: int, est: float) -> float:
-        right, tried = self._bins.get(_bin(source, depth, est), (0.0, 0.0))
-        return min(1.0, (right + PRIOR_WEIGHT * est) / (tried + PRIOR_WEIGHT))
+        known = self._known.get((source, depth, est))
+        if known is None:
+            known = est
+            for above in range(min(depth, DEPTHS - 1) + 1):
+                right, tried = self._bins.get(_bin(source, above, est), (0.0, 0.0))
+                known = min(1.0, (right + PRIOR_WEIGHT * known) / (tried + PRIOR_WEIGHT))
+            self._known[source, depth, est] = known
+        return known
 
     def observe(self, source: str, depth: int, est: float, right: bool) -> None:
         entry = self._bins.setdefault(_bin(source, depth, est), [0.0, 0.0])
         entry[0] = FORGETTING * entry[0] + right
         entry[1] = FORGETTING * entry[1] + 1.0
+        self._known.clear()
 
     def of(self, tree: DraftTree) -> list[float]:
         """By node: the chance that it is reached and right."""
