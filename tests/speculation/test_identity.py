@@ -10,7 +10,8 @@ from tests.pairwise import label, pairwise, product
 from tests.speculation.helpers import LENGTHS, Hostile, driver, install, outputs, plain, requests
 
 FACTORS = {
-    "drafter": ["ngram:min_match=1", "suffix:min_match=1", "draft_model:model=embedded", "replay:accept=0.7", "hostile"],
+    "drafter": ["ngram:min_match=1", "suffix:min_match=1", "draft_model:model=embedded", "token_recycling", "layer_skip:exits=1+2", "replay:accept=0.7",
+                "hostile"],
     "temperature": [0.0, 0.7, 1.0],
     "chunk": [6, 17, 64],
     "cache": [True, False],

@@ -60,10 +60,12 @@ class Drafting:
     def wanted(self, running: Iterable[Sequence]) -> bool:
         """Whether to draft in the next step. Asked once a step, before anything is resolved."""
         self._drafting = False
+        self._runner.sampler.num_top = 0
         if self._failures >= MAX_FAILURES or self.controller.resting():
             return False
         decodes = [seq for seq in running if rows_left(seq) <= 1]
         self._drafting = self.controller.wanted(len(decodes), sum(len(seq.tokens) for seq in decodes))
+        self._runner.sampler.num_top = self.drafter.top_tokens if self._drafting else 0
         return self._drafting
 
     def propose(self, running: Iterable[Sequence]) -> None:
@@ -137,6 +139,9 @@ class Drafting:
             for group, table in enumerate(span.seq.tables):
                 sources, targets = zip(*((table[a // size] * size + a % size, table[b // size] * size + b % size) for a, b in moves))
                 self._runner.pool.move_slots(group, sources, targets)
+        tree = self._pending.get(span.seq)
+        if result.top is not None and tree is not None:
+            self.drafter.recycle(span.seq, [span.seq.tokens[-1], *tree.tokens], result.top)
 
     def observe(self, span: Span, result: SpanResult) -> None:
         """The same span, committed."""

@@ -68,6 +68,7 @@ class Engine:
         poison = built.runner.pool.poison if config.runner.poison else None
         self.pages = PageManager(built.runner.pool.groups, built.plan.num_pages, built.runner.pool.page_slots, built.prefix_root,
                                  on_free=poison)
+        host.bind(built, self.pages)
         policy = technique.load(POLICIES, config.scheduler.scheduling_policy, SchedulerPolicy)
         self.scheduler = Scheduler(config.scheduler, self.pages, policy, max_rows=built.max_rows, max_model_len=self.info.max_model_len,
                                    pace=self.pace)

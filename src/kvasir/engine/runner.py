@@ -73,7 +73,7 @@ class Runner:
         """Run a plan whose page copies were made already. Does not wait for the device."""
         spans, graphs = plan.spans, self.graphs
         if graphs is not None and graphs.takes(spans):
-            if self.sampler.simple(spans):
+            if self.sampler.simple(spans) and not self.sampler.num_top:
                 return graphs.decode(spans)
             hidden_SE = graphs.forward(spans)
             return self._sample(spans, lambda a, b: self.model.logits(hidden_SE[a:b]))
