@@ -53,7 +53,8 @@ class SamplingParams:
     ``max_tokens=None`` means "up to the context length". ``temperature=0`` is greedy (lowest id wins a tie).
     ``seed=None`` draws a fresh stream. ``logprobs``: how many alternatives to report beside the sampled token.
     ``logprobs_mode``: ``raw`` (the model's distribution) or ``processed`` (after the whole pipeline).
-    ``num_draft_tokens``: at most so many drafts a step, where a drafter runs (0: none); never changes a token.
+    ``num_draft_tokens``: at most so many drafts a step, where a drafter runs (0: none); ``drafter``: which one, where several
+    do. Neither changes a token.
     """
 
     n: int = 1
@@ -81,6 +82,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     num_draft_tokens: int | None = None
+    drafter: str | None = None
 
     def __post_init__(self) -> None:
         # Callers write lists and single strings, as with vLLM; frozen values are tuples.
@@ -352,6 +354,7 @@ class ModelInfo:
     tokenizer_size: int
     eos_ids: tuple[int, ...] = ()
     kv_capacity_tokens: int = 0
+    drafters: tuple[str, ...] = ()  # by name
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -379,6 +382,7 @@ class EngineStats:
     draft_steps: int = 0  # steps in which drafts were asked for
     drafts: int = 0  # trees verified, of which the next three and the table tell
     drafted_tokens: int = 0
+    drafted_by: dict[str, list[int]] = field(default_factory=dict)  # by drafter: tokens drafted, accepted
     accepted_tokens: int = 0  # drafted ones that were right; each verification emits one more
     accepted_by_depth: list[list[int]] = field(default_factory=list)  # [tried, accepted]; tried: its parent was right
     startup: dict[str, float] = field(default_factory=dict)

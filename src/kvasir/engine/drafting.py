@@ -89,6 +89,8 @@ class Drafting:
             log.exception("drafter %s failed (%d times in a row)", self.drafter.name, self._failures)
             return
         self._failures = 0
+        for tree in trees:
+            tree.source = tree.source or self.drafter.name
         graphs = self._runner.graphs
         if graphs is not None and len(decodes) < graphs.most_drafted and self._config.draft_control != "fixed":
             trees = [tree.trunk() for tree in trees]  # of the two, only chains are captured, which is worth more than a branch
@@ -180,7 +182,7 @@ class Drafting:
     def fill(self, stats: EngineStats) -> None:
         s = self.controller.stats
         stats.draft_steps, stats.drafts, stats.drafted_tokens, stats.accepted_tokens = s.steps, s.verified, s.drafted, s.accepted
-        stats.accepted_by_depth = s.by_depth
+        stats.accepted_by_depth, stats.drafted_by = s.by_depth, s.by_source
 
 
 def holds_draft(plan: Plan) -> bool:

@@ -31,7 +31,8 @@ from kvasir.engine.step_time import StepShape, StepTimeModel, retry_after
 from kvasir.engine.steps import StepRunner
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import log
-from kvasir.speculation.drafter import DRAFTERS, Drafter
+from kvasir.speculation.drafter import Drafter
+from kvasir.speculation.router import load_drafter
 from kvasir.types import EngineStats, Event, FinishReason, Plan, Request, Sequence, Span, SpanResult, Status, TokenLogprob
 
 USER_FAULTS = ("no_token_allowed", "grammar_error")  # the request's own constraints leave nothing to sample
@@ -51,13 +52,14 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        drafter = technique.load(DRAFTERS, config.speculation.drafter, Drafter) if config.speculation.drafter else None
+        drafter = load_drafter(config.speculation.drafter) if config.speculation.drafter else None
         host = EngineHost(config)
         if drafter is not None:
             drafter.prepare(host)
         built = build(config)
         host.check(built.info)
         self.info = built.info
+        self.info.drafters = () if drafter is None else tuple(drafter.names)
         self.runner = built.runner
         self.clock = StepClock(StepTimeModel(built.roofline), built.runner)
         self.pace = Pace(self.clock.model, config.scheduler.target_itl)
@@ -231,7 +233,7 @@ class Engine:
         self._drafting = None
         if not speculation.drafter:
             return None
-        drafter = technique.load(DRAFTERS, speculation.drafter, Drafter)
+        drafter = load_drafter(speculation.drafter)
         if drafter.place != "cpu":
             raise ConfigError(f"{drafter.name} must be there from the start: --drafter {speculation.drafter}")
         self._drafting = Drafting(speculation, drafter, self.runner, self.steps.full_rows, self.info.max_model_len)

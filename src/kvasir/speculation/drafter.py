@@ -80,6 +80,11 @@ class Drafter(Technique):
     topology: ClassVar[Literal["chain", "tree"]] = "chain"
     version = 0  # of the weights
 
+    @property
+    def names(self) -> list[str]:
+        """Of the drafters that a request may choose from."""
+        return [self.name]
+
     def prepare(self, host: Host) -> None:
         """Once, before the first request."""
 
