@@ -14,6 +14,7 @@ from kvasir.decoding.sampler import Sampler
 from kvasir.engine.build import Built
 from kvasir.engine.pages import PageManager
 from kvasir.engine.runner import Runner
+from kvasir.errors import ConfigError
 from kvasir.models.decoder import Decoder
 from kvasir.speculation.drafter import Ask
 from kvasir.types import PageCopy, Plan, Sequence, Span, Status
@@ -22,8 +23,9 @@ from kvasir.types import PageCopy, Plan, Sequence, Span, Status
 class EarlyExit:
     """Implements ``drafter.ExitModel``, once it is bound. ``head_layers``: what the head costs, in layers."""
 
-    num_layers = 0
-    head_layers = 0.0
+    def __init__(self, exits: tuple[int, ...]) -> None:
+        self.exits = exits
+        self.num_layers, self.head_layers = 0, 0.0
 
     def bind(self, built: Built, pages: PageManager) -> None:
         """The served model and its pages are there."""
@@ -31,6 +33,10 @@ class EarlyExit:
         self._model, self._pages, self._max_rows = served.model, pages, built.max_rows
         self._max_model_len = built.info.max_model_len
         self.num_layers = len(served.model.spec.layers)
+        layers = self.num_layers
+        self.exits = self.exits or tuple(sorted({max(1, layers // 4), max(1, layers // 2), max(1, 3 * layers // 4)}))
+        if wrong := [e for e in self.exits if not 0 < e < layers]:
+            raise ConfigError(f"layer_skip: the model has {layers} layers, so it cannot exit after {wrong[0]}; choose from 1 to {layers - 1}")
         weights = sum(slot.target.numel() for name, slot in served.model.slots().items() if name.startswith("layers."))
         self.head_layers = served.model.head_VE.numel() / max(1.0, weights / self.num_layers)
         sampler = Sampler(served.sampler.vocab_size, served.sampler.tokenizer_size, served.sampler.max_seqs, served.device, served.sampler.eos_ids)

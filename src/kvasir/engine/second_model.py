@@ -34,8 +34,8 @@ class EngineHost:
         self._models: list[SecondModel] = []
         self._exits: list[EarlyExit] = []
 
-    def exit_model(self) -> EarlyExit:
-        self._exits.append(EarlyExit())
+    def exit_model(self, exits: tuple[int, ...]) -> EarlyExit:
+        self._exits.append(EarlyExit(exits))
         return self._exits[-1]
 
     def bind(self, built: Built, pages: PageManager) -> None:

@@ -43,8 +43,10 @@ class ChainModel(Protocol):
 
 
 class ExitModel(Protocol):
-    """The served model up to an early layer, with its weights and pages. ``head_layers``: what the head costs, in layers."""
+    """The served model up to an early layer, with its weights and pages. ``exits``: after which layers; ``head_layers``: what the
+    head costs, in layers."""
 
+    exits: tuple[int, ...]
     num_layers: int
     head_layers: float
 
@@ -57,8 +59,9 @@ class ExitModel(Protocol):
 class Host(Protocol):
     """What the engine offers a drafter when it starts, before the served model takes its memory."""
 
-    def exit_model(self) -> ExitModel:
-        """Usable, and its numbers known, once the served model is there."""
+    def exit_model(self, exits: tuple[int, ...]) -> ExitModel:
+        """Usable, and its numbers known, once the served model is there: which then raises ConfigError for a layer that it does
+        not have. No ``exits``: after a quarter, a half and three quarters of its layers."""
 
     def chain_model(self, model: str, kv_tokens: int) -> ChainModel:
         """``model``: checkpoint folder or hub id; ``kv_tokens``: tokens its pages hold. Raises ConfigError when its vocabulary

@@ -40,7 +40,7 @@ class LayerSkip(Drafter):
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config or Config())
         try:
-            self._exits = [int(e) for e in self.config.exits.split("+") if e]
+            self._exits = tuple(int(e) for e in self.config.exits.split("+") if e)
         except ValueError as e:
             raise ConfigError(f"layer_skip:exits={self.config.exits!r}: expected numbers of layers, as 8+16") from e
         self._model: ExitModel | None = None
@@ -48,16 +48,7 @@ class LayerSkip(Drafter):
         self._all: dict[int, list[float]] = {}  # exit -> [right, tried] of all sequences
 
     def prepare(self, host: Host) -> None:
-        self._model = host.exit_model()
-
-    def exits(self) -> list[int]:
-        """Known once the served model is. Raises ConfigError for an exit that it does not have."""
-        layers = self._model.num_layers
-        if not self._exits:
-            self._exits = sorted({max(1, layers // 4), max(1, layers // 2), max(1, 3 * layers // 4)})
-        if wrong := [e for e in self._exits if not 0 < e < layers]:
-            raise ConfigError(f"layer_skip: the model has {layers} layers, so it cannot exit after {wrong[0]}; choose from 1 to {layers - 1}")
-        return self._exits
+        self._model = host.exit_model(self._exits)
 
     def propose(self, asks: list[Ask]) -> list[DraftTree]:
         after, depth = self._choose([ask.seq for ask in asks])
@@ -88,7 +79,8 @@ class LayerSkip(Drafter):
 
     def _choose(self, seqs: list[Sequence]) -> tuple[int, int]:
         """The exit and the length of this step."""
-        exits, model = self.exits(), self._model
+        model = self._model
+        exits = model.exits
         self._steps += 1
         if self._steps % EXPLORE == 0:
             return min(exits, key=lambda e: self._all.get(e, (0.0, 0.0))[1]), 1
