@@ -177,6 +177,26 @@ def speculation(model: Model = "", shape: Shape = None,
                 count=count, prompt=prompt, output_tokens=output_tokens, temperature=temperature, repeats=repeats, seconds=seconds, output=output, commit=commit)
 
 
+@app.command("rollouts", cls=Command)
+@with_settings(EngineConfig, skip=("model", "drafter", "draft_control", "max_draft_tokens"))
+def rollouts(model: Annotated[str, typer.Option(help="Checkpoint folder or name.")] = "base",
+             problems: Annotated[int, typer.Option(min=1, help="Problems, the same every round.")] = 64,
+             samples: Annotated[int, typer.Option(min=1, help="Samples of each, at temperature 1.")] = 16,
+             rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 5,
+             task: Annotated[list[str] | None, typer.Option("--task", help="Of the lab, repeatable; default: four.")] = None,
+             output_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of each sample.")] = 512,
+             checkpoint: Annotated[list[str] | None, typer.Option("--checkpoint", help="Weights of a round, repeatable; default: frozen.")] = None,
+             noise: Annotated[float, typer.Option(min=0, help="Stand-in for training: noise on every matrix a round, as a share of its spread.")] = 0.0,
+             arm: Annotated[list[str] | None, typer.Option("--arm", help="Beside plain, repeatable; default: all.")] = None,
+             commit: Commit = None, output: JSONFile = None, **options: Any) -> None:
+    """Rollouts of reinforcement learning over rounds: forwards and makespan, with drafts and without."""
+    from kvasir.bench import rollouts as command
+
+    check_output(output, make=True)
+    command.run(build_settings({"model": model, **options}, EngineConfig), problems=problems, samples=samples, rounds=rounds, tasks=task,
+                max_tokens=output_tokens, checkpoints=checkpoint or [], noise=noise, only=arm, output=output, commit=commit)
+
+
 @app.command("merge", cls=Command)
 def merge(files: Annotated[list[Path], typer.Argument(metavar="RESULT...", help="Results of one case.")], output: Annotated[
           Path, typer.Option("--output", "-o", help="The merged result.")]) -> None:

@@ -20,6 +20,7 @@ from kvasir.logs import log
 from kvasir.models import cost
 from kvasir.speculation.controller import TRIAL_SEQS, Controller
 from kvasir.speculation.drafter import Ask, Drafter
+from kvasir.speculation.lengths import Lengths
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import EngineStats, Plan, Sequence, Span, SpanResult, Status
 
@@ -47,6 +48,7 @@ class Drafting:
         self._config, self._runner, self._max_rows, self._max_model_len = config, runner, max_rows, max_model_len
         self._times = DraftTimes(_roofline(runner), runner.graphs)
         self.controller = Controller(self._times.predict, fixed=config.draft_control == "fixed")
+        self._lengths = Lengths() if config.draft_control == "length" else None
         self._pending: dict[Sequence, DraftTree] = {}
         self._measured: dict[int, _Measured | None] = {}  # by step; None: it was drafted, and held more than decodes
         self._drafting = False  # in the step that is being planned
@@ -107,6 +109,8 @@ class Drafting:
         if wanted is not None:
             most = min(most, wanted)
         most = min(most, self._max_model_len - 1 - len(seq.tokens), seq.max_output - 1 - seq.num_output)
+        if most > 0 and self._lengths is not None:
+            most = self._lengths.budget(seq, most)
         return Ask(seq, most, most) if most > 0 else None
 
     def launched(self, plan: Plan) -> None:
@@ -175,6 +179,8 @@ class Drafting:
             self.controller.rested(seconds)
 
     def close(self, seq: Sequence) -> None:
+        if self._lengths is not None:
+            self._lengths.ended(seq)
         self._pending.pop(seq, None)
         if seq.state.get("drafted"):
             self.drafter.close(seq)
