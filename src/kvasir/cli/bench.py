@@ -167,12 +167,18 @@ def speculation(model: Model = "", shape: Shape = None,
                 prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt of a shape.")] = 512,
                 output_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of each output.")] = 128,
                 temperature: Annotated[float, typer.Option(min=0, help="Of the lab's tasks; 0: greedy.")] = 0.0,
+                host: Annotated[bool, typer.Option("--host", help="Measure drafters alone: time a step and memory on the host.")] = False,
+                tokens: Annotated[int, typer.Option(min=1, help="With --host: tokens that they read.")] = 1_000_000,
                 seconds: Annotated[float, typer.Option(min=1, help="Of a shape: fixed depths are left out after so many seconds.")] = 300.0,
                 repeats: Repeats = 3, commit: Commit = None, output: JSONFile = None, **options: Any) -> None:
     """Drafts: forwards, acceptance by depth and tokens per second, against the plain engine on the same prompts."""
+    from kvasir.bench import drafting_host
     from kvasir.bench import speculation as command
 
     check_output(output, make=True)
+    if host:
+        drafting_host.run(model, drafters=drafter, tasks=task, batches=batch or [256], num_tokens=tokens, output=output, commit=commit)
+        return
     command.run(build_settings({"model": model, **options}, EngineConfig), shape=shape, drafters=drafter, tasks=task, accepts=accept, batch=batch or [4],
                 count=count, prompt=prompt, output_tokens=output_tokens, temperature=temperature, repeats=repeats, seconds=seconds, output=output, commit=commit)
 
