@@ -298,13 +298,15 @@ class TokenLogprob:
 class SpanResult:
     """What a step found for one span. ``tokens``: the emitted path (empty while a prompt is unfinished); ``error``: this
     sequence alone fails; ``scores``: log-probability of the known token after each scored row; ``path``: of a span that
-    verifies a draft, the row (0-based in the span) that each token was drawn from."""
+    verifies a draft, the row (0-based in the span) that each token was drawn from; ``hidden``: [length, layers, E], the outputs
+    of the layers that a drafter reads (None: none does)."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     scores: list[TokenLogprob] | None = None
     error: str | None = None
     path: list[int] | None = None
+    hidden: torch.Tensor | None = None
 
 
 # ------------------------------------------------------------------------------------------------------------- events

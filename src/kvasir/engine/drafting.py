@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 from kvasir.config import SpeculationConfig
 from kvasir.engine.runner import Runner
@@ -24,6 +25,7 @@ from kvasir.types import EngineStats, Plan, Sequence, Span, SpanResult, Status
 PLAIN_SAMPLES = 8  # one in so many plain steps is measured,
 FIRST_PLAIN = 32  # after so many of the first
 WARM_UP = 5  # steps of a size before their time counts: the one that captures it included
+HIDDEN_LEAD = 16  # steps before drafting is tried again from which on hidden states are handed over
 MAX_FAILURES = 8  # of a drafter in a row before it is switched off
 BEST = {"cuda": (5e12, 1e15), "cpu": (4e11, 4e12)}  # bytes and operations a second that no device of today exceeds much
 
@@ -42,17 +44,22 @@ class Drafting:
         self._failures = 0
         self._runs: Counter[tuple[int, bool]] = Counter()
         self._num_plain = 0  # measured
+        drafter.attach(runner.model)
+        if drafter.hidden_layers:
+            runner.use_taps(drafter.hidden_layers)
 
     # ----------------------------------------------------------------------------------------------------- before a step
 
     def wanted(self, running: Iterable[Sequence]) -> bool:
         """Whether to draft in the next step. Asked once a step, before anything is resolved."""
-        self._drafting = False
-        if self._failures >= MAX_FAILURES or self.controller.resting():
-            return False
-        decodes = [seq for seq in running if rows_left(seq) <= 1]
-        self._drafting = self.controller.wanted(len(decodes), sum(len(seq.tokens) for seq in decodes))
+        self._drafting = self._failures < MAX_FAILURES and not self.controller.resting() and self._worth_it(running)
+        if self._runner.taps is not None:
+            self._runner.taps.on = self._drafting or self._failures < MAX_FAILURES and self.controller.rest_left <= HIDDEN_LEAD
         return self._drafting
+
+    def _worth_it(self, running: Iterable[Sequence]) -> bool:
+        decodes = [seq for seq in running if rows_left(seq) <= 1]
+        return self.controller.wanted(len(decodes), sum(len(seq.tokens) for seq in decodes))
 
     def propose(self, running: Iterable[Sequence]) -> None:
         """Set the drafts of all sequences that decode. Nothing may be in flight."""
@@ -63,9 +70,7 @@ class Drafting:
         if not asks:
             return
         for ask in asks:
-            if not ask.seq.state.get("drafted"):
-                ask.seq.state["drafted"] = True
-                self.drafter.open(ask.seq)
+            self._open(ask.seq)
         try:
             trees = self.drafter.propose(asks)
         except Exception:
@@ -80,6 +85,11 @@ class Drafting:
             if tree.tokens:
                 self._pending[ask.seq] = tree
                 ask.seq.draft, ask.seq.draft_parents = tree.tokens, [] if tree.is_chain else tree.parents
+
+    def _open(self, seq: Sequence) -> None:
+        if not seq.state.get("drafted"):
+            seq.state["drafted"] = True
+            self.drafter.open(seq)
 
     def _ask(self, seq: Sequence) -> Ask | None:
         most, wanted = self._config.max_draft_tokens, seq.request.params.num_draft_tokens
@@ -123,7 +133,13 @@ class Drafting:
             return
         path = tree.path(result.tokens)
         self.controller.observe(tree, path)
-        self.drafter.observe(span.seq, tree, path)
+        self.drafter.observe(span.seq, tree, path, _committed(span, result))
+
+    def ingest(self, span: Span, result: SpanResult) -> None:
+        """A span that verified nothing was committed: its hidden states, where the drafter reads them."""
+        if span.valid:
+            self._open(span.seq)
+            self.drafter.ingest(span.seq, result.hidden, span.start)
 
     def completed(self, plan: Plan, seconds: float) -> None:
         shape, drafted, decodes = self._measured.pop(plan.step, (None, False, 0))
@@ -156,6 +172,14 @@ class Drafting:
         # Verifying rows share what a sequence's keys cost to read, so a span counts its context once.
         shape = StepShape(rows=num_seqs + num_drafts, decode_context=context, sequences=num_seqs)
         return self._times.predict(shape, graph=not drafted)
+
+
+def _committed(span: Span, result: SpanResult) -> Any:
+    """The hidden states [K, layers, E] of a verified span's committed rows: up to the anchor, then along the path."""
+    if result.hidden is None:
+        return None
+    rows = [*range(result.path[0] + 1), *result.path[1:]][:span.seq.num_computed - span.start]
+    return result.hidden[:len(rows)] if rows[-1:] == [len(rows) - 1] else result.hidden[rows]
 
 
 def holds_draft(plan: Plan) -> bool:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
@@ -31,6 +32,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from kvasir.errors import ConfigError
+from kvasir.kernels.noise import gumbel
+from kvasir.logs import log
+from kvasir.speculation.drafter import ServedModel
 
 FORMAT = "kvasir-drafter"
 WEIGHTS = "model.safetensors"
@@ -59,6 +63,19 @@ class EagleShape:
     ffn: int = 352
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
+
+
+class Norm(nn.Module):
+    """RMS norm, in fp32 whatever the weights are in."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
 class Medusa(nn.Module):
@@ -92,7 +109,7 @@ class Eagle(nn.Module):
         super().__init__()
         s = self.shape = shape
         self.fuse_proj = nn.Linear(len(s.layers) * s.dim, s.dim, bias=False)
-        self.token_norm, self.state_norm, self.ffn_norm, self.norm = (nn.RMSNorm(s.dim, s.norm_eps) for _ in range(4))
+        self.token_norm, self.state_norm, self.ffn_norm, self.norm = (Norm(s.dim, s.norm_eps) for _ in range(4))
         self.q_proj = nn.Linear(2 * s.dim, s.heads * s.head_dim, bias=False)
         self.kv_proj = nn.Linear(2 * s.dim, 2 * s.kv_heads * s.head_dim, bias=False)
         self.o_proj = nn.Linear(s.heads * s.head_dim, s.dim, bias=False)
@@ -243,3 +260,51 @@ def shipped(kind: str) -> Path | None:
     """The folder of the head that comes in the package, for its default model."""
     folder = Path(str(importlib.resources.files("kvasir"))) / "assets" / "drafters" / kind
     return folder if (folder / "config.json").is_file() else None
+
+
+def load_for(kind: str, given: str, model: ServedModel) -> Head:
+    """The head of folder ``given`` ("": the one in the package), ready to run beside ``model``. Raises ConfigError where it cannot."""
+    folder = Path(given).expanduser() if given else shipped(kind)
+    if folder is None:
+        raise ConfigError(f"the package holds no weights for '{kind}'. Train them with `kvasir train drafter {kind} --target MODEL --out FOLDER`, and "
+                          f"give --drafter {kind}:model=FOLDER; or use --drafter suffix, which needs none.")
+    head, trained_for = read(kind, folder)
+    served = {"hidden_size": model.spec.hidden_size, "vocab_size": model.spec.vocab_size, "num_layers": len(model.spec.layers),
+              "weights": fingerprint(model.norm.weight)}
+    if not check_target(folder, kind, trained_for, served):
+        log.warning("drafter %s: %s was trained for other weights ('%s') than are served: it changes no token, but drafts worse", kind, folder,
+                    trained_for.get("name", "?"))
+    return head.to(model.place.device, model.place.dtype)
+
+
+# --------------------------------------------------------------------------------------------------------------- guesses
+
+
+def guess(logits_MV: torch.Tensor, temperatures: list[float], streams: list[int], positions_M: torch.Tensor) -> torch.Tensor:
+    """Log-weights [M, V] fp32 of the next token, with the noise that the verifying draw at these positions will use ("coupled" drafting):
+    what is likeliest here is what the model draws if its distribution is this one. ``temperatures``, ``streams``: of each sequence;
+    the rows are theirs, equally many each, one sequence after the other. Greedy ones (below 1e-5) have no noise.
+    """
+    y_MV = logits_MV.float()
+    hot = [t >= 1e-5 for t in temperatures]
+    if any(hot):
+        each = len(logits_MV) // len(temperatures)
+        scale, stream = per_sequence(temperatures, streams, logits_MV.device)
+        scale_M, stream_M = scale.repeat_interleave(each), stream.repeat_interleave(each)
+        warm_M1 = (scale_M >= 1e-5)[:, None]
+        noise_MV = gumbel(stream_M, positions_M, logits_MV.shape[-1])
+        y_MV = torch.where(warm_M1, y_MV / scale_M.clamp(min=1e-5)[:, None] + noise_MV, y_MV)
+    return y_MV.log_softmax(-1)
+
+
+def per_sequence(temperatures: list[float], streams: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both on the device: fp32, and the u64 streams as int64."""
+    both = np.stack([np.array(temperatures, np.float64).view(np.int64), np.array(streams, np.uint64).view(np.int64)])
+    there = send(both, device)
+    return there[0].view(torch.float64).float(), there[1]
+
+
+def send(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A small host array on the device, without waiting for it."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
