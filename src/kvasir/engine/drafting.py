@@ -8,7 +8,7 @@ controller says that this does not pay, nothing here runs but a counter, and the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvasir.config import SpeculationConfig
@@ -71,11 +71,8 @@ class Drafting:
             return
         for ask in asks:
             self._open(ask.seq)
-        try:
-            trees = self.drafter.propose(asks)
-        except Exception:
-            self._failures += 1
-            log.exception("drafter %s failed (%d times in a row)", self.drafter.name, self._failures)
+        trees = self._guarded(self.drafter.propose, asks)
+        if trees is None:
             return
         self._failures = 0
         # Prompts need rows, too: drafts get what the decodes leave, of a quarter at least of the step.
@@ -85,6 +82,15 @@ class Drafting:
             if tree.tokens:
                 self._pending[ask.seq] = tree
                 ask.seq.draft, ask.seq.draft_parents = tree.tokens, [] if tree.is_chain else tree.parents
+
+    def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
+        """What a drafter does wrong costs no request. None: it failed."""
+        try:
+            return call(*args)
+        except Exception:
+            self._failures += 1
+            log.exception("drafter %s failed (%d times in a row)", self.drafter.name, self._failures)
+            return None
 
     def _open(self, seq: Sequence) -> None:
         if not seq.state.get("drafted"):
@@ -133,13 +139,13 @@ class Drafting:
             return
         path = tree.path(result.tokens)
         self.controller.observe(tree, path)
-        self.drafter.observe(span.seq, tree, path, _committed(span, result))
+        self._guarded(self.drafter.observe, span.seq, tree, path, _committed(span, result))
 
     def ingest(self, span: Span, result: SpanResult) -> None:
         """A span that verified nothing was committed: its hidden states, where the drafter reads them."""
-        if span.valid:
+        if span.valid and self._failures < MAX_FAILURES:
             self._open(span.seq)
-            self.drafter.ingest(span.seq, result.hidden, span.start)
+            self._guarded(self.drafter.ingest, span.seq, result.hidden, span.start)
 
     def completed(self, plan: Plan, seconds: float) -> None:
         shape, drafted, decodes = self._measured.pop(plan.step, (None, False, 0))

@@ -108,7 +108,8 @@ class Trainer:
 
     def _rate(self) -> float:
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, self.share())))
-        return self.plan.lr * min(1.0, (self.done + 1) / WARMUP) * max(0.02, cosine)
+        warm = min(WARMUP, self.plan.steps // 10 + 1) if self.plan.steps else WARMUP
+        return self.plan.lr * min(1.0, (self.done + 1) / warm) * max(0.02, cosine)
 
     def stream(self) -> Iterator[Batch]:
         """Batches from step ``done`` on: the same ones whenever a run is resumed."""
