@@ -145,7 +145,7 @@ class Fake:
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(3)
         self.table = torch.randn(VOCAB, DIM, generator=generator)
-        self.spec = SimpleNamespace(hidden_size=DIM, vocab_size=VOCAB, layers=[None] * 4)
+        self.spec = SimpleNamespace(hidden_size=DIM, vocab_size=VOCAB, max_position=256, layers=[None] * 4)
         self.place = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
         self.norm = SimpleNamespace(weight=torch.ones(DIM))
 
@@ -196,6 +196,32 @@ def test_eagle_drafts_what_training_unrolls(eagle, pieces):
     assert [int(row.argmax()) for row in logits] == tree.tokens
     for row, est, token in zip(logits, tree.est, tree.tokens):
         assert est == pytest.approx(float(row.softmax(-1)[token]), rel=1e-4)
+
+
+def test_a_captured_draft_is_the_eager_one(eagle):
+    """Over static buffers, with rows left over, at any temperature: the same trees; each shape is captured once."""
+    _, model, folder = eagle
+    captured = []
+
+    def capture(work):
+        captured.append(work)
+        return work
+
+    drafters = [EagleDrafter(Config(model=str(folder), width=2, window=128)) for _ in range(2)]
+    for drafter, how in zip(drafters, (None, capture)):
+        drafter.attach(model, how)
+    seqs = [Sequence(Request(id=str(i), prompt_ids=[i] * (20 + 30 * i), params=SamplingParams(temperature=0.5 * i), seed=2**63 + i, max_tokens=9))
+            for i in range(3)]
+    for drafter in drafters:
+        for seq in seqs:
+            drafter.ingest(seq, torch.randn(len(seq.tokens) - 1, 3, DIM, generator=torch.Generator().manual_seed(len(seq.tokens))), 0)
+    for _ in range(4):
+        for asked in (seqs, seqs[:1], seqs[1:]):
+            eager, static = (drafter.propose([Ask(seq, 6, 3) for seq in asked]) for drafter in drafters)
+            assert [t.tokens for t in eager] == [t.tokens for t in static] and all(len(t) == 6 for t in eager)
+            for a, b in zip(eager, static):
+                assert a.est == pytest.approx(b.est, rel=1e-5) and a.parents == b.parents
+    assert len(captured) == 3
 
 
 @torch.no_grad()

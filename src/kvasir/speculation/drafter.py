@@ -7,7 +7,7 @@ forward yields. A drafter sees sequences and knows nothing of plans; the engine 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
@@ -17,6 +17,7 @@ from kvasir.technique import Technique
 from kvasir.types import Sequence
 
 DRAFTERS = "kvasir.speculation.drafters"
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
 Place = Literal["cpu", "same_device", "other_device"]
 
 
@@ -80,8 +81,9 @@ class Drafter(Technique):
     def prepare(self, host: Host) -> None:
         """Once, before the first request."""
 
-    def attach(self, model: ServedModel) -> None:
-        """Once, when the served model is there. Raises ConfigError when it cannot be drafted for."""
+    def attach(self, model: ServedModel, capture: Capture | None = None) -> None:
+        """Once, when the served model is there. ``capture``: makes a replay of work on static buffers, where there are CUDA graphs.
+        Raises ConfigError when the model cannot be drafted for."""
 
     def open(self, seq: Sequence) -> None:
         """A sequence is about to be drafted for, or its hidden states handed over, for the first time."""

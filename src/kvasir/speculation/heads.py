@@ -19,7 +19,7 @@ import dataclasses
 import hashlib
 import importlib.resources
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,6 +33,7 @@ from torch.nn import functional as F
 
 from kvasir.errors import ConfigError
 from kvasir.kernels.noise import gumbel
+from kvasir.kernels.norm import rms_norm
 from kvasir.logs import log
 from kvasir.speculation.drafter import ServedModel
 
@@ -74,6 +75,8 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_inference_mode_enabled():
+            return rms_norm(x.flatten(0, -2), self.weight, self.eps).view(x.shape)
         wide = x.float()
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
@@ -110,11 +113,20 @@ class Eagle(nn.Module):
         s = self.shape = shape
         self.fuse_proj = nn.Linear(len(s.layers) * s.dim, s.dim, bias=False)
         self.token_norm, self.state_norm, self.ffn_norm, self.norm = (Norm(s.dim, s.norm_eps) for _ in range(4))
-        self.q_proj = nn.Linear(2 * s.dim, s.heads * s.head_dim, bias=False)
-        self.kv_proj = nn.Linear(2 * s.dim, 2 * s.kv_heads * s.head_dim, bias=False)
+        self.qkv_proj = nn.Linear(2 * s.dim, (s.heads + 2 * s.kv_heads) * s.head_dim, bias=False)
         self.o_proj = nn.Linear(s.heads * s.head_dim, s.dim, bias=False)
         self.gate_up_proj = nn.Linear(s.dim, 2 * s.ffn, bias=False)
         self.down_proj = nn.Linear(s.ffn, s.dim, bias=False)
+        self.turns = torch.zeros(0, s.head_dim // 2, dtype=torch.complex64)  # e^(i position frequency): RoPE; no weight
+
+    def reserve(self, num_positions: int) -> None:
+        """Have the rotations of so many positions at hand, on the weights' device."""
+        device = self.norm.weight.device
+        if len(self.turns) < num_positions or self.turns.device != device:
+            half = self.shape.head_dim // 2
+            frequency = self.shape.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+            angle = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequency
+            self.turns = torch.polar(torch.ones_like(angle), angle).to(device, torch.complex64)
 
     def begin_with(self, norm_E: torch.Tensor, generator: torch.Generator) -> None:
         """Draw the weights so that the state before the first update is the last tapped layer's output, under the model's final norm."""
@@ -137,29 +149,20 @@ class Eagle(nn.Module):
         """[N, 2E], the layer's input, of states and of the embeddings of the tokens that follow them."""
         return torch.cat([self.token_norm(embedded_NE), self.state_norm(state_NE)], -1)
 
-    def keys(self, mixed: torch.Tensor, positions_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [N, G, D]."""
-        k, v = self.kv_proj(mixed).unflatten(-1, (2, self.shape.kv_heads, self.shape.head_dim)).unbind(-3)
-        return self._rotate(k, positions_N), v
-
-    def queries(self, mixed: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
-        """[N, H, D], scaled."""
-        q = self.q_proj(mixed).unflatten(-1, (self.shape.heads, self.shape.head_dim))
-        return self._rotate(q, positions_N) * self.shape.head_dim**-0.5
+    def attention(self, mixed: torch.Tensor, positions_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [N, H, D], keys and values [N, G, D]. RoPE turns neighbouring pairs of numbers, in fp32."""
+        s = self.shape
+        qkv = self.qkv_proj(mixed).unflatten(-1, (s.heads + 2 * s.kv_heads, s.head_dim))
+        qk, v = qkv.split((s.heads + s.kv_heads, s.kv_heads), -2)
+        turned = torch.view_as_complex(qk.float().unflatten(-1, (-1, 2))) * self.turns[positions_N][..., None, :]
+        q, k = torch.view_as_real(turned).flatten(-2).to(qkv.dtype).split((s.heads, s.kv_heads), -2)
+        return q, k, v
 
     def finish(self, state_NE: torch.Tensor, attended_NHD: torch.Tensor) -> torch.Tensor:
         """The layer's output [N, E]: the state of the next step; under ``norm``, what the output matrix reads."""
         h = state_NE + self.o_proj(attended_NHD.flatten(-2))
         gate, up = self.gate_up_proj(self.ffn_norm(h)).chunk(2, -1)
         return h + self.down_proj(F.silu(gate) * up)
-
-    def _rotate(self, x: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
-        """RoPE ("half" layout) of [N, heads, D], the angles in fp32."""
-        half = self.shape.head_dim // 2
-        frequency = self.shape.rope_theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-        angle = positions_N[..., None, None].float() * frequency
-        cos, sin, (a, b) = angle.cos(), angle.sin(), x.float().chunk(2, -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
     # ----------------------------------------------------------------------------------------------------------- training
 
@@ -174,15 +177,16 @@ class Eagle(nn.Module):
         state, embedded = self.fuse(features_BTLE), embedded_BTE
         steps: list[tuple[torch.Tensor, torch.Tensor]] = []
         group = self.shape.heads // self.shape.kv_heads
+        self.reserve(count + self.shape.depth)
         for j in range(self.shape.depth):
             mixed = self.mix(state, embedded)
-            q = self.queries(mixed, place + j)
-            k, v = (x.repeat_interleave(group, -2) for x in self.keys(mixed, place + j))
+            q, *kv = self.attention(mixed, place + j)
+            k, v = (x.repeat_interleave(group, -2) for x in kv)
             steps.append((k, v))
             roots, values = steps[0]
             scores = torch.einsum("bthd,bshd->bhts", q, roots).masked_fill(~seen, NEG_INF)
             own = [torch.einsum("bthd,bthd->bht", q, k)[..., None] for k, _ in steps[1:]]
-            weights = torch.cat([scores, *own], -1).float().softmax(-1).to(v.dtype)
+            weights = (torch.cat([scores, *own], -1).float() * self.shape.head_dim**-0.5).softmax(-1).to(v.dtype)
             attended = torch.einsum("bhts,bshd->bthd", weights[..., :count], values)
             for i, (_, v) in enumerate(steps[1:]):
                 attended = attended + weights[..., count + i].transpose(1, 2)[..., None] * v
@@ -280,28 +284,39 @@ def load_for(kind: str, given: str, model: ServedModel) -> Head:
 # --------------------------------------------------------------------------------------------------------------- guesses
 
 
-def guess(logits_MV: torch.Tensor, temperatures: list[float], streams: list[int], positions_M: torch.Tensor) -> torch.Tensor:
-    """Log-weights [M, V] fp32 of the next token, with the noise that the verifying draw at these positions will use ("coupled" drafting):
-    what is likeliest here is what the model draws if its distribution is this one. ``temperatures``, ``streams``: of each sequence;
-    the rows are theirs, equally many each, one sequence after the other. Greedy ones (below 1e-5) have no noise.
-    """
-    y_MV = logits_MV.float()
-    hot = [t >= 1e-5 for t in temperatures]
-    if any(hot):
-        each = len(logits_MV) // len(temperatures)
-        scale, stream = per_sequence(temperatures, streams, logits_MV.device)
-        scale_M, stream_M = scale.repeat_interleave(each), stream.repeat_interleave(each)
-        warm_M1 = (scale_M >= 1e-5)[:, None]
-        noise_MV = gumbel(stream_M, positions_M, logits_MV.shape[-1])
-        y_MV = torch.where(warm_M1, y_MV / scale_M.clamp(min=1e-5)[:, None] + noise_MV, y_MV)
-    return y_MV.log_softmax(-1)
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How some sequences draw: temperature [B] fp32 (below 1e-5: greedy) and noise stream [B] int64. ``hot``: whether any of them has noise."""
+
+    temperature_B: torch.Tensor
+    stream_B: torch.Tensor
+    hot: bool
+
+    @staticmethod
+    def numbers(seqs: Sequence[Any]) -> np.ndarray:
+        """[2, B] int64 of sequences, for `of` where they are needed."""
+        temperatures = np.array([seq.request.params.temperature for seq in seqs], np.float64)
+        return np.stack([temperatures.view(np.int64), np.array([seq.stream for seq in seqs], np.uint64).view(np.int64)])
+
+    @staticmethod
+    def of(numbers_2B: torch.Tensor, hot: bool) -> Draws:
+        return Draws(numbers_2B[0].view(torch.float64).float(), numbers_2B[1], hot)
 
 
-def per_sequence(temperatures: list[float], streams: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both on the device: fp32, and the u64 streams as int64."""
-    both = np.stack([np.array(temperatures, np.float64).view(np.int64), np.array(streams, np.uint64).view(np.int64)])
-    there = send(both, device)
-    return there[0].view(torch.float64).float(), there[1]
+def hot(seqs: Sequence[Any]) -> bool:
+    return any(seq.request.params.temperature >= 1e-5 for seq in seqs)
+
+
+def guess(logits_BNV: torch.Tensor, draws: Draws, positions_BN: torch.Tensor) -> torch.Tensor:
+    """Log-weights [B, N, V] fp32 of the next token, with the noise that the verifying draws at these positions will use ("coupled"
+    drafting): what is likeliest here is what the model draws if its distribution is this one."""
+    y = logits_BNV.float()
+    if draws.hot:
+        count = logits_BNV.shape[1]
+        noise = gumbel(draws.stream_B.repeat_interleave(count), positions_BN.flatten(), logits_BNV.shape[-1]).view_as(y)
+        temperature = draws.temperature_B[:, None, None]
+        y = torch.where(temperature >= 1e-5, y / temperature.clamp(min=1e-5) + noise, y)
+    return y.log_softmax(-1)
 
 
 def send(array: np.ndarray, device: torch.device) -> torch.Tensor:

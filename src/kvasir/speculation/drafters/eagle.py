@@ -5,6 +5,8 @@ probability with ``width`` children each, and of all that were seen the best are
 its position if its distribution were the head's: the noise is the same (coupled drafting). ``width=1`` gives chains, which
 run in the CUDA graphs of decode steps.
 
+Where decode steps are CUDA graphs, so is drafting: one graph for a number of sequences and of slots that keeps coming back.
+
 Its single layer makes keys of committed rows cheap: they depend on a row's own hidden states and the token after it, on no attention.
 They lie in *lanes*, rings of the last ``window`` positions of a sequence, each key with its position. So a row that was never
 seen (a prefix that was in the cache, steps at which drafting was off) is only missing; a further branch of a request takes over
@@ -16,20 +18,23 @@ Legend: B sequences, N nodes of a level, C children a node, S slots, R rows, E m
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from kvasir.errors import ConfigError
+from kvasir.logs import log
 from kvasir.speculation import heads
-from kvasir.speculation.drafter import Ask, Drafter, ServedModel
+from kvasir.speculation.drafter import Ask, Capture, Drafter, ServedModel
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import Sequence
 
-TILE = 64  # slots that are read are rounded up to this
-NEG_INF = -float("inf")
+LEAST = 64  # slots that are read: this, or a power of two that is more
+EAGER_STEPS = 2  # of a shape before it is captured: kernels are compiled by then
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,16 @@ class _Lane:
 
 
 @dataclass(slots=True)
+class _Shape:
+    """The static buffers of one shape of drafting, and its graph once there is one."""
+
+    given: torch.Tensor
+    found: torch.Tensor | None = None
+    replay: Callable[[], None] | None = None
+    uses: int = 0
+
+
+@dataclass(slots=True)
 class _Piece:
     """Committed rows whose keys are still to be computed: hidden states [R, layers, E] from ``start`` on, and the tokens after each."""
 
@@ -68,22 +83,25 @@ class EagleDrafter(Drafter):
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config or Config())
-        for name, low in (("max_depth", 0), ("width", 1), ("window", TILE), ("lanes", 1)):
+        for name, low in (("max_depth", 0), ("width", 1), ("window", LEAST), ("lanes", 1)):
             if getattr(self.config, name) < low:
                 raise ConfigError(f"eagle:{name}={getattr(self.config, name)}: at least {low}")
         self._lanes: OrderedDict[Sequence, _Lane] = OrderedDict()  # least recently drafted for first
         self._free = list(range(self.config.lanes))[::-1]
         self._queue: list[_Piece] = []
+        self._deepest = 0
 
     @torch.inference_mode()
-    def attach(self, model: ServedModel) -> None:
+    def attach(self, model: ServedModel, capture: Capture | None = None) -> None:
         head = self._head = heads.load_for("eagle", self.config.model, model)
+        self._capture, self._shapes = capture, {}
         self._model, self.hidden_layers = model, head.shape.layers
         self._depth = self.config.max_depth or head.shape.depth
         self._device, dtype = model.place.device, model.place.dtype
         size = (self.config.lanes, self.config.window)
         self._k, self._v = (torch.zeros(*size, head.shape.kv_heads, head.shape.head_dim, device=self._device, dtype=dtype) for _ in range(2))
         self._positions = torch.full(size, -1, device=self._device)
+        head.reserve(model.spec.max_position + self._depth)
         self._states = torch.zeros(size[0], head.shape.dim, device=self._device, dtype=dtype)  # of each lane's last row
 
     # ----------------------------------------------------------------------------------------------------- committed rows
@@ -136,7 +154,7 @@ class EagleDrafter(Drafter):
         lane_R, position_R, token_R = sent[:3 * len(rows)].view(3, -1)
         owner, end = sent[3 * len(rows):].view(2, -1)
         state_RE = self._head.fuse(torch.cat([piece.hidden for piece in queue]))
-        k_RGD, v_RGD = self._head.keys(self._head.mix(state_RE, self._model.embed(token_R)), position_R)
+        _, k_RGD, v_RGD = self._head.attention(self._head.mix(state_RE, self._model.embed(token_R)), position_R)
         slot_R = position_R % self.config.window
         self._k[lane_R, slot_R], self._v[lane_R, slot_R], self._positions[lane_R, slot_R] = k_RGD, v_RGD, position_R
         self._states[owner] = state_RE[end]
@@ -154,53 +172,83 @@ class EagleDrafter(Drafter):
                 if lane.end == len(ask.seq.tokens) - 1:  # the row before the anchor was seen
                     ready.append((i, ask, lane))
         if ready:
-            depth = min(self._depth, max(ask.max_depth for _, ask, _ in ready))
-            found = self._expand([ask.seq for _, ask, _ in ready], [lane for *_, lane in ready], depth).tolist()
+            deepest = max(ask.max_depth for _, ask, _ in ready)
+            self._deepest = max(self._deepest, deepest)  # few shapes, where each is captured
+            depth = min(self._depth, deepest if self._capture is None else self._deepest)
+            found = self._draft([ask.seq for _, ask, _ in ready], [lane for *_, lane in ready], depth).tolist()
             for (i, ask, _), *nodes in zip(ready, *found):
                 trees[i] = _best(*nodes, ask)
         return trees
 
     @torch.inference_mode()
-    def _expand(self, seqs: list[Sequence], lanes: list[_Lane], depth: int) -> torch.Tensor:
-        """Levels of nodes: [4, B, K] on the host: token, place of the parent (-1: the anchor), log estimate, and its sum from the anchor."""
-        head, model, width = self._head, self._model, self.config.width
-        lane_B, root_B, token_B = heads.send(np.array([[lane.index for lane in lanes], [lane.end - 1 for lane in lanes],
-                                                       [seq.tokens[-1] for seq in seqs]]), self._device)
-        temperatures, streams = [seq.request.params.temperature for seq in seqs], [seq.stream for seq in seqs]
-        slots = min(self.config.window, -(-max(lane.end for lane in lanes) // TILE) * TILE)
-        k_BSGD, v_BSGD = self._k[lane_B, :slots], self._v[lane_B, :slots]
-        seen_BS = self._positions[lane_B, :slots]
-        seen_BS = (seen_BS >= 0) & (seen_BS > root_B[:, None] - self.config.window)
+    def _draft(self, seqs: list[Sequence], lanes: list[_Lane], depth: int) -> torch.Tensor:
+        """`_expand` for these sequences, on the host: captured, where that is possible and worth it."""
+        known = np.array([[lane.index for lane in lanes], [lane.end - 1 for lane in lanes], [seq.tokens[-1] for seq in seqs]])
+        given = np.concatenate([known, heads.Draws.numbers(seqs)])
+        slots = min(self.config.window, 1 << (max(LEAST, *(lane.end for lane in lanes)) - 1).bit_length())
+        hot, count = heads.hot(seqs), len(seqs)
+        if self._capture is None:
+            return self._expand(heads.send(given, self._device), slots, depth, hot).cpu()
+        size = 1 << (count - 1).bit_length()
+        shape = self._shapes.setdefault((size, slots, depth, hot), _Shape(torch.zeros(len(given), size, dtype=torch.int64, device=self._device)))
+        padded = np.repeat(given[:, :1], size, 1)  # the first sequence fills the rows that are left
+        padded[:, :count] = given
+        shape.given.copy_(heads.send(padded, self._device))
 
-        state_BNE, token_BN, joint_BN = self._states[lane_B][:, None], token_B[:, None], torch.zeros(len(seqs), 1, device=self._device)
+        def work() -> None:
+            found = self._expand(shape.given, slots, depth, hot)
+            if shape.found is None:
+                shape.found = torch.empty_like(found)
+            shape.found.copy_(found)
+
+        shape.uses += 1
+        if shape.replay is None and shape.uses > EAGER_STEPS:
+            try:
+                shape.replay = self._capture(work)
+            except Exception as error:  # drafting is never needed, and its graphs are not
+                self._capture = None
+                log.warning("drafts without CUDA graphs: %d sequences cannot be captured (%s: %s)", size, type(error).__name__, error)
+        (shape.replay or work)()
+        return shape.found[:, :count].cpu()
+
+    def _expand(self, given_5B: torch.Tensor, slots: int, depth: int, hot: bool) -> torch.Tensor:
+        """Levels of nodes from ``given``, by sequence: lane, root, anchor, and how it draws. [4, B, K]: a node's token, the place of its
+        parent (-1: the anchor), its log estimate, and the sum of those from the anchor. Nothing here waits for the device."""
+        head, model, width = self._head, self._model, self.config.width
+        lane_B, root_B, token_B, draws = given_5B[0], given_5B[1], given_5B[2], heads.Draws.of(given_5B[3:], hot)
+        batch = len(lane_B)
+        k_BSGD, v_BSGD = self._k[:, :slots][lane_B], self._v[:, :slots][lane_B]
+        seen_BS = self._positions[:, :slots][lane_B]
+        sees_BNS = ((seen_BS >= 0) & (seen_BS > root_B[:, None] - self.config.window))[:, None]
+        state_BNE, token_BN, position_BN = self._states[lane_B][:, None], token_B[:, None], root_B[:, None]
+        joint_BN = torch.zeros(batch, 1, device=given_5B.device)
         place_BN = torch.full_like(token_BN, -1)  # of the nodes of this level among all
-        sees_BNS = seen_BS[:, None]
         found: list[torch.Tensor] = []
         total = 0
         for d in range(depth):
             count = token_BN.shape[1]
-            position_BN = (root_B + d)[:, None].expand(-1, count)
-            mixed = head.mix(state_BNE, model.embed(token_BN))
-            q_BNHD = head.queries(mixed, position_BN)
+            q_BNHD, k, v = head.attention(head.mix(state_BNE, model.embed(token_BN)), position_BN)
             if d:  # the root's own keys lie in the lane
-                k, v = head.keys(mixed, position_BN)
                 k_BSGD, v_BSGD = torch.cat([k_BSGD, k], 1), torch.cat([v_BSGD, v], 1)
-                sees_BNS = torch.cat([sees_BNS, torch.eye(count, dtype=torch.bool, device=self._device).expand(len(seqs), -1, -1)], 2)
+                itself = torch.eye(count, dtype=torch.bool, device=given_5B.device).expand(batch, -1, -1)
+                sees_BNS = torch.cat([sees_BNS, itself], 2)
             state_BNE = head.finish(state_BNE, _attend(q_BNHD, k_BSGD, v_BSGD, sees_BNS))
-            log_MV = heads.guess(model.read_out(head.norm(state_BNE)).flatten(0, 1), temperatures, streams, (position_BN + 1).flatten())
-            log_BNC, id_BNC = log_MV.unflatten(0, (len(seqs), count)).topk(min(width, log_MV.shape[-1]), -1)
+            log_BNV = heads.guess(model.read_out(head.norm(state_BNE)), draws, position_BN + 1)
+            log_BNC, id_BNC = log_BNV.topk(min(width, log_BNV.shape[-1]), -1)
             sum_BNC = joint_BN[..., None] + log_BNC
             columns = [id_BNC, place_BN[..., None].expand_as(id_BNC), log_BNC, sum_BNC]
             found.append(torch.stack([x.flatten(1).float() for x in columns]))
             if d + 1 == depth:
                 break
-            joint_BN, chosen = sum_BNC.flatten(1).topk(min(width, sum_BNC[0].numel()), -1)
-            parent = chosen // id_BNC.shape[2]
-            token_BN, place_BN = id_BNC.flatten(1).gather(1, chosen), total + chosen
-            state_BNE = state_BNE.gather(1, parent[..., None].expand(-1, -1, state_BNE.shape[2]))
-            sees_BNS = sees_BNS.expand(-1, count, -1).gather(1, parent[..., None].expand(-1, -1, sees_BNS.shape[2]))
-            total += id_BNC[0].numel()
-        return torch.cat(found, 2).cpu()
+            fanout = id_BNC.shape[2]
+            joint_BN, chosen = sum_BNC.flatten(1).topk(min(width, count * fanout), -1)
+            token_BN, place_BN, position_BN = id_BNC.flatten(1).gather(1, chosen), total + chosen, (root_B + d + 1)[:, None].expand_as(chosen)
+            if count > 1 or chosen.shape[1] > 1:
+                parent = chosen // fanout
+                state_BNE = state_BNE.gather(1, parent[..., None].expand(-1, -1, state_BNE.shape[2]))
+                sees_BNS = sees_BNS.gather(1, parent[..., None].expand(-1, -1, sees_BNS.shape[2]))
+            total += count * fanout
+        return torch.cat(found, 2)
 
     def load(self, weights: Any, version: int) -> None:
         """Keys of running sequences stay: stale, so worse drafts for a while, and no wrong token."""
@@ -212,11 +260,14 @@ class EagleDrafter(Drafter):
 
 
 def _attend(q_BNHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor, sees_BNS: torch.Tensor) -> torch.Tensor:
-    """[B, N, H, D]; the queries are scaled. Every query sees a slot at least."""
+    """[B, N, H, D]: every query head of a group is a row of its KV head. Every query sees a slot at least."""
+    batch, count, num_heads, size = q_BNHD.shape
     groups = k_BSGD.shape[2]
-    q = q_BNHD.unflatten(2, (groups, -1))
-    scores = torch.einsum("bngrd,bsgd->bngrs", q, k_BSGD).float().masked_fill(~sees_BNS[:, :, None, None], NEG_INF)
-    return torch.einsum("bngrs,bsgd->bngrd", scores.softmax(-1).to(v_BSGD.dtype), v_BSGD).flatten(2, 3)
+    each = num_heads // groups
+    q = q_BNHD.view(batch, count, groups, each, size).transpose(1, 2).reshape(batch, groups, count * each, size)
+    mask = sees_BNS[:, None].repeat_interleave(each, 2) if count > 1 else sees_BNS[:, None]
+    out = F.scaled_dot_product_attention(q, k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2), attn_mask=mask)
+    return out.view(batch, groups, count, each, size).transpose(1, 2).reshape(batch, count, num_heads, size)
 
 
 def _best(tokens: list[float], parents: list[float], logs: list[float], sums: list[float], ask: Ask) -> DraftTree:

@@ -13,10 +13,11 @@ import heapq
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvasir.speculation import heads
-from kvasir.speculation.drafter import Ask, Drafter, ServedModel
+from kvasir.speculation.drafter import Ask, Capture, Drafter, ServedModel
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import Sequence
 
@@ -38,7 +39,7 @@ class MedusaDrafter(Drafter):
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config or Config())
 
-    def attach(self, model: ServedModel) -> None:
+    def attach(self, model: ServedModel, capture: Capture | None = None) -> None:
         self._head, self._model = heads.load_for("medusa", self.config.model, model), model
         self.hidden_layers = self._head.shape.layers
 
@@ -59,11 +60,10 @@ class MedusaDrafter(Drafter):
         seqs = [ask.seq for _, ask, _ in ready]
         states_BKE = self._head(self._model.norm(torch.cat([last for _, _, last in ready])))
         depth = states_BKE.shape[1]
-        # Row p = end - 1 was computed, the anchor after it is known; head k is drawn by the row k places behind the anchor.
-        anchors = heads.send(torch.tensor([len(s.tokens) - 1 for s in seqs]).numpy(), states_BKE.device)
-        positions = (anchors[:, None] + torch.arange(depth, device=anchors.device)).flatten()
-        log_BKV = heads.guess(self._model.read_out(states_BKE).flatten(0, 1), [s.request.params.temperature for s in seqs],
-                              [s.stream for s in seqs], positions).unflatten(0, (len(seqs), depth))
+        # The anchor is known, and its row is the next to be computed; head k is drawn by the row k places behind it.
+        given = heads.send(np.concatenate([heads.Draws.numbers(seqs), [[len(s.tokens) - 1 for s in seqs]]]), states_BKE.device)
+        positions_BK = given[2, :, None] + torch.arange(depth, device=given.device)
+        log_BKV = heads.guess(self._model.read_out(states_BKE), heads.Draws.of(given[:2], heads.hot(seqs)), positions_BK)
         logs, ids = log_BKV.topk(min(self.config.width, log_BKV.shape[-1]), -1)
         found = torch.stack([logs.exp(), ids.float()]).cpu().tolist()  # ids below 2^24 are exact
         for (i, ask, _), est_KC, ids_KC in zip(ready, *found):
