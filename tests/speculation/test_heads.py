@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from kvasir.engine import drafting
 from kvasir.errors import ConfigError
+from kvasir.lab import export
+from kvasir.models.checkpoint import resolve
 from kvasir.speculation import heads
 from kvasir.speculation.drafter import Ask
 from kvasir.speculation.drafters.eagle import Config, EagleDrafter
@@ -169,7 +171,7 @@ def eagle(tmp_path):
         for p in head.parameters():
             p.copy_((p * 2).bfloat16())  # larger, so that attention and positions matter; and as the file rounds it
     model = Fake()
-    heads.write(head, tmp_path, {"name": "fake", "hidden_size": DIM, "vocab_size": VOCAB, "num_layers": 4, "weights": heads.fingerprint(model.norm.weight)})
+    heads.write(head, tmp_path, {"hidden_size": DIM, "vocab_size": VOCAB, "num_layers": 4, "weights": heads.fingerprint(model.norm.weight)})
     return head, model, tmp_path
 
 
@@ -334,3 +336,14 @@ def test_other_weights_of_the_same_shape_are_a_warning(tmp_path, caplog, monkeyp
     monkeypatch.setattr(heads.log, "warning", lambda text, *args: said.append(text % args))
     driver(f"medusa:model={folder}").close()
     assert "drafts worse" in said[0]
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_shipped_heads_are_for_the_shipped_model(kind):
+    folder = heads.shipped(kind)
+    if folder is None:
+        pytest.skip(f"the package holds no {kind}")
+    _, facts = heads.read(kind, folder)
+    model = export.load(resolve("base"))
+    assert facts["weights"] == heads.fingerprint(model.model.norm.weight), "trained for other weights: run tools/train_drafters.sh"
+    assert (folder / heads.WEIGHTS).stat().st_size < {"eagle": 2_600_000, "medusa": 1_300_000}[kind]

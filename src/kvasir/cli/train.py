@@ -24,7 +24,7 @@ def drafter(name: Annotated[str, typer.Argument(metavar="NAME", help="Which draf
             minutes: Annotated[float, typer.Option(min=0.01, help="Train this long (sampling and measuring come on top).")] = 2.0,
             steps: Annotated[int | None, typer.Option(min=1, help="Train so many steps instead.")] = None,
             replies: Annotated[int | None, typer.Option(min=8, help="Replies of the target to train on; default 32768.")] = None,
-            samples: Annotated[Path | None, typer.Option(help="Keep the replies in this file, or read them, so that two drafters share them.")] = None,
+            samples: Annotated[Path | None, typer.Option(help="Keep the replies in this file, or read them: two drafters can share them.")] = None,
             resume: Annotated[bool, typer.Option("--resume", help="Go on from the state in the folder.")] = False,
             device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU when there is one.")] = None,
             seed: Annotated[int, typer.Option(min=0, help="Decides problems, replies and weights.")] = 0) -> None:

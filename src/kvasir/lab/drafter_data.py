@@ -5,6 +5,7 @@ On-policy texts matter more than good ones: a drafter has to know what this mode
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save
 
 from kvasir.errors import ConfigError
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 LONGEST_PROMPT = 1024
 TEMPERATURES = (0.0, 0.7, 1.0)  # a third of the replies each: it drafts at all of them
+ARRAYS = ("ids", "bounds", "begins", "tasks")
 PADDED = 64  # lengths of a batch are multiples of this
 
 
@@ -90,9 +92,7 @@ def sample_texts(model: Model, tokenizer: Tokenizer, mix: dict[str, float], coun
 
 def save_texts(file: Path, texts: dict[str, Texts], weights: str) -> None:
     """``weights``: the target's fingerprint. Through a temporary file, so that what stands there is whole."""
-    import json
-
-    arrays = {f"{name}.{field}": np.ascontiguousarray(getattr(t, field)) for name, t in texts.items() for field in ("ids", "bounds", "begins", "tasks")}
+    arrays = {f"{name}.{field}": np.ascontiguousarray(getattr(t, field)) for name, t in texts.items() for field in ARRAYS}
     temporary = file.with_name(file.name + ".tmp")
     temporary.write_bytes(save(arrays, metadata={"weights": weights, "specs": json.dumps({name: t.specs for name, t in texts.items()})}))
     os.replace(temporary, file)
@@ -100,16 +100,12 @@ def save_texts(file: Path, texts: dict[str, Texts], weights: str) -> None:
 
 def load_texts(file: Path, weights: str) -> dict[str, Texts]:
     """Read them back. Raises ConfigError for a broken file, or the replies of another model."""
-    import json
-
-    from safetensors import safe_open
-
     try:
         arrays = load_file(file)
         with safe_open(file, "np") as f:
             told = f.metadata() or {}
         specs = json.loads(told["specs"])
-        found = {name: Texts(*(arrays[f"{name}.{field}"] for field in ("ids", "bounds", "begins", "tasks")), tuple(specs[name])) for name in specs}
+        found = {name: Texts(*(arrays[f"{name}.{field}"] for field in ARRAYS), tuple(specs[name])) for name in specs}
     except (OSError, SafetensorError, KeyError, ValueError) as e:
         raise ConfigError(f"{file} holds no replies ({e}): delete it, and they are sampled anew") from e
     if told.get("weights") != weights:

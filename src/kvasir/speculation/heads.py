@@ -270,8 +270,8 @@ def load_for(kind: str, given: str, model: ServedModel) -> Head:
     """The head of folder ``given`` ("": the one in the package), ready to run beside ``model``. Raises ConfigError where it cannot."""
     folder = Path(given).expanduser() if given else shipped(kind)
     if folder is None:
-        raise ConfigError(f"the package holds no weights for '{kind}'. Train them with `kvasir train drafter {kind} --target MODEL --out FOLDER`, and "
-                          f"give --drafter {kind}:model=FOLDER; or use --drafter suffix, which needs none.")
+        raise ConfigError(f"the package holds no weights for '{kind}'. Train some with `kvasir train drafter {kind} --target MODEL --out FOLDER`, "
+                          f"and give --drafter {kind}:model=FOLDER; or use --drafter suffix, which needs none.")
     head, trained_for = read(kind, folder)
     served = {"hidden_size": model.spec.hidden_size, "vocab_size": model.spec.vocab_size, "num_layers": len(model.spec.layers),
               "weights": fingerprint(model.norm.weight)}
