@@ -40,7 +40,7 @@ DISCOUNT = 0.8  # of a step's loss, a step further
 BATCH_TOKENS = {"cuda": 1 << 15, "cpu": 1 << 11}
 REPLIES, HELD_OUT = 32768, 1024
 REPLY_TOKENS = 320
-WARMUP = 40
+WARMUP = 100
 STATE, SAMPLES = "state.safetensors", "samples.safetensors"
 
 
