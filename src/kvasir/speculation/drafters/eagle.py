@@ -265,7 +265,7 @@ def _attend(q_BNHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor, se
     groups = k_BSGD.shape[2]
     each = num_heads // groups
     q = q_BNHD.view(batch, count, groups, each, size).transpose(1, 2).reshape(batch, groups, count * each, size)
-    mask = sees_BNS[:, None].repeat_interleave(each, 2) if count > 1 else sees_BNS[:, None]
+    mask = sees_BNS[:, None, :, None].expand(-1, -1, -1, each, -1).flatten(2, 3) if count > 1 else sees_BNS[:, None]
     out = F.scaled_dot_product_attention(q, k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2), attn_mask=mask)
     return out.view(batch, groups, count, each, size).transpose(1, 2).reshape(batch, count, num_heads, size)
 
