@@ -301,7 +301,8 @@ class SpanResult:
     """What a step found for one span. ``tokens``: the emitted path (empty while a prompt is unfinished); ``error``: this
     sequence alone fails; ``scores``: log-probability of the known token after each scored row; ``path``: of a span that
     verifies a draft, the row (0-based in the span) that each token was drawn from; ``top``: of each of its sampled rows, the
-    likeliest tokens, where a drafter asked for them."""
+    likeliest tokens, where a drafter asked for them; ``hidden``: [length, layers, E], the outputs of the layers that a drafter
+    reads (None: none does)."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
@@ -309,6 +310,7 @@ class SpanResult:
     error: str | None = None
     path: list[int] | None = None
     top: list[list[int]] | None = None
+    hidden: torch.Tensor | None = None
 
 
 # ------------------------------------------------------------------------------------------------------------- events

@@ -8,11 +8,13 @@ controller says that this does not pay, nothing here runs but a counter, and the
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from kvasir.config import SpeculationConfig
 from kvasir.engine.draft_times import DraftTimes
+from kvasir.engine.graphs import CudaCapture
 from kvasir.engine.runner import Runner
 from kvasir.engine.spans import ONE_SAMPLE, rows_left
 from kvasir.engine.step_time import Roofline
@@ -26,6 +28,7 @@ from kvasir.types import EngineStats, Plan, Sequence, Span, SpanResult, Status
 
 PLAIN_SAMPLES = 8  # one in so many plain steps is measured,
 FIRST_PLAIN = 16  # after so many of those that follow a drafted one, or the start
+HIDDEN_LEAD = 16  # steps before drafting is tried again from which on hidden states are handed over
 MAX_FAILURES = 8  # of a drafter in a row before it is switched off
 BEST = {"cuda": (5e12, 1e15), "cpu": (4e11, 4e12)}  # bytes and operations a second that no device of today exceeds much
 
@@ -56,19 +59,23 @@ class Drafting:
         self._since_drafted = 0  # plain steps launched
         self._after_drafted = -1  # the plain step behind the last drafted one: it waited for that one's end
         self._ended = 0.0  # when the last step did
+        drafter.attach(runner.model, None if runner.graphs is None else CudaCapture(runner.device))
+        if drafter.hidden_layers:
+            runner.use_taps(drafter.hidden_layers)
 
     # ----------------------------------------------------------------------------------------------------- before a step
 
     def wanted(self, running: Iterable[Sequence]) -> bool:
         """Whether to draft in the next step. Asked once a step, before anything is resolved."""
-        self._drafting = False
-        self._runner.sampler.num_top = 0
-        if self._failures >= MAX_FAILURES or self.controller.resting():
-            return False
-        decodes = [seq for seq in running if rows_left(seq) <= 1]
-        self._drafting = self.controller.wanted(len(decodes), sum(len(seq.tokens) for seq in decodes))
+        self._drafting = self._failures < MAX_FAILURES and not self.controller.resting() and self._worth_it(running)
         self._runner.sampler.num_top = self.drafter.top_tokens if self._drafting else 0
+        if self._runner.taps is not None:
+            self._runner.taps.on = self._drafting or self._failures < MAX_FAILURES and self.controller.rest_left <= HIDDEN_LEAD
         return self._drafting
+
+    def _worth_it(self, running: Iterable[Sequence]) -> bool:
+        decodes = [seq for seq in running if rows_left(seq) <= 1]
+        return self.controller.wanted(len(decodes), sum(len(seq.tokens) for seq in decodes))
 
     def propose(self, running: Iterable[Sequence]) -> None:
         """Set the drafts of all sequences that decode. Nothing may be in flight."""
@@ -81,14 +88,9 @@ class Drafting:
         if self.controller.trying and len(asks) > TRIAL_SEQS:
             asks = asks[::-(-len(asks) // TRIAL_SEQS)]
         for ask in asks:
-            if not ask.seq.state.get("drafted"):
-                ask.seq.state["drafted"] = True
-                self.drafter.open(ask.seq)
-        try:
-            trees = self.drafter.propose(asks)
-        except Exception:
-            self._failures += 1
-            log.exception("drafter %s failed (%d times in a row)", self.drafter.name, self._failures)
+            self._open(ask.seq)
+        trees = self._guarded(self.drafter.propose, asks)
+        if trees is None:
             return
         self._failures = 0
         for tree in trees:
@@ -103,6 +105,20 @@ class Drafting:
             if tree.tokens:
                 self._pending[ask.seq] = tree
                 ask.seq.draft, ask.seq.draft_parents = tree.tokens, [] if tree.is_chain else tree.parents
+
+    def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
+        """What a drafter does wrong costs no request. None: it failed."""
+        try:
+            return call(*args)
+        except Exception:
+            self._failures += 1
+            log.exception("drafter %s failed (%d times in a row)", self.drafter.name, self._failures)
+            return None
+
+    def _open(self, seq: Sequence) -> None:
+        if not seq.state.get("drafted"):
+            seq.state["drafted"] = True
+            self.drafter.open(seq)
 
     def _ask(self, seq: Sequence) -> Ask | None:
         most, wanted = self._config.max_draft_tokens, seq.request.params.num_draft_tokens
@@ -147,7 +163,7 @@ class Drafting:
                 self._runner.pool.move_slots(group, sources, targets)
         tree = self._pending.get(span.seq)
         if result.top is not None and tree is not None:
-            self.drafter.recycle(span.seq, [span.seq.tokens[-1], *tree.tokens], result.top)
+            self._guarded(self.drafter.recycle, span.seq, [span.seq.tokens[-1], *tree.tokens], result.top)
 
     def observe(self, span: Span, result: SpanResult) -> None:
         """The same span, committed."""
@@ -156,7 +172,13 @@ class Drafting:
             return
         path = tree.path(result.tokens)
         self.controller.observe(tree, path)
-        self.drafter.observe(span.seq, tree, path)
+        self._guarded(self.drafter.observe, span.seq, tree, path, _committed(span, result))
+
+    def ingest(self, span: Span, result: SpanResult) -> None:
+        """A span that verified nothing was committed: its hidden states, where the drafter reads them."""
+        if span.valid and self._failures < MAX_FAILURES:
+            self._open(span.seq)
+            self._guarded(self.drafter.ingest, span.seq, result.hidden, span.start)
 
     def completed(self, plan: Plan) -> None:
         """From the end of one step to the end of the next: what lies between is the price of it, whoever it was that waited."""
@@ -189,6 +211,14 @@ class Drafting:
         s = self.controller.stats
         stats.draft_steps, stats.drafts, stats.drafted_tokens, stats.accepted_tokens = s.steps, s.verified, s.drafted, s.accepted
         stats.accepted_by_depth, stats.drafted_by = s.by_depth, s.by_source
+
+
+def _committed(span: Span, result: SpanResult) -> Any:
+    """The hidden states [K, layers, E] of a verified span's committed rows: up to the anchor, then along the path."""
+    if result.hidden is None:
+        return None
+    rows = [*range(result.path[0] + 1), *result.path[1:]][:span.seq.num_computed - span.start]
+    return result.hidden[:len(rows)] if rows[-1:] == [len(rows) - 1] else result.hidden[rows]
 
 
 def holds_draft(plan: Plan) -> bool:

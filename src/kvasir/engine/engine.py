@@ -314,6 +314,8 @@ class Engine:
                 if span.want is ONE_SAMPLE and result.error is None and result.logprobs is None:
                     event = self._append(span, result.tokens[0])
                 event = event or self._commit(span, result)
+                if result.hidden is not None and not result.path:
+                    self._drafting.ingest(span, result)
                 if event is not None:
                     events.append(event)
         self.scheduler.complete(plan)

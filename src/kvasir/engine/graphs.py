@@ -26,6 +26,7 @@ from kvasir.attention.backend import AttentionBackend
 from kvasir.decoding.sampler import MASKED_ERROR, NUMERIC_ERROR, SLICE_BYTES, Sampler, resolve_span
 from kvasir.engine.device_rows import UNKNOWN, DeviceRows
 from kvasir.engine.spans import ONE_SAMPLE
+from kvasir.engine.taps import Tapped, Taps
 from kvasir.kernels.sample import sample_rows
 from kvasir.kv.codec import LayerCache
 from kvasir.logs import log
@@ -100,6 +101,12 @@ class DecodeGraphs:
         # What crosses over is staged in turns: a buffer is written again only after the step that used it was read.
         self._stages = cycle([_Stage(most, device) for _ in range(2)])
         self._host_starts: list[int] = []
+        self._taps: Taps | None = None
+        self._tapped: Tapped | None = None
+
+    def use_taps(self, taps: Taps) -> None:
+        """Graphs captured from now on also write what ``taps`` asks for."""
+        self._taps, self._tapped = taps, taps.memory(self.buckets[-1])
 
     # ---------------------------------------------------------------------------------------------------------- running
 
@@ -129,6 +136,10 @@ class DecodeGraphs:
         size, _, drafted = self._send(spans)
         self._run(size, False, drafted)
         return self._hidden[:sum(span.length for span in spans)]
+
+    def hidden(self, spans: list[Span]) -> torch.Tensor | None:
+        """What the step launched last has tapped [T, layers, E], if anybody wants it."""
+        return None if self._taps is None else self._taps.taken(self._tapped, sum(span.length for span in spans))
 
     def _send(self, spans: list[Span]) -> tuple[int, _Stage, bool]:
         """Bring rows, starts and what else changed to the device. Returns the bucket, the host buffers in use and whether
@@ -194,7 +205,7 @@ class DecodeGraphs:
             context=starts_B.int(), tables=tables, slots=slots, logit_rows=self._logit_rows[:size], starts=self._host_starts,
             lengths=[1] * size)
         self.backend.plan(batch)
-        hidden_BE = self.model.forward(batch, self.caches, self.backend)
+        hidden_BE = self.model.forward(batch, self.caches, self.backend, None if self._tapped is None else self._tapped.by_layer)
         if not draws:
             self._hidden[:size].copy_(hidden_BE)
             return

@@ -125,6 +125,11 @@ class Controller:
             return True
         return False
 
+    @property
+    def rest_left(self) -> int:
+        """Plain steps until drafting is tried again; 0: it is not resting."""
+        return self._rest
+
     def wanted(self, num_seqs: int, context: int) -> bool:
         """Whether to draft in the next step, for ``num_seqs`` decodes with ``context`` tokens before them in all."""
         if not num_seqs:

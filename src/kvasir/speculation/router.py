@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 from kvasir import technique
 from kvasir.errors import ConfigError
 from kvasir.speculation.controller import Survival
-from kvasir.speculation.drafter import DRAFTERS, Ask, Drafter, Host
+from kvasir.speculation.drafter import DRAFTERS, Ask, Capture, Drafter, Host, ServedModel
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import Sequence
 
@@ -35,14 +36,17 @@ def load_drafter(spec: str) -> Drafter:
 
 
 class Router(Drafter):
-    def __init__(self, drafters: list[Drafter]) -> None:
+    """``clock``: seconds, as of ``time.perf_counter``."""
+
+    def __init__(self, drafters: list[Drafter], clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__()
+        self._clock = clock
         self.name = "+".join(d.name for d in drafters)
         self.drafters = {d.name: d for d in drafters}
-        self.hidden_layers = tuple(sorted({layer for d in drafters for layer in d.hidden_layers}))
         self.top_tokens = max(d.top_tokens for d in drafters)
         self.place = next((d.place for d in drafters if d.place != "cpu"), "cpu")
         self.topology = "tree" if any(d.topology == "tree" for d in drafters) else "chain"
+        self._columns: dict[str, list[int]] = {}  # of the hidden states: those that a drafter reads
         self._cheap = [d.name for d in drafters if d.place == "cpu"]
         self._models = [d.name for d in drafters if d.place != "cpu"]
         self._survival = Survival()
@@ -58,7 +62,7 @@ class Router(Drafter):
     # --------------------------------------------------------------------------------------------------------- propose
 
     def propose(self, asks: list[Ask]) -> list[DraftTree]:
-        began = time.perf_counter()
+        began = self._clock()
         if self._ended:
             rest = min(began - self._ended, 4 * self._rest or began - self._ended)
             self._rest = rest if not self._rest else DECAY * self._rest + (1 - DECAY) * rest
@@ -70,23 +74,26 @@ class Router(Drafter):
             self._ask(name, [i for i, choice in enumerate(chosen) if choice == name], asks, offers)
         for ask, choice in zip(asks, chosen):
             ask.seq.state["routed"] = choice
-        self._ended = time.perf_counter()
+        self._ended = self._clock()
         return [found.get(choice, DraftTree()) for found, choice in zip(offers, chosen)]
 
     def _ask(self, name: str, which: list[int], asks: list[Ask], offers: list[dict[str, DraftTree]]) -> None:
         if not which:
             return
-        drafter, began = self.drafters[name], time.perf_counter()
+        drafter, began = self.drafters[name], self._clock()
         for i in which:
-            opened = asks[i].seq.state.setdefault("routed_open", set())
-            if name not in opened:
-                opened.add(name)
-                drafter.open(asks[i].seq)
+            self._open(asks[i].seq, name)
         for i, tree in zip(which, drafter.propose([asks[i] for i in which])):
             tree.source = name
             offers[i][name] = tree
-        cost = (time.perf_counter() - began) / len(which)
+        cost = (self._clock() - began) / len(which)
         self._cost[name] = DECAY * self._cost[name] + (1 - DECAY) * cost if self._cost[name] else cost
+
+    def _open(self, seq: Sequence, name: str) -> None:
+        opened = seq.state.setdefault("routed_open", set())
+        if name not in opened:
+            opened.add(name)
+            self.drafters[name].open(seq)
 
     def _choose(self, seq: Sequence, found: dict[str, DraftTree], num_asks: int) -> str:
         pinned = seq.request.params.drafter
@@ -119,8 +126,10 @@ class Router(Drafter):
             counts[0] = DECAY * counts[0] + len(path)
             counts[1] = DECAY * counts[1] + 1.0
         for name, drafter in self.drafters.items():
-            if name == tree.source or (hidden is not None and drafter.hidden_layers):
-                drafter.observe(seq, tree, path, hidden)
+            if hidden is not None and name in self._columns:
+                drafter.observe(seq, tree, path, hidden[:, self._columns[name]])
+            elif name == tree.source:
+                drafter.observe(seq, tree, path)
 
     def recycle(self, seq: Sequence, tokens: list[int], top: list[list[int]]) -> None:
         for drafter in self.drafters.values():
@@ -133,10 +142,21 @@ class Router(Drafter):
         for drafter in self.drafters.values():
             drafter.prepare(host)
 
-    def ingest(self, seq: Sequence, hidden: Any, start: int) -> None:
+    def attach(self, model: ServedModel, capture: Capture | None = None) -> None:
         for drafter in self.drafters.values():
-            if drafter.hidden_layers:
-                drafter.ingest(seq, hidden, start)
+            drafter.attach(model, capture)
+        self.hidden_layers = tuple(sorted({layer for d in self.drafters.values() for layer in d.hidden_layers}))
+        self._columns = {name: [self.hidden_layers.index(layer) for layer in d.hidden_layers]
+                         for name, d in self.drafters.items() if d.hidden_layers}
+
+    def open(self, seq: Sequence) -> None:
+        """Those that read hidden states are handed them from now on; the others are opened when they are first asked."""
+        for name in self._columns:
+            self._open(seq, name)
+
+    def ingest(self, seq: Sequence, hidden: Any, start: int) -> None:
+        for name, columns in self._columns.items():
+            self.drafters[name].ingest(seq, hidden[:, columns], start)
 
     def close(self, seq: Sequence) -> None:
         for name in seq.state.get("routed_open", ()):
