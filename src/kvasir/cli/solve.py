@@ -31,7 +31,7 @@ from kvasir.scaling.strategy import Strategy, load_strategy
 if TYPE_CHECKING:
     from kvasir.lab.task import Problem as LabProblem
 
-ROOM = 3  # a reply may be so many times as long as the longest solution, and a little: a judge's check covers two
+ROOM = 1.5  # a reply may be so many times as long as the longest right one, and a little
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,11 @@ class LabPrompts(Prompts):
 
 
 def lab_problems(task: Task, drawn: Sequence[LabProblem]) -> list[Problem]:
-    """The lab's problems as strategies see them: without their answers."""
+    """The lab's problems as strategies see them: without their answers. Of a reply with a check, the solution below it is what counts."""
     if any(p.tools for p in drawn):
         raise ConfigError(f"task '{task.name}' calls tools, which no strategy does")
     prompts = LabPrompts() if task.candidates else Prompts()
-    return [Problem(f"p{i}", p.messages, task.answer, prompts) for i, p in enumerate(drawn)]
+    return [Problem(f"p{i}", p.messages, lambda text: task.answer(forms.solution(text)), prompts) for i, p in enumerate(drawn)]
 
 
 def parse_amounts(text: str | None, option: str) -> Budget | None:
@@ -165,13 +165,17 @@ def run(config: EngineConfig, job: Job, output: Path | None) -> None:
     endpoints = build_endpoints(job, config)
     for strategy in strategies.values():
         strategy.check(endpoints, problems[0].prompts)
-    sampling = Sampling(job.max_tokens or _room(endpoints, drawn), job.temperature)
+    sampling = Sampling(job.max_tokens or _room(endpoints, task, drawn), job.temperature)
     outcomes = asyncio.run(_solve(job, strategies, problems, endpoints, sampling))
-    right = {spec: [task.check(p, s.result.text) for p, s in zip(drawn, found.solved)] for spec, found in outcomes.items()}
+
+    def check(i: int, text: str) -> bool:
+        return task.check(drawn[i], forms.solution(text))
+
+    right = {spec: [check(i, s.result.text) for i, s in enumerate(found.solved)] for spec, found in outcomes.items()}
     arms = []
     for spec, found in outcomes.items():
         metrics = figures(found, right[spec]) | {"interval": list(wilson(sum(right[spec]), len(drawn)))}
-        by_loop = loops(found, lambda i, text: task.check(drawn[i], text), task.answer)
+        by_loop = loops(found, check, problems[0].answer)
         arms.append(arm(spec, _described(job, sampling, endpoints), metrics | ({"loops": by_loop} if by_loop else {})))
     named = [(a["name"], a["metrics"]) for a in arms]
     outcome = result(f"solve-{job.task}", arms)
@@ -183,10 +187,13 @@ def run(config: EngineConfig, job: Job, output: Path | None) -> None:
         output.write_text(json.dumps(outcome, indent=1) + "\n")
 
 
-def _room(endpoints: Sequence[Endpoint], drawn: Sequence[LabProblem]) -> int:
-    """Tokens that a reply may take, from the longest solution."""
+def _room(endpoints: Sequence[Endpoint], task: Task, drawn: Sequence[LabProblem]) -> int:
+    """Tokens that a reply may take, from the longest solution; with the check of as many candidates as were trained on, where the task has one."""
     tokenizer = next((e.tokenizer for e in endpoints if hasattr(e, "tokenizer")), None)
-    return 512 if tokenizer is None else ROOM * max(len(tokenizer.encode(p.solution, add_special=False)) for p in drawn) + 32
+    if tokenizer is None:
+        return 512
+    asked = [forms.FormTask("aggregate", task).case(p, [p.solution] * forms.DRAWN) for p in drawn] if task.candidates else drawn
+    return int(ROOM * max(len(tokenizer.encode(p.solution, add_special=False)) for p in asked)) + 32
 
 
 async def _solve(job: Job, strategies: dict[str, Strategy], problems: Sequence[Problem], endpoints: Sequence[Endpoint],
