@@ -34,6 +34,7 @@ from kvasir.types import EngineStats, SamplingParams
 TASKS = ("chain", "state", "schema", "story")
 GRAM = 4
 SHAPE_TEMPERATURE = 10.0
+WARM_TOKENS = 24
 FIXED = (1, 2, 4, 8)  # depths that the controller is compared with
 
 
@@ -131,6 +132,9 @@ class Sweep:
         before, plain = self._rounds(loads, SpeculationConfig(), None, outputs := [])
         prompts = self._prompts(loads[-1])
         known = {tuple(p): o for load, found in zip(loads, outputs) for p, o in zip(load.prompts, found)}
+        for depth in depths:  # kernels of these steps are compiled before anything counts
+            self._rounds([Load(loads[0].prompts, [dataclasses.replace(q, max_tokens=WARM_TOKENS) for q in loads[0].params])],
+                         SpeculationConfig(drafter="replay:accept=0.5", draft_control="fixed", max_draft_tokens=depth), known, [], warm=0)
         runs: dict[str, tuple[list[float], dict[str, Any]]] = {}
         for accept in accepts:
             spec = SpeculationConfig(drafter=f"replay:accept={accept:g}")
@@ -155,12 +159,14 @@ class Sweep:
         self._save(self.arms)
 
     def _compare(self, batch: int, accepts: Sequence[float]) -> None:
-        """The controller against the best that was measured beside it: the best fixed depth, or none."""
-        found = {a["name"]: a["metrics"].get("of_plain") for a in self.arms}
+        """The controller against the best that was measured beside it, the best fixed depth or none: in the first round, which is
+        the one that fixed depths run, since other tokens are spoiled in another one."""
+        found = {a["name"]: a["metrics"] for a in self.arms}
         for accept in accepts:
-            best = max([1.0, *(ratio for name, ratio in found.items() if name.startswith("fixed") and name.endswith(f" accept={accept:g} {batch}"))])
-            entry = next(a for a in self.arms if a["name"] == f"goodput accept={accept:g} {batch}")
-            entry["metrics"]["of_best_fixed"] = round(entry["metrics"]["of_plain"] / best, 4)
+            beside = [name for name in found if name.startswith("fixed") and name.endswith(f" accept={accept:g} {batch}")]
+            rates = [found[name]["decode_tok_s"]["median"] for name in [f"plain {batch}", *beside]]
+            entry = found[f"goodput accept={accept:g} {batch}"]
+            entry["of_best_fixed"] = round(entry["decode_tok_s"]["values"][0] / max(rates), 4)
 
     def _prompts(self, load: Load) -> float:
         """Seconds that the prompts alone take."""

@@ -15,6 +15,7 @@ from kvasir.engine.step_time import Roofline, StepShape, StepTimeModel
 
 WARM_UP = 5  # steps of a size before their time counts, where it cannot be seen whether they are captured
 DECAY = 0.9  # of the ratios,
+SURE = 4  # observations of a size of which the shortest counts,
 CLIP = 1.25  # and how far from the present one a step's counts at most
 
 
@@ -25,6 +26,8 @@ class DraftTimes:
         self._graphs = graphs
         self._models = {drafted: StepTimeModel(roofline) for drafted in (False, True)}
         self._ratios: dict[tuple[bool, int], float] = {}
+        self._first: dict[tuple[bool, int], float] = {}
+        self._counts: Counter[tuple[bool, int]] = Counter()  # observations
         self._runs: Counter[tuple[bool, int]] = Counter()
         self._captured: set[tuple[bool, int]] = set()
 
@@ -40,13 +43,19 @@ class DraftTimes:
         if not self._warm(key, graph):
             return False
         shape = StepShape(rows=size, decode_context=context, sequences=num_seqs)
-        ratio = seconds / self._model(size, num_seqs, context, graph, drafted)
-        if known := self._ratios.get(key):
-            # An outlier must not move it much: a size that looks dear is not tried again soon.
-            ratio = DECAY * known + (1 - DECAY) * min(max(ratio, known / CLIP), CLIP * known)
-        self._ratios[key] = ratio
         before = self._model(size, num_seqs, context, graph, drafted)
-        self._models[drafted].observe(shape, seconds, graph=graph)
+        ratio, count = seconds / before, self._counts[key]
+        self._counts[key] += 1
+        if not count:
+            self._first[key] = ratio
+            return False  # it may have compiled after all: believed when the next one says so, too
+        known = self._ratios.get(key, self._first[key])
+        # Neither an outlier nor a late compilation must move it much: a size that looks dear is not tried again soon.
+        if count < SURE:
+            self._ratios[key] = min(ratio, known)
+        else:
+            self._ratios[key] = DECAY * known + (1 - DECAY) * min(max(ratio, known / CLIP), CLIP * known)
+        self._models[drafted].observe(shape, min(seconds, CLIP * self._ratios[key] * before), graph=graph)
         # The model has just learnt a part of what the ratio knew.
         self._ratios[key] *= before / self._model(size, num_seqs, context, graph, drafted)
         return True

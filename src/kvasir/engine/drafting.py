@@ -74,8 +74,9 @@ class Drafting:
         return self._drafting
 
     def _worth_it(self, running: Iterable[Sequence]) -> bool:
+        running = list(running)
         decodes = [seq for seq in running if rows_left(seq) <= 1]
-        return self.controller.wanted(len(decodes), sum(len(seq.tokens) for seq in decodes))
+        return self.controller.wanted(len(decodes), sum(len(seq.tokens) for seq in decodes), len(decodes) == len(running))
 
     def propose(self, running: Iterable[Sequence]) -> None:
         """Set the drafts of all sequences that decode. Nothing may be in flight."""
@@ -125,6 +126,8 @@ class Drafting:
         if wanted is not None:
             most = min(most, wanted)
         most = min(most, self._max_model_len - 1 - len(seq.tokens), seq.max_output - 1 - seq.num_output)
+        if self.controller.most_nodes is not None:
+            most = min(most, self.controller.most_nodes)
         if most > 0 and self._lengths is not None:
             most = self._lengths.budget(seq, most)
         return Ask(seq, most, most) if most > 0 else None

@@ -28,14 +28,17 @@ EST_EDGES = (0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)  # of the bins of the drafte
 DEPTHS = 8  # bins of depth; the last one is for all that are deeper
 PRIOR_WEIGHT = 4.0  # observations that the drafter's own estimate counts for
 FORGETTING = 0.997  # of a bin's evidence, an observation
-MIN_GAIN = 1.02  # below this drafting is not worth it
+START_GAIN, MIN_GAIN = 1.04, 1.02  # drafting starts above the one, by what is predicted, and ends below the other
 TRIAL_STEPS, MAX_TRIAL = 4, 16  # drafted steps in a trial that could be measured, and at most
 TRIAL_NODES = 4  # a sequence, whatever they are believed to be worth: else what is believed bad is never seen again
 TRIAL_SEQS = 8  # of those that decode: enough to learn from, and cheap in a large batch
+AGAIN = 4  # steps until it is asked again whether a trial that is due has the device for itself
 MIN_PAUSE, MAX_PAUSE = 16, 1024  # plain steps between trials
 ALLOWANCE = 0.01  # of the time of plain steps goes into the account
-CREDIT_STEPS = 16  # plain steps' time in the account at the start, and at most
+CREDIT_STEPS = 8  # plain steps' time in the account at the start, and at most
 OUTLIER = 4.0  # times its prediction: more of a step is not charged, it was something else
+UNKNOWN = 1.0  # plain step that a drafted one is charged beside its own which compiled, say, and tells nothing of what it will cost
+MARGIN = 2  # nodes that are proposed beyond the most that was worth verifying in the last step
 REFRESH, REFRESH_STEPS = 512, 4  # after so many drafted steps in a row, plain ones to see what those cost by now
 RECENT = 32  # proposals that show what the next ones will be like
 
@@ -109,7 +112,9 @@ class Controller:
         self._rest = 0 if fixed else MIN_PAUSE  # plain steps until drafts are thought of; the first ones show what a plain step costs
         self._due = True  # a trial, when the rest is over
         self._in_a_row = 0  # drafted steps
+        self._drafted_last = False  # because it pays, not on trial
         self._accepted = 0  # of the step being observed
+        self.most_nodes: int | None = None  # worth proposing for a sequence; None: all that there may be
 
     # ---------------------------------------------------------------------------------------------------------- decide
 
@@ -130,21 +135,28 @@ class Controller:
         """Plain steps until drafting is tried again; 0: it is not resting."""
         return self._rest
 
-    def wanted(self, num_seqs: int, context: int) -> bool:
-        """Whether to draft in the next step, for ``num_seqs`` decodes with ``context`` tokens before them in all."""
+    def wanted(self, num_seqs: int, context: int, alone: bool = True) -> bool:
+        """Whether to draft in the next step, for ``num_seqs`` decodes with ``context`` tokens before them in all. ``alone``: no
+        prompt is computed beside them; only then a trial tells anything."""
         if not num_seqs:
             return False
-        if self._fixed or self._trial:
+        if self._fixed:
             return True
+        if self._trial:
+            return alone
         plain = self._seconds(num_seqs, context, 0, False)
         self._credit = CREDIT_STEPS * plain if self._credit is None else min(self._credit, CREDIT_STEPS * plain)
-        if self._credit >= 0 and self._gain(num_seqs, context, plain) >= MIN_GAIN:
-            self._pause, self._due = MIN_PAUSE, False
+        if self._credit >= 0 and self._gain(num_seqs, context, plain) >= (MIN_GAIN if self._drafted_last else START_GAIN):
+            self._pause, self._due, self._drafted_last = MIN_PAUSE, False, True
             if self._in_a_row < REFRESH:
                 return True
             self._in_a_row, self._rest = 0, REFRESH_STEPS - 1
             return False
+        self._drafted_last, self.most_nodes = False, None
         if self._due:
+            if not alone:
+                self._rest = AGAIN
+                return False
             self._due = False
             price = self._seconds(num_seqs, context, TRIAL_NODES * min(num_seqs, TRIAL_SEQS), True) - plain
             self._trial = min(TRIAL_STEPS, int(self._credit / max(price, ALLOWANCE * plain)))
@@ -196,6 +208,7 @@ class Controller:
         chosen: list[list[int]] = [[] for _ in trees]
         for _, i, node in ranked[:best]:
             chosen[i].append(node)
+        self.most_nodes = max(map(len, chosen), default=0) + MARGIN
         return [tree if len(nodes) == len(tree) else tree.keep(nodes) for tree, nodes in zip(trees, chosen)]
 
     # ----------------------------------------------------------------------------------------------------------- learn
@@ -231,11 +244,16 @@ class Controller:
         if self._trial:
             self._trial_left -= 1
             self._trial = 0 if not self._trial_left else self._trial - (seconds is not None)
-        if seconds is None or not num_seqs or self._credit is None:
+        if not num_seqs or self._credit is None:
             return
         plain = self._seconds(num_seqs, context, 0, False)
+        if seconds is None:
+            self._credit -= UNKNOWN * plain
+            self._trial = 0 if self._credit < 0 else self._trial
+            return
         took = min(seconds, OUTLIER * self._seconds(num_seqs, context, num_drafts, True))
         self._credit += (1.0 + accepted / num_seqs) * plain - took
+        self._trial = 0 if self._credit < 0 else self._trial
 
     def rested(self, seconds: float, excess: float = 0.0) -> None:
         """A plain step took ``seconds``; ``excess`` of them because the step before it was drafted."""
