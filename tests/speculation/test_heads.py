@@ -107,6 +107,20 @@ def test_what_was_learnt_is_accepted_and_wrong_hidden_states_are_not(kind, folde
     assert run() < 0.5 * right
 
 
+def test_beside_other_drafters_each_gets_its_own_layers(folders, reference):
+    """Routed by step and request; heads follow every row whoever drafted."""
+    d = driver(f"{spec('medusa', folders)}+ngram:min_match=1+{spec('eagle', folders)}", max_num_batched_tokens=32)
+    router = d.engine._drafting.drafter
+    assert router.hidden_layers == (1, 2, 3) and router._columns == {"medusa": [2], "eagle": [0, 1, 2]}
+    for tag, drafter in (("r", None), ("e", "eagle"), ("m", "medusa")):
+        d.run(requests(d, 0.0, tag=tag, drafter=drafter))
+    found = tokens(d)
+    assert all(found[tag + name[1:], b] == t for (name, b), t in reference(0.0, 1, "plain").items() for tag in "rem")
+    by = d.engine.stats().drafted_by
+    assert by["eagle"][1] > 10 and by["medusa"][1] > 10 and not router.drafters["eagle"]._lanes
+    d.close()
+
+
 def test_one_step_without_hidden_states_is_only_a_gap(folders, reference, monkeypatch):
     """What a drafter never saw it does without: prefixes in the cache, rests of the controller."""
     real, count = drafting.Drafting.ingest, 0

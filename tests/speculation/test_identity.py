@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 
 from kvasir.engine.graphs import call_through
+from kvasir.errors import RequestError
 from kvasir.types import Grammar
 from tests.pairwise import label, pairwise, product
 from tests.speculation.helpers import LENGTHS, Hostile, driver, install, outputs, plain, requests
 
 FACTORS = {
-    "drafter": ["ngram:min_match=1", "suffix:min_match=1", "draft_model:model=embedded", "replay:accept=0.7", "hostile"],
+    "drafter": ["ngram:min_match=1", "suffix:min_match=1", "draft_model:model=embedded", "token_recycling", "layer_skip:exits=1+2", "ngram:min_match=1+suffix+layer_skip",
+                "replay:accept=0.7",
+                "hostile"],
     "temperature": [0.0, 0.7, 1.0],
     "chunk": [6, 17, 64],
     "cache": [True, False],
@@ -111,6 +114,17 @@ def test_a_request_may_do_without():
     d.run(requests(d, 0.0, tag="one", num_draft_tokens=1))
     stats = d.engine.stats()
     assert 0 < stats.drafted_tokens == stats.drafts
+    d.close()
+
+
+def test_a_request_may_choose_its_drafter():
+    d = driver("suffix:min_match=1+token_recycling")
+    d.run(requests(d, 0.0, drafter="token_recycling"))
+    assert set(d.engine.stats().drafted_by) == {"token_recycling"}
+    d.run(requests(d, 0.0, tag="two", drafter="suffix"))
+    assert set(d.engine.stats().drafted_by) == {"token_recycling", "suffix"}
+    with pytest.raises(RequestError, match="there are suffix, token_recycling"):
+        requests(d, 0.0, drafter="ngram")
     d.close()
 
 

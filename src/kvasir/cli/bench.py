@@ -162,18 +162,19 @@ def speculation(model: Model = "", shape: Shape = None,
                 drafter: Annotated[list[str] | None, typer.Option("--drafter", help="Repeatable; default: ngram, suffix.")] = None,
                 task: Annotated[list[str] | None, typer.Option("--task", help="Of the lab, repeatable; default: four.")] = None,
                 accept: Annotated[list[float] | None, typer.Option(min=0, max=1, help="Set acceptance of replayed outputs; repeatable.")] = None,
-                batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 4,
+                batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once, default 4; of a shape, repeatable.")] = None,
                 count: Annotated[int, typer.Option(min=1, help="Problems of each task.")] = 8,
                 prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt of a shape.")] = 512,
                 output_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of each output.")] = 128,
                 temperature: Annotated[float, typer.Option(min=0, help="Of the lab's tasks; 0: greedy.")] = 0.0,
+                seconds: Annotated[float, typer.Option(min=1, help="Of a shape: fixed depths are left out after so many seconds.")] = 300.0,
                 repeats: Repeats = 3, commit: Commit = None, output: JSONFile = None, **options: Any) -> None:
     """Drafts: forwards, acceptance by depth and tokens per second, against the plain engine on the same prompts."""
     from kvasir.bench import speculation as command
 
     check_output(output, make=True)
-    command.run(build_settings({"model": model, **options}, EngineConfig), shape=shape, drafters=drafter, tasks=task, accepts=accept, batch=batch,
-                count=count, prompt=prompt, output_tokens=output_tokens, temperature=temperature, repeats=repeats, output=output, commit=commit)
+    command.run(build_settings({"model": model, **options}, EngineConfig), shape=shape, drafters=drafter, tasks=task, accepts=accept, batch=batch or [4],
+                count=count, prompt=prompt, output_tokens=output_tokens, temperature=temperature, repeats=repeats, seconds=seconds, output=output, commit=commit)
 
 
 @app.command("merge", cls=Command)

@@ -50,9 +50,10 @@ class Runner:
         self.taps: Taps | None = None
         self.tapes = DecodeTapes(model, pool, backend) if DecodeTapes.can_serve(model, pool, backend) else None
 
-    def use_graphs(self, capture: Capture) -> None:
-        """From now on, run steps that only decode over static buffers, captured and replayed by ``capture``."""
-        self.graphs = DecodeGraphs(self.model, self.caches, self.backend, self.sampler, self.rows, capture)
+    def use_graphs(self, capture: Capture, max_drafts: int = 0) -> None:
+        """From now on, run steps that only decode over static buffers, captured and replayed by ``capture``; with up to
+        ``max_drafts`` drafts a sequence."""
+        self.graphs = DecodeGraphs(self.model, self.caches, self.backend, self.sampler, self.rows, capture, max_drafts)
 
     def use_taps(self, layers: tuple[int, ...]) -> None:
         """From now on, hand out the outputs of these layers with every span's result. Before any step is captured or recorded."""
@@ -87,7 +88,7 @@ class Runner:
         """The handle, and what was tapped [T, layers, E]."""
         graphs, taps = self.graphs, self.taps
         if graphs is not None and graphs.takes(spans):
-            if self.sampler.simple(spans):
+            if self.sampler.simple(spans) and not self.sampler.num_top:
                 return graphs.decode(spans), graphs.hidden(spans)
             hidden_SE = graphs.forward(spans)
             return self._sample(spans, lambda a, b: self.model.logits(hidden_SE[a:b])), graphs.hidden(spans)

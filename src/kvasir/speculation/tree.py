@@ -20,6 +20,7 @@ class DraftTree:
     parents: list[int] = field(default_factory=list)
     est: list[float] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
+    source: str = ""  # the drafter, where there are several
     _places: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -55,7 +56,7 @@ class DraftTree:
         children: dict[int, list[int]] = {}
         for node in sorted(nodes, key=lambda i: -self.est[i]):
             children.setdefault(self.parents[node], []).append(node)
-        tree, places = DraftTree(), {-1: -1}
+        tree, places = DraftTree(source=self.source), {-1: -1}
         stack = children.get(-1, [])[::-1]
         while stack:
             node = stack.pop()
@@ -63,6 +64,14 @@ class DraftTree:
             stack += children.get(node, [])[::-1]
         assert len(tree) == len(nodes), "a node is kept whose parent is not"
         return tree
+
+    def trunk(self) -> DraftTree:
+        """The chain of the first child, its first child, and so on: of a kept tree, the most likely path."""
+        chosen: list[int] = []
+        for node, parent in enumerate(self.parents):
+            if parent == (chosen[-1] if chosen else -1):
+                chosen.append(node)
+        return self if len(chosen) == len(self) else self.keep(chosen)
 
     def path(self, emitted: list[int]) -> list[int]:
         """The nodes that ``emitted``, the tokens after the anchor, runs through."""
