@@ -267,7 +267,7 @@ def test_a_tree_is_the_best_of_its_chains(eagle):
 
 
 def test_lanes_hold_a_window_and_are_taken_over(eagle):
-    """Rows beyond the window fall out; a branch takes over what its sibling saw before it; the oldest gives way."""
+    """Rows beyond the window fall out; a branch takes over what its sibling saw before it; who finds none free waits."""
     _, model, folder = eagle
     drafter = EagleDrafter(Config(model=str(folder), width=1, window=64, lanes=2))
     drafter.attach(model)
@@ -282,9 +282,11 @@ def test_lanes_hold_a_window_and_are_taken_over(eagle):
     assert sorted(p for p in drafter._positions[drafter._lanes[branch].index].tolist() if p >= 0) == list(range(136, 141))
     other = sequence([2] * 9)
     drafter.ingest(other, features[:8], 0)
-    assert first not in drafter._lanes and len(drafter._lanes) == 2
-    assert not drafter.propose([Ask(first, 4, 4)])[0].tokens and drafter.propose([Ask(other, 4, 4)])[0].tokens
-    for seq in (branch, other):
+    assert not drafter.propose([Ask(other, 4, 4)])[0].tokens and drafter.propose([Ask(first, 4, 4)])[0].tokens
+    drafter.close(branch)
+    drafter.ingest(other, features[7:8], 7)
+    assert drafter.propose([Ask(other, 4, 4)])[0].tokens
+    for seq in (first, other):
         drafter.close(seq)
     assert len(drafter._free) == 2 and not drafter._queue
 

@@ -313,7 +313,7 @@ def guess(logits_BNV: torch.Tensor, draws: Draws, positions_BN: torch.Tensor) ->
     y = logits_BNV.float()
     if draws.hot:
         count = logits_BNV.shape[1]
-        noise = gumbel(draws.stream_B.repeat_interleave(count), positions_BN.flatten(), logits_BNV.shape[-1]).view_as(y)
+        noise = gumbel(draws.stream_B[:, None].expand(-1, count).flatten(), positions_BN.flatten(), logits_BNV.shape[-1]).view_as(y)
         temperature = draws.temperature_B[:, None, None]
         y = torch.where(temperature >= 1e-5, y / temperature.clamp(min=1e-5) + noise, y)
     return y.log_softmax(-1)

@@ -10,14 +10,13 @@ Where decode steps are CUDA graphs, so is drafting: one graph for a number of se
 Its single layer makes keys of committed rows cheap: they depend on a row's own hidden states and the token after it, on no attention.
 They lie in *lanes*, rings of the last ``window`` positions of a sequence, each key with its position. So a row that was never
 seen (a prefix that was in the cache, steps at which drafting was off) is only missing; a further branch of a request takes over
-what the first one saw. Sequences beyond ``lanes`` take the lane of who was drafted for longest ago.
+what the first one saw. A sequence that finds no lane free is not drafted for until one is.
 
 Legend: B sequences, N nodes of a level, C children a node, S slots, R rows, E model dim, H query heads, G KV heads, D head dim, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -86,7 +85,7 @@ class EagleDrafter(Drafter):
         for name, low in (("max_depth", 0), ("width", 1), ("window", LEAST), ("lanes", 1)):
             if getattr(self.config, name) < low:
                 raise ConfigError(f"eagle:{name}={getattr(self.config, name)}: at least {low}")
-        self._lanes: OrderedDict[Sequence, _Lane] = OrderedDict()  # least recently drafted for first
+        self._lanes: dict[Sequence, _Lane] = {}
         self._free = list(range(self.config.lanes))[::-1]
         self._queue: list[_Piece] = []
         self._deepest = 0
@@ -108,6 +107,8 @@ class EagleDrafter(Drafter):
 
     def ingest(self, seq: Sequence, hidden: torch.Tensor, start: int) -> None:
         lane, window = self._lane(seq, start), self.config.window
+        if lane is None:
+            return
         lane.end = start + len(hidden)
         first = max(start, lane.end - window)
         if sum(len(piece.tokens) for piece in self._queue) + lane.end - first > window:  # so that no slot stands in a batch twice
@@ -125,11 +126,9 @@ class EagleDrafter(Drafter):
             self._free.append(lane.index)
 
     @torch.inference_mode()
-    def _lane(self, seq: Sequence, start: int) -> _Lane:
+    def _lane(self, seq: Sequence, start: int) -> _Lane | None:
         lane = self._lanes.get(seq)
-        if lane is None:
-            if not self._free:
-                self.close(next(iter(self._lanes)))
+        if lane is None and self._free:
             donor = next((other for other in self._lanes.values() if other.request == seq.request.id), None) if seq.branch and start else None
             lane = self._lanes[seq] = _Lane(self._free.pop(), seq.request.id)
             self._positions[lane.index] = -1
@@ -167,10 +166,8 @@ class EagleDrafter(Drafter):
         ready = []
         for i, ask in enumerate(asks):
             lane = self._lanes.get(ask.seq)
-            if lane is not None:
-                self._lanes.move_to_end(ask.seq)
-                if lane.end == len(ask.seq.tokens) - 1:  # the row before the anchor was seen
-                    ready.append((i, ask, lane))
+            if lane is not None and lane.end == len(ask.seq.tokens) - 1:  # the row before the anchor was seen
+                ready.append((i, ask, lane))
         if ready:
             deepest = max(ask.max_depth for _, ask, _ in ready)
             self._deepest = max(self._deepest, deepest)  # few shapes, where each is captured
@@ -265,7 +262,7 @@ def _attend(q_BNHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor, se
     groups = k_BSGD.shape[2]
     each = num_heads // groups
     q = q_BNHD.view(batch, count, groups, each, size).transpose(1, 2).reshape(batch, groups, count * each, size)
-    mask = sees_BNS[:, None].repeat_interleave(each, 2) if count > 1 else sees_BNS[:, None]
+    mask = sees_BNS[:, None, :, None].expand(-1, -1, -1, each, -1).flatten(2, 3) if count > 1 else sees_BNS[:, None]
     out = F.scaled_dot_product_attention(q, k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2), attn_mask=mask)
     return out.view(batch, groups, count, each, size).transpose(1, 2).reshape(batch, count, num_heads, size)
 
