@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Speculation on a machine with an NVIDIA GPU, in about eight minutes; results go to the folder OUT as they come.
+# Speculation on a machine with an NVIDIA GPU, in about ten minutes; results go to the folder OUT as they come.
 #
 #   tools/gpu_spec.sh OUT [DRAFTER...]    DRAFTER: more drafters for base, e.g. eagle:model=FOLDER
 #
@@ -21,4 +21,8 @@ for drafter in "$@"; do more+=(--drafter "$drafter"); done
 [ "${ONLY:-base}" != base ] || timeout 120 python3 -m kvasir.cli.main bench speculation base --batch 4 --count 8 --output-tokens 128 --repeats 2 \
   --drafter ngram --drafter suffix --drafter draft_model:model=nano ${more[@]+"${more[@]}"} \
   --json "$out/speculation-base.json" >"$out/speculation-base.txt" 2>&1
-tail -n 40 "$out"/speculation-*.txt | cut -c 1-160
+checkpoints=()
+for folder in ${CHECKPOINTS:-}; do checkpoints+=(--checkpoint "$folder"); done
+[ "${ONLY:-rollouts}" != rollouts ] || timeout 120 python3 -m kvasir.cli.main bench rollouts --model base --problems 64 --samples 16 --rounds 5 \
+  --output-tokens 384 ${checkpoints[@]+"${checkpoints[@]}"} --json "$out/rollouts-base.json" >"$out/rollouts-base.txt" 2>&1
+tail -n 40 "$out"/speculation-*.txt "$out"/rollouts-*.txt 2>/dev/null | cut -c 1-160

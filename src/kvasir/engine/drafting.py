@@ -22,6 +22,7 @@ from kvasir.logs import log
 from kvasir.models import cost
 from kvasir.speculation.controller import TRIAL_SEQS, Controller
 from kvasir.speculation.drafter import Ask, Drafter
+from kvasir.speculation.lengths import Lengths
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import EngineStats, Plan, Sequence, Span, SpanResult, Status
 
@@ -50,6 +51,7 @@ class Drafting:
         self._config, self._runner, self._max_rows, self._max_model_len = config, runner, max_rows, max_model_len
         self._times = DraftTimes(_roofline(runner), runner.graphs)
         self.controller = Controller(self._times.predict, fixed=config.draft_control == "fixed")
+        self._lengths = Lengths() if config.draft_control == "length" else None
         self._pending: dict[Sequence, DraftTree] = {}
         self._measured: dict[int, _Measured | None] = {}  # by step; None: it was drafted, and held more than decodes
         self._drafting = False  # in the step that is being planned
@@ -123,6 +125,8 @@ class Drafting:
         if wanted is not None:
             most = min(most, wanted)
         most = min(most, self._max_model_len - 1 - len(seq.tokens), seq.max_output - 1 - seq.num_output)
+        if most > 0 and self._lengths is not None:
+            most = self._lengths.budget(seq, most)
         return Ask(seq, most, most) if most > 0 else None
 
     def launched(self, plan: Plan) -> None:
@@ -197,6 +201,8 @@ class Drafting:
             self.controller.rested(seconds)
 
     def close(self, seq: Sequence) -> None:
+        if self._lengths is not None:
+            self._lengths.ended(seq)
         self._pending.pop(seq, None)
         if seq.state.get("drafted"):
             self.drafter.close(seq)

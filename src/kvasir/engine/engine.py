@@ -31,6 +31,8 @@ from kvasir.engine.step_time import StepShape, StepTimeModel, retry_after
 from kvasir.engine.steps import StepRunner
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import log
+from kvasir.models import checkpoint
+from kvasir.models.loader import load_again
 from kvasir.speculation.drafter import Drafter
 from kvasir.speculation.router import load_drafter
 from kvasir.types import EngineStats, Event, FinishReason, Plan, Request, Sequence, Span, SpanResult, Status, TokenLogprob
@@ -238,6 +240,17 @@ class Engine:
             raise ConfigError(f"{drafter.name} must be there from the start: --drafter {speculation.drafter}")
         self._drafting = Drafting(speculation, drafter, self.runner, self.steps.full_rows, self.info.max_model_len)
         return drafter
+
+    def update_weights(self, model: str) -> None:
+        """The weights of another checkpoint of the same model, in place. Nothing may be running; prefixes are forgotten,
+        drafters keep what they know. Raises ConfigError."""
+        assert not self._live, "requests are running"
+        load_again(self.runner.model, checkpoint.resolve(model))
+        self.forget_prefixes()
+
+    def forget_prefixes(self) -> None:
+        """The weights have changed."""
+        self.pages.forget_prefixes()
 
     # ----------------------------------------------------------------------------------------------------------- steps
 

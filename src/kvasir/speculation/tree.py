@@ -35,7 +35,7 @@ class DraftTree:
 
     @property
     def is_chain(self) -> bool:
-        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+        return self.parents == list(range(-1, len(self.parents) - 1))
 
     def add(self, parent: int, token: int, est: float) -> int:
         """The node of ``token`` below ``parent``: a new one, or the one that is there, which gets the larger estimate."""
