@@ -13,6 +13,7 @@ PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export PYTHONPATH PYTHONUNBUFFERED
 for kind in eagle medusa; do
     begin=$(date +%s)
+    if [ -f "$out/$kind/training.json" ]; then continue; fi # finished before a run that was cut off
     resume=""
     if [ -f "$out/$kind/state.safetensors" ]; then resume=--resume; fi
     eval "minutes=\$$kind"

@@ -140,6 +140,19 @@ def test_one_step_without_hidden_states_is_only_a_gap(folders, reference, monkey
         d.close()
 
 
+def test_weights_swapped_under_way_change_drafts_and_no_token(folders, reference):
+    d = driver(spec("eagle", folders))
+    for request in requests(d, 0.0):
+        d.submit(request)
+    while d.engine.stats().drafts < 4:
+        d.step()
+    d.engine._drafting.drafter.load(load_file(folders["eagle random"] / heads.WEIGHTS), 1)
+    d.run([])
+    stats = d.engine.stats()
+    assert tokens(d) == reference(0.0, 1, "plain") and d.engine._drafting.drafter.version == 1 and stats.accepted_tokens < 0.7 * stats.drafts
+    d.close()
+
+
 def test_under_control_drafting_rests_and_comes_back(folders, reference):
     d = driver(spec("eagle", folders), draft_control="goodput")
     for tag in "abc":

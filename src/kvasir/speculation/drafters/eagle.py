@@ -88,6 +88,7 @@ class EagleDrafter(Drafter):
         self._lanes: dict[Sequence, _Lane] = {}
         self._free = list(range(self.config.lanes))[::-1]
         self._queue: list[_Piece] = []
+        self._num_waiting = 0  # rows in it
         self._deepest = 0
 
     @torch.inference_mode()
@@ -106,13 +107,14 @@ class EagleDrafter(Drafter):
     # ----------------------------------------------------------------------------------------------------- committed rows
 
     def ingest(self, seq: Sequence, hidden: torch.Tensor, start: int) -> None:
-        lane, window = self._lane(seq, start), self.config.window
+        lane = self._lanes.get(seq) or self._new_lane(seq, start)
         if lane is None:
             return
         lane.end = start + len(hidden)
-        first = max(start, lane.end - window)
-        if sum(len(piece.tokens) for piece in self._queue) + lane.end - first > window:  # so that no slot stands in a batch twice
+        first = max(start, lane.end - self.config.window)
+        if self._num_waiting + lane.end - first > self.config.window:  # so that no slot stands in a batch twice
             self._flush()
+        self._num_waiting += lane.end - first
         self._queue.append(_Piece(lane, first, hidden[first - start:], seq.tokens[first + 1:lane.end + 1]))
 
     def observe(self, seq: Sequence, tree: DraftTree, path: list[int], hidden: Any = None) -> None:
@@ -123,12 +125,14 @@ class EagleDrafter(Drafter):
         lane = self._lanes.pop(seq, None)
         if lane is not None:
             self._queue = [piece for piece in self._queue if piece.lane is not lane]
+            self._num_waiting = sum(len(piece.tokens) for piece in self._queue)
             self._free.append(lane.index)
 
     @torch.inference_mode()
-    def _lane(self, seq: Sequence, start: int) -> _Lane | None:
-        lane = self._lanes.get(seq)
-        if lane is None and self._free:
+    def _new_lane(self, seq: Sequence, start: int) -> _Lane | None:
+        """None: all are taken."""
+        lane = None
+        if self._free:
             donor = next((other for other in self._lanes.values() if other.request == seq.request.id), None) if seq.branch and start else None
             lane = self._lanes[seq] = _Lane(self._free.pop(), seq.request.id)
             self._positions[lane.index] = -1
@@ -143,7 +147,7 @@ class EagleDrafter(Drafter):
     @torch.inference_mode()
     def _flush(self) -> None:
         """Compute the keys and values of the rows that wait."""
-        queue, self._queue = self._queue, []
+        queue, self._queue, self._num_waiting = self._queue, [], 0
         if not queue:
             return
         rows = [(piece.lane.index, piece.start + i, token) for piece in queue for i, token in enumerate(piece.tokens)]
@@ -247,6 +251,7 @@ class EagleDrafter(Drafter):
             total += count * fanout
         return torch.cat(found, 2)
 
+    @torch.inference_mode()
     def load(self, weights: Any, version: int) -> None:
         """Keys of running sequences stay: stale, so worse drafts for a while, and no wrong token."""
         super().load(weights, version)

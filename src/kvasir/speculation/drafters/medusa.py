@@ -73,6 +73,7 @@ class MedusaDrafter(Drafter):
     def close(self, seq: Sequence) -> None:
         seq.state.pop("medusa", None)
 
+    @torch.inference_mode()
     def load(self, weights: Any, version: int) -> None:
         super().load(weights, version)
         self._head.load_state_dict(weights)
