@@ -3,8 +3,9 @@
 #
 #   tools/gpu_spec.sh OUT [DRAFTER...]    DRAFTER: more drafters for base, e.g. eagle:model=FOLDER
 #
-# First set acceptance at the llama-8b shape (at most 6 minutes): the controller against off and against fixed depths. Then what
-# the model in the package accepts by itself (at most 2 minutes). ONLY=shape or ONLY=base runs one of the two.
+# First set acceptance at the llama-8b shape (at most 6 minutes): the controller against off and against fixed depths. Then what the
+# model in the package accepts by itself, and rollouts of it over five rounds (at most 2 minutes each). ONLY=shape, ONLY=base or
+# ONLY=rollouts runs one of the three. CHECKPOINTS: folders of successive checkpoints of base, one a round; without, weights are frozen.
 set -uo pipefail
 out=${1:?usage: tools/gpu_spec.sh OUT [DRAFTER...]}
 shift

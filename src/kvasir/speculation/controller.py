@@ -181,8 +181,8 @@ class Controller:
             return [tree if len(tree) <= most else tree.keep(range(most)) for tree in trees]
         self._recent.extend(trees[::-(-len(trees) // RECENT)] if trees else ())
         worth = [1.0] * len(trees) if weights is None else weights
-        ranked = [(-s * worth[i], i, node) for i, tree in enumerate(trees) for node, s in enumerate(self.survival.of(tree))]
-        ranked.sort()  # stable in the node: a parent is never worth less than its child, and stands first where they tie
+        ranked = [(-s * w, i, node) for i, (tree, w) in enumerate(zip(trees, worth)) for node, s in enumerate(self.survival.of(tree))]
+        ranked.sort()  # a parent is never worth less than its child, and stands first where they tie
         count = len(trees) if num_seqs is None else num_seqs
         last = min(len(ranked), budget)
         best, best_goodput, expected = 0, count / self._seconds(count, context, 0, True), float(count)

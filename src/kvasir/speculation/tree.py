@@ -53,6 +53,11 @@ class DraftTree:
         """The tree of these nodes, which hold the parents of each, with the most likely path first.
 
         That path then lies in the slots behind the anchor's, where committing it copies nothing."""
+        if self.is_chain:  # its leading part
+            count = len(nodes)
+            assert not count or max(nodes) == count - 1, "a node is kept whose parent is not"
+            tokens, parents = self.tokens[:count], self.parents[:count]
+            return DraftTree(tokens, parents, self.est[:count], self.depths[:count], self.source, dict(zip(zip(parents, tokens), range(count))))
         children: dict[int, list[int]] = {}
         for node in sorted(nodes, key=lambda i: -self.est[i]):
             children.setdefault(self.parents[node], []).append(node)
