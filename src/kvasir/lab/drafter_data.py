@@ -64,6 +64,7 @@ class Texts:
 def sample_texts(model: Model, tokenizer: Tokenizer, mix: dict[str, float], count: int, split: Split, seed: int, max_new: int,
                  say: Callable[[str], None], temperatures: Sequence[float] = TEMPERATURES) -> Texts:
     """About ``count`` replies of ``model``, shared among the tasks as ``mix`` says. What is cut off at ``max_new`` has no end mark."""
+    say(f"  sampling about {count} replies of the target ({split})")
     begin = time.monotonic()
     end = tokenizer.token_to_id("<|im_end|>")
     task_of: dict[tuple[int, ...], int] = {}

@@ -38,7 +38,7 @@ from kvasir.speculation import heads
 LOOK = 20  # steps between two looks at the device
 DISCOUNT = 0.8  # of a step's loss, a step further
 BATCH_TOKENS = {"cuda": 1 << 15, "cpu": 1 << 11}
-REPLIES, HELD_OUT = 32768, 1024
+REPLIES = {"cuda": 32768, "cpu": 1024}  # minutes of sampling at most
 REPLY_TOKENS = 320
 WARMUP = 100
 STATE, SAMPLES = "state.safetensors", "samples.safetensors"
@@ -51,8 +51,8 @@ class Plan:
     kind: str
     minutes: float = 2.0
     steps: int | None = None
-    replies: int = REPLIES
-    held_out: int = HELD_OUT
+    replies: int = REPLIES["cpu"]
+    held_out: int = REPLIES["cpu"] // 32
     reply_tokens: int = REPLY_TOKENS
     lr: float = 2e-3
     seed: int = 0
@@ -272,6 +272,10 @@ def acceptance(head: heads.Head, target: Target, texts: Texts) -> dict[str, Any]
 # ------------------------------------------------------------------------------------------------------------ the command
 
 
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def load_target(name: str, device: str) -> tuple[Target, Any]:
     """The target and its tokenizer. Raises ConfigError for a checkpoint that is not the lab's kind."""
     folder = resolve(name)
@@ -282,7 +286,9 @@ def main(plan: Plan, target_name: str, out: Path, *, samples: Path | None = None
          command: str = "") -> None:
     """Sample (or read) the target's replies, train, write the drafter, then measure it and write its card."""
     started, date = time.monotonic(), time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or default_device()
+    if device.split(":")[0] not in ("cuda", "cpu"):
+        raise ConfigError(f"--device {device}: drafters are trained on cuda or cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError("--device cuda, but torch sees no GPU: use --device cpu")
     if not resume and (out / STATE).exists():
