@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvasir.config import SpeculationConfig
-from kvasir.engine.graphs import CudaCapture
 from kvasir.engine.runner import Runner
 from kvasir.engine.spans import ONE_SAMPLE, rows_left
 from kvasir.engine.step_time import Roofline, StepShape, StepTimeModel
@@ -45,7 +44,7 @@ class Drafting:
         self._failures = 0
         self._runs: Counter[tuple[int, bool]] = Counter()
         self._num_plain = 0  # measured
-        drafter.attach(runner.model, None if runner.graphs is None else CudaCapture(runner.device))
+        drafter.attach(runner.model, runner.capture())
         if drafter.hidden_layers:
             runner.use_taps(drafter.hidden_layers)
 
