@@ -14,7 +14,6 @@ from typing import Any
 
 from kvasir.config import SpeculationConfig
 from kvasir.engine.draft_times import DraftTimes
-from kvasir.engine.graphs import CudaCapture
 from kvasir.engine.runner import Runner
 from kvasir.engine.spans import ONE_SAMPLE, rows_left
 from kvasir.engine.step_time import Roofline

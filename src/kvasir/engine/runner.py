@@ -17,8 +17,9 @@ from kvasir.decoding.sampler import SampleOutput, Sampler
 from kvasir.engine.batch import Packer
 from kvasir.engine.decode_tapes import DecodeTapes
 from kvasir.engine.device_rows import DeviceRows
-from kvasir.engine.graphs import Capture, DecodeGraphs
+from kvasir.engine.graphs import Capture, CudaCapture, DecodeGraphs
 from kvasir.engine.sizing import pages_for
+from kvasir.engine.tape import record
 from kvasir.engine.taps import TappedHandle, Taps
 from kvasir.kv.pool import KVPool
 from kvasir.models.decoder import Decoder
@@ -62,6 +63,12 @@ class Runner:
             self.graphs.use_taps(self.taps)
         if self.tapes is not None:
             self.tapes.use_taps(self.taps)
+
+    def capture(self) -> Capture | None:
+        """How work on static buffers becomes a replay here: CUDA graphs where decode steps are such, tapes where they are those."""
+        if self.graphs is not None:
+            return CudaCapture(self.device)
+        return None if self.tapes is None else lambda work: record(work, self.tapes.arena).replay
 
     def open(self, seq: Sequence) -> None:
         """Set up row ``seq.row`` for a sequence that starts or starts again."""
