@@ -124,6 +124,24 @@ def test_a_request_may_do_without():
     d.close()
 
 
+def test_steps_of_more_rows_than_sequences_run_over_static_buffers():
+    """One sequence and its drafts are up to nine rows: a bucket of their own, captured when there is a moment."""
+    d = driver("replay", max_num_seqs=1)
+    d.engine.runner.use_graphs(call_through, 8)
+    expected = plain(0.0)
+    prompts = {r.id: tuple(r.prompt_ids) for r in requests(d, 0.0)}
+    d.engine._drafting.drafter.load({prompts[i]: tokens for (i, _), (tokens, _) in expected.items()}, 1)
+    d.run(requests(d, 0.0, logprobs=None))
+    assert {key: tokens for key, (tokens, _) in outputs(d).items()} == {key: tokens for key, (tokens, _) in expected.items()}
+    graphs = d.engine.runner.graphs
+    assert graphs.most_drafted == 9 and max(size for size, draws, drafted in {*graphs._uses, *graphs._ready} if draws and drafted) >= 8
+    while d.engine.idle():
+        pass
+    assert set(graphs._ready) >= {(1, True, False), (2, True, True), (8, True, True), (9, True, True)}
+    assert (8, True, False) not in graphs._ready, "decodes alone never are so many"
+    d.close()
+
+
 def test_a_request_may_choose_its_drafter():
     d = driver("suffix:min_match=1+token_recycling")
     d.run(requests(d, 0.0, drafter="token_recycling"))

@@ -19,12 +19,13 @@ import torch
 
 from kvasir.bench.offline import described
 from kvasir.bench.result import arm, finish, percentile, ratios_of, result
-from kvasir.bench.speculation import TASKS, draft_metrics
+from kvasir.bench.speculation import draft_metrics
 from kvasir.config import EngineConfig, SpeculationConfig
 from kvasir.errors import ConfigError
 from kvasir.models.checkpoint import resolve
 from kvasir.types import SamplingParams
 
+VERIFIABLE = ("chain", "state", "countdown", "long_add")  # what reinforcement learning is done on: problems with a checker
 ARMS = {"plain": SpeculationConfig(), "ngram": SpeculationConfig(drafter="ngram"),
         "suffix": SpeculationConfig(drafter="suffix:max_tokens=1000000"),
         "suffix length": SpeculationConfig(drafter="suffix:max_tokens=1000000", draft_control="length"),
@@ -102,7 +103,7 @@ def run(config: EngineConfig, *, problems: int, samples: int, rounds: int, tasks
         raise ConfigError(f"no arm named '{unknown[0]}'; there are {', '.join(ARMS)}")
     if checkpoints and noise:
         raise ConfigError("weights come from --checkpoint or from --noise, not from both")
-    tasks = tasks or list(TASKS)
+    tasks = tasks or list(VERIFIABLE)
     tokenizer = lab_tokenizer.load(resolve(config.model.model))
     drawn = [p for i, spec in enumerate(tasks) for p in load_task(spec).problems("test", 0, problems // len(tasks) + (i < problems % len(tasks)))]
     prompts = [tokenizer.encode(p.prompt, add_special_tokens=False).ids for p in drawn]

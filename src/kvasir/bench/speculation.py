@@ -200,6 +200,12 @@ def draft_metrics(before: EngineStats, stats: EngineStats) -> dict[str, Any]:
             "tokens_per_verification": round((accepted + drafts) / max(1, drafts), 4)}
 
 
+def save(so_far: dict[str, Any], output: Path | None, commit: str | None) -> None:
+    """What there is so far, for a run that is cut short."""
+    if output is not None:
+        output.write_text(json.dumps(so_far | ({"commit": commit} if commit else {}), indent=1) + "\n")
+
+
 def run_shape(config: EngineConfig, shape: str, *, accepts: list[float], batches: list[int], prompt: int, output_tokens: int, temperature: float,
               repeats: int, seconds: float, output: Path | None, commit: str | None) -> None:
     """All batches of a shape in one process. The result so far is written after each."""
@@ -207,14 +213,10 @@ def run_shape(config: EngineConfig, shape: str, *, accepts: list[float], batches
         found = {f"decode_tok_s {a['name']}/plain": a["metrics"]["of_plain"] for a in arms if "of_plain" in a["metrics"]}
         return result(f"speculation-{shape}", arms, ratios=found)
 
-    def save(arms: list[dict[str, Any]]) -> None:
-        if output is not None:
-            output.write_text(json.dumps(outcome(arms) | ({"commit": commit} if commit else {}), indent=1) + "\n")
-
     with shape_folder(shape) as folder:
         config = config.replace(model=folder, load_format="dummy", skip_tokenizer_init=True, served_model_name=shape, max_num_seqs=max(batches),
                                 max_model_len=config.model.max_model_len or prompt + output_tokens, enable_prefix_caching=False)
-        sweep = Sweep(config, shape, seconds, save)
+        sweep = Sweep(config, shape, seconds, lambda arms: save(outcome(arms), output, commit))
         try:
             for size in batches:
                 if sweep.left() > 0:
@@ -241,11 +243,15 @@ def run(config: EngineConfig, *, shape: str | None, drafters: list[str] | None, 
     metrics, plain = measure(config.replace(drafter=""), loads, None)
     setting = described(config, None) | {"batch": batch[0], "temperature": temperature, "tasks": list(tasks or TASKS)}
     arms = [arm("plain", setting, metrics)]
+
+    def outcome() -> dict[str, Any]:
+        ratios = {k: v for k, v in ratios_of(arms, [(a["name"], "plain") for a in arms[1:]]).items()
+                  if k.startswith(("tokens_per_second", "tokens_per_forward"))}
+        return result(f"speculation-{Path(config.model.model).name or 'embedded'}-{batch[0]}", arms, ratios=ratios)
+
     for drafter in [*(drafters or []), *(f"replay:accept={a:g}" for a in accepts or [])]:
         for control in ("fixed", "goodput"):
             metrics, _ = measure(config.replace(drafter=drafter, draft_control=control), loads, plain)
             arms.append(arm(f"{Path(drafter).name} {control}", setting | {"drafter": drafter, "draft_control": control}, metrics))
-    name = f"speculation-{Path(config.model.model).name or 'embedded'}-{batch[0]}"
-    ratios = {k: v for k, v in ratios_of(arms, [(a["name"], "plain") for a in arms[1:]]).items()
-              if k.startswith(("tokens_per_second", "tokens_per_forward"))}
-    finish(result(name, arms, ratios=ratios), output, commit)
+            save(outcome(), output, commit)
+    finish(outcome(), output, commit)
