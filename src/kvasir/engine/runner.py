@@ -54,6 +54,8 @@ class Runner:
     def use_graphs(self, capture: Capture) -> None:
         """From now on, run steps that only decode over static buffers, captured and replayed by ``capture``."""
         self.graphs = DecodeGraphs(self.model, self.caches, self.backend, self.sampler, self.rows, capture)
+        if self.taps is not None:
+            self.graphs.use_taps(self.taps)
 
     def use_taps(self, layers: tuple[int, ...]) -> None:
         """From now on, hand out the outputs of these layers with every span's result. Before any step is captured or recorded."""
