@@ -55,6 +55,8 @@ class Runner:
         """From now on, run steps that only decode over static buffers, captured and replayed by ``capture``; with up to
         ``max_drafts`` drafts a sequence."""
         self.graphs = DecodeGraphs(self.model, self.caches, self.backend, self.sampler, self.rows, capture, max_drafts)
+        if self.taps is not None:
+            self.graphs.use_taps(self.taps)
 
     def use_taps(self, layers: tuple[int, ...]) -> None:
         """From now on, hand out the outputs of these layers with every span's result. Before any step is captured or recorded."""
