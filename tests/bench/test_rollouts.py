@@ -8,7 +8,8 @@ from kvasir.bench import rollouts
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 
-COMMON = dict(problems=2, samples=2, rounds=2, tasks=["chain"], max_tokens=24, checkpoints=[], noise=0.0, only=["suffix fixed"], output=None, commit="x")
+COMMON = dict(problems=2, samples=2, rounds=2, tasks=["chain"], max_tokens=24, checkpoints=[], noise=0.0, only=["suffix fixed"], output=None,
+              commit="x")
 
 
 def config(**options):

@@ -10,8 +10,8 @@ from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from tests.bench.helpers import SMALL
 
-COMMON = dict(shape=None, drafters=None, tasks=["chain"], accepts=None, batch=[2], count=2, prompt=16, output_tokens=24, temperature=0.0, repeats=1, seconds=60.0,
-              output=None, commit="x")
+COMMON = dict(shape=None, drafters=None, tasks=["chain"], accepts=None, batch=[2], count=2, prompt=16, output_tokens=24, temperature=0.0,
+              repeats=1, seconds=60.0, output=None, commit="x")
 
 
 def test_repeated_grams_are_counted_within_an_output():

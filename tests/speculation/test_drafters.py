@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
+
 import pytest
 
 from kvasir import technique
@@ -10,6 +13,7 @@ from kvasir.speculation.drafter import DRAFTERS, Ask, Drafter
 from kvasir.speculation.router import EXPLORE, Router, load_drafter
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import Request, SamplingParams, Sequence
+from tests.speculation import trained
 from tests.speculation.helpers import driver, requests
 
 
@@ -100,6 +104,11 @@ class Fixed(Drafter):
         return [DraftTree.chain(range(min(self.count, ask.max_nodes)), 0.5) for ask in asks]
 
 
+def ticking():
+    """A clock by which a call of a drafter and the rest of a step take a second each."""
+    return partial(next, itertools.count(1.0))
+
+
 def drive(router: Router, right: dict[str, int], steps: int, seq: Sequence | None = None) -> list[str]:
     seq, chosen = seq or sequence([1, 2, 3]), []
     for _ in range(steps):
@@ -111,21 +120,36 @@ def drive(router: Router, right: dict[str, int], steps: int, seq: Sequence | Non
 
 def test_the_better_drafter_gets_the_request():
     a, b = Fixed("a", "cpu", 4), Fixed("b", "same_device", 4)
-    chosen = drive(Router([a, b]), {"a": 0, "b": 4}, 200)
+    chosen = drive(Router([a, b], ticking()), {"a": 0, "b": 4}, 200)
     assert chosen[-EXPLORE:].count("b") >= EXPLORE - 2
-    chosen = drive(Router([a, b]), {"a": 4, "b": 0}, 200)
+    chosen = drive(Router([a, b], ticking()), {"a": 4, "b": 0}, 200)
     assert chosen[-EXPLORE:].count("a") >= EXPLORE - 2 and "b" in chosen, "and the other one is tried again"
 
 
 def test_a_model_is_not_run_for_requests_that_others_serve():
     a, b = Fixed("a", "cpu", 4), Fixed("b", "same_device", 4)
-    drive(Router([a, b]), {"a": 4, "b": 1}, 10 * EXPLORE)
+    drive(Router([a, b], ticking()), {"a": 4, "b": 1}, 10 * EXPLORE)
     assert b.asked < 30
 
 
 def test_a_request_may_pin_its_drafter():
     router = Router([Fixed("a", "cpu", 4), Fixed("b", "cpu", 4)])
     assert set(drive(router, {"a": 4, "b": 0}, 50, sequence([1, 2], drafter="b"))) == {"b"}
+
+
+def test_trained_heads_and_copies_together(tmp_path):
+    """Each head gets the layers that it reads, of all that are tapped; no token changes."""
+    heads = [f"{kind}:model={trained.random_head(kind, tmp_path / kind)}" for kind in ("medusa", "eagle")]
+    expected = trained.plain(0.7)
+    d = trained.driver("+".join(["suffix:min_match=1", *heads]))
+    router = d.engine._drafting.drafter
+    assert set(router._columns) == {"medusa", "eagle"} and len(router.hidden_layers) > len(router._columns["medusa"])
+    for name in ("suffix", "medusa", "eagle"):
+        d.outputs.clear()
+        d.run(trained.requests(d, 0.7, drafter=name))
+        assert trained.tokens(d) == expected
+    assert set(d.engine.stats().drafted_by) >= {"medusa", "eagle"}
+    d.close()
 
 
 def test_several_are_joined_by_a_plus():

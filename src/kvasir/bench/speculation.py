@@ -227,8 +227,9 @@ def run_shape(config: EngineConfig, shape: str, *, accepts: list[float], batches
         finish(outcome(sweep.arms), output, commit)
 
 
-def run(config: EngineConfig, *, shape: str | None, drafters: list[str] | None, tasks: list[str] | None, accepts: list[float] | None, batch: list[int],
-        count: int, prompt: int, output_tokens: int, temperature: float, repeats: int, seconds: float, output: Path | None, commit: str | None) -> None:
+def run(config: EngineConfig, *, shape: str | None, drafters: list[str] | None, tasks: list[str] | None, accepts: list[float] | None,
+        batch: list[int], count: int, prompt: int, output_tokens: int, temperature: float, repeats: int, seconds: float, output: Path | None,
+        commit: str | None) -> None:
     config = config.replace(max_num_seqs=batch[0], enable_prefix_caching=False)
     if shape:
         if drafters:

@@ -179,8 +179,9 @@ def speculation(model: Model = "", shape: Shape = None,
     if host:
         drafting_host.run(model, drafters=drafter, tasks=task, batches=batch or [256], num_tokens=tokens, output=output, commit=commit)
         return
-    command.run(build_settings({"model": model, **options}, EngineConfig), shape=shape, drafters=drafter, tasks=task, accepts=accept, batch=batch or [4],
-                count=count, prompt=prompt, output_tokens=output_tokens, temperature=temperature, repeats=repeats, seconds=seconds, output=output, commit=commit)
+    command.run(build_settings({"model": model, **options}, EngineConfig), shape=shape, drafters=drafter, tasks=task, accepts=accept,
+                batch=batch or [4], count=count, prompt=prompt, output_tokens=output_tokens, temperature=temperature, repeats=repeats,
+                seconds=seconds, output=output, commit=commit)
 
 
 @app.command("rollouts", cls=Command)
@@ -192,7 +193,7 @@ def rollouts(model: Annotated[str, typer.Option(help="Checkpoint folder or name.
              task: Annotated[list[str] | None, typer.Option("--task", help="Of the lab, repeatable; default: four.")] = None,
              output_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of each sample.")] = 512,
              checkpoint: Annotated[list[str] | None, typer.Option("--checkpoint", help="Weights of a round, repeatable; default: frozen.")] = None,
-             noise: Annotated[float, typer.Option(min=0, help="Stand-in for training: noise on every matrix a round, as a share of its spread.")] = 0.0,
+             noise: Annotated[float, typer.Option(min=0, help="Stand-in for training: noise on every matrix, as a share of its spread.")] = 0.0,
              arm: Annotated[list[str] | None, typer.Option("--arm", help="Beside plain, repeatable; default: all.")] = None,
              commit: Commit = None, output: JSONFile = None, **options: Any) -> None:
     """Rollouts of reinforcement learning over rounds: forwards and makespan, with drafts and without."""

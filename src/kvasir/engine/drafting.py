@@ -67,9 +67,9 @@ class Drafting:
     def wanted(self, running: Iterable[Sequence]) -> bool:
         """Whether to draft in the next step. Asked once a step, before anything is resolved."""
         self._drafting = self._failures < MAX_FAILURES and not self.controller.resting() and self._worth_it(running)
+        self._runner.sampler.num_top = self.drafter.top_tokens if self._drafting else 0
         if self._runner.taps is not None:
             self._runner.taps.on = self._drafting or self._failures < MAX_FAILURES and self.controller.rest_left <= HIDDEN_LEAD
-        self._runner.sampler.num_top = self.drafter.top_tokens if self._drafting else 0
         return self._drafting
 
     def _worth_it(self, running: Iterable[Sequence]) -> bool:
@@ -162,7 +162,7 @@ class Drafting:
                 self._runner.pool.move_slots(group, sources, targets)
         tree = self._pending.get(span.seq)
         if result.top is not None and tree is not None:
-            self.drafter.recycle(span.seq, [span.seq.tokens[-1], *tree.tokens], result.top)
+            self._guarded(self.drafter.recycle, span.seq, [span.seq.tokens[-1], *tree.tokens], result.top)
 
     def observe(self, span: Span, result: SpanResult) -> None:
         """The same span, committed."""

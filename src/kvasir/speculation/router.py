@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 from kvasir import technique
@@ -35,14 +36,17 @@ def load_drafter(spec: str) -> Drafter:
 
 
 class Router(Drafter):
-    def __init__(self, drafters: list[Drafter]) -> None:
+    """``clock``: seconds, as of ``time.perf_counter``."""
+
+    def __init__(self, drafters: list[Drafter], clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__()
+        self._clock = clock
         self.name = "+".join(d.name for d in drafters)
         self.drafters = {d.name: d for d in drafters}
-        self._columns: dict[str, list[int]] = {}  # of what the runner hands over, by drafter that reads hidden states
         self.top_tokens = max(d.top_tokens for d in drafters)
         self.place = next((d.place for d in drafters if d.place != "cpu"), "cpu")
         self.topology = "tree" if any(d.topology == "tree" for d in drafters) else "chain"
+        self._columns: dict[str, list[int]] = {}  # of the hidden states: those that a drafter reads
         self._cheap = [d.name for d in drafters if d.place == "cpu"]
         self._models = [d.name for d in drafters if d.place != "cpu"]
         self._survival = Survival()
@@ -58,7 +62,7 @@ class Router(Drafter):
     # --------------------------------------------------------------------------------------------------------- propose
 
     def propose(self, asks: list[Ask]) -> list[DraftTree]:
-        began = time.perf_counter()
+        began = self._clock()
         if self._ended:
             rest = min(began - self._ended, 4 * self._rest or began - self._ended)
             self._rest = rest if not self._rest else DECAY * self._rest + (1 - DECAY) * rest
@@ -70,19 +74,19 @@ class Router(Drafter):
             self._ask(name, [i for i, choice in enumerate(chosen) if choice == name], asks, offers)
         for ask, choice in zip(asks, chosen):
             ask.seq.state["routed"] = choice
-        self._ended = time.perf_counter()
+        self._ended = self._clock()
         return [found.get(choice, DraftTree()) for found, choice in zip(offers, chosen)]
 
     def _ask(self, name: str, which: list[int], asks: list[Ask], offers: list[dict[str, DraftTree]]) -> None:
         if not which:
             return
-        drafter, began = self.drafters[name], time.perf_counter()
+        drafter, began = self.drafters[name], self._clock()
         for i in which:
             self._open(asks[i].seq, name)
         for i, tree in zip(which, drafter.propose([asks[i] for i in which])):
             tree.source = name
             offers[i][name] = tree
-        cost = (time.perf_counter() - began) / len(which)
+        cost = (self._clock() - began) / len(which)
         self._cost[name] = DECAY * self._cost[name] + (1 - DECAY) * cost if self._cost[name] else cost
 
     def _open(self, seq: Sequence, name: str) -> None:
@@ -142,11 +146,16 @@ class Router(Drafter):
         for drafter in self.drafters.values():
             drafter.attach(model, capture)
         self.hidden_layers = tuple(sorted({layer for d in self.drafters.values() for layer in d.hidden_layers}))
-        self._columns = {name: [self.hidden_layers.index(layer) for layer in d.hidden_layers] for name, d in self.drafters.items() if d.hidden_layers}
+        self._columns = {name: [self.hidden_layers.index(layer) for layer in d.hidden_layers]
+                         for name, d in self.drafters.items() if d.hidden_layers}
+
+    def open(self, seq: Sequence) -> None:
+        """Those that read hidden states are handed them from now on; the others are opened when they are first asked."""
+        for name in self._columns:
+            self._open(seq, name)
 
     def ingest(self, seq: Sequence, hidden: Any, start: int) -> None:
         for name, columns in self._columns.items():
-            self._open(seq, name)
             self.drafters[name].ingest(seq, hidden[:, columns], start)
 
     def close(self, seq: Sequence) -> None:
