@@ -19,7 +19,7 @@ from kvasir.engine.decode_tapes import DecodeTapes
 from kvasir.engine.device_rows import DeviceRows
 from kvasir.engine.graphs import Capture, CudaCapture, DecodeGraphs
 from kvasir.engine.sizing import pages_for
-from kvasir.engine.tape import record
+from kvasir.engine.tape import Arena, record
 from kvasir.engine.taps import TappedHandle, Taps
 from kvasir.kv.pool import KVPool
 from kvasir.models.decoder import Decoder
@@ -67,10 +67,13 @@ class Runner:
             self.tapes.use_taps(self.taps)
 
     def capture(self) -> Capture | None:
-        """How work on static buffers becomes a replay here: CUDA graphs where decode steps are such, tapes where they are those."""
+        """How work on static buffers becomes a replay here: CUDA graphs where decode steps are such, tapes on a CPU in normal mode."""
         if self.graphs is not None:
             return CudaCapture(self.device)
-        return None if self.tapes is None else lambda work: record(work, self.tapes.arena).replay
+        if self.device.type != "cpu" or self.model.place.exact:
+            return None
+        arena = Arena()
+        return lambda work: record(work, arena).replay
 
     def open(self, seq: Sequence) -> None:
         """Set up row ``seq.row`` for a sequence that starts or starts again."""
