@@ -14,7 +14,6 @@ from typing import Any
 
 from kvasir.config import SpeculationConfig
 from kvasir.engine.draft_times import DraftTimes
-from kvasir.engine.graphs import CudaCapture
 from kvasir.engine.runner import Runner
 from kvasir.engine.spans import ONE_SAMPLE, rows_left
 from kvasir.engine.step_time import Roofline
@@ -59,7 +58,7 @@ class Drafting:
         self._since_drafted = 0  # plain steps launched
         self._after_drafted = -1  # the plain step behind the last drafted one: it waited for that one's end
         self._ended = 0.0  # when the last step did
-        drafter.attach(runner.model, None if runner.graphs is None else CudaCapture(runner.device))
+        drafter.attach(runner.model, runner.capture())
         if drafter.hidden_layers:
             runner.use_taps(drafter.hidden_layers)
 

@@ -17,8 +17,9 @@ from kvasir.decoding.sampler import SampleOutput, Sampler
 from kvasir.engine.batch import Packer
 from kvasir.engine.decode_tapes import DecodeTapes
 from kvasir.engine.device_rows import DeviceRows
-from kvasir.engine.graphs import Capture, DecodeGraphs
+from kvasir.engine.graphs import Capture, CudaCapture, DecodeGraphs
 from kvasir.engine.sizing import pages_for
+from kvasir.engine.tape import Arena, record
 from kvasir.engine.taps import TappedHandle, Taps
 from kvasir.kv.pool import KVPool
 from kvasir.models.decoder import Decoder
@@ -54,6 +55,8 @@ class Runner:
         """From now on, run steps that only decode over static buffers, captured and replayed by ``capture``; with up to
         ``max_drafts`` drafts a sequence."""
         self.graphs = DecodeGraphs(self.model, self.caches, self.backend, self.sampler, self.rows, capture, max_drafts)
+        if self.taps is not None:
+            self.graphs.use_taps(self.taps)
 
     def use_taps(self, layers: tuple[int, ...]) -> None:
         """From now on, hand out the outputs of these layers with every span's result. Before any step is captured or recorded."""
@@ -62,6 +65,15 @@ class Runner:
             self.graphs.use_taps(self.taps)
         if self.tapes is not None:
             self.tapes.use_taps(self.taps)
+
+    def capture(self) -> Capture | None:
+        """How work on static buffers becomes a replay here: CUDA graphs where decode steps are such, tapes on a CPU in normal mode."""
+        if self.graphs is not None:
+            return CudaCapture(self.device)
+        if self.device.type != "cpu" or self.model.place.exact:
+            return None
+        arena = Arena()
+        return lambda work: record(work, arena).replay
 
     def open(self, seq: Sequence) -> None:
         """Set up row ``seq.row`` for a sequence that starts or starts again."""

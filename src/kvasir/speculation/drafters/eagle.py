@@ -5,7 +5,7 @@ probability with ``width`` children each, and of all that were seen the best are
 its position if its distribution were the head's: the noise is the same (coupled drafting). ``width=1`` gives chains, which
 run in the CUDA graphs of decode steps.
 
-Where decode steps are CUDA graphs, so is drafting: one graph for a number of sequences and of slots that keeps coming back.
+Where decode steps are CUDA graphs or tapes, so is drafting: one for a number of sequences and of slots that keeps coming back.
 
 Its single layer makes keys of committed rows cheap: they depend on a row's own hidden states and the token after it, on no attention.
 They lie in *lanes*, rings of the last ``window`` positions of a sequence, each key with its position. So a row that was never
@@ -58,7 +58,7 @@ class _Lane:
 
 @dataclass(slots=True)
 class _Shape:
-    """The static buffers of one shape of drafting, and its graph once there is one."""
+    """The static buffers of one shape of drafting, and its replay once there is one."""
 
     given: torch.Tensor
     found: torch.Tensor | None = None
@@ -95,6 +95,7 @@ class EagleDrafter(Drafter):
     def attach(self, model: ServedModel, capture: Capture | None = None) -> None:
         head = self._head = heads.load_for("eagle", self.config.model, model)
         self._capture, self._shapes = capture, {}
+        self._host_noise = model.place.device.type == "cpu"  # which no tape sees
         self._model, self.hidden_layers = model, head.shape.layers
         self._depth = self.config.max_depth or head.shape.depth
         self._device, dtype = model.place.device, model.place.dtype
@@ -183,12 +184,12 @@ class EagleDrafter(Drafter):
 
     @torch.inference_mode()
     def _draft(self, seqs: list[Sequence], lanes: list[_Lane], depth: int) -> torch.Tensor:
-        """`_expand` for these sequences, on the host: captured, where that is possible and worth it."""
+        """`_expand` for these sequences, on the host; a replay of it where that is possible, once a shape comes back."""
         known = np.array([[lane.index for lane in lanes], [lane.end - 1 for lane in lanes], [seq.tokens[-1] for seq in seqs]])
         given = np.concatenate([known, heads.Draws.numbers(seqs)])
         slots = min(self.config.window, 1 << (max(LEAST, *(lane.end for lane in lanes)) - 1).bit_length())
         hot, count = heads.hot(seqs), len(seqs)
-        if self._capture is None:
+        if self._capture is None or hot and self._host_noise:
             return self._expand(heads.send(given, self._device), slots, depth, hot).cpu()
         size = 1 << (count - 1).bit_length()
         shape = self._shapes.setdefault((size, slots, depth, hot), _Shape(torch.zeros(len(given), size, dtype=torch.int64, device=self._device)))
@@ -206,9 +207,9 @@ class EagleDrafter(Drafter):
         if shape.replay is None and shape.uses > EAGER_STEPS:
             try:
                 shape.replay = self._capture(work)
-            except Exception as error:  # drafting is never needed, and its graphs are not
+            except Exception as error:  # a replay is never needed
                 self._capture = None
-                log.warning("drafts without CUDA graphs: %d sequences cannot be captured (%s: %s)", size, type(error).__name__, error)
+                log.warning("drafting is not captured: %d sequences cannot be (%s: %s)", size, type(error).__name__, error)
         (shape.replay or work)()
         return shape.found[:, :count].cpu()
 
@@ -237,13 +238,14 @@ class EagleDrafter(Drafter):
             log_BNV = heads.guess(model.read_out(head.norm(state_BNE)), draws, position_BN + 1)
             log_BNC, id_BNC = log_BNV.topk(min(width, log_BNV.shape[-1]), -1)
             sum_BNC = joint_BN[..., None] + log_BNC
-            columns = [id_BNC, place_BN[..., None].expand_as(id_BNC), log_BNC, sum_BNC]
+            columns = [id_BNC, place_BN[..., None].expand(-1, -1, id_BNC.shape[2]), log_BNC, sum_BNC]
             found.append(torch.stack([x.flatten(1).float() for x in columns]))
             if d + 1 == depth:
                 break
             fanout = id_BNC.shape[2]
             joint_BN, chosen = sum_BNC.flatten(1).topk(min(width, count * fanout), -1)
-            token_BN, place_BN, position_BN = id_BNC.flatten(1).gather(1, chosen), total + chosen, (root_B + d + 1)[:, None].expand_as(chosen)
+            token_BN, place_BN = id_BNC.flatten(1).gather(1, chosen), total + chosen
+            position_BN = (root_B + d + 1)[:, None].expand(-1, chosen.shape[1])
             if count > 1 or chosen.shape[1] > 1:
                 parent = chosen // fanout
                 state_BNE = state_BNE.gather(1, parent[..., None].expand(-1, -1, state_BNE.shape[2]))
