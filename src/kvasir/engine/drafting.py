@@ -48,7 +48,7 @@ class Drafting:
     def __init__(self, config: SpeculationConfig, drafter: Drafter, runner: Runner, max_rows: int, max_model_len: int) -> None:
         self.drafter = drafter
         self._config, self._runner, self._max_rows, self._max_model_len = config, runner, max_rows, max_model_len
-        self._times = DraftTimes(_roofline(runner), runner.graphs)
+        self._times = DraftTimes(_roofline(runner), runner.graphs, runner.device.type == "cuda")
         self.controller = Controller(self._times.predict, fixed=config.draft_control == "fixed")
         self._lengths = Lengths() if config.draft_control == "length" else None
         self._pending: dict[Sequence, DraftTree] = {}
