@@ -54,6 +54,9 @@ class SamplingParams:
     ``seed=None`` draws a fresh stream. ``logprobs``: how many alternatives to report beside the sampled token.
     ``logprobs_mode``: ``raw`` (the model's distribution) or ``processed`` (after the whole pipeline).
     ``num_draft_tokens``: at most so many drafts a step, where a drafter runs (0: none); never changes a token.
+    ``confidence`` k > 0: with every log-probability comes the mean negative one of the k likeliest tokens, a single number
+    (Fu et al. 2025, DeepConf). ``score_from``: the prompt's tokens from this place on are scored, and what they sum up to comes
+    back as one `PromptScore`, its windows ``confidence_window`` tokens wide (0: no window).
     """
 
     n: int = 1
@@ -81,6 +84,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     num_draft_tokens: int | None = None
+    confidence: int = 0
+    confidence_window: int = 0
+    score_from: int | None = None
 
     def __post_init__(self) -> None:
         # Callers write lists and single strings, as with vLLM; frozen values are tuples.
@@ -286,12 +292,25 @@ class StepBatch:
 
 @dataclass(slots=True)
 class TokenLogprob:
-    """Log-probability (natural) of one token, its rank (1 = most likely), and the most likely alternatives."""
+    """Log-probability (natural) of one token, its rank (1 = most likely), and the most likely alternatives. ``confidence``: the
+    mean negative log-probability of the k likeliest, where a request asks for it."""
 
     id: int
     logprob: float
     rank: int
     top: list[tuple[int, float]] = field(default_factory=list)
+    confidence: float | None = None
+
+
+@dataclass(slots=True)
+class PromptScore:
+    """Of the scored end of a prompt: the sum of its log-probabilities, the mean confidence, the lowest mean confidence of a
+    window (None: not asked for), and how many tokens were scored."""
+
+    logprob: float
+    tokens: int
+    confidence: float | None = None
+    lowest: float | None = None
 
 
 @dataclass(slots=True)
@@ -328,6 +347,7 @@ class Event:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    score: PromptScore | None = None
     num_cached: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

@@ -25,6 +25,7 @@ from kvasir.engine.pace import Pace, StepClock
 from kvasir.engine.pages import PageManager
 from kvasir.engine.policy import SchedulerPolicy
 from kvasir.engine.scheduler import Scheduler
+from kvasir.engine.scores import prompt_logprobs, prompt_score
 from kvasir.engine.second_model import EngineHost
 from kvasir.engine.spans import ONE_SAMPLE, rows_left
 from kvasir.engine.step_time import StepShape, StepTimeModel, retry_after
@@ -32,7 +33,7 @@ from kvasir.engine.steps import StepRunner
 from kvasir.errors import RequestError
 from kvasir.logs import log
 from kvasir.speculation.drafter import DRAFTERS, Drafter
-from kvasir.types import EngineStats, Event, FinishReason, Plan, Request, Sequence, Span, SpanResult, Status, TokenLogprob
+from kvasir.types import EngineStats, Event, FinishReason, Plan, Request, Sequence, Span, SpanResult, Status
 
 USER_FAULTS = ("no_token_allowed", "grammar_error")  # the request's own constraints leave nothing to sample
 
@@ -332,8 +333,8 @@ class Engine:
             status = 400 if code in USER_FAULTS else 500
             return self._fail(seq.request.id, status=status, code=code, message=result.error)
         if result.scores:
-            seq.state.setdefault("scores", [None]).extend(result.scores)
-            seq.state["num_scored"] = seq.state.get("num_scored", 0) + len(result.scores)
+            seq.state.setdefault("scores", []).extend(result.scores)
+            seq.state["num_scored"] = span.start + span.want["score"].stop
         tokens, reason, stop = self._until_stop(seq, result.tokens)
         index = seq.num_output
         if result.path:
@@ -348,17 +349,11 @@ class Engine:
         event = Event(kind="tokens", request_id=seq.request.id, epoch=seq.request.epoch, branch=seq.branch, index=index, token_ids=tokens,
                       logprobs=result.logprobs[:len(tokens)] if params.logprobs is not None and result.logprobs else None,
                       num_cached=seq.num_cached, finish_reason=reason, stop_reason=stop,
-                      prompt_logprobs=self._take_scores(seq) if index == 0 else None,
+                      prompt_logprobs=prompt_logprobs(seq) if index == 0 else None, score=prompt_score(seq) if index == 0 else None,
                       queued=seq.first_scheduled - seq.request.arrival if index == 0 and not seq.branch else None)
         if reason is not None:
             self._drop(seq, reason)
         return event
-
-    def _take_scores(self, seq: Sequence) -> list[TokenLogprob | None] | None:
-        """The prompt's log-probabilities, sent once with the first token; the first prompt token has none."""
-        if seq.request.params.prompt_logprobs is None or seq.branch:
-            return None
-        return seq.state.pop("scores", [None])
 
     def _until_stop(self, seq: Sequence, sampled: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
         """The sampled tokens up to the first stop rule that holds: (tokens, why it ends, the stop id or None for EOS)."""

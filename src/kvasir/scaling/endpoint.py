@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kvasir.decoding.confidence import summed_up
 from kvasir.scaling.ledger import Price
 
 Finish = Literal["stop", "length", "cancelled", "group"]
@@ -80,7 +81,8 @@ class Sample:
     """A finished sample. ``tokens`` counts what was generated, the end mark included; ``ids`` are empty where the endpoint hides them.
 
     ``confidence``: mean over the tokens of the mean negative log-probability of the k likeliest next tokens, larger = surer (Fu et
-    al. 2025, DeepConf); ``logprob``: sum over the tokens. ``met``: tokens after which it met the group's rule.
+    al. 2025, DeepConf); ``lowest``: the lowest mean over a window of tokens; ``logprob``: sum over the tokens. ``met``: tokens after which
+    it met the group's rule.
     """
 
     index: int
@@ -93,15 +95,17 @@ class Sample:
     confidence: float | None = None
     logprob: float | None = None
     met: int | None = None
+    lowest: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Of a given text under a prompt. ``confidence`` and ``logprob`` as in `Sample`; ``tokens``: how many were scored."""
+    """Of a given text under a prompt. ``confidence``, ``lowest`` and ``logprob`` as in `Sample`; ``tokens``: how many were scored."""
 
     confidence: float
     logprob: float
     tokens: int
+    lowest: float | None = None
 
 
 @dataclass(slots=True)
@@ -130,13 +134,15 @@ class Draw(abc.ABC):
 
 
 class Endpoint(abc.ABC):
-    """``parameters``: active ones, for operations (0: unknown). ``vocabulary``: equal where token ids mean the same."""
+    """``parameters``: active ones, for operations (0: unknown). ``vocabulary``: equal where token ids mean the same. ``window``: tokens of
+    a confidence's window, short as the lab's solutions are (the paper's 2048 suit replies of tens of thousands)."""
 
     name: str
     caps = Caps()
     price = Price()
     parameters = 0
     vocabulary = ""
+    window = 16
 
     async def start(self) -> None:  # noqa: B027
         """Get ready. Raises ConfigError when that is hopeless."""
@@ -223,10 +229,10 @@ class Draft:
             self.finish = "group" if self.dropped else chunk.finish
 
     def sample(self, endpoint: Endpoint) -> Sample:
-        mean = sum(self.confidences) / len(self.confidences) if self.confidences else None
+        mean, lowest = summed_up(self.confidences, endpoint.window)
         total = sum(self.logprobs) if self.logprobs else None
         return Sample(self.index, self.text, self.tokens, self.finish or "cancelled", endpoint.name, endpoint.vocabulary, tuple(self.ids), mean,
-                      total, self.met)
+                      total, self.met, lowest)
 
 
 async def collect(draw: Draw, drafts: Sequence[Draft], group: Group | None) -> None:

@@ -22,10 +22,11 @@ from kvasir.models import checkpoint
 from kvasir.models.cost import active_params
 from kvasir.models.families import build_spec
 from kvasir.models.tokenizer import Tokenizer
-from kvasir.scaling.endpoint import Caps, Chunk, Draw, Endpoint, EndpointError, Prompt, Refused, Sample, Sampling, Score, Usage, confidence_of
+from kvasir.scaling.endpoint import Caps, Chunk, Draw, Endpoint, EndpointError, Prompt, Refused, Sample, Sampling, Score, Usage
 from kvasir.scaling.ledger import Price
-from kvasir.types import Event, Request, SamplingParams, TokenLogprob
+from kvasir.types import Event, PromptScore, Request, SamplingParams
 
+DEFAULT_CONFIDENCES = 20
 RETRIED = (429, 500, 503)  # statuses of a request that may pass another time
 
 
@@ -39,7 +40,7 @@ class EngineEndpoint(Endpoint):
 
     caps = Caps(tokens=True, logprobs=True, score=True, choose=True, fork=True)
 
-    def __init__(self, config: EngineConfig, name: str = "", *, price: Price | None = None, confidences: int = MAX_LOGPROBS) -> None:
+    def __init__(self, config: EngineConfig, name: str = "", *, price: Price | None = None, confidences: int = DEFAULT_CONFIDENCES) -> None:
         model = config.model
         path = checkpoint.resolve(model.model, model.revision)
         self.name = name or model.model or path.name
@@ -77,11 +78,10 @@ class EngineEndpoint(Endpoint):
     def draw(self, prompt: Prompt, n: int, sampling: Sampling, seed: int) -> Draw:
         ids = self.ids(prompt)
         room = max(1, self.engine.info.max_model_len - len(ids))
-        logprobs = self.confidences or None
         requests = []
         for number, first in enumerate(range(0, n, MAX_N)):
             params = SamplingParams(n=min(MAX_N, n - first), temperature=sampling.temperature, max_tokens=min(sampling.max_tokens, room),
-                                    seed=group_seed(seed, number), logprobs=logprobs, detokenize=False)
+                                    seed=group_seed(seed, number), confidence=self.confidences, detokenize=False)
             requests.append(self.request(ids, params))
         return EngineDraw(self, requests, sampling.stop)
 
@@ -103,22 +103,21 @@ class EngineEndpoint(Endpoint):
             raise Refused(e.message) from e
 
     async def score(self, prompt: Prompt, sample: Sample, usage: Usage) -> Score:
-        """Teacher-forced, by the prompt's log-probabilities. Ids are kept where the vocabularies agree; else the text is encoded, without
-        an end mark."""
+        """Teacher-forced: one record comes back from the engine. Ids are kept where the vocabularies agree; else the text is encoded,
+        without an end mark."""
         begin = self.ids(prompt)
         reply = list(sample.ids) if sample.vocabulary == self.vocabulary else self.tokenizer.encode(sample.text, add_special=False)
         if not reply:
             raise Refused("an empty reply has no score")
-        request = self.request([*begin, *reply], SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=max(2, self.confidences),
-                                                                detokenize=False))
+        request = self.request([*begin, *reply], SamplingParams(max_tokens=1, temperature=0.0, score_from=len(begin), confidence_window=self.window,
+                                                                confidence=self.confidences or DEFAULT_CONFIDENCES, detokenize=False))
         request.max_tokens = 0  # the prompt alone is wanted
-        entries: list[TokenLogprob | None] = []
+        found: PromptScore | None = None
         async for event in self.events(request):
             _count(usage, request, event)
-            entries = event.prompt_logprobs or entries
-        scored = [e for e in entries[len(begin):] if e is not None]
-        assert len(scored) == len(reply), f"{len(scored)} of {len(reply)} tokens have a score"
-        return Score(sum(map(self.confidence, scored)) / len(scored), sum(e.logprob for e in scored), len(scored))
+            found = event.score or found
+        assert found is not None and found.tokens == len(reply), f"{found} of {len(reply)} tokens"
+        return Score(found.confidence or 0.0, found.logprob, found.tokens, found.lowest)
 
     async def choose(self, prompt: Prompt, options: Sequence[str], usage: Usage) -> dict[str, float]:
         ids = [self.tokenizer.encode(option, add_special=False) for option in options]
@@ -133,9 +132,6 @@ class EngineEndpoint(Endpoint):
             for entry in event.logprobs or []:
                 found = {entry.id: entry.logprob, **dict(entry.top)}
         return {option: found.get(i[0], float("-inf")) for option, i in zip(options, ids)}
-
-    def confidence(self, entry: TokenLogprob) -> float | None:
-        return confidence_of([logprob for _, logprob in entry.top]) if entry.top else None
 
 
 def _count(usage: Usage, request: Request, event: Event) -> None:
@@ -202,7 +198,7 @@ class EngineDraw(Draw):
         index = number * MAX_N + event.branch
         finish = "cancelled" if event.finish_reason == "error" else event.finish_reason
         entries = event.logprobs or [None] * len(event.token_ids)
-        chunks = [Chunk(index, token, stream.push(token), entry and entry.logprob, entry and self.endpoint.confidence(entry))
+        chunks = [Chunk(index, token, stream.push(token), entry and entry.logprob, entry and entry.confidence)
                   for token, entry in zip(event.token_ids, entries)]
         if finish is not None:
             rest = stream.flush()
