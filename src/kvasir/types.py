@@ -56,7 +56,9 @@ class SamplingParams:
     ``num_draft_tokens``: at most so many drafts a step, where a drafter runs (0: none); never changes a token.
     ``confidence`` k > 0: with every log-probability comes the mean negative one of the k likeliest tokens, a single number
     (Fu et al. 2025, DeepConf). ``score_from``: the prompt's tokens from this place on are scored, and what they sum up to comes
-    back as one `PromptScore`, its windows ``confidence_window`` tokens wide (0: no window).
+    back as one `PromptScore`, its windows ``confidence_window`` tokens wide (0: no window). ``finish_after`` m: of the ``n`` branches
+    the first m that end by themselves count, in tokens and not in time; one that can no longer be among them is cancelled.
+    ``lease``: seconds for which the pages of an ended branch are kept for a request that goes on from it, unless others need them.
     """
 
     n: int = 1
@@ -86,6 +88,8 @@ class SamplingParams:
     num_draft_tokens: int | None = None
     confidence: int = 0
     confidence_window: int = 0
+    finish_after: int | None = None
+    lease: float = 0.0
     score_from: int | None = None
 
     def __post_init__(self) -> None:

@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 from kvasir.errors import RequestError
 from kvasir.types import U64, Grammar, ModelInfo, Request, SamplingParams
 
-MAX_N = 16
+MAX_N = 256
+MAX_LEASE_SECONDS = 600.0
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -105,6 +106,8 @@ def _checked(p: SamplingParams, ids_end: int) -> SamplingParams:
     return dataclasses.replace(
         p,
         n=_integer("n", p.n, 1, MAX_N),
+        finish_after=None if p.finish_after is None else _integer("finish_after", p.finish_after, 1, p.n),
+        lease=_number("lease", p.lease, 0.0, MAX_LEASE_SECONDS),
         temperature=_number("temperature", p.temperature, 0.0, 10.0),
         top_k=0 if top_k == -1 else min(top_k, ids_end),
         top_p=_number("top_p", p.top_p, 0.0, 1.0, open_low=True),

@@ -21,6 +21,7 @@ from kvasir import technique
 from kvasir.config import EngineConfig
 from kvasir.engine.build import POLICIES, build
 from kvasir.engine.drafting import Drafting, holds_draft
+from kvasir.engine.groups import Groups
 from kvasir.engine.pace import Pace, StepClock
 from kvasir.engine.pages import PageManager
 from kvasir.engine.policy import SchedulerPolicy
@@ -78,6 +79,7 @@ class Engine:
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="grammar")
         self._eos_ids = frozenset(self.info.eos_ids)
         self._live: dict[str, Live] = {}
+        self._groups = Groups()
         self._compiling = 0  # requests whose grammar is being compiled
         self.on_launch: Callable[[Iterable[str], bool], None] = lambda ids, slow: None
         self._seen_kinds: set[tuple] = set()
@@ -96,9 +98,10 @@ class Engine:
         live = self._live[request.id] = Live(request)
         events = [Event(kind="accepted", request_id=request.id, epoch=request.epoch)]
         for branch in range(request.params.n):
-            if branch in request.ended:
-                continue
             seq = Sequence(request, branch)
+            if branch in request.ended:
+                self._groups.replayed(seq, self._eos_ids)
+                continue
             seq.max_output = min(request.max_tokens, self.info.max_model_len - seq.num_prompt)
             if not request.params.ignore_eos:
                 seq.stop_ids |= self._eos_ids
@@ -127,7 +130,11 @@ class Engine:
                                                           f"{self.info.kv_capacity_tokens}")
         if request.epoch > 0:  # it was accepted before the engine restarted
             return None
+        if request.params.lease and self.pages.index is None:
+            return refuse(400, "no_prefix_cache", "a lease keeps pages for the prefix cache, which is off here")
         config = self.config.scheduler
+        if request.params.n > config.max_queued_requests:
+            return refuse(400, "too_many_branches", f"n={request.params.n} is more than this server queues at all ({config.max_queued_requests})")
         if self.scheduler.num_waiting + self.scheduler.num_blocked + request.params.n > config.max_queued_requests:
             return refuse(429, "queue_full", f"{config.max_queued_requests} requests are queued already", self._drain_seconds())
         if self.scheduler.queued_tokens + len(request.prompt_ids) > self._max_queued_tokens:
@@ -168,12 +175,14 @@ class Engine:
             self._drafting.close(seq)
         self.scheduler.finish(seq, reason)
         seq.finish_reason = reason
+        self._groups.ended(seq)
         live = self._live[seq.request.id]
         live.branches.pop(seq.branch, None)
         if not live.branches:
             if live.compiling is not None:
                 live.compiling.cancel()
                 self._compiling -= 1
+            self._groups.forget(seq.request.id)
             del self._live[seq.request.id]
 
     def _fail(self, request_id: str, *, status: int, code: str, message: str, param: str | None = None) -> Event:
@@ -288,6 +297,9 @@ class Engine:
                 event = event or self._commit(span, result)
                 if event is not None:
                     events.append(event)
+        for request_id in self._groups.decided():
+            live = self._live[request_id]
+            events += [self._finish(seq, "cancelled") for seq in self._groups.beaten(live.branches.values())]
         self.scheduler.complete(plan)
         now = time.perf_counter()
         self._stats.step_seconds, self._stats.step_rows = now - max(launched, self._resolved), plan.num_rows

@@ -118,7 +118,7 @@ class Usage:
 
 
 class Draw(abc.ABC):
-    """n samples under way: iterate for their chunks; ``cancel`` ends one of them, which then sends a last chunk."""
+    """n samples under way: iterate for their chunks; ``cancel`` ends some of them, each of which then sends a last chunk."""
 
     def __init__(self) -> None:
         self.usage = Usage()
@@ -127,7 +127,7 @@ class Draw(abc.ABC):
     def __aiter__(self) -> AsyncIterator[Chunk]: ...
 
     @abc.abstractmethod
-    async def cancel(self, index: int) -> None: ...
+    async def cancel(self, indexes: Sequence[int]) -> None: ...
 
     async def aclose(self) -> None:  # noqa: B027
         """End everything that still runs."""
@@ -154,9 +154,10 @@ class Endpoint(abc.ABC):
         """What was computed until now is no longer found in a prefix cache, where that can be had: arms of a comparison begin alike."""
 
     @abc.abstractmethod
-    def draw(self, prompt: Prompt, n: int, sampling: Sampling, seed: int) -> Draw:
-        """Sample ``n`` replies. Sample i of a seed is the same for every n, where the endpoint keeps seeds at all. Iterating raises
-        EndpointError or Refused."""
+    def draw(self, prompt: Prompt, n: int, sampling: Sampling, seed: int, group: Group | None = None) -> Draw:
+        """Sample ``n`` replies. Sample i of a seed is the same for every n, where the endpoint keeps seeds at all. ``group``: which of
+        them will count; an endpoint that can tells its engine, so that losers end at once, and any other leaves it to `collect`.
+        Iterating raises EndpointError or Refused."""
 
     @abc.abstractmethod
     def most_prompt_tokens(self, prompt: Prompt) -> int:
@@ -246,10 +247,11 @@ async def collect(draw: Draw, drafts: Sequence[Draft], group: Group | None) -> N
             continue
         if draft.met is None and not draft.dropped and group.met(draft):
             draft.met = draft.tokens
-        for loser in group.beaten(drafts):
-            if not loser.dropped:
-                loser.dropped = True
-                await draw.cancel(loser.index)
+        losers = [d for d in group.beaten(drafts) if not d.dropped]
+        for loser in losers:
+            loser.dropped = True
+        if losers:
+            await draw.cancel([d.index for d in losers])
     if group is not None:  # one that ended before it could be stopped is beaten all the same
         limit = group.limit(drafts)
         for draft in drafts:

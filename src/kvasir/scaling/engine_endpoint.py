@@ -1,8 +1,8 @@
 """Our engine as an endpoint: in a process of its own, with token ids, seeds, scores and forks that share the prompt's pages.
 
-A call of n samples is one request with n branches for every 16 of them (what a request may hold): the prompt is computed once
-and forked. Continuing a reply (`Seq`) is a request whose prompt ends in it; the prefix cache holds the pages, and the engine's noise is
-keyed by position, so the continuation is what one long request would have given.
+A call of n samples is one request with n branches (for every 256 of them, what a request may hold): the prompt is computed once
+and forked. Continuing a reply (`Seq`) is a request whose prompt ends in it; the prefix cache holds the pages, under a lease that
+memory pressure may end, and the engine's noise is keyed by position, so the continuation is what one long request would have given.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from kvasir.models import checkpoint
 from kvasir.models.cost import active_params
 from kvasir.models.families import build_spec
 from kvasir.models.tokenizer import Tokenizer
-from kvasir.scaling.endpoint import Caps, Chunk, Draw, Endpoint, EndpointError, Prompt, Refused, Sample, Sampling, Score, Usage
+from kvasir.scaling.endpoint import Caps, Chunk, Draw, Endpoint, EndpointError, Group, Prompt, Refused, Sample, Sampling, Score, Usage
 from kvasir.scaling.ledger import Price
 from kvasir.types import Event, PromptScore, Request, SamplingParams
 
 DEFAULT_CONFIDENCES = 20
+FIRST = -1  # priority of calls that are a prompt and nothing more: a round of them holds up a whole loop
 RETRIED = (429, 500, 503)  # statuses of a request that may pass another time
 
 
@@ -36,11 +37,13 @@ def group_seed(seed: int, number: int) -> int:
 
 
 class EngineEndpoint(Endpoint):
-    """``confidences`` k: how many of the likeliest tokens a confidence is the mean of (0: no confidence, and a little faster)."""
+    """``confidences`` k: how many of the likeliest tokens a confidence is the mean of (0: no confidence, and a little faster). ``lease``:
+    seconds for which a paused reply keeps its pages."""
 
     caps = Caps(tokens=True, logprobs=True, score=True, choose=True, fork=True)
 
-    def __init__(self, config: EngineConfig, name: str = "", *, price: Price | None = None, confidences: int = DEFAULT_CONFIDENCES) -> None:
+    def __init__(self, config: EngineConfig, name: str = "", *, price: Price | None = None, confidences: int = DEFAULT_CONFIDENCES,
+                 lease: float = 30.0) -> None:
         model = config.model
         path = checkpoint.resolve(model.model, model.revision)
         self.name = name or model.model or path.name
@@ -53,6 +56,7 @@ class EngineEndpoint(Endpoint):
         if confidences == 1:
             raise ConfigError("confidences=1 turns the sign round: the likeliest token alone is large where the model is unsure. Take 5 to 20.")
         self.confidences = confidences
+        self.lease = lease if config.cache.enable_prefix_caching else 0.0
         self.engine = AsyncEngine(config)
         self._numbers = itertools.count()
         self._salt = ""  # part of the prefix key
@@ -75,19 +79,24 @@ class EngineEndpoint(Endpoint):
     def most_prompt_tokens(self, prompt: Prompt) -> int:
         return len(self.ids(prompt))
 
-    def draw(self, prompt: Prompt, n: int, sampling: Sampling, seed: int) -> Draw:
+    def draw(self, prompt: Prompt, n: int, sampling: Sampling, seed: int, group: Group | None = None) -> Draw:
         ids = self.ids(prompt)
         room = max(1, self.engine.info.max_model_len - len(ids))
+        # Ends are the engine's to see; what a text must hold is not. With several requests no engine sees the whole group.
+        first_of = group.finish_after if group is not None and group.on == "eos" and group.accept is None and n <= MAX_N else None
+        lease = self.lease if sampling.stop else 0.0  # a reply that stops at a delimiter is likely to go on
         requests = []
         for number, first in enumerate(range(0, n, MAX_N)):
             params = SamplingParams(n=min(MAX_N, n - first), temperature=sampling.temperature, max_tokens=min(sampling.max_tokens, room),
-                                    seed=group_seed(seed, number), confidence=self.confidences, detokenize=False)
+                                    seed=group_seed(seed, number), confidence=self.confidences, finish_after=first_of, lease=lease,
+                                    detokenize=False)
             requests.append(self.request(ids, params))
         return EngineDraw(self, requests, sampling.stop)
 
-    def request(self, ids: list[int], params: SamplingParams) -> Request:
+    def request(self, ids: list[int], params: SamplingParams, priority: int = 0) -> Request:
         try:
-            return admit(ids, params, self.engine.info, id=f"{self.name}-{next(self._numbers)}", arrival=time.monotonic(), tenant=self._salt)
+            return admit(ids, params, self.engine.info, id=f"{self.name}-{next(self._numbers)}", arrival=time.monotonic(), tenant=self._salt,
+                         priority=priority)
         except RequestError as e:
             raise Refused(e.message) from e
 
@@ -110,7 +119,7 @@ class EngineEndpoint(Endpoint):
         if not reply:
             raise Refused("an empty reply has no score")
         request = self.request([*begin, *reply], SamplingParams(max_tokens=1, temperature=0.0, score_from=len(begin), confidence_window=self.window,
-                                                                confidence=self.confidences or DEFAULT_CONFIDENCES, detokenize=False))
+                                                                confidence=self.confidences or DEFAULT_CONFIDENCES, detokenize=False), FIRST)
         request.max_tokens = 0  # the prompt alone is wanted
         found: PromptScore | None = None
         async for event in self.events(request):
@@ -125,7 +134,7 @@ class EngineEndpoint(Endpoint):
             raise Refused(f"the options {', '.join(options)} are not 2 to {MAX_LOGPROBS} different tokens of {self.name}")
         allowed = tuple(i[0] for i in ids)
         request = self.request(self.ids(prompt), SamplingParams(max_tokens=1, logprobs=len(allowed), logprobs_mode="processed",
-                                                                allowed_token_ids=allowed, seed=0, detokenize=False))
+                                                                allowed_token_ids=allowed, seed=0, detokenize=False), FIRST)
         found: dict[int, float] = {}
         async for event in self.events(request):
             _count(usage, request, event)
@@ -150,9 +159,9 @@ class EngineDraw(Draw):
         self._chunks: asyncio.Queue[Chunk | BaseException] = asyncio.Queue()
         self._tasks: list[asyncio.Task] = []
 
-    async def cancel(self, index: int) -> None:
-        number, branch = divmod(index, MAX_N)
-        await self.endpoint.engine.cancel(self.requests[number].id, branch)
+    async def cancel(self, indexes: Sequence[int]) -> None:
+        places = [divmod(index, MAX_N) for index in indexes]
+        await self.endpoint.engine.cancel_many((self.requests[number].id, branch) for number, branch in places)
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         self._tasks = [asyncio.create_task(self._follow(number, request)) for number, request in enumerate(self.requests)]

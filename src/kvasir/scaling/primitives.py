@@ -129,7 +129,7 @@ class Context:
 
         async def call(usage: Usage, drafts: list[Draft], granted: int) -> list[Any]:
             drafts[:] = [Draft(i) for i in range(granted)]
-            draw = endpoint.draw(prompt, granted, sampling, seed)
+            draw = endpoint.draw(prompt, granted, sampling, seed, group)
             draw.usage = usage
             async with aclosing(draw):
                 await io.collect(draw, drafts, group)
