@@ -23,7 +23,8 @@ def world():
 
 
 def request(d, name, m, n=N, **params):
-    return d.request(name, PROMPT, **dict(n=n, finish_after=m, seed=3, temperature=1.5, max_tokens=30, stop_token_ids=tuple(range(7, 500, 4))) | params)
+    usual = dict(n=n, finish_after=m, seed=3, temperature=1.5, max_tokens=30, stop_token_ids=tuple(range(7, 500, 4)))
+    return d.request(name, PROMPT, **usual | params)
 
 
 def first(outputs, m):

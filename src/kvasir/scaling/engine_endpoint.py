@@ -12,11 +12,13 @@ import contextlib
 import hashlib
 import itertools
 import time
+import uuid
 from collections.abc import AsyncIterator, Sequence
 
 from kvasir.config import EngineConfig
 from kvasir.engine.admission import MAX_LOGPROBS, MAX_N, admit
 from kvasir.engine.client import AsyncEngine
+from kvasir.engine.interface import EngineClient
 from kvasir.errors import ConfigError, RequestError
 from kvasir.models import checkpoint
 from kvasir.models.cost import active_params
@@ -36,39 +38,26 @@ def group_seed(seed: int, number: int) -> int:
     return seed if number == 0 else int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest(), "little")
 
 
-class EngineEndpoint(Endpoint):
-    """``confidences`` k: how many of the likeliest tokens a confidence is the mean of (0: no confidence, and a little faster). ``lease``:
-    seconds for which a paused reply keeps its pages."""
+class ClientEndpoint(Endpoint):
+    """An engine that somebody else starts and stops. ``confidences`` k: how many of the likeliest tokens a confidence is the mean of (0:
+    no confidence, and a little faster). ``lease``: seconds for which a paused reply keeps its pages; needs the prefix cache.
+    ``tenant``: salt of the prefix key."""
 
     caps = Caps(tokens=True, logprobs=True, score=True, choose=True, fork=True)
 
-    def __init__(self, config: EngineConfig, name: str = "", *, price: Price | None = None, confidences: int = DEFAULT_CONFIDENCES,
-                 lease: float = 30.0) -> None:
-        model = config.model
-        path = checkpoint.resolve(model.model, model.revision)
-        self.name = name or model.model or path.name
-        self.price = price or Price()
-        self.parameters = active_params(build_spec(checkpoint.read_config(path)))
-        source = checkpoint.resolve(model.tokenizer) if model.tokenizer else path
-        self.tokenizer = Tokenizer.load(source, model.chat_template)
-        file = source / "tokenizer.json" if source.is_dir() else source
-        self.vocabulary = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, name: str, *, parameters: int = 0, vocabulary: str = "",
+                 price: Price | None = None, confidences: int = DEFAULT_CONFIDENCES, lease: float = 0.0,
+                 tenant: str = "") -> None:
         if confidences == 1:
             raise ConfigError("confidences=1 turns the sign round: the likeliest token alone is large where the model is unsure. Take 5 to 20.")
-        self.confidences = confidences
-        self.lease = lease if config.cache.enable_prefix_caching else 0.0
-        self.engine = AsyncEngine(config)
+        self.engine, self.tokenizer, self.name = engine, tokenizer, name
+        self.parameters, self.vocabulary, self.price = parameters, vocabulary or name, price or Price()
+        self.confidences, self.lease, self.tenant = confidences, lease, tenant
+        self._prefix = f"{name}-{uuid.uuid4().hex[:12]}"  # of request ids: several endpoints may share an engine
         self._numbers = itertools.count()
-        self._salt = ""  # part of the prefix key
-
-    async def start(self) -> None:
-        await self.engine.start()
-
-    async def close(self) -> None:
-        await self.engine.stop(0)
 
     def forget(self) -> None:
-        self._salt = f"{self.name}-{next(self._numbers)}"
+        self.tenant = f"{self._prefix}-{next(self._numbers)}"
 
     def ids(self, prompt: Prompt) -> list[int]:
         try:
@@ -95,7 +84,7 @@ class EngineEndpoint(Endpoint):
 
     def request(self, ids: list[int], params: SamplingParams, priority: int = 0) -> Request:
         try:
-            return admit(ids, params, self.engine.info, id=f"{self.name}-{next(self._numbers)}", arrival=time.monotonic(), tenant=self._salt,
+            return admit(ids, params, self.engine.info, id=f"{self._prefix}-{next(self._numbers)}", arrival=time.monotonic(), tenant=self.tenant,
                          priority=priority)
         except RequestError as e:
             raise Refused(e.message) from e
@@ -143,6 +132,29 @@ class EngineEndpoint(Endpoint):
         return {option: found.get(i[0], float("-inf")) for option, i in zip(options, ids)}
 
 
+class EngineEndpoint(ClientEndpoint):
+    """An engine of its own, in a process of its own."""
+
+    engine: AsyncEngine
+
+    def __init__(self, config: EngineConfig, name: str = "", *, price: Price | None = None, confidences: int = DEFAULT_CONFIDENCES,
+                 lease: float = 30.0) -> None:
+        model = config.model
+        path = checkpoint.resolve(model.model, model.revision)
+        source = checkpoint.resolve(model.tokenizer) if model.tokenizer else path
+        file = source / "tokenizer.json" if source.is_dir() else source
+        super().__init__(AsyncEngine(config), Tokenizer.load(source, model.chat_template), name or model.model or path.name, price=price,
+                         parameters=active_params(build_spec(checkpoint.read_config(path))),
+                         vocabulary=hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest(), confidences=confidences,
+                         lease=lease if config.cache.enable_prefix_caching else 0.0)
+
+    async def start(self) -> None:
+        await self.engine.start()
+
+    async def close(self) -> None:
+        await self.engine.stop(0)
+
+
 def _count(usage: Usage, request: Request, event: Event) -> None:
     """A request's prompt, once: what its first branch found in the prefix cache was not computed."""
     if event.kind == "tokens" and event.branch == 0 and event.index == 0 and request.id:
@@ -153,7 +165,7 @@ def _count(usage: Usage, request: Request, event: Event) -> None:
 class EngineDraw(Draw):
     """The requests of one call, their events as chunks of one token."""
 
-    def __init__(self, endpoint: EngineEndpoint, requests: Sequence[Request], stop: tuple[str, ...]) -> None:
+    def __init__(self, endpoint: ClientEndpoint, requests: Sequence[Request], stop: tuple[str, ...]) -> None:
         super().__init__()
         self.endpoint, self.requests, self.stop = endpoint, requests, stop
         self._chunks: asyncio.Queue[Chunk | BaseException] = asyncio.Queue()
