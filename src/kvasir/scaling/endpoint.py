@@ -65,7 +65,7 @@ class Sampling:
 @dataclass(slots=True)
 class Chunk:
     """One token of sample ``index``: its text, log-probability and confidence (None: not known). ``finish``: why the sample ended, with
-    the last token or after it (then ``count`` is 0)."""
+    the last token or after it (then ``count`` is 0). ``whole``: with the last one, the sample as it is known already (a pool's)."""
 
     index: int
     token_id: int | None = None
@@ -74,6 +74,7 @@ class Chunk:
     confidence: float | None = None
     finish: Finish | None = None
     count: int = 1
+    whole: Sample | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +217,7 @@ class Draft:
     finish: Finish | None = None
     met: int | None = None
     dropped: bool = False
+    whole: Sample | None = None
 
     def add(self, chunk: Chunk) -> None:
         self.text += chunk.text
@@ -228,8 +230,11 @@ class Draft:
             self.logprobs.append(chunk.logprob)
         if chunk.finish is not None:
             self.finish = "group" if self.dropped else chunk.finish
+        self.whole = chunk.whole or self.whole
 
     def sample(self, endpoint: Endpoint) -> Sample:
+        if self.whole is not None:
+            return dataclasses.replace(self.whole, index=self.index, finish=self.finish, met=self.met)
         mean, lowest = summed_up(self.confidences, endpoint.window)
         total = sum(self.logprobs) if self.logprobs else None
         return Sample(self.index, self.text, self.tokens, self.finish or "cancelled", endpoint.name, endpoint.vocabulary, tuple(self.ids), mean,
