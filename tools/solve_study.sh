@@ -3,15 +3,20 @@
 #
 # Runs the studies in order of importance until the time is up; every step writes OUT/NAME.json as soon as a strategy is through, so a run
 # that is cut off keeps what it has. At the end, or with what there is, OUT/report.md and its pictures.
-# Environment: N problems a study (1000), POOL replies a problem in the shared pools (64), SEEDS ("7 8 9"), DEVICE (auto), PYTHON (python),
+# The steps draw-* fill the pools; pool-* are what is chosen from them, come last, and need no GPU: with the files of draw-* in OUT,
+#   STEPS="pool-countdown pool-path pool-facts" DEVICE=cpu tools/solve_study.sh OUT 30
+# on any machine, with the same N and POOL, finishes the study.
+# Environment: N problems a study (1000), POOL replies a problem in the shared pools (64), SEEDS ("7 8 9"), DEVICE (auto), PYTHON (python3),
 # AT_ONCE problems under way (64), STEPS: names of steps to run, all others are left out.
 set -u
 OUT=${1:?tools/solve_study.sh OUT MINUTES} MINUTES=${2:?minutes}
-N=${N:-1000} POOL=${POOL:-64} SEEDS=${SEEDS:-7 8 9} DEVICE=${DEVICE:-auto} PYTHON=${PYTHON:-python} AT_ONCE=${AT_ONCE:-64} STEPS=${STEPS:-}
+N=${N:-1000} POOL=${POOL:-64} SEEDS=${SEEDS:-7 8 9} DEVICE=${DEVICE:-auto} PYTHON=${PYTHON:-python3} AT_ONCE=${AT_ONCE:-64} STEPS=${STEPS:-}
+case $OUT in /*) ;; *) OUT=$PWD/$OUT ;; esac
+cd "$(dirname "$0")/.." && export PYTHONPATH=src
 mkdir -p "$OUT"
 END=$(( $(date +%s) + ${MINUTES%.*} * 60 ))
 left() { echo $(( END - $(date +%s) )); }
-kvasir() { "$PYTHON" -m kvasir.cli.main "$@"; }
+
 few() { echo $(( $1 > 0 ? $1 : 1 )); }
 
 wanted() { [ -z "$STEPS" ] || [[ " $STEPS " == *" $1 "* ]]; }
@@ -45,11 +50,16 @@ pool() {
   done
   args+=(--strategy "cascade:n=4,agree=3,last=4")
   [ "$POOL" -ge 16 ] && args+=(--strategy "cascade:n=4,agree=3,last=16" --strategy "cascade:n=8,agree=6,last=16")
+  if wanted "$name" && [ ! -e "$OUT/$name.base.jsonl.gz" ]; then echo "$name: nothing was drawn" | tee -a "$OUT/steps.txt"; return 0; fi
   step "$name" "$most" "${both[@]}" --task "$task" --n "$(few $(( N / 2 )))" --pool "$POOL" --pool-file "$OUT/$name" "${args[@]}"
 }
-pool pool-countdown 0 countdown:min_numbers=4
-pool pool-path 0 path:max_depth=4
-pool pool-facts 0 facts:think=no
+draw() {
+  step "draw-$1" 0 "${both[@]}" --task "$2" --n "$(few $(( N / 2 )))" --pool "$POOL" --pool-file "$OUT/pool-$1" --resamples 1 \
+    --strategy "majority:n=8,model=nano" --strategy "majority:n=8,model=base"
+}
+draw countdown countdown:min_numbers=4
+draw path path:max_depth=4
+draw facts facts:think=no
 
 # 2. Squeeze Evolve against RSA, with the controls of its router. rsa is one model alone; the vote costs as many replies as its loops.
 evolve() {
@@ -86,7 +96,7 @@ for feature in "plain" "drafts --drafter suffix" "uncached --no-enable-prefix-ca
 done
 # The same over HTTP, where nothing is forked, stopped in the step or scored.
 if wanted feature-http && [ "$(left)" -gt 90 ]; then
-  kvasir serve base --device "$DEVICE" --port 8931 > "$OUT/server.txt" 2>&1 &
+  "$PYTHON" -m kvasir.cli.main serve base --device "$DEVICE" --port 8931 > "$OUT/server.txt" 2>&1 &
   server=$!
   for _ in $(seq 60); do "$PYTHON" -c "import urllib.request as u; u.urlopen('http://127.0.0.1:8931/health/ready')" 2> /dev/null && break; sleep 1; done
   step feature-http 240 --model http://127.0.0.1:8931/v1#base --task countdown:min_numbers=4 --n "$small" \
@@ -106,7 +116,12 @@ for seed in ${SEEDS#* }; do
   judge "judge-countdown-$seed" countdown:min_numbers=4 "$seed"
 done
 
+# 7. What is chosen from the pools.
+pool pool-countdown 0 countdown:min_numbers=4
+pool pool-path 0 path:max_depth=4
+pool pool-facts 0 facts:think=no
+
 shopt -s nullglob
 results=("$OUT"/pool-*.json "$OUT"/evolve-*.json "$OUT"/judge-*.json "$OUT"/feature-*.json "$OUT"/steps-*.json)
-[ ${#results[@]} -gt 0 ] && kvasir solve report "${results[@]}" --page "$OUT/report.md"
+[ ${#results[@]} -gt 0 ] && "$PYTHON" -m kvasir.cli.main solve report "${results[@]}" --page "$OUT/report.md"
 cat "$OUT/steps.txt"

@@ -48,7 +48,7 @@ def test_the_page(found, tmp_path):
     text = page.read_text()
     picture = tmp_path / "report-0-evolve.png"
     assert picture.read_bytes()[:4] == b"\x89PNG" and f"({picture.name})" in text
-    assert f"**`{PLAIN}`** | 70.0 (60.0-80.0)" in text and f"| `{SHUFFLED}` |" in text and "| 0.50 | nano 50%, base 50% |" in text
+    assert f"**`{PLAIN}`** | 70.0 (60.0-80.0)" in text and f"| 2 | `{SHUFFLED}` |" in text and "| 0.50 | nano 50%, base 50% |" in text
     assert "Left out for want of time: `v1:N=8`." in text and "pass@1 30.0 %" in text
 
 
@@ -71,8 +71,8 @@ def test_the_bound_is_that_of_the_share_of_the_large_model(found):
 def test_what_did_not_pay_is_said(found):
     said = "\n".join(solve_report.failures(found))
     assert f"`{SMALL}`: `{SHUFFLED}` costs no more" in said or f"`{SMALL}`: `{PLAIN}` costs no more" in said
-    assert f"The signal of `{PLAIN}` is not shown to beat its control" in said and "`short` ranks right replies" in said
-    assert "`confidence` ranks" not in said and f"- `{LARGE}`" not in said
+    assert f"The signal of `{PLAIN}` is not shown to beat its control" in said and "`short` does not tell right replies" in said
+    assert "`confidence` does not" not in said and f"- `{LARGE}`" not in said
 
 
 def test_other_files_are_refused(found, tmp_path):

@@ -61,16 +61,16 @@ def _metrics(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _table(found: dict[str, Any]) -> str:
     metrics = _metrics(found)
-    rows = ["| strategy | exact % (95 %) | output tokens | wasted % | all tokens | GFLOP | $ | problems/s | output by model |",
-            "|---|---|---|---|---|---|---|---|---|"]
-    for point in _order(found):
+    rows = ["| # | strategy | exact % (95 %) | output tokens | wasted % | all tokens | GFLOP | $ | problems/s | output by model |",
+            "|---|---|---|---|---|---|---|---|---|---|"]
+    for number, point in enumerate(_order(found), start=1):
         m = metrics[point["arm"]]
         each, (low, high) = m["per_problem"], m["interval"]
         name = f"**`{point['arm']}`**" if point["on_frontier"] else f"`{point['arm']}`"
         rate = f"{1 / each['seconds']:.2f}" if each.get("seconds") else ""
         shares = ", ".join(f"{model} {share:.0%}" for model, share in _shares(m).items())
         exact = f"{100 * m['exact']:.1f} ({100 * low:.1f}-{100 * high:.1f})"
-        cells = [name, exact, f"{each['output_tokens']:,.0f}", f"{100 * m['wasted']:.0f}", f"{each['tokens']:,.0f}", f"{each['flops'] / 1e9:,.2f}",
+        cells = [str(number), name, exact, f"{each['output_tokens']:,.0f}", f"{100 * m['wasted']:.0f}", f"{each['tokens']:,.0f}", f"{each['flops'] / 1e9:,.2f}",
                  f"{each['dollars']:.3g}", rate, shares]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
@@ -188,20 +188,20 @@ def failures(found: dict[str, Any]) -> list[str]:
         if plain != name and plain in metrics and (change := difference(found, name, plain)) and change[1][0] <= 0:
             lines.append(f"- The signal of `{plain}` is not shown to beat its control `{name}`: {_shown(change)}.")
     for model, told in found.get("pool", {}).items():
-        lines += [f"- {model}: `{name}` ranks right replies above wrong ones hardly better than a coin ({value:.3f})."
+        lines += [f"- {model}: `{name}` does not tell right replies from wrong ones of the same problem ({value:.3f}; a coin: 0.5)."
                   for name, value in told["auc"].items() if value < CHANCE]
     return lines
 
 
 def draw(found: dict[str, Any], file: Path) -> None:
-    """Accuracy against cost, a panel a currency, as PNG."""
+    """Accuracy against cost, a panel a currency, as PNG. Points bear the numbers of the table."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     units = [u for u in UNITS if u in found["frontier"] and all(p["cost"] > 0 for p in found["frontier"][u])]
     figure = Figure(figsize=(6.4 * max(1, len(units)), 5.0), layout="constrained")
     FigureCanvasAgg(figure)
-    metrics = _metrics(found)
+    metrics, numbers = _metrics(found), {point["arm"]: i for i, point in enumerate(_order(found), start=1)}
     for axes, unit in zip(figure.subplots(1, max(1, len(units)), squeeze=False)[0], units):
         points = found["frontier"][unit]
         for point in points:
@@ -209,7 +209,7 @@ def draw(found: dict[str, Any], file: Path) -> None:
             x, y = point["cost"] * SCALE.get(unit, 1.0), 100 * point["exact"]
             axes.errorbar([x], [y], yerr=[[max(0.0, y - 100 * low)], [max(0.0, 100 * high - y)]], fmt="o", markersize=4, capsize=2,
                           color="#2b6cb0" if point["on_frontier"] else "#a0aec0")
-            axes.annotate(point["arm"], (x, y), fontsize=5, xytext=(3, 3), textcoords="offset points")
+            axes.annotate(str(numbers[point["arm"]]), (x, y), fontsize=8, xytext=(3, 3), textcoords="offset points")
         best = [p for p in points if p["on_frontier"]]
         axes.step([p["cost"] * SCALE.get(unit, 1.0) for p in best], [100 * p["exact"] for p in best], where="post", color="#2b6cb0", linewidth=1)
         axes.set_xscale("log")

@@ -109,14 +109,15 @@ class PoolEndpoint(Endpoint):
             raise ConfigError(f"the pool has {len(samples)} replies a problem, and this strategy asks for {first + n}: draw a larger one")
         self._dealt[key] = first + n
         order = random.Random(f"{self.seed}/{key}").sample(range(len(samples)), len(samples))
-        return PoolDraw(length, bool(first), [samples[i] for i in order[first:first + n]])
+        return PoolDraw(length, bool(first), [samples[i] for i in order[first:first + n]], group is not None)
 
 
 class PoolDraw(Draw):
-    """All replies in lockstep, from end to end: between two ends nothing is decided."""
+    """All replies in lockstep, from end to end: between two ends nothing is decided. Where the ends are not ``watched``, each at once."""
 
-    def __init__(self, length: int, again: bool, samples: list[Sample]) -> None:
+    def __init__(self, length: int, again: bool, samples: list[Sample], watched: bool) -> None:
         super().__init__()
+        self._watched = watched
         self.samples, self._cancelled = samples, set[int]()
         self._prompt = (1, length - 1) if again else (length, 0)  # computed, cached
 
@@ -125,6 +126,10 @@ class PoolDraw(Draw):
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         self.usage.uncached, self.usage.cached = self._prompt
+        if not self._watched:
+            for i, s in enumerate(self.samples):
+                yield Chunk(i, text=s.text, count=s.tokens, finish=s.finish, whole=s)
+            return
         live, at = set(range(len(self.samples))), 0
         for length in sorted({s.tokens for s in self.samples}):
             for i in sorted(live, key=lambda i: (self.samples[i].tokens == length, i)):  # ends are seen once all have come so far
