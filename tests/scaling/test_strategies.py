@@ -159,6 +159,23 @@ def test_a_constant_judge_makes_particles_plain_samples():
     assert sum(s.result.answer == "1" for s in knows.solved) >= 28
 
 
+def test_random_routing_sends_as_many_up_asks_for_no_score_and_knows_nothing():
+    """The control of every router: the quota is the same, which groups go up is not theirs to say."""
+    spec = "squeeze_evolve:N=8,K=3,T=4,p=25"
+    routed, control = run(spec, 12), run(f"{spec},route=random", 12)
+
+    def up(solution):
+        return [loop["routes"]["large"] for s in solution.solved for loop in s.result.stats["loops"]]
+
+    assert up(routed) == up(control) == [2] * 36
+    assert routed.ledger.total()["scored"] > 0 == control.ledger.total()["scored"]
+    rng, places = random.Random(3), Counter()
+    for _ in range(400):
+        routes = ops.route_by_rank(rng, [0.0] * 8, (25.0,))
+        places.update(i for i, r in enumerate(routes) if r)
+    assert all(abs(places[i] / 800 - 1 / 8) < 0.04 for i in range(8))
+
+
 def test_a_star_with_a_judge_that_knows_expands_its_depth_and_no_more():
     """Three marks and an end. Every wrong mark is seen at once, so with a right one among the k children nothing else is expanded."""
     def model(content, begun):

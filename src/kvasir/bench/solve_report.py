@@ -70,8 +70,8 @@ def _table(found: dict[str, Any]) -> str:
         rate = f"{1 / each['seconds']:.2f}" if each.get("seconds") else ""
         shares = ", ".join(f"{model} {share:.0%}" for model, share in _shares(m).items())
         exact = f"{100 * m['exact']:.1f} ({100 * low:.1f}-{100 * high:.1f})"
-        cells = [str(number), name, exact, f"{each['output_tokens']:,.0f}", f"{100 * m['wasted']:.0f}", f"{each['tokens']:,.0f}", f"{each['flops'] / 1e9:,.2f}",
-                 f"{each['dollars']:.3g}", rate, shares]
+        cells = [str(number), name, exact, f"{each['output_tokens']:,.0f}", f"{100 * m['wasted']:.0f}", f"{each['tokens']:,.0f}",
+                 f"{each['flops'] / 1e9:,.2f}", f"{each['dollars']:.3g}", rate, shares]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
