@@ -98,10 +98,13 @@ done
 if wanted feature-http && [ "$(left)" -gt 90 ]; then
   "$PYTHON" -m kvasir.cli.main serve base --device "$DEVICE" --port 8931 > "$OUT/server.txt" 2>&1 &
   server=$!
-  for _ in $(seq 60); do "$PYTHON" -c "import urllib.request as u; u.urlopen('http://127.0.0.1:8931/health/ready')" 2> /dev/null && break; sleep 1; done
+  for _ in $(seq 60); do "$PYTHON" -c "import urllib.request as u; u.urlopen('http://127.0.0.1:8931/health/ready')" 2> /dev/null && break
+    kill -0 "$server" 2> /dev/null || break
+    sleep 1
+  done
   step feature-http 240 --model http://127.0.0.1:8931/v1#base --task countdown:min_numbers=4 --n "$small" \
     --strategy "first_finish:n=8,model=base" --strategy "best_of_n:n=8,model=base"
-  kill "$server"; wait "$server" 2> /dev/null
+  kill "$server" 2> /dev/null; wait "$server" 2> /dev/null
 fi
 
 # 5. Step-wise search and routing, on fewer problems.

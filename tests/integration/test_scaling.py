@@ -32,14 +32,13 @@ async def solved(**options) -> tuple[dict[str, str], object]:
         return found, endpoint.engine.stats()
 
 
-def test_python_http_and_drafts_agree(tmp_path):
-    plain, _ = asyncio.run(solved())
-    drafted, stats = asyncio.run(solved(drafter="suffix", draft_control="fixed"))
+def test_python_with_drafts_and_http_without_agree(tmp_path):
+    found, stats = asyncio.run(solved(drafter="suffix", draft_control="fixed"))
     # What a recombination's prompt quotes of its parents, and what siblings wrote before, is what the drafter proposes.
-    assert drafted == plain and stats.accepted_tokens > 0
+    assert stats.accepted_tokens > 0
     with served(tmp_path, "--batch-invariant", "--max-model-len", "512", "--cpu-cache-bytes", str(1 << 25), "--device", "cpu") as server:
         for spec in SPECS:
             body = server.http.post("/v1/chat/completions", json={"messages": list(QUESTION), "seed": 11, "max_tokens": 40,
                                                                   "scaling": {"strategy": spec}}).json()
-            assert body["choices"][0]["message"]["content"] == plain[spec], spec
+            assert body["choices"][0]["message"]["content"] == found[spec], spec
         server.until_idle()
