@@ -6,4 +6,4 @@ name=${1:?usage: tools/train_lab.sh NAME FOLDER [options]}
 out=${2:?usage: tools/train_lab.sh NAME FOLDER [options]}
 shift 2
 cd "$(dirname "$0")/.."
-PYTHONPATH=src PYTHONUNBUFFERED=1 exec python3 -m kvasir.lab.train --recipe "$name" --out "$out" "$@"
+PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 exec python3 -m kvasir.lab.train --recipe "$name" --out "$out" "$@"

@@ -11,7 +11,7 @@ from kvasir.bench import case as cases
 from kvasir.bench import compare, ladder, roofline
 from kvasir.bench.case import parse
 from kvasir.bench.worker import Worker
-from kvasir.bench.workloads import SHAPES
+from kvasir.bench.workloads import SHAPES, Batch
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from tests.bench.helpers import SITE, SMALL, log_of
@@ -44,7 +44,9 @@ def test_a_b_a(log):
     check(found)
     kvasir, vllm = found["arms"]
     key = "one.decode_tok_s"
-    assert (kvasir["name"], vllm["name"]) == ("kvasir", "vllm") and set(kvasir["metrics"]) == set(vllm["metrics"])
+    assert (kvasir["name"], vllm["name"]) == ("kvasir", "vllm")
+    assert set(kvasir["metrics"]) == set(vllm["metrics"]) | {"kv_bytes_per_token", "kv_capacity_tokens"}
+    assert kvasir["metrics"]["kv_bytes_per_token"] == 2 * 2 * 32 * 4, "two layers, keys and values, 32 wide, fp32"
     assert kvasir["metrics"][key]["n"] == 2 and vllm["metrics"][key]["n"] == 3 and vllm["metrics"]["start_s"]["n"] == 2
     assert found["ratios"][f"{key} kvasir/vllm"] == pytest.approx(kvasir["metrics"][key]["median"] / vllm["metrics"][key]["median"], rel=0.01)
     assert 0.3 < found["ratios"][f"{key} vllm after/before"] < 3
@@ -75,19 +77,22 @@ def test_without_the_peer_and_one_workload(log, rated):
     found = compare.measure(parse("c", TABLE), peer=False, site=None, repeats=1, only=["two"])
     check(found)
     (only,) = found["arms"]
-    assert set(only["metrics"]) == {"start_s", *(f"two.{k}_tok_s" for k in ("prefill", "decode", "total"))} and "targets" not in found
+    measured = {f"two.{k}_tok_s" for k in ("prefill", "decode", "total")}
+    assert set(only["metrics"]) == {"start_s", "kv_bytes_per_token", "kv_capacity_tokens"} | measured and "targets" not in found
 
 
-def still(monkeypatch):
-    """Engines without a process; returns the options of each life, in order."""
+def still(monkeypatch, asked=None):
+    """Engines without a process; returns the options of each life, in order. ``asked``: prompts, tokens of the first and of answers."""
+    asked = [] if asked is None else asked
     lives = []
 
     class Still(Worker):
         def __init__(self, name, model, options, site=None):
             lives.append(options)
-            self.facts = {"start_s": 1.0}
+            self.facts, self.counts = {"start_s": 1.0}, {"at_once": options.get("max_num_seqs", 1), "preemptions": 0}
 
         def seconds(self, prompts, num_tokens):
+            asked.append((len(prompts), len(prompts[0]), num_tokens))
             return 0.001 * num_tokens
 
         def close(self):
@@ -103,6 +108,73 @@ def test_arms_take_turns_a_life_each(log, rated, monkeypatch):
     found = compare.measure(parse("c", table), peer=False, site=None, only=["two"])
     assert [options.get("max_num_seqs") for options in lives] == [2, 4, 2, 4]
     assert "two.decode_tok_s b/a" in found["ratios"] and all(a["metrics"]["two.decode_tok_s"]["n"] == 2 for a in found["arms"])
+
+
+def test_decoding_over_cached_prompts(log, rated, monkeypatch):
+    lives = still(monkeypatch, asked := [])
+    table = TABLE | {"cached": True, "rounds": 3, "repeats": 2, "arms": {"a": {}, "b": {}}, "targets": {"two.decode_tok_s b/a": 1.5}}
+    table["workloads"] = {"two": {"batch": 2, "prompt": 5, "output": 3}}
+    table["peer"] = {"name": "vllm", "repeats": [1, 1], "options": {"max_model_len": 64}, "variants": {"vllm_fp8": {"kv_cache_dtype": "fp8"}}}
+    stages = []
+    found = compare.measure(parse("c", table), peer=True, site=SITE, keep=lambda so_far: stages.append(len(so_far["arms"])))
+    check(found)
+    assert [options["enable_prefix_caching"] for options in lives] == [True] * 8
+    assert [options.get("kv_cache_dtype") for options in lives] == [None, "fp8", *[None] * 5, "fp8"], "the variant runs whenever the peer does"
+    assert asked[:3] == [(2, 5, 3), (2, 5, 1), (2, 5, 3)], "a run that does not count, then a token and all of them"
+    names = {a["name"]: a["metrics"] for a in found["arms"]}
+    assert list(names) == ["a", "b", "vllm", "vllm_fp8"] and {n: m["two.decode_tok_s"]["n"] for n, m in names.items()} == {
+        "a": 6, "b": 6, "vllm": 2, "vllm_fp8": 2}
+    assert names["a"]["two.decode_tok_s"]["median"] == pytest.approx(2000) and "two.total_tok_s" not in names["a"]
+    assert found["targets"] == {"two.decode_tok_s b/a": {"ratio": 1.0, "at_least": 1.5, "met": False}}
+    assert {"two.decode_tok_s a/vllm_fp8", "two.decode_tok_s vllm_fp8 after/before"} <= set(found["ratios"])
+    assert stages == [3, 4, 4, 4, 4, 4], "kept after every life from the first of ours on"
+
+
+def test_a_load_counts_what_ran_at_once(log, rated, monkeypatch):
+    still(monkeypatch, asked := [])
+    table = TABLE | {"arms": {"a": {"max_num_seqs": 2}, "b": {"max_num_seqs": 4, "kv_codec": "int4_bdr"}},
+                     "targets": {"load.at_once b/a": 2.0, "kv_bytes_per_token a/b": 3.0}}
+    table["workloads"] = {"first": {"batch": 1, "prompt": 9, "output": 2, "measure": ["prefill"]},
+                          "load": {"batch": 8, "prompt": 5, "output": 3, "warmup_prompt": 2, "measure": ["total"]}}
+    found = compare.measure(parse("c", table), peer=False, site=None, repeats=1)
+    check(found)
+    assert asked[:4] == [(1, 9, 1), (1, 9, 1), (8, 2, 3), (8, 5, 3)], "nothing runs that nobody measures"
+    a, b = (entry["metrics"] for entry in found["arms"])
+    assert set(a) == {"start_s", "first.prefill_tok_s", "load.total_tok_s", "load.at_once", "load.preemptions"}
+    assert found["targets"] == {"load.at_once b/a": {"ratio": 2.0, "at_least": 2.0, "met": True}}, "a ratio that was not measured is not judged"
+    assert found["limits"]["load.decode_tok_s b"] > found["limits"]["load.decode_tok_s"], "fewer bytes to read"
+
+
+def test_an_arm_that_fails_does_not_cost_the_others(log, rated, monkeypatch):
+    lives = still(monkeypatch)
+    seconds = compare.Worker.seconds
+    monkeypatch.setattr(compare.Worker, "seconds", lambda self, *asked: (_ for _ in ()).throw(ConfigError("no kernel")) if len(lives) == 2
+                        else seconds(self, *asked))
+    table = TABLE | {"arms": {"a": {}, "b": {}, "c": {}}}
+    found = compare.measure(parse("c", table), peer=False, site=None, repeats=1, only=["two"])
+    assert [a["name"] for a in found["arms"]] == ["a", "c"]
+
+
+def test_a_variant_that_does_not_start_is_left_out(log, rated):
+    table = TABLE | {"repeats": 1, "peer": {"name": "vllm", "repeats": [1, 0], "options": {"max_model_len": 64}, "variants": {
+        "other": {"max_model_len": 13}}}}
+    found = compare.measure(parse("c", table), peer=True, site=SITE, only=["two"])
+    assert [a["name"] for a in found["arms"]] == ["kvasir", "vllm"]
+
+
+def test_the_result_so_far_is_on_disk(log, rated, monkeypatch, tmp_path):
+    still(monkeypatch)
+    finished = []
+    monkeypatch.setattr(compare, "finish", lambda outcome, output, commit: finished.append(json.loads(output.read_text())))
+    compare.run_case(parse("c", TABLE), peer=False, site=None, repeats=1, only=None, output=tmp_path / "out" / "r.json", commit="abc1234")
+    check(finished[0])
+    assert finished[0]["commit"] == "abc1234" and finished[0]["arms"][0]["metrics"]["one.decode_tok_s"]["n"] == 1
+
+
+def test_beginnings_are_shared():
+    short, long = Batch("a", 2, 4, 2).beginnings(640, "x"), Batch("b", 3, 9, 2).beginnings(640, "x")
+    assert [p[:4] for p in long[:2]] == short and len({tuple(p) for p in long}) == 3
+    assert Batch("a", 2, 4, 2).beginnings(640, "y") != short and all(10 <= t < 630 for p in long for t in p)
 
 
 def test_ladder(log, rated, capsys, monkeypatch):
@@ -184,7 +256,13 @@ def test_there_are_stored_cases():
     ({"traces": {"t": {"file": "f", "rate": 1.0}}}, "one of the two"), ({"arms": {"vllm": {}}}, "named like the peer"),
     ({"workloads": {"w": {"batch": 1, "prompt": 8}}}, "workload 'w:1:8:0'"), ({"workloads": {"w": {"batch": 1, "promt": 8}}}, "no key 'promt'"),
     ({"workloads": {"w": {"batch": 1, "prompt": 8, "output": 8, "targets": {"decoding": 1}}}}, "targets of w"),
-    ({"peer": {"name": "vllm", "flags": 1}}, "the peer has no key 'flags'"),
+    ({"peer": {"name": "vllm", "flags": 1}}, "the peer has no key 'flags'"), ({"rounds": 0}, "rounds=0"),
+    ({"peer": {"name": "vllm", "variants": {"kvasir": {}}}}, "named like the peer: kvasir"),
+    ({"targets": {"one.decode_tok_s a/b": 1}}, "with arms of"),
+    ({"targets": {"kvasir/vllm of": 1}}, "expected 'METRIC ARM/ARM'"),
+    ({"cached": True, "workloads": {"w": {"batch": 1, "prompt": 8, "output": 8, "measure": ["total"]}}}, "decoding is all that is measured"),
+    ({"workloads": {"w": {"batch": 1, "prompt": 8, "output": 8, "measure": ["ttft"]}}}, "has no key 'ttft'"),
+    ({"cached": True, "workloads": {}, "traces": {"t": {"file": "f", "rate": 1.0}}}, "no cached prompts"),
     ({"workloads": {}, "traces": {"t": {"rate": 1.0}}}, "names no file"), ({"workloads": {}, "traces": {"t": {"file": "f"}}}, "need a rate"),
     ({"workloads": {}, "traces": {"t": {"file": "f", "rate": 1.0, "arrivals": "bursty"}}}, "neither poisson nor recorded"),
 ])

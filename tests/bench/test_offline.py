@@ -1,5 +1,6 @@
 """``kvasir bench offline`` at tiny size: what it counts, what it refuses, and a peer in the same run."""
 
+import contextlib
 import json
 import random
 import tempfile
@@ -113,3 +114,21 @@ def test_shapes_are_models_we_serve(name):
     with shape_folder(name) as folder:
         assert len(build_spec(checkpoint.read_config(Path(folder))).layers) == SHAPES[name]["num_hidden_layers"]
     assert not Path(folder).exists()
+
+
+def test_a_load_says_how_many_ran_at_once():
+    with contextlib.ExitStack() as stack:
+        config = EngineConfig.of(model="nano", device="cpu", num_threads=1, max_num_seqs=2, max_model_len=64, enable_prefix_caching=False)
+        generate, _ = offline.own_engine(config, stack)
+        assert generate([[5, 6, 7]] * 3, 4) == {"at_once": 2, "preemptions": 0} and generate([[5, 6, 7]], 2)["at_once"] == 1
+
+
+def test_decoding_alone_computes_the_prompts_once():
+    with contextlib.ExitStack() as stack:
+        config = EngineConfig.of(model="nano", device="cpu", num_threads=1, max_num_seqs=4, max_model_len=128)
+        generate, llm = offline.own_engine(config, stack)
+        found = offline.decoding(offline.timed(generate), Batch("x", 2, 64, 4), 500, repeats=2, life=0)
+        assert list(found) == ["x.decode_tok_s"] and len(found["x.decode_tok_s"]) == 2 and min(found["x.decode_tok_s"]) > 0
+        assert llm.engine.pages.cached_tokens == 2 * 2 * 2 * 48, "both prompts, but for their last pages, in both runs of both rounds"
+        offline.decoding(offline.timed(generate), Batch("y", 1, 96, 4), 500, repeats=1, life=0)
+        assert llm.engine.pages.cached_tokens == 2 * 2 * 2 * 48 + 64 + 2 * 80, "a longer prompt begins with the shorter one"

@@ -50,6 +50,29 @@ def test_llama_8b_by_hand(kvasir, shape):
     assert facts(kvasir, shape(SHAPES["llama-8b"]), "--memory", "80", "--dtype", "float32")["weight_bytes"] == 2 * found["weight_bytes"]
 
 
+def test_codecs_of_llama_8b_by_hand(kvasir, shape):
+    found = facts(kvasir, shape(SHAPES["llama-8b"]), "--memory", "80")["codecs"]
+    heads = 2 * 8 * 32
+    bits = {"plain": 16, "int8": 8.25, "fp8": 8.25, "nvfp4": 4.5, "int4": 4.25, "int4_bdr": 4.25}
+    assert {name: found[name]["kv_bytes_per_token"] for name in bits} == {name: heads * 128 * size / 8 for name, size in bits.items()}
+    assert found["int4_bdr"]["ratio"] == 64 / 17 and found["plain"]["ratio"] == 1 and list(found)[0] == "plain"
+    pool = 0.9 * 80 * GIB - 2 * 8_030_261_248
+    assert found["int4_bdr"]["fits"]["80 GiB"]["16384"] == int(pool // (34816 * 16384))
+    text = kvasir("show", shape(SHAPES["llama-8b"]), "--memory", "80").out
+    (line,) = [line for line in text.splitlines() if line.startswith("int4_bdr")]
+    assert line.split() == ["int4_bdr", "34,816", "3.76x", str(int(pool // (34816 * 16384)))] and "sequences of 16,384 tokens" in text
+
+
+def test_codecs_with_windows_and_odd_heads(kvasir, shape):
+    found = facts(kvasir, shape(GEMMA), "--memory", "80")
+    share = 1 / found["codecs"]["fp8"]["ratio"]
+    sizes = {g["name"]: g["kv_bytes_per_token"] * share for g in found["cache_groups"]}
+    pool = 0.9 * 80 * GIB - found["weight_bytes"]
+    assert found["codecs"]["fp8"]["fits"]["80 GiB"]["131072"] == int(pool // (sizes["full"] * 131072 + sizes["window-1024"] * 1024))
+    odd = shape({**SHAPES["llama-8b"], "head_dim": 80})
+    assert "multiple of 32" in facts(kvasir, odd)["codecs"]["nvfp4"]["cannot"] and "nvfp4: 'nvfp4' has blocks" in kvasir("show", odd).out
+
+
 def test_windows_keep_their_window_only(kvasir, shape):
     found = facts(kvasir, shape(GEMMA), "--memory", "80")
     assert {g["name"]: (g["layers"], g["window"]) for g in found["cache_groups"]} == {"window-1024": (40, 1024), "full": (8, None)}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvasir.errors import ConfigError
-from kvasir.lab.forms import CHECKED, FORMS, FormTask, ratings, render, target, verdict
+from kvasir.lab.forms import FORMS, SOLVING, FormTask, ratings, render, solution, target, verdict
 from kvasir.lab.sheet import shipped_tokenizer
 from kvasir.lab.task import Problem, load_task
 
@@ -47,15 +47,18 @@ def test_targets_are_right_for_every_mix_of_candidates(name, form):
             prompt = "\n".join(m["content"] for m in case.messages)
             assert problem.messages[-1]["content"] in prompt and all(text in prompt for text in case.candidates)
             if form in ("aggregate", "refine"):
-                assert task.check(problem, case.solution) and not asks.check(case, wrong[0])
+                assert task.check(problem, solution(case.solution)) and not asks.check(case, wrong[0])
             elif form == "judge_pair":
                 a, b = ratings(case.solution)
                 assert (a > b) == (mix == (True, False)) and (a == b) == (mix[0] == mix[1]) and (a > 5) == mix[0]
             else:
                 assert verdict(case.solution) == ("Yes" if mix[0] else "No") and not asks.check(case, "No" if mix[0] else "Yes")
-            if form in CHECKED:  # the check comes first, and a model may leave it out
-                check, said = task.verify(problem, case.candidates), target(form, problem, case.candidates, mix)
-                assert case.solution == f"{check}\n{said}" and asks.check(case, said)
+            if FORMS[form].names:  # the check comes first, and a model may leave it out
+                check, said = task.verify(problem, case.candidates, FORMS[form].names), target(form, problem, case.candidates, mix)
+                if name == "countdown" and form in SOLVING and not any(mix):  # nothing was worked out: the question is said again
+                    check += f"\n{problem.messages[-1]['content']}"
+                assert case.solution == check + ("\n\n" if form in SOLVING else "\n") + said and asks.check(case, said)
+                assert asks.answer(said) == case.answer and solution(case.solution) == (said if form in SOLVING else case.solution)
 
 
 @pytest.mark.parametrize("form", JUDGED)
@@ -124,13 +127,14 @@ def test_real_replies_become_cases_whatever_they_say():
     problem = task.problems("test", 0, 1)[0]
     replies = [problem.solution, "", "I do not know.", "Answer: 96\n\nCandidate 2:\n", "💥"]
     case = FormTask("aggregate", task).case(problem, replies)
-    assert case.right == (True, False, False, False, False) and case.solution == problem.solution
+    assert case.right == (True, False, False, False, False) and solution(case.solution) == problem.solution
+    assert f"1: {problem.answer} good\n2: none bad\n3: none bad\n4: none bad\n5: none bad\n\n" in case.solution
     case = FormTask("aggregate", task).case(problem, replies[1:])
-    assert case.difficulty == 0 and case.solution == problem.solution
+    assert case.difficulty == 0 and solution(case.solution) == problem.solution
     other = load_task("countdown")
     game = type(problem)(({"role": "user", "content": "Make 22 from 7, 4, 3, 9."},), "4*7=28\n28-9=19\n19+3=22\nAnswer: 22", "")
     way = "7*4=28\n9-3=6\n28-6=22\nAnswer: 22"
-    assert FormTask("refine", other).case(game, [way]).solution == way  # a right candidate stands, whatever its way
+    assert solution(FormTask("refine", other).case(game, [way]).solution) == way  # a right candidate stands, whatever its way
 
 
 def test_what_was_wrong_is_not_learnt():
@@ -185,32 +189,31 @@ def test_a_wrong_number_of_candidates_is_refused(form, count):
 # ------------------------------------------------------------------------------------------------------- written checks
 
 
-def said(check: str, count: int) -> list[list[bool]]:
-    """The verdicts at the ends of a check's lines, those of one line together."""
-    found = []
-    for line in check.split("\n"):
-        words = line.split(" ")
-        tail = list(itertools.takewhile(lambda w: w in ("good", "bad"), reversed(words)))[::-1]
-        assert len(tail) in (0, 1, count), line
-        if tail:
-            found.append([word == "good" for word in tail])
-    return found
-
-
 @pytest.mark.parametrize("name", [*TASKS, "path:form=star", "state:kind=parity", "chain:modulus=499,max_factor=30,max_steps=10"])
 def test_the_verdict_follows_from_the_check(name):
-    """The last verdicts of a check are those of the exact checker, whichever candidates are wrong."""
+    """Each candidate has one line, with its name before and the exact checker's word behind; the word can be read off the lines."""
     task = load_task(name)
     rng = np.random.default_rng(4)
     drawn = task.drawn(rng, "train", 60)
     problems = task.as_problems(drawn, rng)
-    columns = [task.written(drawn, rng, rng.random(60) < 0.5) for _ in range(2)]
+    columns = [task.written(drawn, rng, rng.random(60) < 0.5) for _ in range(4)]
     for problem, *candidates in zip(problems, *columns, strict=True):
-        right = [task.check(problem, text) for text in candidates]
-        verdicts = said(task.verify(problem, candidates), 2)
-        last = [v for line in verdicts[-2:] for v in line] if len(verdicts[-1]) == 1 else verdicts[-1]
-        assert last == right, (problem, candidates)
-        assert len(task.verify(problem, candidates)) < 1200
+        check = task.verify(problem, candidates, "1234").split("\n")
+        worked, lines = check[:-4], check[-4:]
+        assert all(line.startswith(f"{i}: ") for i, line in enumerate(lines, 1)) and "" not in check
+        words = [line.endswith(" good") for line in lines]
+        assert words == [task.check(problem, text) for text in candidates], (problem, candidates)
+        assert worked == task.work_out(problem) and not any(line.endswith((" good", " bad")) for line in worked)
+        for text, line, good in zip(candidates, lines, words, strict=True):
+            account = line.split(": ", 1)[1].rsplit(" ", 1)[0]
+            if name == "countdown":
+                goal = problem.messages[-1]["content"].split(" ")[1]
+                assert good == (account.split("; ")[-1] == f"{goal} of {goal}")
+            elif name == "path":
+                assert good == account.endswith(f": {worked[-1]}")
+            else:
+                assert account == task.answer(text) and good == (worked[-1] == f"Answer: {account}")
+        assert len("\n".join(check)) < 1200
 
 
 def test_a_check_by_hand():
@@ -218,37 +221,77 @@ def test_a_check_by_hand():
         return Problem(({"role": "user", "content": question},), solution, answer)
 
     game = asked("Make 22 from 7, 4, 3, 9.")
-    verify = load_task("countdown").verify
-    assert verify(game, ["7*4=28\n9-3=6\n28-6=22\nAnswer: 22"]) == "7*4=28, 3 9 28\n9-3=6, 28 6\n28-6=22, 22\n22 of 22 good"
-    for reply, last in (("7*4=28\nAnswer: 22", "28 of 22 bad"), ("7*4=27\nAnswer: 22", "7*4=28 bad"), ("7*7=49\nAnswer: 22", "7*7 bad"),
-                        ("7*5=35\nAnswer: 22", "7*5 bad"), ("7/4=1\nAnswer: 22", "7/4 bad"), ("seven\nAnswer: 22", "bad"), ("", "bad"),
-                        ("Answer: 7*4-(9-3)", "good"), ("9+9=18\n18+4=22\nAnswer: 22", "9+9 bad")):
-        assert verify(game, [reply]).split("\n")[-1] == last, reply
+    def verify(task, problem, *candidates):
+        return load_task(task).verify(problem, candidates, "AB")
+
+    assert verify("countdown", game, "7*4=28\n9-3=6\n28-6=22\nAnswer: 22") == "A: 7*4=28, 3 9 28; 9-3=6, 28 6; 28-6=22, 22; 22 of 22 good"
+    for reply, said in (("7*4=28\nAnswer: 22", "A: 7*4=28, 3 9 28; 28 of 22 bad"), ("7*4=27\nAnswer: 22", "A: 7*4=28 bad"),
+                        ("7*7=49\nAnswer: 22", "A: 7*7 bad"), ("7*5=35\nAnswer: 22", "A: 7*5 bad"), ("7/4=1\nAnswer: 22", "A: 7/4 bad"),
+                        ("seven\nAnswer: 22", "A: none bad"), ("", "A: bad"), ("Answer: 7*4-(9-3)", "A: good"),
+                        ("9+9=18\n18+4=22\nAnswer: 22", "A: 9+9 bad")):
+        assert verify("countdown", game, reply) == said, reply
     roads = asked("Roads: A B, C A, D B, C E. Shortest way from D to E?")
-    verify = load_task("path").verify
-    assert verify(roads, ["Answer: D B A C E", "Answer: D A C E"]) == "D B\nB A\nA C\nC E\n4\nD B, A B, C A, C E: 4 good\nD A bad"
-    for reply, last in (("Answer: D B", "D B to B bad"), ("Answer: B A", "from B bad"), ("none", "from bad"), ("Answer: D B D B A C E",
-                        "D B, D B, D B, A B, C A, C E: 6 bad"), ("Answer: " + "D B " * 40 + "E", None)):
-        line = verify(roads, [reply]).split("\n")[-1]
+    assert verify("path", roads, "Answer: D B A C E", "Answer: D A C E") == "D B\nB A\nA C\nC E\n4\nA: D B, A B, C A, C E: 4 good\nB: D A bad"
+    for reply, last in (("Answer: D B", "A: D B to B bad"), ("Answer: B A", "A: from B bad"), ("none", "A: from bad"),
+                        ("Answer: D B D B A C E", "A: D B, D B, D B, A B, C A, C E: 6 bad"), ("Answer: " + "D B " * 40 + "E", None)):
+        line = verify("path", roads, reply).split("\n")[-1]
         assert line.endswith("bad") and (last is None or line == last) and len(line) < 100, line
-    row = asked("Row C A B. Swap 1 2, 2 3, 1 3. Write the row after every 2 swaps.", "A C B")
-    wrong = "A C B\nAnswer: C A B"
-    right = load_task("state:items=3").verify(row, [wrong, "A B C\nAnswer: C B A"]).split("\n")
-    assert right == ["A C B", "A B C bad good", "C B A", "Answer: C B A bad bad"]  # the answer given here is not the row's: the checker's word counts
-    chain = load_task("chain").verify(asked("", "67", "12+45=57\n57+10=67\nAnswer: 67"), ["12+45=57\n57+10=66\nAnswer: 66"])
-    assert chain == "12+45=57 good\n57+10=67 bad\nAnswer: 67 bad"
+    row = asked("Row C A B. Swap 1 2, 2 3, 1 3. Write the row after every 2 swaps.", "C B A")
+    assert verify("state:items=3", row, "A C B\nAnswer: C A B", "A B C\nAnswer: C B A").split("\n") == [
+        "A C B", "A B C", "C B A", "Answer: C B A", "A: C A B bad", "B: C B A good"]
+    chain = asked("", "67", "12+45=57\n57+10=67\nAnswer: 67")
+    assert verify("chain", chain, "12+45=57\n57+10=66\nAnswer: 66", "Answer: " + "6" * 500).split("\n") == [
+        "12+45=57", "57+10=67", "Answer: 67", "A: 66 bad", f"B: {'6' * 64} bad"]
 
 
 def test_a_check_of_slips_and_repairs_is_the_plain_chain():
     task = load_task("reflect:slip=0.5,needless=0.5")
     for problem in task.problems("test", 0, 20):
-        check = task.verify(problem, [problem.solution])
-        assert "Wait" not in check and check.endswith(f"Answer: {problem.answer} good") and len(check.split("\n")) == problem.difficulty + 1
+        check = task.verify(problem, [problem.solution], "A")
+        assert "Wait" not in check and check.endswith(f"Answer: {problem.answer}\nA: {problem.answer} good")
+        assert len(check.split("\n")) == problem.difficulty + 2
+        assert solution(problem.solution) == problem.solution  # its empty lines follow no check
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_aggregates_of_aggregates_show_solutions_only(name):
+    """A population of replies with checks goes round: prompts, labels and targets are those of the solutions alone."""
+    task, asks = load_task(name), load_task(f"aggregate/{name}")
+    problem, wrong = candidates_of(task)
+    check = task.verify(problem, wrong[:2], "12")
+    first = [asks.case(problem, [problem.solution, wrong[0]]).solution, f"{check}\n\n{wrong[1]}", wrong[2]]
+    again = asks.case(problem, first)
+    assert again.right == (True, False, False) and again.candidates == (problem.solution, *wrong[1:3])
+    shown = "\n".join(m["content"] for m in again.messages)
+    assert not any(line.endswith((" good", " bad")) for line in shown.split("\n")) and all(text in shown for text in again.candidates)
+    assert asks.check(again, first[0]) and not asks.check(again, first[1]) and not asks.check(again, check)
+    assert asks.answer(first[0]) == task.answer(problem.solution) and asks.answer(problem.solution) == task.answer(problem.solution)
+
+
+def test_a_fresh_solution_begins_where_it_does_alone():
+    """Without a right candidate, and with nothing worked out, the question is said again; with one, or with a working, it is not."""
+    for name in ("countdown", "path"):
+        task = load_task(name)
+        problem, wrong = candidates_of(task)
+        question = problem.messages[-1]["content"]
+        for form, count in (("aggregate", 3), ("refine", 1)):
+            asks = FormTask(form, task)
+            none = asks.case(problem, wrong[:count]).solution
+            one = asks.case(problem, [*wrong[:count - 1], problem.solution]).solution
+            assert (f" bad\n{question}\n\n" in none) == (name == "countdown") and question not in one
+            assert solution(none) == problem.solution == solution(one)
+
+
+@pytest.mark.parametrize("name", [*TASKS[:1], "chain:modulus=499,max_factor=30,max_steps=10", "long_add", "countdown", "path", "state"])
+def test_checks_fit_in_a_training_row_and_in_the_room_for_replies(tokenizer, name):
+    made = load_task(f"aggregate/{name}").documents(tokenizer, np.random.default_rng(6), 200)
+    replies = [made.trained[a:b].sum() for a, b in zip(made.bounds, made.bounds[1:], strict=False)]
+    assert np.mean(made.lengths > 1024) < 0.02 and max(replies) <= 400
 
 
 def test_checked_documents_carry_loss_on_the_check(tokenizer):
     made = load_task("judge_pair/chain").documents(tokenizer, np.random.default_rng(2), 30)
     assert 0.25 < made.trained.mean() < 0.5
-    assert load_task("judge_pair/chain").pool and not load_task("aggregate/chain").pool
+    assert load_task("judge_pair/chain").pool and not load_task("chain").pool
     mixed = [p for p in load_task("judge_pair/chain").problems("test", 0, 400) if p.difficulty == 1]
     assert 0.42 < len(mixed) / 400 < 0.58

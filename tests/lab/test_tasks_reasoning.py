@@ -315,3 +315,19 @@ def test_the_json_schema_of_a_record_fits_its_solution():
         assert schema["required"] == list(record) and kinds <= {"string", "integer", "boolean", "array"}
         assert not task.check(problem, "[" * 100000) and task.answer("[" * 100000) is None
         assert task.answer(problem.solution) == task.answer(json.dumps(dict(reversed(record.items()))))
+
+
+def test_countdowns_mistakes_do_not_give_the_right_way_away():
+    """Of the wrong solutions, few are one sign from reaching the target; all are wrong, and use the numbers of the question."""
+    task = load_task("countdown:min_numbers=4")
+    rng = np.random.default_rng(8)
+    drawn = task.drawn(rng, "train", 400)
+    near = 0
+    for problem, text in zip(task.as_problems(drawn, rng), task.written(drawn, rng, np.ones(400, dtype=bool)), strict=True):
+        assert not task.check(problem, text)
+        target = int(problem.messages[-1]["content"].split(" ")[1])
+        *before, last, _ = text.split("\n")
+        a, b = (int(n) for n in re.split(r"[-+*/]", last.split("=")[0]))
+        ends = [(sign, value) for sign, value in (("+", a + b), ("-", a - b), ("*", a * b), ("/", a / b)) if value == target]
+        near += any(task.check(problem, "\n".join([*before, f"{a}{sign}{b}={target}", f"Answer: {target}"])) for sign, _ in ends)
+    assert near < 0.3 * 400

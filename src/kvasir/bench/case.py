@@ -2,19 +2,24 @@
 
     title = "..."                      what the table is about
     shape = "llama-8b"                 a known shape with random weights; or model = "..." (a folder or hub id; empty: the model in the package)
-    repeats = 5                        rounds that count
+    repeats = 5                        rounds that count; with several arms, lives of each: they take turns
+    rounds = 1                         of each life, where several arms take turns
+    cached = true                      time decoding alone: a life computes its prompts once, then they come from the prefix cache
     settings = { max_num_seqs = 256 }  of every arm of ours
     [arms.kvasir]                      one arm of ours, with what it changes; the first is the one that targets speak of
     [peer]
     name = "vllm"
     repeats = [3, 2]                   rounds before ours, and after it
     options = { ... }                  the peer's own settings
+    variants.vllm_fp8 = { ... }        optional: the peer once more by that name, with these settings changed
     [workloads.decode8]
     batch = 8
     prompt = 1024                      tokens of each prompt
     output = 128                       tokens of each answer
     warmup_prompt = 1024               optional: the round that warms up may have shorter prompts
+    measure = ["prefill"]              optional: some of prefill, decode and total. The total alone is a load: more than runs at once
     targets = { decode = 1.10 }        least ratio to the peer, of decode, prefill or total
+    [targets]                          or of any metric and any two arms: "METRIC ARM/ARM" = least ratio
     [traces.half]                      or a request trace through servers; see ``load.Load`` for the keys
 """
 
@@ -39,6 +44,7 @@ class Workload:
     batch: Batch
     warmup: Batch
     targets: dict[str, float]  # kind -> least ratio to the peer
+    kinds: tuple[str, ...] = KINDS  # what is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,12 @@ class Peer:
     name: str
     options: dict[str, Any]
     repeats: tuple[int, int]  # rounds before ours, after ours
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> what it changes in the options
+
+    @property
+    def arms(self) -> dict[str, dict[str, Any]]:
+        """The peer and its variants, with all their options."""
+        return {self.name: self.options, **{name: {**self.options, **changes} for name, changes in self.variants.items()}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +71,9 @@ class Case:
     workloads: tuple[Workload, ...] = ()
     traces: dict[str, Load] = field(default_factory=dict)
     peer: Peer | None = None
+    rounds: int = 1
+    cached: bool = False
+    targets: dict[str, float] = field(default_factory=dict)  # "METRIC ARM/ARM" -> least ratio
 
     @property
     def first(self) -> str:
@@ -80,12 +95,14 @@ def read(path: Path) -> Case:
 
 
 def parse(name: str, table: dict[str, Any]) -> Case:
-    _known(table, ("title", "shape", "model", "repeats", "settings", "arms", "peer", "workloads", "traces"), "the case")
-    shape, model, repeats = table.get("shape"), table.get("model", ""), table.get("repeats", 5)
+    _known(table, ("title", "shape", "model", "repeats", "settings", "arms", "peer", "workloads", "traces", "rounds", "cached", "targets"),
+           "the case")
+    shape, model = table.get("shape"), table.get("model", "")
     if shape and model:
         raise ConfigError("a case has a shape or a model, not both")
-    if not isinstance(repeats, int) or repeats < 1:
-        raise ConfigError(f"repeats={repeats!r}: expected a whole number of at least 1")
+    for key in ("repeats", "rounds"):
+        if not isinstance(value := table.get(key, 5), int) or value < 1:
+            raise ConfigError(f"{key}={value!r}: expected a whole number of at least 1")
     arms = {arm: {**table.get("settings", {}), **changes} for arm, changes in table.get("arms", {"kvasir": {}}).items()}
     for arm, settings in arms.items():
         try:
@@ -97,24 +114,36 @@ def parse(name: str, table: dict[str, Any]) -> Case:
     if bool(workloads) == bool(traces):
         raise ConfigError("a case has [workloads.NAME] or [traces.NAME], one of the two")
     peer = _peer(table["peer"]) if "peer" in table else None
-    if peer and peer.name in arms:
-        raise ConfigError(f"an arm is named like the peer: {peer.name}")
-    return Case(name, table.get("title", name), shape, model, repeats, arms, workloads, traces, peer)
+    others = list(peer.arms) if peer else []
+    if taken := [n for n in others if n in arms]:
+        raise ConfigError(f"an arm is named like the peer: {taken[0]}")
+    cached, targets = table.get("cached", False), table.get("targets", {})
+    if traces and (cached or targets or peer and peer.variants):
+        raise ConfigError("traces go through servers: a case of traces has no cached prompts, no [targets] and no variants of the peer")
+    if cached and (odd := [w.batch.name for w in workloads if w.kinds != ("decode",) and w.kinds != KINDS]):
+        raise ConfigError(f"workload {odd[0]}: in a case with cached prompts decoding is all that is measured")
+    for metric in targets:
+        if not set(metric.rpartition(" ")[2].split("/")) <= {*arms, *others} or metric.count("/") != 1:
+            raise ConfigError(f"target {metric!r}: expected 'METRIC ARM/ARM' with arms of the case: {', '.join([*arms, *others])}")
+    return Case(name, table.get("title", name), shape, model, table.get("repeats", 5), arms, workloads, traces, peer, table.get("rounds", 1), cached,
+                {metric: float(ratio) for metric, ratio in targets.items()})
 
 
 def _workload(name: str, table: dict[str, Any]) -> Workload:
-    _known(table, ("batch", "prompt", "output", "warmup_prompt", "targets"), f"workload {name}")
+    _known(table, ("batch", "prompt", "output", "warmup_prompt", "measure", "targets"), f"workload {name}")
     numbers = [table.get(key, 0) for key in ("batch", "prompt", "output")]
     batch = Batch.parse(":".join([name, *map(str, numbers)]))
     _known(table.get("targets", {}), KINDS, f"the targets of {name}")
+    kinds = table.get("measure", KINDS)
+    _known(dict.fromkeys(kinds), KINDS, f"what is measured of {name}")
     warmup = dataclasses.replace(batch, prompt=min(batch.prompt, table.get("warmup_prompt", batch.prompt)))
-    return Workload(batch, warmup, {kind: float(ratio) for kind, ratio in table.get("targets", {}).items()})
+    return Workload(batch, warmup, {kind: float(ratio) for kind, ratio in table.get("targets", {}).items()}, tuple(kinds) or KINDS)
 
 
 def _peer(table: dict[str, Any]) -> Peer:
-    _known(table, ("name", "options", "repeats"), "the peer")
+    _known(table, ("name", "options", "repeats", "variants"), "the peer")
     before, after = table.get("repeats", [3, 2])
-    return Peer(table.get("name", ""), table.get("options", {}), (before, after))
+    return Peer(table.get("name", ""), table.get("options", {}), (before, after), table.get("variants", {}))
 
 
 def _known(table: dict[str, Any], keys: tuple[str, ...], where: str) -> None:

@@ -3,19 +3,22 @@
 Every engine runs in a process of its own that ends before the next one needs the device. All get the same prompts, in token
 ids. A round of the arms is one pass over every workload; when several arms are compared, each lives for one round at a time,
 so that drift of the machine meets all of them. The peer's two runs are one arm; the ratio of its medians says how much drifted.
+A peer may have variants (another cache type, say), which run whenever it does. The result is on disk after every life.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvasir.bench import roofline
-from kvasir.bench.case import Case
-from kvasir.bench.offline import Samples, rounds
+from kvasir.bench.case import Case, Workload
+from kvasir.bench.offline import Samples, decoding, rounds
 from kvasir.bench.result import arm, finish, judged, ratios_of, result, spread
 from kvasir.bench.worker import Worker, check_peer
 from kvasir.bench.workloads import shape_folder
@@ -23,6 +26,7 @@ from kvasir.errors import ConfigError
 from kvasir.logs import log
 from kvasir.models import checkpoint
 from kvasir.models.families import build_spec
+from kvasir.models.spec import ModelSpec
 
 Facts = dict[str, dict[str, Any]]
 
@@ -30,7 +34,13 @@ Facts = dict[str, dict[str, Any]]
 def run_case(case: Case, *, peer: bool, site: str | None, repeats: int | None, only: list[str] | None, output: Path | None,
              commit: str | None) -> None:
     """Measure and show. ``only``: the workloads to run, of those the case has. Raises ConfigError before anything is started."""
-    finish(measure(case, peer=peer, site=site, repeats=repeats, only=only), output, commit)
+
+    def keep(so_far: dict[str, Any]) -> None:
+        if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(json.dumps(so_far | ({"commit": commit} if commit else {}), indent=1) + "\n")
+
+    finish(measure(case, peer=peer, site=site, repeats=repeats, only=only, keep=keep), output, commit)
 
 
 def chosen(names: list[str], only: list[str] | None) -> list[str]:
@@ -39,13 +49,14 @@ def chosen(names: list[str], only: list[str] | None) -> list[str]:
     return [n for n in names if not only or n in only]
 
 
-def measure(case: Case, *, peer: bool, site: str | None, repeats: int | None = None, only: list[str] | None = None) -> dict[str, Any]:
-    """The case's result. ``peer=False`` leaves the peer out."""
+def measure(case: Case, *, peer: bool, site: str | None, repeats: int | None = None, only: list[str] | None = None,
+            keep: Callable[[dict[str, Any]], None] = lambda so_far: None) -> dict[str, Any]:
+    """The case's result. ``peer=False`` leaves the peer out. ``keep`` is given the result so far after every life of ours and later ones."""
     with_peer = case.peer if peer else None
     if with_peer:
         check_peer(with_peer.name, site)
-    keep = chosen([w.batch.name for w in case.workloads], only)
-    workloads = [w for w in case.workloads if w.batch.name in keep]
+    names = chosen([w.batch.name for w in case.workloads], only)
+    workloads = [w for w in case.workloads if w.batch.name in names]
     samples: dict[str, Samples] = {}
     facts: Facts = {}
     with contextlib.ExitStack() as stack:
@@ -53,7 +64,7 @@ def measure(case: Case, *, peer: bool, site: str | None, repeats: int | None = N
         first = case.arms[case.first]
         rates = roofline.machine_rates(first.get("device", "auto"), first.get("dtype", "auto"))
         spec = build_spec(checkpoint.read_config(checkpoint.resolve(model)))
-        limits = roofline.limits(spec, [w.batch for w in workloads], rates) | {k: round(v) for k, v in rates.items()}
+        limits = _limits(case, spec, workloads, rates)
         vocab = spec.vocab_size if case.shape else _tokenizer_size(model, spec.vocab_size)
 
         def visit(name: str, driver: str, options: dict[str, Any], first_round: int, count: int, label: str) -> None:
@@ -64,45 +75,82 @@ def measure(case: Case, *, peer: bool, site: str | None, repeats: int | None = N
                 facts[name] = worker.facts | {"starts": [*starts, worker.facts["start_s"]]}
                 found = samples.setdefault(label, {}).setdefault(name, {})
                 for w in workloads:
-                    rounds({name: worker.seconds}, w.warmup, vocab, 1, first=-1)
-                    for key, values in rounds({name: worker.seconds}, w.batch, vocab, count, first=first_round)[name].items():
+                    for key, values in _life(worker, w, vocab, count, first_round, case.cached).items():
                         found.setdefault(key, []).extend(values)
+            if samples.get("own", {}).get(case.first):
+                keep(_result(case, samples, facts, limits, peer_options, names))
 
         count = repeats or case.repeats
         dummy = {"load_format": "dummy", "skip_tokenizer_init": True} if case.shape else {}
-        own = {name: {"enable_prefix_caching": False, **dummy, **settings} for name, settings in case.arms.items()}
+        own = {name: {"enable_prefix_caching": case.cached, **dummy, **settings} for name, settings in case.arms.items()}
         peer_options = _peer_options(case) if with_peer else {}
-        lives = [(name, settings, turn, 1) for turn in range(count) for name, settings in own.items()]
+        lives = [(name, settings, turn * case.rounds, case.rounds) for turn in range(count) for name, settings in own.items()]
         if len(own) == 1:
             lives = [(case.first, own[case.first], 0, count)]
-        with kept(lambda: samples.get("own", {}).get(case.first)):
-            if with_peer:
-                visit(with_peer.name, with_peer.name, peer_options, 0, with_peer.repeats[0], "before")
-            for name, settings, turn, times in lives:
-                visit(name, "kvasir", settings, turn, times, "own")
-            if with_peer and with_peer.repeats[1]:
-                visit(with_peer.name, with_peer.name, peer_options, with_peer.repeats[0], with_peer.repeats[1], "after")
-    return _result(case, samples, facts, limits, peer_options, keep)
+        plans = [(name, "kvasir", settings, number, times, "own") for name, settings, number, times in lives]
+        if with_peer:
+            before, after = with_peer.repeats
+            around = [(name, with_peer.name, options) for name, options in peer_options.items()]
+            plans = [(*p, 0, before, "before") for p in around] + plans + [(*p, before, after, "after") for p in around if after]
+        for plan in plans:
+            variant = with_peer is not None and plan[0] in with_peer.variants
+            with kept(lambda spare=variant: spare or samples.get("own", {}).get(case.first)) as state:
+                visit(*plan)
+            if state.told_to_end:
+                break
+    return _result(case, samples, facts, limits, peer_options, names)
+
+
+def _life(worker: Worker, workload: Workload, vocab: int, count: int, first_round: int, cached: bool) -> dict[str, list[float]]:
+    """A value a round for every metric of one workload, from one life of an engine."""
+    if cached:
+        return decoding(worker.seconds, workload.batch, vocab, count, first_round)
+    rounds({"": worker.seconds}, workload.warmup, vocab, 1, first=-1, kinds=workload.kinds)
+    found: dict[str, list[float]] = {}
+    for number in range(first_round, first_round + count):
+        for key, values in rounds({"": worker.seconds}, workload.batch, vocab, 1, first=number, kinds=workload.kinds)[""].items():
+            found.setdefault(key, []).extend(values)
+        for key, value in worker.counts.items() if workload.kinds == ("total",) else ():
+            found.setdefault(f"{workload.batch.name}.{key}", []).append(value)
+    return found
+
+
+def _limits(case: Case, spec: ModelSpec, workloads: list[Workload], rates: dict[str, float]) -> dict[str, Any]:
+    """What the machine allows, by metric; where arms keep KV in other numbers of bytes, also by "METRIC ARM". A peer's variants have
+    none: what they change is theirs."""
+    batches = [w.batch for w in workloads]
+    plain = roofline.limits(spec, batches, rates)
+    limits: dict[str, Any] = plain | {k: round(v) for k, v in rates.items()}
+    for name, settings in case.arms.items():
+        if (codec := settings.get("kv_codec", "plain")) != "plain":
+            found = roofline.limits(spec, batches, rates, kv_share=roofline.kv_share(spec, codec, int(rates["dtype_bytes"])))
+            limits |= {f"{metric} {name}": value for metric, value in found.items()}
+    return limits | {f"{metric} {name}": None for name in (case.peer.variants if case.peer else ()) for metric in plain}
+
+
+@dataclass(slots=True)
+class State:
+    told_to_end: bool = False
 
 
 @contextlib.contextmanager
-def kept(worth: Callable[[], Any]) -> Iterator[None]:
+def kept(worth: Callable[[], Any]) -> Iterator[State]:
     """An engine that fails, or SIGTERM, does not cost what was measured before it, once ``worth`` is true. What lacks is seen by its n."""
+    state = State()
     try:
-        yield
+        yield state
     except (ConfigError, SystemExit) as e:
         if not worth():
             raise
-        log.error("the run is incomplete: %s", e if isinstance(e, ConfigError) else "it was told to end")
+        state.told_to_end = isinstance(e, SystemExit)
+        log.error("the run is incomplete: %s", "it was told to end" if state.told_to_end else e)
 
 
-def _peer_options(case: Case) -> dict[str, Any]:
-    options = dict(case.peer.options)
-    if case.shape:
-        options.setdefault("load_format", "dummy")
-    if case.peer.name == "vllm":
-        options.setdefault("enable_prefix_caching", False)
-    return options
+def _peer_options(case: Case) -> dict[str, dict[str, Any]]:
+    """By arm: the peer and its variants."""
+    dummy = {"load_format": "dummy"} if case.shape else {}
+    caching = {"enable_prefix_caching": case.cached} if case.peer.name == "vllm" else {}
+    return {name: {**dummy, **caching, **options} for name, options in case.peer.arms.items()}
 
 
 def _tokenizer_size(model: str, vocab_size: int) -> int:
@@ -112,31 +160,38 @@ def _tokenizer_size(model: str, vocab_size: int) -> int:
     return min(vocab_size, Tokenizer.load(path).size) if (path / "tokenizer.json").exists() else vocab_size
 
 
-def _result(case: Case, samples: dict[str, Samples], facts: Facts, limits: dict[str, float], peer_options: dict[str, Any],
-            keep: list[str]) -> dict[str, Any]:
+def _result(case: Case, samples: dict[str, Samples], facts: Facts, limits: dict[str, Any],
+            peer_options: dict[str, dict[str, Any]], names: list[str]) -> dict[str, Any]:
     entries, pairs = [], [(name, case.first) for name in list(case.arms)[1:]]
     for name, settings in case.arms.items():
-        if samples["own"].get(name):
+        if samples.get("own", {}).get(name):
             entries.append(_entry(name, {"shape": case.shape, **settings}, facts[name], samples["own"][name]))
     extra, targets = {}, {}
-    if peer_options or "before" in samples:
-        peer = case.peer.name
+    for peer in [name for name in peer_options if name in samples.get("before", {})]:
         both: dict[str, list[float]] = {}
         for part in ("before", "after"):
             for key, values in samples.get(part, {}).get(peer, {}).items():
                 both.setdefault(key, []).extend(values)
-        entries.append(_entry(peer, {"peer": peer, **peer_options}, facts[peer], both))
+        entries.append(_entry(peer, {"peer": case.peer.name, **peer_options[peer]}, facts[peer], both))
         pairs += [(name, peer) for name in case.arms]
         for key, values in samples.get("after", {}).get(peer, {}).items():
+            if key not in samples["before"][peer]:
+                continue
             extra[f"{key} {peer} after/before"] = round(statistics.median(values) / statistics.median(samples["before"][peer][key]), 3)
     ratios = ratios_of(entries, pairs)
     if "before" in samples:
-        bounds = {f"{w.batch.name}.{kind}_tok_s": {"at_least": ratio} for w in case.workloads if w.batch.name in keep
+        bounds = {f"{w.batch.name}.{kind}_tok_s": {"at_least": ratio} for w in case.workloads if w.batch.name in names
                   for kind, ratio in w.targets.items()}
         targets = judged(bounds, ratios, f"{case.first}/{case.peer.name}")
+    for name, least in case.targets.items():
+        metric, _, pair = name.rpartition(" ")
+        found = {key: value for key, value in ratios_of(entries, [tuple(pair.split("/"))]).items() if key == name}
+        ratios |= found
+        targets |= judged({metric: {"at_least": least}}, found, pair)
     return result(case.name, entries, ratios=ratios | extra, limits=limits, targets=targets)
 
 
 def _entry(name: str, config: dict[str, Any], facts: dict[str, Any], samples: dict[str, list[float]]) -> dict[str, Any]:
     config = {k: v for k, v in config.items() if v is not None} | {"version": facts.get("version", "")}
-    return arm(name, config, {"start_s": spread(facts["starts"])} | {key: spread(values) for key, values in samples.items()})
+    read_off = {key: facts[key] for key in ("kv_bytes_per_token", "kv_capacity_tokens") if key in facts}
+    return arm(name, config, {"start_s": spread(facts["starts"])} | read_off | {key: spread(values) for key, values in samples.items()})

@@ -11,19 +11,23 @@ import dataclasses
 import importlib.util
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvasir.bench.result import arm, finish, ratios_of, result, spread
 from kvasir.bench.workloads import Batch, shape_folder
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.logs import log
-from kvasir.types import ModelInfo, SamplingParams
+from kvasir.types import Event, SamplingParams
+
+if TYPE_CHECKING:
+    from kvasir.api.llm import LLM
 
 DEFAULT = ("decode1:1:64:128", "decode16:16:64:128")
-Generate = Callable[[list[list[int]], int], None]  # complete these prompts by exactly this many tokens
+# Complete these prompts by exactly this many tokens; what it counted meanwhile, by name.
+Generate = Callable[[list[list[int]], int], dict[str, int] | None]
 Timed = Callable[[list[list[int]], int], float]  # the same, and return the seconds it took
 Samples = dict[str, dict[str, list[float]]]  # arm -> metric -> a value a round
 
@@ -52,7 +56,8 @@ def _compare(config: EngineConfig, shape: str | None, batches: list[Batch], peer
     arms: dict[str, Timed] = {}
     starts: dict[str, float] = {}
     started = time.perf_counter()
-    generate, info = own_engine(config, stack)
+    generate, llm = own_engine(config, stack)
+    info = llm.info
     arms["kvasir"] = timed(generate)
     starts["kvasir"] = time.perf_counter() - started
     for batch in batches:
@@ -79,20 +84,36 @@ def measure(arms: dict[str, Timed], batches: list[Batch], vocab_size: int, repea
     return {name: {key: spread(values) for key, values in metrics.items()} for name, metrics in samples.items()}
 
 
-def rounds(arms: dict[str, Timed], batch: Batch, vocab_size: int, repeats: int, first: int = 0) -> Samples:
-    """``repeats`` rounds in which the arms take turns with the same prompts. Round ``first + i`` has the same prompts everywhere."""
+def rounds(arms: dict[str, Timed], batch: Batch, vocab_size: int, repeats: int, first: int = 0,
+           kinds: Collection[str] = ("prefill", "decode", "total")) -> Samples:
+    """``repeats`` rounds in which the arms take turns with the same prompts. Round ``first + i`` has the same prompts everywhere.
+
+    ``kinds``: what is wanted; runs that nothing wanted needs are left out."""
     samples: Samples = {name: {} for name in arms}
     for repeat in range(first, first + repeats):
         prompts = batch.prompts(vocab_size, random.Random(f"{batch.name} {repeat}"))
         for name, seconds in arms.items():
-            start = seconds(prompts, 1)
-            total = seconds(prompts, batch.output)
-            rates = {"prefill": batch.batch * batch.prompt / start, "decode": batch.batch * (batch.output - 1) / max(total - start, 1e-9),
-                     "total": batch.batch * batch.output / total}
-            for kind, rate in rates.items():
-                samples[name].setdefault(f"{batch.name}.{kind}_tok_s", []).append(rate)
+            start = seconds(prompts, 1) if "prefill" in kinds or "decode" in kinds else 0.0
+            total = seconds(prompts, batch.output) if "decode" in kinds or "total" in kinds else 0.0
+            rates = {"prefill": (batch.batch * batch.prompt, start), "decode": (batch.batch * (batch.output - 1), total - start),
+                     "total": (batch.batch * batch.output, total)}
+            for kind, (tokens, spent) in rates.items():
+                if kind in kinds:
+                    samples[name].setdefault(f"{batch.name}.{kind}_tok_s", []).append(tokens / max(spent, 1e-9))
         log.info("%s: round %d of %d", batch.name, repeat - first + 1, repeats)
     return samples
+
+
+def decoding(seconds: Timed, batch: Batch, vocab_size: int, repeats: int, life: int) -> dict[str, list[float]]:
+    """Decoding alone, by an engine with a prefix cache: its rates, by metric. The prompts of a ``life`` are the same in every round,
+    and a shorter prompt begins a longer one; they are computed once, in a run that does not count, and are cached from then on."""
+    prompts = batch.beginnings(vocab_size, f"life {life}")
+    seconds(prompts, batch.output)
+    spent = []
+    for _ in range(repeats):
+        start = seconds(prompts, 1)
+        spent.append(seconds(prompts, batch.output) - start)
+    return {f"{batch.name}.decode_tok_s": [batch.batch * (batch.output - 1) / max(s, 1e-9) for s in spent]}
 
 
 def timed(generate: Generate) -> Timed:
@@ -115,17 +136,31 @@ def described(config: EngineConfig, shape: str | None) -> dict[str, Any]:
     return found
 
 
-def own_engine(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Generate, ModelInfo]:
+def own_engine(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Generate, LLM]:
+    """The engine, and its ``generate``, which counts ``at_once`` (the most sequences that held memory in a step) and ``preemptions``."""
     from kvasir.api.llm import LLM
 
     llm = stack.enter_context(LLM(config=config))
+    engine, at_once = llm.engine, 0
+    step = engine.step
 
-    def generate(prompts: list[list[int]], num_tokens: int) -> None:
+    def watched() -> list[Event]:
+        nonlocal at_once
+        events = step()
+        at_once = max(at_once, engine.scheduler.num_running)
+        return events
+
+    engine.step = watched  # type: ignore[method-assign]
+
+    def generate(prompts: list[list[int]], num_tokens: int) -> dict[str, int]:
+        nonlocal at_once
+        at_once, before = 0, engine.scheduler.preemptions
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
         outs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
         assert all(len(o.outputs[0].token_ids) == num_tokens for o in outs)
+        return {"at_once": at_once, "preemptions": engine.scheduler.preemptions - before}
 
-    return generate, llm.info
+    return generate, llm
 
 
 def transformers_engine(config: EngineConfig) -> Generate:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.bench.merge import load
-from kvasir.bench.result import middle, share_of_limit, shown, verdict
+from kvasir.bench.result import limit_of, middle, share_of_limit, shown, verdict
 from kvasir.errors import ConfigError
 
 STYLE = """body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em; color: #222 }
@@ -99,9 +99,9 @@ def _plot(found: dict[str, Any], kind: str, groups: list[str]) -> str:
             low, high = (metric["min"], metric["max"]) if isinstance(metric, dict) else (value, value)
             axes.bar(i, value, 0.85, color=COLOURS[i % len(COLOURS)], label=entry["name"], yerr=[[value - low], [high - value]], capsize=3,
                      error_kw={"linewidth": 0.8})
-        limit = found["limits"].get(f"{group}.{kind}")
-        if isinstance(limit, (int, float)):
-            axes.axhline(limit, color="#222", linestyle="dashed", linewidth=1, label="limit of the machine")
+            limit = limit_of(found["limits"], f"{group}.{kind}", entry["name"])
+            if isinstance(limit, (int, float)):
+                axes.hlines(limit, i - 0.5, i + 0.5, color="#222", linestyle="dashed", linewidth=1, label="limit of the machine" if i == 0 else None)
         axes.set_xticks([])
         axes.set_xlabel(group, fontsize=9)
         axes.tick_params(labelsize=8)

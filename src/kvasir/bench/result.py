@@ -4,7 +4,7 @@
  "targets": {}}
 
 A metric is a number, a number per part, or a ``spread`` with its values. ``ratios``: "METRIC ARM/ARM" -> number.
-``limits``: what the machine could do at most, by metric (and the rates that follow from). ``targets``, only where a case sets
+``limits``: what the machine could do at most, by metric or "METRIC ARM" (and the rates that follow from). ``targets``, only where a case sets
 some: "METRIC ARM/ARM" -> {"ratio", "at_least" or "at_most", "met"}. No path of a machine is in a result: one is cut to its last part.
 """
 
@@ -140,6 +140,11 @@ def share_of_limit(metric: Any, limit: Any) -> str:
     return f"{value / limit:.0%}" if value is not None and isinstance(limit, (int, float)) and limit > 0 else ""
 
 
+def limit_of(limits: dict[str, Any], metric: str, arm: str) -> Any:
+    """The limit of one arm's metric: its own, else that of all; None where there is none."""
+    return limits.get(f"{metric} {arm}", limits.get(metric))
+
+
 def verdict(target: dict[str, Any]) -> str:
     bound = f"at least {target['at_least']:g}" if "at_least" in target else f"at most {target['at_most']:g}"
     return f"{'met' if target['met'] else 'MISSED'}: {bound}"
@@ -159,7 +164,7 @@ def finish(outcome: dict[str, Any], output: Path | None, commit: str | None = No
     table = Table("arm", "metric", "value", "of the limit", title=f"{outcome['case']} on {outcome['machine']}")
     for entry in outcome["arms"]:
         for name, value in entry["metrics"].items():
-            table.add_row(entry["name"], name, shown(value), share_of_limit(value, limits.get(name)))
+            table.add_row(entry["name"], name, shown(value), share_of_limit(value, limit_of(limits, name, entry["name"])))
     for name, value in outcome["ratios"].items():
         table.add_row("ratio", name, f"{value:.2f}x", verdict(targets[name]) if name in targets else "")
     Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH).print(table)

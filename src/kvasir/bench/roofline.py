@@ -15,6 +15,7 @@ from typing import Any
 
 from kvasir.bench.worker import environment
 from kvasir.bench.workloads import Batch
+from kvasir.engine.sizing import token_bytes
 from kvasir.errors import ConfigError
 from kvasir.layers.spec import MoESpec
 from kvasir.models import cost
@@ -29,20 +30,27 @@ def machine_rates(device: str, dtype: str) -> dict[str, float]:
     return json.loads(done.stdout)
 
 
-def limits(spec: ModelSpec, batches: list[Batch], rates: dict[str, float]) -> dict[str, float]:
-    """Tokens a second that no engine can exceed, as metric -> limit: bytes moved and operations done, whichever takes longer."""
+def limits(spec: ModelSpec, batches: list[Batch], rates: dict[str, float], kv_share: float = 1.0) -> dict[str, float]:
+    """Tokens a second that no engine can exceed, as metric -> limit: bytes moved and operations done, whichever takes longer.
+
+    ``kv_share``: bytes of keys and values over those of a plain cache."""
     width = int(rates["dtype_bytes"])
     head = 2 * spec.vocab_size * spec.hidden_size  # operations of one row's logits
     found = {}
     for b in batches:
         context = b.prompt + b.output // 2
-        moved = touched_params(spec, b.batch) * width + b.batch * cost.kv_bytes(spec, context, width)
+        moved = touched_params(spec, b.batch) * width + b.batch * kv_share * cost.kv_bytes(spec, context, width)
         computed = b.batch * cost.flops_per_token(spec, context)
         found[f"{b.name}.decode_tok_s"] = b.batch / max(moved / rates["copy_bytes_s"], computed / rates["matmul_flop_s"])
         computed = b.prompt * (cost.flops_per_token(spec, max(1, b.prompt // 2)) - head) + head
         moved = touched_params(spec, b.batch * b.prompt) * width
         found[f"{b.name}.prefill_tok_s"] = b.batch * b.prompt / max(b.batch * computed / rates["matmul_flop_s"], moved / rates["copy_bytes_s"])
     return {name: round(value, 1) for name, value in found.items()}
+
+
+def kv_share(spec: ModelSpec, codec: str, width: int) -> float:
+    """Bytes of a token's keys and values in ``codec``, over those of a plain cache of numbers of ``width`` bytes."""
+    return sum(token_bytes(spec.cache_groups(), codec, width).values()) / sum(cost.kv_bytes_per_token(spec, width).values())
 
 
 def touched_params(spec: ModelSpec, rows: int) -> float:

@@ -39,10 +39,12 @@ def environment(site: str | None = None) -> dict[str, str]:
 
 
 class Worker:
-    """One running driver. ``facts``: its answer to ``start``. Leaving the context ends the process and all it started."""
+    """One running driver. ``facts``: its answer to ``start``. ``counts``: of the latest run, by name, if it counts. Leaving the
+    context ends the process and all it started."""
 
     def __init__(self, name: str, model: str, options: dict[str, Any], site: str | None = None) -> None:
         self.name = name
+        self.counts: dict[str, int] = {}
         self._sent: list[list[int]] | None = None
         self._process = subprocess.Popen([sys.executable, "-m", f"kvasir.bench.peers.{name}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          text=True, env=environment(site), start_new_session=True)
@@ -63,7 +65,9 @@ class Worker:
         if prompts is not self._sent:
             self._ask(op="prompts", ids=prompts)
             self._sent = prompts
-        return self._ask(op="generate", num_tokens=num_tokens)["seconds"]
+        answer = self._ask(op="generate", num_tokens=num_tokens)
+        self.counts = answer["counts"]
+        return answer["seconds"]
 
     def _ask(self, **command: Any) -> dict[str, Any]:
         try:

@@ -69,5 +69,11 @@ class Batch:
             raise ConfigError(f"workload {text!r}: at least one prompt of one token, and two output tokens")
         return cls(name, batch, prompt, output)
 
+    def beginnings(self, vocab_size: int, seed: str) -> list[list[int]]:
+        """Prompts by row and ``seed`` alone: those of a smaller batch are the first of a larger one's, and shorter ones begin longer ones."""
+        low, high = vocab_size // 64, vocab_size - vocab_size // 64
+        rows = [random.Random(f"{seed} {row}") for row in range(self.batch)]
+        return [[rng.randrange(low, high) for _ in range(self.prompt)] for rng in rows]
+
     def prompts(self, vocab_size: int, rng: random.Random) -> list[list[int]]:
         return [[rng.randrange(vocab_size // 64, vocab_size - vocab_size // 64) for _ in range(self.prompt)] for _ in range(self.batch)]

@@ -198,3 +198,13 @@ def report(files: Annotated[list[Path], typer.Argument(metavar="RESULT...", help
         raise ConfigError(f"the report is HTML; {output.name} does not end in .html")
     check_output(output, make=True)
     command.run(files, output)
+
+
+@app.command("plot", cls=Command)
+def plot(files: Annotated[list[Path], typer.Argument(metavar="RESULT...", help="Results, as --json or tools/kv_quality.py wrote them.")],
+         output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the PNG files.")] = Path("docs/methods/img")) -> None:
+    """The curves that results hold: decode rates over the context, answers over the size of outliers."""
+    from kvasir.bench import plots
+
+    for file in plots.run(files, output):
+        typer.echo(file)

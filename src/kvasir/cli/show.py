@@ -1,14 +1,16 @@
-"""``kvasir show MODEL``: its layers, the bytes of its weights and of each token, and what fits into which memory."""
+"""``kvasir show MODEL``: its layers, the bytes of its weights and of each token by codec, and what fits into which memory."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
 from kvasir.config import CacheConfig
-from kvasir.engine.sizing import GIB, gib
+from kvasir.engine.sizing import GIB, gib, token_bytes
+from kvasir.errors import ConfigError
 from kvasir.models import checkpoint, cost
 from kvasir.models.families import build_spec
 from kvasir.models.spec import LayerSpec, ModelSpec
@@ -16,11 +18,13 @@ from kvasir.models.spec import LayerSpec, ModelSpec
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CONTEXTS = (1024, 4096, 16384, 32768, 131072)
 GPUS = {"24 GiB (RTX 4090, L4)": 24.0, "45 GiB (L40S)": 45.0, "80 GiB (A100, H100)": 80.0, "140 GiB (H200)": 140.0}  # as their drivers report it
+SHOWN_CONTEXT = 16384  # of the table of codecs
 SHARE = CacheConfig().gpu_memory_utilization
 
 
 def describe(model: str, dtype: str, memory_gib: float | None) -> dict[str, Any]:
-    """Plain data. ``fits``: place -> context length -> sequences of that length that fit beside the weights."""
+    """Plain data. ``fits``: place -> context length -> sequences of that length that fit beside the weights. ``codecs``: what each codec
+    makes of a token's keys and values, or why it cannot serve this model."""
     path = checkpoint.resolve(model)
     spec = build_spec(checkpoint.read_config(path))
     item = BYTES[dtype]
@@ -32,13 +36,33 @@ def describe(model: str, dtype: str, memory_gib: float | None) -> dict[str, Any]
             "cache_groups": [{"name": g.name, "layers": len(g.layers), "window": g.window, "kv_bytes_per_token": sizes[g.name]}
                              for g in spec.cache_groups()],
             "flops_per_token": cost.flops_per_token(spec, 1), "max_model_len": spec.max_position, "layers": _layers(spec),
-            "memory_share": SHARE, "fits": {place: _fits(spec, size * GIB, item) for place, size in places.items()}}
+            "memory_share": SHARE, "fits": {place: _fits(spec, size * GIB, item, sizes) for place, size in places.items()},
+            "codecs": {name: _codec(spec, name, item, places) for name in _codecs()}}
 
 
-def _fits(spec: ModelSpec, memory: float, item: int) -> dict[int, int]:
+def _fits(spec: ModelSpec, memory: float, item: int, sizes: Mapping[str, float]) -> dict[int, int]:
+    """``sizes``: bytes a token by cache group. Rounding to whole pages is left out."""
     pool = SHARE * memory - cost.weight_bytes(spec, item)
     lengths = sorted({n for n in CONTEXTS if n < spec.max_position} | {spec.max_position})
-    return {n: max(0, int(pool // cost.kv_bytes(spec, n, item))) for n in lengths}
+    return {n: max(0, int(pool // sum(sizes[g.name] * min(n, g.window or n) for g in spec.cache_groups()))) for n in lengths}
+
+
+def _codecs() -> list[str]:
+    from kvasir.engine.build import CODECS
+    from kvasir.technique import names
+
+    return sorted(names(CODECS), key=lambda name: name != "plain")
+
+
+def _codec(spec: ModelSpec, name: str, item: int, places: Mapping[str, float]) -> dict[str, Any]:
+    """A codec with its defaults, pages and scales included."""
+    try:
+        sizes = token_bytes(spec.cache_groups(), name, item)
+    except ConfigError as e:
+        return {"cannot": str(e)}
+    total, plain = sum(sizes.values()), sum(cost.kv_bytes_per_token(spec, item).values())
+    return {"kv_bytes_per_token": total, "ratio": plain / total,
+            "fits": {place: _fits(spec, size * GIB, item, sizes) for place, size in places.items()}}
 
 
 def _layers(spec: ModelSpec) -> list[str]:
@@ -105,7 +129,21 @@ def run(model: str, dtype: str, memory_gib: float | None, as_json: bool) -> None
         fits.add_column(place.replace(" (", "\n("), justify="right")
     for length in next(iter(facts["fits"].values())):
         fits.add_row(f"{length:,}", *[f"{by_length[length]:,}" if by_length[length] else "none" for by_length in facts["fits"].values()])
+    lengths = list(next(iter(facts["fits"].values())))
+    context = max((n for n in lengths if n <= SHOWN_CONTEXT), default=lengths[0])
+    codecs = Table("\n--kv-codec", box=None, pad_edge=False)
+    for head in ("bytes\na token", "times\nfewer", *(place.replace(" (", "\n(") for place in facts["fits"])):
+        codecs.add_column(head, justify="right")
+    for name, found in facts["codecs"].items():
+        if "cannot" not in found:
+            counts = [f"{by_length[context]:,}" if by_length[context] else "none" for by_length in found["fits"].values()]
+            codecs.add_row(name, f"{found['kv_bytes_per_token']:,.0f}", f"{found['ratio']:.2f}x", *counts)
     console = Console()
     console.print(table)
     console.print(f"\nSequences of each context length that fit beside the weights, in {SHARE:.0%} of the memory, before a step's own needs:")
     console.print(fits)
+    console.print(f"\nThe same with keys and values stored otherwise, sequences of {context:,} tokens:")
+    console.print(codecs)
+    for name, found in facts["codecs"].items():
+        if "cannot" in found:
+            console.print(f"{name}: {found['cannot']}", highlight=False, markup=False)

@@ -32,7 +32,7 @@ from kvasir.scaling.strategy import Strategy, load_strategy
 if TYPE_CHECKING:
     from kvasir.lab.task import Problem as LabProblem
 
-ROOM = 3  # a reply may be so many times as long as the longest solution, and a little: a judge's check covers two
+ROOM = 1.5  # a reply may be so many times as long as the longest right one, and a little
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,11 @@ class LabPrompts(Prompts):
 
 
 def lab_problems(task: Task, drawn: Sequence[LabProblem]) -> list[Problem]:
-    """The lab's problems as strategies see them: without their answers."""
+    """The lab's problems as strategies see them: without their answers. Of a reply with a check, the solution below it is what counts."""
     if any(p.tools for p in drawn):
         raise ConfigError(f"task '{task.name}' calls tools, which no strategy does")
     prompts = LabPrompts() if task.candidates else Prompts()
-    return [Problem(f"p{i}", p.messages, task.answer, prompts) for i, p in enumerate(drawn)]
+    return [Problem(f"p{i}", p.messages, lambda text: task.answer(forms.solution(text)), prompts) for i, p in enumerate(drawn)]
 
 
 def parse_amounts(text: str | None, option: str) -> Budget | None:
@@ -172,7 +172,7 @@ def run(config: EngineConfig, job: Job, output: Path | None) -> None:
     endpoints = build_endpoints(job, config)
     for strategy in strategies.values():
         strategy.check(endpoints, problems[0].prompts)
-    sampling = Sampling(job.max_tokens or _room(endpoints, drawn), job.temperature)
+    sampling = Sampling(job.max_tokens or _room(endpoints, task, drawn), job.temperature)
     if job.pool:
         from kvasir.cli import solve_pool
 
@@ -196,14 +196,20 @@ def _write(outcome: dict[str, Any], output: Path | None) -> None:
         output.write_text(json.dumps(outcome, indent=1) + "\n")
 
 
+def checker(task: Task, drawn: Sequence[LabProblem]) -> Callable[[int, str], bool]:
+    """Whether a reply solves problem i: of a recombination, what stands behind its check of the candidates."""
+    return lambda i, text: task.check(drawn[i], forms.solution(text))
+
+
 def _outcome(job: Job, task: Task, drawn: Sequence[LabProblem], found: dict[str, Solution], sampling: Sampling,
              endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     """The result of the strategies that are through."""
-    right = {spec: [task.check(p, s.result.text) for p, s in zip(drawn, solution.solved)] for spec, solution in found.items()}
+    check = checker(task, drawn)
+    right = {spec: [check(i, s.result.text) for i, s in enumerate(solution.solved)] for spec, solution in found.items()}
     arms = []
     for spec, solution in found.items():
         metrics = figures(solution, right[spec]) | {"interval": list(wilson(sum(right[spec]), len(drawn)))}
-        by_loop = loops(solution, lambda i, text: task.check(drawn[i], text), task.answer)
+        by_loop = loops(solution, check, lambda text: task.answer(forms.solution(text)))
         arms.append((spec, metrics | ({"loops": by_loop} if by_loop else {})))
     outcome = compared(job, arms, sampling, endpoints)
     outcome["differences"] = _differences(right)
@@ -222,10 +228,13 @@ def compared(job: Job, arms: Sequence[tuple[str, dict[str, Any]]], sampling: Sam
     return outcome
 
 
-def _room(endpoints: Sequence[Endpoint], drawn: Sequence[LabProblem]) -> int:
-    """Tokens that a reply may take, from the longest solution."""
+def _room(endpoints: Sequence[Endpoint], task: Task, drawn: Sequence[LabProblem]) -> int:
+    """Tokens that a reply may take, from the longest solution; with the check of as many candidates as were trained on, where the task has one."""
     tokenizer = next((e.tokenizer for e in endpoints if hasattr(e, "tokenizer")), None)
-    return 512 if tokenizer is None else ROOM * max(len(tokenizer.encode(p.solution, add_special=False)) for p in drawn) + 32
+    if tokenizer is None:
+        return 512
+    asked = [forms.FormTask("aggregate", task).case(p, [p.solution] * forms.DRAWN) for p in drawn] if task.candidates else drawn
+    return int(ROOM * max(len(tokenizer.encode(p.solution, add_special=False)) for p in asked)) + 32
 
 
 async def _solve(job: Job, strategies: dict[str, Strategy], problems: Sequence[Problem], endpoints: Sequence[Endpoint],

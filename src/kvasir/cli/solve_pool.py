@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvasir.cli.solve import Job, compared
+from kvasir.cli.solve import Job, checker, compared
 from kvasir.errors import ConfigError
 from kvasir.lab.statistics import difference_interval, mean_interval, pass_at_k
 from kvasir.logs import log
@@ -29,11 +29,12 @@ def run(job: Job, strategies: dict[str, Strategy], task: Task, drawn: Sequence[L
         endpoints: Sequence[Endpoint], sampling: Sampling) -> dict[str, Any]:
     """Every strategy ``job.resamples`` times over the pools; shares and costs are means over them, intervals are over problems."""
     pools = asyncio.run(_pools(job, problems, endpoints, sampling))
-    replies = {p.model: [[task.check(q, s.text) for s in p.of(problem)] for q, problem in zip(drawn, problems)] for p in pools}
+    check = checker(task, drawn)
+    replies = {p.model: [[check(i, s.text) for s in p.of(problem)] for i, problem in enumerate(problems)] for p in pools}
     arms, shares = [], {}
     for spec, strategy in strategies.items():
         strategy.check([PoolEndpoint(p, 0) for p in pools], problems[0].prompts)
-        metrics, shares[spec] = asyncio.run(_resampled(job, strategy, task, drawn, problems, pools, sampling))
+        metrics, shares[spec] = asyncio.run(_resampled(job, strategy, check, problems, pools, sampling))
         arms.append((spec, metrics))
         log.info("%s: %.1f %% right", spec, 100 * metrics["exact"])
     outcome = compared(job, arms, sampling, endpoints)
@@ -64,14 +65,14 @@ async def _pools(job: Job, problems: Sequence[Problem], endpoints: Sequence[Endp
     return found
 
 
-async def _resampled(job: Job, strategy: Strategy, task: Task, drawn: Sequence[LabProblem], problems: Sequence[Problem], pools: Sequence[Pool],
+async def _resampled(job: Job, strategy: Strategy, check: Callable[[int, str], bool], problems: Sequence[Problem], pools: Sequence[Pool],
                      sampling: Sampling) -> tuple[dict[str, Any], list[float]]:
     """(metrics, share of the draws in which each problem was solved)."""
     marks, told = [], []
     for seed in range(job.resamples):
         solution = await solve(strategy, problems, [PoolEndpoint(p, seed) for p in pools], seed=seed, sampling=sampling, at_once=1,
                                problem_budget=job.problem_budget)
-        marks.append([task.check(q, s.result.text) for q, s in zip(drawn, solution.solved)])
+        marks.append([check(i, s.result.text) for i, s in enumerate(solution.solved)])
         told.append(figures(solution, marks[-1]))
     shares = [_mean(column) for column in zip(*marks)]
     metrics = {name: _mean([t[name] for t in told]) for name in told[0] if isinstance(told[0][name], (int, float)) and name != "seconds"}

@@ -25,6 +25,20 @@ class PoolPlan:
     total_bytes: int
 
 
+def token_bytes(groups: Sequence[CacheGroup], codec: str, width: int) -> dict[str, float]:
+    """Bytes that one token's keys and values take, by cache group, in a pool whose codec is ``codec`` (``name:key=value``) for a model
+    of ``width`` bytes a number. Raises ConfigError for a codec that does not fit the heads."""
+    import torch
+
+    from kvasir import technique
+    from kvasir.engine.build import CODECS
+    from kvasir.kv.codec import Codec
+    from kvasir.kv.pool import KVPool
+
+    loaded, dtype = technique.load(CODECS, codec, Codec), {2: torch.bfloat16, 4: torch.float32}[width]
+    return {g.name: KVPool.page_bytes_of(g, loaded, loaded.page_slots, dtype) / loaded.page_slots for g in groups}
+
+
 def pages_for(num_tokens: int, page_slots: int) -> int:
     return -(-num_tokens // page_slots)
 

@@ -4,6 +4,10 @@
 slips, in every mix of right and wrong; `FormTask.case` does the same with real replies of a model. A form's ``difficulty`` is
 the number of right candidates, so that scores can be told apart by it: a pair is mixed where it is 1.
 
+All forms but one are answered with a written check first (`Task.verify`): judging ends with a verdict after it, aggregating and
+refining with a whole solution below an empty line (`solution` takes it out). A small model that is to write a solution at once copies a
+candidate, right or not.
+
 Shape suffixes: N problems, J candidates of a problem.
 """
 
@@ -17,8 +21,8 @@ import numpy as np
 
 from kvasir.errors import ConfigError, nearest
 from kvasir.lab.chat import Message, Segment
-from kvasir.lab.sheet import ASSISTANT, END, SYSTEMS, USER, Drawn, Sheet, open_turn
-from kvasir.lab.task import Documents, Problem, Split, Task, encode, generator
+from kvasir.lab.sheet import SYSTEMS
+from kvasir.lab.task import VERDICTS, Documents, Problem, Split, Task, encode, generator
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -32,12 +36,14 @@ class Form:
     """How candidates stand in the prompt. ``heads``: the line above each candidate; ``tail``: the request after the last.
 
     ``least``: fewest candidates. ``own``: the candidate is the assistant's own turn, and the request the user's next one.
+    ``names``: what the check calls the candidates; none where the reply has no check.
     """
 
     heads: tuple[str, ...]
     tail: str
     least: int = 1
     own: bool = False
+    names: tuple[str, ...] = ()
 
     @property
     def most(self) -> int:
@@ -46,14 +52,15 @@ class Form:
 
 FORMS: dict[str, Form] = {
     "solve": Form((), "", 0),
-    "aggregate": Form(tuple(f"Candidate {i}:" for i in range(1, 9)), "Candidates may be wrong. Solve the problem.", 2),
-    "judge_one": Form(("Solution:",), "Is this solution right? Check it, then write Yes or No."),
-    "judge_pair": Form(("Solution A:", "Solution B:"), "Check both solutions, then rate them from 1 to 9.", 2),
+    "aggregate": Form(tuple(f"Candidate {i}:" for i in range(1, 9)), "Candidates may be wrong. Check them, then solve the problem.", 2,
+                      names=tuple("12345678")),
+    "judge_one": Form(("Solution:",), "Is this solution right? Check it, then write Yes or No.", names=("A",)),
+    "judge_pair": Form(("Solution A:", "Solution B:"), "Check both solutions, then rate them from 1 to 9.", 2, names=("A", "B")),
     "self_evaluate": Form(("",), "Is your answer right? Reply Yes or No.", own=True),
-    "refine": Form(("Attempt:",), "This attempt may be wrong. Write a right solution."),
+    "refine": Form(("Attempt:",), "This attempt may be wrong. Check it, then write a right solution.", names=("A",)),
 }
-CHECKED = ("judge_one", "judge_pair")  # the forms whose reply is a written check (`Task.verify`) and, after it, the verdict
-POOL = 3000  # training documents of a checked form, written once: checks are text, not a sheet
+SOLVING = ("solve", "aggregate", "refine")  # the forms whose reply holds a solution
+POOL = 5000  # training documents of a form, written once: checks are text, not a sheet
 DRAWN = 4  # candidates of an aggregate prompt in training and by default: 2 to this many
 
 
@@ -74,8 +81,9 @@ def find(name: str) -> Form:
 
 
 def render(name: str, problem: Problem, candidates: Sequence[str]) -> tuple[Message, ...]:
-    """The messages that ask ``name`` about ``problem`` and the candidates' texts. Raises ConfigError for a wrong number of them."""
-    form = find(name)
+    """The messages that ask ``name`` about ``problem`` and the candidates' texts, of which only the solutions are shown. Raises
+    ConfigError for a wrong number of them."""
+    form, candidates = find(name), [solution(text) for text in candidates]
     if not form.least <= len(candidates) <= form.most:
         raise ConfigError(f"the form '{name}' takes {form.least} to {form.most} candidates, got {len(candidates)}")
     *before, question = problem.messages
@@ -88,13 +96,18 @@ def render(name: str, problem: Problem, candidates: Sequence[str]) -> tuple[Mess
 
 
 def target(name: str, problem: Problem, candidates: Sequence[str], right: Sequence[bool]) -> str:
-    """The reply to learn: a verdict (a checked form's comes after its check), or a right solution: a right candidate if there
-    is one, else the task's own."""
+    """The reply to learn, after its check: a verdict, or a right solution: a right candidate if there is one, else the task's own."""
     if name in ("judge_one", "self_evaluate"):
         return YES_NO[right[0]]
     if name == "judge_pair":
         return "\n".join(f"{letter}: {RATINGS[ok]}" for letter, ok in zip("AB", right, strict=True))
     return next((text for text, ok in zip(candidates, right, strict=True) if ok), problem.solution)
+
+
+def solution(reply: str) -> str:
+    """A reply without the check before it: what is read of it, and what a further prompt shows. Any other text stays as it is."""
+    check, gap, rest = reply.strip().partition("\n\n")
+    return rest.strip() if gap and any(line.endswith(VERDICTS) for line in check.split("\n")[-2:]) else reply
 
 
 def verdict(reply: str) -> str:
@@ -127,7 +140,7 @@ class FormTask(Task):
     def __init__(self, form: str, inner: Task) -> None:
         super().__init__(inner.config)
         self.form, self.inner = form, inner
-        self.pool = POOL if form in CHECKED else 0  # type: ignore[misc]
+        self.pool = POOL if form != "solve" else 0  # type: ignore[misc]
         self.shape = find(form)
         self.name = f"{form}/{inner.name}"  # type: ignore[misc]
         if not inner.candidates:
@@ -137,11 +150,15 @@ class FormTask(Task):
 
     def case(self, problem: Problem, candidates: Sequence[str]) -> FormProblem:
         """The form's problem for real candidate texts, labelled by the task's checker. Raises ConfigError for a wrong number."""
+        messages, candidates = render(self.form, problem, candidates), [solution(text) for text in candidates]
         right = tuple(self.inner.check(problem, text) for text in candidates)
-        messages = render(self.form, problem, candidates)
         reply = target(self.form, problem, candidates, right)
-        if self.form in CHECKED:
-            reply = f"{self.inner.verify(problem, candidates)}\n{reply}"
+        if self.shape.names:
+            check = self.inner.verify(problem, candidates, self.shape.names)
+            if self.form in SOLVING and not any(right) and not self.inner.work_out(problem):
+                # Nothing to copy and nothing worked out: the question, said again, is where solving begins as it does alone.
+                check = f"{check}\n{problem.messages[-1]['content']}"
+            reply = check + ("\n\n" if self.form in SOLVING else "\n") + reply
         return FormProblem(messages, reply, self.answer(reply) or "", sum(right), problem.tools, self.shape.own, problem, tuple(candidates), right)
 
     def problems(self, split: Split, seed: int, count: int) -> list[Problem]:
@@ -176,8 +193,8 @@ class FormTask(Task):
     # ---------------------------------------------------------------------------------------------------------- checks
 
     def answer(self, reply: str) -> str | None:
-        if self.form in ("solve", "aggregate", "refine"):
-            return self.inner.answer(reply)
+        if self.form in SOLVING:
+            return self.inner.answer(solution(reply))
         if self.form == "judge_pair":
             rated = ratings(reply)
             return None if rated is None else f"{rated[0]} {rated[1]}"
@@ -188,8 +205,8 @@ class FormTask(Task):
         """Solutions by the task's own checker; verdicts must be right; of a mixed pair the right one must be rated higher,
         two right ones both above 5, two wrong ones both below."""
         assert isinstance(problem, FormProblem) and problem.origin is not None
-        if self.form in ("solve", "aggregate", "refine"):
-            return self.inner.check(problem.origin, reply)
+        if self.form in SOLVING:
+            return self.inner.check(problem.origin, solution(reply))
         if self.form != "judge_pair":
             return verdict(reply) == YES_NO[problem.right[0]]
         rated = ratings(reply)
@@ -207,28 +224,4 @@ class FormTask(Task):
     def documents(self, tokenizer: Tokenizer, rng: np.random.Generator, count: int, split: Split = "train") -> Documents:
         if self.form == "solve":
             return self.inner.documents(tokenizer, rng, count, split)
-        if self.form in CHECKED:
-            return encode(tokenizer, [opened(case, rng) for case in self._cases(rng, split, count)])
-        drawn = self.inner.drawn(rng, split, count)
-        size, wrong = self._mix(rng, count)
-        sheet = Sheet(count)
-        open_turn(sheet, rng)
-        self.inner.ask(sheet, drawn)
-        for j in range(wrong.shape[1]):
-            there = j < size
-            candidate = Sheet(count)
-            self.inner.solve(candidate, drawn, rng, wrong[:, j])
-            sheet.put(ASSISTANT if self.shape.own else f"\n\n{self.shape.heads[j]}\n", there)
-            sheet.put_sheet(candidate, there)
-        sheet.put(f"{END}\n{USER}{self.shape.tail}" if self.shape.own else f"\n\n{self.shape.tail}")
-        sheet.put(ASSISTANT)
-        start = sheet.width
-        self._reply(sheet, drawn, rng, ~wrong)
-        sheet.put(END)
-        return sheet.documents(tokenizer, [(start, sheet.width)])
-
-    def _reply(self, sheet: Sheet, drawn: Drawn, rng: np.random.Generator, right: np.ndarray) -> None:
-        if self.form == "self_evaluate":
-            sheet.put_choice(YES_NO, right[:, 0].astype(np.int64))
-        else:
-            self.inner.solve(sheet, drawn, rng, np.zeros(len(drawn), dtype=bool))
+        return encode(tokenizer, [opened(case, rng) for case in self._cases(rng, split, count)])

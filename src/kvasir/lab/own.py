@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 OWN_FORMS = ("aggregate", "judge_one", "judge_pair", "self_evaluate", "refine")
-PER_PROBLEM = {"aggregate": 2, "judge_pair": 3, "judge_one": 2}  # cases of a problem, where more than one
+PER_PROBLEM = {"aggregate": 3, "judge_pair": 3, "judge_one": 2, "refine": 2}  # cases of a problem, where more than one
 # The number of right candidates that a form sees more often than the others, and how often: telling two apart is what a judge is for,
 # and a model that combines candidates must not come to trust that one of them is right.
-FAVOURED = {"judge_pair": (1, 0.5), "aggregate": (0, 0.25)}
+FAVOURED = {"judge_pair": (1, 0.5), "aggregate": (0, 0.4), "refine": (0, 0.3)}
 OTHERS = 4  # another model adds one reply for so many of the model's own
 CHUNK = 64  # problems whose documents one worker makes at a time
 
@@ -95,9 +95,9 @@ def own_documents(model: Model, tokenizer: Tokenizer, plan: Own, seed: int, work
     A form that the replies give no document for is left out. ``others`` add a few replies to each problem, for their mistakes.
     """
     pool: list[tuple[str, Replies]] = []
-    for i, spec in enumerate(plan.tasks):
+    for i, (spec, temperature) in enumerate(plan.tasks):
         begin = time.monotonic()
-        parts = [sample_replies(one, tokenizer, load_task(spec), "train", problems=plan.problems, samples=samples, temperature=plan.temperature,
+        parts = [sample_replies(one, tokenizer, load_task(spec), "train", problems=plan.problems, samples=samples, temperature=temperature,
                                 max_new=plan.reply_tokens, seed=1000 * seed + i)
                  for one, samples in [(model, plan.samples), *((other, max(1, plan.samples // OTHERS)) for other in others)]]
         pool += [(spec, Replies.join(replies)) for replies in zip(*parts, strict=True)]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from kvasir.errors import ConfigError
-from kvasir.lab.task import HELD_OUT, Documents, Problem, Split, Task, final_answer, generator, verdicts
+from kvasir.lab.task import HELD_OUT, VERDICTS, Documents, Problem, Split, Task, final_answer, generator
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -30,6 +30,7 @@ DIGITS = tuple("0123456789")
 SYSTEMS = ("", "", "", "You are a helpful assistant.", "You are a careful mathematician. Work step by step.")
 USER, ASSISTANT, END = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"
 MOST_DRAWN = 1 << 13  # rows drawn at once when most of them belong to another split
+MOST_SHOWN = 64  # characters of a candidate's answer that a check copies: what is longer is no answer
 
 
 @functools.cache
@@ -247,12 +248,23 @@ class SheetTask(Task):
     def answer(self, reply: str) -> str | None:
         return final_answer(reply)
 
-    def verify(self, problem: Problem, candidates: Sequence[str]) -> str:
-        """Work the problem out, and mark at every line which candidates have it; the last line decides.
+    def verify(self, problem: Problem, candidates: Sequence[str], names: Sequence[str]) -> str:
+        """Work the problem out alone, then look at one candidate after the other: a small model that weighs them at every line mixes
+        them up.
 
-            12+45=57 good good / 57*3=74 bad good / Answer: 74 bad good
+            12+45=57 / 57*3=74 / Answer: 74 / A: 71 bad / B: 74 good
         """
-        return walk(problem.solution.split("\n"), candidates, [self.check(problem, text) for text in candidates])
+        lines = (" ".join(filter(None, (f"{name}:", self.account(problem, text)))) + VERDICTS[self.check(problem, text)]
+                 for name, text in zip(names, candidates, strict=False))
+        return "\n".join([*self.work_out(problem), *lines])
+
+    def work_out(self, problem: Problem) -> list[str]:
+        """The lines of a check before the first candidate's: the solution, or what is easier to write and says as much."""
+        return problem.solution.split("\n")
+
+    def account(self, problem: Problem, candidate: str) -> str:
+        """What a check says of a candidate before the verdict, on one line: its answer."""
+        return (self.answer(candidate) or "none")[:MOST_SHOWN].strip()
 
     def documents(self, tokenizer: Tokenizer, rng: np.random.Generator, count: int, split: Split = "train") -> Documents:
         drawn = self.drawn(rng, split, count)
@@ -264,13 +276,6 @@ class SheetTask(Task):
         self.solve(sheet, drawn, rng, self.left_wrong(rng, drawn))
         sheet.put(END)
         return sheet.documents(tokenizer, [(start, sheet.width)])
-
-
-def walk(lines: Sequence[str], candidates: Sequence[str], right: Sequence[bool]) -> str:
-    """``lines``, each with a verdict on whether a candidate holds it; the last one with ``right``."""
-    held = [{line.strip() for line in text.split("\n")} for text in candidates]
-    marked = [line + verdicts(line in own for own in held) for line in lines[:-1]]
-    return "\n".join([*marked, lines[-1] + verdicts(right)])
 
 
 def open_turn(sheet: Sheet, rng: np.random.Generator) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "validation", "test", "longer"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test", "longer")
-VERDICTS = (" bad", " good")  # one token each
+VERDICTS = (" bad", " good")  # one token each; end the line of a check that says what a candidate comes to
 HELD_OUT = 64  # one problem in so many belongs to validation, another one to test
 
 
@@ -52,11 +52,6 @@ class Problem:
     def segments(self) -> list[Segment]:
         out = segments([*self.messages, {"role": "assistant", "content": self.solution}], self.tools)
         return [(text, learnt and i == len(out) - 2) for i, (text, learnt) in enumerate(out)] if self.last_only else out
-
-
-def verdicts(marks: Iterable[bool]) -> str:
-    """A word for each candidate: `` good bad``."""
-    return "".join(VERDICTS[bool(mark)] for mark in marks)
 
 
 def final_answer(reply: str) -> str | None:
@@ -159,9 +154,14 @@ class Task(Technique):
         """The canonical answer of a reply, equal for equal answers (for votes); None when it has none. Never raises."""
         return reply.strip() or None if self.scored == "answer" else None
 
-    def verify(self, problem: Problem, candidates: Sequence[str]) -> str:
-        """The written check of ``candidates`` that a judge learns to write before it rates them: exact, a few lines, and ending
-        with a verdict on each that follows from the lines before it. Any texts are taken."""
+    def verify(self, problem: Problem, candidates: Sequence[str], names: Sequence[str]) -> str:
+        """The written check of ``candidates`` that a judge learns to write before its verdict: exact, without an empty line, and ending
+        with a line for each, which begins with its name and ends with a word that follows from what was written. Any texts are taken."""
+        raise NotImplementedError
+
+    def work_out(self, problem: Problem) -> list[str]:
+        """The lines of a check before the first candidate's; none where a way of one's own says nothing about another one (the question is
+        one line then)."""
         raise NotImplementedError
 
     def tally(self, problem: Problem, reply: str) -> dict[str, int]:

@@ -17,8 +17,9 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
 
         def start(model: str, options: dict[str, Any]) -> tuple[channel.Generate, dict[str, Any]]:
-            generate, info = own_engine(EngineConfig.of(model=model, **options), stack)
-            return generate, {"vocab_size": info.tokenizer_size, "max_model_len": info.max_model_len, "version": __version__}
+            generate, llm = own_engine(EngineConfig.of(model=model, **options), stack)
+            return generate, {"vocab_size": llm.info.tokenizer_size, "max_model_len": llm.info.max_model_len, "version": __version__,
+                              "kv_bytes_per_token": llm.engine.runner.pool.bytes_per_token(), "kv_capacity_tokens": llm.info.kv_capacity_tokens}
 
         channel.serve(start)
 

@@ -10,9 +10,9 @@ Shape suffixes: N problems, M numbers, R equations (M - 1).
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from kvasir.errors import ConfigError
 from kvasir.lab.sheet import Drawn, Sheet, SheetTask, fold
-from kvasir.lab.task import VERDICTS, Problem, Split
+from kvasir.lab.task import Problem, Split
 
 SIGNS = ("+", "-", "*", "/")
 LARGEST = 999  # of any result on the way
@@ -65,6 +65,23 @@ def outcomes(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return values, allowed
 
 
+def played(rng: np.random.Generator, numbers: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Random equations that use up each row of ``numbers`` [N, M], ``size`` [N] of them: left, sign, right, result [N, R]."""
+    now, rows, steps = numbers.copy(), np.arange(len(numbers)), []
+    for r in range(numbers.shape[1] - 1):
+        going = r < size - 1
+        i, j = np.argsort(np.where(now >= 0, rng.random(now.shape), 2.0), axis=1)[:, :2].T
+        a, b = np.maximum(now[rows, i], now[rows, j]), np.maximum(np.minimum(now[rows, i], now[rows, j]), 1)
+        values, allowed = outcomes(a, b)
+        sign = np.where(going, np.argmax(np.where(allowed, rng.random((len(numbers), 4)), -1.0), axis=1), -1)
+        result = np.where(going, values[rows, sign], -1)
+        now[rows, i] = np.where(going, result, now[rows, i])
+        now[rows, j] = np.where(going, -1, now[rows, j])
+        steps.append((a, sign, b, result))
+    left, sign, right, result = (np.stack(part, 1) for part in zip(*steps, strict=True))
+    return left, sign, right, result
+
+
 class Countdown(SheetTask):
     """Search for an expression that reaches a number; many are right, so votes need the checker."""
 
@@ -76,19 +93,8 @@ class Countdown(SheetTask):
         most = c.max_numbers + (split == "longer")
         size = np.full(count, most) if split == "longer" else rng.integers(c.min_numbers, most + 1, count)
         numbers = np.where(np.arange(most) < size[:, None], rng.integers(1, c.max_number + 1, (count, most)), -1)
-        now, rows, steps = numbers.copy(), np.arange(count), []
-        for r in range(most - 1):
-            going = r < size - 1
-            i, j = np.argsort(np.where(now >= 0, rng.random(now.shape), 2.0), axis=1)[:, :2].T
-            a, b = np.maximum(now[rows, i], now[rows, j]), np.maximum(np.minimum(now[rows, i], now[rows, j]), 1)
-            values, allowed = outcomes(a, b)
-            sign = np.where(going, np.argmax(np.where(allowed, rng.random((count, 4)), -1.0), axis=1), -1)
-            result = np.where(going, values[rows, sign], -1)
-            now[rows, i] = np.where(going, result, now[rows, i])
-            now[rows, j] = np.where(going, -1, now[rows, j])
-            steps.append((a, sign, b, result))
-        left, sign, right, result = (np.stack(part, 1) for part in zip(*steps, strict=True))
-        target = result[rows, size - 2]
+        left, sign, right, result = played(rng, numbers, size)
+        target = result[np.arange(count), size - 2]
         fair = (target >= 1) & (target <= c.max_target) & (numbers != target[:, None]).all(1)
         return Games(size, numbers, target, left, sign, right, result).take(np.flatnonzero(fair))
 
@@ -109,6 +115,8 @@ class Countdown(SheetTask):
         sheet.put(".")
 
     def solve(self, sheet: Sheet, drawn: Games, rng: np.random.Generator, wrong: np.ndarray) -> None:
+        if wrong.any():
+            drawn = self._strayed(drawn, rng, wrong)
         signs, results, answer = self._slipped(drawn, rng, wrong)
         for r in range(drawn.sign.shape[1]):
             used = drawn.sign[:, r] >= 0
@@ -120,6 +128,17 @@ class Countdown(SheetTask):
             sheet.put("\n", used)
         sheet.put("Answer: ")
         sheet.put_number(answer)
+
+    @staticmethod
+    def _strayed(drawn: Games, rng: np.random.Generator, wrong: np.ndarray) -> Games:
+        """Where ``wrong``, mostly another way that misses the target: one that only ends wrong would give the right way away."""
+        left, sign, right, result = played(rng, drawn.numbers, drawn.difficulty)
+        rows, last = np.arange(len(drawn)), drawn.difficulty - 2
+        a, b = left[rows, last], right[rows, last]
+        reaches = (np.stack([a + b, a - b, result[rows, last]]) == drawn.target).any(0)  # as it is, or with the sign that a slip takes
+        stray = (wrong & ~reaches & (rng.random(len(drawn)) < 0.9))[:, None]
+        return dataclasses.replace(drawn, left=np.where(stray, left, drawn.left), sign=np.where(stray, sign, drawn.sign),
+                                   right=np.where(stray, right, drawn.right), result=np.where(stray, result, drawn.result))
 
     @staticmethod
     def _slipped(drawn: Games, rng: np.random.Generator, wrong: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -142,32 +161,32 @@ class Countdown(SheetTask):
         left, body = Counter(numbers), last.removeprefix("Answer: ").strip()
         return self._replay(equations, body, left, target) if equations else self._express(body, left, target)
 
-    def verify(self, problem: Problem, candidates: Sequence[str]) -> str:
-        """Each candidate's equations worked out again, with the numbers that are left, up to the first that fails.
+    def work_out(self, problem: Problem) -> list[str]:
+        """Nothing: a way of one's own says little about another one."""
+        return []
 
-            7*4=28, 3 9 28 / 9-3=6, 28 6 / 28-6=22, 22 / 22 of 22 good
+    def account(self, problem: Problem, candidate: str) -> str:
+        """The candidate's equations worked out again, with the numbers that are left, up to the first that fails.
+
+            A: 7*4=28, 3 9 28; 9-3=6, 28 6; 28-6=22, 22; 22 of 22 good
         """
-        return "\n".join(line for text in candidates for line in self._recount(problem, text))
-
-    def _recount(self, problem: Problem, reply: str) -> list[str]:
         target, *left = map(int, re.findall(r"\d+", problem.messages[-1]["content"]))
         out, result = [], None
-        for line in reply.strip().split("\n")[:-1]:
+        for line in candidate.strip().split("\n")[:-1]:
             found = EQUATION.fullmatch(line)
             if not found:
-                return [*out, VERDICTS[False].strip()]
+                return "; ".join([*out, "none"])
             a, b, claimed = (int(found[i]) for i in (1, 3, 4))
             missing = a not in left or b not in left or (a == b and left.count(a) < 2)
             result = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if b and a % b == 0 else -1}[found[2]]
             if missing or result < 0 or result != claimed:
                 worked = f"{a}{found[2]}{b}" + (f"={result}" if not missing and result >= 0 else "")
-                return [*out, worked + VERDICTS[False]]
+                return "; ".join([*out, worked])
             left.remove(a)
             left.remove(b)
             left.append(result)
             out.append(f"{line}, {' '.join(map(str, left))}")
-        good = VERDICTS[self.check(problem, reply)]
-        return [*out, good.strip() if result is None else f"{result} of {target}{good}"]
+        return "; ".join([*out, f"{result} of {target}"] if out else [])
 
     @staticmethod
     def _replay(equations: list[str], body: str, left: Counter[int], target: int) -> bool:

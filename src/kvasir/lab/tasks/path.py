@@ -14,14 +14,13 @@ from __future__ import annotations
 import itertools
 import re
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvasir.errors import ConfigError
 from kvasir.lab.sheet import Drawn, Sheet, SheetTask
-from kvasir.lab.task import VERDICTS, Problem, Split
+from kvasir.lab.task import Problem, Split
 from kvasir.lab.words import LETTERS
 
 SPACED = tuple(f" {letter}" for letter in LETTERS)
@@ -199,25 +198,28 @@ class Path(SheetTask):
         along = all(b in links.get(a, ()) for a, b in zip(way, way[1:], strict=False))
         return way[0] == start and way[-1] == goal and along and len(way) - 1 == distance(links, start, goal)
 
+    def work_out(self, problem: Problem) -> list[str]:
+        """In a graph: the places by distance from the start, each after the one it is reached from, until the goal is among them; and
+        that distance.
 
-    def verify(self, problem: Problem, candidates: Sequence[str]) -> str:
-        """In a graph: the places by distance from the start, each after the one it is reached from, until the goal is among them; then
-        each candidate's roads as the question lists them, up to the first that there is not, and their number.
-
-            D B C / B A, C F / A E / 3 / D B, A B, A E: 3 good / D B, B E bad
+            D B C / B A, C F / A E / 3
         """
         if self.config.form == "star":
-            return super().verify(problem, candidates)
-        question = problem.messages[-1]["content"]
-        start, goal, links = read(question, both=True)
-        roads = [tuple(road.split(" ")) for road in question.removeprefix("Roads: ").split(". ", 1)[0].split(", ")]
-        lines = levels(start, goal, links)
-        checks = [self._retrace((self.answer(text) or "").split(" "), start, goal, roads) + VERDICTS[self.check(problem, text)]
-                  for text in candidates]
-        return "\n".join([*lines, str(len(lines)), *(line.strip() for line in checks)])
+            return super().work_out(problem)
+        lines = levels(*read(problem.messages[-1]["content"], both=True))
+        return [*lines, str(len(lines))]
 
-    @staticmethod
-    def _retrace(way: list[str], start: str, goal: str, roads: list[tuple[str, ...]]) -> str:
+    def account(self, problem: Problem, candidate: str) -> str:
+        """In a graph: the candidate's roads as the question lists them, up to the first that there is not, and their number.
+
+            A: D B, A B, A E: 3 good / B: D B, B E bad
+        """
+        if self.config.form == "star":
+            return super().account(problem, candidate)
+        question = problem.messages[-1]["content"]
+        start, goal, _ = read(question, both=True)
+        roads = [tuple(road.split(" ")) for road in question.removeprefix("Roads: ").split(". ", 1)[0].split(", ")]
+        way = (self.answer(candidate) or "").split(" ")
         if way[0] != start:
             return f"from {way[0][:1]}".strip()
         out = []

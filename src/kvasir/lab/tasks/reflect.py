@@ -11,7 +11,6 @@ Shape suffixes: N problems, K steps.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +18,7 @@ import numpy as np
 
 from kvasir.errors import ConfigError
 from kvasir.lab.arithmetic import LONGER, SIGNS, Chains, apply, check_dial, draw_chains, slipped
-from kvasir.lab.sheet import Drawn, Sheet, SheetTask, walk
+from kvasir.lab.sheet import Drawn, Sheet, SheetTask
 from kvasir.lab.task import Problem, Split
 
 ASKED = tuple(f"; {sign}" for sign in SIGNS)
@@ -103,15 +102,15 @@ class Reflect(SheetTask):
         sheet.put_number(after, where)
         sheet.put("\n\n", where)
 
-    def verify(self, problem: Problem, candidates: Sequence[str]) -> str:
-        """The chain without slips or re-checks, each step with a verdict on who has it."""
+    def work_out(self, problem: Problem) -> list[str]:
+        """The chain without slips or re-checks."""
         modulus, start = map(int, re.findall(r"modulo (\d+) .*start (\d+)", problem.messages[-1]["content"])[0])
         value, lines = start, []
         for sign, operand in re.findall(r"; ([+*-])(\d+)", problem.messages[-1]["content"]):
             after = {"+": value + int(operand), "-": value - int(operand), "*": value * int(operand)}[sign] % modulus
             lines.append(f"{value}{sign}{operand}={after}")
             value = after
-        return walk([*lines, f"Answer: {value}"], candidates, [self.check(problem, text) for text in candidates])
+        return [*lines, f"Answer: {value}"]
 
     def tally(self, problem: Problem, reply: str) -> dict[str, int]:
         """How a reply re-checks: the steps that slipped at first and those that did not, and how many of each it re-checked."""

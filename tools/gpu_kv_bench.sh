@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# The quantised caches end to end on a machine with an NVIDIA GPU, in commands of at most ten minutes.
+#
+#   tools/gpu_kv_bench.sh OUT SITE STEP...    OUT: folder for the results; SITE: folder with vLLM's packages, "" if installed, none: no vLLM
+#
+#   long      decode of 16 sequences of 2k to 32k tokens, vLLM in bf16 and fp8 before and after     8 minutes
+#   short     decode of 1 to 256 sequences: bf16, and what the rotation costs                       4 minutes
+#   ttft      one prompt of 8k and 32k                                                              2 minutes
+#   load      64 requests of 16k that do not fit: how many run at once, throughput                  4 minutes
+#   quality   answers and perplexity of the lab's model and its outlier twins (QUALITY: options of tools/kv_quality.py)  8 minutes
+#
+# Steps share LIMIT seconds (default 570); what is cut keeps the result of the lives before. REPEATS overrides a case's; KVASIR_COMMIT
+# names the commit where there is no repository.
+set -uo pipefail
+out=$1 site=$2
+shift 2
+cd "$(dirname "$0")/.."
+export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+limit=${LIMIT:-570}
+peer=(--peer-python-path "$site")
+[[ $site ]] || peer=()
+[[ $site == none ]] && peer=(--no-peer)
+mkdir -p "$out"
+
+within() {  # a command in what is left of the time
+  local left=$((limit - SECONDS))
+  if ((left < 30)); then
+    echo "== no time left for: $*" >&2
+    return 1
+  fi
+  echo "== $left s left: $*" >&2
+  timeout -k 20 "$left" "$@" | tail -c 2000
+}
+
+run() {  # CASE OPTIONS...
+  within python3 -m kvasir.cli.main bench run "bench/cases/$1.toml" --json "$out/$1.json" ${REPEATS:+--repeats "$REPEATS"} "${@:2}"
+}
+
+for step in "$@"; do
+  case $step in
+    long) run llama-8b-kv-long "${peer[@]}" ;;
+    short) run llama-8b-kv ;;
+    ttft) run llama-8b-kv-ttft ;;
+    load) run llama-8b-kv-load ;;
+    quality) within python3 tools/kv_quality.py "$out/kv-codecs-base.json" --device cuda --seconds $((limit - SECONDS - 20)) ${QUALITY:-} ;;
+    *) echo "no step named $step" >&2; exit 2 ;;
+  esac
+done
