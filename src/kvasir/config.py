@@ -85,9 +85,10 @@ class RunnerConfig:
 class SpeculationConfig:
     """Drafts that a step verifies beside the tokens it draws. They change no token, only how many a step gives."""
 
-    drafter: str = opt("", "Who proposes tokens: a name, or name:key=value,key=value; empty: nobody.")
+    drafter: str = opt("", "Who proposes tokens: a name, or name:key=value,key=value, or several joined by +; empty: nobody.")
     max_draft_tokens: int = opt(8, "Most tokens proposed for a sequence a step.", low=1, high=256)
-    draft_control: Literal["goodput", "fixed"] = opt("goodput", "How much of a proposal is verified: what pays, or all of it (to measure).")
+    draft_control: Literal["goodput", "length", "fixed"] = opt("goodput", "How much of a proposal is verified: what pays; of sequences that "
+                                                               "will run long, what pays (rollouts); or all of it (to measure).")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

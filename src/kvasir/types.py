@@ -53,7 +53,8 @@ class SamplingParams:
     ``max_tokens=None`` means "up to the context length". ``temperature=0`` is greedy (lowest id wins a tie).
     ``seed=None`` draws a fresh stream. ``logprobs``: how many alternatives to report beside the sampled token.
     ``logprobs_mode``: ``raw`` (the model's distribution) or ``processed`` (after the whole pipeline).
-    ``num_draft_tokens``: at most so many drafts a step, where a drafter runs (0: none); never changes a token.
+    ``num_draft_tokens``: at most so many drafts a step, where a drafter runs (0: none); ``drafter``: which one, where several
+    do. Neither changes a token.
     ``confidence`` k > 0: with every log-probability comes the mean negative one of the k likeliest tokens, a single number
     (Fu et al. 2025, DeepConf). ``score_from``: the prompt's tokens from this place on are scored, and what they sum up to comes
     back as one `PromptScore`, its windows ``confidence_window`` tokens wide (0: no window). ``finish_after`` m: of the ``n`` branches
@@ -91,6 +92,7 @@ class SamplingParams:
     finish_after: int | None = None
     lease: float = 0.0
     score_from: int | None = None
+    drafter: str | None = None
 
     def __post_init__(self) -> None:
         # Callers write lists and single strings, as with vLLM; frozen values are tuples.
@@ -321,13 +323,17 @@ class PromptScore:
 class SpanResult:
     """What a step found for one span. ``tokens``: the emitted path (empty while a prompt is unfinished); ``error``: this
     sequence alone fails; ``scores``: log-probability of the known token after each scored row; ``path``: of a span that
-    verifies a draft, the row (0-based in the span) that each token was drawn from."""
+    verifies a draft, the row (0-based in the span) that each token was drawn from; ``top``: of each of its sampled rows, the
+    likeliest tokens, where a drafter asked for them; ``hidden``: [length, layers, E], the outputs of the layers that a drafter
+    reads (None: none does)."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     scores: list[TokenLogprob] | None = None
     error: str | None = None
     path: list[int] | None = None
+    top: list[list[int]] | None = None
+    hidden: torch.Tensor | None = None
 
 
 # ------------------------------------------------------------------------------------------------------------- events
@@ -374,6 +380,7 @@ class ModelInfo:
     tokenizer_size: int
     eos_ids: tuple[int, ...] = ()
     kv_capacity_tokens: int = 0
+    drafters: tuple[str, ...] = ()  # by name
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -401,6 +408,7 @@ class EngineStats:
     draft_steps: int = 0  # steps in which drafts were asked for
     drafts: int = 0  # trees verified, of which the next three and the table tell
     drafted_tokens: int = 0
+    drafted_by: dict[str, list[int]] = field(default_factory=dict)  # by drafter: tokens drafted, accepted
     accepted_tokens: int = 0  # drafted ones that were right; each verification emits one more
     accepted_by_depth: list[list[int]] = field(default_factory=list)  # [tried, accepted]; tried: its parent was right
     startup: dict[str, float] = field(default_factory=dict)

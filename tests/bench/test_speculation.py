@@ -5,10 +5,12 @@ import json
 import pytest
 
 from kvasir.bench import speculation
+from kvasir.bench.workloads import SHAPES
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
+from tests.bench.helpers import SMALL
 
-COMMON = dict(shape=None, drafters=None, tasks=["chain"], accepts=None, batch=2, count=2, prompt=16, output_tokens=24, temperature=0.0, repeats=1,
+COMMON = dict(shape=None, drafters=None, tasks=["chain"], accepts=None, batch=[2], count=2, prompt=16, output_tokens=24, temperature=0.0, repeats=1, seconds=60.0,
               output=None, commit="x")
 
 
@@ -27,6 +29,23 @@ def test_arms_and_their_figures(capsys):
     assert arms["plain"]["tokens_per_forward"] <= 2 < arms["replay:accept=1 fixed"]["tokens_per_forward"]
     assert all(arms[name]["same_outputs"] == 1 for name in list(arms)[1:])
     assert arms["draft_model:model=nano fixed"]["accepted_by_depth"]["1"] == 1, "it is the served model itself"
+
+
+def test_a_shape_is_measured_in_one_process(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(SHAPES, "small", SMALL)
+    config = EngineConfig.of(num_threads=1, num_pages=64, max_num_batched_tokens=64)
+    file = tmp_path / "speculation.json"
+    speculation.run(config, **COMMON | dict(shape="small", tasks=None, accepts=[0.0, 1.0], batch=[1, 2], output_tokens=40, output=file))
+    found = json.loads(capsys.readouterr().out)
+    assert json.loads(file.read_text())["arms"] == found["arms"]
+    arms = {a["name"]: a["metrics"] for a in found["arms"]}
+    for batch in (1, 2):
+        assert arms[f"plain {batch}"]["decode_tok_s"]["n"] == 2 and arms[f"plain {batch}"]["tokens_per_forward"] <= batch
+        assert arms[f"fixed8 accept=1 {batch}"]["tokens_per_forward"] > 4 * batch
+        assert arms[f"fixed8 accept=1 {batch}"]["same_outputs"] == 1
+        assert {"of_plain", "of_best_fixed", "draft_steps"} <= set(arms[f"goodput accept=0 {batch}"])
+        assert arms[f"goodput accept=0 {batch}"]["accepted"] == 0
+    assert any("accept=0" in name for name in found["ratios"])
 
 
 def test_random_weights_say_nothing_of_drafters():

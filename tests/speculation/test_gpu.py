@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.speculation import trained as heads
 from tests.speculation.helpers import NANO, Hostile, driver, install, requests
 
 pytestmark = pytest.mark.gpu
@@ -46,3 +47,25 @@ def test_lossy_codecs_keep_tokens_too(codec):
     found, stats, _ = run("replay", alone, kv_codec=codec)
     assert stats.accepted_tokens > 0
     assert sum(found[key] == alone[key] for key in alone) >= len(alone) - 1, "but for a tie"
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("kind, more", [("medusa", ""), ("eagle", ""), ("eagle", ",width=1")])
+def test_trained_heads_keep_tokens(kind, more, graphs, tmp_path):
+    """Hidden states from graphs and from eager steps; drafting itself is captured, too, and stays so."""
+    folder = heads.trained(kind, tmp_path, 40)
+    options = dict(device="cuda", dtype="float32", batch_invariant=False)
+    alone = heads.driver(cuda_graphs=False, overlap=False, **options)
+    alone.run(heads.requests(alone, 0.7, 2))
+    expected = heads.tokens(alone)
+    alone.close()
+    d = heads.driver(f"{kind}:model={folder}{more}", cuda_graphs=graphs, **options)
+    for _ in range(4):
+        d.outputs.clear()
+        d.run(heads.requests(d, 0.7, 2))
+        assert heads.tokens(d) == expected
+    stats, drafter = d.engine.stats(), d.engine._drafting.drafter
+    assert stats.accepted_tokens > 20
+    if kind == "eagle" and graphs:
+        assert drafter._capture is not None and any(shape.replay for shape in drafter._shapes.values())
+    d.close()

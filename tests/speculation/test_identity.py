@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kvasir.engine.graphs import call_through
+from kvasir.errors import RequestError
 from kvasir.types import Grammar
 from tests.pairwise import label, pairwise, product
 from tests.speculation.helpers import LENGTHS, Hostile, driver, install, outputs, plain, requests
 
 FACTORS = {
-    "drafter": ["ngram:min_match=1", "suffix:min_match=1", "draft_model:model=embedded", "replay:accept=0.7", "hostile"],
+    "drafter": ["ngram:min_match=1", "suffix:min_match=1", "draft_model:model=embedded", "token_recycling", "layer_skip:exits=1+2",
+                "ngram:min_match=1+suffix+layer_skip", "replay:accept=0.7", "hostile"],
     "temperature": [0.0, 0.7, 1.0],
     "chunk": [6, 17, 64],
     "cache": [True, False],
@@ -22,17 +24,22 @@ FACTORS = {
     "overlap": [True, False],
     "static": [True, False],  # decodes and chains over the static buffers that a GPU captures
     "logprobs": [None, 0],  # with them, the sampler draws; without, the step itself
+    "params": ["none", "penalties", "grammar"],
+    "control": ["fixed", "goodput", "length"],
 }
+PARAMS = {"none": {}, "penalties": dict(presence_penalty=0.8, frequency_penalty=0.5, repetition_penalty=1.3),
+          "grammar": dict(grammar=Grammar("regex", "(ab|ba|c)*"), allowed_token_ids=None)}
 
 
 @pytest.fixture(scope="module")
 def reference():
-    """(temperature, n, codec) -> the plain engine's outputs, made when first asked for."""
+    """(temperature, n, codec, params) -> the plain engine's outputs, made when first asked for."""
     found = {}
 
-    def get(*key) -> dict:
+    def get(temperature, n, codec, params="none") -> dict:
+        key = temperature, n, codec, params
         if key not in found:
-            found[key] = plain(*key)
+            found[key] = plain(temperature, n, codec, **PARAMS[params])
         return found[key]
 
     return get
@@ -40,17 +47,20 @@ def reference():
 
 def run_case(case: dict, reference) -> tuple[int, int]:
     """Returns drafted and accepted tokens."""
-    expected = reference(case["temperature"], case["n"], case["codec"])
+    expected = reference(case["temperature"], case["n"], case["codec"], case["params"])
     num_pages = 256 if case["pool"] == "roomy" else 8  # the longest request and little more
     name = case["drafter"]
     d = driver("replay" if name == "hostile" else name, max_num_batched_tokens=case["chunk"], max_num_seqs=case["seqs"], num_pages=num_pages,
-               enable_prefix_caching=case["cache"], kv_codec=case["codec"], overlap=case["overlap"], static=case["static"])
+               enable_prefix_caching=case["cache"], kv_codec=case["codec"], overlap=case["overlap"], static=case["static"],
+               draft_control=case["control"])
+    d.engine._drafting.controller._rest = 0  # from the first step on
     if name == "hostile":
         install(d, Hostile({key: tokens for key, (tokens, _) in expected.items()}))
     elif name.startswith("replay"):
         prompts = {r.id: tuple(r.prompt_ids) for r in requests(d, 0.0)}
         d.engine._drafting.drafter.load({prompts[i]: tokens for (i, branch), (tokens, _) in expected.items() if branch == 0}, 1)
-    d.run(requests(d, case["temperature"], case["n"], logprobs=case["logprobs"]), preempt_every=case["preempt_every"])
+    given = requests(d, case["temperature"], case["n"], **{"logprobs": case["logprobs"]} | PARAMS[case["params"]])
+    d.run(given, preempt_every=case["preempt_every"])
     if case["logprobs"] is None:
         expected = {key: (tokens, []) for key, (tokens, _) in expected.items()}
     assert outputs(d) == expected, case
@@ -75,7 +85,7 @@ def test_every_drafter_was_right_at_times():
     assert all(accepted_by.values()), accepted_by
 
 
-CORE = ("drafter", "temperature", "preempt_every", "n", "codec")
+CORE = ("drafter", "temperature", "chunk", "cache", "preempt_every", "params", "codec")
 
 
 @pytest.mark.slow
@@ -111,6 +121,35 @@ def test_a_request_may_do_without():
     d.run(requests(d, 0.0, tag="one", num_draft_tokens=1))
     stats = d.engine.stats()
     assert 0 < stats.drafted_tokens == stats.drafts
+    d.close()
+
+
+def test_steps_of_more_rows_than_sequences_run_over_static_buffers():
+    """One sequence and its drafts are up to nine rows: a bucket of their own, captured when there is a moment."""
+    d = driver("replay", max_num_seqs=1)
+    d.engine.runner.use_graphs(call_through, 8)
+    expected = plain(0.0)
+    prompts = {r.id: tuple(r.prompt_ids) for r in requests(d, 0.0)}
+    d.engine._drafting.drafter.load({prompts[i]: tokens for (i, _), (tokens, _) in expected.items()}, 1)
+    d.run(requests(d, 0.0, logprobs=None))
+    assert {key: tokens for key, (tokens, _) in outputs(d).items()} == {key: tokens for key, (tokens, _) in expected.items()}
+    graphs = d.engine.runner.graphs
+    assert graphs.most_drafted == 9 and max(size for size, draws, drafted in {*graphs._uses, *graphs._ready} if draws and drafted) >= 8
+    while d.engine.idle():
+        pass
+    assert set(graphs._ready) >= {(1, True, False), (2, True, True), (8, True, True), (9, True, True)}
+    assert (8, True, False) not in graphs._ready, "decodes alone never are so many"
+    d.close()
+
+
+def test_a_request_may_choose_its_drafter():
+    d = driver("suffix:min_match=1+token_recycling")
+    d.run(requests(d, 0.0, drafter="token_recycling"))
+    assert set(d.engine.stats().drafted_by) == {"token_recycling"}
+    d.run(requests(d, 0.0, tag="two", drafter="suffix"))
+    assert set(d.engine.stats().drafted_by) == {"token_recycling", "suffix"}
+    with pytest.raises(RequestError, match="there are suffix, token_recycling"):
+        requests(d, 0.0, drafter="ngram")
     d.close()
 
 

@@ -1,4 +1,4 @@
-"""Packed trees, the suffix automaton against brute force, the drafters' proposals, the controller's choices, slots that move."""
+"""Packed trees, the suffix automaton against brute force, the drafters' proposals, slots that move."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from kvasir import technique
 from kvasir.errors import ConfigError
 from kvasir.kv.codec import Codec
 from kvasir.kv.pool import KVPool
-from kvasir.speculation.controller import MAX_PAUSE, TRIAL_STEPS, Controller
 from kvasir.speculation.drafter import DRAFTERS, Ask, Drafter
 from kvasir.speculation.drafters.suffix import Automaton
 from kvasir.speculation.tree import DraftTree
@@ -117,62 +116,6 @@ def test_ngram_copies_what_followed_the_longest_match(tokens, expected):
 def test_a_draft_model_needs_a_model():
     with pytest.raises(ConfigError, match="model=FOLDER"):
         technique.load(DRAFTERS, "draft_model", Drafter)
-
-
-# ---------------------------------------------------------------------------------------------------------- controller
-
-
-def seconds(row_cost: float, sync: float = 0.0):
-    return lambda seqs, context, drafts, drafted: 1.0 + row_cost * (seqs + drafts) + sync * drafted
-
-
-def drive(control: Controller, steps: int, right: float, seqs: int = 4, rng=None) -> list[int]:
-    """Slots a step, where each drafted token is right with probability ``right``."""
-    rng, slots = rng or random.Random(0), []
-    for _ in range(steps):
-        if control.resting() or not control.wanted(seqs, 100):
-            slots.append(0)
-            continue
-        trees = control.allocate([DraftTree.chain(range(6), 0.5) for _ in range(seqs)], 100, 1000)
-        for tree in trees:
-            path = []
-            while len(path) < len(tree) and rng.random() < right:
-                path.append(len(path))
-            if len(tree):
-                control.observe(tree, path)
-        control.end_step(seqs)
-        slots.append(sum(map(len, trees)))
-    return slots
-
-
-def test_good_drafts_where_rows_are_cheap_are_verified_whole():
-    assert set(drive(Controller(seconds(0.001)), 200, 0.95)[100:]) == {24}
-
-
-def test_bad_drafts_are_left_out_but_for_rare_trials():
-    control = Controller(seconds(0.02, sync=0.1))
-    slots = drive(control, 3 * MAX_PAUSE, 0.0)
-    drafted = sum(1 for s in slots[MAX_PAUSE:] if s)
-    assert 0 < drafted <= 4 * TRIAL_STEPS, "they are tried again, at long intervals"
-    assert set(drive(control, 3 * MAX_PAUSE, 0.95)[-100:]) != {0}, "and pay when they get better"
-
-
-def test_slots_follow_the_price_of_a_row():
-    means = [sum(drive(Controller(seconds(price)), 300, 0.7)[100:]) for price in (0.001, 0.05, 0.15, 5.0)]
-    assert means == sorted(means, reverse=True) and means[0] > means[2] and means[-1] < 200
-
-
-def test_the_better_sequence_gets_the_slots():
-    control = Controller(seconds(0.1))
-    drive(control, 50, 0.5)
-    control._trial = 0
-    good, bad = DraftTree.chain(range(6), 0.95), DraftTree.chain(range(6), 0.02)
-    for _ in range(300):
-        control.observe(good, list(range(6)))
-        control.observe(bad, [])
-    cut = control.allocate([bad, good], 100, 1000)
-    assert len(cut[1]) == 6 and len(cut[0]) == 0
-    assert len(control.allocate([bad, good], 100, 3)[1]) == 3, "never beyond the budget"
 
 
 # ---------------------------------------------------------------------------------------------------------------- slots

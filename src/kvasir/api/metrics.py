@@ -138,6 +138,12 @@ def _engine(stats: EngineStats | None) -> Iterator[Metric]:
     for depth, (_, right) in enumerate(stats.accepted_by_depth):
         accepted.add_metric([str(depth)], right)
     yield accepted
+    drafted = CounterMetricFamily("kvasir:draft_tokens_by_drafter", "Tokens proposed and verified, by drafter and whether they were right",
+                                  labels=["drafter", "right"])
+    for drafter, (count, right) in stats.drafted_by.items():
+        drafted.add_metric([drafter, "yes"], right)
+        drafted.add_metric([drafter, "no"], count - right)
+    yield drafted
     startup = GaugeMetricFamily("kvasir:startup_seconds", "Where start-up time went", labels=["phase"])
     for phase, seconds in stats.startup.items():
         startup.add_metric([phase], seconds)

@@ -153,6 +153,7 @@ class SamplingBody(Body):
     seed: int | None = None
     min_tokens: int | None = None
     num_draft_tokens: int | None = None
+    drafter: str | None = None
     stop: Strings = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None

@@ -15,7 +15,7 @@ from kvasir.types import Grammar, SamplingParams
 SHARED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
           "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "logit_bias",
           "allowed_token_ids", "bad_words", "logprobs_mode", "n", "prompt_logprobs",
-          "num_draft_tokens")
+          "num_draft_tokens", "drafter")
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # what a model's generation config may set
 
 

@@ -5,15 +5,20 @@ drafters that copy live on that. On random prompts (a shape) outputs mean nothin
 ``replay`` proposes the plain run's tokens, each spoiled with probability 1 - accept; and the temperature is high, where the
 noise of a position, which is the same in every run, outweighs what the batch's size changes in the last bits. Whatever a drafter does, tokens should
 be those of the plain run; on devices whose bits depend on the batch a tie may fall the other way, so the share is printed.
+
+A shape is measured in one process, weights loaded once, at every batch in turn: plain rounds, then the controller at every
+acceptance, and fixed depths beside it, then the plain rounds again. Of both the prompts' cost, measured alone, is taken off.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import dataclasses
+import json
 import random
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +26,15 @@ from typing import Any
 from kvasir.bench.offline import described
 from kvasir.bench.result import arm, finish, ratios_of, result, spread
 from kvasir.bench.workloads import SHAPES, Batch, shape_folder
-from kvasir.config import EngineConfig
+from kvasir.config import EngineConfig, SpeculationConfig
 from kvasir.errors import ConfigError
 from kvasir.models.checkpoint import resolve
-from kvasir.types import SamplingParams
+from kvasir.types import EngineStats, SamplingParams
 
 TASKS = ("chain", "state", "schema", "story")
 GRAM = 4
 SHAPE_TEMPERATURE = 10.0
+FIXED = (1, 2, 4, 8)  # depths that the controller is compared with
 
 
 @dataclass(frozen=True)
@@ -97,36 +103,155 @@ def measure(config: EngineConfig, loads: list[Load], plain: list[list[int]] | No
         metrics["repeated_4grams"] = round(repeated_grams(outputs), 4)
     else:
         metrics["same_outputs"] = round(sum(a == b for a, b in zip(outputs, plain)) / len(plain), 4)
-        accepted, drafts = stats.accepted_tokens - before.accepted_tokens, stats.drafts - before.drafts
-        metrics["drafted"], metrics["accepted"] = stats.drafted_tokens - before.drafted_tokens, accepted
-        metrics["tokens_per_verification"] = round((accepted + drafts) / max(1, drafts), 4)
+        metrics |= draft_metrics(before, stats)
         metrics["accepted_by_depth"] = {str(depth): round(right / tried, 4) for depth, (tried, right) in enumerate(stats.accepted_by_depth, 1)}
     return metrics, outputs
 
 
-def run(config: EngineConfig, *, shape: str | None, drafters: list[str] | None, tasks: list[str] | None, accepts: list[float] | None, batch: int,
-        count: int, prompt: int, output_tokens: int, temperature: float, repeats: int, output: Path | None, commit: str | None) -> None:
-    config = config.replace(max_num_seqs=batch, enable_prefix_caching=False)
+class Sweep:
+    """One engine for all arms of a shape. ``seconds``: how long to go on at most; what is not measured by then is left out."""
+
+    def __init__(self, config: EngineConfig, shape: str, seconds: float, save: Callable[[list[dict[str, Any]]], None]) -> None:
+        from kvasir.api.llm import LLM
+
+        self._started, self._limit, self._save = time.perf_counter(), seconds, save
+        self.llm = LLM(config=config.replace(drafter="replay"))
+        self.setting = described(config, shape)
+        self.arms: list[dict[str, Any]] = []
+
+    def left(self) -> float:
+        return self._limit - (time.perf_counter() - self._started)
+
+    def batch(self, batch: Batch, vocab_size: int, accepts: Sequence[float], temperature: float, repeats: int, depths: Sequence[int]) -> None:
+        loads = random_loads(batch, vocab_size, 1 + repeats, temperature)
+        outputs: list[list[list[int]]] = []
+        self._rounds(loads[:1], SpeculationConfig(), None, [], warm=0)
+        while self.llm.engine.idle():  # what a server captures when it has a moment
+            pass
+        before, plain = self._rounds(loads, SpeculationConfig(), None, outputs := [])
+        prompts = self._prompts(loads[-1])
+        known = {tuple(p): o for load, found in zip(loads, outputs) for p, o in zip(load.prompts, found)}
+        runs: dict[str, tuple[list[float], dict[str, Any]]] = {}
+        for accept in accepts:
+            spec = SpeculationConfig(drafter=f"replay:accept={accept:g}")
+            runs[f"goodput accept={accept:g}"] = self._rounds(loads, spec, known, outputs)
+        for depth in depths:
+            for accept in accepts:
+                if accept and self.left() > 0:
+                    spec = SpeculationConfig(drafter=f"replay:accept={accept:g}", draft_control="fixed", max_draft_tokens=depth)
+                    runs[f"fixed{depth} accept={accept:g}"] = self._rounds(loads[1:2], spec, known, outputs, warm=0)
+        after, _ = self._rounds(loads, SpeculationConfig(), None, [])
+        off = before + after
+        setting = self.setting | {"batch": batch.batch, "prompt": batch.prompt, "output": batch.output, "temperature": temperature}
+        count = batch.batch * (batch.output - 1)
+        usual = count / (statistics.median(off) - prompts)
+        self.arms.append(arm(f"plain {batch.batch}", setting, plain | {"decode_tok_s": spread([count / (s - prompts) for s in off]),
+                                                                       "prompts_s": round(prompts, 4)}))
+        for name, (seconds, metrics) in runs.items():
+            rates = [count / (s - prompts) for s in seconds]
+            metrics = metrics | {"decode_tok_s": spread(rates), "of_plain": round(statistics.median(rates) / usual, 4)}
+            self.arms.append(arm(f"{name} {batch.batch}", setting, metrics))
+        self._compare(batch.batch, accepts)
+        self._save(self.arms)
+
+    def _compare(self, batch: int, accepts: Sequence[float]) -> None:
+        """The controller against the best that was measured beside it: the best fixed depth, or none."""
+        found = {a["name"]: a["metrics"].get("of_plain") for a in self.arms}
+        for accept in accepts:
+            best = max([1.0, *(ratio for name, ratio in found.items() if name.startswith("fixed") and name.endswith(f" accept={accept:g} {batch}"))])
+            entry = next(a for a in self.arms if a["name"] == f"goodput accept={accept:g} {batch}")
+            entry["metrics"]["of_best_fixed"] = round(entry["metrics"]["of_plain"] / best, 4)
+
+    def _prompts(self, load: Load) -> float:
+        """Seconds that the prompts alone take."""
+        began = time.perf_counter()
+        self.llm.generate([{"prompt_token_ids": p} for p in load.prompts], [dataclasses.replace(q, max_tokens=1) for q in load.params])
+        return time.perf_counter() - began
+
+    def _rounds(self, loads: list[Load], spec: SpeculationConfig, known: dict[tuple[int, ...], list[int]] | None, outputs: list[list[list[int]]],
+                warm: int = 1) -> tuple[list[float], dict[str, Any]]:
+        """Seconds of every round but the ``warm`` first, and the drafts' figures; ``outputs`` takes the outputs of plain rounds."""
+        drafter = self.llm.engine.draft_with(spec)
+        if drafter is not None:
+            drafter.load(known, 1)
+        seconds, same, tokens = [], 0, 0
+        for r, load in enumerate(loads):
+            if r == warm:
+                before = copy.deepcopy(self.llm.engine.stats())
+            began = time.perf_counter()
+            found = [list(out.outputs[0].token_ids) for out in self.llm.generate([{"prompt_token_ids": p} for p in load.prompts], load.params)]
+            seconds.append(time.perf_counter() - began)
+            if known is None:
+                outputs.append(found)
+            if r >= warm:
+                tokens += sum(map(len, found))
+                same += sum(known is None or known[tuple(p)] == o for p, o in zip(load.prompts, found))
+        stats = self.llm.engine.stats()
+        forwards = stats.step - before.step
+        metrics: dict[str, Any] = {"forwards": forwards, "tokens_per_forward": round(tokens / forwards, 4)}
+        if known is not None:
+            metrics |= draft_metrics(before, stats) | {"same_outputs": round(same / sum(len(load.prompts) for load in loads[warm:]), 4)}
+        return seconds[warm:], metrics
+
+
+def draft_metrics(before: EngineStats, stats: EngineStats) -> dict[str, Any]:
+    accepted, drafts = stats.accepted_tokens - before.accepted_tokens, stats.drafts - before.drafts
+    return {"draft_steps": stats.draft_steps - before.draft_steps, "drafted": stats.drafted_tokens - before.drafted_tokens, "accepted": accepted,
+            "tokens_per_verification": round((accepted + drafts) / max(1, drafts), 4)}
+
+
+def save(so_far: dict[str, Any], output: Path | None, commit: str | None) -> None:
+    """What there is so far, for a run that is cut short."""
+    if output is not None:
+        output.write_text(json.dumps(so_far | ({"commit": commit} if commit else {}), indent=1) + "\n")
+
+
+def run_shape(config: EngineConfig, shape: str, *, accepts: list[float], batches: list[int], prompt: int, output_tokens: int, temperature: float,
+              repeats: int, seconds: float, output: Path | None, commit: str | None) -> None:
+    """All batches of a shape in one process. The result so far is written after each."""
+    def outcome(arms: list[dict[str, Any]]) -> dict[str, Any]:
+        found = {f"decode_tok_s {a['name']}/plain": a["metrics"]["of_plain"] for a in arms if "of_plain" in a["metrics"]}
+        return result(f"speculation-{shape}", arms, ratios=found)
+
+    with shape_folder(shape) as folder:
+        config = config.replace(model=folder, load_format="dummy", skip_tokenizer_init=True, served_model_name=shape, max_num_seqs=max(batches),
+                                max_model_len=config.model.max_model_len or prompt + output_tokens, enable_prefix_caching=False)
+        sweep = Sweep(config, shape, seconds, lambda arms: save(outcome(arms), output, commit))
+        try:
+            for size in batches:
+                if sweep.left() > 0:
+                    sweep.batch(Batch(shape, size, prompt, output_tokens), SHAPES[shape]["vocab_size"], accepts, temperature or SHAPE_TEMPERATURE,
+                                repeats, FIXED if size <= 64 else FIXED[:2])
+        finally:
+            sweep.llm.close()
+        finish(outcome(sweep.arms), output, commit)
+
+
+def run(config: EngineConfig, *, shape: str | None, drafters: list[str] | None, tasks: list[str] | None, accepts: list[float] | None, batch: list[int],
+        count: int, prompt: int, output_tokens: int, temperature: float, repeats: int, seconds: float, output: Path | None, commit: str | None) -> None:
+    config = config.replace(max_num_seqs=batch[0], enable_prefix_caching=False)
+    if shape:
+        if drafters:
+            raise ConfigError("a shape has random weights, whose outputs say nothing of drafters; set what is accepted: --accept 0.7")
+        return run_shape(config, shape, accepts=accepts or [0.0, 0.7], batches=batch, prompt=prompt, output_tokens=output_tokens,
+                         temperature=temperature, repeats=repeats, seconds=seconds, output=output, commit=commit)
+    if len(batch) > 1:
+        raise ConfigError("several batches are measured of a shape; of a model, one: --batch 4")
     if not drafters and not accepts:
         drafters = ["ngram", "suffix"]
-    if shape and drafters and not accepts:
-        raise ConfigError("a shape has random weights, whose outputs say nothing of drafters; set what is accepted: --accept 0.7")
-    with contextlib.ExitStack() as stack:
-        if shape:
-            folder = stack.enter_context(shape_folder(shape))
-            temperature = temperature or SHAPE_TEMPERATURE
-            config = config.replace(model=folder, load_format="dummy", skip_tokenizer_init=True, served_model_name=shape)
-            loads = random_loads(Batch(shape, batch, prompt, output_tokens), SHAPES[shape]["vocab_size"], 1 + repeats, temperature)
-        else:
-            loads = task_loads(config.model.model, tasks or TASKS, count, 1 + repeats, output_tokens, temperature)
-        metrics, plain = measure(config.replace(drafter=""), loads, None)
-        setting = described(config, shape) | {"batch": batch, "temperature": temperature, "tasks": list(tasks or () if shape else tasks or TASKS)}
-        arms = [arm("plain", setting, metrics)]
-        for drafter in [*(drafters or []), *(f"replay:accept={a:g}" for a in accepts or [])]:
-            for control in ("fixed", "goodput"):
-                metrics, _ = measure(config.replace(drafter=drafter, draft_control=control), loads, plain)
-                arms.append(arm(f"{Path(drafter).name} {control}", setting | {"drafter": drafter, "draft_control": control}, metrics))
-    name = f"speculation-{shape or Path(config.model.model).name or 'embedded'}-{batch}"
-    ratios = {k: v for k, v in ratios_of(arms, [(a["name"], "plain") for a in arms[1:]]).items()
-              if k.startswith(("tokens_per_second", "tokens_per_forward"))}
-    finish(result(name, arms, ratios=ratios), output, commit)
+    loads = task_loads(config.model.model, tasks or TASKS, count, 1 + repeats, output_tokens, temperature)
+    metrics, plain = measure(config.replace(drafter=""), loads, None)
+    setting = described(config, None) | {"batch": batch[0], "temperature": temperature, "tasks": list(tasks or TASKS)}
+    arms = [arm("plain", setting, metrics)]
+
+    def outcome() -> dict[str, Any]:
+        ratios = {k: v for k, v in ratios_of(arms, [(a["name"], "plain") for a in arms[1:]]).items()
+                  if k.startswith(("tokens_per_second", "tokens_per_forward"))}
+        return result(f"speculation-{Path(config.model.model).name or 'embedded'}-{batch[0]}", arms, ratios=ratios)
+
+    for drafter in [*(drafters or []), *(f"replay:accept={a:g}" for a in accepts or [])]:
+        for control in ("fixed", "goodput"):
+            metrics, _ = measure(config.replace(drafter=drafter, draft_control=control), loads, plain)
+            arms.append(arm(f"{Path(drafter).name} {control}", setting | {"drafter": drafter, "draft_control": control}, metrics))
+            save(outcome(), output, commit)
+    finish(outcome(), output, commit)

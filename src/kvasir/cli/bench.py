@@ -162,18 +162,45 @@ def speculation(model: Model = "", shape: Shape = None,
                 drafter: Annotated[list[str] | None, typer.Option("--drafter", help="Repeatable; default: ngram, suffix.")] = None,
                 task: Annotated[list[str] | None, typer.Option("--task", help="Of the lab, repeatable; default: four.")] = None,
                 accept: Annotated[list[float] | None, typer.Option(min=0, max=1, help="Set acceptance of replayed outputs; repeatable.")] = None,
-                batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 4,
+                batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once, default 4; of a shape, repeatable.")] = None,
                 count: Annotated[int, typer.Option(min=1, help="Problems of each task.")] = 8,
                 prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt of a shape.")] = 512,
                 output_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of each output.")] = 128,
                 temperature: Annotated[float, typer.Option(min=0, help="Of the lab's tasks; 0: greedy.")] = 0.0,
+                host: Annotated[bool, typer.Option("--host", help="Measure drafters alone: time a step and memory on the host.")] = False,
+                tokens: Annotated[int, typer.Option(min=1, help="With --host: tokens that they read.")] = 1_000_000,
+                seconds: Annotated[float, typer.Option(min=1, help="Of a shape: fixed depths are left out after so many seconds.")] = 300.0,
                 repeats: Repeats = 3, commit: Commit = None, output: JSONFile = None, **options: Any) -> None:
     """Drafts: forwards, acceptance by depth and tokens per second, against the plain engine on the same prompts."""
+    from kvasir.bench import drafting_host
     from kvasir.bench import speculation as command
 
     check_output(output, make=True)
-    command.run(build_settings({"model": model, **options}, EngineConfig), shape=shape, drafters=drafter, tasks=task, accepts=accept, batch=batch,
-                count=count, prompt=prompt, output_tokens=output_tokens, temperature=temperature, repeats=repeats, output=output, commit=commit)
+    if host:
+        drafting_host.run(model, drafters=drafter, tasks=task, batches=batch or [256], num_tokens=tokens, output=output, commit=commit)
+        return
+    command.run(build_settings({"model": model, **options}, EngineConfig), shape=shape, drafters=drafter, tasks=task, accepts=accept, batch=batch or [4],
+                count=count, prompt=prompt, output_tokens=output_tokens, temperature=temperature, repeats=repeats, seconds=seconds, output=output, commit=commit)
+
+
+@app.command("rollouts", cls=Command)
+@with_settings(EngineConfig, skip=("model", "drafter", "draft_control", "max_draft_tokens"))
+def rollouts(model: Annotated[str, typer.Option(help="Checkpoint folder or name.")] = "base",
+             problems: Annotated[int, typer.Option(min=1, help="Problems, the same every round.")] = 64,
+             samples: Annotated[int, typer.Option(min=1, help="Samples of each, at temperature 1.")] = 16,
+             rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 5,
+             task: Annotated[list[str] | None, typer.Option("--task", help="Of the lab, repeatable; default: four.")] = None,
+             output_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of each sample.")] = 512,
+             checkpoint: Annotated[list[str] | None, typer.Option("--checkpoint", help="Weights of a round, repeatable; default: frozen.")] = None,
+             noise: Annotated[float, typer.Option(min=0, help="Stand-in for training: noise on every matrix a round, as a share of its spread.")] = 0.0,
+             arm: Annotated[list[str] | None, typer.Option("--arm", help="Beside plain, repeatable; default: all.")] = None,
+             commit: Commit = None, output: JSONFile = None, **options: Any) -> None:
+    """Rollouts of reinforcement learning over rounds: forwards and makespan, with drafts and without."""
+    from kvasir.bench import rollouts as command
+
+    check_output(output, make=True)
+    command.run(build_settings({"model": model, **options}, EngineConfig), problems=problems, samples=samples, rounds=rounds, tasks=task,
+                max_tokens=output_tokens, checkpoints=checkpoint or [], noise=noise, only=arm, output=output, commit=commit)
 
 
 @app.command("merge", cls=Command)

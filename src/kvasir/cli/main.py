@@ -12,6 +12,7 @@ from kvasir import __version__
 from kvasir.cli.bench import app as bench
 from kvasir.cli.lab import app as lab
 from kvasir.cli.options import Command, build_settings, check_output, with_settings
+from kvasir.cli.train import app as train
 from kvasir.config import EngineConfig, Settings
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import setup
@@ -23,6 +24,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
     "`kvasir serve MODEL` serves a checkpoint folder or a hub id."))
 app.add_typer(bench, name="bench")
 app.add_typer(lab, name="lab")
+app.add_typer(train, name="train")
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", show_default=False, help="Checkpoint folder or hub id; empty: the model in the package.")]
 AsJSON = Annotated[bool, typer.Option("--json", help="Machine-readable.")]

@@ -76,6 +76,7 @@ class Sampler:
         self.max_seqs = max_seqs
         self._states: list[RowState | None] = [None] * max_seqs
         self.num_bound = 0  # open rows whose draws depend on the tokens before
+        self.num_top = 0  # likeliest tokens of every row that the steps to come report, by the logits as the model gave them
 
     # ------------------------------------------------------------------------------------------------ per-sequence state
 
@@ -119,7 +120,7 @@ class Sampler:
         """``logits``: [M, V] fp32 of the packed rows, left as they are, or a function (first, stop) that computes rows
         ``first`` .. ``stop``: it is called slice by slice, so that a long scored prompt never needs [M, V] at once."""
         step = max(1, SLICE_BYTES // (4 * self.vocab_size))
-        draws, reports = [], []
+        draws, reports, tops = [], [], []
         for first in range(0, batch.num_rows, step):
             stop = min(first + step, batch.num_rows)
             part = logits[first:stop] if isinstance(logits, torch.Tensor) else logits(first, stop)
@@ -127,7 +128,9 @@ class Sampler:
             drawn, found = self._slice(part.float(), batch.rows.cut(first, stop))
             draws.append(drawn)
             reports.append(found)
-        return SampleOutput(batch, torch.cat(draws, 1) if len(draws) != 1 else draws[0], reports) if draws else SampleOutput(batch, None, [])
+            if self.num_top:
+                tops.append(to_host(part[:, :self.tokenizer_size].topk(min(self.num_top, self.tokenizer_size)).indices))
+        return SampleOutput(batch, torch.cat(draws, 1) if len(draws) != 1 else draws[0], reports, tops) if draws else SampleOutput(batch, None, [])
 
     def _slice(self, logits_MV: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, _Reports | None]:
         """Returns the draws [3, M] fp32 (token id, largest logit, largest allowed logit) and the reports of the slice."""
@@ -236,8 +239,9 @@ class SampleOutput:
     """What a step drew. ``draws`` [3, M] stay on the device; what ``read`` needs is on its way to the host from the start, so
     that reading waits for this step and not for those launched after it."""
 
-    def __init__(self, batch: SampleBatch, draws: torch.Tensor | None, reports: list[_Reports | None]) -> None:
+    def __init__(self, batch: SampleBatch, draws: torch.Tensor | None, reports: list[_Reports | None], tops: list[torch.Tensor] = ()) -> None:
         self._batch = batch
+        self._tops = tops
         self.draws = draws
         self._host_draws = None if draws is None else to_host(draws)
         self._reports = [_Reports(*map(to_host, (r.logprob, r.rank, r.confidence, r.top_logprobs, r.top_ids))) for r in reports if r is not None]
@@ -257,6 +261,7 @@ class SampleOutput:
         for m, message in batch.errors.items():
             errors[m] = message
         drawn, scored = self._read_reports()
+        tops = [row for part in self._tops for row in part.tolist()]
         results = []
         for span, wanted, first, held in zip(batch.spans, batch.wanted, batch.first, batch.held):
             if not wanted:
@@ -264,6 +269,8 @@ class SampleOutput:
                 continue
             rows = {i: first + n for n, i in enumerate(wanted)}
             results.append(resolve_span(span, held, rows, tokens, errors, drawn, scored))
+            if tops and held:
+                results[-1].top = [tops[rows[i]] for i in span.want.get("sample", ())]
         return results
 
     def _read_reports(self) -> tuple[dict[int, TokenLogprob], dict[int, TokenLogprob]]:

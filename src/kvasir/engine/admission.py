@@ -41,6 +41,8 @@ def admit(prompt_ids: list[int], params: SamplingParams, info: ModelInfo, *, id:
     params = _checked(params, ids_end)
     if params.score_from is not None:
         _integer("score_from", params.score_from, 1, len(prompt_ids) - 1)
+    if params.drafter is not None and params.drafter not in info.drafters:
+        _refuse("drafter", f"no drafter named {params.drafter!r} runs here; {'there are ' + ', '.join(info.drafters) if info.drafters else 'none does'}")
     max_tokens = _max_tokens(len(prompt_ids), params, info)
     if params.min_tokens > max_tokens:
         _refuse("min_tokens", f"min_tokens={params.min_tokens} is greater than max_tokens={max_tokens}")

@@ -125,7 +125,7 @@ def build(config: EngineConfig) -> Built:
         pool = KVPool(groups, codec, num_pages, page_slots, device, dtype)
         runner = Runner(model, pool, backend, sampler, device, max_model_len=info.max_model_len)
         if config.runner.cuda_graphs and device.type == "cuda" and backend.graphs:
-            runner.use_graphs(CudaCapture(device))
+            runner.use_graphs(CudaCapture(device), config.speculation.max_draft_tokens if config.speculation.drafter else 0)
         return runner
 
     step_bytes = 0

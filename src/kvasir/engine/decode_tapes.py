@@ -15,6 +15,7 @@ import torch
 
 from kvasir.attention.backends.torch import TorchBackend
 from kvasir.engine.tape import Arena, Tape, record
+from kvasir.engine.taps import Tapped, Taps
 from kvasir.kernels.paged_attention import INF
 from kvasir.kernels.store_kv import row_index
 from kvasir.kv.codecs.plain import PlainCodec
@@ -38,6 +39,8 @@ class DecodeTapes:
         self.page_bytes = pool.page_bytes(0) // len(self.caches)  # of one layer
         self._seen: Counter[tuple[int, int]] = Counter()
         self._steps: OrderedDict[tuple[int, int], _Step] = OrderedDict()
+        self._taps: Taps | None = None
+        self.tapped: Tapped | None = None
 
     @staticmethod
     def can_serve(model: Decoder, pool: KVPool, backend: object) -> bool:
@@ -65,6 +68,14 @@ class DecodeTapes:
             step = self._steps[key] = _Step(self, rows, pages)
         self._steps.move_to_end(key)
         return step.run(spans)[:len(spans)]
+
+    def use_taps(self, taps: Taps) -> None:
+        """Tapes recorded from now on also write what ``taps`` asks for."""
+        self._taps, self.tapped = taps, taps.memory(_rounded(MAX_ROWS, 1))
+
+    def hidden(self, num_rows: int) -> torch.Tensor | None:
+        """What the step run last has tapped [num_rows, layers, E], if anybody wants it."""
+        return None if self._taps is None else self._taps.taken(self.tapped, num_rows)
 
     def _clear(self, spans: list[Span]) -> None:
         """Zero each page whose first slot is written now: a tape reads whole pages, and a weight of zero times NaN is NaN."""
@@ -109,7 +120,8 @@ class _Step:
 
     def _forward(self) -> torch.Tensor:
         home = self.home
-        return home.model.logits(home.model.forward(self.batch, home.caches, home.backend))
+        taps = None if home.tapped is None else home.tapped.by_layer
+        return home.model.logits(home.model.forward(self.batch, home.caches, home.backend, taps))
 
     def _fill(self, spans: list[Span]) -> None:
         size, moved, cache = self.home.pool.page_slots, False, self.home.caches[0]

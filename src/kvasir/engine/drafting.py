@@ -7,25 +7,40 @@ controller says that this does not pay, nothing here runs but a counter, and the
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 from kvasir.config import SpeculationConfig
+from kvasir.engine.draft_times import DraftTimes
+from kvasir.engine.graphs import CudaCapture
 from kvasir.engine.runner import Runner
 from kvasir.engine.spans import ONE_SAMPLE, rows_left
-from kvasir.engine.step_time import Roofline, StepShape, StepTimeModel
+from kvasir.engine.step_time import Roofline
 from kvasir.logs import log
 from kvasir.models import cost
-from kvasir.speculation.controller import Controller
+from kvasir.speculation.controller import TRIAL_SEQS, Controller
 from kvasir.speculation.drafter import Ask, Drafter
+from kvasir.speculation.lengths import Lengths
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import EngineStats, Plan, Sequence, Span, SpanResult, Status
 
 PLAIN_SAMPLES = 8  # one in so many plain steps is measured,
-FIRST_PLAIN = 32  # after so many of the first
-WARM_UP = 5  # steps of a size before their time counts: the one that captures it included
+FIRST_PLAIN = 16  # after so many of those that follow a drafted one, or the start
+HIDDEN_LEAD = 16  # steps before drafting is tried again from which on hidden states are handed over
 MAX_FAILURES = 8  # of a drafter in a row before it is switched off
 BEST = {"cuda": (5e12, 1e15), "cpu": (4e11, 4e12)}  # bytes and operations a second that no device of today exceeds much
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """A step that only decodes, whose time is taken."""
+
+    drafted: bool
+    decodes: int
+    context: int
+    drafts: int
 
 
 class Drafting:
@@ -34,25 +49,33 @@ class Drafting:
     def __init__(self, config: SpeculationConfig, drafter: Drafter, runner: Runner, max_rows: int, max_model_len: int) -> None:
         self.drafter = drafter
         self._config, self._runner, self._max_rows, self._max_model_len = config, runner, max_rows, max_model_len
-        self._times = StepTimeModel(_roofline(runner))
-        self.controller = Controller(self._seconds, fixed=config.draft_control == "fixed")
+        self._times = DraftTimes(_roofline(runner), runner.graphs)
+        self.controller = Controller(self._times.predict, fixed=config.draft_control == "fixed")
+        self._lengths = Lengths() if config.draft_control == "length" else None
         self._pending: dict[Sequence, DraftTree] = {}
-        self._measured: dict[int, tuple[StepShape, bool, int]] = {}  # by step: shape, whether drafted, decodes
+        self._measured: dict[int, _Measured | None] = {}  # by step; None: it was drafted, and held more than decodes
         self._drafting = False  # in the step that is being planned
         self._failures = 0
-        self._runs: Counter[tuple[int, bool]] = Counter()
-        self._num_plain = 0  # measured
+        self._since_drafted = 0  # plain steps launched
+        self._after_drafted = -1  # the plain step behind the last drafted one: it waited for that one's end
+        self._ended = 0.0  # when the last step did
+        drafter.attach(runner.model, None if runner.graphs is None else CudaCapture(runner.device))
+        if drafter.hidden_layers:
+            runner.use_taps(drafter.hidden_layers)
 
     # ----------------------------------------------------------------------------------------------------- before a step
 
     def wanted(self, running: Iterable[Sequence]) -> bool:
         """Whether to draft in the next step. Asked once a step, before anything is resolved."""
-        self._drafting = False
-        if self._failures >= MAX_FAILURES or self.controller.resting():
-            return False
-        decodes = [seq for seq in running if rows_left(seq) <= 1]
-        self._drafting = self.controller.wanted(len(decodes), sum(len(seq.tokens) for seq in decodes))
+        self._drafting = self._failures < MAX_FAILURES and not self.controller.resting() and self._worth_it(running)
+        self._runner.sampler.num_top = self.drafter.top_tokens if self._drafting else 0
+        if self._runner.taps is not None:
+            self._runner.taps.on = self._drafting or self._failures < MAX_FAILURES and self.controller.rest_left <= HIDDEN_LEAD
         return self._drafting
+
+    def _worth_it(self, running: Iterable[Sequence]) -> bool:
+        decodes = [seq for seq in running if rows_left(seq) <= 1]
+        return self.controller.wanted(len(decodes), sum(len(seq.tokens) for seq in decodes))
 
     def propose(self, running: Iterable[Sequence]) -> None:
         """Set the drafts of all sequences that decode. Nothing may be in flight."""
@@ -62,46 +85,69 @@ class Drafting:
         asks = [ask for seq in decodes if (ask := self._ask(seq)) is not None]
         if not asks:
             return
+        if self.controller.trying and len(asks) > TRIAL_SEQS:
+            asks = asks[::-(-len(asks) // TRIAL_SEQS)]
         for ask in asks:
-            if not ask.seq.state.get("drafted"):
-                ask.seq.state["drafted"] = True
-                self.drafter.open(ask.seq)
-        try:
-            trees = self.drafter.propose(asks)
-        except Exception:
-            self._failures += 1
-            log.exception("drafter %s failed (%d times in a row)", self.drafter.name, self._failures)
+            self._open(ask.seq)
+        trees = self._guarded(self.drafter.propose, asks)
+        if trees is None:
             return
         self._failures = 0
+        for tree in trees:
+            tree.source = tree.source or self.drafter.name
+        graphs = self._runner.graphs
+        if graphs is not None and len(decodes) < graphs.most_drafted and self._config.draft_control != "fixed":
+            trees = [tree.trunk() for tree in trees]  # of the two, only chains are captured, which is worth more than a branch
         # Prompts need rows, too: drafts get what the decodes leave, of a quarter at least of the step.
         budget = max(self._max_rows // 4, self._max_rows - sum(rows_left(seq) for seq in running)) - len(decodes)
-        trees = self.controller.allocate(trees, sum(len(ask.seq.tokens) for ask in asks), max(0, budget))
+        trees = self.controller.allocate(trees, sum(len(seq.tokens) for seq in decodes), max(0, budget), len(decodes))
         for ask, tree in zip(asks, trees):
             if tree.tokens:
                 self._pending[ask.seq] = tree
                 ask.seq.draft, ask.seq.draft_parents = tree.tokens, [] if tree.is_chain else tree.parents
+
+    def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
+        """What a drafter does wrong costs no request. None: it failed."""
+        try:
+            return call(*args)
+        except Exception:
+            self._failures += 1
+            log.exception("drafter %s failed (%d times in a row)", self.drafter.name, self._failures)
+            return None
+
+    def _open(self, seq: Sequence) -> None:
+        if not seq.state.get("drafted"):
+            seq.state["drafted"] = True
+            self.drafter.open(seq)
 
     def _ask(self, seq: Sequence) -> Ask | None:
         most, wanted = self._config.max_draft_tokens, seq.request.params.num_draft_tokens
         if wanted is not None:
             most = min(most, wanted)
         most = min(most, self._max_model_len - 1 - len(seq.tokens), seq.max_output - 1 - seq.num_output)
+        if most > 0 and self._lengths is not None:
+            most = self._lengths.budget(seq, most)
         return Ask(seq, most, most) if most > 0 else None
 
     def launched(self, plan: Plan) -> None:
         """``plan`` is on its way. Of steps that only decode, the time is taken."""
-        if not self._drafting and plan.step % PLAIN_SAMPLES and self._num_plain >= FIRST_PLAIN:
-            return
-        rows = context = decodes = 0
-        plain = True
+        if self._drafting:
+            self._since_drafted = 0
+        else:
+            self._since_drafted += 1
+            if self._since_drafted == 1:
+                self._after_drafted = plan.step
+            elif self._since_drafted > FIRST_PLAIN and plan.step % PLAIN_SAMPLES:
+                return
+        rows = context = 0
         for span in plan.spans:
+            if len(span.want.get("sample", ())) != span.length:
+                if self._drafting:
+                    self._measured[plan.step] = None
+                return
             rows += span.length
             context += span.start
-            sample = span.want.get("sample", ())
-            plain = plain and len(sample) == span.length
-            decodes += bool(sample) and sample[0] == 0
-        shape = StepShape(rows=rows, decode_context=context, sequences=len(plan.spans)) if plain else StepShape()
-        self._measured[plan.step] = shape, self._drafting, decodes
+        self._measured[plan.step] = _Measured(self._drafting, len(plan.spans), context, rows - len(plan.spans))
 
     # ------------------------------------------------------------------------------------------------------ after a step
 
@@ -115,6 +161,9 @@ class Drafting:
             for group, table in enumerate(span.seq.tables):
                 sources, targets = zip(*((table[a // size] * size + a % size, table[b // size] * size + b % size) for a, b in moves))
                 self._runner.pool.move_slots(group, sources, targets)
+        tree = self._pending.get(span.seq)
+        if result.top is not None and tree is not None:
+            self._guarded(self.drafter.recycle, span.seq, [span.seq.tokens[-1], *tree.tokens], result.top)
 
     def observe(self, span: Span, result: SpanResult) -> None:
         """The same span, committed."""
@@ -123,26 +172,37 @@ class Drafting:
             return
         path = tree.path(result.tokens)
         self.controller.observe(tree, path)
-        self.drafter.observe(span.seq, tree, path)
+        self._guarded(self.drafter.observe, span.seq, tree, path, _committed(span, result))
 
-    def completed(self, plan: Plan, seconds: float) -> None:
-        shape, drafted, decodes = self._measured.pop(plan.step, (None, False, 0))
-        if shape is None:
+    def ingest(self, span: Span, result: SpanResult) -> None:
+        """A span that verified nothing was committed: its hidden states, where the drafter reads them."""
+        if span.valid and self._failures < MAX_FAILURES:
+            self._open(span.seq)
+            self._guarded(self.drafter.ingest, span.seq, result.hidden, span.start)
+
+    def completed(self, plan: Plan) -> None:
+        """From the end of one step to the end of the next: what lies between is the price of it, whoever it was that waited."""
+        now = time.perf_counter()
+        seconds, self._ended = now - self._ended, now
+        if plan.step not in self._measured:
+            self.controller.rested(seconds)
             return
-        if shape.rows and self._warm(shape.rows, drafted):
-            self._times.observe(shape, seconds, graph=not drafted)
-            self._num_plain += not drafted
-        if drafted:
-            self.controller.end_step(decodes)
-
-    def _warm(self, rows: int, drafted: bool) -> bool:
-        """Whether steps of this size have run often enough to be compiled and captured: earlier times tell nothing."""
-        graphs = self._runner.graphs
-        size = graphs.bucket(rows) if graphs is not None and rows <= graphs.buckets[-1] else rows.bit_length()
-        self._runs[size, drafted] += 1
-        return self._runs[size, drafted] > WARM_UP
+        step = self._measured.pop(plan.step)
+        if step is None:
+            self.controller.end_step(0, 0, 0, None)
+        elif step.drafted:
+            known = self._times.observe(step.decodes, step.context, step.drafts, True, seconds)
+            self.controller.end_step(step.decodes, step.context, step.drafts, seconds if known else None)
+        elif plan.step == self._after_drafted:
+            usual = self._times.predict(step.decodes, step.context, 0, False)
+            self.controller.rested(usual, min(max(0.0, seconds - usual), usual))
+        else:
+            self._times.observe(step.decodes, step.context, 0, False, seconds)
+            self.controller.rested(seconds)
 
     def close(self, seq: Sequence) -> None:
+        if self._lengths is not None:
+            self._lengths.ended(seq)
         self._pending.pop(seq, None)
         if seq.state.get("drafted"):
             self.drafter.close(seq)
@@ -150,12 +210,15 @@ class Drafting:
     def fill(self, stats: EngineStats) -> None:
         s = self.controller.stats
         stats.draft_steps, stats.drafts, stats.drafted_tokens, stats.accepted_tokens = s.steps, s.verified, s.drafted, s.accepted
-        stats.accepted_by_depth = s.by_depth
+        stats.accepted_by_depth, stats.drafted_by = s.by_depth, s.by_source
 
-    def _seconds(self, num_seqs: int, context: int, num_drafts: int, drafted: bool) -> float:
-        # Verifying rows share what a sequence's keys cost to read, so a span counts its context once.
-        shape = StepShape(rows=num_seqs + num_drafts, decode_context=context, sequences=num_seqs)
-        return self._times.predict(shape, graph=not drafted)
+
+def _committed(span: Span, result: SpanResult) -> Any:
+    """The hidden states [K, layers, E] of a verified span's committed rows: up to the anchor, then along the path."""
+    if result.hidden is None:
+        return None
+    rows = [*range(result.path[0] + 1), *result.path[1:]][:span.seq.num_computed - span.start]
+    return result.hidden[:len(rows)] if rows[-1:] == [len(rows) - 1] else result.hidden[rows]
 
 
 def holds_draft(plan: Plan) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvasir import technique
-from kvasir.config import EngineConfig
+from kvasir.config import EngineConfig, SpeculationConfig
 from kvasir.engine.build import POLICIES, build
 from kvasir.engine.drafting import Drafting, holds_draft
 from kvasir.engine.groups import Groups
@@ -31,9 +31,12 @@ from kvasir.engine.second_model import EngineHost
 from kvasir.engine.spans import ONE_SAMPLE, rows_left
 from kvasir.engine.step_time import StepShape, StepTimeModel, retry_after
 from kvasir.engine.steps import StepRunner
-from kvasir.errors import RequestError
+from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import log
-from kvasir.speculation.drafter import DRAFTERS, Drafter
+from kvasir.models import checkpoint
+from kvasir.models.loader import load_again
+from kvasir.speculation.drafter import Drafter
+from kvasir.speculation.router import load_drafter
 from kvasir.types import EngineStats, Event, FinishReason, Plan, Request, Sequence, Span, SpanResult, Status
 
 USER_FAULTS = ("no_token_allowed", "grammar_error")  # the request's own constraints leave nothing to sample
@@ -53,13 +56,14 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        drafter = technique.load(DRAFTERS, config.speculation.drafter, Drafter) if config.speculation.drafter else None
+        drafter = load_drafter(config.speculation.drafter) if config.speculation.drafter else None
         host = EngineHost(config)
         if drafter is not None:
             drafter.prepare(host)
         built = build(config)
         host.check(built.info)
         self.info = built.info
+        self.info.drafters = () if drafter is None else tuple(drafter.names)
         self.runner = built.runner
         self.clock = StepClock(StepTimeModel(built.roofline), built.runner)
         self.pace = Pace(self.clock.model, config.scheduler.target_itl)
@@ -70,6 +74,7 @@ class Engine:
         poison = built.runner.pool.poison if config.runner.poison else None
         self.pages = PageManager(built.runner.pool.groups, built.plan.num_pages, built.runner.pool.page_slots, built.prefix_root,
                                  on_free=poison)
+        host.bind(built, self.pages)
         policy = technique.load(POLICIES, config.scheduler.scheduling_policy, SchedulerPolicy)
         self.scheduler = Scheduler(config.scheduler, self.pages, policy, max_rows=built.max_rows, max_model_len=self.info.max_model_len,
                                    pace=self.pace)
@@ -233,6 +238,30 @@ class Engine:
                                          message=f"the grammar did not compile within {self.config.service.grammar_timeout:g} s"))
         return events
 
+    def draft_with(self, speculation: SpeculationConfig) -> Drafter | None:
+        """Go on with another drafter, or none, that needs nothing of the device: to measure several with one set of weights.
+        Nothing may be running. Raises ConfigError for a drafter that is a model."""
+        assert not self._live, "requests are running"
+        self._drafting = None
+        if not speculation.drafter:
+            return None
+        drafter = load_drafter(speculation.drafter)
+        if drafter.place != "cpu":
+            raise ConfigError(f"{drafter.name} must be there from the start: --drafter {speculation.drafter}")
+        self._drafting = Drafting(speculation, drafter, self.runner, self.steps.full_rows, self.info.max_model_len)
+        return drafter
+
+    def update_weights(self, model: str) -> None:
+        """The weights of another checkpoint of the same model, in place. Nothing may be running; prefixes are forgotten,
+        drafters keep what they know. Raises ConfigError."""
+        assert not self._live, "requests are running"
+        load_again(self.runner.model, checkpoint.resolve(model))
+        self.forget_prefixes()
+
+    def forget_prefixes(self) -> None:
+        """The weights have changed."""
+        self.pages.forget_prefixes()
+
     # ----------------------------------------------------------------------------------------------------------- steps
 
     def has_work(self) -> bool:
@@ -295,6 +324,8 @@ class Engine:
                 if span.want is ONE_SAMPLE and result.error is None and result.logprobs is None:
                     event = self._append(span, result.tokens[0])
                 event = event or self._commit(span, result)
+                if result.hidden is not None and not result.path:
+                    self._drafting.ingest(span, result)
                 if event is not None:
                     events.append(event)
         for request_id in self._groups.decided():
@@ -305,7 +336,7 @@ class Engine:
         self._stats.step_seconds, self._stats.step_rows = now - max(launched, self._resolved), plan.num_rows
         self._resolved = now
         if self._drafting is not None:
-            self._drafting.completed(plan, self._stats.step_seconds)
+            self._drafting.completed(plan)
 
     def idle(self) -> bool:
         """A bit of work for a moment without requests; False: there is none left."""

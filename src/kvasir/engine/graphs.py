@@ -26,6 +26,7 @@ from kvasir.attention.backend import AttentionBackend
 from kvasir.decoding.sampler import MASKED_ERROR, NUMERIC_ERROR, SLICE_BYTES, Sampler, resolve_span
 from kvasir.engine.device_rows import UNKNOWN, DeviceRows
 from kvasir.engine.spans import ONE_SAMPLE
+from kvasir.engine.taps import Tapped, Taps
 from kvasir.kernels.sample import sample_rows
 from kvasir.kv.codec import LayerCache
 from kvasir.logs import log
@@ -35,6 +36,7 @@ from kvasir.types import Span, SpanResult, StepBatch
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]
 EAGER_STEPS = 4  # of a bucket before it is captured
+DRAFT_ROWS = 128  # beyond, drafts are not captured: each row reads its keys anew, which then costs more than launching kernels one by one
 GRAPH_BYTES = 3 << 20  # of device memory that one instantiated graph takes beside its tensors, by experience
 
 
@@ -77,9 +79,13 @@ class CudaCapture:
 
 class DecodeGraphs:
     def __init__(self, model: Decoder, caches: list[LayerCache], backend: AttentionBackend, sampler: Sampler, rows: DeviceRows,
-                 capture: Capture) -> None:
+                 capture: Capture, max_drafts: int = 0) -> None:
+        """``max_drafts``: that a sequence may have verified in a step; steps with drafts are captured up to ``DRAFT_ROWS`` rows."""
         self.model, self.caches, self.backend, self.sampler, self.rows = model, caches, backend, sampler, rows
-        self.buckets = buckets(sampler.max_seqs)
+        self._drafts = max_drafts > 0
+        self.most_drafted = min(DRAFT_ROWS, sampler.max_seqs * (1 + max_drafts))
+        self.buckets = buckets(max(sampler.max_seqs, self.most_drafted))
+        self._plain = self.buckets[:bisect_left(self.buckets, sampler.max_seqs) + 1]  # those that decodes alone may need
         self._capture: Capture | None = capture
         self._ready: dict[tuple[int, bool, bool], Work] = {}  # (bucket, whether it draws, whether it holds drafts) -> replay
         self._uses: Counter[tuple[int, bool, bool]] = Counter()
@@ -95,6 +101,12 @@ class DecodeGraphs:
         # What crosses over is staged in turns: a buffer is written again only after the step that used it was read.
         self._stages = cycle([_Stage(most, device) for _ in range(2)])
         self._host_starts: list[int] = []
+        self._taps: Taps | None = None
+        self._tapped: Tapped | None = None
+
+    def use_taps(self, taps: Taps) -> None:
+        """Graphs captured from now on also write what ``taps`` asks for."""
+        self._taps, self._tapped = taps, taps.memory(self.buckets[-1])
 
     # ---------------------------------------------------------------------------------------------------------- running
 
@@ -102,15 +114,15 @@ class DecodeGraphs:
         """Whether these spans are decodes and chains of drafts, and nothing else."""
         if all(span.want is ONE_SAMPLE for span in spans):
             return len(spans) <= self.buckets[-1]
-        return (sum(span.length for span in spans) <= self.buckets[-1]
+        return (sum(span.length for span in spans) <= self.most_drafted
                 and all(span.parents is None and len(span.want.get("sample", ())) == span.length for span in spans))
 
     def bucket(self, num_rows: int) -> int:
         return self.buckets[bisect_left(self.buckets, num_rows)]
 
-    def replays(self, size: int) -> bool:
+    def replays(self, size: int, drafted: bool = False) -> bool:
         """Whether a drawing step of this bucket is captured."""
-        return (size, True, False) in self._ready
+        return (size, True, drafted) in self._ready
 
     def decode(self, spans: list[Span]) -> DecodeHandle:
         """Forward and draw, by the parameters that the rows have on the device."""
@@ -124,6 +136,10 @@ class DecodeGraphs:
         size, _, drafted = self._send(spans)
         self._run(size, False, drafted)
         return self._hidden[:sum(span.length for span in spans)]
+
+    def hidden(self, spans: list[Span]) -> torch.Tensor | None:
+        """What the step launched last has tapped [T, layers, E], if anybody wants it."""
+        return None if self._taps is None else self._taps.taken(self._tapped, sum(span.length for span in spans))
 
     def _send(self, spans: list[Span]) -> tuple[int, _Stage, bool]:
         """Bring rows, starts and what else changed to the device. Returns the bucket, the host buffers in use and whether
@@ -189,7 +205,7 @@ class DecodeGraphs:
             context=starts_B.int(), tables=tables, slots=slots, logit_rows=self._logit_rows[:size], starts=self._host_starts,
             lengths=[1] * size)
         self.backend.plan(batch)
-        hidden_BE = self.model.forward(batch, self.caches, self.backend)
+        hidden_BE = self.model.forward(batch, self.caches, self.backend, None if self._tapped is None else self._tapped.by_layer)
         if not draws:
             self._hidden[:size].copy_(hidden_BE)
             return
@@ -212,13 +228,15 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture_next(self) -> bool:
         """Capture one more bucket, smallest first, while nothing is in flight. False: none is left."""
-        size = next((size for size in self.buckets if (size, True, False) not in self._ready), None)
-        if size is None or self._capture is None:
+        drafted = ((size, True) for size in self.buckets if self._drafts and 1 < size <= self.most_drafted)
+        key = next((key for key in [*((size, False) for size in self._plain), *drafted] if not self.replays(*key)), None)
+        if key is None or self._capture is None:
             return False
-        self._inbox[:size], self._inbox[size:2 * size] = self.rows.padding, 0
+        size, drafts = key
+        self._inbox[:size], self._inbox[size:2 * size], self._inbox[2 * size:3 * size] = self.rows.padding, 0, -1
         self._host_starts = [0] * size
-        self._compute(size, True, False)
-        return self._try_capture(size, True, False)
+        self._compute(size, True, drafts)
+        return self._try_capture(size, True, drafts)
 
     def _try_capture(self, size: int, draws: bool, drafted: bool) -> bool:
         """Capture a bucket. Where that fails, this process does without graphs from then on: they are never needed."""
@@ -253,7 +271,7 @@ class DecodeGraphs:
         self._compute(size, True, False)
         torch.cuda.synchronize(self._device)
         step = (torch.cuda.max_memory_allocated(self._device) - held) * 5 // 4
-        return step, step + GRAPH_BYTES * len(self.buckets)
+        return step, step + GRAPH_BYTES * len(self.buckets) * (1 + self._drafts)
 
 
 class _Stage:

@@ -225,6 +225,11 @@ class PageManager:
                 tail = tail.parent
             self._tail(child, shared, tail)
 
+    def forget_prefixes(self) -> None:
+        """Weights have changed: what is indexed so far is found no more."""
+        if self.index is not None:
+            self.index.root = self.index.digest(self.index.root)
+
     # ------------------------------------------------------------------------------------------------ slots and pages
 
     def grow(self, seq: Sequence, num_tokens: int, copies: list[PageCopy]) -> bool:

@@ -19,6 +19,7 @@ from kvasir.engine.decode_tapes import DecodeTapes
 from kvasir.engine.device_rows import DeviceRows
 from kvasir.engine.graphs import Capture, DecodeGraphs
 from kvasir.engine.sizing import pages_for
+from kvasir.engine.taps import TappedHandle, Taps
 from kvasir.kv.pool import KVPool
 from kvasir.models.decoder import Decoder
 from kvasir.types import Plan, Sequence, Span, SpanResult
@@ -46,11 +47,21 @@ class Runner:
         self.rows = DeviceRows(sampler.max_seqs, pages_for(max_model_len, pool.page_slots), len(pool.groups), device)
         self.first_row = torch.zeros(1, dtype=torch.int64, device=device)
         self.graphs: DecodeGraphs | None = None
+        self.taps: Taps | None = None
         self.tapes = DecodeTapes(model, pool, backend) if DecodeTapes.can_serve(model, pool, backend) else None
 
-    def use_graphs(self, capture: Capture) -> None:
-        """From now on, run steps that only decode over static buffers, captured and replayed by ``capture``."""
-        self.graphs = DecodeGraphs(self.model, self.caches, self.backend, self.sampler, self.rows, capture)
+    def use_graphs(self, capture: Capture, max_drafts: int = 0) -> None:
+        """From now on, run steps that only decode over static buffers, captured and replayed by ``capture``; with up to
+        ``max_drafts`` drafts a sequence."""
+        self.graphs = DecodeGraphs(self.model, self.caches, self.backend, self.sampler, self.rows, capture, max_drafts)
+
+    def use_taps(self, layers: tuple[int, ...]) -> None:
+        """From now on, hand out the outputs of these layers with every span's result. Before any step is captured or recorded."""
+        self.taps = Taps(layers, self.model)
+        if self.graphs is not None:
+            self.graphs.use_taps(self.taps)
+        if self.tapes is not None:
+            self.tapes.use_taps(self.taps)
 
     def open(self, seq: Sequence) -> None:
         """Set up row ``seq.row`` for a sequence that starts or starts again."""
@@ -70,15 +81,20 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Handle:
         """Run a plan whose page copies were made already. Does not wait for the device."""
-        spans, graphs = plan.spans, self.graphs
+        handle, hidden_TLE = self._launch(plan.spans)
+        return handle if hidden_TLE is None else TappedHandle(handle, plan.spans, hidden_TLE)
+
+    def _launch(self, spans: list[Span]) -> tuple[Handle, torch.Tensor | None]:
+        """The handle, and what was tapped [T, layers, E]."""
+        graphs, taps = self.graphs, self.taps
         if graphs is not None and graphs.takes(spans):
-            if self.sampler.simple(spans):
-                return graphs.decode(spans)
+            if self.sampler.simple(spans) and not self.sampler.num_top:
+                return graphs.decode(spans), graphs.hidden(spans)
             hidden_SE = graphs.forward(spans)
-            return self._sample(spans, lambda a, b: self.model.logits(hidden_SE[a:b]))
+            return self._sample(spans, lambda a, b: self.model.logits(hidden_SE[a:b])), graphs.hidden(spans)
         taped_SV = None if self.tapes is None else self.tapes.logits(spans)
         if taped_SV is not None:
-            return self._sample(spans, taped_SV)
+            return self._sample(spans, taped_SV), self.tapes.hidden(len(spans))
         batch = self.packer.pack(spans)
         if batch.borrowed is not None:
             at, rows = batch.borrowed
@@ -86,9 +102,11 @@ class Runner:
         self.backend.plan(batch)
         count, total = batch.logit_rows.shape[0], batch.input_ids.shape[0]
         wanted_M = None if count == total else batch.logit_rows if count else self.first_row  # of a step that wants none, any
-        hidden_ME = self.model.forward(batch, self.caches, self.backend, wanted_M=wanted_M)
+        tapped = None if taps is None else taps.memory(total)
+        hidden_ME = self.model.forward(batch, self.caches, self.backend, None if tapped is None else tapped.by_layer, wanted_M=wanted_M)
         # The sampler asks for logits slice by slice, so that a long scored prompt never needs [T, V] at once.
-        return self._sample(spans, lambda a, b: self.model.logits(hidden_ME[a:b]))
+        handle = self._sample(spans, lambda a, b: self.model.logits(hidden_ME[a:b]))
+        return handle, None if tapped is None else tapped.hidden_TLE
 
     def _sample(self, spans: list[Span], logits: torch.Tensor | Callable[[int, int], torch.Tensor]) -> SampleOutput:
         """Draw from the rows whose logits are wanted, and leave the tokens where the next step looks for them."""

@@ -17,6 +17,7 @@ import torch
 from kvasir.config import EngineConfig
 from kvasir.engine.build import Built, build
 from kvasir.engine.device_rows import UNKNOWN
+from kvasir.engine.early_exit import EarlyExit
 from kvasir.engine.pages import PageManager
 from kvasir.engine.sizing import pages_for
 from kvasir.engine.spans import next_span
@@ -31,6 +32,16 @@ class EngineHost:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._models: list[SecondModel] = []
+        self._exits: list[EarlyExit] = []
+
+    def exit_model(self, exits: tuple[int, ...]) -> EarlyExit:
+        self._exits.append(EarlyExit(exits))
+        return self._exits[-1]
+
+    def bind(self, built: Built, pages: PageManager) -> None:
+        """The served model is there, and so are its pages."""
+        for model in self._exits:
+            model.bind(built, pages)
 
     def chain_model(self, model: str, kv_tokens: int) -> SecondModel:
         config = self._config

@@ -73,3 +73,11 @@ class Stream:
         else:
             self.h_TE = (x if post is None else post(x)).add_(self.h_TE)
         return self.h_TE
+
+    def peek(self, out: torch.Tensor) -> None:
+        """Write the same into ``out`` [T, E] and leave the stream as it is: who looks on changes no bit of it."""
+        x, post = self._x_TE, self._post
+        if x is None:
+            out.copy_(self.h_TE)
+        else:
+            torch.add(x if post is None else post(x), self.h_TE, out=out)

@@ -87,9 +87,7 @@ class Decoder:
         least one, whose hidden states [M, E] are wanted: of the others, the last layer computes keys, values and attention
         only, a fiftieth of a long prompt's time for 32 layers.
         """
-        h_TE = F.embedding(batch.input_ids, self.embed_VE)
-        if self.embed_scale != 1.0:
-            h_TE *= self.embed_scale
+        h_TE = self.embed(batch.input_ids)
         angles = [Angles(table, batch.positions) for table in self.ropes]
         stream = Stream(h_TE)
         last = len(self.blocks) - 1
@@ -97,13 +95,24 @@ class Decoder:
         for i, block in enumerate(self.blocks):
             block.forward(stream, angles[self.rope_of[i]], caches[i], backend, batch, early if i == last else None)
             if taps is not None and i in taps:
-                taps[i][:len(h_TE)].copy_(stream.value())
+                stream.peek(taps[i][:len(h_TE)])
         return stream.value() if wanted_M is None or early is not None else stream.value().index_select(0, wanted_M)
 
     def logits(self, hidden_ME: torch.Tensor) -> torch.Tensor:
         """Logits [M, V] of hidden states as ``forward`` returns them: in the model's dtype, or fp32 where they are scaled or
         capped. (A sampler that wants fp32 converts as it reads: the values are the same.)"""
-        logits_MV = self._head(hidden_ME)
+        return self._scaled(self._head(hidden_ME))
+
+    def read_out(self, normed: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] of states [..., E] that a norm has left: how a drafter's own states are read."""
+        return self._scaled(F.linear(normed, self.head_VE))
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """What the first layer reads: [..., E]."""
+        embedded = F.embedding(ids, self.embed_VE)
+        return embedded if self.embed_scale == 1.0 else embedded * self.embed_scale
+
+    def _scaled(self, logits_MV: torch.Tensor) -> torch.Tensor:
         if self.spec.logit_scale == 1.0 and self.spec.logit_softcap is None:
             return logits_MV
         logits_MV = logits_MV.float()

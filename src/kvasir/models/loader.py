@@ -58,6 +58,13 @@ def start_loading(path: Path, config: dict[str, Any], *, device: torch.device | 
     return decoder, filling.start([(tensor, slots[slot]) for tensor, slot in placed if slot in slots], checks)
 
 
+def load_again(decoder: Decoder, path: Path) -> None:
+    """Other weights of the same model into the same tensors. Raises ConfigError naming file and tensor."""
+    slots = decoder.slots()
+    Filling(decoder.place.device).start([(tensor, slots[slot]) for tensor, slot in assign(read_headers(path), decoder.spec) if slot in slots],
+                                        []).wait()
+
+
 # ----------------------------------------------------------------------------------------------------------- headers
 
 

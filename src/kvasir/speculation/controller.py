@@ -3,18 +3,23 @@
     goodput(N) = (sequences + expected accepted tokens of the best N nodes) / time of a step of sequences + N rows
 
 What a node is worth is its *survival*, the product of its ancestors' hazards and its own; a hazard is the chance of a node to
-be right when its parent was. It is learnt by depth and by the drafter's own estimate, which is the prior. Step times come
-from the engine's model, which learns them while serving, plain steps and drafted ones apart: so the drafting itself, and the overlap and the CUDA
-graphs that a drafted step does without, are part of the price.
+be right when its parent was. It is learnt by drafter, by depth and by the drafter's own estimate, which is the prior. Step
+times come from the engine, which measures them while serving, plain steps and drafted ones apart: so the drafting itself, and
+the overlap that a drafted step does without, are part of the price.
 
-Zero is an answer: then no drafter runs and the engine does what it does without one. It is asked again after a pause that
-doubles with every trial that did not pay. Any rule is lossless here, since the verifying draw does not look at the draft.
+Zero is an answer: then no drafter runs and the engine does what it does without one. Whether drafts would pay by now is asked
+again in *trials* of a few steps and sequences, after pauses that double with every trial that did not pay. Trials and
+errors are paid from an account: plain steps add one per cent of their time, drafted steps what they gained or lost against
+plain ones. Where it is empty nothing is drafted, so whatever the estimates say, drafting cannot cost more than that per
+cent and the credit at the start. Any rule is lossless here, since the verifying draw does not look at the draft.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
 from kvasir.speculation.tree import DraftTree
@@ -22,57 +27,58 @@ from kvasir.speculation.tree import DraftTree
 EST_EDGES = (0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)  # of the bins of the drafter's estimate
 DEPTHS = 8  # bins of depth; the last one is for all that are deeper
 PRIOR_WEIGHT = 4.0  # observations that the drafter's own estimate counts for
-FORGETTING = 0.99  # of a bin's evidence, an observation
-DECAY = 0.9  # of the running means of drafted steps
+FORGETTING = 0.997  # of a bin's evidence, an observation
 MIN_GAIN = 1.02  # below this drafting is not worth it
-TRIAL_STEPS = 4  # drafted steps in a trial
+TRIAL_STEPS, MAX_TRIAL = 4, 16  # drafted steps in a trial that could be measured, and at most
 TRIAL_NODES = 4  # a sequence, whatever they are believed to be worth: else what is believed bad is never seen again
+TRIAL_SEQS = 8  # of those that decode: enough to learn from, and cheap in a large batch
 MIN_PAUSE, MAX_PAUSE = 16, 1024  # plain steps between trials
+ALLOWANCE = 0.01  # of the time of plain steps goes into the account
+CREDIT_STEPS = 16  # plain steps' time in the account at the start, and at most
+OUTLIER = 4.0  # times its prediction: more of a step is not charged, it was something else
+REFRESH, REFRESH_STEPS = 512, 4  # after so many drafted steps in a row, plain ones to see what those cost by now
+RECENT = 32  # proposals that show what the next ones will be like
 
 # (sequences that decode, their context tokens, draft rows, drafted step or plain) -> seconds
 StepSeconds = Callable[[int, int, int, bool], float]
 
 
 class Survival:
-    """Hazards by depth and by the drafter's estimate: [right, tried] with forgetting."""
+    """Hazards by drafter, depth and the drafter's estimate: [right, tried] with forgetting. The prior of a depth is what was
+    learnt of the depth before it, that of the first is the estimate: so a little tells much, and depths that were never
+    verified are not believed to be what the drafter says."""
 
     def __init__(self) -> None:
-        self._bins: dict[tuple[int, int], list[float]] = {}
+        self._bins: dict[tuple[str, int, int], list[float]] = {}
+        self._known: dict[tuple[str, int, float], float] = {}
 
-    def hazard(self, depth: int, est: float) -> float:
-        right, tried = self._bins.get(_bin(depth, est), (0.0, 0.0))
-        return min(1.0, (right + PRIOR_WEIGHT * est) / (tried + PRIOR_WEIGHT))
+    def hazard(self, source: str, depth: int, est: float) -> float:
+        known = self._known.get((source, depth, est))
+        if known is None:
+            known = est
+            for above in range(min(depth, DEPTHS - 1) + 1):
+                right, tried = self._bins.get(_bin(source, above, est), (0.0, 0.0))
+                known = min(1.0, (right + PRIOR_WEIGHT * known) / (tried + PRIOR_WEIGHT))
+            self._known[source, depth, est] = known
+        return known
 
-    def observe(self, depth: int, est: float, right: bool) -> None:
-        entry = self._bins.setdefault(_bin(depth, est), [0.0, 0.0])
+    def observe(self, source: str, depth: int, est: float, right: bool) -> None:
+        entry = self._bins.setdefault(_bin(source, depth, est), [0.0, 0.0])
         entry[0] = FORGETTING * entry[0] + right
         entry[1] = FORGETTING * entry[1] + 1.0
+        self._known.clear()
 
     def of(self, tree: DraftTree) -> list[float]:
         """By node: the chance that it is reached and right."""
         survival: list[float] = []
+        source = tree.source
         for parent, depth, est in zip(tree.parents, tree.depths, tree.est):
-            survival.append(self.hazard(depth, est) * (survival[parent] if parent >= 0 else 1.0))
+            survival.append(self.hazard(source, depth, est) * (survival[parent] if parent >= 0 else 1.0))
         return survival
 
 
-def _bin(depth: int, est: float) -> tuple[int, int]:
-    return min(depth, DEPTHS - 1), bisect_left(EST_EDGES, est)
-
-
-@dataclass(slots=True)
-class Means:
-    """Running means of drafted steps, a sequence: accepted tokens and slots."""
-
-    accepted: float = 0.0
-    slots: float = 0.0
-    known: bool = False
-
-    def add(self, accepted: float, slots: float) -> None:
-        keep = DECAY if self.known else 0.0
-        self.accepted = keep * self.accepted + (1 - keep) * accepted
-        self.slots = keep * self.slots + (1 - keep) * slots
-        self.known = True
+def _bin(source: str, depth: int, est: float) -> tuple[str, int, int]:
+    return source, min(depth, DEPTHS - 1), bisect_left(EST_EDGES, est)
 
 
 @dataclass(slots=True)
@@ -85,6 +91,7 @@ class DraftStats:
     emitted: int = 0  # tokens of sequences with a draft, the model's own included
     verified: int = 0  # sequences times steps in which they had a draft
     by_depth: list[list[int]] = field(default_factory=list)
+    by_source: dict[str, list[int]] = field(default_factory=dict)  # [drafted, accepted] by drafter
 
 
 class Controller:
@@ -95,59 +102,94 @@ class Controller:
         self._fixed = fixed
         self.survival = Survival()
         self.stats = DraftStats()
-        self._means: dict[int, Means] = {}  # by the bits of the number of sequences
-        self._trial = 0  # steps left of the trial that runs
+        self._recent: deque[DraftTree] = deque(maxlen=RECENT)  # proposals, whole
+        self._credit: float | None = None  # seconds; None: not opened yet
+        self._trial = self._trial_left = 0  # steps left of the trial that runs: to be measured, and in all
         self._pause = MIN_PAUSE
-        self._rest = 0 if fixed else MIN_PAUSE  # plain steps until the next trial; the first ones show what a plain step costs
-        self._accepted = self._slots = 0  # of the step being observed
+        self._rest = 0 if fixed else MIN_PAUSE  # plain steps until drafts are thought of; the first ones show what a plain step costs
+        self._due = True  # a trial, when the rest is over
+        self._in_a_row = 0  # drafted steps
+        self._accepted = 0  # of the step being observed
 
     # ---------------------------------------------------------------------------------------------------------- decide
+
+    @property
+    def trying(self) -> bool:
+        """Whether the step that is being planned belongs to a trial: it drafts for ``TRIAL_SEQS`` sequences only."""
+        return self._trial > 0
 
     def resting(self) -> bool:
         """Once a step: whether drafting is out of the question in this one."""
         if self._rest:
             self._rest -= 1
-            if not self._rest:
-                self._trial = TRIAL_STEPS
             return True
         return False
+
+    @property
+    def rest_left(self) -> int:
+        """Plain steps until drafting is tried again; 0: it is not resting."""
+        return self._rest
 
     def wanted(self, num_seqs: int, context: int) -> bool:
         """Whether to draft in the next step, for ``num_seqs`` decodes with ``context`` tokens before them in all."""
         if not num_seqs:
             return False
-        if self._fixed:
+        if self._fixed or self._trial:
             return True
-        if self._trial:
-            self._trial -= 1
-            return True
-        if self._gain(num_seqs, context) >= MIN_GAIN:
-            self._pause = MIN_PAUSE
-            return True
-        self._rest, self._pause = self._pause, min(2 * self._pause, MAX_PAUSE)
+        plain = self._seconds(num_seqs, context, 0, False)
+        self._credit = CREDIT_STEPS * plain if self._credit is None else min(self._credit, CREDIT_STEPS * plain)
+        if self._credit >= 0 and self._gain(num_seqs, context, plain) >= MIN_GAIN:
+            self._pause, self._due = MIN_PAUSE, False
+            if self._in_a_row < REFRESH:
+                return True
+            self._in_a_row, self._rest = 0, REFRESH_STEPS - 1
+            return False
+        if self._due:
+            self._due = False
+            price = self._seconds(num_seqs, context, TRIAL_NODES * min(num_seqs, TRIAL_SEQS), True) - plain
+            self._trial = min(TRIAL_STEPS, int(self._credit / max(price, ALLOWANCE * plain)))
+            self._trial_left = MAX_TRIAL
+            if self._trial > 0:
+                return True
+            self._trial = 0
+        self._rest, self._pause, self._due, self._in_a_row = self._pause, min(2 * self._pause, MAX_PAUSE), True, 0
         return False
 
-    def _gain(self, num_seqs: int, context: int) -> float:
-        """Tokens a second with drafts over those without, by what drafted steps of about as many sequences gave."""
-        means = self._means.get(num_seqs.bit_length())
-        if means is None:
-            return MIN_GAIN
-        if means.accepted < MIN_GAIN - 1.0:
+    def _gain(self, num_seqs: int, context: int, plain: float) -> float:
+        """Tokens a second with drafts over those without, if the next proposals are like the recent ones: at the best number
+        of nodes a sequence."""
+        if not self._recent:
             return 0.0
-        drafted = self._seconds(num_seqs, context, round(means.slots * num_seqs), True)
-        return (1.0 + means.accepted) * self._seconds(num_seqs, context, 0, False) / drafted
+        worth = [sorted(self.survival.of(tree), reverse=True) for tree in self._recent]
+        best, tokens, slots = 0.0, 1.0, 0.0
+        for rank in range(max(map(len, worth))):
+            added = [survivals[rank] for survivals in worth if rank < len(survivals)]
+            tokens, slots = tokens + sum(added) / len(worth), slots + len(added) / len(worth)
+            if rank < 8 or rank % 8 == 7:
+                best = max(best, tokens * plain / self._seconds(num_seqs, context, round(slots * num_seqs), True))
+        return best
 
-    def allocate(self, trees: list[DraftTree], context: int, budget: int) -> list[DraftTree]:
-        """Cut the trees of all sequences that decode to the slots that give the most tokens a second, ``budget`` at most."""
+    def allocate(self, trees: list[DraftTree], context: int, budget: int, num_seqs: int | None = None, weights: Many[float] | None = None
+                 ) -> list[DraftTree]:
+        """Cut the trees to the slots that give the most tokens a second, ``budget`` at most. ``num_seqs``: sequences that
+        decode in the step, if more than have a tree; ``weights``: what a token of each is worth (default: 1)."""
         if self._fixed or self._trial:
-            most = max(1, budget // max(1, len(trees))) if self._fixed else min(TRIAL_NODES, budget // max(1, len(trees)))
+            self._recent.extend(trees[:RECENT])
+            share = budget // max(1, len(trees))
+            # In trials, few and many nodes in turns: two sizes of step show what a row costs.
+            most = max(1, share) if self._fixed else min(1 if self._trial % 2 else TRIAL_NODES, share)
             return [tree if len(tree) <= most else tree.keep(range(most)) for tree in trees]
-        ranked = [(-s, i, node) for i, tree in enumerate(trees) for node, s in enumerate(self.survival.of(tree))]
-        ranked.sort()  # stable in the node: a parent is never worth less than its child, and stands first where they tie
-        count = len(trees)
+        self._recent.extend(trees[::-(-len(trees) // RECENT)] if trees else ())
+        worth = [1.0] * len(trees) if weights is None else weights
+        ranked = [(-s * w, i, node) for i, (tree, w) in enumerate(zip(trees, worth)) for node, s in enumerate(self.survival.of(tree))]
+        ranked.sort()  # a parent is never worth less than its child, and stands first where they tie
+        count = len(trees) if num_seqs is None else num_seqs
+        last = min(len(ranked), budget)
         best, best_goodput, expected = 0, count / self._seconds(count, context, 0, True), float(count)
-        for n, (survival, _, _) in enumerate(ranked[:budget], 1):
+        for n, (survival, _, _) in enumerate(ranked[:last], 1):
             expected -= survival
+            if count + n > 16 and (count + n) % 8 and n < last:
+                continue  # padded to the next edge in any case
             goodput = expected / self._seconds(count, context, n, True)
             if goodput > best_goodput:
                 best, best_goodput = n, goodput
@@ -165,7 +207,7 @@ class Controller:
         for node, (parent, depth) in enumerate(zip(tree.parents, tree.depths)):
             if parent not in reached:
                 continue
-            self.survival.observe(depth, tree.est[node], node in right)
+            self.survival.observe(tree.source, depth, tree.est[node], node in right)
             while len(stats.by_depth) <= depth:
                 stats.by_depth.append([0, 0])
             if depth not in tried:
@@ -176,13 +218,26 @@ class Controller:
         stats.accepted += len(path)
         stats.emitted += len(path) + 1
         stats.verified += 1
+        counts = stats.by_source.setdefault(tree.source, [0, 0])
+        counts[0] += len(tree)
+        counts[1] += len(path)
         self._accepted += len(path)
-        self._slots += len(tree)
 
-    def end_step(self, num_seqs: int) -> None:
-        """A drafted step of ``num_seqs`` decodes was committed."""
+    def end_step(self, num_seqs: int, context: int, num_drafts: int, seconds: float | None) -> None:
+        """A drafted step of ``num_seqs`` decodes was committed; ``seconds``: what it took, if that tells anything."""
         self.stats.steps += 1
-        if num_seqs:
-            means = self._means.setdefault(num_seqs.bit_length(), Means())
-            means.add(self._accepted / num_seqs, self._slots / num_seqs)
-        self._accepted = self._slots = 0
+        self._in_a_row += 1
+        accepted, self._accepted = self._accepted, 0
+        if self._trial:
+            self._trial_left -= 1
+            self._trial = 0 if not self._trial_left else self._trial - (seconds is not None)
+        if seconds is None or not num_seqs or self._credit is None:
+            return
+        plain = self._seconds(num_seqs, context, 0, False)
+        took = min(seconds, OUTLIER * self._seconds(num_seqs, context, num_drafts, True))
+        self._credit += (1.0 + accepted / num_seqs) * plain - took
+
+    def rested(self, seconds: float, excess: float = 0.0) -> None:
+        """A plain step took ``seconds``; ``excess`` of them because the step before it was drafted."""
+        if self._credit is not None:
+            self._credit += ALLOWANCE * seconds - excess

@@ -7,7 +7,7 @@ forward yields. A drafter sees sequences and knows nothing of plans; the engine 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
@@ -17,6 +17,7 @@ from kvasir.technique import Technique
 from kvasir.types import Sequence
 
 DRAFTERS = "kvasir.speculation.drafters"
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
 Place = Literal["cpu", "same_device", "other_device"]
 
 
@@ -42,42 +43,90 @@ class ChainModel(Protocol):
         """Copy weights into place, by parameter name."""
 
 
+class ExitModel(Protocol):
+    """The served model up to an early layer, with its weights and pages. ``exits``: after which layers; ``head_layers``: what the
+    head costs, in layers."""
+
+    exits: tuple[int, ...]
+    num_layers: int
+    head_layers: float
+
+    def draw(self, asks: list[Ask], num_layers: int) -> list[list[int]]:
+        """As ``ChainModel.draw``, by the first ``num_layers`` layers."""
+
+    def close(self, seq: Sequence) -> None: ...
+
+
 class Host(Protocol):
     """What the engine offers a drafter when it starts, before the served model takes its memory."""
+
+    def exit_model(self, exits: tuple[int, ...]) -> ExitModel:
+        """Usable, and its numbers known, once the served model is there: which then raises ConfigError for a layer that it does
+        not have. No ``exits``: after a quarter, a half and three quarters of its layers."""
 
     def chain_model(self, model: str, kv_tokens: int) -> ChainModel:
         """``model``: checkpoint folder or hub id; ``kv_tokens``: tokens its pages hold. Raises ConfigError when its vocabulary
         is not the served model's."""
 
 
+class ServedModel(Protocol):
+    """What a drafter that lives on the model it drafts for may use of it (`kvasir.models.decoder.Decoder`)."""
+
+    spec: Any
+    place: Any
+    norm: Any
+
+    def embed(self, ids: Any) -> Any:
+        """[..., E]: what the first layer reads for these tokens."""
+
+    def read_out(self, normed: Any) -> Any:
+        """Logits [..., V] of normed states [..., E]."""
+
+
 class Drafter(Technique):
-    """``hidden_layers``: layers of the served model whose outputs it reads; they are handed to ``ingest`` and ``observe``
-    (none of the present drafters asks for any). ``place``: where it runs; one on the CPU needs no word of what it missed while
+    """``hidden_layers``: layers of the served model whose outputs it reads, known after ``attach``; they are handed to ``ingest``
+    and ``observe``, as [rows, layers, E] on the model's device. ``top_tokens``: how many of the likeliest tokens of each verified
+    row are handed to ``recycle``. ``place``: where it runs; one on the CPU needs no word of what it missed while
     drafting was off, for it reads the sequence's tokens when asked.
     """
 
     exact = True
     affects_kv = False
-    hidden_layers: ClassVar[tuple[int, ...]] = ()
+    hidden_layers: tuple[int, ...] = ()
+    top_tokens: ClassVar[int] = 0
     place: ClassVar[Place] = "cpu"
     topology: ClassVar[Literal["chain", "tree"]] = "chain"
     version = 0  # of the weights
 
+    @property
+    def names(self) -> list[str]:
+        """Of the drafters that a request may choose from."""
+        return [self.name]
+
     def prepare(self, host: Host) -> None:
         """Once, before the first request."""
 
+    def attach(self, model: ServedModel, capture: Capture | None = None) -> None:
+        """Once, when the served model is there. ``capture``: makes a replay of work on static buffers, where there are CUDA graphs.
+        Raises ConfigError when the model cannot be drafted for."""
+
     def open(self, seq: Sequence) -> None:
-        """A sequence is about to be drafted for, for the first time."""
+        """A sequence is about to be drafted for, or its hidden states handed over, for the first time."""
 
     def ingest(self, seq: Sequence, hidden: Any, start: int) -> None:
-        """The outputs of ``hidden_layers`` for committed rows from position ``start``."""
+        """The outputs of ``hidden_layers`` for committed rows from position ``start``. Rows may be missing: those of a prefix that was
+        in the cache, and of steps at which drafting was off. After a preemption they come again."""
 
     def propose(self, asks: list[Ask]) -> list[DraftTree]:
         """One tree for each, maybe empty. Continues ``seq.tokens``; changes nothing of the sequence."""
         raise NotImplementedError
 
     def observe(self, seq: Sequence, tree: DraftTree, path: list[int], hidden: Any = None) -> None:
-        """``tree`` was verified and the nodes of ``path`` were right; ``seq.tokens`` holds them and one more."""
+        """``tree`` was verified and the nodes of ``path`` were right; ``seq.tokens`` holds them and one more. ``hidden``: of the rows
+        committed with it, the last of which is ``seq.num_computed`` - 1."""
+
+    def recycle(self, seq: Sequence, tokens: list[int], top: list[list[int]]) -> None:
+        """A verified step's rows: the token of each, right or not, and the ``top_tokens`` likeliest after it, best first."""
 
     def close(self, seq: Sequence) -> None:
         """The sequence has ended; its tokens are final."""

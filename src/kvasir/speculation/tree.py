@@ -20,6 +20,7 @@ class DraftTree:
     parents: list[int] = field(default_factory=list)
     est: list[float] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
+    source: str = ""  # the drafter, where there are several
     _places: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -34,7 +35,7 @@ class DraftTree:
 
     @property
     def is_chain(self) -> bool:
-        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+        return self.parents == list(range(-1, len(self.parents) - 1))
 
     def add(self, parent: int, token: int, est: float) -> int:
         """The node of ``token`` below ``parent``: a new one, or the one that is there, which gets the larger estimate."""
@@ -52,10 +53,15 @@ class DraftTree:
         """The tree of these nodes, which hold the parents of each, with the most likely path first.
 
         That path then lies in the slots behind the anchor's, where committing it copies nothing."""
+        if self.is_chain:  # its leading part
+            count = len(nodes)
+            assert not count or max(nodes) == count - 1, "a node is kept whose parent is not"
+            tokens, parents = self.tokens[:count], self.parents[:count]
+            return DraftTree(tokens, parents, self.est[:count], self.depths[:count], self.source, dict(zip(zip(parents, tokens), range(count))))
         children: dict[int, list[int]] = {}
         for node in sorted(nodes, key=lambda i: -self.est[i]):
             children.setdefault(self.parents[node], []).append(node)
-        tree, places = DraftTree(), {-1: -1}
+        tree, places = DraftTree(source=self.source), {-1: -1}
         stack = children.get(-1, [])[::-1]
         while stack:
             node = stack.pop()
@@ -63,6 +69,14 @@ class DraftTree:
             stack += children.get(node, [])[::-1]
         assert len(tree) == len(nodes), "a node is kept whose parent is not"
         return tree
+
+    def trunk(self) -> DraftTree:
+        """The chain of the first child, its first child, and so on: of a kept tree, the most likely path."""
+        chosen: list[int] = []
+        for node, parent in enumerate(self.parents):
+            if parent == (chosen[-1] if chosen else -1):
+                chosen.append(node)
+        return self if len(chosen) == len(self) else self.keep(chosen)
 
     def path(self, emitted: list[int]) -> list[int]:
         """The nodes that ``emitted``, the tokens after the anchor, runs through."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvasir.speculation.drafter import Ask, Drafter
 from kvasir.speculation.tree import DraftTree
+from kvasir.types import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +30,12 @@ class Replay(Drafter):
         super().load(weights, version)
         self._outputs = dict(weights)
 
+    def open(self, seq: Sequence) -> None:
+        # Once a sequence, so that a token that was spoiled is spoiled whenever it is proposed, and that proposing costs nothing.
+        rng = random.Random(f"{self.config.seed} {seq.request.prompt_ids} {seq.branch}")
+        output = self._outputs.get(tuple(seq.request.prompt_ids), [])
+        seq.state["replay"] = [token if rng.random() < self.config.accept else token ^ 1 for token in output]
+
     def propose(self, asks: list[Ask]) -> list[DraftTree]:
-        trees = []
-        for ask in asks:
-            seq, accept = ask.seq, self.config.accept
-            output = self._outputs.get(tuple(seq.request.prompt_ids), [])
-            done = seq.num_output
-            tokens = []
-            for place, token in enumerate(output[done:done + min(ask.max_nodes, ask.max_depth)], done):
-                # By place, so that a token that was spoiled once is spoiled whenever it is proposed.
-                right = random.Random(hash((self.config.seed, len(seq.request.prompt_ids), seq.request.prompt_ids[-1], place))).random() < accept
-                tokens.append(token if right else token ^ 1)
-            trees.append(DraftTree.chain(tokens, accept))
-        return trees
+        return [DraftTree.chain(ask.seq.state["replay"][ask.seq.num_output:][:min(ask.max_nodes, ask.max_depth)], self.config.accept)
+                for ask in asks]

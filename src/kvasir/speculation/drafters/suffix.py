@@ -21,6 +21,7 @@ from kvasir.types import Sequence
 PROMPT_TOKENS = 4096  # of a prompt, from its end, that are read in
 CONTEXT_TOKENS = 32  # read again by a sequence that lives on into a new generation
 MAX_COUNTED = 64  # suffixes of a place whose counts are kept up: the longest ones
+FLOOR = 0.03  # of the chance that a node is reached and right: below, it is not worth the time to look at
 STATE_BYTES = 420  # of an automaton, a state: by measurement
 
 
@@ -179,12 +180,17 @@ class Suffix(Drafter):
         def push(parent: int, state: int, matched: int, survival: float) -> None:
             if matched < self.config.min_match:
                 return
-            below = automaton.nexts[state]
-            total = sum(counts[s] for s in below.values())
-            trust = matched / (matched + 1) / total
+            below, trust = automaton.nexts[state], matched / (matched + 1)
+            if len(below) == 1:  # nearly always
+                (token, target), = below.items()
+                if survival * trust >= FLOOR:
+                    heapq.heappush(heap, (-survival * trust, len(heap), trust, parent, token, target))
+                return
+            trust /= sum([counts[s] for s in below.values()])
             for token, target in heapq.nlargest(4, below.items(), key=lambda item: counts[item[1]]):
                 est = counts[target] * trust
-                heapq.heappush(heap, (-survival * est, len(heap), est, parent, token, target))
+                if survival * est >= FLOOR:
+                    heapq.heappush(heap, (-survival * est, len(heap), est, parent, token, target))
 
         push(-1, state, length, 1.0)
         while heap and len(tree) < ask.max_nodes:
@@ -193,4 +199,4 @@ class Suffix(Drafter):
             depth = tree.depths[node] + 1
             if depth < ask.max_depth:
                 push(node, *automaton.alive(state, length + depth), -survival)
-        return tree.keep(range(len(tree)))
+        return tree if tree.is_chain else tree.keep(range(len(tree)))

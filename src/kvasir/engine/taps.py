@@ -1,0 +1,64 @@
+"""Hidden states for drafters: the outputs of chosen layers, for every row of a step, beside its results.
+
+The decoder writes them where a `Taps` says: into fresh memory in a step that is launched kernel by kernel, into a static buffer where
+the step is a CUDA graph or a CPU tape, from which the rows in use are copied once the step is launched. Without a drafter that
+asks there is no `Taps`, and nothing of this runs.
+
+Legend: T rows, L tapped layers, E model dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvasir.models.decoder import Decoder
+from kvasir.types import Span, SpanResult
+
+if TYPE_CHECKING:
+    from kvasir.engine.runner import Handle
+
+
+@dataclass(frozen=True, slots=True)
+class Tapped:
+    """``hidden_TLE`` and, by layer, the views of it that the decoder fills."""
+
+    hidden_TLE: torch.Tensor
+    by_layer: dict[int, torch.Tensor]
+
+
+class Taps:
+    """``on``: whether what steps over static buffers write is wanted. Steps launched kernel by kernel hand theirs out always: in them
+    are the prompts, which no later step shows again."""
+
+    def __init__(self, layers: tuple[int, ...], model: Decoder) -> None:
+        assert layers and all(0 <= i < len(model.spec.layers) for i in layers), layers
+        self.layers = layers
+        self.on = True
+        self._size, self._place = model.spec.hidden_size, model.place
+
+    def memory(self, num_rows: int) -> Tapped:
+        hidden_TLE = torch.empty(num_rows, len(self.layers), self._size, device=self._place.device, dtype=self._place.dtype)
+        return Tapped(hidden_TLE, {layer: hidden_TLE[:, i] for i, layer in enumerate(self.layers)})
+
+    def taken(self, buffer: Tapped, num_rows: int) -> torch.Tensor | None:
+        """A copy of the first rows of a static buffer, which the next step overwrites."""
+        return buffer.hidden_TLE[:num_rows].clone() if self.on else None
+
+
+class TappedHandle:
+    """A launched step whose results bring their spans' hidden states along."""
+
+    __slots__ = ("_handle", "_hidden_TLE", "_spans")
+
+    def __init__(self, handle: Handle, spans: list[Span], hidden_TLE: torch.Tensor) -> None:
+        self._handle, self._spans, self._hidden_TLE = handle, spans, hidden_TLE
+
+    def read(self) -> list[SpanResult]:
+        results, first = self._handle.read(), 0
+        for span, result in zip(self._spans, results):
+            result.hidden = self._hidden_TLE[first:first + span.length]
+            first += span.length
+        return results

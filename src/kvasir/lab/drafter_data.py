@@ -1,0 +1,144 @@
+"""What a drafter is trained on: the target's own replies to the lab's problems, sampled once and kept in a file.
+
+On-policy texts matter more than good ones: a drafter has to know what this model writes, mistakes included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load_file, save
+
+from kvasir.errors import ConfigError
+from kvasir.lab import sample
+from kvasir.lab.model import Model
+from kvasir.lab.recipe import FORMED, FORMS, SOLVE
+from kvasir.lab.task import Split, load_task
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+LONGEST_PROMPT = 1024
+TEMPERATURES = (0.0, 0.7, 1.0)  # a third of the replies each: it drafts at all of them
+ARRAYS = ("ids", "bounds", "begins", "tasks")
+PADDED = 64  # lengths of a batch are multiples of this
+
+
+def mixture() -> dict[str, float]:
+    """The base recipe's tasks, and its prompt forms with a fifth of the replies."""
+    forms = {f"{form}/{task}": 0.2 * share / len(FORMED) for form, share in FORMS.items() for task in FORMED}
+    total = sum(SOLVE.values())
+    return {spec: 0.8 * share / total for spec, share in SOLVE.items()} | forms
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Conversations end to end: ids [T] int32; bounds [N+1]; begins [N], how many of its tokens are prompt; tasks [N], places in ``specs``."""
+
+    ids: np.ndarray
+    bounds: np.ndarray
+    begins: np.ndarray
+    tasks: np.ndarray
+    specs: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+    @property
+    def num_replied(self) -> int:
+        return int(self.bounds[-1] - self.begins.sum())
+
+    def text(self, i: int) -> np.ndarray:
+        return self.ids[self.bounds[i]:self.bounds[i + 1]]
+
+
+def sample_texts(model: Model, tokenizer: Tokenizer, mix: dict[str, float], count: int, split: Split, seed: int, max_new: int,
+                 say: Callable[[str], None], temperatures: Sequence[float] = TEMPERATURES) -> Texts:
+    """About ``count`` replies of ``model``, shared among the tasks as ``mix`` says. What is cut off at ``max_new`` has no end mark."""
+    say(f"  sampling about {count} replies of the target ({split})")
+    begin = time.monotonic()
+    end = tokenizer.token_to_id("<|im_end|>")
+    task_of: dict[tuple[int, ...], int] = {}
+    for i, (spec, share) in enumerate(mix.items()):
+        for problem in load_task(spec).problems(split, seed, max(1, round(count * share))):
+            ids = tuple(tokenizer.encode(problem.prompt, add_special_tokens=False).ids)
+            if len(ids) <= min(LONGEST_PROMPT, model.shape.positions - max_new):
+                task_of.setdefault(ids, i)
+    prompts = list(task_of)
+    kept: list[tuple[tuple[int, ...], list[int]]] = []
+
+    def complete(model: Model, prompts: Sequence[Sequence[int]], max_new: int, stop_ids: Sequence[int], **options: Any) -> list[list[int]]:
+        written = sample.complete(model, prompts, max_new, stop_ids, **options)
+        kept.extend((tuple(prompt), reply + [end] * (len(reply) < max_new)) for prompt, reply in zip(prompts, written, strict=True))
+        return written
+
+    for n, temperature in enumerate(temperatures):
+        texts = [tokenizer.decode(list(ids), skip_special_tokens=False) for ids in prompts[n::len(temperatures)]]
+        sample.complete_all(model, tokenizer, texts, max_new, temperature=temperature, seed=seed + n, complete=complete)
+    sizes = [len(prompt) + len(reply) for prompt, reply in kept]
+    found = Texts(np.array([t for pair in kept for part in pair for t in part], np.int32), np.concatenate([[0], np.cumsum(sizes)]),
+                  np.array([len(prompt) for prompt, _ in kept]), np.array([task_of.get(prompt, 0) for prompt, _ in kept]), tuple(mix))
+    say(f"  {len(found)} replies of the target ({split}), {found.num_replied} tokens, {time.monotonic() - begin:.1f} s")
+    return found
+
+
+def save_texts(file: Path, texts: dict[str, Texts], weights: str) -> None:
+    """``weights``: the target's fingerprint. Through a temporary file, so that what stands there is whole."""
+    arrays = {f"{name}.{field}": np.ascontiguousarray(getattr(t, field)) for name, t in texts.items() for field in ARRAYS}
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_bytes(save(arrays, metadata={"weights": weights, "specs": json.dumps({name: t.specs for name, t in texts.items()})}))
+    os.replace(temporary, file)
+
+
+def load_texts(file: Path, weights: str) -> dict[str, Texts]:
+    """Read them back. Raises ConfigError for a broken file, or the replies of another model."""
+    try:
+        arrays = load_file(file)
+        with safe_open(file, "np") as f:
+            told = f.metadata() or {}
+        specs = json.loads(told["specs"])
+        found = {name: Texts(*(arrays[f"{name}.{field}"] for field in ARRAYS), tuple(specs[name])) for name in specs}
+    except (OSError, SafetensorError, KeyError, ValueError) as e:
+        raise ConfigError(f"{file} holds no replies ({e}): delete it, and they are sampled anew") from e
+    if told.get("weights") != weights:
+        raise ConfigError(f"{file} holds the replies of another model: delete it, or name another file with --samples")
+    return found
+
+
+@dataclass(slots=True)
+class Batch:
+    """ids [B, T] int64, padded with 0 on the right; lengths and begins [B]: of the texts and of their prompts."""
+
+    ids: torch.Tensor
+    lengths: torch.Tensor
+    begins: torch.Tensor
+    texts: np.ndarray  # their numbers
+
+
+def batches(texts: Texts, num_tokens: int, seed: int, epoch: int) -> Iterator[Batch]:
+    """Every text once, those of like length together, at most ``num_tokens`` places a batch (and one text at least)."""
+    rng = np.random.default_rng([seed, epoch])
+    lengths = np.diff(texts.bounds)
+    order = np.lexsort((rng.random(len(texts)), -(-lengths // PADDED)))
+    groups: list[list[int]] = [[]]
+    for i in order.tolist():
+        wide = -(-int(lengths[i]) // PADDED) * PADDED
+        if groups[-1] and (len(groups[-1]) + 1) * wide > num_tokens:
+            groups.append([])
+        groups[-1].append(i)
+    for g in rng.permutation(len(groups)).tolist():
+        chosen = np.array(groups[g])
+        wide = -(-int(lengths[chosen].max()) // PADDED) * PADDED
+        ids = np.zeros((len(chosen), wide), np.int64)
+        for row, i in enumerate(chosen.tolist()):
+            ids[row, :lengths[i]] = texts.text(i)
+        yield Batch(torch.from_numpy(ids), torch.from_numpy(lengths[chosen]), torch.from_numpy(texts.begins[chosen]), chosen)

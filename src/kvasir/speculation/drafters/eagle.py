@@ -1,0 +1,284 @@
+"""One decoder layer over the model's fused hidden states runs ahead, with keys of its own; a tree by joint probability. Exact.
+
+EAGLE-3 (arXiv 2503.01840) with the dynamic trees of EAGLE-2 (arXiv 2406.16858): a level expands the ``width`` nodes of largest joint
+probability with ``width`` children each, and of all that were seen the best are proposed. A child is what the model would draw at
+its position if its distribution were the head's: the noise is the same (coupled drafting). ``width=1`` gives chains, which
+run in the CUDA graphs of decode steps.
+
+Where decode steps are CUDA graphs, so is drafting: one graph for a number of sequences and of slots that keeps coming back.
+
+Its single layer makes keys of committed rows cheap: they depend on a row's own hidden states and the token after it, on no attention.
+They lie in *lanes*, rings of the last ``window`` positions of a sequence, each key with its position. So a row that was never
+seen (a prefix that was in the cache, steps at which drafting was off) is only missing; a further branch of a request takes over
+what the first one saw. A sequence that finds no lane free is not drafted for until one is.
+
+Legend: B sequences, N nodes of a level, C children a node, S slots, R rows, E model dim, H query heads, G KV heads, D head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from kvasir.errors import ConfigError
+from kvasir.logs import log
+from kvasir.speculation import heads
+from kvasir.speculation.drafter import Ask, Capture, Drafter, ServedModel
+from kvasir.speculation.tree import DraftTree
+from kvasir.types import Sequence
+
+LEAST = 64  # slots that are read: this, or a power of two that is more
+EAGER_STEPS = 2  # of a shape before it is captured: kernels are compiled by then
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """``model``: the folder of a trained head; default: the one in the package. ``max_depth``: at most, 0: as trained."""
+
+    model: str = ""
+    max_depth: int = 0
+    width: int = 4
+    window: int = 1024
+    lanes: int = 64
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """``end``: positions before it were handed over, the last one among them."""
+
+    index: int
+    request: str
+    end: int = 0
+
+
+@dataclass(slots=True)
+class _Shape:
+    """The static buffers of one shape of drafting, and its graph once there is one."""
+
+    given: torch.Tensor
+    found: torch.Tensor | None = None
+    replay: Callable[[], None] | None = None
+    uses: int = 0
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Committed rows whose keys are still to be computed: hidden states [R, layers, E] from ``start`` on, and the tokens after each."""
+
+    lane: _Lane
+    start: int
+    hidden: torch.Tensor
+    tokens: list[int]
+
+
+class EagleDrafter(Drafter):
+    place = "same_device"
+    topology = "tree"
+
+    def __init__(self, config: Config | None = None) -> None:
+        super().__init__(config or Config())
+        for name, low in (("max_depth", 0), ("width", 1), ("window", LEAST), ("lanes", 1)):
+            if getattr(self.config, name) < low:
+                raise ConfigError(f"eagle:{name}={getattr(self.config, name)}: at least {low}")
+        self._lanes: dict[Sequence, _Lane] = {}
+        self._free = list(range(self.config.lanes))[::-1]
+        self._queue: list[_Piece] = []
+        self._num_waiting = 0  # rows in it
+        self._deepest = 0
+
+    @torch.inference_mode()
+    def attach(self, model: ServedModel, capture: Capture | None = None) -> None:
+        head = self._head = heads.load_for("eagle", self.config.model, model)
+        self._capture, self._shapes = capture, {}
+        self._model, self.hidden_layers = model, head.shape.layers
+        self._depth = self.config.max_depth or head.shape.depth
+        self._device, dtype = model.place.device, model.place.dtype
+        size = (self.config.lanes, self.config.window)
+        self._k, self._v = (torch.zeros(*size, head.shape.kv_heads, head.shape.head_dim, device=self._device, dtype=dtype) for _ in range(2))
+        self._positions = torch.full(size, -1, device=self._device)
+        head.reserve(model.spec.max_position + self._depth)
+        self._states = torch.zeros(size[0], head.shape.dim, device=self._device, dtype=dtype)  # of each lane's last row
+
+    # ----------------------------------------------------------------------------------------------------- committed rows
+
+    def ingest(self, seq: Sequence, hidden: torch.Tensor, start: int) -> None:
+        lane = self._lanes.get(seq) or self._new_lane(seq, start)
+        if lane is None:
+            return
+        lane.end = start + len(hidden)
+        first = max(start, lane.end - self.config.window)
+        if self._num_waiting + lane.end - first > self.config.window:  # so that no slot stands in a batch twice
+            self._flush()
+        self._num_waiting += lane.end - first
+        self._queue.append(_Piece(lane, first, hidden[first - start:], seq.tokens[first + 1:lane.end + 1]))
+
+    def observe(self, seq: Sequence, tree: DraftTree, path: list[int], hidden: Any = None) -> None:
+        if hidden is not None:
+            self.ingest(seq, hidden, seq.num_computed - len(hidden))
+
+    def close(self, seq: Sequence) -> None:
+        lane = self._lanes.pop(seq, None)
+        if lane is not None:
+            self._queue = [piece for piece in self._queue if piece.lane is not lane]
+            self._num_waiting = sum(len(piece.tokens) for piece in self._queue)
+            self._free.append(lane.index)
+
+    @torch.inference_mode()
+    def _new_lane(self, seq: Sequence, start: int) -> _Lane | None:
+        """None: all are taken."""
+        lane = None
+        if self._free:
+            donor = next((other for other in self._lanes.values() if other.request == seq.request.id), None) if seq.branch and start else None
+            lane = self._lanes[seq] = _Lane(self._free.pop(), seq.request.id)
+            self._positions[lane.index] = -1
+            if donor is not None:
+                self._flush()
+                for plane in (self._k, self._v, self._positions):
+                    plane[lane.index] = plane[donor.index]
+                mine = self._positions[lane.index]
+                mine.masked_fill_(mine >= start, -1)
+        return lane
+
+    @torch.inference_mode()
+    def _flush(self) -> None:
+        """Compute the keys and values of the rows that wait."""
+        queue, self._queue, self._num_waiting = self._queue, [], 0
+        if not queue:
+            return
+        rows = [(piece.lane.index, piece.start + i, token) for piece in queue for i, token in enumerate(piece.tokens)]
+        ends = np.cumsum([len(piece.tokens) for piece in queue]) - 1
+        last = {piece.lane.index: end for piece, end in zip(queue, ends.tolist())}
+        sent = heads.send(np.concatenate([np.array(rows, np.int64).T.ravel(), np.array([[*last], [*last.values()]], np.int64).ravel()]), self._device)
+        lane_R, position_R, token_R = sent[:3 * len(rows)].view(3, -1)
+        owner, end = sent[3 * len(rows):].view(2, -1)
+        state_RE = self._head.fuse(torch.cat([piece.hidden for piece in queue]))
+        _, k_RGD, v_RGD = self._head.attention(self._head.mix(state_RE, self._model.embed(token_R)), position_R)
+        slot_R = position_R % self.config.window
+        self._k[lane_R, slot_R], self._v[lane_R, slot_R], self._positions[lane_R, slot_R] = k_RGD, v_RGD, position_R
+        self._states[owner] = state_RE[end]
+
+    # ----------------------------------------------------------------------------------------------------------- drafting
+
+    def propose(self, asks: list[Ask]) -> list[DraftTree]:
+        self._flush()
+        trees = [DraftTree() for _ in asks]
+        ready = []
+        for i, ask in enumerate(asks):
+            lane = self._lanes.get(ask.seq)
+            if lane is not None and lane.end == len(ask.seq.tokens) - 1:  # the row before the anchor was seen
+                ready.append((i, ask, lane))
+        if ready:
+            deepest = max(ask.max_depth for _, ask, _ in ready)
+            self._deepest = max(self._deepest, deepest)  # few shapes, where each is captured
+            depth = min(self._depth, deepest if self._capture is None else self._deepest)
+            found = self._draft([ask.seq for _, ask, _ in ready], [lane for *_, lane in ready], depth).tolist()
+            for (i, ask, _), *nodes in zip(ready, *found):
+                trees[i] = _best(*nodes, ask)
+        return trees
+
+    @torch.inference_mode()
+    def _draft(self, seqs: list[Sequence], lanes: list[_Lane], depth: int) -> torch.Tensor:
+        """`_expand` for these sequences, on the host: captured, where that is possible and worth it."""
+        known = np.array([[lane.index for lane in lanes], [lane.end - 1 for lane in lanes], [seq.tokens[-1] for seq in seqs]])
+        given = np.concatenate([known, heads.Draws.numbers(seqs)])
+        slots = min(self.config.window, 1 << (max(LEAST, *(lane.end for lane in lanes)) - 1).bit_length())
+        hot, count = heads.hot(seqs), len(seqs)
+        if self._capture is None:
+            return self._expand(heads.send(given, self._device), slots, depth, hot).cpu()
+        size = 1 << (count - 1).bit_length()
+        shape = self._shapes.setdefault((size, slots, depth, hot), _Shape(torch.zeros(len(given), size, dtype=torch.int64, device=self._device)))
+        padded = np.repeat(given[:, :1], size, 1)  # the first sequence fills the rows that are left
+        padded[:, :count] = given
+        shape.given.copy_(heads.send(padded, self._device))
+
+        def work() -> None:
+            found = self._expand(shape.given, slots, depth, hot)
+            if shape.found is None:
+                shape.found = torch.empty_like(found)
+            shape.found.copy_(found)
+
+        shape.uses += 1
+        if shape.replay is None and shape.uses > EAGER_STEPS:
+            try:
+                shape.replay = self._capture(work)
+            except Exception as error:  # drafting is never needed, and its graphs are not
+                self._capture = None
+                log.warning("drafts without CUDA graphs: %d sequences cannot be captured (%s: %s)", size, type(error).__name__, error)
+        (shape.replay or work)()
+        return shape.found[:, :count].cpu()
+
+    def _expand(self, given_5B: torch.Tensor, slots: int, depth: int, hot: bool) -> torch.Tensor:
+        """Levels of nodes from ``given``, by sequence: lane, root, anchor, and how it draws. [4, B, K]: a node's token, the place of its
+        parent (-1: the anchor), its log estimate, and the sum of those from the anchor. Nothing here waits for the device."""
+        head, model, width = self._head, self._model, self.config.width
+        lane_B, root_B, token_B, draws = given_5B[0], given_5B[1], given_5B[2], heads.Draws.of(given_5B[3:], hot)
+        batch = len(lane_B)
+        k_BSGD, v_BSGD = self._k[:, :slots][lane_B], self._v[:, :slots][lane_B]
+        seen_BS = self._positions[:, :slots][lane_B]
+        sees_BNS = ((seen_BS >= 0) & (seen_BS > root_B[:, None] - self.config.window))[:, None]
+        state_BNE, token_BN, position_BN = self._states[lane_B][:, None], token_B[:, None], root_B[:, None]
+        joint_BN = torch.zeros(batch, 1, device=given_5B.device)
+        place_BN = torch.full_like(token_BN, -1)  # of the nodes of this level among all
+        found: list[torch.Tensor] = []
+        total = 0
+        for d in range(depth):
+            count = token_BN.shape[1]
+            q_BNHD, k, v = head.attention(head.mix(state_BNE, model.embed(token_BN)), position_BN)
+            if d:  # the root's own keys lie in the lane
+                k_BSGD, v_BSGD = torch.cat([k_BSGD, k], 1), torch.cat([v_BSGD, v], 1)
+                itself = torch.eye(count, dtype=torch.bool, device=given_5B.device).expand(batch, -1, -1)
+                sees_BNS = torch.cat([sees_BNS, itself], 2)
+            state_BNE = head.finish(state_BNE, _attend(q_BNHD, k_BSGD, v_BSGD, sees_BNS))
+            log_BNV = heads.guess(model.read_out(head.norm(state_BNE)), draws, position_BN + 1)
+            log_BNC, id_BNC = log_BNV.topk(min(width, log_BNV.shape[-1]), -1)
+            sum_BNC = joint_BN[..., None] + log_BNC
+            columns = [id_BNC, place_BN[..., None].expand_as(id_BNC), log_BNC, sum_BNC]
+            found.append(torch.stack([x.flatten(1).float() for x in columns]))
+            if d + 1 == depth:
+                break
+            fanout = id_BNC.shape[2]
+            joint_BN, chosen = sum_BNC.flatten(1).topk(min(width, count * fanout), -1)
+            token_BN, place_BN, position_BN = id_BNC.flatten(1).gather(1, chosen), total + chosen, (root_B + d + 1)[:, None].expand_as(chosen)
+            if count > 1 or chosen.shape[1] > 1:
+                parent = chosen // fanout
+                state_BNE = state_BNE.gather(1, parent[..., None].expand(-1, -1, state_BNE.shape[2]))
+                sees_BNS = sees_BNS.gather(1, parent[..., None].expand(-1, -1, sees_BNS.shape[2]))
+            total += count * fanout
+        return torch.cat(found, 2)
+
+    @torch.inference_mode()
+    def load(self, weights: Any, version: int) -> None:
+        """Keys of running sequences stay: stale, so worse drafts for a while, and no wrong token."""
+        super().load(weights, version)
+        self._head.load_state_dict(weights)
+
+    def state_bytes(self) -> int:
+        return sum(x.nbytes for x in (self._k, self._v, self._positions, self._states))
+
+
+def _attend(q_BNHD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor, sees_BNS: torch.Tensor) -> torch.Tensor:
+    """[B, N, H, D]: every query head of a group is a row of its KV head. Every query sees a slot at least."""
+    batch, count, num_heads, size = q_BNHD.shape
+    groups = k_BSGD.shape[2]
+    each = num_heads // groups
+    q = q_BNHD.view(batch, count, groups, each, size).transpose(1, 2).reshape(batch, groups, count * each, size)
+    mask = sees_BNS[:, None, :, None].expand(-1, -1, -1, each, -1).flatten(2, 3) if count > 1 else sees_BNS[:, None]
+    out = F.scaled_dot_product_attention(q, k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2), attn_mask=mask)
+    return out.view(batch, groups, count, each, size).transpose(1, 2).reshape(batch, count, num_heads, size)
+
+
+def _best(tokens: list[float], parents: list[float], logs: list[float], sums: list[float], ask: Ask) -> DraftTree:
+    """The nodes of largest joint probability. A parent's is never less than its child's, and it stands before it."""
+    tree, places = DraftTree(), {-1: -1}
+    for i in sorted(range(len(tokens)), key=lambda i: -sums[i]):
+        parent = places.get(int(parents[i]))
+        if len(tree) == ask.max_nodes:
+            break
+        if parent is not None and (tree.depths[parent] + 1 if parent >= 0 else 0) < ask.max_depth:
+            places[i] = tree.add(parent, int(tokens[i]), float(np.exp(logs[i])))
+    return tree.keep(range(len(tree)))

@@ -1,0 +1,95 @@
+"""Heads on the last hidden state, each guessing one token further ahead; a tree of their likeliest products. Exact.
+
+Medusa (arXiv 2401.10774) with frozen model (Medusa-1), without its lossy "typical acceptance". The heads do not see each other's
+tokens, so a node's estimate is the product of its own heads' weights: the tree takes the largest products, best first, which is
+the paper's sparse tree chosen anew at every step. The weights hold the noise of their positions, as draws do.
+
+Legend: B sequences, K heads, E model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvasir.speculation import heads
+from kvasir.speculation.drafter import Ask, Capture, Drafter, ServedModel
+from kvasir.speculation.tree import DraftTree
+from kvasir.types import Sequence
+
+KEPT = 16  # rows of a step from which on a row is copied out of it: a view would keep the whole step's memory
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """``model``: the folder of trained heads; default: those in the package. ``width``: guesses a head."""
+
+    model: str = ""
+    width: int = 4
+
+
+class MedusaDrafter(Drafter):
+    place = "same_device"
+    topology = "tree"
+
+    def __init__(self, config: Config | None = None) -> None:
+        super().__init__(config or Config())
+
+    def attach(self, model: ServedModel, capture: Capture | None = None) -> None:
+        self._head, self._model = heads.load_for("medusa", self.config.model, model), model
+        self.hidden_layers = self._head.shape.layers
+
+    def ingest(self, seq: Sequence, hidden: torch.Tensor, start: int) -> None:
+        last = hidden[-1:, 0]
+        seq.state["medusa"] = start + len(hidden), last.clone() if len(hidden) > KEPT else last
+
+    def observe(self, seq: Sequence, tree: DraftTree, path: list[int], hidden: Any = None) -> None:
+        if hidden is not None:
+            self.ingest(seq, hidden, seq.num_computed - len(hidden))
+
+    @torch.inference_mode()
+    def propose(self, asks: list[Ask]) -> list[DraftTree]:
+        trees = [DraftTree() for _ in asks]
+        ready = [(i, ask, seen[1]) for i, ask in enumerate(asks) if (seen := ask.seq.state.get("medusa")) and seen[0] == len(ask.seq.tokens) - 1]
+        if not ready:
+            return trees
+        seqs = [ask.seq for _, ask, _ in ready]
+        states_BKE = self._head(self._model.norm(torch.cat([last for _, _, last in ready])))
+        depth = states_BKE.shape[1]
+        # The anchor is known, and its row is the next to be computed; head k is drawn by the row k places behind it.
+        given = heads.send(np.concatenate([heads.Draws.numbers(seqs), [[len(s.tokens) - 1 for s in seqs]]]), states_BKE.device)
+        positions_BK = given[2, :, None] + torch.arange(depth, device=given.device)
+        log_BKV = heads.guess(self._model.read_out(states_BKE), heads.Draws.of(given[:2], heads.hot(seqs)), positions_BK)
+        logs, ids = log_BKV.topk(min(self.config.width, log_BKV.shape[-1]), -1)
+        found = torch.stack([logs.exp(), ids.float()]).cpu().tolist()  # ids below 2^24 are exact
+        for (i, ask, _), est_KC, ids_KC in zip(ready, *found):
+            trees[i] = _tree(est_KC, [[int(token) for token in row] for row in ids_KC], ask)
+        return trees
+
+    def close(self, seq: Sequence) -> None:
+        seq.state.pop("medusa", None)
+
+    @torch.inference_mode()
+    def load(self, weights: Any, version: int) -> None:
+        super().load(weights, version)
+        self._head.load_state_dict(weights)
+
+
+def _tree(est_KC: list[list[float]], ids_KC: list[list[int]], ask: Ask) -> DraftTree:
+    """The nodes with the largest products of estimates, best first; guesses of a head come in falling order."""
+    tree, depth = DraftTree(), min(len(est_KC), ask.max_depth)
+    heap = [(-est_KC[0][0], 0, -1, 0, 0, 1.0)] if depth else []  # -product, order, parent, head, rank, product of the ancestors
+    order = 0
+    while heap and len(tree) < ask.max_nodes:
+        product, _, parent, k, rank, above = heapq.heappop(heap)
+        node = tree.add(parent, ids_KC[k][rank], est_KC[k][rank])
+        order += 2
+        if rank + 1 < len(est_KC[k]):
+            heapq.heappush(heap, (-above * est_KC[k][rank + 1], order, parent, k, rank + 1, above))
+        if k + 1 < depth:
+            heapq.heappush(heap, (product * est_KC[k + 1][0], order + 1, node, k + 1, 0, -product))
+    return tree.keep(range(len(tree)))

@@ -1,0 +1,91 @@
+"""Reuses the runners-up: the most likely tokens after each token, as last computed or read, as a tree. Exact; no training.
+
+Token Recycling (arXiv 2408.08696): a row of ``width`` likely successors for every token, overwritten by the logits of every
+verified row, those of rejected drafts included; a proposal is the best-first tree below the last token, the most likely
+ranks first, which is the paper's static tree of the most likely paths. What a rank is worth at a depth the controller learns.
+Rows are filled from the texts, too, so that they are not empty where nothing was verified. No context is looked at: pays
+where nothing repeats that could be copied, and with few tokens a step, as on a CPU.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Literal
+
+from kvasir.speculation.drafter import Ask, Drafter
+from kvasir.speculation.tree import DraftTree
+from kvasir.types import Sequence
+
+RANKS = (0.5, 0.2, 0.1, 0.06, 0.04, 0.03, 0.02, 0.02)  # before anything is learnt: the chance of each rank, in bins of their own
+MAX_TENANTS = 64  # whose rows are kept: those used last
+READ_TOKENS = 4096  # of a prompt, from its end
+ROW_BYTES = 260  # of a token's row: by measurement
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    scope: Literal["tenant", "request"] = "tenant"
+
+
+Rows = dict[int, tuple[int, ...]]  # token -> its likely successors, best first
+
+
+class TokenRecycling(Drafter):
+    topology = "tree"
+    top_tokens = len(RANKS)
+
+    def __init__(self, config: Config | None = None) -> None:
+        super().__init__(config or Config())
+        self._tenants: OrderedDict[str, Rows] = OrderedDict()
+
+    def propose(self, asks: list[Ask]) -> list[DraftTree]:
+        found = [self._read(ask.seq) for ask in asks]
+        return [self._tree(rows, ask) for rows, ask in zip(found, asks)]
+
+    def recycle(self, seq: Sequence, tokens: list[int], top: list[list[int]]) -> None:
+        rows = self._rows(seq)
+        for token, likely in zip(tokens, top):  # of a token that occurs twice, the later row counts
+            rows[token] = tuple(likely)
+
+    def state_bytes(self) -> int:
+        return ROW_BYTES * sum(map(len, self._tenants.values()))
+
+    def _rows(self, seq: Sequence) -> Rows:
+        if self.config.scope == "request":
+            return seq.state.setdefault("recycled_rows", {})
+        rows = self._tenants.setdefault(seq.request.tenant, {})
+        self._tenants.move_to_end(seq.request.tenant)
+        if len(self._tenants) > MAX_TENANTS:
+            self._tenants.popitem(last=False)
+        return rows
+
+    def _read(self, seq: Sequence) -> Rows:
+        """What followed what in the text since it was last read: of a token that has no row yet, the only successor known."""
+        rows, tokens = self._rows(seq), seq.tokens
+        for at in range(seq.state.get("recycled", max(0, len(tokens) - READ_TOKENS)), len(tokens) - 1):
+            known = rows.get(tokens[at], ())
+            if tokens[at + 1] not in known:
+                rows[tokens[at]] = (*known[:len(RANKS) - 1], tokens[at + 1])
+        seq.state["recycled"] = max(0, len(tokens) - 1)
+        return rows
+
+    def _tree(self, rows: Rows, ask: Ask) -> DraftTree:
+        tree = DraftTree()
+        heap: list[tuple[float, int, float, int, int]] = []  # -chance of the path, order, est, parent, token
+        pushed = 0
+
+        def push(parent: int, token: int, chance: float) -> None:
+            nonlocal pushed
+            for est, successor in zip(RANKS, rows.get(token, ())):
+                heapq.heappush(heap, (-chance * est, pushed, est, parent, successor))
+                pushed += 1
+
+        push(-1, ask.seq.tokens[-1], 1.0)
+        while heap and len(tree) < ask.max_nodes:
+            chance, _, est, parent, token = heapq.heappop(heap)
+            node = tree.add(parent, token, est)
+            if tree.depths[node] + 1 < ask.max_depth:
+                push(node, token, -chance)
+        return tree.keep(range(len(tree)))

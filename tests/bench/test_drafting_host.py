@@ -1,0 +1,23 @@
+"""The drafters' cost on the host: every drafter reads the same documents, and what it holds stays bounded."""
+
+import json
+
+import pytest
+
+from kvasir.bench import drafting_host
+from kvasir.errors import ConfigError
+
+COMMON = dict(tasks=["chain"], batches=[4], num_tokens=6000, output=None, commit="x")
+
+
+def test_times_and_memory(capsys):
+    drafting_host.run("nano", drafters=["suffix:max_tokens=1500", "token_recycling"], **COMMON)
+    suffix, recycling = (a["metrics"] for a in json.loads(capsys.readouterr().out)["arms"])
+    assert suffix["tokens"] >= 6000 and suffix["accepted"] > 0 and recycling["accepted"] > 0
+    assert 0 < suffix["held_mb"] <= 2 * 2 * 1500 * 420 * 1.1 / 1e6, "two generations of at most two states a token"
+    assert suffix["propose_ms_p50"] <= suffix["propose_ms_p99"]
+
+
+def test_drafters_on_the_device_are_refused():
+    with pytest.raises(ConfigError, match="the host"):
+        drafting_host.run("nano", drafters=["layer_skip"], **COMMON)

@@ -1,0 +1,99 @@
+"""What drafters get to read: the outputs of the chosen layers for every committed row, by whatever way a step runs, and no bit else changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvasir.lab import export
+from kvasir.models.checkpoint import resolve
+from kvasir.speculation.drafter import Drafter
+from kvasir.speculation.tree import DraftTree
+from tests.speculation.helpers import Hostile, driver, install, outputs, plain, requests
+
+LAYERS = (0, 2, 3)
+
+
+class Recorder(Drafter):
+    """Keeps what it is handed, by request, branch and position; proposes the plain run's tokens with decoys, or nothing."""
+
+    hidden_layers = LAYERS
+
+    def __init__(self, expected: dict | None = None) -> None:
+        super().__init__()
+        self.hostile = None if expected is None else Hostile({key: tokens for key, (tokens, _) in expected.items()})
+        self.rows: dict[tuple[str, int], dict[int, torch.Tensor]] = {}
+        self.ids: dict[tuple[str, int], list[int]] = {}
+
+    def ingest(self, seq, hidden, start):
+        assert hidden.shape[1] == len(LAYERS) and start + len(hidden) < len(seq.tokens) + 1
+        key = seq.request.id, seq.branch
+        self.rows.setdefault(key, {}).update((start + i, row.clone()) for i, row in enumerate(hidden))
+        self.ids[key] = list(seq.tokens)
+
+    def observe(self, seq, tree, path, hidden=None):
+        self.ingest(seq, hidden, seq.num_computed - len(hidden))
+
+    def propose(self, asks):
+        return [DraftTree() for _ in asks] if self.hostile is None else self.hostile.propose(asks)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return plain(1.0)
+
+
+@torch.no_grad()
+def truth(ids: list[int]) -> torch.Tensor:
+    """[T, layers, E] of the trainer's own model."""
+    model = export.load(resolve("nano"))
+    x, found = model.model.embed_tokens(torch.tensor([ids])), []
+    for i, layer in enumerate(model.model.layers):
+        x = layer(x, model.rope(len(ids)), None)
+        if i in LAYERS:
+            found.append(x[0])
+    return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize("options, drafts", [
+    (dict(), False), (dict(), True), (dict(static=True), True), (dict(max_num_batched_tokens=6), True),
+    (dict(batch_invariant=False, enable_prefix_caching=False), False),  # decode steps from tapes
+    (dict(static=True, overlap=True), False)], ids=["eager", "trees", "static", "chunks", "tapes", "overlap"])
+def test_every_committed_row_is_handed_over(options, drafts, expected):
+    d = driver("replay", **options)
+    recorder = Recorder(expected if drafts else None)
+    install(d, recorder)
+    d.engine.runner.use_taps(LAYERS)
+    d.run(requests(d, 1.0))
+    if not options.get("max_num_batched_tokens") and options.get("batch_invariant", True):
+        assert outputs(d) == expected, "who looks on changes a token"
+    if not options.get("batch_invariant", True):
+        assert any(step.tape is not None for step in d.engine.runner.tapes._steps.values())
+    for key, rows in recorder.rows.items():
+        ids = recorder.ids[key]
+        cached = d.outputs[key].num_cached
+        assert sorted(rows) == list(range(cached, max(rows) + 1)) and max(rows) >= len(ids) - 2
+        right = truth(ids[:max(rows) + 1])
+        for position, row in rows.items():
+            torch.testing.assert_close(row, right[position], rtol=2e-3, atol=2e-3)
+    assert not d.engine._drafting._failures
+    d.close()
+
+
+def test_taps_that_are_off_cost_nothing(expected):
+    d = driver("replay", static=True)
+    install(d, Recorder())
+    d.engine.runner.use_taps(LAYERS)
+    taps, taken = d.engine.runner.taps, []
+    real = taps.taken
+    taps.taken = lambda *args: taken.append(taps.on) or real(*args)
+    d.engine._drafting.controller._fixed, d.engine._drafting.controller._rest = False, 1000
+    d.run(requests(d, 1.0))
+    assert taken and not any(taken) and outputs(d) == expected
+    d.close()
+
+
+def test_without_such_a_drafter_nothing_is_tapped():
+    d = driver("ngram")
+    assert d.engine.runner.taps is None and (d.engine.runner.graphs is None or d.engine.runner.graphs._tapped is None)
+    d.close()

@@ -1,0 +1,364 @@
+"""Trained drafters: they draft as they were trained, they change no token, their state goes when it should, and bad folders are refused."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvasir.engine import drafting
+from kvasir.errors import ConfigError
+from kvasir.lab import export
+from kvasir.models.checkpoint import resolve
+from kvasir.speculation import heads
+from kvasir.speculation.drafter import Ask
+from kvasir.speculation.drafters.eagle import Config, EagleDrafter
+from kvasir.types import Request, SamplingParams, Sequence
+from tests.pairwise import label, pairwise
+from tests.speculation.trained import driver, plain, random_head, requests, tokens, trained
+
+STEPS = {"medusa": 30, "eagle": 40}
+FACTORS = {
+    "drafter": ["medusa", "eagle", "eagle width=1,window=64,lanes=2", "eagle random"],
+    "temperature": [0.0, 0.7, 1.0],
+    "chunk": [6, 64],
+    "cache": [True, False],
+    "preempt_every": [0, 3],
+    "pool": [256, 10],
+    "n": [1, 2],
+    "codec": ["plain", "int4_bdr"],
+    "overlap": [True, False],
+    "static": [True, False],
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("heads")
+    found = {kind: trained(kind, root / kind, steps) for kind, steps in STEPS.items()}
+    return found | {f"{kind} random": random_head(kind, root / f"{kind}-random") for kind in STEPS}
+
+
+@pytest.fixture(scope="module")
+def reference():
+    found = {}
+
+    def get(*key) -> dict:
+        if key not in found:
+            found[key] = plain(*key)
+        return found[key]
+
+    return get
+
+
+def spec(name: str, folders) -> str:
+    kind, _, rest = name.partition(" ")
+    return f"{kind}:model={folders[name if rest == 'random' else kind]}" + (f",{rest}" if "=" in rest else "")
+
+
+accepted_by: dict[str, int] = {}
+
+
+@pytest.mark.parametrize("case", pairwise(FACTORS), ids=label)
+def test_same_tokens(case, folders, reference):
+    d = driver(spec(case["drafter"], folders), max_num_batched_tokens=case["chunk"], num_pages=case["pool"], enable_prefix_caching=case["cache"],
+               kv_codec=case["codec"], overlap=case["overlap"], static=case["static"])
+    d.run(requests(d, case["temperature"], case["n"]), preempt_every=case["preempt_every"])
+    assert tokens(d) == reference(case["temperature"], case["n"], case["codec"]), case
+    stats, drafter = d.engine.stats(), d.engine._drafting.drafter
+    assert stats.drafts > 0
+    accepted_by[case["drafter"]] = accepted_by.get(case["drafter"], 0) + stats.accepted_tokens
+    if hasattr(drafter, "_lanes"):
+        assert not drafter._lanes and not drafter._queue and len(drafter._free) == drafter.config.lanes, "a sequence that ended holds its lane"
+    d.close()
+
+
+def test_trained_heads_were_right_at_times():
+    if len(accepted_by) < len(FACTORS["drafter"]):
+        pytest.skip("only meaningful after all cases in one process")
+    assert all(count > 10 for name, count in accepted_by.items() if "random" not in name), accepted_by
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_what_was_learnt_is_accepted_and_wrong_hidden_states_are_not(kind, folders, reference, monkeypatch):
+    """Greedily, on texts it knows by heart, a head saves forwards. Fed the states of other rows it saves fewer, and no token changes."""
+    def run() -> float:
+        d = driver(spec(kind, folders), max_num_seqs=4)
+        d.run(requests(d, 0.0))
+        assert tokens(d) == reference(0.0, 1, "plain")
+        stats = d.engine.stats()
+        d.close()
+        return stats.accepted_tokens / stats.drafts
+
+    right = run()
+    assert right > 0.8, right
+    real = drafting.Drafting.ingest
+
+    def shuffled(self, span, result):
+        result.hidden = torch.roll(result.hidden, 1, -1)
+        real(self, span, result)
+
+    monkeypatch.setattr(drafting.Drafting, "ingest", shuffled)
+    committed = drafting._committed
+    monkeypatch.setattr(drafting, "_committed", lambda span, result: torch.roll(committed(span, result), 1, -1))
+    assert run() < 0.5 * right
+
+
+def test_one_step_without_hidden_states_is_only_a_gap(folders, reference, monkeypatch):
+    """What a drafter never saw it does without: prefixes in the cache, rests of the controller."""
+    real, count = drafting.Drafting.ingest, 0
+
+    def forgetful(self, span, result):
+        nonlocal count
+        count += 1
+        if count % 2:
+            real(self, span, result)
+
+    monkeypatch.setattr(drafting.Drafting, "ingest", forgetful)
+    for kind in STEPS:
+        d = driver(spec(kind, folders), max_num_batched_tokens=16)
+        d.run(requests(d, 0.7))
+        assert tokens(d) == reference(0.7, 1, "plain") and d.engine.stats().drafts
+        d.run(requests(d, 0.7, tag="again"))
+        d.close()
+
+
+def test_weights_swapped_under_way_change_drafts_and_no_token(folders, reference):
+    d = driver(spec("eagle", folders))
+    for request in requests(d, 0.0):
+        d.submit(request)
+    while d.engine.stats().drafts < 4:
+        d.step()
+    d.engine._drafting.drafter.load(load_file(folders["eagle random"] / heads.WEIGHTS), 1)
+    d.run([])
+    stats = d.engine.stats()
+    assert tokens(d) == reference(0.0, 1, "plain") and d.engine._drafting.drafter.version == 1 and stats.accepted_tokens < 0.7 * stats.drafts
+    d.close()
+
+
+def test_under_control_drafting_rests_and_comes_back(folders, reference):
+    d = driver(spec("eagle", folders), draft_control="goodput")
+    for tag in "abc":
+        d.run(requests(d, 0.0, tag=tag))
+    found = tokens(d)
+    assert {(f"a{name[1:]}", b): t for (name, b), t in reference(0.0, 1, "plain").items()}.items() <= found.items()
+    d.close()
+
+
+# ------------------------------------------------------------------------------------------------- drafting = training
+
+
+DIM, VOCAB = 32, 50
+
+
+class Fake:
+    """A served model's embedding and output matrix."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.table = torch.randn(VOCAB, DIM, generator=generator)
+        self.spec = SimpleNamespace(hidden_size=DIM, vocab_size=VOCAB, max_position=256, layers=[None] * 4)
+        self.place = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+        self.norm = SimpleNamespace(weight=torch.ones(DIM))
+
+    def embed(self, ids):
+        return self.table[ids]
+
+    def read_out(self, x):
+        return x @ self.table.T
+
+
+def sequence(ids: list[int]) -> Sequence:
+    return Sequence(Request(id="r", prompt_ids=ids, params=SamplingParams(temperature=0.0), seed=0, max_tokens=99))
+
+
+@pytest.fixture
+def eagle(tmp_path):
+    shape = heads.EagleShape(DIM, (0, 1, 3), depth=4, heads=4, kv_heads=2, head_dim=8, ffn=24)
+    head = heads.Eagle(shape)
+    head.begin_with(torch.ones(DIM), torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        for p in head.parameters():
+            p.copy_((p * 2).bfloat16())  # larger, so that attention and positions matter; and as the file rounds it
+    model = Fake()
+    heads.write(head, tmp_path, {"hidden_size": DIM, "vocab_size": VOCAB, "num_layers": 4, "weights": heads.fingerprint(model.norm.weight)})
+    return head, model, tmp_path
+
+
+@pytest.mark.parametrize("pieces", [[11], [1] * 11, [5, 6], [3, 0, 8]], ids=str)
+@torch.no_grad()
+def test_eagle_drafts_what_training_unrolls(eagle, pieces):
+    """A chain's tokens and estimates are those of the unrolled steps over the same text, however the rows were handed over."""
+    head, model, folder = eagle
+    drafter = EagleDrafter(Config(model=str(folder), width=1, window=64))
+    drafter.attach(model)
+    ids = torch.randint(0, VOCAB, (12,), generator=torch.Generator().manual_seed(7)).tolist()
+    features = torch.randn(11, 3, DIM, generator=torch.Generator().manual_seed(8))
+    seq, at = sequence(ids), 0
+    for size in pieces:
+        if size:
+            drafter.ingest(seq, features[at:at + size], at)
+        at += size
+    (tree,) = drafter.propose([Ask(seq, 4, 4)])
+    assert len(tree) == 4 and tree.is_chain
+    text = torch.tensor([*ids, *tree.tokens])
+    embedded = torch.cat([model.embed(text[1:]), torch.zeros(1, DIM)])[None]
+    padded = torch.cat([features, torch.zeros(len(text) - 11, 3, DIM)])[None]
+    logits = [model.read_out(x[0, 10]) for x in head.unroll(padded, torch.zeros_like(embedded), embedded)]
+    assert [int(row.argmax()) for row in logits] == tree.tokens
+    for row, est, token in zip(logits, tree.est, tree.tokens):
+        assert est == pytest.approx(float(row.softmax(-1)[token]), rel=1e-4)
+
+
+def test_a_captured_draft_is_the_eager_one(eagle):
+    """Over static buffers, with rows left over, at any temperature: the same trees; each shape is captured once."""
+    _, model, folder = eagle
+    captured = []
+
+    def capture(work):
+        captured.append(work)
+        return work
+
+    drafters = [EagleDrafter(Config(model=str(folder), width=2, window=128)) for _ in range(2)]
+    for drafter, how in zip(drafters, (None, capture)):
+        drafter.attach(model, how)
+    seqs = [Sequence(Request(id=str(i), prompt_ids=[i] * (20 + 30 * i), params=SamplingParams(temperature=0.5 * i), seed=2**63 + i, max_tokens=9))
+            for i in range(3)]
+    for drafter in drafters:
+        for seq in seqs:
+            drafter.ingest(seq, torch.randn(len(seq.tokens) - 1, 3, DIM, generator=torch.Generator().manual_seed(len(seq.tokens))), 0)
+    for _ in range(4):
+        for asked in (seqs, seqs[:1], seqs[1:]):
+            eager, static = (drafter.propose([Ask(seq, 6, 3) for seq in asked]) for drafter in drafters)
+            assert [t.tokens for t in eager] == [t.tokens for t in static] and all(len(t) == 6 for t in eager)
+            for a, b in zip(eager, static):
+                assert a.est == pytest.approx(b.est, rel=1e-5) and a.parents == b.parents
+    assert len(captured) == 3
+
+
+@torch.no_grad()
+def test_a_tree_is_the_best_of_its_chains(eagle):
+    """Every node's estimate is that of a chain over its own path: siblings do not see each other. And the best nodes are in it."""
+    head, model, folder = eagle
+    drafter = EagleDrafter(Config(model=str(folder), width=3, window=64))
+    drafter.attach(model)
+    ids = [3, 1, 4, 1, 5, 9]
+    features = torch.randn(5, 3, DIM, generator=torch.Generator().manual_seed(9))
+    seq = sequence(ids)
+    drafter.ingest(seq, features, 0)
+    (tree,) = drafter.propose([Ask(seq, 12, 3)])
+    assert len(tree) == 12 and not tree.is_chain and max(tree.depths) == 2
+    for node in range(len(tree)):
+        path, at = [], node
+        while at >= 0:
+            path.insert(0, tree.tokens[at])
+            at = tree.parents[at]
+        text = torch.tensor([*ids, *path])
+        embedded = torch.cat([model.embed(text[1:]), torch.zeros(1, DIM)])[None]
+        padded = torch.cat([features, torch.zeros(len(text) - 5, 3, DIM)])[None]
+        row = list(head.unroll(padded, torch.zeros_like(embedded), embedded))[len(path) - 1][0, 4]
+        assert tree.est[node] == pytest.approx(float(model.read_out(row).softmax(-1)[path[-1]]), rel=1e-4)
+    (small,) = drafter.propose([Ask(seq, 2, 1)])
+    assert set(small.depths) == {0} and len(small) == 2
+
+
+def test_lanes_hold_a_window_and_are_taken_over(eagle):
+    """Rows beyond the window fall out; a branch takes over what its sibling saw before it; who finds none free waits."""
+    _, model, folder = eagle
+    drafter = EagleDrafter(Config(model=str(folder), width=1, window=64, lanes=2))
+    drafter.attach(model)
+    first, features = sequence([1] * 201), torch.randn(200, 3, DIM)
+    drafter.ingest(first, features[:150], 0)
+    drafter.ingest(first, features[150:], 150)
+    drafter._flush()
+    assert sorted(drafter._positions[drafter._lanes[first].index].tolist()) == list(range(136, 200))
+    branch = Sequence(first.request, 1)
+    drafter.ingest(branch, features[140:141], 140)
+    drafter._flush()
+    assert sorted(p for p in drafter._positions[drafter._lanes[branch].index].tolist() if p >= 0) == list(range(136, 141))
+    other = sequence([2] * 9)
+    drafter.ingest(other, features[:8], 0)
+    assert not drafter.propose([Ask(other, 4, 4)])[0].tokens and drafter.propose([Ask(first, 4, 4)])[0].tokens
+    drafter.close(branch)
+    drafter.ingest(other, features[7:8], 7)
+    assert drafter.propose([Ask(other, 4, 4)])[0].tokens
+    for seq in (first, other):
+        drafter.close(seq)
+    assert len(drafter._free) == 2 and not drafter._queue
+
+
+def test_medusa_products_come_best_first():
+    from kvasir.speculation.drafters.medusa import _tree
+
+    est, ids = [[0.6, 0.3, 0.1], [0.5, 0.4, 0.1]], [[1, 2, 3], [4, 5, 6]]
+    tree = _tree(est, ids, Ask(sequence([1]), 5, 2))
+    products = sorted((a * (1.0 if b is None else b) for a in est[0] for b in [None, *est[1]]), reverse=True)[:5]
+    joint = [tree.est[i] * (1.0 if tree.parents[i] < 0 else tree.est[tree.parents[i]]) for i in range(len(tree))]
+    assert sorted(joint, reverse=True) == pytest.approx(products)
+    assert max(_tree(est, ids, Ask(sequence([1]), 9, 1)).depths) == 0
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+def broken(folder, how):
+    config = json.loads((folder / "config.json").read_text())
+    if how == "vocabulary":
+        config["target"]["vocab_size"] += 1
+    elif how == "width":
+        config["target"]["hidden_size"] = 64
+    elif how == "format":
+        del config["format"]
+    elif how == "weights":
+        tensors = load_file(folder / heads.WEIGHTS)
+        save_file({name: tensor[:1].contiguous() for name, tensor in tensors.items()}, folder / heads.WEIGHTS)
+    elif how == "cut":
+        (folder / heads.WEIGHTS).write_bytes(b"no")
+    (folder / "config.json").write_text("{" if how == "json" else json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("how, words", [("vocabulary", "vocab_size"), ("width", "hidden_size"), ("format", "no drafter"), ("weights", "broken"),
+                                        ("cut", "broken"), ("json", "no drafter")])
+def test_a_folder_that_does_not_fit_is_refused(how, words, tmp_path):
+    folder = broken(random_head("medusa", tmp_path), how)
+    with pytest.raises(ConfigError, match=words) as caught:
+        driver(f"medusa:model={folder}")
+    assert "kvasir train drafter medusa" in str(caught.value)
+
+
+def test_the_wrong_kind_and_a_missing_folder_are_refused(tmp_path):
+    folder = random_head("medusa", tmp_path)
+    with pytest.raises(ConfigError, match="--drafter medusa:model="):
+        driver(f"eagle:model={folder}")
+    with pytest.raises(ConfigError, match="kvasir train drafter eagle"):
+        driver(f"eagle:model={tmp_path / 'nowhere'}")
+    with pytest.raises(ConfigError, match="window=3"):
+        driver("eagle:window=3")
+    with pytest.raises(ConfigError, match="kvasir train drafter"):
+        driver("medusa")  # the shipped heads, if any, are for another model
+
+
+def test_other_weights_of_the_same_shape_are_a_warning(tmp_path, caplog, monkeypatch):
+    folder = random_head("medusa", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["target"]["weights"] = "0"
+    (folder / "config.json").write_text(json.dumps(config))
+    said = []
+    monkeypatch.setattr(heads.log, "warning", lambda text, *args: said.append(text % args))
+    driver(f"medusa:model={folder}").close()
+    assert "drafts worse" in said[0]
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_shipped_heads_are_for_the_shipped_model(kind):
+    folder = heads.shipped(kind)
+    if folder is None:
+        pytest.skip(f"the package holds no {kind}")
+    _, facts = heads.read(kind, folder)
+    model = export.load(resolve("base"))
+    assert facts["weights"] == heads.fingerprint(model.model.norm.weight), "trained for other weights: run tools/train_drafters.sh"
+    assert (folder / heads.WEIGHTS).stat().st_size < {"eagle": 2_600_000, "medusa": 1_300_000}[kind]

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Speculation on a machine with an NVIDIA GPU, in about ten minutes; results go to the folder OUT as they come.
+#
+#   tools/gpu_spec.sh OUT [DRAFTER...]    DRAFTER: more drafters for base, e.g. eagle:model=FOLDER
+#
+# First set acceptance at the llama-8b shape (at most 6 minutes): the controller against off and against fixed depths. Then what the
+# model in the package accepts by itself, and rollouts of it over five rounds (at most 2 minutes each). ONLY=shape, ONLY=base or
+# ONLY=rollouts runs one of the three. CHECKPOINTS: folders of successive checkpoints of base, one a round; without, weights are frozen.
+set -uo pipefail
+out=${1:?usage: tools/gpu_spec.sh OUT [DRAFTER...]}
+shift
+case $out in /*) ;; *) out=$PWD/$out ;; esac
+cd "$(dirname "$0")/.."
+mkdir -p "$out"
+export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+more=()
+for drafter in "$@"; do more+=(--drafter "$drafter"); done
+
+[ "${ONLY:-shape}" != shape ] || timeout 360 python3 -m kvasir.cli.main bench speculation --shape llama-8b --batch 1 --batch 8 --batch 64 --batch 256 \
+  --accept 0 --accept 0.5 --accept 0.7 --accept 0.9 --prompt 256 --output-tokens 192 --repeats 2 --seconds 230 \
+  --json "$out/speculation-llama-8b.json" >"$out/speculation-llama-8b.txt" 2>&1
+[ "${ONLY:-base}" != base ] || timeout 120 python3 -m kvasir.cli.main bench speculation base --batch 4 --count 8 --output-tokens 128 --repeats 2 \
+  --drafter ngram --drafter suffix --drafter draft_model:model=nano ${more[@]+"${more[@]}"} \
+  --json "$out/speculation-base.json" >"$out/speculation-base.txt" 2>&1
+checkpoints=()
+for folder in ${CHECKPOINTS:-}; do checkpoints+=(--checkpoint "$folder"); done
+[ "${ONLY:-rollouts}" != rollouts ] || timeout 120 python3 -m kvasir.cli.main bench rollouts --model base --problems 64 --samples 16 --rounds 5 \
+  --output-tokens 384 ${checkpoints[@]+"${checkpoints[@]}"} --json "$out/rollouts-base.json" >"$out/rollouts-base.txt" 2>&1
+tail -n 40 "$out"/speculation-*.txt "$out"/rollouts-*.txt 2>/dev/null | cut -c 1-160

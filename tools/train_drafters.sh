@@ -1,0 +1,24 @@
+#!/bin/sh
+# Train the drafters of a lab model on one GPU, from one set of its replies: eagle, then medusa, in under 4 minutes for base.
+# Usage: tools/train_drafters.sh OUT MODEL [EAGLE_MINUTES MEDUSA_MINUTES]; MODEL is a folder or a name (base). Writes OUT/eagle and OUT/medusa.
+set -eu
+out=${1:?usage: tools/train_drafters.sh OUT MODEL [EAGLE_MINUTES MEDUSA_MINUTES]}
+model=${2:?usage: tools/train_drafters.sh OUT MODEL [EAGLE_MINUTES MEDUSA_MINUTES]}
+eagle=${3:-1.3} medusa=${4:-0.5}
+case $out in /*) ;; *) out=$PWD/$out ;; esac
+if [ -d "$model" ]; then model=$(cd "$model" && pwd); fi
+cd "$(dirname "$0")/.."
+mkdir -p "$out"
+PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export PYTHONPATH PYTHONUNBUFFERED
+for kind in eagle medusa; do
+    begin=$(date +%s)
+    if [ -f "$out/$kind/training.json" ]; then continue; fi # finished before a run that was cut off
+    resume=""
+    if [ -f "$out/$kind/state.safetensors" ]; then resume=--resume; fi
+    eval "minutes=\$$kind"
+    # shellcheck disable=SC2086 (one word or none)
+    python3 -m kvasir.cli.main train drafter "$kind" --target "$model" --out "$out/$kind" --minutes "$minutes" --samples "$out/samples.safetensors" $resume
+    echo "$kind: $(($(date +%s) - begin)) s"
+done
+rm -f "$out/samples.safetensors"
