@@ -140,6 +140,10 @@ class EngineConfig:
     def replace(self, **options: Any) -> EngineConfig:
         return compose(type(self), options, base=self)
 
+    def engine_only(self) -> EngineConfig:
+        """All sections of the engine, and no others: a server's settings hold its keys."""
+        return EngineConfig(**{section.name: getattr(self, section.name) for section in dataclasses.fields(EngineConfig)})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings(EngineConfig):

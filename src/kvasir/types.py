@@ -55,6 +55,11 @@ class SamplingParams:
     ``logprobs_mode``: ``raw`` (the model's distribution) or ``processed`` (after the whole pipeline).
     ``num_draft_tokens``: at most so many drafts a step, where a drafter runs (0: none); ``drafter``: which one, where several
     do. Neither changes a token.
+    ``confidence`` k > 0: with every log-probability comes the mean negative one of the k likeliest tokens, a single number
+    (Fu et al. 2025, DeepConf). ``score_from``: the prompt's tokens from this place on are scored, and what they sum up to comes
+    back as one `PromptScore`, its windows ``confidence_window`` tokens wide (0: no window). ``finish_after`` m: of the ``n`` branches
+    the first m that end by themselves count, in tokens and not in time; one that can no longer be among them is cancelled.
+    ``lease``: seconds for which the pages of an ended branch are kept for a request that goes on from it, unless others need them.
     """
 
     n: int = 1
@@ -82,6 +87,11 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     num_draft_tokens: int | None = None
+    confidence: int = 0
+    confidence_window: int = 0
+    finish_after: int | None = None
+    lease: float = 0.0
+    score_from: int | None = None
     drafter: str | None = None
 
     def __post_init__(self) -> None:
@@ -288,12 +298,25 @@ class StepBatch:
 
 @dataclass(slots=True)
 class TokenLogprob:
-    """Log-probability (natural) of one token, its rank (1 = most likely), and the most likely alternatives."""
+    """Log-probability (natural) of one token, its rank (1 = most likely), and the most likely alternatives. ``confidence``: the
+    mean negative log-probability of the k likeliest, where a request asks for it."""
 
     id: int
     logprob: float
     rank: int
     top: list[tuple[int, float]] = field(default_factory=list)
+    confidence: float | None = None
+
+
+@dataclass(slots=True)
+class PromptScore:
+    """Of the scored end of a prompt: the sum of its log-probabilities, the mean confidence, the lowest mean confidence of a
+    window (None: not asked for), and how many tokens were scored."""
+
+    logprob: float
+    tokens: int
+    confidence: float | None = None
+    lowest: float | None = None
 
 
 @dataclass(slots=True)
@@ -334,6 +357,7 @@ class Event:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    score: PromptScore | None = None
     num_cached: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

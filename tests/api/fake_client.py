@@ -125,6 +125,10 @@ class FakeClient:
         self._ended_branches |= {(request_id, b) for b in branches}
         return True
 
+    async def cancel_many(self, targets) -> None:
+        for request_id, branch in targets:
+            await self.cancel(request_id, branch)
+
     def health(self) -> Health:
         return Health(live=self.live, ready=self.ready, reason="" if self.ready else "the engine restarts")
 

@@ -155,7 +155,7 @@ IN_CHAT = {  # body fields over a healthy body -> (status, param)
     "28-huge": ({"top_k": 1 << 63}, "top_k"),
     "28-float": ({"top_k": 1.0}, "top_k"),
     "29-zero": ({"n": 0}, "n"),
-    "29-17": ({"n": 17}, "n"),
+    "29-257": ({"n": 257}, "n"),
     "29-huge": ({"n": 1 << 31}, "n"),
     "29-bool": ({"n": True}, "n"),
     "29-string": ({"n": "2"}, "n"),

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from kvasir import LLM, SamplingParams
+from kvasir.decoding.confidence import summed_up
 from kvasir.errors import ConfigError, RequestError
 from kvasir.types import Grammar
 
@@ -99,6 +100,17 @@ def test_logprobs(llm):
     again = llm.generate({"prompt_token_ids": out.prompt_token_ids + branch.token_ids}, greedy(max_tokens=1, prompt_logprobs=0))[0]
     for a, b, token in zip(again.prompt_logprobs[-24:], branch.logprobs, branch.token_ids):
         assert a[token].logprob == b[token].logprob, "not one bit may differ"
+
+
+def test_a_text_is_scored_as_it_was_drawn(llm):
+    """One record for a given continuation: what decoding it had said, token by token."""
+    out = llm.generate(PROMPT, greedy(confidence=20))[0]
+    branch = out.outputs[0]
+    assert out.score is None and len(branch.confidences) == 24 and branch.confidences[0] > 0
+    again = llm.generate({"prompt_token_ids": out.prompt_token_ids + branch.token_ids},
+                         greedy(max_tokens=1, score_from=len(out.prompt_token_ids), confidence=20, confidence_window=8))[0].score
+    assert again.tokens == 24 and again.logprob == pytest.approx(branch.cumulative_logprob)
+    assert (again.confidence, again.lowest) == pytest.approx(summed_up(branch.confidences, 8))
 
 
 def test_chat_works_out_a_chain(llm):

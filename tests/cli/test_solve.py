@@ -31,6 +31,25 @@ def test_two_models_a_journal_and_a_report(kvasir, tmp_path):
     assert kvasir(*args[:-2], "--journal", out).code == 2
 
 
+def test_a_pool_a_limit_and_a_page(kvasir, tmp_path):
+    out, pool = tmp_path / "out.json", tmp_path / "pool"
+    args = ("solve", "--model", "nano", "--task", "countdown", "-n", 3, "--device", "cpu", "--max-tokens", 40, "--json", out)
+    specs = ("--strategy", "majority:n=1", "--strategy", "best_of_n:n=4,by=lowest", "--strategy", "first_finish:n=4")
+    drawn = kvasir(*args, *specs, "--pool", 4, "--pool-file", pool)
+    assert drawn.code == 0, drawn.err
+    first = json.loads(out.read_text())
+    assert kvasir(*args, *specs, "--pool", 4, "--pool-file", pool).code == 0 and json.loads(out.read_text())["arms"] == first["arms"]
+    assert first["pool"]["nano"]["replies"] == 12 and set(first["pool"]["nano"]["pass_at"]) == {"1", "2", "4"}
+    assert first["arms"][2]["metrics"]["wasted"] > 0 == first["arms"][0]["metrics"]["wasted"]
+    done = kvasir(*args, *specs, "--minutes", 0)
+    assert done.code == 0 and json.loads(out.read_text())["left_out"] == ["best_of_n:n=4,by=lowest", "first_finish:n=4"]
+    pytest.importorskip("matplotlib")
+    kvasir(*args, *specs, "--pool", 4, "--pool-file", pool)
+    page = tmp_path / "page.md"
+    assert kvasir("solve", "report", out, "--page", page).code == 0 and "majority:n=1" in page.read_text()
+    assert kvasir("solve", "countdown").code == 2
+
+
 @pytest.mark.parametrize("args, named", [((), "strategy"), (("--strategy", "majorty"), "Did you mean 'majority'"),
                                          (("--strategy", "majority", "--task", "nothing"), "nothing"),
                                          (("--strategy", "majority", "--task", "story"), "scored by loss"),

@@ -19,6 +19,7 @@ class Output:
     num_cached: int = 0
     prompt_logprobs: list | None = None
     queued: float | None = None
+    score: object = None
 
 
 class Driver:
@@ -48,7 +49,7 @@ class Driver:
                 assert e.index == len(out.tokens), "a gap or a duplicate"
                 out.tokens += e.token_ids
                 out.logprobs += e.logprobs or []
-                out.prompt_logprobs = out.prompt_logprobs or e.prompt_logprobs
+                out.prompt_logprobs, out.score = out.prompt_logprobs or e.prompt_logprobs, out.score or e.score
                 out.queued = e.queued if out.queued is None else out.queued
                 out.num_cached = max(out.num_cached, e.num_cached)
                 out.finish_reason = e.finish_reason

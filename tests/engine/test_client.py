@@ -332,6 +332,23 @@ def test_cancel_in_every_state(state):
     run(body())
 
 
+def test_many_are_cancelled_in_one_message():
+    async def body():
+        async with engine("SlowCore") as it:
+            first, second, third = (Reader(it, request(i, n=2, max_tokens=500 if i < 3 else 30)) for i in (1, 2, 3))
+            await until(lambda: first.events and second.events and third.events)
+            sent = []
+            send, it._child.send = it._child.send, lambda frame: (sent.append(frame), send(frame))[1]
+            await it.cancel_many([("r1", None), ("nobody", None), ("r2", 0), ("r3", 7)])
+            assert len(sent) == 1
+            await until(lambda: 0 in second.reasons)
+            await it.cancel_many([("r2", 0), ("r2", 1)])
+            await asyncio.gather(first.task, second.task, third.task)
+            assert first.reasons == second.reasons == {0: "cancelled", 1: "cancelled"} and third.reasons == {0: "length", 1: "length"}
+
+    run(body())
+
+
 def test_cancel_one_branch_leaves_the_others():
     async def body():
         async with engine("SlowCore") as it:

@@ -21,7 +21,8 @@ from kvasir.types import EngineStats, Event, Grammar, ModelInfo, Request, Sampli
 REQUEST = Request(id="a\x00ß", prompt_ids=[0, 1, 1 << 40], seed=(1 << 64) - 1, max_tokens=7, tenant="t", epoch=2, emitted=[[1], []], ended=[1],
                   params=SamplingParams(n=2, stop=["x"], logit_bias={3: -1.5, 4: 2}, seed=-5, allowed_token_ids=[1], min_p=1e-300,
                                         grammar=Grammar("regex", "a+", after=(9, 8))), bad_words=[[1, 2]], priority=-3, arrival=1.25)
-TO_ENGINE = [messages.Submit((1 << 60), REQUEST), messages.Cancel("x", 3), messages.Cancel("x"), messages.Stop()]
+TO_ENGINE = [messages.Submit((1 << 60), REQUEST), messages.Cancel("x", 3), messages.Cancel("x"), messages.CancelMany([("x", 3), ("y", None)]),
+             messages.Stop()]
 LOGPROB = TokenLogprob(id=5, logprob=-math.inf, rank=1, top=[(5, -0.25)])
 MODEL = ModelInfo(name="m", max_model_len=1, vocab_size=2, tokenizer_size=2, eos_ids=(1,), config={"a": [None, {"b": 0.5}]})
 TO_CLIENT = [messages.Ready(MODEL, {"x": 1.0}),

@@ -8,7 +8,8 @@ import pytest
 
 from kvasir.config import SchedulerConfig
 from kvasir.engine.queue import Queue
-from kvasir.engine.scheduler import CAUTION_STEPS, LOOK_AHEAD, MAX_PREEMPTIONS
+from kvasir.engine.room import CAUTION_STEPS, MAX_PREEMPTIONS
+from kvasir.engine.scheduler import LOOK_AHEAD
 from kvasir.engine.schedulers.fcfs import Fcfs
 from kvasir.engine.schedulers.priority import Priority
 from kvasir.types import Sequence, Status
@@ -541,16 +542,16 @@ def test_fewer_run_after_pages_ran_out_and_then_more_again():
     d, _ = crowd()
     until_preemption(d)
     s = d.scheduler
-    low = s._max_running
+    low = s.room._limit
     assert low == pytest.approx(3 * 0.9)
     for _ in range(CAUTION_STEPS):
         s.complete(s.plan(0.0))
-    assert s._max_running <= low
+    assert s.room._limit <= low
     s.complete(s.plan(0.0))
-    assert low < s._max_running <= low + 1
+    assert low < s.room._limit <= low + 1
     for _ in range(10):
         s.complete(s.plan(0.0))
-    assert s._max_running == 8
+    assert s.room._limit == 8
 
 
 def test_who_was_preempted_often_is_spared_while_there_is_another():

@@ -8,7 +8,7 @@ import math
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from kvasir.scaling.endpoint import Caps, Chunk, Draw, Endpoint, EndpointError, Prompt, Refused, Sample, Sampling, Score, Usage, confidence_of
+from kvasir.scaling.endpoint import Caps, Chunk, Draw, Endpoint, EndpointError, Group, Prompt, Refused, Sample, Sampling, Score, Usage, confidence_of
 from kvasir.scaling.ledger import Price
 from kvasir.scaling.problem import Problem, Prompts
 
@@ -119,7 +119,7 @@ class Tabular(Endpoint):
         self.counts["requests"] += 1
         self.prompts.append(prompt.messages[-1]["content"])
 
-    def draw(self, prompt: Prompt, n: int, sampling: Sampling, seed: int) -> Draw:
+    def draw(self, prompt: Prompt, n: int, sampling: Sampling, seed: int, group: Group | None = None) -> Draw:
         return TabularDraw(self, prompt, n, sampling, seed)
 
     async def score(self, prompt: Prompt, sample: Sample, usage: Usage) -> Score:
@@ -146,8 +146,8 @@ class TabularDraw(Draw):
         self.endpoint, self.prompt, self.n, self.sampling, self.seed = endpoint, prompt, n, sampling, seed
         self.cancelled: set[int] = set()
 
-    async def cancel(self, index: int) -> None:
-        self.cancelled.add(index)
+    async def cancel(self, indexes: Sequence[int]) -> None:
+        self.cancelled.update(indexes)
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         e, sampling = self.endpoint, self.sampling

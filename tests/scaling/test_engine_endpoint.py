@@ -75,6 +75,8 @@ async def streams(endpoint):
     first = await draw.sample(endpoint, MESSAGES, 6, stream=11, finish_after=1)
     best = min((s.tokens, s.index) for s in full if s.finish == "stop")
     assert [(s.tokens, s.index) for s in first if s.met is not None] == [best] and first[best[1]].ids == full[best[1]].ids
+    # The engine sees the end itself: nobody runs beyond it but branch 0, which leads by the step that computed the prompt.
+    assert all(s.tokens <= best[0] + (s.index == 0) for s in first)
 
 
 async def scores(endpoint):

@@ -25,7 +25,7 @@ class Scripted(Endpoint):
     def __init__(self, reply) -> None:
         self.reply, self.asked = reply, []
 
-    def draw(self, prompt, n, sampling, seed):
+    def draw(self, prompt, n, sampling, seed, group=None):
         return ScriptedDraw(self, prompt, n)
 
     def most_prompt_tokens(self, prompt):
@@ -37,7 +37,7 @@ class ScriptedDraw(Draw):
         super().__init__()
         self.endpoint, self.content, self.n = endpoint, prompt.messages[-1]["content"], n
 
-    async def cancel(self, index):
+    async def cancel(self, indexes):
         raise AssertionError("nothing to cancel")
 
     async def __aiter__(self):

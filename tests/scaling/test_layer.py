@@ -24,7 +24,7 @@ ALL = {"majority": "majority:n=5", "best_of_n": "best_of_n:n=5,by=self", "adapti
        "first_finish": "first_finish:n=4", "short_m_at_k": "short_m_at_k:m=2,k=5", "self_eval_prune": "self_eval_prune:n=5,prefix=1",
        "rsa": "rsa:N=4,K=2,T=3", "squeeze_evolve": "squeeze_evolve:N=4,K=2,T=3", "v1": "v1:N=5,distinct=false,calls=2",
        "cascade": "cascade:n=3,agree=3,last=3", "specreason": "specreason:steps=8", "particle": "particle:N=4,steps=4,tokens=2",
-       "beam": "beam:N=4,width=2,steps=4,tokens=2"}
+       "beam": "beam:N=4,width=2,steps=4,tokens=2", "a_star": "a_star:k=3,expansions=5,tokens=2"}
 SAMPLING = Sampling(max_tokens=12)
 
 
@@ -395,7 +395,8 @@ def test_what_cannot_work_is_refused_before_the_first_call(spec, caps, named):
 
 @pytest.mark.parametrize("spec", ["majority:n=0", "rsa:N=2,K=3", "rsa:T=0", "squeeze_evolve:N=2,K=3", "squeeze_evolve:p=x", "squeeze_evolve:p=30/10",
                                   "squeeze_evolve:fitness=luck", "squeeze_evolve:M=2,K=4", "squeeze_evolve:zeta=0", "short_m_at_k:m=3,k=2",
-                                  "beam:N=4,width=3", "particle:tau=0", "cascade:n=2,agree=3", "self_eval_prune:keep=0", "majorty", "majority:m=2",
+                                  "beam:N=4,width=3", "a_star:k=0",
+                                  "a_star:regret=-1", "particle:tau=0", "cascade:n=2,agree=3", "self_eval_prune:keep=0", "majorty", "majority:m=2",
                                   "squeeze_evolve:p=101", "squeeze_evolve:route=threshold,threshold=2/3", "squeeze_evolve:p=nan"])
 def test_bad_options_are_refused(spec):
     with pytest.raises(ConfigError):

@@ -159,6 +159,54 @@ def test_a_constant_judge_makes_particles_plain_samples():
     assert sum(s.result.answer == "1" for s in knows.solved) >= 28
 
 
+def test_random_routing_sends_as_many_up_asks_for_no_score_and_knows_nothing():
+    """The control of every router: the quota is the same, which groups go up is not theirs to say."""
+    spec = "squeeze_evolve:N=8,K=3,T=4,p=25"
+    routed, control = run(spec, 12), run(f"{spec},route=random", 12)
+
+    def up(solution):
+        return [loop["routes"]["large"] for s in solution.solved for loop in s.result.stats["loops"]]
+
+    assert up(routed) == up(control) == [2] * 36
+    assert routed.ledger.total()["scored"] > 0 == control.ledger.total()["scored"]
+    rng, places = random.Random(3), Counter()
+    for _ in range(400):
+        routes = ops.route_by_rank(rng, [0.0] * 8, (25.0,))
+        places.update(i for i, r in enumerate(routes) if r)
+    assert all(abs(places[i] / 800 - 1 / 8) < 0.04 for i in range(8))
+
+
+def test_a_star_with_a_judge_that_knows_expands_its_depth_and_no_more():
+    """Three marks and an end. Every wrong mark is seen at once, so with a right one among the k children nothing else is expanded."""
+    def model(content, begun):
+        if content.split()[0] == "one":
+            good = 0.999 if content.split()[1] == "1" else 0.001
+            return {"Yes": good, "No": 1 - good}
+        return {"1": 0.5, "2": 0.5} if len(begun) < 3 else {"<end>": 1.0}
+
+    found = run("a_star:k=12,expansions=30,tokens=1", 10, [Tabular(model=model)])
+    for s in found.solved:
+        assert s.result.text == "111" and s.result.stats["expanded"] == 4 and s.result.stats["nodes"] == 48
+        kept = s.ledger.total()
+        assert (kept["generated"], kept["discarded"]) == (4, 44 + 48), "every node's token and its judge's; the path alone is kept"
+
+
+def test_a_star_turns_back_from_a_dead_end_and_a_large_regret_keeps_it_from():
+    """The first mark decides everything, and the judge sees it one step late: the frontier still holds the other beginning."""
+    def model(content, begun):
+        if content.split()[0] == "one":
+            good = {"2": 0.9, "1": 0.8, "3": 0.05}[content.split()[1]]
+            return {"Yes": good, "No": 1 - good}
+        if not begun:
+            return {"1": 0.5, "2": 0.5}
+        return {"3": 1.0} if WORDS[begun[-1]] == "2" else {"1": 1.0} if len(begun) < 3 and WORDS[begun[-1]] == "1" else {"<end>": 1.0}
+
+    back = run("a_star:k=8,expansions=20,tokens=1", 8, [Tabular(model=model)])
+    assert {s.result.text for s in back.solved} == {"111"}
+    stuck = run("beam:N=8,width=8,steps=4,tokens=1", 8, [Tabular(model=model)])
+    assert {s.result.answer for s in stuck.solved} == {"3"}, "a beam of one has thrown the good beginning away"
+
+
 def test_particles_follow_the_posterior_that_enumeration_gives():
     """Every path of three one-token steps, weighted by the odds that the judge gives each step until it has ended."""
     model = table(0.5, judge=0.7, pause=0.4)

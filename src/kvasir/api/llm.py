@@ -15,7 +15,7 @@ from kvasir.engine.engine import Engine
 from kvasir.errors import ConfigError, RequestError
 from kvasir.models import checkpoint
 from kvasir.models.tokenizer import Tokenizer
-from kvasir.types import Event, Request, SamplingParams, TokenLogprob
+from kvasir.types import Event, PromptScore, Request, SamplingParams, TokenLogprob
 
 Prompt = str | dict[str, Any]
 
@@ -31,27 +31,31 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One branch. ``token_ids`` include the token that ended it; ``text`` does not."""
+    """One branch. ``token_ids`` include the token that ended it; ``text`` does not. ``confidences``: of each token, where asked for;
+    `kvasir.decoding.confidence.summed_up` makes the mean and the lowest window of them."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    confidences: list[float] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """``error``: why the request failed after it had begun (a grammar that cannot be compiled, a fault in its step); its
-    unfinished branches then have ``finish_reason="error"``, and the other requests of the call are unharmed."""
+    """``score``: of the prompt's tokens from ``score_from`` on. ``error``: why the request failed after it had begun (a grammar that
+    cannot be compiled, a fault in its step); its unfinished branches then have ``finish_reason="error"``, and the other requests of the
+    call are unharmed."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    score: PromptScore | None = None
     num_cached_tokens: int = 0
     finished: bool = False
     error: RequestError | None = None
@@ -209,6 +213,7 @@ class Collector:
         self.output.num_cached_tokens = max(self.output.num_cached_tokens, event.num_cached)
         if event.prompt_logprobs is not None:
             self.output.prompt_logprobs = [p and self._named(p) for p in event.prompt_logprobs]
+        self.output.score = event.score or self.output.score
         tokens, stopped = event.token_ids, None
         if self._texts:
             # The token that ended the branch is no part of its text, unless it is asked for.
@@ -220,6 +225,8 @@ class Collector:
                 tokens = tokens[:delta.num_tokens]
         out.token_ids += tokens
         if event.logprobs is not None:
+            if self.params.confidence:
+                out.confidences = (out.confidences or []) + [p.confidence for p in event.logprobs[:len(tokens)]]
             out.logprobs = (out.logprobs or []) + [self._named(p) for p in event.logprobs[:len(tokens)]]
             out.cumulative_logprob = (out.cumulative_logprob or 0.0) + sum(p.logprob for p in event.logprobs[:len(tokens)])
         out.finish_reason, out.stop_reason = ("stop", stopped) if stopped is not None else (event.finish_reason, event.stop_reason)

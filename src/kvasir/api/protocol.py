@@ -16,6 +16,7 @@ from kvasir.errors import RequestError, nearest
 
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 128
+MAX_RUN_PROBLEMS = 256
 
 # Names that say who or what for, never what to compute.
 METADATA = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
@@ -196,6 +197,23 @@ class CompletionBody(ChoicesBody):
     best_of: int | None = None
 
 
+class ScalingBudget(Part):
+    """Upper bounds of ``scaling.ledger.Budget``; what is left out has the server's ceiling."""
+
+    tokens: int | None = Field(None, gt=0)
+    generated: int | None = Field(None, gt=0)
+    calls: int | None = Field(None, gt=0)
+
+
+class Scaling(Part):
+    """Spend more inference on this answer. ``strategy``: ``majority:n=8``, as ``kvasir solve`` has them. ``answer``: what two replies
+    share that agree: what follows their last "Answer:" (marked), their last line, or the whole text."""
+
+    strategy: str = Field(max_length=400)
+    answer: Literal["marked", "last_line", "text"] = "marked"
+    budget: ScalingBudget | None = None
+
+
 class ChatBody(ChoicesBody):
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = None
@@ -208,6 +226,27 @@ class ChatBody(ChoicesBody):
     add_generation_prompt: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: Object | None = None
+    scaling: Scaling | None = None
+
+
+class RunProblem(Part):
+    """One problem of a run; its id is its place when it has none."""
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    id: str | None = Field(None, pattern=r"^[A-Za-z0-9._-]{1,64}$")
+
+
+class RunBody(Body):
+    """A strategy on many problems, in the background. ``budget`` bounds the run, ``problem_budget`` each problem."""
+
+    strategy: str = Field(max_length=400)
+    problems: list[RunProblem] = Field(min_length=1, max_length=MAX_RUN_PROBLEMS)
+    answer: Literal["marked", "last_line", "text"] = "marked"
+    seed: int | None = None
+    max_tokens: int | None = Field(None, gt=0)
+    temperature: float | None = Field(None, ge=0, le=10)
+    budget: ScalingBudget | None = None
+    problem_budget: ScalingBudget | None = None
 
 
 class TextFormat(Part):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from kvasir.api import tools
@@ -81,13 +81,16 @@ class ChatJob:
                                                   "tool_choice": self.prompt.forced})
         if grammar is not None:
             grammar = dataclasses.replace(grammar, after=self.prompt.after)
-        params = sampling_params(body, service.info.generation_defaults, max_tokens=_max_tokens(body), logprobs=_logprobs(body), grammar=grammar)
+        params = sampling_params(body, service.info.generation_defaults, max_tokens=max_tokens_of(body), logprobs=_logprobs(body), grammar=grammar)
         self.names["grammar"] = grammar_name
         id = unique_id("chatcmpl", caller.id)
         self.requests = service.admit([self.prompt.ids], params, caller, id, body.priority, self.names)
         self.messages = [service.text.message(self.prompt.ids, self.prompt.tools, self.parallel) for _ in range(params.n)]
         self.head = {"id": id, "object": "chat.completion.chunk" if self.stream else "chat.completion", "created": caller.created,
                      "model": service.info.name}
+
+    def begin(self, release: Callable[[], None]) -> Generation:
+        return Generation(self.service.client, self.service.metrics, self.requests, self.detokenizer, release)
 
     def detokenizer(self, request: Request) -> Detokenizer:
         return Detokenizer(self.service.text.tokenizer, (), request.params, self.service.text.keep_ids)
@@ -155,7 +158,7 @@ class ChatJob:
         return result
 
 
-def _max_tokens(body: ChatBody) -> int | None:
+def max_tokens_of(body: ChatBody) -> int | None:
     """Both spellings; None runs to the end of the context."""
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise RequestError("'max_tokens' and 'max_completion_tokens' differ; send one of them", param="max_completion_tokens", code="conflict")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from kvasir.api.detokenize import Detokenizer
@@ -54,6 +54,9 @@ class CompletionJob:
         self.head = {"id": id, "object": "text_completion", "created": caller.created, "model": service.info.name}
         # What echo puts before the answer: the prompt as it was sent, or the text of the ids that were.
         self.prefixes = [p if isinstance(p, str) else self.tokenizer.decode(p, skip_special=False) for p in body.prompt] if body.echo else []
+
+    def begin(self, release: Callable[[], None]) -> Generation:
+        return Generation(self.service.client, self.service.metrics, self.requests, self.detokenizer, release)
 
     def detokenizer(self, request: Request) -> Detokenizer:
         return Detokenizer(self.tokenizer, request.prompt_ids, request.params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from kvasir.api.detokenize import Detokenizer
@@ -58,6 +58,9 @@ class ResponsesJob:
             "previous_response_id": None, "store": False, "truncation": "disabled", "background": False, "reasoning": None,
             "top_logprobs": body.top_logprobs or 0,
         }
+
+    def begin(self, release: Callable[[], None]) -> Generation:
+        return Generation(self.service.client, self.service.metrics, self.requests, self.detokenizer, release)
 
     def detokenizer(self, request: Request) -> Detokenizer:
         return Detokenizer(self.service.text.tokenizer, (), request.params, self.service.text.keep_ids)

@@ -26,13 +26,13 @@ from kvasir import __version__
 from kvasir.api import protocol
 from kvasir.api.auth import KeyGuard
 from kvasir.api.errors import error_response
-from kvasir.api.routes_chat import ChatJob
 from kvasir.api.routes_completions import CompletionJob
 from kvasir.api.routes_responses import ResponsesJob
+from kvasir.api.routes_scaling import ScalingRoutes, chat_job
 from kvasir.api.routes_status import StatusRoutes
 from kvasir.api.service import Service
 from kvasir.api.text import Text
-from kvasir.config import EngineConfig, ServerConfig, Settings
+from kvasir.config import ServerConfig, Settings
 from kvasir.engine.client import AsyncEngine
 from kvasir.engine.interface import EngineClient
 from kvasir.errors import ConfigError, RequestError
@@ -67,23 +67,27 @@ def create_app(client: EngineClient, text: Text, settings: ServerConfig) -> Fast
     app.add_middleware(_Watch, service=service, log_requests=settings.log_requests)
     app.add_middleware(KeyGuard, keys=settings.api_key)
     if settings.allowed_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["GET", "POST"],
+        app.add_middleware(CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["GET", "POST", "DELETE"],
                            allow_headers=["authorization", "content-type", "x-request-id"])
     return app
 
 
 def _add_routes(app: FastAPI, service: Service) -> None:
-    status = StatusRoutes(service)
+    status, scaling = StatusRoutes(service), ScalingRoutes(service)
 
-    def generation(path: str, body: type[protocol.Body], job: type, summary: str) -> None:
+    def generation(path: str, body: type[protocol.Body], job: Callable, summary: str) -> None:
         async def route(http: Request) -> Response:
             return await service.respond(http, job)
 
         _post(app, path, route, body, summary)
 
-    generation("/v1/chat/completions", protocol.ChatBody, ChatJob, "Answer a conversation")
+    generation("/v1/chat/completions", protocol.ChatBody, chat_job, "Answer a conversation")
     generation("/v1/completions", protocol.CompletionBody, CompletionJob, "Continue a text")
     generation("/v1/responses", protocol.ResponsesBody, ResponsesJob, "Answer a conversation (responses API, stateless)")
+    _post(app, "/v1/scaling/runs", scaling.create, protocol.RunBody, "Solve problems with a strategy of test-time scaling, in the background")
+    for path, route, methods in (("/v1/scaling/runs/{name}", scaling.status, ["GET"]), ("/v1/scaling/runs/{name}/events", scaling.events, ["GET"]),
+                                 ("/v1/scaling/runs/{name}", scaling.cancel, ["DELETE"])):
+        app.add_api_route(path, route, methods=methods, response_class=Response, responses=ERRORS)
     _post(app, "/tokenize", status.tokenize, protocol.TokenizeBody, "Text or messages to token ids")
     _post(app, "/detokenize", status.detokenize, protocol.DetokenizeBody, "Token ids to text")
     for path, route in {"/v1/models": status.models, "/v1/models/{name:path}": status.model, "/health/live": status.live,
@@ -110,7 +114,8 @@ def _post(app: FastAPI, path: str, route: Callable, body: type[protocol.Body], s
 def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        bodies = (protocol.ChatBody, protocol.CompletionBody, protocol.ResponsesBody, protocol.TokenizeBody, protocol.DetokenizeBody)
+        bodies = (protocol.ChatBody, protocol.CompletionBody, protocol.ResponsesBody, protocol.RunBody, protocol.TokenizeBody,
+                  protocol.DetokenizeBody)
         schemas: dict[str, Any] = {"Error": ERROR_SCHEMA}
         for body in bodies:
             own = body.model_json_schema(ref_template="#/components/schemas/{model}")
@@ -237,8 +242,7 @@ def serve(settings: Settings, client: AsyncEngine | None = None) -> None:
         raise ConfigError("an API key is empty")
     if settings.model.skip_tokenizer_init:
         raise ConfigError("the server needs the tokenizer: drop --skip-tokenizer-init (it is for LLM(...) with token ids)")
-    client = client or AsyncEngine(EngineConfig(model=settings.model, cache=settings.cache, scheduler=settings.scheduler, runner=settings.runner,
-                                                service=settings.service))
+    client = client or AsyncEngine(settings.engine_only())
     asyncio.run(_serve(settings, client))
 
 

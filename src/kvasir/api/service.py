@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from kvasir.api import limits
-from kvasir.api.detokenize import Detokenizer
 from kvasir.api.errors import error_object, error_response
-from kvasir.api.generation import Generation
 from kvasir.api.metrics import Metrics
 from kvasir.api.protocol import Body, parse
 from kvasir.api.streaming import Disconnected, EventStream, encode, sse, unless_disconnected
@@ -40,19 +38,28 @@ class Caller:
         self.tenant: str = http.scope["state"]["tenant"]
 
 
-class Job(Protocol):
-    """A generation route's work on one body: the engine requests, and the two forms of its reply."""
+class Work(Protocol):
+    """What runs for one body, such as a Generation. ``close`` in every case; closing cancels what still runs."""
 
-    requests: list[Request]
+    async def open(self) -> None:
+        """Return when it was accepted. Raises RequestError."""
+
+    async def close(self, reason: str = "disconnected") -> None: ...
+
+
+class Job(Protocol):
+    """A generation route's work on one body: what it starts, and the two forms of its reply."""
+
     stream: bool
     ignored: list[str]
     names: dict[str, str]  # admission's and the engine's parameter names -> this body's, where they differ
 
-    def detokenizer(self, request: Request) -> Detokenizer: ...
+    def begin(self, release: Callable[[], None]) -> Any:
+        """The `Work`, not opened yet; ``release`` is called once, when it is closed."""
 
-    def events(self, generation: Generation) -> AsyncGenerator[bytes, None]: ...
+    def events(self, work: Any) -> AsyncGenerator[bytes, None]: ...
 
-    async def result(self, generation: Generation) -> dict[str, Any]: ...
+    async def result(self, work: Any) -> dict[str, Any]: ...
 
 
 class Service:
@@ -66,6 +73,7 @@ class Service:
         self.concurrency = limits.Concurrency(settings.max_concurrent_per_key)
         self.phase = "starting"
         self.failure: BaseException | None = None
+        self.closers: list[Callable[[], Awaitable[None]]] = []  # what runs beside the requests and ends with the service
         self._starting: asyncio.Task | None = None
 
     # ------------------------------------------------------------------------------------------------------ life
@@ -99,6 +107,8 @@ class Service:
         if self._starting is not None and not self._starting.done():
             self._starting.cancel()
             await asyncio.gather(self._starting, return_exceptions=True)
+        for close in self.closers:
+            await close()
         await self.client.stop(drain)
 
     def not_ready(self) -> str:
@@ -140,7 +150,7 @@ class Service:
             return [admit(ids, params, self.info, id=f"{reply_id}.{i}" if many else reply_id, arrival=caller.arrival, tenant=caller.tenant,
                           priority=priority or 0, encode=self.text.encode) for i, ids in enumerate(prompts)]
 
-    async def respond(self, http: HttpRequest, make: type) -> Response:
+    async def respond(self, http: HttpRequest, make: Callable[[Service, bytes, Caller], Any]) -> Response:
         """A generation route: read, check off the loop, wait for the engine to accept, then stream or collect.
 
         ``make(service, raw_body, caller)`` is a Job. Headers go out only once the engine has accepted everything, so a
@@ -153,11 +163,11 @@ class Service:
         try:
             job: Job = await asyncio.to_thread(make, self, raw, caller)
             headers = {"x-request-id": caller.id, **_ignored_header(job.ignored)}
-            generation = Generation(self.client, self.metrics, job.requests, job.detokenizer, lambda: self.concurrency.leave(caller.key))
+            generation = job.begin(lambda: self.concurrency.leave(caller.key))
             if job.stream:
                 with renamed(job.names):
                     await unless_disconnected(http.receive, generation.open())
-                response = EventStream(_guarded(job, generation), generation.close, headers, self.settings.request_timeout)
+                response = EventStream(_guarded(job, generation, caller.id), generation.close, headers, self.settings.request_timeout)
                 return response
             with renamed(job.names):
                 result = await unless_disconnected(http.receive, _collected(job, generation))
@@ -185,7 +195,7 @@ def renamed(names: dict[str, str]) -> Iterator[None]:
         raise
 
 
-async def _collected(job: Job, generation: Generation) -> dict[str, Any]:
+async def _collected(job: Job, generation: Work) -> dict[str, Any]:
     await generation.open()
     try:
         return await job.result(generation)
@@ -193,7 +203,7 @@ async def _collected(job: Job, generation: Generation) -> dict[str, Any]:
         await generation.close()
 
 
-async def _guarded(job: Job, generation: Generation) -> AsyncGenerator[bytes, None]:
+async def _guarded(job: Job, generation: Work, name: str) -> AsyncGenerator[bytes, None]:
     """The job's events; an error after the headers becomes an event of its own, and the stream ends."""
     events = job.events(generation)
     try:
@@ -202,7 +212,7 @@ async def _guarded(job: Job, generation: Generation) -> AsyncGenerator[bytes, No
     except RequestError as e:
         yield sse(error_object(e))
     except Exception:
-        log.exception("request %s failed while streaming", generation.running[0].request.id)
+        log.exception("request %s failed while streaming", name)
         yield sse(error_object(RequestError("internal error", status=500, code="internal_error")))
     finally:
         await events.aclose()

@@ -136,7 +136,10 @@ def evaluate(model: Model = "", tasks: Annotated[str, typer.Option(help="Tasks a
 
 @app.command(cls=Command)
 @with_settings(EngineConfig, skip=("model", "seed", "tokenizer", "revision", "journal"))
-def solve(strategies: Annotated[list[str], typer.Option("--strategy", help="A strategy, e.g. squeeze_evolve:N=8,K=3,T=4; several are compared.")],
+def solve(words: Annotated[list[str] | None, typer.Argument(metavar="[report FILES...]", show_default=False,
+                                                            help="report: write a page with plots from earlier results.")] = None,
+          strategies: Annotated[list[str] | None, typer.Option("--strategy", help="A strategy, e.g. squeeze_evolve:N=8,K=3,T=4; several are "
+                                                                                  "compared.")] = None,
           models: Annotated[list[str] | None, typer.Option("--model", help="A model, or URL#NAME of a server; several: cheapest first.")] = None,
           task: Annotated[str, typer.Option(help="A task and its dial, e.g. countdown or chain:max_steps=8.")] = "countdown",
           count: Annotated[int, typer.Option("--n", "-n", min=1, help="Problems.")] = 100,
@@ -149,14 +152,27 @@ def solve(strategies: Annotated[list[str], typer.Option("--strategy", help="A st
           problem_budget: Annotated[str | None, typer.Option(help="Of each problem, in the same units.")] = None,
           journal: Annotated[Path | None, typer.Option(help="Keep every call here; the same command goes on after a kill.")] = None,
           at_once: Annotated[int, typer.Option(min=1, help="Problems under way at once.")] = 16,
+          minutes: Annotated[float | None, typer.Option(min=0, help="Begin no further strategy after so many minutes.")] = None,
+          pool: Annotated[int, typer.Option(min=0, help="Draw so many replies a problem, once for all strategies.")] = 0,
+          resamples: Annotated[int, typer.Option(min=1, help="With --pool: deal them out so many times.")] = 4,
+          pool_file: Annotated[Path | None, typer.Option(help="With --pool: files that begin so keep the replies for another time.")] = None,
+          page: Annotated[Path, typer.Option(help="With report: the Markdown file to write; pictures stand beside it.")] = Path("solve-report.md"),
           output: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None, **options: Any) -> None:
     """Spend more inference on each problem, by a strategy, and compare what accuracy costs."""
     from kvasir.cli import solve as command
 
     check_output(output, make=True)
-    job = command.Job(tuple(strategies), tuple(models or ("",)), task, count, seed, split, max_tokens, temperature,  # type: ignore[arg-type]
+    if words:
+        if words[0] != "report":
+            raise ConfigError(f"kvasir solve {words[0]}: there is 'report FILES'; a task is given as --task {words[0]}")
+        from kvasir.bench import solve_report
+
+        check_output(page, make=True)
+        solve_report.run([Path(word) for word in words[1:]], page)
+        return
+    job = command.Job(tuple(strategies or ()), tuple(models or ("",)), task, count, seed, split, max_tokens, temperature,  # type: ignore[arg-type]
                       command.parse_prices(price or ()), command.parse_amounts(budget, "--budget"),
-                      command.parse_amounts(problem_budget, "--problem-budget"), journal, at_once)
+                      command.parse_amounts(problem_budget, "--problem-budget"), journal, at_once, minutes, pool, resamples, pool_file)
     command.run(build_settings(options, EngineConfig), job, output)
 
 

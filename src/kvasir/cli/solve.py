@@ -7,7 +7,8 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,9 @@ ROOM = 1.5  # a reply may be so many times as long as the longest right one, and
 
 @dataclass(frozen=True)
 class Job:
-    """What to solve. ``models``: names, folders, hub ids, or ``URL#NAME`` of a server; cheapest first. ``prices``: by model."""
+    """What to solve. ``models``: names, folders, hub ids, or ``URL#NAME`` of a server; cheapest first. ``prices``: by model. ``minutes``:
+    after so many no further strategy is begun. ``pool``: draw so many replies a problem once, and deal them out to every strategy,
+    ``resamples`` times in another order; ``pool_file`` keeps them."""
 
     strategies: tuple[str, ...]
     models: tuple[str, ...]
@@ -51,6 +54,10 @@ class Job:
     problem_budget: Budget | None = None
     journal: Path | None = None
     at_once: int = 16
+    minutes: float | None = None
+    pool: int = 0
+    resamples: int = 4
+    pool_file: Path | None = None
 
     def __post_init__(self) -> None:
         for name, values in (("strategy", self.strategies), ("model", self.models)):
@@ -154,8 +161,8 @@ def build_endpoints(job: Job, config: EngineConfig) -> list[Endpoint]:
 
 
 def run(config: EngineConfig, job: Job, output: Path | None) -> None:
-    from kvasir.bench.result import arm, result
-
+    if not job.strategies:
+        raise ConfigError("give --strategy NAME:KEY=VALUE, such as majority:n=8; several are compared")
     strategies = {spec: load_strategy(spec) for spec in job.strategies}
     task = load_task(job.task)
     if task.scored != "answer":
@@ -166,25 +173,59 @@ def run(config: EngineConfig, job: Job, output: Path | None) -> None:
     for strategy in strategies.values():
         strategy.check(endpoints, problems[0].prompts)
     sampling = Sampling(job.max_tokens or _room(endpoints, task, drawn), job.temperature)
-    outcomes = asyncio.run(_solve(job, strategies, problems, endpoints, sampling))
+    if job.pool:
+        from kvasir.cli import solve_pool
 
-    def check(i: int, text: str) -> bool:
-        return task.check(drawn[i], forms.solution(text))
+        outcome = solve_pool.run(job, strategies, task, drawn, problems, endpoints, sampling)
+        _write(outcome, output)
+        show(outcome)
+        return
+    found: dict[str, Solution] = {}
 
-    right = {spec: [check(i, s.result.text) for i, s in enumerate(found.solved)] for spec, found in outcomes.items()}
-    arms = []
-    for spec, found in outcomes.items():
-        metrics = figures(found, right[spec]) | {"interval": list(wilson(sum(right[spec]), len(drawn)))}
-        by_loop = loops(found, check, problems[0].answer)
-        arms.append(arm(spec, _described(job, sampling, endpoints), metrics | ({"loops": by_loop} if by_loop else {})))
-    named = [(a["name"], a["metrics"]) for a in arms]
-    outcome = result(f"solve-{job.task}", arms)
-    outcome["frontier"] = {c: frontier(named, c) for c in CURRENCIES if all(c in m["per_problem"] for _, m in named)
-                           and any(m["per_problem"][c] for _, m in named)}
-    outcome["differences"] = _differences(right)
-    show(outcome)
+    def keep(spec: str, solution: Solution) -> None:
+        """One more strategy is through: a run that is cut off later has written what it knows."""
+        found[spec] = solution
+        _write(_outcome(job, task, drawn, found, sampling, endpoints), output)
+
+    asyncio.run(_solve(job, strategies, problems, endpoints, sampling, keep))
+    show(_outcome(job, task, drawn, found, sampling, endpoints))
+
+
+def _write(outcome: dict[str, Any], output: Path | None) -> None:
     if output is not None:
         output.write_text(json.dumps(outcome, indent=1) + "\n")
+
+
+def checker(task: Task, drawn: Sequence[LabProblem]) -> Callable[[int, str], bool]:
+    """Whether a reply solves problem i: of a recombination, what stands behind its check of the candidates."""
+    return lambda i, text: task.check(drawn[i], forms.solution(text))
+
+
+def _outcome(job: Job, task: Task, drawn: Sequence[LabProblem], found: dict[str, Solution], sampling: Sampling,
+             endpoints: Sequence[Endpoint]) -> dict[str, Any]:
+    """The result of the strategies that are through."""
+    check = checker(task, drawn)
+    right = {spec: [check(i, s.result.text) for i, s in enumerate(solution.solved)] for spec, solution in found.items()}
+    arms = []
+    for spec, solution in found.items():
+        metrics = figures(solution, right[spec]) | {"interval": list(wilson(sum(right[spec]), len(drawn)))}
+        by_loop = loops(solution, check, lambda text: task.answer(forms.solution(text)))
+        arms.append((spec, metrics | ({"loops": by_loop} if by_loop else {})))
+    outcome = compared(job, arms, sampling, endpoints)
+    outcome["differences"] = _differences(right)
+    outcome["right"] = {spec: "".join(map(str, map(int, marks))) for spec, marks in right.items()}  # for paired tests across files
+    left = [spec for spec in job.strategies if spec not in found]
+    return outcome | ({"left_out": left} if left else {})
+
+
+def compared(job: Job, arms: Sequence[tuple[str, dict[str, Any]]], sampling: Sampling, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
+    """Arms as one result, with the frontiers."""
+    from kvasir.bench.result import arm, result
+
+    outcome = result(f"solve-{job.task}", [arm(spec, _described(job, sampling, endpoints), metrics) for spec, metrics in arms])
+    outcome["frontier"] = {c: frontier(arms, c) for c in CURRENCIES if all(c in m["per_problem"] for _, m in arms)
+                           and any(m["per_problem"][c] for _, m in arms)}
+    return outcome
 
 
 def _room(endpoints: Sequence[Endpoint], task: Task, drawn: Sequence[LabProblem]) -> int:
@@ -197,25 +238,28 @@ def _room(endpoints: Sequence[Endpoint], task: Task, drawn: Sequence[LabProblem]
 
 
 async def _solve(job: Job, strategies: dict[str, Strategy], problems: Sequence[Problem], endpoints: Sequence[Endpoint],
-                 sampling: Sampling) -> dict[str, Solution]:
+                 sampling: Sampling, keep: Callable[[str, Solution], None]) -> None:
     plan = {"task": job.task, "n": job.count, "seed": job.seed, "split": job.split, "models": [e.name for e in endpoints],
             "sampling": repr(sampling), "budget": repr(job.budget), "problem_budget": repr(job.problem_budget)}
     journal = Journal(job.journal, plan)
-    found: dict[str, Solution] = {}
     try:
         async with opened(endpoints):
-            for spec, strategy in strategies.items():
+            begin = time.monotonic()
+            for i, (spec, strategy) in enumerate(strategies.items()):
+                if i and job.minutes is not None and time.monotonic() - begin > 60 * job.minutes:
+                    log.warning("%s is left out: %g minutes are over", spec, job.minutes)
+                    continue
                 for endpoint in endpoints:
                     endpoint.forget()  # or a later arm would find the questions of an earlier one in the cache, and look cheaper
                 with _progress(spec, len(problems)) as on_event:
-                    found[spec] = await solve(strategy, problems, endpoints, seed=job.seed, name=spec, sampling=sampling, budget=job.budget,
-                                              problem_budget=job.problem_budget, journal=journal, on_event=on_event, at_once=job.at_once)
+                    done = await solve(strategy, problems, endpoints, seed=job.seed, name=spec, sampling=sampling, budget=job.budget,
+                                       problem_budget=job.problem_budget, journal=journal, on_event=on_event, at_once=job.at_once)
+                keep(spec, done)
     except EndpointDown as e:
         resume = f" What was done is in {job.journal.name}: the same command goes on from there." if job.journal else ""
         raise ConfigError(f"the run ended: {e}.{resume}") from e
     finally:
         journal.close()
-    return found
 
 
 @contextmanager
@@ -242,8 +286,8 @@ def _progress(spec: str, count: int):
 
 def _described(job: Job, sampling: Sampling, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     return {"task": job.task, "n": job.count, "seed": job.seed, "split": job.split, "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature, "models": {e.name: {"active_parameters": e.parameters, "price": dataclasses.asdict(e.price)}
-                                                            for e in endpoints},
+            "temperature": sampling.temperature, "at_once": job.at_once,
+            "models": {e.name: {"active_parameters": e.parameters, "price": dataclasses.asdict(e.price)} for e in endpoints},
             "budget": job.budget and dataclasses.asdict(job.budget), "problem_budget": job.problem_budget and dataclasses.asdict(job.problem_budget)}
 
 

@@ -99,7 +99,7 @@ class Rows:
     banned: tuple[np.ndarray, ...]  # row, id
     counted: tuple[np.ndarray, ...]  # row, id, output count
     masks: tuple[np.ndarray, ...]  # row, [K, W] int32
-    reports: tuple[np.ndarray, ...]  # row, known id or -1 for the sampled one, alternatives, 1 if processed
+    reports: tuple[np.ndarray, ...]  # row, known id or -1 for the sampled one, alternatives, 1 if processed, k of the confidence
 
     @property
     def constrained(self) -> bool:
@@ -157,7 +157,7 @@ class Packer:
     banned: list[tuple[int, int]] = field(default_factory=list)
     counted: list[tuple] = field(default_factory=list)
     masks: list[tuple[int, np.ndarray]] = field(default_factory=list)
-    reports: list[tuple[int, int, int, int]] = field(default_factory=list)
+    reports: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)
 
     def pack(self, spans: list[Span]) -> SampleBatch:
@@ -208,14 +208,14 @@ class Packer:
             if i in score:
                 at = span.start + i + 1
                 known = seq.tokens[at] if at < len(seq.tokens) else seq.draft[at - len(seq.tokens)]
-                self.reports.append((m, known, alternatives, 0))
+                self.reports.append((m, known, alternatives, 0, state.params.confidence))
 
     def _conditions(self, span: Span, state: RowState, sample: range, rows: range | list[int]) -> None:
         """Everything that depends on what the rows' own history holds."""
         params = state.params
         if params.logprobs is not None:
             processed = int(params.logprobs_mode == "processed")
-            self.reports.extend((m, -1, params.logprobs, processed) for m in rows)
+            self.reports.extend((m, -1, params.logprobs, processed, params.confidence) for m in rows)
         if state.error:
             self.errors.update(dict.fromkeys(rows, state.error))
             return
@@ -260,7 +260,7 @@ class Packer:
     def _rows(self) -> Rows:
         banned = tuple(np.array(self.banned, np.int64).T) if self.banned else (_NONE, _NONE)
         masks = (np.array([m for m, _ in self.masks], np.int64), np.stack([bits for _, bits in self.masks])) if self.masks else (_NONE, _NO_MASKS)
-        reports = tuple(np.array(self.reports, np.int64).T) if self.reports else (_NONE,) * 4
+        reports = tuple(np.array(self.reports, np.int64).T) if self.reports else (_NONE,) * 5
         return Rows(
             np.array(self.sampled, bool), np.array(self.values).reshape(-1, NUM_PARAMS), np.array(self.streams, np.uint64).view(np.int64),
             np.array(self.positions, np.int64), _ragged(self.bias), banned, _ragged(self.counted), masks, reports)

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvasir.decoding.filters import keep_top, largest
+from kvasir.decoding.filters import keep_top, largest, mean_surprise
 from kvasir.decoding.penalties import penalise
 from kvasir.decoding.rows import (
     FREQUENCY,
@@ -56,10 +56,11 @@ NEG_INF = -INF
 
 @dataclass(slots=True)
 class _Reports:
-    """Of one slice, on the device: [Q] log-probability and rank of the token, [Q, A] alternatives (A the most asked for)."""
+    """Of one slice, on the device: [Q] log-probability, rank and confidence of the token, [Q, A] alternatives (A the most asked for)."""
 
     logprob: torch.Tensor
     rank: torch.Tensor
+    confidence: torch.Tensor
     top_logprobs: torch.Tensor
     top_ids: torch.Tensor
 
@@ -210,7 +211,7 @@ class Sampler:
             y_RV.masked_fill_(y_RV < self._send(values[:, LOG_MIN_P, None].astype(np.float32)), NEG_INF)
 
     def _report(self, raw_MV: torch.Tensor, final_SV: torch.Tensor, tokens_M: torch.Tensor, rows: Rows) -> _Reports:
-        row, known, alternatives, processed = rows.reports
+        row, known, alternatives, processed, sure = rows.reports
         row_Q, known_Q = self._send(row), self._send(known)
         x_QV = raw_MV[row_Q]
         if processed.any():
@@ -221,9 +222,11 @@ class Sampler:
         token_Q = torch.where(known_Q < 0, tokens_M[row_Q], known_Q)[:, None]
         chosen = logprobs_QV.gather(1, token_Q)
         rank = (logprobs_QV > chosen).sum(-1) + 1
-        most = min(int(alternatives.max()), self.tokenizer_size)
+        shown = min(int(alternatives.max()), self.tokenizer_size)
+        most = min(max(shown, int(sure.max())), self.tokenizer_size)
         top_logprobs, top_ids = largest(logprobs_QV, most) if most else (chosen[:, :0], token_Q[:, :0])
-        return _Reports(chosen[:, 0], rank, top_logprobs, top_ids)
+        confidence = mean_surprise(top_logprobs, self._send(sure)) if sure.any() else chosen[:, 0]
+        return _Reports(chosen[:, 0], rank, confidence, top_logprobs[:, :shown], top_ids[:, :shown])
 
     def _send(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
@@ -241,7 +244,7 @@ class SampleOutput:
         self._tops = tops
         self.draws = draws
         self._host_draws = None if draws is None else to_host(draws)
-        self._reports = [_Reports(*map(to_host, (r.logprob, r.rank, r.top_logprobs, r.top_ids))) for r in reports if r is not None]
+        self._reports = [_Reports(*map(to_host, (r.logprob, r.rank, r.confidence, r.top_logprobs, r.top_ids))) for r in reports if r is not None]
         self._done = torch.cuda.Event() if draws is not None and draws.is_cuda else None
         if self._done is not None:
             self._done.record()
@@ -277,13 +280,14 @@ class SampleOutput:
         scored: dict[int, TokenLogprob] = {}
         if not found:
             return drawn, scored
-        row, known, alternatives, _ = (a.tolist() for a in self._batch.rows.reports)
+        row, known, alternatives, _, sure = (a.tolist() for a in self._batch.rows.reports)
         logprobs = torch.cat([r.logprob for r in found]).tolist()
         ranks = torch.cat([r.rank for r in found]).tolist()
+        confidences = torch.cat([r.confidence for r in found]).tolist()
         tops = [pair for r in found for pair in zip(r.top_ids.tolist(), r.top_logprobs.tolist())]
-        for m, token, count, logprob, rank, (ids, values) in zip(row, known, alternatives, logprobs, ranks, tops):
+        for m, token, count, k, logprob, rank, confidence, (ids, values) in zip(row, known, alternatives, sure, logprobs, ranks, confidences, tops):
             top = [(i, v) for i, v in zip(ids[:count], values[:count]) if v > NEG_INF]
-            (drawn if token < 0 else scored)[m] = TokenLogprob(token, logprob, rank, top)
+            (drawn if token < 0 else scored)[m] = TokenLogprob(token, logprob, rank, top, confidence if k else None)
         return drawn, scored
 
 

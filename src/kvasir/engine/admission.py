@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 from kvasir.errors import RequestError
 from kvasir.types import U64, Grammar, ModelInfo, Request, SamplingParams
 
-MAX_N = 16
+MAX_N = 256
+MAX_LEASE_SECONDS = 600.0
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -38,6 +39,8 @@ def admit(prompt_ids: list[int], params: SamplingParams, info: ModelInfo, *, id:
     ids_end = info.tokenizer_size or info.vocab_size
     _check_prompt(prompt_ids, info, ids_end)
     params = _checked(params, ids_end)
+    if params.score_from is not None:
+        _integer("score_from", params.score_from, 1, len(prompt_ids) - 1)
     if params.drafter is not None and params.drafter not in info.drafters:
         there = f"there are {', '.join(info.drafters)}" if info.drafters else "none does"
         _refuse("drafter", f"no drafter named {params.drafter!r} runs here; {there}")
@@ -101,10 +104,13 @@ def _checked(p: SamplingParams, ids_end: int) -> SamplingParams:
         _refuse("logprobs_mode", f"logprobs_mode={p.logprobs_mode!r} is neither 'raw' nor 'processed'")
     _check_grammar(p.grammar)
     _check_stops(p)
+    _check_confidence(p)
     top_k = _integer("top_k", p.top_k, -1, I64)
     return dataclasses.replace(
         p,
         n=_integer("n", p.n, 1, MAX_N),
+        finish_after=None if p.finish_after is None else _integer("finish_after", p.finish_after, 1, p.n),
+        lease=_number("lease", p.lease, 0.0, MAX_LEASE_SECONDS),
         temperature=_number("temperature", p.temperature, 0.0, 10.0),
         top_k=0 if top_k == -1 else min(top_k, ids_end),
         top_p=_number("top_p", p.top_p, 0.0, 1.0, open_low=True),
@@ -115,12 +121,23 @@ def _checked(p: SamplingParams, ids_end: int) -> SamplingParams:
         max_tokens=None if p.max_tokens is None else _integer("max_tokens", p.max_tokens, 1, I64),
         min_tokens=_integer("min_tokens", p.min_tokens, 0, I64),
         stop_token_ids=_ids("stop_token_ids", p.stop_token_ids, ids_end, MAX_STOP_IDS),
-        logprobs=None if p.logprobs is None else _integer("logprobs", p.logprobs, 0, MAX_LOGPROBS),
+        logprobs=(0 if p.confidence else None) if p.logprobs is None else _integer("logprobs", p.logprobs, 0, MAX_LOGPROBS),
         prompt_logprobs=None if p.prompt_logprobs is None else _integer("prompt_logprobs", p.prompt_logprobs, 0, MAX_LOGPROBS),
         num_draft_tokens=None if p.num_draft_tokens is None else _integer("num_draft_tokens", p.num_draft_tokens, 0, I64),
         logit_bias=_bias(p.logit_bias, ids_end),
         allowed_token_ids=_allowed(p.allowed_token_ids, ids_end),
     )
+
+
+def _check_confidence(p: SamplingParams) -> None:
+    if _integer("confidence", p.confidence, 0, MAX_LOGPROBS) == 1:
+        _refuse("confidence", "confidence=1 turns the sign round: the likeliest token alone is large where the model is unsure. Take 5 to 20.")
+    if p.confidence and p.logprobs_mode != "raw":
+        _refuse("confidence", "confidence is of the model's own distribution: leave logprobs_mode at 'raw'")
+    if _integer("confidence_window", p.confidence_window, 0, I64) and not p.confidence:
+        _refuse("confidence_window", "confidence_window needs confidence, such as 20")
+    if p.score_from is not None and p.prompt_logprobs is not None:
+        _refuse("score_from", "prompt_logprobs score every token already: ask for one of the two")
 
 
 def _check_stops(p: SamplingParams) -> None:

@@ -62,9 +62,7 @@ class Child:
         # -P: the working folder must not shadow the modules that the process imports. Output goes to stderr: stdout may
         # belong to a program that prints results. A session of its own keeps Ctrl-C in the terminal away from it.
         command = [sys.executable, "-P", "-m", "kvasir.engine.process", "--socket", path, "--factory", factory]
-        config = self.config  # only the engine's sections: a server's settings hold its keys
-        sections = EngineConfig(model=config.model, cache=config.cache, scheduler=config.scheduler, runner=config.runner, service=config.service)
-        hello = messages.Hello(config=sections, log_level=logging.getLevelName(log.getEffectiveLevel()), spawned=time.monotonic())
+        hello = messages.Hello(config=self.config.engine_only(), log_level=logging.getLevelName(log.getEffectiveLevel()), spawned=time.monotonic())
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True)
         with contextlib.suppress(BrokenPipeError):  # it died already; ``ready`` finds out
             process.stdin.write(msgspec.msgpack.encode(hello))

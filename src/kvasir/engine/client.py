@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 from kvasir.config import EngineConfig
 from kvasir.engine import ipc, journal, messages
@@ -190,12 +190,26 @@ class AsyncEngine:
         self._cancel(entry, branch)
         return True
 
+    async def cancel_many(self, targets: Iterable[tuple[str, int | None]]) -> None:
+        """``cancel`` for each, in one message; of those that are not live, nothing."""
+        held = []
+        for request_id, branch in targets:
+            entry = self._journal.get(request_id)
+            if entry is not None and not entry.closed and (branch is None or branch in entry.live_branches) and self._mark(entry, branch):
+                held.append((request_id, branch))
+        if held:
+            self._child.send(ipc.encode(messages.CancelMany(held)))
+
     def _cancel(self, entry: Entry, branch: int | None) -> None:
-        entry.cancelled.update(entry.live_branches if branch is None else [branch])
-        if entry.submitted:
+        if self._mark(entry, branch):
             self._child.send(ipc.encode(messages.Cancel(entry.id, branch)))
-        else:
+
+    def _mark(self, entry: Entry, branch: int | None) -> bool:
+        """An end was asked for. Whether the engine process must hear of it; else it ends here."""
+        entry.cancelled.update(entry.live_branches if branch is None else [branch])
+        if not entry.submitted:
             self._end_cancelled(entry)
+        return entry.submitted
 
     def _end_cancelled(self, entry: Entry) -> None:
         """End what was cancelled of a request that no engine process holds."""

@@ -99,7 +99,8 @@ class EarlyExit:
         shadow = self._shadows.get(seq)
         if shadow is None:
             params = dataclasses.replace(seq.request.params, n=1, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, bad_words=(),
-                                         grammar=None, logprobs=None, prompt_logprobs=None, min_tokens=0)
+                                         grammar=None, logprobs=None, prompt_logprobs=None, confidence=0, score_from=None,
+                                         min_tokens=0)
             shadow = Sequence(dataclasses.replace(seq.request, params=params, bad_words=[], emitted=[]))
             shadow.stream, shadow.tokens = seq.stream, list(seq.tokens)
             if not self._free_rows:  # those of preempted sequences

@@ -21,10 +21,12 @@ from kvasir import technique
 from kvasir.config import EngineConfig, SpeculationConfig
 from kvasir.engine.build import POLICIES, build
 from kvasir.engine.drafting import Drafting, holds_draft
+from kvasir.engine.groups import Groups
 from kvasir.engine.pace import Pace, StepClock
 from kvasir.engine.pages import PageManager
 from kvasir.engine.policy import SchedulerPolicy
 from kvasir.engine.scheduler import Scheduler
+from kvasir.engine.scores import prompt_logprobs, prompt_score
 from kvasir.engine.second_model import EngineHost
 from kvasir.engine.spans import ONE_SAMPLE, rows_left
 from kvasir.engine.step_time import StepShape, StepTimeModel, retry_after
@@ -35,7 +37,7 @@ from kvasir.models import checkpoint
 from kvasir.models.loader import load_again
 from kvasir.speculation.drafter import Drafter
 from kvasir.speculation.router import load_drafter
-from kvasir.types import EngineStats, Event, FinishReason, Plan, Request, Sequence, Span, SpanResult, Status, TokenLogprob
+from kvasir.types import EngineStats, Event, FinishReason, Plan, Request, Sequence, Span, SpanResult, Status
 
 USER_FAULTS = ("no_token_allowed", "grammar_error")  # the request's own constraints leave nothing to sample
 
@@ -82,6 +84,7 @@ class Engine:
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="grammar")
         self._eos_ids = frozenset(self.info.eos_ids)
         self._live: dict[str, Live] = {}
+        self._groups = Groups()
         self._compiling = 0  # requests whose grammar is being compiled
         self.on_launch: Callable[[Iterable[str], bool], None] = lambda ids, slow: None
         self._seen_kinds: set[tuple] = set()
@@ -100,9 +103,10 @@ class Engine:
         live = self._live[request.id] = Live(request)
         events = [Event(kind="accepted", request_id=request.id, epoch=request.epoch)]
         for branch in range(request.params.n):
-            if branch in request.ended:
-                continue
             seq = Sequence(request, branch)
+            if branch in request.ended:
+                self._groups.replayed(seq, self._eos_ids)
+                continue
             seq.max_output = min(request.max_tokens, self.info.max_model_len - seq.num_prompt)
             if not request.params.ignore_eos:
                 seq.stop_ids |= self._eos_ids
@@ -131,7 +135,11 @@ class Engine:
                                                           f"{self.info.kv_capacity_tokens}")
         if request.epoch > 0:  # it was accepted before the engine restarted
             return None
+        if request.params.lease and self.pages.index is None:
+            return refuse(400, "no_prefix_cache", "a lease keeps pages for the prefix cache, which is off here")
         config = self.config.scheduler
+        if request.params.n > config.max_queued_requests:
+            return refuse(400, "too_many_branches", f"n={request.params.n} is more than this server queues at all ({config.max_queued_requests})")
         if self.scheduler.num_waiting + self.scheduler.num_blocked + request.params.n > config.max_queued_requests:
             return refuse(429, "queue_full", f"{config.max_queued_requests} requests are queued already", self._drain_seconds())
         if self.scheduler.queued_tokens + len(request.prompt_ids) > self._max_queued_tokens:
@@ -172,12 +180,14 @@ class Engine:
             self._drafting.close(seq)
         self.scheduler.finish(seq, reason)
         seq.finish_reason = reason
+        self._groups.ended(seq)
         live = self._live[seq.request.id]
         live.branches.pop(seq.branch, None)
         if not live.branches:
             if live.compiling is not None:
                 live.compiling.cancel()
                 self._compiling -= 1
+            self._groups.forget(seq.request.id)
             del self._live[seq.request.id]
 
     def _fail(self, request_id: str, *, status: int, code: str, message: str, param: str | None = None) -> Event:
@@ -318,6 +328,9 @@ class Engine:
                     self._drafting.ingest(span, result)
                 if event is not None:
                     events.append(event)
+        for request_id in self._groups.decided():
+            live = self._live[request_id]
+            events += [self._finish(seq, "cancelled") for seq in self._groups.beaten(live.branches.values())]
         self.scheduler.complete(plan)
         now = time.perf_counter()
         self._stats.step_seconds, self._stats.step_rows = now - max(launched, self._resolved), plan.num_rows
@@ -363,8 +376,8 @@ class Engine:
             status = 400 if code in USER_FAULTS else 500
             return self._fail(seq.request.id, status=status, code=code, message=result.error)
         if result.scores:
-            seq.state.setdefault("scores", [None]).extend(result.scores)
-            seq.state["num_scored"] = seq.state.get("num_scored", 0) + len(result.scores)
+            seq.state.setdefault("scores", []).extend(result.scores)
+            seq.state["num_scored"] = span.start + span.want["score"].stop
         tokens, reason, stop = self._until_stop(seq, result.tokens)
         index = seq.num_output
         if result.path:
@@ -379,17 +392,11 @@ class Engine:
         event = Event(kind="tokens", request_id=seq.request.id, epoch=seq.request.epoch, branch=seq.branch, index=index, token_ids=tokens,
                       logprobs=result.logprobs[:len(tokens)] if params.logprobs is not None and result.logprobs else None,
                       num_cached=seq.num_cached, finish_reason=reason, stop_reason=stop,
-                      prompt_logprobs=self._take_scores(seq) if index == 0 else None,
+                      prompt_logprobs=prompt_logprobs(seq) if index == 0 else None, score=prompt_score(seq) if index == 0 else None,
                       queued=seq.first_scheduled - seq.request.arrival if index == 0 and not seq.branch else None)
         if reason is not None:
             self._drop(seq, reason)
         return event
-
-    def _take_scores(self, seq: Sequence) -> list[TokenLogprob | None] | None:
-        """The prompt's log-probabilities, sent once with the first token; the first prompt token has none."""
-        if seq.request.params.prompt_logprobs is None or seq.branch:
-            return None
-        return seq.state.pop("scores", [None])
 
     def _until_stop(self, seq: Sequence, sampled: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
         """The sampled tokens up to the first stop rule that holds: (tokens, why it ends, the stop id or None for EOS)."""

@@ -32,6 +32,12 @@ class Cancel(msgspec.Struct, tag=True):
     branch: int | None = None
 
 
+class CancelMany(msgspec.Struct, tag=True):
+    """Many at once: (request id, branch or None for all of them)."""
+
+    targets: list[tuple[str, int | None]]
+
+
 class Stop(msgspec.Struct, tag=True):
     """Close the engine and exit with status 0."""
 
@@ -65,5 +71,5 @@ class Crash(msgspec.Struct, tag=True):
     traceback: str
 
 
-ToEngine = Submit | Cancel | Stop
+ToEngine = Submit | Cancel | CancelMany | Stop
 ToClient = Ready | Refused | Events | Heartbeat | Crash

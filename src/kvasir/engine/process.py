@@ -101,8 +101,9 @@ class Loop:
             self._branches[request.id] = request.params.n - len(set(request.ended))
             events = self._submit(request)
         else:
-            self._flight.launch([self._tickets.get(message.request_id, 0)])
-            events = self._core.cancel(message.request_id, message.branch)
+            targets = message.targets if isinstance(message, messages.CancelMany) else [(message.request_id, message.branch)]
+            self._flight.launch([self._tickets.get(request_id, 0) for request_id, _ in targets])
+            events = [event for target in targets for event in self._core.cancel(*target)]
         self._flight.idle()
         self._send(events)
 

@@ -8,9 +8,7 @@ A plan may be made while the one before it is in flight. It counts on that one's
 row (``num_drawn``). A sequence that is certain to end with the token in flight, or whose draft is being verified, sits out.
 Everything else, the prefix index above all, knows committed rows only.
 
-When pages run out, drafts go first; then the lowest in rank gives up its pages, to be computed again later (it keeps its
-place by arrival in the queue, and its full pages stay in the prefix index as long as nobody takes them). Nobody gives way to a
-lower rank, so the highest always gets on; and alone it always fits (admission control sees to it: ``PageManager.fits``).
+When pages run out somebody gives way: see ``room.py``.
 """
 
 from __future__ import annotations
@@ -26,14 +24,13 @@ from kvasir.engine.pages import PageManager
 from kvasir.engine.pages_ahead import PagesAhead
 from kvasir.engine.policy import MAX_SKIPS, SchedulerPolicy
 from kvasir.engine.queue import Queue
+from kvasir.engine.room import Room
 from kvasir.engine.spans import ROW_TILE, Step, page_aligned, room_to_start, round_down, rows_left, trim_draft, unscored_from
 from kvasir.types import FinishReason, Plan, Sequence, Span, Status
 
 LOOK_AHEAD = 8  # requests that do not fit and are looked past, a step
 MAX_VISITS = 128  # requests in the queue that are looked at, a step
 PROMPT_PATIENCE = 1.0  # seconds after which the oldest prompt has a claim to rows
-CAUTION_STEPS = 32  # steps with fewer sequences after pages ran out
-MAX_PREEMPTIONS = 4  # then others are preferred as victims
 
 
 class Scheduler:
@@ -56,7 +53,6 @@ class Scheduler:
         self.running = Queue(policy.order_running, policy.static)
         self.blocked: dict[Sequence, None] = {}
         self.queued_tokens = 0  # known tokens of sequences that wait or are blocked
-        self.preemptions = 0
         self._now = 0.0
         self._step = 0  # number of the last plan; the last with spans; the last that ended
         self._launched = 0
@@ -65,14 +61,14 @@ class Scheduler:
         self._limbo_rows: list[tuple[int, int]] = []  # (step that may still use it, row)
         self._deferred: list[Sequence] = []  # decodes for which no row was left; they come first next time
         self._overdue: OrderedDict[Sequence, None] = OrderedDict()  # passed over so often that they now come first
-        self._max_running = float(config.max_num_seqs)
-        self._careful_until = 0
+        self.room = Room(pages, policy, self.running, config.max_num_seqs, give_up=self._give_up, in_flight=self._in_flight)
 
     # --------------------------------------------------------------------------------------------------------- states
 
     num_waiting = property(lambda self: len(self.waiting))
     num_blocked = property(lambda self: len(self.blocked))
     num_running = property(lambda self: len(self.running))
+    preemptions = property(lambda self: self.room.preemptions)
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
@@ -109,6 +105,8 @@ class Scheduler:
         if seq.status is Status.FINISHED:
             return
         if seq.status is Status.RUNNING:
+            if reason != "error":
+                self.room.lease(seq, self._now)
             self._stop(seq, after_step)
         elif seq.status is Status.BLOCKED:
             self._unblock(seq)
@@ -126,7 +124,7 @@ class Scheduler:
         """The next step. ``now``: monotonic seconds; ``max_rows``: a smaller budget, for this step."""
         self._now = now
         self._step += 1
-        self._recover()
+        self.room.begin(now)
         budget = min(self.max_rows, max_rows or self.max_rows)
         step = Step(now, budget)
         decodes, prompts = self._split(now)
@@ -238,7 +236,7 @@ class Scheduler:
             if seq.draft:
                 trim_draft(seq, spare, self.max_model_len)
                 spare -= len(seq.draft)
-            if grow(seq, num_tokens + len(seq.draft), step.copies) or self._make_room(step, seq, num_tokens):
+            if grow(seq, num_tokens + len(seq.draft), step.copies) or self.room.make(step, seq, num_tokens):
                 step.add(seq, 1 + len(seq.draft))
         return []
 
@@ -253,7 +251,7 @@ class Scheduler:
             if not length:
                 continue
             end = seq.num_computed + seq.num_ahead + length
-            if self.pages.grow(seq, end, step.copies) or self._make_room(step, seq, end):
+            if self.pages.grow(seq, end, step.copies) or self.room.make(step, seq, end):
                 step.add(seq, length)
 
     def _chunk(self, seq: Sequence, left: int) -> int:
@@ -286,7 +284,7 @@ class Scheduler:
 
     def _seats(self) -> int:
         """How many more sequences may run."""
-        return min(int(self._max_running) - len(self.running), len(self._free_rows))
+        return min(self.room.max_running - len(self.running), len(self._free_rows))
 
     def _waits_for_parent(self, seq: Sequence) -> bool:
         """A branch starts when its parent has the prompt's pages. It does not wait for ever, nor for a blocked parent."""
@@ -315,10 +313,10 @@ class Scheduler:
             fork, hit = self._start_point(seq)
             if not fork and computing.hold_next_of(seq, hit):
                 continue
-            lacking = self.pages.lacking(seq, hit, room_to_start(seq, self.pages.page_slots), max_span=self.max_rows, promised=promised,
-                                         parent=seq.parent if fork else None)
+            lacking = self.room.lacking(seq, hit, room_to_start(seq, self.pages.page_slots), max_span=self.max_rows, promised=promised,
+                                        parent=seq.parent if fork else None)
             if self._seats() <= 0 or any(lacking):
-                if not passed and not admitted and self._displace(step, seq, lacking):
+                if not passed and not admitted and self.room.displace(step, seq, lacking, self._seats()):
                     break
                 passed.append(seq)
                 if self._seats() <= 0 or len(passed) > LOOK_AHEAD or seq in self._overdue:
@@ -380,76 +378,6 @@ class Scheduler:
         self.running.add(seq, step.now)
         step.add(seq, length)
 
-    # ----------------------------------------------------------------------------------------------------- preemption
-
-    def _make_room(self, step: Step, seq: Sequence, end: int) -> bool:
-        """Grow ``seq`` to ``end`` positions at the cost of drafts, then of lower ranks, then of itself (False)."""
-        seq.draft = []
-        lower: list[Sequence] | None = None
-        while not self.pages.grow(seq, end, step.copies):
-            if self.pages.num_limbo:
-                return False  # pages are on their way back: sit this step out
-            if self._drop_planned_draft(step):
-                continue
-            if lower is None:
-                ranks = self.running.ordered(step.now)
-                lower = [s for s in ranks[ranks.index(seq) + 1:] if s.status is Status.RUNNING]
-            fresh = [s for s in lower if s.num_preempted < MAX_PREEMPTIONS]
-            victim = self.policy.victim(fresh or lower, seq) or seq
-            self._preempt(step, victim)
-            self._be_careful()
-            if victim is seq:
-                return False
-            lower.remove(victim)
-        return True
-
-    def _drop_planned_draft(self, step: Step) -> bool:
-        """Take back the draft of a planned span whose look-ahead holds a page."""
-        for seq in list(reversed(step.spans)):
-            if not seq.draft:
-                continue
-            before = self.pages.num_free
-            seq.draft = []
-            step.remove(seq)
-            step.add(seq, 1)
-            self.pages.truncate(seq, seq.num_tokens, self._in_flight())
-            if self.pages.num_free > before or self.pages.num_limbo:
-                return True
-        return False
-
-    def _displace(self, step: Step, incoming: Sequence, lacking: list[int]) -> bool:
-        """Preempt running sequences for a waiting one where the policy says so and it helps. It starts next step."""
-        lower = [s for s in self.running.ordered(step.now) if s.num_preempted < MAX_PREEMPTIONS]
-        victims: list[Sequence] = []
-        while victim := self.policy.victim(lower, incoming):
-            lower.remove(victim)
-            victims.append(victim)
-            freed = self.pages.freed_by(victims)
-            if len(victims) + self._seats() > 0 and all(a >= b for a, b in zip(freed, lacking)):
-                for victim in victims:
-                    self._preempt(step, victim)
-                return True
-        return False
-
-    def _preempt(self, step: Step, seq: Sequence) -> None:
-        """Take everything from a running sequence; it goes back to its place in the queue and computes it again."""
-        assert not step.copies, "forks are admitted last, so no copy is planned yet whose page could go"
-        step.remove(seq)
-        step.preempted.append(seq)
-        self._stop(seq)
-        seq.num_preempted += 1
-        self.preemptions += 1
-        self._enqueue(seq)
-
-    def _be_careful(self) -> None:
-        """Pages ran out: run a tenth fewer sequences than just now, for a while."""
-        self._max_running = max(1.0, min(self._max_running, (len(self.running) + 1) * 0.9))
-        self._careful_until = self._step + CAUTION_STEPS
-
-    def _recover(self) -> None:
-        if self._step > self._careful_until and self._max_running < self.config.max_num_seqs:
-            self._max_running = min(float(self.config.max_num_seqs), self._max_running + max(1, self.config.max_num_seqs // 100))
-
     # --------------------------------------------------------------------------------------------------------- private
 
     def _in_flight(self) -> int | None:
@@ -466,6 +394,11 @@ class Scheduler:
         else:
             self._limbo_rows.append((after_step, seq.row))
         seq.row, seq.num_computed, seq.num_ahead, seq.num_drawn, seq.draft = -1, 0, 0, 0, []
+
+    def _give_up(self, seq: Sequence) -> None:
+        """A running sequence loses everything and goes back to its place in the queue."""
+        self._stop(seq)
+        self._enqueue(seq)
 
     def _enqueue(self, seq: Sequence) -> None:
         seq.status = Status.WAITING
@@ -495,4 +428,4 @@ class Scheduler:
         assert sorted(rows) == list(range(self.config.max_num_seqs)), "a row is in no place or in two"
         assert self.queued_tokens == sum(seq.num_tokens for seq in chain(self.waiting, self.blocked)), "queued tokens are miscounted"
         assert all(seq in self.waiting for seq in self._overdue), "an overdue sequence does not wait"
-        self.pages.check(self.running)
+        self.pages.check(chain(self.running, self.room.leased()))

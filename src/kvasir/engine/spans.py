@@ -31,9 +31,11 @@ class Step:
 
 def unscored_from(seq: Sequence) -> int | None:
     """The first prompt row whose log-probability is asked for and not known yet; None: there is none."""
-    if seq.request.params.prompt_logprobs is None or seq.branch:
+    params = seq.request.params
+    first = params.score_from if params.prompt_logprobs is None else 1
+    if first is None or seq.branch:
         return None
-    scored = seq.state.get("num_scored", 0)
+    scored = seq.state.get("num_scored", first - 1)  # a token is scored by the row before it
     return scored if scored < seq.num_prompt - 1 else None
 
 

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kvasir.decoding.confidence import summed_up
 from kvasir.scaling.ledger import Price
 
 Finish = Literal["stop", "length", "cancelled", "group"]
@@ -64,7 +65,7 @@ class Sampling:
 @dataclass(slots=True)
 class Chunk:
     """One token of sample ``index``: its text, log-probability and confidence (None: not known). ``finish``: why the sample ended, with
-    the last token or after it (then ``count`` is 0)."""
+    the last token or after it (then ``count`` is 0). ``whole``: with the last one, the sample as it is known already (a pool's)."""
 
     index: int
     token_id: int | None = None
@@ -73,6 +74,7 @@ class Chunk:
     confidence: float | None = None
     finish: Finish | None = None
     count: int = 1
+    whole: Sample | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,8 @@ class Sample:
     """A finished sample. ``tokens`` counts what was generated, the end mark included; ``ids`` are empty where the endpoint hides them.
 
     ``confidence``: mean over the tokens of the mean negative log-probability of the k likeliest next tokens, larger = surer (Fu et
-    al. 2025, DeepConf); ``logprob``: sum over the tokens. ``met``: tokens after which it met the group's rule.
+    al. 2025, DeepConf); ``lowest``: the lowest mean over a window of tokens; ``logprob``: sum over the tokens. ``met``: tokens after which
+    it met the group's rule.
     """
 
     index: int
@@ -93,15 +96,17 @@ class Sample:
     confidence: float | None = None
     logprob: float | None = None
     met: int | None = None
+    lowest: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Of a given text under a prompt. ``confidence`` and ``logprob`` as in `Sample`; ``tokens``: how many were scored."""
+    """Of a given text under a prompt. ``confidence``, ``lowest`` and ``logprob`` as in `Sample`; ``tokens``: how many were scored."""
 
     confidence: float
     logprob: float
     tokens: int
+    lowest: float | None = None
 
 
 @dataclass(slots=True)
@@ -114,7 +119,7 @@ class Usage:
 
 
 class Draw(abc.ABC):
-    """n samples under way: iterate for their chunks; ``cancel`` ends one of them, which then sends a last chunk."""
+    """n samples under way: iterate for their chunks; ``cancel`` ends some of them, each of which then sends a last chunk."""
 
     def __init__(self) -> None:
         self.usage = Usage()
@@ -123,20 +128,22 @@ class Draw(abc.ABC):
     def __aiter__(self) -> AsyncIterator[Chunk]: ...
 
     @abc.abstractmethod
-    async def cancel(self, index: int) -> None: ...
+    async def cancel(self, indexes: Sequence[int]) -> None: ...
 
     async def aclose(self) -> None:  # noqa: B027
         """End everything that still runs."""
 
 
 class Endpoint(abc.ABC):
-    """``parameters``: active ones, for operations (0: unknown). ``vocabulary``: equal where token ids mean the same."""
+    """``parameters``: active ones, for operations (0: unknown). ``vocabulary``: equal where token ids mean the same. ``window``: tokens of
+    a confidence's window, short as the lab's solutions are (the paper's 2048 suit replies of tens of thousands)."""
 
     name: str
     caps = Caps()
     price = Price()
     parameters = 0
     vocabulary = ""
+    window = 16
 
     async def start(self) -> None:  # noqa: B027
         """Get ready. Raises ConfigError when that is hopeless."""
@@ -148,9 +155,10 @@ class Endpoint(abc.ABC):
         """What was computed until now is no longer found in a prefix cache, where that can be had: arms of a comparison begin alike."""
 
     @abc.abstractmethod
-    def draw(self, prompt: Prompt, n: int, sampling: Sampling, seed: int) -> Draw:
-        """Sample ``n`` replies. Sample i of a seed is the same for every n, where the endpoint keeps seeds at all. Iterating raises
-        EndpointError or Refused."""
+    def draw(self, prompt: Prompt, n: int, sampling: Sampling, seed: int, group: Group | None = None) -> Draw:
+        """Sample ``n`` replies. Sample i of a seed is the same for every n, where the endpoint keeps seeds at all. ``group``: which of
+        them will count; an endpoint that can tells its engine, so that losers end at once, and any other leaves it to `collect`.
+        Iterating raises EndpointError or Refused."""
 
     @abc.abstractmethod
     def most_prompt_tokens(self, prompt: Prompt) -> int:
@@ -209,6 +217,7 @@ class Draft:
     finish: Finish | None = None
     met: int | None = None
     dropped: bool = False
+    whole: Sample | None = None
 
     def add(self, chunk: Chunk) -> None:
         self.text += chunk.text
@@ -221,12 +230,15 @@ class Draft:
             self.logprobs.append(chunk.logprob)
         if chunk.finish is not None:
             self.finish = "group" if self.dropped else chunk.finish
+        self.whole = chunk.whole or self.whole
 
     def sample(self, endpoint: Endpoint) -> Sample:
-        mean = sum(self.confidences) / len(self.confidences) if self.confidences else None
+        if self.whole is not None:
+            return dataclasses.replace(self.whole, index=self.index, finish=self.finish, met=self.met)
+        mean, lowest = summed_up(self.confidences, endpoint.window)
         total = sum(self.logprobs) if self.logprobs else None
         return Sample(self.index, self.text, self.tokens, self.finish or "cancelled", endpoint.name, endpoint.vocabulary, tuple(self.ids), mean,
-                      total, self.met)
+                      total, self.met, lowest)
 
 
 async def collect(draw: Draw, drafts: Sequence[Draft], group: Group | None) -> None:
@@ -240,10 +252,11 @@ async def collect(draw: Draw, drafts: Sequence[Draft], group: Group | None) -> N
             continue
         if draft.met is None and not draft.dropped and group.met(draft):
             draft.met = draft.tokens
-        for loser in group.beaten(drafts):
-            if not loser.dropped:
-                loser.dropped = True
-                await draw.cancel(loser.index)
+        losers = [d for d in group.beaten(drafts) if not d.dropped]
+        for loser in losers:
+            loser.dropped = True
+        if losers:
+            await draw.cancel([d.index for d in losers])
     if group is not None:  # one that ended before it could be stopped is beaten all the same
         limit = group.limit(drafts)
         for draft in drafts:

@@ -1,8 +1,8 @@
 """Our engine as an endpoint: in a process of its own, with token ids, seeds, scores and forks that share the prompt's pages.
 
-A call of n samples is one request with n branches for every 16 of them (what a request may hold): the prompt is computed once
-and forked. Continuing a reply (`Seq`) is a request whose prompt ends in it; the prefix cache holds the pages, and the engine's noise is
-keyed by position, so the continuation is what one long request would have given.
+A call of n samples is one request with n branches (for every 256 of them, what a request may hold): the prompt is computed once
+and forked. Continuing a reply (`Seq`) is a request whose prompt ends in it; the prefix cache holds the pages, under a lease that
+memory pressure may end, and the engine's noise is keyed by position, so the continuation is what one long request would have given.
 """
 
 from __future__ import annotations
@@ -12,20 +12,24 @@ import contextlib
 import hashlib
 import itertools
 import time
+import uuid
 from collections.abc import AsyncIterator, Sequence
 
 from kvasir.config import EngineConfig
 from kvasir.engine.admission import MAX_LOGPROBS, MAX_N, admit
 from kvasir.engine.client import AsyncEngine
+from kvasir.engine.interface import EngineClient
 from kvasir.errors import ConfigError, RequestError
 from kvasir.models import checkpoint
 from kvasir.models.cost import active_params
 from kvasir.models.families import build_spec
 from kvasir.models.tokenizer import Tokenizer
-from kvasir.scaling.endpoint import Caps, Chunk, Draw, Endpoint, EndpointError, Prompt, Refused, Sample, Sampling, Score, Usage, confidence_of
+from kvasir.scaling.endpoint import Caps, Chunk, Draw, Endpoint, EndpointError, Group, Prompt, Refused, Sample, Sampling, Score, Usage
 from kvasir.scaling.ledger import Price
-from kvasir.types import Event, Request, SamplingParams, TokenLogprob
+from kvasir.types import Event, PromptScore, Request, SamplingParams
 
+DEFAULT_CONFIDENCES = 20
+FIRST = -1  # priority of calls that are a prompt and nothing more: a round of them holds up a whole loop
 RETRIED = (429, 500, 503)  # statuses of a request that may pass another time
 
 
@@ -34,36 +38,26 @@ def group_seed(seed: int, number: int) -> int:
     return seed if number == 0 else int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest(), "little")
 
 
-class EngineEndpoint(Endpoint):
-    """``confidences`` k: how many of the likeliest tokens a confidence is the mean of (0: no confidence, and a little faster)."""
+class ClientEndpoint(Endpoint):
+    """An engine that somebody else starts and stops. ``confidences`` k: how many of the likeliest tokens a confidence is the mean of (0:
+    no confidence, and a little faster). ``lease``: seconds for which a paused reply keeps its pages; needs the prefix cache.
+    ``tenant``: salt of the prefix key."""
 
     caps = Caps(tokens=True, logprobs=True, score=True, choose=True, fork=True)
 
-    def __init__(self, config: EngineConfig, name: str = "", *, price: Price | None = None, confidences: int = MAX_LOGPROBS) -> None:
-        model = config.model
-        path = checkpoint.resolve(model.model, model.revision)
-        self.name = name or model.model or path.name
-        self.price = price or Price()
-        self.parameters = active_params(build_spec(checkpoint.read_config(path)))
-        source = checkpoint.resolve(model.tokenizer) if model.tokenizer else path
-        self.tokenizer = Tokenizer.load(source, model.chat_template)
-        file = source / "tokenizer.json" if source.is_dir() else source
-        self.vocabulary = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, name: str, *, parameters: int = 0, vocabulary: str = "",
+                 price: Price | None = None, confidences: int = DEFAULT_CONFIDENCES, lease: float = 0.0,
+                 tenant: str = "") -> None:
         if confidences == 1:
             raise ConfigError("confidences=1 turns the sign round: the likeliest token alone is large where the model is unsure. Take 5 to 20.")
-        self.confidences = confidences
-        self.engine = AsyncEngine(config)
+        self.engine, self.tokenizer, self.name = engine, tokenizer, name
+        self.parameters, self.vocabulary, self.price = parameters, vocabulary or name, price or Price()
+        self.confidences, self.lease, self.tenant = confidences, lease, tenant
+        self._prefix = f"{name}-{uuid.uuid4().hex[:12]}"  # of request ids: several endpoints may share an engine
         self._numbers = itertools.count()
-        self._salt = ""  # part of the prefix key
-
-    async def start(self) -> None:
-        await self.engine.start()
-
-    async def close(self) -> None:
-        await self.engine.stop(0)
 
     def forget(self) -> None:
-        self._salt = f"{self.name}-{next(self._numbers)}"
+        self.tenant = f"{self._prefix}-{next(self._numbers)}"
 
     def ids(self, prompt: Prompt) -> list[int]:
         try:
@@ -74,20 +68,24 @@ class EngineEndpoint(Endpoint):
     def most_prompt_tokens(self, prompt: Prompt) -> int:
         return len(self.ids(prompt))
 
-    def draw(self, prompt: Prompt, n: int, sampling: Sampling, seed: int) -> Draw:
+    def draw(self, prompt: Prompt, n: int, sampling: Sampling, seed: int, group: Group | None = None) -> Draw:
         ids = self.ids(prompt)
         room = max(1, self.engine.info.max_model_len - len(ids))
-        logprobs = self.confidences or None
+        # Ends are the engine's to see; what a text must hold is not. With several requests no engine sees the whole group.
+        first_of = group.finish_after if group is not None and group.on == "eos" and group.accept is None and n <= MAX_N else None
+        lease = self.lease if sampling.stop else 0.0  # a reply that stops at a delimiter is likely to go on
         requests = []
         for number, first in enumerate(range(0, n, MAX_N)):
             params = SamplingParams(n=min(MAX_N, n - first), temperature=sampling.temperature, max_tokens=min(sampling.max_tokens, room),
-                                    seed=group_seed(seed, number), logprobs=logprobs, detokenize=False)
+                                    seed=group_seed(seed, number), confidence=self.confidences, finish_after=first_of, lease=lease,
+                                    detokenize=False)
             requests.append(self.request(ids, params))
         return EngineDraw(self, requests, sampling.stop)
 
-    def request(self, ids: list[int], params: SamplingParams) -> Request:
+    def request(self, ids: list[int], params: SamplingParams, priority: int = 0) -> Request:
         try:
-            return admit(ids, params, self.engine.info, id=f"{self.name}-{next(self._numbers)}", arrival=time.monotonic(), tenant=self._salt)
+            return admit(ids, params, self.engine.info, id=f"{self._prefix}-{next(self._numbers)}", arrival=time.monotonic(), tenant=self.tenant,
+                         priority=priority)
         except RequestError as e:
             raise Refused(e.message) from e
 
@@ -103,22 +101,21 @@ class EngineEndpoint(Endpoint):
             raise Refused(e.message) from e
 
     async def score(self, prompt: Prompt, sample: Sample, usage: Usage) -> Score:
-        """Teacher-forced, by the prompt's log-probabilities. Ids are kept where the vocabularies agree; else the text is encoded, without
-        an end mark."""
+        """Teacher-forced: one record comes back from the engine. Ids are kept where the vocabularies agree; else the text is encoded,
+        without an end mark."""
         begin = self.ids(prompt)
         reply = list(sample.ids) if sample.vocabulary == self.vocabulary else self.tokenizer.encode(sample.text, add_special=False)
         if not reply:
             raise Refused("an empty reply has no score")
-        request = self.request([*begin, *reply], SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=max(2, self.confidences),
-                                                                detokenize=False))
+        request = self.request([*begin, *reply], SamplingParams(max_tokens=1, temperature=0.0, score_from=len(begin), confidence_window=self.window,
+                                                                confidence=self.confidences or DEFAULT_CONFIDENCES, detokenize=False), FIRST)
         request.max_tokens = 0  # the prompt alone is wanted
-        entries: list[TokenLogprob | None] = []
+        found: PromptScore | None = None
         async for event in self.events(request):
             _count(usage, request, event)
-            entries = event.prompt_logprobs or entries
-        scored = [e for e in entries[len(begin):] if e is not None]
-        assert len(scored) == len(reply), f"{len(scored)} of {len(reply)} tokens have a score"
-        return Score(sum(map(self.confidence, scored)) / len(scored), sum(e.logprob for e in scored), len(scored))
+            found = event.score or found
+        assert found is not None and found.tokens == len(reply), f"{found} of {len(reply)} tokens"
+        return Score(found.confidence or 0.0, found.logprob, found.tokens, found.lowest)
 
     async def choose(self, prompt: Prompt, options: Sequence[str], usage: Usage) -> dict[str, float]:
         ids = [self.tokenizer.encode(option, add_special=False) for option in options]
@@ -126,7 +123,7 @@ class EngineEndpoint(Endpoint):
             raise Refused(f"the options {', '.join(options)} are not 2 to {MAX_LOGPROBS} different tokens of {self.name}")
         allowed = tuple(i[0] for i in ids)
         request = self.request(self.ids(prompt), SamplingParams(max_tokens=1, logprobs=len(allowed), logprobs_mode="processed",
-                                                                allowed_token_ids=allowed, seed=0, detokenize=False))
+                                                                allowed_token_ids=allowed, seed=0, detokenize=False), FIRST)
         found: dict[int, float] = {}
         async for event in self.events(request):
             _count(usage, request, event)
@@ -134,8 +131,28 @@ class EngineEndpoint(Endpoint):
                 found = {entry.id: entry.logprob, **dict(entry.top)}
         return {option: found.get(i[0], float("-inf")) for option, i in zip(options, ids)}
 
-    def confidence(self, entry: TokenLogprob) -> float | None:
-        return confidence_of([logprob for _, logprob in entry.top]) if entry.top else None
+
+class EngineEndpoint(ClientEndpoint):
+    """An engine of its own, in a process of its own."""
+
+    engine: AsyncEngine
+
+    def __init__(self, config: EngineConfig, name: str = "", *, price: Price | None = None, confidences: int = DEFAULT_CONFIDENCES,
+                 lease: float = 30.0) -> None:
+        model = config.model
+        path = checkpoint.resolve(model.model, model.revision)
+        source = checkpoint.resolve(model.tokenizer) if model.tokenizer else path
+        file = source / "tokenizer.json" if source.is_dir() else source
+        super().__init__(AsyncEngine(config), Tokenizer.load(source, model.chat_template), name or model.model or path.name, price=price,
+                         parameters=active_params(build_spec(checkpoint.read_config(path))),
+                         vocabulary=hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest(), confidences=confidences,
+                         lease=lease if config.cache.enable_prefix_caching else 0.0)
+
+    async def start(self) -> None:
+        await self.engine.start()
+
+    async def close(self) -> None:
+        await self.engine.stop(0)
 
 
 def _count(usage: Usage, request: Request, event: Event) -> None:
@@ -148,15 +165,15 @@ def _count(usage: Usage, request: Request, event: Event) -> None:
 class EngineDraw(Draw):
     """The requests of one call, their events as chunks of one token."""
 
-    def __init__(self, endpoint: EngineEndpoint, requests: Sequence[Request], stop: tuple[str, ...]) -> None:
+    def __init__(self, endpoint: ClientEndpoint, requests: Sequence[Request], stop: tuple[str, ...]) -> None:
         super().__init__()
         self.endpoint, self.requests, self.stop = endpoint, requests, stop
         self._chunks: asyncio.Queue[Chunk | BaseException] = asyncio.Queue()
         self._tasks: list[asyncio.Task] = []
 
-    async def cancel(self, index: int) -> None:
-        number, branch = divmod(index, MAX_N)
-        await self.endpoint.engine.cancel(self.requests[number].id, branch)
+    async def cancel(self, indexes: Sequence[int]) -> None:
+        places = [divmod(index, MAX_N) for index in indexes]
+        await self.endpoint.engine.cancel_many((self.requests[number].id, branch) for number, branch in places)
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         self._tasks = [asyncio.create_task(self._follow(number, request)) for number, request in enumerate(self.requests)]
@@ -202,7 +219,7 @@ class EngineDraw(Draw):
         index = number * MAX_N + event.branch
         finish = "cancelled" if event.finish_reason == "error" else event.finish_reason
         entries = event.logprobs or [None] * len(event.token_ids)
-        chunks = [Chunk(index, token, stream.push(token), entry and entry.logprob, entry and self.endpoint.confidence(entry))
+        chunks = [Chunk(index, token, stream.push(token), entry and entry.logprob, entry and entry.confidence)
                   for token, entry in zip(event.token_ids, entries)]
         if finish is not None:
             rest = stream.flush()

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from kvasir.errors import ConfigError
-from kvasir.scaling.endpoint import Caps, Chunk, Draw, Endpoint, EndpointError, Prompt, Refused, Sampling, Usage, confidence_of
+from kvasir.scaling.endpoint import Caps, Chunk, Draw, Endpoint, EndpointError, Group, Prompt, Refused, Sampling, Usage, confidence_of
 from kvasir.scaling.ledger import Price
 
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
@@ -55,7 +55,7 @@ class HTTPEndpoint(Endpoint):
     def most_prompt_tokens(self, prompt: Prompt) -> int:
         return sum(len(str(m.get("content", "")).encode()) + TEMPLATE_TOKENS for m in prompt.messages)
 
-    def draw(self, prompt: Prompt, n: int, sampling: Sampling, seed: int) -> Draw:
+    def draw(self, prompt: Prompt, n: int, sampling: Sampling, seed: int, group: Group | None = None) -> Draw:
         if prompt.begun or sampling.stop:
             raise Refused(f"{self.name} cannot continue a reply")
         return HTTPDraw(self, prompt, n, sampling, seed)
@@ -130,8 +130,9 @@ class HTTPDraw(Draw):
             left -= chunk.finish is not None
             yield chunk
 
-    async def cancel(self, index: int) -> None:
-        self._tasks[index].cancel()
+    async def cancel(self, indexes: Sequence[int]) -> None:
+        for index in indexes:
+            self._tasks[index].cancel()
 
     async def aclose(self) -> None:
         for task in self._tasks:

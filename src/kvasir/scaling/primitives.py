@@ -129,7 +129,7 @@ class Context:
 
         async def call(usage: Usage, drafts: list[Draft], granted: int) -> list[Any]:
             drafts[:] = [Draft(i) for i in range(granted)]
-            draw = endpoint.draw(prompt, granted, sampling, seed)
+            draw = endpoint.draw(prompt, granted, sampling, seed, group)
             draw.usage = usage
             async with aclosing(draw):
                 await io.collect(draw, drafts, group)
@@ -239,13 +239,16 @@ class Context:
 
     def _granted(self, endpoint: Endpoint, length: int, n: int, max_tokens: int) -> int:
         """As many of ``n`` samples as the budgets have room for. Fewer whole ones: a reply cut short answers nothing."""
-        while n > 1:
+        def fits(n: int) -> bool:
             wanted = self._worst(endpoint, length, n, max_tokens)
             rooms = {"tokens": wanted.uncached + wanted.discarded, "generated": wanted.discarded, "dollars": wanted.dollars}
-            if all(amount <= self.ledger.room(unit) for unit, amount in rooms.items()):
-                break
-            n -= 1
-        return n
+            return all(amount <= self.ledger.room(unit) for unit, amount in rooms.items())
+
+        low, high = 1, n  # low is granted or will be refused whole
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        return low
 
     def _worst(self, endpoint: Endpoint, length: int, n: int, max_tokens: int) -> Charge:
         """Nothing of the prompt cached, every sample as long as allowed."""

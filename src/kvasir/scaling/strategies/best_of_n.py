@@ -1,6 +1,7 @@
 """n replies, and the one with the best score: the model's confidence in it, or its judgement of it.
 
-``by=confidence`` is free: the mean negative log-probability of the likeliest next tokens while decoding (DeepConf, Fu et al. 2025).
+``by=confidence`` is free: the mean negative log-probability of the likeliest next tokens while decoding (DeepConf, Fu et al. 2025);
+``lowest`` is that of the weakest passage, the paper's lowest group confidence.
 ``self``: P(yes) as the next token after "is your answer right?", one prompt a reply. ``judge``: a written check, one reply each.
 ``weighted``: the answer whose replies' scores add up to the most. Replies that were cut off lose to those that ended.
 """
@@ -16,13 +17,13 @@ from kvasir.scaling.primitives import Context
 from kvasir.scaling.problem import Problem, majority
 from kvasir.scaling.strategy import Result, Strategy, at_least, by_majority, result
 
-SCORES = ("confidence", "logprob", "self", "judge")
-NEEDS = {"confidence": "logprobs", "logprob": "logprobs", "self": "choose"}
+SCORES = ("confidence", "lowest", "logprob", "self", "judge")
+NEEDS = {"confidence": "logprobs", "lowest": "logprobs", "logprob": "logprobs", "self": "choose"}
 
 
 @dataclass(frozen=True)
 class Config:
-    """``by``: confidence, logprob (mean a token), self or judge."""
+    """``by``: confidence, lowest, logprob (mean a token), self or judge."""
 
     n: int = 8
     by: str = "confidence"
@@ -64,6 +65,8 @@ class BestOfN(Strategy):
         prompts = problem.prompts
         if self.config.by == "confidence":
             return sample.confidence or 0.0
+        if self.config.by == "lowest":
+            return sample.lowest or 0.0
         if self.config.by == "logprob":
             return (sample.logprob or 0.0) / max(1, sample.tokens)
         if self.config.by == "self":

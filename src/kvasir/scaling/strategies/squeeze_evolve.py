@@ -22,8 +22,9 @@ from kvasir.scaling.primitives import Context
 from kvasir.scaling.problem import Problem
 from kvasir.scaling.strategy import Result, Strategy, at_least, by_majority, result
 
-CHOICES = {"route": ("rank", "percentile", "threshold"), "fitness": ("confidence", "diversity", "shuffled"), "select": ("uniform", "weighted"),
-           "update": ("replace", "accumulate"), "lite": ("none", "agree"), "final": ("majority", "confidence", "synthesize")}
+CHOICES = {"route": ("rank", "percentile", "threshold", "random"), "fitness": ("confidence", "diversity", "shuffled"),
+           "select": ("uniform", "weighted"), "update": ("replace", "accumulate"), "lite": ("none", "agree"),
+           "final": ("majority", "confidence", "synthesize")}
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Config:
     """N candidates, groups of K, T loops with the first population as one, M groups a loop (0: N).
 
     ``p``: percent of the groups for the strongest tier; with more tiers ``10/30``: 10 % to the last, up to 30 % to the one before.
-    ``threshold``: difficulties instead, for ``route=threshold``. ``fitness``: ``shuffled`` is the control, confidences dealt out at random.
+    ``threshold``: difficulties instead, for ``route=threshold``. ``route=random`` is the control that sends as many groups up, any of
+    them. ``fitness``: ``shuffled`` is the control, confidences dealt out at random.
     ``scorer``: whose confidence counts, one model for all ("": the cheapest). ``zeta``: temperature of weighted selection. ``lite=agree``: a
     group that agrees costs nothing. ``consensus``, ``patience``: stop when all have agreed, or the leader has stood, for so many loops (0: never).
     """
@@ -112,7 +114,8 @@ class SqueezeEvolve(Strategy):
 
     def _scores(self, tiers: int) -> bool:
         """Whether confidences decide anything."""
-        return tiers > 1 and self.config.fitness != "diversity" or self.config.select == "weighted" or self.config.final == "confidence"
+        c = self.config
+        return tiers > 1 and c.fitness != "diversity" and c.route != "random" or c.select == "weighted" or c.final == "confidence"
 
     async def run(self, context: Context, problem: Problem) -> Result:
         c, tiers = self.config, context.endpoints
@@ -166,6 +169,8 @@ class SqueezeEvolve(Strategy):
         c = self.config
         if tiers == 1:
             return [0] * len(difficulty)
+        if c.route == "random":
+            return ops.route_by_rank(scope.rng("ties"), [0.0] * len(difficulty), c.bounds)
         if c.route == "rank":
             return ops.route_by_rank(scope.rng("ties"), difficulty, c.bounds)
         return (ops.route_by_percentile if c.route == "percentile" else ops.route_by_threshold)(difficulty, c.bounds)

@@ -1,0 +1,139 @@
+"""What the two faces of test-time scaling share: a body's strategy, budget and problems, checked; and running them here.
+
+A strategy arrives as a name and numbers, never as code. Every run has a budget; what the client leaves out has the server's
+ceiling, so that no request can ask for more than the ceiling holds. All calls carry the caller's tenant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvasir.api.chat import check_messages, texts
+from kvasir.api.protocol import ScalingBudget
+from kvasir.api.service import Service
+from kvasir.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from kvasir.scaling.ledger import Budget
+    from kvasir.scaling.solve import Solution
+
+CEILING = {"tokens": 1 << 20, "generated": 1 << 19, "calls": 4096}  # of a problem
+MAX_NUMBER = 1024  # of a strategy's options: replies, loops, members
+USUAL_TOKENS = 1024  # of a reply, where the client names no bound
+AT_ONCE = 16  # problems of a run
+
+
+@dataclasses.dataclass
+class Plan:
+    """A checked request; ``run`` it once."""
+
+    service: Service
+    strategy: Any
+    problems: list[Any]
+    sampling: Any
+    seed: int
+    tenant: str
+    problem_budget: Budget
+    budget: Budget | None
+
+    async def run(self, on_event: Callable[[dict[str, Any]], None]) -> Solution:
+        """Raises RequestError when the engine is down, or the strategy asks for what cannot be."""
+        from kvasir.models.cost import active_params
+        from kvasir.models.families import build_spec
+        from kvasir.scaling.engine_endpoint import ClientEndpoint
+        from kvasir.scaling.primitives import EndpointDown
+        from kvasir.scaling.solve import solve
+
+        info = self.service.info
+        endpoint = ClientEndpoint(self.service.client, self.service.text.tokenizer, info.name, tenant=self.tenant,
+                                  parameters=active_params(build_spec(info.config)) if info.config else 0)
+        try:
+            return await solve(self.strategy, self.problems, [endpoint], seed=self.seed, sampling=self.sampling, budget=self.budget,
+                               problem_budget=self.problem_budget, on_event=on_event, at_once=AT_ONCE)
+        except EndpointDown as e:
+            raise RequestError(f"the run ended: {e}", status=503, code="engine_down", retry_after=5.0) from e
+        except ConfigError as e:
+            raise RequestError(str(e), param="strategy", code="invalid_strategy") from e
+
+
+def plan(service: Service, spec: str, conversations: Sequence[tuple[str, list[dict[str, Any]]]], answer: str, tenant: str, *, seed: int | None,
+         max_tokens: int | None, temperature: float | None, budget: ScalingBudget | None = None, problem_budget: ScalingBudget | None = None,
+         where: str = "") -> Plan:
+    """Check everything before anything is spent; ``conversations``: (id, messages). ``where``: prefix of parameter names in errors. Runs
+    off the event loop. Raises RequestError."""
+    from kvasir.scaling.answers import ANSWERS
+    from kvasir.scaling.endpoint import Sampling
+    from kvasir.scaling.ledger import Budget
+    from kvasir.scaling.problem import Problem
+
+    strategy = _strategy(spec, service.info.name, where)
+    length = max(_length(service, messages) for _, messages in conversations)
+    room = service.info.max_model_len - length
+    if room < 1:
+        raise RequestError(f"the prompt has {length} tokens; with a context of {service.info.max_model_len} nothing can follow", param="messages",
+                           code="context_length_exceeded")
+    if max_tokens is not None and max_tokens > room:
+        raise RequestError(f"{length} prompt tokens and max_tokens={max_tokens} make more than the context of {service.info.max_model_len}",
+                           param="max_tokens", code="context_length_exceeded")
+    if temperature is not None and not 0 <= temperature <= 10:
+        raise RequestError(f"temperature={temperature:g} is out of range: 0 to 10", param="temperature", code="invalid_parameter")
+    problems = [Problem(name, tuple(check_messages(messages)), ANSWERS[answer]) for name, messages in conversations]
+    asked = problem_budget.model_dump(exclude_none=True) if problem_budget else {}
+    for name, value in asked.items():
+        if value > CEILING[name]:
+            raise RequestError(f"{name}={value} is more than a problem may spend here ({CEILING[name]})", param=f"{where}budget.{name}")
+    total = Budget(**budget.model_dump(exclude_none=True)) if budget and budget.model_dump(exclude_none=True) else None
+    warm = 1.0 if temperature is None else temperature
+    return Plan(service, strategy, problems, Sampling(max_tokens or min(room, USUAL_TOKENS), warm), secrets.randbits(63) if seed is None else seed,
+                tenant, Budget(**{**CEILING, **asked}), total)
+
+
+def _strategy(spec: str, model: str, where: str) -> Any:
+    from kvasir.scaling.engine_endpoint import ClientEndpoint
+    from kvasir.scaling.problem import Prompts
+    from kvasir.scaling.strategy import load_strategy
+
+    param = f"{where}strategy"
+    try:
+        strategy = load_strategy(spec)
+        config = dataclasses.asdict(strategy.config) if strategy.config is not None else {}
+        for name, value in config.items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) > MAX_NUMBER:
+                raise RequestError(f"{spec}: {name} may be at most {MAX_NUMBER}", param=param, code="invalid_strategy")
+        # What it needs is told by names and capabilities alone; the engine itself is not asked.
+        shape = ClientEndpoint(None, None, model)  # type: ignore[arg-type]
+        strategy.check([shape], Prompts())
+    except ConfigError as e:
+        raise RequestError(str(e), param=param, code="invalid_strategy") from e
+    return strategy
+
+
+def _length(service: Service, messages: list[dict[str, Any]]) -> int:
+    checked = check_messages(messages)
+    service.text.check_size(texts(checked), service.info.max_model_len)
+    return len(service.text.tokenizer.encode_chat(checked))
+
+
+def usage(amounts: dict[str, float]) -> dict[str, int]:
+    """OpenAI's names: every generated token counts, kept or not."""
+    prompt, made = int(amounts["uncached"] + amounts["cached"]), int(amounts["generated"] + amounts["discarded"])
+    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+
+
+def told(event: dict[str, Any]) -> dict[str, Any]:
+    """An event as clients see it: without texts, which may be long, and what JSON cannot hold."""
+    return {name: value for name, value in event.items() if isinstance(value, (str, int, float, bool, type(None)))}
+
+
+def summary(solved: Any) -> dict[str, Any]:
+    """One problem's result."""
+    result, amounts = solved.result, solved.ledger.total()
+    return {"id": solved.problem.id, "text": result.text, "answer": result.answer, "agreement": round(result.agreement, 4), "votes": result.votes,
+            "finish_reason": result.sample.finish if result.sample else None, "why": result.why, "usage": usage(amounts), **_split(amounts)}
+
+
+def _split(amounts: dict[str, float]) -> dict[str, Any]:
+    return {"cost": {name: int(amounts[name]) for name in ("calls", "uncached", "cached", "generated", "discarded", "scored")}}

@@ -1,0 +1,166 @@
+"""Making room when pages run out: who gives way, and how many may run for a while.
+
+Leases go first, the oldest of them; then drafts; then the lowest in rank gives up its pages, to be computed again later (it
+keeps its place by arrival in the queue, and its full pages stay in the prefix index as long as nobody takes them). Nobody gives
+way to a lower rank, so the highest always gets on; and alone it always fits (admission control sees to it:
+``PageManager.fits``).
+
+A *lease* keeps the full pages of a sequence that has ended, for one that goes on from it (a paused sequence is a request that
+ended and another whose prompt begins with it). Leases hold a half of the pages at most; who runs takes them before anyone gives
+way; who waits takes them only when nothing runs, for else memory will come back anyway.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
+
+from kvasir.engine.pages import PageManager
+from kvasir.engine.policy import SchedulerPolicy
+from kvasir.engine.queue import Queue
+from kvasir.engine.spans import Step
+from kvasir.types import Sequence, Status
+
+CAUTION_STEPS = 32  # steps with fewer sequences after pages ran out
+LEASED_SHARE = 0.5  # of the pages, at most
+MAX_PREEMPTIONS = 4  # then others are preferred as victims
+
+
+class Room:
+    """``give_up(seq)``: take everything from a running sequence and queue it again. ``in_flight()``: the last launched step, if it has
+    not ended. ``preemptions`` and ``revoked`` (leases that had to go before their time) count since the start."""
+
+    def __init__(self, pages: PageManager, policy: SchedulerPolicy, running: Queue, max_num_seqs: int, *, give_up: Callable[[Sequence], None],
+                 in_flight: Callable[[], int | None]) -> None:
+        self.pages, self.policy, self.running, self.max_num_seqs = pages, policy, running, max_num_seqs
+        self.preemptions = 0
+        self.revoked = 0
+        self._give_up, self._in_flight = give_up, in_flight
+        self._limit = float(max_num_seqs)
+        self._steps_to_care = 0
+        self._leases: deque[tuple[float, Sequence]] = deque()  # until when, and who holds the pages; the oldest first
+        self._held: Counter[int] = Counter()  # leased pages of the first group
+
+    @property
+    def max_running(self) -> int:
+        """How many sequences may run."""
+        return int(self._limit)
+
+    def begin(self, now: float) -> None:
+        """A step begins: caution wears off, and leases end."""
+        if self._steps_to_care:
+            self._steps_to_care -= 1
+        elif self._limit < self.max_num_seqs:
+            self._limit = min(float(self.max_num_seqs), self._limit + max(1, self.max_num_seqs // 100))
+        if any(until <= now for until, _ in self._leases):
+            over = [holder for until, holder in self._leases if until <= now]
+            self._leases = deque(entry for entry in self._leases if entry[0] > now)
+            self._release(over)
+
+    # ---------------------------------------------------------------------------------------------------- preemption
+
+    def make(self, step: Step, seq: Sequence, end: int) -> bool:
+        """Grow ``seq`` to ``end`` positions at the cost of leases, then drafts, then lower ranks, then itself (False)."""
+        seq.draft = []
+        lower: list[Sequence] | None = None
+        while not self.pages.grow(seq, end, step.copies):
+            if self.pages.num_limbo:
+                return False  # pages are on their way back: sit this step out
+            if self._revoke() or self._drop_planned_draft(step):
+                continue
+            if lower is None:
+                ranks = self.running.ordered(step.now)
+                lower = [s for s in ranks[ranks.index(seq) + 1:] if s.status is Status.RUNNING]
+            fresh = [s for s in lower if s.num_preempted < MAX_PREEMPTIONS]
+            victim = self.policy.victim(fresh or lower, seq) or seq
+            self._preempt(step, victim)
+            self._be_careful()
+            if victim is seq:
+                return False
+            lower.remove(victim)
+        return True
+
+    def displace(self, step: Step, incoming: Sequence, lacking: list[int], seats: int) -> bool:
+        """Preempt running sequences for a waiting one where the policy says so and it helps. It starts next step. ``seats``: how many
+        more may run."""
+        lower = [s for s in self.running.ordered(step.now) if s.num_preempted < MAX_PREEMPTIONS]
+        victims: list[Sequence] = []
+        while victim := self.policy.victim(lower, incoming):
+            lower.remove(victim)
+            victims.append(victim)
+            freed = self.pages.freed_by(victims)
+            if len(victims) + seats > 0 and all(a >= b for a, b in zip(freed, lacking)):
+                for victim in victims:
+                    self._preempt(step, victim)
+                return True
+        return False
+
+    def _drop_planned_draft(self, step: Step) -> bool:
+        """Take back the draft of a planned span whose look-ahead holds a page."""
+        for seq in list(reversed(step.spans)):
+            if not seq.draft:
+                continue
+            before = self.pages.num_free
+            seq.draft = []
+            step.remove(seq)
+            step.add(seq, 1)
+            self.pages.truncate(seq, seq.num_tokens, self._in_flight())
+            if self.pages.num_free > before or self.pages.num_limbo:
+                return True
+        return False
+
+    def _preempt(self, step: Step, seq: Sequence) -> None:
+        """Take everything from a running sequence; it goes back to its place in the queue and computes it again."""
+        assert not step.copies, "forks are admitted last, so no copy is planned yet whose page could go"
+        step.remove(seq)
+        step.preempted.append(seq)
+        self._give_up(seq)
+        seq.num_preempted += 1
+        self.preemptions += 1
+
+    def _be_careful(self) -> None:
+        """Pages ran out: run a tenth fewer sequences than just now, for a while."""
+        self._limit = max(1.0, min(self._limit, (len(self.running) + 1) * 0.9))
+        self._steps_to_care = CAUTION_STEPS
+
+    # --------------------------------------------------------------------------------------------------------- leases
+
+    def lease(self, seq: Sequence, now: float) -> None:
+        """``seq`` is about to let go of its pages: keep the full ones that its request paid a lease for."""
+        seconds, size = seq.request.params.lease, self.pages.page_slots
+        end = seq.num_computed // size * size
+        if not seconds or not end or self.pages.index is None or not self.pages.can_fork(seq, end):
+            return
+        holder = Sequence(seq.request, seq.branch)
+        holder.tokens = seq.tokens[:end + 1]  # one more: a sequence has always something left to compute
+        self.pages.fork(seq, holder, end)
+        self._leases.append((now + seconds, holder))
+        self._held.update(holder.tables[0])
+        while len(self._held) > LEASED_SHARE * self.pages.pools[0].num_pages and self._revoke():
+            pass
+
+    def leased(self) -> Iterable[Sequence]:
+        """Who holds leased pages: for the checks of invariants."""
+        return [holder for _, holder in self._leases]
+
+    def lacking(self, seq: Sequence, num_hit: int, num_tokens: int, *, max_span: int, promised: Many[int], parent: Sequence | None) -> list[int]:
+        """``PageManager.lacking``; where nothing runs, once as many leases have ended as it takes."""
+        while True:
+            short = self.pages.lacking(seq, num_hit, num_tokens, max_span=max_span, promised=promised, parent=parent)
+            if not any(short) or len(self.running) or self.pages.num_limbo or not self._revoke():
+                return short
+
+    def _revoke(self) -> bool:
+        """End the oldest lease before its time; False: there is none."""
+        if not self._leases:
+            return False
+        self.revoked += 1
+        self._release([self._leases.popleft()[1]])
+        return True
+
+    def _release(self, holders: Iterable[Sequence]) -> None:
+        for holder in holders:
+            self._held.subtract(holder.tables[0])
+            self.pages.release(holder, self._in_flight())
+        self._held = +self._held

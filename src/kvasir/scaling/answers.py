@@ -1,0 +1,21 @@
+"""What two replies must share to give the same answer, for callers that cannot pass a function: by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvasir.scaling.problem import last_answer
+
+
+def last_line(text: str) -> str | None:
+    """The last line that holds anything, in lower case."""
+    lines = text.strip().splitlines()
+    return lines[-1].strip().lower() or None if lines else None
+
+
+def whole(text: str) -> str | None:
+    """All of it, blanks and case aside."""
+    return " ".join(text.split()).lower() or None
+
+
+ANSWERS: dict[str, Callable[[str], str | None]] = {"marked": last_answer, "last_line": last_line, "text": whole}
