@@ -21,6 +21,7 @@ from kvasir.engine.graphs import Capture, DecodeGraphs
 from kvasir.engine.sizing import pages_for
 from kvasir.kv.pool import KVPool
 from kvasir.models.decoder import Decoder
+from kvasir.models.native_decoder import NativeDecoder, why_not
 from kvasir.types import Plan, Sequence, Span, SpanResult
 
 
@@ -46,7 +47,8 @@ class Runner:
         self.rows = DeviceRows(sampler.max_seqs, pages_for(max_model_len, pool.page_slots), len(pool.groups), device)
         self.first_row = torch.zeros(1, dtype=torch.int64, device=device)
         self.graphs: DecodeGraphs | None = None
-        self.tapes = DecodeTapes(model, pool, backend) if DecodeTapes.can_serve(model, pool, backend) else None
+        self.native = NativeDecoder(model, self.caches) if why_not(model, self.caches, backend) is None else None
+        self.tapes = DecodeTapes(model, pool, backend) if self.native is None and DecodeTapes.can_serve(model, pool, backend) else None
 
     def use_graphs(self, capture: Capture) -> None:
         """From now on, run steps that only decode over static buffers, captured and replayed by ``capture``."""
@@ -83,6 +85,8 @@ class Runner:
         if batch.borrowed is not None:
             at, rows = batch.borrowed
             batch.input_ids.index_copy_(0, at, self.rows.token.index_select(0, rows).long())
+        if self.native is not None and self.native.takes(batch):
+            return self._sample(spans, self.native.logits(batch))
         self.backend.plan(batch)
         count, total = batch.logit_rows.shape[0], batch.input_ids.shape[0]
         wanted_M = None if count == total else batch.logit_rows if count else self.first_row  # of a step that wants none, any

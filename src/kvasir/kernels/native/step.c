@@ -1,0 +1,456 @@
+/* A decoder's step on a CPU: a list of operations that one team of threads runs through, a barrier after each.
+ *
+ * Numbers are fp32. Weights are fp32, or bf16 where that loses nothing, in panels of 2 x 16 outputs. Every sum has one order,
+ * whatever the number of rows and of threads, so a row's bits depend on that row alone. Vectors are the compiler's own: 16
+ * floats are one register with AVX-512, two with AVX2, four with NEON.
+ *
+ * Legend: T rows, M wanted rows, K inputs, N outputs, H query heads, G KV heads, X = H + 2 G, D head dim, P slots per page. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef _OPENMP
+int omp_get_thread_num(void);
+int omp_get_num_threads(void);
+#else
+static int omp_get_thread_num(void) { return 0; }
+static int omp_get_num_threads(void) { return 1; }
+#endif
+
+#define LANES 16
+#define TILE 8    /* rows that share a loaded weight */
+#define CHUNK 128 /* keys between two rescalings of the softmax: their values stay in the first-level cache */
+#define MAX_DIM 512
+#define ROWS 32   /* rows whose norms a thread computes at a time */
+
+typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(64), aligned(4), may_alias));
+#define INLINE static inline __attribute__((always_inline))
+
+/* The layout of these structures is that of the classes of the same names in program.py: all fields have 8 bytes. */
+typedef struct {
+    int64_t num_rows, num_spans, num_wanted, table_width;
+    const int64_t *ids, *positions, *wanted;
+    const int32_t *row_start, *context;
+    const int64_t *const *slots; /* of each cache group: [T], -1: nowhere */
+    const int32_t *const *tables; /* of each cache group: [S, table_width] */
+} Step;
+
+enum { EMBED, LINEAR, NORM, HEADS, ATTEND, GATHER };
+enum { BF16, FP32 };
+enum { PLAIN, SILU, GELU, GELU_TANH };
+
+typedef struct { int64_t kind; const float *table; float *y; int64_t width; double scale; } Embed;
+
+typedef struct { /* y = act(norm(x) W^T + bias) * scale, capped; or y += of it */
+    int64_t kind; const float *x; float *y; const void *weights; const float *bias, *norm;
+    double eps; int64_t format, num_inputs, num_outputs, activation, add, wanted; double scale, softcap;
+} Linear;
+
+typedef struct { int64_t kind; const float *x; float *y; const float *weight; double eps; int64_t width, add; } Norm; /* y (+)= norm(x) */
+
+typedef struct { int64_t page_stride, page_slots, group; float *k, *v; } Cache; /* strides in floats */
+
+typedef struct { /* norm, rotate and write: queries in place, keys and values into their pages */
+    int64_t kind; float *heads; const float *norm; double eps; int64_t num_heads, num_kv_heads, dim, writes;
+    const float *angles; Cache cache;
+} Heads;
+
+typedef struct {
+    int64_t kind; const float *heads; float *y; const float *sinks; int64_t num_heads, num_kv_heads, dim, row, window;
+    double scale, softcap; Cache cache;
+} Attend;
+
+typedef struct { int64_t kind; const float *x; float *y; int64_t width; } Gather;
+
+/* ------------------------------------------------------------------------------------------------------------ vectors */
+
+INLINE vec load(const float *p) { return *(const vec *)p; }
+INLINE void store(float *p, vec v) { *(vec *)p = v; }
+INLINE vec splat(float x) { return (vec){0} + x; }
+INLINE vec choose(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
+INLINE vec bigger(vec a, vec b) { return choose(a > b, a, b); }
+
+INLINE float sum(vec v) {
+    v += __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    v += __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    v += __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    return v[0] + v[1];
+}
+
+/* The sums of 16 vectors, as a vector: each round halves what is left to add. */
+INLINE vec sums(vec *a) {
+    for (int i = 0; i < 8; i++)
+        a[i] = __builtin_shufflevector(a[i], a[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
+             + __builtin_shufflevector(a[i], a[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    for (int i = 0; i < 4; i++)
+        a[i] = __builtin_shufflevector(a[i], a[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27)
+             + __builtin_shufflevector(a[i], a[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    for (int i = 0; i < 2; i++)
+        a[i] = __builtin_shufflevector(a[i], a[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
+             + __builtin_shufflevector(a[i], a[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    return __builtin_shufflevector(a[0], a[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
+         + __builtin_shufflevector(a[0], a[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+}
+
+/* e^x to 2 ulp: 2^n times the Taylor series of what is left, |r| < 0.35. Below -87 it is 0; NaN stays NaN. */
+INLINE vec exponential(vec x) {
+    vec n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* rounds: the sum has no bits for a fraction */
+    vec safe = choose(n < -126.0f, splat(-126.0f), choose(n > 127.0f, splat(127.0f), n));
+    vec r = (x - safe * 0.693359375f) + safe * 2.12194440e-4f;
+    r = choose(x < -87.0f, splat(0), r);
+    vec p = splat(1.0f / 5040);
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    ivec power = (__builtin_convertvector(safe, ivec) + 127) << 23;
+    vec y = p * (vec)power;
+    return choose(x < -87.0f, splat(0), y);
+}
+
+INLINE vec tangent(vec x) { return 1.0f - 2.0f / (exponential(x + x) + 1.0f); }
+
+INLINE vec activate(int64_t kind, vec x) {
+    if (kind == SILU)
+        return x / (1.0f + exponential(-x));
+    if (kind == GELU_TANH) /* 0.5 (1 + tanh z) = 1 / (1 + exp(-2 z)) */
+        return x / (1.0f + exponential(-1.5957691216f * (x + 0.044715f * x * x * x)));
+    for (int i = 0; i < LANES; i++)
+        x[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.70710678f));
+    return x;
+}
+
+INLINE void share(int64_t items, int64_t *first, int64_t *stop) { /* this thread's part of them */
+    int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
+    *first = items * me / team;
+    *stop = items * (me + 1) / team;
+}
+
+static float norm_scale(const float *x, int64_t width, double eps) {
+    vec squares = splat(0);
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES)
+        squares += load(x + i) * load(x + i);
+    float total = sum(squares);
+    for (; i < width; i++)
+        total += x[i] * x[i];
+    return 1.0f / sqrtf(total / width + (float)eps);
+}
+
+/* ----------------------------------------------------------------------------------------------------------- products */
+
+/* R rows times a panel of 2 x 16 outputs. bf16 panel: for each pair of inputs 16 words a block, the first input's weight in
+ * the low half: widening is a shift or a mask. fp32 panel: for each input 16 floats a block. */
+#define UNROLL _Pragma("GCC unroll 8")
+#define PRODUCT(R)                                                                                                                  \
+    static void product_bf16_##R(const float *x, int64_t stride, const uint32_t *w, int64_t inputs, vec out[2][TILE]) {             \
+        vec left[R], right[R];                                                                                                      \
+        UNROLL for (int r = 0; r < R; r++)                                                                                          \
+            left[r] = right[r] = splat(0);                                                                                          \
+        const uint32_t *w2 = w + inputs / 2 * LANES;                                                                                \
+        for (int64_t k = 0; k < inputs; k += 2, w += LANES, w2 += LANES) {                                                          \
+            uvec a = *(const uvec *)w, b = *(const uvec *)w2;                                                                       \
+            __builtin_prefetch(w + AHEAD);                                                                                          \
+            __builtin_prefetch(w2 + AHEAD);                                                                                         \
+            vec a0 = (vec)(a << 16), a1 = (vec)(a & 0xffff0000u), b0 = (vec)(b << 16), b1 = (vec)(b & 0xffff0000u);                 \
+            UNROLL for (int r = 0; r < R; r++) {                                                                                    \
+                float p = x[r * stride + k], q = x[r * stride + k + 1];                                                             \
+                left[r] = a0 * p + left[r];                                                                                         \
+                right[r] = b0 * p + right[r];                                                                                       \
+                left[r] = a1 * q + left[r];                                                                                         \
+                right[r] = b1 * q + right[r];                                                                                       \
+            }                                                                                                                       \
+        }                                                                                                                           \
+        UNROLL for (int r = 0; r < R; r++)                                                                                          \
+            out[0][r] = left[r], out[1][r] = right[r];                                                                              \
+    }                                                                                                                               \
+    static void product_fp32_##R(const float *x, int64_t stride, const float *w, int64_t inputs, vec out[2][TILE]) {                \
+        vec left[R], right[R];                                                                                                      \
+        UNROLL for (int r = 0; r < R; r++)                                                                                          \
+            left[r] = right[r] = splat(0);                                                                                          \
+        const float *w2 = w + inputs * LANES;                                                                                       \
+        for (int64_t k = 0; k < inputs; k++, w += LANES, w2 += LANES) {                                                             \
+            vec a = load(w), b = load(w2);                                                                                          \
+            __builtin_prefetch(w + AHEAD);                                                                                          \
+            __builtin_prefetch(w2 + AHEAD);                                                                                         \
+            UNROLL for (int r = 0; r < R; r++) {                                                                                    \
+                left[r] = a * x[r * stride + k] + left[r];                                                                          \
+                right[r] = b * x[r * stride + k] + right[r];                                                                        \
+            }                                                                                                                       \
+        }                                                                                                                           \
+        UNROLL for (int r = 0; r < R; r++)                                                                                          \
+            out[0][r] = left[r], out[1][r] = right[r];                                                                              \
+    }
+#ifndef AHEAD
+#define AHEAD 512
+#endif
+PRODUCT(1) PRODUCT(2) PRODUCT(3) PRODUCT(4) PRODUCT(5) PRODUCT(6) PRODUCT(7) PRODUCT(8)
+
+typedef void (*Product)(const float *, int64_t, const void *, int64_t, vec[2][TILE]);
+static const Product PRODUCTS[2][TILE] = {
+    {(Product)product_bf16_1, (Product)product_bf16_2, (Product)product_bf16_3, (Product)product_bf16_4,
+     (Product)product_bf16_5, (Product)product_bf16_6, (Product)product_bf16_7, (Product)product_bf16_8},
+    {(Product)product_fp32_1, (Product)product_fp32_2, (Product)product_fp32_3, (Product)product_fp32_4,
+     (Product)product_fp32_5, (Product)product_fp32_6, (Product)product_fp32_7, (Product)product_fp32_8}};
+
+INLINE void put(const Linear *op, int64_t row, int64_t column, vec v) {
+    float *y = op->y + row * op->num_outputs + column;
+    int64_t left = op->num_outputs - column;
+    if (left <= 0)
+        return;
+    float some[LANES] = {0};
+    float *at = left < LANES ? some : y;
+    if (at == some)
+        memcpy(some, y, 4 * left);
+    if (op->add)
+        v += load(at);
+    store(at, v);
+    if (at == some)
+        memcpy(y, some, 4 * left);
+}
+
+INLINE vec biased(const float *bias, int64_t column, int64_t width, vec v) {
+    for (int64_t i = 0; bias && i < LANES && column + i < width; i++)
+        v[i] += bias[column + i];
+    return v;
+}
+
+static void finish(const Linear *op, int64_t panel, int64_t row, vec left, vec right) {
+    int64_t width = op->num_outputs;
+    if (op->activation) { /* the panel's blocks are gate and up of the same 16 outputs */
+        left = biased(op->bias, panel * LANES, width, left);
+        right = biased(op->bias ? op->bias + width : 0, panel * LANES, width, right);
+        put(op, row, panel * LANES, activate(op->activation, left) * right);
+        return;
+    }
+    vec both[2] = {left, right};
+    for (int i = 0; i < 2; i++) {
+        int64_t column = (2 * panel + i) * LANES;
+        vec v = biased(op->bias, column, width, both[i]) * (float)op->scale;
+        if (op->softcap > 0)
+            v = tangent(v / (float)op->softcap) * (float)op->softcap;
+        put(op, row, column, v);
+    }
+}
+
+static void linear(const Linear *op, int64_t rows, float *scratch) {
+    int64_t inputs = op->num_inputs, padded = (inputs + 1) & ~(int64_t)1;
+    int64_t blocks = (op->num_outputs + LANES - 1) / LANES, panels = op->activation ? blocks : (blocks + 1) / 2, first, stop;
+    int64_t panel_bytes = (op->format == BF16 ? padded * 2 : inputs * 4) * 2 * LANES;
+    share(panels, &first, &stop);
+    if (first == stop)
+        return;
+    vec out[2][TILE];
+    for (int64_t row = 0; row < rows; row += ROWS) {
+        int64_t count = rows - row < ROWS ? rows - row : ROWS, stride = inputs;
+        const float *x = op->x + row * inputs;
+        if (op->norm || padded > inputs) { /* every thread for itself: less than a barrier costs */
+            for (int64_t r = 0; r < count; r++) {
+                float scale = op->norm ? norm_scale(x + r * inputs, inputs, op->eps) : 1, *y = scratch + r * padded;
+                for (int64_t k = 0; k < inputs; k++)
+                    y[k] = op->norm ? x[r * inputs + k] * scale * op->norm[k] : x[r * inputs + k];
+                if (padded > inputs)
+                    y[inputs] = 0;
+            }
+            x = scratch;
+            stride = padded;
+        }
+        for (int64_t panel = first; panel < stop; panel++)
+            for (int64_t r = 0; r < count; r += TILE) {
+                int64_t some = count - r < TILE ? count - r : TILE;
+                PRODUCTS[op->format][some - 1](x + r * stride, stride, (const char *)op->weights + panel * panel_bytes,
+                                               op->format == BF16 ? padded : inputs, out);
+                for (int64_t i = 0; i < some; i++)
+                    finish(op, panel, row + r + i, out[0][i], out[1][i]);
+            }
+    }
+}
+
+/* ---------------------------------------------------------------------------------------------------------- attention */
+
+static void heads(const Heads *op, const Step *step) {
+    int64_t rotated = op->num_heads + (op->writes ? op->num_kv_heads : 0), all = rotated + (op->writes ? op->num_kv_heads : 0);
+    int64_t dim = op->dim, half = dim / 2, first, stop;
+    const Cache *cache = &op->cache;
+    share(step->num_rows * all, &first, &stop);
+    for (int64_t item = first; item < stop; item++) {
+        int64_t row = item / all, head = item % all;
+        float *x = op->heads + item * dim, *y = x;
+        if (head >= op->num_heads) {
+            int64_t slot = step->slots[cache->group][row], g = (head - op->num_heads) % op->num_kv_heads;
+            if (slot < 0)
+                continue;
+            y = (head < rotated ? cache->k : cache->v) + slot / cache->page_slots * cache->page_stride
+              + (g * cache->page_slots + slot % cache->page_slots) * dim;
+        }
+        if (head >= rotated) {
+            memcpy(y, x, 4 * dim);
+            continue;
+        }
+        float scale = op->norm ? norm_scale(x, dim, op->eps) : 1;
+        const float *weight = op->norm + (op->norm ? head * dim : 0), *cos = op->angles + step->positions[row] * dim, *sin = cos + half;
+        for (int64_t i = 0; i < half; i++) {
+            float a = x[i] * scale, b = x[i + half] * scale;
+            if (op->norm)
+                a *= weight[i], b *= weight[i + half];
+            y[i] = a * cos[i] - b * sin[i];
+            y[i + half] = b * cos[i] + a * sin[i];
+        }
+    }
+}
+
+/* One query head over keys first .. stop - 1, whose table of pages is ``pages``. */
+static void attend_head(const Attend *op, const float *q, float *y, int64_t head, const int32_t *pages, int64_t first, int64_t stop) {
+    const Cache *cache = &op->cache;
+    int64_t dim = op->dim, size = cache->page_slots, at = head / (op->num_heads / op->num_kv_heads) * size * dim;
+    const float *key[CHUNK];
+    float weight[CHUNK], best = -INFINITY, total = 0;
+    vec out[MAX_DIM / LANES];
+    int64_t parts = dim / LANES, apart = cache->v - cache->k;
+    for (int64_t i = 0; i < parts; i++)
+        out[i] = splat(0);
+    for (int64_t begin = first; begin < stop; begin += CHUNK) {
+        int64_t count = stop - begin < CHUNK ? stop - begin : CHUNK, page = begin / size, slot = begin % size;
+        for (int64_t j = 0; j < count; j++) {
+            key[j] = cache->k + pages[page] * cache->page_stride + at + slot * dim;
+            if (++slot == size)
+                slot = 0, page++;
+        }
+        vec peak = splat(-INFINITY);
+        for (int64_t j = 0; j < count; j += LANES) {
+            vec a[LANES];
+            for (int i = 0; i < LANES; i++) {
+                const float *k = key[j + i < count ? j + i : count - 1];
+                vec s = load(q) * load(k);
+                for (int64_t d = LANES; d < dim; d += LANES)
+                    s = load(q + d) * load(k + d) + s;
+                a[i] = s;
+            }
+            vec s = sums(a) * (float)op->scale;
+            if (op->softcap > 0)
+                s = tangent(s / (float)op->softcap) * (float)op->softcap;
+            for (int i = 0; i < LANES; i++)
+                if (j + i >= count)
+                    s[i] = -INFINITY;
+            store(weight + j, s);
+            peak = bigger(s, peak);
+        }
+        float high = best;
+        for (int i = 0; i < LANES; i++)
+            high = peak[i] > high ? peak[i] : high;
+        if (!(high > -INFINITY))
+            high = 0; /* every score is NaN or -inf: let them through */
+        float fade = best > -INFINITY ? expf(best - high) : 0;
+        vec mass = splat(0);
+        for (int64_t j = 0; j < count; j += LANES) {
+            vec p = exponential(load(weight + j) - high);
+            store(weight + j, p);
+            mass += p;
+        }
+        total = total * fade + sum(mass);
+        best = high;
+        int64_t d = 0;
+        for (; d + 4 <= parts; d += 4) {
+            vec a = out[d] * fade, b = out[d + 1] * fade, c = out[d + 2] * fade, e = out[d + 3] * fade;
+            for (int64_t j = 0; j < count; j++) {
+                const float *v = key[j] + apart + d * LANES;
+                a = load(v) * weight[j] + a;
+                b = load(v + LANES) * weight[j] + b;
+                c = load(v + 2 * LANES) * weight[j] + c;
+                e = load(v + 3 * LANES) * weight[j] + e;
+            }
+            out[d] = a, out[d + 1] = b, out[d + 2] = c, out[d + 3] = e;
+        }
+        for (; d < parts; d++) {
+            vec a = out[d] * fade;
+            for (int64_t j = 0; j < count; j++)
+                a = load(key[j] + apart + d * LANES) * weight[j] + a;
+            out[d] = a;
+        }
+    }
+    if (op->sinks) {
+        float sink = op->sinks[head];
+        float high = sink > best ? sink : best, fade = expf(best - high);
+        total = total * fade + expf(sink - high);
+        for (int64_t i = 0; i < parts; i++)
+            out[i] *= fade;
+    }
+    for (int64_t i = 0; i < parts; i++)
+        store(y + i * LANES, out[i] / total);
+}
+
+static void attend(const Attend *op, const Step *step) {
+    int64_t me = omp_get_thread_num(), team = omp_get_num_threads(), span = 0;
+    int64_t items = step->num_rows * op->num_heads;
+    for (int64_t item = me; item < items; item += team) {
+        int64_t row = item / op->num_heads, head = item % op->num_heads;
+        while (step->row_start[span + 1] <= row)
+            span++;
+        int64_t stop = step->context[span] + row - step->row_start[span] + 1;
+        int64_t first = op->window && stop > op->window ? stop - op->window : 0;
+        attend_head(op, op->heads + row * op->row + head * op->dim, op->y + item * op->dim, head,
+                    step->tables[op->cache.group] + span * step->table_width, first, stop);
+    }
+}
+
+/* --------------------------------------------------------------------------------------------------------------- rows */
+
+static void embed(const Embed *op, const Step *step) {
+    int64_t first, stop;
+    share(step->num_rows, &first, &stop);
+    for (int64_t row = first; row < stop; row++)
+        for (int64_t i = 0; i < op->width; i++)
+            op->y[row * op->width + i] = op->table[step->ids[row] * op->width + i] * (float)op->scale;
+}
+
+static void norm(const Norm *op, int64_t rows) {
+    int64_t first, stop;
+    share(rows, &first, &stop);
+    for (int64_t row = first; row < stop; row++) {
+        const float *x = op->x + row * op->width;
+        float *y = op->y + row * op->width, scale = norm_scale(x, op->width, op->eps);
+        for (int64_t i = 0; i < op->width; i++)
+            y[i] = x[i] * scale * op->weight[i] + (op->add ? y[i] : 0);
+    }
+}
+
+static void gather(const Gather *op, const Step *step) {
+    int64_t first, stop;
+    share(step->num_wanted, &first, &stop);
+    for (int64_t i = first; i < stop; i++)
+        memcpy(op->y + i * op->width, op->x + step->wanted[i] * op->width, 4 * op->width);
+}
+
+/* ``scratch``: 64-byte aligned, ``scratch_size`` floats a thread, at least ROWS * (the most inputs + 1). */
+void kvasir_run(const void *const *ops, int64_t count, const Step *step, int64_t threads, float *scratch, int64_t scratch_size) {
+#pragma omp parallel num_threads(threads)
+    {
+        float *mine = scratch + omp_get_thread_num() * scratch_size;
+        for (int64_t i = 0; i < count; i++) {
+            const void *op = ops[i];
+            switch (*(const int64_t *)op) {
+            case EMBED: embed(op, step); break;
+            case LINEAR: linear(op, ((const Linear *)op)->wanted ? step->num_wanted : step->num_rows, mine); break;
+            case NORM: norm(op, step->num_rows); break;
+            case HEADS: heads(op, step); break;
+            case ATTEND: attend(op, step); break;
+            case GATHER: gather(op, step); break;
+            }
+#pragma omp barrier
+        }
+    }
+}
+
+/* The size of the team that a parallel region gets: more than one only where the threads are torch's. */
+int64_t kvasir_team(int64_t threads) {
+    int64_t team = 0;
+#pragma omp parallel num_threads(threads)
+    if (omp_get_thread_num() == 0)
+        team = omp_get_num_threads();
+    return team;
+}
