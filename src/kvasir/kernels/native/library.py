@@ -134,7 +134,9 @@ def _open(file: Path) -> ctypes.CDLL:
             ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
         library = ctypes.CDLL(str(file))
     library.kvasir_run.restype = None
-    library.kvasir_run.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
+    library.kvasir_run.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+    library.kvasir_tiles.restype = ctypes.c_int64
+    library.kvasir_tiles.argtypes = ()
     library.kvasir_team.restype = ctypes.c_int64
     library.kvasir_team.argtypes = (ctypes.c_int64,)
     wanted = torch.get_num_threads()

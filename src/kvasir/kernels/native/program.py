@@ -19,6 +19,8 @@ ROWS = 32  # rows of a norm that a thread keeps
 MAX_DIM = 512
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
 BF16, FP32 = 0, 1
+TILES_FROM = 8  # rows from which on matrix tiles are faster
+BF16_INPUTS = 32  # inputs of a bf16 panel: a multiple of it, what a matrix tile takes
 
 
 class StepArgs(ctypes.Structure):
@@ -93,8 +95,8 @@ def pack(weight_NK: torch.Tensor, gated: bool = False) -> Packed:
     parts = 2 if gated else 1
     outputs, inputs = weight_NK.shape[0] // parts, weight_NK.shape[1]
     width = -(-outputs // LANES) * LANES if gated else -(-outputs // (2 * LANES)) * 2 * LANES
-    unit = 2 if narrow else 1  # inputs in a word
-    padded = stored.new_zeros(parts, width, -(-inputs // unit) * unit)
+    step = BF16_INPUTS if narrow else 1
+    padded = stored.new_zeros(parts, width, -(-inputs // step) * step)
     padded[:, :outputs, :inputs] = stored.view(parts, outputs, inputs) if stored.is_contiguous() else stored.reshape(parts, outputs, inputs)
     words = padded.view(torch.int32).view(parts, width // LANES, LANES, -1)
     panels = words.permute(1, 0, 3, 2) if gated else words[0].transpose(-1, -2)  # [.., words of a row, LANES]
@@ -106,6 +108,7 @@ class Program:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        self.tiles = TILES_FROM if library.kvasir_tiles() else 0
         self._ops: list[Op] = []
         self._held: list[object] = []
         self._array: ctypes.Array | None = None
@@ -147,7 +150,7 @@ class Program:
         """y = f(norm(x) W^T + bias), or y += of it with ``add``. ``norm``: scale [K] and eps of an RMS norm. f: with
         ``activation``, that of the gate times up; else times ``scale``, and capped. ``wanted``: M rows instead of T."""
         assert packed.gated == (activation is not None), "a gated weight and its activation"
-        self._width = max(self._width, packed.num_inputs + 1)
+        self._width = max(self._width, -(-packed.num_inputs // BF16_INPUTS) * BF16_INPUTS)
         self._add(Linear, x=self._dense(x_TK), y=self._dense(y_TN), weights=self._address(packed.data, torch.int32), bias=self._dense(bias_N),
                   norm=None if norm is None else self._dense(norm[0]), eps=0.0 if norm is None else norm[1], format=packed.format,
                   num_inputs=packed.num_inputs, num_outputs=packed.num_outputs, activation=ACTIVATIONS[activation], add=add,
@@ -191,10 +194,10 @@ class Program:
         if self._array is None:
             self._array = (c_void_p * len(self._ops))(*map(ctypes.addressof, self._ops))
             self._threads = torch.get_num_threads()
-            self._size = -(-ROWS * self._width // LANES) * LANES
+            self._size = -(-ROWS * self._width * 7 // 4 // LANES) * LANES  # rows, and 16 of them in three parts of half the size
             self._scratch = torch.empty(self._threads, self._size)
         self._library.kvasir_run(self._array, len(self._ops) if count is None else count, ctypes.byref(step.args), self._threads,
-                                 self._scratch.data_ptr(), self._size)
+                                 self._scratch.data_ptr(), self._size, self.tiles)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ static int omp_get_num_threads(void) { return 1; }
 
 #define LANES 16
 #define TILE 8    /* rows that share a loaded weight */
-#define CHUNK 128 /* keys between two rescalings of the softmax: their values stay in the first-level cache */
+#define CHUNK 64  /* keys between two rescalings of the softmax */
+#define HEADS_AT_ONCE 8
 #define MAX_DIM 512
 #define ROWS 32   /* rows whose norms a thread computes at a time */
 
@@ -198,6 +199,82 @@ static const Product PRODUCTS[2][TILE] = {
     {(Product)product_fp32_1, (Product)product_fp32_2, (Product)product_fp32_3, (Product)product_fp32_4,
      (Product)product_fp32_5, (Product)product_fp32_6, (Product)product_fp32_7, (Product)product_fp32_8}};
 
+/* ------------------------------------------------------------------------------------------- products in matrix tiles */
+
+#if defined(__AMX_BF16__) && defined(__linux__)
+#define TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define tile_load(t, at, stride) __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(at), "r"((int64_t)(stride)) : "memory")
+#define tile_store(t, at, stride) __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(at), "r"((int64_t)(stride)) : "memory")
+#define tile_zero(t) __asm__ volatile("tilezero %%tmm" #t ::)
+#define tile_add(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::) /* c += a b */
+
+#ifndef AHEAD_TILES
+#define AHEAD_TILES 2048
+#endif
+enum { TILE_ROWS = 16, TILE_INPUTS = 32 };
+typedef uint16_t half_vec __attribute__((vector_size(32), aligned(2), may_alias));
+
+static int tiles_granted(void) { /* the system asks to be asked: 8 KB more state a thread */
+    return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
+}
+
+static void tiles_begin(int rows) { /* 0 .. 3: sums; 4: weights of one block, 5: of the other; 6, 7: inputs */
+    struct { uint8_t palette, start, reserved[14]; uint16_t width[16]; uint8_t rows[16]; } layout = {.palette = 1};
+    for (int i = 0; i < 8; i++)
+        layout.width[i] = 64, layout.rows[i] = i == 4 || i == 5 ? 16 : rows;
+    __asm__ volatile("ldtilecfg %0" ::"m"(layout));
+}
+
+static void tiles_end(void) { __asm__ volatile("tilerelease" ::); }
+
+/* An fp32 number is the sum of three bf16 ones, exactly: its 24 bits, eight at a time. Into [K / 32][3][16 rows][32]. */
+static void split(const float *x, int64_t stride, int64_t rows, int64_t inputs, float *into) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t k = 0; k < inputs; k += LANES) {
+            uint16_t *to = (uint16_t *)into + (k / TILE_INPUTS * 3 * TILE_ROWS + r) * TILE_INPUTS + k % TILE_INPUTS;
+            vec left = load(x + r * stride + k);
+            for (int i = 0; i < 3; i++, to += TILE_ROWS * TILE_INPUTS) {
+                uvec top = (uvec)left & 0xffff0000u;
+                *(half_vec *)to = __builtin_convertvector(top >> 16, half_vec);
+                left -= (vec)top;
+            }
+        }
+}
+
+/* The leading parts have sums of their own: a sum waits for the one before it, and small ones lose less. */
+static void product_tiles(const float *x, const char *w, int64_t inputs, float out[4][TILE_ROWS][LANES]) {
+    const char *w2 = w + inputs * LANES * 2, *part = (const char *)x;
+    tile_zero(0);
+    tile_zero(1);
+    tile_zero(2);
+    tile_zero(3);
+    for (int64_t k = 0; k < inputs; k += TILE_INPUTS, w += 1024, w2 += 1024, part += 3 * 1024) {
+        for (int i = 0; i < 1024; i += 64) {
+            __builtin_prefetch(w + i + AHEAD_TILES);
+            __builtin_prefetch(w2 + i + AHEAD_TILES);
+        }
+        tile_load(4, w, 64);
+        tile_load(5, w2, 64);
+        tile_load(6, part + 2048, 64);
+        tile_add(2, 6, 4);
+        tile_add(3, 6, 5);
+        tile_load(7, part, 64);
+        tile_add(0, 7, 4);
+        tile_add(1, 7, 5);
+        tile_load(6, part + 1024, 64);
+        tile_add(2, 6, 4);
+        tile_add(3, 6, 5);
+    }
+    tile_store(0, out[0], 64);
+    tile_store(1, out[1], 64);
+    tile_store(2, out[2], 64);
+    tile_store(3, out[3], 64);
+}
+#endif
+
 INLINE void put(const Linear *op, int64_t row, int64_t column, vec v) {
     float *y = op->y + row * op->num_outputs + column;
     int64_t left = op->num_outputs - column;
@@ -238,14 +315,44 @@ static void finish(const Linear *op, int64_t panel, int64_t row, vec left, vec r
     }
 }
 
-static void linear(const Linear *op, int64_t rows, float *scratch) {
-    int64_t inputs = op->num_inputs, padded = (inputs + 1) & ~(int64_t)1;
-    int64_t blocks = (op->num_outputs + LANES - 1) / LANES, panels = op->activation ? blocks : (blocks + 1) / 2, first, stop;
-    int64_t panel_bytes = (op->format == BF16 ? padded * 2 : inputs * 4) * 2 * LANES;
-    share(panels, &first, &stop);
+/* This thread's panels for rows whose inputs are x, padded. */
+static void panels_of(const Linear *op, const float *x, int64_t stride, int64_t inputs, int64_t row, int64_t count, int64_t first, int64_t stop) {
+    int64_t panel_bytes = inputs * (op->format == BF16 ? 2 : 4) * 2 * LANES;
+    vec out[2][TILE];
+    for (int64_t panel = first; panel < stop; panel++)
+        for (int64_t r = 0; r < count; r += TILE) {
+            int64_t some = count - r < TILE ? count - r : TILE;
+            PRODUCTS[op->format][some - 1](x + r * stride, stride, (const char *)op->weights + panel * panel_bytes, inputs, out);
+            for (int64_t i = 0; i < some; i++)
+                finish(op, panel, row + r + i, out[0][i], out[1][i]);
+        }
+}
+
+#ifdef TILES
+static void panels_of_tiles(const Linear *op, const float *x, int64_t stride, int64_t inputs, int64_t row, int64_t count, int64_t first,
+                            int64_t stop, float *scratch) {
+    float out[4][TILE_ROWS][LANES] __attribute__((aligned(64)));
+    for (int64_t r = 0; r < count; r += TILE_ROWS) {
+        int64_t some = count - r < TILE_ROWS ? count - r : TILE_ROWS;
+        split(x + r * stride, stride, some, inputs, scratch);
+        tiles_begin(some);
+        for (int64_t panel = first; panel < stop; panel++) {
+            product_tiles(scratch, (const char *)op->weights + panel * inputs * 4 * LANES, inputs, out);
+            for (int64_t i = 0; i < some; i++)
+                finish(op, panel, row + r + i, load(out[0][i]) + load(out[2][i]), load(out[1][i]) + load(out[3][i]));
+        }
+    }
+    tiles_end();
+}
+#endif
+
+/* ``scratch``: ROWS rows of padded inputs, and then (ROWS / 2) * 3 / 2 more for their parts. */
+static void linear(const Linear *op, int64_t rows, float *scratch, int64_t tiles) {
+    int64_t inputs = op->num_inputs, padded = op->format == BF16 ? (inputs + 31) / 32 * 32 : inputs, first, stop;
+    int64_t blocks = (op->num_outputs + LANES - 1) / LANES;
+    share(op->activation ? blocks : (blocks + 1) / 2, &first, &stop);
     if (first == stop)
         return;
-    vec out[2][TILE];
     for (int64_t row = 0; row < rows; row += ROWS) {
         int64_t count = rows - row < ROWS ? rows - row : ROWS, stride = inputs;
         const float *x = op->x + row * inputs;
@@ -254,20 +361,18 @@ static void linear(const Linear *op, int64_t rows, float *scratch) {
                 float scale = op->norm ? norm_scale(x + r * inputs, inputs, op->eps) : 1, *y = scratch + r * padded;
                 for (int64_t k = 0; k < inputs; k++)
                     y[k] = op->norm ? x[r * inputs + k] * scale * op->norm[k] : x[r * inputs + k];
-                if (padded > inputs)
-                    y[inputs] = 0;
+                memset(y + inputs, 0, 4 * (padded - inputs));
             }
             x = scratch;
             stride = padded;
         }
-        for (int64_t panel = first; panel < stop; panel++)
-            for (int64_t r = 0; r < count; r += TILE) {
-                int64_t some = count - r < TILE ? count - r : TILE;
-                PRODUCTS[op->format][some - 1](x + r * stride, stride, (const char *)op->weights + panel * panel_bytes,
-                                               op->format == BF16 ? padded : inputs, out);
-                for (int64_t i = 0; i < some; i++)
-                    finish(op, panel, row + r + i, out[0][i], out[1][i]);
-            }
+#ifdef TILES
+        if (tiles && op->format == BF16 && rows >= tiles) {
+            panels_of_tiles(op, x, stride, padded, row, count, first, stop, scratch + ROWS * padded);
+            continue;
+        }
+#endif
+        panels_of(op, x, stride, padded, row, count, first, stop);
     }
 }
 
@@ -304,97 +409,132 @@ static void heads(const Heads *op, const Step *step) {
     }
 }
 
-/* One query head over keys first .. stop - 1, whose table of pages is ``pages``. */
-static void attend_head(const Attend *op, const float *q, float *y, int64_t head, const int32_t *pages, int64_t first, int64_t stop) {
+/* What a query head has seen so far: the largest score, and sums weighted by exp(score - best). */
+typedef struct { float best, total; vec out[MAX_DIM / LANES]; } Seen;
+
+/* q . k of 16 keys. */
+INLINE vec score(const float *q, const float *const *key, int64_t dim) {
+    vec a[LANES];
+    _Pragma("GCC unroll 4") for (int i = 0; i < LANES; i += 4) {
+        const float *k0 = key[i], *k1 = key[i + 1], *k2 = key[i + 2], *k3 = key[i + 3];
+        vec s0 = splat(0), s1 = s0, s2 = s0, s3 = s0;
+        for (int64_t d = 0; d < dim; d += LANES) {
+            vec part = load(q + d);
+            s0 = part * load(k0 + d) + s0;
+            s1 = part * load(k1 + d) + s1;
+            s2 = part * load(k2 + d) + s2;
+            s3 = part * load(k3 + d) + s3;
+        }
+        a[i] = s0, a[i + 1] = s1, a[i + 2] = s2, a[i + 3] = s3;
+    }
+    return sums(a);
+}
+
+INLINE void fetch(const float *at, int64_t dim) {
+    for (int64_t d = 0; d < dim; d += LANES)
+        __builtin_prefetch(at + d, 0, 2);
+}
+
+/* One head over ``count`` keys, whose values lie ``apart`` behind them. The key pointers go on to a multiple of 16. */
+static void attend_chunk(const Attend *op, const float *q, const float *const *key, int64_t count, int64_t apart, int fresh, Seen *seen) {
+    int64_t dim = op->dim, parts = dim / LANES;
+    float weight[CHUNK];
+    vec peak = splat(-INFINITY), lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int64_t j = 0; j < count; j += LANES) {
+        if (fresh) /* the first head to read these: the values, and the keys after these, are on their way meanwhile */
+            for (int64_t i = j; i < j + LANES; i++) {
+                fetch(key[i] + apart, dim);
+                if (i + LANES < count)
+                    fetch(key[i + LANES], dim);
+            }
+        vec s = score(q, key + j, dim) * (float)op->scale;
+        if (op->softcap > 0)
+            s = tangent(s / (float)op->softcap) * (float)op->softcap;
+        s = choose(lane + (float)j < (float)count, s, splat(-INFINITY));
+        store(weight + j, s);
+        peak = bigger(s, peak);
+    }
+    float high = seen->best;
+    for (int i = 0; i < LANES; i++)
+        high = peak[i] > high ? peak[i] : high;
+    float fade = high > seen->best ? expf(seen->best - high) : 1, from = high > -INFINITY ? high : 0;
+    vec mass = splat(0);
+    for (int64_t j = 0; j < count; j += LANES) {
+        vec p = exponential(load(weight + j) - from);
+        store(weight + j, p);
+        mass += p;
+    }
+    seen->total = seen->total * fade + sum(mass);
+    seen->best = high;
+    int64_t d = 0;
+    for (; d + 4 <= parts; d += 4) {
+        vec *out = seen->out + d, a = out[0] * fade, b = out[1] * fade, c = out[2] * fade, e = out[3] * fade;
+        for (int64_t j = 0; j < count; j++) {
+            const float *v = key[j] + apart + d * LANES;
+            a = load(v) * weight[j] + a;
+            b = load(v + LANES) * weight[j] + b;
+            c = load(v + 2 * LANES) * weight[j] + c;
+            e = load(v + 3 * LANES) * weight[j] + e;
+        }
+        out[0] = a, out[1] = b, out[2] = c, out[3] = e;
+    }
+    for (; d < parts; d++) {
+        vec a = seen->out[d] * fade;
+        for (int64_t j = 0; j < count; j++)
+            a = load(key[j] + apart + d * LANES) * weight[j] + a;
+        seen->out[d] = a;
+    }
+}
+
+/* ``count`` query heads from ``head`` on, of one KV head, over keys first .. stop - 1 in ``pages``. */
+static void attend_heads(const Attend *op, const float *q, float *y, int64_t head, int64_t count, const int32_t *pages, int64_t first,
+                         int64_t stop) {
     const Cache *cache = &op->cache;
     int64_t dim = op->dim, size = cache->page_slots, at = head / (op->num_heads / op->num_kv_heads) * size * dim;
     const float *key[CHUNK];
-    float weight[CHUNK], best = -INFINITY, total = 0;
-    vec out[MAX_DIM / LANES];
-    int64_t parts = dim / LANES, apart = cache->v - cache->k;
-    for (int64_t i = 0; i < parts; i++)
-        out[i] = splat(0);
+    Seen seen[HEADS_AT_ONCE];
+    for (int64_t h = 0; h < count; h++) {
+        seen[h].best = -INFINITY, seen[h].total = 0;
+        memset(seen[h].out, 0, 4 * dim);
+    }
     for (int64_t begin = first; begin < stop; begin += CHUNK) {
-        int64_t count = stop - begin < CHUNK ? stop - begin : CHUNK, page = begin / size, slot = begin % size;
-        for (int64_t j = 0; j < count; j++) {
+        int64_t keys = stop - begin < CHUNK ? stop - begin : CHUNK, page = begin / size, slot = begin % size, j = 0;
+        for (; j < keys; j++) {
             key[j] = cache->k + pages[page] * cache->page_stride + at + slot * dim;
             if (++slot == size)
                 slot = 0, page++;
         }
-        vec peak = splat(-INFINITY);
-        for (int64_t j = 0; j < count; j += LANES) {
-            vec a[LANES];
-            for (int i = 0; i < LANES; i++) {
-                const float *k = key[j + i < count ? j + i : count - 1];
-                vec s = load(q) * load(k);
-                for (int64_t d = LANES; d < dim; d += LANES)
-                    s = load(q + d) * load(k + d) + s;
-                a[i] = s;
-            }
-            vec s = sums(a) * (float)op->scale;
-            if (op->softcap > 0)
-                s = tangent(s / (float)op->softcap) * (float)op->softcap;
-            for (int i = 0; i < LANES; i++)
-                if (j + i >= count)
-                    s[i] = -INFINITY;
-            store(weight + j, s);
-            peak = bigger(s, peak);
-        }
-        float high = best;
-        for (int i = 0; i < LANES; i++)
-            high = peak[i] > high ? peak[i] : high;
-        if (!(high > -INFINITY))
-            high = 0; /* every score is NaN or -inf: let them through */
-        float fade = best > -INFINITY ? expf(best - high) : 0;
-        vec mass = splat(0);
-        for (int64_t j = 0; j < count; j += LANES) {
-            vec p = exponential(load(weight + j) - high);
-            store(weight + j, p);
-            mass += p;
-        }
-        total = total * fade + sum(mass);
-        best = high;
-        int64_t d = 0;
-        for (; d + 4 <= parts; d += 4) {
-            vec a = out[d] * fade, b = out[d + 1] * fade, c = out[d + 2] * fade, e = out[d + 3] * fade;
-            for (int64_t j = 0; j < count; j++) {
-                const float *v = key[j] + apart + d * LANES;
-                a = load(v) * weight[j] + a;
-                b = load(v + LANES) * weight[j] + b;
-                c = load(v + 2 * LANES) * weight[j] + c;
-                e = load(v + 3 * LANES) * weight[j] + e;
-            }
-            out[d] = a, out[d + 1] = b, out[d + 2] = c, out[d + 3] = e;
-        }
-        for (; d < parts; d++) {
-            vec a = out[d] * fade;
-            for (int64_t j = 0; j < count; j++)
-                a = load(key[j] + apart + d * LANES) * weight[j] + a;
-            out[d] = a;
-        }
+        for (; j % LANES; j++)
+            key[j] = key[keys - 1];
+        for (int64_t h = 0; h < count; h++)
+            attend_chunk(op, q + h * dim, key, keys, cache->v - cache->k, h == 0, seen + h);
     }
-    if (op->sinks) {
-        float sink = op->sinks[head];
-        float high = sink > best ? sink : best, fade = expf(best - high);
-        total = total * fade + expf(sink - high);
-        for (int64_t i = 0; i < parts; i++)
-            out[i] *= fade;
+    for (int64_t h = 0; h < count; h++) {
+        float total = seen[h].total, fade = 1;
+        if (op->sinks) { /* one more score, without a value */
+            float sink = op->sinks[head + h], high = sink > seen[h].best ? sink : seen[h].best;
+            fade = expf(seen[h].best - high);
+            total = total * fade + expf(sink - high);
+        }
+        for (int64_t d = 0; d < dim; d += LANES)
+            store(y + h * dim + d, seen[h].out[d / LANES] * fade / total);
     }
-    for (int64_t i = 0; i < parts; i++)
-        store(y + i * LANES, out[i] / total);
 }
 
 static void attend(const Attend *op, const Step *step) {
-    int64_t me = omp_get_thread_num(), team = omp_get_num_threads(), span = 0;
-    int64_t items = step->num_rows * op->num_heads;
-    for (int64_t item = me; item < items; item += team) {
-        int64_t row = item / op->num_heads, head = item % op->num_heads;
+    int64_t me = omp_get_thread_num(), team = omp_get_num_threads(), shared = op->num_heads / op->num_kv_heads, span = 0;
+    /* Heads that share keys stay together, unless there is too little work for all threads then. */
+    int64_t at_once = step->num_rows * op->num_kv_heads < team ? 1 : shared < HEADS_AT_ONCE ? shared : HEADS_AT_ONCE;
+    int64_t parts = (shared + at_once - 1) / at_once, per_row = op->num_kv_heads * parts;
+    for (int64_t item = me; item < step->num_rows * per_row; item += team) {
+        int64_t row = item / per_row, part = item % per_row, head = part / parts * shared + part % parts * at_once;
+        int64_t left = shared - part % parts * at_once;
         while (step->row_start[span + 1] <= row)
             span++;
         int64_t stop = step->context[span] + row - step->row_start[span] + 1;
         int64_t first = op->window && stop > op->window ? stop - op->window : 0;
-        attend_head(op, op->heads + row * op->row + head * op->dim, op->y + item * op->dim, head,
-                    step->tables[op->cache.group] + span * step->table_width, first, stop);
+        attend_heads(op, op->heads + row * op->row + head * op->dim, op->y + (row * op->num_heads + head) * op->dim, head,
+                     left < at_once ? left : at_once, step->tables[op->cache.group] + span * step->table_width, first, stop);
     }
 }
 
@@ -427,7 +567,8 @@ static void gather(const Gather *op, const Step *step) {
 }
 
 /* ``scratch``: 64-byte aligned, ``scratch_size`` floats a thread, at least ROWS * (the most inputs + 1). */
-void kvasir_run(const void *const *ops, int64_t count, const Step *step, int64_t threads, float *scratch, int64_t scratch_size) {
+void kvasir_run(const void *const *ops, int64_t count, const Step *step, int64_t threads, float *scratch, int64_t scratch_size,
+                int64_t tiles) {
 #pragma omp parallel num_threads(threads)
     {
         float *mine = scratch + omp_get_thread_num() * scratch_size;
@@ -435,7 +576,7 @@ void kvasir_run(const void *const *ops, int64_t count, const Step *step, int64_t
             const void *op = ops[i];
             switch (*(const int64_t *)op) {
             case EMBED: embed(op, step); break;
-            case LINEAR: linear(op, ((const Linear *)op)->wanted ? step->num_wanted : step->num_rows, mine); break;
+            case LINEAR: linear(op, ((const Linear *)op)->wanted ? step->num_wanted : step->num_rows, mine, tiles); break;
             case NORM: norm(op, step->num_rows); break;
             case HEADS: heads(op, step); break;
             case ATTEND: attend(op, step); break;
@@ -444,6 +585,15 @@ void kvasir_run(const void *const *ops, int64_t count, const Step *step, int64_t
 #pragma omp barrier
         }
     }
+}
+
+/* Whether products can be made in matrix tiles. */
+int64_t kvasir_tiles(void) {
+#ifdef TILES
+    return tiles_granted();
+#else
+    return 0;
+#endif
 }
 
 /* The size of the team that a parallel region gets: more than one only where the threads are torch's. */
