@@ -7,7 +7,7 @@ from kvasir.engine import runner
 from kvasir.engine.batch import pack
 from kvasir.kernels.native.library import Native, native
 from kvasir.models import native_decoder
-from kvasir.models.native_decoder import MAX_ROWS, NativeDecoder, why_not
+from kvasir.models.native_decoder import CHUNK_ROWS, MAX_ROWS, NativeDecoder, why_not
 from kvasir.types import Span
 from tests import checkpoints
 from tests.engine.driver import Driver
@@ -24,7 +24,6 @@ class NativePaged(Paged):
             self.native = NativeDecoder(self.model, self.caches)
         batch = pack(spans, PAGE_SLOTS, "cpu", len(self.pool.groups))
         batch.logit_rows = torch.arange(batch.input_ids.shape[0])
-        assert self.native.takes(batch)
         return self.native.logits(batch).clone().split([s.length for s in spans])
 
 
@@ -56,8 +55,10 @@ def test_steps_of_both_kinds_may_follow_each_other(tmp_path):
 def test_what_is_left_to_the_plain_path(tmp_path, monkeypatch):
     paged = Paged(checkpoints.write(tmp_path / "a", "qwen3"))
     decoder = NativeDecoder(paged.model, paged.caches)
-    assert decoder.takes(pack([Span(paged.seqs[0], 0, MAX_ROWS)], PAGE_SLOTS, "cpu", 1))
-    assert not decoder.takes(pack([Span(paged.seqs[0], 0, MAX_ROWS + 1)], PAGE_SLOTS, "cpu", 1))
+    assert decoder.takes(pack([Span(paged.seqs[0], 0, CHUNK_ROWS)], PAGE_SLOTS, "cpu", 1))
+    assert not decoder.takes(pack([Span(paged.seqs[0], 0, CHUNK_ROWS + 1)], PAGE_SLOTS, "cpu", 1))
+    assert decoder.takes(pack([Span(paged.seqs[0], 5, 1)] * MAX_ROWS, PAGE_SLOTS, "cpu", 1))
+    assert not decoder.takes(pack([Span(paged.seqs[0], 5, 1)] * (MAX_ROWS + 1), PAGE_SLOTS, "cpu", 1))
     assert not decoder.takes(pack([Span(paged.seqs[0], 0, 3, parents=[-1, 0, 0])], PAGE_SLOTS, "cpu", 1))
 
     def reason(variant, exact=False, **changes):

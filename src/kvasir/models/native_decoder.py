@@ -26,15 +26,14 @@ from kvasir.layers.norm import RMSNorm
 from kvasir.models.decoder import Block, Decoder
 from kvasir.types import StepBatch
 
-MAX_ROWS = 32  # beyond, a BLAS on fp32 weights is as fast
+CHUNK_ROWS = 32  # of prompt chunks and drafts; beyond, a BLAS and attention by blocks of rows are as fast
+MAX_ROWS = 128  # of steps that only decode: the plain path gathers every sequence's pages first
 
 Scratch = Callable[[str, int], torch.Tensor]  # memory [MAX_ROWS, width] for one purpose
 
 
 def why_not(model: Decoder, caches: Sequence[LayerCache], backend: AttentionBackend) -> str | None:
     """Why this model's steps do not run natively; None: they can."""
-    if native().library is None:
-        return native().reason
     if model.place.device.type != "cpu" or model.place.dtype != torch.float32:
         return f"it is for fp32 on a CPU, not {model.place.dtype} on {model.place.device.type}"
     if model.place.exact:
@@ -48,11 +47,11 @@ def why_not(model: Decoder, caches: Sequence[LayerCache], backend: AttentionBack
     dims = {block.mixer.spec.head_dim for block in model.blocks}
     if any(dim % LANES or dim > MAX_DIM for dim in dims):
         return f"the head dim is not a multiple of {LANES} up to {MAX_DIM}: {sorted(dims)}"
-    return None
+    return None if native().library is not None else native().reason  # last: it may have to be compiled
 
 
 class NativeDecoder:
-    """Steps of up to ``MAX_ROWS`` rows. Built when the first comes: the copy of the weights takes a moment and memory."""
+    """Steps of few rows: ``takes`` says which. Built when the first comes: the copy of the weights takes a moment and memory."""
 
     def __init__(self, model: Decoder, caches: Sequence[LayerCache]) -> None:
         self.model = model
@@ -60,7 +59,8 @@ class NativeDecoder:
         self._program: Program | None = None
 
     def takes(self, batch: StepBatch) -> bool:
-        return batch.input_ids.shape[0] <= MAX_ROWS and batch.ancestors is None
+        num_rows = batch.input_ids.shape[0]
+        return batch.ancestors is None and (num_rows <= CHUNK_ROWS or num_rows <= MAX_ROWS and num_rows == len(batch.starts))
 
     @torch.inference_mode()
     def logits(self, batch: StepBatch) -> torch.Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from ctypes import c_double, c_int64, c_void_p
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 LANES = 16
@@ -118,8 +119,8 @@ class Program:
         return len(self._ops)
 
     def tensor(self, *shape: int) -> torch.Tensor:
-        """fp32 memory that lives as long as the program."""
-        found = torch.zeros(shape, dtype=torch.float32)
+        """fp32 memory that lives as long as the program, and is taken when it is touched first."""
+        found = torch.from_numpy(np.zeros(shape, np.float32))
         self._held.append(found)
         return found
 

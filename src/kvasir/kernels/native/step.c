@@ -18,7 +18,11 @@ static int omp_get_num_threads(void) { return 1; }
 #endif
 
 #define LANES 16
-#define TILE 8    /* rows that share a loaded weight */
+#ifdef __AVX512F__
+#define TILE 8    /* rows that share a loaded weight: their sums fill the registers */
+#else
+#define TILE 2
+#endif
 #define CHUNK 64  /* keys between two rescalings of the softmax */
 #define HEADS_AT_ONCE 8
 #define MAX_DIM 512
@@ -190,14 +194,23 @@ static float norm_scale(const float *x, int64_t width, double eps) {
 #ifndef AHEAD
 #define AHEAD 512
 #endif
-PRODUCT(1) PRODUCT(2) PRODUCT(3) PRODUCT(4) PRODUCT(5) PRODUCT(6) PRODUCT(7) PRODUCT(8)
+PRODUCT(1)
+PRODUCT(2)
+#if TILE == 8
+PRODUCT(3)
+PRODUCT(4)
+PRODUCT(5)
+PRODUCT(6)
+PRODUCT(7)
+PRODUCT(8)
+#define ALL(name) {(Product)name##1, (Product)name##2, (Product)name##3, (Product)name##4, (Product)name##5, (Product)name##6, \
+                   (Product)name##7, (Product)name##8}
+#else
+#define ALL(name) {(Product)name##1, (Product)name##2}
+#endif
 
 typedef void (*Product)(const float *, int64_t, const void *, int64_t, vec[2][TILE]);
-static const Product PRODUCTS[2][TILE] = {
-    {(Product)product_bf16_1, (Product)product_bf16_2, (Product)product_bf16_3, (Product)product_bf16_4,
-     (Product)product_bf16_5, (Product)product_bf16_6, (Product)product_bf16_7, (Product)product_bf16_8},
-    {(Product)product_fp32_1, (Product)product_fp32_2, (Product)product_fp32_3, (Product)product_fp32_4,
-     (Product)product_fp32_5, (Product)product_fp32_6, (Product)product_fp32_7, (Product)product_fp32_8}};
+static const Product PRODUCTS[2][TILE] = {ALL(product_bf16_), ALL(product_fp32_)};
 
 /* ------------------------------------------------------------------------------------------- products in matrix tiles */
 
