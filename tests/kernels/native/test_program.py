@@ -144,9 +144,10 @@ def test_norms_beside_products():
 SPANS = [((0, 1),), ((70, 1), (16, 23)), ((40, 1), (0, 5), (70, 1), (3, 0), (16, 4)), ((300, 1), (63, 1), (64, 1), (65, 2))]
 
 
-@pytest.mark.parametrize("options", [{}, {"dim": 80}, {"dim": 512, "heads": 2, "kv_heads": 1}, {"heads": 12, "kv_heads": 1},
-                                     {"heads": 3, "kv_heads": 3}, {"page_slots": 5}, {"page_slots": 64}, {"window": 1}, {"window": 21}, {"softcap": 2.0}, {"sinks": True},
-                                     {"window": 30, "softcap": 3.0, "sinks": True, "dim": 48}], ids=str)
+@pytest.mark.parametrize("options", [
+    {}, {"dim": 80}, {"dim": 512, "heads": 2, "kv_heads": 1}, {"heads": 12, "kv_heads": 1}, {"heads": 3, "kv_heads": 3}, {"page_slots": 5},
+    {"page_slots": 64}, {"window": 1}, {"window": 21}, {"softcap": 2.0}, {"sinks": True},
+    {"window": 30, "softcap": 3.0, "sinks": True, "dim": 48}], ids=str)
 @pytest.mark.parametrize("spans", SPANS, ids=str)
 def test_attention_over_pages(spans, options):
     """What a span does not see is NaN."""
