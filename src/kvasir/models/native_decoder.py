@@ -90,7 +90,7 @@ class NativeDecoder:
         wanted_ME = program.tensor(MAX_ROWS, model.spec.hidden_size)
         self._logits_MV = program.tensor(MAX_ROWS, model.spec.vocab_size)
         program.gather(h_TE, wanted_ME)
-        program.linear(wanted_ME, pack(model.head_VE), self._logits_MV, norm=_norm(model.norm), wanted=True, scale=model.spec.logit_scale,
+        program.linear(wanted_ME, pack(library, model.head_VE), self._logits_MV, norm=_norm(model.norm), wanted=True, scale=model.spec.logit_scale,
                        softcap=model.spec.logit_softcap)
         return program
 
@@ -98,7 +98,7 @@ class NativeDecoder:
         mixer = block.mixer
         spec, attention = mixer.spec, mixer.attention
         heads_TN = scratch("heads", mixer.qkv.weight_NK.shape[0])
-        program.linear(h_TE, _packed(mixer.qkv), heads_TN, bias_N=mixer.qkv.bias_N, norm=_norm(block.mixer_norm))
+        program.linear(h_TE, self._packed(mixer.qkv), heads_TN, bias_N=mixer.qkv.bias_N, norm=_norm(block.mixer_norm))
         heads_TXD = heads_TN.view(MAX_ROWS, -1, spec.head_dim)
         planes = Planes(cache.planes["k"], cache.planes["v"], cache.group)
         program.heads(heads_TXD, planes, angles, spec.num_heads, spec.num_kv_heads, norm=None if mixer.qk_norm is None else _norm(mixer.qk_norm),
@@ -111,22 +111,21 @@ class NativeDecoder:
     def _feed(self, program: Program, block: Block, h_TE: torch.Tensor, scratch: Scratch) -> None:
         ffn = block.ffn
         gated_TF = scratch("gated", ffn.down.weight_NK.shape[1])
-        program.linear(h_TE, _packed(ffn.gate_up, gated=True), gated_TF, bias_N=ffn.gate_up.bias_N, norm=_norm(block.ffn_norm),
+        program.linear(h_TE, self._packed(ffn.gate_up, gated=True), gated_TF, bias_N=ffn.gate_up.bias_N, norm=_norm(block.ffn_norm),
                        activation=ffn.activation)
         self._join(program, gated_TF, ffn.down, block.ffn_post_norm, h_TE, scratch)
 
     def _join(self, program: Program, x_TK: torch.Tensor, out: Linear, post: RMSNorm | None, h_TE: torch.Tensor, scratch: Scratch) -> None:
         """The sublayer's last product joins the residual stream, at once or behind its norm."""
         if post is None:
-            program.linear(x_TK, _packed(out), h_TE, bias_N=out.bias_N, add=True)
+            program.linear(x_TK, self._packed(out), h_TE, bias_N=out.bias_N, add=True)
             return
         y_TE = scratch("joining", h_TE.shape[1])
-        program.linear(x_TK, _packed(out), y_TE, bias_N=out.bias_N)
+        program.linear(x_TK, self._packed(out), y_TE, bias_N=out.bias_N)
         program.norm(y_TE, h_TE, _norm(post), add=True)
 
-
-def _packed(layer: Linear, gated: bool = False) -> Packed:
-    return pack(layer.weight_NK, gated)
+    def _packed(self, layer: Linear, gated: bool = False) -> Packed:
+        return pack(native().library, layer.weight_NK, gated)
 
 
 def _norm(norm: RMSNorm) -> tuple[torch.Tensor, float]:

@@ -36,7 +36,7 @@ def rows_of(count, wanted=()):
 
 def product(x, w, tiles=0, **options):
     """x W^T by the kernel, into NaN, so that what is left out shows."""
-    program, packed = Program(native().library), pack(w, gated=options.get("activation") is not None)
+    program, packed = Program(native().library), pack(native().library, w, gated=options.get("activation") is not None)
     program.tiles = tiles
     y = options.pop("into", torch.full((len(x), packed.num_outputs), torch.nan))
     program.linear(x, packed, y, **options)
@@ -61,7 +61,7 @@ def close(got, want, x, w):
 def test_products_are_as_exact_as_in_fp32(rows, narrow, tiles):
     for outputs, inputs in ((64, 96), (33, 31), (1, 1), (80, 515)):
         x, w = torch.randn(rows, inputs), weights(outputs, inputs, narrow)
-        assert pack(w).format == (BF16 if narrow else FP32)
+        assert pack(native().library, w).format == (BF16 if narrow else FP32)
         for layout in (w, w.t().contiguous().t()):
             close(product(x, layout, tiles), x.double() @ w.double().t(), x, w)
 
@@ -123,7 +123,7 @@ def test_wanted_rows_and_embeddings():
     y, some, out = torch.full((6, 20), torch.nan), torch.full((6, 20), torch.nan), torch.full((6, 9), torch.nan)
     program.embed(table, y, 2.5)
     program.gather(x, some)
-    program.linear(some, pack(table), out, wanted=True)
+    program.linear(some, pack(native().library, table), out, wanted=True)
     program.run(rows_of(6, wanted=(4, 1)))
     assert torch.equal(y, table[:6] * 2.5) and torch.equal(some[:2], x[[4, 1]])
     torch.testing.assert_close(out[:2], x[[4, 1]] @ table.t())

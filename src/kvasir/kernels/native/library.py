@@ -135,6 +135,8 @@ def _open(file: Path) -> ctypes.CDLL:
         library = ctypes.CDLL(str(file))
     library.kvasir_run.restype = None
     library.kvasir_run.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+    library.kvasir_pack.restype = ctypes.c_int64
+    library.kvasir_pack.argtypes = (ctypes.c_void_p, *[ctypes.c_int64] * 7, ctypes.c_void_p, ctypes.c_int64)
     library.kvasir_tiles.restype = ctypes.c_int64
     library.kvasir_tiles.argtypes = ()
     library.kvasir_team.restype = ctypes.c_int64

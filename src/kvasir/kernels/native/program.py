@@ -86,22 +86,22 @@ class Packed:
     gated: bool
 
 
-def pack(weight_NK: torch.Tensor, gated: bool = False) -> Packed:
+def pack(library: ctypes.CDLL, weight_NK: torch.Tensor, gated: bool = False) -> Packed:
     """``weight_NK``: fp32 on a CPU. As bf16 where every element is one, else in fp32. A panel's two blocks are neighbours, or
     gate and up of the same outputs; a block holds, for each input (bf16: pair of inputs), its 16 outputs' weights."""
     assert weight_NK.dtype == torch.float32 and weight_NK.device.type == "cpu", "fp32 weights on a CPU"
-    rounded = weight_NK.bfloat16()
-    narrow = bool((rounded == weight_NK).all())
-    stored = rounded if narrow else weight_NK
     parts = 2 if gated else 1
     outputs, inputs = weight_NK.shape[0] // parts, weight_NK.shape[1]
-    width = -(-outputs // LANES) * LANES if gated else -(-outputs // (2 * LANES)) * 2 * LANES
-    step = BF16_INPUTS if narrow else 1
-    padded = stored.new_zeros(parts, width, -(-inputs // step) * step)
-    padded[:, :outputs, :inputs] = stored.view(parts, outputs, inputs) if stored.is_contiguous() else stored.reshape(parts, outputs, inputs)
-    words = padded.view(torch.int32).view(parts, width // LANES, LANES, -1)
-    panels = words.permute(1, 0, 3, 2) if gated else words[0].transpose(-1, -2)  # [.., words of a row, LANES]
-    return Packed(panels.contiguous().view(-1), BF16 if narrow else FP32, outputs, inputs, gated)
+    blocks = -(-outputs // LANES) if gated else -(-outputs // (2 * LANES)) * 2
+    padded = -(-inputs // BF16_INPUTS) * BF16_INPUTS
+    words = torch.zeros(parts * blocks * LANES * padded // 2, dtype=torch.int32)
+    if library.kvasir_pack(weight_NK.data_ptr(), *weight_NK.stride(), parts, outputs, inputs, blocks, padded, words.data_ptr(),
+                           torch.get_num_threads()):
+        return Packed(words, BF16, outputs, inputs, gated)
+    wide = weight_NK.new_zeros(parts, blocks * LANES, inputs)
+    wide[:, :outputs] = weight_NK.reshape(parts, outputs, inputs)
+    panels = wide.view(parts, blocks, LANES, inputs).permute(1, 0, 3, 2)  # a part's blocks take turns
+    return Packed(panels.contiguous().view(torch.int32).view(-1), FP32, outputs, inputs, gated)
 
 
 class Program:

@@ -606,6 +606,27 @@ void kvasir_run(const void *const *ops, int64_t count, const Step *step, int64_t
     }
 }
 
+/* fp32 weights [parts * outputs, inputs] into bf16 panels of ``padded`` inputs; ``blocks`` of 16 outputs a part, which take turns.
+ * Returns whether nothing was lost. */
+int64_t kvasir_pack(const float *weights, int64_t row, int64_t column, int64_t parts, int64_t outputs, int64_t inputs, int64_t blocks,
+                    int64_t padded, uint32_t *to, int64_t threads) {
+    uint32_t lost = 0;
+    const uint32_t *w = (const uint32_t *)weights;
+#pragma omp parallel for num_threads(threads) reduction(| : lost)
+    for (int64_t block = 0; block < blocks * parts; block++) {
+        int64_t first = block / parts * LANES, count = outputs - first < LANES ? outputs - first : LANES;
+        const uint32_t *from = w + (block % parts * outputs + first) * row;
+        uint32_t *words = to + block * padded / 2 * LANES;
+        for (int64_t k = 0; k < inputs; k++)
+            for (int64_t lane = 0; lane < count; lane++) {
+                uint32_t bits = from[lane * row + k * column];
+                lost |= bits & 0xffff;
+                words[k / 2 * LANES + lane] |= k % 2 ? bits & 0xffff0000u : bits >> 16;
+            }
+    }
+    return !lost;
+}
+
 /* Whether products can be made in matrix tiles. */
 int64_t kvasir_tiles(void) {
 #ifdef TILES
