@@ -117,6 +117,15 @@ def test_doctor_for_programs(kvasir):
     assert set(found["scheduling_policies"]) == {"fcfs", "priority"}
 
 
+def test_doctor_says_what_small_steps_run_on(kvasir, monkeypatch):
+    from kvasir.kernels.native import library
+
+    found = json.loads(kvasir("doctor", "--json").out)["native_kernels"]
+    assert found["ready"] == (library.native().library is not None) and found["reason"]
+    monkeypatch.setattr(library, "native", lambda: library.Native(None, "no C compiler"))
+    assert "no: no C compiler" in " ".join(kvasir("doctor").out.split())
+
+
 def test_doctor_says_why_something_falls_back(kvasir):
     import torch
 

@@ -22,12 +22,14 @@ def examine() -> dict[str, Any]:
     from kvasir import __version__
     from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
     from kvasir.engine.build import BACKENDS, CODECS, POLICIES
+    from kvasir.kernels.native.library import native
     from kvasir.technique import load, names
 
     facts: dict[str, Any] = {
         "kvasir": __version__, "python": platform.python_version(), "torch": torch.__version__, "system": platform.platform(),
         "cpu": {"cores": os.cpu_count(), "torch_threads": torch.get_num_threads(), "isa": torch.backends.cpu.get_cpu_capability()},
         "disk_free_gib": round(shutil.disk_usage(".").free / 2**30, 1), "gpus": [], "packages": {}, "attention": {},
+        "native_kernels": {"ready": native().library is not None, "reason": native().reason},
         "codecs": names(CODECS), "scheduling_policies": names(POLICIES), "advice": []}
     for package, why in OPTIONAL.items():
         found = importlib.util.find_spec(package) is not None
@@ -62,6 +64,8 @@ def run(as_json: bool) -> None:
     for name in ("kvasir", "python", "torch", "system"):
         table.add_row(name, str(facts[name]))
     table.add_row("cpu", f"{facts['cpu']['cores']} cores, {facts['cpu']['torch_threads']} threads, {facts['cpu']['isa']}")
+    ready, reason = facts["native_kernels"].values()
+    table.add_row("cpu kernels", f"ready: {reason}" if ready else f"no: {reason}; small steps run in plain torch, up to three times slower")
     for gpu in facts["gpus"]:
         table.add_row("gpu", f"{gpu['name']}, {gpu['free_gib']} of {gpu['total_gib']} GiB free, capability {gpu['capability']}")
     if not facts["gpus"]:

@@ -23,6 +23,7 @@ from kvasir.engine.tape import Arena, record
 from kvasir.engine.taps import TappedHandle, Taps
 from kvasir.kv.pool import KVPool
 from kvasir.models.decoder import Decoder
+from kvasir.models.native_decoder import NativeDecoder, why_not
 from kvasir.types import Plan, Sequence, Span, SpanResult
 
 
@@ -49,7 +50,11 @@ class Runner:
         self.first_row = torch.zeros(1, dtype=torch.int64, device=device)
         self.graphs: DecodeGraphs | None = None
         self.taps: Taps | None = None
-        self.tapes = DecodeTapes(model, pool, backend) if DecodeTapes.can_serve(model, pool, backend) else None
+        self.native = NativeDecoder(model, self.caches) if why_not(model, self.caches, backend) is None else None
+        self.tapes = self._tapes() if self.native is None else None
+
+    def _tapes(self) -> DecodeTapes | None:
+        return DecodeTapes(self.model, self.pool, self.backend) if DecodeTapes.can_serve(self.model, self.pool, self.backend) else None
 
     def use_graphs(self, capture: Capture, max_drafts: int = 0) -> None:
         """From now on, run steps that only decode over static buffers, captured and replayed by ``capture``; with up to
@@ -61,6 +66,8 @@ class Runner:
     def use_taps(self, layers: tuple[int, ...]) -> None:
         """From now on, hand out the outputs of these layers with every span's result. Before any step is captured or recorded."""
         self.taps = Taps(layers, self.model)
+        if self.native is not None:  # one call a step, with nothing to see in between
+            self.native, self.tapes = None, self._tapes()
         if self.graphs is not None:
             self.graphs.use_taps(self.taps)
         if self.tapes is not None:
@@ -111,6 +118,8 @@ class Runner:
         if batch.borrowed is not None:
             at, rows = batch.borrowed
             batch.input_ids.index_copy_(0, at, self.rows.token.index_select(0, rows).long())
+        if self.native is not None and self.native.takes(batch):
+            return self._sample(spans, self.native.logits(batch)), None
         self.backend.plan(batch)
         count, total = batch.logit_rows.shape[0], batch.input_ids.shape[0]
         wanted_M = None if count == total else batch.logit_rows if count else self.first_row  # of a step that wants none, any

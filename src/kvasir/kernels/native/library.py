@@ -1,0 +1,153 @@
+"""The C kernels as a shared library: compiled on first use by the machine's compiler for its processor, and kept.
+
+A file in the user's cache folder is named after all that decides what is in it (source, flags, compiler, processor) and ends
+with a digest of its content, so that a damaged one is built again. Processes that build at once write files of their own and
+rename them into place. OpenMP's symbols stay undefined: they are found in the runtime that torch has loaded, so both share
+one team of threads.
+
+``KVASIR_NATIVE=0`` in the environment switches the kernels off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_name("step.c")
+FLAGS = ("-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+WIDE = ("-mprefer-vector-width=512",)  # 16 lanes in one register where there are such
+DIGEST = 16  # bytes at the end of a file
+COMPILE_SECONDS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """``library``: None where there is none, and ``reason`` says why; else ``reason`` says where it came from."""
+
+    library: ctypes.CDLL | None
+    reason: str
+
+
+@functools.cache
+def native() -> Native:
+    """The library of this process. Never raises: without it the plain torch path runs."""
+    if os.environ.get("KVASIR_NATIVE", "1").lower() in ("0", "false", "off", "no"):
+        return Native(None, "switched off by KVASIR_NATIVE")
+    return load(cache_folder())
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvasir" / "native"
+
+
+def load(folder: Path) -> Native:
+    """From ``folder``, or compiled into it."""
+    if sys.platform != "linux" or sys.byteorder != "little":
+        return Native(None, f"made for Linux and little-endian processors, this is {sys.platform}, {sys.byteorder}-endian")
+    compiler = next((path for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name and (path := shutil.which(name))), None)
+    if compiler is None:
+        return Native(None, "no C compiler (install gcc, or set CC)")
+    try:
+        name = _key(compiler)
+        file = folder / f"{name}.so"
+        if _whole(file):
+            try:
+                return Native(_open(file), f"cached, by {compiler}")
+            except (OSError, AttributeError):
+                pass  # built against something that has changed: once more
+        with tempfile.TemporaryDirectory(prefix="kvasir-") as scratch:
+            built = _compile(compiler, Path(scratch))
+            built = _keep(built, file) or built
+            return Native(_open(built), f"compiled by {compiler}")
+    except subprocess.CalledProcessError as e:
+        lines = (e.stderr or "").strip().splitlines() or ["no message"]
+        return Native(None, f"{compiler} failed: {lines[0]}")
+    except (OSError, subprocess.TimeoutExpired, AttributeError) as e:
+        return Native(None, str(e))
+
+
+def _key(compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS).stdout
+    parts = (SOURCE.read_text(), *FLAGS, *WIDE, compiler, version, _processor())
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def _processor() -> str:
+    """What -march=native looks at: the instructions that this machine has."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    said = {line.split(":")[0].strip(): line for line in reversed(lines) if ":" in line}
+    return "\n".join([platform.machine(), *(said[k] for k in ("model name", "flags", "Features", "CPU part") if k in said)])
+
+
+def _compile(compiler: str, folder: Path) -> Path:
+    """In two calls: given -fopenmp, a linker would bring an OpenMP runtime of its own."""
+    unit, library = folder / "step.o", folder / "step.so"
+
+    def call(*arguments: str) -> None:
+        subprocess.run([compiler, *arguments], capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS)
+
+    wide = WIDE if platform.machine() == "x86_64" else ()
+    call(*FLAGS, *wide, "-fopenmp", "-c", str(SOURCE), "-o", str(unit))
+    call("-shared", str(unit), "-o", str(library), "-lm")
+    return library
+
+
+def _keep(built: Path, file: Path) -> Path | None:
+    """Move a built library into the cache, whole or not at all. None: it cannot be written there."""
+    content = built.read_bytes()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
+        with os.fdopen(handle, "wb") as out:
+            out.write(content + hashlib.blake2b(content, digest_size=DIGEST).digest())
+        os.replace(name, file)
+    except OSError:
+        return None
+    return file
+
+
+def _whole(file: Path) -> bool:
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return False
+    return len(content) > DIGEST and hashlib.blake2b(content[:-DIGEST], digest_size=DIGEST).digest() == content[-DIGEST:]
+
+
+def _open(file: Path) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(file))
+    except OSError:  # torch's OpenMP is loaded, but not for all to see
+        for runtime in _runtimes():
+            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+        library = ctypes.CDLL(str(file))
+    library.kvasir_run.restype = None
+    library.kvasir_run.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+    library.kvasir_pack.restype = ctypes.c_int64
+    library.kvasir_pack.argtypes = (ctypes.c_void_p, *[ctypes.c_int64] * 7, ctypes.c_void_p, ctypes.c_int64)
+    library.kvasir_tiles.restype = ctypes.c_int64
+    library.kvasir_tiles.argtypes = ()
+    library.kvasir_team.restype = ctypes.c_int64
+    library.kvasir_team.argtypes = (ctypes.c_int64,)
+    wanted = torch.get_num_threads()
+    if (team := library.kvasir_team(wanted)) != wanted:
+        raise OSError(f"OpenMP gave {team} of {wanted} threads")
+    return library
+
+
+def _runtimes() -> list[str]:
+    """OpenMP runtimes that this process has mapped."""
+    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
+    return sorted(p for p in paths if "omp" in Path(p).name and ".so" in p)

@@ -1,0 +1,231 @@
+"""A list of operations for the C kernels, over fixed memory: built once, run in one call a step.
+
+The classes that mirror structures of ``step.c`` have the names and the fields of those.
+
+Legend: T rows, S spans, M wanted rows, K inputs, N outputs, H query heads, G KV heads, D head dim, W pages, P slots per page.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from ctypes import c_double, c_int64, c_void_p
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+LANES = 16
+ROWS = 32  # rows of a norm that a thread keeps
+MAX_DIM = 512
+ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
+BF16, FP32 = 0, 1
+TILES_FROM = 8  # rows from which on matrix tiles are faster
+BF16_INPUTS = 32  # inputs of a bf16 panel: a multiple of it, what a matrix tile takes
+
+
+class StepArgs(ctypes.Structure):
+    _fields_ = [(name, c_int64) for name in ("num_rows", "num_spans", "num_wanted", "table_width")] + [
+        (name, c_void_p) for name in ("ids", "positions", "wanted", "row_start", "context", "slots", "tables")]
+
+
+class Cache(ctypes.Structure):
+    _fields_ = [("page_stride", c_int64), ("page_slots", c_int64), ("group", c_int64), ("k", c_void_p), ("v", c_void_p)]
+
+
+class Op(ctypes.Structure):
+    """What every operation begins with."""
+
+    KIND = -1
+    _fields_ = [("kind", c_int64)]
+
+
+class Embed(Op):
+    KIND = 0
+    _fields_ = [("table", c_void_p), ("y", c_void_p), ("width", c_int64), ("scale", c_double)]
+
+
+class Linear(Op):
+    KIND = 1
+    _fields_ = [(name, c_void_p) for name in ("x", "y", "weights", "bias", "norm")] + [("eps", c_double)] + [
+        (name, c_int64) for name in ("format", "num_inputs", "num_outputs", "activation", "add", "wanted")] + [
+        ("scale", c_double), ("softcap", c_double)]
+
+
+class Norm(Op):
+    KIND = 2
+    _fields_ = [("x", c_void_p), ("y", c_void_p), ("weight", c_void_p), ("eps", c_double), ("width", c_int64), ("add", c_int64)]
+
+
+class Heads(Op):
+    KIND = 3
+    _fields_ = [("heads", c_void_p), ("norm", c_void_p), ("eps", c_double)] + [
+        (name, c_int64) for name in ("num_heads", "num_kv_heads", "dim", "writes")] + [("angles", c_void_p), ("cache", Cache)]
+
+
+class Attend(Op):
+    KIND = 4
+    _fields_ = [("heads", c_void_p), ("y", c_void_p), ("sinks", c_void_p)] + [
+        (name, c_int64) for name in ("num_heads", "num_kv_heads", "dim", "row", "window")] + [
+        ("scale", c_double), ("softcap", c_double), ("cache", Cache)]
+
+
+class Gather(Op):
+    KIND = 5
+    _fields_ = [("x", c_void_p), ("y", c_void_p), ("width", c_int64)]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A weight [N, K] (gated: [2N, K], gate first) in panels of 2 x 16 outputs, padded with zeros; ``format``: bf16 or fp32."""
+
+    data: torch.Tensor
+    format: int
+    num_outputs: int
+    num_inputs: int
+    gated: bool
+
+
+def pack(library: ctypes.CDLL, weight_NK: torch.Tensor, gated: bool = False) -> Packed:
+    """``weight_NK``: fp32 on a CPU. As bf16 where every element is one, else in fp32. A panel's two blocks are neighbours, or
+    gate and up of the same outputs; a block holds, for each input (bf16: pair of inputs), its 16 outputs' weights."""
+    assert weight_NK.dtype == torch.float32 and weight_NK.device.type == "cpu", "fp32 weights on a CPU"
+    parts = 2 if gated else 1
+    outputs, inputs = weight_NK.shape[0] // parts, weight_NK.shape[1]
+    blocks = -(-outputs // LANES) if gated else -(-outputs // (2 * LANES)) * 2
+    padded = -(-inputs // BF16_INPUTS) * BF16_INPUTS
+    words = torch.zeros(parts * blocks * LANES * padded // 2, dtype=torch.int32)
+    if library.kvasir_pack(weight_NK.data_ptr(), *weight_NK.stride(), parts, outputs, inputs, blocks, padded, words.data_ptr(),
+                           torch.get_num_threads()):
+        return Packed(words, BF16, outputs, inputs, gated)
+    wide = weight_NK.new_zeros(parts, blocks * LANES, inputs)
+    wide[:, :outputs] = weight_NK.reshape(parts, outputs, inputs)
+    panels = wide.view(parts, blocks, LANES, inputs).permute(1, 0, 3, 2)  # a part's blocks take turns
+    return Packed(panels.contiguous().view(torch.int32).view(-1), FP32, outputs, inputs, gated)
+
+
+class Program:
+    """Operations and what they hold on to. ``run`` does one step."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self.tiles = TILES_FROM if library.kvasir_tiles() else 0
+        self._ops: list[Op] = []
+        self._held: list[object] = []
+        self._array: ctypes.Array | None = None
+        self._width = 1  # the most inputs of a product
+
+    def __len__(self) -> int:
+        return len(self._ops)
+
+    def tensor(self, *shape: int) -> torch.Tensor:
+        """fp32 memory that lives as long as the program, and is taken when it is touched first."""
+        found = torch.from_numpy(np.zeros(shape, np.float32))
+        self._held.append(found)
+        return found
+
+    def _address(self, tensor: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
+        if tensor is None:
+            return None
+        assert tensor.dtype == dtype and tensor.device.type == "cpu", f"{dtype} on the CPU, not {tensor.dtype} on {tensor.device}"
+        self._held.append(tensor)
+        return tensor.data_ptr()
+
+    def _dense(self, tensor: torch.Tensor | None) -> int | None:
+        assert tensor is None or tensor.is_contiguous(), "dense memory"
+        return self._address(tensor)
+
+    def _add(self, kind: type[Op], **fields: object) -> None:
+        self._ops.append(kind(kind=kind.KIND, **fields))
+        self._array = None
+
+    # ------------------------------------------------------------------------------------------------------ operations
+
+    def embed(self, table_VE: torch.Tensor, y_TE: torch.Tensor, scale: float = 1.0) -> None:
+        """y = scale * table[ids]."""
+        self._add(Embed, table=self._dense(table_VE), y=self._dense(y_TE), width=table_VE.shape[1], scale=scale)
+
+    def linear(self, x_TK: torch.Tensor, packed: Packed, y_TN: torch.Tensor, *, bias_N: torch.Tensor | None = None,
+               norm: tuple[torch.Tensor, float] | None = None, activation: str | None = None, add: bool = False, wanted: bool = False,
+               scale: float = 1.0, softcap: float | None = None) -> None:
+        """y = f(norm(x) W^T + bias), or y += of it with ``add``. ``norm``: scale [K] and eps of an RMS norm. f: with
+        ``activation``, that of the gate times up; else times ``scale``, and capped. ``wanted``: M rows instead of T."""
+        assert packed.gated == (activation is not None), "a gated weight and its activation"
+        self._width = max(self._width, -(-packed.num_inputs // BF16_INPUTS) * BF16_INPUTS)
+        self._add(Linear, x=self._dense(x_TK), y=self._dense(y_TN), weights=self._address(packed.data, torch.int32), bias=self._dense(bias_N),
+                  norm=None if norm is None else self._dense(norm[0]), eps=0.0 if norm is None else norm[1], format=packed.format,
+                  num_inputs=packed.num_inputs, num_outputs=packed.num_outputs, activation=ACTIVATIONS[activation], add=add,
+                  wanted=wanted, scale=scale, softcap=softcap or 0.0)
+
+    def norm(self, x_TE: torch.Tensor, y_TE: torch.Tensor, norm: tuple[torch.Tensor, float], *, add: bool = False) -> None:
+        """y = norm(x), or y += of it."""
+        self._add(Norm, x=self._dense(x_TE), y=self._dense(y_TE), weight=self._dense(norm[0]), eps=norm[1], width=x_TE.shape[1], add=add)
+
+    def heads(self, heads_TXD: torch.Tensor, planes: Planes, angles_PD: torch.Tensor, num_heads: int, num_kv_heads: int, *,
+              norm: tuple[torch.Tensor, float] | None = None, writes: bool = True) -> None:
+        """Norm (scale [X, D]) and rotate queries, in place, and keys; write keys and values into their slots. ``angles_PD``:
+        cosines and sines by position. Without ``writes`` there are queries only."""
+        self._add(Heads, heads=self._dense(heads_TXD), norm=None if norm is None else self._dense(norm[0]),
+                  eps=0.0 if norm is None else norm[1], num_heads=num_heads, num_kv_heads=num_kv_heads, dim=heads_TXD.shape[2], writes=writes,
+                  angles=self._dense(angles_PD), cache=self._cache(planes))
+
+    def attend(self, heads_TXD: torch.Tensor, y_TE: torch.Tensor, planes: Planes, num_heads: int, num_kv_heads: int, *, scale: float,
+               window: int | None = None, softcap: float | None = None, sinks_H: torch.Tensor | None = None) -> None:
+        """Causal attention of the first H heads of each row over its span's pages."""
+        _, per_row, dim = heads_TXD.shape
+        assert dim % LANES == 0 and dim <= MAX_DIM, f"head dim {dim}"
+        self._add(Attend, heads=self._dense(heads_TXD), y=self._dense(y_TE), sinks=self._dense(sinks_H), num_heads=num_heads,
+                  num_kv_heads=num_kv_heads, dim=dim, row=per_row * dim, window=window or 0, scale=scale, softcap=softcap or 0.0,
+                  cache=self._cache(planes))
+
+    def gather(self, x_TE: torch.Tensor, y_ME: torch.Tensor) -> None:
+        """The wanted rows of x."""
+        self._add(Gather, x=self._dense(x_TE), y=self._dense(y_ME), width=x_TE.shape[1])
+
+    def _cache(self, planes: Planes) -> Cache:
+        k_NGPD, v_NGPD = planes.k_NGPD, planes.v_NGPD
+        _, _, size, dim = k_NGPD.shape
+        assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[1:] == (size * dim, dim, 1), "pages with dense heads"
+        return Cache(k_NGPD.stride(0), size, planes.group, self._address(k_NGPD), self._address(v_NGPD))
+
+    # ------------------------------------------------------------------------------------------------------------- run
+
+    def run(self, step: StepInputs, count: int | None = None) -> None:
+        """The first ``count`` operations (default: all) on one step's rows."""
+        if self._array is None:
+            self._array = (c_void_p * len(self._ops))(*map(ctypes.addressof, self._ops))
+            self._threads = torch.get_num_threads()
+            self._size = -(-ROWS * self._width * 7 // 4 // LANES) * LANES  # rows, and 16 of them in three parts of half the size
+            self._scratch = torch.empty(self._threads, self._size)
+        self._library.kvasir_run(self._array, len(self._ops) if count is None else count, ctypes.byref(step.args), self._threads,
+                                 self._scratch.data_ptr(), self._size, self.tiles)
+
+
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """Where a layer keeps keys and values, and whose page tables and slots it uses."""
+
+    k_NGPD: torch.Tensor
+    v_NGPD: torch.Tensor
+    group: int = 0
+
+
+class StepInputs:
+    """A step's tensors as the kernels take them. int64: ids, positions, slots of each cache group [T], wanted [M]; int32:
+    row_start [S + 1], context [S], tables of each cache group [S, W]. A span's row i sees positions up to context + i."""
+
+    def __init__(self, ids: torch.Tensor, positions: torch.Tensor, row_start: torch.Tensor, context: torch.Tensor,
+                 tables: Sequence[torch.Tensor], slots: Sequence[torch.Tensor], wanted: torch.Tensor) -> None:
+        self._held = ids, positions, row_start, context, tables, slots, wanted
+        _check((ids, positions, wanted, *slots), torch.int64)
+        _check((row_start, context, *tables), torch.int32)
+        pointers = [(c_void_p * len(of))(*(t.data_ptr() for t in of)) for of in (slots, tables)]
+        self._pointers = pointers
+        self.args = StepArgs(ids.shape[0], context.shape[0], wanted.shape[0], tables[0].shape[1] if tables else 0, ids.data_ptr(),
+                             positions.data_ptr(), wanted.data_ptr(), row_start.data_ptr(), context.data_ptr(),
+                             *map(ctypes.addressof, pointers))
+
+
+def _check(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
+    for t in tensors:
+        assert t.dtype == dtype and t.is_contiguous() and t.device.type == "cpu", f"dense {dtype} on the CPU"

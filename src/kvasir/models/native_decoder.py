@@ -1,0 +1,132 @@
+"""A decoder's step of few rows as one call: the model's layers as operations of ``kernels.native``.
+
+It reads the decoder's own weights (a copy in panels, bf16 where that is exact) and writes to the same pages, so steps of
+either kind may follow each other.
+
+Legend: T rows, M rows with logits, E model dim, F FFN dim, H query heads, G KV heads, X = H + 2 G, D head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvasir.attention.backend import AttentionBackend
+from kvasir.attention.backends.torch import TorchBackend
+from kvasir.kernels.native.library import native
+from kvasir.kernels.native.program import LANES, MAX_DIM, Packed, Planes, Program, StepInputs, pack
+from kvasir.kv.codec import LayerCache
+from kvasir.kv.codecs.plain import PlainCodec
+from kvasir.layers.ffn.dense import FFN
+from kvasir.layers.linear import Linear
+from kvasir.layers.mixers.gqa import Mixer
+from kvasir.layers.norm import RMSNorm
+from kvasir.models.decoder import Block, Decoder
+from kvasir.types import StepBatch
+
+CHUNK_ROWS = 32  # of prompt chunks and drafts; beyond, a BLAS and attention by blocks of rows are as fast
+MAX_ROWS = 128  # of steps that only decode: the plain path gathers every sequence's pages first
+
+Scratch = Callable[[str, int], torch.Tensor]  # memory [MAX_ROWS, width] for one purpose
+
+
+def why_not(model: Decoder, caches: Sequence[LayerCache], backend: AttentionBackend) -> str | None:
+    """Why this model's steps do not run natively; None: they can."""
+    if model.place.device.type != "cpu" or model.place.dtype != torch.float32:
+        return f"it is for fp32 on a CPU, not {model.place.dtype} on {model.place.device.type}"
+    if model.place.exact:
+        return "exact mode has an order of its own"
+    if type(backend) is not TorchBackend:
+        return f"attention is by {backend.name}"
+    if any(type(cache.codec) is not PlainCodec for cache in caches):
+        return "the cache is not plain"
+    if any(type(block.mixer) is not Mixer or type(block.ffn) is not FFN for block in model.blocks):
+        return "some layers are neither grouped-query attention nor a dense block"
+    dims = {block.mixer.spec.head_dim for block in model.blocks}
+    if any(dim % LANES or dim > MAX_DIM for dim in dims):
+        return f"the head dim is not a multiple of {LANES} up to {MAX_DIM}: {sorted(dims)}"
+    return None if native().library is not None else native().reason  # last: it may have to be compiled
+
+
+class NativeDecoder:
+    """Steps of few rows: ``takes`` says which. Built when the first comes: the copy of the weights takes a moment and memory."""
+
+    def __init__(self, model: Decoder, caches: Sequence[LayerCache]) -> None:
+        self.model = model
+        self._caches = caches
+        self._program: Program | None = None
+
+    def takes(self, batch: StepBatch) -> bool:
+        num_rows = batch.input_ids.shape[0]
+        return batch.ancestors is None and (num_rows <= CHUNK_ROWS or num_rows <= MAX_ROWS and num_rows == len(batch.starts))
+
+    @torch.inference_mode()
+    def logits(self, batch: StepBatch) -> torch.Tensor:
+        """Logits [M, V] fp32 of ``batch.logit_rows``, valid until the next call. Keys and values are in their pages then."""
+        if self._program is None:
+            self._program = self._build(native().library)
+        count = batch.logit_rows.shape[0]
+        inputs = StepInputs(batch.input_ids, batch.positions, batch.row_start, batch.context, batch.tables, batch.slots, batch.logit_rows)
+        self._program.run(inputs, None if count else self._num_layer_ops)
+        return self._logits_MV[:count]
+
+    def _build(self, library: ctypes.CDLL) -> Program:
+        model, program = self.model, Program(library)
+        h_TE = program.tensor(MAX_ROWS, model.spec.hidden_size)
+        program.embed(model.embed_VE, h_TE, model.embed_scale)
+        shared: dict[tuple[str, int], torch.Tensor] = {}  # of all layers
+
+        def scratch(what: str, width: int) -> torch.Tensor:
+            if (what, width) not in shared:
+                shared[what, width] = program.tensor(MAX_ROWS, width)
+            return shared[what, width]
+
+        for block, cache, rope in zip(model.blocks, self._caches, model.rope_of):
+            self._attend(program, block, cache, model.ropes[rope].table, h_TE, scratch)
+            self._feed(program, block, h_TE, scratch)
+        self._num_layer_ops = len(program)
+        wanted_ME = program.tensor(MAX_ROWS, model.spec.hidden_size)
+        self._logits_MV = program.tensor(MAX_ROWS, model.spec.vocab_size)
+        program.gather(h_TE, wanted_ME)
+        program.linear(wanted_ME, pack(library, model.head_VE), self._logits_MV, norm=_norm(model.norm), wanted=True, scale=model.spec.logit_scale,
+                       softcap=model.spec.logit_softcap)
+        return program
+
+    def _attend(self, program: Program, block: Block, cache: LayerCache, angles: torch.Tensor, h_TE: torch.Tensor, scratch: Scratch) -> None:
+        mixer = block.mixer
+        spec, attention = mixer.spec, mixer.attention
+        heads_TN = scratch("heads", mixer.qkv.weight_NK.shape[0])
+        program.linear(h_TE, self._packed(mixer.qkv), heads_TN, bias_N=mixer.qkv.bias_N, norm=_norm(block.mixer_norm))
+        heads_TXD = heads_TN.view(MAX_ROWS, -1, spec.head_dim)
+        planes = Planes(cache.planes["k"], cache.planes["v"], cache.group)
+        program.heads(heads_TXD, planes, angles, spec.num_heads, spec.num_kv_heads, norm=None if mixer.qk_norm is None else _norm(mixer.qk_norm),
+                      writes=mixer.writes)
+        out_TE = scratch("attended", spec.num_heads * spec.head_dim)
+        program.attend(heads_TXD, out_TE, planes, spec.num_heads, spec.num_kv_heads, scale=spec.scale, window=attention.window,
+                       softcap=attention.softcap, sinks_H=mixer.sinks_H)
+        self._join(program, out_TE, mixer.o, block.mixer_post_norm, h_TE, scratch)
+
+    def _feed(self, program: Program, block: Block, h_TE: torch.Tensor, scratch: Scratch) -> None:
+        ffn = block.ffn
+        gated_TF = scratch("gated", ffn.down.weight_NK.shape[1])
+        program.linear(h_TE, self._packed(ffn.gate_up, gated=True), gated_TF, bias_N=ffn.gate_up.bias_N, norm=_norm(block.ffn_norm),
+                       activation=ffn.activation)
+        self._join(program, gated_TF, ffn.down, block.ffn_post_norm, h_TE, scratch)
+
+    def _join(self, program: Program, x_TK: torch.Tensor, out: Linear, post: RMSNorm | None, h_TE: torch.Tensor, scratch: Scratch) -> None:
+        """The sublayer's last product joins the residual stream, at once or behind its norm."""
+        if post is None:
+            program.linear(x_TK, self._packed(out), h_TE, bias_N=out.bias_N, add=True)
+            return
+        y_TE = scratch("joining", h_TE.shape[1])
+        program.linear(x_TK, self._packed(out), y_TE, bias_N=out.bias_N)
+        program.norm(y_TE, h_TE, _norm(post), add=True)
+
+    def _packed(self, layer: Linear, gated: bool = False) -> Packed:
+        return pack(native().library, layer.weight_NK, gated)
+
+
+def _norm(norm: RMSNorm) -> tuple[torch.Tensor, float]:
+    return norm.parameters

@@ -1,0 +1,112 @@
+"""Steps by the native kernels beside those of the plain path: logits and cache of every family, tokens of the shipped models."""
+
+import pytest
+import torch
+
+from kvasir.engine import runner
+from kvasir.engine.batch import pack
+from kvasir.kernels.native.library import Native, native
+from kvasir.models import native_decoder
+from kvasir.models.native_decoder import CHUNK_ROWS, MAX_ROWS, NativeDecoder, why_not
+from kvasir.types import Span
+from tests import checkpoints
+from tests.engine.driver import Driver
+from tests.models.test_parity import LENGTHS, PAGE_SLOTS, Paged
+
+needs_native = pytest.mark.skipif(native().library is None, reason=f"no native kernels: {native().reason}")
+DENSE = [name for name in checkpoints.VARIANTS if "moe" not in name]
+
+
+class NativePaged(Paged):
+    def step(self, spans, taps=None):
+        if not hasattr(self, "native"):
+            assert why_not(self.model, self.caches, self.backend) is None
+            self.native = NativeDecoder(self.model, self.caches)
+        batch = pack(spans, PAGE_SLOTS, "cpu", len(self.pool.groups))
+        batch.logit_rows = torch.arange(batch.input_ids.shape[0])
+        return self.native.logits(batch).clone().split([s.length for s in spans])
+
+
+@needs_native
+@pytest.mark.parametrize("variant", DENSE)
+def test_every_family_computes_what_the_plain_path_does(variant, tmp_path):
+    """Chunks of several lengths at once; freshly taken pages are full of NaN."""
+    folder = checkpoints.write(tmp_path / variant, variant, head_dim=16)
+    mine, plain = NativePaged(folder), Paged(folder)
+    for got, want in zip(mine.run(lambda i: 3 + 5 * i), plain.run(lambda i: 50)):
+        torch.testing.assert_close(got, want, atol=2e-4, rtol=2e-4)
+    for a, b in zip(mine.caches, plain.caches):
+        for name in a.planes:
+            torch.testing.assert_close(a.planes[name], b.planes[name], atol=2e-4, rtol=2e-4, equal_nan=True)
+
+
+@needs_native
+def test_steps_of_both_kinds_may_follow_each_other(tmp_path):
+    folder = checkpoints.write(tmp_path / "qwen3", "qwen3")
+    mixed, plain = NativePaged(folder), Paged(folder)
+    whole = plain.run(lambda i: 50)
+    for i, seq in enumerate(mixed.seqs):
+        half = LENGTHS[i] // 2
+        (first,), (second,) = mixed.step([Span(seq, 0, half)]), Paged.step(mixed, [Span(seq, half, LENGTHS[i] - half)])
+        torch.testing.assert_close(torch.cat([first, second]), whole[i], atol=2e-4, rtol=2e-4)
+
+
+@needs_native
+def test_what_is_left_to_the_plain_path(tmp_path, monkeypatch):
+    paged = Paged(checkpoints.write(tmp_path / "a", "qwen3"))
+    decoder = NativeDecoder(paged.model, paged.caches)
+    assert decoder.takes(pack([Span(paged.seqs[0], 0, CHUNK_ROWS)], PAGE_SLOTS, "cpu", 1))
+    assert not decoder.takes(pack([Span(paged.seqs[0], 0, CHUNK_ROWS + 1)], PAGE_SLOTS, "cpu", 1))
+    assert decoder.takes(pack([Span(paged.seqs[0], 5, 1)] * MAX_ROWS, PAGE_SLOTS, "cpu", 1))
+    assert not decoder.takes(pack([Span(paged.seqs[0], 5, 1)] * (MAX_ROWS + 1), PAGE_SLOTS, "cpu", 1))
+    assert not decoder.takes(pack([Span(paged.seqs[0], 0, 3, parents=[-1, 0, 0])], PAGE_SLOTS, "cpu", 1))
+
+    def reason(variant, exact=False, **changes):
+        made = Paged(checkpoints.write(tmp_path / f"{variant}{changes}", variant, **changes), exact)
+        return why_not(made.model, made.caches, made.backend)
+
+    assert "exact" in reason("qwen3", exact=True)
+    assert "dense" in reason("qwen3_moe")
+    assert "head dim" in reason("llama")
+    monkeypatch.setattr(native_decoder, "native", lambda: Native(None, "no C compiler"))
+    assert reason("qwen3") == "no C compiler"
+
+
+def tokens(native_too, monkeypatch, lengths, **options):
+    if not native_too:
+        monkeypatch.setattr(runner, "why_not", lambda *args: "off")
+    driver = Driver(batch_invariant=False, max_num_batched_tokens=64, max_num_seqs=32, num_pages=120, **options)
+    assert (driver.engine.runner.native is not None) == native_too
+    reqs = [driver.request(f"r{k}", [300 + (11 * i + 7 * k) % 1500 for i in range(n)], temperature=k % 2, max_tokens=40, seed=k, ignore_eos=True)
+            for k, n in enumerate(lengths)]
+    driver.run(reqs)
+    used = native_too and driver.engine.runner.native._program is not None
+    found = {key: out.tokens for key, out in driver.outputs.items()}
+    driver.close()
+    return found, used
+
+
+@needs_native
+@pytest.mark.parametrize("model, lengths", [("nano", [20]), ("nano", [5, 33, 64]), ("nano", [7 * k + 3 for k in range(18)]), ("base", [5, 33])])
+def test_tokens_are_those_of_the_plain_path(model, lengths, monkeypatch):
+    """Greedy and drawn with a seed; pages are freed and taken again, and full of NaN between."""
+    mine, used = tokens(True, monkeypatch, lengths, model=model)
+    plain, _ = tokens(False, monkeypatch, lengths, model=model)
+    assert used and mine == plain
+
+
+@needs_native
+def test_the_comparison_can_fail(monkeypatch):
+    """With one weight turned round the tokens differ."""
+    plain, _ = tokens(False, monkeypatch, [20])
+    monkeypatch.undo()
+    build = NativeDecoder._build
+
+    def wrong(self, library):
+        program = build(self, library)
+        head = program._ops[-1]
+        head.scale = -head.scale
+        return program
+
+    monkeypatch.setattr(NativeDecoder, "_build", wrong)
+    assert tokens(True, monkeypatch, [20])[0] != plain
