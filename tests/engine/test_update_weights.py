@@ -16,7 +16,10 @@ def run(d: Driver, name: str) -> tuple[list[int], int]:
     return d.outputs[name, 0].tokens, d.outputs[name, 0].num_cached
 
 
-def test_outputs_follow_and_prefixes_are_forgotten():
+@pytest.mark.parametrize("native", [True, False])
+def test_outputs_follow_and_prefixes_are_forgotten(native, monkeypatch):
+    if not native:
+        monkeypatch.setattr("kvasir.engine.runner.why_not", lambda *_: "not wanted")
     d = Driver()
     first, _ = run(d, "first")
     again, cached = run(d, "again")
@@ -24,6 +27,7 @@ def test_outputs_follow_and_prefixes_are_forgotten():
     with torch.inference_mode():
         for slot in d.engine.runner.model.slots().values():
             slot.target.mul_(1.5)
+    d.engine.runner.weights_changed()
     d.engine.forget_prefixes()
     other, cached = run(d, "other")
     assert other != first and cached == 0

@@ -17,7 +17,7 @@ from tests.speculation.helpers import FEW, Hostile, driver, install
 from tests.speculation.test_mutations import first_child
 
 PROMPT = [300 + 7 * i for i in range(20)]
-SAMPLES = 500
+SAMPLES = 800
 RARE = 5  # cells expected less often are counted as one
 
 

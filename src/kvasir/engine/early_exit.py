@@ -41,7 +41,7 @@ class EarlyExit:
         self.head_layers = served.model.head_VE.numel() / max(1.0, weights / self.num_layers)
         sampler = Sampler(served.sampler.vocab_size, served.sampler.tokenizer_size, served.sampler.max_seqs, served.device, served.sampler.eos_ids)
         self._runner = Runner(served.model, served.pool, served.backend, sampler, served.device, max_model_len=self._max_model_len)
-        self._runner.tapes = None  # recorded for a model's own layers
+        self._runner.native = self._runner.tapes = None  # they run all of a model's layers
         self._models: dict[int, Decoder] = {}
         self._shadows: dict[Sequence, Sequence] = {}
         self._free_rows = list(range(served.sampler.max_seqs))

@@ -256,6 +256,7 @@ class Engine:
         drafters keep what they know. Raises ConfigError."""
         assert not self._live, "requests are running"
         load_again(self.runner.model, checkpoint.resolve(model))
+        self.runner.weights_changed()
         self.forget_prefixes()
 
     def forget_prefixes(self) -> None:

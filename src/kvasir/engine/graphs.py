@@ -27,8 +27,8 @@ from kvasir.attention.backend import AttentionBackend
 from kvasir.decoding.sampler import MASKED_ERROR, NUMERIC_ERROR, Sampler, resolve_span
 from kvasir.engine.device_rows import UNKNOWN, DeviceRows
 from kvasir.engine.spans import ONE_SAMPLE
-from kvasir.kernels.decode_rows import close_rows, open_rows
 from kvasir.engine.taps import Tapped, Taps
+from kvasir.kernels.decode_rows import close_rows, open_rows
 from kvasir.kernels.sample import sample_rows
 from kvasir.kv.codec import LayerCache
 from kvasir.logs import log

@@ -50,8 +50,18 @@ class Runner:
         self.first_row = torch.zeros(1, dtype=torch.int64, device=device)
         self.graphs: DecodeGraphs | None = None
         self.taps: Taps | None = None
-        self.native = NativeDecoder(model, self.caches) if why_not(model, self.caches, backend) is None else None
-        self.tapes = self._tapes() if self.native is None else None
+        self.native: NativeDecoder | None = None
+        self.tapes: DecodeTapes | None = None
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Build anew what holds copies of weights. Nothing may be running."""
+        self.model.forget_copies()
+        native = self.taps is None and why_not(self.model, self.caches, self.backend) is None  # one call a step shows nothing in between
+        self.native = NativeDecoder(self.model, self.caches) if native else None
+        self.tapes = None if native else self._tapes()
+        if self.tapes is not None and self.taps is not None:
+            self.tapes.use_taps(self.taps)
 
     def _tapes(self) -> DecodeTapes | None:
         return DecodeTapes(self.model, self.pool, self.backend) if DecodeTapes.can_serve(self.model, self.pool, self.backend) else None
@@ -66,12 +76,9 @@ class Runner:
     def use_taps(self, layers: tuple[int, ...]) -> None:
         """From now on, hand out the outputs of these layers with every span's result. Before any step is captured or recorded."""
         self.taps = Taps(layers, self.model)
-        if self.native is not None:  # one call a step, with nothing to see in between
-            self.native, self.tapes = None, self._tapes()
         if self.graphs is not None:
             self.graphs.use_taps(self.taps)
-        if self.tapes is not None:
-            self.tapes.use_taps(self.taps)
+        self.weights_changed()
 
     def capture(self) -> Capture | None:
         """How work on static buffers becomes a replay here: CUDA graphs where decode steps are such, tapes on a CPU in normal mode."""

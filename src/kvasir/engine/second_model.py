@@ -97,7 +97,8 @@ class SecondModel:
     def load(self, weights: Mapping[str, Any]) -> None:
         slots = self._runner.model.slots()
         for name, tensor in weights.items():
-            slots[name].copy_(tensor)
+            slots[name].fill(tensor)
+        self._runner.weights_changed()
 
     # --------------------------------------------------------------------------------------------------------- shadows
 

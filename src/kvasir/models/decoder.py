@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from kvasir.attention.backend import AttentionBackend
 from kvasir.kernels.gemv import choose, gemv
 from kvasir.kv.codec import LayerCache
-from kvasir.layers.linear import Placement, Slot, linear, matrix, streams
+from kvasir.layers.linear import Linear, Placement, Slot, linear, matrix, streams
 from kvasir.layers.norm import RMSNorm, Stream
 from kvasir.layers.rope import Angles, RopeTable
 from kvasir.models.spec import LayerSpec, ModelSpec
@@ -127,6 +127,13 @@ class Decoder:
         if self.streams and (config := choose(hidden_ME.shape[0], *self.head_VE.shape)) is not None:
             return gemv(hidden_ME, self.head_VE, config, norm=self.norm.parameters)
         return linear(self.norm(hidden_ME), self.head_VE, exact=self.place.exact)
+
+    def forget_copies(self) -> None:
+        """The weights have changed: what was made of the old ones for faster products is made again."""
+        for block in self.blocks:
+            for layer in (*vars(block.mixer).values(), *vars(block.ffn).values()):
+                if isinstance(layer, Linear):
+                    layer.packed = None
 
     def slots(self) -> dict[str, Slot]:
         """Every place a stored tensor goes, by our names; the head only when it is not the embedding."""
