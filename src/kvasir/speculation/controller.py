@@ -84,6 +84,11 @@ def _bin(source: str, depth: int, est: float) -> tuple[str, int, int]:
     return source, min(depth, DEPTHS - 1), bisect_left(EST_EDGES, est)
 
 
+def _trial_nodes(left: int) -> int:
+    """A sequence, with so many steps of a trial left: few and many in turns, since two sizes of step show what a row costs."""
+    return 1 if left % 2 else TRIAL_NODES
+
+
 @dataclass(slots=True)
 class DraftStats:
     """Counters since the start. ``by_depth``: [tried, accepted] nodes, where a node is tried when its parent was accepted."""
@@ -157,15 +162,25 @@ class Controller:
             if not alone:
                 self._rest = AGAIN
                 return False
-            self._due = False
-            price = self._seconds(num_seqs, context, TRIAL_NODES * min(num_seqs, TRIAL_SEQS), True) - plain
-            self._trial = min(TRIAL_STEPS, int(self._credit / max(price, ALLOWANCE * plain)))
-            self._trial_left = MAX_TRIAL
-            if self._trial > 0:
+            self._trial, missing = self._affordable(num_seqs, context, plain)
+            if self._trial:
+                self._due, self._trial_left = False, MAX_TRIAL
                 return True
-            self._trial = 0
+            self._rest = min(MAX_PAUSE, 1 + int(missing / (ALLOWANCE * plain)))
+            return False
         self._rest, self._pause, self._due, self._in_a_row = self._pause, min(2 * self._pause, MAX_PAUSE), True, 0
         return False
+
+    def _affordable(self, num_seqs: int, context: int, plain: float) -> tuple[int, float]:
+        """Steps of a trial that the account pays for even if nothing is right; and what it lacks for the first, if it does."""
+        steps, left = 0, self._credit
+        while steps < TRIAL_STEPS:
+            nodes = _trial_nodes(steps + 1) * min(num_seqs, TRIAL_SEQS)
+            left -= max(self._seconds(num_seqs, context, nodes, True) - plain, ALLOWANCE * plain)
+            if left < 0:
+                break
+            steps += 1
+        return steps, max(0.0, -left)
 
     def _gain(self, num_seqs: int, context: int, plain: float) -> float:
         """Tokens a second with drafts over those without, if the next proposals are like the recent ones: at the best number
@@ -188,8 +203,7 @@ class Controller:
         if self._fixed or self._trial:
             self._recent.extend(trees[:RECENT])
             share = budget // max(1, len(trees))
-            # In trials, few and many nodes in turns: two sizes of step show what a row costs.
-            most = max(1, share) if self._fixed else min(1 if self._trial % 2 else TRIAL_NODES, share)
+            most = max(1, share) if self._fixed else min(_trial_nodes(self._trial), share)
             return [tree if len(tree) <= most else tree.keep(range(most)) for tree in trees]
         self._recent.extend(trees[::-(-len(trees) // RECENT)] if trees else ())
         worth = [1.0] * len(trees) if weights is None else weights
