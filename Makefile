@@ -9,11 +9,11 @@ demo: .venv/.ready
 
 # The suite of every commit: at most 15 minutes on two cores.
 test: .venv/.ready
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 # Full products, fuzz, overload and soaks as well.
 test-all: .venv/.ready
-	$(BIN)/python -m pytest -n 2 -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu" $(ARGS)
 
 lint: .venv/.ready
 	$(BIN)/ruff check src tests tools

@@ -17,6 +17,13 @@ from kvasir.errors import RequestError
 from tests.api.running import Running
 
 POSTS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"]
+HEALTHY = {  # few of the schema's own examples are: most carry some field that this server has no use for
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/v1/completions": {"prompt": "a", "max_tokens": 2},
+    "/v1/responses": {"input": "a", "max_output_tokens": 2},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [5]},
+}
 QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 
 
@@ -50,7 +57,7 @@ def fuzz(server, http, schema, path: str, examples: int) -> None:
     statuses: list[int] = []
     run()
     server.idle()
-    assert 400 in statuses and (200 in statuses or path == "/tokenize"), "both kinds of requests must have been tried"
+    assert 400 in statuses and check(server, http, path, HEALTHY[path]) == 200
 
 
 def _is_json(value) -> bool:

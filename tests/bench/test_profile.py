@@ -18,7 +18,7 @@ def test_one_step(capsys):
     metrics = found["arms"][0]["metrics"]
     assert metrics["step_ms"]["n"] == 2 and metrics["decode_tok_s"] == pytest.approx(3000 / metrics["step_ms"]["median"], rel=0.01)
     ops = {k: v for k, v in metrics.items() if k.startswith("us.")}
-    assert any("mm" in name for name in ops) and list(ops.values())[0] == max(v for k, v in ops.items() if k != "us.other")
+    assert any("mm" in name or "native_step" in name for name in ops) and list(ops.values())[0] == max(v for k, v in ops.items() if k != "us.other")
     assert "gpu_idle_share" not in metrics
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
+from torch.profiler import record_function
 
 from kvasir.attention.backend import AttentionBackend
 from kvasir.attention.backends.torch import TorchBackend
@@ -69,7 +71,8 @@ class NativeDecoder:
             self._program = self._build(native().library)
         count = batch.logit_rows.shape[0]
         inputs = StepInputs(batch.input_ids, batch.positions, batch.row_start, batch.context, batch.tables, batch.slots, batch.logit_rows)
-        self._program.run(inputs, None if count else self._num_layer_ops)
+        with record_function("native_step") if torch.autograd._profiler_enabled() else nullcontext():  # else a step of ours has no name
+            self._program.run(inputs, None if count else self._num_layer_ops)
         return self._logits_MV[:count]
 
     def _build(self, library: ctypes.CDLL) -> Program:
