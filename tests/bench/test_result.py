@@ -16,7 +16,7 @@ STORED = sorted((ROOT / "bench" / "results").rglob("*.json"))
 
 def check(found):
     """Raises AssertionError where ``found`` is not exactly of the schema."""
-    assert KEYS <= set(found) <= KEYS | {"targets", "differences", "frontier"}
+    assert KEYS <= set(found) <= KEYS | {"targets", "differences", "frontier", "right", "left_out"}
     assert all(set(t) in ({"ratio", "at_least", "met"}, {"ratio", "at_most", "met"}) for t in found.get("targets", {}).values())
     assert without_paths(found) == found, "a path of one machine"
     assert all(isinstance(found[k], str) for k in ("case", "machine", "commit", "date", "command")) and found["case"] and found["machine"]
@@ -24,6 +24,8 @@ def check(found):
     assert all(isinstance(v, str) for v in found["versions"].values()) and {"python", "torch"} <= set(found["versions"])
     assert found["arms"] and all(set(a) == {"name", "config", "metrics"} and a["name"] and a["metrics"] for a in found["arms"])
     assert all(isinstance(v, (int, float)) for v in found["ratios"].values()) and isinstance(found["limits"], dict)
+    names = [a["name"] for a in found["arms"]]
+    assert set(found.get("right", {})) <= set(names) and not set(found.get("left_out", [])) & set(names)
     numbers = json.loads(json.dumps(found, allow_nan=False))
     assert numbers == found, "plain JSON, no NaN"
 
