@@ -7,7 +7,7 @@ from kvasir.engine import runner
 from kvasir.engine.batch import pack
 from kvasir.kernels.native.library import Native, native
 from kvasir.models import native_decoder
-from kvasir.models.native_decoder import CHUNK_ROWS, MAX_ROWS, NativeDecoder, why_not
+from kvasir.models.native_decoder import MAX_ROWS, NARROW_DECODES, NARROW_ROWS, NativeDecoder, why_not
 from kvasir.types import Span
 from tests import checkpoints
 from tests.engine.driver import Driver
@@ -55,11 +55,15 @@ def test_steps_of_both_kinds_may_follow_each_other(tmp_path):
 def test_what_is_left_to_the_plain_path(tmp_path, monkeypatch):
     paged = Paged(checkpoints.write(tmp_path / "a", "qwen3"))
     decoder = NativeDecoder(paged.model, paged.caches)
-    assert decoder.takes(pack([Span(paged.seqs[0], 0, CHUNK_ROWS)], PAGE_SLOTS, "cpu", 1))
-    assert not decoder.takes(pack([Span(paged.seqs[0], 0, CHUNK_ROWS + 1)], PAGE_SLOTS, "cpu", 1))
-    assert decoder.takes(pack([Span(paged.seqs[0], 5, 1)] * MAX_ROWS, PAGE_SLOTS, "cpu", 1))
-    assert not decoder.takes(pack([Span(paged.seqs[0], 5, 1)] * (MAX_ROWS + 1), PAGE_SLOTS, "cpu", 1))
-    assert not decoder.takes(pack([Span(paged.seqs[0], 0, 3, parents=[-1, 0, 0])], PAGE_SLOTS, "cpu", 1))
+
+    def takes(length, count=1):
+        return decoder.takes(pack([Span(paged.seqs[0], 5, length)] * count, PAGE_SLOTS, "cpu", 1))
+
+    for wide, prompt, decodes in ((True, MAX_ROWS, MAX_ROWS), (False, NARROW_ROWS, NARROW_DECODES)):
+        monkeypatch.setattr(decoder, "_wide", lambda wide=wide: wide)
+        paged.seqs[0].tokens = [1] * (MAX_ROWS + 9)
+        paged.seqs[0].tables = [[1] * (MAX_ROWS // PAGE_SLOTS + 1)]
+        assert takes(prompt) and not takes(prompt + 1) and takes(1, decodes) and not takes(1, decodes + 1)
 
     def reason(variant, exact=False, **changes):
         made = Paged(checkpoints.write(tmp_path / f"{variant}{changes}", variant, **changes), exact)

@@ -1,4 +1,4 @@
-"""A decoder's step of few rows as one call: the model's layers as operations of ``kernels.native``.
+"""A decoder's step as one call: the model's layers as operations of ``kernels.native``.
 
 It reads the decoder's own weights (a copy in panels, bf16 where that is exact) and writes to the same pages, so steps of
 either kind may follow each other.
@@ -28,10 +28,13 @@ from kvasir.layers.norm import RMSNorm
 from kvasir.models.decoder import Block, Decoder
 from kvasir.types import StepBatch
 
-CHUNK_ROWS = 32  # of prompt chunks and drafts; beyond, a BLAS and attention by blocks of rows are as fast
-MAX_ROWS = 128  # of steps that only decode: the plain path gathers every sequence's pages first
+MAX_ROWS = 4096  # of a step; memory is taken when it is touched first
+LOGIT_ROWS = 128  # whose logits are computed in one call
+NARROW_ROWS = 32  # where vectors are narrow, products of more prompt rows are left to a BLAS
+NARROW_DECODES = 128
 
 Scratch = Callable[[str, int], torch.Tensor]  # memory [MAX_ROWS, width] for one purpose
+Logits = torch.Tensor | Callable[[int, int], torch.Tensor]  # [M, V], or a function that computes rows first .. stop of them
 
 
 def why_not(model: Decoder, caches: Sequence[LayerCache], backend: AttentionBackend) -> str | None:
@@ -53,7 +56,7 @@ def why_not(model: Decoder, caches: Sequence[LayerCache], backend: AttentionBack
 
 
 class NativeDecoder:
-    """Steps of few rows: ``takes`` says which. Built when the first comes: the copy of the weights takes a moment and memory."""
+    """``takes`` says which steps. Built when the first comes: the copy of the weights takes a moment and memory."""
 
     def __init__(self, model: Decoder, caches: Sequence[LayerCache]) -> None:
         self.model = model
@@ -62,18 +65,27 @@ class NativeDecoder:
 
     def takes(self, batch: StepBatch) -> bool:
         num_rows = batch.input_ids.shape[0]
-        return batch.ancestors is None and (num_rows <= CHUNK_ROWS or num_rows <= MAX_ROWS and num_rows == len(batch.starts))
+        if self._wide():
+            return num_rows <= MAX_ROWS
+        return num_rows <= NARROW_ROWS or num_rows <= NARROW_DECODES and num_rows == len(batch.starts)
 
     @torch.inference_mode()
-    def logits(self, batch: StepBatch) -> torch.Tensor:
-        """Logits [M, V] fp32 of ``batch.logit_rows``, valid until the next call. Keys and values are in their pages then."""
+    def logits(self, batch: StepBatch) -> Logits:
+        """Logits fp32 of ``batch.logit_rows``, valid until the next call. Keys and values are in their pages then."""
         if self._program is None:
             self._program = self._build(native().library)
         count = batch.logit_rows.shape[0]
-        inputs = StepInputs(batch.input_ids, batch.positions, batch.row_start, batch.context, batch.tables, batch.slots, batch.logit_rows)
         with record_function("native_step") if torch.autograd._profiler_enabled() else nullcontext():  # else a step of ours has no name
-            self._program.run(inputs, None if count else self._num_layer_ops)
-        return self._logits_MV[:count]
+            self._program.run(_inputs(batch, batch.logit_rows), stop=self._tail if not 0 < count <= LOGIT_ROWS else None)
+        return self._logits_MV[:count] if count <= LOGIT_ROWS else lambda first, stop: self._some(batch, first, stop)
+
+    def _some(self, batch: StepBatch, first: int, stop: int) -> torch.Tensor:
+        """Logits of rows first .. stop of those that are wanted, after the layers have run."""
+        parts = []
+        for rows in batch.logit_rows[first:stop].split(LOGIT_ROWS):
+            self._program.run(_inputs(batch, rows), first=self._tail)
+            parts.append(self._logits_MV[:len(rows)].clone())
+        return torch.cat(parts)
 
     def _build(self, library: ctypes.CDLL) -> Program:
         model, program = self.model, Program(library)
@@ -87,17 +99,28 @@ class NativeDecoder:
             return shared[what, width]
 
         for block, cache, rope in zip(model.blocks, self._caches, model.rope_of):
-            self._attend(program, block, cache, model.ropes[rope].table, h_TE, scratch)
-            self._feed(program, block, h_TE, scratch)
-        self._num_layer_ops = len(program)
-        wanted_ME = program.tensor(MAX_ROWS, model.spec.hidden_size)
-        self._logits_MV = program.tensor(MAX_ROWS, model.spec.vocab_size)
-        program.gather(h_TE, wanted_ME)
-        program.linear(wanted_ME, pack(library, model.head_VE), self._logits_MV, norm=_norm(model.norm), wanted=True, scale=model.spec.logit_scale,
+            attended_TE = self._attend(program, block, cache, model.ropes[rope].table, h_TE, scratch)
+            wanted = block is model.blocks[-1]
+            if wanted:  # from here on only rows count whose logits are wanted
+                self._tail = len(program)
+                states_TE, h_TE = h_TE, program.tensor(LOGIT_ROWS, model.spec.hidden_size)
+                all_TE, attended_TE = attended_TE, program.tensor(LOGIT_ROWS, attended_TE.shape[1])
+                program.gather(states_TE, h_TE)
+                program.gather(all_TE, attended_TE)
+            self._join(program, attended_TE, block.mixer.o, block.mixer_post_norm, h_TE, scratch, wanted)
+            self._feed(program, block, h_TE, scratch, wanted)
+        self._logits_MV = program.tensor(LOGIT_ROWS, model.spec.vocab_size)
+        program.linear(h_TE, pack(library, model.head_VE), self._logits_MV, norm=_norm(model.norm), wanted=True, scale=model.spec.logit_scale,
                        softcap=model.spec.logit_softcap)
         return program
 
-    def _attend(self, program: Program, block: Block, cache: LayerCache, angles: torch.Tensor, h_TE: torch.Tensor, scratch: Scratch) -> None:
+    def _wide(self) -> bool:
+        library = native().library
+        return bool(library.kvasir_wide() or library.kvasir_tiles())
+
+    def _attend(self, program: Program, block: Block, cache: LayerCache, angles: torch.Tensor, h_TE: torch.Tensor,
+                scratch: Scratch) -> torch.Tensor:
+        """What the heads have found [T, H D]."""
         mixer = block.mixer
         spec, attention = mixer.spec, mixer.attention
         heads_TN = scratch("heads", mixer.qkv.weight_NK.shape[0])
@@ -109,26 +132,31 @@ class NativeDecoder:
         out_TE = scratch("attended", spec.num_heads * spec.head_dim)
         program.attend(heads_TXD, out_TE, planes, spec.num_heads, spec.num_kv_heads, scale=spec.scale, window=attention.window,
                        softcap=attention.softcap, sinks_H=mixer.sinks_H)
-        self._join(program, out_TE, mixer.o, block.mixer_post_norm, h_TE, scratch)
+        return out_TE
 
-    def _feed(self, program: Program, block: Block, h_TE: torch.Tensor, scratch: Scratch) -> None:
+    def _feed(self, program: Program, block: Block, h_TE: torch.Tensor, scratch: Scratch, wanted: bool) -> None:
         ffn = block.ffn
         gated_TF = scratch("gated", ffn.down.weight_NK.shape[1])
         program.linear(h_TE, self._packed(ffn.gate_up, gated=True), gated_TF, bias_N=ffn.gate_up.bias_N, norm=_norm(block.ffn_norm),
-                       activation=ffn.activation)
-        self._join(program, gated_TF, ffn.down, block.ffn_post_norm, h_TE, scratch)
+                       activation=ffn.activation, wanted=wanted)
+        self._join(program, gated_TF, ffn.down, block.ffn_post_norm, h_TE, scratch, wanted)
 
-    def _join(self, program: Program, x_TK: torch.Tensor, out: Linear, post: RMSNorm | None, h_TE: torch.Tensor, scratch: Scratch) -> None:
+    def _join(self, program: Program, x_TK: torch.Tensor, out: Linear, post: RMSNorm | None, h_TE: torch.Tensor, scratch: Scratch,
+              wanted: bool) -> None:
         """The sublayer's last product joins the residual stream, at once or behind its norm."""
         if post is None:
-            program.linear(x_TK, self._packed(out), h_TE, bias_N=out.bias_N, add=True)
+            program.linear(x_TK, self._packed(out), h_TE, bias_N=out.bias_N, add=True, wanted=wanted)
             return
         y_TE = scratch("joining", h_TE.shape[1])
-        program.linear(x_TK, self._packed(out), y_TE, bias_N=out.bias_N)
-        program.norm(y_TE, h_TE, _norm(post), add=True)
+        program.linear(x_TK, self._packed(out), y_TE, bias_N=out.bias_N, wanted=wanted)
+        program.norm(y_TE, h_TE, _norm(post), add=True, wanted=wanted)
 
     def _packed(self, layer: Linear, gated: bool = False) -> Packed:
         return pack(native().library, layer.weight_NK, gated)
+
+
+def _inputs(batch: StepBatch, wanted_M: torch.Tensor) -> StepInputs:
+    return StepInputs(batch.input_ids, batch.positions, batch.row_start, batch.context, batch.tables, batch.slots, wanted_M, batch.ancestors)
 
 
 def _norm(norm: RMSNorm) -> tuple[torch.Tensor, float]:

@@ -128,7 +128,7 @@ def test_wanted_rows_and_embeddings():
     assert torch.equal(y, table[:6] * 2.5) and torch.equal(some[:2], x[[4, 1]])
     torch.testing.assert_close(out[:2], x[[4, 1]] @ table.t())
     assert out[2:].isnan().all(), "rows that nobody wants are not computed"
-    program.run(rows_of(6), count=1)
+    program.run(rows_of(6), stop=1)
     assert torch.equal(some[:2], x[[4, 1]])
 
 

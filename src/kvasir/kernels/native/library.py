@@ -79,7 +79,7 @@ def load(folder: Path) -> Native:
 
 def _key(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS).stdout
-    parts = (SOURCE.read_text(), *FLAGS, *WIDE, compiler, version, _processor())
+    parts = (*(file.read_text() for file in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))), *FLAGS, *WIDE, compiler, version, _processor())
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -134,11 +134,14 @@ def _open(file: Path) -> ctypes.CDLL:
             ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
         library = ctypes.CDLL(str(file))
     library.kvasir_run.restype = None
-    library.kvasir_run.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+    library.kvasir_run.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
+                                   ctypes.c_void_p, ctypes.c_int64)
     library.kvasir_pack.restype = ctypes.c_int64
     library.kvasir_pack.argtypes = (ctypes.c_void_p, *[ctypes.c_int64] * 7, ctypes.c_void_p, ctypes.c_int64)
     library.kvasir_tiles.restype = ctypes.c_int64
     library.kvasir_tiles.argtypes = ()
+    library.kvasir_wide.restype = ctypes.c_int64
+    library.kvasir_wide.argtypes = ()
     library.kvasir_team.restype = ctypes.c_int64
     library.kvasir_team.argtypes = (ctypes.c_int64,)
     wanted = torch.get_num_threads()

@@ -1,8 +1,8 @@
 """A list of operations for the C kernels, over fixed memory: built once, run in one call a step.
 
-The classes that mirror structures of ``step.c`` have the names and the fields of those.
+The classes that mirror structures of the C sources have the names and the fields of those.
 
-Legend: T rows, S spans, M wanted rows, K inputs, N outputs, H query heads, G KV heads, D head dim, W pages, P slots per page.
+Legend: T rows, S spans, A words of ancestor bits, M wanted rows, K inputs, N outputs, H query heads, G KV heads, D head dim, W pages, P slots per page.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 LANES = 16
-ROWS = 32  # rows of a norm that a thread keeps
+ROWS = 32  # up to here every thread prepares a product's rows for itself
 MAX_DIM = 512
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
 BF16, FP32 = 0, 1
@@ -26,7 +26,8 @@ BF16_INPUTS = 32  # inputs of a bf16 panel: a multiple of it, what a matrix tile
 
 class StepArgs(ctypes.Structure):
     _fields_ = [(name, c_int64) for name in ("num_rows", "num_spans", "num_wanted", "table_width")] + [
-        (name, c_void_p) for name in ("ids", "positions", "wanted", "row_start", "context", "slots", "tables")]
+        (name, c_void_p) for name in ("ids", "positions", "wanted", "row_start", "context", "slots", "tables", "ancestors")] + [
+        ("num_words", c_int64)]
 
 
 class Cache(ctypes.Structure):
@@ -54,7 +55,8 @@ class Linear(Op):
 
 class Norm(Op):
     KIND = 2
-    _fields_ = [("x", c_void_p), ("y", c_void_p), ("weight", c_void_p), ("eps", c_double), ("width", c_int64), ("add", c_int64)]
+    _fields_ = [("x", c_void_p), ("y", c_void_p), ("weight", c_void_p), ("eps", c_double), ("width", c_int64), ("add", c_int64),
+                ("wanted", c_int64)]
 
 
 class Heads(Op):
@@ -114,6 +116,7 @@ class Program:
         self._held: list[object] = []
         self._array: ctypes.Array | None = None
         self._width = 1  # the most inputs of a product
+        self._shared = torch.empty(0)  # the rows of a product of many, prepared
 
     def __len__(self) -> int:
         return len(self._ops)
@@ -157,9 +160,11 @@ class Program:
                   num_inputs=packed.num_inputs, num_outputs=packed.num_outputs, activation=ACTIVATIONS[activation], add=add,
                   wanted=wanted, scale=scale, softcap=softcap or 0.0)
 
-    def norm(self, x_TE: torch.Tensor, y_TE: torch.Tensor, norm: tuple[torch.Tensor, float], *, add: bool = False) -> None:
-        """y = norm(x), or y += of it."""
-        self._add(Norm, x=self._dense(x_TE), y=self._dense(y_TE), weight=self._dense(norm[0]), eps=norm[1], width=x_TE.shape[1], add=add)
+    def norm(self, x_TE: torch.Tensor, y_TE: torch.Tensor, norm: tuple[torch.Tensor, float], *, add: bool = False,
+             wanted: bool = False) -> None:
+        """y = norm(x), or y += of it. ``wanted``: M rows instead of T."""
+        self._add(Norm, x=self._dense(x_TE), y=self._dense(y_TE), weight=self._dense(norm[0]), eps=norm[1], width=x_TE.shape[1], add=add,
+                  wanted=wanted)
 
     def heads(self, heads_TXD: torch.Tensor, planes: Planes, angles_PD: torch.Tensor, num_heads: int, num_kv_heads: int, *,
               norm: tuple[torch.Tensor, float] | None = None, writes: bool = True) -> None:
@@ -190,15 +195,19 @@ class Program:
 
     # ------------------------------------------------------------------------------------------------------------- run
 
-    def run(self, step: StepInputs, count: int | None = None) -> None:
-        """The first ``count`` operations (default: all) on one step's rows."""
+    def run(self, step: StepInputs, first: int = 0, stop: int | None = None) -> None:
+        """Operations ``first`` .. ``stop`` (default: all) on one step's rows."""
         if self._array is None:
             self._array = (c_void_p * len(self._ops))(*map(ctypes.addressof, self._ops))
             self._threads = torch.get_num_threads()
-            self._size = -(-ROWS * self._width * 7 // 4 // LANES) * LANES  # rows, and 16 of them in three parts of half the size
+            self._size = -(-(ROWS * 3 // 2 + 1) * self._width // LANES) * LANES  # a row, and some in three parts of half the size
             self._scratch = torch.empty(self._threads, self._size)
-        self._library.kvasir_run(self._array, len(self._ops) if count is None else count, ctypes.byref(step.args), self._threads,
-                                 self._scratch.data_ptr(), self._size, self.tiles)
+        rows = max(step.args.num_rows, step.args.num_wanted)
+        if rows > ROWS and self._shared.numel() < (size := -(-rows // 16) * 16 * self._width * 3 // 2):
+            self._shared = torch.empty(size)
+        stop = len(self._ops) if stop is None else stop
+        self._library.kvasir_run(ctypes.byref(self._array, first * ctypes.sizeof(c_void_p)), stop - first, ctypes.byref(step.args), self._threads,
+                                 self._scratch.data_ptr(), self._size, self._shared.data_ptr(), self.tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,18 +221,23 @@ class Planes:
 
 class StepInputs:
     """A step's tensors as the kernels take them. int64: ids, positions, slots of each cache group [T], wanted [M]; int32:
-    row_start [S + 1], context [S], tables of each cache group [S, W]. A span's row i sees positions up to context + i."""
+    row_start [S + 1], context [S], tables of each cache group [S, W]. A span's row i sees positions up to context + i; with
+    ``ancestors`` (int64 [T, A], as in ``StepBatch``) a tree's row sees the context and its ancestors."""
 
     def __init__(self, ids: torch.Tensor, positions: torch.Tensor, row_start: torch.Tensor, context: torch.Tensor,
-                 tables: Sequence[torch.Tensor], slots: Sequence[torch.Tensor], wanted: torch.Tensor) -> None:
-        self._held = ids, positions, row_start, context, tables, slots, wanted
+                 tables: Sequence[torch.Tensor], slots: Sequence[torch.Tensor], wanted: torch.Tensor,
+                 ancestors: torch.Tensor | None = None) -> None:
+        self._held = ids, positions, row_start, context, tables, slots, wanted, ancestors
+        if ancestors is not None:
+            _check((ancestors,), torch.int64)
         _check((ids, positions, wanted, *slots), torch.int64)
         _check((row_start, context, *tables), torch.int32)
         pointers = [(c_void_p * len(of))(*(t.data_ptr() for t in of)) for of in (slots, tables)]
         self._pointers = pointers
         self.args = StepArgs(ids.shape[0], context.shape[0], wanted.shape[0], tables[0].shape[1] if tables else 0, ids.data_ptr(),
                              positions.data_ptr(), wanted.data_ptr(), row_start.data_ptr(), context.data_ptr(),
-                             *map(ctypes.addressof, pointers))
+                             *map(ctypes.addressof, pointers), None if ancestors is None else ancestors.data_ptr(),
+                             0 if ancestors is None else ancestors.shape[1])
 
 
 def _check(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> None:

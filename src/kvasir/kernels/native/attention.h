@@ -1,0 +1,289 @@
+/* ---------------------------------------------------------------------------------------------------------- attention */
+
+#define UNROLL16 _Pragma("GCC unroll 16")
+
+static void heads(const Heads *op, const Step *step) {
+    int64_t rotated = op->num_heads + (op->writes ? op->num_kv_heads : 0), all = rotated + (op->writes ? op->num_kv_heads : 0);
+    int64_t dim = op->dim, half = dim / 2, first, stop;
+    const Cache *cache = &op->cache;
+    share(step->num_rows * all, &first, &stop);
+    for (int64_t item = first; item < stop; item++) {
+        int64_t row = item / all, head = item % all;
+        float *x = op->heads + item * dim, *y = x;
+        if (head >= op->num_heads) {
+            int64_t slot = step->slots[cache->group][row], g = (head - op->num_heads) % op->num_kv_heads;
+            if (slot < 0)
+                continue;
+            y = (head < rotated ? cache->k : cache->v) + slot / cache->page_slots * cache->page_stride
+              + (g * cache->page_slots + slot % cache->page_slots) * dim;
+        }
+        if (head >= rotated) {
+            memcpy(y, x, 4 * dim);
+            continue;
+        }
+        float scale = op->norm ? norm_scale(x, dim, op->eps) : 1;
+        const float *weight = op->norm + (op->norm ? head * dim : 0), *cos = op->angles + step->positions[row] * dim, *sin = cos + half;
+        for (int64_t i = 0; i < half; i++) {
+            float a = x[i] * scale, b = x[i + half] * scale;
+            if (op->norm)
+                a *= weight[i], b *= weight[i + half];
+            y[i] = a * cos[i] - b * sin[i];
+            y[i + half] = b * cos[i] + a * sin[i];
+        }
+    }
+}
+
+/* One query head of one row: the slots that it sees, and what has come of them so far: the largest score, and sums weighted by
+ * exp(score - best). */
+typedef struct { const float *q; float *y; int64_t head, first, stop; float best, total; vec out[MAX_DIM / LANES]; } Query;
+
+/* CHUNK slots from a multiple of CHUNK on, of which keys low .. high - 1 are there; pointers to others repeat these. */
+typedef struct { const float *key[CHUNK]; int64_t begin, low, high, apart; int fresh; } Keys; /* values lie ``apart`` behind keys */
+
+INLINE void fetch(const float *at, int64_t dim) {
+    for (int64_t d = 0; d < dim; d += LANES)
+        __builtin_prefetch(at + d, 0, 2);
+}
+
+/* The first to read keys lets the values, and the keys 16 further, come meanwhile. */
+INLINE void fetch_ahead(const Keys *keys, int64_t j, int64_t count, int64_t dim) {
+    for (int64_t i = j; keys->fresh && i < j + count; i++) {
+        fetch(keys->key[i] + keys->apart, dim);
+        if (i + LANES < keys->high)
+            fetch(keys->key[i + LANES], dim);
+    }
+}
+
+/* q . k of 16 keys. */
+INLINE vec score(const float *q, const float *const *key, int64_t dim) {
+    vec a[LANES];
+    _Pragma("GCC unroll 4") for (int i = 0; i < LANES; i += 4) {
+        const float *k0 = key[i], *k1 = key[i + 1], *k2 = key[i + 2], *k3 = key[i + 3];
+        vec s0 = splat(0), s1 = s0, s2 = s0, s3 = s0;
+        for (int64_t d = 0; d < dim; d += LANES) {
+            vec part = load(q + d);
+            s0 = part * load(k0 + d) + s0;
+            s1 = part * load(k1 + d) + s1;
+            s2 = part * load(k2 + d) + s2;
+            s3 = part * load(k3 + d) + s3;
+        }
+        a[i] = s0, a[i + 1] = s1, a[i + 2] = s2, a[i + 3] = s3;
+    }
+    return sums(a);
+}
+
+INLINE vec scaled(const Attend *op, vec s) {
+    s *= (float)op->scale;
+    if (op->softcap > 0)
+        s = tangent(s / (float)op->softcap) * (float)op->softcap;
+    return s;
+}
+
+INLINE int64_t low_of(const Query *query, const Keys *keys) {
+    return query->first - keys->begin > keys->low ? query->first - keys->begin : keys->low;
+}
+
+INLINE int64_t high_of(const Query *query, const Keys *keys) {
+    return query->stop - keys->begin < keys->high ? query->stop - keys->begin : keys->high;
+}
+
+/* Scores from .. to of a chunk become weights, zero but for low .. high. Returns what earlier sums fade by. */
+static float weigh(Query *query, int64_t low, int64_t high, int64_t from, int64_t to, float weight[CHUNK]) {
+    vec peak = splat(-INFINITY), lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, mass = splat(0);
+    for (int64_t j = from / LANES * LANES; j < to; j += LANES) {
+        vec at = lane + (float)j, s = choose((at >= (float)low) & (at < (float)high), load(weight + j), splat(-INFINITY));
+        store(weight + j, s);
+        peak = bigger(s, peak);
+    }
+    float best = query->best;
+    for (int i = 0; i < LANES; i++)
+        best = peak[i] > best ? peak[i] : best;
+    float fade = best > query->best ? expf(query->best - best) : 1, base = best > -INFINITY ? best : 0;
+    for (int64_t j = from / LANES * LANES; j < to; j += LANES) {
+        vec p = exponential(load(weight + j) - base);
+        store(weight + j, p);
+        mass += p;
+    }
+    query->total = query->total * fade + sum(mass);
+    query->best = best;
+    return fade;
+}
+
+static void attend_one(const Attend *op, Query *query, const Keys *keys) {
+    int64_t dim = op->dim, parts = dim / LANES, low = low_of(query, keys), high = high_of(query, keys), d = 0;
+    float weight[CHUNK];
+    if (low >= high)
+        return;
+    for (int64_t j = low / LANES * LANES; j < high; j += LANES) {
+        fetch_ahead(keys, j, LANES, dim);
+        store(weight + j, scaled(op, score(query->q, keys->key + j, dim)));
+    }
+    float fade = weigh(query, low, high, low, high, weight);
+    for (; d + 4 <= parts; d += 4) {
+        vec *out = query->out + d, a = out[0] * fade, b = out[1] * fade, c = out[2] * fade, e = out[3] * fade;
+        for (int64_t j = low; j < high; j++) {
+            const float *v = keys->key[j] + keys->apart + d * LANES;
+            a = load(v) * weight[j] + a;
+            b = load(v + LANES) * weight[j] + b;
+            c = load(v + 2 * LANES) * weight[j] + c;
+            e = load(v + 3 * LANES) * weight[j] + e;
+        }
+        out[0] = a, out[1] = b, out[2] = c, out[3] = e;
+    }
+    for (; d < parts; d++) {
+        vec a = query->out[d] * fade;
+        for (int64_t j = low; j < high; j++)
+            a = load(keys->key[j] + keys->apart + d * LANES) * weight[j] + a;
+        query->out[d] = a;
+    }
+}
+
+#if TILE == 8
+/* Four queries at once: what one of them reads serves all. Every sum has the order that it has in ``attend_one``. */
+static void attend_four(const Attend *op, Query *query, const Keys *keys) {
+    int64_t dim = op->dim, parts = dim / LANES, low = CHUNK, high = 0, lows[4], highs[4];
+    float weight[4][CHUNK], fade[4];
+    for (int i = 0; i < 4; i++) {
+        lows[i] = low_of(query + i, keys), highs[i] = high_of(query + i, keys);
+        if (lows[i] < highs[i])
+            low = lows[i] < low ? lows[i] : low, high = highs[i] > high ? highs[i] : high;
+    }
+    const float *q0 = query[0].q, *q1 = query[1].q, *q2 = query[2].q, *q3 = query[3].q;
+    for (int64_t j = low / 4 * 4; j < high; j += 4) {
+        const float *k0 = keys->key[j], *k1 = keys->key[j + 1], *k2 = keys->key[j + 2], *k3 = keys->key[j + 3];
+        vec a[LANES];
+        fetch_ahead(keys, j, 4, dim);
+        UNROLL16 for (int i = 0; i < LANES; i++)
+            a[i] = splat(0);
+        for (int64_t d = 0; d < dim; d += LANES) {
+            vec q[4] = {load(q0 + d), load(q1 + d), load(q2 + d), load(q3 + d)}, k[4] = {load(k0 + d), load(k1 + d), load(k2 + d), load(k3 + d)};
+            UNROLL16 for (int i = 0; i < LANES; i++)
+                a[i] = q[i / 4] * k[i % 4] + a[i];
+        }
+        float s[LANES];
+        store(s, scaled(op, sums(a)));
+        for (int i = 0; i < 4; i++)
+            memcpy(weight[i] + j, s + 4 * i, 16);
+    }
+    if (low >= high)
+        return;
+    for (int i = 0; i < 4; i++)
+        fade[i] = weigh(query + i, lows[i], highs[i], low, high, weight[i]);
+    int64_t d = 0;
+    for (; d + 4 <= parts; d += 4) {
+        vec a[LANES];
+        UNROLL16 for (int i = 0; i < LANES; i++)
+            a[i] = query[i / 4].out[d + i % 4] * fade[i / 4];
+        for (int64_t j = low; j < high; j++) {
+            const float *at = keys->key[j] + keys->apart + d * LANES;
+            vec v[4] = {load(at), load(at + LANES), load(at + 2 * LANES), load(at + 3 * LANES)};
+            UNROLL16 for (int i = 0; i < LANES; i++)
+                a[i] = v[i % 4] * weight[i / 4][j] + a[i];
+        }
+        UNROLL16 for (int i = 0; i < LANES; i++)
+            query[i / 4].out[d + i % 4] = a[i];
+    }
+    for (; d < parts; d++)
+        for (int i = 0; i < 4; i++) {
+            vec a = query[i].out[d] * fade[i];
+            for (int64_t j = low; j < high; j++)
+                a = load(keys->key[j] + keys->apart + d * LANES) * weight[i][j] + a;
+            query[i].out[d] = a;
+        }
+}
+#endif
+
+/* What a tree's row sees of its own span: those of its ancestors (bits) that stand in its window, from depth ``first`` on. */
+typedef struct { const int64_t *bits, *positions; int64_t context, first; } Tree;
+
+INLINE int is_seen(const Tree *tree, int64_t slot) {
+    int64_t i = slot - tree->context;
+    return i < 0 || ((tree->bits[i / 64] >> i % 64) & 1 && tree->positions[i] >= tree->first);
+}
+
+/* ``count`` queries of one KV head: their rows, or heads of one row, or both. ``at``: of the head's keys in a page. */
+static void attend_queries(const Attend *op, Query *query, int64_t count, const int32_t *pages, int64_t at, const Tree *tree) {
+    const Cache *cache = &op->cache;
+    int64_t dim = op->dim, size = cache->page_slots, first = query[0].first, stop = query[count - 1].stop;
+    for (int64_t i = 0; i < count; i++) {
+        query[i].best = -INFINITY, query[i].total = 0;
+        memset(query[i].out, 0, 4 * dim);
+    }
+    Keys keys = {.apart = cache->v - cache->k};
+    for (int64_t begin = first / CHUNK * CHUNK; begin < stop; begin += CHUNK) {
+        int64_t slot = begin > first ? begin : first, end = stop - begin < CHUNK ? stop : begin + CHUNK, j = tree ? 0 : slot - begin;
+        int64_t page = slot / size, offset = slot % size;
+        keys.begin = begin, keys.low = j;
+        for (; slot < end; slot++) {
+            if (!tree || is_seen(tree, slot))
+                keys.key[j++] = cache->k + pages[page] * cache->page_stride + at + offset * dim;
+            if (++offset == size)
+                offset = 0, page++;
+        }
+        keys.high = j;
+        if (j == keys.low)
+            continue;
+        for (int64_t i = 0; i < keys.low; i++)
+            keys.key[i] = keys.key[keys.low];
+        for (; j % LANES; j++)
+            keys.key[j] = keys.key[keys.high - 1];
+        if (tree) /* all that were kept */
+            for (int64_t i = 0; i < count; i++)
+                query[i].first = begin, query[i].stop = begin + keys.high;
+        int64_t i = 0;
+#if TILE == 8
+        for (; i + 4 <= count; i += 4)
+            keys.fresh = i == 0, attend_four(op, query + i, &keys);
+#endif
+        for (; i < count; i++)
+            keys.fresh = i == 0, attend_one(op, query + i, &keys);
+    }
+    for (; count--; query++) {
+        float total = query->total, fade = 1;
+        if (op->sinks) { /* one more score, without a value */
+            float sink = op->sinks[query->head], high = sink > query->best ? sink : query->best;
+            fade = expf(query->best - high);
+            total = total * fade + expf(sink - high);
+        }
+        for (int64_t d = 0; d < dim; d += LANES)
+            store(query->y + d, query->out[d / LANES] * fade / total);
+    }
+}
+
+/* Threads take rows of one span that follow each other, with query heads that share a KV head. */
+static void attend(const Attend *op, const Step *step, const Team *team) {
+    int64_t shared = op->num_heads / op->num_kv_heads, base = 0, span = 0, item = take(team);
+    /* Heads that share keys stay together, unless there is too little work for all threads then. */
+    int64_t at_once = step->num_rows * op->num_kv_heads < omp_get_num_threads() ? 1 : shared < HEADS_AT_ONCE ? shared : HEADS_AT_ONCE;
+    int64_t parts = (shared + at_once - 1) / at_once, per_block = op->num_kv_heads * parts;
+    Query query[QUERIES];
+    for (; span < step->num_spans; span++) {
+        int64_t start = step->row_start[span], length = step->row_start[span + 1] - start, context = step->context[span];
+        const int64_t *bits = step->ancestors && length ? step->ancestors + start * step->num_words : 0;
+        int is_tree = bits && bits[0] & 1; /* a row's bits count itself, and those of a causal span are zero */
+        int64_t height = is_tree ? 1 : QUERIES / at_once, items = (length + height - 1) / height * per_block;
+        for (; item < base + items; item = take(team)) {
+            int64_t block = (item - base) / per_block, part = (item - base) % per_block, group = part / parts, skipped = part % parts * at_once;
+            int64_t head = group * shared + skipped, heads = shared - skipped < at_once ? shared - skipped : at_once, count = 0;
+            int64_t i = block * height, last = i + height < length ? i + height : length;
+            Tree tree = {bits + i * step->num_words, step->positions + start, context, 0};
+            for (int64_t row = i; row < last; row++)
+                for (int64_t h = head; h < head + heads; h++) {
+                    int64_t depth = is_tree ? step->positions[start + row] : context + row; /* where it stands */
+                    Query *each = query + count++;
+                    each->q = op->heads + (start + row) * op->row + h * op->dim;
+                    each->y = op->y + ((start + row) * op->num_heads + h) * op->dim;
+                    each->head = h;
+                    each->first = op->window && depth >= op->window ? depth + 1 - op->window : 0;
+                    each->stop = context + row + 1;
+                }
+            tree.first = query[0].first;
+            if (is_tree && query[0].first > context)
+                for (int64_t k = 0; k < count; k++)
+                    query[k].first = context;
+            attend_queries(op, query, count, step->tables[op->cache.group] + span * step->table_width, group * op->cache.page_slots * op->dim,
+                           is_tree ? &tree : 0);
+        }
+        base += items;
+    }
+}

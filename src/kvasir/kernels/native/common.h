@@ -1,0 +1,155 @@
+/* What all kernels share: the structures of a step and of its operations, and vectors. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef _OPENMP
+int omp_get_thread_num(void);
+int omp_get_num_threads(void);
+#else
+static int omp_get_thread_num(void) { return 0; }
+static int omp_get_num_threads(void) { return 1; }
+#endif
+
+#define LANES 16
+#ifdef __AVX512F__
+#define TILE 8    /* rows that share a loaded weight: their sums fill the registers */
+#else
+#define TILE 2
+#endif
+#define CHUNK 64  /* keys between two rescalings of the softmax */
+#define HEADS_AT_ONCE 8
+#define QUERIES 32 /* of one KV head that read a chunk of keys together */
+#define MAX_DIM 512
+#define ROWS 32   /* up to here every thread prepares a product's rows for itself: less than a barrier costs */
+
+typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(64), aligned(4), may_alias));
+#define INLINE static inline __attribute__((always_inline))
+
+/* The layout of these structures is that of the classes of the same names in program.py: all fields have 8 bytes. */
+typedef struct {
+    int64_t num_rows, num_spans, num_wanted, table_width;
+    const int64_t *ids, *positions, *wanted;
+    const int32_t *row_start, *context;
+    const int64_t *const *slots; /* of each cache group: [T], -1: nowhere */
+    const int32_t *const *tables; /* of each cache group: [S, table_width] */
+    const int64_t *ancestors; int64_t num_words; /* [T, num_words]: bits of the rows of its span that a tree's row sees; or none */
+} Step;
+
+enum { EMBED, LINEAR, NORM, HEADS, ATTEND, GATHER };
+enum { BF16, FP32 };
+enum { PLAIN, SILU, GELU, GELU_TANH };
+
+typedef struct { int64_t kind; const float *table; float *y; int64_t width; double scale; } Embed;
+
+typedef struct { /* y = act(norm(x) W^T + bias) * scale, capped; or y += of it */
+    int64_t kind; const float *x; float *y; const void *weights; const float *bias, *norm;
+    double eps; int64_t format, num_inputs, num_outputs, activation, add, wanted; double scale, softcap;
+} Linear;
+
+typedef struct { int64_t kind; const float *x; float *y; const float *weight; double eps; int64_t width, add, wanted; } Norm; /* y (+)= norm(x) */
+
+typedef struct { int64_t page_stride, page_slots, group; float *k, *v; } Cache; /* strides in floats */
+
+typedef struct { /* norm, rotate and write: queries in place, keys and values into their pages */
+    int64_t kind; float *heads; const float *norm; double eps; int64_t num_heads, num_kv_heads, dim, writes;
+    const float *angles; Cache cache;
+} Heads;
+
+typedef struct {
+    int64_t kind; const float *heads; float *y; const float *sinks; int64_t num_heads, num_kv_heads, dim, row, window;
+    double scale, softcap; Cache cache;
+} Attend;
+
+typedef struct { int64_t kind; const float *x; float *y; int64_t width; } Gather;
+
+/* ------------------------------------------------------------------------------------------------------------ vectors */
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
+#endif
+
+INLINE vec load(const float *p) { return *(const vec *)p; }
+INLINE void store(float *p, vec v) { *(vec *)p = v; }
+INLINE vec splat(float x) { return (vec){0} + x; }
+INLINE vec choose(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
+INLINE vec bigger(vec a, vec b) { return choose(a > b, a, b); }
+
+INLINE float sum(vec v) {
+    v += SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    v += SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    v += SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    return v[0] + v[1];
+}
+
+/* The sums of 16 vectors, as a vector: each round halves what is left to add. */
+INLINE vec sums(vec *a) {
+    for (int i = 0; i < 8; i++)
+        a[i] = SHUFFLE(a[i], a[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
+             + SHUFFLE(a[i], a[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    for (int i = 0; i < 4; i++)
+        a[i] = SHUFFLE(a[i], a[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27)
+             + SHUFFLE(a[i], a[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    for (int i = 0; i < 2; i++)
+        a[i] = SHUFFLE(a[i], a[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
+             + SHUFFLE(a[i], a[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    return SHUFFLE(a[0], a[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
+         + SHUFFLE(a[0], a[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+}
+
+/* e^x to 2 ulp: 2^n times the Taylor series of what is left, |r| < 0.35. Below -87 it is 0; NaN stays NaN. */
+INLINE vec exponential(vec x) {
+    vec n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* rounds: the sum has no bits for a fraction */
+    vec safe = choose(n < -126.0f, splat(-126.0f), choose(n > 127.0f, splat(127.0f), n));
+    vec r = (x - safe * 0.693359375f) + safe * 2.12194440e-4f;
+    r = choose(x < -87.0f, splat(0), r);
+    vec p = splat(1.0f / 5040);
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    ivec power = (__builtin_convertvector(safe, ivec) + 127) << 23;
+    vec y = p * (vec)power;
+    return choose(x < -87.0f, splat(0), y);
+}
+
+INLINE vec tangent(vec x) { return 1.0f - 2.0f / (exponential(x + x) + 1.0f); }
+
+INLINE vec activate(int64_t kind, vec x) {
+    if (kind == SILU)
+        return x / (1.0f + exponential(-x));
+    if (kind == GELU_TANH) /* 0.5 (1 + tanh z) = 1 / (1 + exp(-2 z)) */
+        return x / (1.0f + exponential(-1.5957691216f * (x + 0.044715f * x * x * x)));
+    for (int i = 0; i < LANES; i++)
+        x[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.70710678f));
+    return x;
+}
+
+/* What a thread works with: ``mine`` is its own, ``shared`` the team's, and so is ``next``, the first item that nobody has taken. */
+typedef struct { float *mine, *shared; int64_t *next; } Team;
+
+INLINE int64_t take(const Team *team) { return __atomic_fetch_add(team->next, 1, __ATOMIC_RELAXED); }
+
+INLINE void share(int64_t items, int64_t *first, int64_t *stop) { /* this thread's part of them */
+    int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
+    *first = items * me / team;
+    *stop = items * (me + 1) / team;
+}
+
+static float norm_scale(const float *x, int64_t width, double eps) {
+    vec squares = splat(0);
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES)
+        squares += load(x + i) * load(x + i);
+    float total = sum(squares);
+    for (; i < width; i++)
+        total += x[i] * x[i];
+    return 1.0f / sqrtf(total / width + (float)eps);
+}
