@@ -52,6 +52,39 @@ def test_steps_of_both_kinds_may_follow_each_other(tmp_path):
 
 
 @needs_native
+@pytest.mark.parametrize("variant", ["qwen3", "gemma3_text_caps"])
+def test_trees_beside_prompts_and_decodes(variant, tmp_path):
+    """Slots that a tree's rows must not see hold other tokens' keys."""
+    folder = checkpoints.write(tmp_path / variant, variant, head_dim=16)
+    found = []
+    for kind in (NativePaged, Paged):
+        paged = kind(folder)
+        a, b, c = paged.seqs
+        paged.step([Span(a, 0, 20), Span(c, 0, 17)])
+        spans = [Span(a, 20, 6, parents=[-1, 0, 0, 1, 1, 2]), Span(b, 0, 3), Span(c, 17, 1)]
+        found.append(torch.cat(paged.step(spans)))
+        for span in spans:
+            span.parents = None
+        straight = torch.cat(paged.step(spans))
+    torch.testing.assert_close(*found, atol=2e-4, rtol=2e-4)
+    assert not torch.allclose(found[1], straight, atol=1e-3), "the tree must matter here"
+
+
+@needs_native
+def test_logits_of_more_rows_than_a_call_computes(tmp_path, monkeypatch):
+    """As a function of slices then, like those of the plain path: what a long scored prompt asks for."""
+    folder = checkpoints.write(tmp_path / "gemma", "gemma3_text_caps", head_dim=16)
+    whole = Paged(folder).run(lambda i: 50)
+    monkeypatch.setattr(native_decoder, "LOGIT_ROWS", 10)
+    paged = Paged(folder)
+    batch = pack([Span(seq, 0, len(seq.tokens)) for seq in paged.seqs], PAGE_SLOTS, "cpu", len(paged.pool.groups))
+    batch.logit_rows = torch.arange(2, batch.input_ids.shape[0])
+    logits = NativeDecoder(paged.model, paged.caches).logits(batch)
+    for first, stop in ((0, len(batch.logit_rows)), (3, 4), (5, 31)):
+        torch.testing.assert_close(logits(first, stop), torch.cat(whole)[2 + first:2 + stop], atol=2e-4, rtol=2e-4)
+
+
+@needs_native
 def test_what_is_left_to_the_plain_path(tmp_path, monkeypatch):
     paged = Paged(checkpoints.write(tmp_path / "a", "qwen3"))
     decoder = NativeDecoder(paged.model, paged.caches)

@@ -57,7 +57,7 @@ def close(got, want, x, w):
 
 @pytest.mark.parametrize("tiles", TILES)
 @pytest.mark.parametrize("narrow", [True, False])
-@pytest.mark.parametrize("rows", [0, 1, 2, 5, 7, 8, 9, 16, 17, ROWS, ROWS + 3])
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 7, 8, 9, 16, 17, ROWS, ROWS + 3, 150])
 def test_products_are_as_exact_as_in_fp32(rows, narrow, tiles):
     for outputs, inputs in ((64, 96), (33, 31), (1, 1), (80, 515)):
         x, w = torch.randn(rows, inputs), weights(outputs, inputs, narrow)
@@ -76,11 +76,18 @@ def test_numbers_of_every_size_keep_their_24_bits():
 @pytest.mark.parametrize("tiles", TILES)
 def test_a_row_does_not_depend_on_the_others(tiles):
     """Bits, for one way of multiplying, whatever the number of rows."""
-    x, w = torch.randn(ROWS, 200), weights(100, 200)
+    x, w = torch.randn(150, 200), weights(100, 200)
     scale = torch.rand(200)
     whole = product(x, w, tiles, norm=(scale, NORM))
-    for first, stop in ((0, 1), (3, 10), (15, 32)):
+    for first, stop in ((0, 1), (3, 10), (15, 32), (7, 60), (140, 150)):
         assert torch.equal(product(x[first:stop].clone(), w, tiles, norm=(scale, NORM)), whole[first:stop])
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+def test_blocks_of_rows_that_are_wider_than_a_cache(narrow):
+    """Many inputs: a block is of fewer rows than a thread's share."""
+    x, w = torch.randn(200, 9000), weights(40, 9000, narrow)
+    close(product(x, w, TILES[-1], norm=(torch.ones(9000), NORM)), rms_norm_reference(x.double(), torch.ones(9000), NORM) @ w.double().t(), x, w)
 
 
 @pytest.mark.parametrize("tiles", TILES)
@@ -141,7 +148,8 @@ def test_norms_beside_products():
         torch.testing.assert_close(into, rms_norm_reference(x, scale, NORM) + (y if add else 0), atol=1e-6, rtol=1e-6)
 
 
-SPANS = [((0, 1),), ((70, 1), (16, 23)), ((40, 1), (0, 5), (70, 1), (3, 0), (16, 4)), ((300, 1), (63, 1), (64, 1), (65, 2))]
+SPANS = [((0, 1),), ((70, 1), (16, 23)), ((40, 1), (0, 5), (70, 1), (3, 0), (16, 4)), ((300, 1), (63, 1), (64, 1), (65, 2)),
+         ((9, 1), (30, 41), (0, 70))]
 
 
 @pytest.mark.parametrize("options", [
@@ -150,15 +158,42 @@ SPANS = [((0, 1),), ((70, 1), (16, 23)), ((40, 1), (0, 5), (70, 1), (3, 0), (16,
     {"window": 30, "softcap": 3.0, "sinks": True, "dim": 48}], ids=str)
 @pytest.mark.parametrize("spans", SPANS, ids=str)
 def test_attention_over_pages(spans, options):
-    """What a span does not see is NaN."""
+    """What a span does not see is NaN. A row's bits are the same when it is a span of its own."""
     world = make_world(list(spans), **options)
+    out = attended(world)
+    torch.testing.assert_close(out.double(), truth(world)[0], atol=3e-6, rtol=3e-6)
+    batch, rows = world.batch, len(world.q)
+    of = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(batch.lengths))
+    alone = dict(row_start=torch.arange(rows + 1, dtype=torch.int32), context=batch.positions.int(), tables=[batch.tables[0][of]])
+    assert torch.equal(attended(world, **alone), out)
+
+
+def attended(world, **changes):
+    """[T, H, D] by the kernel."""
     spec, batch, planes, program = world.spec, world.batch, world.cache.planes, Program(native().library)
     heads = torch.cat([world.q, torch.full((len(world.q), 2 * spec.num_kv_heads, spec.head_dim), torch.nan)], 1)
     out = torch.full((len(world.q), spec.num_heads * spec.head_dim), torch.nan)
     program.attend(heads, out, Planes(planes["k"], planes["v"]), spec.num_heads, spec.num_kv_heads, scale=spec.scale, window=spec.window,
                    softcap=spec.softcap, sinks_H=world.sinks)
-    program.run(StepInputs(batch.input_ids, batch.positions, batch.row_start, batch.context, batch.tables, batch.slots, batch.logit_rows))
-    torch.testing.assert_close(out.view(world.q.shape).double(), truth(world)[0], atol=3e-6, rtol=3e-6)
+    inputs = {"ids": batch.input_ids, "wanted": batch.logit_rows} | {
+        name: getattr(batch, name) for name in ("positions", "row_start", "context", "tables", "slots", "ancestors")}
+    program.run(StepInputs(**inputs | changes))
+    return out.view(world.q.shape)
+
+
+WIDE_TREE = [-1, *[i // 2 for i in range(69)]]  # more rows than a word has bits
+
+
+@pytest.mark.parametrize("options", [{}, {"heads": 8, "kv_heads": 1}, {"window": 1}, {"window": 3}, {"window": 20, "softcap": 2.0, "sinks": True}], ids=str)
+@pytest.mark.parametrize("parents", [[-1, 0, 0, 2, 2, 3, 1], WIDE_TREE], ids=["small", "wide"])
+def test_a_tree_s_rows_see_their_ancestors(parents, options):
+    """Beside spans that are causal, one of them with a row's worth of bits that says nothing."""
+    world = make_world([(40, 1), (59, len(parents)), (3, 37)], trees={1: parents}, **options)
+    out = attended(world)
+    torch.testing.assert_close(out.double(), truth(world)[0], atol=3e-6, rtol=3e-6)
+    straight = attended(world, ancestors=None)
+    assert torch.equal(out[:1], straight[:1]) and torch.equal(out[-37:], straight[-37:])
+    assert options.get("window") == 1 or not torch.allclose(out, straight, atol=1e-3), "the tree must matter here"
 
 
 def test_a_row_s_nan_is_its_own():

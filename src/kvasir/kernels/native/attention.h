@@ -23,7 +23,15 @@ static void heads(const Heads *op, const Step *step) {
         }
         float scale = op->norm ? norm_scale(x, dim, op->eps) : 1;
         const float *weight = op->norm + (op->norm ? head * dim : 0), *cos = op->angles + step->positions[row] * dim, *sin = cos + half;
-        for (int64_t i = 0; i < half; i++) {
+        int64_t i = 0;
+        for (; i + LANES <= half; i += LANES) {
+            vec a = load(x + i) * scale, b = load(x + i + half) * scale, c = load(cos + i), s = load(sin + i);
+            if (op->norm)
+                a *= load(weight + i), b *= load(weight + i + half);
+            store(y + i, a * c - b * s);
+            store(y + i + half, b * c + a * s);
+        }
+        for (; i < half; i++) {
             float a = x[i] * scale, b = x[i + half] * scale;
             if (op->norm)
                 a *= weight[i], b *= weight[i + half];
@@ -139,15 +147,18 @@ static void attend_one(const Attend *op, Query *query, const Keys *keys) {
 }
 
 #if TILE == 8
-/* Four queries at once: what one of them reads serves all. Every sum has the order that it has in ``attend_one``. */
-static void attend_four(const Attend *op, Query *query, const Keys *keys) {
-    int64_t dim = op->dim, parts = dim / LANES, low = CHUNK, high = 0, lows[4], highs[4];
-    float weight[4][CHUNK], fade[4];
+/* Four queries at once: what is read serves all. Every sum has the order that it has in ``attend_one``. */
+typedef struct { float weight[4][CHUNK], fade[4]; int64_t low, high; } Weights;
+
+static void weigh_four(const Attend *op, Query *query, const Keys *keys, Weights *weights) {
+    int64_t dim = op->dim, low = CHUNK, high = 0, lows[4], highs[4];
+    float (*weight)[CHUNK] = weights->weight;
     for (int i = 0; i < 4; i++) {
         lows[i] = low_of(query + i, keys), highs[i] = high_of(query + i, keys);
         if (lows[i] < highs[i])
             low = lows[i] < low ? lows[i] : low, high = highs[i] > high ? highs[i] : high;
     }
+    weights->low = low, weights->high = high;
     const float *q0 = query[0].q, *q1 = query[1].q, *q2 = query[2].q, *q3 = query[3].q;
     for (int64_t j = low / 4 * 4; j < high; j += 4) {
         const float *k0 = keys->key[j], *k1 = keys->key[j + 1], *k2 = keys->key[j + 2], *k3 = keys->key[j + 3];
@@ -165,11 +176,15 @@ static void attend_four(const Attend *op, Query *query, const Keys *keys) {
         for (int i = 0; i < 4; i++)
             memcpy(weight[i] + j, s + 4 * i, 16);
     }
+    for (int i = 0; i < 4 && low < high; i++)
+        weights->fade[i] = weigh(query + i, lows[i], highs[i], low, high, weight[i]);
+}
+
+static void add_four(const Attend *op, Query *query, const Keys *keys, const Weights *weights) {
+    int64_t parts = op->dim / LANES, low = weights->low, high = weights->high, d = 0;
+    const float (*weight)[CHUNK] = weights->weight, *fade = weights->fade;
     if (low >= high)
         return;
-    for (int i = 0; i < 4; i++)
-        fade[i] = weigh(query + i, lows[i], highs[i], low, high, weight[i]);
-    int64_t d = 0;
     for (; d + 4 <= parts; d += 4) {
         vec a[LANES];
         UNROLL16 for (int i = 0; i < LANES; i++)
@@ -232,8 +247,11 @@ static void attend_queries(const Attend *op, Query *query, int64_t count, const 
                 query[i].first = begin, query[i].stop = begin + keys.high;
         int64_t i = 0;
 #if TILE == 8
-        for (; i + 4 <= count; i += 4)
-            keys.fresh = i == 0, attend_four(op, query + i, &keys);
+        Weights weights[QUERIES / 4];
+        for (; i + 4 <= count; i += 4) /* keys, and then values, stay in the first cache */
+            keys.fresh = i == 0, weigh_four(op, query + i, &keys, weights + i / 4);
+        for (i = 0; i + 4 <= count; i += 4)
+            add_four(op, query + i, &keys, weights + i / 4);
 #endif
         for (; i < count; i++)
             keys.fresh = i == 0, attend_one(op, query + i, &keys);

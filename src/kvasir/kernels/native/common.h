@@ -132,8 +132,8 @@ INLINE vec activate(int64_t kind, vec x) {
     return x;
 }
 
-/* What a thread works with: ``mine`` is its own, ``shared`` the team's, and so is ``next``, the first item that nobody has taken. */
-typedef struct { float *mine, *shared; int64_t *next; } Team;
+/* What a thread works with: ``mine`` is its own, ``next`` the team's: the first item that nobody has taken. */
+typedef struct { float *mine; int64_t *next; } Team;
 
 INLINE int64_t take(const Team *team) { return __atomic_fetch_add(team->next, 1, __ATOMIC_RELAXED); }
 

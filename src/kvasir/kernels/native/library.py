@@ -134,8 +134,7 @@ def _open(file: Path) -> ctypes.CDLL:
             ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
         library = ctypes.CDLL(str(file))
     library.kvasir_run.restype = None
-    library.kvasir_run.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
-                                   ctypes.c_void_p, ctypes.c_int64)
+    library.kvasir_run.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
     library.kvasir_pack.restype = ctypes.c_int64
     library.kvasir_pack.argtypes = (ctypes.c_void_p, *[ctypes.c_int64] * 7, ctypes.c_void_p, ctypes.c_int64)
     library.kvasir_tiles.restype = ctypes.c_int64

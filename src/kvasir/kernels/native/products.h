@@ -1,6 +1,6 @@
 /* ----------------------------------------------------------------------------------------------------------- products */
 
-#define NEAR_FLOATS (128 << 10) /* of input rows that stay in a core's own cache */
+#define NEAR_FLOATS (192 << 10) /* of input rows that stay in a core's own cache; as in program.py */
 
 /* R rows times a panel of 2 x 16 outputs. bf16 panel: for each pair of inputs 16 words a block, the first input's weight in
  * the low half: widening is a shift or a mask. fp32 panel: for each input 16 floats a block. */
@@ -224,17 +224,21 @@ static const float *prepare(const Linear *op, const Shape *shape, int64_t row, f
     return into;
 }
 
-/* Rows ``row`` .. ``stop`` - 1 into ``to``, which holds those from ``row`` - ``at`` on. ``scratch``: of one row. */
-static void prepare_rows(const Linear *op, const Shape *shape, int64_t row, int64_t stop, int64_t at, float *to, float *scratch) {
-    for (; row < stop; row++, at++) {
+/* ``count`` rows from ``row`` on, behind a row of scratch at ``mine``. */
+static const float *prepare_rows(const Linear *op, const Shape *shape, int64_t row, int64_t count, float *mine) {
+    float *to = mine + shape->padded;
+    for (int64_t r = 0; r < count; r++) {
 #ifdef TILES
         if (shape->tiles) {
-            split(prepare(op, shape, row, scratch), shape->padded, at % TILE_ROWS, to + at / TILE_ROWS * TILE_ROWS * shape->padded * 3 / 2);
+            split(prepare(op, shape, row + r, mine), shape->padded, r % TILE_ROWS, to + r / TILE_ROWS * TILE_ROWS * shape->padded * 3 / 2);
             continue;
         }
 #endif
-        prepare(op, shape, row, to + at * shape->padded);
+        if (!shape->copied)
+            return op->x + row * op->num_inputs;
+        prepare(op, shape, row + r, to + r * shape->padded);
     }
+    return to;
 }
 
 static void panels(const Linear *op, const Shape *shape, const float *x, int64_t row, int64_t count, int64_t first, int64_t stop) {
@@ -244,11 +248,11 @@ static void panels(const Linear *op, const Shape *shape, const float *x, int64_t
         return;
     }
 #endif
-    panels_of(op, shape->copied ? x : op->x + row * op->num_inputs, shape->padded, shape->padded, row, count, first, stop);
+    panels_of(op, x, shape->padded, shape->padded, row, count, first, stop);
 }
 
-/* Few rows: threads share the panels. Many: they prepare the rows together, and then take blocks of rows and panels as they come:
- * a block of rows stays in a core's own cache while panels pass by. */
+/* Few rows: threads share the panels, and each prepares all rows. Many: they take blocks of rows, and parts of the panels where
+ * blocks are few, as they come: a block stays in a core's own cache while panels pass by. */
 static void linear(const Linear *op, int64_t rows, const Team *team, int64_t tiles_from) {
     int64_t blocks = (op->num_outputs + LANES - 1) / LANES, num_panels = op->activation ? blocks : (blocks + 1) / 2, first, stop;
     Shape shape = {.padded = op->format == BF16 ? (op->num_inputs + 31) / 32 * 32 : op->num_inputs};
@@ -256,28 +260,22 @@ static void linear(const Linear *op, int64_t rows, const Team *team, int64_t til
     shape.copied = op->norm || shape.padded > op->num_inputs;
     if (rows <= ROWS) {
         share(num_panels, &first, &stop);
-        if (first == stop || !rows)
-            return;
-        if (shape.copied || shape.tiles)
-            prepare_rows(op, &shape, 0, rows, 0, team->mine + shape.padded, team->mine);
-        panels(op, &shape, team->mine + shape.padded, 0, rows, first, stop);
+        if (first < stop && rows)
+            panels(op, &shape, prepare_rows(op, &shape, 0, rows, team->mine), 0, rows, first, stop);
         return;
     }
-    if (shape.copied || shape.tiles) {
-        share(rows, &first, &stop);
-        prepare_rows(op, &shape, first, stop, first, team->shared, team->mine);
-#pragma omp barrier
-    }
-    int64_t row_floats = shape.padded * (shape.tiles ? 3 : 2) / 2; /* of an input row */
-    int64_t parts = (rows * row_floats + NEAR_FLOATS - 1) / NEAR_FLOATS, height = (rows + parts - 1) / parts;
-    height = (height + 15) / 16 * 16;
-    parts = (rows + height - 1) / height;
-    int64_t threads = omp_get_num_threads(), width = num_panels * parts / (8 * threads); /* enough items for the slowest to have few */
-    width = width < 1 ? 1 : width > num_panels ? num_panels : width;
-    int64_t across = (num_panels + width - 1) / width;
-    for (int64_t item; (item = take(team)) < parts * across;) {
-        int64_t row = item / across * height, panel = item % across * width;
-        panels(op, &shape, team->shared + row * row_floats, row, rows - row < height ? rows - row : height, panel,
-               num_panels - panel < width ? num_panels : panel + width);
+    int64_t threads = omp_get_num_threads(), height = (rows + 2 * threads - 1) / (2 * threads), most = NEAR_FLOATS * 2 / 3 / shape.padded;
+    height = (height < most ? height : most) / ROWS * ROWS;
+    height = height < ROWS ? ROWS : height;
+    int64_t high = (rows + height - 1) / height, across = high == threads || high >= 2 * threads ? 1 : (2 * threads + high - 1) / high;
+    const float *x = 0;
+    for (int64_t item, held = -1; (item = take(team)) < high * across;) {
+        int64_t row = item / across * height, count = rows - row < height ? rows - row : height, part = item % across;
+        first = num_panels * part / across, stop = num_panels * (part + 1) / across;
+        if (first == stop)
+            continue;
+        if (held != row)
+            x = prepare_rows(op, &shape, row, count, team->mine), held = row;
+        panels(op, &shape, x, row, count, first, stop);
     }
 }

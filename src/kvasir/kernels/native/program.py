@@ -17,6 +17,7 @@ import torch
 
 LANES = 16
 ROWS = 32  # up to here every thread prepares a product's rows for itself
+NEAR_FLOATS = 192 << 10  # of input rows that stay in a core's own cache
 MAX_DIM = 512
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
 BF16, FP32 = 0, 1
@@ -116,7 +117,6 @@ class Program:
         self._held: list[object] = []
         self._array: ctypes.Array | None = None
         self._width = 1  # the most inputs of a product
-        self._shared = torch.empty(0)  # the rows of a product of many, prepared
 
     def __len__(self) -> int:
         return len(self._ops)
@@ -200,14 +200,12 @@ class Program:
         if self._array is None:
             self._array = (c_void_p * len(self._ops))(*map(ctypes.addressof, self._ops))
             self._threads = torch.get_num_threads()
-            self._size = -(-(ROWS * 3 // 2 + 1) * self._width // LANES) * LANES  # a row, and some in three parts of half the size
+            held = max(ROWS * self._width * 3 // 2, NEAR_FLOATS)  # rows in three parts of half their size
+            self._size = -(-(self._width + held) // LANES) * LANES
             self._scratch = torch.empty(self._threads, self._size)
-        rows = max(step.args.num_rows, step.args.num_wanted)
-        if rows > ROWS and self._shared.numel() < (size := -(-rows // 16) * 16 * self._width * 3 // 2):
-            self._shared = torch.empty(size)
         stop = len(self._ops) if stop is None else stop
         self._library.kvasir_run(ctypes.byref(self._array, first * ctypes.sizeof(c_void_p)), stop - first, ctypes.byref(step.args), self._threads,
-                                 self._scratch.data_ptr(), self._size, self._shared.data_ptr(), self.tiles)
+                                 self._scratch.data_ptr(), self._size, self.tiles)
 
 
 @dataclass(frozen=True, slots=True)

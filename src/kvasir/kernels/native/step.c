@@ -39,14 +39,14 @@ static void gather(const Gather *op, const Step *step) {
         memcpy(op->y + i * op->width, op->x + step->wanted[i] * op->width, 4 * op->width);
 }
 
-/* ``scratch``: 64-byte aligned, ``scratch_size`` floats a thread: a row of the most inputs, and ROWS rows, or their parts of half
- * more. ``shared``: the same for all rows, in sixteens, where they are more than ROWS. */
+/* ``scratch``: 64-byte aligned, ``scratch_size`` floats a thread: a row of the most inputs, and ROWS rows in parts of half more or
+ * NEAR_FLOATS, whichever is more. */
 void kvasir_run(const void *const *ops, int64_t count, const Step *step, int64_t threads, float *scratch, int64_t scratch_size,
-                float *shared, int64_t tiles) {
+                int64_t tiles) {
     int64_t next[2] = {0, 0}; /* operations take turns: nobody counts with the other one while it is set back */
 #pragma omp parallel num_threads(threads)
     {
-        Team team = {.mine = scratch + omp_get_thread_num() * scratch_size, .shared = shared};
+        Team team = {.mine = scratch + omp_get_thread_num() * scratch_size};
         for (int64_t i = 0; i < count; i++) {
             const void *op = ops[i];
             team.next = next + i % 2;
