@@ -109,14 +109,15 @@ def test_what_is_left_to_the_plain_path(tmp_path, monkeypatch):
     assert reason("qwen3") == "no C compiler"
 
 
-def tokens(native_too, monkeypatch, lengths, **options):
+def tokens(native_too, monkeypatch, lengths, gap=0, alike=7, max_tokens=40, **options):
+    """``gap``: steps between arrivals; ``alike`` 0: a prompt begins all longer ones."""
     if not native_too:
         monkeypatch.setattr(runner, "why_not", lambda *args: "off")
-    driver = Driver(batch_invariant=False, max_num_batched_tokens=64, max_num_seqs=32, num_pages=120, **options)
+    driver = Driver(**{"batch_invariant": False, "max_num_batched_tokens": 64, "max_num_seqs": 32, "num_pages": 120} | options)
     assert (driver.engine.runner.native is not None) == native_too
-    reqs = [driver.request(f"r{k}", [300 + (11 * i + 7 * k) % 1500 for i in range(n)], temperature=k % 2, max_tokens=40, seed=k, ignore_eos=True)
-            for k, n in enumerate(lengths)]
-    driver.run(reqs)
+    reqs = [driver.request(f"r{k}", [300 + (11 * i + alike * k) % 1500 for i in range(n)], temperature=k % 2, max_tokens=max_tokens, seed=k,
+                           ignore_eos=True) for k, n in enumerate(lengths)]
+    driver.run(reqs, gap=gap)
     used = native_too and driver.engine.runner.native._program is not None
     found = {key: out.tokens for key, out in driver.outputs.items()}
     driver.close()
@@ -129,6 +130,22 @@ def test_tokens_are_those_of_the_plain_path(model, lengths, monkeypatch):
     """Greedy and drawn with a seed; pages are freed and taken again, and full of NaN between."""
     mine, used = tokens(True, monkeypatch, lengths, model=model)
     plain, _ = tokens(False, monkeypatch, lengths, model=model)
+    assert used and mine == plain
+
+
+LOADS = {"mixed": dict(gap=3, max_num_batched_tokens=256), "prefix hits": dict(gap=5, alike=0), "drafts": dict(gap=2, drafter="ngram"),
+         "draft trees": dict(gap=2, drafter="token_recycling", draft_control="fixed"), "chunks": dict(max_num_batched_tokens=33)}
+
+
+@needs_native
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_tokens_of_mixed_steps(load, monkeypatch):
+    """Prompts come while others decode; every step is native."""
+    lengths = [150, 40, 200, 90, 130, 70]
+    plain, _ = tokens(False, monkeypatch, lengths, max_tokens=16, **load)
+    monkeypatch.undo()
+    monkeypatch.setattr(native_decoder.Decoder, "forward", lambda *args, **options: pytest.fail("a step of the plain path"))
+    mine, used = tokens(True, monkeypatch, lengths, max_tokens=16, **load)
     assert used and mine == plain
 
 
