@@ -29,7 +29,7 @@ def test_a_killed_process_loses_no_token():
             late = Reader(it, request(99))
             for reader in [*readers, late]:
                 (await reader.task).check()
-            assert it.num_restarts == 1 and it.num_quarantined == 0 and it.health().ready
+            assert it.num_restarts == it.stats().restarts == 1 and it.num_quarantined == it.stats().quarantined == 0 and it.health().ready
 
     run(body())
 
