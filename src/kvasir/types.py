@@ -403,6 +403,8 @@ class EngineStats:
     prefix_queries: int = 0  # tokens looked up in the prefix index, of which cached_tokens were found
     preemptions: int = 0
     failed: dict[str, int] = field(default_factory=dict)
+    restarts: int = 0  # of the engine process, which its client counts,
+    quarantined: int = 0  # and requests that it gave up because they kept ending that process
     step_seconds: float = 0.0
     step_rows: int = 0
     draft_steps: int = 0  # steps in which drafts were asked for

@@ -136,6 +136,8 @@ class FakeClient:
         return EngineStats(
             step_time_error={"eager": 0.25, "graph": 0.125},
             step=7,
+            restarts=2,
+            quarantined=1,
             num_running=len(self.open),
             num_pages=64,
             num_free_pages=60,

@@ -144,6 +144,35 @@ def test_leaving_a_stream_cancels_it(llm):
     assert not llm.engine.has_work() and llm.engine.pages.num_free == llm.engine.pages.num_total
 
 
+def test_streams_and_batches_side_by_side_keep_their_own_text(llm):
+    """One engine serves them all: whoever steps it hands the others what is theirs."""
+    prompts = [PROMPT, "The fox said"]
+    alone = ["".join(llm.stream(p, GREEDY)) for p in prompts]
+    streams = [llm.stream(p, GREEDY) for p in prompts]
+    texts = [next(s) for s in streams]
+    batch = llm.generate(prompts, GREEDY)
+    assert [o.outputs[0].text for o in batch] == alone
+    assert [text + "".join(s) for text, s in zip(texts, streams)] == alone
+
+
+def test_an_interrupted_call_leaves_nothing_behind(llm, monkeypatch):
+    """Ctrl-C in a notebook: the next call must neither fail over what was left, nor compute it."""
+    alone = llm.generate(PROMPT, GREEDY)[0].outputs[0].text
+    step, left = llm.engine.step, iter(range(5))
+
+    def interrupted():
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["The fox said"] * 3, greedy(max_tokens=300, ignore_eos=True))
+    monkeypatch.undo()
+    assert llm.generate(PROMPT, GREEDY)[0].outputs[0].text == alone
+    assert not llm.engine.has_work()
+
+
 @pytest.mark.parametrize("prompt, params, param", [
     (PROMPT, {"temperature": -1}, "temperature"),
     (PROMPT, {"n": 0}, "n"),

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import kvasir
 from kvasir.config import ServerConfig
 from kvasir.errors import ConfigError, RequestError
 from tests.api.fake_client import FakeClient
@@ -19,7 +20,7 @@ from tests.api.running import Running, running
 
 CHAT = "/v1/chat/completions"
 SAY = {"messages": [{"role": "user", "content": "say: hello world"}]}
-OPEN = {"/", "/health/live"}
+OPEN = {"/", "/health", "/health/live"}
 
 
 def key(text: str) -> dict[str, str]:
@@ -52,6 +53,18 @@ def test_liveness_answers_before_the_model_is_loaded():
             assert http.get("/health/live").status_code == 503, "given up: only a restart of the server helps"
     finally:
         server.stop()
+
+
+def test_the_probes_of_vllm_work():
+    """``/health``: nothing but the status, and no key, for a balancer that knows neither; ``/version``."""
+    engine = FakeClient()
+    with running(engine, api_key=("k",)) as server, httpx.Client(base_url=server.url) as http:
+        r = http.get("/health")
+        assert (r.status_code, r.content) == (200, b"")
+        assert http.get("/version", headers=key("k")).json() == {"version": kvasir.__version__}
+        engine.ready = False
+        r = http.get("/health")
+        assert r.status_code == 503 and r.json()["error"]["message"] == "not ready", "why is for those who have a key"
 
 
 def test_a_failed_start_says_why():
@@ -408,6 +421,7 @@ def test_metrics():
             and http_counts[(CHAT, "429")] == 1
             and http_counts[("none", "404")] == 1
         )
+        assert (value["kvasir:engine_restarts_total"], value["kvasir:requests_quarantined_total"]) == (2, 1)
         errors = {s.labels["kind"]: s.value for s in found["kvasir:step_time_relative_error"]}
         assert errors == {"eager": 0.25, "graph": 0.125}
         assert found["kvasir:startup_seconds"][0].labels == {"phase": "weights"} and "kvasir:build_info" in value

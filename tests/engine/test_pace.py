@@ -121,6 +121,14 @@ def test_replays_are_learnt_from_with_their_padding_and_captures_never():
     assert clock.model.seen == [replay, replay, (StepShape(35, 450.0, 60, 6), False)]
 
 
+def test_replays_that_verify_drafts_are_not_taken_for_decodes():
+    """Their graphs are others, of as many rows as there are drafts: whether the decodes' is captured says nothing about them."""
+    graphs = SimpleNamespace(takes=lambda spans: True, bucket=lambda n: 8, replays=lambda size: True)
+    clock = StepClock(Model(), SimpleNamespace(graphs=graphs, device=torch.device("cpu")))
+    spans = [SimpleNamespace(start=10, length=1), SimpleNamespace(start=20, length=4)]
+    assert all(clock.start(spans) is None for _ in range(2 * GRAPH_SHARE))
+
+
 def test_an_engine_learns_how_long_its_steps_take():
     d = Driver(max_num_batched_tokens=64)
     assert d.engine.stats().step_time_error == {}

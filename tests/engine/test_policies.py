@@ -13,7 +13,7 @@ from kvasir.engine.schedulers.priority import Config, Priority
 from kvasir.errors import ConfigError
 from kvasir.types import Status
 from tests.engine.fake import Driver, expected_output, manager, scheduler, sequence
-from tests.engine.test_scheduler import rows, unique
+from tests.engine.scheduling import rows, unique
 
 PACKAGE = "kvasir.engine.schedulers"
 POLICIES = technique.names(PACKAGE)

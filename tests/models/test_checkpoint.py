@@ -156,3 +156,21 @@ def test_the_embedded_model(monkeypatch, tmp_path):
     (tmp_path / "assets" / "base" / "config.json").write_text("{}")
     for name in ("", "embedded", "base"):
         assert checkpoint.resolve(name) == tmp_path / "assets" / "base"
+
+
+def test_a_bare_name_means_the_package_unless_a_folder_here_is_a_model(monkeypatch, tmp_path, caplog):
+    """Working in a folder that happens to hold one named ``nano`` must not take the shipped model away."""
+    checkpoint._warn_of_folder.cache_clear()
+    shipped = checkpoint.resolve("nano")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nano").mkdir()
+    assert checkpoint.resolve("nano") == shipped and not caplog.records
+    assert checkpoint.resolve("./nano").samefile("nano") and checkpoint.resolve("nano/").samefile("nano")
+    (tmp_path / "nano" / "config.json").write_text("{}")
+    for _ in range(2):
+        assert checkpoint.resolve("nano").samefile("nano")
+    [said] = caplog.messages
+    assert "the folder ./nano here" in said and str(shipped) in said
+    assert checkpoint.resolve("./nano").samefile("nano") and len(caplog.messages) == 1, "who writes a path knows"
+    (tmp_path / "embedded").mkdir()
+    assert checkpoint.resolve("embedded") == checkpoint.resolve("")

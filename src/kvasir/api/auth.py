@@ -1,4 +1,4 @@
-"""API keys. Every route is guarded but the two below, so a route added later is guarded without anyone remembering to."""
+"""API keys. Every route is guarded but those below, so a route added later is guarded without anyone remembering to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from kvasir.api.errors import error_response
 from kvasir.errors import RequestError
 
-OPEN_PATHS = frozenset({"/", "/health/live"})
+OPEN_PATHS = frozenset({"/", "/health", "/health/live"})
 Scope = dict[str, Any]
 App = Callable[[Scope, Callable, Callable], Awaitable[None]]
 

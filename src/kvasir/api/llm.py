@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -78,6 +79,7 @@ class LLM:
             path = checkpoint.resolve(source.tokenizer or source.model, source.revision if not source.tokenizer else None)
             self.tokenizer = Tokenizer.load(path, source.chat_template)
         self._ids = itertools.count()
+        self._collectors: dict[str, Collector] = {}  # of the calls and streams under way
 
     def __enter__(self) -> LLM:
         return self
@@ -118,23 +120,22 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Complete one prompt and yield its text (branch 0) as it comes. Leaving the loop early cancels the request."""
-        request = self._request(prompt, sampling_params or self.default_sampling_params())
-        collector, shown = Collector(request, None, self._need_tokenizer()), 0
-        events = self.engine.submit(request)
-        try:
-            while not collector.newly_done():
-                for event in events:
-                    if event.kind == "error":
-                        raise RequestError(event.message, status=event.status, param=event.param, code=event.code)
-                    for branch in collector.add(event):
-                        self.engine.cancel(request.id, branch)
-                text = collector.output.outputs[0].text
+        request, shown = self._request(prompt, sampling_params or self.default_sampling_params()), 0
+        collector = Collector(request, None, self._need_tokenizer())
+        with self._collecting({request.id: collector}):
+            self._deliver(self.engine.submit(request))
+            while True:
+                output, done = collector.output, collector.output.finished
+                if output.error is not None:
+                    raise output.error
+                text = output.outputs[0].text
                 if len(text) > shown:
                     yield text[shown:]
                     shown = len(text)
-                events = self.engine.step()
-        finally:
-            self.engine.cancel(request.id)
+                if done:
+                    return
+                if not output.finished:  # it may have ended at the yield, where others step
+                    self._deliver(self.engine.step())
 
     def check(self, prompt: Prompt, sampling_params: SamplingParams) -> None:
         """Raise RequestError when ``generate`` would refuse this request."""
@@ -162,7 +163,7 @@ class LLM:
         waiting = iter(requests)
         pending = next(waiting, None)
         num_open = len(requests)
-        with _progress(progress, len(requests)) as advance:
+        with self._collecting(collectors), _progress(progress, len(requests)) as advance:
             while num_open:
                 events: list[Event] = []
                 while pending is not None:  # feed the queue up to its bound, then step
@@ -171,15 +172,35 @@ class LLM:
                         break
                     events += accepted
                     pending = next(waiting, None)
-                events += self.engine.step()
-                for event in events:
-                    collector = collectors[event.request_id]
-                    for branch in collector.add(event):
-                        self.engine.cancel(event.request_id, branch)
-                    if collector.newly_done():
+                for collector in self._deliver(events + self.engine.step()):
+                    if collector.output.request_id in collectors:
                         num_open -= 1
                         advance(collector)
         return [collectors[r.id].output for r in requests]
+
+    @contextlib.contextmanager
+    def _collecting(self, collectors: dict[str, Collector]) -> Iterator[None]:
+        """While this lasts, whoever steps the engine hands these collectors what is theirs. Requests that are left are cancelled."""
+        self._collectors |= collectors
+        try:
+            yield
+        finally:
+            for request_id in collectors:
+                del self._collectors[request_id]
+                self.engine.cancel(request_id)
+
+    def _deliver(self, events: list[Event]) -> list[Collector]:
+        """Returns the collectors whose requests have ended with these events."""
+        ended = []
+        for event in events:
+            collector = self._collectors.get(event.request_id)
+            if collector is None:
+                continue  # whoever wanted it has left
+            for branch in collector.add(event):
+                self.engine.cancel(event.request_id, branch)
+            if collector.newly_done():
+                ended.append(collector)
+        return ended
 
 
 class Collector:

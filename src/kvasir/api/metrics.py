@@ -119,6 +119,8 @@ def _engine(stats: EngineStats | None) -> Iterator[Metric]:
         "cached_tokens": (stats.cached_tokens, "Prompt tokens served from the prefix cache"),
         "prefix_query_tokens": (stats.prefix_queries, "Prompt tokens looked up in the prefix cache"),
         "preemptions": (stats.preemptions, "Sequences that gave their pages back and start over"),
+        "engine_restarts": (stats.restarts, "Engine processes that died or hung and were replaced"),
+        "requests_quarantined": (stats.quarantined, "Requests that were refused because they kept ending the engine process"),
         "drafts": (stats.drafts, "Proposals verified; each emits one token and those of it that were right"),
         "draft_tokens": (stats.drafted_tokens, "Tokens proposed and verified"),
         "accepted_draft_tokens": (stats.accepted_tokens, "Proposed tokens that were right"),

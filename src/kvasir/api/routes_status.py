@@ -10,6 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvasir import __version__
 from kvasir.api import metrics
 from kvasir.api.chat import check_messages, texts
 from kvasir.api.errors import error_response
@@ -48,6 +49,15 @@ class StatusRoutes:
         if reason := self.service.not_ready():
             return error_response(RequestError(reason, status=503, code="not_ready", retry_after=1.0))
         return reply({"status": "ready", "model": self.service.info.name})
+
+    async def health(self) -> Response:
+        """As ``ready``, without a key and without a word: 200 and an empty body, or 503. vLLM's name for it."""
+        if self.service.not_ready():
+            return error_response(RequestError("not ready", status=503, code="not_ready", retry_after=1.0))
+        return Response()
+
+    async def version(self) -> Response:
+        return reply({"version": __version__})
 
     async def models(self) -> Response:
         self.service.require_ready()

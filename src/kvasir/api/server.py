@@ -90,8 +90,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         app.add_api_route(path, route, methods=methods, response_class=Response, responses=ERRORS)
     _post(app, "/tokenize", status.tokenize, protocol.TokenizeBody, "Text or messages to token ids")
     _post(app, "/detokenize", status.detokenize, protocol.DetokenizeBody, "Token ids to text")
-    for path, route in {"/v1/models": status.models, "/v1/models/{name:path}": status.model, "/health/live": status.live,
-                        "/health/ready": status.ready, "/metrics": status.metrics, "/": status.playground}.items():
+    for path, route in {"/v1/models": status.models, "/v1/models/{name:path}": status.model, "/health": status.health, "/health/live": status.live,
+                        "/health/ready": status.ready, "/version": status.version, "/metrics": status.metrics, "/": status.playground}.items():
         app.add_api_route(path, route, methods=["GET"], response_class=Response, responses=ERRORS)
 
 

@@ -410,8 +410,8 @@ class AsyncEngine:
         return Health(live=not self._failed, ready=self._connected and not draining, reason=self._why_down or ("draining" if draining else ""))
 
     def stats(self) -> EngineStats:
-        """The latest heartbeat, with what this side knows of the start-up."""
-        return dataclasses.replace(self._stats, startup=self.startup)
+        """The latest heartbeat, with what this side knows of starts and restarts."""
+        return dataclasses.replace(self._stats, startup=self.startup, restarts=self.num_restarts, quarantined=self.num_quarantined)
 
 
 def _check(request: Request) -> None:

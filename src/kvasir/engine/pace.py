@@ -42,9 +42,12 @@ class StepClock:
 
     def start(self, spans: list[Span]) -> Lap | None:
         """Before a launch. None: this one is not timed. Decodes that will be replayed soon, and now compile or are captured,
-        tell nothing about either kind of step."""
+        tell nothing about either kind of step; nor do replays that verify drafts, whose graphs and times are others
+        (``draft_times.py``)."""
         graphs, rows, graph = self._runner.graphs, 0, False
         if graphs is not None and graphs.takes(spans):
+            if any(span.length > 1 for span in spans):
+                return None
             rows, graph = graphs.bucket(len(spans)), True
             self._num_replays += 1
             if self._num_replays % GRAPH_SHARE or not graphs.replays(rows):

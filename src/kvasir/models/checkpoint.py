@@ -5,6 +5,7 @@ What is not served (quantised weights, adapters, multimodal parts) is refused he
 
 from __future__ import annotations
 
+import functools
 import importlib.resources
 import json
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.errors import ConfigError, nearest
+from kvasir.logs import log
 from kvasir.models.families import find_family
 
 # Never pickles, never code, and not the second copy of the weights that some repositories carry in another layout.
@@ -24,22 +26,29 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 def resolve(model: str, revision: str | None = None) -> Path:
     """The model's folder: a path, the name of a model in the package, a hub id (downloaded, or from the hub's cache), "" or
-    "embedded" for the default model of the package. A folder here goes before a model in the package of the same name."""
+    "embedded" for the default model of the package. Of a model in the package and a folder here, a bare name means the folder
+    only if that holds a config.json, with a warning; ``./name`` always means the folder."""
     if not model:
         return embedded()
     path = Path(model).expanduser()
+    if model == "embedded" or model in shipped():
+        ours = embedded() if model == "embedded" else _assets() / model
+        if not (path / "config.json").is_file():
+            return ours
+        _warn_of_folder(model, str(ours))
     if path.is_dir():
         return path
-    if model == "embedded":
-        return embedded()
-    if model in shipped():
-        return _assets() / model
     if path.exists():
         raise ConfigError(f"model '{model}' is a file. Give the folder that holds config.json and *.safetensors"
                           + (" (GGUF is not served)" if path.suffix == ".gguf" else ""))
     if not HUB_ID.fullmatch(model) or ".." in model or model.startswith("."):
         raise ConfigError(f"model '{model}': no such folder, and it is not a hub id (owner/name) either")
     return _download(model, revision)
+
+
+@functools.cache  # once a process: a name is resolved wherever it is needed
+def _warn_of_folder(name: str, ours: str) -> None:
+    log.warning("model '%s' is the folder ./%s here, not the model in the package (%s)", name, name, ours)
 
 
 def _assets() -> Path:

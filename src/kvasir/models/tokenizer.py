@@ -253,7 +253,8 @@ def _missing(folder: Path) -> str:
     others = [n for n in ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model") if (folder / n).exists()]
     found = f"; it has {', '.join(others)}, which is an older format" if others else ""
     return (f"{folder} has no tokenizer.json{found}. Make one with transformers: AutoTokenizer.from_pretrained({str(folder)!r})"
-            f".save_pretrained({str(folder)!r}); or point --tokenizer at a folder that has one; or run with --skip-tokenizer-init and token ids.")
+            f".save_pretrained({str(folder)!r}); or point --tokenizer at a folder that has one. A server needs it; for token ids alone there is "
+            "LLM(..., skip_tokenizer_init=True).")
 
 
 def _templates(folder: Path, config: Mapping[str, Any], given: str | None) -> dict[str, str]:
