@@ -13,7 +13,7 @@ from kvasir.errors import ConfigError
 from kvasir.kv.codec import Codec
 from kvasir.kv.pool import KVPool
 from kvasir.speculation.drafter import DRAFTERS, Ask, Drafter
-from kvasir.speculation.drafters.suffix import Automaton
+from kvasir.speculation.suffixes import Automaton
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import CacheGroup, Request, SamplingParams, Sequence
 
