@@ -1,9 +1,6 @@
-"""Packed trees, the suffix automaton against brute force, the drafters' proposals, slots that move."""
+"""Packed trees, what the plainest drafters propose, slots that move."""
 
 from __future__ import annotations
-
-import random
-from collections import Counter
 
 import pytest
 import torch
@@ -13,13 +10,12 @@ from kvasir.errors import ConfigError
 from kvasir.kv.codec import Codec
 from kvasir.kv.pool import KVPool
 from kvasir.speculation.drafter import DRAFTERS, Ask, Drafter
-from kvasir.speculation.drafters.suffix import Automaton
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import CacheGroup, Request, SamplingParams, Sequence
 
 
-def sequence(tokens: list[int], tenant: str = "") -> Sequence:
-    return Sequence(Request(id="r", prompt_ids=tokens, params=SamplingParams(), seed=0, max_tokens=99, tenant=tenant))
+def sequence(tokens: list[int]) -> Sequence:
+    return Sequence(Request(id="r", prompt_ids=tokens, params=SamplingParams(), seed=0, max_tokens=99))
 
 
 # --------------------------------------------------------------------------------------------------------------- trees
@@ -37,66 +33,6 @@ def test_a_kept_tree_has_the_likely_path_first():
     assert not kept.is_chain and tree.keep([b, c]).is_chain
     with pytest.raises(AssertionError, match="parent"):
         tree.keep([c])
-
-
-# -------------------------------------------------------------------------------------------------------------- suffix
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_automaton_counts_like_brute_force(seed):
-    """Several texts, extended in turns: every substring is found, with the number of its places, and no other string."""
-    rng = random.Random(seed)
-    texts: list[list[int]] = [[], [], []]
-    automaton, last = Automaton(), [0, 0, 0]
-    for _ in range(60):
-        i = rng.randrange(3)
-        token = rng.randrange(3)
-        texts[i].append(token)
-        last[i] = automaton.extend(last[i], token)
-    counts = Counter(tuple(t[a:b]) for t in texts for a in range(len(t)) for b in range(a + 1, len(t) + 1))
-    for text in {*counts, *(tuple(rng.randrange(3) for _ in range(6)) for _ in range(50))}:
-        state = 0
-        for token in text:
-            state = automaton.nexts[state].get(token, -1)
-            if state < 0:
-                break
-        assert (automaton.counts[state] if state > 0 else 0) == counts[text], text
-    state = length = 0
-    foreign: list[int] = []
-    for _ in range(60):
-        foreign.append(rng.randrange(3))
-        state, length = automaton.follow(state, length, foreign[-1])
-        longest = next(n for n in range(len(foreign), -1, -1) if n == 0 or tuple(foreign[-n:]) in counts)
-        assert length == longest
-
-
-def test_suffix_learns_from_other_requests_of_its_tenant_only():
-    drafter = technique.load(DRAFTERS, "suffix", Drafter)
-    first = sequence([1, 2, 3, 4, 5, 6, 7, 8], "a")
-    drafter.propose([Ask(first, 4, 4)])
-    for tenant, expected in (("a", [4, 5, 6, 7]), ("b", [])):
-        assert drafter.propose([Ask(sequence([9, 2, 3], tenant), 4, 4)])[0].tokens == expected
-
-
-def test_suffix_proposes_what_came_most_often():
-    drafter = technique.load(DRAFTERS, "suffix", Drafter)
-    tree = drafter.propose([Ask(sequence([1, 2, 3, 0, 1, 2, 4, 0, 1, 2, 3, 0, 9, 1, 2]), 3, 2)])[0]
-    assert (tree.tokens, tree.parents) == ([3, 0, 4], [-1, 0, -1]) and tree.est[0] > tree.est[2]
-
-
-def test_memory_stays_bounded():
-    drafter = technique.load(DRAFTERS, "suffix:max_tokens=500", Drafter)
-    rng = random.Random(0)
-    long = sequence([0])
-    most = 0
-    for _ in range(60):
-        seq = sequence([rng.randrange(50) for _ in range(100)])
-        drafter.propose([Ask(seq, 4, 4), Ask(long, 4, 4)])
-        long.tokens += seq.tokens[:20]
-        drafter.close(seq)
-        most = max(most, drafter.state_bytes())
-    assert 0 < most < 420 * 2 * 2 * 700, "two generations of at most two states a token"
-    assert drafter.propose([Ask(long, 4, 4)]) is not None
 
 
 # --------------------------------------------------------------------------------------------------------------- ngram

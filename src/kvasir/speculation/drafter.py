@@ -135,6 +135,10 @@ class Drafter(Technique):
         """New weights between two steps. Running sequences go on."""
         self.version = version
 
+    def reference(self) -> Drafter | None:
+        """The same without native code, as it was made, to compare with; None: it has none."""
+        return None
+
     def state_bytes(self) -> int:
         """Bytes of memory held, roughly, beside what ``Sequence.state`` keeps."""
         return 0

@@ -21,7 +21,7 @@ class DraftTree:
     est: list[float] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     source: str = ""  # the drafter, where there are several
-    _places: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
+    _places: dict[tuple[int, int], int] | None = field(default=None, repr=False, compare=False)  # (parent, token) -> node, when it is first needed
 
     @classmethod
     def chain(cls, tokens: Iterable[int], est: float | list[float] = 1.0) -> DraftTree:
@@ -39,7 +39,7 @@ class DraftTree:
 
     def add(self, parent: int, token: int, est: float) -> int:
         """The node of ``token`` below ``parent``: a new one, or the one that is there, which gets the larger estimate."""
-        node = self._places.setdefault((parent, token), len(self.tokens))
+        node = self._by_place().setdefault((parent, token), len(self.tokens))
         if node < len(self.tokens):
             self.est[node] = max(self.est[node], est)
             return node
@@ -56,8 +56,7 @@ class DraftTree:
         if self.is_chain:  # its leading part
             count = len(nodes)
             assert not count or max(nodes) == count - 1, "a node is kept whose parent is not"
-            tokens, parents = self.tokens[:count], self.parents[:count]
-            return DraftTree(tokens, parents, self.est[:count], self.depths[:count], self.source, dict(zip(zip(parents, tokens), range(count))))
+            return DraftTree(self.tokens[:count], self.parents[:count], self.est[:count], self.depths[:count], self.source)
         children: dict[int, list[int]] = {}
         for node in sorted(nodes, key=lambda i: -self.est[i]):
             children.setdefault(self.parents[node], []).append(node)
@@ -81,8 +80,14 @@ class DraftTree:
     def path(self, emitted: list[int]) -> list[int]:
         """The nodes that ``emitted``, the tokens after the anchor, runs through."""
         found, node = [], -1
+        places = self._by_place()
         for token in emitted:
-            if (node := self._places.get((node, token), -2)) < -1:
+            if (node := places.get((node, token), -2)) < -1:
                 break
             found.append(node)
         return found
+
+    def _by_place(self) -> dict[tuple[int, int], int]:
+        if self._places is None:
+            self._places = dict(zip(zip(self.parents, self.tokens), range(len(self.tokens))))
+        return self._places

@@ -1,4 +1,4 @@
-"""The C kernels as a shared library: compiled on first use by the machine's compiler for its processor, and kept.
+"""C as a shared library: compiled on first use by the machine's compiler for its processor, and kept. The kernels, and others.
 
 A file in the user's cache folder is named after all that decides what is in it (source, flags, compiler, processor) and ends
 with a digest of its content, so that a damaged one is built again. Processes that build at once write files of their own and
@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,35 +42,42 @@ class Native:
 
 @functools.cache
 def native() -> Native:
-    """The library of this process. Never raises: without it the plain torch path runs."""
+    """The kernels of this process. Never raises: without them the plain torch path runs."""
+    return shared(SOURCE, _declare)
+
+
+def shared(source: Path, declare: Callable[[ctypes.CDLL], None]) -> Native:
+    """The library of a C file. ``declare`` sets the types of its functions, and raises AttributeError or OSError where it cannot
+    be used. Never raises."""
     if os.environ.get("KVASIR_NATIVE", "1").lower() in ("0", "false", "off", "no"):
         return Native(None, "switched off by KVASIR_NATIVE")
-    return load(cache_folder())
+    return load(cache_folder(), source, declare)
 
 
 def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvasir" / "native"
 
 
-def load(folder: Path) -> Native:
-    """From ``folder``, or compiled into it."""
+def load(folder: Path, source: Path | None = None, declare: Callable[[ctypes.CDLL], None] | None = None) -> Native:
+    """From ``folder``, or compiled into it. Default: the kernels."""
+    source, declare = source or SOURCE, declare or _declare
     if sys.platform != "linux" or sys.byteorder != "little":
         return Native(None, f"made for Linux and little-endian processors, this is {sys.platform}, {sys.byteorder}-endian")
     compiler = next((path for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name and (path := shutil.which(name))), None)
     if compiler is None:
         return Native(None, "no C compiler (install gcc, or set CC)")
     try:
-        name = _key(compiler)
+        name = _key(compiler, source)
         file = folder / f"{name}.so"
         if _whole(file):
             try:
-                return Native(_open(file), f"cached, by {compiler}")
+                return Native(_open(file, declare), f"cached, by {compiler}")
             except (OSError, AttributeError):
                 pass  # built against something that has changed: once more
         with tempfile.TemporaryDirectory(prefix="kvasir-") as scratch:
-            built = _compile(compiler, Path(scratch))
+            built = _compile(compiler, Path(scratch), source)
             built = _keep(built, file) or built
-            return Native(_open(built), f"compiled by {compiler}")
+            return Native(_open(built, declare), f"compiled by {compiler}")
     except subprocess.CalledProcessError as e:
         lines = (e.stderr or "").strip().splitlines() or ["no message"]
         return Native(None, f"{compiler} failed: {lines[0]}")
@@ -77,9 +85,11 @@ def load(folder: Path) -> Native:
         return Native(None, str(e))
 
 
-def _key(compiler: str) -> str:
+def _key(compiler: str, source: Path | None = None) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS).stdout
-    parts = (*(file.read_text() for file in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))), *FLAGS, *WIDE, compiler, version, _processor())
+    source = source or SOURCE
+    texts = (file.read_text() for file in (source, *sorted(source.parent.glob("*.h"))))  # with what it may include
+    parts = (*texts, *FLAGS, *WIDE, compiler, version, _processor())
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -91,15 +101,15 @@ def _processor() -> str:
     return "\n".join([platform.machine(), *(said[k] for k in ("model name", "flags", "Features", "CPU part") if k in said)])
 
 
-def _compile(compiler: str, folder: Path) -> Path:
+def _compile(compiler: str, folder: Path, source: Path) -> Path:
     """In two calls: given -fopenmp, a linker would bring an OpenMP runtime of its own."""
-    unit, library = folder / "step.o", folder / "step.so"
+    unit, library = folder / "unit.o", folder / "unit.so"
 
     def call(*arguments: str) -> None:
         subprocess.run([compiler, *arguments], capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS)
 
     wide = WIDE if platform.machine() == "x86_64" else ()
-    call(*FLAGS, *wide, "-fopenmp", "-c", str(SOURCE), "-o", str(unit))
+    call(*FLAGS, *wide, "-fopenmp", "-c", str(source), "-o", str(unit))
     call("-shared", str(unit), "-o", str(library), "-lm")
     return library
 
@@ -126,13 +136,18 @@ def _whole(file: Path) -> bool:
     return len(content) > DIGEST and hashlib.blake2b(content[:-DIGEST], digest_size=DIGEST).digest() == content[-DIGEST:]
 
 
-def _open(file: Path) -> ctypes.CDLL:
+def _open(file: Path, declare: Callable[[ctypes.CDLL], None]) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(file))
     except OSError:  # torch's OpenMP is loaded, but not for all to see
         for runtime in _runtimes():
             ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
         library = ctypes.CDLL(str(file))
+    declare(library)
+    return library
+
+
+def _declare(library: ctypes.CDLL) -> None:
     library.kvasir_run.restype = None
     library.kvasir_run.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
     library.kvasir_pack.restype = ctypes.c_int64
@@ -146,7 +161,6 @@ def _open(file: Path) -> ctypes.CDLL:
     wanted = torch.get_num_threads()
     if (team := library.kvasir_team(wanted)) != wanted:
         raise OSError(f"OpenMP gave {team} of {wanted} threads")
-    return library
 
 
 def _runtimes() -> list[str]:

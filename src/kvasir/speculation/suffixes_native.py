@@ -1,0 +1,141 @@
+"""``suffixes.py`` in C: the same results, a step of all sequences in one call, some 40 bytes a state.
+
+The library is compiled where it is used first, like the kernels for decode steps (``kernels/native/library.py``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from array import array
+from ctypes import c_int32, c_int64, c_void_p
+from itertools import accumulate, chain
+from pathlib import Path
+
+import numpy as np
+
+from kvasir.kernels import native as folder
+from kvasir.kernels.native.library import Native, shared
+from kvasir.speculation.drafter import Ask
+from kvasir.speculation.suffixes import CONTEXT
+from kvasir.speculation.tree import DraftTree
+
+SOURCE = Path(folder.__file__).with_name("suffix.c")
+NAMES = "kvasir_suffix_new", "kvasir_suffix_clear", "kvasir_suffix_free", "kvasir_suffix_cursor_bytes", "kvasir_suffix_step"
+
+
+@functools.cache
+def native() -> Native:
+    """The library of this process. Never raises."""
+    return shared(SOURCE, declare)
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Set the types of its functions. Raises AttributeError, OSError."""
+    new, clear, free, cursor_bytes, step = (getattr(library, name) for name in NAMES)
+    new.restype, new.argtypes = c_void_p, (c_int64, c_int64, c_void_p)
+    clear.restype, clear.argtypes = None, (c_void_p,)
+    free.restype, free.argtypes = None, (c_void_p,)
+    cursor_bytes.restype, cursor_bytes.argtypes = c_int64, ()
+    step.restype, step.argtypes = c_int64, (c_void_p, c_int64, *[c_void_p] * 9)
+    if cursor_bytes() != ctypes.sizeof(Cursor):
+        raise OSError("its structures are laid out in another way")
+
+
+class NativeStore:
+    """Memory of the library, freed with this object."""
+
+    __slots__ = ("owner", "at")
+
+    def __init__(self, owner: NativeSuffixes, at: int) -> None:
+        self.owner, self.at = owner, at
+
+    def __del__(self) -> None:
+        with self.owner.lock:
+            self.owner.library.kvasir_suffix_free(self.at)
+
+
+class Cursor(ctypes.Structure):
+    """The structure of this name in ``suffix.c``. Beside it: ``held``, the store, which lives as long as its cursors; ``at``, this
+    structure's address; ``end``, how many tokens of the text were read."""
+
+    _fields_ = [("store", c_void_p), ("age", c_int64), *((name, c_int32) for name in ("last", "state", "length", "num_context")),
+                ("context", c_int32 * CONTEXT)]
+    held: NativeStore
+    at: int
+    end: int
+
+
+class NativeSuffixes:
+    """As ``Suffixes``. Calls from several threads take turns. Token ids are below 2^31."""
+
+    def __init__(self, library: ctypes.CDLL, max_tokens: int, min_match: int) -> None:
+        self.library, self.lock = library, threading.RLock()  # a store may be collected while its thread is in a call
+        self._max_tokens, self._min_match = max_tokens, min_match
+        self._totals = (c_int64 * 2)()  # tokens and bytes of all stores
+        self._reserve(1024)
+
+    def _reserve(self, nodes: int) -> None:
+        """Room for the nodes of a step: tokens, parents, depths, and estimates."""
+        self._ints, self._floats = np.empty((3, nodes), np.int32), np.empty(nodes, np.float64)
+        self._out = [*(row.ctypes.data for row in self._ints), self._floats.ctypes.data]
+
+    @property
+    def num_tokens(self) -> int:
+        return self._totals[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return self._totals[1]
+
+    def store(self) -> NativeStore:
+        with self.lock:
+            at = self.library.kvasir_suffix_new(self._max_tokens, self._min_match, ctypes.addressof(self._totals))
+        if not at:
+            raise MemoryError("no memory for a store of texts")
+        return NativeStore(self, at)
+
+    def clear(self, store: NativeStore) -> None:
+        with self.lock:
+            self.library.kvasir_suffix_clear(store.at)
+
+    def cursor(self, store: NativeStore, end: int) -> Cursor:
+        cursor = Cursor(store.at, -1)
+        cursor.held, cursor.at, cursor.end = store, ctypes.addressof(cursor), end
+        return cursor
+
+    def read(self, cursors: list[Cursor], news: list[list[int]]) -> None:
+        with self.lock:
+            self._step(cursors, news)
+
+    def propose(self, cursors: list[Cursor], news: list[list[int]], asks: list[Ask]) -> list[DraftTree]:
+        most = array("i", [ask.max_nodes for ask in asks])
+        deepest = array("i", [ask.max_depth for ask in asks])
+        counts = array("i", bytes(most.itemsize * len(most)))
+        with self.lock:
+            if (wanted := sum(most)) > len(self._floats):
+                self._reserve(2 * wanted)
+            total = self._step(cursors, news, *map(_address, (most, deepest, counts)), *self._out)
+            tokens, parents, depths = self._ints[:, :total].tolist()
+            est = self._floats[:total].tolist()
+        trees, at = [], 0
+        for count in counts:
+            end = at + count
+            trees.append(DraftTree(tokens[at:end], parents[at:end], est[at:end], depths[at:end]))
+            at = end
+        return trees
+
+    def _step(self, cursors: list[Cursor], news: list[list[int]], *given: int) -> int:
+        where = array("Q", [cursor.at for cursor in cursors])
+        tokens, ends = array("i", chain.from_iterable(news)), array("i", accumulate(map(len, news)))
+        total = self.library.kvasir_suffix_step(_address(where), len(where), _address(tokens), _address(ends), *(given or [None] * 7))
+        if total < 0:
+            for store in {cursor.held for cursor in cursors}:
+                self.clear(store)
+            raise MemoryError("no memory for more text; what was known was dropped")
+        return total
+
+
+def _address(numbers: array) -> int:
+    return numbers.buffer_info()[0]
