@@ -16,13 +16,14 @@ from kvasir.models.checkpoint import resolve
 from kvasir.speculation import heads
 from kvasir.speculation.drafter import Ask
 from kvasir.speculation.drafters.eagle import Config, EagleDrafter
+from kvasir.speculation.tree import products
 from kvasir.types import Request, SamplingParams, Sequence
 from tests.pairwise import label, pairwise
 from tests.speculation.trained import driver, plain, random_head, requests, tokens, trained
 
-STEPS = {"medusa": 30, "eagle": 40}
+STEPS = {"medusa": 30, "eagle": 40, "ppd": 120}
 FACTORS = {
-    "drafter": ["medusa", "eagle", "eagle width=1,window=64,lanes=2", "eagle random"],
+    "drafter": ["medusa", "eagle", "eagle width=1,window=64,lanes=2", "eagle random", "ppd", "ppd rows=4,width=2", "ppd random"],
     "temperature": [0.0, 0.7, 1.0],
     "chunk": [6, 64],
     "cache": [True, False],
@@ -207,7 +208,7 @@ def sequence(ids: list[int]) -> Sequence:
 def eagle(tmp_path):
     shape = heads.EagleShape(DIM, (0, 1, 3), depth=4, heads=4, kv_heads=2, head_dim=8, ffn=24)
     head = heads.Eagle(shape)
-    head.begin_with(torch.ones(DIM), torch.Generator().manual_seed(5))
+    head.begin_with(torch.ones(DIM), torch.zeros(1, DIM), torch.Generator().manual_seed(5))
     with torch.no_grad():
         for p in head.parameters():
             p.copy_((p * 2).bfloat16())  # larger, so that attention and positions matter; and as the file rounds it
@@ -319,15 +320,13 @@ def test_lanes_hold_a_window_and_are_taken_over(eagle):
     assert len(drafter._free) == 2 and not drafter._queue
 
 
-def test_medusa_products_come_best_first():
-    from kvasir.speculation.drafters.medusa import _tree
-
+def test_products_come_best_first():
     est, ids = [[0.6, 0.3, 0.1], [0.5, 0.4, 0.1]], [[1, 2, 3], [4, 5, 6]]
-    tree = _tree(est, ids, Ask(sequence([1]), 5, 2))
-    products = sorted((a * (1.0 if b is None else b) for a in est[0] for b in [None, *est[1]]), reverse=True)[:5]
+    tree = products(est, ids, 5, 2)
+    best = sorted((a * (1.0 if b is None else b) for a in est[0] for b in [None, *est[1]]), reverse=True)[:5]
     joint = [tree.est[i] * (1.0 if tree.parents[i] < 0 else tree.est[tree.parents[i]]) for i in range(len(tree))]
-    assert sorted(joint, reverse=True) == pytest.approx(products)
-    assert max(_tree(est, ids, Ask(sequence([1]), 9, 1)).depths) == 0
+    assert joint == pytest.approx(best)
+    assert max(products(est, ids, 9, 1).depths) == 0
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
