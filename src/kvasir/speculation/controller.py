@@ -90,7 +90,7 @@ def _trial_nodes(left: int) -> int:
 
 
 def _within(tree: DraftTree, rows: int) -> DraftTree:
-    """As many leading nodes as have room with their guests; without guests, where those of the anchor alone have none."""
+    """As many leading nodes as have room with their guests; where not even the anchor's have, as many of these as do."""
     if not tree.guests or tree.num_rows <= rows:
         return tree
     count, left = 0, rows - tree.num_guests(-1)
@@ -98,7 +98,8 @@ def _within(tree: DraftTree, rows: int) -> DraftTree:
         count += 1
     kept = tree.keep(range(count))
     if kept.num_rows > rows:
-        kept.guests = {}
+        length = rows // len(tree.guests[-1])
+        kept.guests = {-1: tuple(chain[:length] for chain in tree.guests[-1])} if length else {}
     return kept
 
 
