@@ -199,11 +199,13 @@ def test_a_drafter_that_fails_costs_no_request(reference):
     d.close()
 
 
-def test_a_prefix_of_drafted_text_is_hit_later(reference):
-    """State: pages that hold moved slots serve another request to the bit."""
+@pytest.mark.parametrize("guests", [False, True])
+def test_a_prefix_of_drafted_text_is_hit_later(guests, reference):
+    """State: pages that hold moved slots, and where guests stood, serve another request to the bit."""
     expected = reference(1.0, 1, "plain")
     d = driver("replay")
-    install(d, Hostile({key: tokens for key, (tokens, _) in expected.items()}))
+    told = {key: tokens for key, (tokens, _) in expected.items()}
+    install(d, WithGuests(told, d.engine.runner.model.spec.hidden_size) if guests else Hostile(told))
     first = requests(d, 1.0)
     d.run(first)
     longer = [d.request(f"again{k}", [*r.prompt_ids, *expected[r.id, 0][0]], max_tokens=1, temperature=0.0, logprobs=5) for k, r in enumerate(first)]

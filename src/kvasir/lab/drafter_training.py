@@ -90,9 +90,10 @@ class Target:
     def guesses(self, head: heads.Head, batch: Batch) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
         """The final norm's output [B, T, E]; and for j = 0, 1, ... the head's [B, T, E] whose row p predicts token p + 2 + j of a reply."""
         ids = batch.ids.to(self.device, non_blocking=True)
-        features, normed, following = self.features(ids, head.shape.layers or (len(self.model.model.layers) - 1,))
         if isinstance(head, heads.Prompts):
-            return normed, prompt_rows.unroll(self.model, head.weight, batch)
+            normed, keys = prompt_rows.read(self.model, ids)
+            return normed, prompt_rows.unroll(self.model, head.weight, batch, keys)
+        features, normed, following = self.features(ids, head.shape.layers)
         return normed, head.unroll(features, normed, following)
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
@@ -128,7 +129,7 @@ class Trainer:
     def stream(self) -> Iterator[Batch]:
         """Batches from step ``done`` on: the same ones whenever a run is resumed."""
         tokens, left, epoch = BATCH_TOKENS[self.target.device.type], self.done, 0
-        if self.target.device.type == "cuda" and isinstance(self.head, heads.Prompts):
+        if isinstance(self.head, heads.Prompts):
             tokens //= self.head.shape.depth * self.head.shape.ensemble  # each is a row of the whole model, whose activations are kept
         while True:
             for batch in drafter_data.batches(self.texts, tokens, self.plan.seed, epoch):

@@ -20,20 +20,24 @@ Keys = tuple[torch.Tensor, torch.Tensor]
 Rope = tuple[torch.Tensor, torch.Tensor]
 
 
-def unroll(model: Model, weight_CKE: torch.Tensor, batch: Batch) -> Iterator[torch.Tensor]:
-    """For j = 0, 1, ...: [B, T, E], the final norm's output whose row p predicts token p + 2 + j, averaged over the ensemble (the output
+@torch.no_grad()
+def read(model: Model, ids_BT: torch.Tensor) -> tuple[torch.Tensor, list[Keys]]:
+    """The final norm's output for a text [B, T, E], and what each layer's attention keeps of it."""
+    x, rope, kept = model.model.embed_tokens(ids_BT), model.rope(ids_BT.shape[1]), []
+    for layer in model.model.layers:
+        kept.append(_keys(layer.self_attn, layer.input_layernorm(x), rope))
+        x = layer(x, rope, None)
+    return model.model.norm(x), kept
+
+
+def unroll(model: Model, weight_CKE: torch.Tensor, batch: Batch, text: list[Keys]) -> Iterator[torch.Tensor]:
+    """``text``: what `read` kept of the batch. For j = 0, 1, ...: [B, T, E], the final norm's output whose row p predicts token p + 2 + j, averaged over the ensemble (the output
     matrix is linear: so are the logits). Rows that predict no token of a reply mean nothing."""
     trunk, device = model.model, model.model.norm.weight.device
-    ids_BT = batch.ids.to(device)
-    count = ids_BT.shape[1]
+    count = batch.ids.shape[1]
     replied = int((batch.lengths - batch.begins).max())
     roots_BR = (batch.begins.to(device)[:, None] - 1 + torch.arange(replied, device=device)).clamp(0, count - 1)
-    text: list[Keys] = []
-    with torch.no_grad():
-        x, whole = trunk.embed_tokens(ids_BT), model.rope(count)
-        for layer in trunk.layers:
-            text.append(_keys(layer.self_attn, layer.input_layernorm(x), whole))
-            x = layer(x, whole, None)
+    whole = model.rope(count)
     unseen = (torch.arange(count, device=device) > roots_BR[..., None])[:, None]
     members, depth, dim = weight_CKE.shape
     own: list[list[list[Keys]]] = [[[] for _ in trunk.layers] for _ in range(members)]
@@ -46,7 +50,7 @@ def unroll(model: Model, weight_CKE: torch.Tensor, batch: Batch) -> Iterator[tor
                 x = _block(layer, x, rope, keys, unseen, mine)
             states.append(trunk.norm(x))
         found = torch.stack(states).mean(0)
-        yield found.new_zeros(*ids_BT.shape, dim).index_put((torch.arange(len(ids_BT), device=device)[:, None], roots_BR), found)
+        yield found.new_zeros(*batch.ids.shape, dim).index_put((torch.arange(len(roots_BR), device=device)[:, None], roots_BR), found)
 
 
 def _keys(attention: Attention, normed: torch.Tensor, rope: Rope) -> Keys:

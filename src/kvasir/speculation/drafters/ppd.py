@@ -112,7 +112,7 @@ class PromptDrafter(Drafter):
         return found
 
     def _tree(self, est: list[list[float]], ids: list[list[int]], ask: Ask, gains: list[float]) -> DraftTree:
-        whole = products(est, ids, min(ask.max_nodes, self.config.rows), ask.max_depth)
+        whole = products(est, ids, ask.max_nodes, ask.max_depth)
         count, carried = dynamic_tree(whole, gains, self.config.rows, self._head.shape.ensemble)
         whole.guests = {node: tuple(tuple(range(c * len(gains), c * len(gains) + num)) for c in range(self._head.shape.ensemble))
                         for node, num in sorted(carried.items())}
@@ -140,16 +140,17 @@ def dynamic_tree(tree: DraftTree, gains: Many[float], rows: int, ensemble: int) 
         survival.append(est * (survival[parent] if parent >= 0 else 1.0))
     best, found = -1.0, (0, {})
     ends = {-1: 1.0}  # by node: the chance that the walk ends there, if the nodes so far are all
-    step = max(1, len(tree) // SIZES)
-    for count in range(len(tree) + 1):
+    most = min(len(tree), rows)
+    step = max(1, most // SIZES)
+    for count in range(most + 1):
         if count:
             node = count - 1
             ends[node] = survival[node]
             ends[tree.parents[node]] -= survival[node]
-        if count % step and count < len(tree):
+        if count % step and count < most:
             continue
         worth = sorted(((chance * gain, -node, -j) for node, chance in ends.items() for j, gain in enumerate(gains)), reverse=True)
-        chosen = [entry for entry in worth[:max(0, rows - count) // ensemble] if entry[0] >= LEAST]
+        chosen = [entry for entry in worth[:(rows - count) // ensemble] if entry[0] >= LEAST]
         total = sum(survival[:count]) + sum(value for value, _, _ in chosen)
         if total > best:
             carried: dict[int, int] = {}
