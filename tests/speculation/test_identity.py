@@ -50,8 +50,8 @@ def run_case(case: dict, reference) -> tuple[int, int]:
     expected = reference(case["temperature"], case["n"], case["codec"], case["params"])
     num_pages = 256 if case["pool"] == "roomy" else 8  # the longest request and little more
     name = case["drafter"]
-    d = driver("replay" if name in ("hostile", "guests") else name, max_num_batched_tokens=case["chunk"], max_num_seqs=case["seqs"], num_pages=num_pages,
-               enable_prefix_caching=case["cache"], kv_codec=case["codec"], overlap=case["overlap"], static=case["static"],
+    d = driver("replay" if name in ("hostile", "guests") else name, max_num_batched_tokens=case["chunk"], max_num_seqs=case["seqs"],
+               num_pages=num_pages, enable_prefix_caching=case["cache"], kv_codec=case["codec"], overlap=case["overlap"], static=case["static"],
                draft_control=case["control"])
     d.engine._drafting.controller._rest = 0  # from the first step on
     if name == "hostile":

@@ -27,8 +27,9 @@ def folder_of(head: heads.Prompts, folder, seed: int = 0):
     """Random prompt tokens for nano, as loud as its embeddings."""
     model = export.load(resolve("nano")).model
     head.begin_with(model.norm.weight, model.embed_tokens.weight.detach().float(), torch.Generator().manual_seed(seed))
-    s = model.embed_tokens.weight.shape
-    heads.write(head, folder, {"name": "nano", "hidden_size": s[1], "vocab_size": s[0], "num_layers": 4, "weights": heads.fingerprint(model.norm.weight)})
+    size, dim = model.embed_tokens.weight.shape
+    heads.write(head, folder, {"name": "nano", "hidden_size": dim, "vocab_size": size, "num_layers": 4,
+                               "weights": heads.fingerprint(model.norm.weight)})
     return folder
 
 

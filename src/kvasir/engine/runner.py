@@ -146,8 +146,8 @@ class Runner:
         """Draw from the rows whose logits are wanted, and leave the tokens where the next step looks for them."""
         batch = self.sampler.pack(spans)
         output = self.sampler.sample(logits, batch)
-        drawn = [(first + len(wanted) - 1, span.row, span.start + span.length - len(span.guests)) for span, wanted, first in zip(spans, batch.wanted, batch.first)
-                 if len(span.want.get("sample", ())) == 1]
+        drawn = [(first + len(wanted) - 1, span.row, span.start + span.length - len(span.guests))
+                 for span, wanted, first in zip(spans, batch.wanted, batch.first) if len(span.want.get("sample", ())) == 1]
         if drawn:
             at, rows, positions = zip(*drawn)
             index = self.packer.send(torch.tensor([at, rows], dtype=torch.int64))

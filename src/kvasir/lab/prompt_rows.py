@@ -31,8 +31,8 @@ def read(model: Model, ids_BT: torch.Tensor) -> tuple[torch.Tensor, list[Keys]]:
 
 
 def unroll(model: Model, weight_CKE: torch.Tensor, batch: Batch, text: list[Keys]) -> Iterator[torch.Tensor]:
-    """``text``: what `read` kept of the batch. For j = 0, 1, ...: [B, T, E], the final norm's output whose row p predicts token p + 2 + j, averaged over the ensemble (the output
-    matrix is linear: so are the logits). Rows that predict no token of a reply mean nothing."""
+    """For j = 0, 1, ...: [B, T, E], the final norm's output whose row p predicts token p + 2 + j, averaged over the ensemble (the output
+    matrix is linear: so are the logits). Rows that predict no token of a reply mean nothing. ``text``: what `read` kept of the batch."""
     trunk, device = model.model, model.model.norm.weight.device
     count = batch.ids.shape[1]
     replied = int((batch.lengths - batch.begins).max())
