@@ -143,8 +143,8 @@ class Sequence:
     Invariants: ``num_computed <= len(tokens)``; RUNNING holds a row; FINISHED and WAITING hold no page and no row.
     """
 
-    __slots__ = ("request", "branch", "stream", "tokens", "num_prompt", "num_computed", "num_ahead", "num_drawn", "draft", "draft_parents", "tables",
-                 "num_sent", "page_keys", "row", "open_row", "stop_ids", "max_output",
+    __slots__ = ("request", "branch", "stream", "tokens", "num_prompt", "num_computed", "num_ahead", "num_drawn", "draft", "draft_parents", "guests",
+                 "tables", "num_sent", "page_keys", "row", "open_row", "stop_ids", "max_output",
                  "status", "blocked_on", "blocked_until", "num_cached", "num_preempted", "num_skipped", "parent", "finish_reason",
                  "state", "first_scheduled")
 
@@ -160,6 +160,7 @@ class Sequence:
         self.num_drawn = 0  # how many of these rows draw a token that will follow ``tokens``
         self.draft: list[int] = []  # tokens proposed for the positions after ``tokens``, verified by the next span
         self.draft_parents: list[int] = []  # of a draft tree: place in ``draft`` of each token's parent, -1 for the last known token
+        self.guests: dict[int, tuple[tuple[int, ...], ...]] = {}  # by node of the draft: chains of guest rows behind it (see ``Span``)
         self.tables: list[list[int]] = []  # page ids by cache group; table[i] holds positions [i*P, (i+1)*P); 0 = dropped
         self.num_sent = 0  # leading entries of each table that the device's copy of row ``row`` holds
         self.page_keys: list[bytes] = []  # prefix keys of the full pages of ``tokens``, filled by the prefix index
@@ -181,6 +182,20 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    def drop_draft(self) -> None:
+        """The next span verifies nothing, and has no guests."""
+        self.draft, self.draft_parents, self.guests = [], [], {}
+
+    @property
+    def num_guests(self) -> int:
+        """Guest rows of the next span."""
+        return sum(len(chain) for chains in self.guests.values() for chain in chains)
+
+    @property
+    def num_look_ahead(self) -> int:
+        """Rows of the next span behind that of the last known token: drafts and guests."""
+        return len(self.draft) + (self.num_guests if self.guests else 0)
 
     @property
     def num_output(self) -> int:
@@ -227,6 +242,9 @@ class Span:
     ``parents`` is set for tree masks only: index in the span of each row's parent, -1 for the first row.
     ``row``: the sequence's row when this was planned; a span whose sequence has another by now is void (``valid``).
     ``landed``: it was resolved, so ``seq`` no longer counts on it.
+    ``guests``: of the last ``len(guests)`` rows, which hold no token but an embedding of the drafter's, its number there. A guest
+    sees its ancestors by ``parents``, no other row sees it, and its place is never committed; nothing is drawn from it, and its
+    output goes to the drafter. A span with guests is a tree, and walks.
 
     A span that starts behind every known token has one row, whose token an earlier step is still drawing: it is on the
     device, and ``tokens()`` is empty.
@@ -241,6 +259,7 @@ class Span:
     parents: list[int] | None = None
     row: int = -1
     landed: bool = False
+    guests: list[int] = field(default_factory=list)
 
     @property
     def valid(self) -> bool:
@@ -248,6 +267,7 @@ class Span:
         return self.seq.row == self.row and self.seq.status is Status.RUNNING
 
     def tokens(self) -> list[int]:
+        """Of its rows but the guests."""
         known, end = self.seq.tokens, self.start + self.length
         if end <= len(known):
             return known[self.start:end]
@@ -279,6 +299,8 @@ class StepBatch:
     ``ancestors`` [T, A] int64, only when a span is a tree: bit j % 64 of word j // 64 of row i = row j of its span is an
     ancestor of row i or row i itself (causal spans of such a step: all zeros; read ``starts``/``context`` as ever).
     ``borrowed``: two [K] int64, rows of this batch and the sequences' rows on the device that hold the tokens for them.
+    ``guests``: two [K] int64, rows that hold no token, and the numbers of their embeddings in the drafter's table; ``inputs``: those
+    embeddings [K, E], as the first layer reads them.
     ``starts``/``lengths`` are the host's copies of context and span lengths; ``scratch`` belongs to the attention backend.
     """
 
@@ -293,6 +315,8 @@ class StepBatch:
     lengths: list[int]
     ancestors: torch.Tensor | None = None
     borrowed: tuple[torch.Tensor, torch.Tensor] | None = None
+    guests: tuple[torch.Tensor, torch.Tensor] | None = None
+    inputs: torch.Tensor | None = None
     scratch: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -325,7 +349,7 @@ class SpanResult:
     sequence alone fails; ``scores``: log-probability of the known token after each scored row; ``path``: of a span that
     verifies a draft, the row (0-based in the span) that each token was drawn from; ``top``: of each of its sampled rows, the
     likeliest tokens, where a drafter asked for them; ``hidden``: [length, layers, E], the outputs of the layers that a drafter
-    reads (None: none does)."""
+    reads (None: none does); ``guests``: [guests, E], the outputs of the guest rows before the final norm (None: it has none)."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
@@ -334,6 +358,7 @@ class SpanResult:
     path: list[int] | None = None
     top: list[list[int]] | None = None
     hidden: torch.Tensor | None = None
+    guests: torch.Tensor | None = None
 
 
 # ------------------------------------------------------------------------------------------------------------- events

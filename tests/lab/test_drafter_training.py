@@ -21,7 +21,7 @@ from kvasir.speculation import heads
 
 SHAPE = Shape(dim=32, layers=3, ffn=48, heads=2, kv_heads=1, head_dim=16, positions=160)
 TINY = {"chain:modulus=5,max_factor=2,min_steps=1,max_steps=1": 0.5, "countdown": 0.5}
-KINDS = ("medusa", "eagle")
+KINDS = ("medusa", "eagle", "ppd")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,10 +50,10 @@ def texts() -> Texts:
 
 
 def trainer(target, texts, kind, **options) -> Trainer:
-    return Trainer(target, texts, Plan(kind, **({"steps": 40, "lr": 6e-3} | options)))
+    return Trainer(target, texts, Plan(kind, **({"steps": 40, "lr": 0.1 if kind == "ppd" else 6e-3} | options)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[:2])
 def test_the_losses_are_those_of_each_row_alone(kind, target, texts):
     """Against plain loops: one text, one root, one step at a time."""
     t = trainer(target, texts, kind)
@@ -72,6 +72,31 @@ def test_the_losses_are_those_of_each_row_alone(kind, target, texts):
                 log_q = target.logits(x[0]).log_softmax(-1)
                 for root in range(begin - 1, length - 2 - j):
                     wanted[j].append(float(F.kl_div(log_q[root], log_p[root + 1 + j], log_target=True, reduction="sum")))
+    torch.testing.assert_close(found, torch.tensor([np.mean(rows) for rows in wanted], dtype=torch.float32), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("ensemble", [1, 2])
+def test_prompt_tokens_are_rows_of_the_model_like_others(ensemble, target, texts, monkeypatch):
+    """Against the model run over a text that ends in them, once for each root, number and member of the ensemble."""
+    monkeypatch.setattr(drafter_training.heads, "shape_for", lambda kind, dim, layers: heads.PromptShape(dim, depth=2, ensemble=ensemble))
+    t = trainer(target, texts, "ppd")
+    batch = next(batches(texts, 256, 0, 0))
+    assert len(batch.ids) > 1
+    found, trunk = t.losses(batch).detach(), target.model.model
+    wanted: list[list[float]] = [[] for _ in found]
+    with torch.no_grad():
+        for ids, begin, length in zip(batch.ids, batch.begins.tolist(), batch.lengths.tolist()):
+            log_p = target.model(ids[None, :length])[0].log_softmax(-1)
+            for j in range(2):
+                for root in range(begin - 1, length - 2 - j):
+                    logits = []
+                    for member in t.head.weight:
+                        x = torch.cat([trunk.embed_tokens(ids[:root + 1]), member[:j + 1]])[None]
+                        for layer in trunk.layers:
+                            x = layer(x, target.model.rope(x.shape[1]), None)
+                        logits.append(target.model.logits(x[0, -1]))
+                    log_q = torch.stack(logits).mean(0).log_softmax(-1)
+                    wanted[j].append(float(F.kl_div(log_q, log_p[root + 1 + j], log_target=True, reduction="sum")))
     torch.testing.assert_close(found, torch.tensor([np.mean(rows) for rows in wanted], dtype=torch.float32), rtol=1e-3, atol=1e-4)
 
 
@@ -107,20 +132,21 @@ def test_the_walk_counts_as_the_engine_does():
     assert walk(right, 11, 12) == (0, [[0, 0], [0, 0]])
 
 
-def test_acceptance_of_a_head_that_knows_and_of_one_that_does_not(target, texts):
+@pytest.mark.parametrize("kind, forwards", [("eagle", 3), ("ppd", 1.5)])
+def test_acceptance_of_a_head_that_knows_and_of_one_that_does_not(kind, forwards, target, texts):
     """The model's own greedy continuation, learnt by heart, is accepted; before training it is not."""
     ids = [5, 6, 7]
     with torch.no_grad():
         for _ in range(24):
             ids.append(int(target.model(torch.tensor([ids]))[0, -1].argmax()))
     own = Texts(np.array(ids, np.int32), np.array([0, 27]), np.array([3]), np.array([0]), ("own",))
-    t = trainer(target, own, "eagle", steps=60)
+    t = trainer(target, own, kind, steps=60)
     before = acceptance(t.head, target, own)
     stream = t.stream()
     for _ in range(60):
         t.step(next(stream))
     after = acceptance(t.head, target, own)
-    assert after["tokens"] == before["tokens"] == 23 and after["tokens_per_forward"] > max(3, before["tokens_per_forward"])
+    assert after["tokens"] == before["tokens"] == 23 and after["tokens_per_forward"] > max(forwards, before["tokens_per_forward"])
     assert after["by_task"] == {"own": after["tokens_per_forward"]}
 
 

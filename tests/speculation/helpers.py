@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import torch
+
 from kvasir.speculation.drafter import Ask, Drafter
 from kvasir.speculation.tree import DraftTree
 from tests.engine.driver import Driver
@@ -45,6 +47,28 @@ class Hostile(Drafter):
         return tree.keep(range(len(tree)))
 
 
+class WithGuests(Hostile):
+    """The same trees, and guests of loud embeddings that mean nothing behind some nodes, several chains at times; also behind the anchor
+    of no tree."""
+
+    def __init__(self, outputs: dict[tuple[str, int], list[int]], dim: int, seed: int = 0) -> None:
+        super().__init__(outputs, seed)
+        self.guests = 3 * torch.randn(5, dim, generator=torch.Generator().manual_seed(seed))
+        self.heard = self.rows = 0
+
+    def _tree(self, ask: Ask) -> DraftTree:
+        tree, rng = super()._tree(ask), self.rng
+        for node in range(-1, len(tree)):
+            if rng.random() < 0.6:
+                tree.guests[node] = tuple(tuple(rng.sample(range(5), rng.randint(1, 3))) for _ in range(rng.randint(1, 2)))
+        return tree
+
+    def answer(self, seq, tree, node, outputs):
+        assert len(outputs) == tree.num_guests(node) and bool(torch.isfinite(outputs).all())
+        self.heard += 1
+        self.rows += len(outputs)
+
+
 def driver(drafter: str = "", **options) -> Driver:
     return Driver(**({"model": NANO, "max_model_len": 112, "drafter": drafter, "draft_control": "fixed"} | options))
 
@@ -52,6 +76,7 @@ def driver(drafter: str = "", **options) -> Driver:
 def install(d: Driver, drafter: Drafter) -> None:
     """In place of ``replay``, which the engine was started with."""
     d.engine._drafting.drafter = drafter
+    d.engine.runner.guest_inputs = drafter.guests
 
 
 def requests(d: Driver, temperature: float, n: int = 1, tag: str = "r", **params) -> list:

@@ -13,7 +13,7 @@ import pytest
 
 from kvasir.decoding import sampler
 from kvasir.speculation.tree import DraftTree
-from tests.speculation.helpers import FEW, Hostile, driver, install
+from tests.speculation.helpers import FEW, Hostile, WithGuests, driver, install
 from tests.speculation.test_mutations import first_child
 
 PROMPT = [300 + 7 * i for i in range(20)]
@@ -58,10 +58,20 @@ def joint() -> dict[tuple[int, ...], float]:
     return {cell: math.prod(step[cell[:i]][cell[i]] for i in range(3)) for cell in itertools.product(FEW, repeat=3)}
 
 
-def chi_square(expected: dict[tuple[int, ...], float]) -> tuple[float, float]:
+class GuessWithGuests(WithGuests):
+    """The same, with guests behind the anchor and every other node."""
+
+    def _tree(self, ask):
+        tree = Guess.tree_of(ask)
+        tree = tree.keep(range(len(tree)))
+        tree.guests = {node: ((0, 1), (2,)) for node in range(-1, len(tree), 2)}
+        return tree
+
+
+def chi_square(expected: dict[tuple[int, ...], float], guests: bool = False) -> tuple[float, float]:
     """The statistic, and what it may be."""
     d = driver("replay", max_num_seqs=64, batch_invariant=False, check=False, poison=False, num_pages=512, max_num_batched_tokens=512)
-    install(d, Guess({}))
+    install(d, GuessWithGuests({}, d.engine.runner.model.spec.hidden_size) if guests else Guess({}))
     for request in [d.request(str(i), PROMPT, temperature=6.0, allowed_token_ids=FEW, max_tokens=7, ignore_eos=True, seed=1000 + i)
                     for i in range(SAMPLES)]:
         d.submit(request)
@@ -71,7 +81,7 @@ def chi_square(expected: dict[tuple[int, ...], float]) -> tuple[float, float]:
     for out in d.outputs.values():
         first = tuple(out.tokens[:3])  # near the end there is no room for trees
         seen[first] = seen.get(first, 0) + 1
-    assert d.engine.stats().accepted_tokens > SAMPLES
+    assert d.engine.stats().accepted_tokens > SAMPLES and (not guests or d.engine._drafting.drafter.rows > SAMPLES)
     d.close()
     cells = [(seen.get(cell, 0), SAMPLES * p) for cell, p in expected.items()]
     often, rare = [c for c in cells if c[1] >= RARE], [c for c in cells if c[1] < RARE]
@@ -87,8 +97,9 @@ def expected():
     return cells
 
 
-def test_the_joint_distribution_is_the_models(expected):
-    found, most = chi_square(expected)
+@pytest.mark.parametrize("guests", [False, True])
+def test_the_joint_distribution_is_the_models(expected, guests):
+    found, most = chi_square(expected, guests)
     assert found < most
 
 

@@ -16,13 +16,14 @@ from kvasir.models.checkpoint import resolve
 from kvasir.speculation import heads
 from kvasir.speculation.drafter import Ask
 from kvasir.speculation.drafters.eagle import Config, EagleDrafter
+from kvasir.speculation.tree import products
 from kvasir.types import Request, SamplingParams, Sequence
 from tests.pairwise import label, pairwise
 from tests.speculation.trained import driver, plain, random_head, requests, tokens, trained
 
-STEPS = {"medusa": 30, "eagle": 40}
+STEPS = {"medusa": 30, "eagle": 40, "ppd": 40}
 FACTORS = {
-    "drafter": ["medusa", "eagle", "eagle width=1,window=64,lanes=2", "eagle random"],
+    "drafter": ["medusa", "eagle", "eagle width=1,window=64,lanes=2", "eagle random", "ppd", "ppd rows=4,width=2"],
     "temperature": [0.0, 0.7, 1.0],
     "chunk": [6, 64],
     "cache": [True, False],
@@ -69,7 +70,8 @@ def test_same_tokens(case, folders, reference):
     d.run(requests(d, case["temperature"], case["n"]), preempt_every=case["preempt_every"])
     assert tokens(d) == reference(case["temperature"], case["n"], case["codec"]), case
     stats, drafter = d.engine.stats(), d.engine._drafting.drafter
-    assert stats.drafts > 0
+    crowded = case["drafter"].startswith("ppd") and case["chunk"] == 6  # a step must be left over for prompt tokens before one for drafts
+    assert stats.drafts or crowded
     accepted_by[case["drafter"]] = accepted_by.get(case["drafter"], 0) + stats.accepted_tokens
     if hasattr(drafter, "_lanes"):
         assert not drafter._lanes and not drafter._queue and len(drafter._free) == drafter.config.lanes, "a sequence that ended holds its lane"
@@ -94,7 +96,7 @@ def test_what_was_learnt_is_accepted_and_wrong_hidden_states_are_not(kind, folde
         return stats.accepted_tokens / stats.drafts
 
     right = run()
-    assert right > 0.8, right
+    assert right > (0.6 if kind == "ppd" else 0.8), right
     real = drafting.Drafting.ingest
 
     def shuffled(self, span, result):
@@ -102,8 +104,15 @@ def test_what_was_learnt_is_accepted_and_wrong_hidden_states_are_not(kind, folde
         real(self, span, result)
 
     monkeypatch.setattr(drafting.Drafting, "ingest", shuffled)
+    heard = drafting.Drafting.observe
+
+    def misheard(self, span, result):
+        result.guests = None if result.guests is None else torch.roll(result.guests, 1, -1)
+        heard(self, span, result)
+
+    monkeypatch.setattr(drafting.Drafting, "observe", misheard)
     committed = drafting._committed
-    monkeypatch.setattr(drafting, "_committed", lambda span, result: torch.roll(committed(span, result), 1, -1))
+    monkeypatch.setattr(drafting, "_committed", lambda span, result: None if kind == "ppd" else torch.roll(committed(span, result), 1, -1))
     assert run() < 0.5 * right
 
 
@@ -207,7 +216,7 @@ def sequence(ids: list[int]) -> Sequence:
 def eagle(tmp_path):
     shape = heads.EagleShape(DIM, (0, 1, 3), depth=4, heads=4, kv_heads=2, head_dim=8, ffn=24)
     head = heads.Eagle(shape)
-    head.begin_with(torch.ones(DIM), torch.Generator().manual_seed(5))
+    head.begin_with(torch.ones(DIM), torch.zeros(1, DIM), torch.Generator().manual_seed(5))
     with torch.no_grad():
         for p in head.parameters():
             p.copy_((p * 2).bfloat16())  # larger, so that attention and positions matter; and as the file rounds it
@@ -319,15 +328,13 @@ def test_lanes_hold_a_window_and_are_taken_over(eagle):
     assert len(drafter._free) == 2 and not drafter._queue
 
 
-def test_medusa_products_come_best_first():
-    from kvasir.speculation.drafters.medusa import _tree
-
+def test_products_come_best_first():
     est, ids = [[0.6, 0.3, 0.1], [0.5, 0.4, 0.1]], [[1, 2, 3], [4, 5, 6]]
-    tree = _tree(est, ids, Ask(sequence([1]), 5, 2))
-    products = sorted((a * (1.0 if b is None else b) for a in est[0] for b in [None, *est[1]]), reverse=True)[:5]
+    tree = products(est, ids, 5, 2)
+    best = sorted((a * (1.0 if b is None else b) for a in est[0] for b in [None, *est[1]]), reverse=True)[:5]
     joint = [tree.est[i] * (1.0 if tree.parents[i] < 0 else tree.est[tree.parents[i]]) for i in range(len(tree))]
-    assert sorted(joint, reverse=True) == pytest.approx(products)
-    assert max(_tree(est, ids, Ask(sequence([1]), 9, 1)).depths) == 0
+    assert joint == pytest.approx(best)
+    assert max(products(est, ids, 9, 1).depths) == 0
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals

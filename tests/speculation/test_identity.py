@@ -8,11 +8,11 @@ from kvasir.engine.graphs import call_through
 from kvasir.errors import RequestError
 from kvasir.types import Grammar
 from tests.pairwise import label, pairwise, product
-from tests.speculation.helpers import LENGTHS, Hostile, driver, install, outputs, plain, requests
+from tests.speculation.helpers import LENGTHS, Hostile, WithGuests, driver, install, outputs, plain, requests
 
 FACTORS = {
     "drafter": ["ngram:min_match=1", "suffix:min_match=1", "draft_model:model=embedded", "token_recycling", "layer_skip:exits=1+2",
-                "ngram:min_match=1+suffix+layer_skip", "replay:accept=0.7", "hostile"],
+                "ngram:min_match=1+suffix+layer_skip", "replay:accept=0.7", "hostile", "guests"],
     "temperature": [0.0, 0.7, 1.0],
     "chunk": [6, 17, 64],
     "cache": [True, False],
@@ -50,12 +50,14 @@ def run_case(case: dict, reference) -> tuple[int, int]:
     expected = reference(case["temperature"], case["n"], case["codec"], case["params"])
     num_pages = 256 if case["pool"] == "roomy" else 8  # the longest request and little more
     name = case["drafter"]
-    d = driver("replay" if name == "hostile" else name, max_num_batched_tokens=case["chunk"], max_num_seqs=case["seqs"], num_pages=num_pages,
-               enable_prefix_caching=case["cache"], kv_codec=case["codec"], overlap=case["overlap"], static=case["static"],
+    d = driver("replay" if name in ("hostile", "guests") else name, max_num_batched_tokens=case["chunk"], max_num_seqs=case["seqs"],
+               num_pages=num_pages, enable_prefix_caching=case["cache"], kv_codec=case["codec"], overlap=case["overlap"], static=case["static"],
                draft_control=case["control"])
     d.engine._drafting.controller._rest = 0  # from the first step on
     if name == "hostile":
         install(d, Hostile({key: tokens for key, (tokens, _) in expected.items()}))
+    elif name == "guests":
+        install(d, WithGuests({key: tokens for key, (tokens, _) in expected.items()}, d.engine.runner.model.spec.hidden_size))
     elif name.startswith("replay"):
         prompts = {r.id: tuple(r.prompt_ids) for r in requests(d, 0.0)}
         d.engine._drafting.drafter.load({prompts[i]: tokens for (i, branch), (tokens, _) in expected.items() if branch == 0}, 1)
@@ -65,11 +67,15 @@ def run_case(case: dict, reference) -> tuple[int, int]:
         expected = {key: (tokens, []) for key, (tokens, _) in expected.items()}
     assert outputs(d) == expected, case
     stats = d.engine.stats()
+    if name == "guests":
+        assert not d.engine._drafting._failures
+        heard_by[case["control"]] = heard_by.get(case["control"], 0) + d.engine._drafting.drafter.rows
     d.close()
     return stats.drafted_tokens, stats.accepted_tokens
 
 
 accepted_by: dict[str, int] = {}
+heard_by: dict[str, int] = {}  # by control: outputs of guests
 
 
 @pytest.mark.parametrize("case", pairwise(FACTORS), ids=label)
@@ -83,6 +89,7 @@ def test_every_drafter_was_right_at_times():
     if len(accepted_by) < len(FACTORS["drafter"]):
         pytest.skip("only meaningful after all cases in one process")
     assert all(accepted_by.values()), accepted_by
+    assert heard_by["fixed"] > 100, heard_by
 
 
 CORE = ("drafter", "temperature", "chunk", "cache", "preempt_every", "params", "codec")
@@ -103,11 +110,13 @@ def test_same_tokens_full_product(place, case, reference):
     dict(grammar=Grammar("regex", "(ab|ba|c)*"), allowed_token_ids=None),
 ], ids=["penalties", "stops", "reports", "scored", "grammar"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_with_parameters_that_look_at_history(params, temperature):
+@pytest.mark.parametrize("guests", [False, True])
+def test_with_parameters_that_look_at_history(params, temperature, guests):
     """Each node is conditioned on its own path: penalties, bans, masks and reports are those of plain decoding."""
     expected = plain(temperature, 2, "plain", **params)
     d = driver("replay", max_num_batched_tokens=32, max_num_seqs=4)
-    install(d, Hostile({key: tokens for key, (tokens, _) in expected.items()}))
+    told = {key: tokens for key, (tokens, _) in expected.items()}
+    install(d, WithGuests(told, d.engine.runner.model.spec.hidden_size) if guests else Hostile(told))
     d.run(requests(d, temperature, 2, **params), preempt_every=5)
     assert outputs(d) == expected
     assert d.engine.stats().accepted_tokens > 20
@@ -190,11 +199,13 @@ def test_a_drafter_that_fails_costs_no_request(reference):
     d.close()
 
 
-def test_a_prefix_of_drafted_text_is_hit_later(reference):
-    """State: pages that hold moved slots serve another request to the bit."""
+@pytest.mark.parametrize("guests", [False, True])
+def test_a_prefix_of_drafted_text_is_hit_later(guests, reference):
+    """State: pages that hold moved slots, and where guests stood, serve another request to the bit."""
     expected = reference(1.0, 1, "plain")
     d = driver("replay")
-    install(d, Hostile({key: tokens for key, (tokens, _) in expected.items()}))
+    told = {key: tokens for key, (tokens, _) in expected.items()}
+    install(d, WithGuests(told, d.engine.runner.model.spec.hidden_size) if guests else Hostile(told))
     first = requests(d, 1.0)
     d.run(first)
     longer = [d.request(f"again{k}", [*r.prompt_ids, *expected[r.id, 0][0]], max_tokens=1, temperature=0.0, logprobs=5) for k, r in enumerate(first)]

@@ -8,7 +8,7 @@ import pytest
 from kvasir.decoding import rows, sampler
 from kvasir.engine import batch
 from kvasir.kv.pool import KVPool
-from tests.speculation.helpers import Hostile, driver, install, outputs, plain, requests
+from tests.speculation.helpers import WithGuests, driver, install, outputs, plain, requests
 
 REAL_WALK = sampler._walk
 
@@ -30,12 +30,20 @@ def every_row_before(parents, bits):
         bits[i, :] = np.int64((1 << (i + 1)) - 1)
 
 
+def guests_are_seen(parents, bits):
+    """By every row of their span."""
+    REAL_ANCESTORS(parents, bits)
+    bits[:, (len(parents) - 1) // 64] |= np.int64(1) << np.int64((len(parents) - 1) % 64)
+
+
+REAL_ANCESTORS = batch._ancestors
 MUTATIONS = {
     "one token too many": (sampler, "_walk", one_too_many),
     "the draft is not compared": (sampler, "_walk", first_child),
     "noise by slot, not by depth": (rows, "_depths", lambda parents: list(range(len(parents)))),
     "rope by slot": (batch, "_positions", lambda span: np.arange(span.start, span.start + span.length)),
     "siblings see each other": (batch, "_ancestors", every_row_before),
+    "guests are seen": (batch, "_ancestors", guests_are_seen),
     "slots are not moved": (KVPool, "move_slots", lambda self, group, sources, targets: None),
     "slots are moved one by one, backwards": (KVPool, "move_slots", None),
 }
@@ -57,7 +65,7 @@ def expected():
 
 def run(expected) -> dict:
     d = driver("replay", check=False)
-    install(d, Hostile({key: tokens for key, (tokens, _) in expected.items()}, seed=3))
+    install(d, WithGuests({key: tokens for key, (tokens, _) in expected.items()}, d.engine.runner.model.spec.hidden_size, seed=3))
     try:
         for request in requests(d, 1.0):
             d.submit(request)

@@ -16,6 +16,7 @@ from tests.engine.driver import Driver
 
 TASKS = ("schema", "chain:min_steps=1,max_steps=2")
 OUTPUT = 16
+RATE = {"ppd": 0.1}
 SHORT = Texts(np.array([1, 2, 3, 4, 5], np.int32), np.array([0, 5]), np.array([2]), np.array([0]), ("none",))
 
 
@@ -56,7 +57,7 @@ def trained(kind: str, folder: Path, steps: int) -> Path:
     texts = Texts(np.concatenate(whole).astype(np.int32), np.cumsum([0, *map(len, whole)]), np.array([len(ids) for ids in given]),
                   np.zeros(len(whole), int), TASKS)
     torch.manual_seed(0)
-    trainer = Trainer(load_target("nano", "cpu")[0], texts, Plan(kind, steps=steps, lr=4e-3))
+    trainer = Trainer(load_target("nano", "cpu")[0], texts, Plan(kind, steps=steps, lr=RATE.get(kind, 4e-3)))
     stream = trainer.stream()
     for _ in range(steps):
         trainer.step(next(stream))

@@ -18,7 +18,7 @@ def _group() -> None:
 
 
 @app.command()
-def drafter(name: Annotated[str, typer.Argument(metavar="NAME", help="Which drafter: medusa or eagle.")],
+def drafter(name: Annotated[str, typer.Argument(metavar="NAME", help="Which drafter: medusa, eagle or ppd.")],
             target: Annotated[str, typer.Option(help="The model it drafts for: a lab checkpoint, by folder or name.")],
             out: Annotated[Path, typer.Option(help="The folder to write; --drafter NAME:model=FOLDER serves it.")],
             minutes: Annotated[float, typer.Option(min=0.01, help="Train this long (sampling and measuring come on top).")] = 2.0,

@@ -165,7 +165,7 @@ class Packer:
         for span in spans:
             first.append(self.count)
             wanted.append(self._span(span))
-            held.append(span.tokens() if len(span.want.get("sample", ())) > 1 else [])
+            held.append(span.tokens() if span.commit == "walk" else [])
         return SampleBatch(spans, wanted, first, self._rows(), self.errors, held)
 
     def _span(self, span: Span) -> range | list[int]:
@@ -289,6 +289,6 @@ def _paths(span: Span, sample: range) -> list[list[int]]:
         return [span.seq.draft[:i + 1 - known] for i in sample]
     tokens = span.tokens()
     paths: list[list[int]] = []
-    for i, parent in enumerate(span.parents):
+    for i, parent in enumerate(span.parents[:len(tokens)]):  # guests are drawn from never
         paths.append([] if i < known else [*paths[parent], tokens[i]])
     return [paths[i] for i in sample]

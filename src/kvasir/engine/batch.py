@@ -57,7 +57,7 @@ class Packer:
                     borrowed.append((at, span.row))
                 positions[at] = span.start
             else:
-                ids[at:end], positions[at:end] = span.tokens(), _positions(span)
+                ids[at:end - len(span.guests)], ids[end - len(span.guests):end], positions[at:end] = span.tokens(), 0, _positions(span)
             for g, table, slot in groups:
                 self._pages(span, span.seq.tables[g], table[i], slot[at:end])
             if span.parents:
@@ -69,7 +69,11 @@ class Packer:
             input_ids=ids_t, positions=positions_t, row_start=first_t, context=context_t,
             tables=tuple(t.view(num_spans, width) for t in tables_t), slots=tuple(slots_t),
             logit_rows=wanted_t, starts=starts, lengths=lengths, ancestors=bits_t.view(num_rows, words) if words else None,
-            borrowed=tuple(self.send(torch.tensor(borrowed, dtype=torch.int64).T.contiguous())) if borrowed else None)
+            borrowed=self._pairs(borrowed), guests=self._pairs(_guests(spans, row_start)))
+
+    def _pairs(self, pairs: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Two [K] int64 on the device; None: there are none."""
+        return tuple(self.send(torch.tensor(pairs, dtype=torch.int64).T.contiguous())) if pairs else None
 
     def send(self, tensor: torch.Tensor) -> torch.Tensor:
         """A small host tensor, on the device, without waiting for it."""
@@ -112,6 +116,11 @@ def _logit_rows(spans: list[Span], row_start: list[int]) -> list[int]:
         else:
             rows.extend(at + i for i in sorted({i for r in wanted for i in r}))
     return rows
+
+
+def _guests(spans: list[Span], row_start: list[int]) -> list[tuple[int, int]]:
+    """Rows of the step that hold guests, and the numbers of their embeddings."""
+    return [(end - len(span.guests) + i, number) for span, end in zip(spans, row_start[1:]) if span.guests for i, number in enumerate(span.guests)]
 
 
 def _positions(span: Span) -> np.ndarray:

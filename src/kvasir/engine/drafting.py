@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from kvasir.config import SpeculationConfig
@@ -61,6 +62,7 @@ class Drafting:
         drafter.attach(runner.model, runner.capture())
         if drafter.hidden_layers:
             runner.use_taps(drafter.hidden_layers)
+        runner.guest_inputs = drafter.guests
 
     # ----------------------------------------------------------------------------------------------------- before a step
 
@@ -81,7 +83,7 @@ class Drafting:
         """Set the drafts of all sequences that decode. Nothing may be in flight."""
         decodes = [seq for seq in running if rows_left(seq) == 1 and seq.status is Status.RUNNING]
         for seq in decodes:
-            seq.draft, seq.draft_parents = [], []
+            seq.drop_draft()
         asks = [ask for seq in decodes if (ask := self._ask(seq)) is not None]
         if not asks:
             return
@@ -97,14 +99,15 @@ class Drafting:
             tree.source = tree.source or self.drafter.name
         graphs = self._runner.graphs
         if graphs is not None and len(decodes) < graphs.most_drafted and self._config.draft_control != "fixed":
-            trees = [tree.trunk() for tree in trees]  # of the two, only chains are captured, which is worth more than a branch
+            # Of the two, only chains are captured, which is worth more than a branch; where there are guests, neither is.
+            trees = [tree if tree.guests else tree.trunk() for tree in trees]
         # Prompts need rows, too: drafts get what the decodes leave, of a quarter at least of the step.
         budget = max(self._max_rows // 4, self._max_rows - sum(rows_left(seq) for seq in running)) - len(decodes)
         trees = self.controller.allocate(trees, sum(len(seq.tokens) for seq in decodes), max(0, budget), len(decodes))
         for ask, tree in zip(asks, trees):
-            if tree.tokens:
+            if tree.tokens or tree.guests:
                 self._pending[ask.seq] = tree
-                ask.seq.draft, ask.seq.draft_parents = tree.tokens, [] if tree.is_chain else tree.parents
+                ask.seq.draft, ask.seq.draft_parents, ask.seq.guests = tree.tokens, [] if tree.is_chain else tree.parents, tree.guests
 
     def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
         """What a drafter does wrong costs no request. None: it failed."""
@@ -143,7 +146,7 @@ class Drafting:
                 return
         rows = context = 0
         for span in plan.spans:
-            if len(span.want.get("sample", ())) != span.length:
+            if len(span.want.get("sample", ())) + len(span.guests) != span.length:
                 if self._drafting:
                     self._measured[plan.step] = None
                 return
@@ -173,8 +176,13 @@ class Drafting:
         if tree is None:
             return
         path = tree.path(result.tokens)
-        self.controller.observe(tree, path)
+        if tree.tokens:
+            self.controller.observe(tree, path)
         self._guarded(self.drafter.observe, span.seq, tree, path, _committed(span, result))
+        if result.guests is not None:
+            node = result.path[-1] - result.path[0] - 1
+            first = sum(tree.num_guests(other) for other in takewhile(lambda other: other != node, tree.guests))
+            self._guarded(self.drafter.answer, span.seq, tree, node, result.guests[first:first + tree.num_guests(node)])
 
     def ingest(self, span: Span, result: SpanResult) -> None:
         """A span that verified nothing was committed: its hidden states, where the drafter reads them."""
@@ -224,7 +232,7 @@ def _committed(span: Span, result: SpanResult) -> Any:
 
 
 def holds_draft(plan: Plan) -> bool:
-    """Whether a plan in flight verifies drafts: what follows them is open."""
+    """Whether a plan in flight verifies drafts, or has guests: what follows them is open."""
     return any(span.want is not ONE_SAMPLE and span.commit == "walk" for span in plan.spans)
 
 

@@ -62,7 +62,7 @@ class Room:
 
     def make(self, step: Step, seq: Sequence, end: int) -> bool:
         """Grow ``seq`` to ``end`` positions at the cost of leases, then drafts, then lower ranks, then itself (False)."""
-        seq.draft = []
+        seq.drop_draft()
         lower: list[Sequence] | None = None
         while not self.pages.grow(seq, end, step.copies):
             if self.pages.num_limbo:
@@ -97,12 +97,12 @@ class Room:
         return False
 
     def _drop_planned_draft(self, step: Step) -> bool:
-        """Take back the draft of a planned span whose look-ahead holds a page."""
+        """Take back the draft and the guests of a planned span whose look-ahead holds a page."""
         for seq in list(reversed(step.spans)):
-            if not seq.draft:
+            if not (seq.draft or seq.guests):
                 continue
             before = self.pages.num_free
-            seq.draft = []
+            seq.drop_draft()
             step.remove(seq)
             step.add(seq, 1)
             self.pages.truncate(seq, seq.num_tokens, self._in_flight())

@@ -20,7 +20,7 @@ from kvasir.engine.device_rows import DeviceRows
 from kvasir.engine.graphs import Capture, CudaCapture, DecodeGraphs
 from kvasir.engine.sizing import pages_for
 from kvasir.engine.tape import Arena, record
-from kvasir.engine.taps import TappedHandle, Taps
+from kvasir.engine.taps import GuestHandle, TappedHandle, Taps
 from kvasir.kv.pool import KVPool
 from kvasir.models.decoder import Decoder
 from kvasir.models.native_decoder import NativeDecoder, why_not
@@ -50,6 +50,7 @@ class Runner:
         self.first_row = torch.zeros(1, dtype=torch.int64, device=device)
         self.graphs: DecodeGraphs | None = None
         self.taps: Taps | None = None
+        self.guest_inputs: torch.Tensor | None = None  # [guests, E]: what the first layer reads in rows that hold no token
         self.native: NativeDecoder | None = None
         self.tapes: DecodeTapes | None = None
         self.weights_changed()
@@ -130,18 +131,23 @@ class Runner:
         self.backend.plan(batch)
         count, total = batch.logit_rows.shape[0], batch.input_ids.shape[0]
         wanted_M = None if count == total else batch.logit_rows if count else self.first_row  # of a step that wants none, any
+        if batch.guests is not None:
+            batch.inputs = self.guest_inputs.index_select(0, batch.guests[1])
+            wanted_M = torch.cat([batch.logit_rows, batch.guests[0]])
         tapped = None if taps is None else taps.memory(total)
         hidden_ME = self.model.forward(batch, self.caches, self.backend, None if tapped is None else tapped.by_layer, wanted_M=wanted_M)
         # The sampler asks for logits slice by slice, so that a long scored prompt never needs [T, V] at once.
         handle = self._sample(spans, lambda a, b: self.model.logits(hidden_ME[a:b]))
+        if batch.guests is not None:
+            handle = GuestHandle(handle, spans, hidden_ME[count:])
         return handle, None if tapped is None else tapped.hidden_TLE
 
     def _sample(self, spans: list[Span], logits: torch.Tensor | Callable[[int, int], torch.Tensor]) -> SampleOutput:
         """Draw from the rows whose logits are wanted, and leave the tokens where the next step looks for them."""
         batch = self.sampler.pack(spans)
         output = self.sampler.sample(logits, batch)
-        drawn = [(first + len(wanted) - 1, span.row, span.start + span.length) for span, wanted, first in zip(spans, batch.wanted, batch.first)
-                 if len(span.want.get("sample", ())) == 1]
+        drawn = [(first + len(wanted) - 1, span.row, span.start + span.length - len(span.guests))
+                 for span, wanted, first in zip(spans, batch.wanted, batch.first) if len(span.want.get("sample", ())) == 1]
         if drawn:
             at, rows, positions = zip(*drawn)
             index = self.packer.send(torch.tensor([at, rows], dtype=torch.int64))

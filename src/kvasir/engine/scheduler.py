@@ -112,7 +112,8 @@ class Scheduler:
             self._unblock(seq)
         elif seq in self.waiting:
             self._dequeue(seq)
-        seq.status, seq.finish_reason, seq.parent, seq.draft = Status.FINISHED, reason, None, []
+        seq.status, seq.finish_reason, seq.parent = Status.FINISHED, reason, None
+        seq.drop_draft()
 
     def has_work(self, now: float) -> bool:
         """Whether a plan made now could have spans, or a blocked sequence's deadline has come."""
@@ -153,17 +154,17 @@ class Scheduler:
         if not span.valid:
             return
         self._land(span)
-        end = span.start + span.length
+        end = span.start + span.length - len(span.guests)  # what guests wrote is nobody's
         drafted = end - seq.num_tokens
         assert span.start == seq.num_computed, (span, "is not the next one")
         assert len(emitted) <= max(0, drafted + 1), (span, "has no rows for what it emits")
         seq.tokens += emitted
         # Rejected draft rows lie beyond the last known token, and that one still has to predict the next.
         seq.num_computed = min(end, seq.num_tokens - 1)
-        seq.draft = []
+        seq.drop_draft()
         in_flight = self._in_flight()
         self.pages.commit(seq, in_flight)
-        if drafted > 0:
+        if drafted > 0 or span.guests:
             self.pages.truncate(seq, seq.num_tokens, in_flight)
 
     def append(self, span: Span, token: int) -> None:
@@ -201,7 +202,7 @@ class Scheduler:
         waited = set(decodes)
         for seq in self.running.ordered(now):
             if len(seq.tokens) + seq.num_drawn - seq.num_computed - seq.num_ahead > 1:  # rows_left, the hot path
-                seq.draft = []
+                seq.drop_draft()
                 prompts.append(seq)
             elif not (seq.num_drawn and self._awaits_result(seq)) and seq not in waited:
                 decodes.append(seq)
@@ -209,7 +210,7 @@ class Scheduler:
 
     def _awaits_result(self, seq: Sequence) -> bool:
         """Whether what comes after the tokens in flight is open (a draft is being verified), or certain to be nothing."""
-        return bool(seq.draft) or len(seq.tokens) + seq.num_drawn >= min(self.max_model_len, seq.num_prompt + seq.max_output)
+        return bool(seq.draft or seq.guests) or len(seq.tokens) + seq.num_drawn >= min(self.max_model_len, seq.num_prompt + seq.max_output)
 
     def _claim(self, prompts: list[Sequence], now: float, budget: int) -> tuple[Sequence | None, int]:
         """The oldest unfinished prompt and the rows kept for it: none before it has waited for PROMPT_PATIENCE, then a
@@ -233,10 +234,10 @@ class Scheduler:
             if step.left <= 0:
                 return decodes[i:]
             num_tokens = len(seq.tokens) + seq.num_drawn
-            if seq.draft:
+            if seq.draft or seq.guests:
                 trim_draft(seq, spare, self.max_model_len)
-                spare -= len(seq.draft)
-            if grow(seq, num_tokens + len(seq.draft), step.copies) or self.room.make(step, seq, num_tokens):
+                spare -= seq.num_look_ahead
+            if grow(seq, num_tokens + seq.num_look_ahead, step.copies) or self.room.make(step, seq, num_tokens):
                 step.add(seq, 1 + len(seq.draft))
         return []
 
@@ -269,7 +270,7 @@ class Scheduler:
             if seq.status is not Status.RUNNING:
                 continue
             if step.left > 0 and self.pages.grow(seq, seq.num_tokens + seq.num_drawn, step.copies):
-                seq.draft = []
+                seq.drop_draft()
                 step.add(seq, 1)
             else:
                 still.append(seq)
@@ -393,7 +394,8 @@ class Scheduler:
             self._free_rows.append(seq.row)
         else:
             self._limbo_rows.append((after_step, seq.row))
-        seq.row, seq.num_computed, seq.num_ahead, seq.num_drawn, seq.draft = -1, 0, 0, 0, []
+        seq.row, seq.num_computed, seq.num_ahead, seq.num_drawn = -1, 0, 0, 0
+        seq.drop_draft()
 
     def _give_up(self, seq: Sequence) -> None:
         """A running sequence loses everything and goes back to its place in the queue."""

@@ -21,8 +21,8 @@ class Step:
     preempted: list[Sequence] = field(default_factory=list)
 
     def add(self, seq: Sequence, length: int) -> None:
-        self.spans[seq] = next_span(seq, length)
-        self.left -= length
+        span = self.spans[seq] = next_span(seq, length)
+        self.left -= span.length
 
     def remove(self, seq: Sequence) -> None:
         if span := self.spans.pop(seq, None):
@@ -40,10 +40,10 @@ def unscored_from(seq: Sequence) -> int | None:
 
 
 def next_span(seq: Sequence, length: int) -> Span:
-    """The next ``length`` rows of a sequence: rows from the last known token on are sampled."""
+    """The next ``length`` rows of a sequence, and its guests behind them: rows from the last known token on are sampled."""
     start = seq.num_computed + seq.num_ahead
     first = len(seq.tokens) + seq.num_drawn - 1 - start  # the row of the last token, known or being drawn
-    if length == 1 and not first:
+    if length == 1 and not first and not seq.guests:
         return Span(seq, start, 1, want=ONE_SAMPLE, row=seq.row)
     want: dict[Want, range] = {}
     unscored = unscored_from(seq)
@@ -51,12 +51,20 @@ def next_span(seq: Sequence, length: int) -> Span:
         want["score"] = range(max(0, unscored - start), min(length, seq.num_prompt - 1 - start))
     if length > first:
         want["sample"] = range(first, length)
-    if length <= first + 1:
+    if length <= first + 1 and not seq.guests:
         return Span(seq, start, length, want=want, row=seq.row)
     parents = None
     if len(seq.draft_parents) == length - first - 1:  # a tree: each row's parent in the span
         parents = [*range(-1, first), *(first + 1 + p for p in seq.draft_parents)]
-    return Span(seq, start, length, mask="tree" if parents else "causal", want=want, commit="walk", parents=parents, row=seq.row)
+    guests: list[int] = []
+    if seq.guests:
+        parents = parents or list(range(-1, length - 1))
+        for node, chains in seq.guests.items():
+            for chain in chains:
+                parents += [first + 1 + node, *range(len(parents), len(parents) + len(chain) - 1)]
+                guests += chain
+    return Span(seq, start, length + len(guests), mask="tree" if parents else "causal", want=want, commit="walk", parents=parents, row=seq.row,
+                guests=guests)
 
 
 def rows_left(seq: Sequence) -> int:
@@ -65,10 +73,12 @@ def rows_left(seq: Sequence) -> int:
 
 
 def trim_draft(seq: Sequence, spare: int, max_model_len: int) -> None:
-    """Drop a draft that has no rows, or that goes further than the sequence may."""
+    """Drop a draft that has no rows, or that goes further than the sequence may; and guests for which nothing is left."""
     limit = min(max_model_len, seq.num_prompt + seq.request.max_tokens) - 1
     if len(seq.draft) > min(spare, limit - len(seq.tokens)):
-        seq.draft = []
+        seq.drop_draft()
+    elif seq.guests and seq.num_look_ahead > min(spare, max_model_len - len(seq.tokens)):
+        seq.guests = {}
 
 
 def room_to_start(seq: Sequence, page_slots: int) -> int:

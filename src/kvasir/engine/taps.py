@@ -1,10 +1,12 @@
-"""Hidden states for drafters: the outputs of chosen layers, for every row of a step, beside its results.
+"""Hidden states for drafters: the outputs of chosen layers, for every row of a step, and those of guest rows, beside its results.
 
 The decoder writes them where a `Taps` says: into fresh memory in a step that is launched kernel by kernel, into a static buffer where
 the step is a CUDA graph or a CPU tape, from which the rows in use are copied once the step is launched. Without a drafter that
 asks there is no `Taps`, and nothing of this runs.
 
-Legend: T rows, L tapped layers, E model dim.
+Guest rows (see `Span`) come in steps launched kernel by kernel only: what the last layer gives for them is handed on as it is.
+
+Legend: T rows, K guest rows, L tapped layers, E model dim.
 """
 
 from __future__ import annotations
@@ -61,4 +63,21 @@ class TappedHandle:
         for span, result in zip(self._spans, results):
             result.hidden = self._hidden_TLE[first:first + span.length]
             first += span.length
+        return results
+
+
+class GuestHandle:
+    """A launched step whose results bring the outputs of their spans' guests along."""
+
+    __slots__ = ("_handle", "_outputs_KE", "_spans")
+
+    def __init__(self, handle: Handle, spans: list[Span], outputs_KE: torch.Tensor) -> None:
+        self._handle, self._spans, self._outputs_KE = handle, spans, outputs_KE
+
+    def read(self) -> list[SpanResult]:
+        results, first = self._handle.read(), 0
+        for span, result in zip(self._spans, results):
+            if span.guests:
+                result.guests = self._outputs_KE[first:first + len(span.guests)]
+                first += len(span.guests)
         return results

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-TITLES = {"medusa": "Medusa heads (arXiv 2401.10774)", "eagle": "EAGLE-3-type head (arXiv 2503.01840)"}
+TITLES = {"medusa": "Medusa heads (arXiv 2401.10774)", "eagle": "EAGLE-3-type head (arXiv 2503.01840)",
+          "ppd": "Prompt tokens for parallel prompt decoding (arXiv 2405.18628)"}
+
+
+def size_of(parameters: int) -> str:
+    return f"{parameters / 1e6:.2f}M" if parameters >= 1e5 else f"{parameters:,}"
 
 
 def card(run: dict[str, Any]) -> str:
@@ -16,7 +21,7 @@ def card(run: dict[str, Any]) -> str:
     return f"""# {TITLES[run['kind']]} for `{target['name']}`
 
 A drafter for kvasir: `kvasir serve MODEL --drafter {run['kind']}:model=FOLDER`. It changes no token, only how many a forward gives.
-{run['parameters'] / 1e6:.2f}M parameters; embedding and output matrix are the model's own. For the weights with the fingerprint
+{size_of(run['parameters'])} parameters; embedding and output matrix are the model's own. For the weights with the fingerprint
 `{target['weights']}`; with others of the same shape it works, and drafts worse.
 
 ## Held-out problems

@@ -1,4 +1,4 @@
-"""Train a drafter for a lab model: heads on its frozen hidden states, towards its own distribution over its own replies.
+"""Train a drafter for a lab model: heads on its frozen hidden states, or prompt tokens, towards its own distribution over its replies.
 
 The loss of step (or head) j at a row is KL(target || drafter) of the token j + 2 places on, weighted 0.8^j as in Medusa and EAGLE-3;
 the target's distribution after the tokens that were really written is what the verifying draw will use. Acceptance is counted as the
@@ -25,9 +25,9 @@ from safetensors.torch import save
 from torch.nn import functional as F
 
 from kvasir.errors import ConfigError, nearest
-from kvasir.lab import drafter_data, export
+from kvasir.lab import drafter_data, export, prompt_rows
 from kvasir.lab import tokenizer as lab_tokenizer
-from kvasir.lab.drafter_card import card
+from kvasir.lab.drafter_card import card, size_of
 from kvasir.lab.drafter_data import Batch, Texts
 from kvasir.lab.model import Model
 from kvasir.lab.progress import Progress
@@ -37,6 +37,7 @@ from kvasir.speculation import heads
 
 LOOK = 20  # steps between two looks at the device
 DISCOUNT = 0.8  # of a step's loss, a step further
+RATE, RATES = 2e-3, {"ppd": 5e-2}  # peak learning rate: of matrices, and of embeddings (half their spread in a lab model)
 BATCH_TOKENS = {"cuda": 1 << 15, "cpu": 1 << 11}
 REPLIES = {"cuda": 32768, "cpu": 1024}  # minutes of sampling at most
 REPLY_TOKENS = 320
@@ -54,9 +55,13 @@ class Plan:
     replies: int = REPLIES["cpu"]
     held_out: int = REPLIES["cpu"] // 32
     reply_tokens: int = REPLY_TOKENS
-    lr: float = 2e-3
+    lr: float = 0.0  # 0: that of the kind
     seed: int = 0
     mix: dict[str, float] = field(default_factory=drafter_data.mixture)
+
+    @property
+    def rate(self) -> float:
+        return self.lr or RATES.get(self.kind, RATE)
 
 
 class Target:
@@ -82,6 +87,15 @@ class Target:
             found[i] = x
         return torch.stack([found[i] for i in layers], 2), trunk.norm(x), torch.cat([embedded[:, 1:], embedded[:, -1:]], 1)
 
+    def guesses(self, head: heads.Head, batch: Batch) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
+        """The final norm's output [B, T, E]; and for j = 0, 1, ... the head's [B, T, E] whose row p predicts token p + 2 + j of a reply."""
+        ids = batch.ids.to(self.device, non_blocking=True)
+        if isinstance(head, heads.Prompts):
+            normed, keys = prompt_rows.read(self.model, ids)
+            return normed, prompt_rows.unroll(self.model, head.weight, batch, keys)
+        features, normed, following = self.features(ids, head.shape.layers)
+        return normed, head.unroll(features, normed, following)
+
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """fp32, by the output matrix alone."""
         return F.linear(normed.to(self.dtype), self.model.model.embed_tokens.weight).float()
@@ -96,9 +110,10 @@ class Trainer:
         self.target, self.texts, self.plan = target, texts, plan
         cls = heads.KINDS[plan.kind]
         self.head = cls(heads.shape_for(plan.kind, target.model.shape.dim, target.model.shape.layers))
-        self.head.begin_with(target.model.model.norm.weight.float().cpu(), torch.Generator().manual_seed(plan.seed))
+        trunk = target.model.model
+        self.head.begin_with(trunk.norm.weight.float().cpu(), trunk.embed_tokens.weight.float().cpu(), torch.Generator().manual_seed(plan.seed))
         self.head.to(target.device)
-        self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=plan.lr, betas=(0.9, 0.95), weight_decay=0.01)
+        self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=plan.rate, betas=(0.9, 0.95), weight_decay=0.01)
         self.done, self.seconds, self.tokens = 0, 0.0, 0
         self.history: list[dict[str, float]] = []
 
@@ -109,11 +124,13 @@ class Trainer:
     def _rate(self) -> float:
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, self.share())))
         warm = min(WARMUP, self.plan.steps // 10 + 1) if self.plan.steps else WARMUP
-        return self.plan.lr * min(1.0, (self.done + 1) / warm) * max(0.02, cosine)
+        return self.plan.rate * min(1.0, (self.done + 1) / warm) * max(0.02, cosine)
 
     def stream(self) -> Iterator[Batch]:
         """Batches from step ``done`` on: the same ones whenever a run is resumed."""
         tokens, left, epoch = BATCH_TOKENS[self.target.device.type], self.done, 0
+        if isinstance(self.head, heads.Prompts):
+            tokens //= self.head.shape.depth * self.head.shape.ensemble  # each is a row of the whole model, whose activations are kept
         while True:
             for batch in drafter_data.batches(self.texts, tokens, self.plan.seed, epoch):
                 if left:
@@ -138,10 +155,9 @@ class Trainer:
 
     def losses(self, batch: Batch) -> torch.Tensor:
         """[depth]: mean KL(target || drafter) in nats, over the replies' tokens that step j can predict."""
-        ids = batch.ids.to(self.target.device, non_blocking=True)
-        features, normed, following = self.target.features(ids, self.head.shape.layers)
+        normed, guesses = self.target.guesses(self.head, batch)
         # Row n predicts token n + 1. The first token of a reply is drawn before any draft.
-        place = torch.arange(ids.shape[1] - 1)
+        place = torch.arange(batch.ids.shape[1] - 1)
         predicts = (place >= batch.begins[:, None]) & (place < batch.lengths[:, None] - 1)
         row, at = (x.to(self.target.device) for x in predicts.nonzero(as_tuple=True))
         first = batch.begins.to(self.target.device)[row] - 1  # the root of a reply's first draft
@@ -151,7 +167,7 @@ class Trainer:
             entropy = (p * log_p).sum(-1)
         out = []
         with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.target.device.type == "cuda"):
-            for j, x_BTE in enumerate(self.head.unroll(features, normed, following)):
+            for j, x_BTE in enumerate(guesses):
                 root = at - 1 - j
                 weight = (root >= first).float()
                 log_q = self.target.logits(x_BTE[row, root.clamp(min=0)]).log_softmax(-1)
@@ -252,7 +268,7 @@ def acceptance(head: heads.Head, target: Target, texts: Texts) -> dict[str, Any]
     totals = [[0, 0] for _ in range(head.shape.depth)]
     for batch in drafter_data.batches(texts, BATCH_TOKENS[target.device.type], 0, 0):
         ids = batch.ids.to(target.device)
-        guesses = [target.logits(x).argmax(-1) for x in serving.unroll(*target.features(ids, head.shape.layers))]
+        guesses = [target.logits(x).argmax(-1) for x in target.guesses(serving, batch)[1]]
         right = torch.stack([F.pad(guess[:, :-2 - j] == ids[:, 2 + j:], (0, 2 + j)) if guess.shape[1] > 2 + j else torch.zeros_like(guess).bool()
                              for j, guess in enumerate(guesses)], 1).cpu().numpy()
         for i, (begin, length, number) in enumerate(zip(batch.begins.tolist(), batch.lengths.tolist(), batch.texts.tolist())):
@@ -302,8 +318,8 @@ def main(plan: Plan, target_name: str, out: Path, *, samples: Path | None = None
     if resume:
         trainer.restore(out)
     size = sum(p.numel() for p in trainer.head.parameters())
-    print(f"{plan.kind} for {target.facts['name']}: {size / 1e6:.2f}M parameters ({2 * size / 1e6:.2f} MB in bf16), reads layers "
-          f"{', '.join(map(str, trainer.head.shape.layers))}", flush=True)
+    print(f"{plan.kind} for {target.facts['name']}: {size_of(size)} parameters ({2 * size / 1e6:.2f} MB in bf16), reads layers "
+          f"{', '.join(map(str, trainer.head.shape.layers)) or 'none'}", flush=True)
     if not run(trainer, out):
         print(f"stopped at step {trainer.done}; go on with --resume", flush=True)
         return
@@ -314,7 +330,7 @@ def main(plan: Plan, target_name: str, out: Path, *, samples: Path | None = None
           + ", ".join(f"{x:.2f}" for x in found["by_depth"]), flush=True)
     name = torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {torch.get_num_threads()} threads"
     record = {"kind": plan.kind, "target": target.facts, "parameters": size, "steps": trainer.done, "tokens": trainer.tokens,
-              "train_seconds": trainer.seconds, "replies": len(texts["train"]), "lr": plan.lr, "seed": plan.seed, "device": name, "date": date,
+              "train_seconds": trainer.seconds, "replies": len(texts["train"]), "lr": plan.rate, "seed": plan.seed, "device": name, "date": date,
               "command": command, "history": trainer.history, "acceptance": found, "total_seconds": time.monotonic() - started}
     (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
     (out / "README.md").write_text(card(record))

@@ -88,6 +88,8 @@ class Decoder:
         only, a fiftieth of a long prompt's time for 32 layers.
         """
         h_TE = self.embed(batch.input_ids)
+        if batch.inputs is not None:
+            h_TE.index_copy_(0, batch.guests[0], batch.inputs)
         angles = [Angles(table, batch.positions) for table in self.ropes]
         stream = Stream(h_TE)
         last = len(self.blocks) - 1

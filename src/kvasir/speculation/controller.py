@@ -89,6 +89,20 @@ def _trial_nodes(left: int) -> int:
     return 1 if left % 2 else TRIAL_NODES
 
 
+def _within(tree: DraftTree, rows: int) -> DraftTree:
+    """As many leading nodes as have room with their guests; where not even the anchor's have, as many of these as do."""
+    if not tree.guests or tree.num_rows <= rows:
+        return tree
+    count, left = 0, rows - tree.num_guests(-1)
+    while count < len(tree) and (left := left - 1 - tree.num_guests(count)) >= 0:
+        count += 1
+    kept = tree.keep(range(count))
+    if kept.num_rows > rows:
+        length = rows // len(tree.guests[-1])
+        kept.guests = {-1: tuple(chain[:length] for chain in tree.guests[-1])} if length else {}
+    return kept
+
+
 @dataclass(slots=True)
 class DraftStats:
     """Counters since the start. ``by_depth``: [tried, accepted] nodes, where a node is tried when its parent was accepted."""
@@ -188,12 +202,13 @@ class Controller:
         if not self._recent:
             return 0.0
         worth = [sorted(self.survival.of(tree), reverse=True) for tree in self._recent]
+        spread = sum(tree.num_rows for tree in self._recent) / max(1, sum(map(len, self._recent)))  # rows a node, guests included
         best, tokens, slots = 0.0, 1.0, 0.0
         for rank in range(max(map(len, worth))):
             added = [survivals[rank] for survivals in worth if rank < len(survivals)]
             tokens, slots = tokens + sum(added) / len(worth), slots + len(added) / len(worth)
             if rank < 8 or rank % 8 == 7:
-                best = max(best, tokens * plain / self._seconds(num_seqs, context, round(slots * num_seqs), True))
+                best = max(best, tokens * plain / self._seconds(num_seqs, context, round(spread * slots * num_seqs), True))
         return best
 
     def allocate(self, trees: list[DraftTree], context: int, budget: int, num_seqs: int | None = None, weights: Many[float] | None = None
@@ -204,26 +219,33 @@ class Controller:
             self._recent.extend(trees[:RECENT])
             share = budget // max(1, len(trees))
             most = max(1, share) if self._fixed else min(_trial_nodes(self._trial), share)
-            return [tree if len(tree) <= most else tree.keep(range(most)) for tree in trees]
+            return [_within(tree if len(tree) <= most else tree.keep(range(most)), max(1, share)) for tree in trees]
         self._recent.extend(trees[::-(-len(trees) // RECENT)] if trees else ())
         worth = [1.0] * len(trees) if weights is None else weights
         ranked = [(-s * w, i, node) for i, (tree, w) in enumerate(zip(trees, worth)) for node, s in enumerate(self.survival.of(tree))]
         ranked.sort()  # a parent is never worth less than its child, and stands first where they tie
         count = len(trees) if num_seqs is None else num_seqs
         last = min(len(ranked), budget)
-        best, best_goodput, expected = 0, count / self._seconds(count, context, 0, True), float(count)
-        for n, (survival, _, _) in enumerate(ranked[:last], 1):
+        rows = guests = sum(tree.num_guests(-1) for tree in trees if tree.guests)
+        best, best_goodput, expected = 0, count / self._seconds(count, context, rows, True), float(count)
+        for n, (survival, i, node) in enumerate(ranked[:last], 1):
             expected -= survival
-            if count + n > 16 and (count + n) % 8 and n < last:
+            guests += trees[i].num_guests(node) if trees[i].guests else 0
+            rows = n + guests
+            if rows > budget:
+                break
+            if count + rows > 16 and (count + rows) % 8 and n < last:
                 continue  # padded to the next edge in any case
-            goodput = expected / self._seconds(count, context, n, True)
+            goodput = expected / self._seconds(count, context, rows, True)
             if goodput > best_goodput:
                 best, best_goodput = n, goodput
         chosen: list[list[int]] = [[] for _ in trees]
         for _, i, node in ranked[:best]:
             chosen[i].append(node)
         self.most_nodes = max(map(len, chosen), default=0) + MARGIN
-        return [tree if len(nodes) == len(tree) else tree.keep(nodes) for tree, nodes in zip(trees, chosen)]
+        trees = [tree if len(nodes) == len(tree) else tree.keep(nodes) for tree, nodes in zip(trees, chosen)]
+        crowded = sum(tree.num_rows for tree in trees if tree.guests) > budget
+        return [_within(tree, budget // len(trees)) for tree in trees] if crowded else trees
 
     # ----------------------------------------------------------------------------------------------------------- learn
 

@@ -85,7 +85,9 @@ class ServedModel(Protocol):
 
 class Drafter(Technique):
     """``hidden_layers``: layers of the served model whose outputs it reads, known after ``attach``; they are handed to ``ingest``
-    and ``observe``, as [rows, layers, E] on the model's device. ``top_tokens``: how many of the likeliest tokens of each verified
+    and ``observe``, as [rows, layers, E] on the model's device. ``guests``: embeddings [guests, E], in the model's dtype and place, that
+    its trees may put behind nodes (`DraftTree.guests`): the model computes such rows beside the step's own, and ``answer`` gets
+    what comes out. Known after ``attach``, changed in place only. ``top_tokens``: how many of the likeliest tokens of each verified
     row are handed to ``recycle``. ``place``: where it runs; one on the CPU needs no word of what it missed while
     drafting was off, for it reads the sequence's tokens when asked.
     """
@@ -93,6 +95,7 @@ class Drafter(Technique):
     exact = True
     affects_kv = False
     hidden_layers: tuple[int, ...] = ()
+    guests: Any = None
     top_tokens: ClassVar[int] = 0
     place: ClassVar[Place] = "cpu"
     topology: ClassVar[Literal["chain", "tree"]] = "chain"
@@ -124,6 +127,10 @@ class Drafter(Technique):
     def observe(self, seq: Sequence, tree: DraftTree, path: list[int], hidden: Any = None) -> None:
         """``tree`` was verified and the nodes of ``path`` were right; ``seq.tokens`` holds them and one more. ``hidden``: of the rows
         committed with it, the last of which is ``seq.num_computed`` - 1."""
+
+    def answer(self, seq: Sequence, tree: DraftTree, node: int, outputs: Any) -> None:
+        """After ``observe``, where ``tree`` had guests: the last token was drawn from ``node`` (-1: the anchor), and ``outputs``
+        [rows, E], before the final norm, are those of the guests behind it, chain after chain; no rows where it had none."""
 
     def recycle(self, seq: Sequence, tokens: list[int], top: list[list[int]]) -> None:
         """A verified step's rows: the token of each, right or not, and the ``top_tokens`` likeliest after it, best first."""

@@ -1,16 +1,20 @@
-"""Trained drafters that read the served model's hidden states: their modules, and their folder.
+"""Trained drafters that use the served model's hidden states: their modules, and their folder.
 
-Both guess from the row *before* the anchor, the last one computed: its hidden states f_p, with the token after it known.
+All guess from the row *before* the anchor, the last one computed: its hidden states f_p, with the token after it known.
 
 - ``Medusa`` (arXiv 2401.10774): head k = 0, 1, ... is one residual block over the final normed state, x + SiLU(W_k x + b_k), read by
   the model's own output matrix: the token k + 2 places after row p.
 - ``Eagle`` (arXiv 2503.01840, EAGLE-3): one decoder layer over the fused outputs of several layers and the embedding of the next
   token. Its own output stands for the fused states at the next step, and training unrolls these steps ("training-time test").
 
+- ``Prompts`` (arXiv 2405.18628, PPD): embeddings that stand behind row p as if they were tokens; the model's own output for number j of
+  them, read as that of any row, guesses the token j + 2 places after row p. Each may be an ensemble whose outputs are averaged.
+
 A folder holds ``config.json`` (kind, shape, and which model it was trained for) and ``model.safetensors``. The model's embedding and
 output matrix are used in place, so a head is a few megabytes.
 
-Legend: B rows of a batch, T tokens, N = leading dimensions, L tapped layers, E model dim, H query heads, G KV heads, D head dim, K heads.
+Legend: B rows of a batch, T tokens, N = leading dimensions, L tapped layers, E model dim, H query heads, G KV heads, D head dim, K heads
+or prompt tokens, C members of an ensemble.
 """
 
 from __future__ import annotations
@@ -66,6 +70,16 @@ class EagleShape:
     norm_eps: float = 1e-6
 
 
+@dataclass(frozen=True)
+class PromptShape:
+    """``layers``: none is tapped; ``depth``: prompt tokens; ``ensemble``: embeddings of each (the paper's own trainer has one)."""
+
+    dim: int
+    layers: tuple[int, ...] = ()
+    depth: int = 3
+    ensemble: int = 1
+
+
 class Norm(nn.Module):
     """RMS norm, in fp32 whatever the weights are in."""
 
@@ -97,7 +111,7 @@ class Medusa(nn.Module):
         inner = torch.einsum("...e,kfe->...kf", x_NE, self.weight) + self.bias
         return x_NE[..., None, :] + F.silu(inner)
 
-    def begin_with(self, norm_E: torch.Tensor, generator: torch.Generator) -> None:
+    def begin_with(self, norm_E: torch.Tensor, embed_VE: torch.Tensor, generator: torch.Generator) -> None:
         """Nothing to draw: zero weights."""
 
     def unroll(self, features_BTLE: torch.Tensor, normed_BTE: torch.Tensor, embedded_BTE: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -129,7 +143,7 @@ class Eagle(nn.Module):
             angle = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequency
             self.turns = torch.polar(torch.ones_like(angle), angle).to(device, torch.complex64)
 
-    def begin_with(self, norm_E: torch.Tensor, generator: torch.Generator) -> None:
+    def begin_with(self, norm_E: torch.Tensor, embed_VE: torch.Tensor, generator: torch.Generator) -> None:
         """Draw the weights so that the state before the first update is the last tapped layer's output, under the model's final norm."""
         s = self.shape
         with torch.no_grad():
@@ -197,14 +211,31 @@ class Eagle(nn.Module):
             embedded = torch.cat([embedded[:, 1:], embedded[:, -1:]], 1)
 
 
-Head = Medusa | Eagle
-KINDS: dict[str, type[Medusa] | type[Eagle]] = {cls.kind: cls for cls in (Medusa, Eagle)}
+class Prompts(nn.Module):
+    kind: ClassVar[str] = "ppd"
+    shape_class: ClassVar[type] = PromptShape
+
+    def __init__(self, shape: PromptShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.weight = nn.Parameter(torch.zeros(shape.ensemble, shape.depth, shape.dim))
+
+    def begin_with(self, norm_E: torch.Tensor, embed_VE: torch.Tensor, generator: torch.Generator) -> None:
+        """Each begins as some token would: drawn with the mean and the spread of the vocabulary's embeddings."""
+        with torch.no_grad():
+            self.weight.copy_(embed_VE.mean(0) + embed_VE.std(0) * torch.randn(self.weight.shape, generator=generator))
+
+
+Head = Medusa | Eagle | Prompts
+KINDS: dict[str, type[Head]] = {cls.kind: cls for cls in (Medusa, Eagle, Prompts)}
 
 
 def shape_for(kind: str, dim: int, num_layers: int) -> Any:
     """The shape that training gives a head of this kind for a model: an eighth to a quarter of one of its layers' parameters."""
     if kind == "medusa":
         return MedusaShape(dim, (num_layers - 1,))
+    if kind == "ppd":
+        return PromptShape(dim)
     wide = 64 if dim % 64 == 0 or dim > 128 else 32
     return EagleShape(dim, tuple(sorted({num_layers // 4, num_layers // 2, num_layers - 1})), heads=max(2, min(4, dim // wide)), head_dim=wide,
                       ffn=max(32, dim * 11 // 12 // 32 * 32))

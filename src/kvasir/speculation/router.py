@@ -131,6 +131,9 @@ class Router(Drafter):
             elif name == tree.source:
                 drafter.observe(seq, tree, path)
 
+    def answer(self, seq: Sequence, tree: DraftTree, node: int, outputs: Any) -> None:
+        self.drafters[tree.source].answer(seq, tree, node, outputs)
+
     def recycle(self, seq: Sequence, tokens: list[int], top: list[list[int]]) -> None:
         for drafter in self.drafters.values():
             if drafter.top_tokens:
@@ -145,6 +148,10 @@ class Router(Drafter):
     def attach(self, model: ServedModel, capture: Capture | None = None) -> None:
         for drafter in self.drafters.values():
             drafter.attach(model, capture)
+        hosts = [d for d in self.drafters.values() if d.guests is not None]
+        if len(hosts) > 1:
+            raise ConfigError(f"{' and '.join(d.name for d in hosts)} both have rows of their own in the model's steps: choose one of them")
+        self.guests = hosts[0].guests if hosts else None
         self.hidden_layers = tuple(sorted({layer for d in self.drafters.values() for layer in d.hidden_layers}))
         self._columns = {name: [self.hidden_layers.index(layer) for layer in d.hidden_layers]
                          for name, d in self.drafters.items() if d.hidden_layers}

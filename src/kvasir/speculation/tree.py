@@ -7,7 +7,8 @@ reach only one of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import heapq
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -21,6 +22,7 @@ class DraftTree:
     est: list[float] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     source: str = ""  # the drafter, where there are several
+    guests: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # by node: chains of guest rows behind it, see ``Span``
     _places: dict[tuple[int, int], int] | None = field(default=None, repr=False, compare=False)  # (parent, token) -> node, when it is first needed
 
     @classmethod
@@ -32,6 +34,15 @@ class DraftTree:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def num_guests(self, node: int) -> int:
+        """Guest rows behind a node, or the anchor."""
+        return sum(map(len, self.guests.get(node, ())))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that verifying it takes beside the anchor's."""
+        return len(self.tokens) + sum(map(self.num_guests, self.guests))
 
     @property
     def is_chain(self) -> bool:
@@ -56,7 +67,8 @@ class DraftTree:
         if self.is_chain:  # its leading part
             count = len(nodes)
             assert not count or max(nodes) == count - 1, "a node is kept whose parent is not"
-            return DraftTree(self.tokens[:count], self.parents[:count], self.est[:count], self.depths[:count], self.source)
+            guests = {node: chains for node, chains in self.guests.items() if node < count} if self.guests else {}
+            return DraftTree(self.tokens[:count], self.parents[:count], self.est[:count], self.depths[:count], self.source, guests)
         children: dict[int, list[int]] = {}
         for node in sorted(nodes, key=lambda i: -self.est[i]):
             children.setdefault(self.parents[node], []).append(node)
@@ -67,6 +79,7 @@ class DraftTree:
             places[node] = tree.add(places[self.parents[node]], self.tokens[node], self.est[node])
             stack += children.get(node, [])[::-1]
         assert len(tree) == len(nodes), "a node is kept whose parent is not"
+        tree.guests = {place: self.guests[node] for node, place in places.items() if node in self.guests}
         return tree
 
     def trunk(self) -> DraftTree:
@@ -91,3 +104,20 @@ class DraftTree:
         if self._places is None:
             self._places = dict(zip(zip(self.parents, self.tokens), range(len(self.tokens))))
         return self._places
+
+
+def products(est_KC: Sequence[Sequence[float]], ids_KC: Sequence[Sequence[int]], max_nodes: int, max_depth: int) -> DraftTree:
+    """Of guesses that do not see each other, C for each of K depths in falling order, the paths with the largest products of
+    estimates. Best first: every leading part is the best tree of its size, the sparse tree of Medusa (arXiv 2401.10774)."""
+    tree, depth = DraftTree(), min(len(est_KC), max_depth)
+    heap = [(-est_KC[0][0], 0, -1, 0, 0, 1.0)] if depth else []  # -product, order, parent, depth, rank, product of the ancestors
+    order = 0
+    while heap and len(tree) < max_nodes:
+        product, _, parent, k, rank, above = heapq.heappop(heap)
+        node = tree.add(parent, ids_KC[k][rank], est_KC[k][rank])
+        order += 2
+        if rank + 1 < len(est_KC[k]):
+            heapq.heappush(heap, (-above * est_KC[k][rank + 1], order, parent, k, rank + 1, above))
+        if k + 1 < depth:
+            heapq.heappush(heap, (product * est_KC[k + 1][0], order + 1, node, k + 1, 0, -product))
+    return tree

@@ -9,7 +9,6 @@ Legend: B sequences, K heads, E model dim, V vocabulary.
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 
 from kvasir.speculation import heads
 from kvasir.speculation.drafter import Ask, Capture, Drafter, ServedModel
-from kvasir.speculation.tree import DraftTree
+from kvasir.speculation.tree import DraftTree, products
 from kvasir.types import Sequence
 
 KEPT = 16  # rows of a step from which on a row is copied out of it: a view would keep the whole step's memory
@@ -67,7 +66,8 @@ class MedusaDrafter(Drafter):
         logs, ids = log_BKV.topk(min(self.config.width, log_BKV.shape[-1]), -1)
         found = torch.stack([logs.exp(), ids.float()]).cpu().tolist()  # ids below 2^24 are exact
         for (i, ask, _), est_KC, ids_KC in zip(ready, *found):
-            trees[i] = _tree(est_KC, [[int(token) for token in row] for row in ids_KC], ask)
+            tree = products(est_KC, [[int(token) for token in row] for row in ids_KC], ask.max_nodes, ask.max_depth)
+            trees[i] = tree.keep(range(len(tree)))
         return trees
 
     def close(self, seq: Sequence) -> None:
@@ -77,19 +77,3 @@ class MedusaDrafter(Drafter):
     def load(self, weights: Any, version: int) -> None:
         super().load(weights, version)
         self._head.load_state_dict(weights)
-
-
-def _tree(est_KC: list[list[float]], ids_KC: list[list[int]], ask: Ask) -> DraftTree:
-    """The nodes with the largest products of estimates, best first; guesses of a head come in falling order."""
-    tree, depth = DraftTree(), min(len(est_KC), ask.max_depth)
-    heap = [(-est_KC[0][0], 0, -1, 0, 0, 1.0)] if depth else []  # -product, order, parent, head, rank, product of the ancestors
-    order = 0
-    while heap and len(tree) < ask.max_nodes:
-        product, _, parent, k, rank, above = heapq.heappop(heap)
-        node = tree.add(parent, ids_KC[k][rank], est_KC[k][rank])
-        order += 2
-        if rank + 1 < len(est_KC[k]):
-            heapq.heappush(heap, (-above * est_KC[k][rank + 1], order, parent, k, rank + 1, above))
-        if k + 1 < depth:
-            heapq.heappush(heap, (product * est_KC[k + 1][0], order + 1, node, k + 1, 0, -product))
-    return tree.keep(range(len(tree)))
