@@ -119,6 +119,7 @@ class ServerConfig:
     tool_call_parser: str = opt("auto", "Format of the model's tool calls; auto looks at the chat template.")
     reasoning_parser: str = opt("auto", "Format of the model's reasoning; auto looks at the chat template.")
     enable_client_chat_template: bool = opt(False, "Let clients send a chat template (it runs in a sandbox).")
+    scaling_runs: str | None = opt(None, "Folder that keeps background runs of /v1/scaling/runs, so that the next server goes on with them.")
     request_timeout: float = opt(600.0, "Seconds a client may stall, sending its body or not reading its stream, before it is dropped.", low=0.01)
     log_requests: bool = opt(False, "Log one line a request.")
 
