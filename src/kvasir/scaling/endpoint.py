@@ -99,6 +99,9 @@ class Sample:
     lowest: float | None = None
 
 
+FIELDS = tuple(f.name for f in dataclasses.fields(Sample))
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """Of a given text under a prompt. ``confidence``, ``lowest`` and ``logprob`` as in `Sample`; ``tokens``: how many were scored."""
@@ -271,7 +274,7 @@ def confidence_of(top: Sequence[float]) -> float:
 
 def plain(sample: Sample) -> dict[str, Any]:
     """A sample as JSON."""
-    return dataclasses.asdict(sample)
+    return {name: getattr(sample, name) for name in FIELDS}
 
 
 def from_plain(entry: Mapping[str, Any]) -> Sample:
