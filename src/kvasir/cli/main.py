@@ -156,6 +156,8 @@ def solve(words: Annotated[list[str] | None, typer.Argument(metavar="[report FIL
           pool: Annotated[int, typer.Option(min=0, help="Draw so many replies a problem, once for all strategies.")] = 0,
           resamples: Annotated[int, typer.Option(min=1, help="With --pool: deal them out so many times.")] = 4,
           pool_file: Annotated[Path | None, typer.Option(help="With --pool: files that begin so keep the replies for another time.")] = None,
+          ablate: Annotated[bool, typer.Option("--ablate", help="Take away one feature of the engine after the other, and go over HTTP: "
+                                                                "what is each worth?")] = False,
           page: Annotated[Path, typer.Option(help="With report: the Markdown file to write; pictures stand beside it.")] = Path("solve-report.md"),
           output: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None, **options: Any) -> None:
     """Spend more inference on each problem, by a strategy, and compare what accuracy costs."""
@@ -173,7 +175,9 @@ def solve(words: Annotated[list[str] | None, typer.Argument(metavar="[report FIL
     job = command.Job(tuple(strategies or ()), tuple(models or ("",)), task, count, seed, split, max_tokens, temperature,  # type: ignore[arg-type]
                       command.parse_prices(price or ()), command.parse_amounts(budget, "--budget"),
                       command.parse_amounts(problem_budget, "--problem-budget"), journal, at_once, minutes, pool, resamples, pool_file)
-    command.run(build_settings(options, EngineConfig), job, output)
+    if ablate and (pool or journal):
+        raise ConfigError("--ablate measures engines at work: leave --pool and --journal out")
+    command.run(build_settings(options, EngineConfig), job, output, ablate)
 
 
 @app.command(cls=Command)

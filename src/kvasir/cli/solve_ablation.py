@@ -59,7 +59,7 @@ def run(config: EngineConfig, job: Job, strategies: dict[str, Strategy], task: T
     found: dict[str, dict[str, Solution]] = {spec: {} for spec in strategies}
     check, begin, left, described = checker(task, drawn), time.monotonic(), [], build_endpoints(job, config)
     for name, variant in VARIANTS.items():
-        if found and job.minutes is not None and name != WHOLE and time.monotonic() - begin > 60 * job.minutes:
+        if job.minutes is not None and name != WHOLE and time.monotonic() - begin > 60 * job.minutes:
             left.append(name)
             continue
         with _endpoints(config, job, variant) as endpoints:
@@ -79,11 +79,22 @@ def _endpoints(config: EngineConfig, job: Job, variant: Variant) -> Iterator[lis
 
     with contextlib.ExitStack() as stack:
         urls = []
-        for model in job.models:
-            server = stack.enter_context(serving("kvasir", model, flags_of(config.changed())))
+        for i, model in enumerate(job.models):
+            share = config.cache.gpu_memory_utilization / (len(job.models) - i)
+            server = stack.enter_context(serving("kvasir", model, flags_of(_changed(config) | {"gpu_memory_utilization": share})))
             server.wait()
             urls.append(f"{server.url}/v1#{model.rstrip('/').rsplit('/', 1)[-1]}")
-        yield build_endpoints(dataclasses.replace(job, models=tuple(urls)), config)
+        endpoints = build_endpoints(dataclasses.replace(job, models=tuple(urls)), config)
+        for endpoint, local in zip(endpoints, build_endpoints(job, config)):
+            endpoint.parameters = local.parameters  # no server tells
+        yield endpoints
+
+
+def _changed(config: EngineConfig) -> dict[str, Any]:
+    """The settings that are not the usual ones, by name; the model aside."""
+    sections = [(getattr(config, s.name), getattr(EngineConfig(), s.name)) for s in dataclasses.fields(EngineConfig)]
+    return {f.name: getattr(own, f.name) for own, usual in sections for f in dataclasses.fields(own)
+            if f.name != "model" and getattr(own, f.name) != getattr(usual, f.name)}
 
 
 async def _solve(job: Job, name: str, strategies: dict[str, Strategy], problems: Sequence[Problem], endpoints: Sequence[Endpoint],
