@@ -166,8 +166,8 @@ class ScalingRoutes:
         named = [(p.id or f"p{i}", p.messages) for i, p in enumerate(body.problems)]
         if len({name for name, _ in named}) < len(named):
             raise RequestError("two problems have the same id", param="problems", code="duplicate_id")
-        return scaling.plan(self.service, body.strategy, named, body.answer, tenant, seed=body.seed if seed is None else seed, max_tokens=body.max_tokens,
-                            temperature=body.temperature, budget=body.budget, problem_budget=body.problem_budget)
+        return scaling.plan(self.service, body.strategy, named, body.answer, tenant, seed=body.seed if seed is None else seed,
+                            max_tokens=body.max_tokens, temperature=body.temperature, budget=body.budget, problem_budget=body.problem_budget)
 
     def _get(self, name: str, http: HttpRequest) -> ScalingRun:
         """Raises RequestError 404, or 503 while runs of an earlier server are not known yet."""

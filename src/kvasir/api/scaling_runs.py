@@ -69,7 +69,8 @@ class ScalingRun:
         # What ended with the server or its engine is not over: the next server goes on with it.
         if self._store is not None and not self._suspended and not (self.error and self.error.status == 503):
             error = self.error and {"message": self.error.message, "code": self.error.code, "param": self.error.param}
-            self._store.end(self.name, {"status": self.status, "error": error, "results": self.results, "amounts": self.amounts, "done": self.num_done})
+            self._store.end(self.name, {"status": self.status, "error": error, "results": self.results, "amounts": self.amounts,
+                                        "done": self.num_done})
         self._add({"event": "run.end", "status": self.status})
 
     def restore(self, end: dict[str, Any]) -> None:

@@ -140,7 +140,8 @@ def solve(words: Annotated[list[str] | None, typer.Argument(metavar="[report FIL
                                                             help="report: write a page with plots from earlier results.")] = None,
           strategies: Annotated[list[str] | None, typer.Option("--strategy", help="A strategy, e.g. squeeze_evolve:N=8,K=3,T=4; several are "
                                                                                   "compared.")] = None,
-          models: Annotated[list[str] | None, typer.Option("--model", help="A model, or URL#NAME of a server; several: cheapest first.")] = None,
+          models: Annotated[list[str] | None, typer.Option("--model", help="A model, or URL#NAME of a server, replicas joined by commas; several: "
+                                                                             "cheapest first.")] = None,
           task: Annotated[str, typer.Option(help="A task and its dial, e.g. countdown or chain:max_steps=8.")] = "countdown",
           count: Annotated[int, typer.Option("--n", "-n", min=1, help="Problems.")] = 100,
           seed: Annotated[int, typer.Option(min=0, help="Decides problems and noise.")] = 7,

@@ -37,7 +37,7 @@ ROOM = 1.5  # a reply may be so many times as long as the longest right one, and
 
 @dataclass(frozen=True)
 class Job:
-    """What to solve. ``models``: names, folders, hub ids, or ``URL#NAME`` of a server; cheapest first. ``prices``: by model. ``minutes``:
+    """What to solve. ``models``: names, folders, hub ids, or ``URL#NAME`` of a server (of replicas, joined by commas); cheapest first. ``prices``: by model. ``minutes``:
     after so many no further strategy is begun. ``pool``: draw so many replies a problem once, and deal them out to every strategy,
     ``resamples`` times in another order; ``pool_file`` keeps them."""
 
@@ -137,9 +137,10 @@ def build_endpoints(job: Job, config: EngineConfig, without: Sequence[str] = ())
     """One for every model; engines on one GPU share its memory evenly. ``without``: features to do without. Raises ConfigError."""
     from kvasir.scaling.engine_endpoint import EngineEndpoint
     from kvasir.scaling.http_endpoint import HTTPEndpoint
+    from kvasir.scaling.replicas import ReplicaEndpoint
 
     def name_of(model: str) -> str:
-        return model.rpartition("#")[2] if "://" in model else model.rstrip("/").rsplit("/", 1)[-1] or "embedded"
+        return model.partition(",")[0].rpartition("#")[2] if "://" in model else model.rstrip("/").rsplit("/", 1)[-1] or "embedded"
 
     names = [name_of(m) for m in job.models]
     unknown = set(job.prices) - set(names)
@@ -151,8 +152,9 @@ def build_endpoints(job: Job, config: EngineConfig, without: Sequence[str] = ())
     for model, name in zip(job.models, names):
         price = job.prices.get(name, Price())
         if "://" in model:
-            url, _, remote = model.partition("#")
-            found.append(HTTPEndpoint(url, remote, price=price, api_key=os.environ.get("KVASIR_API_KEY", "")))
+            key = os.environ.get("KVASIR_API_KEY", "")
+            replicas = [HTTPEndpoint(*address.partition("#")[::2], price=price, api_key=key) for address in model.split(",")]
+            found.append(ReplicaEndpoint(replicas) if len(replicas) > 1 else replicas[0])
         else:
             # Each takes its share of what is free when it starts.
             share = config.cache.gpu_memory_utilization / (len(local) - local.index(model))

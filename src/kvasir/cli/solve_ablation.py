@@ -48,6 +48,7 @@ VARIANTS = {WHOLE: Variant(), "no fork": Variant(("fork",)), "no prefix cache": 
             "no scalar score": Variant(("score",)), "no group finish": Variant(("group",)),
             "drafts, primed": Variant(options=(("drafter", "suffix"),)),
             "drafts, own text": Variant(options=(("drafter", "suffix:scope=request"),)),
+            "by problem": Variant(options=(("scheduling_policy", "affinity"),)),
             "none of them": Variant(("fork", "score", "group"), (("enable_prefix_caching", False),)), "http": Variant(http=True)}
 
 

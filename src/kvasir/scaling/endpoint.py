@@ -47,10 +47,12 @@ class Caps:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """``begun``: token ids of the reply so far (for `Seq`)."""
+    """``begun``: token ids of the reply so far (for `Seq`). ``affinity``: the problem it is about; what is asked about one problem shares
+    beginnings, so it is best asked of one replica, in a row."""
 
     messages: tuple[Mapping[str, Any], ...]
     begun: tuple[int, ...] = ()
+    affinity: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,7 @@ from kvasir.models import checkpoint
 from kvasir.models.cost import active_params
 from kvasir.models.families import build_spec
 from kvasir.models.tokenizer import Tokenizer
-from kvasir.scaling.endpoint import (Caps, Chunk, Draw, Endpoint, EndpointError, Group, Prompt, Refused, Sample, Sampling, Score, Usage,
-                                     confidence_of)
+from kvasir.scaling.endpoint import Caps, Chunk, Draw, Endpoint, EndpointError, Group, Prompt, Refused, Sample, Sampling, Score, Usage, confidence_of
 from kvasir.scaling.ledger import Price
 from kvasir.types import Event, PromptScore, Request, SamplingParams, TokenLogprob, branch_stream
 
@@ -94,15 +93,17 @@ class ClientEndpoint(Endpoint):
             params = SamplingParams(n=min(size, n - first), temperature=sampling.temperature, max_tokens=min(sampling.max_tokens, room),
                                     seed=branch_stream(stream, branch) if branch else stream, confidence=self.confidences,
                                     finish_after=first_of, lease=lease, detokenize=False)
-            requests.append(self.request(ids, params))
+            requests.append(self.request(ids, params, prompt.affinity))
         return EngineDraw(self, requests, size, sampling.stop)
 
-    def request(self, ids: list[int], params: SamplingParams, priority: int = 0) -> Request:
+    def request(self, ids: list[int], params: SamplingParams, affinity: str, priority: int = 0) -> Request:
         try:
-            return admit(ids, params, self.engine.info, id=f"{self._prefix}-{next(self._numbers)}", arrival=time.monotonic(), tenant=self.tenant,
+            made = admit(ids, params, self.engine.info, id=f"{self._prefix}-{next(self._numbers)}", arrival=time.monotonic(), tenant=self.tenant,
                          priority=priority)
         except RequestError as e:
             raise Refused(e.message) from e
+        made.affinity = affinity and f"{self._prefix}/{affinity}"  # other runs have problems of the same name
+        return made
 
     async def events(self, request: Request) -> AsyncGenerator[Event, None]:
         """The engine's events, with its errors told apart by whether another try makes sense."""
@@ -124,7 +125,7 @@ class ClientEndpoint(Endpoint):
             raise Refused("an empty reply has no score")
         k = self.confidences or DEFAULT_CONFIDENCES
         wanted = {"prompt_logprobs": k} if "score" in self.without else {"score_from": len(begin), "confidence_window": self.window, "confidence": k}
-        request = self.request([*begin, *reply], SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, **wanted), FIRST)
+        request = self.request([*begin, *reply], SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, **wanted), prompt.affinity, FIRST)
         request.max_tokens = 0  # the prompt alone is wanted
         found: PromptScore | None = None
         async for event in self.events(request):
@@ -146,7 +147,8 @@ class ClientEndpoint(Endpoint):
             raise Refused(f"the options {', '.join(options)} are not 2 to {MAX_LOGPROBS} different tokens of {self.name}")
         allowed = tuple(i[0] for i in ids)
         request = self.request(self.ids(prompt), SamplingParams(max_tokens=1, logprobs=len(allowed), logprobs_mode="processed",
-                                                                allowed_token_ids=allowed, seed=0, detokenize=False), FIRST)
+                                                                allowed_token_ids=allowed, seed=0, detokenize=False),
+                               prompt.affinity, FIRST)
         found: dict[int, float] = {}
         async for event in self.events(request):
             _count(usage, request, event)
