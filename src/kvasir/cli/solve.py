@@ -37,9 +37,9 @@ ROOM = 1.5  # a reply may be so many times as long as the longest right one, and
 
 @dataclass(frozen=True)
 class Job:
-    """What to solve. ``models``: names, folders, hub ids, or ``URL#NAME`` of a server (of replicas, joined by commas); cheapest first. ``prices``: by model. ``minutes``:
-    after so many no further strategy is begun. ``pool``: draw so many replies a problem once, and deal them out to every strategy,
-    ``resamples`` times in another order; ``pool_file`` keeps them."""
+    """What to solve. ``models``: names, folders, hub ids, or ``URL#NAME`` of a server (of replicas, joined by commas); cheapest first.
+    ``prices``: by model. ``minutes``: after so many no further strategy is begun. ``pool``: draw so many replies a problem once, and deal
+    them out to every strategy, ``resamples`` times in another order; ``pool_file`` keeps them."""
 
     strategies: tuple[str, ...]
     models: tuple[str, ...]
