@@ -86,26 +86,10 @@ judge judge-countdown-$first countdown:min_numbers=4 "$first"
 evolve evolve-path-$first path:max_depth=4 "$first"
 judge judge-path-$first path:max_depth=4 "$first"
 
-# 4. What the engine's features change: time and tokens, never an answer beyond ties.
+# 4. What the engine's features change: time and tokens, never an answer beyond ties; and the same over HTTP, which has none of them.
 small=$(few $(( N / 4 )))
-for feature in "plain" "drafts --drafter suffix" "uncached --no-enable-prefix-caching"; do
-  read -r label flags <<< "$feature"
-  # shellcheck disable=SC2086
-  step "feature-$label" 240 "${both[@]}" --task countdown:min_numbers=4 --n "$small" $flags --strategy "squeeze_evolve:N=8,K=3,T=4,p=25" \
-    --strategy "first_finish:n=8,model=base" --strategy "best_of_n:n=8,model=base"
-done
-# The same over HTTP, where nothing is forked, stopped in the step or scored.
-if wanted feature-http && [ "$(left)" -gt 90 ]; then
-  "$PYTHON" -m kvasir.cli.main serve base --device "$DEVICE" --port 8931 > "$OUT/server.txt" 2>&1 &
-  server=$!
-  for _ in $(seq 60); do "$PYTHON" -c "import urllib.request as u; u.urlopen('http://127.0.0.1:8931/health/ready')" 2> /dev/null && break
-    kill -0 "$server" 2> /dev/null || break
-    sleep 1
-  done
-  step feature-http 240 --model http://127.0.0.1:8931/v1#base --task countdown:min_numbers=4 --n "$small" \
-    --strategy "first_finish:n=8,model=base" --strategy "best_of_n:n=8,model=base"
-  kill "$server" 2> /dev/null; wait "$server" 2> /dev/null
-fi
+step feature-countdown 420 "${both[@]}" --task countdown:min_numbers=4 --n "$small" --ablate --strategy "squeeze_evolve:N=8,K=3,T=4,p=25" \
+  --strategy "short_m_at_k:m=1,k=8,model=base" --strategy "best_of_n:n=8,model=base"
 
 # 5. Step-wise search and routing, on fewer problems.
 step steps-countdown 300 "${both[@]}" --task countdown:min_numbers=4 --n "$(few $(( N * 3 / 10 )))" --strategy "majority:n=8,model=base" \

@@ -60,7 +60,7 @@ class SchedulerConfig:
     max_num_seqs: int = opt(256, "Most sequences that run at once.", low=1)
     max_num_batched_tokens: int | None = opt(None, "Most rows a step; default 8192 on a GPU of 80 GB or more, 2048 on others, 256 on a CPU.", low=1)
     long_prefill_token_threshold: int = opt(0, "Most rows of one sequence a step; 0: no bound.", low=0)
-    scheduling_policy: str = opt("fcfs", "fcfs (by arrival) or priority (lower numbers first).")
+    scheduling_policy: str = opt("fcfs", "fcfs (by arrival), priority (lower numbers first), or affinity (calls of one problem together).")
     target_itl: float | None = opt(None, "Most seconds between two tokens of a request; prompts then come in smaller chunks. Default: no bound.",
                                    low=0.0001)
     max_ttft: float | None = opt(None, "Most seconds to the first token; a request predicted to wait longer gets 429. Default: none.", low=0.001)
@@ -119,6 +119,7 @@ class ServerConfig:
     tool_call_parser: str = opt("auto", "Format of the model's tool calls; auto looks at the chat template.")
     reasoning_parser: str = opt("auto", "Format of the model's reasoning; auto looks at the chat template.")
     enable_client_chat_template: bool = opt(False, "Let clients send a chat template (it runs in a sandbox).")
+    scaling_runs: str | None = opt(None, "Folder that keeps background runs of /v1/scaling/runs, so that the next server goes on with them.")
     request_timeout: float = opt(600.0, "Seconds a client may stall, sending its body or not reading its stream, before it is dropped.", low=0.01)
     log_requests: bool = opt(False, "Log one line a request.")
 

@@ -113,6 +113,7 @@ class Request:
 
     ``seed``: the u64 noise stream of branch 0. ``max_tokens``: resolved against the context length. ``tenant``: salt of
     the prefix key, from the authenticated identity. ``arrival``: ``time.monotonic()`` seconds. ``bad_words``: token ids.
+    ``affinity``: requests with the same one belong together (calls of one problem); only schedulers that care look at it.
     ``epoch`` counts re-submissions; ``emitted`` and ``ended`` carry what earlier epochs already delivered, by branch.
     """
 
@@ -128,6 +129,7 @@ class Request:
     epoch: int = 0
     emitted: list[list[int]] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
+    affinity: str = ""
 
 
 class Status(enum.Enum):

@@ -16,7 +16,7 @@ STORED = sorted((ROOT / "bench" / "results").rglob("*.json"))
 
 def check(found):
     """Raises AssertionError where ``found`` is not exactly of the schema."""
-    assert KEYS <= set(found) <= KEYS | {"targets", "differences", "frontier", "right", "left_out"}
+    assert KEYS <= set(found) <= KEYS | {"targets", "differences", "frontier", "right", "left_out", "pool"}
     assert all(set(t) in ({"ratio", "at_least", "met"}, {"ratio", "at_most", "met"}) for t in found.get("targets", {}).values())
     assert without_paths(found) == found, "a path of one machine"
     assert all(isinstance(found[k], str) for k in ("case", "machine", "commit", "date", "command")) and found["case"] and found["machine"]

@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from kvasir.bench import solve_report
+
 
 def test_two_models_a_journal_and_a_report(kvasir, tmp_path):
     out, journal = tmp_path / "out.json", tmp_path / "journal"
@@ -48,6 +50,26 @@ def test_a_pool_a_limit_and_a_page(kvasir, tmp_path):
     page = tmp_path / "page.md"
     assert kvasir("solve", "report", out, "--page", page).code == 0 and "majority:n=1" in page.read_text()
     assert kvasir("solve", "countdown").code == 2
+
+
+def test_features_one_by_one(kvasir, tmp_path, monkeypatch):
+    from kvasir.cli import solve_ablation
+
+    out, kept = tmp_path / "out.json", ("whole", "none of them", "http")
+    monkeypatch.setattr(solve_ablation, "VARIANTS", {name: solve_ablation.VARIANTS[name] for name in kept})
+    done = kvasir("solve", "--ablate", "--strategy", "short_m_at_k:m=1,k=3", "--strategy", "best_of_n:n=2,by=self", "--strategy", "beam:N=2,width=2",
+                  "--model", "nano", "--task", "countdown", "-n", 2, "--device", "cpu", "--batch-invariant", "--max-tokens", 16, "--json", out)
+    assert done.code == 0, done.err
+    found = json.loads(out.read_text())
+    metrics = {a["name"]: a["metrics"] for a in found["arms"]}
+    assert found["left_out"] == ["beam:N=2,width=2 | http"] and len(metrics) == 8
+    for spec in ("short_m_at_k:m=1,k=3", "best_of_n:n=2,by=self"):
+        assert metrics[f"{spec} | whole"]["same_replies"] == metrics[f"{spec} | none of them"]["same_replies"] == 1.0
+        assert found["ratios"][f"uncached {spec} | none of them/{spec} | whole"] > 1
+    assert metrics["best_of_n:n=2,by=self | http"]["flops"] > 0
+    assert any("none of them" in line for line in solve_report.features(found))
+    assert kvasir("solve", "--ablate", "--strategy", "majority", "--journal", tmp_path / "j").code == 2
+    assert kvasir("solve", "--ablate", "--strategy", "majority", "--model", "http://127.0.0.1:9/v1#x").code == 2
 
 
 @pytest.mark.parametrize("args, named", [((), "strategy"), (("--strategy", "majorty"), "Did you mean 'majority'"),

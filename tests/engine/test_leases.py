@@ -38,7 +38,7 @@ def drain(d: Driver) -> None:
         d.step()
 
 
-@pytest.mark.parametrize(("lease", "hit"), [(0.0, 0), (500.0, 4 * PAGE)])
+@pytest.mark.parametrize(("lease", "hit"), [(0.0, 0), (500.0, 4 * PAGE + 3)])
 def test_pages_outlive_the_traffic_under_a_lease_only(lease, hit):
     d = Driver(num_pages=20, max_model_len=256)
     try:
@@ -52,15 +52,88 @@ def test_pages_outlive_the_traffic_under_a_lease_only(lease, hit):
         d.close()
 
 
+@pytest.mark.parametrize(("cut", "overlap"), [(0, True), (1, False), (PAGE // 2, True)])
+def test_a_paused_sequence_goes_on_as_a_decode(cut, overlap):
+    """Nothing is computed again, whatever was cut off its end and however many go on from it; the pieces are what one request gives."""
+    d = Driver(overlap=overlap)
+    try:
+        run(d, "piece", PROMPT, 500.0)
+        begun = PROMPT + d.outputs["piece", 0].tokens
+        begun = begun[:len(begun) - cut]
+        before = len(begun) - len(PROMPT)
+        requests = [d.request(f"next{i}", begun, n=3, max_tokens=PAGE, seed=i, ignore_eos=True) for i in (1, 2)]
+        for request in requests:
+            d.submit(request)
+        d.step()
+        assert d.engine.scheduler.num_running == 6 and all(s.num_computed + s.num_ahead >= len(begun) - 1 for s in d.engine.scheduler.running)
+        plan = d.engine._stats.step_rows if not overlap else d.engine._plans[0][0].num_rows
+        assert plan == 6, "a row a branch"
+        drain(d)
+        whole = Driver()
+        whole.run([whole.request("whole", PROMPT, max_tokens=before + PAGE, seed=1, ignore_eos=True)]
+                  + [whole.request(f"fresh{i}", begun, n=3, max_tokens=PAGE, seed=i, ignore_eos=True) for i in (1, 2)])
+        assert d.outputs["next1", 0].tokens == whole.outputs["whole", 0].tokens[before:]
+        for i in (1, 2):
+            for branch in range(3):
+                assert d.outputs[f"next{i}", branch].tokens == whole.outputs[f"fresh{i}", branch].tokens
+        assert d.outputs["next1", 0].num_cached == d.outputs["next2", 0].num_cached == len(begun) - 1
+        assert d.engine.pages.cached_tokens == 2 * (len(begun) - 1), "once a request, not once a branch"
+        whole.close()
+    finally:
+        d.close()
+
+
+def test_a_lease_is_of_its_tenant_and_of_its_weights():
+    d = Driver()
+    try:
+        for name, prompt in (("short", PROMPT[:4]), ("long", PROMPT)):
+            d.submit(d.request(name, prompt, max_tokens=4, seed=1, ignore_eos=True, lease=500.0))
+            drain(d)
+            begun = prompt + d.outputs[name, 0].tokens
+            stranger = d.request(f"{name} of another", begun, max_tokens=2)
+            stranger.tenant = "another"
+            d.submit(stranger)
+            drain(d)
+            assert d.outputs[stranger.id, 0].num_cached == 0
+            run(d, f"{name} next", begun, 0.0)
+            assert d.outputs[f"{name} next", 0].num_cached == len(begun) - 1
+        d.engine.forget_prefixes()
+        for name, prompt in (("short", PROMPT[:4]), ("long", PROMPT)):
+            run(d, f"{name} later", prompt + d.outputs[name, 0].tokens, 0.0)
+            assert d.outputs[f"{name} later", 0].num_cached == 0
+        time.sleep(0.001)
+        d.engine.scheduler.room.begin(time.monotonic() + 1000)
+        assert not list(d.engine.scheduler.room.leased()) and not d.engine.scheduler.room._by_place
+    finally:
+        d.close()
+
+
+def test_going_on_takes_its_own_lease_where_nothing_else_is_left():
+    """Three pages: two are leased, and going on needs a copy and a new one. It starts from the full page in the index instead."""
+    d = Driver(num_pages=4, max_model_len=48)
+    try:
+        run(d, "piece", PROMPT[:10], 500.0)
+        begun = PROMPT[:10] + d.outputs["piece", 0].tokens
+        d.submit(d.request("next", begun, max_tokens=PAGE, seed=1, ignore_eos=True))
+        drain(d)
+        whole = Driver()
+        whole.run([whole.request("whole", PROMPT[:10], max_tokens=2 * PAGE + 4, seed=1, ignore_eos=True)])
+        assert d.outputs["piece", 0].tokens + d.outputs["next", 0].tokens == whole.outputs["whole", 0].tokens
+        assert d.outputs["next", 0].num_cached == PAGE and d.engine.scheduler.room.revoked == 1
+        whole.close()
+    finally:
+        d.close()
+
+
 def test_who_runs_needs_them_more():
     """A request that needs nearly every page gets them; the oldest leases go."""
-    d = Driver(num_pages=20, max_model_len=256)
+    d = Driver(num_pages=26, max_model_len=400)
     try:
         for i in range(3):
             run(d, f"piece{i}", [5 + i] * 2 * PAGE, 500.0)
         room = d.engine.scheduler.room
         assert len(list(room.leased())) == 3 and d.engine.pages.num_free < d.engine.pages.num_total
-        run(d, "large", [9] * 14 * PAGE, 0.0)
+        run(d, "large", [9] * 18 * PAGE, 0.0)
         assert d.outputs["large", 0].finish_reason == "length" and room.revoked == 2 and len(list(room.leased())) == 1
     finally:
         d.close()

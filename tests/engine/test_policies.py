@@ -32,6 +32,22 @@ def test_the_policies_are_found_by_name():
         technique.load(PACKAGE, "fcfs:threshold=1", SchedulerPolicy)
 
 
+def test_affinity_keeps_a_problem_together():
+    """Calls stand where the first of their problem came, that of another tenant is another problem, and ranks never change."""
+    policy = technique.load(PACKAGE, "affinity", SchedulerPolicy)
+
+    def call(arrival, affinity="", tenant=""):
+        seq = sequence(1, arrival=arrival, name=f"{affinity}{tenant}{arrival}")
+        seq.request.affinity, seq.request.tenant = affinity, tenant
+        return seq
+
+    first, second, plain = call(0, "p"), call(1, "q"), call(2)
+    assert policy.order_waiting([plain, second, first], 0.0) == [first, second, plain]
+    later = [call(5, "q"), call(6, "p"), call(7), call(8, "p", "another")]
+    assert policy.order_waiting([*later, plain, second], 9.0) == [later[1], second, later[0], plain, later[2], later[3]]
+    assert policy.order_waiting(later[::-1], 9.0) == [later[1], later[0], later[2], later[3]]
+
+
 @pytest.mark.parametrize("name", POLICIES)
 class TestEveryPolicy:
     def test_declares_that_it_changes_no_kv(self, name):

@@ -1,8 +1,9 @@
-"""A strategy over HTTP on a real engine gives what the same strategy gives in Python, and a suffix drafter changes no token of it."""
+"""Strategies on real engines: over HTTP as in Python, with a drafter as without, and through the death of the server."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 
 from kvasir.config import EngineConfig
 from kvasir.lab.task import load_task
@@ -13,7 +14,7 @@ from kvasir.scaling.primitives import opened
 from kvasir.scaling.problem import Problem
 from kvasir.scaling.solve import solve
 from kvasir.scaling.strategy import load_strategy
-from tests.integration.serving import served
+from tests.integration.serving import Served, served
 
 ENGINE = dict(model="nano", device="cpu", num_threads=1, batch_invariant=True, max_model_len=512, cpu_cache_bytes=1 << 25)
 SPECS = ("rsa:N=3,K=2,T=2", "best_of_n:n=4,by=lowest", "a_star:k=2,expansions=3,tokens=12")
@@ -42,3 +43,36 @@ def test_python_with_drafts_and_http_without_agree(tmp_path):
                                                                   "scaling": {"strategy": spec}}).json()
             assert body["choices"][0]["message"]["content"] == found[spec], spec
         server.until_idle()
+
+
+def test_a_background_run_outlives_a_killed_server(tmp_path):
+    """kill -9 in the middle: the next server ends the run with what a server that nobody kills gives, and makes no call again."""
+    options = ("--batch-invariant", "--max-model-len", "512", "--cpu-cache-bytes", str(1 << 25), "--device", "cpu")
+    body = {"strategy": "rsa:N=3,K=2,T=4", "seed": 3, "max_tokens": 48,
+            "problems": [{"messages": list(p.messages)} for p in load_task("countdown").problems("test", 3, 2)]}
+    kept = (*options, "--scaling-runs", str(tmp_path / "runs"))
+    first = Served(tmp_path, *kept)
+    try:
+        name = first.http.post("/v1/scaling/runs", json=body).json()["id"]
+        calls = tmp_path / "runs" / f"{name}.calls.jsonl"
+        while not calls.exists() or calls.read_bytes().count(b"\n") < 5:
+            time.sleep(0.005)
+    finally:
+        first.kill()
+    known = calls.read_bytes().splitlines()
+    with served(tmp_path, *kept) as second:
+        found = ended(second, name)
+        undisturbed = ended(second, second.http.post("/v1/scaling/runs", json=body).json()["id"])
+        assert second.log.count("1 scaling runs go on") == 1
+    assert found["status"] == undisturbed["status"] == "done" and len(known) >= 5
+    for a, b in zip(found["results"], undisturbed["results"], strict=True):
+        assert a["text"] == b["text"] and a["votes"] == b["votes"] and a["cost"]["calls"] == b["cost"]["calls"] == 10
+        assert all(a["cost"][kind] == b["cost"][kind] for kind in ("generated", "discarded"))
+
+
+def ended(server: Served, name: str) -> dict:
+    end = time.monotonic() + 60
+    while (run := server.http.get(f"/v1/scaling/runs/{name}").json())["status"] == "running":
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return run

@@ -8,9 +8,10 @@ import math
 import pytest
 
 from kvasir.config import EngineConfig
+from kvasir.errors import ConfigError
 from kvasir.lab.task import load_task
 from kvasir.scaling.endpoint import Prompt, Refused, Sampling
-from kvasir.scaling.engine_endpoint import EngineEndpoint
+from kvasir.scaling.engine_endpoint import FEATURES, ClientEndpoint, EngineEndpoint
 from kvasir.scaling.primitives import Context, Run, opened
 from kvasir.scaling.problem import Problem
 
@@ -42,6 +43,30 @@ async def everything():
         await sequences(endpoint)
         await refusals(endpoint)
         await forgetting(endpoint)
+        await features(endpoint)
+
+
+async def features(endpoint):
+    """Without a fork, the engine's own group or its one record of a score, replies and scores are the same; only the cost is not."""
+    told = {}
+    for without in ((), ("fork",), ("group",), ("score",), FEATURES):
+        other = ClientEndpoint(endpoint.engine, endpoint.tokenizer, "nano", parameters=endpoint.parameters, without=without, tenant="-".join(without))
+        c = context(other)
+        samples = await c.sample(other, MESSAGES, 4, stream=3, max_tokens=24)
+        first = [s for s in await c.sample(other, MESSAGES, 6, stream=11, finish_after=2) if s.met is not None]
+        score = await c.score(other, MESSAGES, samples[1])
+        told[without] = [s.ids for s in samples], [(s.index, s.ids, s.met) for s in first], score, c.ledger.total()
+    plain = told[()]
+    for without, (samples, first, score, total) in told.items():
+        assert samples == plain[0] and first == plain[1], without
+        assert all(math.isclose(getattr(score, name), getattr(plain[2], name), rel_tol=1e-4) for name in ("confidence", "lowest", "logprob"))
+        assert score.tokens == plain[2].tokens and total["scored"] == plain[3]["scored"]
+        if "fork" in without:  # every sample asks for the prompt, though the prefix cache has it
+            assert total["uncached"] + total["cached"] > plain[3]["uncached"] + plain[3]["cached"]
+    assert told["score",][3]["uncached"] > plain[3]["uncached"], "all of the prompt is computed for its log-probabilities"
+    assert told["group",][3]["discarded"] >= plain[3]["discarded"]
+    with pytest.raises(ConfigError, match="fork, score, group"):
+        ClientEndpoint(endpoint.engine, endpoint.tokenizer, "nano", without=("speed",))
 
 
 def context(endpoint: EngineEndpoint) -> Context:

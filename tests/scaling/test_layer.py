@@ -376,6 +376,13 @@ def test_prompts_that_do_not_fit_end_in_a_result(spec):
     assert all(s.result.answer is None for s in run(spec, endpoints=tiers(context=1)).solved)
 
 
+@pytest.mark.parametrize("ids", [("a", "a"), ("",), ("a/b",), ("a#0",), ("a?x",)])
+def test_ids_that_could_meet_are_refused(ids):
+    """They begin the keys of calls and the seeds: a problem must not get another's replies."""
+    with pytest.raises(ConfigError, match="id"):
+        asyncio.run(solve(load_strategy("majority:n=1"), [problem(name) for name in ids], [Tabular()]))
+
+
 def test_no_problems_are_no_work():
     assert run("rsa", 0).solved == []
 

@@ -311,6 +311,69 @@ def test_routing_by_percentile_as_published():
     assert sum(ops.route_by_rank(random.Random(3), [1.0] * 10, [30])) == 3
 
 
+def test_a_group_of_which_nothing_is_known_goes_to_the_strong_model():
+    """Its difficulty is infinite, by either rule, also where a percentile lies between it and a number."""
+    difficulty = [1.0, math.inf, 2.0, 3.0]
+    for percent in (10, 25):
+        assert ops.route_by_percentile(difficulty, [percent])[1] == 1
+    assert ops.route_by_percentile(difficulty, [10]) == [0, 1, 0, 0] and ops.route_by_percentile(difficulty, [0]) == [0] * 4
+    assert ops.route_by_rank(random.Random(0), difficulty, [25]) == [0, 1, 0, 0]
+
+
+def test_confidences_of_two_models_are_not_compared():
+    def s(text, confidence, endpoint, tokens=3):
+        return Sample(0, text, tokens, "stop", endpoint, confidence=confidence)
+
+    p = problem()
+    assert majority(p, [s("1", 9.0, "a", 5), s("2", 1.0, "a", 4)]).text == "1"
+    assert majority(p, [s("1", 9.0, "a", 5), s("2", 1.0, "b", 4)]).text == "2", "the shorter"
+    mixed = [Candidate(s("1", 9.0, "a", 5), ()), Candidate(s("1", 1.0, "b", 4), ())]
+    assert ops.surest(mixed) is mixed[1]
+    for candidate_, confidence in zip(mixed, (2.0, 1.0)):
+        candidate_.confidence = confidence
+    assert ops.surest(mixed) is mixed[0], "one scorer's can be"
+
+
+def test_no_answer_is_no_agreement():
+    silent = [candidate("?"), candidate("?")]
+    assert not ops.unanimous(problem(), silent) and ops.agreed(problem(), silent) is None and not ops.unanimous(problem(), [])
+    assert ops.unanimous(problem(), [candidate("1"), candidate(".1")])
+
+
+def test_what_is_not_known_of_a_reply_is_no_merit():
+    """A log-probability that never came must not be 0, the best there is."""
+    class Forgetful(Tabular):
+        def draw(self, *args):
+            inner = super().draw(*args)
+
+            class Draw(type(inner)):
+                async def __aiter__(self):
+                    async for chunk in super().__aiter__():
+                        if chunk.index == 2:
+                            chunk.logprob = chunk.confidence = None
+                        yield chunk
+
+            inner.__class__ = Draw
+            return inner
+
+    for by in ("logprob", "confidence", "lowest"):
+        for weighted in ("false", "true"):
+            found = run(f"best_of_n:n=4,by={by},weighted={weighted}", 3, [Forgetful("large", table(0.5))])
+            for solved in found.solved:
+                scores = solved.result.stats["scores"]
+                assert scores[2] == min(scores)
+                assert weighted == "true" or solved.result.sample.index != 2 or len(set(scores)) == 1
+
+
+@pytest.mark.parametrize("spec", ["self_eval_prune:n=4,prefix=3,keep=1", "beam:N=2,width=2", "particle:N=3", "a_star:k=2,expansions=9", "specreason"])
+def test_no_reply_outgrows_its_bound(spec):
+    """However many pieces it is written in."""
+    endless = table(0.5, pause=1.0)
+    endpoints = [Tabular("small", endless), Tabular("large", endless)][-(2 if spec == "specreason" else 1):]
+    for solved in run(spec, 2, endpoints, sampling=Sampling(max_tokens=7)).solved:
+        assert solved.result.sample.tokens == len(solved.result.sample.ids) == 7
+
+
 @pytest.mark.parametrize("rule", ["rank", "percentile"])
 def test_three_tiers(rule):
     difficulty = [float(i) for i in range(10)]

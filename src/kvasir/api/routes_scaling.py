@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -14,10 +15,12 @@ from kvasir.api.chat import Message
 from kvasir.api.limits import unique_id
 from kvasir.api.protocol import METADATA, ChatBody, RunBody
 from kvasir.api.routes_chat import ChatJob, max_tokens_of, message_object, piece_delta
-from kvasir.api.scaling_runs import ScalingRuns
+from kvasir.api.scaling_runs import ScalingRun, ScalingRuns
+from kvasir.api.scaling_store import RunStore
 from kvasir.api.service import Caller, Service
 from kvasir.api.streaming import DONE, EventStream, encode, sse
 from kvasir.errors import RequestError
+from kvasir.logs import log
 
 KEPT_NAMES = {"model", "messages", "scaling", "stream", "stream_options", "temperature", "max_tokens", "max_completion_tokens", "seed", *METADATA}
 
@@ -134,42 +137,56 @@ class ScalingRoutes:
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        self.runs = ScalingRuns()
+        folder = service.settings.scaling_runs
+        self.runs = ScalingRuns(RunStore(Path(folder)) if folder else None)
+        service.openers.append(self._resume)
         service.closers.append(self.runs.close)
+
+    async def _resume(self) -> None:
+        """The engine is there: go on with the runs of the server before this one."""
+        if going := self.runs.resume(lambda asked, seed: self._plan(asked["body"].encode(), asked["tenant"], seed)):
+            log.info("%d scaling runs go on where the last server left them", going)
 
     async def create(self, http: HttpRequest) -> Response:
         """202 with the run's id; it goes on when the client leaves."""
         service, caller = self.service, Caller(http)
         raw = await service.body(http)
-        plan = await asyncio.to_thread(self._plan, raw, caller)
+        plan = await asyncio.to_thread(self._plan, raw, caller.tenant)
         service.concurrency.enter(caller.key)
         try:
-            run = self.runs.start(unique_id("run", caller.id), caller.key, plan, lambda: service.concurrency.leave(caller.key))
+            run = self.runs.start(unique_id("run", caller.id), caller.key, plan, lambda: service.concurrency.leave(caller.key),
+                                  {"body": raw.decode(), "tenant": caller.tenant})
         except BaseException:
             service.concurrency.leave(caller.key)
             raise
         return Response(encode(run.object()), 202, media_type="application/json")
 
-    def _plan(self, raw: bytes, caller: Caller) -> scaling.Plan:
+    def _plan(self, raw: bytes, tenant: str, seed: int | None = None) -> scaling.Plan:
         body, _ = self.service.parse(RunBody, raw)
         named = [(p.id or f"p{i}", p.messages) for i, p in enumerate(body.problems)]
         if len({name for name, _ in named}) < len(named):
             raise RequestError("two problems have the same id", param="problems", code="duplicate_id")
-        return scaling.plan(self.service, body.strategy, named, body.answer, caller.tenant, seed=body.seed, max_tokens=body.max_tokens,
-                            temperature=body.temperature, budget=body.budget, problem_budget=body.problem_budget)
+        return scaling.plan(self.service, body.strategy, named, body.answer, tenant, seed=body.seed if seed is None else seed,
+                            max_tokens=body.max_tokens, temperature=body.temperature, budget=body.budget, problem_budget=body.problem_budget)
+
+    def _get(self, name: str, http: HttpRequest) -> ScalingRun:
+        """Raises RequestError 404, or 503 while runs of an earlier server are not known yet."""
+        if self.service.phase == "starting":
+            self.service.require_ready()
+        return self.runs.get(name, Caller(http).key)
 
     async def status(self, name: str, http: HttpRequest) -> Response:
-        return Response(encode(self.runs.get(name, Caller(http).key).object()), media_type="application/json")
+        return Response(encode(self._get(name, http).object()), media_type="application/json")
 
     async def cancel(self, name: str, http: HttpRequest) -> Response:
         """End a run; of one that has ended, nothing."""
-        run = self.runs.get(name, Caller(http).key)
+        run = self._get(name, http)
         await run.cancel()
         return Response(encode(run.object()), media_type="application/json")
 
     async def events(self, name: str, http: HttpRequest) -> Response:
         """Server-sent events from the beginning of the run to its end."""
-        run = self.runs.get(name, Caller(http).key)
+        run = self._get(name, http)
 
         async def lines() -> AsyncGenerator[bytes, None]:
             async for event in run.events():

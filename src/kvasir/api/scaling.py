@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvasir.api.chat import check_messages, texts
@@ -39,8 +40,9 @@ class Plan:
     problem_budget: Budget
     budget: Budget | None
 
-    async def run(self, on_event: Callable[[dict[str, Any]], None]) -> Solution:
-        """Raises RequestError when the engine is down, or the strategy asks for what cannot be."""
+    async def run(self, on_event: Callable[[dict[str, Any]], None], journal: Path | None = None) -> Solution:
+        """``journal``: where its calls are kept, and found again. Raises RequestError when the engine is down, or the strategy asks for
+        what cannot be."""
         from kvasir.models.cost import active_params
         from kvasir.models.families import build_spec
         from kvasir.scaling.engine_endpoint import ClientEndpoint
@@ -52,7 +54,7 @@ class Plan:
                                   parameters=active_params(build_spec(info.config)) if info.config else 0)
         try:
             return await solve(self.strategy, self.problems, [endpoint], seed=self.seed, sampling=self.sampling, budget=self.budget,
-                               problem_budget=self.problem_budget, on_event=on_event, at_once=AT_ONCE)
+                               problem_budget=self.problem_budget, on_event=on_event, at_once=AT_ONCE, journal=journal)
         except EndpointDown as e:
             raise RequestError(f"the run ended: {e}", status=503, code="engine_down", retry_after=5.0) from e
         except ConfigError as e:

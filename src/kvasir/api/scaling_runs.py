@@ -1,4 +1,5 @@
-"""Runs of test-time scaling in the background: started, watched, cancelled. They live in memory and end with the server."""
+"""Runs of test-time scaling in the background: started, watched, cancelled. Without a folder (`scaling_store`) they live in memory and
+end with the server; with one, the next server goes on with those that had not ended, and knows the others still."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from kvasir.api import scaling
+from kvasir.api.scaling_store import RunStore
 from kvasir.errors import RequestError
 from kvasir.logs import log
 
@@ -19,24 +21,32 @@ ENDED = ("done", "failed", "cancelled")
 
 
 class ScalingRun:
-    """``status``: running, done, failed or cancelled. ``owner``: whose it is; nobody else sees it."""
+    """``status``: running, done, failed or cancelled. ``owner``: whose it is; nobody else sees it. ``seed`` and ``problems`` (how many) as
+    they were asked for."""
 
-    def __init__(self, name: str, owner: str, plan: scaling.Plan, release: Callable[[], None]) -> None:
-        self.name, self.owner, self.plan, self.created = name, owner, plan, int(time.time())
+    def __init__(self, name: str, owner: str, *, problems: int, seed: int, created: int, store: RunStore | None = None) -> None:
+        self.name, self.owner, self.problems, self.seed, self.created = name, owner, problems, seed, created
         self.status = "running"
         self.error: RequestError | None = None
         self.results: list[dict[str, Any]] = []
         self.amounts: dict[str, float] | None = None
         self.num_done = 0
+        self.task: asyncio.Task | None = None
         self._events: list[dict[str, Any]] = []
         self._first = 0  # number of the first event that is kept
         self._news = asyncio.Event()
-        self._release = release
-        self.task = asyncio.create_task(self._run(), name=f"scaling run {name}")
+        self._store = store
+        self._suspended = False
+        self._release: Callable[[], None] = lambda: None
 
-    async def _run(self) -> None:
+    def begin(self, plan: scaling.Plan, release: Callable[[], None]) -> None:
+        """``release`` is called once, at the end."""
+        self._release = release
+        self.task = asyncio.create_task(self._run(plan), name=f"scaling run {self.name}")
+
+    async def _run(self, plan: scaling.Plan) -> None:
         try:
-            solution = await self.plan.run(self._take)
+            solution = await plan.run(self._take, self._store and self._store.calls(self.name))
             self.results, self.amounts = [scaling.summary(s) for s in solution.solved], solution.ledger.total()
             self.status = "done"
         except asyncio.CancelledError:
@@ -47,8 +57,27 @@ class ScalingRun:
             log.exception("scaling run %s failed", self.name)
             self.status, self.error = "failed", RequestError("internal error", status=500, code="internal_error")
         finally:
-            self._release()
-            self._add({"event": "run.end", "status": self.status})
+            self._ended()
+
+    def fail(self, error: RequestError) -> None:
+        """It cannot even begin."""
+        self.status, self.error = "failed", error
+        self._ended()
+
+    def _ended(self) -> None:
+        self._release()
+        # What ended with the server or its engine is not over: the next server goes on with it.
+        if self._store is not None and not self._suspended and not (self.error and self.error.status == 503):
+            error = self.error and {"message": self.error.message, "code": self.error.code, "param": self.error.param}
+            self._store.end(self.name, {"status": self.status, "error": error, "results": self.results, "amounts": self.amounts,
+                                        "done": self.num_done})
+        self._add({"event": "run.end", "status": self.status})
+
+    def restore(self, end: dict[str, Any]) -> None:
+        """An earlier server saw its end."""
+        self.status, self.results, self.amounts, self.num_done = end["status"], end["results"], end["amounts"], end["done"]
+        self.error = RequestError(**end["error"]) if end["error"] else None
+        self._add({"event": "run.end", "status": self.status})
 
     def _take(self, event: dict[str, Any]) -> None:
         self.num_done += event["event"] == "end"
@@ -63,14 +92,15 @@ class ScalingRun:
         self._news.set()
         self._news = asyncio.Event()
 
-    async def cancel(self) -> None:
-        """Return when it has ended and let go of the engine."""
-        self.task.cancel()
-        await asyncio.gather(self.task, return_exceptions=True)
+    async def cancel(self, suspend: bool = False) -> None:
+        """Return when it has ended and let go of the engine. ``suspend``: the next server may go on with it."""
+        self._suspended = suspend
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.gather(self.task, return_exceptions=True)
         if self.status == "running":  # it was cancelled before it began
             self.status = "cancelled"
-            self._release()
-            self._add({"event": "run.end", "status": self.status})
+            self._ended()
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """Those that are kept, then each as it comes, to the end of the run."""
@@ -89,7 +119,7 @@ class ScalingRun:
 
     def object(self) -> dict[str, Any]:
         found: dict[str, Any] = {"id": self.name, "object": "scaling.run", "created": self.created, "status": self.status,
-                                 "problems": len(self.plan.problems), "done": self.num_done, "seed": self.plan.seed}
+                                 "problems": self.problems, "done": self.num_done, "seed": self.seed}
         if self.amounts is not None:
             found |= {"usage": scaling.usage(self.amounts), "results": self.results}
         if self.error is not None:
@@ -100,17 +130,48 @@ class ScalingRun:
 class ScalingRuns:
     """All of them, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: RunStore | None = None) -> None:
+        self.store = store
         self._runs: OrderedDict[str, ScalingRun] = OrderedDict()
 
-    def start(self, name: str, owner: str, plan: scaling.Plan, release: Callable[[], None]) -> ScalingRun:
-        """Raises RequestError 429 when too many run."""
+    def start(self, name: str, owner: str, plan: scaling.Plan, release: Callable[[], None], asked: dict[str, Any]) -> ScalingRun:
+        """``asked``: what ``resume`` of another server needs to make the same plan. Raises RequestError 429 when too many run."""
         if sum(run.status == "running" for run in self._runs.values()) >= MAX_RUNNING:
             raise RequestError(f"{MAX_RUNNING} scaling runs are under way already", status=429, code="too_many_runs", retry_after=5.0)
-        run = self._runs[name] = ScalingRun(name, owner, plan, release)
+        run = ScalingRun(name, owner, problems=len(plan.problems), seed=plan.seed, created=int(time.time()), store=self.store)
+        if self.store is not None:
+            try:
+                self.store.begin(name, {"owner": owner, "problems": run.problems, "seed": run.seed, "created": run.created, "asked": asked})
+            except OSError as e:
+                raise RequestError(f"the run cannot be kept on disk: {e.strerror}", status=503, code="no_room", retry_after=60.0) from e
+        self._runs[name] = run
+        run.begin(plan, release)
+        self._forget_old()
+        return run
+
+    def resume(self, planned: Callable[[dict[str, Any], int], scaling.Plan]) -> int:
+        """Know again what earlier servers ran, and go on with what had not ended. ``planned(asked, seed)`` makes a run's plan, or raises
+        RequestError. Returns how many go on. They count against nobody's limit: they were let in once."""
+        going = 0
+        for name, record, end in self.store.load() if self.store else []:
+            run = self._runs[name] = ScalingRun(name, record["owner"], problems=record["problems"], seed=record["seed"], created=record["created"],
+                                                store=self.store)
+            if end is not None:
+                run.restore(end)
+                continue
+            try:
+                run.begin(planned(record["asked"], run.seed), lambda: None)
+                going += 1
+            except RequestError as e:
+                run.fail(e)
+        self._forget_old()
+        return going
+
+    def _forget_old(self) -> None:
         for old in [n for n, r in self._runs.items() if r.status != "running"][:-MAX_KEPT]:
             del self._runs[old]
-        return run
+            if self.store is not None:
+                self.store.drop(old)
 
     def get(self, name: str, owner: str) -> ScalingRun:
         """Raises RequestError 404, also for another's."""
@@ -120,4 +181,6 @@ class ScalingRuns:
         return run
 
     async def close(self) -> None:
-        await asyncio.gather(*(run.cancel() for run in self._runs.values() if run.status == "running"))
+        await asyncio.gather(*(run.cancel(suspend=True) for run in self._runs.values() if run.status == "running"))
+        if self.store is not None:
+            self.store.close()

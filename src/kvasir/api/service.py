@@ -73,6 +73,7 @@ class Service:
         self.concurrency = limits.Concurrency(settings.max_concurrent_per_key)
         self.phase = "starting"
         self.failure: BaseException | None = None
+        self.openers: list[Callable[[], Awaitable[None]]] = []  # what begins by itself once the engine is there
         self.closers: list[Callable[[], Awaitable[None]]] = []  # what runs beside the requests and ends with the service
         self._starting: asyncio.Task | None = None
 
@@ -92,6 +93,8 @@ class Service:
             self.phase, self.failure = "failed", e.exceptions[0]
             log.error("start-up failed: %s", self.failure)
             return
+        for begin in self.openers:
+            await begin()
         if self.phase == "starting":
             self.phase = "ready"
 

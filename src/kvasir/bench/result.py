@@ -6,8 +6,9 @@
 A metric is a number, a number per part, or a ``spread`` with its values. ``ratios``: "METRIC ARM/ARM" -> number.
 ``limits``: what the machine could do at most, by metric or "METRIC ARM" (and the rates that follow from). ``targets``, only where a case sets
 some: "METRIC ARM/ARM" -> {"ratio", "at_least" or "at_most", "met"}. Runs of ``kvasir solve`` also have ``frontier`` (the points of
-accuracy against each cost), ``differences`` (paired, with intervals), ``right`` (which problems each arm solved, as a row of 0 and 1) and
-``left_out`` (arms that time did not reach). No path of a machine is in a result: one is cut to its last part.
+accuracy against each cost), ``differences`` (paired, with intervals), ``right`` (which problems each arm solved, as a row of 0 and 1),
+``left_out`` (arms that time did not reach) and ``pool`` (what the shared replies hold, by model). No path of a machine is in a result: one
+is cut to its last part.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ def section(found: dict[str, Any], name: str, picture: str) -> list[str]:
     facts = (f"{config['n']} problems of `{config['task']}`, seed {config['seed']}, split {config['split']}, temperature {config['temperature']:g}, "
              f"models {', '.join(config['models'])}; {found['machine']}, commit {found['commit'] or 'unknown'}, {found['date']}.")
     parts = [f"## {name}", facts, f"![accuracy against cost]({picture})", _table(found)]
-    for title, lines in (("Controls", controls(found)), ("Against the strongest model alone", bounds(found)), ("Loop by loop", _loops(found)),
+    for title, lines in (("Controls", controls(found)), ("Against the strongest model alone", bounds(found)),
+                         ("What the engine's features are worth", features(found)), ("Loop by loop", _loops(found)),
                          ("The pool", _pool(found)), ("What did not pay", failures(found))):
         if lines:
             parts += [f"### {title}", "\n".join(lines)]
@@ -154,6 +155,17 @@ def bounds(found: dict[str, Any]) -> list[str]:
         bound = f"at most {1 / (phi + (1 - phi) / ratio):.2f}x by phi = {phi:.2f} and a cheap model {ratio:.1f}x as fast ({source})" if ratio else ""
         lines.append(f"- `{name}` against `{large}`: {_shown(change) + '; ' if change else ''}cheaper by "
                      + ", ".join(f"{value:.2f}x in {unit}" for unit, value in cost.items()) + (f"; throughput {bound}" if bound else ""))
+    return lines
+
+
+def features(found: dict[str, Any]) -> list[str]:
+    """Of ``kvasir solve --ablate``: what an arm without a feature costs, in shares of the whole engine."""
+    lines = []
+    for name, m in _metrics(found).items():
+        ratios = {key.split(" ", 1)[0]: value for key, value in found.get("ratios", {}).items() if key.split(" ", 1)[1].startswith(f"{name}/")}
+        if ratios and "same_replies" in m:
+            lines.append(f"- `{name}`: {', '.join(f'{unit} {value:.2f}x' for unit, value in ratios.items())}; "
+                         f"{100 * m['same_replies']:.0f} % of the replies are the same.")
     return lines
 
 

@@ -140,7 +140,8 @@ def solve(words: Annotated[list[str] | None, typer.Argument(metavar="[report FIL
                                                             help="report: write a page with plots from earlier results.")] = None,
           strategies: Annotated[list[str] | None, typer.Option("--strategy", help="A strategy, e.g. squeeze_evolve:N=8,K=3,T=4; several are "
                                                                                   "compared.")] = None,
-          models: Annotated[list[str] | None, typer.Option("--model", help="A model, or URL#NAME of a server; several: cheapest first.")] = None,
+          models: Annotated[list[str] | None, typer.Option("--model", help="A model, or URL#NAME of a server, replicas joined by commas; several: "
+                                                                             "cheapest first.")] = None,
           task: Annotated[str, typer.Option(help="A task and its dial, e.g. countdown or chain:max_steps=8.")] = "countdown",
           count: Annotated[int, typer.Option("--n", "-n", min=1, help="Problems.")] = 100,
           seed: Annotated[int, typer.Option(min=0, help="Decides problems and noise.")] = 7,
@@ -156,6 +157,8 @@ def solve(words: Annotated[list[str] | None, typer.Argument(metavar="[report FIL
           pool: Annotated[int, typer.Option(min=0, help="Draw so many replies a problem, once for all strategies.")] = 0,
           resamples: Annotated[int, typer.Option(min=1, help="With --pool: deal them out so many times.")] = 4,
           pool_file: Annotated[Path | None, typer.Option(help="With --pool: files that begin so keep the replies for another time.")] = None,
+          ablate: Annotated[bool, typer.Option("--ablate", help="Take away one feature of the engine after the other, and go over HTTP: "
+                                                                "what is each worth?")] = False,
           page: Annotated[Path, typer.Option(help="With report: the Markdown file to write; pictures stand beside it.")] = Path("solve-report.md"),
           output: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None, **options: Any) -> None:
     """Spend more inference on each problem, by a strategy, and compare what accuracy costs."""
@@ -173,7 +176,9 @@ def solve(words: Annotated[list[str] | None, typer.Argument(metavar="[report FIL
     job = command.Job(tuple(strategies or ()), tuple(models or ("",)), task, count, seed, split, max_tokens, temperature,  # type: ignore[arg-type]
                       command.parse_prices(price or ()), command.parse_amounts(budget, "--budget"),
                       command.parse_amounts(problem_budget, "--problem-budget"), journal, at_once, minutes, pool, resamples, pool_file)
-    command.run(build_settings(options, EngineConfig), job, output)
+    if ablate and (pool or journal):
+        raise ConfigError("--ablate measures engines at work: leave --pool and --journal out")
+    command.run(build_settings(options, EngineConfig), job, output, ablate)
 
 
 @app.command(cls=Command)

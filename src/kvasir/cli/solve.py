@@ -37,9 +37,9 @@ ROOM = 1.5  # a reply may be so many times as long as the longest right one, and
 
 @dataclass(frozen=True)
 class Job:
-    """What to solve. ``models``: names, folders, hub ids, or ``URL#NAME`` of a server; cheapest first. ``prices``: by model. ``minutes``:
-    after so many no further strategy is begun. ``pool``: draw so many replies a problem once, and deal them out to every strategy,
-    ``resamples`` times in another order; ``pool_file`` keeps them."""
+    """What to solve. ``models``: names, folders, hub ids, or ``URL#NAME`` of a server (of replicas, joined by commas); cheapest first.
+    ``prices``: by model. ``minutes``: after so many no further strategy is begun. ``pool``: draw so many replies a problem once, and deal
+    them out to every strategy, ``resamples`` times in another order; ``pool_file`` keeps them."""
 
     strategies: tuple[str, ...]
     models: tuple[str, ...]
@@ -133,13 +133,14 @@ def parse_prices(texts: Sequence[str]) -> dict[str, Price]:
     return found
 
 
-def build_endpoints(job: Job, config: EngineConfig) -> list[Endpoint]:
-    """One for every model; engines on one GPU share its memory evenly. Raises ConfigError."""
+def build_endpoints(job: Job, config: EngineConfig, without: Sequence[str] = ()) -> list[Endpoint]:
+    """One for every model; engines on one GPU share its memory evenly. ``without``: features to do without. Raises ConfigError."""
     from kvasir.scaling.engine_endpoint import EngineEndpoint
     from kvasir.scaling.http_endpoint import HTTPEndpoint
+    from kvasir.scaling.replicas import ReplicaEndpoint
 
     def name_of(model: str) -> str:
-        return model.rpartition("#")[2] if "://" in model else model.rstrip("/").rsplit("/", 1)[-1] or "embedded"
+        return model.partition(",")[0].rpartition("#")[2] if "://" in model else model.rstrip("/").rsplit("/", 1)[-1] or "embedded"
 
     names = [name_of(m) for m in job.models]
     unknown = set(job.prices) - set(names)
@@ -151,16 +152,18 @@ def build_endpoints(job: Job, config: EngineConfig) -> list[Endpoint]:
     for model, name in zip(job.models, names):
         price = job.prices.get(name, Price())
         if "://" in model:
-            url, _, remote = model.partition("#")
-            found.append(HTTPEndpoint(url, remote, price=price, api_key=os.environ.get("KVASIR_API_KEY", "")))
+            key = os.environ.get("KVASIR_API_KEY", "")
+            replicas = [HTTPEndpoint(*address.partition("#")[::2], price=price, api_key=key) for address in model.split(",")]
+            found.append(ReplicaEndpoint(replicas) if len(replicas) > 1 else replicas[0])
         else:
             # Each takes its share of what is free when it starts.
             share = config.cache.gpu_memory_utilization / (len(local) - local.index(model))
-            found.append(EngineEndpoint(config.replace(model=model, gpu_memory_utilization=share), name, price=price))
+            found.append(EngineEndpoint(config.replace(model=model, gpu_memory_utilization=share), name, price=price, without=without))
     return found
 
 
-def run(config: EngineConfig, job: Job, output: Path | None) -> None:
+def run(config: EngineConfig, job: Job, output: Path | None, ablate: bool = False) -> None:
+    """``ablate``: not the strategies are compared, but the engine's features under them (`solve_ablation`). Raises ConfigError."""
     if not job.strategies:
         raise ConfigError("give --strategy NAME:KEY=VALUE, such as majority:n=8; several are compared")
     strategies = {spec: load_strategy(spec) for spec in job.strategies}
@@ -179,6 +182,11 @@ def run(config: EngineConfig, job: Job, output: Path | None) -> None:
         outcome = solve_pool.run(job, strategies, task, drawn, problems, endpoints, sampling)
         _write(outcome, output)
         show(outcome)
+        return
+    if ablate:
+        from kvasir.cli import solve_ablation
+
+        show(solve_ablation.run(config, job, strategies, task, drawn, problems, sampling, lambda outcome: _write(outcome, output)))
         return
     found: dict[str, Solution] = {}
 
@@ -307,6 +315,8 @@ def show(outcome: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from kvasir.bench.result import WIDTH
+
     table = Table("strategy", "exact %", "95 %", "output", "wasted %", "all tokens", "GFLOP", "$", "s", "by model", title="per problem")
     best = {p["arm"] for p in outcome["frontier"].get("flops", outcome["frontier"]["output_tokens"]) if p["on_frontier"]}
     for entry in outcome["arms"]:
@@ -316,6 +326,6 @@ def show(outcome: dict[str, Any]) -> None:
         table.add_row(("* " if entry["name"] in best else "  ") + entry["name"], f"{100 * m['exact']:.1f}", f"{100 * low:.1f}-{100 * high:.1f}",
                       f"{each['output_tokens']:,.0f}", f"{100 * m['wasted']:.0f}", f"{each['tokens']:,.0f}", f"{each['flops'] / 1e9:,.2f}",
                       f"{each['dollars']:.2g}", f"{each['seconds']:.2f}" if "seconds" in each else "", shares)
-    console = Console(highlight=False, markup=False)
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(table)
     console.print("*: on the frontier of accuracy against operations")

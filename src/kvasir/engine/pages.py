@@ -176,6 +176,10 @@ class PageManager:
             return None
         return self.index.key(seq, page)
 
+    def place_key(self, seq: Sequence, num_tokens: int) -> bytes:
+        """The prefix key of all full pages before position ``num_tokens`` of ``seq``; there must be an index."""
+        return self.index.key(seq, num_tokens // self.page_slots - 1)
+
     def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
         """Whether ``parent`` still holds what a child that starts at ``num_tokens`` sees."""
         end = -(-num_tokens // self.page_slots)
@@ -206,10 +210,7 @@ class PageManager:
     def admit(self, seq: Sequence, num_hit: int) -> None:
         """Give ``seq`` its tables, holding the pages of a prefix of ``num_hit`` tokens that ``match`` found."""
         self._adopt(seq, self._hit_pages(seq, num_hit, None), num_hit)
-        if not seq.num_preempted:
-            seq.num_cached = min(num_hit, seq.num_prompt)
-            self.queried_tokens += seq.num_prompt if self.index else 0
-            self.cached_tokens += seq.num_cached
+        self._count_hit(seq, num_hit)
         if self.index is not None:
             nodes = list(self.index.walk(seq, num_hit // self.page_slots))
             self._tail(seq, len(nodes), nodes[-1] if nodes else self.index.tenant(seq))
@@ -224,6 +225,12 @@ class PageManager:
             for _ in range(count - shared if tail else 0):
                 tail = tail.parent
             self._tail(child, shared, tail)
+
+    def resume(self, holder: Sequence, seq: Sequence, num_tokens: int) -> None:
+        """``fork`` for a request that goes on from a lease; counted as ``admit`` counts a prefix hit, once for all its branches."""
+        self.fork(holder, seq, num_tokens)
+        if seq.parent is None:
+            self._count_hit(seq, num_tokens)
 
     def forget_prefixes(self) -> None:
         """Weights have changed: what is indexed so far is found no more."""
@@ -340,6 +347,13 @@ class PageManager:
             table[:first] = [0] * first
             assert all(table[first:]), "the hit names a page that is gone"
         return tables
+
+    def _count_hit(self, seq: Sequence, num_hit: int) -> None:
+        """What the prompt of a new sequence found, for its reply and for the statistics."""
+        if not seq.num_preempted:
+            seq.num_cached = min(num_hit, seq.num_prompt)
+            self.queried_tokens += seq.num_prompt if self.index else 0
+            self.cached_tokens += seq.num_cached
 
     def _adopt(self, seq: Sequence, tables: list[list[int]], num_tokens: int) -> None:
         assert not seq.tables, f"{seq} has pages already"

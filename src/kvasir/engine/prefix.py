@@ -50,7 +50,10 @@ class PrefixIndex:
         return blake2b(data, key=self._secret, digest_size=16).digest()
 
     def key(self, seq: Sequence, page: int) -> bytes:
-        """The key of a full page of ``seq.tokens``; keys up to it are computed once and kept in ``seq.page_keys``."""
+        """The key of a full page of ``seq.tokens`` (-1: of no page, the tenant's root); keys up to it are computed once and kept in
+        ``seq.page_keys``."""
+        if page < 0:
+            return self._root_key(seq.request.tenant)
         keys, size = seq.page_keys, self.page_slots
         while len(keys) <= page:
             i = len(keys)

@@ -5,9 +5,11 @@ keeps its place by arrival in the queue, and its full pages stay in the prefix i
 way to a lower rank, so the highest always gets on; and alone it always fits (admission control sees to it:
 ``PageManager.fits``).
 
-A *lease* keeps the full pages of a sequence that has ended, for one that goes on from it (a paused sequence is a request that
-ended and another whose prompt begins with it). Leases hold a half of the pages at most; who runs takes them before anyone gives
-way; who waits takes them only when nothing runs, for else memory will come back anyway.
+A *lease* keeps the pages of a sequence that has ended, for one that goes on from it: a paused sequence is a request that ended and
+another whose prompt is what it had come to, cut or not. That one starts as a fork of the lease (`resumed`): its last token is the only
+row it computes, as if it had never paused, and the page in part, which no prefix hit could give it, is copied. Leases hold a half of
+the pages at most; who runs takes them before anyone gives way; who waits takes them only when nothing runs, for else memory will
+come back anyway.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
 
 from kvasir.engine.pages import PageManager
 from kvasir.engine.policy import SchedulerPolicy
@@ -25,6 +28,16 @@ from kvasir.types import Sequence, Status
 CAUTION_STEPS = 32  # steps with fewer sequences after pages ran out
 LEASED_SHARE = 0.5  # of the pages, at most
 MAX_PREEMPTIONS = 4  # then others are preferred as victims
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """``holder`` keeps pages ``until`` then (monotonic seconds). ``places``: the prefix keys of the full pages before those positions at
+    which one that goes on from it may start: in its last page or, where the end was told late, in the one before."""
+
+    until: float
+    holder: Sequence
+    places: frozenset[bytes]
 
 
 class Room:
@@ -39,8 +52,9 @@ class Room:
         self._give_up, self._in_flight = give_up, in_flight
         self._limit = float(max_num_seqs)
         self._steps_to_care = 0
-        self._leases: deque[tuple[float, Sequence]] = deque()  # until when, and who holds the pages; the oldest first
+        self._leases: deque[Lease] = deque()  # the oldest first
         self._held: Counter[int] = Counter()  # leased pages of the first group
+        self._by_place: dict[bytes, list[Sequence]] = {}  # holders by the places of their leases
 
     @property
     def max_running(self) -> int:
@@ -53,9 +67,9 @@ class Room:
             self._steps_to_care -= 1
         elif self._limit < self.max_num_seqs:
             self._limit = min(float(self.max_num_seqs), self._limit + max(1, self.max_num_seqs // 100))
-        if any(until <= now for until, _ in self._leases):
-            over = [holder for until, holder in self._leases if until <= now]
-            self._leases = deque(entry for entry in self._leases if entry[0] > now)
+        if any(lease.until <= now for lease in self._leases):
+            over = [lease for lease in self._leases if lease.until <= now]
+            self._leases = deque(lease for lease in self._leases if lease.until > now)
             self._release(over)
 
     # ---------------------------------------------------------------------------------------------------- preemption
@@ -127,22 +141,33 @@ class Room:
     # --------------------------------------------------------------------------------------------------------- leases
 
     def lease(self, seq: Sequence, now: float) -> None:
-        """``seq`` is about to let go of its pages: keep the full ones that its request paid a lease for."""
-        seconds, size = seq.request.params.lease, self.pages.page_slots
-        end = seq.num_computed // size * size
+        """``seq`` is about to let go of its pages: keep those of what it has computed, where its request asked for a lease."""
+        seconds, end = seq.request.params.lease, seq.num_computed
         if not seconds or not end or self.pages.index is None or not self.pages.can_fork(seq, end):
             return
         holder = Sequence(seq.request, seq.branch)
         holder.tokens = seq.tokens[:end + 1]  # one more: a sequence has always something left to compute
+        holder.page_keys = list(seq.page_keys)
         self.pages.fork(seq, holder, end)
-        self._leases.append((now + seconds, holder))
+        places = frozenset(self.pages.place_key(holder, at) for at in (end, max(0, end - self.pages.page_slots)))
+        self._leases.append(Lease(now + seconds, holder, places))
         self._held.update(holder.tables[0])
+        for place in places:
+            self._by_place.setdefault(place, []).append(holder)
         while len(self._held) > LEASED_SHARE * self.pages.pools[0].num_pages and self._revoke():
             pass
 
+    def resumed(self, seq: Sequence) -> Sequence | None:
+        """Who holds a lease of all that waiting ``seq`` knows but its last token; None: nobody."""
+        if not self._by_place:
+            return None
+        known = seq.num_tokens - 1
+        return next((holder for holder in self._by_place.get(self.pages.place_key(seq, known), ())
+                     if holder.tokens[:known] == seq.tokens[:known] and self.pages.can_fork(holder, known)), None)
+
     def leased(self) -> Iterable[Sequence]:
         """Who holds leased pages: for the checks of invariants."""
-        return [holder for _, holder in self._leases]
+        return [lease.holder for lease in self._leases]
 
     def lacking(self, seq: Sequence, num_hit: int, num_tokens: int, *, max_span: int, promised: Many[int], parent: Sequence | None) -> list[int]:
         """``PageManager.lacking``; where nothing runs, once as many leases have ended as it takes."""
@@ -150,17 +175,23 @@ class Room:
             short = self.pages.lacking(seq, num_hit, num_tokens, max_span=max_span, promised=promised, parent=parent)
             if not any(short) or len(self.running) or self.pages.num_limbo or not self._revoke():
                 return short
+            if parent is not None and not parent.tables:
+                return short  # the lease that it was to start from is gone
 
     def _revoke(self) -> bool:
         """End the oldest lease before its time; False: there is none."""
         if not self._leases:
             return False
         self.revoked += 1
-        self._release([self._leases.popleft()[1]])
+        self._release([self._leases.popleft()])
         return True
 
-    def _release(self, holders: Iterable[Sequence]) -> None:
-        for holder in holders:
-            self._held.subtract(holder.tables[0])
-            self.pages.release(holder, self._in_flight())
+    def _release(self, leases: Iterable[Lease]) -> None:
+        for lease in leases:
+            self._held.subtract(lease.holder.tables[0])
+            for place in lease.places:
+                self._by_place[place].remove(lease.holder)
+                if not self._by_place[place]:
+                    del self._by_place[place]
+            self.pages.release(lease.holder, self._in_flight())
         self._held = +self._held

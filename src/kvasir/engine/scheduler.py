@@ -311,11 +311,13 @@ class Scheduler:
                 continue
             if promised is None:
                 promised = self._promised()
-            fork, hit = self._start_point(seq)
-            if not fork and computing.hold_next_of(seq, hit):
+            source, hit = self._start_point(seq)
+            if source is None and computing.hold_next_of(seq, hit):
                 continue
             lacking = self.room.lacking(seq, hit, room_to_start(seq, self.pages.page_slots), max_span=self.max_rows, promised=promised,
-                                        parent=seq.parent if fork else None)
+                                        parent=source)
+            if source is not None and not source.tables:
+                continue  # it took the lease of its own beginning for memory; next step it finds those pages in the index
             if self._seats() <= 0 or any(lacking):
                 if not passed and not admitted and self.room.displace(step, seq, lacking, self._seats()):
                     break
@@ -326,7 +328,7 @@ class Scheduler:
             if (room := self.pace.room(step, hit, claim if seq is claimant else 0)) <= 0:
                 break
             skipped = passed[:]
-            self._start(step, seq, hit, fork, promised, room)
+            self._start(step, seq, hit, source, promised, room)
             admitted.append(seq)
             computing.add(seq, step.spans[seq].length)
         self._age(oldest, skipped, admitted)
@@ -349,24 +351,29 @@ class Scheduler:
                 total = [a + b for a, b in zip(total, self.pages.missing(seq, seq.num_tokens, self.max_rows))]
         return total
 
-    def _start_point(self, seq: Sequence) -> tuple[bool, int]:
-        """Where a sequence can start, and whether that is in its parent's pages: the later of fork and prefix hit.
+    def _start_point(self, seq: Sequence) -> tuple[Sequence | None, int]:
+        """In whose pages a sequence starts (None: in those of the prefix index), and at which position: the latest there is.
 
+        A lease comes first: a branch of a request that goes on from one must not copy the copy its parent has just begun with.
         A sequence whose prompt is to be scored must compute the rows that still have no score.
         """
         unscored = unscored_from(seq)
+        if unscored is None and (holder := self.room.resumed(seq)) is not None:
+            return holder, seq.num_tokens - 1
         hit = self.pages.match(seq, unscored)
         prompt = seq.num_prompt - 1
         if (seq.parent is not None and seq.parent.status is Status.RUNNING and unscored is None and prompt > hit
                 and self.pages.can_fork(seq.parent, prompt)):
-            return True, prompt
-        return False, hit
+            return seq.parent, prompt
+        return None, hit
 
-    def _start(self, step: Step, seq: Sequence, hit: int, fork: bool, promised: list[int], room: int) -> None:
-        if fork:
-            self.pages.fork(seq.parent, seq, hit)
-        else:
+    def _start(self, step: Step, seq: Sequence, hit: int, source: Sequence | None, promised: list[int], room: int) -> None:
+        if source is None:
             self.pages.admit(seq, hit)
+        elif source is seq.parent:
+            self.pages.fork(source, seq, hit)
+        else:
+            self.pages.resume(source, seq, hit)
         length = self._chunk(seq, room)
         grown = self.pages.grow(seq, seq.num_computed + length, step.copies)
         assert grown, f"{seq} was admitted without room for its first span"

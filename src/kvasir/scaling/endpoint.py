@@ -47,10 +47,12 @@ class Caps:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """``begun``: token ids of the reply so far (for `Seq`)."""
+    """``begun``: token ids of the reply so far (for `Seq`). ``affinity``: the problem it is about; what is asked about one problem shares
+    beginnings, so it is best asked of one replica, in a row."""
 
     messages: tuple[Mapping[str, Any], ...]
     begun: tuple[int, ...] = ()
+    affinity: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,9 @@ class Sample:
     logprob: float | None = None
     met: int | None = None
     lowest: float | None = None
+
+
+FIELDS = tuple(f.name for f in dataclasses.fields(Sample))
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +276,7 @@ def confidence_of(top: Sequence[float]) -> float:
 
 def plain(sample: Sample) -> dict[str, Any]:
     """A sample as JSON."""
-    return dataclasses.asdict(sample)
+    return {name: getattr(sample, name) for name in FIELDS}
 
 
 def from_plain(entry: Mapping[str, Any]) -> Sample:

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvasir.scaling.endpoint import Endpoint, Messages, Sample
 from kvasir.scaling.primitives import Context
-from kvasir.scaling.problem import Problem, majority, votes
+from kvasir.scaling.problem import Problem, majority, own_confidences, votes
 
 
 @dataclass(slots=True, eq=False)
@@ -90,8 +90,8 @@ def route_by_percentile(difficulty_M: Sequence[float], percents: Sequence[float]
     nothing up and 100 everything."""
     fitness = [-d for d in difficulty_M]
     tiers = len(percents) + 1
-    bounds = [-math.inf if p <= 0 else math.inf if p >= 100 else percentile(fitness, p) for p in percents]
-    return [tiers - 1 - next((step for step, bound in enumerate(bounds) if f <= bound and bound > -math.inf), tiers - 1) for f in fitness]
+    bounds = [None if p <= 0 else math.inf if p >= 100 else percentile(fitness, p) for p in percents]
+    return [tiers - 1 - next((step for step, bound in enumerate(bounds) if bound is not None and f <= bound), tiers - 1) for f in fitness]
 
 
 def route_by_threshold(difficulty_M: Sequence[float], thresholds: Sequence[float]) -> list[int]:
@@ -101,11 +101,11 @@ def route_by_threshold(difficulty_M: Sequence[float], thresholds: Sequence[float
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """With linear interpolation between neighbours; infinite ones stay infinite."""
+    """With linear interpolation between neighbours; between minus infinity and a number lies minus infinity."""
     ordered = sorted(values)
     at = percent / 100 * (len(ordered) - 1)
     low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
-    return low if low == high or at == math.floor(at) else low + (high - low) * (at - math.floor(at))
+    return low if low == high or math.isinf(low) or at == math.floor(at) else low + (high - low) * (at - math.floor(at))
 
 
 def agreed(problem: Problem, group: Sequence[Candidate]) -> Candidate | None:
@@ -115,8 +115,11 @@ def agreed(problem: Problem, group: Sequence[Candidate]) -> Candidate | None:
 
 
 def surest(group: Sequence[Candidate]) -> Candidate:
-    """By confidence, then the shorter."""
-    return max(group, key=lambda c: (c.confidence if c.confidence is not None else c.sample.confidence or 0.0, -c.sample.tokens))
+    """By confidence, the scorer's where all have it, else their writer's where that is one model; then the shorter."""
+    if any(c.confidence is None for c in group):
+        own = own_confidences([c.sample for c in group])
+        return group[max(range(len(group)), key=lambda i: (own[i], -group[i].sample.tokens))]
+    return max(group, key=lambda c: (c.confidence, -c.sample.tokens))
 
 
 def entropy(problem: Problem, population: Sequence[Candidate]) -> float:
@@ -127,7 +130,9 @@ def entropy(problem: Problem, population: Sequence[Candidate]) -> float:
 
 
 def unanimous(problem: Problem, population: Sequence[Candidate]) -> bool:
-    return len({problem.answer(c.text) for c in population}) == 1
+    """Whether all give the same answer; none at all is no agreement."""
+    answers = {problem.answer(c.text) for c in population}
+    return len(answers) == 1 and None not in answers
 
 
 def leader(problem: Problem, population: Sequence[Candidate]) -> str | None:

@@ -69,6 +69,11 @@ class Context:
     # ------------------------------------------------------------------------------------------------------------ scopes
 
     @property
+    def problem(self) -> str:
+        """The id of the problem, which its scopes' paths begin with."""
+        return self.path.partition("/")[0]
+
+    @property
     def endpoints(self) -> Sequence[Endpoint]:
         return self.run.endpoints
 
@@ -119,7 +124,7 @@ class Context:
                      accept: Callable[[str], bool] | None = None, stream: int | None = None) -> list[Sample]:
         """``n`` replies in order of their number, with ``finish_after`` see `Group`: the others end as "group". Where a budget has no
         room for all, fewer; an empty list where the endpoint refuses the prompt. Raises BudgetExceeded when not one fits."""
-        prompt, key = Prompt(tuple(messages), tuple(begun)), self._key()
+        prompt, key = Prompt(tuple(messages), tuple(begun), self.problem), self._key()
         usual = self.run.sampling
         sampling = Sampling(usual.max_tokens if max_tokens is None else max_tokens, usual.temperature if temperature is None else temperature,
                             tuple(stop))
@@ -140,7 +145,7 @@ class Context:
 
     async def score(self, endpoint: Endpoint, messages: Messages, sample: Sample) -> Score | None:
         """Confidence of ``endpoint`` in a text under the prompt that made it. None when it refuses."""
-        prompt = Prompt(tuple(messages))
+        prompt = Prompt(tuple(messages), affinity=self.problem)
         request = digest(["score", endpoint.name, list(prompt.messages), sample.ids or sample.text])
 
         async def call(usage: Usage, drafts: list[Draft], granted: int) -> list[Any]:
@@ -151,7 +156,7 @@ class Context:
 
     async def choose(self, endpoint: Endpoint, messages: Messages, options: Sequence[str]) -> dict[str, float] | None:
         """Log-probabilities of the options as the next token, for the price of a prompt. None when it refuses."""
-        prompt = Prompt(tuple(messages))
+        prompt = Prompt(tuple(messages), affinity=self.problem)
         request = digest(["choose", endpoint.name, list(prompt.messages), list(options)])
 
         async def call(usage: Usage, drafts: list[Draft], granted: int) -> list[Any]:

@@ -100,11 +100,19 @@ def votes(problem: Problem, samples: Sequence[Sample]) -> Counter[str]:
     return Counter(a for a in answers if a is not None)
 
 
+def own_confidences(samples: Sequence[Sample]) -> list[float]:
+    """As far as they can be compared: all 0 where two models wrote them, whose confidences are of different scales."""
+    alike = len({s.endpoint for s in samples}) == 1
+    return [(s.confidence or 0.0) if alike else 0.0 for s in samples]
+
+
 def majority(problem: Problem, samples: Sequence[Sample], weights: Sequence[float] | None = None) -> Sample | None:
     """A sample with the most frequent answer (by ``weights``: the heaviest). Ties: the higher mean confidence, then the shorter, then the
-    first. Of the samples with that answer: the surest. None without samples; without any answer, the shortest that ended."""
+    first. Of the samples with that answer: the surest. None without samples; without any answer, the shortest that ended.
+    Confidences count where one model wrote all samples."""
     if not samples:
         return None
+    sure = own_confidences(samples)
     groups: dict[str, list[int]] = {}
     for i, sample in enumerate(samples):
         answer = problem.answer(sample.text)
@@ -115,11 +123,10 @@ def majority(problem: Problem, samples: Sequence[Sample], weights: Sequence[floa
 
     def rank(members: list[int]) -> tuple[float, float, float]:
         weight = float(len(members)) if weights is None else sum(weights[i] for i in members)
-        sure = [samples[i].confidence or 0.0 for i in members]
-        return weight, sum(sure) / len(sure), -min(samples[i].tokens for i in members)
+        return weight, sum(sure[i] for i in members) / len(members), -min(samples[i].tokens for i in members)
 
     best = max(groups.values(), key=rank)
-    return samples[max(best, key=lambda i: (samples[i].confidence or 0.0, -samples[i].tokens, -i))]
+    return samples[max(best, key=lambda i: (sure[i], -samples[i].tokens, -i))]
 
 
 def ended(samples: Sequence[Sample]) -> list[Sample]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvasir.errors import ConfigError
 from kvasir.scaling.endpoint import Endpoint, Sampling
 from kvasir.scaling.journal import Journal
 from kvasir.scaling.ledger import Budget, BudgetExceeded, Ledger
@@ -50,6 +51,7 @@ async def solve(strategy: Strategy, problems: Sequence[Problem], endpoints: Sequ
 
     Raises ConfigError for what cannot work, before the first call, and EndpointDown when an endpoint keeps failing.
     """
+    _check_ids(problems)
     for problem in problems[:1]:
         strategy.check(endpoints, problem.prompts)
     opened = isinstance(journal, Path)
@@ -66,6 +68,17 @@ async def solve(strategy: Strategy, problems: Sequence[Problem], endpoints: Sequ
         if opened:
             book.close()
     return Solution(solved, run.ledger, None if run.replayed else time.perf_counter() - begin)
+
+
+def _check_ids(problems: Sequence[Problem]) -> None:
+    """Ids begin the keys of calls, and the seeds: two alike would share replies. Raises ConfigError."""
+    seen: set[str] = set()
+    for problem in problems:
+        if not problem.id or set(problem.id) & set("/#?"):
+            raise ConfigError(f"a problem's id is some text without /, # and ?, not {problem.id!r}")
+        if problem.id in seen:
+            raise ConfigError(f"two problems have the id {problem.id!r}")
+        seen.add(problem.id)
 
 
 async def _together(jobs: Sequence[Any]) -> list[Any]:

@@ -21,8 +21,9 @@ async def belief(context: Context, judge: Endpoint, problem: Problem, text: str)
 
 
 async def step(scope: Context, seq: Seq, until: Sequence[str], max_tokens: int) -> bool:
-    """Write one more step. False when there is no room for another."""
-    piece = await seq.generate(until, max_tokens, scope=scope)
+    """Write one more step of at most ``max_tokens``, and of what a reply may still take. False when there is no room for another."""
+    left = min(max_tokens, scope.run.sampling.max_tokens - seq.tokens)
+    piece = await seq.generate(until, left, scope=scope) if left > 0 else None
     return piece is not None and piece.tokens > 0
 
 

@@ -48,27 +48,29 @@ class BestOfN(Strategy):
             return by_majority(problem, samples)
         context.keep(by_majority(problem, samples))
 
-        async def rate(scope: Context, sample: Sample) -> float:
+        async def rate(scope: Context, sample: Sample) -> float | None:
             return await self._score(scope, endpoint, problem, sample)
 
-        scores = await context.map("score", rate, samples)
+        found = await context.map("score", rate, samples)
+        low = min((s for s in found if s is not None), default=0.0)
+        scores = [low if s is None else s for s in found]  # nothing known is no merit: a log-probability of 0 would be the best there is
         if self.config.weighted:
             # Weights must not be negative, or many replies would count for less than one.
-            low = min(scores)
             weights = [s if self.config.by in ("self", "judge") else s - low + 1e-9 for s in scores]
             chosen = majority(problem, samples, weights)
         else:
             chosen = samples[max(range(len(samples)), key=lambda i: (samples[i].finish == "stop", scores[i], -samples[i].tokens, -i))]
         return result(problem, samples, chosen, scores=[round(s, 5) for s in scores])
 
-    async def _score(self, context: Context, endpoint: Endpoint, problem: Problem, sample: Sample) -> float:
+    async def _score(self, context: Context, endpoint: Endpoint, problem: Problem, sample: Sample) -> float | None:
+        """None: not known."""
         prompts = problem.prompts
         if self.config.by == "confidence":
-            return sample.confidence or 0.0
+            return sample.confidence
         if self.config.by == "lowest":
-            return sample.lowest or 0.0
+            return sample.lowest
         if self.config.by == "logprob":
-            return (sample.logprob or 0.0) / max(1, sample.tokens)
+            return None if sample.logprob is None else sample.logprob / max(1, sample.tokens)
         if self.config.by == "self":
             found = await context.choose(endpoint, prompts.self_evaluate(problem, sample.text), prompts.verdicts)
             return math.exp(found[prompts.verdicts[0]]) if found else 0.0

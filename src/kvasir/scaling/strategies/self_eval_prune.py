@@ -44,7 +44,7 @@ class SelfEvalPrune(Strategy):
 
         async def start(scope: Context, _: int) -> Seq:
             seq = scope.open(endpoint, problem.messages)
-            await seq.generate(max_tokens=c.prefix)
+            await seq.generate(max_tokens=min(c.prefix, context.run.sampling.max_tokens))
             return seq
 
         async def probe(scope: Context, seq: Seq) -> float:
@@ -52,8 +52,8 @@ class SelfEvalPrune(Strategy):
             return math.exp(found[prompts.verdicts[0]]) if found else 0.0
 
         async def finish(scope: Context, seq: Seq) -> None:
-            if not seq.done:
-                await seq.generate()
+            if not seq.done and (left := context.run.sampling.max_tokens - seq.tokens) > 0:
+                await seq.generate(max_tokens=left)
 
         seqs = [s for s in await context.map("start", start, range(c.n)) if s.pieces]
         if not seqs:

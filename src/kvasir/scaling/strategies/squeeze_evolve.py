@@ -141,7 +141,7 @@ class SqueezeEvolve(Strategy):
             populations.append([x.text for x in population])
             now = ops.leader(problem, population)
             agreeing = agreeing + 1 if ops.unanimous(problem, population) else 0
-            standing = standing + 1 if now == leader else 1
+            standing = 0 if now is None else standing + 1 if now == leader else 1
             leader = now
             if c.consensus and agreeing >= c.consensus or c.patience and standing >= c.patience:
                 break

@@ -1,0 +1,97 @@
+"""Background runs on disk, so that they outlive the server: three files a run in one folder.
+
+``ID.run.json`` is what was asked for, written before the client hears of the run; ``ID.calls.jsonl`` the journal of its calls
+(``scaling.journal``); ``ID.end.json`` how it ended. A run without the last was under way when the server went, however it went, and is
+run again from its journal: calls that had ended return at once with the charge they had, and only the others are made.
+
+Prompts and replies are as private as who sent them: files are readable by their owner only. Two servers cannot share a folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, TextIO
+
+from kvasir.errors import ConfigError
+from kvasir.logs import log
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+ASKED, ENDED = {"owner", "problems", "seed", "created", "asked"}, {"status", "error", "results", "amounts", "done"}
+PARTS = ("run.json", "calls.jsonl", "end.json")
+
+
+class RunStore:
+    """``folder`` is made when there is none. Raises ConfigError when it cannot be used, or another server uses it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock: TextIO | None = (folder / ".lock").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise ConfigError(f"--scaling-runs: another server keeps its runs in {folder.name}; give each a folder of its own") from e
+        except OSError as e:
+            raise ConfigError(f"--scaling-runs: {folder.name} cannot be used: {e.strerror}") from e
+
+    def close(self) -> None:
+        """Leave the folder to the next server."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def calls(self, name: str) -> Path:
+        """The journal's file, made readable by its owner only."""
+        path = self._path(name, "calls.jsonl")
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+        return path
+
+    def begin(self, name: str, record: dict[str, Any]) -> None:
+        """Raises OSError: then there is no such run."""
+        self._write(name, "run.json", record)
+
+    def end(self, name: str, record: dict[str, Any]) -> None:
+        """The run has ended; its journal is of no more use. A full disk costs no more than that the run is run again."""
+        try:
+            self._write(name, "end.json", record)
+            self._path(name, "calls.jsonl").unlink(missing_ok=True)
+        except OSError as e:
+            log.error("the end of scaling run %s could not be kept: %s", name, e)
+
+    def drop(self, name: str) -> None:
+        """Forget a run."""
+        for part in PARTS:
+            self._path(name, part).unlink(missing_ok=True)
+
+    def load(self) -> list[tuple[str, dict[str, Any], dict[str, Any] | None]]:
+        """(name, what was asked for, how it ended or None), the oldest first. What cannot be read is left where it is, and said."""
+        found = []
+        for path in self.folder.glob("*.run.json"):
+            name = path.name.removesuffix(".run.json")
+            try:
+                asked, end = json.loads(path.read_bytes()), self._path(name, "end.json")
+                ended = json.loads(end.read_bytes()) if end.exists() else None
+                if lacking := (ASKED - set(asked)) | (ENDED - set(ended or ENDED)):
+                    raise ValueError(f"it has no {', '.join(sorted(lacking))}")
+                found.append((name, asked, ended))
+            except (OSError, ValueError, TypeError) as e:
+                log.error("scaling run %s cannot be read and is left alone: %s", name, e)
+        return sorted(found, key=lambda entry: (entry[1]["created"], entry[0]))
+
+    def _path(self, name: str, part: str) -> Path:
+        assert NAME.fullmatch(name), f"{name!r} is no name of a run"
+        return self.folder / f"{name}.{part}"
+
+    def _write(self, name: str, part: str, record: dict[str, Any]) -> None:
+        """All of it or nothing, whenever the process or the machine ends."""
+        path = self._path(name, part)
+        fresh = path.with_name(f"{path.name}.new")
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            json.dump(record, file, ensure_ascii=False)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)

@@ -1,0 +1,145 @@
+"""``kvasir solve --ablate``: the same strategies with each feature of the engine taken away, and over HTTP, which has none of them.
+
+Every variant solves the same problems with the same noise. What a feature changes is time and tokens, never a reply (in exact mode; up
+to ties elsewhere): ``same_replies`` is the share of problems whose chosen reply is the one of the whole engine. Over HTTP the server draws
+the noise, so there only the accuracy can agree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvasir.cli.solve import Job, build_endpoints, checker, compared
+from kvasir.config import EngineConfig
+from kvasir.errors import ConfigError
+from kvasir.lab.statistics import difference_interval, wilson
+from kvasir.logs import log
+from kvasir.scaling.endpoint import Endpoint, Sampling
+from kvasir.scaling.primitives import EndpointDown, opened
+from kvasir.scaling.problem import Problem
+from kvasir.scaling.report import figures
+from kvasir.scaling.solve import Solution, solve
+from kvasir.scaling.strategy import Strategy
+
+if TYPE_CHECKING:
+    from kvasir.lab.task import Problem as LabProblem
+    from kvasir.lab.task import Task
+
+SHOWN = ("seconds", "tokens", "uncached", "output_tokens", "discarded")  # whose ratios are told
+
+
+@dataclass(frozen=True)
+class Variant:
+    """``without``: features the endpoint does without. ``options``: other settings of the engine. ``http``: behind our server."""
+
+    without: tuple[str, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    http: bool = False
+
+
+WHOLE = "whole"
+VARIANTS = {WHOLE: Variant(), "no fork": Variant(("fork",)), "no prefix cache": Variant(options=(("enable_prefix_caching", False),)),
+            "no scalar score": Variant(("score",)), "no group finish": Variant(("group",)),
+            "drafts, primed": Variant(options=(("drafter", "suffix"),)),
+            "drafts, own text": Variant(options=(("drafter", "suffix:scope=request"),)),
+            "by problem": Variant(options=(("scheduling_policy", "affinity"),)),
+            "none of them": Variant(("fork", "score", "group"), (("enable_prefix_caching", False),)), "http": Variant(http=True)}
+
+
+def run(config: EngineConfig, job: Job, strategies: dict[str, Strategy], task: Task, drawn: Sequence[LabProblem], problems: Sequence[Problem],
+        sampling: Sampling, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """The result; ``keep`` gets what there is after every variant."""
+    if any("://" in model for model in job.models):
+        raise ConfigError("--ablate starts its own engines and servers: name models, not URLs")
+    found: dict[str, dict[str, Solution]] = {spec: {} for spec in strategies}
+    check, begin, left, described = checker(task, drawn), time.monotonic(), [], build_endpoints(job, config)
+    for name, variant in VARIANTS.items():
+        if job.minutes is not None and name != WHOLE and time.monotonic() - begin > 60 * job.minutes:
+            left.append(name)
+            continue
+        with _endpoints(config, job, variant) as endpoints:
+            left += [f"{spec} | {name}" for spec in asyncio.run(_solve(job, name, strategies, problems, endpoints, sampling, found))]
+        keep(outcome := _outcome(job, check, found, sampling, described, left))
+    return outcome
+
+
+@contextlib.contextmanager
+def _endpoints(config: EngineConfig, job: Job, variant: Variant) -> Iterator[list[Endpoint]]:
+    """Not started yet; servers are, and end with the block."""
+    config = config.replace(**dict(variant.options))
+    if not variant.http:
+        yield build_endpoints(job, config, variant.without)
+        return
+    from kvasir.bench.servers import flags_of, serving
+
+    with contextlib.ExitStack() as stack:
+        urls = []
+        for i, model in enumerate(job.models):
+            share = config.cache.gpu_memory_utilization / (len(job.models) - i)
+            server = stack.enter_context(serving("kvasir", model, flags_of(_changed(config) | {"gpu_memory_utilization": share})))
+            server.wait()
+            urls.append(f"{server.url}/v1#{model.rstrip('/').rsplit('/', 1)[-1]}")
+        endpoints = build_endpoints(dataclasses.replace(job, models=tuple(urls)), config)
+        for endpoint, local in zip(endpoints, build_endpoints(job, config)):
+            endpoint.parameters = local.parameters  # no server tells
+        yield endpoints
+
+
+def _changed(config: EngineConfig) -> dict[str, Any]:
+    """The settings that are not the usual ones, by name; the model aside."""
+    sections = [(getattr(config, s.name), getattr(EngineConfig(), s.name)) for s in dataclasses.fields(EngineConfig)]
+    return {f.name: getattr(own, f.name) for own, usual in sections for f in dataclasses.fields(own)
+            if f.name != "model" and getattr(own, f.name) != getattr(usual, f.name)}
+
+
+async def _solve(job: Job, name: str, strategies: dict[str, Strategy], problems: Sequence[Problem], endpoints: Sequence[Endpoint],
+                 sampling: Sampling, found: dict[str, dict[str, Solution]]) -> list[str]:
+    """One variant, every strategy; returns those that need what it lacks."""
+    left = []
+    try:
+        async with opened(endpoints):
+            for spec, strategy in strategies.items():
+                try:
+                    strategy.check(endpoints, problems[0].prompts)
+                except ConfigError as e:
+                    log.info("%s, %s: %s", spec, name, e)
+                    left.append(spec)
+                    continue
+                for endpoint in endpoints:
+                    endpoint.forget()
+                found[spec][name] = await solve(strategy, problems, endpoints, seed=job.seed, name=spec, sampling=sampling, at_once=job.at_once,
+                                                problem_budget=job.problem_budget)
+                log.info("%s, %s: %.1f s", spec, name, found[spec][name].seconds)
+    except EndpointDown as e:
+        raise ConfigError(f"the run ended: {e}") from e
+    return left
+
+
+def _outcome(job: Job, check: Callable[[int, str], bool], found: dict[str, dict[str, Solution]], sampling: Sampling, endpoints: Sequence[Endpoint],
+             left: Sequence[str]) -> dict[str, Any]:
+    from kvasir.bench.result import ratios_of
+
+    arms, marks, pairs, differences = [], {}, [], []
+    for spec, variants in found.items():
+        for name, solution in variants.items():
+            arm, whole = f"{spec} | {name}", variants[WHOLE]
+            right = marks[arm] = [check(i, s.result.text) for i, s in enumerate(solution.solved)]
+            same = [a.result.text == b.result.text for a, b in zip(solution.solved, whole.solved)]
+            arms.append((arm, figures(solution, right) | {"interval": list(wilson(sum(right), len(right))), "same_replies": sum(same) / len(same)}))
+            if solution is not whole:
+                pairs.append((arm, f"{spec} | {WHOLE}"))
+                change = [int(b) - int(a) for a, b in zip(marks[pairs[-1][1]], right)]
+                differences.append({"first": pairs[-1][1], "second": arm, "difference": sum(change) / len(change),
+                                    "interval": list(difference_interval(change))})
+    outcome = compared(job, arms, sampling, endpoints)
+    ratios = ratios_of(outcome["arms"], pairs)
+    outcome["ratios"] = {name: value for name, value in ratios.items() if name.split(" ")[0] in SHOWN}
+    outcome["differences"] = differences
+    outcome["right"] = {arm: "".join(str(int(m)) for m in row) for arm, row in marks.items()}
+    return outcome | ({"left_out": list(left)} if left else {})
