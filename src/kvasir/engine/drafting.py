@@ -44,10 +44,11 @@ class _Measured:
 
 
 class Drafting:
-    """``max_rows``: rows a step. Lives beside the scheduler, which treats drafts as look-ahead that may be dropped."""
+    """``max_rows``: rows a step; ``clock``: seconds. Lives beside the scheduler, which treats drafts as look-ahead that may be dropped."""
 
-    def __init__(self, config: SpeculationConfig, drafter: Drafter, runner: Runner, max_rows: int, max_model_len: int) -> None:
-        self.drafter = drafter
+    def __init__(self, config: SpeculationConfig, drafter: Drafter, runner: Runner, max_rows: int, max_model_len: int,
+                 clock: Callable[[], float] = time.perf_counter) -> None:
+        self.drafter, self._clock = drafter, clock
         self._config, self._runner, self._max_rows, self._max_model_len = config, runner, max_rows, max_model_len
         self._times = DraftTimes(_roofline(runner), runner.graphs, runner.device.type == "cuda")
         self.controller = Controller(self._times.predict, fixed=config.draft_control == "fixed")
@@ -192,17 +193,17 @@ class Drafting:
 
     def completed(self, plan: Plan) -> None:
         """From the end of one step to the end of the next: what lies between is the price of it, whoever it was that waited."""
-        now = time.perf_counter()
+        now = self._clock()
         seconds, self._ended = now - self._ended, now
         if plan.step not in self._measured:
             self.controller.rested(seconds)
             return
         step = self._measured.pop(plan.step)
         if step is None:
-            self.controller.end_step(0, 0, 0, None)
+            self.controller.end_step(0, 0, 0, seconds)
         elif step.drafted:
             known = self._times.observe(step.decodes, step.context, step.drafts, True, seconds)
-            self.controller.end_step(step.decodes, step.context, step.drafts, seconds if known else None)
+            self.controller.end_step(step.decodes, step.context, step.drafts, seconds, known)
         elif plan.step == self._after_drafted:
             usual = self._times.predict(step.decodes, step.context, 0, False)
             self.controller.rested(usual, min(max(0.0, seconds - usual), usual))

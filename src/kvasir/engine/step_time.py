@@ -123,6 +123,11 @@ class StepTimeModel:
         if seconds > 0.0 and math.isfinite(seconds):
             self._fits[graph].observe(shape.vector(), seconds)
 
+    def start_from(self, known: StepTimeModel, *, graph: bool, other: bool) -> None:
+        """Before the first observation of ``graph``: begin with what ``known`` has learnt of its steps of ``other``, as uncertain as the
+        roofline is."""
+        self._fits[graph].factors = known._fits[other].factors.copy()
+
     def predict(self, shape: StepShape, *, graph: bool = False) -> float:
         return max(float(shape.vector() @ self._fits[graph].coefficients), self.roofline.bound(shape))
 

@@ -7,11 +7,13 @@ be right when its parent was. It is learnt by drafter, by depth and by the draft
 times come from the engine, which measures them while serving, plain steps and drafted ones apart: so the drafting itself, and
 the overlap that a drafted step does without, are part of the price.
 
-Zero is an answer: then no drafter runs and the engine does what it does without one. Whether drafts would pay by now is asked
-again in *trials* of a few steps and sequences, after pauses that double with every trial that did not pay. Trials and
-errors are paid from an account: plain steps add one per cent of their time, drafted steps what they gained or lost against
-plain ones. Where it is empty nothing is drafted, so whatever the estimates say, drafting cannot cost more than that per
-cent and the credit at the start. Any rule is lossless here, since the verifying draw does not look at the draft.
+Zero is an answer: then no drafter runs and the engine does what it does without one. Nothing is searched for: as soon as it was
+seen what is proposed and how a few proposals fare, the best number of nodes follows from the two tables, and drafting goes there at
+once. A *trial*, a few steps with a few nodes for a few sequences, shows that much: at the start, and again after pauses that
+double while it does not pay. Trials and errors are paid from an account: plain steps add a share of their time, drafted
+steps what they gained or lost against plain ones. Where it is empty nothing is drafted, so whatever the estimates say,
+drafting cannot cost more than that share and the credit at the start. Any rule is lossless here, since the verifying draw does
+not look at the draft.
 """
 
 from __future__ import annotations
@@ -27,17 +29,17 @@ from kvasir.speculation.tree import DraftTree
 EST_EDGES = (0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)  # of the bins of the drafter's estimate
 DEPTHS = 8  # bins of depth; the last one is for all that are deeper
 PRIOR_WEIGHT = 4.0  # observations that the drafter's own estimate counts for
-FORGETTING = 0.997  # of a bin's evidence, an observation
+FORGETTING = 0.995  # of a bin's evidence, an observation
 START_GAIN, MIN_GAIN = 1.04, 1.02  # drafting starts above the one, by what is predicted, and ends below the other
-TRIAL_STEPS, MAX_TRIAL = 4, 16  # drafted steps in a trial that could be measured, and at most
+TRIAL_STEPS = 4  # at most,
+TRIAL_TRIED = 8  # and no more once so many proposals were seen and a step was measured, or one that was not measured came before
 TRIAL_NODES = 4  # a sequence, whatever they are believed to be worth: else what is believed bad is never seen again
 TRIAL_SEQS = 8  # of those that decode: enough to learn from, and cheap in a large batch
 AGAIN = 4  # steps until it is asked again whether a trial that is due has the device for itself
-MIN_PAUSE, MAX_PAUSE = 16, 1024  # plain steps between trials
-ALLOWANCE = 0.01  # of the time of plain steps goes into the account
-CREDIT_STEPS = 8  # plain steps' time in the account at the start, and at most
-OUTLIER = 4.0  # times its prediction: more of a step is not charged, it was something else
-UNKNOWN = 1.0  # plain step that a drafted one is charged beside its own which compiled, say, and tells nothing of what it will cost
+MIN_PAUSE, MAX_PAUSE = 16, 256  # plain steps between trials, and at least as many as pay for two steps of one
+ALLOWANCE = 0.008  # of the time of plain steps goes into the account
+CREDIT_STEPS, MAX_CREDIT_STEPS = 1.5, 3.0  # plain steps' time in the account at the start, and at most
+OUTLIER = 1.25  # times its prediction: more of a step is not charged. It compiled, say; what lasts is predicted soon
 MARGIN = 2  # nodes that are proposed beyond the most that was worth verifying in the last step
 REFRESH, REFRESH_STEPS = 512, 4  # after so many drafted steps in a row, plain ones to see what those cost by now
 RECENT = 32  # proposals that show what the next ones will be like
@@ -84,11 +86,6 @@ def _bin(source: str, depth: int, est: float) -> tuple[str, int, int]:
     return source, min(depth, DEPTHS - 1), bisect_left(EST_EDGES, est)
 
 
-def _trial_nodes(left: int) -> int:
-    """A sequence, with so many steps of a trial left: few and many in turns, since two sizes of step show what a row costs."""
-    return 1 if left % 2 else TRIAL_NODES
-
-
 def _within(tree: DraftTree, rows: int) -> DraftTree:
     """As many leading nodes as have room with their guests; where not even the anchor's have, as many of these as do."""
     if not tree.guests or tree.num_rows <= rows:
@@ -126,9 +123,12 @@ class Controller:
         self.stats = DraftStats()
         self._recent: deque[DraftTree] = deque(maxlen=RECENT)  # proposals, whole
         self._credit: float | None = None  # seconds; None: not opened yet
-        self._trial = self._trial_left = 0  # steps left of the trial that runs: to be measured, and in all
+        self._fresh = not fixed  # no step of decodes alone was left plain yet, which shows what one costs
+        self._trial = 0  # steps left of the trial that runs
+        self._tried = 0  # proposals that it saw
+        self.trying = False  # whether the step that is being planned belongs to a trial: it drafts for ``TRIAL_SEQS`` sequences only
         self._pause = MIN_PAUSE
-        self._rest = 0 if fixed else MIN_PAUSE  # plain steps until drafts are thought of; the first ones show what a plain step costs
+        self._rest = 0  # plain steps until drafts are thought of
         self._due = True  # a trial, when the rest is over
         self._in_a_row = 0  # drafted steps
         self._drafted_last = False  # because it pays, not on trial
@@ -136,11 +136,6 @@ class Controller:
         self.most_nodes: int | None = None  # worth proposing for a sequence; None: all that there may be
 
     # ---------------------------------------------------------------------------------------------------------- decide
-
-    @property
-    def trying(self) -> bool:
-        """Whether the step that is being planned belongs to a trial: it drafts for ``TRIAL_SEQS`` sequences only."""
-        return self._trial > 0
 
     def resting(self) -> bool:
         """Once a step: whether drafting is out of the question in this one."""
@@ -157,44 +152,36 @@ class Controller:
     def wanted(self, num_seqs: int, context: int, alone: bool = True) -> bool:
         """Whether to draft in the next step, for ``num_seqs`` decodes with ``context`` tokens before them in all. ``alone``: no
         prompt is computed beside them; only then a trial tells anything."""
-        if not num_seqs:
+        self.trying = False
+        if not num_seqs or self._fixed:
+            return bool(num_seqs)
+        if self._fresh:
+            self._fresh = not alone
             return False
-        if self._fixed:
-            return True
-        if self._trial:
-            return alone
         plain = self._seconds(num_seqs, context, 0, False)
-        self._credit = CREDIT_STEPS * plain if self._credit is None else min(self._credit, CREDIT_STEPS * plain)
+        self._credit = CREDIT_STEPS * plain if self._credit is None else min(self._credit, MAX_CREDIT_STEPS * plain)
         if self._credit >= 0 and self._gain(num_seqs, context, plain) >= (MIN_GAIN if self._drafted_last else START_GAIN):
-            self._pause, self._due, self._drafted_last = MIN_PAUSE, False, True
+            self._pause, self._due, self._trial, self._drafted_last = MIN_PAUSE, False, 0, True
             if self._in_a_row < REFRESH:
                 return True
             self._in_a_row, self._rest = 0, REFRESH_STEPS - 1
             return False
         self._drafted_last, self.most_nodes = False, None
-        if self._due:
-            if not alone:
-                self._rest = AGAIN
-                return False
-            self._trial, missing = self._affordable(num_seqs, context, plain)
-            if self._trial:
-                self._due, self._trial_left = False, MAX_TRIAL
-                return True
-            self._rest = min(MAX_PAUSE, 1 + int(missing / (ALLOWANCE * plain)))
+        # Of a step of a trial, even if nothing is right.
+        cost = self._seconds(num_seqs, context, TRIAL_NODES * min(num_seqs, TRIAL_SEQS), True) - plain
+        if not self._trial and not self._due:
+            self._rest = min(MAX_PAUSE, max(self._pause, int(2 * cost / (ALLOWANCE * plain))))
+            self._pause, self._due, self._in_a_row = min(2 * self._pause, MAX_PAUSE), True, 0
             return False
-        self._rest, self._pause, self._due, self._in_a_row = self._pause, min(2 * self._pause, MAX_PAUSE), True, 0
-        return False
-
-    def _affordable(self, num_seqs: int, context: int, plain: float) -> tuple[int, float]:
-        """Steps of a trial that the account pays for even if nothing is right; and what it lacks for the first, if it does."""
-        steps, left = 0, self._credit
-        while steps < TRIAL_STEPS:
-            nodes = _trial_nodes(steps + 1) * min(num_seqs, TRIAL_SEQS)
-            left -= max(self._seconds(num_seqs, context, nodes, True) - plain, ALLOWANCE * plain)
-            if left < 0:
-                break
-            steps += 1
-        return steps, max(0.0, -left)
+        if cost > self._credit:
+            self._trial, self._due, self._rest = 0, True, min(MAX_PAUSE, 1 + int((cost - self._credit) / (ALLOWANCE * plain)))
+        elif not alone:
+            self._rest = 0 if self._trial else AGAIN
+        else:
+            if not self._trial:
+                self._trial, self._tried, self._due = TRIAL_STEPS, 0, False
+            self.trying = True
+        return self.trying
 
     def _gain(self, num_seqs: int, context: int, plain: float) -> float:
         """Tokens a second with drafts over those without, if the next proposals are like the recent ones: at the best number
@@ -215,10 +202,10 @@ class Controller:
                  ) -> list[DraftTree]:
         """Cut the trees to the slots that give the most tokens a second, ``budget`` at most. ``num_seqs``: sequences that
         decode in the step, if more than have a tree; ``weights``: what a token of each is worth (default: 1)."""
-        if self._fixed or self._trial:
+        if self._fixed or self.trying:
             self._recent.extend(trees[:RECENT])
             share = budget // max(1, len(trees))
-            most = max(1, share) if self._fixed else min(_trial_nodes(self._trial), share)
+            most = max(1, share) if self._fixed else min(TRIAL_NODES, share)
             return [_within(tree if len(tree) <= most else tree.keep(range(most)), max(1, share)) for tree in trees]
         self._recent.extend(trees[::-(-len(trees) // RECENT)] if trees else ())
         worth = [1.0] * len(trees) if weights is None else weights
@@ -271,24 +258,21 @@ class Controller:
         counts[0] += len(tree)
         counts[1] += len(path)
         self._accepted += len(path)
+        self._tried += 1
 
-    def end_step(self, num_seqs: int, context: int, num_drafts: int, seconds: float | None) -> None:
-        """A drafted step of ``num_seqs`` decodes was committed; ``seconds``: what it took, if that tells anything."""
+    def end_step(self, num_seqs: int, context: int, num_drafts: int, seconds: float, known: bool = True) -> None:
+        """A drafted step of ``num_seqs`` decodes took ``seconds`` and was committed; ``known``: that tells what the next one of its size
+        will take. ``num_seqs`` 0: it held more than decodes."""
         self.stats.steps += 1
         self._in_a_row += 1
         accepted, self._accepted = self._accepted, 0
         if self._trial:
-            self._trial_left -= 1
-            self._trial = 0 if not self._trial_left else self._trial - (seconds is not None)
+            enough = self._tried >= TRIAL_TRIED and (known or self._trial < TRIAL_STEPS)
+            self._trial = 0 if enough else self._trial - 1
         if not num_seqs or self._credit is None:
             return
-        plain = self._seconds(num_seqs, context, 0, False)
-        if seconds is None:
-            self._credit -= UNKNOWN * plain
-            self._trial = 0 if self._credit < 0 else self._trial
-            return
-        took = min(seconds, OUTLIER * self._seconds(num_seqs, context, num_drafts, True))
-        self._credit += (1.0 + accepted / num_seqs) * plain - took
+        plain, expected = self._seconds(num_seqs, context, 0, False), self._seconds(num_seqs, context, num_drafts, True)
+        self._credit += (1.0 + accepted / num_seqs) * plain - min(seconds, OUTLIER * expected)
         self._trial = 0 if self._credit < 0 else self._trial
 
     def rested(self, seconds: float, excess: float = 0.0) -> None:

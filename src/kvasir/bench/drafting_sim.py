@@ -1,0 +1,311 @@
+"""Speculation on a simulated GPU: the engine's own drafting, controller, router and step-time models on a clock that no hardware drives.
+
+Step times are those that an H200 took at the llama-8b shape in bf16 (bench/results/h200/speculation-llama-8b.json: plain steps and one to
+eight drafts a sequence at batch 1, 8, 64 and 256; offline-llama-8b.json for longer contexts), with noise, outliers, graphs that are
+captured when they were used, kernels that compile when they are first used, host work that plain steps overlap and drafted
+ones do not, and prompts that are computed in between. Everything is drawn from seeds, so a run repeats to the bit. What it
+shows is how the controller decides, not how fast a GPU is: its figures are simulated, and named so wherever they stand.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from kvasir.bench.workloads import SHAPES
+from kvasir.config import SpeculationConfig
+from kvasir.engine.drafting import Drafting
+from kvasir.engine.graphs import DRAFT_ROWS, EAGER_STEPS, buckets
+from kvasir.engine.spans import next_span, rows_left
+from kvasir.models.families import build_spec
+from kvasir.speculation.drafter import Ask, Drafter
+from kvasir.speculation.tree import DraftTree
+from kvasir.types import Plan, Request, SamplingParams, Sequence, Span, SpanResult, Status
+
+RIGHT, WRONG = 1, 2  # tokens: every output is ones
+KV_BYTES, BANDWIDTH = 131072.0, 4.4e12
+# Milliseconds of what a step does beside reading keys, by rows: measured plain and drafted steps less their keys and host work.
+LINEAR = {1: 4.25, 2: 4.26, 8: 4.45, 24: 4.47, 32: 4.6, 40: 4.95, 64: 5.24, 128: 5.75, 256: 8.71, 512: 13.96}
+ROW = 21.5e-3  # beyond the table
+PROMPT_ROW = 21.8e-6  # seconds
+EAGER = 1.2e-3  # of a step that is launched kernel by kernel, beside a graph's
+MAX_ROWS = 8192
+COMPILES, CAPTURES = 0.4, 0.03  # seconds, once a kind of step
+
+Accept = Callable[[int, int], float]  # (which sequence, which of its output tokens) -> chance that a draft of it is right
+
+
+@dataclass(slots=True)
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Graphs:
+    """What ``DraftTimes`` asks of captured steps. ``ready``: those of all buckets are there, as after an idle moment."""
+
+    def __init__(self, max_seqs: int, ready: bool) -> None:
+        self.most_drafted = DRAFT_ROWS
+        self.buckets = buckets(max(max_seqs, DRAFT_ROWS))
+        self._ready, self._uses = ready, Counter()
+
+    def bucket(self, rows: int) -> int:
+        return self.buckets[bisect_left(self.buckets, rows)]
+
+    def replays(self, size: int, drafted: bool = False) -> bool:
+        return self._ready or self._uses[size, drafted] > EAGER_STEPS
+
+    def used(self, size: int, drafted: bool) -> bool:
+        """Whether this use captures it."""
+        self._uses[size, drafted] += 1
+        return not self._ready and self._uses[size, drafted] == EAGER_STEPS + 1
+
+
+@dataclass
+class Machine:
+    """Step times in seconds. ``scale``: a share of the model's work, for smaller ones. ``sync``, ``per_seq``, ``per_draft``: the
+    host's part of a drafted step, which nothing overlaps; ``jitter``: the spread of a step's time; ``outliers``: how many are long."""
+
+    scale: float = 1.0
+    sync: float = 0.37e-3
+    per_seq: float = 13e-6
+    per_draft: float = 1e-6
+    jitter: float = 0.02
+    outliers: float = 0.004
+
+    def linear(self, rows: int) -> float:
+        sizes = list(LINEAR)
+        if rows >= sizes[-1]:
+            return (LINEAR[sizes[-1]] + (rows - sizes[-1]) * ROW) * 1e-3
+        at = bisect_left(sizes, rows)
+        if sizes[at] == rows:
+            return LINEAR[rows] * 1e-3
+        low, high = sizes[at - 1], sizes[at]
+        return (LINEAR[low] + (LINEAR[high] - LINEAR[low]) * (rows - low) / (high - low)) * 1e-3
+
+    def decodes(self, graphs: Graphs, seqs: int, context: int, drafts: int, drafted: bool) -> float:
+        """On the device. In a graph a draft is a row that reads its keys anew; else the rows of a sequence share the read."""
+        rows, keys = seqs + drafts, context * KV_BYTES / BANDWIDTH
+        if rows <= (graphs.most_drafted if drafted else graphs.buckets[-1]):
+            return self.scale * (self.linear(graphs.bucket(rows)) + keys * (1 + 0.6 * drafts / seqs))
+        return self.scale * (self.linear(rows) + 1.2 * keys) + EAGER
+
+    def mixed(self, rows: int, context: int) -> float:
+        return self.scale * (3.6e-3 + rows * PROMPT_ROW + 1.2 * context * KV_BYTES / BANDWIDTH) + EAGER
+
+    def host(self, seqs: int, drafts: int) -> float:
+        return self.sync + self.per_seq * seqs + self.per_draft * drafts
+
+    def noisy(self, seconds: float, rng: random.Random) -> float:
+        return seconds * max(0.9, rng.gauss(1.0, self.jitter)) * (1.6 if rng.random() < self.outliers else 1.0)
+
+
+class Coins(Drafter):
+    """Chains of which each token is right with a set probability, the same whenever it is proposed. ``boast``: what it says of
+    itself where that is not the truth; ``call``, ``each``: seconds of a call and of a sequence in it."""
+
+    def __init__(self, clock: Clock, accept: Accept, *, name: str = "coins", boast: float | None = None, call: float = 0.0, each: float = 0.0,
+                 place: str = "cpu", seed: int = 0) -> None:
+        super().__init__()
+        self.name, self.place = name, place
+        self._clock, self._accept, self._boast, self._call, self._each, self._seed = clock, accept, boast, call, each, seed
+
+    def open(self, seq: Sequence) -> None:
+        index, rng = int(seq.request.id), random.Random(f"{self._seed} {self.name} {seq.request.id}")
+        chances = [self._accept(index, i) for i in range(seq.max_output)]
+        seq.state[self.name] = [RIGHT if rng.random() < chance else WRONG for chance in chances], chances
+
+    def propose(self, asks: list[Ask]) -> list[DraftTree]:
+        self._clock.now += self._call + self._each * len(asks)
+        trees = []
+        for ask in asks:
+            tokens, chances = ask.seq.state[self.name]
+            part = slice(ask.seq.num_output, ask.seq.num_output + min(ask.max_nodes, ask.max_depth))
+            trees.append(DraftTree.chain(tokens[part], chances[part] if self._boast is None else self._boast))
+        return trees
+
+
+@dataclass(frozen=True)
+class Load:
+    """``batch`` sequences at once, ``count`` in all (default: ``batch``), each of ``prompt`` tokens and one of ``outputs`` in turn.
+    ``spread``: seconds between arrivals, 0: all are there at once."""
+
+    batch: int
+    count: int = 0
+    prompt: int = 256
+    outputs: tuple[int, ...] = (192,)
+    spread: float = 0.0
+
+
+@dataclass
+class Outcome:
+    """``seconds`` beside compiling and capturing, which are ``once``."""
+
+    seconds: float
+    tokens: int
+    once: float
+    steps: int
+    draft_steps: int
+    drafted: int = 0
+    accepted: int = 0
+    by_source: dict[str, list[int]] = field(default_factory=dict)
+
+
+class Simulation:
+    """One engine. ``drafter``: makes one for the clock; None: drafts are off. ``depth``: the most tokens drafted a sequence; ``fixed``: always
+    so many. Calling ``run`` again goes on with what was learnt."""
+
+    def __init__(self, max_seqs: int, drafter: Callable[[Clock], Drafter] | None, *, machine: Machine | None = None, depth: int = 8,
+                 control: str = "goodput", ready: bool = True, seed: int = 0) -> None:
+        self.clock, self.machine, self.graphs = Clock(), machine or Machine(), Graphs(max_seqs, ready)
+        self._rng, self._max_seqs = random.Random(f"noise {seed}"), max_seqs
+        spec = build_spec(SHAPES["llama-8b"])
+        runner = SimpleNamespace(
+            graphs=self.graphs, device=SimpleNamespace(type="cuda"), taps=None, capture=lambda: None, sampler=SimpleNamespace(num_top=0),
+            model=SimpleNamespace(spec=spec, place=SimpleNamespace(dtype=SimpleNamespace(itemsize=2))))
+        self.drafting = None
+        if drafter is not None:
+            config = SpeculationConfig(drafter="coins", max_draft_tokens=depth, draft_control=control)
+            self.drafting = Drafting(config, drafter(self.clock), runner, MAX_ROWS, 1 << 17, self.clock)
+        self._step = 0
+        self._device_free = self._once = 0.0
+        self._compiled: Counter[tuple] = Counter()
+        self._flight: deque[tuple[Plan, bool, float]] = deque()  # with whether it verifies drafts, and when it ends
+
+    def run(self, load: Load) -> Outcome:
+        began, once, steps = self.clock.now, self._once, self._step
+        before = (0, 0, 0) if self.drafting is None else self._counts()
+        total = load.count or load.batch
+        waiting = deque((began + i * load.spread, self._sequence(load, i)) for i in range(total))
+        tokens = sum(seq.max_output for _, seq in waiting)
+        running: list[Sequence] = []
+        while waiting or running or self._flight:
+            while waiting and len(running) < load.batch and waiting[0][0] <= self.clock.now:
+                seq = waiting.popleft()[1]
+                seq.status, seq.row = Status.RUNNING, 0
+                running.append(seq)
+            if not running and not self._flight:
+                self.clock.now = max(self.clock.now, waiting[0][0])
+                continue
+            self._turn(running)
+            running = [seq for seq in running if seq.status is Status.RUNNING]
+        done = before if self.drafting is None else self._counts()
+        stats = None if self.drafting is None else self.drafting.controller.stats
+        return Outcome(self.clock.now - began - (self._once - once), tokens, self._once - once, self._step - steps,
+                       *(b - a for a, b in zip(before, done)), by_source={} if stats is None else stats.by_source)
+
+    def _counts(self) -> tuple[int, int, int]:
+        stats = self.drafting.controller.stats
+        return stats.steps, stats.drafted, stats.accepted
+
+    def _sequence(self, load: Load, i: int) -> Sequence:
+        length = load.outputs[i % len(load.outputs)]
+        return Sequence(Request(id=str(i), prompt_ids=[RIGHT] * load.prompt, params=SamplingParams(ignore_eos=True), seed=i, max_tokens=length))
+
+    # ------------------------------------------------------------------------------------- the engine's loop: plan, launch, read
+
+    def _turn(self, running: list[Sequence]) -> None:
+        drafting = self.drafting is not None and self.drafting.wanted(running)
+        if self._flight and (drafting or self._flight[0][1]):
+            self._resolve()
+            running = [seq for seq in running if seq.status is Status.RUNNING]
+        if drafting:
+            self.drafting.propose(running)
+        spans = self._plan(running)
+        if spans:
+            self._launch(spans)
+        while len(self._flight) > (1 if spans else 0):
+            self._resolve()
+
+    def _plan(self, running: Iterable[Sequence]) -> list[Span]:
+        spans, left = [], MAX_ROWS
+        for seq in running:
+            needed = rows_left(seq)
+            if seq.num_output + seq.num_drawn >= seq.max_output:
+                continue  # its last token is being drawn
+            length = min(left, needed + (len(seq.draft) if needed == 1 and not seq.num_ahead else 0))
+            if length > 0:
+                spans.append(next_span(seq, length))
+                left -= length
+        for span in spans:
+            span.seq.num_ahead += span.length
+            span.seq.num_drawn += "sample" in span.want
+        return spans
+
+    def _launch(self, spans: list[Span]) -> None:
+        self._step += 1
+        plan, rows = Plan(self._step, spans), sum(span.length for span in spans)
+        context, drafted = sum(span.start for span in spans), any(span.commit == "walk" for span in spans)
+        once = 0.0
+        prompts = any(span.length > 1 and span.commit != "walk" for span in spans)
+        if prompts:
+            seconds = self.machine.mixed(rows, context)
+        else:
+            drafts = rows - len(spans)
+            seconds = self.machine.decodes(self.graphs, len(spans), context, drafts, drafted)
+            if rows <= (self.graphs.most_drafted if drafted else self.graphs.buckets[-1]):
+                size = self.graphs.bucket(rows)
+                if not self.graphs.replays(size, drafted):
+                    seconds += EAGER
+                    once = CAPTURES if self.graphs.used(size, drafted) else 0.0
+            else:
+                kind = "eager", (rows + 37) // 128
+                self._compiled[kind] += 1
+                once = COMPILES if self._compiled[kind] == 1 else COMPILES / 20 if self._compiled[kind] == 2 else 0.0
+            if drafted:
+                self.clock.now += self.machine.host(len(spans), drafts) / 2  # half before, half when it is read
+        self._once += once
+        seconds = seconds if prompts else self.machine.noisy(seconds, self._rng)
+        self._device_free = max(self._device_free, self.clock.now) + seconds + once
+        self._flight.append((plan, drafted, self._device_free))
+        if self.drafting is not None:
+            self.drafting.launched(plan)
+
+    def _resolve(self) -> None:
+        plan, drafted, end = self._flight.popleft()
+        self.clock.now = max(self.clock.now, end)
+        if drafted:
+            self.clock.now += self.machine.host(len(plan.spans), plan.num_rows - len(plan.spans)) / 2
+        for span in plan.spans:
+            self._commit(span)
+        if self.drafting is not None:
+            self.drafting.completed(plan)
+
+    def _commit(self, span: Span) -> None:
+        seq = span.seq
+        seq.num_ahead -= span.length
+        if "sample" not in span.want:
+            seq.num_computed += span.length
+            return
+        seq.num_drawn -= 1
+        result = None
+        if span.commit == "walk":
+            right = next((i for i, token in enumerate(seq.draft) if token != RIGHT), len(seq.draft))
+            result = SpanResult([RIGHT] * (right + 1), path=list(range(right + 1)))
+            seq.num_computed += right + 1
+            seq.draft = []
+        else:
+            seq.num_computed += span.length
+        seq.tokens += ([RIGHT] if result is None else result.tokens)[:seq.max_output - seq.num_output]
+        if result is not None:
+            self.drafting.observe(span, result)
+        if seq.num_output >= seq.max_output:
+            seq.status = Status.FINISHED
+            if self.drafting is not None:
+                self.drafting.close(seq)
+
+
+def constant(accept: float) -> Accept:
+    return lambda sequence, token: accept
+
+
+def coins(accept: float | Accept, **options: Any) -> Callable[[Clock], Drafter]:
+    chosen = accept if callable(accept) else constant(accept)
+    return lambda clock: Coins(clock, chosen, **options)
