@@ -381,6 +381,7 @@ class ModelInfo:
     eos_ids: tuple[int, ...] = ()
     kv_capacity_tokens: int = 0
     drafters: tuple[str, ...] = ()  # by name
+    priorities: bool = False  # whether the scheduler looks at those of requests
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 

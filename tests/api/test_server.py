@@ -451,6 +451,14 @@ def test_the_models_defaults_come_before_ours_and_after_the_clients():
             assert (p.temperature, p.top_p, p.top_k, p.min_p) == (0.6, 0.5, 20, 0.0), path
 
 
+def test_a_priority_that_nobody_looks_at_is_refused():
+    with running(FakeClient(priorities=False)) as server:
+        for path, body in ((CHAT, SAY), ("/v1/completions", {"prompt": "x"}), ("/v1/responses", {"input": "x"})):
+            r = httpx.post(server.url + path, json={**body, "priority": 2})
+            assert r.status_code == 400 and r.json()["error"]["param"] == "priority" and "--scheduling-policy" in r.json()["error"]["message"]
+            assert httpx.post(server.url + path, json={**body, "priority": 0}).status_code == 200
+
+
 def test_requests_are_logged_only_when_asked_and_without_the_query(http, caplog):
     caplog.set_level("INFO", "kvasir")
     http.get("/health/live")

@@ -12,6 +12,7 @@ from kvasir.engine.schedulers.fcfs import Fcfs
 from kvasir.engine.schedulers.priority import Config, Priority
 from kvasir.errors import ConfigError
 from kvasir.types import Status
+from tests.engine.driver import Driver as EngineDriver
 from tests.engine.fake import Driver, expected_output, manager, scheduler, sequence
 from tests.engine.scheduling import rows, unique
 
@@ -84,6 +85,13 @@ class TestEveryPolicy:
             assert step < 2000
         for k, seq in enumerate(old):
             assert passed[seq] <= (k + 1) * MAX_SKIPS
+
+
+@pytest.mark.parametrize("name", ["fcfs", "priority"])
+def test_front_ends_learn_whether_priorities_count(name):
+    d = EngineDriver(scheduling_policy=name)
+    assert d.engine.info.priorities == (name == "priority")
+    d.close()
 
 
 def test_fcfs_goes_by_arrival_and_never_displaces():

@@ -145,6 +145,9 @@ class Service:
     def admit(self, prompts: Sequence[list[int]], params: SamplingParams, caller: Caller, reply_id: str, priority: int | None,
               names: dict[str, str]) -> list[Request]:
         """Engine requests for one body, one a prompt. Raises RequestError, with ``names`` as in Job."""
+        if priority and not self.info.priorities:
+            raise RequestError(f"priority={priority} would be ignored: this server goes by arrival; --scheduling-policy priority changes that",
+                               param="priority", code="unsupported_parameter")
         many = len(prompts) > 1
         with renamed(names):
             return [admit(ids, params, self.info, id=f"{reply_id}.{i}" if many else reply_id, arrival=caller.arrival, tenant=caller.tenant,

@@ -76,6 +76,7 @@ class Engine:
                                  on_free=poison)
         host.bind(built, self.pages)
         policy = technique.load(POLICIES, config.scheduler.scheduling_policy, SchedulerPolicy)
+        self.info.priorities = policy.priorities
         self.scheduler = Scheduler(config.scheduler, self.pages, policy, max_rows=built.max_rows, max_model_len=self.info.max_model_len,
                                    pace=self.pace)
         self._drafting = None if drafter is None else Drafting(config.speculation, drafter, built.runner, built.max_rows, self.info.max_model_len)
