@@ -18,9 +18,9 @@ KEYS = {
 EMPTY = {"refusal", "annotations", "audio", "function_call", "tool_calls"}  # clients send these back with nothing in them
 
 
-def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def check_messages(messages: list[dict[str, Any]], where: str = "messages") -> list[dict[str, Any]]:
     """Messages as the chat template takes them. Raises RequestError naming the place, like ``messages[2].tool_call_id``."""
-    return [_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+    return [_message(m, f"{where}[{i}]") for i, m in enumerate(messages)]
 
 
 def texts(messages: list[dict[str, Any]]) -> Iterator[str]:
