@@ -228,6 +228,14 @@ def test_chat_bodies(http, server, name):
     healthy(http, server)
 
 
+def test_messages_name_the_parameter_as_it_was_sent(http):
+    for path, body, name in ((CHAT, {"messages": USER}, "max_completion_tokens"), (RESPONSES, {"input": "x"}, "max_output_tokens")):
+        error = http.post(path, json={**body, name: 0}).json()["error"]
+        assert error["param"] == name and error["message"].startswith(f"{name}=0 "), error
+        error = http.post(path, json={**body, name: 1 << 20}).json()["error"]
+        assert error["param"] == name and f" {name}=1048576 " in error["message"], error
+
+
 IN_TEXT = {
     "13-empty": ({"prompt": ""}, "prompt"),
     "13-list": ({"prompt": []}, "prompt"),

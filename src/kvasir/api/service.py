@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
@@ -194,7 +195,9 @@ def renamed(names: dict[str, str]) -> Iterator[None]:
     try:
         yield
     except RequestError as e:
-        e.param = names.get(e.param or "", e.param)
+        ours, theirs = e.param, names.get(e.param or "", e.param)
+        if theirs != ours:
+            e.param, e.message = theirs, re.sub(rf"\b{ours}(?==)", lambda _: theirs, e.message)
         raise
 
 
