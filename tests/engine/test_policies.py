@@ -88,8 +88,9 @@ class TestEveryPolicy:
 
 
 @pytest.mark.parametrize("name", ["fcfs", "priority"])
-def test_front_ends_learn_whether_priorities_count(name):
-    d = EngineDriver(scheduling_policy=name)
+def test_front_ends_learn_how_requests_wait(name):
+    d = EngineDriver(scheduling_policy=name, max_queued_requests=9)
+    assert (d.engine.info.max_queued_requests, d.engine.info.max_queued_tokens) == (9, 1 << 20)
     assert d.engine.info.priorities == (name == "priority")
     d.close()
 

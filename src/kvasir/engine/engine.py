@@ -90,6 +90,7 @@ class Engine:
         self.on_launch: Callable[[Iterable[str], bool], None] = lambda ids, slow: None
         self._seen_kinds: set[tuple] = set()
         self._max_queued_tokens = config.scheduler.max_queued_tokens or 4 * max(self.info.kv_capacity_tokens, self.info.max_model_len)
+        self.info.max_queued_requests, self.info.max_queued_tokens = config.scheduler.max_queued_requests, self._max_queued_tokens
         self._counts: Counter[str] = Counter()
         self._num_generated = 0
         self._failed: Counter[str] = Counter()
