@@ -95,6 +95,12 @@ def test_files_stay_readable(file):
     assert count <= limit, f"{file.name} has {count} lines; split it by job"
 
 
+def test_files_of_tests_stay_readable():
+    for file in sorted((ROOT / "tests").rglob("*.py")):
+        count = len(file.read_text().splitlines())
+        assert count <= 600, f"{file.relative_to(ROOT)} has {count} lines; split it by subject"
+
+
 @pytest.mark.parametrize("file", FILES, ids=module_name)
 def test_every_module_says_what_it_is(file):
     if file.read_text().strip():

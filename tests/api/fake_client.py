@@ -77,6 +77,7 @@ class FakeClient:
             "tokenizer_size": tokenizer().size,
             "eos_ids": tokenizer().eos_ids,
             "kv_capacity_tokens": 100_000,
+            "priorities": True,
         }
         self._info = ModelInfo(**{**defaults, **info})
         self.gate = asyncio.Event()

@@ -228,6 +228,14 @@ def test_chat_bodies(http, server, name):
     healthy(http, server)
 
 
+def test_messages_name_the_parameter_as_it_was_sent(http):
+    for path, body, name in ((CHAT, {"messages": USER}, "max_completion_tokens"), (RESPONSES, {"input": "x"}, "max_output_tokens")):
+        error = http.post(path, json={**body, name: 0}).json()["error"]
+        assert error["param"] == name and error["message"].startswith(f"{name}=0 "), error
+        error = http.post(path, json={**body, name: 1 << 20}).json()["error"]
+        assert error["param"] == name and f" {name}=1048576 " in error["message"], error
+
+
 IN_TEXT = {
     "13-empty": ({"prompt": ""}, "prompt"),
     "13-list": ({"prompt": []}, "prompt"),
@@ -278,16 +286,18 @@ IN_RESPONSES = {
     "input-none": ({"input": None}, "input"),
     "input-empty": ({"input": []}, "input"),
     "item": ({"input": [{"type": "computer_call"}]}, "input[0].type"),
-    "image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None),
+    "role": ({"input": [{"role": "user", "content": "x"}, {"role": "foo", "content": "x"}], "instructions": "y"}, "input[1].role"),
+    "no content": ({"input": [{"role": "user"}]}, "input[0].content"),
+    "call without a name": ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input[0].name"),
+    "arguments no text": ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}]}, "input[0].arguments"),
+    "output of no call": ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+    "image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
     "max": ({"max_output_tokens": 0}, "max_output_tokens"),
     "reasoning": ({"reasoning": {"effort": "low"}}, "reasoning"),
-    "role": ({"input": [{"role": "x", "content": "y"}]}, None),
     "item-type": ({"input": [3]}, None),
     "long": ({"input": "x " * 3000}, "input"),
     "format": ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
     "n": ({"n": 2}, "n"),
-    "call-without-name": ({"input": [{"type": "function_call", "call_id": "c"}]}, None),
-    "output": ({"input": [{"type": "function_call_output", "output": "x"}]}, None),
 }
 
 

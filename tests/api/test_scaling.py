@@ -161,11 +161,12 @@ def test_a_dead_engine_fails_the_run(http, server):
     ({"problems": []}, "problems"), ({"problems": [{"messages": []}]}, "problems[0].messages"), ({"strategy": "magic"}, "strategy"),
     ({"problems": [{"id": "a b", "messages": SAY}]}, "problems[0].id"), ({"max_tokens": 0}, "max_tokens"), ({"temperature": 99}, "temperature"),
     ({"problems": [{"id": "a", "messages": SAY}] * 2}, "problems"), ({"budget": {"tokens": 0}}, "budget.tokens"), ({"seed": "x"}, "seed"),
-    ({"problems": [{"messages": SAY}] * 257}, "problems"), ({"stream": True}, "stream"), ({"problems": [{"messages": [{"role": "x"}]}]}, None)])
+    ({"problems": [{"messages": SAY}] * 257}, "problems"), ({"stream": True}, "stream"),
+    ({"problems": [{"messages": SAY}, {"messages": [{"role": "x"}]}]}, "problems[1].messages[0].role")])
 def test_bad_runs(http, change, param):
     reply = http.post(RUNS, json=problems(1) | change)
     assert 400 <= reply.status_code < 500, reply.text
-    assert param is None or reply.json()["error"]["param"] == param
+    assert reply.json()["error"]["param"] == param
 
 
 def test_runs_of_others_are_nobodys_business():

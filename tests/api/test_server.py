@@ -451,6 +451,28 @@ def test_the_models_defaults_come_before_ours_and_after_the_clients():
             assert (p.temperature, p.top_p, p.top_k, p.min_p) == (0.6, 0.5, 20, 0.0), path
 
 
+def test_a_priority_that_nobody_looks_at_is_refused():
+    with running(FakeClient(priorities=False)) as server:
+        for path, body in ((CHAT, SAY), ("/v1/completions", {"prompt": "x"}), ("/v1/responses", {"input": "x"})):
+            r = httpx.post(server.url + path, json={**body, "priority": 2})
+            assert r.status_code == 400 and r.json()["error"]["param"] == "priority" and "--scheduling-policy" in r.json()["error"]["message"]
+            assert httpx.post(server.url + path, json={**body, "priority": 0}).status_code == 200
+
+
+def test_what_the_queue_can_never_hold_is_not_told_to_come_back():
+    """429 is for what may fit later. A body that is larger than the whole queue is the client's to split."""
+    with running(FakeClient(max_queued_requests=8, max_queued_tokens=100)) as server:
+        def ask(path: str, **body) -> httpx.Response:
+            return httpx.post(server.url + path, json=body)
+
+        for path, body, param in (("/v1/completions", {"prompt": ["x"] * 3, "n": 3}, "n"),
+                                  ("/v1/completions", {"prompt": [[300] * 60] * 2}, "prompt"),
+                                  (CHAT, {**SAY, "n": 9}, "n"), (CHAT, {"messages": [{"role": "user", "content": "word " * 150}]}, "messages")):
+            r = ask(path, **body)
+            assert r.status_code == 400 and r.json()["error"]["param"] == param and "at once" in r.json()["error"]["message"], r.text
+        assert ask("/v1/completions", prompt=["x"] * 2, n=4).status_code == ask("/v1/completions", prompt=[[300] * 50] * 2).status_code == 200
+
+
 def test_requests_are_logged_only_when_asked_and_without_the_query(http, caplog):
     caplog.set_level("INFO", "kvasir")
     http.get("/health/live")

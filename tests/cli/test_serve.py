@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from kvasir.cli.serve import check_free
+from kvasir.config import ServerConfig
+from kvasir.errors import ConfigError
+
 COMMAND = [sys.executable, "-m", "kvasir.cli.main", "serve", "--port", "0", "--num-threads", "1", "--max-model-len", "256", "--api-key", "k"]
 
 
@@ -101,6 +105,9 @@ def test_zz_sigterm_ends_it_cleanly(server):
     (["--host", "not.a.host.invalid", "--insecure"], "cannot listen on not.a.host.invalid"),
     (["--host", "203.0.113.1", "--insecure"], "cannot listen on 203.0.113.1"),
     (["--uds", "/no/such/folder/socket"], "cannot listen on --uds /no/such/folder/socket"),
+    (["--uds", "/tmp/" + 120 * "x"], "path too long"),
+    (["--uds", __file__], "is no socket"),
+    (["--journal", "/no/such/folder/journal.jsonl"], "cannot write /no/such/folder/journal.jsonl"),
 ], ids=lambda a: " ".join(a) if isinstance(a, list) else "")
 def test_refused_before_a_process_is_started(kvasir, monkeypatch, args, message):
     from kvasir.engine.client import AsyncEngine
@@ -108,6 +115,18 @@ def test_refused_before_a_process_is_started(kvasir, monkeypatch, args, message)
     monkeypatch.setattr(AsyncEngine, "start_process", lambda self: pytest.fail("a process was started"))
     done = kvasir("serve", *args)
     assert done.code == 2 and message in done.err
+
+
+def test_a_unix_socket_is_not_taken_from_a_living_server(tmp_path):
+    path = tmp_path / "socket"
+    server = ServerConfig(uds=str(path))
+    check_free(server)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        with pytest.raises(ConfigError, match="another server listens there"):
+            check_free(server)
+    check_free(server)  # what a server leaves behind
 
 
 def test_a_model_of_another_kind(kvasir, tmp_path):

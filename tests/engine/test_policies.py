@@ -12,6 +12,7 @@ from kvasir.engine.schedulers.fcfs import Fcfs
 from kvasir.engine.schedulers.priority import Config, Priority
 from kvasir.errors import ConfigError
 from kvasir.types import Status
+from tests.engine.driver import Driver as EngineDriver
 from tests.engine.fake import Driver, expected_output, manager, scheduler, sequence
 from tests.engine.scheduling import rows, unique
 
@@ -100,6 +101,14 @@ class TestEveryPolicy:
             assert step < 2000
         for k, seq in enumerate(old):
             assert passed[seq] <= (k + 1) * MAX_SKIPS
+
+
+@pytest.mark.parametrize("name", ["fcfs", "priority"])
+def test_front_ends_learn_how_requests_wait(name):
+    d = EngineDriver(scheduling_policy=name, max_queued_requests=9)
+    assert (d.engine.info.max_queued_requests, d.engine.info.max_queued_tokens) == (9, 1 << 20)
+    assert d.engine.info.priorities == (name == "priority")
+    d.close()
 
 
 def test_fcfs_goes_by_arrival_and_never_displaces():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvasir.engine.graphs import EAGER_STEPS, call_through
 from kvasir.lab import export
 from kvasir.models.checkpoint import resolve
 from kvasir.speculation.drafter import Drafter
@@ -76,6 +77,33 @@ def test_every_committed_row_is_handed_over(options, drafts, expected):
         right = truth(ids[:max(rows) + 1])
         for position, row in rows.items():
             torch.testing.assert_close(row, right[position], rtol=2e-3, atol=2e-3)
+    assert not d.engine._drafting._failures
+    d.close()
+
+
+class Chains(Recorder):
+    def propose(self, asks):
+        return [tree.trunk() for tree in super().propose(asks)]
+
+
+def test_drafts_over_static_buffers_larger_than_they_need(expected):
+    """As on a GPU: chains and decodes in turns, some of them padded to a larger bucket that is captured already, and tapped."""
+    d = driver("replay", overlap=True, max_num_seqs=6)
+    recorder, runner = Chains(expected), d.engine.runner
+    install(d, recorder)
+    runner.use_taps(LAYERS)
+    runner.use_graphs(call_through, 8)
+    large = {(54, True, True), (24, False, True), (8, True, False), (6, False, False)}
+    assert all(runner.graphs._try_capture(*key) for key in large)
+    for _ in range(2):
+        d.outputs.clear()
+        d.run(requests(d, 1.0))
+        assert outputs(d) == expected
+    own = {key for key in runner.graphs._ready if key[2]} - large
+    assert own and all(runner.graphs._uses[key] > EAGER_STEPS for key in own), "they stood in first"
+    for key, rows in recorder.rows.items():
+        right = truth(recorder.ids[key][:max(rows) + 1])
+        torch.testing.assert_close(torch.stack([*rows.values()]), right[[*rows]], rtol=2e-3, atol=2e-3)
     assert not d.engine._drafting._failures
     d.close()
 

@@ -18,9 +18,9 @@ KEYS = {
 EMPTY = {"refusal", "annotations", "audio", "function_call", "tool_calls"}  # clients send these back with nothing in them
 
 
-def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def check_messages(messages: list[dict[str, Any]], where: str = "messages") -> list[dict[str, Any]]:
     """Messages as the chat template takes them. Raises RequestError naming the place, like ``messages[2].tool_call_id``."""
-    return [_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+    return [check_message(m, f"{where}[{i}]") for i, m in enumerate(messages)]
 
 
 def texts(messages: list[dict[str, Any]]) -> Iterator[str]:
@@ -33,7 +33,8 @@ def texts(messages: list[dict[str, Any]]) -> Iterator[str]:
                 yield text
 
 
-def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def check_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """One of them, at the place ``where``."""
     role = message.get("role")
     if role not in ROLES:
         raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}.{nearest(str(role)[:40], ROLES)}", param=f"{where}.role")

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from kvasir.api.chat import Piece, texts
+from kvasir.api.chat import Piece, check_message, texts
 from kvasir.api.generation import Usage
 from kvasir.errors import RequestError
 
@@ -28,24 +28,31 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
     kind = item.get("type", "message")
     if kind == "message":
         content = _content(item.get("content"), f"{where}.content")
+        check_message({"role": item.get("role"), "content": content}, where)
         if item.get("role") == "assistant" and messages and messages[-1].keys() == {"role", "content", "reasoning_content"}:
             messages[-1]["content"] = content  # the answer to the reasoning just before it
         else:
             messages.append({"role": item.get("role"), "content": content})
     elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        function = {name: _text(item, name, where) for name in ("name", "arguments")}
         call = {"id": item.get("call_id", ""), "type": "function", "function": function}
         if messages and messages[-1]["role"] == "assistant":
             messages[-1].setdefault("tool_calls", []).append(call)
         else:
             messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
     elif kind == "function_call_output":
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"), f"{where}.output")})
+        messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": _content(item.get("output"), f"{where}.output")})
     elif kind == "reasoning":
         messages.append({"role": "assistant", "content": "", "reasoning_content": "".join(texts([item]))})
     else:
         raise RequestError(f"{where} is of type '{str(kind)[:80]}'; there are message, function_call, function_call_output and reasoning",
                            param=f"{where}.type", code="unsupported_content")
+
+
+def _text(item: dict[str, Any], name: str, where: str) -> str:
+    if not isinstance(item.get(name), str):
+        raise RequestError(f"{where}.{name} must be a string", param=f"{where}.{name}")
+    return item[name]
 
 
 def _content(content: Any, where: str) -> Any:

@@ -72,7 +72,8 @@ def plan(service: Service, spec: str, conversations: Sequence[tuple[str, list[di
     from kvasir.scaling.problem import Problem
 
     strategy = _strategy(spec, service.info.name, where)
-    length = max(_length(service, messages) for _, messages in conversations)
+    checked = [check_messages(messages, "messages" if where else f"problems[{i}].messages") for i, (_, messages) in enumerate(conversations)]
+    length = max(_length(service, messages) for messages in checked)
     room = service.info.max_model_len - length
     if room < 1:
         raise RequestError(f"the prompt has {length} tokens; with a context of {service.info.max_model_len} nothing can follow", param="messages",
@@ -82,7 +83,7 @@ def plan(service: Service, spec: str, conversations: Sequence[tuple[str, list[di
                            param="max_tokens", code="context_length_exceeded")
     if temperature is not None and not 0 <= temperature <= 10:
         raise RequestError(f"temperature={temperature:g} is out of range: 0 to 10", param="temperature", code="invalid_parameter")
-    problems = [Problem(name, tuple(check_messages(messages)), ANSWERS[answer]) for name, messages in conversations]
+    problems = [Problem(name, tuple(messages), ANSWERS[answer]) for (name, _), messages in zip(conversations, checked)]
     asked = problem_budget.model_dump(exclude_none=True) if problem_budget else {}
     for name, value in asked.items():
         if value > CEILING[name]:
@@ -114,9 +115,8 @@ def _strategy(spec: str, model: str, where: str) -> Any:
 
 
 def _length(service: Service, messages: list[dict[str, Any]]) -> int:
-    checked = check_messages(messages)
-    service.text.check_size(texts(checked), service.info.max_model_len)
-    return len(service.text.tokenizer.encode_chat(checked))
+    service.text.check_size(texts(messages), service.info.max_model_len)
+    return len(service.text.tokenizer.encode_chat(messages))
 
 
 def usage(amounts: dict[str, float]) -> dict[str, int]:

@@ -266,8 +266,9 @@ async def _serve(settings: Settings, client: AsyncEngine) -> None:
     announce = asyncio.ensure_future(_announce(service, server))
     try:
         await server.serve()
-    except SystemExit as e:
-        raise ConfigError(f"cannot listen on {options.uds or f'{options.host}:{options.port}'}: is the port taken?") from e
+    except (SystemExit, OSError) as e:  # uvicorn ends the process over a port, and raises over a Unix socket
+        why = "is the port taken?" if isinstance(e, SystemExit) else e.strerror or e
+        raise ConfigError(f"cannot listen on {options.uds or f'{options.host}:{options.port}'}: {why}") from e
     finally:
         announce.cancel()
         await asyncio.gather(announce, *stopping, return_exceptions=True)

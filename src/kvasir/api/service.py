@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
@@ -148,10 +149,23 @@ class Service:
     def admit(self, prompts: Sequence[list[int]], params: SamplingParams, caller: Caller, reply_id: str, priority: int | None,
               names: dict[str, str]) -> list[Request]:
         """Engine requests for one body, one a prompt. Raises RequestError, with ``names`` as in Job."""
+        if priority and not self.info.priorities:
+            raise RequestError(f"priority={priority} would be ignored: this server goes by arrival; --scheduling-policy priority changes that",
+                               param="priority", code="unsupported_parameter")
         many = len(prompts) > 1
         with renamed(names):
-            return [admit(ids, params, self.info, id=f"{reply_id}.{i}" if many else reply_id, arrival=caller.arrival, tenant=caller.tenant,
-                          priority=priority or 0, encode=self.text.encode) for i, ids in enumerate(prompts)]
+            requests = [admit(ids, params, self.info, id=f"{reply_id}.{i}" if many else reply_id, arrival=caller.arrival, tenant=caller.tenant,
+                              priority=priority or 0, encode=self.text.encode) for i, ids in enumerate(prompts)]
+            self._check_queue(requests)
+        return requests
+
+    def _check_queue(self, requests: Sequence[Request]) -> None:
+        """Refuse what the queue could not hold if it were empty: it would be told to come back for ever. Raises RequestError."""
+        branches, tokens = sum(r.params.n for r in requests), sum(len(r.prompt_ids) for r in requests)
+        for count, most, what, param in ((branches, self.info.max_queued_requests, "choices", "n"),
+                                         (tokens, self.info.max_queued_tokens, "prompt tokens", "prompt")):
+            if 0 < most < count:
+                raise RequestError(f"{count} {what} in one request; this server queues {most} at once. Split it.", param=param, code="too_large")
 
     async def respond(self, http: HttpRequest, make: Callable[[Service, bytes, Caller], Any]) -> Response:
         """A generation route: read, check off the loop, wait for the engine to accept, then stream or collect.
@@ -194,7 +208,9 @@ def renamed(names: dict[str, str]) -> Iterator[None]:
     try:
         yield
     except RequestError as e:
-        e.param = names.get(e.param or "", e.param)
+        ours, theirs = e.param, names.get(e.param or "", e.param)
+        if theirs != ours:
+            e.param, e.message = theirs, re.sub(rf"\b{ours}(?==)", lambda _: theirs, e.message)
         raise
 
 

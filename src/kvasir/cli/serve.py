@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 from pathlib import Path
 
+from kvasir.cli.options import check_output
 from kvasir.config import ServerConfig, Settings
 from kvasir.errors import ConfigError
 from kvasir.models import checkpoint
@@ -16,6 +18,7 @@ def run(settings: Settings) -> None:
     # What is wrong with the model or the address is said before a process is started for it.
     build_spec(checkpoint.read_config(checkpoint.resolve(settings.model.model, settings.model.revision)))
     check_free(settings.server)
+    check_output(Path(settings.service.journal) if settings.service.journal else None)  # when it is needed, it is too late
     from kvasir.engine.client import AsyncEngine
 
     client = AsyncEngine(settings)
@@ -29,14 +32,30 @@ def check_free(server: ServerConfig) -> None:
     """Raise ConfigError when the address cannot be listened on."""
     try:
         if server.uds:
-            if not Path(server.uds).parent.is_dir():
-                raise FileNotFoundError(2, "its folder does not exist")
-            return
+            return _check_socket(Path(server.uds))
         families = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = families[0]
         with contextlib.closing(socket.socket(family, kind, protocol)) as s:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             s.bind(address)
     except OSError as e:
-        where = f"--uds {server.uds}" if server.uds else f"{server.host}:{server.port}"
-        raise ConfigError(f"cannot listen on {where}: {e.strerror or e}. Choose another with --port (0 picks a free one) or --host.") from e
+        if server.uds:
+            raise ConfigError(f"cannot listen on --uds {server.uds}: {e.strerror or e}. Choose another path.") from e
+        raise ConfigError(f"cannot listen on {server.host}:{server.port}: {e.strerror or e}. Choose another with --port (0 picks a free one) or "
+                          "--host.") from e
+
+
+def _check_socket(path: Path) -> None:
+    """Raise OSError when a Unix socket cannot be made here. One that nobody listens on may be replaced."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "its folder does not exist")
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as s:
+        try:
+            s.connect(str(path))
+        except FileNotFoundError:
+            return
+        except ConnectionRefusedError:
+            if not path.is_socket():
+                raise FileExistsError(errno.EEXIST, "there is a file that is no socket") from None
+            return
+    raise OSError(errno.EADDRINUSE, "another server listens there")

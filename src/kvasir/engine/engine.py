@@ -76,6 +76,7 @@ class Engine:
                                  on_free=poison)
         host.bind(built, self.pages)
         policy = technique.load(POLICIES, config.scheduler.scheduling_policy, SchedulerPolicy)
+        self.info.priorities = policy.priorities
         self.scheduler = Scheduler(config.scheduler, self.pages, policy, max_rows=built.max_rows, max_model_len=self.info.max_model_len,
                                    pace=self.pace)
         self._drafting = None if drafter is None else Drafting(config.speculation, drafter, built.runner, built.max_rows, self.info.max_model_len)
@@ -89,6 +90,7 @@ class Engine:
         self.on_launch: Callable[[Iterable[str], bool], None] = lambda ids, slow: None
         self._seen_kinds: set[tuple] = set()
         self._max_queued_tokens = config.scheduler.max_queued_tokens or 4 * max(self.info.kv_capacity_tokens, self.info.max_model_len)
+        self.info.max_queued_requests, self.info.max_queued_tokens = config.scheduler.max_queued_requests, self._max_queued_tokens
         self._counts: Counter[str] = Counter()
         self._num_generated = 0
         self._failed: Counter[str] = Counter()

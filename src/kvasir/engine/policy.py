@@ -20,11 +20,13 @@ MAX_SKIPS = 64
 
 
 class SchedulerPolicy(Technique):
-    """``static``: the order of two sequences never changes while they live, so the scheduler sorts only what is new."""
+    """``static``: the order of two sequences never changes while they live, so the scheduler sorts only what is new.
+    ``priorities``: it looks at ``Request.priority``."""
 
     exact = True
     affects_kv = False
     static: ClassVar[bool] = True
+    priorities: ClassVar[bool] = False
 
     def order_waiting(self, seqs: abc.Sequence[Sequence], now: float) -> list[Sequence]:
         """The queue, first to admit first. Must be a stable sort of ``seqs``. ``now``: monotonic seconds."""

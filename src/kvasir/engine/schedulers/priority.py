@@ -18,6 +18,8 @@ class Config:
 
 
 class Priority(SchedulerPolicy):
+    priorities = True
+
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config or Config())
         if self.config.threshold < 1:
