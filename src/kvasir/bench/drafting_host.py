@@ -26,6 +26,7 @@ from kvasir.bench.result import arm, finish, percentile, result
 from kvasir.bench.speculation import TASKS
 from kvasir.config import SpeculationConfig
 from kvasir.engine.drafting import Drafting
+from kvasir.engine.process import collect_rarely
 from kvasir.errors import ConfigError
 from kvasir.models.checkpoint import read_config, resolve
 from kvasir.models.families import build_spec
@@ -126,7 +127,7 @@ def measure(drafter: Drafter, folder: str, source: Iterator[tuple[list[int], lis
     control = Controller(lambda seqs, context, drafts, drafted: 1.0 + 0.001 * (seqs + drafts))
     control._rest = 0
     config = SpeculationConfig(drafter=drafter.name, draft_control="fixed", max_draft_tokens=NODES)
-    drafting = Drafting(config, drafter, _runner(folder), num_seqs * (1 + NODES), 1 << 20)
+    drafting = Drafting(config, drafter, _runner(folder), num_seqs * (2 + NODES), 1 << 20)
     table = list(range(1 << 12))
     fresh = (Reader(i, *document, table) for i, document in enumerate(source))
     readers = [next(fresh) for _ in range(num_seqs)]
@@ -145,7 +146,8 @@ def measure(drafter: Drafter, folder: str, source: Iterator[tuple[list[int], lis
             reader.advance(len(found.tokens))
             drafting.observe(span, found)
 
-    gc.freeze()  # as in the engine's process
+    thresholds = gc.get_threshold()
+    collect_rarely()  # as in the engine's process
     while done < num_tokens:
         ask([reader.seq for reader in readers])
         allocate(proposed.pop(), 0, num_seqs * NODES, num_seqs)
@@ -165,6 +167,7 @@ def measure(drafter: Drafter, folder: str, source: Iterator[tuple[list[int], lis
                 done += len(readers[i].seq.tokens)
         most_bytes = max(most_bytes, drafter.state_bytes())
     gc.unfreeze()
+    gc.set_threshold(*thresholds)
     clock.part("around", ["ask", "tell"], "propose")
     return {"steps": len(clock.wall["propose"]), "tokens": done, "drafted": drafted, "accepted": accepted} | clock.figures() | {
         "held_mb": round(most_bytes / 1e6, 2), "grown_mb": round((resident_bytes() - began_bytes) / 1e6, 1)}
