@@ -1,25 +1,40 @@
 """``kvasir bench speculation --host``: what drafters that run on the CPU cost a step, and how much memory they hold.
 
-No model runs: sequences read the lab's own documents, so many tokens a step as the proposal had right and one more. Timed are
-the drafter's proposals for all sequences of a step and the controller's cut, each by itself. Memory is what the drafter says it
-holds, at its most, beside what the process grew by.
+No model runs: sequences read the lab's own documents, so many tokens a step as the proposal had right and one more, through the
+engine's own ``Drafting``, on a runner that is not there. Timed are, by the wall and by the processor (which other processes on
+the machine do not slow down), ``propose``: the drafter's proposals for all sequences of a step; ``cut``: the controller's choice
+among them, for its time only, since they are verified whole; ``around``: the rest of ``Drafting``, from asking to observing what
+was right. Memory is what the drafter says it holds, at its most, beside what the process grew by.
+
+A drafter with native code is measured without it, too.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
 
 from kvasir.bench.result import arm, finish, percentile, result
 from kvasir.bench.speculation import TASKS
+from kvasir.config import SpeculationConfig
+from kvasir.engine.drafting import Drafting
+from kvasir.engine.process import collect_rarely
 from kvasir.errors import ConfigError
-from kvasir.models.checkpoint import resolve
+from kvasir.models.checkpoint import read_config, resolve
+from kvasir.models.families import build_spec
 from kvasir.speculation.controller import Controller
-from kvasir.speculation.drafter import Ask, Drafter
+from kvasir.speculation.drafter import Drafter
 from kvasir.speculation.router import load_drafter
-from kvasir.types import Request, SamplingParams, Sequence
+from kvasir.speculation.tree import DraftTree
+from kvasir.types import Request, SamplingParams, Sequence, Span, SpanResult, Status
 
 NODES = 8
 WARM_STEPS = 20
@@ -43,54 +58,119 @@ def resident_bytes() -> int:
     return int(file.read_text().split()[1]) * 4096 if file.exists() else 0
 
 
+class Clock:
+    """Seconds of the parts of each step: ``wall`` and ``processor``, by name."""
+
+    def __init__(self) -> None:
+        self.wall: dict[str, list[float]] = {}
+        self.processor: dict[str, list[float]] = {}
+
+    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            wall, processor = time.perf_counter(), time.thread_time()
+            found = call(*args)
+            self.add(name, time.perf_counter() - wall, time.thread_time() - processor)
+            return found
+        return run
+
+    def add(self, name: str, wall: float, processor: float) -> None:
+        self.wall.setdefault(name, []).append(wall)
+        self.processor.setdefault(name, []).append(processor)
+
+    def part(self, name: str, wholes: list[str], less: str) -> None:
+        """What the steps of ``wholes`` took beside ``less``."""
+        for times in (self.wall, self.processor):
+            times[name] = [sum(parts) - inner for *parts, inner in zip(*(times.pop(whole) for whole in wholes), times[less])]
+
+    def figures(self) -> dict[str, float]:
+        """Milliseconds a step."""
+        found = {}
+        for name in self.wall:
+            wall, processor = (times[name][WARM_STEPS:] or times[name] for times in (self.wall, self.processor))
+            found |= {f"{name}_ms_p50": percentile(wall, 0.5), f"{name}_ms_p99": percentile(wall, 0.99),
+                      f"{name}_cpu_ms_p50": percentile(processor, 0.5)}
+        return {name: round(1e3 * value, 3) for name, value in found.items()}
+
+
 class Reader:
     """A sequence that reads its document. ``left``: what it has not read."""
 
-    def __init__(self, number: int, prompt: list[int], reply: list[int]) -> None:
-        self.seq = Sequence(Request(id=str(number), prompt_ids=prompt, params=SamplingParams(), seed=number, max_tokens=len(reply)))
+    def __init__(self, number: int, prompt: list[int], reply: list[int], table: list[int]) -> None:
+        self.seq = seq = Sequence(Request(id=str(number), prompt_ids=prompt, params=SamplingParams(), seed=number, max_tokens=len(reply) + NODES))
+        seq.status, seq.row, seq.tables, seq.num_computed = Status.RUNNING, number, [table], len(prompt) - 1
         self.left = reply
 
+    def verify(self, path: list[int]) -> tuple[Span, SpanResult]:
+        """The step that found the nodes of ``path`` right."""
+        seq, rows = self.seq, 1 + len(self.seq.draft)
+        parents = [-1, *(parent + 1 for parent in seq.draft_parents)] if seq.draft_parents else None
+        span = Span(seq, seq.num_computed, rows, want={"sample": range(rows)}, commit="walk", parents=parents, row=seq.row)
+        return span, SpanResult(tokens=self.left[:len(path) + 1], path=[0, *(node + 1 for node in path)])
 
-def measure(drafter: Drafter, source: Iterator[tuple[list[int], list[int]]], num_seqs: int, num_tokens: int) -> dict[str, float | int]:
+    def advance(self, count: int) -> None:
+        self.seq.tokens += self.left[:count]
+        self.left = self.left[count:]
+        self.seq.num_computed = len(self.seq.tokens) - 1
+
+
+def _runner(folder: str) -> SimpleNamespace:
+    """What ``Drafting`` asks of a runner, without a model."""
+    model = SimpleNamespace(spec=build_spec(read_config(resolve(folder))), place=SimpleNamespace(dtype=torch.float32))
+    pool = SimpleNamespace(page_slots=16, move_slots=lambda group, sources, targets: None)
+    return SimpleNamespace(model=model, device=torch.device("cpu"), graphs=None, taps=None, pool=pool, sampler=SimpleNamespace(num_top=0),
+                           capture=lambda: None)
+
+
+def measure(drafter: Drafter, folder: str, source: Iterator[tuple[list[int], list[int]]], num_seqs: int, num_tokens: int
+            ) -> dict[str, float | int]:
     """Read ``num_tokens`` tokens, prompts included, ``num_seqs`` sequences at a time."""
     control = Controller(lambda seqs, context, drafts, drafted: 1.0 + 0.001 * (seqs + drafts))
     control._rest = 0
-    fresh = (Reader(i, *document) for i, document in enumerate(source))
+    config = SpeculationConfig(drafter=drafter.name, draft_control="fixed", max_draft_tokens=NODES)
+    drafting = Drafting(config, drafter, _runner(folder), num_seqs * (2 + NODES), 1 << 20)
+    table = list(range(1 << 12))
+    fresh = (Reader(i, *document, table) for i, document in enumerate(source))
     readers = [next(fresh) for _ in range(num_seqs)]
     done = sum(len(reader.seq.tokens) for reader in readers)
     began_bytes, most_bytes, accepted, drafted = resident_bytes(), 0, 0, 0
-    times: dict[str, list[float]] = {"propose": [], "cut": [], "observe": []}
-    for reader in readers:
-        drafter.open(reader.seq)
+    clock, proposed = Clock(), []
+    propose = clock.timed("propose", drafter.propose)
+    drafter.propose = lambda asks: proposed.append(propose(asks)) or proposed[-1]
+    ask = clock.timed("ask", drafting.propose)
+    allocate = clock.timed("cut", control.allocate)
+
+    @functools.partial(clock.timed, "tell")
+    def tell(verified: list[tuple[Reader, Span, SpanResult]]) -> None:
+        for reader, span, found in verified:
+            drafting.commit(span, found, found.tokens)
+            reader.advance(len(found.tokens))
+            drafting.observe(span, found)
+
+    thresholds = gc.get_threshold()
+    collect_rarely()  # as in the engine's process
     while done < num_tokens:
-        asks = [Ask(reader.seq, NODES, NODES) for reader in readers]
-        stamps = [time.perf_counter()]
-        trees = drafter.propose(asks)
-        stamps.append(time.perf_counter())
-        control.allocate(trees, 0, num_seqs * NODES, num_seqs)  # for its time: what was proposed is verified whole
-        stamps.append(time.perf_counter())
-        for reader, tree in zip(readers, trees):
-            path = tree.path(reader.left)
-            taken, reader.left = reader.left[:len(path) + 1], reader.left[len(path) + 1:]
-            reader.seq.tokens += taken
-            control.observe(tree, path)
-            drafter.observe(reader.seq, tree, path)
-            done, accepted, drafted = done + len(taken), accepted + len(path), drafted + len(tree)
-        stamps.append(time.perf_counter())
-        for name, first, last in zip(times, stamps, stamps[1:]):
-            times[name].append(last - first)
+        ask([reader.seq for reader in readers])
+        allocate(proposed.pop(), 0, num_seqs * NODES, num_seqs)
+        verified = []
+        for reader in readers:
+            tree = drafting._pending.get(reader.seq)
+            path = [] if tree is None else tree.path(reader.left)
+            verified.append((reader, *reader.verify(path)))
+            control.observe(tree or DraftTree(), path)
+            accepted, drafted = accepted + len(path), drafted + len(reader.seq.draft)
+        done += sum(len(found.tokens) for _, _, found in verified)
+        tell(verified)
         for i, reader in enumerate(readers):
             if not reader.left:
-                drafter.close(reader.seq)
+                drafting.close(reader.seq)
                 readers[i] = next(fresh)
-                drafter.open(readers[i].seq)
                 done += len(readers[i].seq.tokens)
         most_bytes = max(most_bytes, drafter.state_bytes())
-    steps = {name: values[WARM_STEPS:] or values for name, values in times.items()}
-    found: dict[str, float | int] = {"steps": len(times["propose"]), "tokens": done, "drafted": drafted, "accepted": accepted}
-    for name, values in steps.items():
-        found |= {f"{name}_ms_p50": round(1e3 * percentile(values, 0.5), 3), f"{name}_ms_p99": round(1e3 * percentile(values, 0.99), 3)}
-    return found | {"held_mb": round(most_bytes / 1e6, 2), "grown_mb": round((resident_bytes() - began_bytes) / 1e6, 1)}
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+    clock.part("around", ["ask", "tell"], "propose")
+    return {"steps": len(clock.wall["propose"]), "tokens": done, "drafted": drafted, "accepted": accepted} | clock.figures() | {
+        "held_mb": round(most_bytes / 1e6, 2), "grown_mb": round((resident_bytes() - began_bytes) / 1e6, 1)}
 
 
 def run(folder: str, *, drafters: list[str] | None, tasks: list[str] | None, batches: list[int], num_tokens: int, output: Path | None,
@@ -101,6 +181,10 @@ def run(folder: str, *, drafters: list[str] | None, tasks: list[str] | None, bat
             drafter = load_drafter(spec)
             if drafter.place != "cpu":
                 raise ConfigError(f"{spec} runs on the device; what is measured here is the host: ngram, suffix, token_recycling")
-            metrics = measure(drafter, documents(folder, tasks or list(TASKS)), batch, num_tokens)
-            arms.append(arm(f"{spec} {batch}", {"drafter": spec, "batch": batch, "nodes": NODES, "tasks": tasks or list(TASKS)}, metrics))
+            tasks = tasks or list(TASKS)
+            for name, one in ((spec, drafter), (f"{spec} without native code", drafter.reference())):
+                if one is not None:
+                    one.name = drafter.name
+                    metrics = measure(one, folder, documents(folder, tasks), batch, num_tokens)
+                    arms.append(arm(f"{name} {batch}", {"drafter": spec, "batch": batch, "nodes": NODES, "tasks": tasks}, metrics))
     finish(result("drafting-host", arms), output, commit)

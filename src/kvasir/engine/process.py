@@ -36,6 +36,7 @@ ENGINE = "kvasir.engine.engine:Engine"
 FLIGHT = "flight"  # the flight record's name, beside the socket
 HEARTBEAT_SECONDS = 0.25
 BLOCKED_POLL_SECONDS = 0.005
+YOUNG_OBJECTS = 10_000  # between two collections
 CRASHED, REFUSED = 70, 78  # exit codes, as in sysexits.h
 
 
@@ -180,6 +181,13 @@ def _read_forever(channel: ipc.BlockingChannel, inbox: queue.SimpleQueue, folder
     os._exit(code)
 
 
+def collect_rarely() -> None:
+    """What start-up made stays: no collection needs to walk it again. And a step makes thousands of objects that live until the next
+    one, and are freed by their reference counts: at Python's 700, each step walks them several times."""
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
+
+
 def _factory(name: str) -> Callable[[Any], EngineCore]:
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
@@ -193,7 +201,7 @@ def _build(hello: messages.Hello, factory: str, started: float) -> tuple[EngineC
     if config.runner.num_threads is None:  # the HTTP process needs a core: a team of threads that spins on all of them starves both
         config = config.replace(num_threads=max(1, (os.cpu_count() or 1) - 1))
     core = build(config)
-    gc.freeze()  # what start-up made stays: no collection needs to walk it again
+    collect_rarely()
     built = time.monotonic()
     spawn = max(0.0, started - hello.spawned) if hello.spawned else 0.0
     return core, {"spawn": spawn, "import": imported - started, "build": built - imported, **core.stats().startup}

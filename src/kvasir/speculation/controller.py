@@ -60,10 +60,11 @@ class Survival:
     def hazard(self, source: str, depth: int, est: float) -> float:
         known = self._known.get((source, depth, est))
         if known is None:
-            known = est
+            known, place = min(1.0, est), bisect_left(EST_EDGES, est)
             for above in range(min(depth, DEPTHS - 1) + 1):
-                right, tried = self._bins.get(_bin(source, above, est), (0.0, 0.0))
-                known = min(1.0, (right + PRIOR_WEIGHT * known) / (tried + PRIOR_WEIGHT))
+                seen = self._bins.get((source, above, place))
+                if seen is not None:
+                    known = min(1.0, (seen[0] + PRIOR_WEIGHT * known) / (seen[1] + PRIOR_WEIGHT))
             self._known[source, depth, est] = known
         return known
 

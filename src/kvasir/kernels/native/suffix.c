@@ -19,6 +19,7 @@
 #define FLOOR 0.03     /* of the chance that a node is reached and right */
 #define INDEXED 6      /* log2 of the room from which on edges have a hash table */
 #define SIZES 31
+#define TOGETHER 8     /* sequences whose trees grow in turns, so that the memory of one is fetched while others grow */
 
 typedef struct {
     int32_t link, length, count;
@@ -231,14 +232,6 @@ static void follow(Automaton *a, int32_t *state, int32_t *length, int32_t token)
     *length = target ? *length + 1 : 0;
 }
 
-/* The longest suffix of that string which was ever followed by something. */
-static void alive(const Automaton *a, int32_t *state, int32_t *length) {
-    while (*state > 0 && !a->states[*state].degree) {
-        *state = a->states[*state].link;
-        if (a->states[*state].length < *length) *length = a->states[*state].length;
-    }
-}
-
 /* ------------------------------------------------------------------------------------------------------- read */
 
 static int read_one(Cursor *c, int32_t token) {
@@ -277,9 +270,12 @@ static int read_all(Cursor *c, const int32_t *tokens, int64_t count) {
 typedef struct { double survival, est; int32_t parent, depth, token, state; } Node;
 
 typedef struct { /* nodes taken, the best first, and then those that may be next, the best first */
+    const Automaton *a;
     Node *nodes;
-    int32_t taken, known, most;
-    double worth;
+    int64_t min_match;
+    double worth, above; /* the survival of the node below which */
+    int32_t taken, known, most, length, max_depth;
+    int32_t parent, depth, state, matched, shorter; /* the next ones are looked for; state -1: nowhere */
 } Tree;
 
 static void offer(Tree *t, double above, double est, int32_t parent, int32_t depth, int32_t token, int32_t state) {
@@ -294,14 +290,12 @@ static void offer(Tree *t, double above, double est, int32_t parent, int32_t dep
     t->known += t->known < t->most;
 }
 
-/* What may follow ``state``, of which ``matched`` tokens are known to be before it. */
-static void push(Tree *t, const Automaton *a, int32_t parent, int32_t depth, int32_t state, int32_t matched, int64_t min_match, double above) {
-    alive(a, &state, &matched);
-    const State *s = a->states + state;
-    if (matched < min_match || !s->degree) return;
-    double trust = (double)matched / (double)(matched + 1);
+/* Offer what follows the tree's place. */
+static void push(Tree *t, const State *s) {
+    const Automaton *a = t->a;
+    double trust = (double)t->matched / (double)(t->matched + 1);
     if (s->degree == 1) { /* nearly always */
-        offer(t, above, trust, parent, depth, s->one.token, s->one.target);
+        offer(t, t->above, trust, t->parent, t->depth, s->one.token, s->one.target);
         return;
     }
     const int32_t *tokens = a->words + s->many.block, *targets = tokens + (1u << s->many.size);
@@ -320,20 +314,42 @@ static void push(Tree *t, const Automaton *a, int32_t parent, int32_t depth, int
     }
     trust /= (double)sum;
     for (int i = 0; i < num_best; i++)
-        offer(t, above, best[i].count * trust, parent, depth, tokens[best[i].place], targets[best[i].place]);
+        offer(t, t->above, best[i].count * trust, t->parent, t->depth, tokens[best[i].place], targets[best[i].place]);
 }
 
-/* The most likely nodes below a match of ``length`` tokens. */
-static void grow(Tree *t, const Automaton *a, int32_t state, int32_t length, int64_t min_match, int32_t max_depth) {
-    t->taken = t->known = 0, t->worth = 0;
-    if (!a->num_states || max_depth < 1) return;
-    push(t, a, -1, 0, state, length, min_match, 1.0);
+/* Begin with the most likely nodes below a match of ``length`` tokens. */
+static void begin(Tree *t, const Automaton *a, int32_t state, int32_t length, int64_t min_match, int32_t max_nodes, int32_t max_depth) {
+    t->a = a, t->length = t->matched = length, t->min_match = min_match, t->most = max_nodes, t->max_depth = max_depth;
+    t->taken = t->known = t->depth = t->shorter = 0, t->worth = 0, t->above = 1, t->parent = -1;
+    t->state = a->num_states && max_depth > 0 && max_nodes > 0 ? state : -1;
+    if (t->state >= 0) __builtin_prefetch(a->states + state);
+}
+
+/* One place further: its state was being fetched while other trees grew. Returns whether there is more to do. */
+static int grow(Tree *t) {
+    if (t->state < 0) return 0;
+    const State *s = t->a->states + t->state;
+    if (!s->degree && t->state > 0) { /* to the longest suffix that was ever followed by something */
+        t->state = s->link;
+        if (s->link >= 0) __builtin_prefetch(t->a->states + s->link);
+        t->shorter = 1;
+        return 1;
+    }
+    if (t->shorter && s->length < t->matched) t->matched = s->length;
+    t->shorter = 0;
+    if (s->degree && t->matched >= t->min_match) push(t, s);
+    t->state = -1;
     while (t->taken < t->known) {
         int32_t node = t->taken++;
-        Node n = t->nodes[node];
-        t->worth += n.survival;
-        if (n.depth + 1 < max_depth) push(t, a, node, n.depth + 1, n.state, length + n.depth + 1, min_match, n.survival);
+        const Node *n = t->nodes + node;
+        t->worth += n->survival;
+        if (n->depth + 1 >= t->max_depth) continue;
+        t->parent = node, t->depth = n->depth + 1, t->state = n->state, t->above = n->survival;
+        t->matched = t->length + t->depth;
+        __builtin_prefetch(t->a->states + t->state);
+        return 1;
     }
+    return 0;
 }
 
 /* Nodes so that the likeliest child of each stands behind it: the places of tree ``t`` in the order of the walk. ``below``,
@@ -386,37 +402,46 @@ int64_t kvasir_suffix_cursor_bytes(void) { return sizeof(Cursor); }
 int64_t kvasir_suffix_step(Cursor **cursors, int64_t num, const int32_t *tokens, const int32_t *ends, const int32_t *max_nodes,
                            const int32_t *max_depth, int32_t *counts, int32_t *out_tokens, int32_t *out_parents, int32_t *out_depths,
                            double *out_est) {
-    int64_t begin = 0, total = 0;
-    for (int64_t i = 0; i < num; begin = ends[i++])
-        if (read_all(cursors[i], tokens + begin, ends[i] - begin)) return -1;
+    int64_t start = 0, total = 0;
+    for (int64_t i = 0; i < num; start = ends[i++])
+        if (read_all(cursors[i], tokens + start, ends[i] - start)) return -1;
     if (!max_nodes) return 0;
     int32_t most = 1;
     for (int64_t i = 0; i < num; i++)
         if (max_nodes[i] > most) most = max_nodes[i];
-    char *scratch = malloc((size_t)most * (2 * sizeof(Node) + 4 * sizeof(int32_t)) + sizeof(int32_t));
+    char *scratch = malloc((size_t)most * (2 * TOGETHER * sizeof(Node) + 4 * sizeof(int32_t)) + sizeof(int32_t));
     if (!scratch) return -1;
-    Tree trees[2] = {{.nodes = (Node *)scratch}, {.nodes = (Node *)scratch + most}};
-    int32_t *below = (int32_t *)(trees[1].nodes + most) + 1, *beside = below + most, *walk = beside + most, *place = walk + most;
-    for (int64_t i = 0; i < num; i++) {
-        const Cursor *c = cursors[i];
-        const Store *s = c->store;
-        counts[i] = 0;
-        if (c->age != s->age || max_nodes[i] < 1) continue;
-        trees[0].most = trees[1].most = max_nodes[i];
-        grow(&trees[0], &s->young, c->last, s->young.num_states ? s->young.states[c->last].length : 0, s->min_match, max_depth[i]);
-        grow(&trees[1], &s->old, c->state, c->length, s->min_match, max_depth[i]);
-        const Tree *t = &trees[trees[1].worth > trees[0].worth];
-        order(t, below, beside, walk);
-        for (int32_t k = 0; k < t->taken; k++) {
-            const Node *n = t->nodes + walk[k];
-            place[walk[k]] = k;
-            out_tokens[total + k] = n->token;
-            out_parents[total + k] = n->parent < 0 ? -1 : place[n->parent];
-            out_depths[total + k] = n->depth;
-            out_est[total + k] = n->est;
+    Tree trees[2 * TOGETHER];
+    for (int k = 0; k < 2 * TOGETHER; k++) trees[k].nodes = (Node *)scratch + (size_t)k * most;
+    int32_t *below = (int32_t *)((Node *)scratch + (size_t)2 * TOGETHER * most) + 1;
+    int32_t *beside = below + most, *walk = beside + most, *place = walk + most;
+    for (int64_t first = 0; first < num; first += TOGETHER) {
+        int together = num - first < TOGETHER ? (int)(num - first) : TOGETHER;
+        for (int k = 0; k < together; k++) {
+            const Cursor *c = cursors[first + k];
+            const Store *s = c->store;
+            int32_t room = c->age == s->age ? max_nodes[first + k] : 0, deep = max_depth[first + k];
+            begin(&trees[2 * k], &s->young, c->last, room > 0 ? s->young.states[c->last].length : 0, s->min_match, room, deep);
+            begin(&trees[2 * k + 1], &s->old, c->state, c->length, s->min_match, room, deep);
         }
-        counts[i] = t->taken;
-        total += t->taken;
+        for (int busy = 1; busy;) {
+            busy = 0;
+            for (int k = 0; k < 2 * together; k++) busy |= grow(&trees[k]);
+        }
+        for (int k = 0; k < together; k++) {
+            const Tree *t = &trees[2 * k + (trees[2 * k + 1].worth > trees[2 * k].worth)];
+            order(t, below, beside, walk);
+            for (int32_t i = 0; i < t->taken; i++) {
+                const Node *n = t->nodes + walk[i];
+                place[walk[i]] = i;
+                out_tokens[total + i] = n->token;
+                out_parents[total + i] = n->parent < 0 ? -1 : place[n->parent];
+                out_depths[total + i] = n->depth;
+                out_est[total + i] = n->est;
+            }
+            counts[first + k] = t->taken;
+            total += t->taken;
+        }
     }
     free(scratch);
     return total;
