@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tests.speculation import trained as heads
-from tests.speculation.helpers import NANO, Hostile, driver, install, requests
+from tests.speculation.helpers import NANO, Hostile, WithGuests, driver, install, requests
 
 pytestmark = pytest.mark.gpu
 
 
 def run(drafter: str, hostile: dict | None = None, **options):
-    d = driver(drafter, device="cuda", dtype="float32", batch_invariant=False, max_num_seqs=64, **options)
+    d = driver(drafter.replace("guests", "replay"), device="cuda", dtype="float32", batch_invariant=False, max_num_seqs=64, **options)
     if hostile is not None:
-        install(d, Hostile(hostile))
+        install(d, Hostile(hostile) if drafter == "replay" else WithGuests(hostile, d.engine.runner.model.spec.hidden_size))
     for _ in range(3):  # buckets are captured after a few uses
         d.outputs.clear()
         d.run(requests(d, 1.0, 2, logprobs=None))
@@ -31,29 +31,29 @@ def plain():
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("drafter", ["ngram:min_match=1", "suffix:min_match=1", f"draft_model:model={NANO}", "hostile"])
+@pytest.mark.parametrize("drafter", ["ngram:min_match=1", "suffix:min_match=1", f"draft_model:model={NANO}", "hostile", "guests"])
 @pytest.mark.parametrize("codec", ["plain"])
 def test_same_tokens(drafter, graphs, codec, plain):
-    hostile = plain if drafter == "hostile" else None
-    found, stats, captured = run("replay" if hostile else drafter, hostile, cuda_graphs=graphs, kv_codec=codec)
+    hostile = plain if drafter in ("hostile", "guests") else None
+    found, stats, captured = run(drafter.replace("hostile", "replay"), hostile, cuda_graphs=graphs, kv_codec=codec)
     assert found == plain and stats.accepted_tokens > 0
     assert graphs or not captured
 
 
-@pytest.mark.parametrize("drafter", ["hostile", "ngram:min_match=1"])
+@pytest.mark.parametrize("drafter", ["hostile", "guests", "ngram:min_match=1"])
 @pytest.mark.parametrize("codec", ["int4_bdr", "int4", "fp8"])
 def test_lossy_codecs_keep_tokens_too(codec, drafter):
     """Trees by the kernel for short spans, chains in graphs. Moves copy codes and scales; the tree's keys are the same numbers in
     other slots."""
     alone = run("", kv_codec=codec, page_slots=None, cuda_graphs=False, overlap=False)[0]
-    hostile = alone if drafter == "hostile" else None
-    found, stats, _ = run("replay" if hostile else drafter, hostile, kv_codec=codec, page_slots=None)
+    hostile = alone if drafter in ("hostile", "guests") else None
+    found, stats, _ = run(drafter.replace("hostile", "replay"), hostile, kv_codec=codec, page_slots=None)
     assert stats.accepted_tokens > 0
     assert sum(found[key] == alone[key] for key in alone) >= len(alone) - 1, "but for a tie"
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("kind, more", [("medusa", ""), ("eagle", ""), ("eagle", ",width=1")])
+@pytest.mark.parametrize("kind, more", [("medusa", ""), ("eagle", ""), ("eagle", ",width=1"), ("ppd", "")])
 def test_trained_heads_keep_tokens(kind, more, graphs, tmp_path):
     """Hidden states from graphs and from eager steps; drafting itself is captured, too, and stays so."""
     folder = heads.trained(kind, tmp_path, 40)

@@ -397,4 +397,4 @@ def test_shipped_heads_are_for_the_shipped_model(kind):
     _, facts = heads.read(kind, folder)
     model = export.load(resolve("base"))
     assert facts["weights"] == heads.fingerprint(model.model.norm.weight), "trained for other weights: run tools/train_drafters.sh"
-    assert (folder / heads.WEIGHTS).stat().st_size < {"eagle": 2_600_000, "medusa": 1_300_000}[kind]
+    assert (folder / heads.WEIGHTS).stat().st_size < {"eagle": 2_600_000, "medusa": 1_300_000, "ppd": 10_000}[kind]
