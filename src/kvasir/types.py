@@ -407,6 +407,7 @@ class EngineStats:
     failed: dict[str, int] = field(default_factory=dict)
     step_seconds: float = 0.0
     step_rows: int = 0
+    busy_seconds: float = 0.0  # of all steps; of two that overlap, every second once
     draft_steps: int = 0  # steps in which drafts were asked for
     drafts: int = 0  # trees verified, of which the next three and the table tell
     drafted_tokens: int = 0

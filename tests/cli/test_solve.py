@@ -21,15 +21,18 @@ def test_two_models_a_journal_and_a_report(kvasir, tmp_path):
     assert first["problems"] == 3 and first["calls"] == 3 and first["dollars"] == 0 < second["dollars"] and len(second["loops"]) == 2
     assert set(second["by_model"]) == {"nano", "base"} and set(found["frontier"]) >= {"tokens", "flops", "dollars"}
     assert found["differences"][0]["second"] == "squeeze_evolve:N=2,K=2,T=2"
-    assert first["seconds"] > 0 and "seconds" in found["frontier"]
+    assert first["seconds"] > 0 and "seconds" in found["frontier"] and "device_seconds" in found["frontier"]
+    assert 0 < first["by_model"]["nano"]["device_seconds"] <= first["device_seconds"] and set(second["by_model"]) == {"nano", "base"}
     lines = journal.read_text().count("\n")
     again = kvasir(*args)
     assert again.code == 0 and journal.read_text().count("\n") == lines  # everything was there
     repeated = json.loads(out.read_text())
-    assert "seconds" not in repeated["arms"][0]["metrics"] and "seconds" not in repeated["frontier"]  # a replay takes no time
+    assert not {"seconds", "device_seconds"} & set(repeated["arms"][0]["metrics"]) and "seconds" not in repeated["frontier"]  # a replay takes no time
     for a, b in zip(found["arms"], repeated["arms"]):
-        assert {k: v for k, v in a["metrics"].items() if "seconds" not in k and k != "per_problem"} == \
-               {k: v for k, v in b["metrics"].items() if "seconds" not in k and k != "per_problem"}
+        for m in (a["metrics"], b["metrics"]):
+            for part in (m, m["per_problem"], *m["by_model"].values()):
+                part.pop("seconds", None), part.pop("device_seconds", None)
+        assert a["metrics"] == b["metrics"]
     assert kvasir(*args[:-2], "--journal", out).code == 2
 
 

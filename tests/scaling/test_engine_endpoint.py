@@ -87,6 +87,8 @@ async def counters(endpoint):
     stats, total = await settled(endpoint), c.ledger.total()
     assert total["generated"] + total["discarded"] == stats.generation_tokens
     assert total["uncached"] + total["cached"] == stats.prompt_tokens and total["cached"] == stats.cached_tokens > 0
+    busy = await endpoint.busy_seconds()
+    assert 0 < busy == await endpoint.busy_seconds(), "nothing runs"
     assert total["scored"] == pool[0].tokens and total["flops"] == 2 * endpoint.parameters * (total["uncached"] + stats.generation_tokens)
 
 
