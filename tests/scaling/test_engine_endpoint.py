@@ -122,11 +122,13 @@ async def sequences(endpoint):
     """Written in pieces, a reply is what it would have been in one; a fork starts as its parent and goes its own way."""
     c = context(endpoint)
     whole = (await c.sample(endpoint, MESSAGES, 1, stream=21))[0]
+    written = len(c.ledger.charges)
     seq = c.open(endpoint, MESSAGES)
     seq.stream = 21
     while not seq.done and seq.tokens < 48:
         await seq.generate(until=("\n",), max_tokens=48 - seq.tokens)
     assert tuple(seq.ids) == whole.ids and seq.text == whole.text and len(seq.pieces) > 1 and seq.sample().finish == whole.finish
+    assert [charge.uncached for charge in c.ledger.charges[written + 1:]] == [1] * (len(seq.pieces) - 1), "a paused reply goes on as a decode"
     seq.truncate(1)
     forks = seq.fork(4)
     await c.map("fork", lambda scope, s: s.generate(scope=scope, max_tokens=12, temperature=3.0), forks)
