@@ -437,6 +437,7 @@ class EngineStats:
     quarantined: int = 0  # and requests that it gave up because they kept ending that process
     step_seconds: float = 0.0
     step_rows: int = 0
+    busy_seconds: float = 0.0  # of all steps; of two that overlap, every second once
     draft_steps: int = 0  # steps in which drafts were asked for
     drafts: int = 0  # trees verified, of which the next three and the table tell
     drafted_tokens: int = 0

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from kvasir.bench import solve_report
+from tests.api.running import running
 
 
 def test_two_models_a_journal_and_a_report(kvasir, tmp_path):
@@ -21,15 +22,18 @@ def test_two_models_a_journal_and_a_report(kvasir, tmp_path):
     assert first["problems"] == 3 and first["calls"] == 3 and first["dollars"] == 0 < second["dollars"] and len(second["loops"]) == 2
     assert set(second["by_model"]) == {"nano", "base"} and set(found["frontier"]) >= {"tokens", "flops", "dollars"}
     assert found["differences"][0]["second"] == "squeeze_evolve:N=2,K=2,T=2"
-    assert first["seconds"] > 0 and "seconds" in found["frontier"]
+    assert first["seconds"] > 0 and "seconds" in found["frontier"] and "device_seconds" in found["frontier"]
+    assert 0 < first["by_model"]["nano"]["device_seconds"] <= first["device_seconds"] and set(second["by_model"]) == {"nano", "base"}
     lines = journal.read_text().count("\n")
     again = kvasir(*args)
     assert again.code == 0 and journal.read_text().count("\n") == lines  # everything was there
     repeated = json.loads(out.read_text())
-    assert "seconds" not in repeated["arms"][0]["metrics"] and "seconds" not in repeated["frontier"]  # a replay takes no time
+    assert not {"seconds", "device_seconds"} & set(repeated["arms"][0]["metrics"]) and "seconds" not in repeated["frontier"]  # a replay takes no time
     for a, b in zip(found["arms"], repeated["arms"]):
-        assert {k: v for k, v in a["metrics"].items() if "seconds" not in k and k != "per_problem"} == \
-               {k: v for k, v in b["metrics"].items() if "seconds" not in k and k != "per_problem"}
+        for m in (a["metrics"], b["metrics"]):
+            for part in (m, m["per_problem"], *m["by_model"].values()):
+                part.pop("seconds", None), part.pop("device_seconds", None)
+        assert a["metrics"] == b["metrics"]
     assert kvasir(*args[:-2], "--journal", out).code == 2
 
 
@@ -50,6 +54,19 @@ def test_a_pool_a_limit_and_a_page(kvasir, tmp_path):
     page = tmp_path / "page.md"
     assert kvasir("solve", "report", out, "--page", page).code == 0 and "majority:n=1" in page.read_text()
     assert kvasir("solve", "countdown").code == 2
+
+
+def test_replicas_of_a_remote_model_share_the_problems(kvasir, tmp_path):
+    out = tmp_path / "out.json"
+    with running() as a, running() as b:
+        done = kvasir("solve", "--strategy", "majority:n=2", "--strategy", "best_of_n:n=2,by=judge", "--task", "countdown", "-n", 4,
+                      "--max-tokens", 8, "--model", f"{a.url}/v1#fake,{b.url}/v1#fake", "--json", out)
+        assert done.code == 0, done.err
+        assert len(a.engine.seen) == len(b.engine.seen) == 2 * (2 + 4)
+        problems = [{tuple(r.prompt_ids) for r in server.engine.seen} for server in (a, b)]
+        assert not problems[0] & problems[1], "every call of a problem goes to one of them"
+    assert list(json.loads(out.read_text())["arms"][0]["config"]["models"]) == ["fake"]
+    assert kvasir("solve", "--strategy", "majority", "--model", "http://h/v1#a,http://h/v1#b").code == 2
 
 
 def test_features_one_by_one(kvasir, tmp_path, monkeypatch):

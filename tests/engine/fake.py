@@ -212,6 +212,7 @@ class Driver:
             self.scheduler.complete(plan)
         self.in_flight.clear()
         self.scheduler.check()
+        self.scheduler.room.begin(self.now + 1000)  # leases end
         pages = self.scheduler.pages
         assert pages.num_free == pages.num_total or self.scheduler.num_running, "pages are lost"
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from kvasir.engine.schedulers.affinity import Affinity
 from kvasir.engine.schedulers.fcfs import Fcfs
 from kvasir.engine.schedulers.priority import Config, Priority
 from kvasir.types import Request, SamplingParams, Sequence, Status
@@ -30,12 +31,19 @@ class World:
         enough = -(-self.longest // self.page_slots) + rng.choice([0, 1, 4, 30])
         pages = manager([1 + max(enough, rng.choice([0, (12 + max_rows) // self.page_slots + 3])) for _ in groups], self.page_slots, groups,
                         None if rng.random() < 0.2 else b"root")
-        policy = Fcfs() if rng.random() < 0.5 else Priority(Config(threshold=rng.choice([1, 10])))
+        policy = rng.choice([Fcfs(), Affinity(), Priority(Config(threshold=1)), Priority(Config(threshold=10))])
         self.scheduler = scheduler(pages, policy, max_rows=max_rows, max_model_len=self.longest, max_num_seqs=rng.choice([1, 2, 4, 8]),
                                    long_prefill_token_threshold=rng.choice([0, 0, 5]))
         model = FakeModel(pages)
         for pool in pages.pools:
             pool._on_free = model.poison
+        self.resumed, resume = 0, pages.resume
+
+        def counted(*args):
+            self.resumed += 1
+            resume(*args)
+
+        pages.resume = counted
         self.driver = Driver(self.scheduler, model, rng)
         self.driver.draft_length = rng.choice([0, 0, 3, 9])
         self.driver.draft_quality = rng.random()
@@ -49,12 +57,18 @@ class World:
         shared = rng.randint(0, self.longest - 2) * (rng.random() < 0.7)
         prompt = rng.choice(self.roots)[:shared]
         prompt = prompt + [rng.randrange(7) for _ in range(rng.randint(0 if prompt else 1, max(1, (self.longest - 1 - len(prompt)) // 2)))]
+        tenant = rng.choice(["", "", "a"])
+        paused = [s for s in self.driver.sequences[-24:] if s.status is Status.FINISHED and s.request.params.lease and s.num_tokens < self.longest]
+        if paused and rng.random() < 0.4:  # go on from it, all of it or cut
+            before = rng.choice(paused)
+            prompt, tenant = before.tokens[:rng.randint(max(1, before.num_tokens - 4), before.num_tokens)], before.request.tenant
         max_tokens = rng.randint(1, self.longest - len(prompt))
         if not self.scheduler.pages.fits(len(prompt) + max_tokens - 1, self.scheduler.max_rows):
             return
-        params = SamplingParams(n=rng.choice([1, 1, 1, 2, 4]), prompt_logprobs=rng.choice([None] * 5 + [0]))
+        lease = rng.choice([0.0, 0.0, 2.0, 50.0]) if self.scheduler.pages.index is not None else 0.0
+        params = SamplingParams(n=rng.choice([1, 1, 1, 2, 4]), prompt_logprobs=rng.choice([None] * 5 + [0]), lease=lease)
         request = Request(id=str(len(self.driver.sequences)), prompt_ids=prompt, params=params, seed=rng.getrandbits(64), max_tokens=max_tokens,
-                          priority=rng.choice([0, 0, 3, 20]), arrival=self.driver.now, tenant=rng.choice(["", "", "a"]))
+                          priority=rng.choice([0, 0, 3, 20]), arrival=self.driver.now, tenant=tenant, affinity=rng.choice(["", "p", "q"]))
         parent = None
         for branch in range(params.n):
             seq = self.driver.add(Sequence(request, branch))
@@ -98,12 +112,13 @@ class World:
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_steps(seed: int) -> None:
-    seen: dict[str, int] = {"steps": 0, "preemptions": 0, "hits": 0, "finished": 0, "forks": 0}
+    seen: dict[str, int] = {"steps": 0, "preemptions": 0, "hits": 0, "finished": 0, "resumed": 0}
     for episode in range(EPISODES):
         world = World(seed * EPISODES + episode)
         world.live()
         seen["steps"] += next(world.driver.steps)
         seen["preemptions"] += world.scheduler.preemptions
         seen["hits"] += world.scheduler.pages.cached_tokens
+        seen["resumed"] += world.resumed
         seen["finished"] += sum(seq.finish_reason == "length" for seq in world.driver.sequences)
-    assert seen["steps"] >= EPISODES * STEPS and seen["preemptions"] and seen["hits"] and seen["finished"], seen
+    assert seen["steps"] >= EPISODES * STEPS and seen["preemptions"] and seen["hits"] and seen["finished"] and seen["resumed"], seen

@@ -87,6 +87,8 @@ async def counters(endpoint):
     stats, total = await settled(endpoint), c.ledger.total()
     assert total["generated"] + total["discarded"] == stats.generation_tokens
     assert total["uncached"] + total["cached"] == stats.prompt_tokens and total["cached"] == stats.cached_tokens > 0
+    busy = await endpoint.busy_seconds()
+    assert 0 < busy == await endpoint.busy_seconds(), "nothing runs"
     assert total["scored"] == pool[0].tokens and total["flops"] == 2 * endpoint.parameters * (total["uncached"] + stats.generation_tokens)
 
 
@@ -120,11 +122,13 @@ async def sequences(endpoint):
     """Written in pieces, a reply is what it would have been in one; a fork starts as its parent and goes its own way."""
     c = context(endpoint)
     whole = (await c.sample(endpoint, MESSAGES, 1, stream=21))[0]
+    written = len(c.ledger.charges)
     seq = c.open(endpoint, MESSAGES)
     seq.stream = 21
     while not seq.done and seq.tokens < 48:
         await seq.generate(until=("\n",), max_tokens=48 - seq.tokens)
     assert tuple(seq.ids) == whole.ids and seq.text == whole.text and len(seq.pieces) > 1 and seq.sample().finish == whole.finish
+    assert [charge.uncached for charge in c.ledger.charges[written + 1:]] == [1] * (len(seq.pieces) - 1), "a paused reply goes on as a decode"
     seq.truncate(1)
     forks = seq.fork(4)
     await c.map("fork", lambda scope, s: s.generate(scope=scope, max_tokens=12, temperature=3.0), forks)

@@ -13,7 +13,8 @@ from kvasir.errors import ConfigError
 from kvasir.lab import plots
 from kvasir.lab.statistics import difference_interval
 
-UNITS = {"flops": "GFLOP a problem", "output_tokens": "output tokens a problem", "dollars": "dollars a problem", "seconds": "seconds a problem"}
+UNITS = {"flops": "GFLOP a problem", "output_tokens": "output tokens a problem", "dollars": "dollars a problem", "seconds": "seconds a problem",
+         "device_seconds": "device seconds a problem"}
 SCALE = {"flops": 1e-9}
 CONTROLS = ("fitness=shuffled", "route=random")
 CHANCE = 0.55  # a signal that ranks no better than this says next to nothing

@@ -261,7 +261,7 @@ async def _solve(job: Job, strategies: dict[str, Strategy], problems: Sequence[P
                     endpoint.forget()  # or a later arm would find the questions of an earlier one in the cache, and look cheaper
                 with _progress(spec, len(problems)) as on_event:
                     done = await solve(strategy, problems, endpoints, seed=job.seed, name=spec, sampling=sampling, budget=job.budget,
-                                       problem_budget=job.problem_budget, journal=journal, on_event=on_event, at_once=job.at_once)
+                                       problem_budget=job.problem_budget, journal=journal, on_event=on_event, at_once=job.at_once, measure=True)
                 keep(spec, done)
     except EndpointDown as e:
         resume = f" What was done is in {job.journal.name}: the same command goes on from there." if job.journal else ""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvasir.lab.task import Problem as LabProblem
     from kvasir.lab.task import Task
 
-SHOWN = ("seconds", "tokens", "uncached", "output_tokens", "discarded")  # whose ratios are told
+SHOWN = ("seconds", "device_seconds", "tokens", "uncached", "output_tokens", "discarded")  # whose ratios are told
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ async def _solve(job: Job, name: str, strategies: dict[str, Strategy], problems:
                 for endpoint in endpoints:
                     endpoint.forget()
                 found[spec][name] = await solve(strategy, problems, endpoints, seed=job.seed, name=spec, sampling=sampling, at_once=job.at_once,
-                                                problem_budget=job.problem_budget)
+                                                problem_budget=job.problem_budget, measure=True)
                 log.info("%s, %s: %.1f s", spec, name, found[spec][name].seconds)
     except EndpointDown as e:
         raise ConfigError(f"the run ended: {e}") from e

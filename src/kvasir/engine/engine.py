@@ -337,6 +337,7 @@ class Engine:
         self.scheduler.complete(plan)
         now = time.perf_counter()
         self._stats.step_seconds, self._stats.step_rows = now - max(launched, self._resolved), plan.num_rows
+        self._stats.busy_seconds += self._stats.step_seconds
         self._resolved = now
         if self._drafting is not None:
             self._drafting.completed(plan)

@@ -156,6 +156,10 @@ class Endpoint(abc.ABC):
     async def close(self) -> None:  # noqa: B027
         """Give everything back."""
 
+    async def busy_seconds(self) -> float | None:
+        """How long its device has worked since the start; None where nobody can tell."""
+        return None
+
     def forget(self) -> None:  # noqa: B027
         """What was computed until now is no longer found in a prefix cache, where that can be had: arms of a comparison begin alike."""
 

@@ -33,6 +33,7 @@ from kvasir.types import Event, PromptScore, Request, SamplingParams, TokenLogpr
 DEFAULT_CONFIDENCES = 20
 FIRST = -1  # priority of calls that are a prompt and nothing more: a round of them holds up a whole loop
 FEATURES = ("fork", "score", "group")
+HEARTBEAT_PATIENCE = 5.0  # seconds; there are four heartbeats a second
 RETRIED = (429, 500, 503)  # statuses of a request that may pass another time
 
 
@@ -64,6 +65,14 @@ class ClientEndpoint(Endpoint):
         self.without = frozenset(without)
         self.caps = dataclasses.replace(self.caps, fork="fork" not in self.without)
         self._encoded: tuple[Prompt | None, list[int]] = (None, [])  # the last prompt: a call asks for its length, then for its ids
+
+    async def busy_seconds(self) -> float | None:
+        asked = time.monotonic()
+        while time.monotonic() < asked + HEARTBEAT_PATIENCE:
+            if (stats := self.engine.stats()).time >= asked:  # one clock on one machine
+                return stats.busy_seconds
+            await asyncio.sleep(0.02)
+        return None
 
     def forget(self) -> None:
         self.tenant = f"{self._prefix}-{next(self._numbers)}"

@@ -39,6 +39,10 @@ class ReplicaEndpoint(Endpoint):
         for replica in self.replicas:
             await replica.close()
 
+    async def busy_seconds(self) -> float | None:
+        found = [await replica.busy_seconds() for replica in self.replicas]
+        return None if None in found else sum(found)  # type: ignore[arg-type]
+
     def forget(self) -> None:
         for replica in self.replicas:
             replica.forget()

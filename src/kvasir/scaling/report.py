@@ -12,7 +12,7 @@ from kvasir.scaling.ledger import AMOUNTS
 from kvasir.scaling.primitives import Event
 from kvasir.scaling.solve import Solution
 
-CURRENCIES = ("output_tokens", "tokens", "flops", "dollars", "seconds")
+CURRENCIES = ("output_tokens", "tokens", "flops", "dollars", "seconds", "device_seconds")
 
 
 def costs(amounts: dict[str, float]) -> dict[str, float]:
@@ -30,12 +30,16 @@ def figures(solution: Solution, right: Sequence[bool]) -> dict[str, Any]:
                              "agreement": round(sum(s.result.agreement for s in solution.solved) / max(1, count), 4)}
     found |= {name: total[name] for name in AMOUNTS if name != "seconds"} | costs(total)
     found |= {"seconds": round(solution.seconds, 3)} if solution.seconds is not None else {}
+    found |= {"device_seconds": round(sum(solution.busy.values()), 3)} if solution.busy is not None else {}
     made = found["output_tokens"]
     found["wasted"] = round(total["discarded"] / made, 4) if made else 0.0
     found["lost_tokens"] = sum(c.discarded for c in solution.ledger.charges if c.kind == "lost")
     found["per_problem"] = {name: found[name] / max(1, count) for name in CURRENCIES if name in found}
     found["by_model"] = {name: {**{k: v for k, v in sums.items() if k != "seconds"}, **costs(sums)}
                          for name, sums in solution.ledger.by_endpoint().items()}
+    for name, seconds in (solution.busy or {}).items():
+        if name in found["by_model"]:
+            found["by_model"][name]["device_seconds"] = round(seconds, 3)
     return found
 
 
@@ -64,13 +68,17 @@ def frontier(arms: Sequence[tuple[str, dict[str, Any]]], currency: str) -> list[
 
 
 class Tally:
-    """What a progress bar shows, from events: problems done, mean agreement, tokens, dollars."""
+    """What a progress bar shows, from events: problems done, tokens, dollars, mean agreement, populations."""
 
     def __init__(self) -> None:
         self.done, self.agreement, self.output, self.dollars, self.retries = 0, 0.0, 0, 0.0, 0
+        self.loops, self.answers = 0, 0  # populations seen, and their different answers
 
     def add(self, event: Event) -> None:
         self.retries += event["event"] == "retry"
+        if event["event"] == "loop":
+            self.loops += 1
+            self.answers += event["answers"]
         if event["event"] == "end":
             self.done += 1
             self.agreement += event["agreement"]
@@ -80,4 +88,5 @@ class Tally:
     def __str__(self) -> str:
         money = f"${self.dollars:.4f} · " if self.dollars else ""
         again = f" · {self.retries} retries" if self.retries else ""
-        return f"{self.output:,} tokens · {money}{self.agreement / max(1, self.done):.0%} agree{again}"
+        populations = f" · {self.loops} loops, {self.answers / self.loops:.1f} answers each" if self.loops else ""
+        return f"{self.output:,} tokens · {money}{self.agreement / max(1, self.done):.0%} agree{populations}{again}"

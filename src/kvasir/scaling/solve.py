@@ -36,18 +36,21 @@ class Solved:
 @dataclass(frozen=True)
 class Solution:
     """All problems of one strategy. ``ledger``: of the whole, calls that failed included. ``seconds``: of the whole; None where a part of
-    it was replayed from a journal, which takes no time."""
+    it was replayed from a journal, which takes no time. ``busy``: seconds that each model's device worked, where ``measure`` was asked for
+    and all of them can tell; of engines that nobody else uses meanwhile."""
 
     solved: list[Solved]
     ledger: Ledger
     seconds: float | None
+    busy: dict[str, float] | None = None
 
 
 async def solve(strategy: Strategy, problems: Sequence[Problem], endpoints: Sequence[Endpoint], *, seed: int = 0, name: str = "",
                 sampling: Sampling | None = None, budget: Budget | None = None, problem_budget: Budget | None = None,
                 journal: Journal | Path | None = None, on_event: Callable[[Event], None] | None = None, at_once: int = MAX_PROBLEMS,
-                retries: int = 4, pause: float = 0.5) -> Solution:
+                retries: int = 4, pause: float = 0.5, measure: bool = False) -> Solution:
     """Run ``strategy`` on every problem. ``endpoints``: started, cheapest first. ``budget``: of the run; ``problem_budget``: of each problem.
+    ``measure``: ask the endpoints how long they worked, for which heartbeats are waited for.
 
     Raises ConfigError for what cannot work, before the first call, and EndpointDown when an endpoint keeps failing.
     """
@@ -61,13 +64,17 @@ async def solve(strategy: Strategy, problems: Sequence[Problem], endpoints: Sequ
     for charge in book.lost:  # of this strategy's calls in earlier runs
         if charge.key.startswith(f"{name}:"):
             run.ledger.commit(charge)
+    before = [await e.busy_seconds() for e in endpoints] if measure else []
     slots, begin = asyncio.Semaphore(at_once), time.perf_counter()
     try:
         solved = await _together([_one(strategy, problem, run, problem_budget, slots) for problem in problems])
     finally:
         if opened:
             book.close()
-    return Solution(solved, run.ledger, None if run.replayed else time.perf_counter() - begin)
+    seconds = None if run.replayed else time.perf_counter() - begin
+    after = [await e.busy_seconds() for e in endpoints] if measure and seconds is not None else []
+    told = bool(after) and None not in before + after
+    return Solution(solved, run.ledger, seconds, {e.name: b - a for e, a, b in zip(endpoints, before, after)} if told else None)
 
 
 def _check_ids(problems: Sequence[Problem]) -> None:
