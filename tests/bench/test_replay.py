@@ -57,6 +57,29 @@ def test_a_b_a_at_a_share_of_the_peers_capacity(data):
     assert all(not a & b for i, a in enumerate(known) for b in known[:i]), "no window finds the prefixes of another in a cache"
 
 
+def test_loads_of_one_trace_share_a_life_and_a_capacity(data):
+    table = {"shape": "small", "repeats": 1, "settings": {"num_threads": 1, "device": "cpu"},
+             "peer": {"name": "vllm", "repeats": [1, 0], "options": {"max_model_len": 128}},
+             "traces": {n: {**{k: v for k, v in LOAD.items() if k != "rate"}, "share": s} for n, s in (("more", 0.04), ("half", 0.02))}}
+    steps = []
+    found = replay.measure(parse("c", table), data, site=SITE, keep=steps.append)
+    check(found)
+    kvasir, vllm = found["arms"]
+    for entry in found["arms"]:
+        assert entry["metrics"]["half.capacity_requests_s"] == entry["metrics"]["more.capacity_requests_s"]
+    assert vllm["metrics"]["more.window_s"]["median"] == pytest.approx(vllm["metrics"]["half.window_s"]["median"] / 2, rel=0.05)
+    assert 150 < kvasir["metrics"]["half.cached_tokens"]["median"] < 12 * 32, "the shared block, not the window before"
+    asked = log_of(data / "log")
+    sent = [tuple(e["prompt"]) for e in asked if e["op"] == "request"]
+    assert len([e for e in asked if e["op"] == "serve"]) == 1 and len(sent) == 12 + 2 * (8 + 12)
+    assert not {p[:16] for p in sent[20:32]} & {p[:16] for p in sent[40:]}, "other prompts in every window of a life"
+
+    assert [[a["name"] for a in s["arms"]] for s in steps] == [["vllm"], ["vllm"], ["kvasir", "vllm"], ["kvasir", "vllm"]]
+    assert not any("half" in m for m in steps[0]["arms"][0]["metrics"]) and any("half" in m for m in steps[1]["arms"][0]["metrics"])
+    for so_far in steps:
+        check(so_far)
+
+
 def test_one_load_with_our_settings(data, capsys):
     replay.run_load(Load.of("t", LOAD | {"arrivals": "recorded"}), {"num_threads": 1}, model="", shape=None, peer=None, site=None, data=data,
                     repeats=1, capacity=None, output=None, commit="abc1234")

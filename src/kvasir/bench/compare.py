@@ -34,13 +34,18 @@ Facts = dict[str, dict[str, Any]]
 def run_case(case: Case, *, peer: bool, site: str | None, repeats: int | None, only: list[str] | None, output: Path | None,
              commit: str | None) -> None:
     """Measure and show. ``only``: the workloads to run, of those the case has. Raises ConfigError before anything is started."""
+    finish(measure(case, peer=peer, site=site, repeats=repeats, only=only, keep=keeper(output, commit)), output, commit)
+
+
+def keeper(output: Path | None, commit: str | None) -> Callable[[dict[str, Any]], None]:
+    """Writes what there is so far to ``output``, if any."""
 
     def keep(so_far: dict[str, Any]) -> None:
         if output is not None:
             output.parent.mkdir(parents=True, exist_ok=True)
             output.write_text(json.dumps(so_far | ({"commit": commit} if commit else {}), indent=1) + "\n")
 
-    finish(measure(case, peer=peer, site=site, repeats=repeats, only=only, keep=keep), output, commit)
+    return keep
 
 
 def chosen(names: list[str], only: list[str] | None) -> list[str]:

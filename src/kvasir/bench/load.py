@@ -47,6 +47,11 @@ class Load:
             raise ConfigError(f"trace {name}: Poisson arrivals need a rate, or a share of the peer's capacity")
         return load
 
+    @property
+    def stream(self) -> tuple[Any, ...]:
+        """What a server's capacity depends on: loads that have it in common differ in their arrivals alone."""
+        return self.file, self.scale, self.clip
+
     def trace(self, data: Path) -> list[traces.Recorded]:
         return traces.scaled(traces.read(data / self.file), self.scale, self.clip)
 

@@ -1,7 +1,8 @@
 """``kvasir bench trace``, and cases with traces: a recorded request stream against servers, ours between two runs of the peer's.
 
 Each server runs alone, in a process of its own, and gets the same requests at the same times. A load names its rate, or its
-share of what the peer completes when all requests wait at once (its capacity), which is then measured first; ours, too.
+share of what the peer completes when all requests wait at once (its capacity), which is then measured first; ours, too. Loads of one
+trace share a capacity. The result is on disk after every load.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from kvasir.bench import client, traces
 from kvasir.bench.case import Case, Peer
 from kvasir.bench.client import Call
-from kvasir.bench.compare import kept
+from kvasir.bench.compare import keeper, kept
 from kvasir.bench.load import Load
 from kvasir.bench.result import arm, finish, judged, ratios_of, result, spread
 from kvasir.bench.servers import SHARED, flags_of, serving
@@ -30,6 +31,7 @@ from kvasir.models import checkpoint
 
 LATE_MS = 5.0  # of the client's own: beyond this the figures are its, too
 WARMUP = 8  # requests before the window
+FULL = 600  # requests that wait at once, at least, when a capacity is measured
 
 
 @dataclass(slots=True)
@@ -43,7 +45,8 @@ class Measured:
 def run_case(case: Case, *, peer: bool, site: str | None, repeats: int | None, only: list[str] | None, output: Path | None,
              commit: str | None, data: Path = Path("."), capacity: float | None = None) -> None:
     """``data``: the folder that the case's files are in. ``capacity``: the peer's, where an earlier run measured it."""
-    finish(measure(case, data, with_peer=peer, site=site, repeats=repeats, only=only, capacity=capacity), output, commit)
+    keep = keeper(output, commit)
+    finish(measure(case, data, with_peer=peer, site=site, repeats=repeats, only=only, capacity=capacity, keep=keep), output, commit)
 
 
 def run_load(load: Load, settings: dict[str, Any], *, model: str, shape: str | None, peer: str | None, site: str | None, data: Path, repeats: int,
@@ -67,7 +70,9 @@ def run_url(load: Load, url: str, *, data: Path, repeats: int, api_key: str | No
 
 
 def measure(case: Case, data: Path, *, with_peer: bool = True, site: str | None = None, repeats: int | None = None,
-            only: list[str] | None = None, capacity: float | None = None) -> dict[str, Any]:
+            only: list[str] | None = None, capacity: float | None = None,
+            keep: Callable[[dict[str, Any]], None] = lambda so_far: None) -> dict[str, Any]:
+    """The case's result. ``keep`` is given the result so far after every load of every server."""
     peer = case.peer if with_peer else None
     if peer:
         check_peer(peer.name, site)
@@ -78,7 +83,7 @@ def measure(case: Case, data: Path, *, with_peer: bool = True, site: str | None 
     if any(load.share for load in loads.values()) and not capacity and not peer:
         raise ConfigError("a share of the peer's capacity needs the peer, or its capacity from an earlier run")
     measured: dict[str, dict[str, Measured]] = {}
-    capacities: dict[str, dict[str, float]] = {n: {} for n in loads}  # load -> arm -> requests a second
+    capacities: dict[tuple[Any, ...], dict[str, float]] = {load.stream: {} for load in loads.values()}  # stream -> arm -> requests a second
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(shape_folder(case.shape, tokenizer=True)) if case.shape else str(checkpoint.resolve(case.model))
         dummy = {"load_format": "dummy", "served_model_name": case.shape} if case.shape else {}
@@ -88,34 +93,44 @@ def measure(case: Case, data: Path, *, with_peer: bool = True, site: str | None 
             with serving(server, folder, flags_of({**dummy, **options}), site) as running:
                 arm_so_far = measured.setdefault(part, {}).setdefault(name, Measured())
                 arm_so_far.ready_s.append(running.wait())
-                for n, load in loads.items():
-                    if load.share and not capacity and name not in capacities[n]:
-                        capacities[n][name] = saturate(running.url, load, recorded[n])
-                        log.info("%s completes %.2f requests a second of %s", name, capacities[n][name], n)
-                    rate = load.share * (capacity or capacities[n][peer.name]) if load.share else load.rate
-                    for metrics in windows(running.url, load.calls(recorded[n], rate), count):
+                for number, (n, load) in enumerate(loads.items()):
+                    found = capacities[load.stream]
+                    if load.share and not capacity:
+                        if name not in found:
+                            found[name] = saturate(running.url, load, recorded[n])
+                            log.info("%s completes %.2f requests a second of %s", name, found[name], n)
+                        if part != "after":
+                            arm_so_far.values[f"{n}.capacity_requests_s"] = [round(found[name], 3)]
+                        if peer.name not in found:
+                            log.warning("%s is left out: the capacity of %s is not known", n, peer.name)
+                            continue
+                    rate = load.share * (capacity or found[peer.name]) if load.share else load.rate
+                    for metrics in windows(running.url, load.calls(recorded[n], rate), count, first=1 + number * count):
                         for key, value in metrics.items():
                             arm_so_far.values.setdefault(f"{n}.{key}", []).append(value)
+                    keep(_result(case, loads, measured))
 
-        with kept(lambda: case.first in measured.get("own", {}) and measured["own"][case.first].values):
-            if peer:
-                visit(peer.name, peer.name, peer.options, "before", peer.repeats[0])
-            for name, settings in case.arms.items():
-                visit(name, "kvasir", settings, "own", repeats or case.repeats)
-            if peer and peer.repeats[1]:
-                visit(peer.name, peer.name, peer.options, "after", peer.repeats[1])
-    for n, by_arm in capacities.items():
-        for name, found in by_arm.items():
-            measured["own" if name in case.arms else "before"][name].values[f"{n}.capacity_requests_s"] = [round(found, 3)]
+        plans = [(name, "kvasir", settings, "own", repeats or case.repeats) for name, settings in case.arms.items()]
+        if peer:
+            before, after = peer.repeats
+            plans = [(peer.name, peer.name, peer.options, "before", before), *plans]
+            plans += [(peer.name, peer.name, peer.options, "after", after)] if after else []
+        for plan in plans:
+            with kept(lambda: any(so_far.values for arms in measured.values() for so_far in arms.values())) as state:
+                visit(*plan)
+            if state.told_to_end:
+                break
     return _result(case, loads, measured)
 
 
-def windows(url: str, calls: list[Call], count: int, api_key: str | None = None) -> Iterator[dict[str, Any]]:
-    """Metrics of ``count`` windows against a running server, after a few requests that warm it up."""
+def windows(url: str, calls: list[Call], count: int, api_key: str | None = None, first: int = 1) -> Iterator[dict[str, Any]]:
+    """Metrics of ``count`` windows against a running server, after a few requests that warm it up.
+
+    ``first``: the first window's number. Windows of other numbers have other prompts."""
     model = client.served_model(url, api_key)
-    first = [Call(0.0, c.prompt[::-1], c.output) for c in calls[:WARMUP]]  # backwards: the same sizes, but no prefix that the window has
-    asyncio.run(client.replay(url, model, first, api_key))
-    for number in range(1, count + 1):
+    warmup = [Call(0.0, c.prompt[::-1], c.output) for c in calls[:WARMUP]]  # backwards: the same sizes, but no prefix that the window has
+    asyncio.run(client.replay(url, model, warmup, api_key))
+    for number in range(first, first + count):
         shifted = [dataclasses.replace(c, prompt=_shifted(c.prompt, number)) for c in calls]
         replies, lags = asyncio.run(client.replay(url, model, shifted, api_key))
         metrics = client.summarise(replies, shifted, lags)
@@ -125,7 +140,7 @@ def windows(url: str, calls: list[Call], count: int, api_key: str | None = None)
         if late > LATE_MS:
             log.warning("the client itself was late by %.1f ms (p99): part of these figures is its own", late)
         yield metrics
-        log.info("window %d of %d: %d requests, TTFT p50 %.0f ms", number, count, metrics["requests"], metrics["ttft_ms_p50"])
+        log.info("window %d of %d: %d requests, TTFT p50 %.0f ms", number - first + 1, count, metrics["requests"], metrics["ttft_ms_p50"])
 
 
 def _shifted(prompt: list[int], number: int) -> list[int]:
@@ -135,8 +150,8 @@ def _shifted(prompt: list[int], number: int) -> list[int]:
 
 
 def saturate(url: str, load: Load, trace: list[traces.Recorded]) -> float:
-    """Requests a second that the server completes when ``num_requests`` of the load wait at once."""
-    calls = load.calls(trace, float("inf"))
+    """Requests a second that the server completes when ``num_requests`` of the load, and at least FULL, wait at once."""
+    calls = dataclasses.replace(load, num_requests=max(load.num_requests, FULL)).calls(trace, float("inf"))
     replies, _ = asyncio.run(client.replay(url, client.served_model(url), calls))
     return client.capacity(replies)
 
@@ -144,12 +159,12 @@ def saturate(url: str, load: Load, trace: list[traces.Recorded]) -> float:
 def _result(case: Case, loads: dict[str, Load], measured: dict[str, dict[str, Measured]]) -> dict[str, Any]:
     entries, pairs = [], [(name, case.first) for name in list(case.arms)[1:]]
     for name, settings in case.arms.items():
-        if name in measured["own"]:
+        if measured.get("own", {}).get(name, Measured()).values:
             entries.append(_entry(name, {"shape": case.shape, **settings, "loads": _described(loads)}, [measured["own"][name]]))
     drift, targets = {}, {}
     if "before" in measured:
         peer = case.peer.name
-        parts = [measured[part][peer] for part in ("before", "after") if part in measured]
+        parts = [measured[part][peer] for part in ("before", "after") if part in measured and measured[part][peer].values]
         entries.append(_entry(peer, {"peer": peer, **case.peer.options}, parts))
         pairs += [(name, peer) for name in case.arms]
         if len(parts) == 2:

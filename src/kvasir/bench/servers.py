@@ -71,7 +71,7 @@ def command(name: str, model: str, port: int, flags: list[str]) -> list[str]:
     if name == "kvasir":
         return [sys.executable, "-m", "kvasir.cli.main", "serve", *([model] if model else []), "--port", str(port), *flags]
     if name == "vllm":
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port), "--host", "127.0.0.1",
+        return [sys.executable, "-m", "kvasir.bench.peers.vllm_server", "--model", model, "--port", str(port), "--host", "127.0.0.1",
                 "--disable-uvicorn-access-log", "--enable-prompt-tokens-details", *flags]
     raise ConfigError(f"'{name}' has no server that the benchmark knows; kvasir and vllm have")
 

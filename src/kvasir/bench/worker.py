@@ -15,7 +15,8 @@ from typing import Any
 
 from kvasir.errors import ConfigError, nearest
 
-PEERS = {"vllm": "vllm", "transformers": "transformers"}  # name -> the package it needs
+PEERS = {"vllm": "vllm", "transformers": "transformers", "llama_cpp": "llama_cpp"}  # name -> the package it needs
+INSTALLED = {"llama_cpp": "llama-cpp-python gguf"}  # what pip calls it, where that differs
 # A peer's models are local folders, and it must not look elsewhere. FlashInfer's sampler would be compiled at run time, which a
 # machine without a compiler cannot: vLLM then uses its own.
 ALONE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
@@ -29,7 +30,8 @@ def check_peer(name: str, site: str | None) -> None:
     if site is not None and not (Path(site) / PEERS[name]).is_dir():
         raise ConfigError(f"--peer-python-path {site} has no package '{PEERS[name]}'")
     if site is None and importlib.util.find_spec(PEERS[name]) is None:
-        raise ConfigError(f"the peer needs its package: pip install {PEERS[name]}, or name a folder that has it with --peer-python-path")
+        raise ConfigError(f"the peer needs its package: pip install {INSTALLED.get(name, name)}, or name a folder that has it with "
+                          "--peer-python-path")
 
 
 def environment(site: str | None = None) -> dict[str, str]:

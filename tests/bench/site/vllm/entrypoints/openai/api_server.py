@@ -5,6 +5,7 @@ import asyncio
 import json
 
 import uvicorn
+import uvloop  # as the real one does; ``peers.vllm_server`` sees to it where it is not installed
 
 from vllm import note
 
@@ -50,4 +51,4 @@ if __name__ == "__main__":
         parser.add_argument(flag, action="store_true", required=True)
     args = parser.parse_args()
     note(op="serve", options=vars(args))
-    uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
+    uvloop.run(uvicorn.Server(uvicorn.Config(app, host=args.host, port=args.port, log_level="warning")).serve())
