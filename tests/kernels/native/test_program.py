@@ -184,7 +184,8 @@ def attended(world, **changes):
 WIDE_TREE = [-1, *[i // 2 for i in range(69)]]  # more rows than a word has bits
 
 
-@pytest.mark.parametrize("options", [{}, {"heads": 8, "kv_heads": 1}, {"window": 1}, {"window": 3}, {"window": 20, "softcap": 2.0, "sinks": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"heads": 8, "kv_heads": 1}, {"window": 1}, {"window": 3},
+                                     {"window": 20, "softcap": 2.0, "sinks": True}], ids=str)
 @pytest.mark.parametrize("parents", [[-1, 0, 0, 2, 2, 3, 1], WIDE_TREE], ids=["small", "wide"])
 def test_a_tree_s_rows_see_their_ancestors(parents, options):
     """Beside spans that are causal, one of them with a row's worth of bits that says nothing."""
