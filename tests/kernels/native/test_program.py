@@ -197,6 +197,22 @@ def test_a_tree_s_rows_see_their_ancestors(parents, options):
     assert options.get("window") == 1 or not torch.allclose(out, straight, atol=1e-3), "the tree must matter here"
 
 
+@pytest.mark.parametrize("team", [2, 5])
+def test_bits_are_the_same_for_any_number_of_threads(team):
+    """Threads take blocks as they come, whoever comes first."""
+    world, x, w = make_world([(9, 1), (30, 41), (0, 70)], heads=6, window=33), torch.randn(300, 200), weights(100, 200)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        want = [attended(world), *(product(x[:n], w, TILES[-1], norm=(torch.ones(200), NORM)) for n in (20, 40, 300))]
+        torch.set_num_threads(team)
+        for _ in range(3):
+            got = [attended(world), *(product(x[:n], w, TILES[-1], norm=(torch.ones(200), NORM)) for n in (20, 40, 300))]
+            assert all(map(torch.equal, got, want))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_row_s_nan_is_its_own():
     world = make_world([(20, 1), (30, 1)])
     batch, planes, program, q = world.batch, world.cache.planes, Program(native().library), world.q.clone()
