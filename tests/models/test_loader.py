@@ -112,6 +112,9 @@ def test_dummy_weights(llama):
     assert same(one, again) and not same(one, other)
     assert all(s.target.isfinite().all() for s in one.slots().values())
     assert torch.equal(one.norm.weight, torch.ones(32))
+    narrow = load_model(llama, {**config, "dtype": "bfloat16"}, device="cpu", dtype=torch.float32, load_format="dummy")
+    assert all(torch.equal(s.target, s.target.bfloat16().float()) for s in narrow.slots().values()), "as a checkpoint in bf16 would be"
+    assert not torch.equal(one.embed_VE, one.embed_VE.bfloat16().float())
     deep = load_model(llama, {**config, "num_hidden_layers": 40}, device="cpu", dtype=torch.float16, load_format="dummy")
     logits = deep.logits(torch.randn(3, 32, dtype=torch.float16))
     assert logits.isfinite().all() and logits.std() > 0.1

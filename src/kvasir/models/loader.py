@@ -48,7 +48,7 @@ def start_loading(path: Path, config: dict[str, Any], *, device: torch.device | 
     filling = Filling(place.device)
     if load_format == "dummy":
         decoder = Decoder(spec, place, num_positions)
-        fill_random(decoder, seed)
+        fill_random(decoder, seed, str(config.get("dtype") or config.get("torch_dtype")).endswith("bfloat16"))
         return decoder, filling
     placed = assign(read_headers(path), spec)
     decoder = Decoder(spec, place, num_positions)
@@ -188,13 +188,15 @@ def _check_tied(head: Stored, embedding: Stored) -> None:
 
 
 @torch.inference_mode()
-def fill_random(decoder: Decoder, seed: int) -> None:
+def fill_random(decoder: Decoder, seed: int, narrow: bool = False) -> None:
     """Random weights, made on the device: matrices uniform with variance 1 / inputs (activations stay of order one), norms
-    one, other vectors zero."""
+    one, other vectors zero. ``narrow``: bf16 numbers, whatever type holds them, like those of a checkpoint in bf16."""
     generator = torch.Generator(decoder.place.device).manual_seed(seed)
     for name, slot in decoder.slots().items():
         if slot.target.dim() >= 2 and not slot.repeat:
             bound = (3.0 / slot.shape[-1]) ** 0.5
             slot.target.uniform_(-bound, bound, generator=generator)
+            if narrow and slot.target.dtype == torch.float32:
+                slot.target.copy_(slot.target.bfloat16())
         else:
             slot.target.fill_(1.0 if name.endswith("norm.weight") else 0.0)

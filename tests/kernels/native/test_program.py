@@ -184,7 +184,8 @@ def attended(world, **changes):
 WIDE_TREE = [-1, *[i // 2 for i in range(69)]]  # more rows than a word has bits
 
 
-@pytest.mark.parametrize("options", [{}, {"heads": 8, "kv_heads": 1}, {"window": 1}, {"window": 3}, {"window": 20, "softcap": 2.0, "sinks": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"heads": 8, "kv_heads": 1}, {"window": 1}, {"window": 3},
+                                     {"window": 20, "softcap": 2.0, "sinks": True}], ids=str)
 @pytest.mark.parametrize("parents", [[-1, 0, 0, 2, 2, 3, 1], WIDE_TREE], ids=["small", "wide"])
 def test_a_tree_s_rows_see_their_ancestors(parents, options):
     """Beside spans that are causal, one of them with a row's worth of bits that says nothing."""
@@ -194,6 +195,22 @@ def test_a_tree_s_rows_see_their_ancestors(parents, options):
     straight = attended(world, ancestors=None)
     assert torch.equal(out[:1], straight[:1]) and torch.equal(out[-37:], straight[-37:])
     assert options.get("window") == 1 or not torch.allclose(out, straight, atol=1e-3), "the tree must matter here"
+
+
+@pytest.mark.parametrize("team", [2, 5])
+def test_bits_are_the_same_for_any_number_of_threads(team):
+    """Threads take blocks as they come, whoever comes first."""
+    world, x, w = make_world([(9, 1), (30, 41), (0, 70)], heads=6, window=33), torch.randn(300, 200), weights(100, 200)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        want = [attended(world), *(product(x[:n], w, TILES[-1], norm=(torch.ones(200), NORM)) for n in (20, 40, 300))]
+        torch.set_num_threads(team)
+        for _ in range(3):
+            got = [attended(world), *(product(x[:n], w, TILES[-1], norm=(torch.ones(200), NORM)) for n in (20, 40, 300))]
+            assert all(map(torch.equal, got, want))
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_row_s_nan_is_its_own():

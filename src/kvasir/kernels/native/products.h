@@ -162,7 +162,7 @@ INLINE vec biased(const float *bias, int64_t column, int64_t width, vec v) {
     return v;
 }
 
-static void finish(const Linear *op, int64_t panel, int64_t row, vec left, vec right) {
+INLINE void finish(const Linear *op, int64_t panel, int64_t row, vec left, vec right) {
     int64_t width = op->num_outputs;
     if (op->activation) { /* the panel's blocks are gate and up of the same 16 outputs */
         left = biased(op->bias, panel * LANES, width, left);

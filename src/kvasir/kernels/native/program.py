@@ -2,7 +2,8 @@
 
 The classes that mirror structures of the C sources have the names and the fields of those.
 
-Legend: T rows, S spans, A words of ancestor bits, M wanted rows, K inputs, N outputs, H query heads, G KV heads, D head dim, W pages, P slots per page.
+Legend: T rows, S spans, A words of ancestor bits, M wanted rows, K inputs, N outputs, H query heads, G KV heads, D head dim,
+W pages, P slots per page.
 """
 
 from __future__ import annotations
