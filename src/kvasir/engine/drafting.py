@@ -125,10 +125,10 @@ class Drafting:
             self.drafter.open(seq)
 
     def _ask(self, seq: Sequence) -> Ask | None:
-        most, wanted = self._config.max_draft_tokens, seq.request.params.num_draft_tokens
+        known, wanted = len(seq.tokens) + 1, seq.request.params.num_draft_tokens
+        most = min(self._config.max_draft_tokens, self._max_model_len - known, seq.num_prompt + seq.max_output - known)
         if wanted is not None:
             most = min(most, wanted)
-        most = min(most, self._max_model_len - 1 - len(seq.tokens), seq.max_output - 1 - seq.num_output)
         if self.controller.most_nodes is not None:
             most = min(most, self.controller.most_nodes)
         if most > 0 and self._lengths is not None:
@@ -216,7 +216,7 @@ class Drafting:
             self._lengths.ended(seq)
         self._pending.pop(seq, None)
         if seq.state.get("drafted"):
-            self.drafter.close(seq)
+            self._guarded(self.drafter.close, seq)
 
     def fill(self, stats: EngineStats) -> None:
         s = self.controller.stats
