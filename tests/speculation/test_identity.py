@@ -114,7 +114,7 @@ def test_same_tokens_full_product(place, case, reference):
 def test_with_parameters_that_look_at_history(params, temperature, guests):
     """Each node is conditioned on its own path: penalties, bans, masks and reports are those of plain decoding."""
     expected = plain(temperature, 2, "plain", **params)
-    d = driver("replay", max_num_batched_tokens=32, max_num_seqs=4)
+    d = driver("replay", max_num_batched_tokens=96 if guests else 32, max_num_seqs=4)
     told = {key: tokens for key, (tokens, _) in expected.items()}
     install(d, WithGuests(told, d.engine.runner.model.spec.hidden_size) if guests else Hostile(told))
     d.run(requests(d, temperature, 2, **params), preempt_every=5)
