@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 
 import pytest
 
@@ -142,6 +143,25 @@ def test_leaving_a_stream_cancels_it(llm):
     next(stream)
     stream.close()
     assert not llm.engine.has_work() and llm.engine.pages.num_free == llm.engine.pages.num_total
+
+
+@pytest.mark.parametrize("call", ["generate", "stream"])
+def test_ctrl_c_in_the_middle_of_a_step_waits_for_its_end(llm, monkeypatch, call):
+    """Half a step cannot be taken back; `kvasir chat` goes on after Ctrl-C, and so may a notebook."""
+    alone = llm.generate(PROMPT, GREEDY)[0].outputs[0].text
+    launch, left = llm.engine.runner.launch, iter(range(3))
+
+    def pressed(plan):
+        if next(left, None) is None:
+            signal.raise_signal(signal.SIGINT)
+        return launch(plan)
+
+    monkeypatch.setattr(llm.engine.runner, "launch", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        list(getattr(llm, call)("The fox said", greedy(max_tokens=100, ignore_eos=True)))
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert llm.generate(PROMPT, GREEDY)[0].outputs[0].text == alone and not llm.engine.has_work()
 
 
 def test_streams_and_batches_side_by_side_keep_their_own_text(llm):

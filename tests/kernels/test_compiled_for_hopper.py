@@ -145,3 +145,14 @@ def test_dense(dim):
     found = compiled("dense_attention", "_dense_attention", {"num_warps": shape.warps, "num_stages": shape.stages},
                      {**LLAMA, "D": dim, "R_PAD": 4, "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n})
     assert found["tiles"] and found["wgmma"] and not found["spilled"] and found["shared"] <= 227 * 1024
+
+
+def test_the_ends_of_a_decode_step():
+    """The launch form of a GPU, which the interpreter leaves out: the early start of the last kernel, tokens of drafts."""
+    words = {name: "i32" for name in ("token_ptr", "top_k_ptr", "stream_ptr", "tables_ptr", "context_out", "tables_out", "top_k_out", "stream_out")}
+    wide = {name: "i64" for name in ("rows_ptr", "starts_ptr", "given_ptr", "ids_out", "slots_out")}
+    single = {name: "fp32" for name in ("temperature_ptr", "top_p_ptr", "min_p_ptr", "temperature_out", "top_p_out", "min_p_out")}
+    opened = compiled("decode_rows", "_open_rows", {"num_warps": 4}, {"K": 2, "P": 16, "BLOCK": 1024, "GIVEN": True}, {**words, **wide, **single})
+    closed = compiled("decode_rows", "_close_rows", {"num_warps": 4}, {"BLOCK": 256, "PDL": True},
+                      {"draws_ptr": "fp32", "out_ptr": "fp32", "token_ptr": "i32", "rows_ptr": "i64"})
+    assert not opened["spilled"] and not closed["spilled"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -123,7 +125,8 @@ class LLM:
         request, shown = self._request(prompt, sampling_params or self.default_sampling_params()), 0
         collector = Collector(request, None, self._need_tokenizer())
         with self._collecting({request.id: collector}):
-            self._deliver(self.engine.submit(request))
+            with _uninterrupted():
+                self._deliver(self.engine.submit(request))
             while True:
                 output, done = collector.output, collector.output.finished
                 if output.error is not None:
@@ -135,7 +138,8 @@ class LLM:
                 if done:
                     return
                 if not output.finished:  # it may have ended at the yield, where others step
-                    self._deliver(self.engine.step())
+                    with _uninterrupted():
+                        self._deliver(self.engine.step())
 
     def check(self, prompt: Prompt, sampling_params: SamplingParams) -> None:
         """Raise RequestError when ``generate`` would refuse this request."""
@@ -166,13 +170,15 @@ class LLM:
         with self._collecting(collectors), _progress(progress, len(requests)) as advance:
             while num_open:
                 events: list[Event] = []
-                while pending is not None:  # feed the queue up to its bound, then step
-                    accepted = self.engine.submit(pending)
-                    if accepted[0].kind == "error" and accepted[0].status == 429 and self.engine.has_work():
-                        break
-                    events += accepted
-                    pending = next(waiting, None)
-                for collector in self._deliver(events + self.engine.step()):
+                with _uninterrupted():
+                    while pending is not None:  # feed the queue up to its bound, then step
+                        accepted = self.engine.submit(pending)
+                        if accepted[0].kind == "error" and accepted[0].status == 429 and self.engine.has_work():
+                            break
+                        events += accepted
+                        pending = next(waiting, None)
+                    ended = self._deliver(events + self.engine.step())
+                for collector in ended:
                     if collector.output.request_id in collectors:
                         num_open -= 1
                         advance(collector)
@@ -201,6 +207,30 @@ class LLM:
             if collector.newly_done():
                 ended.append(collector)
         return ended
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of a step, which cannot be taken back halfway; pressed again, it does not. Signals reach the main thread
+    only, so others have nothing to wait for."""
+    usual = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if not callable(usual):
+        yield
+        return
+    pressed: list[tuple[Any, ...]] = []
+
+    def press(*args: Any) -> None:
+        if pressed:
+            usual(*args)
+        pressed.append(args)
+
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if pressed:
+        usual(*pressed[-1])
 
 
 class Collector:
