@@ -107,10 +107,12 @@ def test_what_cannot_go_on_fails_or_is_left_alone(left, tmp_path):
         (tmp_path / f"{other}.calls.jsonl").write_bytes(b"".join(lines[:3]))
     (tmp_path / "broken.run.json").write_text('{"owner": ""')
     (tmp_path / "empty.run.json").write_text("{}")
+    (tmp_path / "hollow.run.json").write_text('{"owner": "", "problems": 1, "seed": 1, "created": 1, "asked": {}}')
     with running(scaling_runs=str(tmp_path)) as server, httpx.Client(base_url=server.url, timeout=20) as http:
         changed, elsewhere = ended(http, "changed"), ended(http, "elsewhere")
         assert changed["status"] == "failed" and "asked for something else" in changed["error"]["message"]
         assert elsewhere["status"] == "failed" and elsewhere["error"]["code"] == "model_not_found"
+        assert http.get(f"{RUNS}/hollow").json()["error"]["code"] == "internal_error"
         for absent in ("broken", "empty"):
             assert http.get(f"{RUNS}/{absent}").status_code == 404 and (tmp_path / f"{absent}.run.json").exists()
         server.idle()

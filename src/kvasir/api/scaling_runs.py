@@ -164,6 +164,9 @@ class ScalingRuns:
                 going += 1
             except RequestError as e:
                 run.fail(e)
+            except Exception:  # one broken record must not keep the server from starting
+                log.exception("scaling run %s cannot go on", name)
+                run.fail(RequestError("the run's record cannot be read", status=500, code="internal_error"))
         self._forget_old()
         return going
 
