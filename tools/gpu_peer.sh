@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # One comparison with vLLM on a machine with an NVIDIA GPU, in at most ten minutes: vLLM, ours, vLLM again, each alone on the GPU.
 #
-#   tools/gpu_peer.sh OUT STEP [SITE]    OUT: folder for the results; SITE: folder with vLLM's packages, unless it is installed
+#   tools/gpu_peer.sh OUT STEP [SITE]    OUT: folder for the results; SITE: folder with vLLM's packages, unless it is installed; none: no vLLM
 #
-# STEP is one of the lines below; CAPACITY (requests a second that vLLM completed, from an earlier step's result) saves the traces
+# STEP is one of the lines below: traces-azure and traces-mixed answer for all traces with windows of a minute, under nine minutes each; the
+# steps after them are one full window each. Results are on disk after every load or life, so a run that is cut off keeps what it has.
+# LIMIT: seconds until it is told to end (default 530; ending a server may take a minute more). CAPACITY (requests a second that vLLM completed, from an earlier step's result) saves the traces
 # from measuring it again. KVASIR_COMMIT names the commit where there is no repository; DATA another folder of traces than bench/traces.
 set -uo pipefail
 out=$1 step=$2 site=${3:-}
@@ -11,27 +13,30 @@ cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 data=${DATA:-bench/traces}
 peer=(${site:+--peer-python-path "$site"})
+beside=(--peer vllm "${peer[@]}")
+[[ $site == none ]] && peer=(--no-peer) beside=()
 capacity=(${CAPACITY:+--capacity "$CAPACITY"})
 
 bench() {
   echo "== kvasir bench $*" >&2
-  timeout 590 python3 -m kvasir.cli.main bench "$@" --json "$out/$step${REPEAT:+-$REPEAT}.json" | tail -c 2000
+  timeout "${LIMIT:-530}" python3 -m kvasir.cli.main bench "$@" --json "$out/$step${REPEAT:+-$REPEAT}.json" | tail -c 2000
 }
 
-trace() {  # CASE LOAD
-  bench run "bench/cases/$1.toml" --only "$2" --data "$data" "${peer[@]}" "${capacity[@]}"
+trace() {  # CASE [LOAD]
+  bench run "bench/cases/$1.toml" ${2:+--only "$2"} --data "$data" "${peer[@]}" "${capacity[@]}"
 }
 
 mkdir -p "$out"
 case $step in
   llama-8b | llama-8b-long | qwen3-0.6b) bench run "bench/cases/$step.toml" "${peer[@]}" ;;
+  traces-azure | traces-mixed) trace "$step" ;;
   conversation50 | conversation80 | conversation90 | recorded) trace trace-conversation "$step" ;;
   code80) trace trace-code "$step" ;;
   mooncake) trace trace-mooncake "$step" ;;
-  startup) bench startup --shape llama-8b --on-disk --max-model-len 8192 --repeats 2 --peer vllm "${peer[@]}" ;;
+  startup) bench startup --shape llama-8b --on-disk --max-model-len 8192 --repeats 2 "${beside[@]}" ;;
   ladder) bench ladder --shape llama-8b --max-model-len 8192 --repeats 5 ;;
   ladder-qwen3-0.6b) bench ladder --shape qwen3-0.6b --max-model-len 8192 --repeats 5 ;;
-  qwen3-30b-a3b) bench run "bench/cases/$step.toml" ;;
+  qwen3-30b-a3b | batch-invariant) bench run "bench/cases/$step.toml" ;;
   profile) bench profile --shape llama-8b --batch 64 --prompt 1024 --max-model-len 8192 ;;
   profile-qwen3-0.6b) bench profile --shape qwen3-0.6b --batch 64 --prompt 1024 --max-model-len 8192 ;;
   *) echo "no step named $step" >&2; exit 2 ;;

@@ -12,7 +12,7 @@ set -u
 OUT=${1:?tools/solve_study.sh OUT MINUTES} MINUTES=${2:?minutes}
 N=${N:-1000} POOL=${POOL:-64} SEEDS=${SEEDS:-7 8 9} DEVICE=${DEVICE:-auto} PYTHON=${PYTHON:-python3} AT_ONCE=${AT_ONCE:-64} STEPS=${STEPS:-}
 case $OUT in /*) ;; *) OUT=$PWD/$OUT ;; esac
-cd "$(dirname "$0")/.." && export PYTHONPATH=src
+cd "$(dirname "$0")/.." && export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$OUT"
 END=$(( $(date +%s) + ${MINUTES%.*} * 60 ))
 left() { echo $(( END - $(date +%s) )); }

@@ -7,6 +7,7 @@ and says so: its figures are then a little worse than they could be. Its engine 
 from __future__ import annotations
 
 import asyncio
+import importlib.machinery
 import importlib.util
 import runpy
 import sys
@@ -15,6 +16,7 @@ import types
 if importlib.util.find_spec("uvloop") is None:
     print("uvloop is not installed here: vLLM's server runs on asyncio's own loop", file=sys.stderr)
     stand_in = types.ModuleType("uvloop")
+    stand_in.__spec__ = importlib.machinery.ModuleSpec("uvloop", None)  # for who asks whether there is one
     stand_in.run = asyncio.run  # type: ignore[attr-defined]
     sys.modules["uvloop"] = stand_in
 
