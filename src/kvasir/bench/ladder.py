@@ -34,7 +34,7 @@ def run(settings: dict[str, object], *, model: str, shape: str | None, workloads
     climbed = arms(settings, rungs)
     case = Case(f"ladder-{shape or model or 'embedded'}", "what each optimisation adds", shape, model, repeats, climbed,
                 tuple(Workload(b, b, {}) for b in batches))
-    outcome = compare.measure(case, peer=False, site=None)
+    outcome = compare.measure(case, peer=False, site=None, keep=compare.keeper(output, commit))
     names = list(climbed)
     outcome["ratios"] |= ratios_of(outcome["arms"], list(zip(names[2:], names[1:])))
     finish(outcome, output, commit)
