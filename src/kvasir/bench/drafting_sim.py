@@ -160,13 +160,13 @@ class Outcome:
 
 class Simulation:
     """One engine. ``drafter``: makes one for the clock; None: drafts are off. ``depth``: the most tokens drafted a sequence; ``fixed``: always
-    so many. Calling ``run`` again goes on with what was learnt."""
+    so many; ``shape``: what the step times start from, to go with the machine's ``scale``. Calling ``run`` again goes on with what was learnt."""
 
     def __init__(self, max_seqs: int, drafter: Callable[[Clock], Drafter] | None, *, machine: Machine | None = None, depth: int = 8,
-                 control: str = "goodput", ready: bool = True, seed: int = 0) -> None:
+                 control: str = "goodput", ready: bool = True, seed: int = 0, shape: str = "llama-8b") -> None:
         self.clock, self.machine, self.graphs = Clock(), machine or Machine(), Graphs(max_seqs, ready)
         self._rng, self._max_seqs = random.Random(f"noise {seed}"), max_seqs
-        spec = build_spec(SHAPES["llama-8b"])
+        spec = build_spec(SHAPES[shape])
         runner = SimpleNamespace(
             graphs=self.graphs, device=SimpleNamespace(type="cuda"), taps=None, capture=lambda: None, sampler=SimpleNamespace(num_top=0),
             model=SimpleNamespace(spec=spec, place=SimpleNamespace(dtype=SimpleNamespace(itemsize=2))))

@@ -15,9 +15,10 @@ from typing import NamedTuple
 from kvasir.engine.graphs import DecodeGraphs
 from kvasir.engine.step_time import Roofline, StepShape, StepTimeModel
 
-WARM_UP = 5  # steps of a size after which it is captured, where that cannot be seen
+WARM_UP = 5  # steps of a size after which it is captured, if ever
 DECAY = 0.9  # of the ratios,
 SURE = 4  # observations of a size of which the shortest counts,
+HICCUP, HICCUPS = 0.02, 6  # seconds above its prediction, and twice that: so long a step did something else, if it is not always so
 CLIP = 1.25  # and how far from the present one a step's counts at most
 
 
@@ -29,32 +30,34 @@ class DraftTimes:
         self._graphs, self._compiles = graphs, compiles
         self._models = {drafted: StepTimeModel(roofline) for drafted in (False, True)}
         self._ratios: dict[_Kind, float] = {}
-        self._first: dict[_Kind, float] = {}
+        self._hiccups = 0  # in a row
         self._seen: set[tuple[bool, bool]] = set()  # (drafted, in a graph) of which there were observations
         self._counts: Counter[_Kind] = Counter()  # observations
-        self._runs: Counter[_Kind] = Counter()
-        self._captured: set[_Kind] = set()
 
     def predict(self, num_seqs: int, context: int, num_drafts: int, drafted: bool) -> float:
         """Of a step of ``num_seqs`` decodes with ``context`` tokens before them in all, which verifies ``num_drafts`` nodes."""
         kind, shape = self._kind(num_seqs, context, num_drafts, drafted)
         return self._model(kind, shape) * self._ratios.get(kind, 1.0)
 
-    def observe(self, num_seqs: int, context: int, num_drafts: int, drafted: bool, seconds: float) -> bool:
-        """A step took ``seconds``. False: it does not count, since it took more than expected and may have compiled or captured something."""
+    def observe(self, num_seqs: int, context: int, num_drafts: int, drafted: bool, seconds: float) -> tuple[float, bool]:
+        """A step took ``seconds``. Returns what it is to be charged, and whether the next one of its size will take about as long: not
+        if something happened that does so once, a compilation or a capture most likely."""
         kind, shape = self._kind(num_seqs, context, num_drafts, drafted)
+        just_captured = kind.graph and not self._counts[kind] and bool(self._counts[kind._replace(graph=False)])
         before = self._model(kind, shape)
-        ratio, count, warm = seconds / before, self._counts[kind], self._warm(kind)
+        ratio, count = seconds / before, self._counts[kind]
         known = self._ratios.get(kind, 1.0)
-        if ratio > CLIP * known and not warm:
-            return False
-        if ratio > CLIP * known and not count and self._compiles and kind not in self._first:
-            self._first[kind] = ratio  # it may have compiled after all: believed when the next one says so, too
-            return False
+        expected = known * before
+        odd = self._compiles and not kind.graph and not count and seconds > max(expected + HICCUP, 2 * expected) and self._hiccups < HICCUPS
+        if odd or just_captured:
+            self._counts[kind] += just_captured
+            self._hiccups += odd
+            return min(seconds, CLIP * expected), False
+        self._hiccups = 0
         self._counts[kind] += 1
         # Neither an outlier nor a late compilation must move it much: a size that looks dear is not tried again soon.
         if count < SURE:
-            self._ratios[kind] = min(ratio, self._ratios.get(kind, self._first.get(kind, ratio)))
+            self._ratios[kind] = min(ratio, self._ratios.get(kind, ratio))
         else:
             self._ratios[kind] = DECAY * known + (1 - DECAY) * min(max(ratio, known / CLIP), CLIP * known)
         model = self._models[drafted]
@@ -65,7 +68,7 @@ class DraftTimes:
         model.observe(shape, min(seconds, CLIP * self._ratios[kind] * before), graph=kind.graph)
         # The model has just learnt a part of what the ratio knew.
         self._ratios[kind] *= before / self._model(kind, shape)
-        return True
+        return seconds, True
 
     def _plain_graph(self, kind: _Kind) -> bool:
         """Which plain steps show what unmeasured drafted ones will cost: those of the same sort, if there were any."""
@@ -77,27 +80,25 @@ class DraftTimes:
         return self._models[kind.drafted].predict(shape, graph=kind.graph)
 
     def _kind(self, num_seqs: int, context: int, num_drafts: int, drafted: bool) -> tuple[_Kind, StepShape]:
-        """Verifying rows share what a sequence's keys cost to read, so a span counts its context once."""
+        """Verifying rows share what a sequence's keys cost to read, so a span counts its context once. Until its bucket is captured, a
+        step is launched kernel by kernel, with the padding of a graph."""
         rows, graphs = num_seqs + num_drafts, self._graphs
-        graph = graphs is not None and rows <= (graphs.most_drafted if drafted else graphs.buckets[-1])
-        if graph:
+        graph = False
+        if graphs is not None and rows <= (graphs.most_drafted if drafted else graphs.buckets[-1]):
             rows = graphs.bucket(rows)
+            graph = graphs.replays(rows, drafted)
         return _Kind(drafted, graph, rows if graph else self._class(rows)), StepShape(rows=rows, decode_context=context, sequences=num_seqs)
 
     def _class(self, rows: int) -> int:
         """Up to 16 rows each number is one; beyond, every 8, which is what a GPU's kernels differ by, or 8 to a doubling, on a CPU 4."""
-        step = max(8, 1 << rows.bit_length() - 4) if self._compiles else 1 << max(0, rows.bit_length() - 3)
+        step = max(8, 1 << max(0, rows.bit_length() - 4)) if self._compiles else 1 << max(0, rows.bit_length() - 3)
         return rows if rows <= 16 else -(-rows // step) * step
 
-    def _warm(self, kind: _Kind) -> bool:
-        """Whether steps of this size have run often enough to be compiled and captured: earlier times tell nothing."""
-        self._runs[kind] += 1
-        before = kind in self._captured  # this very step may have captured it
-        if kind.graph and self._graphs.replays(kind.size, kind.drafted):
-            self._captured.add(kind)
-        if kind.graph:
-            return before or self._runs[kind] > WARM_UP
-        return self._runs[kind] > 1 or not self._compiles
+    def settled(self, num_seqs: int) -> bool:
+        """Whether plain steps of ``num_seqs`` decodes run as they always will, so that drafted ones can be compared with them: not
+        while they are launched kernel by kernel to be captured soon."""
+        kind, _ = self._kind(max(1, num_seqs), 0, 0, False)
+        return kind.graph or self._graphs is None or self._counts[kind] > WARM_UP
 
 
 class _Kind(NamedTuple):
