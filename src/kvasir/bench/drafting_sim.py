@@ -258,7 +258,7 @@ class Simulation:
             else:
                 kind = "eager", (rows + 37) // 128
                 self._compiled[kind] += 1
-                once = COMPILES if self._compiled[kind] == 1 else COMPILES / 20 if self._compiled[kind] == 2 else 0.0
+                once = COMPILES if self._compiled[kind] == 1 else 0.0
             if drafted:
                 self.clock.now += self.machine.host(len(spans), drafts) / 2  # half before, half when it is read
         self._once += once

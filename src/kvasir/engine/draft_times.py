@@ -18,7 +18,7 @@ from kvasir.engine.step_time import Roofline, StepShape, StepTimeModel
 WARM_UP = 5  # steps of a size after which it is captured, if ever
 DECAY = 0.9  # of the ratios,
 SURE = 4  # observations of a size of which the shortest counts,
-HICCUP, HICCUPS = 0.02, 6  # seconds above its prediction, and twice that: so long a step did something else, if it is not always so
+HICCUP, HICCUPS = 0.1, 6  # seconds above its prediction, and twice that: so long a step did something else, if it is not always so
 CLIP = 1.25  # and how far from the present one a step's counts at most
 
 
@@ -32,7 +32,9 @@ class DraftTimes:
         self._ratios: dict[_Kind, float] = {}
         self._hiccups = 0  # in a row
         self._seen: set[tuple[bool, bool]] = set()  # (drafted, in a graph) of which there were observations
-        self._counts: Counter[_Kind] = Counter()  # observations
+        self._counts: Counter[_Kind] = Counter()  # observations that were learnt from,
+        self._runs: Counter[_Kind] = Counter()  # and all
+        self._captured: set[_Kind] = set()
 
     def predict(self, num_seqs: int, context: int, num_drafts: int, drafted: bool) -> float:
         """Of a step of ``num_seqs`` decodes with ``context`` tokens before them in all, which verifies ``num_drafts`` nodes."""
@@ -43,17 +45,17 @@ class DraftTimes:
         """A step took ``seconds``. Returns what it is to be charged, and whether the next one of its size will take about as long: not
         if something happened that does so once, a compilation or a capture most likely."""
         kind, shape = self._kind(num_seqs, context, num_drafts, drafted)
-        just_captured = kind.graph and not self._counts[kind] and bool(self._counts[kind._replace(graph=False)])
-        before = self._model(kind, shape)
+        captured = kind in self._captured
+        before, warm = self._model(kind, shape), self._warm(kind)
         ratio, count = seconds / before, self._counts[kind]
         known = self._ratios.get(kind, 1.0)
         expected = known * before
-        odd = self._compiles and not kind.graph and not count and seconds > max(expected + HICCUP, 2 * expected) and self._hiccups < HICCUPS
-        if odd or just_captured:
-            self._counts[kind] += just_captured
-            self._hiccups += odd
-            return min(seconds, CLIP * expected), False
+        if self._compiles and seconds > max(expected + HICCUP, 2 * expected) and self._hiccups < HICCUPS:
+            self._hiccups += 1
+            return CLIP * expected, False
         self._hiccups = 0
+        if not warm:  # if it was captured just now, that is not charged
+            return min(seconds, CLIP * expected) if kind in self._captured and not captured else seconds, False
         self._counts[kind] += 1
         # Neither an outlier nor a late compilation must move it much: a size that looks dear is not tried again soon.
         if count < SURE:
@@ -80,13 +82,11 @@ class DraftTimes:
         return self._models[kind.drafted].predict(shape, graph=kind.graph)
 
     def _kind(self, num_seqs: int, context: int, num_drafts: int, drafted: bool) -> tuple[_Kind, StepShape]:
-        """Verifying rows share what a sequence's keys cost to read, so a span counts its context once. Until its bucket is captured, a
-        step is launched kernel by kernel, with the padding of a graph."""
+        """Verifying rows share what a sequence's keys cost to read, so a span counts its context once."""
         rows, graphs = num_seqs + num_drafts, self._graphs
-        graph = False
-        if graphs is not None and rows <= (graphs.most_drafted if drafted else graphs.buckets[-1]):
+        graph = graphs is not None and rows <= (graphs.most_drafted if drafted else graphs.buckets[-1])
+        if graph:
             rows = graphs.bucket(rows)
-            graph = graphs.replays(rows, drafted)
         return _Kind(drafted, graph, rows if graph else self._class(rows)), StepShape(rows=rows, decode_context=context, sequences=num_seqs)
 
     def _class(self, rows: int) -> int:
@@ -98,7 +98,16 @@ class DraftTimes:
         """Whether plain steps of ``num_seqs`` decodes run as they always will, so that drafted ones can be compared with them: not
         while they are launched kernel by kernel to be captured soon."""
         kind, _ = self._kind(max(1, num_seqs), 0, 0, False)
-        return kind.graph or self._graphs is None or self._counts[kind] > WARM_UP
+        return not kind.graph or self._runs[kind] > WARM_UP or self._graphs.replays(kind.size, False)
+
+    def _warm(self, kind: _Kind) -> bool:
+        """Once a step: whether it ran as the next ones of its size will: not launched kernel by kernel to be captured soon, nor captured
+        just now."""
+        self._runs[kind] += 1
+        before = kind in self._captured or self._runs[kind] == 1
+        if kind.graph and self._graphs.replays(kind.size, kind.drafted):
+            self._captured.add(kind)
+        return not kind.graph or before and kind in self._captured or self._runs[kind] > WARM_UP
 
 
 class _Kind(NamedTuple):
