@@ -16,6 +16,7 @@ from kvasir.engine.graphs import DecodeGraphs
 from kvasir.engine.step_time import Roofline, StepShape, StepTimeModel
 
 WARM_UP = 5  # steps of a size after which it is captured, if ever
+SETTLED = 3  # steps of a size since it was seen captured, of which the last is as all will be
 DECAY = 0.9  # of the ratios,
 SURE = 4  # observations of a size of which the shortest counts,
 HICCUP, HICCUPS = 0.1, 6  # seconds above its prediction, and twice that: so long a step did something else, if it is not always so
@@ -34,7 +35,7 @@ class DraftTimes:
         self._seen: set[tuple[bool, bool]] = set()  # (drafted, in a graph) of which there were observations
         self._counts: Counter[_Kind] = Counter()  # observations that were learnt from,
         self._runs: Counter[_Kind] = Counter()  # and all
-        self._captured: set[_Kind] = set()
+        self._captured: Counter[_Kind] = Counter()  # those since its graph was there
 
     def predict(self, num_seqs: int, context: int, num_drafts: int, drafted: bool) -> float:
         """Of a step of ``num_seqs`` decodes with ``context`` tokens before them in all, which verifies ``num_drafts`` nodes."""
@@ -45,7 +46,6 @@ class DraftTimes:
         """A step took ``seconds``. Returns what it is to be charged, and whether the next one of its size will take about as long: not
         if something happened that does so once, a compilation or a capture most likely."""
         kind, shape = self._kind(num_seqs, context, num_drafts, drafted)
-        captured = kind in self._captured
         before, warm = self._model(kind, shape), self._warm(kind)
         ratio, count = seconds / before, self._counts[kind]
         known = self._ratios.get(kind, 1.0)
@@ -55,7 +55,7 @@ class DraftTimes:
             return CLIP * expected, False
         self._hiccups = 0
         if not warm:  # if it was captured just now, that is not charged
-            return min(seconds, CLIP * expected) if kind in self._captured and not captured else seconds, False
+            return min(seconds, CLIP * expected) if self._captured[kind] else seconds, False
         self._counts[kind] += 1
         # Neither an outlier nor a late compilation must move it much: a size that looks dear is not tried again soon.
         if count < SURE:
@@ -104,10 +104,12 @@ class DraftTimes:
         """Once a step: whether it ran as the next ones of its size will: not launched kernel by kernel to be captured soon, nor captured
         just now."""
         self._runs[kind] += 1
-        before = kind in self._captured or self._runs[kind] == 1
-        if kind.graph and self._graphs.replays(kind.size, kind.drafted):
-            self._captured.add(kind)
-        return not kind.graph or before and kind in self._captured or self._runs[kind] > WARM_UP
+        if not kind.graph:
+            return True
+        if self._graphs.replays(kind.size, kind.drafted):
+            # One that always was is as it was. Else the step behind this one may have captured it, which was launched already.
+            self._captured[kind] += SETTLED if self._runs[kind] == 1 else 1
+        return self._captured[kind] >= SETTLED or not self._captured[kind] and self._runs[kind] > WARM_UP
 
 
 class _Kind(NamedTuple):
