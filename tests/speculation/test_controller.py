@@ -96,4 +96,4 @@ def test_in_a_large_batch_a_trial_drafts_for_a_few():
         steps += 1
         assert not control.wanted(200, 1000, alone=False) and control.wanted(200, 1000), "prompts beside it would blur what it costs"
         control.end_step(200, 1000, 4.0, known=False)
-    assert 0 < steps < TRIAL_STEPS, "which costs credit, too"
+    assert 0 < steps <= TRIAL_STEPS
