@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kvasir.speculation.controller import MAX_PAUSE, TRIAL_SEQS, TRIAL_STEPS, Controller
+from kvasir.speculation.controller import MAX_PAUSE, TRIAL_STEPS, Controller
 from kvasir.speculation.tree import DraftTree
 
 

@@ -410,6 +410,6 @@ def test_the_pool_leaves_it_free(monkeypatch):
     monkeypatch.setattr("kvasir.engine.build._available_memory", lambda: 64 << 20)
     pages = []
     for beside in (0, 16 << 20):
-        built = build(EngineConfig.of(model="nano", num_threads=1, max_model_len=1024, max_num_seqs=1024), lambda model: beside)
+        built = build(EngineConfig.of(model="nano", num_threads=1, max_model_len=1024, max_num_seqs=1024), lambda model, size=beside: size)
         pages.append(built.plan.total_bytes)
     assert pages[0] > pages[1] and pages[0] - pages[1] == pytest.approx(8 << 20, rel=0.1)

@@ -19,7 +19,8 @@ WARM_UP = 5  # steps of a size after which it is captured, if ever
 SETTLED = 3  # steps of a size since it was seen captured, of which the last is as all will be
 DECAY = 0.9  # of the ratios,
 SURE = 4  # observations of a size of which the shortest counts,
-HICCUP, HICCUPS = 0.1, 6  # seconds above its prediction, and twice that: so long a step did something else, if it is not always so
+HICCUP = 0.1  # seconds above its prediction, and twice that: so long a step did something else, if it is not always so:
+HICCUPS, OF_A_SIZE = 6, 2  # so often in a row, and so often with steps of a size
 CLIP = 1.25  # and how far from the present one a step's counts at most
 
 
@@ -31,7 +32,8 @@ class DraftTimes:
         self._graphs, self._compiles = graphs, compiles
         self._models = {drafted: StepTimeModel(roofline) for drafted in (False, True)}
         self._ratios: dict[_Kind, float] = {}
-        self._hiccups = 0  # in a row
+        self._hiccups: Counter[_Kind] = Counter()
+        self._in_a_row = 0  # of them, with no drafted step between
         self._seen: set[tuple[bool, bool]] = set()  # (drafted, in a graph) of which there were observations
         self._counts: Counter[_Kind] = Counter()  # observations that were learnt from,
         self._runs: Counter[_Kind] = Counter()  # and all
@@ -50,10 +52,13 @@ class DraftTimes:
         ratio, count = seconds / before, self._counts[kind]
         known = self._ratios.get(kind, 1.0)
         expected = known * before
-        if self._compiles and seconds > max(expected + HICCUP, 2 * expected) and self._hiccups < HICCUPS:
-            self._hiccups += 1
+        if (self._compiles and seconds > max(expected + HICCUP, 2 * expected)
+                and self._in_a_row < HICCUPS and self._hiccups[kind] < OF_A_SIZE):
+            self._in_a_row += 1
+            self._hiccups[kind] += 1
             return CLIP * expected, False
-        self._hiccups = 0
+        if drafted:
+            self._in_a_row = 0
         if not warm:  # if it was captured just now, that is not charged
             return min(seconds, CLIP * expected) if self._captured[kind] else seconds, False
         self._counts[kind] += 1
