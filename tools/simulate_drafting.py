@@ -1,4 +1,4 @@
-"""The controller of drafts on a simulated H200, as JSON: `tools/simulate_drafting.py OUT.json [SEEDS]`. About five minutes on one core.
+"""The controller of drafts on a simulated H200, as JSON: `tools/simulate_drafting.py OUT.json [SEEDS [FIRST]]`. About five minutes on one core.
 
 For each batch and acceptance: rates over plain decoding of the first 192 tokens a sequence with nothing known, and of the next ones, and of
 fixed depths beside them. The step times follow measurements, the rest is drawn (src/kvasir/bench/drafting_sim.py): these are simulated
@@ -16,12 +16,12 @@ from kvasir.bench.result import arm, finish, result, spread
 BATCHES, ACCEPTS = (1, 4, 16, 64, 256), (0.0, 0.3, 0.5, 0.7, 0.9)
 
 
-def main(output: Path, seeds: int) -> None:
+def main(output: Path, seeds: int, first: int) -> None:
     arms, ratios = [], {}
     for batch in BATCHES:
         for accept in ACCEPTS:
             found = [compare(Load(batch), coins(accept, seed=seed), seed=seed, depths=(1, 2, 4, 8) if accept else ())
-                     for seed in range(seeds if batch < 256 else max(1, seeds // 2))]
+                     for seed in range(first, first + (seeds if batch < 256 else max(1, seeds // 2)))]
             metrics = {f"round{i}.of_plain": spread([f.rounds[i] for f in found]) for i in range(2)}
             metrics |= {f"round{i}.of_best_fixed": spread([f.rounds[i] / f.best for f in found]) for i in range(2)}
             metrics |= {f"fixed{depth}.of_plain": spread([f.fixed[depth] for f in found]) for depth in found[0].fixed}
@@ -33,4 +33,4 @@ def main(output: Path, seeds: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 4)
+    main(Path(sys.argv[1]), *map(int, [*sys.argv[2:], *(4, 0)[len(sys.argv) - 2:]]))
