@@ -3,9 +3,10 @@
 #
 #   tools/gpu_spec.sh OUT [DRAFTER...]    DRAFTER: more drafters for base, e.g. eagle:model=FOLDER
 #
-# First set acceptance at the llama-8b shape (at most 6 minutes): the controller against off and against fixed depths. Then what the
+# First set acceptance at the llama-8b shape (about 4 minutes, at most 4.5 a call; a second call with the same OUT and COMMIT measures
+# what the first had no time for): the controller against off and against fixed depths. Then what the
 # model in the package accepts by itself, and rollouts of it over five rounds (at most 2 minutes each). ONLY=shape, ONLY=base or
-# ONLY=rollouts runs one of the three. CHECKPOINTS: folders of successive checkpoints of base, one a round; without, weights are frozen.
+# ONLY=rollouts runs one of the three. COMMIT: what is measured, where there is no repository. CHECKPOINTS: folders of successive checkpoints of base, one a round; without, weights are frozen.
 set -uo pipefail
 out=${1:?usage: tools/gpu_spec.sh OUT [DRAFTER...]}
 shift
@@ -16,8 +17,8 @@ export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 more=()
 for drafter in "$@"; do more+=(--drafter "$drafter"); done
 
-[ "${ONLY:-shape}" != shape ] || timeout 360 python3 -m kvasir.cli.main bench speculation --shape llama-8b --batch 1 --batch 8 --batch 64 --batch 256 \
-  --accept 0 --accept 0.5 --accept 0.7 --accept 0.9 --prompt 256 --output-tokens 192 --repeats 2 --seconds 230 \
+[ "${ONLY:-shape}" != shape ] || timeout 270 python3 -m kvasir.cli.main bench speculation --shape llama-8b --batch 64 --batch 256 --batch 1 --batch 16 --batch 4 \
+  --accept 0 --accept 0.5 --accept 0.9 --prompt 256 --output-tokens 192 --repeats 2 --seconds 220 ${COMMIT:+--commit "$COMMIT"} \
   --json "$out/speculation-llama-8b.json" >"$out/speculation-llama-8b.txt" 2>&1
 [ "${ONLY:-base}" != base ] || timeout 120 python3 -m kvasir.cli.main bench speculation base --batch 4 --count 8 --output-tokens 128 --repeats 2 \
   --drafter ngram --drafter suffix --drafter draft_model:model=nano ${more[@]+"${more[@]}"} \

@@ -48,6 +48,31 @@ def test_a_shape_is_measured_in_one_process(capsys, monkeypatch, tmp_path):
     assert any("accept=0" in name for name in found["ratios"])
 
 
+def test_a_call_goes_on_from_the_one_before(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(SHAPES, "small", SMALL)
+    config = EngineConfig.of(num_threads=1, num_pages=64, max_num_batched_tokens=64)
+    file = tmp_path / "speculation.json"
+    given = COMMON | dict(shape="small", tasks=None, accepts=[1.0], output_tokens=24, output=file)
+
+    def call(**more) -> dict[str, dict]:
+        speculation.run(config, **given | more)
+        return {a["name"]: a for a in json.loads(capsys.readouterr().out)["arms"]}
+
+    first = call(batch=[1, 2])
+    assert list(first) == [*speculation.names_of(1, [1.0]), *speculation.names_of(2, [1.0])]
+    cut = json.loads(file.read_text())
+    cut["arms"] = [a for a in cut["arms"] if a["name"] != "fixed8 accept=1 2"]
+    file.write_text(json.dumps(cut))
+    second = call(batch=[1, 2])
+    assert list(second) == list(first)
+    assert [name for name in first if second[name] == first[name]] == speculation.names_of(1, [1.0]), "half a batch is none"
+    monkeypatch.setattr(speculation, "Sweep", None)
+    assert call(batch=[1, 2]) == second, "nothing is left to do: not even a model is loaded"
+    for other in (dict(commit="y"), dict(output_tokens=30), dict(repeats=2)):
+        with pytest.raises(TypeError):
+            call(batch=[1, 2], **other)
+
+
 def test_random_weights_say_nothing_of_drafters():
     with pytest.raises(ConfigError, match="--accept"):
         speculation.run(EngineConfig.of(), **COMMON | dict(shape="llama-8b", drafters=["ngram"]))

@@ -9,13 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvasir.config import EngineConfig
 from kvasir.engine import drafting
+from kvasir.engine.build import build
 from kvasir.errors import ConfigError
 from kvasir.lab import export
 from kvasir.models.checkpoint import resolve
 from kvasir.speculation import heads
 from kvasir.speculation.drafter import Ask
 from kvasir.speculation.drafters.eagle import Config, EagleDrafter
+from kvasir.speculation.router import load_drafter
 from kvasir.speculation.tree import products
 from kvasir.types import Request, SamplingParams, Sequence
 from tests.pairwise import label, pairwise
@@ -398,3 +401,22 @@ def test_shipped_heads_are_for_the_shipped_model(kind):
     model = export.load(resolve("base"))
     assert facts["weights"] == heads.fingerprint(model.model.norm.weight), "trained for other weights: run tools/train_drafters.sh"
     assert (folder / heads.WEIGHTS).stat().st_size < {"eagle": 2_600_000, "medusa": 1_300_000, "ppd": 10_000}[kind]
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_what_a_head_takes_is_known_before_the_pool_is_sized(kind, folders):
+    d = driver(f"{kind}:model={folders[kind]}")
+    drafter, model = d.engine._drafting.drafter, d.engine.runner.model
+    held = sum(p.nbytes for p in drafter._head.parameters()) + drafter.state_bytes() + (drafter._head.turns.nbytes if kind == "eagle" else 0)
+    assert drafter.device_bytes(model) == held
+    assert load_drafter(f"suffix+{kind}:model={folders[kind]}").device_bytes(model) == held
+    d.close()
+
+
+def test_the_pool_leaves_it_free(monkeypatch):
+    monkeypatch.setattr("kvasir.engine.build._available_memory", lambda: 64 << 20)
+    pages = []
+    for beside in (0, 16 << 20):
+        built = build(EngineConfig.of(model="nano", num_threads=1, max_model_len=1024, max_num_seqs=1024), lambda model, size=beside: size)
+        pages.append(built.plan.total_bytes)
+    assert pages[0] > pages[1] and pages[0] - pages[1] == pytest.approx(8 << 20, rel=0.1)

@@ -13,7 +13,7 @@ import random
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,13 +160,13 @@ class Outcome:
 
 class Simulation:
     """One engine. ``drafter``: makes one for the clock; None: drafts are off. ``depth``: the most tokens drafted a sequence; ``fixed``: always
-    so many. Calling ``run`` again goes on with what was learnt."""
+    so many; ``shape``: what the step times start from, to go with the machine's ``scale``. Calling ``run`` again goes on with what was learnt."""
 
     def __init__(self, max_seqs: int, drafter: Callable[[Clock], Drafter] | None, *, machine: Machine | None = None, depth: int = 8,
-                 control: str = "goodput", ready: bool = True, seed: int = 0) -> None:
+                 control: str = "goodput", ready: bool = True, seed: int = 0, shape: str = "llama-8b") -> None:
         self.clock, self.machine, self.graphs = Clock(), machine or Machine(), Graphs(max_seqs, ready)
         self._rng, self._max_seqs = random.Random(f"noise {seed}"), max_seqs
-        spec = build_spec(SHAPES["llama-8b"])
+        spec = build_spec(SHAPES[shape])
         runner = SimpleNamespace(
             graphs=self.graphs, device=SimpleNamespace(type="cuda"), taps=None, capture=lambda: None, sampler=SimpleNamespace(num_top=0),
             model=SimpleNamespace(spec=spec, place=SimpleNamespace(dtype=SimpleNamespace(itemsize=2))))
@@ -258,7 +258,7 @@ class Simulation:
             else:
                 kind = "eager", (rows + 37) // 128
                 self._compiled[kind] += 1
-                once = COMPILES if self._compiled[kind] == 1 else COMPILES / 20 if self._compiled[kind] == 2 else 0.0
+                once = COMPILES if self._compiled[kind] == 1 else 0.0
             if drafted:
                 self.clock.now += self.machine.host(len(spans), drafts) / 2  # half before, half when it is read
         self._once += once
@@ -309,3 +309,42 @@ def constant(accept: float) -> Accept:
 def coins(accept: float | Accept, **options: Any) -> Callable[[Clock], Drafter]:
     chosen = accept if callable(accept) else constant(accept)
     return lambda clock: Coins(clock, chosen, **options)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Rates of output tokens over those without drafts, prompts' time taken off: ``rounds`` of one engine under control, the first of
+    which knows nothing, and ``fixed`` by depth."""
+
+    rounds: list[float]
+    fixed: dict[int, float]
+
+    @property
+    def best(self) -> float:
+        """The best fixed setting, none included."""
+        return max([1.0, *self.fixed.values()])
+
+    def misses(self, cold: float = 0.95, warm: float = 0.95) -> list[str]:
+        """What of the promise was not kept: never more than 2 % slower than without, and within so much of the best fixed setting where that
+        gains more than 5 %."""
+        found = [f"round {i}: {rate:.3f} of plain" for i, rate in enumerate(self.rounds) if rate < 0.98]
+        if self.best > 1.05:
+            found += [f"round {i}: {rate / self.best:.3f} of the best fixed" for i, rate in enumerate(self.rounds)
+                      if rate < (warm if i else cold) * self.best]
+        return found
+
+
+def compare(load: Load, drafter: Callable[[Clock], Drafter], *, seed: int = 0, rounds: int = 2, depths: Iterable[int] = (1, 2, 4, 8),
+            **options: Any) -> Compared:
+    """The controller, fixed depths and no drafts on the same tokens. ``options``: of ``Simulation``."""
+    def seconds(made: Callable[[Clock], Drafter] | None, number: int, times: int = 1, **more: Any) -> list[float]:
+        simulation = Simulation(load.batch, made, seed=100 * seed + number, **more, **options)
+        return [simulation.run(load).seconds - prompts for _ in range(times)]
+
+    prompts = 0.0
+    if not load.spread and load.count in (0, load.batch):
+        prompts = Simulation(load.batch, None, **options).run(replace(load, outputs=(1,))).seconds
+    plain = sum(seconds(None, number)[0] for number in range(4)) / 4
+    controlled = seconds(drafter, 10, rounds)
+    fixed = {depth: plain / seconds(drafter, 20 + depth, depth=depth, control="fixed")[0] for depth in depths}
+    return Compared([plain / found for found in controlled], fixed)

@@ -8,6 +8,8 @@ be those of the plain run; on devices whose bits depend on the batch a tie may f
 
 A shape is measured in one process, weights loaded once, at every batch in turn: plain rounds, then the controller at every
 acceptance, and fixed depths beside it, then the plain rounds again. Of both the prompts' cost, measured alone, is taken off.
+A call goes on from the JSON that an earlier one of the same commit and settings has written: batches that are there whole are not
+measured again, one that time cut short is.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.bench.offline import described
-from kvasir.bench.result import arm, finish, ratios_of, result, spread
+from kvasir.bench.result import arm, finish, ratios_of, result, spread, without_paths
+from kvasir.bench.result import commit as commit_here
 from kvasir.bench.workloads import SHAPES, Batch, shape_folder
 from kvasir.config import EngineConfig, SpeculationConfig
 from kvasir.errors import ConfigError
+from kvasir.logs import log
 from kvasir.models.checkpoint import resolve
 from kvasir.types import EngineStats, SamplingParams
 
@@ -35,7 +39,7 @@ TASKS = ("chain", "state", "schema", "story")
 GRAM = 4
 SHAPE_TEMPERATURE = 10.0
 WARM_TOKENS = 24
-FIXED = (1, 2, 4, 8)  # depths that the controller is compared with
+FIXED, LARGE = (1, 2, 4, 8), 64  # depths that the controller is compared with; the last one up to so large a batch
 
 
 @dataclass(frozen=True)
@@ -112,13 +116,14 @@ def measure(config: EngineConfig, loads: list[Load], plain: list[list[int]] | No
 class Sweep:
     """One engine for all arms of a shape. ``seconds``: how long to go on at most; what is not measured by then is left out."""
 
-    def __init__(self, config: EngineConfig, shape: str, seconds: float, save: Callable[[list[dict[str, Any]]], None]) -> None:
+    def __init__(self, config: EngineConfig, shape: str, seconds: float, save: Callable[[list[dict[str, Any]]], None],
+                 arms: list[dict[str, Any]]) -> None:
         from kvasir.api.llm import LLM
 
         self._started, self._limit, self._save = time.perf_counter(), seconds, save
         self.llm = LLM(config=config.replace(drafter="replay"))
         self.setting = described(config, shape)
-        self.arms: list[dict[str, Any]] = []
+        self.arms = arms  # those of an earlier call, to go on from
 
     def left(self) -> float:
         return self._limit - (time.perf_counter() - self._started)
@@ -146,7 +151,7 @@ class Sweep:
                     runs[f"fixed{depth} accept={accept:g}"] = self._rounds(loads[1:2], spec, known, outputs, warm=0)
         after, _ = self._rounds(loads, SpeculationConfig(), None, [])
         off = before + after
-        setting = self.setting | {"batch": batch.batch, "prompt": batch.prompt, "output": batch.output, "temperature": temperature}
+        setting = self.setting | of_batch(batch, temperature, repeats)
         count = batch.batch * (batch.output - 1)
         usual = count / (statistics.median(off) - prompts)
         self.arms.append(arm(f"plain {batch.batch}", setting, plain | {"decode_tok_s": spread([count / (s - prompts) for s in off]),
@@ -200,6 +205,38 @@ class Sweep:
         return seconds[warm:], metrics
 
 
+def of_batch(batch: Batch, temperature: float, repeats: int) -> dict[str, Any]:
+    return {"batch": batch.batch, "prompt": batch.prompt, "output": batch.output, "temperature": temperature, "repeats": repeats}
+
+
+def depths_of(batch: int) -> tuple[int, ...]:
+    return FIXED if batch <= LARGE else FIXED[:-1]
+
+
+def names_of(batch: int, accepts: Sequence[float]) -> list[str]:
+    """The arms of a batch that was measured whole."""
+    controlled = [f"goodput accept={accept:g} {batch}" for accept in accepts]
+    return [f"plain {batch}", *controlled, *(f"fixed{depth} accept={accept:g} {batch}" for depth in depths_of(batch) for accept in accepts if accept)]
+
+
+def earlier(output: Path | None, case: str, commit: str, settings: list[dict[str, Any]], accepts: Sequence[float]) -> list[dict[str, Any]]:
+    """Arms of the batches of ``settings`` that an earlier call has measured whole; none of another commit, case or setting."""
+    try:
+        found = json.loads(output.read_text()) if output is not None else {}
+    except (OSError, ValueError):
+        return []
+    if not isinstance(found, dict) or (found.get("case"), found.get("commit")) != (case, commit):
+        return []
+    arms = {a["name"]: a for a in found.get("arms", [])}
+    whole = []
+    for setting in settings:
+        names = names_of(setting["batch"], accepts)
+        if all(name in arms and arms[name]["config"] == without_paths(setting) for name in names):
+            log.info("batch %d: measured by an earlier call", setting["batch"])
+            whole += [arms[name] for name in names]
+    return whole
+
+
 def draft_metrics(before: EngineStats, stats: EngineStats) -> dict[str, Any]:
     accepted, drafts = stats.accepted_tokens - before.accepted_tokens, stats.drafts - before.drafts
     return {"draft_steps": stats.draft_steps - before.draft_steps, "drafted": stats.drafted_tokens - before.drafted_tokens, "accepted": accepted,
@@ -214,20 +251,27 @@ def save(so_far: dict[str, Any], output: Path | None, commit: str | None) -> Non
 
 def run_shape(config: EngineConfig, shape: str, *, accepts: list[float], batches: list[int], prompt: int, output_tokens: int, temperature: float,
               repeats: int, seconds: float, output: Path | None, commit: str | None) -> None:
-    """All batches of a shape in one process. The result so far is written after each."""
+    """All batches of a shape in one process, but for those that ``output`` holds. The result so far is written after each."""
+    case, temperature = f"speculation-{shape}", temperature or SHAPE_TEMPERATURE
+
     def outcome(arms: list[dict[str, Any]]) -> dict[str, Any]:
         found = {f"decode_tok_s {a['name']}/plain": a["metrics"]["of_plain"] for a in arms if "of_plain" in a["metrics"]}
-        return result(f"speculation-{shape}", arms, ratios=found)
+        return result(case, arms, ratios=found)
 
     with shape_folder(shape) as folder:
         config = config.replace(model=folder, load_format="dummy", skip_tokenizer_init=True, served_model_name=shape, max_num_seqs=max(batches),
                                 max_model_len=config.model.max_model_len or prompt + output_tokens, enable_prefix_caching=False)
-        sweep = Sweep(config, shape, seconds, lambda arms: save(outcome(arms), output, commit))
+        loads = [Batch(shape, size, prompt, output_tokens) for size in batches]
+        settings = [described(config, shape) | of_batch(load, temperature, repeats) for load in loads]
+        arms = earlier(output, case, commit or commit_here(), settings, accepts)
+        done = {a["config"]["batch"] for a in arms}
+        if done.issuperset(batches):
+            return finish(outcome(arms), output, commit)
+        sweep = Sweep(config, shape, seconds, lambda arms: save(outcome(arms), output, commit), arms)
         try:
-            for size in batches:
-                if sweep.left() > 0:
-                    sweep.batch(Batch(shape, size, prompt, output_tokens), SHAPES[shape]["vocab_size"], accepts, temperature or SHAPE_TEMPERATURE,
-                                repeats, FIXED if size <= 64 else FIXED[:2])
+            for load in loads:
+                if sweep.left() > 0 and load.batch not in done:
+                    sweep.batch(load, SHAPES[shape]["vocab_size"], accepts, temperature, repeats, depths_of(load.batch))
         finally:
             sweep.llm.close()
         finish(outcome(sweep.arms), output, commit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,8 +91,9 @@ def choose_backend(name: str, site: Site) -> AttentionBackend:
     return backend
 
 
-def build(config: EngineConfig) -> Built:
-    """Start-up in order, timed. Raises ConfigError (what is wrong, why, the fix)."""
+def build(config: EngineConfig, beside: Callable[[Decoder], int] = lambda model: 0) -> Built:
+    """Start-up in order, timed. ``beside``: bytes of the device that somebody else will take, such as a drafter. Raises ConfigError
+    (what is wrong, why, the fix)."""
     clock = Clock()
     if config.runner.num_threads:
         torch.set_num_threads(config.runner.num_threads)
@@ -136,10 +138,10 @@ def build(config: EngineConfig) -> Built:
         plan = plan_pool(groups, page_bytes, config.cache.num_pages * sum(page_bytes), **sizes)
         explain = f"{config.cache.num_pages} pages of {page_slots} tokens, as set"
     elif device.type == "cuda":
-        budget, explain, step_bytes = _gpu_budget(config, device, free_before, make_runner, sizes, len(groups), loading)
+        budget, explain, step_bytes = _gpu_budget(config, device, free_before, make_runner, sizes, len(groups), loading, beside(model))
         plan = plan_pool(groups, page_bytes, budget, **sizes)
     else:
-        budget = min(config.cache.cpu_cache_bytes, _available_memory() // 2)
+        budget = min(config.cache.cpu_cache_bytes, max(0, _available_memory() - beside(model)) // 2)
         plan = plan_pool(groups, page_bytes, budget, **sizes)
         explain = f"a budget of {gib(budget)} on the CPU (--cpu-cache-bytes)"
     clock.lap("profile")
@@ -238,7 +240,7 @@ def _available_memory() -> int:
 
 
 def _gpu_budget(config: EngineConfig, device: torch.device, free_before: int, make_runner, sizes: dict, num_groups: int,
-                loading: Filling) -> tuple[int, str, int]:
+                loading: Filling, beside: int) -> tuple[int, str, int]:
     """Bytes for the pool: the share of what was free, less the weights and the peak of a measured worst-case step, and of
     CUDA graphs, which have memory of their own. How that came about; and bytes of the largest graph.
 
@@ -257,9 +259,10 @@ def _gpu_budget(config: EngineConfig, device: torch.device, free_before: int, ma
     torch.cuda.empty_cache()
     free_now, total = torch.cuda.mem_get_info(device)
     used = max(0, free_before - free_now)
-    budget = int(config.cache.gpu_memory_utilization * free_before) - used - peak - graphs - GPU_RESERVE
+    budget = int(config.cache.gpu_memory_utilization * free_before) - used - peak - graphs - beside - GPU_RESERVE
     explain = (f"{config.cache.gpu_memory_utilization:.0%} of {gib(free_before)} free, less {gib(used)} weights and context, "
-               f"{gib(peak)} measured step peak, {gib(graphs)} CUDA graphs, {gib(GPU_RESERVE)} reserve")
+               f"{gib(peak)} measured step peak, {gib(graphs)} CUDA graphs, {gib(GPU_RESERVE)} reserve" +
+               (f", {gib(beside)} drafter" if beside else ""))
     if budget <= 0:
         raise ConfigError(f"no memory is left for the KV pool: {explain}. Raise --gpu-memory-utilization or lower --max-num-batched-tokens.")
     return budget, explain, step_bytes

@@ -15,9 +15,12 @@ from typing import NamedTuple
 from kvasir.engine.graphs import DecodeGraphs
 from kvasir.engine.step_time import Roofline, StepShape, StepTimeModel
 
-WARM_UP = 5  # steps of a size after which it is captured, where that cannot be seen
+WARM_UP = 5  # steps of a size after which it is captured, if ever
+SETTLED = 3  # steps of a size since it was seen captured, of which the last is as all will be
 DECAY = 0.9  # of the ratios,
 SURE = 4  # observations of a size of which the shortest counts,
+HICCUP = 0.1  # seconds above its prediction, and twice that: so long a step did something else, if it is not always so:
+HICCUPS, OF_A_SIZE = 6, 2  # so often in a row, and so often with steps of a size
 CLIP = 1.25  # and how far from the present one a step's counts at most
 
 
@@ -29,32 +32,39 @@ class DraftTimes:
         self._graphs, self._compiles = graphs, compiles
         self._models = {drafted: StepTimeModel(roofline) for drafted in (False, True)}
         self._ratios: dict[_Kind, float] = {}
-        self._first: dict[_Kind, float] = {}
+        self._hiccups: Counter[_Kind] = Counter()
+        self._in_a_row = 0  # of them, with no drafted step between
         self._seen: set[tuple[bool, bool]] = set()  # (drafted, in a graph) of which there were observations
-        self._counts: Counter[_Kind] = Counter()  # observations
-        self._runs: Counter[_Kind] = Counter()
-        self._captured: set[_Kind] = set()
+        self._counts: Counter[_Kind] = Counter()  # observations that were learnt from,
+        self._runs: Counter[_Kind] = Counter()  # and all
+        self._captured: Counter[_Kind] = Counter()  # those since its graph was there
 
     def predict(self, num_seqs: int, context: int, num_drafts: int, drafted: bool) -> float:
         """Of a step of ``num_seqs`` decodes with ``context`` tokens before them in all, which verifies ``num_drafts`` nodes."""
         kind, shape = self._kind(num_seqs, context, num_drafts, drafted)
         return self._model(kind, shape) * self._ratios.get(kind, 1.0)
 
-    def observe(self, num_seqs: int, context: int, num_drafts: int, drafted: bool, seconds: float) -> bool:
-        """A step took ``seconds``. False: it does not count, since it took more than expected and may have compiled or captured something."""
+    def observe(self, num_seqs: int, context: int, num_drafts: int, drafted: bool, seconds: float) -> tuple[float, bool]:
+        """A step took ``seconds``. Returns what it is to be charged, and whether the next one of its size will take about as long: not
+        if something happened that does so once, a compilation or a capture most likely."""
         kind, shape = self._kind(num_seqs, context, num_drafts, drafted)
-        before = self._model(kind, shape)
-        ratio, count, warm = seconds / before, self._counts[kind], self._warm(kind)
+        before, warm = self._model(kind, shape), self._warm(kind)
+        ratio, count = seconds / before, self._counts[kind]
         known = self._ratios.get(kind, 1.0)
-        if ratio > CLIP * known and not warm:
-            return False
-        if ratio > CLIP * known and not count and self._compiles and kind not in self._first:
-            self._first[kind] = ratio  # it may have compiled after all: believed when the next one says so, too
-            return False
+        expected = known * before
+        if (self._compiles and seconds > max(expected + HICCUP, 2 * expected)
+                and self._in_a_row < HICCUPS and self._hiccups[kind] < OF_A_SIZE):
+            self._in_a_row += 1
+            self._hiccups[kind] += 1
+            return CLIP * expected, False
+        if drafted:
+            self._in_a_row = 0
+        if not warm:  # if it was captured just now, that is not charged
+            return min(seconds, CLIP * expected) if self._captured[kind] else seconds, False
         self._counts[kind] += 1
         # Neither an outlier nor a late compilation must move it much: a size that looks dear is not tried again soon.
         if count < SURE:
-            self._ratios[kind] = min(ratio, self._ratios.get(kind, self._first.get(kind, ratio)))
+            self._ratios[kind] = min(ratio, self._ratios.get(kind, ratio))
         else:
             self._ratios[kind] = DECAY * known + (1 - DECAY) * min(max(ratio, known / CLIP), CLIP * known)
         model = self._models[drafted]
@@ -65,7 +75,7 @@ class DraftTimes:
         model.observe(shape, min(seconds, CLIP * self._ratios[kind] * before), graph=kind.graph)
         # The model has just learnt a part of what the ratio knew.
         self._ratios[kind] *= before / self._model(kind, shape)
-        return True
+        return seconds, True
 
     def _plain_graph(self, kind: _Kind) -> bool:
         """Which plain steps show what unmeasured drafted ones will cost: those of the same sort, if there were any."""
@@ -86,18 +96,25 @@ class DraftTimes:
 
     def _class(self, rows: int) -> int:
         """Up to 16 rows each number is one; beyond, every 8, which is what a GPU's kernels differ by, or 8 to a doubling, on a CPU 4."""
-        step = max(8, 1 << rows.bit_length() - 4) if self._compiles else 1 << max(0, rows.bit_length() - 3)
+        step = max(8, 1 << max(0, rows.bit_length() - 4)) if self._compiles else 1 << max(0, rows.bit_length() - 3)
         return rows if rows <= 16 else -(-rows // step) * step
 
+    def settled(self, num_seqs: int) -> bool:
+        """Whether plain steps of ``num_seqs`` decodes run as they always will, so that drafted ones can be compared with them: not
+        while they are launched kernel by kernel to be captured soon."""
+        kind, _ = self._kind(max(1, num_seqs), 0, 0, False)
+        return not kind.graph or self._runs[kind] > WARM_UP or self._graphs.replays(kind.size, False)
+
     def _warm(self, kind: _Kind) -> bool:
-        """Whether steps of this size have run often enough to be compiled and captured: earlier times tell nothing."""
+        """Once a step: whether it ran as the next ones of its size will: not launched kernel by kernel to be captured soon, nor captured
+        just now."""
         self._runs[kind] += 1
-        before = kind in self._captured  # this very step may have captured it
-        if kind.graph and self._graphs.replays(kind.size, kind.drafted):
-            self._captured.add(kind)
-        if kind.graph:
-            return before or self._runs[kind] > WARM_UP
-        return self._runs[kind] > 1 or not self._compiles
+        if not kind.graph:
+            return True
+        if self._graphs.replays(kind.size, kind.drafted):
+            # One that always was is as it was. Else the step behind this one may have captured it, which was launched already.
+            self._captured[kind] += SETTLED if self._runs[kind] == 1 else 1
+        return self._captured[kind] >= SETTLED or not self._captured[kind] and self._runs[kind] > WARM_UP
 
 
 class _Kind(NamedTuple):

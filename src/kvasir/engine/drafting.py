@@ -78,6 +78,8 @@ class Drafting:
     def _worth_it(self, running: Iterable[Sequence]) -> bool:
         running = list(running)
         decodes = [seq for seq in running if rows_left(seq) <= 1]
+        if self._config.draft_control != "fixed" and not self._times.settled(len(decodes)):
+            return False
         return self.controller.wanted(len(decodes), sum(len(seq.tokens) for seq in decodes), len(decodes) == len(running))
 
     def propose(self, running: Iterable[Sequence]) -> None:
@@ -200,10 +202,10 @@ class Drafting:
             return
         step = self._measured.pop(plan.step)
         if step is None:
-            self.controller.end_step(0, 0, 0, seconds)
+            self.controller.end_step(0, 0, seconds)
         elif step.drafted:
-            known = self._times.observe(step.decodes, step.context, step.drafts, True, seconds)
-            self.controller.end_step(step.decodes, step.context, step.drafts, seconds, known)
+            charged, known = self._times.observe(step.decodes, step.context, step.drafts, True, seconds)
+            self.controller.end_step(step.decodes, step.context, charged, known)
         elif plan.step == self._after_drafted:
             usual = self._times.predict(step.decodes, step.context, 0, False)
             self.controller.rested(usual, min(max(0.0, seconds - usual), usual))

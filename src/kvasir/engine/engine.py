@@ -60,7 +60,7 @@ class Engine:
         host = EngineHost(config)
         if drafter is not None:
             drafter.prepare(host)
-        built = build(config)
+        built = build(config) if drafter is None else build(config, drafter.device_bytes)
         host.check(built.info)
         self.info = built.info
         self.info.drafters = () if drafter is None else tuple(drafter.names)

@@ -18,6 +18,7 @@ import numpy as np
 
 FORGETTING = 0.999  # a step's weight halves in about 700 steps
 PRIOR_TRUST = 0.05  # the noise of a measurement relative to how uncertain the roofline is
+SAME = 0.05  # of a term's variance, where another kind of step has shown what it costs
 OUTLIER = 5.0  # deviations
 ERROR_DECAY = 0.98  # of the running means of the errors: about the last 50 steps
 SLACK_SHARE = 0.9  # of the time left that a step is planned to take
@@ -90,6 +91,10 @@ class _Fit:
         self._deviation = 0.5
         self.relative_error: float | None = None
 
+    def start_from(self, factors: np.ndarray) -> None:
+        self.factors = factors.copy()
+        self._covariance = self._most * np.diag([1.0, SAME, SAME, SAME, 1.0])
+
     @property
     def coefficients(self) -> np.ndarray:
         return self.prior * self.factors
@@ -124,9 +129,9 @@ class StepTimeModel:
             self._fits[graph].observe(shape.vector(), seconds)
 
     def start_from(self, known: StepTimeModel, *, graph: bool, other: bool) -> None:
-        """Before the first observation of ``graph``: begin with what ``known`` has learnt of its steps of ``other``, as uncertain as the
-        roofline is."""
-        self._fits[graph].factors = known._fits[other].factors.copy()
+        """Before the first observation of ``graph``: begin with what ``known`` has learnt of its steps of ``other``. What differs is
+        believed to be the launch and what is done once a sequence, rather than what a row and a key cost."""
+        self._fits[graph].start_from(known._fits[other].factors)
 
     def predict(self, shape: StepShape, *, graph: bool = False) -> float:
         return max(float(shape.vector() @ self._fits[graph].coefficients), self.roofline.bound(shape))

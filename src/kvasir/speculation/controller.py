@@ -28,18 +28,17 @@ from kvasir.speculation.tree import DraftTree
 
 EST_EDGES = (0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)  # of the bins of the drafter's estimate
 DEPTHS = 8  # bins of depth; the last one is for all that are deeper
-PRIOR_WEIGHT = 4.0  # observations that the drafter's own estimate counts for
-FORGETTING = 0.995  # of a bin's evidence, an observation
+EST_WEIGHT, ABOVE_WEIGHT = 2.0, 8.0  # observations that the drafter's own estimate counts for, and what was learnt of the depth above
+FORGETTING, FADING = 0.995, 0.5  # of a bin's evidence, an observation, and when drafts are tried again after a pause
 START_GAIN, MIN_GAIN = 1.04, 1.02  # drafting starts above the one, by what is predicted, and ends below the other
 TRIAL_STEPS = 4  # at most,
 TRIAL_TRIED = 8  # and no more once so many proposals were seen and a step was measured, or one that was not measured came before
 TRIAL_NODES = 4  # a sequence, whatever they are believed to be worth: else what is believed bad is never seen again
 TRIAL_SEQS = 8  # of those that decode: enough to learn from, and cheap in a large batch
 AGAIN = 4  # steps until it is asked again whether a trial that is due has the device for itself
-MIN_PAUSE, MAX_PAUSE = 16, 256  # plain steps between trials, and at least as many as pay for two steps of one
+MIN_PAUSE, MAX_PAUSE = 16, 128  # plain steps between trials, and at least as many as pay for two steps of one
 ALLOWANCE = 0.008  # of the time of plain steps goes into the account
-CREDIT_STEPS, MAX_CREDIT_STEPS = 1.5, 3.0  # plain steps' time in the account at the start, and at most
-OUTLIER = 1.25  # times its prediction: more of a step is not charged. It compiled, say; what lasts is predicted soon
+CREDIT_STEPS, MAX_CREDIT_STEPS = 1.5, 2.0  # plain steps' time in the account at the start, and at most
 MARGIN = 2  # nodes that are proposed beyond the most that was worth verifying in the last step
 REFRESH, REFRESH_STEPS = 512, 4  # after so many drafted steps in a row, plain ones to see what those cost by now
 RECENT = 32  # proposals that show what the next ones will be like
@@ -64,7 +63,8 @@ class Survival:
             for above in range(min(depth, DEPTHS - 1) + 1):
                 seen = self._bins.get((source, above, place))
                 if seen is not None:
-                    known = min(1.0, (seen[0] + PRIOR_WEIGHT * known) / (seen[1] + PRIOR_WEIGHT))
+                    weight = ABOVE_WEIGHT if above else EST_WEIGHT
+                    known = min(1.0, (seen[0] + weight * known) / (seen[1] + weight))
             self._known[source, depth, est] = known
         return known
 
@@ -72,6 +72,13 @@ class Survival:
         entry = self._bins.setdefault(_bin(source, depth, est), [0.0, 0.0])
         entry[0] = FORGETTING * entry[0] + right
         entry[1] = FORGETTING * entry[1] + 1.0
+        self._known.clear()
+
+    def fade(self) -> None:
+        """Some time has passed: what was learnt is believed less."""
+        for entry in self._bins.values():
+            entry[0] *= FADING
+            entry[1] *= FADING
         self._known.clear()
 
     def of(self, tree: DraftTree) -> list[float]:
@@ -181,6 +188,7 @@ class Controller:
         else:
             if not self._trial:
                 self._trial, self._tried, self._due = TRIAL_STEPS, 0, False
+                self.survival.fade()
             self.trying = True
         return self.trying
 
@@ -261,9 +269,9 @@ class Controller:
         self._accepted += len(path)
         self._tried += 1
 
-    def end_step(self, num_seqs: int, context: int, num_drafts: int, seconds: float, known: bool = True) -> None:
-        """A drafted step of ``num_seqs`` decodes took ``seconds`` and was committed; ``known``: that tells what the next one of its size
-        will take. ``num_seqs`` 0: it held more than decodes."""
+    def end_step(self, num_seqs: int, context: int, seconds: float, known: bool = True) -> None:
+        """A drafted step of ``num_seqs`` decodes was committed, and is charged ``seconds``; ``known``: that tells what the next one of its
+        size will take. ``num_seqs`` 0: it held more than decodes."""
         self.stats.steps += 1
         self._in_a_row += 1
         accepted, self._accepted = self._accepted, 0
@@ -272,8 +280,7 @@ class Controller:
             self._trial = 0 if enough else self._trial - 1
         if not num_seqs or self._credit is None:
             return
-        plain, expected = self._seconds(num_seqs, context, 0, False), self._seconds(num_seqs, context, num_drafts, True)
-        self._credit += (1.0 + accepted / num_seqs) * plain - min(seconds, OUTLIER * expected)
+        self._credit += (1.0 + accepted / num_seqs) * self._seconds(num_seqs, context, 0, False) - seconds
         self._trial = 0 if self._credit < 0 else self._trial
 
     def rested(self, seconds: float, excess: float = 0.0) -> None:

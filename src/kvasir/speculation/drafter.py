@@ -113,6 +113,11 @@ class Drafter(Technique):
         """Once, when the served model is there. ``capture``: makes a replay of work on static buffers, where there are CUDA graphs.
         Raises ConfigError when the model cannot be drafted for."""
 
+    def device_bytes(self, model: ServedModel) -> int:
+        """Bytes of the model's device that ``attach`` and serving will take, which the KV pool leaves free. Asked before ``attach``, when
+        the model's weights may not be there yet; what ``prepare`` has taken is not among them."""
+        return 0
+
     def open(self, seq: Sequence) -> None:
         """A sequence is about to be drafted for, or its hidden states handed over, for the first time."""
 

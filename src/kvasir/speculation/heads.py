@@ -260,8 +260,21 @@ def write(head: Head, folder: Path, target: dict[str, Any]) -> None:
 
 def read(kind: str, folder: Path) -> tuple[Head, dict[str, Any]]:
     """The head in fp32 and its ``target``. Raises ConfigError for a folder that holds no head of this kind."""
-    file = folder / "config.json"
-    train = f"Train one with `kvasir train drafter {kind} --target MODEL --out FOLDER`."
+    head, target = made(kind, folder)
+    try:
+        head.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / WEIGHTS).items()})
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as e:
+        raise ConfigError(f"{folder} is a broken drafter: {e}. {_how_to_train(kind)}") from e
+    return head.eval().requires_grad_(False), target
+
+
+def _how_to_train(kind: str) -> str:
+    return f"Train one with `kvasir train drafter {kind} --target MODEL --out FOLDER`."
+
+
+def made(kind: str, folder: Path) -> tuple[Head, dict[str, Any]]:
+    """The head of a folder, its weights not read yet, and its ``target``. Raises ConfigError."""
+    file, train = folder / "config.json", _how_to_train(kind)
     try:
         config = json.loads(file.read_text())
         found = config.get("kind") if config.get("format") == FORMAT else None
@@ -275,12 +288,9 @@ def read(kind: str, folder: Path) -> tuple[Head, dict[str, Any]]:
     try:
         shape = dict(config["shape"])
         shape["layers"] = tuple(shape["layers"])
-        head = cls(cls.shape_class(**shape))
-        head.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / WEIGHTS).items()})
-        target = dict(config["target"])
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as e:
+        return cls(cls.shape_class(**shape)), dict(config["target"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as e:
         raise ConfigError(f"{folder} is a broken drafter: {e}. {train}") from e
-    return head.eval().requires_grad_(False), target
 
 
 def check_target(folder: Path, kind: str, trained_for: dict[str, Any], served: dict[str, Any]) -> bool:
@@ -298,12 +308,25 @@ def shipped(kind: str) -> Path | None:
     return folder if (folder / "config.json").is_file() else None
 
 
-def load_for(kind: str, given: str, model: ServedModel) -> Head:
-    """The head of folder ``given`` ("": the one in the package), ready to run beside ``model``. Raises ConfigError where it cannot."""
+def folder_of(kind: str, given: str) -> Path:
+    """Folder ``given``, or the one in the package. Raises ConfigError where that holds none."""
     folder = Path(given).expanduser() if given else shipped(kind)
     if folder is None:
         raise ConfigError(f"the package holds no weights for '{kind}'. Train some with `kvasir train drafter {kind} --target MODEL --out FOLDER`, "
                           f"and give --drafter {kind}:model=FOLDER; or use --drafter suffix, which needs none.")
+    return folder
+
+
+def planned(kind: str, given: str) -> tuple[Any, int]:
+    """Shape and number of weights of a head that will be loaded, from its config alone. Raises ConfigError."""
+    with torch.device("meta"):
+        head = made(kind, folder_of(kind, given))[0]
+    return head.shape, sum(p.numel() for p in head.parameters())
+
+
+def load_for(kind: str, given: str, model: ServedModel) -> Head:
+    """The head of folder ``given`` ("": the one in the package), ready to run beside ``model``. Raises ConfigError where it cannot."""
+    folder = folder_of(kind, given)
     head, trained_for = read(kind, folder)
     served = {"hidden_size": model.spec.hidden_size, "vocab_size": model.spec.vocab_size, "num_layers": len(model.spec.layers),
               "weights": fingerprint(model.norm.weight)}

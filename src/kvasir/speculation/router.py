@@ -156,6 +156,9 @@ class Router(Drafter):
         self._columns = {name: [self.hidden_layers.index(layer) for layer in d.hidden_layers]
                          for name, d in self.drafters.items() if d.hidden_layers}
 
+    def device_bytes(self, model: ServedModel) -> int:
+        return sum(drafter.device_bytes(model) for drafter in self.drafters.values())
+
     def open(self, seq: Sequence) -> None:
         """Those that read hidden states are handed them from now on; the others are opened when they are first asked."""
         for name in self._columns:

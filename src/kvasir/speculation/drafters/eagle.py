@@ -105,6 +105,13 @@ class EagleDrafter(Drafter):
         head.reserve(model.spec.max_position + self._depth)
         self._states = torch.zeros(size[0], head.shape.dim, device=self._device, dtype=dtype)  # of each lane's last row
 
+    def device_bytes(self, model: ServedModel) -> int:
+        """Weights, rotations, and of each lane its ring of keys, values and positions and one state."""
+        shape, weights = heads.planned("eagle", self.config.model)
+        slot = 2 * shape.kv_heads * shape.head_dim * model.place.dtype.itemsize + 8
+        rotations = (model.spec.max_position + (self.config.max_depth or shape.depth)) * (shape.head_dim // 2) * 8
+        return (weights + self.config.lanes * shape.dim) * model.place.dtype.itemsize + rotations + self.config.lanes * self.config.window * slot
+
     # ----------------------------------------------------------------------------------------------------- committed rows
 
     def ingest(self, seq: Sequence, hidden: torch.Tensor, start: int) -> None:

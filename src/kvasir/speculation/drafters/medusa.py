@@ -42,6 +42,9 @@ class MedusaDrafter(Drafter):
         self._head, self._model = heads.load_for("medusa", self.config.model, model), model
         self.hidden_layers = self._head.shape.layers
 
+    def device_bytes(self, model: ServedModel) -> int:
+        return heads.planned("medusa", self.config.model)[1] * model.place.dtype.itemsize
+
     def ingest(self, seq: Sequence, hidden: torch.Tensor, start: int) -> None:
         last = hidden[-1:, 0]
         seq.state["medusa"] = start + len(hidden), last.clone() if len(hidden) > KEPT else last

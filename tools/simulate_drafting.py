@@ -1,0 +1,36 @@
+"""The controller of drafts on a simulated H200, as JSON: `tools/simulate_drafting.py OUT.json [SEEDS [FIRST]]`. About five minutes on one core.
+
+For each batch and acceptance: rates over plain decoding of the first 192 tokens a sequence with nothing known, and of the next ones, and of
+fixed depths beside them. The step times follow measurements, the rest is drawn (src/kvasir/bench/drafting_sim.py): these are simulated
+figures, which show how the controller decides.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from kvasir.bench.drafting_sim import Load, coins, compare
+from kvasir.bench.result import arm, finish, result, spread
+
+BATCHES, ACCEPTS = (1, 4, 16, 64, 256), (0.0, 0.3, 0.5, 0.7, 0.9)
+
+
+def main(output: Path, seeds: int, first: int) -> None:
+    arms, ratios = [], {}
+    for batch in BATCHES:
+        for accept in ACCEPTS:
+            found = [compare(Load(batch), coins(accept, seed=seed), seed=seed, depths=(1, 2, 4, 8) if accept else ())
+                     for seed in range(first, first + (seeds if batch < 256 else max(1, seeds // 2)))]
+            metrics = {f"round{i}.of_plain": spread([f.rounds[i] for f in found]) for i in range(2)}
+            metrics |= {f"round{i}.of_best_fixed": spread([f.rounds[i] / f.best for f in found]) for i in range(2)}
+            metrics |= {f"fixed{depth}.of_plain": spread([f.fixed[depth] for f in found]) for depth in found[0].fixed}
+            name = f"simulated goodput accept={accept:g} {batch}"
+            arms.append(arm(name, {"batch": batch, "accept": accept, "prompt": 256, "output": 192, "shape": "llama-8b"}, metrics))
+            ratios |= {f"{key} {name}": metrics[key]["median"] for key in ("round0.of_plain", "round1.of_plain", "round1.of_best_fixed")}
+            print(name, {key: value["median"] for key, value in metrics.items()}, file=sys.stderr, flush=True)
+    finish(result("drafting-simulated", arms, ratios=ratios) | {"machine": "simulated: step times of an H200, nothing was measured"}, output)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, [*sys.argv[2:], *(4, 0)[len(sys.argv) - 2:]]))
