@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import multiprocessing
 import os
 import sys
@@ -28,7 +27,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from kvasir.attention.backend import Site  # noqa: E402
 from kvasir.attention.backends.triton import TritonBackend  # noqa: E402
-from kvasir.bench.result import arm, result  # noqa: E402
+from kvasir.bench.result import arm, as_json, result  # noqa: E402
 from kvasir.kernels import decode_attention as decode  # noqa: E402
 from kvasir.kernels import dense_attention as dense  # noqa: E402
 from kvasir.kernels import paged_attention as paged  # noqa: E402
@@ -301,7 +300,7 @@ def main() -> int:
     for part in [*work, lambda: layout_arms(DECODES["16 x 32k"])]:
         arms += part()
         # After every part, so that a time limit costs the rest only.
-        options.output.write_text(json.dumps(result("gpu_attention", arms, limits=limits), indent=1) + "\n")
+        options.output.write_text(as_json(result("gpu_attention", arms, limits=limits)))
         print(f"{time.monotonic() - began:.0f} s", flush=True)
     print(limits)
     return 1 if failed else 0

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from kvasir.attention import paged as paged_backend  # noqa: E402
-from kvasir.bench.result import arm, result  # noqa: E402
+from kvasir.bench.result import arm, as_json, result  # noqa: E402
 from kvasir.engine.graphs import LOGIT_BYTES  # noqa: E402
 from kvasir.kernels import activation, fused_qkv, gemv, moe, norm, paged_attention, sample  # noqa: E402
 from kvasir.kernels import decode_attention as decode  # noqa: E402
@@ -394,7 +394,7 @@ def main() -> int:
     for name, part in (("steps", time_steps), ("attention", time_attention), ("gemv", time_gemv), ("prefill", time_prefill), ("moe", time_moe)):
         if name in parts:
             arms += part()
-            options.output.write_text(json.dumps(result("gpu_decode", arms), indent=1) + "\n")
+            options.output.write_text(as_json(result("gpu_decode", arms)))
             print(f"{name} after {time.monotonic() - started:.0f} s", flush=True)
     failed = sum(a["metrics"].get("failed", 0) for a in arms)
     print("failed checks:", failed)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
 import statistics
 import sys
@@ -27,7 +26,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from kvasir.attention.backend import Site  # noqa: E402
 from kvasir.attention.backends.triton import TritonBackend  # noqa: E402
-from kvasir.bench.result import arm, result  # noqa: E402
+from kvasir.bench.result import arm, as_json, result  # noqa: E402
 from kvasir.bench.workloads import SHAPES  # noqa: E402
 from kvasir.engine.batch import pack  # noqa: E402
 from kvasir.kernels import _triton, activation, fused_qkv, gemv, norm  # noqa: E402
@@ -356,7 +355,7 @@ def main() -> int:
         arms += time_steps(table)
     failed = sum(a["metrics"].get("failed", 0) for a in arms)
     options.folder.mkdir(parents=True, exist_ok=True)
-    (options.folder / "gpu_fused.json").write_text(json.dumps(result("gpu_fused", arms, limits={"failed_checks": failed}), indent=1) + "\n")
+    (options.folder / "gpu_fused.json").write_text(as_json(result("gpu_fused", arms, limits={"failed_checks": failed})))
     print("failed checks:", failed)
     return 1 if failed else 0
 

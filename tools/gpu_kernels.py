@@ -9,7 +9,6 @@ hide the kernel, over as many layers as keep the L2 cache from holding the keys.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -22,7 +21,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from kvasir.attention.backend import AttentionSpec, Site  # noqa: E402
 from kvasir.attention.backends.triton import TritonBackend  # noqa: E402
-from kvasir.bench.result import arm, result  # noqa: E402
+from kvasir.bench.result import arm, as_json, result  # noqa: E402
 from kvasir.kernels import paged_attention as paged  # noqa: E402
 from kvasir.kernels import store_kv as store  # noqa: E402
 from kvasir.kv.codecs.plain import PlainCodec  # noqa: E402
@@ -193,7 +192,7 @@ def main() -> int:
     arms += [time_shape(name, spans, bandwidth, rate) for name, spans in SHAPES.items()]
     failed = sum(a["metrics"].get("failed", 0) for a in arms)
     limits = {"copy_GB_per_s": round(bandwidth / 1e9), "bf16_TFLOP_per_s": round(rate / 1e12), "failed_checks": failed}
-    options.output.write_text(json.dumps(result("gpu_kernels", arms, limits=limits), indent=1) + "\n")
+    options.output.write_text(as_json(result("gpu_kernels", arms, limits=limits)))
     print(limits)
     return 1 if failed else 0
 

@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from kvasir.attention.backend import Site  # noqa: E402
 from kvasir.attention.backends.triton import TritonBackend  # noqa: E402
-from kvasir.bench.result import arm, result  # noqa: E402
+from kvasir.bench.result import arm, as_json, result  # noqa: E402
 from kvasir.kernels import quantized_attention, quantized_decode, quantized_qkv  # noqa: E402
 from kvasir.kernels.decode_attention import Rows  # noqa: E402
 from kvasir.kernels.decode_attention import Shape as DecodeShape  # noqa: E402
@@ -426,7 +426,7 @@ def main() -> int:
         failed = sum(a["metrics"].get("failed", 0) for a in arms)
         limits = {"copy_GB_per_s": round(copy_bandwidth() / 1e9), "failed_checks": failed, "left_out": late,
                   "seconds": round(time.perf_counter() - began, 1)}
-        options.output.write_text(json.dumps(result("kv-codec-kernels", arms, ratios=ratios_of(arms), limits=limits), indent=1) + "\n")
+        options.output.write_text(as_json(result("kv-codec-kernels", arms, ratios=ratios_of(arms), limits=limits)))
         return failed
 
     print(f"compiled and checked in {time.perf_counter() - began:.0f} s", flush=True)

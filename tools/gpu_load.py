@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
 
-from kvasir.bench.result import arm, result  # noqa: E402
+from kvasir.bench.result import arm, as_json, result  # noqa: E402
 from kvasir.bench.startup import start_once  # noqa: E402
 from kvasir.bench.workloads import SHAPES  # noqa: E402
 from kvasir.convert.checkpoint import write_tensors  # noqa: E402
@@ -78,7 +78,7 @@ def main() -> int:
         for caches in ("empty compile caches", "warm", "warm, again"):
             arms.append(arm(f"start, {caches}", {"max_model_len": options.max_model_len}, start_once(str(folder), flags)))
             print(arms[-1], flush=True)
-    options.output.write_text(json.dumps(result(f"load-{options.shape}", arms), indent=1) + "\n")
+    options.output.write_text(as_json(result(f"load-{options.shape}", arms)))
     return 0
 
 

@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from gpu_kernels import copy_bandwidth, graph_seconds, matmul_rate  # noqa: E402
 
-from kvasir.bench.result import arm, result  # noqa: E402
+from kvasir.bench.result import arm, as_json, result  # noqa: E402
 from kvasir.kernels import matmul, moe  # noqa: E402
 from kvasir.kernels.moe import Tile, Tiling  # noqa: E402
 from kvasir.layers.ffn.moe import FFN  # noqa: E402
@@ -199,7 +199,7 @@ def main() -> int:
         arms += [time_matmul(name, *shape, bandwidth, rate) for name, shape in MATRICES.items()]
     failed = sum(a["metrics"].get("failed", 0) for a in arms)
     limits = {"copy_GB_per_s": round(bandwidth / 1e9), "bf16_TFLOP_per_s": round(rate / 1e12), "failed_checks": failed}
-    options.output.write_text(json.dumps(result("gpu_moe", arms, limits=limits), indent=1) + "\n")
+    options.output.write_text(as_json(result("gpu_moe", arms, limits=limits)))
     print(limits)
     return 1 if failed else 0
 

@@ -10,7 +10,6 @@ Exit status 1 when a draw differs.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from unittest import mock
@@ -20,7 +19,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
-from kvasir.bench.result import arm, result  # noqa: E402
+from kvasir.bench.result import arm, as_json, result  # noqa: E402
 from kvasir.decoding.sampler import Sampler  # noqa: E402
 from kvasir.kernels import sample as kernel  # noqa: E402
 from tests.decoding.helpers import decode_span, sequence  # noqa: E402
@@ -140,7 +139,7 @@ def main() -> int:
     checked = check()
     print(checked["metrics"], flush=True)
     arms = [checked, *time_mixes()]
-    options.output.write_text(json.dumps(result("gpu_sample", arms), indent=1) + "\n")
+    options.output.write_text(as_json(result("gpu_sample", arms)))
     if options.tune:
         tune()
     return 1 if checked["metrics"]["failed"] else 0

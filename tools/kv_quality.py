@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
 from kvasir.bench.codec_quality import FIRST, OUTLIERS, REST, Study, answer, jobs, row_errors, verdicts  # noqa: E402
-from kvasir.bench.result import arm, result  # noqa: E402
+from kvasir.bench.result import arm, as_json, result  # noqa: E402
 from kvasir.convert.checkpoint import convert  # noqa: E402
 from kvasir.convert.converter import load_converter  # noqa: E402
 from kvasir.lab.evaluator import read_tokenizer  # noqa: E402
@@ -55,7 +55,7 @@ def main() -> None:
         ratios, targets = verdicts(arms)
         found = result(f"kv-codecs-{options.model}", arms, ratios=ratios, targets=targets)
         found["commit"] = os.environ.get("KVASIR_COMMIT") or found["commit"]
-        options.output.write_text(json.dumps(found, indent=1) + "\n")
+        options.output.write_text(as_json(found))
 
     with tempfile.TemporaryDirectory() as scratch:
 

@@ -9,7 +9,6 @@ A peer may have variants (another cache type, say), which run whenever it does. 
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 from kvasir.bench import roofline
 from kvasir.bench.case import Case, Workload
 from kvasir.bench.offline import Samples, decoding, rounds
-from kvasir.bench.result import arm, finish, judged, ratios_of, result, spread
+from kvasir.bench.result import arm, as_json, finish, judged, ratios_of, result, spread
 from kvasir.bench.worker import Worker, check_peer
 from kvasir.bench.workloads import shape_folder
 from kvasir.errors import ConfigError
@@ -43,7 +42,7 @@ def keeper(output: Path | None, commit: str | None) -> Callable[[dict[str, Any]]
     def keep(so_far: dict[str, Any]) -> None:
         if output is not None:
             output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(json.dumps(so_far | ({"commit": commit} if commit else {}), indent=1) + "\n")
+            output.write_text(as_json(so_far | ({"commit": commit} if commit else {})))
 
     return keep
 

@@ -153,6 +153,22 @@ def verdict(target: dict[str, Any]) -> str:
     return f"{'met' if target['met'] else 'MISSED'}: {bound}"
 
 
+def as_json(value: Any) -> str:
+    """JSON for a file that people read and a repository keeps: what fits into a line is one."""
+    return _lines(value, WIDTH, "") + "\n"
+
+
+def _lines(value: Any, width: int, pad: str) -> str:
+    line = json.dumps(value)
+    if len(pad) + len(line) <= width or not value or not isinstance(value, (dict, list)):
+        return line
+    if isinstance(value, dict):
+        opening, closing, parts = "{", "}", [f"{json.dumps(k)}: {_lines(v, width - len(k) - 4, pad + ' ')}" for k, v in value.items()]
+    else:
+        opening, closing, parts = "[", "]", [_lines(v, width, pad + " ") for v in value]
+    return f"{opening}\n" + ",\n".join(f"{pad} {part}" for part in parts) + f"\n{pad}{closing}"
+
+
 def finish(outcome: dict[str, Any], output: Path | None, commit: str | None = None) -> None:
     """Show a short table, write the JSON when asked to, and end with it as one line for machines.
 
@@ -173,5 +189,5 @@ def finish(outcome: dict[str, Any], output: Path | None, commit: str | None = No
     Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH).print(table)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(outcome, indent=1) + "\n")
+        output.write_text(as_json(outcome))
     print(json.dumps(outcome))

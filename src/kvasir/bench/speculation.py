@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.bench.offline import described
-from kvasir.bench.result import arm, finish, ratios_of, result, spread, without_paths
+from kvasir.bench.result import arm, as_json, finish, ratios_of, result, spread, without_paths
 from kvasir.bench.result import commit as commit_here
 from kvasir.bench.workloads import SHAPES, Batch, shape_folder
 from kvasir.config import EngineConfig, SpeculationConfig
@@ -246,7 +246,7 @@ def draft_metrics(before: EngineStats, stats: EngineStats) -> dict[str, Any]:
 def save(so_far: dict[str, Any], output: Path | None, commit: str | None) -> None:
     """What there is so far, for a run that is cut short."""
     if output is not None:
-        output.write_text(json.dumps(so_far | ({"commit": commit} if commit else {}), indent=1) + "\n")
+        output.write_text(as_json(so_far | ({"commit": commit} if commit else {})))
 
 
 def run_shape(config: EngineConfig, shape: str, *, accepts: list[float], batches: list[int], prompt: int, output_tokens: int, temperature: float,

@@ -208,12 +208,11 @@ def rollouts(model: Annotated[str, typer.Option(help="Checkpoint folder or name.
 def merge(files: Annotated[list[Path], typer.Argument(metavar="RESULT...", help="Results of one case.")], output: Annotated[
           Path, typer.Option("--output", "-o", help="The merged result.")]) -> None:
     """Several runs of one case as one result."""
-    import json
-
     from kvasir.bench import merge as command
+    from kvasir.bench.result import as_json
 
     check_output(output, make=True)
-    output.write_text(json.dumps(command.merge([command.load(f) for f in files]), indent=1) + "\n")
+    output.write_text(as_json(command.merge([command.load(f) for f in files])))
 
 
 @app.command("report", cls=Command)

@@ -58,7 +58,7 @@ def second_config(first: EngineConfig, switches: str) -> EngineConfig:
 
 
 def run(config: EngineConfig, plan: Plan, *, against: str | None, output: Path | None, plot: Path | None) -> None:
-    from kvasir.bench.result import arm, result
+    from kvasir.bench.result import arm, as_json, result
     from kvasir.lab import plots
     from kvasir.lab.evaluator import prepare, read_tokenizer
     from kvasir.lab.scores import compare, figures
@@ -82,9 +82,8 @@ def run(config: EngineConfig, plan: Plan, *, against: str | None, output: Path |
     outcome = result(f"eval-{config.model.model.rstrip('/').rsplit('/', 1)[-1] or 'embedded'}", arms)
     show(outcome)
     if output is not None:
-        import json
 
-        output.write_text(json.dumps(outcome, indent=1) + "\n")
+        output.write_text(as_json(outcome))
     if plot is not None:
         plots.draw(outcome, plot)
 

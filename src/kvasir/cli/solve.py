@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -201,7 +200,9 @@ def run(config: EngineConfig, job: Job, output: Path | None, ablate: bool = Fals
 
 def _write(outcome: dict[str, Any], output: Path | None) -> None:
     if output is not None:
-        output.write_text(json.dumps(outcome, indent=1) + "\n")
+        from kvasir.bench.result import as_json
+
+        output.write_text(as_json(outcome))
 
 
 def checker(task: Task, drawn: Sequence[LabProblem]) -> Callable[[int, str], bool]:
