@@ -145,6 +145,15 @@ def test_leaving_a_stream_cancels_it(llm):
     assert not llm.engine.has_work() and llm.engine.pages.num_free == llm.engine.pages.num_total
 
 
+@pytest.fixture
+def heeds_ctrl_c():
+    """As at a terminal: a shell starts what runs in its background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 @pytest.mark.parametrize("call", ["generate", "stream"])
 def test_ctrl_c_in_the_middle_of_a_step_waits_for_its_end(llm, monkeypatch, call):
     """Half a step cannot be taken back; `kvasir chat` goes on after Ctrl-C, and so may a notebook."""

@@ -114,7 +114,7 @@ def test_doctor_for_programs(kvasir):
     assert done.code == 0
     assert {"kvasir", "python", "torch", "cpu", "gpus", "packages", "attention", "attention_chosen", "codecs", "advice"} <= set(found)
     assert found["attention"][found["attention_chosen"]] == [] and "plain" in found["codecs"]
-    assert set(found["scheduling_policies"]) == {"fcfs", "priority"}
+    assert set(found["scheduling_policies"]) == {"affinity", "fcfs", "priority"}
 
 
 def test_doctor_says_what_small_steps_run_on(kvasir, monkeypatch):

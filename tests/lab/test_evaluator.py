@@ -378,4 +378,6 @@ def test_names_of_shipped_models(tmp_path, monkeypatch):
     here = tmp_path / "here"
     (here / "nano").mkdir(parents=True)
     monkeypatch.chdir(here)
-    assert checkpoint.resolve("nano") != tmp_path / "nano", "a folder here goes first"
+    assert checkpoint.resolve("nano") == tmp_path / "nano", "a folder that is no model does not stand before it"
+    (here / "nano" / "config.json").write_text("{}")
+    assert checkpoint.resolve("nano") != tmp_path / "nano", "a model here goes first"

@@ -65,6 +65,8 @@ class NativeDecoder:
 
     def takes(self, batch: StepBatch) -> bool:
         num_rows = batch.input_ids.shape[0]
+        if batch.guests is not None:  # they hold no token, and hidden states of theirs are asked for
+            return False
         if self._wide():
             return num_rows <= MAX_ROWS
         return num_rows <= NARROW_ROWS or num_rows <= NARROW_DECODES and num_rows == len(batch.starts)
