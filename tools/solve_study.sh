@@ -7,10 +7,11 @@
 #   STEPS="pool-countdown pool-path pool-facts" DEVICE=cpu tools/solve_study.sh OUT 30
 # on any machine, with the same N and POOL, finishes the study.
 # Environment: N problems a study (1000), POOL replies a problem in the shared pools (64), SEEDS ("7 8 9"), DEVICE (auto), PYTHON (python3),
-# AT_ONCE problems under way (64), STEPS: names of steps to run, all others are left out.
+# AT_ONCE problems under way (64), STEPS: names of steps to run, all others are left out, OPTIONS: more options of kvasir solve, e.g.
+# "--gpu-memory-utilization 0.08" where several of these run on one GPU.
 set -u
 OUT=${1:?tools/solve_study.sh OUT MINUTES} MINUTES=${2:?minutes}
-N=${N:-1000} POOL=${POOL:-64} SEEDS=${SEEDS:-7 8 9} DEVICE=${DEVICE:-auto} PYTHON=${PYTHON:-python3} AT_ONCE=${AT_ONCE:-64} STEPS=${STEPS:-}
+N=${N:-1000} POOL=${POOL:-64} SEEDS=${SEEDS:-7 8 9} DEVICE=${DEVICE:-auto} PYTHON=${PYTHON:-python3} AT_ONCE=${AT_ONCE:-64} STEPS=${STEPS:-} OPTIONS=${OPTIONS:-}
 case $OUT in /*) ;; *) OUT=$PWD/$OUT ;; esac
 cd "$(dirname "$0")/.." && export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$OUT"
@@ -29,7 +30,7 @@ step() {
   [ "$most" -gt 0 ] && [ "$most" -lt "$room" ] && room=$most
   if [ "$room" -lt 30 ]; then echo "$name: no time left" | tee -a "$OUT/steps.txt"; return 0; fi
   timeout -k 15 $(( room + 15 )) "$PYTHON" -m kvasir.cli.main solve --device "$DEVICE" --at-once "$AT_ONCE" --minutes "$(awk "BEGIN {print $room * 0.7 / 60}")" \
-    --json "$OUT/$name.json" "$@" > "$OUT/$name.txt" 2>&1
+    --json "$OUT/$name.json" $OPTIONS "$@" > "$OUT/$name.txt" 2>&1
   echo "$name: exit $?, $(( $(date +%s) - began )) s" | tee -a "$OUT/steps.txt"
 }
 
