@@ -16,7 +16,7 @@ from kvasir.config import EngineConfig
 from kvasir.decoding.sampler import Sampler
 from kvasir.engine.graphs import CudaCapture
 from kvasir.engine.runner import Runner
-from kvasir.engine.sizing import PoolPlan, gib, pages_for, plan_pool, resolve_length
+from kvasir.engine.sizing import PoolPlan, gib, own_bytes, pages_for, plan_pool, resolve_length
 from kvasir.engine.step_time import Roofline
 from kvasir.errors import ConfigError
 from kvasir.kernels import _triton
@@ -257,9 +257,12 @@ def _gpu_budget(config: EngineConfig, device: torch.device, free_before: int, ma
     step_bytes, graphs = runner.graphs.measure() if runner.graphs is not None else (0, 0)
     del runner
     torch.cuda.empty_cache()
-    free_now, total = torch.cuda.mem_get_info(device)
-    used = max(0, free_before - free_now)
-    budget = int(config.cache.gpu_memory_utilization * free_before) - used - peak - graphs - beside - GPU_RESERVE
+    free_now = torch.cuda.mem_get_info(device)[0]
+    used, others = own_bytes(free_before, free_now, torch.cuda.memory_reserved(device))
+    if others:
+        log.warning("another process took %s of this GPU while this one started", gib(others))
+    share = int(config.cache.gpu_memory_utilization * free_before) - used
+    budget = min(share, free_now) - peak - graphs - beside - GPU_RESERVE
     explain = (f"{config.cache.gpu_memory_utilization:.0%} of {gib(free_before)} free, less {gib(used)} weights and context, "
                f"{gib(peak)} measured step peak, {gib(graphs)} CUDA graphs, {gib(GPU_RESERVE)} reserve" +
                (f", {gib(beside)} drafter" if beside else ""))

@@ -10,10 +10,22 @@ from kvasir.logs import log
 from kvasir.types import CacheGroup
 
 GIB = 1 << 30
+OUTSIDE_ALLOCATOR = GIB  # the most that code and workspaces of one engine take outside torch's allocator
 
 
 def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / (1 << 20):.1f} MiB"
+
+
+def own_bytes(free_before: int, free_now: int, reserved: int) -> tuple[int, int]:
+    """What this process took of the GPU since ``free_before``, and what others took, in bytes. ``reserved``: by torch's allocator.
+
+    Kernels' code and libraries' workspaces lie outside the allocator; a gap larger than they can be is somebody else's, such as an engine
+    that starts at the same time.
+    """
+    taken = max(reserved, free_before - free_now)
+    outside = taken - reserved
+    return (taken, 0) if outside <= OUTSIDE_ALLOCATOR else (reserved + OUTSIDE_ALLOCATOR, outside - OUTSIDE_ALLOCATOR)
 
 
 @dataclass(frozen=True, slots=True)
