@@ -7,8 +7,8 @@ or about a title and that story's beginning. Scored by loss: prose has no right 
 
 from __future__ import annotations
 
-import functools
 import bz2
+import functools
 import re
 from dataclasses import dataclass
 from importlib.resources import files
