@@ -105,7 +105,8 @@ def test_seeds_stand_together(found):
     assert both["right"][SHUFFLED] == found["right"][SHUFFLED] + MISSING * 40 and both["right"][PLAIN] == found["right"][PLAIN] + "0" * 40
     assert solve_report.difference(both, LARGE, PLAIN)[0] == (28 - 30 - 40) / 80
     assert solve_report.difference(both, SHUFFLED, PLAIN)[0] == 0, "on the seed that both ran"
-    assert solve_report.bought(found)[-1].startswith(f"- `{LARGE}` minus `{PLAIN}`: +5.0 points") and "2.25x the cost" in solve_report.bought(found)[-1]
+    last = solve_report.bought(found)[-1]
+    assert last.startswith(f"- `{LARGE}` minus `{PLAIN}`: +5.0 points") and "2.25x the cost" in last
     for wrong in (seeded(7), seeded(9, task="path")):
         with pytest.raises(ConfigError, match="--together"):
             pooled([first, wrong])

@@ -48,7 +48,8 @@ def section(found: dict[str, Any], name: str, picture: str) -> list[str]:
     facts = (f"{config['n']} problems of `{config['task']}`, seed {config['seed']}, split {config['split']}, temperature {config['temperature']:g}, "
              f"models {', '.join(config['models'])}; {found['machine']}, commit {found['commit'] or 'unknown'}, {found['date']}.")
     parts = [f"## {name}", facts, f"![accuracy against cost]({picture})", _table(found)]
-    for title, lines in (("What more cost bought", bought(found)), ("Controls", controls(found)), ("Against the strongest model alone", bounds(found)),
+    for title, lines in (("What more cost bought", bought(found)), ("Controls", controls(found)),
+                         ("Against the strongest model alone", bounds(found)),
                          ("What the engine's features are worth", features(found)), ("Loop by loop", _loops(found)),
                          ("The pool", _pool(found)), ("What did not pay", failures(found))):
         if lines:
