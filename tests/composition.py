@@ -232,7 +232,9 @@ def page() -> str:
 
 Written by `python -m tests.composition` from what the code declares; `tests/test_composition.py` holds it to that. A cell is one of:
 
-- `=`: the tokens and log-probabilities of the plain engine, to the bit (CPU, exact mode). Every such pair of values is run in `make test`, in a covering array whose runs carry all request features at once; `make test-all` runs the product of the drafters, codecs, models and what else changes a step.
+- `=`: the tokens and log-probabilities of the plain engine, to the bit (CPU, exact mode). Every such pair of values is run in `make test`, in \
+a covering array whose runs carry all request features at once; `make test-all` runs the product of the drafters, codecs, models and what else \
+changes a step.
 - `≈`: the codec is lossy; the tokens are those of the plain engine with that codec.
 - `refused`: at start-up, or when the request arrives, with the reason and what to do instead, below.
 
@@ -240,11 +242,13 @@ What is not exact mode gives the same up to ties. Speculation by rejection or by
 
 ## Drafters
 """, table(["drafter", *SYSTEM, *asked, *(f"codec `{c}`" for c in names(CODECS))], drafter_rows()), f"""
-Controls ({', '.join(f'`{c}`' for c in FACTORS['control'])}) and scheduling policies ({', '.join(f'`{p}`' for p in FACTORS['policy'])}) compose with all of them and change no token. Several drafters may be joined by `+`, each once; two whose rows are guests are refused.
+Controls ({', '.join(f'`{c}`' for c in FACTORS['control'])}) and scheduling policies ({', '.join(f'`{p}`' for p in FACTORS['policy'])}) compose \
+with all of them and change no token. Several drafters may be joined by `+`, each once; two whose rows are guests are refused.
 """, table(["drafter", "exact", "in the prefix key", "proposes", "hears", "runs on", "needs", "its steps in CUDA graphs"],
            ([f"`{n}`", "yes" if c.exact else "no", {True: "yes", False: "no", None: "no caching"}[c.affects_kv], c.topology, hears(c),
              c.place.replace("_", " "), NEEDS_FOLDER.get(n, "nothing"), graphs(c)] for n in names(DRAFTERS) for c in [of(DRAFTERS, n, Drafter)])), """
-A step that verifies drafts is read before the next one is planned: it does not overlap. Penalties, bad words and grammars do the same without a drafter. Of a tree only the trunk is verified where the step fits a captured graph and the controller decides; guests run outside of graphs.
+A step that verifies drafts is read before the next one is planned: it does not overlap. Penalties, bad words and grammars do the same without \
+a drafter. Of a tree only the trunk is verified where the step fits a captured graph and the controller decides; guests run outside of graphs.
 
 ## Codecs
 """, table(["codec", *SYSTEM, *asked], codec_rows()), "",
@@ -256,11 +260,13 @@ Sliding windows free their pages whatever the codec; scales are planes of a page
 
 ## Attention backends on a GPU
 
-In the order in which `auto` tries them, bf16, heads of 128. `graphs`: decode steps are captured; `eager`: they are launched kernel by kernel. On a CPU there is `torch`.
+In the order in which `auto` tries them, bf16, heads of 128. `graphs`: decode steps are captured; `eager`: they are launched kernel by kernel. \
+On a CPU there is `torch`.
 """, table(["backend", *(f"`{c}`" for c in names(CODECS))], backend_rows()), """
 ## Strategies and endpoints
 
-On two models of one vocabulary, with default options (`best_of_n` needs what its score does); what is refused is so before the first call. Any drafter, codec and policy may run below an endpoint.
+On two models of one vocabulary, with default options (`best_of_n` needs what its score does); what is refused is so before the first call. Any \
+drafter, codec and policy may run below an endpoint.
 """, table(["strategy", "needs", *ENDPOINTS], strategy_rows()), """
 A pool serves strategies that ask the problem's own prompt alone.
 

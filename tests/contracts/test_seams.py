@@ -74,7 +74,7 @@ def test_its_options_are_frozen_and_have_defaults(package, name):
     for f in dataclasses.fields(config):
         assert f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING, f"{name}:{f.name} has no default"
     for option, kind in get_type_hints(config).items():
-        assert kind in (bool, int, float, str) or get_origin(kind) is Literal, f"{name}:{option} is a {kind}, which a word on a command line cannot be"
+        assert kind in (bool, int, float, str) or get_origin(kind) is Literal, f"{name}:{option} is a {kind}, which no word on a command line is"
     assert config() == config()
 
 
@@ -91,7 +91,8 @@ def test_what_it_does_not_know_is_refused(package, name):
         typo = option + "x" if len(option) > 1 else option + option
         with pytest.raises(ConfigError, match=f"has no option '{typo}'.*Did you mean '{option}'" if len(option) > 1 else f"has no option '{typo}'"):
             technique.load(package, f"{name}:{typo}=1", seam)
-        wrong = {bool: ["maybe"], int: ["x", "1.5"], float: ["x", "nan", "inf"], str: []}.get(kind, [f"{get_args(kind)[0]}x"] if get_args(kind) else [])
+        words = [f"{get_args(kind)[0]}x"] if get_args(kind) else []
+        wrong = {bool: ["maybe"], int: ["x", "1.5"], float: ["x", "nan", "inf"]}.get(kind, words)
         for text in wrong:
             with pytest.raises(ConfigError, match=f"{option}='{text}': expected" + (".*Did you mean" if get_args(kind) else "")):
                 technique.load(package, f"{name}:{option}={text}", seam)
