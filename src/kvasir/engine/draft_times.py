@@ -44,11 +44,6 @@ class DraftTimes:
         kind, shape = self._kind(num_seqs, context, num_drafts, drafted)
         return self._model(kind, shape) * self._ratios.get(kind, 1.0)
 
-    def measured_plain(self, num_seqs: int, context: int) -> float | None:
-        """``predict`` of a plain step; None before one of its sort, in a graph or not, was measured."""
-        kind, _ = self._kind(num_seqs, context, 0, False)
-        return self.predict(num_seqs, context, 0, False) if (False, kind.graph) in self._seen else None
-
     def observe(self, num_seqs: int, context: int, num_drafts: int, drafted: bool, seconds: float) -> tuple[float, bool]:
         """A step took ``seconds``. Returns what it is to be charged, and whether the next one of its size will take about as long: not
         if something happened that does so once, a compilation or a capture most likely."""
@@ -109,6 +104,11 @@ class DraftTimes:
         while they are launched kernel by kernel to be captured soon."""
         kind, _ = self._kind(max(1, num_seqs), 0, 0, False)
         return not kind.graph or self._runs[kind] > WARM_UP or self._graphs.replays(kind.size, False)
+
+    def measured_plain(self, num_seqs: int, context: int) -> float | None:
+        """``predict`` of a plain step; None before one of its sort, in a graph or not, was measured."""
+        kind, _ = self._kind(num_seqs, context, 0, False)
+        return self.predict(num_seqs, context, 0, False) if (False, kind.graph) in self._seen else None
 
     def _warm(self, kind: _Kind) -> bool:
         """Once a step: whether it ran as the next ones of its size will: not launched kernel by kernel to be captured soon, nor captured
