@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import pkgutil
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from kvasir.errors import ConfigError, nearest
 
@@ -69,21 +70,31 @@ def load(package: str, spec: str, base: type[T]) -> T:
             raise ConfigError(f"'{name}' takes no options, got {', '.join(pairs)}")
         return cls()
     fields = {f.name: f for f in dataclasses.fields(config)}
+    kinds = get_type_hints(config)
     values = {}
     for key, text in pairs.items():
         if key not in fields:
             raise ConfigError(f"'{name}' has no option '{key}'; it has {', '.join(fields)}.{nearest(key, fields)}")
-        values[key] = _parse(f"{name}:{key}", text, str(fields[key].type))
+        values[key] = _parse(f"{name}:{key}", text, kinds[key])
     return cls(config(**values))
 
 
-def _parse(where: str, text: str, kind: str) -> Any:
+def _parse(where: str, text: str, kind: Any) -> Any:
+    """``kind``: bool, int, float, str, or a Literal of words."""
+    if get_origin(kind) is Literal:
+        words = get_args(kind)
+        if text not in words:
+            raise ConfigError(f"{where}={text!r}: expected one of {', '.join(words)}.{nearest(text, words)}")
+        return text
     try:
-        if kind == "bool":
+        if kind is bool:
             return {"true": True, "false": False, "1": True, "0": False}[text.lower()]
-        return {"int": int, "float": float}.get(kind, str)(text)
+        value = kind(text)
     except (ValueError, KeyError) as e:
-        raise ConfigError(f"{where}={text!r}: expected {kind}") from e
+        raise ConfigError(f"{where}={text!r}: expected {kind.__name__}") from e
+    if kind is float and not math.isfinite(value):
+        raise ConfigError(f"{where}={text!r}: expected a finite number")
+    return value
 
 
 def check_conflicts(techniques: list[Technique]) -> None:

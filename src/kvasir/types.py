@@ -429,6 +429,7 @@ class EngineStats:
     num_cached_pages: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    forwards: int = 0  # of single sequences, in which these were drawn: one a token without drafts
     cached_tokens: int = 0
     prefix_queries: int = 0  # tokens looked up in the prefix index, of which cached_tokens were found
     preemptions: int = 0
@@ -444,5 +445,7 @@ class EngineStats:
     drafted_by: dict[str, list[int]] = field(default_factory=dict)  # by drafter: tokens drafted, accepted
     accepted_tokens: int = 0  # drafted ones that were right; each verification emits one more
     accepted_by_depth: list[list[int]] = field(default_factory=list)  # [tried, accepted]; tried: its parent was right
+    drafted_by_depth: dict[str, list[list[int]]] = field(default_factory=dict)  # the same of each drafter
+    draft_saved_seconds: float | None = None  # by drafts, an estimate (engine/draft_savings.py); below 0: lost; None: not known yet
     startup: dict[str, float] = field(default_factory=dict)
     step_time_error: dict[str, float] = field(default_factory=dict)  # of the predictions of late, relative, by kind of step: eager, graph

@@ -9,10 +9,11 @@ from kvasir.errors import RequestError
 from kvasir.types import Grammar
 from tests.pairwise import label, pairwise, product
 from tests.speculation.helpers import LENGTHS, Hostile, WithGuests, driver, install, outputs, plain, requests
+from tests.speculation.trained import random_head
 
 FACTORS = {
     "drafter": ["ngram:min_match=1", "suffix:min_match=1", "draft_model:model=embedded", "token_recycling", "layer_skip:exits=1+2",
-                "ngram:min_match=1+suffix+layer_skip", "replay:accept=0.7", "hostile", "guests"],
+                "ngram:min_match=1+suffix+layer_skip", "replay:accept=0.7", "hostile", "guests", "medusa", "eagle", "ppd"],
     "temperature": [0.0, 0.7, 1.0],
     "chunk": [6, 17, 64],
     "cache": [True, False],
@@ -27,8 +28,16 @@ FACTORS = {
     "params": ["none", "penalties", "grammar"],
     "control": ["fixed", "goodput", "length"],
 }
+RANDOM = ("medusa", "eagle", "ppd")  # weights that mean nothing; ``test_heads.py`` has trained ones
 PARAMS = {"none": {}, "penalties": dict(presence_penalty=0.8, frequency_penalty=0.5, repetition_penalty=1.3),
           "grammar": dict(grammar=Grammar("regex", "(ab|ba|c)*"), allowed_token_ids=None)}
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory) -> dict[str, str]:
+    """Specs of drafters with random weights."""
+    root = tmp_path_factory.mktemp("random")
+    return {kind: f"{kind}:model={random_head(kind, root / kind)}" for kind in RANDOM}
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +54,12 @@ def reference():
     return get
 
 
-def run_case(case: dict, reference) -> tuple[int, int]:
+def run_case(case: dict, reference, heads: dict[str, str]) -> tuple[int, int]:
     """Returns drafted and accepted tokens."""
     expected = reference(case["temperature"], case["n"], case["codec"], case["params"])
     num_pages = 256 if case["pool"] == "roomy" else 8  # the longest request and little more
     name = case["drafter"]
-    d = driver("replay" if name in ("hostile", "guests") else name, max_num_batched_tokens=case["chunk"], max_num_seqs=case["seqs"],
+    d = driver("replay" if name in ("hostile", "guests") else heads.get(name, name), max_num_batched_tokens=case["chunk"], max_num_seqs=case["seqs"],
                num_pages=num_pages, enable_prefix_caching=case["cache"], kv_codec=case["codec"], overlap=case["overlap"], static=case["static"],
                draft_control=case["control"])
     d.engine._drafting.controller._rest = 0  # from the first step on
@@ -67,8 +76,8 @@ def run_case(case: dict, reference) -> tuple[int, int]:
         expected = {key: (tokens, []) for key, (tokens, _) in expected.items()}
     assert outputs(d) == expected, case
     stats = d.engine.stats()
+    assert not d.engine._drafting._failures
     if name == "guests":
-        assert not d.engine._drafting._failures
         heard_by[case["control"]] = heard_by.get(case["control"], 0) + d.engine._drafting.drafter.rows
     d.close()
     return stats.drafted_tokens, stats.accepted_tokens
@@ -76,13 +85,15 @@ def run_case(case: dict, reference) -> tuple[int, int]:
 
 CASES = pairwise(FACTORS)
 accepted_by: dict[str, int] = {}
+drafted_by: dict[str, int] = {}
 ran: list[dict] = []
 heard_by: dict[str, int] = {}  # by control: outputs of guests
 
 
 @pytest.mark.parametrize("case", CASES, ids=label)
-def test_same_tokens(case, reference):
-    _, accepted = run_case(case, reference)
+def test_same_tokens(case, reference, heads):
+    drafted, accepted = run_case(case, reference, heads)
+    drafted_by[case["drafter"]] = drafted_by.get(case["drafter"], 0) + drafted
     ran.append(case)
     accepted_by[case["drafter"]] = accepted_by.get(case["drafter"], 0) + accepted
 
@@ -91,7 +102,8 @@ def test_every_drafter_was_right_at_times():
     """Else the cases above compared the plain engine with itself."""
     if len(ran) < len(CASES):
         pytest.skip("only meaningful after all cases in one process")
-    assert all(accepted_by.values()), accepted_by
+    assert all(drafted_by.values()), drafted_by
+    assert all(count for name, count in accepted_by.items() if name not in RANDOM), accepted_by
     assert heard_by["fixed"] > 10, heard_by  # a single case, whose steps of six rows leave guests little room
 
 
@@ -100,9 +112,9 @@ CORE = ("drafter", "temperature", "chunk", "cache", "preempt_every", "params", "
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place, case", list(enumerate(product({name: FACTORS[name] for name in CORE}))), ids=str)
-def test_same_tokens_full_product(place, case, reference):
+def test_same_tokens_full_product(place, case, reference, heads):
     """Every combination of these; the other factors take turns."""
-    run_case(case | {name: values[place % len(values)] for name, values in FACTORS.items() if name not in CORE}, reference)
+    run_case(case | {name: values[place % len(values)] for name, values in FACTORS.items() if name not in CORE}, reference, heads)
 
 
 @pytest.mark.parametrize("params", [

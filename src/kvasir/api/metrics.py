@@ -110,12 +110,18 @@ def _engine(stats: EngineStats | None) -> Iterator[Metric]:
         "step_seconds": (stats.step_seconds, "How long the last step took"),
         "step_rows": (stats.step_rows, "Rows of the last step"),
     }
+    if stats.forwards:
+        gauges["tokens_per_forward"] = (stats.generation_tokens / stats.forwards, "Tokens generated a step of a single sequence, since the start")
+    if stats.draft_saved_seconds is not None:
+        gauges["draft_saved_seconds"] = (stats.draft_saved_seconds, "Time saved by drafts since the start, below 0 if lost: what plain steps "
+                                         "would have taken for the same tokens, as predicted, less what drafted steps took")
     for name, (value, text) in gauges.items():
         yield GaugeMetricFamily(f"kvasir:{name}", text, value)
     counters = {
         "steps": (stats.step, "Steps"),
         "prompt_tokens": (stats.prompt_tokens, "Prompt tokens computed or found in the cache"),
         "generation_tokens": (stats.generation_tokens, "Tokens generated"),
+        "forwards": (stats.forwards, "Steps of single sequences that generated tokens; one a token without drafts"),
         "cached_tokens": (stats.cached_tokens, "Prompt tokens served from the prefix cache"),
         "prefix_query_tokens": (stats.prefix_queries, "Prompt tokens looked up in the prefix cache"),
         "preemptions": (stats.preemptions, "Sequences that gave their pages back and start over"),
@@ -140,6 +146,14 @@ def _engine(stats: EngineStats | None) -> Iterator[Metric]:
     for depth, (_, right) in enumerate(stats.accepted_by_depth):
         accepted.add_metric([str(depth)], right)
     yield accepted
+    crossed = CounterMetricFamily("kvasir:draft_tokens_by_drafter_and_depth", "Tokens verified whose parent was right, by drafter, place in the "
+                                  "proposal, and whether they were right; of several at one place, one counts",
+                                  labels=["drafter", "position", "right"])
+    for drafter, depths in stats.drafted_by_depth.items():
+        for depth, (tried, right) in enumerate(depths):
+            crossed.add_metric([drafter, str(depth), "yes"], right)
+            crossed.add_metric([drafter, str(depth), "no"], tried - right)
+    yield crossed
     drafted = CounterMetricFamily("kvasir:draft_tokens_by_drafter", "Tokens proposed and verified, by drafter and whether they were right",
                                   labels=["drafter", "right"])
     for drafter, (count, right) in stats.drafted_by.items():

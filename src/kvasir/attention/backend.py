@@ -46,6 +46,7 @@ class Site:
 class AttentionBackend(Technique):
     """The round-trip rule holds: K/V of this step's rows are already in the pages when ``run`` is called."""
 
+    exact = False  # another order of summation than the reference's, even where it gives every row the same bits in any batch
     affects_kv = False
     codec_kernels: ClassVar[frozenset[str]] = frozenset({"plain"})  # layouts it reads directly; queries then come in the cache's basis
     rank = 0  # among the backends that can run, ``auto`` takes the highest

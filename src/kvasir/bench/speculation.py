@@ -239,8 +239,11 @@ def earlier(output: Path | None, case: str, commit: str, settings: list[dict[str
 
 def draft_metrics(before: EngineStats, stats: EngineStats) -> dict[str, Any]:
     accepted, drafts = stats.accepted_tokens - before.accepted_tokens, stats.drafts - before.drafts
-    return {"draft_steps": stats.draft_steps - before.draft_steps, "drafted": stats.drafted_tokens - before.drafted_tokens, "accepted": accepted,
-            "tokens_per_verification": round((accepted + drafts) / max(1, drafts), 4)}
+    saved = {} if stats.draft_saved_seconds is None else {"saved_s": round(stats.draft_saved_seconds - (before.draft_saved_seconds or 0.0), 4)}
+    generated, forwards = stats.generation_tokens - before.generation_tokens, stats.forwards - before.forwards
+    return saved | {"draft_steps": stats.draft_steps - before.draft_steps, "drafted": stats.drafted_tokens - before.drafted_tokens,
+                    "accepted": accepted, "tokens_per_verification": round((accepted + drafts) / max(1, drafts), 4),
+                    "tokens_per_sequence_forward": round(generated / max(1, forwards), 4)}
 
 
 def save(so_far: dict[str, Any], output: Path | None, commit: str | None) -> None:

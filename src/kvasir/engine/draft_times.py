@@ -105,6 +105,11 @@ class DraftTimes:
         kind, _ = self._kind(max(1, num_seqs), 0, 0, False)
         return not kind.graph or self._runs[kind] > WARM_UP or self._graphs.replays(kind.size, False)
 
+    def measured_plain(self, num_seqs: int, context: int) -> float | None:
+        """``predict`` of a plain step; None before one of its sort, in a graph or not, was measured."""
+        kind, _ = self._kind(num_seqs, context, 0, False)
+        return self.predict(num_seqs, context, 0, False) if (False, kind.graph) in self._seen else None
+
     def _warm(self, kind: _Kind) -> bool:
         """Once a step: whether it ran as the next ones of its size will: not launched kernel by kernel to be captured soon, nor captured
         just now."""

@@ -14,6 +14,7 @@ from itertools import takewhile
 from typing import Any
 
 from kvasir.config import SpeculationConfig
+from kvasir.engine.draft_savings import Savings
 from kvasir.engine.draft_times import DraftTimes
 from kvasir.engine.runner import Runner
 from kvasir.engine.spans import ONE_SAMPLE, rows_left
@@ -52,6 +53,7 @@ class Drafting:
         self._config, self._runner, self._max_rows, self._max_model_len = config, runner, max_rows, max_model_len
         self._times = DraftTimes(_roofline(runner), runner.graphs, runner.device.type == "cuda")
         self.controller = Controller(self._times.predict, fixed=config.draft_control == "fixed")
+        self._savings = Savings(self._times.measured_plain)
         self._lengths = Lengths() if config.draft_control == "length" else None
         self._pending: dict[Sequence, DraftTree] = {}
         self._measured: dict[int, _Measured | None] = {}  # by step; None: it was drafted, and held more than decodes
@@ -203,12 +205,15 @@ class Drafting:
         step = self._measured.pop(plan.step)
         if step is None:
             self.controller.end_step(0, 0, seconds)
+            self._savings.drafted(0, 0, self.controller.stats.accepted, seconds)
         elif step.drafted:
             charged, known = self._times.observe(step.decodes, step.context, step.drafts, True, seconds)
             self.controller.end_step(step.decodes, step.context, charged, known)
+            self._savings.drafted(step.decodes, step.context, self.controller.stats.accepted, seconds)
         elif plan.step == self._after_drafted:
             usual = self._times.predict(step.decodes, step.context, 0, False)
             self.controller.rested(usual, min(max(0.0, seconds - usual), usual))
+            self._savings.behind(step.decodes, step.context, seconds)
         else:
             self._times.observe(step.decodes, step.context, 0, False, seconds)
             self.controller.rested(seconds)
@@ -223,7 +228,8 @@ class Drafting:
     def fill(self, stats: EngineStats) -> None:
         s = self.controller.stats
         stats.draft_steps, stats.drafts, stats.drafted_tokens, stats.accepted_tokens = s.steps, s.verified, s.drafted, s.accepted
-        stats.accepted_by_depth, stats.drafted_by = s.by_depth, s.by_source
+        stats.accepted_by_depth, stats.drafted_by, stats.drafted_by_depth = s.by_depth, s.by_source, s.by_source_depth
+        stats.draft_saved_seconds = self._savings.seconds
 
 
 def _committed(span: Span, result: SpanResult) -> Any:

@@ -92,7 +92,7 @@ class Engine:
         self._max_queued_tokens = config.scheduler.max_queued_tokens or 4 * max(self.info.kv_capacity_tokens, self.info.max_model_len)
         self.info.max_queued_requests, self.info.max_queued_tokens = config.scheduler.max_queued_requests, self._max_queued_tokens
         self._counts: Counter[str] = Counter()
-        self._num_generated = 0
+        self._num_generated = self._num_forwards = 0
         self._failed: Counter[str] = Counter()
         self._stats = EngineStats(num_pages=self.pages.num_total, startup=built.startup)
 
@@ -368,6 +368,7 @@ class Engine:
         self.scheduler.append(span, token)
         self.runner.sampler.accepted(seq, (token,))
         self._num_generated += 1
+        self._num_forwards += 1
         return Event(kind="tokens", request_id=request.id, epoch=request.epoch, branch=seq.branch, index=index, token_ids=[token],
                      num_cached=seq.num_cached)
 
@@ -393,6 +394,7 @@ class Engine:
             return None
         self.runner.sampler.accepted(seq, tokens)
         self._num_generated += len(tokens)
+        self._num_forwards += bool(tokens)
         event = Event(kind="tokens", request_id=seq.request.id, epoch=seq.request.epoch, branch=seq.branch, index=index, token_ids=tokens,
                       logprobs=result.logprobs[:len(tokens)] if params.logprobs is not None and result.logprobs else None,
                       num_cached=seq.num_cached, finish_reason=reason, stop_reason=stop,
@@ -425,7 +427,7 @@ class Engine:
         s.num_free_pages, s.num_cached_pages = self.pages.num_free, self.pages.num_cached
         s.preemptions = scheduler.preemptions
         s.prefix_queries, s.cached_tokens = self.pages.queried_tokens, self.pages.cached_tokens
-        s.prompt_tokens, s.generation_tokens = self._counts["prompt_tokens"], self._num_generated
+        s.prompt_tokens, s.generation_tokens, s.forwards = self._counts["prompt_tokens"], self._num_generated, self._num_forwards
         s.failed = dict(self._failed)
         s.step_time_error = self.clock.errors()
         if self._drafting is not None:

@@ -48,6 +48,7 @@ class Codec(Technique):
     """Encode on write, decode on read. ``kernel`` names the layout that a fused attention kernel must know to read the
     pages directly. Round-trip rule: a token's K/V *is* what the codec returns, from the step that produces it."""
 
+    exact = False
     affects_kv = True
     kernel: ClassVar[str] = ""
     page_slots: ClassVar[int] = 16  # by default; small pages are shared more often, and less of the last one is read in vain

@@ -119,6 +119,15 @@ class DraftStats:
     verified: int = 0  # sequences times steps in which they had a draft
     by_depth: list[list[int]] = field(default_factory=list)
     by_source: dict[str, list[int]] = field(default_factory=dict)  # [drafted, accepted] by drafter
+    by_source_depth: dict[str, list[list[int]]] = field(default_factory=dict)  # ``by_depth`` of each drafter
+
+    def add_depths(self, source: str, counts: Many[Many[int]]) -> None:
+        """``counts``: [tried, accepted] nodes of ``source`` by depth."""
+        for totals in (self.by_depth, self.by_source_depth.setdefault(source, [])):
+            totals += [[0, 0] for _ in counts[len(totals):]]
+            for total, (tried, right) in zip(totals, counts):
+                total[0] += tried
+                total[1] += right
 
 
 class Controller:
@@ -248,17 +257,15 @@ class Controller:
     def observe(self, tree: DraftTree, path: list[int]) -> None:
         """One verified tree: every child of a node on the path was tried, those on the path were right."""
         stats, reached, right = self.stats, {-1, *path}, set(path)
-        tried: set[int] = set()
+        depths: list[list[int]] = []
         for node, (parent, depth) in enumerate(zip(tree.parents, tree.depths)):
             if parent not in reached:
                 continue
             self.survival.observe(tree.source, depth, tree.est[node], node in right)
-            while len(stats.by_depth) <= depth:
-                stats.by_depth.append([0, 0])
-            if depth not in tried:
-                stats.by_depth[depth][0] += 1
-                tried.add(depth)
-            stats.by_depth[depth][1] += node in right
+            if depth == len(depths):
+                depths.append([1, 0])
+            depths[depth][1] += node in right
+        stats.add_depths(tree.source, depths)
         stats.drafted += len(tree)
         stats.accepted += len(path)
         stats.emitted += len(path) + 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kvasir.errors import ConfigError
 from kvasir.scaling.endpoint import Sample
 from kvasir.scaling.primitives import Context
 from kvasir.scaling.problem import Problem, votes
@@ -32,6 +33,8 @@ class Config:
 
     def __post_init__(self) -> None:
         at_least(1, n=self.n, wave=self.wave)
+        if not 0 <= self.threshold <= 1:
+            raise ConfigError(f"adaptive_consistency:threshold={self.threshold:g} must lie in [0, 1]")
 
 
 class AdaptiveConsistency(Strategy):

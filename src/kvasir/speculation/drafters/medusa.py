@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvasir.errors import ConfigError
 from kvasir.speculation import heads
 from kvasir.speculation.drafter import Ask, Capture, Drafter, ServedModel
 from kvasir.speculation.tree import DraftTree, products
@@ -29,6 +30,10 @@ class Config:
 
     model: str = ""
     width: int = 4
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise ConfigError(f"medusa:width={self.width}: at least 1")
 
 
 class MedusaDrafter(Drafter):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvasir.errors import ConfigError
 from kvasir.speculation.drafter import Ask, Drafter
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import Sequence
@@ -19,6 +20,10 @@ WINDOW = 1 << 14  # tokens of a prompt, from its end, that are looked at
 class Config:
     max_match: int = 4
     min_match: int = 2
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_match <= self.max_match:
+            raise ConfigError(f"ngram:min_match={self.min_match},max_match={self.max_match}: they must satisfy 1 <= min_match <= max_match")
 
 
 class _Index:

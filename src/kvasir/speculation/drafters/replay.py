@@ -1,4 +1,4 @@
-"""For benchmarks: proposes tokens it was given, each spoiled with probability 1 - accept. *Set* acceptance, not a method.
+"""For benchmarks: proposes tokens it was given, each spoiled with probability 1 - accept. *Set* acceptance, not a method. Exact.
 
 ``load`` takes {prompt ids as a tuple: the output of a plain run}. What it measures is the engine: what a forward of so many
 more rows costs, whatever real drafter may fill them.
@@ -10,6 +10,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from kvasir.errors import ConfigError
 from kvasir.speculation.drafter import Ask, Drafter
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import Sequence
@@ -19,6 +20,10 @@ from kvasir.types import Sequence
 class Config:
     accept: float = 1.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.accept <= 1:
+            raise ConfigError(f"replay:accept={self.accept:g} must lie in [0, 1]")
 
 
 class Replay(Drafter):

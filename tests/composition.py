@@ -1,0 +1,282 @@
+"""What works with what: the values that are composed, and the page that says so, made from what the code declares.
+
+``python -m tests.composition`` writes docs/methods/composition.md. ``tests/test_composition.py`` holds the page to the code and
+every pair of values to the plain engine's tokens, or to a refusal with a reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args, get_type_hints
+
+import torch
+
+from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
+from kvasir.config import EngineConfig, SpeculationConfig
+from kvasir.engine.admission import admit
+from kvasir.engine.build import BACKENDS, CODECS, POLICIES
+from kvasir.errors import ConfigError, RequestError
+from kvasir.kv.codec import Codec
+from kvasir.scaling.endpoint import Caps
+from kvasir.scaling.engine_endpoint import EngineEndpoint
+from kvasir.scaling.pool import PoolEndpoint
+from kvasir.scaling.strategy import load_strategy
+from kvasir.speculation.drafter import DRAFTERS, Drafter
+from kvasir.speculation.router import load_drafter
+from kvasir.technique import Technique, check_conflicts, find, load, names
+from kvasir.types import Grammar, ModelInfo, SamplingParams
+
+PAGE = Path(__file__).parents[1] / "docs" / "methods" / "composition.md"
+STRATEGIES = "kvasir.scaling.strategies"
+VOCAB = 2048  # of the smallest shipped tokenizer
+SHAPE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=VOCAB,
+             max_position_embeddings=256, rms_norm_eps=1e-6, tie_word_embeddings=True, eos_token_id=0)
+MODELS = {  # their config.json
+    "full attention": SHAPE | {"model_type": "qwen3"},
+    "sliding window": SHAPE | {"model_type": "gemma3_text", "sliding_window": 8, "query_pre_attn_scalar": 32,
+                               "layer_types": ["sliding_attention", "full_attention"]},
+    "experts": SHAPE | {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+}
+NEEDS_FOLDER = {"draft_model": "a smaller model", "medusa": "heads", "eagle": "a head", "ppd": "prompt tokens"}  # for the model it drafts for
+FACTORS: dict[str, list[Any]] = {
+    "drafter": ["none", *names(DRAFTERS), "suffix+token_recycling+layer_skip"],
+    "codec": names(CODECS),
+    "policy": names(POLICIES),
+    "control": list(get_args(get_type_hints(SpeculationConfig)["draft_control"])),
+    "model": list(MODELS),
+    "chunked prefill": [True, False],
+    "prefix cache": [True, False],
+    "preemption": [True, False],
+    "overlap": [True, False],
+    "decode over static buffers": [True, False],  # what CUDA graphs capture
+    "few rows": [True, False],  # so that sequences come and go
+}
+REQUESTS: dict[str, dict[str, Any]] = {  # all of them in every run
+    "greedy": dict(temperature=0.0),
+    "T = 1": dict(),
+    "n > 1": dict(n=2),
+    "grammar": dict(grammar=Grammar("regex", "(ab|ba|c)*")),
+    "penalties": dict(presence_penalty=0.8, frequency_penalty=0.5, repetition_penalty=1.3),
+    "filters, bias": dict(top_k=20, top_p=0.9, min_p=0.01, logit_bias={311: 2.0}),
+    "bans, stops": dict(bad_words=("ab",), min_tokens=4, stop_token_ids=(312,), ignore_eos=False, allowed_token_ids=(310, 311, 312, 313)),
+    "logprobs": dict(logprobs=3, logprobs_mode="processed"),
+    "prompt logprobs": dict(prompt_logprobs=1),
+    "score, confidence": dict(score_from=3, confidence=5),
+}
+SYSTEM = ["chunked prefill", "prefix cache", "preemption", "overlap", "sliding window", "experts"]
+INFO = ModelInfo(name="any", max_model_len=256, vocab_size=VOCAB, tokenizer_size=VOCAB)
+
+
+def encode(text: str) -> list[int]:
+    return [300 + ord(letter) for letter in text]
+
+
+# ------------------------------------------------------------------------------------------------- what the code declares
+
+
+def of(package: str, name: str, base: type[Technique]) -> type[Technique]:
+    return find(package, name, base)[0]
+
+
+def head_spec(dim: int) -> AttentionSpec:
+    return AttentionSpec(8, 2, dim, dim**-0.5)
+
+
+def gpu(codec: Codec, exact: bool = False, dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> Site:
+    return Site("cuda", dtype, codec.kernel, codec.page_slots, (head_spec(dim),), exact)
+
+
+def reasons(backend: AttentionBackend, site: Site) -> list[str]:
+    """What it cannot do, wherever it runs; what is not installed here is no part of that."""
+    return [r for r in backend.why_not(site) if "not installed" not in r]
+
+
+def graphs(drafter: type[Drafter]) -> str:
+    """Which of its steps are replayed: see ``engine/drafting.py`` and ``engine/graphs.py``."""
+    if drafter.answer is not Drafter.answer:
+        return "no: its rows are guests"
+    return "yes" if drafter.topology == "chain" else "its trunk"
+
+
+def hears(drafter: type[Drafter]) -> str:
+    found = ["hidden states"] * (drafter.ingest is not Drafter.ingest) + ["runners-up"] * bool(drafter.top_tokens)
+    found += ["its guests"] * (drafter.answer is not Drafter.answer)
+    return ", ".join(found) or "text"
+
+
+def refusal(attempt: Callable[[], Any]) -> str | None:
+    """The message with which it is refused; None: it is not."""
+    try:
+        attempt()
+    except (ConfigError, RequestError) as refused:
+        return " ".join(str(refused).split())
+    return None
+
+
+def admitted(**params: Any) -> Callable[[], Any]:
+    return lambda: admit([1] * 8, SamplingParams(**params), INFO, id="r", arrival=0.0, encode=encode)
+
+
+def without_tokenizer() -> Any:
+    return admit([1] * 8, SamplingParams(bad_words=("ab",)), INFO, id="r", arrival=0.0, encode=None)
+
+
+def backend_of(name: str, codec: str, exact: bool) -> Callable[[], Any]:
+    def attempt() -> None:
+        if found := reasons(load(BACKENDS, name, AttentionBackend), gpu(load(CODECS, codec, Codec), exact)):
+            raise ConfigError(f"attention backend '{name}' cannot serve this model here: {'; '.join(found)}. Use --attention-backend auto.")
+    return attempt
+
+
+def checked(strategy: str, caps: Caps) -> Callable[[], Any]:
+    """With its default options, on two models of one vocabulary."""
+    small, large = (SimpleNamespace(name=name, caps=caps, vocabulary="one") for name in ("small", "large"))
+    return lambda: load_strategy(strategy).check([small, large], SimpleNamespace(most=64))  # type: ignore[list-item]
+
+
+ENDPOINTS = {"our engine": EngineEndpoint.caps, "HTTP with log-probabilities": Caps(logprobs=True, choose=True), "HTTP without": Caps(),
+             "a pool of replies": PoolEndpoint.caps}
+
+# What must not start, or not be admitted: (what, with what) -> how it is tried. The message is the code's.
+REFUSED: dict[tuple[str, str], Callable[[], Any]] = {
+    ("`--drafter suffix`", "itself"): lambda: load_drafter("suffix+suffix"),
+    ("`--drafter draft_model`", "no model"): lambda: load_drafter("draft_model"),
+    ("`--drafter layer_skip:exits=a`", "any model"): lambda: load_drafter("layer_skip:exits=a"),
+    ("request: `drafter`", "a server without it"): admitted(drafter="suffix"),
+    ("request: `confidence=1`", "any model"): admitted(confidence=1),
+    ("request: `confidence`", "`logprobs_mode=processed`"): admitted(confidence=5, logprobs=1, logprobs_mode="processed"),
+    ("request: `confidence_window`", "no confidence"): admitted(confidence_window=4),
+    ("request: `score_from`", "`prompt_logprobs`"): admitted(score_from=2, prompt_logprobs=1),
+    ("request: `stop`", "`detokenize=False`"): admitted(stop=("x",), detokenize=False),
+    ("request: `bad_words`", "no tokenizer"): without_tokenizer,
+    ("request: `finish_after` above `n`", "any model"): admitted(n=2, finish_after=3),
+    ("codec `nvfp4`", "heads of 80"): lambda: load(CODECS, "nvfp4", Codec).planes(80, torch.bfloat16),
+    ("codec `int4_bdr:order=64`", "heads of 80"): lambda: load(CODECS, "int4_bdr:order=64", Codec).planes(80, torch.bfloat16),
+    ("codec `int4`", "heads of 33"): lambda: load(CODECS, "int4", Codec).planes(33, torch.bfloat16),
+    **{(f"`--attention-backend {name}`", f"codec `{codec}`" + (", exact mode" if exact else "")): backend_of(name, codec, exact)
+       for name in names(BACKENDS) for exact in (False, True) for codec in names(CODECS)
+       if refusal(backend_of(name, codec, exact)) and not (exact and refusal(backend_of(name, codec, False)))},
+    **{(f"strategy `{name}`", where): checked(name, caps) for name in names(STRATEGIES) for where, caps in ENDPOINTS.items()
+       if refusal(checked(name, caps))},
+}
+
+
+def started(drafter: str = "none", codec: str = "plain", policy: str = "fcfs", **params: Any) -> None:
+    """The refusals of a start-up and of an admission that need no weights. Raises what they raise."""
+    spec = "" if drafter in ("none", *NEEDS_FOLDER) else drafter
+    config = EngineConfig.of(drafter=spec, kv_codec=codec, scheduling_policy=policy)
+    used: list[Technique] = [load(CODECS, config.cache.kv_codec, Codec), load(POLICIES, policy, of(POLICIES, policy, Technique))]
+    check_conflicts(used + ([load_drafter(spec)] if spec else []))
+    used[0].planes(SHAPE["head_dim"], torch.float32)  # type: ignore[attr-defined]
+    admitted(**params)()
+
+
+# ------------------------------------------------------------------------------------------------------------- the page
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def system_marks(exact: bool, affects_kv: bool | None) -> list[str]:
+    return ["off" if what == "prefix cache" and affects_kv is None else "=" if exact else "≈" for what in SYSTEM]
+
+
+def mark(exact: bool, attempt: Callable[[], Any]) -> str:
+    return "refused" if refusal(attempt) else "=" if exact else "≈"
+
+
+def drafter_rows() -> Iterable[list[str]]:
+    for name in names(DRAFTERS):
+        cls = of(DRAFTERS, name, Drafter)
+        marks = [mark(cls.exact, lambda name=name, params=params: started(name, **params)) for params in REQUESTS.values()]
+        codecs = [mark(cls.exact, lambda name=name, codec=codec: started(name, codec)) for codec in names(CODECS)]
+        yield [f"`{name}`", *system_marks(cls.exact, cls.affects_kv), *marks, *codecs]
+
+
+def codec_rows() -> Iterable[list[str]]:
+    for name in names(CODECS):
+        codec = load(CODECS, name, Codec)
+        marks = [mark(codec.exact, lambda name=name, params=params: started(codec=name, **params)) for params in REQUESTS.values()]
+        yield [f"`{name}`", *system_marks(codec.exact, codec.affects_kv), *marks]
+
+
+def backend_rows() -> Iterable[list[str]]:
+    for name in sorted(names(BACKENDS), key=lambda n: -of(BACKENDS, n, AttentionBackend).rank):
+        cells = []
+        for codec in names(CODECS):
+            for exact in (False, True):
+                backend, site = load(BACKENDS, name, AttentionBackend), gpu(load(CODECS, codec, Codec), exact)
+                if reasons(backend, site):
+                    cells.append("refused")
+                    continue
+                backend.prepare(site)
+                cells.append("graphs" if backend.graphs else "eager")
+        yield [f"`{name}`", *(a if a == b else f"{a}; exact: {b}" for a, b in zip(cells[::2], cells[1::2]))]
+
+
+def strategy_rows() -> Iterable[list[str]]:
+    for name in names(STRATEGIES):
+        cells = ["refused" if refusal(checked(name, caps)) else "yes" for caps in ENDPOINTS.values()]
+        yield [f"`{name}`", ", ".join(load_strategy(name).needs) or "nothing", *cells]
+
+
+def page() -> str:
+    asked = list(REQUESTS)
+    dims = (33, 64, 80, 96, 128, 256)
+    parts = ["""# What works with what
+
+Written by `python -m tests.composition` from what the code declares; `tests/test_composition.py` holds it to that. A cell is one of:
+
+- `=`: the tokens and log-probabilities of the plain engine, to the bit (CPU, exact mode). Every such pair of values is run in `make test`, in \
+a covering array whose runs carry all request features at once; `make test-all` runs the product of the drafters, codecs, models and what else \
+changes a step.
+- `≈`: the codec is lossy; the tokens are those of the plain engine with that codec.
+- `refused`: at start-up, or when the request arrives, with the reason and what to do instead, below.
+
+What is not exact mode gives the same up to ties. Speculation by rejection or by "typical" acceptance is no part of this page: it has no `=`.
+
+## Drafters
+""", table(["drafter", *SYSTEM, *asked, *(f"codec `{c}`" for c in names(CODECS))], drafter_rows()), f"""
+Controls ({', '.join(f'`{c}`' for c in FACTORS['control'])}) and scheduling policies ({', '.join(f'`{p}`' for p in FACTORS['policy'])}) compose \
+with all of them and change no token. Several drafters may be joined by `+`, each once; two whose rows are guests are refused.
+""", table(["drafter", "exact", "in the prefix key", "proposes", "hears", "runs on", "needs", "its steps in CUDA graphs"],
+           ([f"`{n}`", "yes" if c.exact else "no", {True: "yes", False: "no", None: "no caching"}[c.affects_kv], c.topology, hears(c),
+             c.place.replace("_", " "), NEEDS_FOLDER.get(n, "nothing"), graphs(c)] for n in names(DRAFTERS) for c in [of(DRAFTERS, n, Drafter)])), """
+A step that verifies drafts is read before the next one is planned: it does not overlap. Penalties, bad words and grammars do the same without \
+a drafter. Of a tree only the trunk is verified where the step fits a captured graph and the controller decides; guests run outside of graphs.
+
+## Codecs
+""", table(["codec", *SYSTEM, *asked], codec_rows()), "",
+             table(["codec", "exact", "in the prefix key", "one kernel for norm, RoPE and write", *(f"heads of {d}" for d in dims)],
+                   ([f"`{n}`", "yes" if c.exact else "no", "yes" if c.affects_kv else "no", "yes" if c.fuses else "no",
+                     *("refused" if refusal(lambda c=c, d=d: c.planes(d, torch.bfloat16)) else "yes" for d in dims)]
+                    for n in names(CODECS) for c in [load(CODECS, n, Codec)])), """
+Sliding windows free their pages whatever the codec; scales are planes of a page, so copies and forks carry them.
+
+## Attention backends on a GPU
+
+In the order in which `auto` tries them, bf16, heads of 128. `graphs`: decode steps are captured; `eager`: they are launched kernel by kernel. \
+On a CPU there is `torch`.
+""", table(["backend", *(f"`{c}`" for c in names(CODECS))], backend_rows()), """
+## Strategies and endpoints
+
+On two models of one vocabulary, with default options (`best_of_n` needs what its score does); what is refused is so before the first call. Any \
+drafter, codec and policy may run below an endpoint.
+""", table(["strategy", "needs", *ENDPOINTS], strategy_rows()), """
+A pool serves strategies that ask the problem's own prompt alone.
+
+## Refused
+
+The words are the code's.
+""", table(["what", "with", "says"], ([what, other, refusal(attempt).replace("|", "\\|")] for (what, other), attempt in REFUSED.items())), ""]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(parts))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"wrote {PAGE.name}")

@@ -1,0 +1,158 @@
+"""What works with what: the page says what the code declares, and every pair of values gives the plain engine's tokens or is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from kvasir.engine.admission import admit
+from kvasir.models.checkpoint import resolve
+from kvasir.speculation import heads
+from kvasir.types import Request, SamplingParams
+from tests import composition
+from tests.composition import FACTORS, MODELS, REFUSED, REQUESTS, SHAPE, VOCAB
+from tests.engine.driver import Driver
+from tests.pairwise import label, pairwise, product
+
+OUTPUT = 6
+KINDS = {"medusa": lambda: heads.Medusa(heads.MedusaShape(SHAPE["hidden_size"], (1,), 2)),
+         "eagle": lambda: heads.Eagle(heads.EagleShape(SHAPE["hidden_size"], (0, 1), heads=2, head_dim=16, ffn=32)),
+         "ppd": lambda: heads.Prompts(heads.PromptShape(SHAPE["hidden_size"]))}
+
+
+# ------------------------------------------------------------------------------------------------------------- the page
+
+
+def test_the_page_is_what_the_code_says():
+    assert composition.PAGE.read_text() == composition.page(), "write it anew: python -m tests.composition"
+
+
+@pytest.mark.parametrize("what", REFUSED, ids=" with ".join)
+def test_what_is_refused_says_why(what):
+    """A sentence that names the thing at fault, and more than its name: a reason, or what to do instead."""
+    message = composition.refusal(REFUSED[what])
+    assert message and len(message.split()) > 5, message
+
+
+# ----------------------------------------------------------------------------------------------------------- every pair
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    """Models that are a config.json, for dummy weights; and random heads for them."""
+    root = tmp_path_factory.mktemp("composition")
+    for name, config in MODELS.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(config))
+    target = {"name": "any", "hidden_size": SHAPE["hidden_size"], "vocab_size": VOCAB, "num_layers": SHAPE["num_hidden_layers"], "weights": "none"}
+    torch.manual_seed(0)
+    for kind, make in KINDS.items():
+        head = make()
+        with torch.no_grad():
+            for p in head.parameters():
+                p.normal_(std=0.1)
+        heads.write(head, root / kind, target)
+    return {path.name: str(path) for path in root.iterdir()}
+
+
+def driver(case: dict, folders: dict[str, str], **options) -> Driver:
+    spec = case["drafter"]
+    folder = folders[case["model"] if spec == "draft_model" else spec] if spec in composition.NEEDS_FOLDER else ""
+    spec = "" if spec == "none" else f"{spec}:model={folder}" if folder else spec.replace("layer_skip", "layer_skip:exits=1")
+    return Driver(folders[case["model"]], load_format="dummy", tokenizer="nano", max_model_len=96, drafter=spec, kv_codec=case["codec"],
+                  page_slots=None, num_pages=64, max_draft_tokens=4, **options)
+
+
+def requests(d: Driver) -> list[Request]:
+    """One of each kind; beginnings are shared, texts repeat themselves."""
+    text = [310 + (3 * i) % 7 for i in range(40)]
+    found = []
+    for k, (name, params) in enumerate(REQUESTS.items()):
+        given = dict(max_tokens=OUTPUT, ignore_eos=True, seed=7 + k, logprobs=0) | params
+        info = dataclasses.replace(d.engine.info, drafters=())
+        found.append(admit([*text[:8 + k], 330 + k], SamplingParams(**given), info, id=name, arrival=0.0, encode=composition.encode))
+    return found
+
+
+def outputs(d: Driver) -> dict:
+    """All that a reader gets, to the bit."""
+    assert not d.errors, d.errors
+    assert d.engine._drafting is None or not d.engine._drafting._failures, "the drafter failed: see the log"
+    return {key: (out.tokens, out.logprobs, out.prompt_logprobs, out.score, out.finish_reason) for key, out in d.outputs.items()}
+
+
+@pytest.fixture(scope="module")
+def reference(folders):
+    """(model, codec) -> the plain engine's outputs: no drafter, no cache, prompts whole."""
+    found: dict[tuple[str, str], dict] = {}
+
+    def get(model: str, codec: str) -> dict:
+        if (model, codec) not in found:
+            d = driver({"model": model, "codec": codec, "drafter": "none"}, folders, enable_prefix_caching=False, max_num_batched_tokens=512)
+            d.run(requests(d))
+            found[model, codec] = outputs(d)
+            d.close()
+        return found[model, codec]
+
+    return get
+
+
+accepted: dict[str, int] = {}
+
+
+def run_case(case: dict, folders, reference) -> None:
+    expected = reference(case["model"], case["codec"])
+    d = driver(case, folders, scheduling_policy=case["policy"], draft_control=case["control"], overlap=case["overlap"],
+               static=case["decode over static buffers"], enable_prefix_caching=case["prefix cache"], max_num_seqs=4 if case["few rows"] else 16,
+               max_num_batched_tokens=24 if case["chunked prefill"] else 512)
+    if d.engine._drafting is not None:
+        d.engine._drafting.controller._rest = 0  # from the first step on
+    given = requests(d)
+    if case["drafter"] == "replay":
+        d.engine._drafting.drafter.load({tuple(r.prompt_ids): expected[r.id, 0][0] for r in given}, 1)
+    d.run(given, preempt_every=3 if case["preemption"] else 0)
+    assert outputs(d) == expected, case
+    accepted[case["drafter"]] = accepted.get(case["drafter"], 0) + d.engine.stats().accepted_tokens
+    d.close()
+
+
+CASES = pairwise(FACTORS)
+
+
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_every_pair_gives_the_plain_tokens(case, folders, reference):
+    run_case(case, folders, reference)
+
+
+def test_drafts_were_right_at_times():
+    """Else the cases above say little of drafters."""
+    if len(accepted) < len(FACTORS["drafter"]):
+        pytest.skip("only meaningful after all cases in one process")
+    assert not accepted["none"] and sum(accepted.values()) > 50 and accepted["replay"] and accepted["draft_model"], accepted
+
+
+def test_a_wrong_token_is_seen(folders, reference):
+    """The comparison can fail: another seed of the weights is another model."""
+    d = driver({"model": "full attention", "codec": "plain", "drafter": "none"}, folders, seed=1)
+    d.run(requests(d))
+    assert outputs(d) != reference("full attention", "plain")
+    d.close()
+
+
+CORE = ("drafter", "codec", "model", "chunked prefill", "preemption", "few rows")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place, case", list(enumerate(product({name: FACTORS[name] for name in CORE}))), ids=str)
+def test_the_product_gives_the_plain_tokens(place, case, folders, reference):
+    """The other factors take turns."""
+    run_case(case | {name: values[place % len(values)] for name, values in FACTORS.items() if name not in CORE}, folders, reference)
+
+
+def test_the_dummy_models_speak_the_tokenizer(folders):
+    from kvasir.models.tokenizer import Tokenizer
+
+    assert Tokenizer.load(resolve("nano")).size <= VOCAB
