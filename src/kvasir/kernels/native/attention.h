@@ -2,6 +2,7 @@
 
 #define UNROLL16 _Pragma("GCC unroll 16")
 
+/* A projection's heads: norm and rotate queries and keys, and into the cache's basis; keys and values into their slots. */
 static void heads(const Heads *op, const Step *step) {
     int64_t rotated = op->num_heads + (op->writes ? op->num_kv_heads : 0), all = rotated + (op->writes ? op->num_kv_heads : 0);
     int64_t dim = op->dim, half = dim / 2, first, stop;
@@ -10,15 +11,25 @@ static void heads(const Heads *op, const Step *step) {
     for (int64_t item = first; item < stop; item++) {
         int64_t row = item / all, head = item % all;
         float *x = op->heads + item * dim, *y = x;
+        char *meta = 0, *at = 0;
         if (head >= op->num_heads) {
             int64_t slot = step->slots[cache->group][row], g = (head - op->num_heads) % op->num_kv_heads;
             if (slot < 0)
                 continue;
-            y = (head < rotated ? cache->k : cache->v) + slot / cache->page_slots * cache->page_stride
-              + (g * cache->page_slots + slot % cache->page_slots) * dim;
+            int64_t page = slot / cache->page_slots * cache->page_stride, place = g * cache->page_slots + slot % cache->page_slots;
+            at = (head < rotated ? cache->k : cache->v) + page + place * cache->row;
+            meta = (head < rotated ? cache->k_meta : cache->v_meta) + page + place * META;
+            if (cache->format == NUMBERS)
+                y = (float *)at;
         }
         if (head >= rotated) {
-            memcpy(y, x, 4 * dim);
+            if (y != x)
+                memcpy(y, x, 4 * dim);
+            else {
+                if (cache->turn_v)
+                    turn(x, cache->turn_v, dim, cache->order);
+                encode(cache->format, x, dim, at, meta);
+            }
             continue;
         }
         float scale = op->norm ? norm_scale(x, dim, op->eps) : 1;
@@ -38,6 +49,10 @@ static void heads(const Heads *op, const Step *step) {
             y[i] = a * cos[i] - b * sin[i];
             y[i + half] = b * cos[i] + a * sin[i];
         }
+        if (cache->turn_k)
+            turn(y, cache->turn_k, dim, cache->order);
+        if (head >= op->num_heads && y == x)
+            encode(cache->format, x, dim, at, meta);
     }
 }
 
@@ -117,16 +132,22 @@ static float weigh(Query *query, int64_t low, int64_t high, int64_t from, int64_
     return fade;
 }
 
-static void attend_one(const Attend *op, Query *query, const Keys *keys) {
-    int64_t dim = op->dim, parts = dim / LANES, low = low_of(query, keys), high = high_of(query, keys), d = 0;
-    float weight[CHUNK];
+typedef struct { float weight[QUERIES][CHUNK], fade[QUERIES]; } Weights; /* of a chunk's keys, for each query */
+
+static void weigh_one(const Attend *op, Query *query, const Keys *keys, float weight[CHUNK], float *fade) {
+    int64_t low = low_of(query, keys), high = high_of(query, keys);
+    for (int64_t j = low / LANES * LANES; j < high; j += LANES) {
+        fetch_ahead(keys, j, LANES, op->dim);
+        store(weight + j, scaled(op, score(query->q, keys->key + j, op->dim)));
+    }
+    if (low < high)
+        *fade = weigh(query, low, high, low, high, weight);
+}
+
+static void add_one(const Attend *op, Query *query, const Keys *keys, const float weight[CHUNK], float fade) {
+    int64_t parts = op->dim / LANES, low = low_of(query, keys), high = high_of(query, keys), d = 0;
     if (low >= high)
         return;
-    for (int64_t j = low / LANES * LANES; j < high; j += LANES) {
-        fetch_ahead(keys, j, LANES, dim);
-        store(weight + j, scaled(op, score(query->q, keys->key + j, dim)));
-    }
-    float fade = weigh(query, low, high, low, high, weight);
     for (; d + 4 <= parts; d += 4) {
         vec *out = query->out + d, a = out[0] * fade, b = out[1] * fade, c = out[2] * fade, e = out[3] * fade;
         for (int64_t j = low; j < high; j++) {
@@ -147,18 +168,20 @@ static void attend_one(const Attend *op, Query *query, const Keys *keys) {
 }
 
 #if TILE == 8
-/* Four queries at once: what is read serves all. Every sum has the order that it has in ``attend_one``. */
-typedef struct { float weight[4][CHUNK], fade[4]; int64_t low, high; } Weights;
-
-static void weigh_four(const Attend *op, Query *query, const Keys *keys, Weights *weights) {
-    int64_t dim = op->dim, low = CHUNK, high = 0, lows[4], highs[4];
-    float (*weight)[CHUNK] = weights->weight;
+/* The keys that any of four queries sees. */
+INLINE void any_of_four(const Query *query, const Keys *keys, int64_t *low, int64_t *high) {
+    *low = CHUNK, *high = 0;
     for (int i = 0; i < 4; i++) {
-        lows[i] = low_of(query + i, keys), highs[i] = high_of(query + i, keys);
-        if (lows[i] < highs[i])
-            low = lows[i] < low ? lows[i] : low, high = highs[i] > high ? highs[i] : high;
+        int64_t from = low_of(query + i, keys), to = high_of(query + i, keys);
+        if (from < to)
+            *low = from < *low ? from : *low, *high = to > *high ? to : *high;
     }
-    weights->low = low, weights->high = high;
+}
+
+/* Four queries at once: what is read serves all. Every sum has the order that it has with one. */
+static void weigh_four(const Attend *op, Query *query, const Keys *keys, float (*weight)[CHUNK], float *fade) {
+    int64_t dim = op->dim, low, high;
+    any_of_four(query, keys, &low, &high);
     const float *q0 = query[0].q, *q1 = query[1].q, *q2 = query[2].q, *q3 = query[3].q;
     for (int64_t j = low / 4 * 4; j < high; j += 4) {
         const float *k0 = keys->key[j], *k1 = keys->key[j + 1], *k2 = keys->key[j + 2], *k3 = keys->key[j + 3];
@@ -177,12 +200,12 @@ static void weigh_four(const Attend *op, Query *query, const Keys *keys, Weights
             memcpy(weight[i] + j, s + 4 * i, 16);
     }
     for (int i = 0; i < 4 && low < high; i++)
-        weights->fade[i] = weigh(query + i, lows[i], highs[i], low, high, weight[i]);
+        fade[i] = weigh(query + i, low_of(query + i, keys), high_of(query + i, keys), low, high, weight[i]);
 }
 
-static void add_four(const Attend *op, Query *query, const Keys *keys, const Weights *weights) {
-    int64_t parts = op->dim / LANES, low = weights->low, high = weights->high, d = 0;
-    const float (*weight)[CHUNK] = weights->weight, *fade = weights->fade;
+static void add_four(const Attend *op, Query *query, const Keys *keys, const float (*weight)[CHUNK], const float *fade) {
+    int64_t parts = op->dim / LANES, low, high, d = 0;
+    any_of_four(query, keys, &low, &high);
     if (low >= high)
         return;
     for (; d + 4 <= parts; d += 4) {
@@ -216,22 +239,33 @@ INLINE int is_seen(const Tree *tree, int64_t slot) {
     return i < 0 || ((tree->bits[i / 64] >> i % 64) & 1 && tree->positions[i] >= tree->first);
 }
 
-/* ``count`` queries of one KV head: their rows, or heads of one row, or both. ``at``: of the head's keys in a page. */
-static void attend_queries(const Attend *op, Query *query, int64_t count, const int32_t *pages, int64_t at, const Tree *tree) {
+/* ``count`` queries of one KV head: their rows, or heads of one row, or both. ``place``: of the head's first slot in a page.
+ * ``mine``: of this thread; a chunk of a quantised cache becomes numbers there, keys and then values, which stay in the first
+ * cache: each is made once for all queries, and then read as a plain cache is. */
+static void attend_queries(const Attend *op, Query *query, int64_t count, const int32_t *pages, int64_t place, const Tree *tree, float *mine) {
     const Cache *cache = &op->cache;
     int64_t dim = op->dim, size = cache->page_slots, first = query[0].first, stop = query[count - 1].stop;
+    int coded = cache->format != NUMBERS;
     for (int64_t i = 0; i < count; i++) {
         query[i].best = -INFINITY, query[i].total = 0;
         memset(query[i].out, 0, 4 * dim);
     }
-    Keys keys = {.apart = cache->v - cache->k};
+    Keys keys = {.apart = coded ? 0 : (cache->v - cache->k) / 4};
+    Coded codes;
+    Weights weights;
     for (int64_t begin = first / CHUNK * CHUNK; begin < stop; begin += CHUNK) {
         int64_t slot = begin > first ? begin : first, end = stop - begin < CHUNK ? stop : begin + CHUNK, j = tree ? 0 : slot - begin;
         int64_t page = slot / size, offset = slot % size;
         keys.begin = begin, keys.low = j;
         for (; slot < end; slot++) {
-            if (!tree || is_seen(tree, slot))
-                keys.key[j++] = cache->k + pages[page] * cache->page_stride + at + offset * dim;
+            if (!tree || is_seen(tree, slot)) {
+                const char *at = cache->k + pages[page] * cache->page_stride + (place + offset) * cache->row;
+                if (coded) {
+                    codes.at[j] = at, codes.meta[j] = cache->k_meta + pages[page] * cache->page_stride + (place + offset) * META;
+                    at = (const char *)(mine + j * dim);
+                }
+                keys.key[j++] = (const float *)at;
+            }
             if (++offset == size)
                 offset = 0, page++;
         }
@@ -245,16 +279,24 @@ static void attend_queries(const Attend *op, Query *query, int64_t count, const 
         if (tree) /* all that were kept */
             for (int64_t i = 0; i < count; i++)
                 query[i].first = begin, query[i].stop = begin + keys.high;
+        if (coded)
+            decode(cache->format, &codes, 0, 0, keys.low, keys.high, dim, mine);
         int64_t i = 0;
 #if TILE == 8
-        Weights weights[QUERIES / 4];
         for (; i + 4 <= count; i += 4) /* keys, and then values, stay in the first cache */
-            keys.fresh = i == 0, weigh_four(op, query + i, &keys, weights + i / 4);
-        for (i = 0; i + 4 <= count; i += 4)
-            add_four(op, query + i, &keys, weights + i / 4);
+            keys.fresh = i == 0 && !coded, weigh_four(op, query + i, &keys, weights.weight + i, weights.fade + i);
 #endif
         for (; i < count; i++)
-            keys.fresh = i == 0, attend_one(op, query + i, &keys);
+            keys.fresh = i == 0 && !coded, weigh_one(op, query + i, &keys, weights.weight[i], weights.fade + i);
+        if (coded)
+            decode(cache->format, &codes, cache->v - cache->k, cache->v_meta - cache->k_meta, keys.low, keys.high, dim, mine);
+        i = 0;
+#if TILE == 8
+        for (; i + 4 <= count; i += 4)
+            add_four(op, query + i, &keys, (const float (*)[CHUNK])weights.weight + i, weights.fade + i);
+#endif
+        for (; i < count; i++)
+            add_one(op, query + i, &keys, weights.weight[i], weights.fade[i]);
     }
     for (; count--; query++) {
         float total = query->total, fade = 1;
@@ -265,6 +307,8 @@ static void attend_queries(const Attend *op, Query *query, int64_t count, const 
         }
         for (int64_t d = 0; d < dim; d += LANES)
             store(query->y + d, query->out[d / LANES] * fade / total);
+        if (cache->turn_v)
+            turn_back(query->y, cache->turn_v, dim, cache->order);
     }
 }
 
@@ -299,8 +343,8 @@ static void attend(const Attend *op, const Step *step, const Team *team) {
             if (is_tree && query[0].first > context)
                 for (int64_t k = 0; k < count; k++)
                     query[k].first = context;
-            attend_queries(op, query, count, step->tables[op->cache.group] + span * step->table_width, group * op->cache.page_slots * op->dim,
-                           is_tree ? &tree : 0);
+            attend_queries(op, query, count, step->tables[op->cache.group] + span * step->table_width, group * op->cache.page_slots,
+                           is_tree ? &tree : 0, team->mine);
         }
         base += items;
     }
