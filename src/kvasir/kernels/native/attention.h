@@ -56,11 +56,11 @@ static void heads(const Heads *op, const Step *step) {
     }
 }
 
-/* One query head of one row: the slots that it sees, and what has come of them so far: the largest score, and sums weighted by
+/* One query head of one row: the positions that it sees, and what has come of them so far: the largest score, and sums weighted by
  * exp(score - best). */
 typedef struct { const float *q; float *y; int64_t head, first, stop; float best, total; vec out[MAX_DIM / LANES]; } Query;
 
-/* CHUNK slots from a multiple of CHUNK on, of which keys low .. high - 1 are there; pointers to others repeat these. */
+/* CHUNK positions from a multiple of CHUNK on, of which keys low .. high - 1 are there; pointers to others repeat these. */
 typedef struct { const float *key[CHUNK]; int64_t begin, low, high, apart; int fresh; } Keys; /* values lie ``apart`` behind keys */
 
 INLINE void fetch(const float *at, int64_t dim) {
@@ -231,8 +231,9 @@ static void add_four(const Attend *op, Query *query, const Keys *keys, const flo
 }
 #endif
 
-/* What a tree's row sees of its own span: those of its ancestors (bits) that stand in its window, from depth ``first`` on. */
-typedef struct { const int64_t *bits, *positions; int64_t context, first; } Tree;
+/* What a tree's row sees of its own span, slots ``context`` to ``stop``: those of its ancestors (bits) that stand in its window, from
+ * depth ``first`` on. */
+typedef struct { const int64_t *bits, *positions; int64_t context, first, stop; } Tree;
 
 INLINE int is_seen(const Tree *tree, int64_t slot) {
     int64_t i = slot - tree->context;
@@ -253,11 +254,11 @@ static void attend_queries(const Attend *op, Query *query, int64_t count, const 
     Keys keys = {.apart = coded ? 0 : (cache->v - cache->k) / 4};
     Coded codes;
     Weights weights;
+    int64_t slot = tree && first > tree->context ? tree->context : first, page = slot / size, offset = slot % size;
     for (int64_t begin = first / CHUNK * CHUNK; begin < stop; begin += CHUNK) {
-        int64_t slot = begin > first ? begin : first, end = stop - begin < CHUNK ? stop : begin + CHUNK, j = tree ? 0 : slot - begin;
-        int64_t page = slot / size, offset = slot % size;
+        int64_t j = begin > first ? 0 : first - begin, end = stop - begin < CHUNK ? stop - begin : CHUNK;
         keys.begin = begin, keys.low = j;
-        for (; slot < end; slot++) {
+        for (; j < end && (!tree || slot < tree->stop); slot++) { /* a tree's row counts its ancestors only, and so has the bits that it has without the others */
             if (!tree || is_seen(tree, slot)) {
                 const char *at = cache->k + pages[page] * cache->page_stride + (place + offset) * cache->row;
                 if (coded) {
@@ -276,9 +277,6 @@ static void attend_queries(const Attend *op, Query *query, int64_t count, const 
             keys.key[i] = keys.key[keys.low];
         for (; j % LANES; j++)
             keys.key[j] = keys.key[keys.high - 1];
-        if (tree) /* all that were kept */
-            for (int64_t i = 0; i < count; i++)
-                query[i].first = begin, query[i].stop = begin + keys.high;
         if (coded)
             decode(cache->format, &codes, 0, 0, keys.low, keys.high, dim, mine);
         int64_t i = 0;
@@ -328,7 +326,7 @@ static void attend(const Attend *op, const Step *step, const Team *team) {
             int64_t block = (item - base) / per_block, part = (item - base) % per_block, group = part / parts, skipped = part % parts * at_once;
             int64_t head = group * shared + skipped, heads = shared - skipped < at_once ? shared - skipped : at_once, count = 0;
             int64_t i = block * height, last = i + height < length ? i + height : length;
-            Tree tree = {bits + i * step->num_words, step->positions + start, context, 0};
+            Tree tree = {bits + i * step->num_words, step->positions + start, context, 0, context + length};
             for (int64_t row = i; row < last; row++)
                 for (int64_t h = head; h < head + heads; h++) {
                     int64_t depth = is_tree ? step->positions[start + row] : context + row; /* where it stands */
@@ -337,12 +335,9 @@ static void attend(const Attend *op, const Step *step, const Team *team) {
                     each->y = op->y + ((start + row) * op->num_heads + h) * op->dim;
                     each->head = h;
                     each->first = op->window && depth >= op->window ? depth + 1 - op->window : 0;
-                    each->stop = context + row + 1;
+                    each->stop = depth + 1;
                 }
             tree.first = query[0].first;
-            if (is_tree && query[0].first > context)
-                for (int64_t k = 0; k < count; k++)
-                    query[k].first = context;
             attend_queries(op, query, count, step->tables[op->cache.group] + span * step->table_width, group * op->cache.page_slots,
                            is_tree ? &tree : 0, team->mine);
         }
