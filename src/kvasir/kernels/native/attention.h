@@ -168,61 +168,68 @@ static void add_one(const Attend *op, Query *query, const Keys *keys, const floa
 }
 
 #if TILE == 8
-/* The keys that any of four queries sees. */
-INLINE void any_of_four(const Query *query, const Keys *keys, int64_t *low, int64_t *high) {
+/* The keys that any of ``n`` queries sees. */
+INLINE void any_of(int n, const Query *query, const Keys *keys, int64_t *low, int64_t *high) {
     *low = CHUNK, *high = 0;
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < n; i++) {
         int64_t from = low_of(query + i, keys), to = high_of(query + i, keys);
         if (from < to)
             *low = from < *low ? from : *low, *high = to > *high ? to : *high;
     }
 }
 
-/* Four queries at once: what is read serves all. Every sum has the order that it has with one. */
-static void weigh_four(const Attend *op, Query *query, const Keys *keys, float (*weight)[CHUNK], float *fade) {
+/* Two or four queries at once: what is read serves all. Every sum has the order that it has with one. */
+INLINE void weigh_some(const int n, const Attend *op, Query *query, const Keys *keys, float (*weight)[CHUNK], float *fade) {
+    const int some = LANES / n;
     int64_t dim = op->dim, low, high;
-    any_of_four(query, keys, &low, &high);
-    const float *q0 = query[0].q, *q1 = query[1].q, *q2 = query[2].q, *q3 = query[3].q;
-    for (int64_t j = low / 4 * 4; j < high; j += 4) {
-        const float *k0 = keys->key[j], *k1 = keys->key[j + 1], *k2 = keys->key[j + 2], *k3 = keys->key[j + 3];
+    any_of(n, query, keys, &low, &high);
+    const float *q[4];
+    for (int i = 0; i < n; i++)
+        q[i] = query[i].q;
+    for (int64_t j = low / some * some; j < high; j += some) {
+        const float *const *k = keys->key + j;
         vec a[LANES];
-        fetch_ahead(keys, j, 4, dim);
+        fetch_ahead(keys, j, some, dim);
         UNROLL16 for (int i = 0; i < LANES; i++)
             a[i] = splat(0);
         for (int64_t d = 0; d < dim; d += LANES) {
-            vec q[4] = {load(q0 + d), load(q1 + d), load(q2 + d), load(q3 + d)}, k[4] = {load(k0 + d), load(k1 + d), load(k2 + d), load(k3 + d)};
+            vec x[4], y[8];
+            UNROLL16 for (int i = 0; i < n; i++)
+                x[i] = load(q[i] + d);
+            UNROLL16 for (int i = 0; i < some; i++)
+                y[i] = load(k[i] + d);
             UNROLL16 for (int i = 0; i < LANES; i++)
-                a[i] = q[i / 4] * k[i % 4] + a[i];
+                a[i] = x[i / some] * y[i % some] + a[i];
         }
         float s[LANES];
         store(s, scaled(op, sums(a)));
-        for (int i = 0; i < 4; i++)
-            memcpy(weight[i] + j, s + 4 * i, 16);
+        for (int i = 0; i < n; i++)
+            memcpy(weight[i] + j, s + some * i, 4 * some);
     }
-    for (int i = 0; i < 4 && low < high; i++)
+    for (int i = 0; i < n && low < high; i++)
         fade[i] = weigh(query + i, low_of(query + i, keys), high_of(query + i, keys), low, high, weight[i]);
 }
 
-static void add_four(const Attend *op, Query *query, const Keys *keys, const float (*weight)[CHUNK], const float *fade) {
+INLINE void add_some(const int n, const Attend *op, Query *query, const Keys *keys, const float (*weight)[CHUNK], const float *fade) {
     int64_t parts = op->dim / LANES, low, high, d = 0;
-    any_of_four(query, keys, &low, &high);
+    any_of(n, query, keys, &low, &high);
     if (low >= high)
         return;
     for (; d + 4 <= parts; d += 4) {
         vec a[LANES];
-        UNROLL16 for (int i = 0; i < LANES; i++)
+        UNROLL16 for (int i = 0; i < 4 * n; i++)
             a[i] = query[i / 4].out[d + i % 4] * fade[i / 4];
         for (int64_t j = low; j < high; j++) {
             const float *at = keys->key[j] + keys->apart + d * LANES;
             vec v[4] = {load(at), load(at + LANES), load(at + 2 * LANES), load(at + 3 * LANES)};
-            UNROLL16 for (int i = 0; i < LANES; i++)
+            UNROLL16 for (int i = 0; i < 4 * n; i++)
                 a[i] = v[i % 4] * weight[i / 4][j] + a[i];
         }
-        UNROLL16 for (int i = 0; i < LANES; i++)
+        UNROLL16 for (int i = 0; i < 4 * n; i++)
             query[i / 4].out[d + i % 4] = a[i];
     }
     for (; d < parts; d++)
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < n; i++) {
             vec a = query[i].out[d] * fade[i];
             for (int64_t j = low; j < high; j++)
                 a = load(keys->key[j] + keys->apart + d * LANES) * weight[i][j] + a;
@@ -282,7 +289,9 @@ static void attend_queries(const Attend *op, Query *query, int64_t count, const 
         int64_t i = 0;
 #if TILE == 8
         for (; i + 4 <= count; i += 4) /* keys, and then values, stay in the first cache */
-            keys.fresh = i == 0 && !coded, weigh_four(op, query + i, &keys, weights.weight + i, weights.fade + i);
+            keys.fresh = i == 0 && !coded, weigh_some(4, op, query + i, &keys, weights.weight + i, weights.fade + i);
+        for (; i + 2 <= count; i += 2)
+            keys.fresh = i == 0 && !coded, weigh_some(2, op, query + i, &keys, weights.weight + i, weights.fade + i);
 #endif
         for (; i < count; i++)
             keys.fresh = i == 0 && !coded, weigh_one(op, query + i, &keys, weights.weight[i], weights.fade + i);
@@ -291,7 +300,9 @@ static void attend_queries(const Attend *op, Query *query, int64_t count, const 
         i = 0;
 #if TILE == 8
         for (; i + 4 <= count; i += 4)
-            add_four(op, query + i, &keys, (const float (*)[CHUNK])weights.weight + i, weights.fade + i);
+            add_some(4, op, query + i, &keys, (const float (*)[CHUNK])weights.weight + i, weights.fade + i);
+        for (; i + 2 <= count; i += 2)
+            add_some(2, op, query + i, &keys, (const float (*)[CHUNK])weights.weight + i, weights.fade + i);
 #endif
         for (; i < count; i++)
             add_one(op, query + i, &keys, weights.weight[i], weights.fade[i]);
