@@ -259,9 +259,10 @@ static void attend_queries(const Attend *op, Query *query, int64_t count, const 
         memset(query[i].out, 0, 4 * dim);
     }
     Keys keys = {.apart = coded ? 0 : (cache->v - cache->k) / 4};
-    Coded codes;
+    Places now, then; /* of this chunk, and about where those of the next one are */
+    Coded k = {&now, 0, 0}, v = {&now, cache->v - cache->k, cache->v_meta - cache->k_meta}, next = {&then, 0, 0};
     Weights weights;
-    int64_t slot = tree && first > tree->context ? tree->context : first, page = slot / size, offset = slot % size;
+    int64_t slot = tree && first > tree->context ? tree->context : first, page = slot / size, offset = slot % size, ahead = 0;
     for (int64_t begin = first / CHUNK * CHUNK; begin < stop; begin += CHUNK) {
         int64_t j = begin > first ? 0 : first - begin, end = stop - begin < CHUNK ? stop - begin : CHUNK;
         keys.begin = begin, keys.low = j;
@@ -269,13 +270,16 @@ static void attend_queries(const Attend *op, Query *query, int64_t count, const 
             if (!tree || is_seen(tree, slot)) {
                 const char *at = cache->k + pages[page] * cache->page_stride + (place + offset) * cache->row;
                 if (coded) {
-                    codes.at[j] = at, codes.meta[j] = cache->k_meta + pages[page] * cache->page_stride + (place + offset) * META;
+                    now.at[j] = at, now.meta[j] = cache->k_meta + pages[page] * cache->page_stride + (place + offset) * META;
+                    then.at[j] = now.at[j] + ahead * cache->page_stride, then.meta[j] = now.meta[j] + ahead * cache->page_stride;
                     at = (const char *)(mine + j * dim);
                 }
                 keys.key[j++] = (const float *)at;
             }
-            if (++offset == size)
+            if (++offset == size) {
                 offset = 0, page++;
+                ahead = slot + 1 + CHUNK < stop && !tree ? pages[page + CHUNK / size] - pages[page] : 0;
+            }
         }
         keys.high = j;
         if (j == keys.low)
@@ -285,7 +289,7 @@ static void attend_queries(const Attend *op, Query *query, int64_t count, const 
         for (; j % LANES; j++)
             keys.key[j] = keys.key[keys.high - 1];
         if (coded)
-            decode(cache->format, &codes, 0, 0, keys.low, keys.high, dim, mine);
+            decode(cache->format, k, v, keys.low, keys.high, dim, mine);
         int64_t i = 0;
 #if TILE == 8
         for (; i + 4 <= count; i += 4) /* keys, and then values, stay in the first cache */
@@ -296,7 +300,7 @@ static void attend_queries(const Attend *op, Query *query, int64_t count, const 
         for (; i < count; i++)
             keys.fresh = i == 0 && !coded, weigh_one(op, query + i, &keys, weights.weight[i], weights.fade + i);
         if (coded)
-            decode(cache->format, &codes, cache->v - cache->k, cache->v_meta - cache->k_meta, keys.low, keys.high, dim, mine);
+            decode(cache->format, v, next, keys.low, keys.high, dim, mine);
         i = 0;
 #if TILE == 8
         for (; i + 4 <= count; i += 4)

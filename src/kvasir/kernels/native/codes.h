@@ -148,8 +148,9 @@ static void encode(int64_t format, const float *x, int64_t dim, char *at, char *
         ((uint8_t *)at)[i] = codes[i] | codes[i + dim / 2] << 4;
 }
 
-/* Where the codes of a chunk's keys are, and what goes with them. */
-typedef struct { const char *at[CHUNK], *meta[CHUNK]; } Coded;
+/* Where the codes of a chunk's rows are, ``apart`` bytes behind ``at``, and what goes with them, ``meta_apart`` behind ``meta``. */
+typedef struct { const char *at[CHUNK], *meta[CHUNK]; } Places;
+typedef struct { const Places *places; int64_t apart, meta_apart; } Coded;
 
 /* 16 numbers of E4M3, over 256. */
 INLINE vec from_e4m3(const uint8_t *p) {
@@ -163,20 +164,24 @@ INLINE vec from_e4m3(const uint8_t *p) {
 #endif
 }
 
-/* Rows low .. high - 1 into x [CHUNK, D]. They lie ``apart`` bytes behind where they are said to be, and what goes with them ``meta_apart``. */
-static void decode(int64_t format, const Coded *rows, int64_t apart, int64_t meta_apart, int64_t low, int64_t high, int64_t dim, float *x) {
+/* Rows low .. high - 1 into x [CHUNK, D], while those of ``next``, which are decoded next, come nearer. */
+static void decode(int64_t format, Coded from, Coded next, int64_t low, int64_t high, int64_t dim, float *x) {
     float scales[CHUNK], biases[CHUNK];
     uint32_t metas[CHUNK];
     for (int64_t j = low / LANES * LANES; j < (high + LANES - 1) / LANES * LANES; j++)
-        memcpy(metas + j, rows->meta[j < low ? low : j < high ? j : high - 1] + meta_apart, 4);
+        memcpy(metas + j, from.places->meta[j < low ? low : j < high ? j : high - 1] + from.meta_apart, 4);
     for (int64_t j = low / LANES * LANES; j < high; j += LANES) {
         uvec meta = *(const uvec *)(metas + j);
         store(scales + j, format == FP8 ? (vec)meta : from_fp16(meta & 0xffff));
         store(biases + j, format == FP8 ? splat(0) : from_fp16(meta >> 16));
     }
     for (int64_t j = low; j < high; j++) {
-        const uint8_t *codes = (const uint8_t *)rows->at[j] + apart;
+        const uint8_t *codes = (const uint8_t *)from.places->at[j] + from.apart;
         float *y = x + j * dim;
+        for (int64_t i = 0; i < dim >> (format == INT4); i += 64)
+            __builtin_prefetch(next.places->at[j] + next.apart + i, 0, 2);
+        if (j % LANES == 0)
+            __builtin_prefetch(next.places->meta[j] + next.meta_apart, 0, 2);
         vec scale = splat(scales[j]), bias = splat(biases[j]);
         int64_t half = dim / 2, i = 0;
         if (format == FP8)
