@@ -24,7 +24,8 @@ from kvasir.engine import runner
 
 WORKLOADS = ("mixed:96:200:100", "prompts:8:512:2", "decode1:1:64:128", "decode16:16:64:128", "decode64:64:64:64")
 SMALL = ("mixed:5:20:6", "prompts:2:40:2")
-CONTEXTS = ("decode1:1:256:64", "decode1-2k:1:2000:64", "decode1-4k:1:4000:64", "decode16:16:256:64", "decode16-2k:16:2000:32", "decode16-4k:16:4000:32")
+CONTEXTS = ("decode1:1:256:64", "decode1-2k:1:2000:64", "decode1-4k:1:4000:64",
+            "decode16:16:256:64", "decode16-2k:16:2000:32", "decode16-4k:16:4000:32")
 SMALL_CONTEXTS = ("decode1:1:50:4", "decode2:2:90:4")
 TORCH_TOKENS = 8000  # in all sequences: the most that the torch arm reads
 ARMS = {"native": {}, "plain": {}, "bf16": {"dtype": "bfloat16"}}

@@ -52,9 +52,9 @@ class World:
 
 
 def make_world(spans: list[tuple[int, int]], *, heads: int = 4, kv_heads: int = 2, dim: int = 16, page_slots: int = 16,
-               window: int | None = None, softcap: float | None = None, sinks: bool = False, trees: dict[int, list[int]] | None = None, codec: Codec | None = None,
+               window: int | None = None, softcap: float | None = None, sinks: bool = False, trees: dict[int, list[int]] | None = None,
                dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
-               content: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None) -> World:
+               content: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None, codec: Codec | None = None) -> World:
     """``spans``: (start, length) each. Pages are shuffled, pages that fell out of the window are dropped (table entry 0),
     and every slot that no span owns is NaN, page 0 included. ``content``: q [length, H, D] and k, v [2, start + length, G, D]
     of spans that are not to be random."""

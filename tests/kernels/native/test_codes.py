@@ -39,8 +39,8 @@ def write(heads_TXD, cache, slots, num_heads, angles, norm=None, positions=None)
     at, program, heads = torch.arange(rows), Program(native().library), heads_TXD.clone()
     program.heads(heads, planes_of(cache), angles, num_heads, (total - num_heads) // 2, norm=norm)
     empty = torch.zeros(rows, dtype=torch.int32)
-    program.run(StepInputs(at, at if positions is None else positions, torch.arange(rows + 1, dtype=torch.int32), empty, [empty[:, None].contiguous()],
-                           [slots], at[:0]))
+    program.run(StepInputs(at, at if positions is None else positions, torch.arange(rows + 1, dtype=torch.int32), empty,
+                           [empty[:, None].contiguous()], [slots], at[:0]))
     return heads[:, :num_heads]
 
 

@@ -15,7 +15,7 @@
 
 typedef uint8_t byte_vec __attribute__((vector_size(16), aligned(1), may_alias));
 
-/* 16 bytes as words: compilers know the instruction, but do not find it. */
+/* 16 bytes as words, and back: compilers know the instructions, but do not find them. */
 INLINE uvec widen(const uint8_t *p) {
 #if defined(__AVX512F__)
     return (uvec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
@@ -28,7 +28,14 @@ INLINE uvec widen(const uint8_t *p) {
 #endif
 }
 
-INLINE void narrow(uint8_t *p, uvec v) { *(byte_vec *)p = __builtin_convertvector(v, byte_vec); }
+INLINE void narrow(uint8_t *p, uvec v) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)v));
+#else
+    *(byte_vec *)p = __builtin_convertvector(v, byte_vec);
+#endif
+}
+
 INLINE vec smaller(vec a, vec b) { return choose(a < b, a, b); }
 INLINE vec whole(ivec v) { return __builtin_convertvector(v, vec); }
 INLINE float within(float x, float low, float high) { return x < low ? low : x > high ? high : x; } /* NaN stays NaN */
