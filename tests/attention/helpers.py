@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvasir.attention.backend import AttentionSpec, Site
+from kvasir.kv.codec import Codec
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.kv.pool import KVPool
 from kvasir.types import CacheGroup, StepBatch
@@ -53,7 +54,7 @@ class World:
 def make_world(spans: list[tuple[int, int]], *, heads: int = 4, kv_heads: int = 2, dim: int = 16, page_slots: int = 16,
                window: int | None = None, softcap: float | None = None, sinks: bool = False, trees: dict[int, list[int]] | None = None,
                dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
-               content: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None) -> World:
+               content: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None, codec: Codec | None = None) -> World:
     """``spans``: (start, length) each. Pages are shuffled, pages that fell out of the window are dropped (table entry 0),
     and every slot that no span owns is NaN, page 0 included. ``content``: q [length, H, D] and k, v [2, start + length, G, D]
     of spans that are not to be random."""
@@ -62,7 +63,7 @@ def make_world(spans: list[tuple[int, int]], *, heads: int = 4, kv_heads: int = 
     group = CacheGroup("g", (0, 1), kv_heads, dim, window)
     counts = [-(-(start + length) // page_slots) for start, length in spans]
     total = 4 + sum(counts)
-    pool = KVPool([group], PlainCodec(), [total], page_slots, device, dtype)
+    pool = KVPool([group], codec or PlainCodec(), [total], page_slots, device, dtype)
     pool.poison(0, range(total))
     order = (1 + torch.randperm(total - 1, generator=draw)).tolist()
     width = max(counts, default=0)

@@ -20,11 +20,11 @@ LENGTHS = (41, 3, 18)
 class Paged:
     """A model with a poisoned pool and a few sequences; feeds them spans and collects logits by sequence."""
 
-    def __init__(self, folder, exact=False):
+    def __init__(self, folder, exact=False, codec=None):
         config = checkpoint.read_config(folder)
         self.model = load_model(folder, config, device="cpu", dtype=torch.float32, exact=exact)
         groups = self.model.spec.cache_groups()
-        self.pool = KVPool(groups, PlainCodec(), [40] * len(groups), PAGE_SLOTS, "cpu", torch.float32)
+        self.pool = KVPool(groups, codec or PlainCodec(), [40] * len(groups), PAGE_SLOTS, "cpu", torch.float32)
         for g in range(len(groups)):
             self.pool.poison(g, list(range(1, 40)))
         self.caches = [self.pool.layer(i) for i in range(len(self.model.spec.layers))]

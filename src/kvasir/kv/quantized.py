@@ -54,6 +54,11 @@ class Rotation:
         """R itself, fp32."""
         return self.apply(torch.eye(len(self.signs_D)))
 
+    @cached_property
+    def factors_D(self) -> torch.Tensor:
+        """What a row is multiplied by before its sums and differences: fp32 signs over the root of the order."""
+        return self.signs_D * self.order**-0.5
+
     def basis(self, dtype: torch.dtype, device: torch.device, values: bool) -> Basis:
         """R as the kernels take it: made once a device."""
         key = dtype, device, values

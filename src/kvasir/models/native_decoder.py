@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch.profiler import record_function
@@ -18,9 +19,10 @@ from torch.profiler import record_function
 from kvasir.attention.backend import AttentionBackend
 from kvasir.attention.backends.torch import TorchBackend
 from kvasir.kernels.native.library import native
-from kvasir.kernels.native.program import LANES, MAX_DIM, Packed, Planes, Program, StepInputs, pack
+from kvasir.kernels.native.program import CACHES, LANES, MAX_DIM, Packed, Planes, Program, StepInputs, pack
 from kvasir.kv.codec import LayerCache
 from kvasir.kv.codecs.plain import PlainCodec
+from kvasir.kv.quantized import QuantizedCodec
 from kvasir.layers.ffn.dense import FFN
 from kvasir.layers.linear import Linear
 from kvasir.layers.mixers.gqa import Mixer
@@ -45,8 +47,8 @@ def why_not(model: Decoder, caches: Sequence[LayerCache], backend: AttentionBack
         return "exact mode has an order of its own"
     if type(backend) is not TorchBackend:
         return f"attention is by {backend.name}"
-    if any(type(cache.codec) is not PlainCodec for cache in caches):
-        return "the cache is not plain"
+    if (other := next((cache.codec.name for cache in caches if not _is_known(cache)), None)) is not None:
+        return f"no native kernel knows the cache's layout: '{other}'"
     if any(type(block.mixer) is not Mixer or type(block.ffn) is not FFN for block in model.blocks):
         return "some layers are neither grouped-query attention nor a dense block"
     dims = {block.mixer.spec.head_dim for block in model.blocks}
@@ -128,7 +130,7 @@ class NativeDecoder:
         heads_TN = scratch("heads", mixer.qkv.weight_NK.shape[0])
         program.linear(h_TE, self._packed(mixer.qkv), heads_TN, bias_N=mixer.qkv.bias_N, norm=_norm(block.mixer_norm))
         heads_TXD = heads_TN.view(MAX_ROWS, -1, spec.head_dim)
-        planes = Planes(cache.planes["k"], cache.planes["v"], cache.group)
+        planes = planes_of(cache)
         program.heads(heads_TXD, planes, angles, spec.num_heads, spec.num_kv_heads, norm=None if mixer.qk_norm is None else _norm(mixer.qk_norm),
                       writes=mixer.writes)
         out_TE = scratch("attended", spec.num_heads * spec.head_dim)
@@ -155,6 +157,21 @@ class NativeDecoder:
 
     def _packed(self, layer: Linear, gated: bool = False) -> Packed:
         return pack(native().library, layer.weight_NK, gated)
+
+
+def _is_known(cache: LayerCache) -> bool:
+    return isinstance(cache.codec, (PlainCodec, QuantizedCodec)) and cache.codec.kernel in CACHES
+
+
+def planes_of(cache: LayerCache) -> Planes:
+    """A layer's pages as the kernels take them."""
+    codec, found = cache.codec, cache.planes
+    planes = Planes(found["k"], found["v"], cache.group, codec.kernel, found.get("k_meta"), found.get("v_meta"))
+    rotations = [codec.rotation(side, cache.head_dim) if isinstance(codec, QuantizedCodec) else None for side in ("k", "v")]
+    if rotations[0] is None:
+        return planes
+    turn_k, turn_v = (None if r is None else r.factors_D for r in rotations)
+    return replace(planes, turn_k_D=turn_k, turn_v_D=turn_v, order=rotations[0].order)
 
 
 def _inputs(batch: StepBatch, wanted_M: torch.Tensor) -> StepInputs:

@@ -197,6 +197,20 @@ def test_a_tree_s_rows_see_their_ancestors(parents, options):
     assert options.get("window") == 1 or not torch.allclose(out, straight, atol=1e-3), "the tree must matter here"
 
 
+@pytest.mark.parametrize("options", [{}, {"heads": 6, "kv_heads": 2}, {"window": 3}, {"window": 70, "softcap": 2.0}], ids=str)
+def test_a_tree_s_row_has_the_bits_of_its_path(options):
+    """As a decode over its ancestors alone, wherever they stand among the others."""
+    start = 61  # the border of two chunks of keys lies among the rows
+    world = make_world([(start, len(WIDE_TREE))], trees={0: WIDE_TREE}, page_slots=1, **options)
+    pages, width = world.batch.tables[0][0], start + max(world.trees[0].depths()) + 1
+    paths = torch.zeros(len(WIDE_TREE), width, dtype=torch.int32)
+    for row, known in enumerate(world.trees[0].ancestors()):
+        path = torch.cat([pages[:start], pages[start + torch.tensor(sorted(known))]])
+        paths[row, :len(path)] = path
+    rows = torch.arange(len(WIDE_TREE) + 1, dtype=torch.int32)
+    assert torch.equal(attended(world, row_start=rows, context=world.batch.positions.int(), tables=[paths], ancestors=None), attended(world))
+
+
 @pytest.mark.parametrize("team", [2, 5])
 def test_bits_are_the_same_for_any_number_of_threads(team):
     """Threads take blocks as they come, whoever comes first."""

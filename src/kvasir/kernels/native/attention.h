@@ -2,6 +2,7 @@
 
 #define UNROLL16 _Pragma("GCC unroll 16")
 
+/* A projection's heads: norm and rotate queries and keys, and into the cache's basis; keys and values into their slots. */
 static void heads(const Heads *op, const Step *step) {
     int64_t rotated = op->num_heads + (op->writes ? op->num_kv_heads : 0), all = rotated + (op->writes ? op->num_kv_heads : 0);
     int64_t dim = op->dim, half = dim / 2, first, stop;
@@ -10,15 +11,25 @@ static void heads(const Heads *op, const Step *step) {
     for (int64_t item = first; item < stop; item++) {
         int64_t row = item / all, head = item % all;
         float *x = op->heads + item * dim, *y = x;
+        char *meta = 0, *at = 0;
         if (head >= op->num_heads) {
             int64_t slot = step->slots[cache->group][row], g = (head - op->num_heads) % op->num_kv_heads;
             if (slot < 0)
                 continue;
-            y = (head < rotated ? cache->k : cache->v) + slot / cache->page_slots * cache->page_stride
-              + (g * cache->page_slots + slot % cache->page_slots) * dim;
+            int64_t page = slot / cache->page_slots * cache->page_stride, place = g * cache->page_slots + slot % cache->page_slots;
+            at = (head < rotated ? cache->k : cache->v) + page + place * cache->row;
+            meta = (head < rotated ? cache->k_meta : cache->v_meta) + page + place * META;
+            if (cache->format == NUMBERS)
+                y = (float *)at;
         }
         if (head >= rotated) {
-            memcpy(y, x, 4 * dim);
+            if (y != x)
+                memcpy(y, x, 4 * dim);
+            else {
+                if (cache->turn_v)
+                    turn(x, cache->turn_v, dim, cache->order);
+                encode(cache->format, x, dim, at, meta);
+            }
             continue;
         }
         float scale = op->norm ? norm_scale(x, dim, op->eps) : 1;
@@ -38,14 +49,18 @@ static void heads(const Heads *op, const Step *step) {
             y[i] = a * cos[i] - b * sin[i];
             y[i + half] = b * cos[i] + a * sin[i];
         }
+        if (cache->turn_k)
+            turn(y, cache->turn_k, dim, cache->order);
+        if (head >= op->num_heads && y == x)
+            encode(cache->format, x, dim, at, meta);
     }
 }
 
-/* One query head of one row: the slots that it sees, and what has come of them so far: the largest score, and sums weighted by
+/* One query head of one row: the positions that it sees, and what has come of them so far: the largest score, and sums weighted by
  * exp(score - best). */
 typedef struct { const float *q; float *y; int64_t head, first, stop; float best, total; vec out[MAX_DIM / LANES]; } Query;
 
-/* CHUNK slots from a multiple of CHUNK on, of which keys low .. high - 1 are there; pointers to others repeat these. */
+/* CHUNK positions from a multiple of CHUNK on, of which keys low .. high - 1 are there; pointers to others repeat these. */
 typedef struct { const float *key[CHUNK]; int64_t begin, low, high, apart; int fresh; } Keys; /* values lie ``apart`` behind keys */
 
 INLINE void fetch(const float *at, int64_t dim) {
@@ -117,16 +132,22 @@ static float weigh(Query *query, int64_t low, int64_t high, int64_t from, int64_
     return fade;
 }
 
-static void attend_one(const Attend *op, Query *query, const Keys *keys) {
-    int64_t dim = op->dim, parts = dim / LANES, low = low_of(query, keys), high = high_of(query, keys), d = 0;
-    float weight[CHUNK];
+typedef struct { float weight[QUERIES][CHUNK], fade[QUERIES]; } Weights; /* of a chunk's keys, for each query */
+
+static void weigh_one(const Attend *op, Query *query, const Keys *keys, float weight[CHUNK], float *fade) {
+    int64_t low = low_of(query, keys), high = high_of(query, keys);
+    for (int64_t j = low / LANES * LANES; j < high; j += LANES) {
+        fetch_ahead(keys, j, LANES, op->dim);
+        store(weight + j, scaled(op, score(query->q, keys->key + j, op->dim)));
+    }
+    if (low < high)
+        *fade = weigh(query, low, high, low, high, weight);
+}
+
+static void add_one(const Attend *op, Query *query, const Keys *keys, const float weight[CHUNK], float fade) {
+    int64_t parts = op->dim / LANES, low = low_of(query, keys), high = high_of(query, keys), d = 0;
     if (low >= high)
         return;
-    for (int64_t j = low / LANES * LANES; j < high; j += LANES) {
-        fetch_ahead(keys, j, LANES, dim);
-        store(weight + j, scaled(op, score(query->q, keys->key + j, dim)));
-    }
-    float fade = weigh(query, low, high, low, high, weight);
     for (; d + 4 <= parts; d += 4) {
         vec *out = query->out + d, a = out[0] * fade, b = out[1] * fade, c = out[2] * fade, e = out[3] * fade;
         for (int64_t j = low; j < high; j++) {
@@ -147,59 +168,68 @@ static void attend_one(const Attend *op, Query *query, const Keys *keys) {
 }
 
 #if TILE == 8
-/* Four queries at once: what is read serves all. Every sum has the order that it has in ``attend_one``. */
-typedef struct { float weight[4][CHUNK], fade[4]; int64_t low, high; } Weights;
-
-static void weigh_four(const Attend *op, Query *query, const Keys *keys, Weights *weights) {
-    int64_t dim = op->dim, low = CHUNK, high = 0, lows[4], highs[4];
-    float (*weight)[CHUNK] = weights->weight;
-    for (int i = 0; i < 4; i++) {
-        lows[i] = low_of(query + i, keys), highs[i] = high_of(query + i, keys);
-        if (lows[i] < highs[i])
-            low = lows[i] < low ? lows[i] : low, high = highs[i] > high ? highs[i] : high;
+/* The keys that any of ``n`` queries sees. */
+INLINE void any_of(int n, const Query *query, const Keys *keys, int64_t *low, int64_t *high) {
+    *low = CHUNK, *high = 0;
+    for (int i = 0; i < n; i++) {
+        int64_t from = low_of(query + i, keys), to = high_of(query + i, keys);
+        if (from < to)
+            *low = from < *low ? from : *low, *high = to > *high ? to : *high;
     }
-    weights->low = low, weights->high = high;
-    const float *q0 = query[0].q, *q1 = query[1].q, *q2 = query[2].q, *q3 = query[3].q;
-    for (int64_t j = low / 4 * 4; j < high; j += 4) {
-        const float *k0 = keys->key[j], *k1 = keys->key[j + 1], *k2 = keys->key[j + 2], *k3 = keys->key[j + 3];
+}
+
+/* Two or four queries at once: what is read serves all. Every sum has the order that it has with one. */
+INLINE void weigh_some(const int n, const Attend *op, Query *query, const Keys *keys, float (*weight)[CHUNK], float *fade) {
+    const int some = LANES / n;
+    int64_t dim = op->dim, low, high;
+    any_of(n, query, keys, &low, &high);
+    const float *q[4];
+    for (int i = 0; i < n; i++)
+        q[i] = query[i].q;
+    for (int64_t j = low / some * some; j < high; j += some) {
+        const float *const *k = keys->key + j;
         vec a[LANES];
-        fetch_ahead(keys, j, 4, dim);
+        fetch_ahead(keys, j, some, dim);
         UNROLL16 for (int i = 0; i < LANES; i++)
             a[i] = splat(0);
         for (int64_t d = 0; d < dim; d += LANES) {
-            vec q[4] = {load(q0 + d), load(q1 + d), load(q2 + d), load(q3 + d)}, k[4] = {load(k0 + d), load(k1 + d), load(k2 + d), load(k3 + d)};
+            vec x[4], y[8];
+            UNROLL16 for (int i = 0; i < n; i++)
+                x[i] = load(q[i] + d);
+            UNROLL16 for (int i = 0; i < some; i++)
+                y[i] = load(k[i] + d);
             UNROLL16 for (int i = 0; i < LANES; i++)
-                a[i] = q[i / 4] * k[i % 4] + a[i];
+                a[i] = x[i / some] * y[i % some] + a[i];
         }
         float s[LANES];
         store(s, scaled(op, sums(a)));
-        for (int i = 0; i < 4; i++)
-            memcpy(weight[i] + j, s + 4 * i, 16);
+        for (int i = 0; i < n; i++)
+            memcpy(weight[i] + j, s + some * i, 4 * some);
     }
-    for (int i = 0; i < 4 && low < high; i++)
-        weights->fade[i] = weigh(query + i, lows[i], highs[i], low, high, weight[i]);
+    for (int i = 0; i < n && low < high; i++)
+        fade[i] = weigh(query + i, low_of(query + i, keys), high_of(query + i, keys), low, high, weight[i]);
 }
 
-static void add_four(const Attend *op, Query *query, const Keys *keys, const Weights *weights) {
-    int64_t parts = op->dim / LANES, low = weights->low, high = weights->high, d = 0;
-    const float (*weight)[CHUNK] = weights->weight, *fade = weights->fade;
+INLINE void add_some(const int n, const Attend *op, Query *query, const Keys *keys, const float (*weight)[CHUNK], const float *fade) {
+    int64_t parts = op->dim / LANES, low, high, d = 0;
+    any_of(n, query, keys, &low, &high);
     if (low >= high)
         return;
     for (; d + 4 <= parts; d += 4) {
         vec a[LANES];
-        UNROLL16 for (int i = 0; i < LANES; i++)
+        UNROLL16 for (int i = 0; i < 4 * n; i++)
             a[i] = query[i / 4].out[d + i % 4] * fade[i / 4];
         for (int64_t j = low; j < high; j++) {
             const float *at = keys->key[j] + keys->apart + d * LANES;
             vec v[4] = {load(at), load(at + LANES), load(at + 2 * LANES), load(at + 3 * LANES)};
-            UNROLL16 for (int i = 0; i < LANES; i++)
+            UNROLL16 for (int i = 0; i < 4 * n; i++)
                 a[i] = v[i % 4] * weight[i / 4][j] + a[i];
         }
-        UNROLL16 for (int i = 0; i < LANES; i++)
+        UNROLL16 for (int i = 0; i < 4 * n; i++)
             query[i / 4].out[d + i % 4] = a[i];
     }
     for (; d < parts; d++)
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < n; i++) {
             vec a = query[i].out[d] * fade[i];
             for (int64_t j = low; j < high; j++)
                 a = load(keys->key[j] + keys->apart + d * LANES) * weight[i][j] + a;
@@ -208,32 +238,48 @@ static void add_four(const Attend *op, Query *query, const Keys *keys, const Wei
 }
 #endif
 
-/* What a tree's row sees of its own span: those of its ancestors (bits) that stand in its window, from depth ``first`` on. */
-typedef struct { const int64_t *bits, *positions; int64_t context, first; } Tree;
+/* What a tree's row sees of its own span, slots ``context`` to ``stop``: those of its ancestors (bits) that stand in its window, from
+ * depth ``first`` on. */
+typedef struct { const int64_t *bits, *positions; int64_t context, first, stop; } Tree;
 
 INLINE int is_seen(const Tree *tree, int64_t slot) {
     int64_t i = slot - tree->context;
     return i < 0 || ((tree->bits[i / 64] >> i % 64) & 1 && tree->positions[i] >= tree->first);
 }
 
-/* ``count`` queries of one KV head: their rows, or heads of one row, or both. ``at``: of the head's keys in a page. */
-static void attend_queries(const Attend *op, Query *query, int64_t count, const int32_t *pages, int64_t at, const Tree *tree) {
+/* ``count`` queries of one KV head: their rows, or heads of one row, or both. ``place``: of the head's first slot in a page.
+ * ``mine``: of this thread; a chunk of a quantised cache becomes numbers there, keys and then values, which stay in the first
+ * cache: each is made once for all queries, and then read as a plain cache is. */
+static void attend_queries(const Attend *op, Query *query, int64_t count, const int32_t *pages, int64_t place, const Tree *tree, float *mine) {
     const Cache *cache = &op->cache;
     int64_t dim = op->dim, size = cache->page_slots, first = query[0].first, stop = query[count - 1].stop;
+    int coded = cache->format != NUMBERS;
     for (int64_t i = 0; i < count; i++) {
         query[i].best = -INFINITY, query[i].total = 0;
         memset(query[i].out, 0, 4 * dim);
     }
-    Keys keys = {.apart = cache->v - cache->k};
+    Keys keys = {.apart = coded ? 0 : (cache->v - cache->k) / 4};
+    Places now, then; /* of this chunk, and about where those of the next one are */
+    Coded k = {&now, 0, 0}, v = {&now, cache->v - cache->k, cache->v_meta - cache->k_meta}, next = {&then, 0, 0};
+    Weights weights;
+    int64_t slot = tree && first > tree->context ? tree->context : first, page = slot / size, offset = slot % size, ahead = 0;
     for (int64_t begin = first / CHUNK * CHUNK; begin < stop; begin += CHUNK) {
-        int64_t slot = begin > first ? begin : first, end = stop - begin < CHUNK ? stop : begin + CHUNK, j = tree ? 0 : slot - begin;
-        int64_t page = slot / size, offset = slot % size;
+        int64_t j = begin > first ? 0 : first - begin, end = stop - begin < CHUNK ? stop - begin : CHUNK;
         keys.begin = begin, keys.low = j;
-        for (; slot < end; slot++) {
-            if (!tree || is_seen(tree, slot))
-                keys.key[j++] = cache->k + pages[page] * cache->page_stride + at + offset * dim;
-            if (++offset == size)
+        for (; j < end && (!tree || slot < tree->stop); slot++) { /* a tree's row counts its ancestors only, and so has the bits that it has without the others */
+            if (!tree || is_seen(tree, slot)) {
+                const char *at = cache->k + pages[page] * cache->page_stride + (place + offset) * cache->row;
+                if (coded) {
+                    now.at[j] = at, now.meta[j] = cache->k_meta + pages[page] * cache->page_stride + (place + offset) * META;
+                    then.at[j] = now.at[j] + ahead * cache->page_stride, then.meta[j] = now.meta[j] + ahead * cache->page_stride;
+                    at = (const char *)(mine + j * dim);
+                }
+                keys.key[j++] = (const float *)at;
+            }
+            if (++offset == size) {
                 offset = 0, page++;
+                ahead = slot + 1 + CHUNK < stop && !tree ? pages[page + CHUNK / size] - pages[page] : 0;
+            }
         }
         keys.high = j;
         if (j == keys.low)
@@ -242,19 +288,28 @@ static void attend_queries(const Attend *op, Query *query, int64_t count, const 
             keys.key[i] = keys.key[keys.low];
         for (; j % LANES; j++)
             keys.key[j] = keys.key[keys.high - 1];
-        if (tree) /* all that were kept */
-            for (int64_t i = 0; i < count; i++)
-                query[i].first = begin, query[i].stop = begin + keys.high;
+        if (coded)
+            decode(cache->format, k, v, keys.low, keys.high, dim, mine);
         int64_t i = 0;
 #if TILE == 8
-        Weights weights[QUERIES / 4];
         for (; i + 4 <= count; i += 4) /* keys, and then values, stay in the first cache */
-            keys.fresh = i == 0, weigh_four(op, query + i, &keys, weights + i / 4);
-        for (i = 0; i + 4 <= count; i += 4)
-            add_four(op, query + i, &keys, weights + i / 4);
+            keys.fresh = i == 0 && !coded, weigh_some(4, op, query + i, &keys, weights.weight + i, weights.fade + i);
+        for (; i + 2 <= count; i += 2)
+            keys.fresh = i == 0 && !coded, weigh_some(2, op, query + i, &keys, weights.weight + i, weights.fade + i);
 #endif
         for (; i < count; i++)
-            keys.fresh = i == 0, attend_one(op, query + i, &keys);
+            keys.fresh = i == 0 && !coded, weigh_one(op, query + i, &keys, weights.weight[i], weights.fade + i);
+        if (coded)
+            decode(cache->format, v, next, keys.low, keys.high, dim, mine);
+        i = 0;
+#if TILE == 8
+        for (; i + 4 <= count; i += 4)
+            add_some(4, op, query + i, &keys, (const float (*)[CHUNK])weights.weight + i, weights.fade + i);
+        for (; i + 2 <= count; i += 2)
+            add_some(2, op, query + i, &keys, (const float (*)[CHUNK])weights.weight + i, weights.fade + i);
+#endif
+        for (; i < count; i++)
+            add_one(op, query + i, &keys, weights.weight[i], weights.fade[i]);
     }
     for (; count--; query++) {
         float total = query->total, fade = 1;
@@ -265,6 +320,8 @@ static void attend_queries(const Attend *op, Query *query, int64_t count, const 
         }
         for (int64_t d = 0; d < dim; d += LANES)
             store(query->y + d, query->out[d / LANES] * fade / total);
+        if (cache->turn_v)
+            turn_back(query->y, cache->turn_v, dim, cache->order);
     }
 }
 
@@ -284,7 +341,7 @@ static void attend(const Attend *op, const Step *step, const Team *team) {
             int64_t block = (item - base) / per_block, part = (item - base) % per_block, group = part / parts, skipped = part % parts * at_once;
             int64_t head = group * shared + skipped, heads = shared - skipped < at_once ? shared - skipped : at_once, count = 0;
             int64_t i = block * height, last = i + height < length ? i + height : length;
-            Tree tree = {bits + i * step->num_words, step->positions + start, context, 0};
+            Tree tree = {bits + i * step->num_words, step->positions + start, context, 0, context + length};
             for (int64_t row = i; row < last; row++)
                 for (int64_t h = head; h < head + heads; h++) {
                     int64_t depth = is_tree ? step->positions[start + row] : context + row; /* where it stands */
@@ -293,14 +350,11 @@ static void attend(const Attend *op, const Step *step, const Team *team) {
                     each->y = op->y + ((start + row) * op->num_heads + h) * op->dim;
                     each->head = h;
                     each->first = op->window && depth >= op->window ? depth + 1 - op->window : 0;
-                    each->stop = context + row + 1;
+                    each->stop = depth + 1;
                 }
             tree.first = query[0].first;
-            if (is_tree && query[0].first > context)
-                for (int64_t k = 0; k < count; k++)
-                    query[k].first = context;
-            attend_queries(op, query, count, step->tables[op->cache.group] + span * step->table_width, group * op->cache.page_slots * op->dim,
-                           is_tree ? &tree : 0);
+            attend_queries(op, query, count, step->tables[op->cache.group] + span * step->table_width, group * op->cache.page_slots,
+                           is_tree ? &tree : 0, team->mine);
         }
         base += items;
     }

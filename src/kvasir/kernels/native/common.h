@@ -41,6 +41,7 @@ typedef struct {
 enum { EMBED, LINEAR, NORM, HEADS, ATTEND, GATHER };
 enum { BF16, FP32 };
 enum { PLAIN, SILU, GELU, GELU_TANH };
+enum { NUMBERS, INT4, INT8, FP8 }; /* what a cache holds: fp32 numbers, or codes */
 
 typedef struct { int64_t kind; const float *table; float *y; int64_t width; double scale; } Embed;
 
@@ -51,7 +52,9 @@ typedef struct { /* y = act(norm(x) W^T + bias) * scale, capped; or y += of it *
 
 typedef struct { int64_t kind; const float *x; float *y; const float *weight; double eps; int64_t width, add, wanted; } Norm; /* y (+)= norm(x) */
 
-typedef struct { int64_t page_stride, page_slots, group; float *k, *v; } Cache; /* strides in floats */
+typedef struct { /* strides in bytes; a row: one token's key or value of one head. ``turn``: factors of the rotation of keys, of values */
+    int64_t page_stride, page_slots, group, format, row; char *k, *v, *k_meta, *v_meta; const float *turn_k, *turn_v; int64_t order;
+} Cache;
 
 typedef struct { /* norm, rotate and write: queries in place, keys and values into their pages */
     int64_t kind; float *heads; const float *norm; double eps; int64_t num_heads, num_kv_heads, dim, writes;

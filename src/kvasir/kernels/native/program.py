@@ -20,8 +20,10 @@ LANES = 16
 ROWS = 32  # up to here every thread prepares a product's rows for itself
 NEAR_FLOATS = 192 << 10  # of input rows that stay in a core's own cache
 MAX_DIM = 512
+META = 4  # bytes beside a row of codes
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
 BF16, FP32 = 0, 1
+CACHES = {"plain": 0, "int4": 1, "int8": 2, "fp8": 3}  # layouts of pages, by the name that their codec gives to kernels
 TILES_FROM = 8  # rows from which on matrix tiles are faster
 BF16_INPUTS = 32  # inputs of a bf16 panel: a multiple of it, what a matrix tile takes
 
@@ -33,7 +35,8 @@ class StepArgs(ctypes.Structure):
 
 
 class Cache(ctypes.Structure):
-    _fields_ = [("page_stride", c_int64), ("page_slots", c_int64), ("group", c_int64), ("k", c_void_p), ("v", c_void_p)]
+    _fields_ = [(name, c_int64) for name in ("page_stride", "page_slots", "group", "format", "row")] + [
+        (name, c_void_p) for name in ("k", "v", "k_meta", "v_meta", "turn_k", "turn_v")] + [("order", c_int64)]
 
 
 class Op(ctypes.Structure):
@@ -173,7 +176,7 @@ class Program:
         cosines and sines by position. Without ``writes`` there are queries only."""
         self._add(Heads, heads=self._dense(heads_TXD), norm=None if norm is None else self._dense(norm[0]),
                   eps=0.0 if norm is None else norm[1], num_heads=num_heads, num_kv_heads=num_kv_heads, dim=heads_TXD.shape[2], writes=writes,
-                  angles=self._dense(angles_PD), cache=self._cache(planes))
+                  angles=self._dense(angles_PD), cache=self._cache(planes, heads_TXD.shape[2]))
 
     def attend(self, heads_TXD: torch.Tensor, y_TE: torch.Tensor, planes: Planes, num_heads: int, num_kv_heads: int, *, scale: float,
                window: int | None = None, softcap: float | None = None, sinks_H: torch.Tensor | None = None) -> None:
@@ -182,17 +185,22 @@ class Program:
         assert dim % LANES == 0 and dim <= MAX_DIM, f"head dim {dim}"
         self._add(Attend, heads=self._dense(heads_TXD), y=self._dense(y_TE), sinks=self._dense(sinks_H), num_heads=num_heads,
                   num_kv_heads=num_kv_heads, dim=dim, row=per_row * dim, window=window or 0, scale=scale, softcap=softcap or 0.0,
-                  cache=self._cache(planes))
+                  cache=self._cache(planes, heads_TXD.shape[2]))
 
     def gather(self, x_TE: torch.Tensor, y_ME: torch.Tensor) -> None:
         """The wanted rows of x."""
         self._add(Gather, x=self._dense(x_TE), y=self._dense(y_ME), width=x_TE.shape[1])
 
-    def _cache(self, planes: Planes) -> Cache:
-        k_NGPD, v_NGPD = planes.k_NGPD, planes.v_NGPD
-        _, _, size, dim = k_NGPD.shape
-        assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[1:] == (size * dim, dim, 1), "pages with dense heads"
-        return Cache(k_NGPD.stride(0), size, planes.group, self._address(k_NGPD), self._address(v_NGPD))
+    def _cache(self, planes: Planes, dim: int) -> Cache:
+        k, v = planes.k_NGPW, planes.v_NGPW
+        width, size = dim // 2 if planes.layout == "int4" else dim, k.shape[2]
+        assert k.shape == v.shape and k.shape[3] == width and k.stride() == v.stride() and k.stride()[1:] == (size * width, width, 1), "dense heads"
+        stride = k.stride(0) * k.itemsize
+        for meta in (planes.k_meta, planes.v_meta):
+            assert meta is None or meta.stride(0) * meta.itemsize == stride and meta[0, 0, 0].nbytes == META, "in the same pages"
+        return Cache(stride, size, planes.group, CACHES[planes.layout], width * k.itemsize, *(self._address(x, x.dtype) for x in (k, v)),
+                     *(None if x is None else self._address(x, x.dtype) for x in (planes.k_meta, planes.v_meta)),
+                     *map(self._dense, (planes.turn_k_D, planes.turn_v_D)), planes.order)
 
     # ------------------------------------------------------------------------------------------------------------- run
 
@@ -211,11 +219,18 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Planes:
-    """Where a layer keeps keys and values, and whose page tables and slots it uses."""
+    """Where a layer keeps keys and values [N, G, P, W], and whose page tables and slots it uses. ``layout``: plain fp32, or codes, with
+    a scale (and bias) a row in ``*_meta``. ``turn_*``: of a rotation of blocks ``order``, the factors [D]: signs over the root of it."""
 
-    k_NGPD: torch.Tensor
-    v_NGPD: torch.Tensor
+    k_NGPW: torch.Tensor
+    v_NGPW: torch.Tensor
     group: int = 0
+    layout: str = "plain"
+    k_meta: torch.Tensor | None = None
+    v_meta: torch.Tensor | None = None
+    turn_k_D: torch.Tensor | None = None
+    turn_v_D: torch.Tensor | None = None
+    order: int = 0
 
 
 class StepInputs:

@@ -9,6 +9,7 @@
 
 #include "common.h"
 #include "products.h"
+#include "codes.h"
 #include "attention.h"
 
 /* --------------------------------------------------------------------------------------------------------------- rows */
