@@ -63,6 +63,11 @@ class AttentionBackend(Technique):
         """Device memory that one span at the end of ``length`` positions takes beside what it returns."""
         return 0
 
+    def together(self, longest: int) -> int:
+        """Steps of ``StepBatch.together`` whose spans have up to ``longest`` rows: for how many rows a span they are built here, so that
+        those of the same number may share a graph. 0: they are not."""
+        return 0
+
     def plan(self, batch: StepBatch) -> None:
         """Once a step, before the layers: derive what every layer needs into ``batch.scratch``."""
 
