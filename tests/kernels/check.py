@@ -79,9 +79,13 @@ def check_together(case: paged.Case, dtype: torch.dtype, device: str, min_keys: 
     world = world_of(case, dtype, device)
     spec, planes, rows = world.spec, world.cache.planes, rows_of(world)
     out, lse = blank(world)
+    most = max(world.batch.lengths)
+    shape = paged.TogetherShape.of(most, case.heads // case.kv_heads, max(16, case.dim), dtype)
+    if device == "cpu":  # in the interpreter idle programs take time
+        shape = dataclasses.replace(shape, at_once=1, programs=case.splits)
     with mock.patch.object(paged, "SPLIT_KEYS", min_keys):
-        paged.paged_together_triton(world.q, planes["k"], planes["v"], *rows, max(world.batch.lengths), spec.scale, out, window=spec.window,
-                                    softcap=spec.softcap, sinks_H=world.sinks, lse_TH=lse)
+        paged.paged_together_triton(world.q, planes["k"], planes["v"], *rows, most, spec.scale, out, window=spec.window,
+                                    softcap=spec.softcap, sinks_H=world.sinks, lse_TH=lse, shape=shape)
     same, _ = paged.together_ref(world.q, planes["k"], planes["v"], *rows, spec.scale, window=spec.window, softcap=spec.softcap,
                                  sinks_H=world.sinks)
     assert dtype != torch.float32 or torch.equal(same, reference(world, dtype)[0]), "the reference of rows is that of their spans"

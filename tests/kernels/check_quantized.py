@@ -148,9 +148,12 @@ def check_quantized_attention(case: quantized_attention.Case, dtype: torch.dtype
     out, lse = blank(world)
     how = {"window": spec.window, "softcap": spec.softcap, "sinks_H": world.sinks, "lse_TH": lse}
     if together:
+        shape = quantized_attention.Shape.of(case.format, max(16, 1 << (case.dim - 1).bit_length()), dtype, 16)
+        if device == "cpu":  # in the interpreter idle programs take time
+            shape = dataclasses.replace(shape, at_once=1, programs=case.splits or 1)
         with mock.patch.object(quantized_attention, "SPLIT_KEYS", 32):  # so that there are several chunks
             quantized_attention.quantized_together_triton(world.q, pool.layer(1).planes, case.format, *rows_of(world), max(batch.lengths),
-                                                          spec.scale, out, **how)
+                                                          spec.scale, out, shape=shape, **how)
     else:
         quantized_attention.quantized_attention_triton(
             world.q, pool.layer(1).planes, case.format, batch.tables[0], batch.context, batch.row_start,

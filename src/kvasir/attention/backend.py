@@ -63,10 +63,9 @@ class AttentionBackend(Technique):
         """Device memory that one span at the end of ``length`` positions takes beside what it returns."""
         return 0
 
-    def together(self, longest: int) -> int:
-        """Steps of ``StepBatch.together`` whose spans have up to ``longest`` rows: for how many rows a span they are built here, so that
-        those of the same number may share a graph. 0: they are not."""
-        return 0
+    def together(self) -> tuple[int, ...]:
+        """Rows a span, in rising order, that steps with ``StepBatch.together`` are built for here. None: such steps cannot be run."""
+        return ()
 
     def plan(self, batch: StepBatch) -> None:
         """Once a step, before the layers: derive what every layer needs into ``batch.scratch``."""

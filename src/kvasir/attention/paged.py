@@ -72,12 +72,12 @@ class PagedBackend(AttentionBackend):
         for key, spec in {key_of(spec): spec for spec in self.site.specs}.items():
             batch.scratch[key] = self._plan(batch, spec)
 
-    def together(self, longest: int) -> int:
-        """Spans whose rows all fit a small tile apart from larger ones. Not in exact mode, whose tiles are another kernel's."""
-        if self.site.exact or longest > TREE_ROWS:
-            return 0
+    def together(self) -> tuple[int, ...]:
+        """Spans whose rows all fit a small tile, and larger ones. Not in exact mode, whose tiles are another kernel's."""
+        if self.site.exact:
+            return ()
         small = min(rows_of_small(s.num_heads // s.num_kv_heads) for s in self.site.specs)
-        return small if longest <= small else TREE_ROWS
+        return (small, TREE_ROWS) if small > 1 else (TREE_ROWS,)
 
     def _plan(self, batch: StepBatch, spec: AttentionSpec) -> Step:
         if batch.together is not None:

@@ -434,7 +434,7 @@ def paged_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
         for items in part.items.split(at_once):
             _paged_attention[(items.shape[0], groups, splits)](
                 q_THD, k_NGPD, v_NGPD, target, target_lse, sinks, table_SW, context_S, row_start_S, items,
-                absent if ancestors_TA is None else ancestors_TA, absent if positions_T is None else positions_T, absent, absent, absent, absent, absent,
+                absent if ancestors_TA is None else ancestors_TA, absent if positions_T is None else positions_T, *[absent] * 5,
                 q_THD.stride(0), q_THD.stride(1), k_NGPD.stride(0), k_NGPD.stride(1), out_THD.stride(0), table_SW.stride(0),
                 0 if ancestors_TA is None else ancestors_TA.stride(0), window or 0, splits, tile_m, 0, 1, 1, scale, softcap or 1.0,
                 P=size, BLOCK_M=part.block_m, BLOCK_N=block_n, CAPPED=softcap is not None, SPLIT=split, num_warps=warps, num_stages=stages, **flags)
@@ -581,18 +581,15 @@ def grid() -> Iterator[Case]:
 
 
 def together_grid() -> Iterator[Case]:
-    """Chains, trees and single rows of one step, in small and in large tiles."""
-    mixed, small = ((40, 1), (0, 5), (0, 1), (170, 1), (16, 3)), (-1, 0, 0, 1, 1, 2, 5)
-    wide, bushy = (-1, *((i - 1) // 2 for i in range(1, 64))), (-1, *([0] * 10), *range(10))
+    """Chains, trees and single rows of one step, in small and in large tiles. ``splits``: chunks of long work for a multiprocessor."""
+    small, bushy = (-1, 0, 0, 1, 1, 2, 5), (-1, *([0] * 10), *range(10))
     yield Case(spans=((0, 1),))
-    yield Case(spans=((300, 3), (5, 2)), heads=4, sinks=True, softcap=4.0)  # small tiles, several chunks
-    yield Case(spans=((700, 9), (130, 1), (90, 17)), heads=8, kv_heads=2)
-    yield Case(spans=((70, 64), (200, 63)), trees=((0, wide),))
-    yield Case(spans=(*mixed, (61, 7), (30, 21)), trees=((5, small), (6, bushy)), heads=4, kv_heads=2)
-    for dim in (8, 80, 256):
-        yield Case(spans=((133, 4), (5, 7)), dim=dim, trees=((1, small),))
-    for heads, kv_heads in ((3, 3), (7, 1), (12, 2), (20, 1)):
-        yield Case(spans=((120, 2), (30, 3), (2, 18)), heads=heads, kv_heads=kv_heads)
-    for window in (1, 16, 40, 100):
-        yield Case(spans=((150, 1), (161, 7), (0, 20), (130, 3), (3, 2)), window=window, trees=((1, small), (3, (-1, 0, 1))), heads=4)
-    yield Case(spans=((150, 7), (333, 21)), window=90, softcap=3.0, sinks=True, page_slots=32, trees=((0, small), (1, bushy)))
+    yield Case(spans=((300, 3), (5, 2)), heads=4, sinks=True, softcap=4.0, splits=2)  # small tiles, several chunks
+    yield Case(spans=((170, 1), (260, 9), (0, 1), (61, 7)), heads=8, kv_heads=2, trees=((3, small),))
+    yield Case(spans=((70, 64), (3, 2)), heads=1, trees=((0, (-1, *((i - 1) // 2 for i in range(1, 64)))),))
+    yield Case(spans=((33, 4), (5, 7)), dim=80, trees=((1, small),))
+    yield Case(spans=((120, 2), (30, 3)), heads=7)
+    yield Case(spans=((20, 2), (30, 18)), heads=3, kv_heads=3, dim=8)
+    for window in (1, 40, 100):
+        yield Case(spans=((150, 1), (161, 7), (0, 20)), window=window, trees=((1, small),), heads=4, splits=2)
+    yield Case(spans=((233, 21),), window=90, softcap=3.0, sinks=True, page_slots=32, trees=((0, bushy),), splits=2)

@@ -274,7 +274,7 @@ def quantized_attention_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.T
     flags = {"WINDOWED": window is not None, "TREE": ancestors_TA is not None, "SINKS": sinks_H is not None, "WANT_LSE": lse_TH is not None}
     _quantized_attention[(groups, count, splits)](
         q_THD, k, v, k_meta, v_meta, target, target_lse, sinks, table_SW, context_S, row_start_S, tiles.items,
-        absent if ancestors_TA is None else ancestors_TA, absent if positions_T is None else positions_T, absent, absent, absent, absent, absent,
+        absent if ancestors_TA is None else ancestors_TA, absent if positions_T is None else positions_T, *[absent] * 5,
         q_THD.stride(0), q_THD.stride(1), k.stride(0), k.stride(1), k_meta.stride(0), k_meta.stride(1), out_THD.stride(0), table_SW.stride(0),
         0 if ancestors_TA is None else ancestors_TA.stride(0), window or 0, splits, tile_m, 0, 1, 1, scale, softcap or 1.0,
         H=heads, R=share, P=size, D=dim, W=width, W_PAD=max(16, next_power_of_2(width)), BLOCK_M=tiles.block_m, BLOCK_N=shape.block_n,
@@ -358,3 +358,16 @@ def grid() -> Iterator[Case]:
         yield Case(spans=((50, 2), (61, 7), (0, 8), (30, 3), (3, 2)), window=window, trees=((1, small), (3, (-1, 0, 1))), splits=splits)
     yield Case(spans=((70, 64),), trees=((0, wide),))
     yield Case(spans=((1000, 4),), heads=4, sinks=True)  # splits as chosen
+
+
+def together_grid() -> Iterator[Case]:
+    """As in ``paged_attention``."""
+    small = (-1, 0, 0, 1, 1, 2, 5)
+    for format in FORMATS:
+        yield Case(spans=((140, 7), (16, 1), (0, 9)), format=format, trees=((0, small),), page_slots=32, splits=2)
+    yield Case(spans=((130, 6), (0, 5)), sinks=True, softcap=4.0, splits=2)
+    yield Case(spans=((33, 2), (5, 9)), dim=80)
+    yield Case(spans=((20, 2), (130, 3)), heads=12, kv_heads=2)
+    for window in (2, 40):
+        yield Case(spans=((50, 2), (161, 7), (0, 4)), window=window, trees=((1, small),), page_slots=16, splits=2)
+    yield Case(spans=((70, 64),), trees=((0, (-1, *((i - 1) // 2 for i in range(1, 64)))),))

@@ -38,12 +38,12 @@ class TritonBackend(PagedBackend):
     def takes_short(self, spec: AttentionSpec, length: int) -> bool:
         return self.site.codec_kernel != "plain" and worth_it(length, spec.num_heads // spec.num_kv_heads)
 
-    def together(self, longest: int) -> int:
+    def together(self) -> tuple[int, ...]:
         """Over codes there is one size of tile, and a span of more rows than ``worth_it`` is left to scratch, launched one by one."""
-        if self.site.codec_kernel == "plain" or not super().together(longest):
-            return super().together(longest)
+        if self.site.codec_kernel == "plain" or self.site.exact:
+            return super().together()
         most = min(most_rows(s.num_heads // s.num_kv_heads) for s in self.site.specs)
-        return most if longest <= most else 0
+        return (most,) if most > 1 else ()
 
     def plan(self, batch: StepBatch) -> None:
         super().plan(batch)
