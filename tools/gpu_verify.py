@@ -150,8 +150,8 @@ def main() -> int:
     given = parser.parse_args()
     device = torch.device("cpu" if given.small else "cuda")
     contexts = (40, 70) if given.small else CONTEXTS
-    model = Decoder(build_spec(SHAPES["llama-8b"] | (SMALL if given.small else {})), Placement(device, torch.float32 if given.small else torch.bfloat16),
-                    max(contexts) + 64)
+    dtype = torch.float32 if given.small else torch.bfloat16
+    model = Decoder(build_spec(SHAPES["llama-8b"] | (SMALL if given.small else {})), Placement(device, dtype), max(contexts) + 64)
     fill_random(model, 0)
     arms, began = [], time.perf_counter()
     for codec in given.codec or ["plain", "int4_bdr"]:
