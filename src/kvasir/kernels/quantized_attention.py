@@ -370,4 +370,4 @@ def together_grid() -> Iterator[Case]:
     yield Case(spans=((20, 2), (130, 3)), heads=12, kv_heads=2)
     for window in (2, 40):
         yield Case(spans=((50, 2), (161, 7), (0, 4)), window=window, trees=((1, small),), page_slots=16, splits=2)
-    yield Case(spans=((70, 64),), trees=((0, (-1, *((i - 1) // 2 for i in range(1, 64)))),))
+    yield Case(spans=((70, 64),), heads=1, trees=((0, (-1, *((i - 1) // 2 for i in range(1, 64)))),))
