@@ -13,7 +13,8 @@ pytestmark = pytest.mark.gpu
 
 
 def run(drafter: str, hostile: dict | None = None, **options):
-    d = driver(drafter.replace("guests", "replay"), **({"device": "cuda", "dtype": "float32", "batch_invariant": False, "max_num_seqs": 16} | options))
+    options = {"device": "cuda", "dtype": "float32", "batch_invariant": False, "max_num_seqs": 16} | options
+    d = driver(drafter.replace("guests", "replay"), **options)
     if hostile is not None:
         install(d, Hostile(hostile) if drafter == "replay" else WithGuests(hostile, d.engine.runner.model.spec.hidden_size))
     for again in range(4):  # buckets are captured after a few uses, and the others here
