@@ -464,7 +464,8 @@ class TogetherShape:
         """For spans of at most ``most`` rows, as ``plan_tiles`` chooses. ``dim``: a power of two."""
         small = max(SMALL_TILE, next_power_of_2(share))
         block_m = small if most <= rows_of_small(share) else max(small, 32 if dtype == torch.float32 else 64)
-        return TogetherShape(block_m, *_blocks(block_m, dim, dtype), at_once=2 if block_m == SMALL_TILE else 1, programs=4)
+        at_once, programs = (2, 4) if block_m == SMALL_TILE else (1, 2)  # large tiles leave large partial results
+        return TogetherShape(block_m, *_blocks(block_m, dim, dtype), at_once, programs)
 
 
 def chunks_of(shape: Any, count: int, groups: int, device: torch.device) -> tuple[int, int]:
