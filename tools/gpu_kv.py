@@ -1,6 +1,9 @@
 """On a machine with an NVIDIA GPU: the kernels of the quantised caches against their references, and timings beside bf16.
 
-    python tools/gpu_kv.py RESULT.json [--skip-checks]
+    python tools/gpu_kv.py RESULT.json [--skip-checks | --together]
+
+``--together``: only the rows of drafts in a captured step (bf16 and int4_bdr), by the kernels as an eager step takes them, row by row,
+and told apart on the device, the last in several shapes; about a minute, most of it compiling.
 
 Llama-8B's heads (32 query, 8 KV, 128 wide), bf16 queries. Everything is timed inside CUDA graphs, over as many layers as
 keep the L2 cache from holding the keys; what is compared takes turns, round after round. Every variant's result is compared
@@ -36,14 +39,14 @@ from kvasir.kernels import quantized_attention, quantized_decode, quantized_qkv 
 from kvasir.kernels.decode_attention import Rows  # noqa: E402
 from kvasir.kernels.decode_attention import Shape as DecodeShape  # noqa: E402
 from kvasir.kernels.fused_qkv import HeadOps  # noqa: E402
-from kvasir.kernels.paged_attention import paged_attention_ref  # noqa: E402
+from kvasir.kernels.paged_attention import TogetherShape, paged_attention_ref, paged_together_triton  # noqa: E402
 from kvasir.kernels.quantized_attention import Shape as RowsShape  # noqa: E402
 from kvasir.kv.codec import Codec  # noqa: E402
 from kvasir.kv.pool import KVPool  # noqa: E402
 from kvasir.layers.rope import RopeTable  # noqa: E402
 from kvasir.layers.spec import RopeSpec  # noqa: E402
 from kvasir.technique import load  # noqa: E402
-from kvasir.types import CacheGroup, StepBatch  # noqa: E402
+from kvasir.types import CacheGroup, StepBatch, Together  # noqa: E402
 from tests.kernels.check_quantized import check_quantized_attention, check_quantized_decode, check_quantized_qkv  # noqa: E402
 from tools.gpu_kernels import DIM, GROUPS, HEADS, SPEC, copy_bandwidth, make_batch  # noqa: E402
 
@@ -65,6 +68,8 @@ WORDS = {  # block_n, warps, stages, programs, at_once: of 4-bit and of 8-bit co
         (16, 1, 4, 24, 12), (64, 4, 3, 9, 3), (64, 4, 3, 6, 3), (128, 4, 3, 4, 2), (128, 4, 3, 6, 2)]}
 TILES = [(16, 32, 1, 3, 8), (16, 32, 1, 3, 4), (16, 32, 1, 3, 6), (16, 32, 1, 4, 8), (16, 16, 1, 4, 10), (16, 64, 1, 3, 6), (16, 32, 2, 3, 6),
          (16, 64, 2, 3, 4), (32, 32, 1, 3, 8), (32, 64, 2, 3, 4)]  # block_m, block_n, warps, stages, at_once
+TOGETHER = [(64, 64, 4, 3, 1, 4), (64, 64, 4, 2, 2, 4), (64, 32, 4, 4, 2, 4), (64, 32, 4, 3, 3, 6), (32, 64, 2, 3, 3, 6), (32, 32, 2, 4, 4, 8),
+            (16, 64, 4, 3, 3, 6), (16, 64, 2, 3, 3, 6)]  # block_m, block_n, warps, stages, at_once, programs: of plain pages
 CHECKS = {"write": (quantized_qkv.grid, check_quantized_qkv), "decode": (quantized_decode.grid, check_quantized_decode),
           "rows": (quantized_attention.grid, check_quantized_attention)}
 ROUNDS, PATIENCE_S = 3, 165
@@ -368,6 +373,42 @@ def rows_arms(case: str, spans: Spans) -> list[dict]:
     return in_turns("rows " + case, variants)
 
 
+def together_of(world: World) -> StepBatch:
+    """As a captured step has its drafts: spans known on the device alone."""
+    lengths = torch.tensor([n for _, n in world.spans]).cuda()
+    place = torch.cat([torch.arange(n) for _, n in world.spans]).cuda()
+    alone = world.row_by_row()
+    chain = torch.tensor([(2 << i) - 1 - (1 << 64) * (i == 63) for i in place.tolist()]).cuda()[:, None]
+    most = next(form for form in world.backend().together() if form >= max(n for _, n in world.spans))
+    return dataclasses.replace(alone, ancestors=chain if world.batch.ancestors is None else world.batch.ancestors, positions=world.batch.positions,
+                               together=Together(place, lengths.repeat_interleave(lengths), most))
+
+
+def together_once(world: World, batch: StepBatch, shape: TogetherShape, layer: int) -> torch.Tensor:
+    out, planes, rows = torch.empty_like(world.q), world.caches[layer].planes, batch.together
+    paged_together_triton(world.q, planes["k"], planes["v"], batch.tables[0], batch.context, rows.place, rows.length, batch.ancestors,
+                          batch.positions, rows.most, SPEC.scale, out, shape=shape)
+    return out
+
+
+def together_arms(case: str, spans: Spans) -> list[dict]:
+    variants, tree = [], "tree" in case
+    for world in worlds(spans, tree):
+        if world.name not in ("plain", "int4_bdr"):
+            continue
+        variants.append(Variant(world, {"variant": "one by one"}, world.run(world.backend())))
+        if not tree:
+            variants.append(Variant(world, {"variant": "row by row"}, world.run(world.backend(), world.row_by_row())))
+        if max(n for _, n in spans) > world.backend().together()[-1]:
+            continue
+        batch = together_of(world)
+        variants.append(Variant(world, {"variant": "together"}, world.run(world.backend(), batch)))
+        for numbers in TOGETHER if world.name == "plain" else ():
+            shape = TogetherShape(*numbers)
+            variants.append(Variant(world, dataclasses.asdict(shape), functools.partial(together_once, world, batch, shape)))
+    return in_turns("together " + case, variants)
+
+
 def chunk_arms(case: str, spans: Spans) -> list[dict]:
     """Long spans: numbers are made of the codes once a layer."""
     return in_turns("chunk " + case, [Variant(world, {"variant": "as chosen"}, world.run(world.backend()))
@@ -417,10 +458,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path)
     parser.add_argument("--skip-checks", action="store_true")
+    parser.add_argument("--together", action="store_true")
     options = parser.parse_args()
     began = time.perf_counter()
     torch.manual_seed(0)
-    arms, late = in_parallel(not options.skip_checks), []
+    arms, late = [] if options.together else in_parallel(not options.skip_checks), []
 
     def save() -> int:
         failed = sum(a["metrics"].get("failed", 0) for a in arms)
@@ -432,14 +474,18 @@ def main() -> int:
     print(f"compiled and checked in {time.perf_counter() - began:.0f} s", flush=True)
     save()
     work = [(decode_arms, case, spans) for case, spans in DECODES.items()] + [(rows_arms, case, spans) for case, spans in ROWS.items()]
-    for function, case, spans in [*work, *((chunk_arms, case, spans) for case, spans in CHUNKS.items())]:
+    work += [(chunk_arms, case, spans) for case, spans in CHUNKS.items()]
+    if options.together:
+        work = [(together_arms, case, spans) for case, spans in ROWS.items()]
+    for function, case, spans in work:
         if time.perf_counter() - began > PATIENCE_S:
             late.append(case)
             continue
         arms += function(case, spans)
         torch.cuda.empty_cache()
         save()
-    arms += write_arms()
+    if not options.together:
+        arms += write_arms()
     failed = save()
     print(json.dumps(ratios_of(arms), indent=1))
     return 1 if failed else 0

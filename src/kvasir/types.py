@@ -290,6 +290,18 @@ class Plan:
         return sum(span.length for span in self.spans)
 
 
+@dataclass(frozen=True, slots=True)
+class Together:
+    """The spans of a step that verifies drafts over static buffers: known on the device alone, so that the step can be captured.
+
+    ``place`` [T] int64: of a row in its span; ``length`` [T] int64: rows of that span; ``most``: rows that any span has at most.
+    """
+
+    place: torch.Tensor
+    length: torch.Tensor
+    most: int
+
+
 @dataclass(slots=True)
 class StepBatch:
     """A plan as tensors: an explicit argument of every forward (no globals).
@@ -303,6 +315,8 @@ class StepBatch:
     ``borrowed``: two [K] int64, rows of this batch and the sequences' rows on the device that hold the tokens for them.
     ``guests``: two [K] int64, rows that hold no token, and the numbers of their embeddings in the drafter's table; ``inputs``: those
     embeddings [K, E], as the first layer reads them.
+    ``together``: rows that share the read of their keys although each is a span here: ``context`` is where each stands in the cache,
+    ``tables`` are of rows, and every row has ``ancestors``, of a chain, too.
     ``starts``/``lengths`` are the host's copies of context and span lengths; ``scratch`` belongs to the attention backend.
     """
 
@@ -319,6 +333,7 @@ class StepBatch:
     borrowed: tuple[torch.Tensor, torch.Tensor] | None = None
     guests: tuple[torch.Tensor, torch.Tensor] | None = None
     inputs: torch.Tensor | None = None
+    together: Together | None = None
     scratch: dict[Any, Any] = field(default_factory=dict)
 
 

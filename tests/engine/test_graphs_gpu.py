@@ -127,10 +127,11 @@ def test_a_launch_waits_for_nothing(graphs):
     d.close()
 
 
-def test_captures_fit_the_memory_plan():
+@pytest.mark.parametrize("drafter", ["", "ngram:min_match=1"])
+def test_captures_fit_the_memory_plan(drafter):
     """Every bucket, after serving at full width, in a pool that was sized by measurement."""
     d = Driver(device="cuda", dtype="bfloat16", batch_invariant=False, num_pages=None, max_num_seqs=256, check=False, poison=False,
-               gpu_memory_utilization=0.9)
+               gpu_memory_utilization=0.9, drafter=drafter)
     d.run([d.request(f"w{i}", [300 + i % 900] * 64, max_tokens=12, ignore_eos=True, seed=i) for i in range(256)])
     while d.engine.idle():
         pass

@@ -62,6 +62,36 @@ def check_paged_attention(case: paged.Case, dtype: torch.dtype, device: str) -> 
     return compare(world, out, lse, case)
 
 
+def rows_of(world: World) -> tuple[torch.Tensor, ...]:
+    """A world's spans as a captured step has them: table [T, W], at, place, length [T], ancestors [T, 1] (of chains, too), positions."""
+    batch, device = world.batch, world.q.device
+    lengths = torch.tensor(batch.lengths, device=device)
+    place = torch.cat([torch.arange(n) for n in batch.lengths]).to(device)
+    length = lengths.repeat_interleave(lengths)
+    at = (batch.context.repeat_interleave(lengths) + place).int()
+    chain = torch.tensor([(2 << i) - 1 - (1 << 64) * (i == 63) for i in place.tolist()], device=device)[:, None]
+    bits = chain if batch.ancestors is None else torch.where(batch.ancestors == 0, chain, batch.ancestors)
+    return batch.tables[0].repeat_interleave(lengths, 0), at, place, length, bits, batch.positions
+
+
+def check_together(case: paged.Case, dtype: torch.dtype, device: str, min_keys: int = 32) -> dict[str, float]:
+    """The rows of the case's spans, told apart on the device alone. ``min_keys``: of a chunk, so that there are several."""
+    world = world_of(case, dtype, device)
+    spec, planes, rows = world.spec, world.cache.planes, rows_of(world)
+    out, lse = blank(world)
+    most = max(world.batch.lengths)
+    shape = paged.TogetherShape.of(most, case.heads // case.kv_heads, max(16, case.dim), dtype)
+    if device == "cpu":  # in the interpreter idle programs take time
+        shape = dataclasses.replace(shape, at_once=1, programs=case.splits)
+    with mock.patch.object(paged, "SPLIT_KEYS", min_keys):
+        paged.paged_together_triton(world.q, planes["k"], planes["v"], *rows, most, spec.scale, out, window=spec.window,
+                                    softcap=spec.softcap, sinks_H=world.sinks, lse_TH=lse, shape=shape)
+    same, _ = paged.together_ref(world.q, planes["k"], planes["v"], *rows, spec.scale, window=spec.window, softcap=spec.softcap,
+                                 sinks_H=world.sinks)
+    assert dtype != torch.float32 or torch.equal(same, reference(world, dtype)[0]), "the reference of rows is that of their spans"
+    return compare(world, out, lse, case)
+
+
 def decode_world(case: decode.Case, dtype: torch.dtype, device: str) -> tuple[World, decode.Rows]:
     fields = {f.name: getattr(case, f.name) for f in dataclasses.fields(case) if f.name not in ("contexts", "programs")}
     world = make_world([(context, 1) for context in case.contexts], dtype=dtype, device=device, **fields)

@@ -19,7 +19,7 @@ from kvasir.layers.spec import RopeSpec
 from kvasir.technique import load
 from kvasir.types import CacheGroup
 from tests.attention.helpers import World, make_world
-from tests.kernels.check import attend_low, blank, reference
+from tests.kernels.check import attend_low, blank, reference, rows_of
 from tests.kernels.check_fused import Draw, hold
 
 
@@ -140,17 +140,25 @@ def quantized_world(case: quantized_attention.Case, dtype: torch.dtype, device: 
     return world, pools[0]
 
 
-def check_quantized_attention(case: quantized_attention.Case, dtype: torch.dtype, device: str) -> float:
-    """Rows of spans and trees over what the codes stand for, against the paged reference in fp64."""
+def check_quantized_attention(case: quantized_attention.Case, dtype: torch.dtype, device: str, together: bool = False) -> float:
+    """Rows of spans and trees (``together``: told apart on the device) over what the codes stand for, against the paged reference in fp64."""
     world, pool = quantized_world(case, dtype, device)
     spec, batch = world.spec, world.batch
     spans = [s for s, length in enumerate(batch.lengths) if length]
     out, lse = blank(world)
-    quantized_attention.quantized_attention_triton(
-        world.q, pool.layer(1).planes, case.format, batch.tables[0], batch.context, batch.row_start,
-        quantized_attention.plan_rows(batch.starts, batch.lengths, spans, case.heads // case.kv_heads, device), spec.scale,
-        out, window=spec.window, softcap=spec.softcap, sinks_H=world.sinks, ancestors_TA=batch.ancestors, positions_T=batch.positions,
-        lse_TH=lse, num_splits=case.splits)
+    how = {"window": spec.window, "softcap": spec.softcap, "sinks_H": world.sinks, "lse_TH": lse}
+    if together:
+        shape = quantized_attention.Shape.of(case.format, max(16, 1 << (case.dim - 1).bit_length()), dtype, 16)
+        if device == "cpu":  # in the interpreter idle programs take time
+            shape = dataclasses.replace(shape, at_once=1, programs=case.splits or 1)
+        with mock.patch.object(quantized_attention, "SPLIT_KEYS", 32):  # so that there are several chunks
+            quantized_attention.quantized_together_triton(world.q, pool.layer(1).planes, case.format, *rows_of(world), max(batch.lengths),
+                                                          spec.scale, out, shape=shape, **how)
+    else:
+        quantized_attention.quantized_attention_triton(
+            world.q, pool.layer(1).planes, case.format, batch.tables[0], batch.context, batch.row_start,
+            quantized_attention.plan_rows(batch.starts, batch.lengths, spans, case.heads // case.kv_heads, device), spec.scale,
+            out, ancestors_TA=batch.ancestors, positions_T=batch.positions, num_splits=case.splits, **how)
     want, want_lse = reference(world, torch.float64)
     with mock.patch.object(paged_attention, "attend", attend_low):
         plain, _ = reference(world, dtype)

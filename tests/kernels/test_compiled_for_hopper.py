@@ -16,6 +16,7 @@ import torch
 from kvasir.kernels import decode_attention
 from kvasir.kernels.dense_attention import Shape
 from kvasir.kernels.key_chunks import merged_at_once
+from kvasir.kernels.paged_attention import TogetherShape
 from kvasir.kernels.quantized_attention import Shape as RowsShape
 from kvasir.kernels.quantized_decode import shape_of
 
@@ -61,6 +62,8 @@ print(json.dumps({"shared": done.metadata.shared, "spilled": "STACK:0" not in us
 """
 LLAMA = {"H": 32, "R": 4, "D": 128, "CAPPED": False, "SINKS": False, "WANT_LSE": False}
 PAGED = {**LLAMA, "P": 16, "D_PAD": 128, "BLOCK_N": 64, "WINDOWED": False}
+SPANS = {"ROWS": 0, "COUNT_PAD": 16, "MIN_KEYS": 0, "SHORT_KEYS": 0}  # known on the host
+TOGETHER = {name: "i64" for name in ("ancestors_ptr", "positions_ptr", "place_ptr", "length_ptr")}
 BLOCK = 64 * 128 * 2 * 2  # bytes of the keys and values of one block
 
 
@@ -86,9 +89,25 @@ def test_decode(rows):
 @pytest.mark.parametrize("block_m, warps", [(16, 4), (128, 8)])
 def test_paged(block_m, warps):
     found = compiled("paged_attention", "_paged_attention", {"num_warps": warps, "num_stages": 3},
-                     {**PAGED, "BLOCK_M": block_m, "TREE": False, "SPLIT": False, "CHUNKED": 0})
+                     {**PAGED, **SPANS, "BLOCK_M": block_m, "TREE": False, "SPLIT": False, "CHUNKED": 0})
     assert found["copies"] and not found["spilled"] and 2 * BLOCK <= found["shared"] <= 227 * 1024
     assert (found["wgmma"] > 0) == (block_m >= 64)
+
+
+@pytest.mark.parametrize("most", [4, 64])
+def test_paged_together(most):
+    """Rows whose spans are known on the device alone: pipelined as the tiles of a host's plan are."""
+    shape = TogetherShape.of(most, 4, 128, torch.bfloat16)
+    found = compiled("paged_attention", "_paged_attention", {"num_warps": shape.warps, "num_stages": shape.stages}, {
+        **PAGED, "BLOCK_N": shape.block_n, "BLOCK_M": shape.block_m, "TREE": True, "SPLIT": False, "CHUNKED": 0, "ROWS": shape.block_m // 4,
+        "COUNT_PAD": 256, "MIN_KEYS": 256, "SHORT_KEYS": 1024}, TOGETHER)
+    assert found["copies"] and not found["spilled"] and shape.at_once * (found["shared"] + 1024) <= 228 * 1024 and found["shared"] >= 2 * BLOCK
+
+
+def test_merging_tiles():
+    merged = compiled("key_chunks", "_merge_tiles", {"num_warps": 4}, {
+        **{k: v for k, v in LLAMA.items() if k != "CAPPED"}, "D_PAD": 128, "R_PAD": 4, "ROWS": 16, "MERGE": merged_at_once(4, 128, 4)}, TOGETHER)
+    assert not merged["spilled"]
 
 
 @pytest.mark.parametrize("format, dim, share, rows", [
@@ -119,10 +138,22 @@ def test_quantized_rows(format, dim, block_m, tree):
     shape, bits = RowsShape.of(format, dim, torch.bfloat16, block_m), {"int4": 4, "int8": 8, "fp8": 0}[format]
     words = dim // 4 if bits == 4 else dim // 2
     found = compiled("quantized_attention", "_quantized_attention", {"num_warps": shape.warps, "num_stages": shape.stages}, {
-        **LLAMA, "D": dim, "P": 64, "W": words, "W_PAD": words, "BLOCK_M": block_m, "BLOCK_N": shape.block_n, "BITS": bits, "TRICK": True,
+        **LLAMA, **SPANS, "D": dim, "P": 64, "W": words, "W_PAD": words, "BLOCK_M": block_m, "BLOCK_N": shape.block_n, "BITS": bits, "TRICK": True,
         "ASM": True, "WINDOWED": False, "TREE": tree, "SPLIT": True},
         {"k_ptr": "i16", "v_ptr": "i16", "k_meta": "i32", "v_meta": "i32", "out_ptr": "fp32", "ancestors_ptr": "i64", "positions_ptr": "i64"})
     assert found["copies"] and (not found["spilled"] or bits != 4 and shape.warps == 1)
+    assert found["shared"] >= 2 * 2 * shape.block_n * (2 * words + 4) and shape.at_once * (found["shared"] + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize("format", ["int4", "fp8"])
+def test_quantized_together(format):
+    shape, bits = RowsShape.of(format, 128, torch.bfloat16, 16), {"int4": 4, "fp8": 0}[format]
+    words = 32 if bits == 4 else 64
+    found = compiled("quantized_attention", "_quantized_attention", {"num_warps": shape.warps, "num_stages": shape.stages}, {
+        **LLAMA, "P": 64, "W": words, "W_PAD": words, "BLOCK_M": 16, "BLOCK_N": shape.block_n, "BITS": bits, "TRICK": True, "ASM": True,
+        "WINDOWED": False, "TREE": True, "SPLIT": False, "ROWS": 4, "COUNT_PAD": 256, "MIN_KEYS": 256, "SHORT_KEYS": 1024},
+        {**TOGETHER, "k_ptr": "i16", "v_ptr": "i16", "k_meta": "i32", "v_meta": "i32"})
+    assert found["copies"] and (not found["spilled"] or bits != 4)
     assert found["shared"] >= 2 * 2 * shape.block_n * (2 * words + 4) and shape.at_once * (found["shared"] + 1024) <= 228 * 1024
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvasir.engine import graphs as graphs_file
+from kvasir.engine.graphs import ROW_BY_ROW
 from tests.speculation import trained as heads
 from tests.speculation.helpers import NANO, Hostile, WithGuests, driver, install, requests
 
@@ -11,10 +13,13 @@ pytestmark = pytest.mark.gpu
 
 
 def run(drafter: str, hostile: dict | None = None, **options):
-    d = driver(drafter.replace("guests", "replay"), device="cuda", dtype="float32", batch_invariant=False, max_num_seqs=64, **options)
+    options = {"device": "cuda", "dtype": "float32", "batch_invariant": False, "max_num_seqs": 16} | options
+    d = driver(drafter.replace("guests", "replay"), **options)
     if hostile is not None:
         install(d, Hostile(hostile) if drafter == "replay" else WithGuests(hostile, d.engine.runner.model.spec.hidden_size))
-    for _ in range(3):  # buckets are captured after a few uses
+    for again in range(4):  # buckets are captured after a few uses, and the others here
+        while again == 2 and d.engine.idle():
+            pass
         d.outputs.clear()
         d.run(requests(d, 1.0, 2, logprobs=None))
     found = {key: out.tokens for key, out in d.outputs.items()}
@@ -37,18 +42,36 @@ def test_same_tokens(drafter, graphs, codec, plain):
     hostile = plain if drafter in ("hostile", "guests") else None
     found, stats, captured = run(drafter.replace("hostile", "replay"), hostile, cuda_graphs=graphs, kv_codec=codec)
     assert found == plain and stats.accepted_tokens > 0
-    assert graphs or not captured
+    assert bool(captured) == graphs and all(form > ROW_BY_ROW for _, _, form in captured), "chains, trees and guests in one kind of graph"
+
+
+@pytest.mark.parametrize("drafter", ["ngram:min_match=1", "hostile"])
+def test_the_switch_leaves_trees_to_eager_steps(drafter, plain, monkeypatch):
+    """And chains row by row."""
+    monkeypatch.setattr(graphs_file, "SHARE_KEYS", False)
+    found, _, captured = run(drafter.replace("hostile", "replay"), plain if drafter == "hostile" else None)
+    assert found == plain and all(form == ROW_BY_ROW for _, _, form in captured)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_exact_mode_keeps_tokens_in_bf16(graphs):
+    """Chains: a tree's rows have their keys at other slots."""
+    options = dict(dtype="bfloat16", batch_invariant=True)
+    alone = run("", cuda_graphs=False, overlap=False, **options)[0]
+    found, stats, captured = run("ngram:min_match=1", cuda_graphs=graphs, **options)
+    assert found == alone and stats.accepted_tokens > 0
+    assert all(form == ROW_BY_ROW for _, _, form in captured)
 
 
 @pytest.mark.parametrize("drafter", ["hostile", "guests", "ngram:min_match=1"])
-@pytest.mark.parametrize("codec", ["int4_bdr", "int4", "fp8"])
+@pytest.mark.parametrize("codec", ["int4_bdr", "int4", "int8", "fp8"])
 def test_lossy_codecs_keep_tokens_too(codec, drafter):
-    """Trees by the kernel for short spans, chains in graphs. Moves copy codes and scales; the tree's keys are the same numbers in
+    """Trees and chains by the kernel for short spans, in graphs. Moves copy codes and scales; the tree's keys are the same numbers in
     other slots."""
     alone = run("", kv_codec=codec, page_slots=None, cuda_graphs=False, overlap=False)[0]
     hostile = alone if drafter in ("hostile", "guests") else None
-    found, stats, _ = run(drafter.replace("hostile", "replay"), hostile, kv_codec=codec, page_slots=None)
-    assert stats.accepted_tokens > 0
+    found, stats, captured = run(drafter.replace("hostile", "replay"), hostile, kv_codec=codec, page_slots=None)
+    assert stats.accepted_tokens > 0 and captured and all(form > ROW_BY_ROW for _, _, form in captured)
     assert sum(found[key] == alone[key] for key in alone) >= len(alone) - 1, "but for a tie"
 
 

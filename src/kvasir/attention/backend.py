@@ -64,6 +64,10 @@ class AttentionBackend(Technique):
         """Device memory that one span at the end of ``length`` positions takes beside what it returns."""
         return 0
 
+    def together(self) -> tuple[int, ...]:
+        """Rows a span, in rising order, that steps with ``StepBatch.together`` are built for here. None: such steps cannot be run."""
+        return ()
+
     def plan(self, batch: StepBatch) -> None:
         """Once a step, before the layers: derive what every layer needs into ``batch.scratch``."""
 

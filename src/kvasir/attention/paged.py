@@ -19,10 +19,10 @@ from kvasir.kernels import _triton
 from kvasir.kernels.decode_attention import Rows, decode_attention_triton
 from kvasir.kernels.dense_attention import SCRATCH_BYTES, Shape, can_serve, dense_attention_triton, plan_long, worth_it
 from kvasir.kernels.hardware import send
-from kvasir.kernels.paged_attention import Tiles, exact_tiles, paged_attention_triton, plan_tiles
+from kvasir.kernels.paged_attention import TREE_ROWS, Tiles, exact_tiles, paged_attention_triton, paged_together_triton, plan_tiles, rows_of_small
 from kvasir.kernels.quantized_attention import plan_rows
 from kvasir.kv.codec import LayerCache
-from kvasir.types import StepBatch
+from kvasir.types import StepBatch, Together
 
 
 @dataclass(slots=True)
@@ -34,6 +34,7 @@ class Step:
     tiles: list[Tiles]
     rest: list[int]  # the spans of the tiles
     short: Tiles | None = None
+    together: Together | None = None
 
 
 class PagedBackend(AttentionBackend):
@@ -71,7 +72,16 @@ class PagedBackend(AttentionBackend):
         for key, spec in {key_of(spec): spec for spec in self.site.specs}.items():
             batch.scratch[key] = self._plan(batch, spec)
 
+    def together(self) -> tuple[int, ...]:
+        """Spans whose rows all fit a small tile, and larger ones. Not in exact mode, whose tiles are another kernel's."""
+        if self.site.exact:
+            return ()
+        small = min(rows_of_small(s.num_heads // s.num_kv_heads) for s in self.site.specs)
+        return (small, TREE_ROWS) if small > 1 else (TREE_ROWS,)
+
     def _plan(self, batch: StepBatch, spec: AttentionSpec) -> Step:
+        if batch.together is not None:
+            return Step(None, None, [], [], together=batch.together)
         starts, lengths, device = batch.starts, batch.lengths, batch.input_ids.device
         if self.site.exact:
             return Step(None, None, self._exact_tiles(lengths, spec, device), [s for s, length in enumerate(lengths) if length])
@@ -140,6 +150,10 @@ class PagedBackend(AttentionBackend):
         if step.tiles:
             paged_attention_triton(*common, step.tiles, spec.scale, out_THD, window=spec.window, ancestors_TA=batch.ancestors,
                                    positions_T=batch.positions, **how)
+        if step.together is not None:
+            spans = step.together
+            paged_together_triton(*common[:5], spans.place, spans.length, batch.ancestors, batch.positions, spans.most, spec.scale, out_THD,
+                                  window=spec.window, **how)
         return (out_THD, lse_TH) if return_lse else out_THD
 
 

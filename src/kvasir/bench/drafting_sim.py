@@ -49,7 +49,10 @@ class Clock:
 
 
 class Graphs:
-    """What ``DraftTimes`` asks of captured steps. ``ready``: those of all buckets are there, as after an idle moment."""
+    """What ``DraftTimes`` asks of captured steps, which hold chains alone. ``ready``: those of all buckets are there, as after an idle
+    moment."""
+
+    trees = False
 
     def __init__(self, max_seqs: int, ready: bool) -> None:
         self.most_drafted = DRAFT_ROWS
@@ -58,6 +61,10 @@ class Graphs:
 
     def bucket(self, rows: int) -> int:
         return self.buckets[bisect_left(self.buckets, rows)]
+
+    def takes(self, spans: list[Any]) -> bool:
+        """Of any size: what of it is captured, ``DraftTimes`` knows."""
+        return True
 
     def replays(self, size: int, drafted: bool = False) -> bool:
         return self._ready or self._uses[size, drafted] > EAGER_STEPS

@@ -57,11 +57,11 @@ class Packer:
                     borrowed.append((at, span.row))
                 positions[at] = span.start
             else:
-                ids[at:end - len(span.guests)], ids[end - len(span.guests):end], positions[at:end] = span.tokens(), 0, _positions(span)
+                ids[at:end - len(span.guests)], ids[end - len(span.guests):end], positions[at:end] = span.tokens(), 0, tree_positions(span)
             for g, table, slot in groups:
                 self._pages(span, span.seq.tables[g], table[i], slot[at:end])
             if span.parents:
-                _ancestors(span.parents, bits.reshape(num_rows, words)[at:end])
+                tree_ancestors(span.parents, bits.reshape(num_rows, words)[at:end])
 
         ids_t, positions_t, *slots_t, wanted_t, bits_t = wide.to(self.device, non_blocking=True).split_with_sizes(wide_sizes)
         first_t, context_t, *tables_t = narrow.to(self.device, non_blocking=True).split_with_sizes(narrow_sizes)
@@ -69,7 +69,7 @@ class Packer:
             input_ids=ids_t, positions=positions_t, row_start=first_t, context=context_t,
             tables=tuple(t.view(num_spans, width) for t in tables_t), slots=tuple(slots_t),
             logit_rows=wanted_t, starts=starts, lengths=lengths, ancestors=bits_t.view(num_rows, words) if words else None,
-            borrowed=self._pairs(borrowed), guests=self._pairs(_guests(spans, row_start)))
+            borrowed=self._pairs(borrowed), guests=self._pairs(guest_rows(spans, row_start)))
 
     def _pairs(self, pairs: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Two [K] int64 on the device; None: there are none."""
@@ -118,12 +118,12 @@ def _logit_rows(spans: list[Span], row_start: list[int]) -> list[int]:
     return rows
 
 
-def _guests(spans: list[Span], row_start: list[int]) -> list[tuple[int, int]]:
+def guest_rows(spans: list[Span], row_start: list[int]) -> list[tuple[int, int]]:
     """Rows of the step that hold guests, and the numbers of their embeddings."""
     return [(end - len(span.guests) + i, number) for span, end in zip(spans, row_start[1:]) if span.guests for i, number in enumerate(span.guests)]
 
 
-def _positions(span: Span) -> np.ndarray:
+def tree_positions(span: Span) -> np.ndarray:
     """RoPE positions of a span's rows. A tree's row stands at its depth below the anchor, not at its slot."""
     if not span.parents:
         return np.arange(span.start, span.start + span.length)
@@ -133,7 +133,7 @@ def _positions(span: Span) -> np.ndarray:
     return np.asarray(depth) + span.start
 
 
-def _ancestors(parents: list[int], bits: np.ndarray) -> None:
+def tree_ancestors(parents: list[int], bits: np.ndarray) -> None:
     """bits[i] = row i's own bit and those of all its ancestors, 64 to a word."""
     for i, parent in enumerate(parents):
         if parent >= 0:

@@ -12,15 +12,40 @@ Legend: R rows (the padding row included), W pages in the longest table.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from itertools import accumulate
 
 import numpy as np
 import torch
 
+from kvasir.engine.batch import tree_ancestors, tree_positions
 from kvasir.kernels.decode_rows import Kept
 from kvasir.types import Sequence, Span
 
 TOKEN, TEMPERATURE, TOP_K, TOP_P, MIN_P, STREAM, TABLES = 0, 1, 2, 3, 4, 5, 7  # sections, in words of R; a stream has two
 UNKNOWN = -1
+ROW_WORDS = 8  # of a row in a step of drafts that share their keys: see ``draft_words``
+CHAIN = np.array([(2 << i) - 1 - (i == 63) * (1 << 64) for i in range(64)], np.int64)  # ancestors of the rows of a chain
+
+
+def draft_words(spans: list[Span], padding: int, words: np.ndarray) -> None:
+    """What rows that verify drafts start from, int64 [``ROW_WORDS``, B]: the row's sequence; its place in the cache; its token (-1: the
+    one that the device keeps); its position; its place in the span, and the span's length; its ancestors; its guest (-1: none). Every
+    padding row is a span of its own."""
+    lengths = [span.length for span in spans]
+    firsts = [0, *accumulate(lengths)]
+    count = firsts[-1]
+    own = words[:, :count]
+    own[0], own[5], own[1] = (np.repeat(x, lengths) for x in ([span.row for span in spans], lengths, [span.start for span in spans]))
+    own[4] = np.arange(count) - np.repeat(firsts[:-1], lengths)
+    own[1] += own[4]
+    own[2] = [token for span in spans for token in (-1, *span.tokens()[1:], *(0 for _ in span.guests))]
+    own[3], own[6], own[7] = own[1], CHAIN[own[4]], -1
+    for span, first, end in zip(spans, firsts, firsts[1:]):
+        if span.parents:
+            own[3, first:end], own[6, first:end] = tree_positions(span), 0
+            tree_ancestors(span.parents, own[6, first:end, None])
+            own[7, end - len(span.guests):end] = span.guests
+    words[:, count:] = np.array([padding, 0, -1, 0, 0, 1, 1, -1])[:, None]
 
 
 class DeviceRows:

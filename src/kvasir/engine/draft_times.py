@@ -38,16 +38,19 @@ class DraftTimes:
         self._counts: Counter[_Kind] = Counter()  # observations that were learnt from,
         self._runs: Counter[_Kind] = Counter()  # and all
         self._captured: Counter[_Kind] = Counter()  # those since its graph was there
+        self._eager = False  # whether the last drafted step that a graph has rows for was launched kernel by kernel all the same
 
     def predict(self, num_seqs: int, context: int, num_drafts: int, drafted: bool) -> float:
         """Of a step of ``num_seqs`` decodes with ``context`` tokens before them in all, which verifies ``num_drafts`` nodes."""
-        kind, shape = self._kind(num_seqs, context, num_drafts, drafted)
+        kind, shape = self._kind(num_seqs, context, num_drafts, drafted, drafted and self._eager)
         return self._model(kind, shape) * self._ratios.get(kind, 1.0)
 
-    def observe(self, num_seqs: int, context: int, num_drafts: int, drafted: bool, seconds: float) -> tuple[float, bool]:
-        """A step took ``seconds``. Returns what it is to be charged, and whether the next one of its size will take about as long: not
-        if something happened that does so once, a compilation or a capture most likely."""
-        kind, shape = self._kind(num_seqs, context, num_drafts, drafted)
+    def observe(self, num_seqs: int, context: int, num_drafts: int, drafted: bool, seconds: float, eager: bool = False) -> tuple[float, bool]:
+        """A step took ``seconds``; ``eager``: no graph could take it, whatever its rows. Returns what it is to be charged, and whether the
+        next one of its size will take about as long: not if something happened that does so once, a compilation or a capture most likely."""
+        if drafted and num_drafts and self._kind(num_seqs, context, num_drafts, True)[0].graph:
+            self._eager = eager
+        kind, shape = self._kind(num_seqs, context, num_drafts, drafted, eager)
         before, warm = self._model(kind, shape), self._warm(kind)
         ratio, count = seconds / before, self._counts[kind]
         known = self._ratios.get(kind, 1.0)
@@ -86,10 +89,10 @@ class DraftTimes:
             return self._models[False].predict(shape, graph=self._plain_graph(kind))
         return self._models[kind.drafted].predict(shape, graph=kind.graph)
 
-    def _kind(self, num_seqs: int, context: int, num_drafts: int, drafted: bool) -> tuple[_Kind, StepShape]:
+    def _kind(self, num_seqs: int, context: int, num_drafts: int, drafted: bool, eager: bool = False) -> tuple[_Kind, StepShape]:
         """Verifying rows share what a sequence's keys cost to read, so a span counts its context once."""
         rows, graphs = num_seqs + num_drafts, self._graphs
-        graph = graphs is not None and rows <= (graphs.most_drafted if drafted else graphs.buckets[-1])
+        graph = graphs is not None and not eager and rows <= (graphs.most_drafted if drafted else graphs.buckets[-1])
         if graph:
             rows = graphs.bucket(rows)
         return _Kind(drafted, graph, rows if graph else self._class(rows)), StepShape(rows=rows, decode_context=context, sequences=num_seqs)

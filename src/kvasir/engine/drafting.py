@@ -42,6 +42,7 @@ class _Measured:
     decodes: int
     context: int
     drafts: int
+    eager: bool  # launched kernel by kernel, whatever its size
 
 
 class Drafting:
@@ -103,8 +104,8 @@ class Drafting:
         for tree in trees:
             tree.source = tree.source or self.drafter.name
         graphs = self._runner.graphs
-        if graphs is not None and len(decodes) < graphs.most_drafted and self._config.draft_control != "fixed":
-            # Of the two, only chains are captured, which is worth more than a branch; where there are guests, neither is.
+        if graphs is not None and not graphs.trees and len(decodes) < graphs.most_drafted and self._config.draft_control != "fixed":
+            # Only chains are captured here, which is worth more than a branch; where there are guests, neither is.
             trees = [tree if tree.guests else tree.trunk() for tree in trees]
         # Prompts need rows, too: drafts get what the decodes leave, of a quarter at least of the step.
         budget = max(self._max_rows // 4, self._max_rows - sum(rows_left(seq) for seq in running)) - len(decodes)
@@ -157,7 +158,9 @@ class Drafting:
                 return
             rows += span.length
             context += span.start
-        self._measured[plan.step] = _Measured(self._drafting, len(plan.spans), context, rows - len(plan.spans))
+        graphs = self._runner.graphs
+        self._measured[plan.step] = _Measured(self._drafting, len(plan.spans), context, rows - len(plan.spans),
+                                              graphs is not None and not graphs.takes(plan.spans))
 
     # ------------------------------------------------------------------------------------------------------ after a step
 
@@ -207,7 +210,7 @@ class Drafting:
             self.controller.end_step(0, 0, seconds)
             self._savings.drafted(0, 0, self.controller.stats.accepted, seconds)
         elif step.drafted:
-            charged, known = self._times.observe(step.decodes, step.context, step.drafts, True, seconds)
+            charged, known = self._times.observe(step.decodes, step.context, step.drafts, True, seconds, step.eager)
             self.controller.end_step(step.decodes, step.context, charged, known)
             self._savings.drafted(step.decodes, step.context, self.controller.stats.accepted, seconds)
         elif plan.step == self._after_drafted:

@@ -1,15 +1,19 @@
-"""Decode steps over static buffers, captured once per batch size and replayed: the host's part is two numbers a row.
+"""Decode steps over static buffers, captured once per batch size and replayed: the host's part is a few numbers a row.
 
-A step takes this path when every row of it draws a token: decodes, and chains of drafts, whose rows are decodes of one
-sequence at successive positions (each layer writes all keys before any row attends). It is padded to a *bucket* of rows; padding rows
-run with the padding row's token and write to the dummy page, where nobody reads. Page tables, sampling parameters and the
-tokens to go on from lie on the device already (``device_rows.py``); what has changed since is sent along.
+A step takes this path when every row of it draws a token or is a guest: decodes, and spans that verify drafts. It is padded to a
+*bucket* of rows; padding rows run with the padding row's token and write to the dummy page, where nobody reads. Page tables, sampling
+parameters and the tokens to go on from lie on the device already (``device_rows.py``); what has changed since is sent along.
+
+Which rows are of one span, and who is whose ancestor, are numbers of the rows like their tokens, so one graph of a bucket serves every
+mixture of decodes, chains and trees that fits it. Attention reads the keys of a span once for a tile of its rows; how many rows a
+span may have decides the tile (``AttentionBackend.together``), and is the *form* of a step. A backend that cannot do this runs chains row
+by row: each row is a decode of its own at the next position, since each layer writes all keys before any row attends.
 
 A bucket runs in a larger captured one a few times, or uncaptured, so that nobody waits for the capture of a size that only
 passes by, and kernels are compiled and libraries loaded before it. Buckets that were never used are captured when the engine
 is idle (``capture_next``).
 
-Legend: B rows of a bucket, M rows of a slice, V vocabulary, E model dim, P slots per page.
+Legend: B rows of a bucket, M rows of a slice, G guests of a drafter, V vocabulary, E model dim, P slots per page.
 """
 
 from __future__ import annotations
@@ -18,29 +22,34 @@ import gc
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable
-from itertools import cycle
+from itertools import accumulate, cycle
 
 import numpy as np
 import torch
 
 from kvasir.attention.backend import AttentionBackend
 from kvasir.decoding.sampler import MASKED_ERROR, NUMERIC_ERROR, Sampler, resolve_span
-from kvasir.engine.device_rows import UNKNOWN, DeviceRows
+from kvasir.engine.batch import guest_rows
+from kvasir.engine.device_rows import ROW_WORDS, UNKNOWN, DeviceRows, draft_words
 from kvasir.engine.spans import ONE_SAMPLE
 from kvasir.engine.taps import Tapped, Taps
 from kvasir.kernels.decode_rows import close_rows, open_rows
+from kvasir.kernels.hardware import send
 from kvasir.kernels.sample import sample_rows
 from kvasir.kv.codec import LayerCache
 from kvasir.logs import log
 from kvasir.models.decoder import Decoder
-from kvasir.types import Span, SpanResult, StepBatch
+from kvasir.types import Span, SpanResult, StepBatch, Together
 
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]
 EAGER_STEPS = 4  # of a bucket before it is captured
 PADDED = 2  # times its size: the largest bucket that stands in for one that is not captured yet; padding rows are nearly free
 LOGIT_BYTES = 256 << 20  # of logits at a time, as fp32: each further slice reads the head once more
-DRAFT_ROWS = 128  # beyond, drafts are not captured: each row reads its keys anew, which then costs more than launching kernels one by one
+SHARE_KEYS = True  # among the rows of a span. Without, chains run row by row, and trees and guests are launched kernel by kernel
+DRAFT_ROWS = 128  # row by row: beyond, each row's reading its keys anew costs more than launching kernels one by one
+SHARED_ROWS = 256  # that share: beyond, a step takes longer than launching it
+DECODES, ROW_BY_ROW = 0, 1  # forms; a larger one is the rows that a span may have
 GRAPH_BYTES = 3 << 20  # of device memory that one instantiated graph takes beside its tensors, by experience
 
 
@@ -84,87 +93,118 @@ class CudaCapture:
 class DecodeGraphs:
     def __init__(self, model: Decoder, caches: list[LayerCache], backend: AttentionBackend, sampler: Sampler, rows: DeviceRows,
                  capture: Capture, max_drafts: int = 0) -> None:
-        """``max_drafts``: that a sequence may have verified in a step; steps with drafts are captured up to ``DRAFT_ROWS`` rows."""
+        """``max_drafts``: that a sequence may have verified in a step; up to ``SHARED_ROWS`` rows (or ``DRAFT_ROWS``) such steps are captured."""
         self.model, self.caches, self.backend, self.sampler, self.rows = model, caches, backend, sampler, rows
         self._drafts = max_drafts > 0
-        self.most_drafted = min(DRAFT_ROWS, sampler.max_seqs * (1 + max_drafts))
+        self._forms = backend.together() if SHARE_KEYS and self._drafts else ()
+        self._usual = next((form for form in self._forms if form > max_drafts), self._forms[-1] if self._forms else ROW_BY_ROW)
+        self.most_drafted = min(SHARED_ROWS if self._forms else DRAFT_ROWS, sampler.max_seqs * (1 + max_drafts))
         self.buckets = buckets(max(sampler.max_seqs, self.most_drafted))
         self._plain = self.buckets[:bisect_left(self.buckets, sampler.max_seqs) + 1]  # those that decodes alone may need
         self._capture: Capture | None = capture
-        self._ready: dict[tuple[int, bool, bool], Work] = {}  # (bucket, whether it draws, whether it holds drafts) -> replay
-        self._uses: Counter[tuple[int, bool, bool]] = Counter()
+        self._ready: dict[tuple[int, bool, int], Work] = {}  # (bucket, whether it draws, form) -> replay
+        self._uses: Counter[tuple[int, bool, int]] = Counter()
         most, device = self.buckets[-1], rows.words.device
         self._device = device
         self._page_slots = caches[0].page_slots
-        self._inbox = torch.zeros(3 * most, dtype=torch.int64, device=device)  # of a bucket: rows, starts, and draft tokens or -1
+        self._words = ROW_WORDS if self._forms else 3
+        self._inbox = torch.zeros(self._words * most, dtype=torch.int64, device=device)  # of a bucket: rows, starts, draft tokens or -1, or
+        # ``draft_words``
         self._row_start = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._logit_rows = torch.arange(most, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(most, model.spec.hidden_size, dtype=model.place.dtype, device=device)
         self._draws = torch.zeros(3 * most, dtype=torch.float32, device=device)
         self.step_bytes = 64 << 20  # of device memory that a capture may need
         # What crosses over is staged in turns: a buffer is written again only after the step that used it was read.
-        self._stages = cycle([_Stage(most, device) for _ in range(2)])
+        self._stages = cycle([_Stage(most, self._words, device) for _ in range(2)])
         self._host_starts: list[int] = []
         self._taps: Taps | None = None
         self._tapped: Tapped | None = None
+        self._guests: torch.Tensor | None = None
 
     def use_taps(self, taps: Taps) -> None:
         """Graphs captured from now on also write what ``taps`` asks for."""
         self._taps, self._tapped = taps, taps.memory(self.buckets[-1])
 
+    def use_guests(self, guests_GE: torch.Tensor | None) -> None:
+        """The embeddings of guest rows, in graphs captured from now on."""
+        self._guests = guests_GE
+
     # ---------------------------------------------------------------------------------------------------------- running
 
+    @property
+    def trees(self) -> bool:
+        """Whether trees and guests are run here, too."""
+        return bool(self._forms)
+
     def takes(self, spans: list[Span]) -> bool:
-        """Whether these spans are decodes and chains of drafts, and nothing else."""
+        """Whether these spans are decodes and drafts to verify, and nothing else."""
         if all(span.want is ONE_SAMPLE for span in spans):
             return len(spans) <= self.buckets[-1]
         return (sum(span.length for span in spans) <= self.most_drafted
-                and all(span.parents is None and len(span.want.get("sample", ())) == span.length for span in spans))
+                and all(len(span.want.get("sample", ())) + len(span.guests) == span.length for span in spans) and self._form(spans) is not None)
+
+    def _form(self, spans: list[Span]) -> int | None:
+        """In which these spans can run. None: in none."""
+        longest = max(span.length for span in spans)
+        if longest == 1:
+            return DECODES
+        if longest <= max(self._forms, default=0):
+            return next(form for form in self._forms if longest <= form)
+        chains = all(span.parents is None for span in spans) and sum(span.length for span in spans) <= DRAFT_ROWS
+        return ROW_BY_ROW if chains else None
 
     def bucket(self, num_rows: int) -> int:
         return self.buckets[bisect_left(self.buckets, num_rows)]
 
-    def _fit(self, num_rows: int, draws: bool, drafted: bool) -> int:
-        """The bucket that these rows run in now: their own, or a captured one somewhat larger until they have come often."""
+    def _fit(self, num_rows: int, draws: bool, form: int) -> tuple[int, int]:
+        """The bucket and form that these rows run in now: their own, or a captured one somewhat larger until they have come often."""
         size = self.bucket(num_rows)
-        key = size, draws, drafted
+        key = size, draws, form
         if key in self._ready or self._capture is None or self._uses[key] >= EAGER_STEPS - 1:
-            return size
-        larger = next((s for s in self.buckets[bisect_right(self.buckets, size):] if (s, draws, drafted) in self._ready), None)
-        if larger is None or larger > PADDED * size:
-            return size
+            return size, form
+        forms = [form, *(f for f in self._forms if 1 < form < f)]
+        sizes = self.buckets[bisect_left(self.buckets, size):bisect_right(self.buckets, PADDED * size)]
+        larger = next(((s, f) for s in sizes for f in forms if (s, draws, f) in self._ready), None)
+        if larger is None:
+            return size, form
         self._uses[key] += 1
         return larger
 
     def replays(self, size: int, drafted: bool = False) -> bool:
         """Whether a drawing step of this bucket is captured."""
-        return (size, True, drafted) in self._ready
+        return any((size, True, form) in self._ready for form in ((ROW_BY_ROW, *self._forms) if drafted else (DECODES,)))
 
     def decode(self, spans: list[Span]) -> DecodeHandle:
         """Forward and draw, by the parameters that the rows have on the device."""
-        size, stage, drafted = self._send(spans, True)
-        self._run(size, True, drafted)
+        size, stage, form = self._send(spans, True)
+        self._run(size, True, form)
         stage.take(self._draws[:3 * size])
-        return DecodeHandle(stage, size, spans, [span.tokens() for span in spans] if drafted else None)
+        return DecodeHandle(stage, size, spans, [span.tokens() for span in spans] if form else None)
 
     def forward(self, spans: list[Span]) -> torch.Tensor:
         """Hidden states [T, E] before the final norm; valid until the next step."""
-        size, _, drafted = self._send(spans, False)
-        self._run(size, False, drafted)
+        size, _, form = self._send(spans, False)
+        self._run(size, False, form)
         return self._hidden[:sum(span.length for span in spans)]
+
+    def outputs(self, spans: list[Span]) -> tuple[list[int], torch.Tensor]:
+        """Rows of the step launched last that hold tokens, and the hidden states [guests, E] of the others."""
+        guests = [row for row, _ in guest_rows(spans, [0, *accumulate(span.length for span in spans)])]
+        rows = sorted(set(range(sum(span.length for span in spans))) - set(guests))
+        return rows, self._hidden.index_select(0, send(torch.tensor(guests, dtype=torch.int64), self._device))
 
     def hidden(self, spans: list[Span]) -> torch.Tensor | None:
         """What the step launched last has tapped [T, layers, E], if anybody wants it."""
         return None if self._taps is None else self._taps.taken(self._tapped, sum(span.length for span in spans))
 
-    def _send(self, spans: list[Span], draws: bool) -> tuple[int, _Stage, bool]:
-        """Bring rows, starts and what else changed to the device. Returns the bucket, the host buffers in use and whether
-        there are drafts."""
-        stage = next(self._stages)
-        if any(span.length > 1 for span in spans):
-            return *self._send_drafts(spans, stage, draws), True
+    def _send(self, spans: list[Span], draws: bool) -> tuple[int, _Stage, int]:
+        """Bring rows, starts and what else changed to the device. Returns the bucket, the host buffers in use and the form."""
+        stage, form = next(self._stages), self._form(spans)
+        if form != DECODES:
+            return self._send_drafts(spans, stage, draws, form)
         count = len(spans)
-        size = self._fit(count, draws, False)
+        size, _ = self._fit(count, draws, DECODES)
         starts = [span.start for span in spans]
         rows_S, starts_S = stage.inbox[:count], stage.inbox[size:size + count]
         rows_S[:], starts_S[:] = [span.row for span in spans], starts
@@ -172,22 +212,20 @@ class DecodeGraphs:
         self._bring(stage, spans, rows_S, starts_S, 2 * size)
         self.rows.drawn(rows_S, starts_S + 1)
         self._host_starts = starts + [0] * (size - count)
-        return size, stage, False
+        return size, stage, DECODES
 
-    def _send_drafts(self, spans: list[Span], stage: _Stage, draws: bool) -> tuple[int, _Stage]:
+    def _send_drafts(self, spans: list[Span], stage: _Stage, draws: bool, form: int) -> tuple[int, _Stage, int]:
         """The same with one row a draft behind each sequence's own; their tokens come along."""
-        lengths = [span.length for span in spans]
-        count = sum(lengths)
-        size = self._fit(count, draws, True)
+        size, form = self._fit(sum(span.length for span in spans), draws, form)
+        words = np.empty((ROW_WORDS, size), np.int64)
+        draft_words(spans, self.rows.padding, words)
+        sent = ROW_WORDS if form > ROW_BY_ROW else 3
+        stage.inbox[:sent * size] = words[:sent].reshape(-1)
         rows, first = np.array([span.row for span in spans]), np.array([span.start for span in spans])
-        starts = [span.start + i for span in spans for i in range(span.length)]
-        inbox = stage.inbox[:3 * size].reshape(3, size)
-        inbox[:, :count] = np.repeat(rows, lengths), starts, [token for span in spans for token in (-1, *span.tokens()[1:])]
-        inbox[:, count:] = np.array([[self.rows.padding], [0], [-1]])
-        self._bring(stage, spans, rows, first, 3 * size)
+        self._bring(stage, spans, rows, first, sent * size)
         self.rows.drawn(rows, UNKNOWN)  # which of its draws a row goes on from is seen when they are read
-        self._host_starts = starts + [0] * (size - count)
-        return size, stage
+        self._host_starts = words[1].tolist()
+        return size, stage, form
 
     def _bring(self, stage: _Stage, spans: list[Span], rows_S: np.ndarray, starts_S: np.ndarray, num_words: int) -> None:
         places, content = self.rows.changes(spans, rows_S, starts_S)
@@ -196,8 +234,8 @@ class DecodeGraphs:
             at, words = stage.changes(places, content, self._device)
             self.rows.words.index_copy_(0, at, words)
 
-    def _run(self, size: int, draws: bool, drafted: bool) -> None:
-        key = size, draws, drafted
+    def _run(self, size: int, draws: bool, form: int) -> None:
+        key = size, draws, form
         work = self._ready.get(key)
         if work is None:
             self._uses[key] += 1
@@ -206,25 +244,34 @@ class DecodeGraphs:
             work = self._ready[key]
         work()
 
-    def _compute(self, size: int, draws: bool, drafted: bool) -> None:
+    def _compute(self, size: int, draws: bool, form: int) -> None:
         """The step itself, over the first ``size`` rows of the static buffers."""
-        rows_B, starts_B = self._inbox[:size], self._inbox[size:2 * size]
-        opened = open_rows(self.rows.kept, rows_B, starts_B, self._page_slots, self._inbox[2 * size:3 * size] if drafted else None)
+        words = self._inbox[:len(self._inbox) // size * size].view(-1, size)
+        rows_B, starts_B = words[0], words[1]  # places in the cache, and positions but in trees
+        opened = open_rows(self.rows.kept, rows_B, starts_B, self._page_slots, words[2] if form else None)
+        positions_B = words[3] if form > ROW_BY_ROW else starts_B
         batch = StepBatch(
-            input_ids=opened.ids, positions=starts_B, row_start=self._row_start[:size + 1], context=opened.context,
+            input_ids=opened.ids, positions=positions_B, row_start=self._row_start[:size + 1], context=opened.context,
             tables=tuple(opened.tables), slots=tuple(opened.slots), logit_rows=self._logit_rows[:size], starts=self._host_starts,
             lengths=[1] * size)
+        guests = self._guests is not None and form > ROW_BY_ROW
+        if form > ROW_BY_ROW:
+            batch.together, batch.ancestors = Together(words[4], words[5], form), words[6][:, None]
+        if guests:
+            batch.guests = batch.logit_rows, words[7]
+            batch.inputs = torch.where(words[7][:, None] < 0, self.model.embed(opened.ids), self._guests.index_select(0, words[7].clamp(min=0)))
         self.backend.plan(batch)
         hidden_BE = self.model.forward(batch, self.caches, self.backend, None if self._tapped is None else self._tapped.by_layer)
-        if not draws:
+        if guests or not draws:
             self._hidden[:size].copy_(hidden_BE)
+        if not draws:
             return
         draws_3B = self._draws[:3 * size].view(3, size)
         step = max(1, LOGIT_BYTES // (4 * self.sampler.vocab_size))
         for first in range(0, size, step):
             part = slice(first, min(first + step, size))
             drawn = sample_rows(self.model.logits(hidden_BE[part]), opened.temperature[part], opened.top_k[part], opened.top_p[part],
-                                opened.min_p[part], opened.stream[part], starts_B[part], self.sampler.tokenizer_size)
+                                opened.min_p[part], opened.stream[part], positions_B[part], self.sampler.tokenizer_size)
             close_rows(drawn, draws_3B[:, part], self.rows.token, rows_B[part], self.sampler.vocab_size)
 
     # -------------------------------------------------------------------------------------------------------- capturing
@@ -232,22 +279,32 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture_next(self) -> bool:
         """Capture one more bucket, smallest first, while nothing is in flight. False: none is left."""
-        drafted = ((size, True) for size in self.buckets if self._drafts and 1 < size <= self.most_drafted)
-        key = next((key for key in [*((size, False) for size in self._plain), *drafted] if not self.replays(*key)), None)
+        keys = [*((size, True, DECODES) for size in self._plain), *((size, True, self._usual) for size in self._drafted)]
+        key = next((key for key in keys if key not in self._ready), None)
         if key is None or self._capture is None:
             return False
-        size, drafts = key
-        self._inbox[:size], self._inbox[size:2 * size], self._inbox[2 * size:3 * size] = self.rows.padding, 0, -1
-        self._host_starts = [0] * size
-        self._compute(size, True, drafts)
-        return self._try_capture(size, True, drafts)
+        self._pad(key[0])
+        self._compute(*key)
+        return self._try_capture(*key)
 
-    def _try_capture(self, size: int, draws: bool, drafted: bool) -> bool:
+    @property
+    def _drafted(self) -> list[int]:
+        """Buckets that drafts may need."""
+        return [size for size in self.buckets if self._drafts and 1 < size <= self.most_drafted]
+
+    def _pad(self, size: int) -> None:
+        """A step of padding rows alone."""
+        words = np.empty((ROW_WORDS, size), np.int64)
+        draft_words([], self.rows.padding, words)
+        self._inbox[:self._words * size].copy_(torch.from_numpy(words[:self._words].reshape(-1)))
+        self._host_starts = [0] * size
+
+    def _try_capture(self, size: int, draws: bool, form: int) -> bool:
         """Capture a bucket. Where that fails, this process does without graphs from then on: they are never needed."""
         try:
             if self._device.type == "cuda":
                 self._check_memory()
-            self._ready[size, draws, drafted] = self._capture(lambda: self._compute(size, draws, drafted))
+            self._ready[size, draws, form] = self._capture(lambda: self._compute(size, draws, form))
         except Exception as error:
             self._capture = None
             log.warning("no more CUDA graphs: a decode step of %d rows cannot be captured (%s: %s)", size, type(error).__name__, error)
@@ -267,24 +324,23 @@ class DecodeGraphs:
     def measure(self) -> tuple[int, int]:
         """Bytes of ``step_bytes``, and with the graphs of all buckets: what the largest step needs beside the static buffers,
         with a quarter on top for fragments. The buckets share it: they run one after the other."""
-        size = self.buckets[-1]
-        self._inbox[:size], self._inbox[size:2 * size] = self.rows.padding, 0
-        self._host_starts = [0] * size
         held = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._compute(size, True, False)
+        for size, form in [(self.buckets[-1], DECODES), *((size, self._usual) for size in self._drafted[-1:])]:
+            self._pad(size)
+            self._compute(size, True, form)
         torch.cuda.synchronize(self._device)
         step = (torch.cuda.max_memory_allocated(self._device) - held) * 5 // 4
-        return step, step + GRAPH_BYTES * len(self.buckets) * (1 + self._drafts)
+        return step, step + GRAPH_BYTES * (len(self.buckets) + len(self._drafted) * max(1, len(self._forms)))
 
 
 class _Stage:
     """Pinned host memory of one step: what goes to the device, and the draws that come back."""
 
-    def __init__(self, max_rows: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, words: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
         self._pinned = pinned
-        self.inbox_tensor = torch.zeros(3 * max_rows, dtype=torch.int64, pin_memory=pinned)
+        self.inbox_tensor = torch.zeros(words * max_rows, dtype=torch.int64, pin_memory=pinned)
         self.inbox = self.inbox_tensor.numpy()
         self._draws = torch.zeros(3 * max_rows, dtype=torch.float32, pin_memory=pinned)
         self._draws_array = self._draws.numpy()

@@ -50,7 +50,7 @@ class Runner:
         self.first_row = torch.zeros(1, dtype=torch.int64, device=device)
         self.graphs: DecodeGraphs | None = None
         self.taps: Taps | None = None
-        self.guest_inputs: torch.Tensor | None = None  # [guests, E]: what the first layer reads in rows that hold no token
+        self._guest_inputs: torch.Tensor | None = None
         self.native: NativeDecoder | None = None
         self.tapes: DecodeTapes | None = None
         self.weights_changed()
@@ -71,6 +71,7 @@ class Runner:
         """From now on, run steps that only decode over static buffers, captured and replayed by ``capture``; with up to
         ``max_drafts`` drafts a sequence."""
         self.graphs = DecodeGraphs(self.model, self.caches, self.backend, self.sampler, self.rows, capture, max_drafts)
+        self.graphs.use_guests(self.guest_inputs)
         if self.taps is not None:
             self.graphs.use_taps(self.taps)
 
@@ -80,6 +81,17 @@ class Runner:
         if self.graphs is not None:
             self.graphs.use_taps(self.taps)
         self.weights_changed()
+
+    @property
+    def guest_inputs(self) -> torch.Tensor | None:
+        """[guests, E]: what the first layer reads in rows that hold no token. Given before any step is captured."""
+        return self._guest_inputs
+
+    @guest_inputs.setter
+    def guest_inputs(self, guests_GE: torch.Tensor | None) -> None:
+        self._guest_inputs = guests_GE
+        if self.graphs is not None:
+            self.graphs.use_guests(guests_GE)
 
     def capture(self) -> Capture | None:
         """How work on static buffers becomes a replay here: CUDA graphs where decode steps are such, tapes on a CPU in normal mode."""
@@ -115,10 +127,15 @@ class Runner:
         """The handle, and what was tapped [T, layers, E]."""
         graphs, taps = self.graphs, self.taps
         if graphs is not None and graphs.takes(spans):
+            guests = any(span.guests for span in spans)
             if self.sampler.simple(spans) and not self.sampler.num_top:
-                return graphs.decode(spans), graphs.hidden(spans)
-            hidden_SE = graphs.forward(spans)
-            return self._sample(spans, lambda a, b: self.model.logits(hidden_SE[a:b])), graphs.hidden(spans)
+                handle = graphs.decode(spans)
+            else:
+                hidden_ME = graphs.forward(spans)
+                if guests:
+                    hidden_ME = hidden_ME.index_select(0, self.packer.send(torch.tensor(graphs.outputs(spans)[0])))
+                handle = self._sample(spans, lambda a, b: self.model.logits(hidden_ME[a:b]))
+            return GuestHandle(handle, spans, graphs.outputs(spans)[1]) if guests else handle, graphs.hidden(spans)
         taped_SV = None if self.tapes is None else self.tapes.logits(spans)
         if taped_SV is not None:
             return self._sample(spans, taped_SV), self.tapes.hidden(len(spans))

@@ -4,7 +4,7 @@ The decoder writes them where a `Taps` says: into fresh memory in a step that is
 the step is a CUDA graph or a CPU tape, from which the rows in use are copied once the step is launched. Without a drafter that
 asks there is no `Taps`, and nothing of this runs.
 
-Guest rows (see `Span`) come in steps launched kernel by kernel only: what the last layer gives for them is handed on as it is.
+What the last layer gives for guest rows (see `Span`) is handed on as it is, in a graph by a copy.
 
 Legend: T rows, K guest rows, L tapped layers, E model dim.
 """

@@ -6,6 +6,9 @@ length that fill the GPU as they are stay whole: a chunk costs about as much as 
 chunks start at a block. The partial results of a sequence are merged by the program that arrives last, always in the order of the
 keys.
 
+The rows of a span that verifies drafts share the read of its keys: what is cut is then the keys of a *tile* of such rows, and another
+kernel merges, for a program would have too many rows to merge.
+
 Legend: B single rows, C chunks, H query heads, G KV heads, R = H / G, D head dim.
 """
 
@@ -34,11 +37,34 @@ def find_chunk(item, context_ptr, spans_ptr, count, wave, budget, window, BLOCK_
     keys = ends
     if WINDOWED:
         keys = ends - tl.maximum(ends - window, 0) // BLOCK_N * BLOCK_N
+    return cut_keys(item, b, keys, count, count, wave, budget, BLOCK_N, MIN_KEYS, SHORT_KEYS)
+
+
+@jit
+def find_tile_chunk(item, at_ptr, place_ptr, length_ptr, count, wave, budget, window, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+                    COUNT_PAD: tl.constexpr, MIN_KEYS: tl.constexpr, SHORT_KEYS: tl.constexpr, WINDOWED: tl.constexpr):
+    """The same of tiles of up to ``ROWS`` rows of one span, known by their first rows: the ``count`` rows of a step stand at ``at`` in
+    the cache, at ``place`` in a span of ``length`` rows. Every tile of a span reads to the span's end."""
+    b = tl.arange(0, COUNT_PAD)
+    place = tl.load(place_ptr + b, mask=b < count, other=0).to(tl.int32)
+    length = tl.load(length_ptr + b, mask=b < count, other=0).to(tl.int32)
+    context = tl.load(at_ptr + b, mask=b < count, other=0) - place
+    begins = (place % ROWS == 0) & (length > 0)
+    keys = context + length
+    if WINDOWED:  # the span's first row is the one that sees furthest back
+        keys -= tl.maximum(context + 1 - window, 0) // BLOCK_N * BLOCK_N
+    tiles = tl.sum(begins.to(tl.int32), 0)
+    return cut_keys(item, b, tl.where(begins, keys, 0), count, tiles, wave, budget, BLOCK_N, MIN_KEYS, SHORT_KEYS)
+
+
+@jit
+def cut_keys(item, b, keys, count, readers, wave, budget, BLOCK_N: tl.constexpr, MIN_KEYS: tl.constexpr, SHORT_KEYS: tl.constexpr):
+    """Cut ``keys`` of places ``b`` < ``count``, of which ``readers`` have any: see ``find_chunk``."""
     total_keys = tl.sum(keys, 0)
     short = tl.cdiv(total_keys, wave)
     chunk = tl.maximum(tl.where(short <= SHORT_KEYS, short, tl.cdiv(total_keys, budget)), MIN_KEYS)
     longest = tl.max(keys, 0)
-    whole = (longest * 4 <= chunk * 5) | ((count <= wave) & (longest * 2 <= short * 3))  # cutting would cost more than it evens out
+    whole = (longest * 4 <= chunk * 5) | ((readers <= wave) & (longest * 2 <= short * 3))  # cutting would cost more than it evens out
     chunk = tl.cdiv(tl.where(whole, longest, chunk), BLOCK_N) * BLOCK_N
     chunks = tl.cdiv(keys, chunk)
     after = tl.cumsum(chunks, 0)
@@ -71,15 +97,31 @@ def arrive(part_ptr, part_lse_ptr, arrived_ptr, out_ptr, lse_ptr, sinks_ptr, whi
     counter = arrived_ptr + which * (H // R) + group
     if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
         tl.store(counter, 0)
-        merge_chunks(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first, parts, row, group, out_row,
+        merge_chunks(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first, parts, row, group, 0, R, out_row,
+                     H, R, D, D_PAD, R_PAD, MERGE, SINKS, WANT_LSE)
+
+
+@jit(do_not_specialize=["columns"], do_not_specialize_on_alignment=["place_ptr"])
+def _merge_tiles(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, cuts_ptr, place_ptr, out_row, columns,
+                 H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, R_PAD: tl.constexpr, ROWS: tl.constexpr,
+                 MERGE: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
+    """One row and KV head: what the chunks of its tile found. ``cuts`` [T, 2] int32, of every tile's first row: its first chunk, and how
+    many; ``part`` [C, G, columns, D] fp32. A tile of one chunk was written for good."""
+    group, row = tl.program_id(0), tl.program_id(1)
+    local = tl.load(place_ptr + row).to(tl.int32) % ROWS
+    first = tl.load(cuts_ptr + 2 * (row - local))
+    parts = tl.load(cuts_ptr + 2 * (row - local) + 1)
+    if parts > 1:
+        merge_chunks(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first, parts, row.to(tl.int64), group, local * R, columns, out_row,
                      H, R, D, D_PAD, R_PAD, MERGE, SINKS, WANT_LSE)
 
 
 @jit
-def merge_chunks(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first, parts, row, group, out_row,
+def merge_chunks(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first, parts, row, group, column, columns, out_row,
                  H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, R_PAD: tl.constexpr, MERGE: tl.constexpr,
                  SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
-    """The chunks ``first .. first + parts`` of one sequence and KV head, each weighted by its share of the denominator."""
+    """The chunks ``first .. first + parts`` of one row and KV head, each weighted by its share of the denominator. The row's heads
+    begin at ``column`` of ``columns`` that a chunk has."""
     c, r, d = tl.arange(0, MERGE), tl.arange(0, R_PAD), tl.arange(0, D_PAD)
     head = group * R + r
     live = r < R
@@ -88,11 +130,11 @@ def merge_chunks(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sinks_ptr, first, par
     acc = tl.zeros([R_PAD, D_PAD], tl.float32)
     for c0 in range(0, parts, MERGE):
         held = ((c0 + c) < parts)[:, None] & live[None, :]
-        at = ((first + c0 + c).to(tl.int64)[:, None] * (H // R) + group) * R + r[None, :]
+        at = ((first + c0 + c).to(tl.int64)[:, None] * (H // R) + group) * columns + column + r[None, :]
         lse = tl.load(part_lse_ptr + at, mask=held, other=-float("inf"))
         part = tl.load(part_ptr + at[:, :, None] * D + d[None, None, :], mask=held[:, :, None] & (d < D)[None, None, :], other=0.0)
         new_top = tl.maximum(top, tl.max(lse, 0))
-        base = tl.where(live, new_top, 0.0)
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)  # the others of a tile may see keys that this row does not
         share = tl.exp2(lse - base[None, :])
         shrink = tl.exp2(top - base)
         acc = acc * shrink[:, None] + tl.sum(part * share[:, :, None], 0)

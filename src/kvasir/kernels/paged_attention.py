@@ -24,15 +24,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, tl
 from kvasir.kernels.hardware import multiprocessors, send
+from kvasir.kernels.key_chunks import SHORT_CHUNK, _merge_tiles, find_tile_chunk, merged_at_once
 from kvasir.kernels.softmax_block import attend_block, sink_logits
 
 INF = float("inf")
 SMALL_TILE = 16  # rows x heads: the least that the tensor core takes
+TREE_ROWS = 64  # of a span, where a row's ancestors are one word
 MAX_SPLITS = 32
 SPLIT_KEYS = 256  # fewer keys than this are not worth a program of their own
 CHUNK = 1024  # keys that exact mode computes apart
@@ -113,24 +116,45 @@ def paged_attention_ref(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch
 # ------------------------------------------------------------------------------------------------------------ kernels
 
 
-@jit(do_not_specialize=["table_row", "window", "num_splits", "words", "tile_m"])
+@jit(do_not_specialize=["table_row", "window", "num_splits", "words", "tile_m", "count", "wave", "budget"],
+     do_not_specialize_on_alignment=["place_ptr", "length_ptr"])
 def _paged_attention(
         q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, table_ptr, context_ptr, row_start_ptr, tiles_ptr, ancestors_ptr, positions_ptr,
-        q_row, q_head, page_stride, head_stride, out_row, table_row, words, window, num_splits, tile_m, scale, softcap,
+        part_ptr, part_lse_ptr, cuts_ptr, place_ptr, length_ptr,
+        q_row, q_head, page_stride, head_stride, out_row, table_row, words, window, num_splits, tile_m, count, wave, budget, scale, softcap,
         H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
-        TREE: tl.constexpr, SPLIT: tl.constexpr, CHUNKED: tl.constexpr, WANT_LSE: tl.constexpr):
+        TREE: tl.constexpr, SPLIT: tl.constexpr, CHUNKED: tl.constexpr, WANT_LSE: tl.constexpr, ROWS: tl.constexpr = 0,
+        COUNT_PAD: tl.constexpr = 16, MIN_KEYS: tl.constexpr = 0, SHORT_KEYS: tl.constexpr = 0):
     """One tile, one KV head, one split of its keys; CHUNKED (0: no): a split is this many keys, at multiples of it.
 
     SPLIT: ``out`` is [tiles, splits, G, tile_m, D] fp32 and ``lse`` [tiles, splits, G, tile_m] in base 2, both for
     ``merge_splits``; else they are the results. Only slots below the span's end are ever loaded (the others may hold NaN).
+
+    ROWS (0: no): tiles of so many rows, and chunks of their keys, follow from the rows' ``place`` and ``length`` on the device; see
+    ``paged_together_triton``. ``context`` is then where each of ``count`` rows stands in the cache, and a table belongs to a row. ``part``
+    and ``part_lse`` are for ``_merge_tiles``, and so is ``cuts`` [T, 2]: a tile's first chunk, and how many.
     """
     tile, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    span = tl.load(tiles_ptr + tile * 2)
-    first_row = tl.load(tiles_ptr + tile * 2 + 1)
-    context = tl.load(context_ptr + span)
-    span_row = tl.load(row_start_ptr + span)
-    length = tl.load(row_start_ptr + span + 1) - span_row
+    if ROWS > 0:
+        group, tile = tl.program_id(0), tl.program_id(1)
+        span, first, parts, chunk = find_tile_chunk(tile, context_ptr, place_ptr, length_ptr, count, wave, budget, window, ROWS, BLOCK_N,
+                                                    COUNT_PAD, MIN_KEYS, SHORT_KEYS, WINDOWED)
+        if span >= count:
+            return
+        if tile == first:  # of every KV head alike
+            tl.store(cuts_ptr + span * 2, first)
+            tl.store(cuts_ptr + span * 2 + 1, parts)
+        first_row = tl.load(place_ptr + span).to(tl.int32)
+        context = tl.load(context_ptr + span) - first_row
+        span_row = span - first_row
+        length = tl.load(length_ptr + span).to(tl.int32)
+    else:
+        span = tl.load(tiles_ptr + tile * 2)
+        first_row = tl.load(tiles_ptr + tile * 2 + 1)
+        context = tl.load(context_ptr + span)
+        span_row = tl.load(row_start_ptr + span)
+        length = tl.load(row_start_ptr + span + 1) - span_row
 
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D_PAD)
@@ -161,7 +185,10 @@ def _paged_attention(
 
     start = (low // BLOCK_N) * BLOCK_N
     stop = end
-    if CHUNKED > 0:
+    if ROWS > 0:
+        start += (tile - first) * chunk
+        stop = tl.minimum(start + chunk, end)
+    elif CHUNKED > 0:
         start = tl.maximum(start, split * CHUNKED)
         stop = tl.minimum((split + 1) * CHUNKED, end)
     elif SPLIT:
@@ -213,8 +240,16 @@ def _paged_attention(
             seen = seen & (at_n[None, :] > at_m[:, None] - window)
         top, total, acc = attend_block(q, tl.trans(k), v, seen, scale, softcap, top, total, acc, CAPPED, True)
 
-    _finish(out_ptr, lse_ptr, sinks_ptr, tile, group, split, num_splits, tile_m, m, d, row, head, live, inside, out_row, top, total, acc,
-            H, R, D, SINKS, SPLIT, WANT_LSE)
+    if ROWS > 0:
+        if parts == 1:
+            _finish(out_ptr, lse_ptr, sinks_ptr, 0, group, 0, 1, tile_m, m, d, row, head, live, inside, out_row, top, total, acc,
+                    H, R, D, SINKS, False, WANT_LSE)
+        else:
+            _finish(part_ptr, part_lse_ptr, sinks_ptr, tile, group, 0, 1, tile_m, m, d, row, head, live, inside, out_row, top, total, acc,
+                    H, R, D, SINKS, True, WANT_LSE)
+    else:
+        _finish(out_ptr, lse_ptr, sinks_ptr, tile, group, split, num_splits, tile_m, m, d, row, head, live, inside, out_row, top, total, acc,
+                H, R, D, SINKS, SPLIT, WANT_LSE)
 
 
 @jit
@@ -308,6 +343,11 @@ class Tiles:
     exact: bool = False
 
 
+def rows_of_small(share: int) -> int:
+    """Rows of a small tile, for the ``share`` query heads of a KV head."""
+    return max(SMALL_TILE, next_power_of_2(share)) // share
+
+
 def plan_tiles(starts: list[int], lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device | str,
                spans: list[int] | None = None) -> list[Tiles]:
     """Cut ``spans`` of a step (none given: all) into tiles, on the host: those that fit a small tile apart from those that
@@ -316,8 +356,7 @@ def plan_tiles(starts: list[int], lengths: list[int], heads: int, kv_heads: int,
     fp32 has no tensor core of its own precision: its products live in registers, which hold small tiles only.
     """
     share = heads // kv_heads
-    small_m = max(SMALL_TILE, next_power_of_2(share))
-    small_rows = small_m // share
+    small_m, small_rows = max(SMALL_TILE, next_power_of_2(share)), rows_of_small(share)
     spans = range(len(lengths)) if spans is None else spans
     small = [s for s in spans if 0 < lengths[s] <= small_rows]
     large = [s for s in spans if lengths[s] > small_rows]
@@ -395,14 +434,105 @@ def paged_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
         for items in part.items.split(at_once):
             _paged_attention[(items.shape[0], groups, splits)](
                 q_THD, k_NGPD, v_NGPD, target, target_lse, sinks, table_SW, context_S, row_start_S, items,
-                absent if ancestors_TA is None else ancestors_TA, absent if positions_T is None else positions_T,
+                absent if ancestors_TA is None else ancestors_TA, absent if positions_T is None else positions_T, *[absent] * 5,
                 q_THD.stride(0), q_THD.stride(1), k_NGPD.stride(0), k_NGPD.stride(1), out_THD.stride(0), table_SW.stride(0),
-                0 if ancestors_TA is None else ancestors_TA.stride(0), window or 0, splits, tile_m, scale, softcap or 1.0,
+                0 if ancestors_TA is None else ancestors_TA.stride(0), window or 0, splits, tile_m, 0, 1, 1, scale, softcap or 1.0,
                 P=size, BLOCK_M=part.block_m, BLOCK_N=block_n, CAPPED=softcap is not None, SPLIT=split, num_warps=warps, num_stages=stages, **flags)
             if split:
                 merge_splits[(items.shape[0], groups, tile_m)](
                     target, target_lse, out_THD, lse, sinks, context_S, row_start_S, items, out_THD.stride(0), splits, tile_m, window or 0,
                     SPLITS_PAD=MAX_SPLITS, num_warps=4, **flags)
+
+
+# ------------------------------------------------------------------------- rows of a captured step that verifies drafts
+
+
+@dataclass(frozen=True, slots=True)
+class TogetherShape:
+    """How the kernel is built for tiles of ``block_m`` rows x heads. ``at_once``: programs that a multiprocessor has room for;
+    ``programs``: chunks of long work for each."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    at_once: int
+    programs: int
+
+    @staticmethod
+    def of(most: int, share: int, dim: int, dtype: torch.dtype) -> TogetherShape:
+        """For spans of at most ``most`` rows, as ``plan_tiles`` chooses. ``dim``: a power of two."""
+        small = max(SMALL_TILE, next_power_of_2(share))
+        block_m = small if most <= rows_of_small(share) else max(small, 32 if dtype == torch.float32 else 64)
+        at_once, programs = (2, 4) if block_m == SMALL_TILE else (1, 2)  # large tiles leave large partial results
+        return TogetherShape(block_m, *_blocks(block_m, dim, dtype), at_once, programs)
+
+
+def chunks_of(shape: Any, count: int, groups: int, device: torch.device) -> tuple[int, int]:
+    """``wave`` and ``budget`` of ``key_chunks`` for tiles of ``count`` rows: at most ``count + budget`` chunks."""
+    wave = max(1, shape.at_once * multiprocessors(device) // groups)
+    return wave, max(wave, shape.programs * multiprocessors(device) // groups)
+
+
+def together_ref(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_TW: torch.Tensor, at_T: torch.Tensor,
+                 place_T: torch.Tensor, length_T: torch.Tensor, ancestors_TA: torch.Tensor, positions_T: torch.Tensor, scale: float, *,
+                 window: int | None = None, softcap: float | None = None,
+                 sinks_H: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """``paged_attention_ref`` of the spans that such rows are of."""
+    firsts, starts, lengths = spans_of(at_T, place_T, length_T)
+    return paged_attention_ref(q_THD, k_NGPD, v_NGPD, table_TW[firsts], starts, lengths, scale, window=window, softcap=softcap, sinks_H=sinks_H,
+                               ancestors_TA=ancestors_TA, positions_T=positions_T)
+
+
+def spans_of(at_T: torch.Tensor, place_T: torch.Tensor, length_T: torch.Tensor) -> tuple[list[int], list[int], list[int]]:
+    """On the host: first rows, starts and lengths of the spans of rows that stand at ``at`` in the cache, at ``place`` in a span of
+    ``length`` rows."""
+    firsts = torch.nonzero(place_T == 0)[:, 0].tolist()
+    return firsts, at_T[firsts].tolist(), length_T[firsts].tolist()
+
+
+def merge_tiles(part: torch.Tensor, part_lse: torch.Tensor, cuts: torch.Tensor, place_T: torch.Tensor, rows: int, dim: int,
+                sinks_H: torch.Tensor | None, out_THD: torch.Tensor, lse_TH: torch.Tensor | None) -> None:
+    """The chunks of every tile of ``rows`` rows: ``part`` [C, G, columns, D] fp32, ``part_lse`` [C, G, columns] in base 2."""
+    count, heads, _ = out_THD.shape
+    groups, columns = part.shape[1:3]
+    share, dim_pad, warps = heads // groups, max(16, next_power_of_2(dim)), 4
+    _merge_tiles[(groups, count)](
+        part, part_lse, out_THD, part_lse if lse_TH is None else lse_TH, part_lse if sinks_H is None else sinks_H, cuts, place_T,
+        out_THD.stride(0), columns, H=heads, R=share, D=dim, D_PAD=dim_pad, R_PAD=next_power_of_2(share), ROWS=rows,
+        MERGE=merged_at_once(share, dim_pad, warps), SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, num_warps=warps)
+
+
+def paged_together_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_TW: torch.Tensor, at_T: torch.Tensor,
+                          place_T: torch.Tensor, length_T: torch.Tensor, ancestors_TA: torch.Tensor, positions_T: torch.Tensor, most: int,
+                          scale: float, out_THD: torch.Tensor, *, window: int | None = None, softcap: float | None = None,
+                          sinks_H: torch.Tensor | None = None, lse_TH: torch.Tensor | None = None, shape: TogetherShape | None = None) -> None:
+    """What ``together_ref`` computes: spans of at most ``most`` rows that follow each other, of which nothing is known on the host, so
+    that it may sit in a CUDA graph. The rows of a tile share the read of their keys, and who sees what is data: ``ancestors_TA`` as
+    in ``StepBatch``, of chains, too. ``at`` [T] int32; ``place``, ``length`` [T] int64; ``table_TW``: of each row, of which that of
+    a tile's first is read."""
+    count, heads, dim = q_THD.shape
+    groups, size = k_NGPD.shape[1], k_NGPD.shape[2]
+    assert heads % groups == 0 and dim <= 256 and size & (size - 1) == 0, "unsupported shape"
+    assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), "planes must be page-strided with dense slots"
+    assert q_THD.stride(-1) == 1 and table_TW.stride(-1) == 1 and q_THD.dtype == k_NGPD.dtype, "rows must be dense, of one dtype"
+    share, dim_pad = heads // groups, max(16, next_power_of_2(dim))
+    shape = shape or TogetherShape.of(most, share, dim_pad, q_THD.dtype)
+    rows = shape.block_m // share
+    wave, budget = chunks_of(shape, count, groups, q_THD.device)
+    part = torch.empty((count + budget, groups, rows * share, dim), dtype=torch.float32, device=q_THD.device)
+    part_lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=q_THD.device)
+    cuts = torch.empty((count, 2), dtype=torch.int32, device=q_THD.device)
+    absent = q_THD
+    _paged_attention[(groups, count + budget)](
+        q_THD, k_NGPD, v_NGPD, out_THD, absent if lse_TH is None else lse_TH, absent if sinks_H is None else sinks_H, table_TW, at_T, absent, absent,
+        ancestors_TA, positions_T, part, part_lse, cuts, place_T, length_T, q_THD.stride(0), q_THD.stride(1), k_NGPD.stride(0), k_NGPD.stride(1),
+        out_THD.stride(0), table_TW.stride(0), ancestors_TA.stride(0), window or 0, 1, rows * share, count, wave, budget, scale, softcap or 1.0,
+        H=heads, R=share, P=size, D=dim, D_PAD=dim_pad, BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, WINDOWED=window is not None,
+        CAPPED=softcap is not None, SINKS=sinks_H is not None, TREE=True, SPLIT=False, CHUNKED=0, WANT_LSE=lse_TH is not None, ROWS=rows,
+        COUNT_PAD=max(16, next_power_of_2(count)), MIN_KEYS=max(SPLIT_KEYS, shape.block_n), SHORT_KEYS=SHORT_CHUNK, num_warps=shape.warps,
+        num_stages=shape.stages)
+    merge_tiles(part, part_lse, cuts, place_T, rows, dim, sinks_H, out_THD, lse_TH)
 
 
 # ----------------------------------------------------------------------------------------------------------- test grid
@@ -449,3 +579,18 @@ def grid() -> Iterator[Case]:
             trees = ((1, (-1, 0, 0, 1, 1, 2, 5)), (3, (-1, 0, 1)))
             yield Case(spans=((50, 1), (61, 7), (0, 20), (30, 3), (3, 2)), window=window, trees=trees, splits=splits)
     yield Case(spans=((10, 100),), trees=((0, (-1, *((i - 1) // 2 for i in range(1, 100)))),))
+
+
+def together_grid() -> Iterator[Case]:
+    """Chains, trees and single rows of one step, in small and in large tiles. ``splits``: chunks of long work for a multiprocessor."""
+    small, bushy = (-1, 0, 0, 1, 1, 2, 5), (-1, *([0] * 10), *range(10))
+    yield Case(spans=((0, 1),))
+    yield Case(spans=((300, 3), (5, 2)), heads=4, sinks=True, softcap=4.0, splits=2)  # small tiles, several chunks
+    yield Case(spans=((170, 1), (260, 9), (0, 1), (61, 7)), heads=8, kv_heads=2, trees=((3, small),))
+    yield Case(spans=((70, 64), (3, 2)), heads=1, trees=((0, (-1, *((i - 1) // 2 for i in range(1, 64)))),))
+    yield Case(spans=((33, 4), (5, 7)), dim=80, trees=((1, small),))
+    yield Case(spans=((120, 2), (30, 3)), heads=7)
+    yield Case(spans=((20, 2), (30, 9)), heads=3, kv_heads=3, dim=8)
+    for window in (1, 100):
+        yield Case(spans=((150, 1), (161, 7), (0, 9)), window=window, trees=((1, small),), heads=4, splits=2)
+    yield Case(spans=((233, 21),), window=90, softcap=3.0, sinks=True, page_slots=32, trees=((0, bushy),), splits=2)

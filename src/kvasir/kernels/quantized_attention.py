@@ -20,12 +20,13 @@ import torch
 
 from kvasir.kernels._triton import INTERPRETED, jit, next_power_of_2, tl
 from kvasir.kernels.hardware import multiprocessors, send
-from kvasir.kernels.paged_attention import SPLIT_KEYS, Tiles, merge_splits
+from kvasir.kernels.key_chunks import SHORT_CHUNK, find_tile_chunk
+from kvasir.kernels.paged_attention import SPLIT_KEYS, TREE_ROWS, Tiles, chunks_of, merge_splits, merge_tiles
 from kvasir.kernels.quantized_decode import fold_codes, load_queries, store_parts, values_of
 from kvasir.kernels.quantized_qkv import FORMATS, Format
 from kvasir.kernels.softmax_block import sink_logits
 
-MAX_ROWS = 64  # of a span: a tree's ancestors are one word a row
+MAX_ROWS = TREE_ROWS  # of a span
 MAX_COLUMNS = 128  # rows x query heads of a KV head; above it the codes are made numbers once, in scratch
 MAX_SPLITS = 64
 MIN_SPLITS = 3  # fewer do not make up for the merge
@@ -34,17 +35,24 @@ COLUMNS = 16  # of a tile, unless one row has more: what a program of one warp h
 
 def worth_it(length: int, share: int) -> bool:
     """Whether a span of ``length`` rows reads codes here. Each of its tiles makes numbers of all codes that it reads."""
-    return length <= MAX_ROWS and length * share <= MAX_COLUMNS
+    return length <= most_rows(share)
+
+
+def most_rows(share: int) -> int:
+    """Of a span that is read here, for the ``share`` query heads of a KV head."""
+    return min(MAX_ROWS, MAX_COLUMNS // share)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How the kernel is built. ``at_once``: programs that a multiprocessor has room for."""
+    """How the kernel is built. ``at_once``: programs that a multiprocessor has room for; ``programs``: chunks of long work for each
+    multiprocessor, where they are cut on the device."""
 
     block_n: int
     warps: int
     stages: int
     at_once: int
+    programs: int = 16
 
     @staticmethod
     def of(format: Format, dim: int, dtype: torch.dtype, block_m: int) -> Shape:
@@ -66,24 +74,40 @@ def plan_rows(starts: list[int], lengths: list[int], spans: list[int], share: in
                  max(lengths[s] for s in spans))
 
 
-@jit(do_not_specialize=["table_row", "words", "window", "num_splits", "tile_m"])
+@jit(do_not_specialize=["table_row", "words", "window", "num_splits", "tile_m", "count", "wave", "budget"],
+     do_not_specialize_on_alignment=["place_ptr", "length_ptr"])
 def _quantized_attention(
         q_ptr, k_ptr, v_ptr, k_meta, v_meta, out_ptr, lse_ptr, sinks_ptr, table_ptr, context_ptr, row_start_ptr, tiles_ptr, ancestors_ptr,
-        positions_ptr, q_row, q_head, page_stride, head_stride, meta_page, meta_head, out_row, table_row, words, window, num_splits, tile_m,
-        scale, softcap,
+        positions_ptr, part_ptr, part_lse_ptr, cuts_ptr, place_ptr, length_ptr,
+        q_row, q_head, page_stride, head_stride, meta_page, meta_head, out_row, table_row, words, window, num_splits, tile_m,
+        count, wave, budget, scale, softcap,
         H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, D: tl.constexpr, W: tl.constexpr, W_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
         BLOCK_N: tl.constexpr, BITS: tl.constexpr, TRICK: tl.constexpr, ASM: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
-        SINKS: tl.constexpr, TREE: tl.constexpr, SPLIT: tl.constexpr, WANT_LSE: tl.constexpr):
+        SINKS: tl.constexpr, TREE: tl.constexpr, SPLIT: tl.constexpr, WANT_LSE: tl.constexpr, ROWS: tl.constexpr = 0,
+        COUNT_PAD: tl.constexpr = 16, MIN_KEYS: tl.constexpr = 0, SHORT_KEYS: tl.constexpr = 0):
     """One tile, one KV head, one split of its keys, as in ``_paged_attention``; scores are [keys, M], sums [words, M].
 
     SPLIT: ``out`` is [tiles, splits, G, tile_m, D] fp32 and ``lse`` [tiles, splits, G, tile_m] in base 2, both for ``merge_splits``.
-    Only slots below the span's end are ever loaded (the others may hold NaN)."""
+    Only slots below the span's end are ever loaded (the others may hold NaN). ROWS: as in ``_paged_attention``."""
     group, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    span = tl.load(tiles_ptr + tile * 2)
-    first_row = tl.load(tiles_ptr + tile * 2 + 1)
-    context = tl.load(context_ptr + span)
-    span_row = tl.load(row_start_ptr + span)
-    length = tl.load(row_start_ptr + span + 1) - span_row
+    if ROWS > 0:
+        span, first, parts, chunk = find_tile_chunk(tile, context_ptr, place_ptr, length_ptr, count, wave, budget, window, ROWS, BLOCK_N,
+                                                    COUNT_PAD, MIN_KEYS, SHORT_KEYS, WINDOWED)
+        if span >= count:
+            return
+        if tile == first:
+            tl.store(cuts_ptr + span * 2, first)
+            tl.store(cuts_ptr + span * 2 + 1, parts)
+        first_row = tl.load(place_ptr + span).to(tl.int32)
+        context = tl.load(context_ptr + span) - first_row
+        span_row = span - first_row
+        length = tl.load(length_ptr + span).to(tl.int32)
+    else:
+        span = tl.load(tiles_ptr + tile * 2)
+        first_row = tl.load(tiles_ptr + tile * 2 + 1)
+        context = tl.load(context_ptr + span)
+        span_row = tl.load(row_start_ptr + span)
+        length = tl.load(row_start_ptr + span + 1) - span_row
 
     m = tl.arange(0, BLOCK_M)
     w = tl.arange(0, W_PAD)
@@ -113,7 +137,10 @@ def _quantized_attention(
             low = tl.where(tree, tl.maximum(context + 1 - window, 0), low)
     start = (low // BLOCK_N) * BLOCK_N
     stop = end
-    if SPLIT:
+    if ROWS > 0:
+        start += (tile - first) * chunk
+        stop = tl.minimum(start + chunk, end)
+    elif SPLIT:
         share = tl.cdiv(tl.cdiv(end - start, BLOCK_N), num_splits) * BLOCK_N
         start = start + split * share
         stop = tl.minimum(start + share, end)
@@ -188,17 +215,33 @@ def _quantized_attention(
     peak, whole = top, total
     if SINKS and not SPLIT:
         peak, whole, _ = sink_logits(sinks_ptr, head, live, top, total, shift[:, None])
+        if ROWS > 0:  # of several chunks, whoever merges them adds it
+            peak, whole = tl.where(parts == 1, peak, top), tl.where(parts == 1, whole, total)
         lse = peak + tl.log2(whole)
     weight = tl.where(total == 0.0, 0.0, tl.exp2(top - peak) / tl.where(total == 0.0, 1.0, whole))
     acc0, acc1, acc2, acc3 = values_of(acc0, acc1, acc2, acc3, shift, weight, BITS, TRICK)
-    if SPLIT:
+    if ROWS > 0:
+        if parts > 1:
+            at_part = (tile.to(tl.int64) * (H // R) + group) * tile_m + m
+            _store_tile(part_ptr, part_lse_ptr, at_part * D, at_part, lse, acc0, acc1, acc2, acc3, w, live, D, W, BITS, True)
+        else:
+            _store_tile(out_ptr, lse_ptr, row * out_row + head * D, row * H + head, lse * 0.6931471805599453, acc0, acc1, acc2, acc3, w, live,
+                        D, W, BITS, WANT_LSE)
+    elif SPLIT:
         at_part = ((tile.to(tl.int64) * num_splits + split) * (H // R) + group) * tile_m + m
-        store_parts(out_ptr + at_part[None, :] * D, acc0, acc1, acc2, acc3, w, live, D, W, BITS)
-        tl.store(lse_ptr + at_part, lse, mask=live)
+        _store_tile(out_ptr, lse_ptr, at_part * D, at_part, lse, acc0, acc1, acc2, acc3, w, live, D, W, BITS, True)
     else:
-        store_parts(out_ptr + (row * out_row + head * D)[None, :], acc0, acc1, acc2, acc3, w, live, D, W, BITS)
-        if WANT_LSE:
-            tl.store(lse_ptr + row * H + head, lse * 0.6931471805599453, mask=live)
+        _store_tile(out_ptr, lse_ptr, row * out_row + head * D, row * H + head, lse * 0.6931471805599453, acc0, acc1, acc2, acc3, w, live,
+                    D, W, BITS, WANT_LSE)
+
+
+@jit
+def _store_tile(out_ptr, lse_ptr, at, at_lse, lse, acc0, acc1, acc2, acc3, w, live, D: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr,
+                WANT_LSE: tl.constexpr):
+    """The columns of a tile, [W, M] by elements, at ``at`` [M] and ``at_lse`` [M]."""
+    store_parts(out_ptr + at[None, :], acc0, acc1, acc2, acc3, w, live, D, W, BITS)
+    if WANT_LSE:
+        tl.store(lse_ptr + at_lse, lse, mask=live)
 
 
 def quantized_attention_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tensor], format: Format, table_SW: torch.Tensor,
@@ -231,9 +274,9 @@ def quantized_attention_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.T
     flags = {"WINDOWED": window is not None, "TREE": ancestors_TA is not None, "SINKS": sinks_H is not None, "WANT_LSE": lse_TH is not None}
     _quantized_attention[(groups, count, splits)](
         q_THD, k, v, k_meta, v_meta, target, target_lse, sinks, table_SW, context_S, row_start_S, tiles.items,
-        absent if ancestors_TA is None else ancestors_TA, absent if positions_T is None else positions_T, q_THD.stride(0), q_THD.stride(1),
-        k.stride(0), k.stride(1), k_meta.stride(0), k_meta.stride(1), out_THD.stride(0), table_SW.stride(0),
-        0 if ancestors_TA is None else ancestors_TA.stride(0), window or 0, splits, tile_m, scale, softcap or 1.0,
+        absent if ancestors_TA is None else ancestors_TA, absent if positions_T is None else positions_T, *[absent] * 5,
+        q_THD.stride(0), q_THD.stride(1), k.stride(0), k.stride(1), k_meta.stride(0), k_meta.stride(1), out_THD.stride(0), table_SW.stride(0),
+        0 if ancestors_TA is None else ancestors_TA.stride(0), window or 0, splits, tile_m, 0, 1, 1, scale, softcap or 1.0,
         H=heads, R=share, P=size, D=dim, W=width, W_PAD=max(16, next_power_of_2(width)), BLOCK_M=tiles.block_m, BLOCK_N=shape.block_n,
         BITS=FORMATS[format], TRICK=q_THD.dtype != torch.float32, ASM=not INTERPRETED, CAPPED=softcap is not None, SPLIT=splits > 1,
         num_warps=shape.warps, num_stages=shape.stages, **flags)
@@ -241,6 +284,41 @@ def quantized_attention_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.T
         merge_splits[(count, groups, tile_m)](
             target, target_lse, out_THD, lse, sinks, context_S, row_start_S, tiles.items, out_THD.stride(0), splits, tile_m, window or 0,
             H=heads, R=share, D=dim, D_PAD=dim_pad, SPLITS_PAD=max(16, next_power_of_2(splits)), CHUNKED=0, num_warps=4, **flags)
+
+
+def quantized_together_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Tensor], format: Format, table_TW: torch.Tensor,
+                              at_T: torch.Tensor, place_T: torch.Tensor, length_T: torch.Tensor, ancestors_TA: torch.Tensor,
+                              positions_T: torch.Tensor, most: int, scale: float, out_THD: torch.Tensor, *, window: int | None = None,
+                              softcap: float | None = None, sinks_H: torch.Tensor | None = None, lse_TH: torch.Tensor | None = None,
+                              shape: Shape | None = None) -> None:
+    """``paged_together_triton`` over what ``planes`` stand for, for queries and values in the cache's basis."""
+    count, heads, dim = q_THD.shape
+    k, v = planes["k"].view(torch.int16), planes["v"].view(torch.int16)
+    k_meta, v_meta = planes["k_meta"].view(torch.int32), planes["v_meta"].view(torch.int32)
+    groups, size, width = k.shape[1:]
+    assert heads % groups == 0 and dim % 4 == 0 and dim <= 256 and size & (size - 1) == 0, "unsupported shape"
+    assert k.stride() == v.stride() and k.stride()[2:] == (width, 1) and k_meta.stride() == v_meta.stride(), "planes must have dense slots"
+    assert q_THD.stride(-1) == 1 and table_TW.stride(-1) == 1 and out_THD.stride(1) == dim, "rows must be dense"
+    assert most <= MAX_ROWS, "a tree's ancestors are one word a row"
+    share, dim_pad = heads // groups, max(16, next_power_of_2(dim))
+    block_m = max(COLUMNS, next_power_of_2(share))
+    rows = block_m // share
+    shape = shape or Shape.of(format, dim_pad, q_THD.dtype, block_m)
+    wave, budget = chunks_of(shape, count, groups, q_THD.device)
+    part = torch.empty((count + budget, groups, rows * share, dim), dtype=torch.float32, device=q_THD.device)
+    part_lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=q_THD.device)
+    cuts = torch.empty((count, 2), dtype=torch.int32, device=q_THD.device)
+    absent = q_THD  # stands in for pointers that the compiled variant never touches
+    _quantized_attention[(groups, count + budget, 1)](
+        q_THD, k, v, k_meta, v_meta, out_THD, absent if lse_TH is None else lse_TH, absent if sinks_H is None else sinks_H, table_TW, at_T, absent,
+        absent, ancestors_TA, positions_T, part, part_lse, cuts, place_T, length_T, q_THD.stride(0), q_THD.stride(1), k.stride(0), k.stride(1),
+        k_meta.stride(0), k_meta.stride(1), out_THD.stride(0), table_TW.stride(0), ancestors_TA.stride(0), window or 0, 1, rows * share, count,
+        wave, budget, scale, softcap or 1.0, H=heads, R=share, P=size, D=dim, W=width, W_PAD=max(16, next_power_of_2(width)), BLOCK_M=block_m,
+        BLOCK_N=shape.block_n, BITS=FORMATS[format], TRICK=q_THD.dtype != torch.float32, ASM=not INTERPRETED, WINDOWED=window is not None,
+        CAPPED=softcap is not None, SINKS=sinks_H is not None, TREE=True, SPLIT=False, WANT_LSE=lse_TH is not None, ROWS=rows,
+        COUNT_PAD=max(16, next_power_of_2(count)), MIN_KEYS=max(SPLIT_KEYS, shape.block_n), SHORT_KEYS=SHORT_CHUNK, num_warps=shape.warps,
+        num_stages=shape.stages)
+    merge_tiles(part, part_lse, cuts, place_T, rows, dim, sinks_H, out_THD, lse_TH)
 
 
 # ----------------------------------------------------------------------------------------------------------- test grid
@@ -280,3 +358,16 @@ def grid() -> Iterator[Case]:
         yield Case(spans=((50, 2), (61, 7), (0, 8), (30, 3), (3, 2)), window=window, trees=((1, small), (3, (-1, 0, 1))), splits=splits)
     yield Case(spans=((70, 64),), trees=((0, wide),))
     yield Case(spans=((1000, 4),), heads=4, sinks=True)  # splits as chosen
+
+
+def together_grid() -> Iterator[Case]:
+    """As in ``paged_attention``."""
+    small = (-1, 0, 0, 1, 1, 2, 5)
+    for format in FORMATS:
+        yield Case(spans=((140, 7), (16, 1), (0, 9)), format=format, trees=((0, small),), page_slots=32, splits=2)
+    yield Case(spans=((130, 6), (0, 5)), sinks=True, softcap=4.0, splits=2)
+    yield Case(spans=((33, 2), (5, 9)), dim=80)
+    yield Case(spans=((20, 2), (130, 3)), heads=12, kv_heads=2)
+    for window in (2, 40):
+        yield Case(spans=((50, 2), (161, 7), (0, 4)), window=window, trees=((1, small),), page_slots=16, splits=2)
+    yield Case(spans=((70, 64),), heads=1, trees=((0, (-1, *((i - 1) // 2 for i in range(1, 64)))),))

@@ -7,7 +7,7 @@ import torch
 
 from kvasir.kernels import decode_attention as decode
 from kvasir.kernels import paged_attention as paged
-from tests.kernels.check import check_paged_attention
+from tests.kernels.check import check_paged_attention, check_together
 
 
 @pytest.mark.parametrize("case", list(paged.grid()), ids=str)
@@ -18,6 +18,13 @@ def test_fp32(case, device):
 @pytest.mark.parametrize("case", [c for c in paged.grid() if c.splits < 3][::3], ids=str)
 def test_fp16(case, device):
     check_paged_attention(case, torch.float16, device)
+
+
+@pytest.mark.parametrize("place, case", list(enumerate(paged.together_grid())), ids=str)
+def test_rows_known_on_the_device_alone(place, case, device):
+    for dtype in (torch.float32, torch.float16):
+        if device == "cuda" or dtype == (torch.float32, torch.float16)[place % 3 == 1]:  # in the interpreter one precision a case
+            check_together(case, dtype, device)
 
 
 def test_addresses_past_two_to_the_31_elements(device):

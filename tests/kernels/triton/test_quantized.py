@@ -53,6 +53,15 @@ def test_rows_and_trees(place, case, dtype, device):
     check_quantized_attention(case, dtype, device)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("place, case", list(enumerate(quantized_attention.together_grid())), ids=str)
+def test_rows_known_on_the_device_alone(place, case, dtype, device):
+    """Chains and trees as a captured step has them. In the interpreter each case has one precision."""
+    if device == "cpu" and dtype != (torch.float32, torch.float16)[place % 2]:
+        pytest.skip("the other precision's turn")
+    check_quantized_attention(case, dtype, device, together=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("format, dim", [("int4", 64), ("int4", 80), ("int8", 96), ("fp8", 128)])
 def test_gather(format, dim, dtype, device):

@@ -12,7 +12,7 @@ from kvasir.attention.backend import AttentionSpec, Site
 from kvasir.attention.paged import PagedBackend, Step, key_of
 from kvasir.kernels.dense_attention import dense_attention_triton
 from kvasir.kernels.gathered import gathered_attention, plan_gathered
-from kvasir.kernels.quantized_attention import quantized_attention_triton, worth_it
+from kvasir.kernels.quantized_attention import most_rows, quantized_attention_triton, quantized_together_triton, worth_it
 from kvasir.kernels.quantized_decode import gather_codes_triton, quantized_decode_triton
 from kvasir.kernels.quantized_qkv import FORMATS
 from kvasir.kv.codec import LayerCache
@@ -37,6 +37,13 @@ class TritonBackend(PagedBackend):
 
     def takes_short(self, spec: AttentionSpec, length: int) -> bool:
         return self.site.codec_kernel != "plain" and worth_it(length, spec.num_heads // spec.num_kv_heads)
+
+    def together(self) -> tuple[int, ...]:
+        """Over codes there is one size of tile, and a span of more rows than ``worth_it`` is left to scratch, launched one by one."""
+        if self.site.codec_kernel == "plain" or self.site.exact:
+            return super().together()
+        most = min(most_rows(s.num_heads // s.num_kv_heads) for s in self.site.specs)
+        return (most,) if most > 1 else ()
 
     def plan(self, batch: StepBatch) -> None:
         super().plan(batch)
@@ -67,6 +74,10 @@ class TritonBackend(PagedBackend):
         if step.short is not None:
             quantized_attention_triton(q_THD, planes, format, table, batch.context, batch.row_start, step.short, spec.scale, out_THD,
                                        window=spec.window, ancestors_TA=batch.ancestors, positions_T=batch.positions, **how)
+        if step.together is not None:
+            spans = step.together
+            quantized_together_triton(q_THD, planes, format, table, batch.context, spans.place, spans.length, batch.ancestors, batch.positions,
+                                      spans.most, spec.scale, out_THD, window=spec.window, **how)
         if step.long is not None:
             dense_attention_triton(q_THD, planes["k"], planes["v"], table, batch.context, batch.row_start, step.long, spec.scale, out_THD,
                                    gather=gather, **how)

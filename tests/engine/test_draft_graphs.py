@@ -1,0 +1,159 @@
+"""Steps that verify drafts over static buffers: what the buffers hold is what the plain eager step holds, whatever is padded.
+
+A backend reads the spans back from the device's numbers alone and lets the reference attend: a stand-in for the kernels, which have
+tests of their own, and for the capture, which needs a GPU.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from kvasir.engine import graphs as graphs_file
+from kvasir.engine.draft_times import DraftTimes
+from kvasir.engine.graphs import call_through
+from kvasir.engine.step_time import Roofline
+from kvasir.kernels.paged_attention import spans_of
+from kvasir.types import Sequence, Span, Status
+from tests.engine.driver import Driver
+from tests.speculation.helpers import Hostile, WithGuests, driver, install, outputs, plain, requests
+
+FORMS = (4, 16)
+
+
+class FromTheDevice:
+    """A backend's ``together`` over the reference: one ordinary batch of what the static buffers say."""
+
+    def __init__(self, backend) -> None:
+        self._backend, self.seen = backend, []
+
+    def __getattr__(self, name):
+        return getattr(self._backend, name)
+
+    def together(self):
+        return FORMS
+
+    def plan(self, batch) -> None:
+        if batch.together is not None:
+            rows = batch.together
+            firsts, starts, lengths = spans_of(batch.context, rows.place, rows.length)
+            assert max(lengths) <= rows.most and sum(lengths) == len(batch.input_ids)
+            self.seen.append((rows.most, lengths))
+            batch.scratch["plain"] = plain_batch = replace(
+                batch, together=None, context=batch.context[firsts], starts=starts, lengths=lengths, tables=tuple(t[firsts] for t in batch.tables),
+                row_start=torch.tensor([*firsts, len(batch.input_ids)], dtype=torch.int32), scratch={})
+            batch = plain_batch
+        self._backend.plan(batch)
+
+    def run(self, q_THD, cache, spec, batch, **how):
+        return self._backend.run(q_THD, cache, spec, batch.scratch.get("plain", batch), **how)
+
+
+def use_graphs(d: Driver, max_drafts: int = 8) -> FromTheDevice:
+    runner = d.engine.runner
+    runner.backend = FromTheDevice(runner.backend)
+    runner.use_graphs(call_through, max_drafts)
+    return runner.backend
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return plain(1.0, 2)
+
+
+@pytest.mark.parametrize("guests", [False, True])
+@pytest.mark.parametrize("params", [dict(logprobs=None), dict(repetition_penalty=1.3)], ids=["drawn within", "sampled outside"])
+def test_same_tokens_from_static_buffers(params, guests, expected):
+    """Trees, guests and decodes beside them, padded to buckets and some of them in wider forms; preempted at times."""
+    wanted = {key: tokens for key, (tokens, _) in (expected if "logprobs" in params else plain(1.0, 2, **params)).items()}
+    d = driver("replay", max_num_batched_tokens=96, max_num_seqs=5)
+    install(d, WithGuests(wanted, d.engine.runner.model.spec.hidden_size) if guests else Hostile(wanted))
+    backend = use_graphs(d)
+    d.run(requests(d, 1.0, 2, **params), preempt_every=7)
+    assert not d.errors and {key: out.tokens for key, out in d.outputs.items()} == wanted
+    assert d.engine.stats().accepted_tokens > 20 and {most for most, _ in backend.seen} >= {FORMS[1]}
+    assert not guests or d.engine._drafting.drafter.heard > 10
+    assert not d.engine._drafting._failures
+    d.close()
+
+
+def test_without_sharing_trees_are_launched_one_by_one(expected):
+    """The switch: chains run row by row, as decodes of their own; nothing else sees the difference."""
+    wanted = {key: tokens for key, (tokens, _) in expected.items()}
+    with mock.patch.object(graphs_file, "SHARE_KEYS", False):
+        d = driver("replay", max_num_seqs=5)
+        backend = use_graphs(d)
+    install(d, Hostile(wanted))
+    assert not d.engine.runner.graphs.trees
+    d.run(requests(d, 1.0, 2))
+    assert outputs(d) == expected and not backend.seen
+    d.close()
+
+
+def random_spans(d: Driver, seqs: list[Sequence], rng: random.Random) -> list[Span]:
+    """A decode, a chain or a tree of each sequence, some with guests."""
+    spans = []
+    for seq in seqs:
+        length = rng.choice([1, 1, rng.randint(2, 4), rng.randint(5, 16)])
+        start, tree = seq.num_computed, rng.random() < 0.6
+        seq.draft = [rng.randrange(300, 900) for _ in range(length - 1)]
+        parents = [-1, *(rng.randrange(i) for i in range(1, length))] if tree and length > 2 else None
+        guests = [rng.randrange(5)] * rng.randint(0, 1) if parents else []
+        span = Span(seq, start, length, want={"sample": range(length - len(guests))}, commit="walk", parents=parents, row=seq.row, guests=guests)
+        if guests:
+            seq.draft.pop()
+        spans.append(span)
+    return spans
+
+
+def test_the_buffers_hold_what_the_eager_step_computes():
+    """The same spans both ways, over the same pages: hidden states equal to the bit in exact mode."""
+    rng = random.Random(3)
+    d = driver("replay", max_num_seqs=5, max_num_batched_tokens=256, check=False, poison=False)
+    engine, runner = d.engine, d.engine.runner
+    runner.guest_inputs = torch.randn(5, runner.model.spec.hidden_size, generator=torch.Generator().manual_seed(1))
+    backend = use_graphs(d, 16)
+    for request in [d.request(f"r{i}", [300 + (i + 7 * j) % 900 for j in range(9 + 11 * i)], max_tokens=40, ignore_eos=True) for i in range(4)]:
+        d.submit(request)
+    for _ in range(3):
+        d.step()
+    seqs = [seq for seq in engine.scheduler.running.ordered(0.0) if seq.status is Status.RUNNING]
+    assert len(seqs) == 4 and all(seq.num_computed == len(seq.tokens) - 1 for seq in seqs)
+    sizes = set()
+    for _ in range(12):
+        chosen = rng.sample(seqs, rng.randint(1, 4))
+        spans = random_spans(d, chosen, rng)
+        assert all(engine.scheduler.pages.grow(span.seq, span.start + span.length, []) for span in spans)
+        count = sum(span.length for span in spans)
+        found = runner.graphs.forward(spans).clone()
+        sizes.add((runner.graphs.bucket(count), count))
+        batch = runner.packer.pack(spans)
+        if batch.guests is not None:
+            batch.inputs = runner.guest_inputs.index_select(0, batch.guests[1])
+        runner.backend.plan(batch)
+        want = runner.model.forward(batch, runner.caches, runner.backend)
+        assert torch.equal(found, want), [(span.length, span.parents) for span in spans]
+        rows, outputs_GE = runner.graphs.outputs(spans)
+        assert len(rows) + len(outputs_GE) == count and torch.equal(outputs_GE, want[[i for i in range(count) if i not in rows]])
+    assert any(size > count for size, count in sizes) and backend.seen
+    for seq in seqs:
+        seq.draft = []
+
+
+def test_steps_that_no_graph_takes_are_booked_apart():
+    """A router that mixes guests with chains, where only chains are captured: the one's time is not the other's."""
+    graphs = mock.Mock(most_drafted=128, buckets=[1, 2, 4, 8, 16], bucket=lambda n: 1 << (n - 1).bit_length(), replays=lambda *_: True)
+    times = DraftTimes(Roofline(5e12, 1e15, 1e9, 1e9, 1e3, 1e3), graphs)
+    for _ in range(12):
+        times.observe(2, 100, 0, False, 1e-3)
+        times.observe(2, 100, 6, True, 1.1e-3)
+    chain = times.predict(2, 100, 6, True)
+    for _ in range(12):
+        times.observe(2, 100, 6, True, 6e-3, eager=True)
+    assert times.predict(2, 100, 6, True) > 4e-3, "what the last ones did is expected of the next one"
+    times.observe(2, 100, 6, True, 1.1e-3)
+    assert abs(times.predict(2, 100, 6, True) - chain) < 2e-4

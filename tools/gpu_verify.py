@@ -1,0 +1,179 @@
+"""On a machine with an NVIDIA GPU: whole verify steps, with shared reads in a graph, row by row in a graph, and launched one by one.
+
+    python tools/gpu_verify.py RESULT.json [--codec plain --codec int4_bdr] [--small]
+
+The llama-8b shape with random weights over random keys, bf16, 1 x 8, 4 x 8, 16 x 5 and 64 x 3 rows (sequences x rows of each) at 1k and
+32k keys (64 at 1k only: the keys must fit), chains and trees, greedy draws included. Milliseconds from the launch to the tokens on the
+host, medians of rounds in which the ways take turns; and the largest difference of hidden states to the step launched one by one,
+relative to their size. Exit status 1 where that is more than rounding, or where a way does not run. ``--small`` (needs no GPU): a
+model of two layers, for trying the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+from kvasir.attention.backend import AttentionBackend, Site  # noqa: E402
+from kvasir.bench.result import arm, as_json, result  # noqa: E402
+from kvasir.bench.workloads import SHAPES  # noqa: E402
+from kvasir.decoding.sampler import Sampler  # noqa: E402
+from kvasir.engine.graphs import ROW_BY_ROW, CudaCapture, call_through  # noqa: E402
+from kvasir.engine.runner import Runner  # noqa: E402
+from kvasir.kv.codec import Codec  # noqa: E402
+from kvasir.kv.pool import KVPool  # noqa: E402
+from kvasir.layers.linear import Placement  # noqa: E402
+from kvasir.models.decoder import Decoder  # noqa: E402
+from kvasir.models.families import build_spec  # noqa: E402
+from kvasir.models.loader import fill_random  # noqa: E402
+from kvasir.technique import load  # noqa: E402
+from kvasir.types import Plan, Request, SamplingParams, Sequence, Span, Status  # noqa: E402
+from tests.engine.test_draft_graphs import FromTheDevice  # noqa: E402
+
+STEPS = [(1, 8), (4, 8), (16, 5), (64, 3)]  # sequences, rows of each
+CONTEXTS = (1024, 32768)
+MOST_TOKENS = 600_000  # of keys, in bf16 beside the weights
+ROUNDS, WARM = 9, 2
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+         "vocab_size": 300}
+
+
+class Steps:
+    """A model, a runner and sequences in the middle of decoding, whose keys are noise."""
+
+    def __init__(self, model: Decoder, codec_name: str, device: torch.device, count: int, context: int) -> None:
+        codec = load("kvasir.kv.codecs", codec_name, Codec)
+        spec, dtype, size = model.spec, model.place.dtype, codec.page_slots
+        pages = -(-(context + 64) // size)
+        groups = spec.cache_groups()
+        pool = KVPool(groups, codec, [1 + count * pages] * len(groups), size, device, dtype)
+        for cache in (pool.layer(i) for i in range(len(spec.layers))):
+            for name, plane in cache.planes.items():
+                if plane.dtype.is_floating_point and plane.dtype.itemsize > 1:
+                    plane.uniform_(0.01, 0.02) if name.endswith("_meta") else plane.normal_()
+                else:
+                    plane.view(torch.uint8).random_(0, 120)
+        backend = load("kvasir.attention.backends", "triton" if device.type == "cuda" else "torch", AttentionBackend)
+        backend.prepare(Site(device.type, dtype, codec.kernel, size, tuple({layer.mixer.attention() for layer in spec.layers})))
+        if device.type == "cpu":
+            backend = FromTheDevice(backend)
+        self.runner = Runner(model, pool, backend, Sampler(spec.vocab_size, spec.vocab_size, count, device, ()), device, max_model_len=context + 64)
+        self.seqs = []
+        for i in range(count):
+            prompt = [(7 * i + j) % spec.vocab_size for j in range(context + 1)]
+            seq = Sequence(Request(id=str(i), prompt_ids=prompt, params=SamplingParams(temperature=0.0), seed=i, max_tokens=1))
+            seq.tables, seq.row, seq.status = [list(range(1 + i * pages, 1 + (i + 1) * pages)) for _ in groups], i, Status.RUNNING
+            self.runner.open(seq)
+            self.seqs.append(seq)
+        self.runner.use_graphs(CudaCapture(device) if device.type == "cuda" else call_through, 8)
+
+    def spans(self, rows: int, tree: bool) -> list[Span]:
+        """``rows`` of every sequence behind its keys: a chain, or a binary tree."""
+        found = []
+        for seq in self.seqs:
+            start = len(seq.tokens) - 1
+            seq.draft = [(start + j) % 200 for j in range(rows - 1)]
+            found.append(Span(seq, start, rows, want={"sample": range(rows)}, commit="walk", row=seq.row,
+                              parents=[(i - 1) // 2 if i else -1 for i in range(rows)] if tree else None))
+        return found
+
+    def ways(self, rows: int, tree: bool) -> dict[str, int | None]:
+        """How a step may be launched: the form of its graph, or None for one by one."""
+        forms = {"one by one": None} | ({} if tree or rows * len(self.seqs) > self.runner.graphs.buckets[-1] else {"graph, row by row": ROW_BY_ROW})
+        shared = next((form for form in self.runner.graphs._forms if form >= rows), None)
+        return forms | ({} if shared is None else {"graph, shared": shared})
+
+    def launch(self, spans: list[Span], form: int | None) -> None:
+        """To the tokens on the host."""
+        runner, graphs = self.runner, self.runner.graphs
+        if form is None:
+            runner.graphs = None
+        else:
+            graphs.takes, graphs._form = lambda spans: True, lambda spans: form
+        try:
+            runner.launch(Plan(0, spans)).read()
+        finally:
+            runner.graphs = graphs
+
+    def hidden(self, spans: list[Span], form: int) -> torch.Tensor:
+        graphs = self.runner.graphs
+        graphs._form = lambda spans: form
+        return graphs.forward(spans).clone()
+
+
+@torch.inference_mode()
+def eager_hidden(steps: Steps, spans: list[Span]) -> torch.Tensor:
+    runner = steps.runner
+    batch = runner.packer.pack(spans)
+    runner.backend.plan(batch)
+    return runner.model.forward(batch, runner.caches, runner.backend)
+
+
+def time_case(steps: Steps, codec: str, rows: int, context: int, tree: bool) -> list[dict]:
+    spans, ways = steps.spans(rows, tree), steps.ways(rows, tree)
+    want = eager_hidden(steps, spans).float()
+    gaps = {name: float((steps.hidden(spans, form).float() - want).abs().max() / want.abs().max()) if form else 0.0 for name, form in ways.items()}
+    spent: dict[str, list[float]] = {name: [] for name in ways}
+    steps.runner.rows.forget()
+    for turn in range(ROUNDS + WARM + 4):  # a bucket is captured after a few uses
+        for name, form in ways.items():
+            if steps.runner.device.type == "cuda":
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            steps.launch(spans, form)
+            if turn >= WARM + 4:
+                spent[name].append(time.perf_counter() - began)
+    arms = []
+    for name, times in spent.items():
+        metrics = {"ms": round(1e3 * statistics.median(times), 3), "ms_least": round(1e3 * min(times), 3), "gap": round(gaps[name], 5),
+                   "failed": int(not gaps[name] < 5e-2)}
+        config = {"codec": codec, "sequences": len(steps.seqs), "rows": rows, "context": context, "shape": "tree" if tree else "chain", "way": name}
+        arms.append(arm(f"{len(steps.seqs)} x {rows} rows at {context // 1024}k", config, metrics))
+        print(arms[-1]["name"], config, metrics, flush=True)
+    return arms
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--codec", action="append")
+    parser.add_argument("--small", action="store_true")
+    given = parser.parse_args()
+    device = torch.device("cpu" if given.small else "cuda")
+    contexts = (40, 70) if given.small else CONTEXTS
+    dtype = torch.float32 if given.small else torch.bfloat16
+    model = Decoder(build_spec(SHAPES["llama-8b"] | (SMALL if given.small else {})), Placement(device, dtype), max(contexts) + 64)
+    fill_random(model, 0)
+    arms, began = [], time.perf_counter()
+    for codec in given.codec or ["plain", "int4_bdr"]:
+        for context in contexts:
+            for count, rows in STEPS:
+                if count * context > MOST_TOKENS:
+                    continue
+                steps = Steps(model, codec, device, count, context)
+                for tree in (False, True):
+                    try:
+                        arms += time_case(steps, codec, rows, context, tree)
+                    except Exception as error:  # the others are still worth their figures
+                        print("does not run:", codec, count, rows, context, tree, type(error).__name__, str(error)[:300], flush=True)
+                        arms.append(arm(f"{count} x {rows} rows at {context // 1024}k", {"codec": codec, "tree": tree}, {"failed": 1}))
+                del steps
+                gc.collect()  # graphs and what they hold refer to each other
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+    print(f"{time.perf_counter() - began:.0f} s", flush=True)
+    given.result.write_text(as_json(result("gpu_verify", arms)))
+    return int(any(a["metrics"]["failed"] for a in arms))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
