@@ -37,6 +37,7 @@ from kvasir.types import Sequence
 
 SHADOWS = True  # False: an exit is known by what was accepted of it, as where there are no hidden states
 OMEGA = 0.95  # of the sums, a round
+FORGOTTEN = 0.5  # observations, of right or of wrong ones: fewer say nothing
 START = (2.0, 2.0, 1.5, 0.5)  # before anything was seen: right and wrong ones, and the sums of their probabilities
 BEGIN = 4.0  # observations that a sequence begins with: what all others have shown
 MAX_WAITING = 8  # rows of a sequence that wait to be judged: the last ones
@@ -68,8 +69,11 @@ class Evidence:
 
     @property
     def threshold(self) -> float:
-        """Between what right ones had on average, and what wrong ones had."""
-        return ((self.sure_right / self.right if self.right else 0.0) + (self.sure_wrong / self.wrong if self.wrong else 0.0)) / 2
+        """Between what right ones had on average, and what wrong ones had. As in the paper, none (0) before there were both; and none
+        when those of one kind are forgotten."""
+        if min(self.right, self.wrong) < FORGOTTEN:
+            return 0.0
+        return (self.sure_right / self.right + self.sure_wrong / self.wrong) / 2
 
     def add(self, verdicts: Iterable[tuple[bool, float]]) -> None:
         """One round: whether each token was right, and its probability."""
@@ -195,7 +199,7 @@ class LayerSkip(Drafter):
         """The exit of this step; 0: no draft is worth its layers."""
         model = self._model
         layers, head = model.num_layers, model.head_layers
-        best, most = 0, len(seqs) / (layers + head)
+        best, most = 0, len(seqs) / (layers + head) if self.hidden_layers else 0.0  # without shadows only drafts teach anything
         for after in model.exits:
             shares = [self._evidence(seq, after).share for seq in seqs]
             right, tokens = [1.0] * len(seqs), float(len(seqs))
