@@ -62,7 +62,8 @@ def count_layers(model: Any) -> dict[str, float]:
 def run(name: str, batch: int, temperature: float, count: int, output_tokens: int, drafter: str) -> tuple[dict[str, Any], list[list[int]]]:
     model = "base" if name == FADED else name
     load = task_loads(model, TASKS, count, 1, output_tokens, temperature)[0]
-    config = EngineConfig.of(model=model, max_num_seqs=batch, enable_prefix_caching=False, drafter=drafter, draft_control="fixed", batch_invariant=True)
+    config = EngineConfig.of(model=model, max_num_seqs=batch, enable_prefix_caching=False, batch_invariant=True, drafter=drafter,
+                             draft_control="fixed")
     with LLM(config=config) as llm:
         if name == FADED:
             fade(llm.engine, SHARE)

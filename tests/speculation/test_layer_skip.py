@@ -74,7 +74,7 @@ def test_all_layers_draw_what_the_model_draws():
 def test_a_shadow_token_is_what_the_exit_drafts(codec, params):
     """To the bit: the token, and its probability, wherever a draft's place was judged later."""
     d = driver("layer_skip:exits=1+2+3", max_num_seqs=4, kv_codec=codec)
-    drafter_of(d)._choose = lambda seqs, turn=iter(range(10_000)): 1 + next(turn) % 3
+    drafter_of(d)._choose = lambda seqs, turn=iter(range(10_000)): (1 + next(turn) % 3, 8)
     heard = Judged(d)
     d.run(requests(d, **{"temperature": 1.0, "max_tokens": 20} | params), preempt_every=9)
     compared = 0
@@ -123,7 +123,7 @@ def test_no_token_changes_whatever_is_chosen():
     expected = plain(1.0)
     d = driver("layer_skip:exits=1+2+3", max_num_seqs=4)
     rng, drafter = random.Random(0), drafter_of(d)
-    drafter._choose = lambda seqs: rng.randint(0, 3)
+    drafter._choose = lambda seqs: (rng.randint(0, 3), rng.randint(0, 8))
     draw = drafter._model.draw
     drafter._model.draw = lambda asks, after, stops: draw(asks, after, [rng.choice([-1.0, 0.3, float("nan"), 2.0]) for _ in stops])
     d.run(requests(d, 1.0), preempt_every=4)
@@ -134,7 +134,7 @@ def test_no_token_changes_whatever_is_chosen():
 def test_a_draft_ends_behind_the_first_unsure_token():
     d = driver("layer_skip:exits=2", max_num_seqs=4)
     drafter = drafter_of(d)
-    drafter._choose = lambda seqs: 2
+    drafter._choose = lambda seqs: (2, 8)
     heard = Judged(d)
     draw, given = drafter._model.draw, {}
 
@@ -241,7 +241,7 @@ def test_the_choice_is_the_largest_quotient(shares, depths):
     drafter = attached(technique.load(DRAFTERS, f"layer_skip:max_depth={depths}", Drafter))
     drafter._model = model = Exits(None)
     seqs = [sequence([1]), sequence([2])]
-    best, most = 0, 2 / (12 + 1)
+    best, most = (0, 0), 2 / (12 + 1)
     for after, share in zip(model.exits, shares):
         own = share, share / 2
         for seq, a in zip(seqs, own):
@@ -249,7 +249,7 @@ def test_the_choice_is_the_largest_quotient(shares, depths):
         for d in range(1, depths + 1):
             tokens = sum(d + 1 if a == 1 else (1 - a ** (d + 1)) / (1 - a) for a in own)
             if tokens / (d * (after + 1) + 12 + 2) > most:
-                best, most = after, tokens / (d * (after + 1) + 12 + 2)
+                best, most = (after, d), tokens / (d * (after + 1) + 12 + 2)
     assert drafter._choose(seqs) == best
 
 

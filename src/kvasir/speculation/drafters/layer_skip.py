@@ -10,10 +10,11 @@ token is right, here and now. Exit and length with the most tokens per layer com
 where L is the number of layers and h what the head costs, in layers (not counted in the paper): it is read for every drafted token, by
 the model, and for the shadow tokens. Where no draft is best, none is made; the exits are still judged, some rows at a time.
 
-How long a draft gets is up to the exit's own probability of its tokens: it ends behind the first that is below the mean of what right
-ones and wrong ones of this exit had on average, sums kept in the same way.
+A draft may end before d, by the exit's own probability of its tokens: behind the first that is below the mean of what right ones and
+wrong ones of this exit had on average, sums kept in the same way.
 
-Otherwise than in the paper: sequences of a step share one exit, since they are one batch; a sequence begins with what all others have
+Otherwise than in the paper: sequences of a step share one exit and d, since they are one batch, whose draft costs what the longest
+one does (the authors' code, for one sequence, ends drafts by their probability alone); a sequence begins with what all others have
 shown, not with the end of its prompt, of which the last layer is not computed; with temperature, a shadow token is drawn with the noise
 of its place, as drafts are.
 
@@ -124,11 +125,11 @@ class LayerSkip(Drafter):
 
     def propose(self, asks: list[Ask]) -> list[DraftTree]:
         self._judge([ask.seq for ask in asks])
-        after = self._choose([ask.seq for ask in asks])
+        after, depth = self._choose([ask.seq for ask in asks])
         self._drew = after > 0
         if not after:
             return [DraftTree() for _ in asks]
-        short = [Ask(a.seq, a.max_nodes, min(a.max_depth, a.max_nodes, self.config.max_depth)) for a in asks]
+        short = [Ask(a.seq, a.max_nodes, min(a.max_depth, a.max_nodes, depth)) for a in asks]
         stops = []
         for ask in asks:
             self._known(ask.seq).drafted = after
@@ -195,11 +196,11 @@ class LayerSkip(Drafter):
 
     # ---------------------------------------------------------------------------------------------------------- choose
 
-    def _choose(self, seqs: list[Sequence]) -> int:
-        """The exit of this step; 0: no draft is worth its layers."""
+    def _choose(self, seqs: list[Sequence]) -> tuple[int, int]:
+        """The exit of this step and the most tokens of a draft; (0, 0): none is worth its layers."""
         model = self._model
         layers, head = model.num_layers, model.head_layers
-        best, most = 0, len(seqs) / (layers + head) if self.hidden_layers else 0.0  # without shadows only drafts teach anything
+        best, most = (0, 0), len(seqs) / (layers + head) if self.hidden_layers else 0.0  # without shadows only drafts teach anything
         for after in model.exits:
             shares = [self._evidence(seq, after).share for seq in seqs]
             right, tokens = [1.0] * len(seqs), float(len(seqs))
@@ -208,5 +209,5 @@ class LayerSkip(Drafter):
                 tokens += sum(right)
                 rate = tokens / (depth * (after + head) + layers + 2 * head)
                 if rate > most:
-                    best, most = after, rate
+                    best, most = (after, depth), rate
         return best
