@@ -14,7 +14,6 @@ from kvasir.speculation.router import EXPLORE, Router, load_drafter
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import Request, SamplingParams, Sequence
 from tests.speculation import trained
-from tests.speculation.helpers import driver, requests
 
 
 def sequence(tokens: list[int], tenant: str = "", **params) -> Sequence:
