@@ -20,14 +20,15 @@ class Recorder(Drafter):
 
     hidden_layers = LAYERS
 
-    def __init__(self, expected: dict | None = None) -> None:
+    def __init__(self, expected: dict | None = None, layers: tuple[int, ...] = LAYERS) -> None:
         super().__init__()
+        self.hidden_layers = layers
         self.hostile = None if expected is None else Hostile({key: tokens for key, (tokens, _) in expected.items()})
         self.rows: dict[tuple[str, int], dict[int, torch.Tensor]] = {}
         self.ids: dict[tuple[str, int], list[int]] = {}
 
     def ingest(self, seq, hidden, start):
-        assert hidden.shape[1] == len(LAYERS) and start + len(hidden) < len(seq.tokens) + 1
+        assert hidden.shape[1] == len(self.hidden_layers) and start + len(hidden) < len(seq.tokens) + 1
         key = seq.request.id, seq.branch
         self.rows.setdefault(key, {}).update((start + i, row.clone()) for i, row in enumerate(hidden))
         self.ids[key] = list(seq.tokens)
@@ -45,13 +46,13 @@ def expected():
 
 
 @torch.no_grad()
-def truth(ids: list[int]) -> torch.Tensor:
+def truth(ids: list[int], layers: tuple[int, ...] = LAYERS) -> torch.Tensor:
     """[T, layers, E] of the trainer's own model."""
     model = export.load(resolve("nano"))
     x, found = model.model.embed_tokens(torch.tensor([ids])), []
     for i, layer in enumerate(model.model.layers):
         x = layer(x, model.rope(len(ids)), None)
-        if i in LAYERS:
+        if i in layers:
             found.append(x[0])
     return torch.stack(found, 1)
 
@@ -59,22 +60,29 @@ def truth(ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("options, drafts", [
     (dict(), False), (dict(), True), (dict(static=True), True), (dict(max_num_batched_tokens=6), True),
     (dict(batch_invariant=False, enable_prefix_caching=False), False),  # decode steps from tapes
-    (dict(static=True, overlap=True), False)], ids=["eager", "trees", "static", "chunks", "tapes", "overlap"])
+    (dict(batch_invariant=False, enable_prefix_caching=False, native=True), True),
+    (dict(static=True, overlap=True), False)], ids=["eager", "trees", "static", "chunks", "tapes", "native", "overlap"])
 def test_every_committed_row_is_handed_over(options, drafts, expected):
-    d = driver("replay", **options)
-    recorder = Recorder(expected if drafts else None)
+    native = options.get("native")
+    layers = LAYERS[:2] if native else LAYERS  # the native steps hold no last layer but for rows that are drawn from
+    d = driver("replay", **{k: v for k, v in options.items() if k != "native"})
+    recorder = Recorder(expected if drafts else None, layers)
     install(d, recorder)
-    d.engine.runner.use_taps(LAYERS)
+    d.engine.runner.use_taps(layers)
+    if native and d.engine.runner.native is None:
+        pytest.skip("no native kernels here")
     d.run(requests(d, 1.0))
     if not options.get("max_num_batched_tokens") and options.get("batch_invariant", True):
         assert outputs(d) == expected, "who looks on changes a token"
-    if not options.get("batch_invariant", True):
+    if native:
+        assert d.engine.runner.tapes is None and d.engine.runner.native._program is not None and d.engine.stats().accepted_tokens > 0
+    elif not options.get("batch_invariant", True):
         assert any(step.tape is not None for step in d.engine.runner.tapes._steps.values())
     for key, rows in recorder.rows.items():
         ids = recorder.ids[key]
         cached = d.outputs[key].num_cached
         assert sorted(rows) == list(range(cached, max(rows) + 1)) and max(rows) >= len(ids) - 2
-        right = truth(ids[:max(rows) + 1])
+        right = truth(ids[:max(rows) + 1], layers)
         for position, row in rows.items():
             torch.testing.assert_close(row, right[position], rtol=2e-3, atol=2e-3)
     assert not d.engine._drafting._failures

@@ -1,4 +1,4 @@
-"""Token recycling, early exits and the choice among several drafters, each by itself."""
+"""Token recycling and the choice among several drafters, each by itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from kvasir.speculation.router import EXPLORE, Router, load_drafter
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import Request, SamplingParams, Sequence
 from tests.speculation import trained
-from tests.speculation.helpers import driver, requests
 
 
 def sequence(tokens: list[int], tenant: str = "", **params) -> Sequence:
@@ -49,44 +48,6 @@ def test_rows_are_bounded_by_tenant():
     for tenant in range(200):
         drafter.propose([Ask(sequence(list(range(50)), str(tenant)), 4, 4)])
     assert 0 < drafter.state_bytes() <= 64 * 50 * 260
-
-
-# ---------------------------------------------------------------------------------------------------------- layer skip
-
-
-def test_all_layers_draw_what_the_model_draws():
-    """An exit after the last layer is the model itself: same pages, same noise, so everything it proposes is right."""
-    d = driver("layer_skip", max_num_seqs=4)
-    drafter = d.engine._drafting.drafter
-    drafter._model.exits = (drafter._model.num_layers,)
-    d.run(requests(d, 1.0, max_tokens=30), preempt_every=7)
-    stats = d.engine.stats()
-    assert stats.accepted_tokens == stats.drafted_tokens > 40
-    d.close()
-
-
-def test_the_exit_with_most_tokens_a_layer_is_taken():
-    class Model:
-        exits, num_layers, head_layers = (3, 6, 9), 12, 1.0
-
-        def draw(self, asks, num_layers):
-            self.used = num_layers
-            return [list(range(ask.max_depth)) for ask in asks]
-
-    drafter = technique.load(DRAFTERS, "layer_skip:max_depth=4", Drafter)
-    drafter._model = Model()
-    seq, right, used = sequence([1, 2, 3]), {3: 0, 6: 4, 9: 4}, []
-    for _ in range(200):
-        tree = drafter.propose([Ask(seq, 8, 8)])[0]
-        used.append(drafter._model.used)
-        drafter.observe(seq, tree, list(range(min(len(tree), right[used[-1]]))))
-    assert used[-30:].count(6) > 25 and set(used) == {3, 6, 9}, "the cheaper one of two that are right; the others are looked at now and then"
-
-
-@pytest.mark.parametrize("exits, complaint", [("4", "cannot exit after 4"), ("x", "numbers of layers")])
-def test_an_exit_must_be_a_layer(exits, complaint):
-    with pytest.raises(ConfigError, match=complaint):
-        driver(f"layer_skip:exits={exits}")
 
 
 # ------------------------------------------------------------------------------------------------------------- routing

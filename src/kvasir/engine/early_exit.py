@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
+
+import torch
 
 from kvasir.decoding.sampler import Sampler
 from kvasir.engine.build import Built
 from kvasir.engine.pages import PageManager
 from kvasir.engine.runner import Runner
+from kvasir.engine.spans import ONE_SAMPLE
 from kvasir.errors import ConfigError
 from kvasir.models.decoder import Decoder
 from kvasir.speculation.drafter import Ask
-from kvasir.types import PageCopy, Plan, Sequence, Span, Status
+from kvasir.types import PageCopy, Plan, Sequence, Span, SpanResult, Status
 
 
 class EarlyExit:
@@ -46,26 +50,52 @@ class EarlyExit:
         self._shadows: dict[Sequence, Sequence] = {}
         self._free_rows = list(range(served.sampler.max_seqs))
 
-    def draw(self, asks: list[Ask], num_layers: int) -> list[list[int]]:
-        """For each, up to ``max_depth`` tokens after the known ones, by the first ``num_layers`` layers, drawn with the
-        sequence's own parameters and noise; none where no page is left for them."""
+    def draw(self, asks: list[Ask], num_layers: int, stops: list[float]) -> list[tuple[list[int], list[float]]]:
+        """For each, up to ``max_depth`` tokens after the known ones, by the first ``num_layers`` layers, drawn with the sequence's own
+        parameters and noise, and their probabilities; none where no page is left for them. The first one below ``stops`` is the last."""
         self._runner.model = self._cut(num_layers)
         self._runner.caches = [self._runner.pool.layer(i) for i in range(num_layers)]
         ready: dict[Sequence, int] = {}
+        stop_of = {ask.seq: stop for ask, stop in zip(asks, stops)}
         for ask in asks[:self._max_rows]:
             length = min(ask.max_depth, self._max_model_len - len(ask.seq.tokens))
             if length > 0 and ask.seq.num_computed == len(ask.seq.tokens) - 1 and self._room(ask.seq, length, len(asks)):
                 ready[ask.seq] = length
         shadows = {seq: self._shadow(seq) for seq in ready}
+        sure: dict[Sequence, list[float]] = {seq: [] for seq in ready}
         for depth in range(max(ready.values(), default=0)):
-            spans = [Span(shadow, shadow.num_computed, 1, want={"sample": range(1)}, row=shadow.row)
-                     for seq, shadow in shadows.items() if ready[seq] > depth]
-            for span, result in zip(spans, self._runner.launch(Plan(0, spans)).read()):
-                if not result.tokens:  # no number came out: so be it, it was only a guess
-                    ready[next(seq for seq, shadow in shadows.items() if shadow is span.seq)] = 0
-                span.seq.tokens += result.tokens
+            busy = [seq for seq in shadows if ready[seq] > depth]
+            if not busy:
+                break
+            spans = [Span(shadows[seq], shadows[seq].num_computed, 1, want=ONE_SAMPLE, row=shadows[seq].row) for seq in busy]
+            for seq, span, result in zip(busy, spans, self._runner.launch(Plan(0, spans)).read()):
+                token, chance = _drawn(result)
+                if token >= 0:
+                    span.seq.tokens.append(token)
+                    sure[seq].append(chance)
+                if chance < stop_of[seq]:
+                    ready[seq] = 0
                 span.seq.num_computed += 1
-        return [shadows[ask.seq].tokens[len(ask.seq.tokens):] if ask.seq in shadows else [] for ask in asks]
+        return [(shadows[ask.seq].tokens[len(ask.seq.tokens):], sure[ask.seq]) if ask.seq in shadows else ([], []) for ask in asks]
+
+    @torch.inference_mode()
+    def judge(self, pieces: list[tuple[Sequence, int, torch.Tensor]]) -> list[list[list[tuple[int, float]]]]:
+        """By piece, exit and row: the token that the exit would have drawn, and its probability. One call of the head for all."""
+        spans: list[Span] = []
+        for seq, start, hidden_RXE in pieces:
+            shadow, count = self._shadow(seq), len(hidden_RXE)
+            # Every row is drawn by itself; as a draft, the tokens after the first row are what the later ones are conditioned on.
+            shadow.tokens, shadow.draft = seq.tokens[:start + 1], seq.tokens[start + 1:start + count]
+            spans += [Span(shadow, start + i, 1, want=ONE_SAMPLE, row=shadow.row) for i in range(count)]
+        hidden_ME = torch.cat([hidden_RXE for _, _, hidden_RXE in pieces]).transpose(0, 1).flatten(0, 1)  # exit by exit
+        sampler = self._runner.sampler
+        output = sampler.sample(lambda a, b: self._model.logits(hidden_ME[a:b]), sampler.pack(spans * len(self.exits)))
+        drawn = list(map(_drawn, output.read()))
+        found, first = [], 0
+        for _, _, hidden_RXE in pieces:
+            found.append([drawn[at:at + len(hidden_RXE)] for at in range(first, len(drawn), len(spans))])
+            first += len(hidden_RXE)
+        return found
 
     def close(self, seq: Sequence) -> None:
         shadow = self._shadows.pop(seq, None)
@@ -99,8 +129,8 @@ class EarlyExit:
         shadow = self._shadows.get(seq)
         if shadow is None:
             params = dataclasses.replace(seq.request.params, n=1, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, bad_words=(),
-                                         grammar=None, logprobs=None, prompt_logprobs=None, confidence=0, score_from=None,
-                                         min_tokens=0)
+                                         grammar=None, logprobs=0, logprobs_mode="raw", prompt_logprobs=None, confidence=0,
+                                         score_from=None, min_tokens=0)
             shadow = Sequence(dataclasses.replace(seq.request, params=params, bad_words=[], emitted=[]))
             shadow.stream, shadow.tokens = seq.stream, list(seq.tokens)
             if not self._free_rows:  # those of preempted sequences
@@ -110,4 +140,10 @@ class EarlyExit:
             self._runner.open(shadow)
             self._shadows[seq] = shadow
         shadow.tokens, shadow.tables, shadow.num_computed = list(seq.tokens), seq.tables, len(seq.tokens) - 1
+        shadow.draft = []
         return shadow
+
+
+def _drawn(result: SpanResult) -> tuple[int, float]:
+    """The token of a span of one row and its probability, before temperature; (-1, 0): no number came out. So be it, it was a guess."""
+    return (result.tokens[0], math.exp(result.logprobs[0].logprob)) if result.tokens else (-1, 0.0)

@@ -58,7 +58,9 @@ class Runner:
     def weights_changed(self) -> None:
         """Build anew what holds copies of weights. Nothing may be running."""
         self.model.forget_copies()
-        native = self.taps is None and why_not(self.model, self.caches, self.backend) is None  # one call a step shows nothing in between
+        # One call a step shows what inner layers put out; of the last one it computes only rows whose logits are wanted.
+        inner = self.taps is None or len(self.model.blocks) - 1 not in self.taps.layers
+        native = inner and why_not(self.model, self.caches, self.backend) is None
         self.native = NativeDecoder(self.model, self.caches) if native else None
         self.tapes = None if native else self._tapes()
         if self.tapes is not None and self.taps is not None:
@@ -143,10 +145,12 @@ class Runner:
         if batch.borrowed is not None:
             at, rows = batch.borrowed
             batch.input_ids.index_copy_(0, at, self.rows.token.index_select(0, rows).long())
-        if self.native is not None and self.native.takes(batch):
-            return self._sample(spans, self.native.logits(batch)), None
-        self.backend.plan(batch)
         count, total = batch.logit_rows.shape[0], batch.input_ids.shape[0]
+        if self.native is not None and self.native.takes(batch):
+            tapped = taps.memory(total) if taps is not None and (taps.on or total > len(spans)) else None
+            logits = self.native.logits(batch, None if tapped is None else tapped.by_layer)
+            return self._sample(spans, logits), None if tapped is None else tapped.hidden_TLE
+        self.backend.plan(batch)
         wanted_M = None if count == total else batch.logit_rows if count else self.first_row  # of a step that wants none, any
         if batch.guests is not None:
             batch.inputs = self.guest_inputs.index_select(0, batch.guests[1])

@@ -74,13 +74,19 @@ class NativeDecoder:
         return num_rows <= NARROW_ROWS or num_rows <= NARROW_DECODES and num_rows == len(batch.starts)
 
     @torch.inference_mode()
-    def logits(self, batch: StepBatch) -> Logits:
-        """Logits fp32 of ``batch.logit_rows``, valid until the next call. Keys and values are in their pages then."""
+    def logits(self, batch: StepBatch, taps: dict[int, torch.Tensor] | None = None) -> Logits:
+        """Logits fp32 of ``batch.logit_rows``, valid until the next call. Keys and values are in their pages then. ``taps`` maps layers
+        but the last one to buffers [T, E] that receive their outputs, as of `Decoder.forward`."""
         if self._program is None:
             self._program = self._build(native().library)
-        count = batch.logit_rows.shape[0]
+        count, num_rows, first = batch.logit_rows.shape[0], batch.input_ids.shape[0], 0
         with record_function("native_step") if torch.autograd._profiler_enabled() else nullcontext():  # else a step of ours has no name
-            self._program.run(_inputs(batch, batch.logit_rows), stop=self._tail if not 0 < count <= LOGIT_ROWS else None)
+            inputs = _inputs(batch, batch.logit_rows)
+            for layer, buffer in sorted((taps or {}).items()):  # the list is run up to each, and paused
+                self._program.run(inputs, first, self._ends[layer])
+                buffer.copy_(self._states_TE[:num_rows])
+                first = self._ends[layer]
+            self._program.run(inputs, first, stop=self._tail if not 0 < count <= LOGIT_ROWS else None)
         return self._logits_MV[:count] if count <= LOGIT_ROWS else lambda first, stop: self._some(batch, first, stop)
 
     def _some(self, batch: StepBatch, first: int, stop: int) -> torch.Tensor:
@@ -93,7 +99,8 @@ class NativeDecoder:
 
     def _build(self, library: ctypes.CDLL) -> Program:
         model, program = self.model, Program(library)
-        h_TE = program.tensor(MAX_ROWS, model.spec.hidden_size)
+        h_TE = self._states_TE = program.tensor(MAX_ROWS, model.spec.hidden_size)
+        self._ends: list[int] = []  # operations up to the end of each layer
         program.embed(model.embed_VE, h_TE, model.embed_scale)
         shared: dict[tuple[str, int], torch.Tensor] = {}  # of all layers
 
@@ -113,6 +120,7 @@ class NativeDecoder:
                 program.gather(all_TE, attended_TE)
             self._join(program, attended_TE, block.mixer.o, block.mixer_post_norm, h_TE, scratch, wanted)
             self._feed(program, block, h_TE, scratch, wanted)
+            self._ends.append(len(program))
         self._logits_MV = program.tensor(LOGIT_ROWS, model.spec.vocab_size)
         program.linear(h_TE, pack(library, model.head_VE), self._logits_MV, norm=_norm(model.norm), wanted=True, scale=model.spec.logit_scale,
                        softcap=model.spec.logit_softcap)

@@ -44,15 +44,20 @@ class ChainModel(Protocol):
 
 
 class ExitModel(Protocol):
-    """The served model up to an early layer, with its weights and pages. ``exits``: after which layers; ``head_layers``: what the
-    head costs, in layers."""
+    """The served model up to an early layer, with its weights and pages. ``exits``: after which layers, ascending; ``head_layers``: what
+    the head costs, in layers."""
 
     exits: tuple[int, ...]
     num_layers: int
     head_layers: float
 
-    def draw(self, asks: list[Ask], num_layers: int) -> list[list[int]]:
-        """As ``ChainModel.draw``, by the first ``num_layers`` layers."""
+    def draw(self, asks: list[Ask], num_layers: int, stops: list[float]) -> list[tuple[list[int], list[float]]]:
+        """As ``ChainModel.draw``, by the first ``num_layers`` layers; and the probability of each token there. A draft ends behind its
+        first token whose probability is below its ``stops``."""
+
+    def judge(self, pieces: list[tuple[Sequence, int, Any]]) -> list[list[list[tuple[int, float]]]]:
+        """What each exit would have drafted: of (sequence, position of the first row, outputs [rows, exits, E] of the exits' last layers),
+        one a sequence, for every exit and row the token and its probability; (-1, 0) where no number came out."""
 
     def close(self, seq: Sequence) -> None: ...
 

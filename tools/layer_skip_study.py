@@ -1,0 +1,115 @@
+"""What `layer_skip` computes for a token: layers of the model, drafts and judging included, counted.
+
+    python tools/layer_skip_study.py OUT.json --label now [--model nano --model base] [--batch 1 --batch 4]
+
+Layers are counted by calls, not by rows: a step of the model is its L layers and the head, one level of a draft those before the exit and
+the head, a judgement of shadow tokens the head, which counts as ``head_layers``. ``of_plain``: against a step of the model a token of a
+sequence. Everything that is proposed is verified (``fixed``). Arms of another label that OUT.json holds are kept, so that two versions of
+the source can be compared: PYTHONPATH says which is measured, ``--version`` what it is called.
+
+Models are the lab's, which were not trained to exit early, and one made of ``base`` which looks as if: layers behind the first half add
+a tenth of what they did. It says nothing of text, but there is something to find.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from kvasir.api.llm import LLM
+from kvasir.bench.result import arm, as_json, result
+from kvasir.bench.speculation import TASKS, task_loads
+from kvasir.config import EngineConfig
+
+FADED, SHARE = "base-faded", 0.1
+
+
+def fade(engine: Any, share: float) -> None:
+    """Layers behind the first half add ``share`` of what they do."""
+    import torch
+
+    blocks = engine.runner.model.blocks
+    with torch.inference_mode():
+        for block in blocks[len(blocks) // 2:]:
+            for layer in (block.mixer.o, block.ffn.down):
+                layer.weight_NK.mul_(share)
+    engine.runner.weights_changed()
+
+
+def count_layers(model: Any) -> dict[str, float]:
+    """From now on, what the drafter's calls compute."""
+    found = {"draft_layers": 0.0, "judge_layers": 0.0, "draft_calls": 0, "judge_calls": 0}
+    launch, judge = model._runner.launch, getattr(model, "judge", None)
+
+    def launched(plan):
+        found["draft_layers"] += len(model._runner.model.blocks) + model.head_layers
+        found["draft_calls"] += 1
+        return launch(plan)
+
+    def judged(pieces):
+        found["judge_layers"] += model.head_layers
+        found["judge_calls"] += 1
+        return judge(pieces)
+
+    model._runner.launch = launched
+    if judge is not None:
+        model.judge = judged
+    return found
+
+
+def run(name: str, batch: int, temperature: float, count: int, output_tokens: int, drafter: str) -> tuple[dict[str, Any], list[list[int]]]:
+    model = "base" if name == FADED else name
+    load = task_loads(model, TASKS, count, 1, output_tokens, temperature)[0]
+    config = EngineConfig.of(model=model, max_num_seqs=batch, enable_prefix_caching=False, batch_invariant=True, drafter=drafter,
+                             draft_control="fixed")
+    with LLM(config=config) as llm:
+        if name == FADED:
+            fade(llm.engine, SHARE)
+        found = count_layers(llm.engine._drafting.drafter._model) if drafter else {}
+        outputs = [list(out.outputs[0].token_ids) for out in llm.generate([{"prompt_token_ids": p} for p in load.prompts], load.params)]
+        stats, tokens = llm.engine.stats(), sum(map(len, outputs))
+        metrics: dict[str, Any] = {"tokens": tokens, "forwards": stats.step, "tokens_per_forward": round(tokens / stats.step, 4)}
+        if drafter:
+            exits = llm.engine._drafting.drafter._model
+            step = exits.num_layers + exits.head_layers
+            layers = stats.step * step + found["draft_layers"] + found["judge_layers"]
+            metrics |= {"layers_per_token": round(layers / tokens, 4), "drafted": stats.drafted_tokens, "accepted": stats.accepted_tokens,
+                        "draft_calls": found["draft_calls"], "judge_calls": found["judge_calls"], "head_layers": round(exits.head_layers, 4),
+                        "exits": list(exits.exits), "num_layers": exits.num_layers}
+    return metrics, outputs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--label", default="now")
+    parser.add_argument("--version", default="")
+    parser.add_argument("--model", action="append")
+    parser.add_argument("--batch", action="append", type=int)
+    parser.add_argument("--temperature", action="append", type=float)
+    parser.add_argument("--count", type=int, default=4)
+    parser.add_argument("--output-tokens", type=int, default=96)
+    parser.add_argument("--drafter", default="layer_skip")
+    given = parser.parse_args()
+    arms = [a for a in json.loads(given.out.read_text())["arms"] if a["config"]["label"] != given.label] if given.out.exists() else []
+    for name in given.model or ["nano", "base", FADED]:
+        for batch in given.batch or [1, 4]:
+            for temperature in given.temperature or [0.0, 1.0]:
+                plain, expected = run(name, batch, temperature, given.count, given.output_tokens, "")
+                metrics, outputs = run(name, batch, temperature, given.count, given.output_tokens, given.drafter)
+                step = metrics["num_layers"] + metrics["head_layers"]
+                metrics["of_plain"] = round(metrics["layers_per_token"] / (step * plain["forwards"] / plain["tokens"]), 4)
+                metrics["forwards_of_plain"] = round(metrics["forwards"] / plain["forwards"], 4)
+                metrics["same_outputs"] = round(sum(a == b for a, b in zip(outputs, expected)) / len(expected), 4)
+                config = {"label": given.label, "version": given.version, "model": name, "batch": batch, "temperature": temperature,
+                          "drafter": given.drafter, "tasks": list(TASKS), "problems": given.count * len(TASKS)}
+                arms.append(arm(f"{name} batch {batch} T {temperature:g} {given.label}", config, metrics))
+                print(arms[-1]["name"], metrics, flush=True)
+                given.out.parent.mkdir(parents=True, exist_ok=True)
+                given.out.write_text(as_json(result("layer-skip", arms)))
+
+
+if __name__ == "__main__":
+    main()
