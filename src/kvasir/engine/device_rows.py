@@ -72,7 +72,7 @@ class DeviceRows:
         for seq, _, _ in self._open.values():
             seq.num_sent = 0
 
-    def changes(self, spans: list[Span], rows: np.ndarray, starts: np.ndarray) -> tuple[list[int], list[int]]:
+    def changes(self, spans: list[Span], rows: Many[int] | np.ndarray, starts: Many[int] | np.ndarray) -> tuple[list[int], list[int]]:
         """What the device does not know yet of these decodes, as (places in ``words``, their new content): parameters of
         new rows, pages, and tokens that it did not draw itself. The caller sends it."""
         at: list[int] = []
@@ -91,6 +91,12 @@ class DeviceRows:
             if seq.num_sent < len(seq.tables[0]):
                 self._send_pages(seq, at, content)
         return at, content
+
+    def bring(self, spans: list[Span], rows: Many[int], starts: Many[int]) -> None:
+        """``changes``, made at once, where ``words`` lie in the host's own memory."""
+        at, content = self.changes(spans, rows, starts)
+        if at:
+            self.words.numpy()[at] = content
 
     def _send_pages(self, seq: Sequence, at: list[int], content: list[int]) -> None:
         sent, end = seq.num_sent, len(seq.tables[0])

@@ -18,6 +18,7 @@ from kvasir.engine.batch import Packer
 from kvasir.engine.decode_tapes import DecodeTapes
 from kvasir.engine.device_rows import DeviceRows
 from kvasir.engine.graphs import Capture, CudaCapture, DecodeGraphs
+from kvasir.engine.native_decodes import NativeDecodes
 from kvasir.engine.sizing import pages_for
 from kvasir.engine.tape import Arena, record
 from kvasir.engine.taps import GuestHandle, TappedHandle, Taps
@@ -52,6 +53,7 @@ class Runner:
         self.taps: Taps | None = None
         self.guest_inputs: torch.Tensor | None = None  # [guests, E]: what the first layer reads in rows that hold no token
         self.native: NativeDecoder | None = None
+        self.decodes: NativeDecodes | None = None
         self.tapes: DecodeTapes | None = None
         self.weights_changed()
 
@@ -60,6 +62,7 @@ class Runner:
         self.model.forget_copies()
         native = self.taps is None and why_not(self.model, self.caches, self.backend) is None  # one call a step shows nothing in between
         self.native = NativeDecoder(self.model, self.caches) if native else None
+        self.decodes = None if self.native is None else NativeDecodes(self.native, self.sampler, self.rows)
         self.tapes = None if native else self._tapes()
         if self.tapes is not None and self.taps is not None:
             self.tapes.use_taps(self.taps)
@@ -105,11 +108,19 @@ class Runner:
             torch.cuda.synchronize(self.device)
         self.rows.forget()
 
-    @torch.inference_mode()
     def launch(self, plan: Plan) -> Handle:
         """Run a plan whose page copies were made already. Does not wait for the device."""
-        handle, hidden_TLE = self._launch(plan.spans)
-        return handle if hidden_TLE is None else TappedHandle(handle, plan.spans, hidden_TLE)
+        spans = plan.spans
+        if self.native is None or not self.decodes.takes(spans):
+            return self._run(spans)
+        if self.sampler.simple(spans) and not self.sampler.num_top:
+            return self.decodes.draw(spans)
+        return self._sample(spans, self.decodes.logits(spans))
+
+    @torch.inference_mode()
+    def _run(self, spans: list[Span]) -> Handle:
+        handle, hidden_TLE = self._launch(spans)
+        return handle if hidden_TLE is None else TappedHandle(handle, spans, hidden_TLE)
 
     def _launch(self, spans: list[Span]) -> tuple[Handle, torch.Tensor | None]:
         """The handle, and what was tapped [T, layers, E]."""
@@ -142,6 +153,7 @@ class Runner:
             handle = GuestHandle(handle, spans, hidden_ME[count:])
         return handle, None if tapped is None else tapped.hidden_TLE
 
+    @torch.inference_mode()
     def _sample(self, spans: list[Span], logits: torch.Tensor | Callable[[int, int], torch.Tensor]) -> SampleOutput:
         """Draw from the rows whose logits are wanted, and leave the tokens where the next step looks for them."""
         batch = self.sampler.pack(spans)

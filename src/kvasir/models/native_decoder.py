@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.profiler import record_function
 
 from kvasir.attention.backend import AttentionBackend
 from kvasir.attention.backends.torch import TorchBackend
+from kvasir.kernels.decode_rows import Kept
 from kvasir.kernels.native.library import native
-from kvasir.kernels.native.program import LANES, MAX_DIM, Packed, Planes, Program, StepInputs, pack
+from kvasir.kernels.native.program import LANES, MAX_DIM, Decodes, Packed, Planes, Program, StepInputs, pack
 from kvasir.kv.codec import LayerCache
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.layers.ffn.dense import FFN
@@ -62,6 +63,61 @@ class NativeDecoder:
         self.model = model
         self._caches = caches
         self._program: Program | None = None
+        self._kept: Kept | None = None
+        self._num_tokens = 0
+
+    def keep(self, kept: Kept, num_tokens: int) -> None:
+        """From now on, ``decode`` works on rows of ``kept`` and draws from the first ``num_tokens`` columns. Before the first step."""
+        assert self._program is None, "the program is built"
+        num_groups, num_kept, width = kept.tables.shape
+        self._kept, self._num_tokens = kept, num_tokens
+        self._decodes = Decodes(min(num_kept, MAX_ROWS), num_groups, width, self._caches[0].planes["k"].shape[2])
+
+    def decodes(self, count: int) -> bool:
+        """Whether ``decode`` takes a step of so many sequences."""
+        return self._kept is not None and count <= min(len(self._decodes.rows), MAX_ROWS if self._wide() else NARROW_DECODES)
+
+    def decode(self, rows: list[int], positions: list[int], undrawn: Callable[[list[int], torch.Tensor], list[int]]) -> list[int]:
+        """One token each for these rows of ``Kept``, whose last tokens stand at ``positions``: returned, and in ``Kept``. Where they cannot
+        be drawn here, ``undrawn(places, logits)`` draws: for places in ``rows``, from their logits."""
+        program, decodes, count = self._begin(rows, positions)
+        tokens: list[int] = []
+        for first in range(0, count, LOGIT_ROWS):
+            stop = min(first + LOGIT_ROWS, count)
+            decodes.want(first, stop)
+            with _named():
+                program.run(decodes, 0 if not first else self._tail)
+            drawn, left = decodes.drawn(first, stop)
+            if left:
+                for place, token in zip(left, undrawn(left, self._logits_MV[[place - first for place in left]])):
+                    drawn[place - first] = token
+            tokens += drawn
+        return tokens
+
+    def decode_logits(self, rows: list[int], positions: list[int]) -> Logits:
+        """Logits fp32 of these rows, as ``logits`` returns them."""
+        program, decodes, count = self._begin(rows, positions)
+        decodes.want(0, min(count, LOGIT_ROWS))
+        with _named():
+            program.run(decodes, 0, self._draw if count <= LOGIT_ROWS else self._tail)
+        if count <= LOGIT_ROWS:
+            return self._logits_MV[:count]
+
+        def some(first: int, stop: int) -> torch.Tensor:
+            parts = []
+            for at in range(first, stop, LOGIT_ROWS):
+                decodes.want(at, min(at + LOGIT_ROWS, stop))
+                program.run(decodes, self._tail, self._draw)
+                parts.append(self._logits_MV[:min(LOGIT_ROWS, stop - at)].clone())
+            return torch.cat(parts)
+
+        return some
+
+    def _begin(self, rows: list[int], positions: list[int]) -> tuple[Program, Decodes, int]:
+        if self._program is None:
+            self._program = self._build(native().library)
+        self._decodes.set(rows, positions)
+        return self._program, self._decodes, len(rows)
 
     def takes(self, batch: StepBatch) -> bool:
         num_rows = batch.input_ids.shape[0]
@@ -77,21 +133,24 @@ class NativeDecoder:
         if self._program is None:
             self._program = self._build(native().library)
         count = batch.logit_rows.shape[0]
-        with record_function("native_step") if torch.autograd._profiler_enabled() else nullcontext():  # else a step of ours has no name
-            self._program.run(_inputs(batch, batch.logit_rows), stop=self._tail if not 0 < count <= LOGIT_ROWS else None)
+        with _named():
+            self._program.run(_inputs(batch, batch.logit_rows), self._body, self._draw if 0 < count <= LOGIT_ROWS else self._tail)
         return self._logits_MV[:count] if count <= LOGIT_ROWS else lambda first, stop: self._some(batch, first, stop)
 
     def _some(self, batch: StepBatch, first: int, stop: int) -> torch.Tensor:
         """Logits of rows first .. stop of those that are wanted, after the layers have run."""
         parts = []
         for rows in batch.logit_rows[first:stop].split(LOGIT_ROWS):
-            self._program.run(_inputs(batch, rows), first=self._tail)
+            self._program.run(_inputs(batch, rows), self._tail, self._draw)
             parts.append(self._logits_MV[:len(rows)].clone())
         return torch.cat(parts)
 
     def _build(self, library: ctypes.CDLL) -> Program:
         model, program = self.model, Program(library)
         h_TE = program.tensor(MAX_ROWS, model.spec.hidden_size)
+        if self._kept is not None:
+            program.open_rows(self._kept, self._decodes)
+        self._body = len(program)  # what is before it and what is from ``_draw`` on is for ``decode`` alone
         program.embed(model.embed_VE, h_TE, model.embed_scale)
         shared: dict[tuple[str, int], torch.Tensor] = {}  # of all layers
 
@@ -114,6 +173,9 @@ class NativeDecoder:
         self._logits_MV = program.tensor(LOGIT_ROWS, model.spec.vocab_size)
         program.linear(h_TE, pack(library, model.head_VE), self._logits_MV, norm=_norm(model.norm), wanted=True, scale=model.spec.logit_scale,
                        softcap=model.spec.logit_softcap)
+        self._draw = len(program)
+        if self._kept is not None:
+            program.draw(self._kept, self._decodes, self._logits_MV, self._num_tokens)
         return program
 
     def _wide(self) -> bool:
@@ -155,6 +217,11 @@ class NativeDecoder:
 
     def _packed(self, layer: Linear, gated: bool = False) -> Packed:
         return pack(native().library, layer.weight_NK, gated)
+
+
+def _named() -> AbstractContextManager:
+    """A profiler sees no kernel of ours: the step gets a name there."""
+    return record_function("native_step") if torch.autograd._profiler_enabled() else nullcontext()
 
 
 def _inputs(batch: StepBatch, wanted_M: torch.Tensor) -> StepInputs:
