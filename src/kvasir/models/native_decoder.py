@@ -19,7 +19,7 @@ from kvasir.attention.backend import AttentionBackend
 from kvasir.attention.backends.torch import TorchBackend
 from kvasir.kernels.decode_rows import Kept
 from kvasir.kernels.native.library import native
-from kvasir.kernels.native.program import LANES, MAX_DIM, Decodes, Packed, Planes, Program, StepInputs, pack
+from kvasir.kernels.native.program import LANES, MAX_DIM, UNDRAWN, Decodes, Packed, Planes, Program, StepInputs, pack
 from kvasir.kv.codec import LayerCache
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.layers.ffn.dense import FFN
@@ -33,6 +33,8 @@ MAX_ROWS = 4096  # of a step; memory is taken when it is touched first
 LOGIT_ROWS = 128  # whose logits are computed in one call
 NARROW_ROWS = 32  # where vectors are narrow, products of more prompt rows are left to a BLAS
 NARROW_DECODES = 128
+
+UNNAMED = nullcontext()
 
 Scratch = Callable[[str, int], torch.Tensor]  # memory [MAX_ROWS, width] for one purpose
 Logits = torch.Tensor | Callable[[int, int], torch.Tensor]  # [M, V], or a function that computes rows first .. stop of them
@@ -71,11 +73,11 @@ class NativeDecoder:
         assert self._program is None, "the program is built"
         num_groups, num_kept, width = kept.tables.shape
         self._kept, self._num_tokens = kept, num_tokens
-        self._decodes = Decodes(min(num_kept, MAX_ROWS), num_groups, width, self._caches[0].planes["k"].shape[2])
+        self._decodes = Decodes(min(num_kept, MAX_ROWS if self._wide() else NARROW_DECODES), num_groups, width, self._caches[0].planes["k"].shape[2])
 
     def decodes(self, count: int) -> bool:
         """Whether ``decode`` takes a step of so many sequences."""
-        return self._kept is not None and count <= min(len(self._decodes.rows), MAX_ROWS if self._wide() else NARROW_DECODES)
+        return self._kept is not None and count <= len(self._decodes.rows)
 
     def decode(self, rows: list[int], positions: list[int], undrawn: Callable[[list[int], torch.Tensor], list[int]]) -> list[int]:
         """One token each for these rows of ``Kept``, whose last tokens stand at ``positions``: returned, and in ``Kept``. Where they cannot
@@ -87,10 +89,11 @@ class NativeDecoder:
             decodes.want(first, stop)
             with _named():
                 program.run(decodes, 0 if not first else self._tail)
-            drawn, left = decodes.drawn(first, stop)
-            if left:
-                for place, token in zip(left, undrawn(left, self._logits_MV[[place - first for place in left]])):
-                    drawn[place - first] = token
+            drawn = decodes.drawn(first, stop)
+            if UNDRAWN in drawn:
+                left = [i for i, token in enumerate(drawn) if token == UNDRAWN]
+                for i, token in zip(left, undrawn([first + i for i in left], self._logits_MV[left])):
+                    drawn[i] = token
             tokens += drawn
         return tokens
 
@@ -221,7 +224,7 @@ class NativeDecoder:
 
 def _named() -> AbstractContextManager:
     """A profiler sees no kernel of ours: the step gets a name there."""
-    return record_function("native_step") if torch.autograd._profiler_enabled() else nullcontext()
+    return record_function("native_step") if torch.autograd._profiler_enabled() else UNNAMED
 
 
 def _inputs(batch: StepBatch, wanted_M: torch.Tensor) -> StepInputs:

@@ -70,7 +70,7 @@ typedef struct { /* ids, context, tables and slots of decodes, from what is kept
 } Open;
 
 typedef struct { /* the tokens of logits [M, width], of which the first ``count`` columns are tokens */
-    int64_t kind; const float *logits; int64_t width, count; const int64_t *rows; int64_t *tokens, *status; int32_t *token; const int32_t *top_k;
+    int64_t kind; const float *logits; int64_t width, count; const int64_t *rows; int64_t *tokens; int32_t *token; const int32_t *top_k;
     const float *temperature, *top_p, *min_p; const int32_t *stream; /* low and high words */
 } Draw;
 

@@ -189,7 +189,7 @@ static int64_t first_of(const float *x, int64_t count, float value) {
     return count / LANES * LANES;
 }
 
-/* One token a wanted row, as kernels/sample.py defines it. ``status`` 1: the host must draw, or say what is wrong. */
+/* One token a wanted row, as kernels/sample.py defines it. -1: the host must draw, or say what is wrong. */
 static void draw(const Draw *op, const Step *step, const Team *team) {
     int64_t count = op->count;
     for (int64_t item = take(team); item < step->num_wanted; item = take(team)) {
@@ -205,7 +205,7 @@ static void draw(const Draw *op, const Step *step, const Team *team) {
             bad += x[i] - x[i];
             best = i < count && x[i] > best ? x[i] : best;
         }
-        if (bad == 0 && op->temperature[row] > 0) { /* not so with NaN and infinities */
+        if (bad == 0 && op->temperature[row] >= 1e-5f) { /* not so with NaN and infinities */
             Drawn drawn = {team->mine, team->mine + (count + BLOCK - 1) / BLOCK * BLOCK, count};
             float floor = op->min_p[row] > 0 ? (float)log((double)op->min_p[row]) : -INFINITY;
             uint64_t stream;
@@ -215,8 +215,7 @@ static void draw(const Draw *op, const Step *step, const Team *team) {
         } else if (bad == 0)
             for (token = first_of(x, count, best); x[token] != best;)
                 token++;
-        op->status[at] = token < 0;
-        op->tokens[at] = token < 0 ? 0 : token;
-        op->token[row] = op->tokens[at];
+        op->tokens[at] = token;
+        op->token[row] = token < 0 ? 0 : token;
     }
 }

@@ -26,6 +26,7 @@ ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
 BF16, FP32 = 0, 1
 TILES_FROM = 8  # rows from which on matrix tiles are faster
 DRAW_BLOCK = 64  # tokens
+UNDRAWN = -1
 BF16_INPUTS = 32  # inputs of a bf16 panel: a multiple of it, what a matrix tile takes
 
 
@@ -91,7 +92,7 @@ class Open(Op):
 class Draw(Op):
     KIND = 7
     _fields_ = [("logits", c_void_p), ("width", c_int64), ("count", c_int64)] + [
-        (name, c_void_p) for name in ("rows", "tokens", "status", "token", "top_k", "temperature", "top_p", "min_p", "stream")]
+        (name, c_void_p) for name in ("rows", "tokens", "token", "top_k", "temperature", "top_p", "min_p", "stream")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,13 +214,13 @@ class Program:
                   tables=self._address(kept.tables, torch.int32), num_kept=num_kept, num_groups=num_groups, page_slots=decodes.page_slots)
 
     def draw(self, kept: Kept, decodes: Decodes, logits_MV: torch.Tensor, num_tokens: int) -> None:
-        """Tokens of the wanted rows of ``decodes``, as ``kernels.sample`` defines them, by the numbers in ``kept``: into both. Where
-        ``decodes.status`` is 1, the host must draw: rounding might decide, or something is wrong with the logits."""
+        """Tokens of the wanted rows of ``decodes``, as ``kernels.sample`` defines them, by the numbers in ``kept``: into both. UNDRAWN
+        where the host must draw: rounding might decide, or something is wrong with the logits."""
         numbers = {name: self._address(getattr(kept, name), torch.int32 if name in ("token", "top_k", "stream") else torch.float32)
                    for name in ("token", "top_k", "temperature", "top_p", "min_p", "stream")}
         self._floats = max(self._floats, 2 * (num_tokens + DRAW_BLOCK))
         self._add(Draw, logits=self._dense(logits_MV), width=logits_MV.shape[1], count=num_tokens, rows=self._address(decodes.rows, torch.int64),
-                  tokens=self._address(decodes.tokens, torch.int64), status=self._address(decodes.status, torch.int64), **numbers)
+                  tokens=self._address(decodes.tokens, torch.int64), **numbers)
 
     def _cache(self, planes: Planes) -> Cache:
         k_NGPD, v_NGPD = planes.k_NGPD, planes.v_NGPD
@@ -237,9 +238,10 @@ class Program:
             held = max(ROWS * self._width * 3 // 2, NEAR_FLOATS)  # rows in three parts of half their size
             self._size = -(-max(self._width + held, self._floats) // LANES) * LANES
             self._scratch = torch.empty(self._threads, self._size)
+            self._starts = [ctypes.addressof(self._array) + i * ctypes.sizeof(c_void_p) for i in range(len(self._ops) + 1)]
+            self._memory = self._scratch.data_ptr()
         stop = len(self._ops) if stop is None else stop
-        self._library.kvasir_run(ctypes.byref(self._array, first * ctypes.sizeof(c_void_p)), stop - first, ctypes.byref(step.args), self._threads,
-                                 self._scratch.data_ptr(), self._size, self.tiles)
+        self._library.kvasir_run(self._starts[first], stop - first, step.at, self._threads, self._memory, self._size, self.tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,23 +272,25 @@ class StepInputs:
                              positions.data_ptr(), wanted.data_ptr(), row_start.data_ptr(), context.data_ptr(),
                              *map(ctypes.addressof, pointers), None if ancestors is None else ancestors.data_ptr(),
                              0 if ancestors is None else ancestors.shape[1])
+        self.at = ctypes.addressof(self.args)
 
 
 class Decodes:
     """The inputs of steps of one row a sequence, in memory that stays: at most B rows of G page tables, W pages each. What
-    changes from step to step is ``rows`` and ``positions``; ``open_rows`` makes the rest of it, ``draw`` the ``tokens`` and ``status``."""
+    changes from step to step is ``rows`` and ``positions``; ``open_rows`` makes the rest of it, ``draw`` the ``tokens``."""
 
     def __init__(self, max_rows: int, num_groups: int, num_pages: int, page_slots: int) -> None:
         self.page_slots = page_slots
-        self.rows, self.positions, self.ids, self.tokens, self.status = (torch.zeros(max_rows, dtype=torch.int64) for _ in range(5))
+        self.rows, self.positions, self.ids, self.tokens = (torch.zeros(max_rows, dtype=torch.int64) for _ in range(4))
         self.wanted = torch.arange(max_rows)
         self.context = torch.zeros(max_rows, dtype=torch.int32)
         self.row_start = torch.arange(max_rows + 1, dtype=torch.int32)
         self.tables = torch.zeros(num_groups, max_rows, num_pages, dtype=torch.int32)
         self.slots = torch.zeros(num_groups, max_rows, dtype=torch.int64)
         whole = StepInputs(self.ids, self.positions, self.row_start, self.context, self.tables.unbind(), self.slots.unbind(), self.wanted)
-        self._whole, self.args = whole, whole.args
-        self._rows, self._positions, self._tokens, self._status = (t.numpy() for t in (self.rows, self.positions, self.tokens, self.status))
+        self._whole, self.args, self.at = whole, whole.args, whole.at
+        self._first_wanted = self.wanted.data_ptr()
+        self._rows, self._positions, self._tokens = self.rows.numpy(), self.positions.numpy(), self.tokens.numpy()
 
     def set(self, rows: list[int], positions: list[int]) -> None:
         """What the next step decodes."""
@@ -297,12 +301,11 @@ class Decodes:
     def want(self, first: int, stop: int) -> None:
         """Whose logits are computed next."""
         self.args.num_wanted = stop - first
-        self.args.wanted = self.wanted.data_ptr() + 8 * first
+        self.args.wanted = self._first_wanted + 8 * first
 
-    def drawn(self, first: int, stop: int) -> tuple[list[int], list[int]]:
-        """Tokens of those rows, and which of them (by place in the step) the host must draw."""
-        status = self._status[first:stop]
-        return self._tokens[first:stop].tolist(), (np.flatnonzero(status) + first).tolist() if status.any() else []
+    def drawn(self, first: int, stop: int) -> list[int]:
+        """The tokens of those rows."""
+        return self._tokens[first:stop].tolist()
 
 
 def _check(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
