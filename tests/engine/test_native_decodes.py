@@ -13,8 +13,8 @@ from tests.engine.driver import Driver
 pytestmark = pytest.mark.skipif(native().library is None, reason=f"no native kernels: {native().reason}")
 DRAWN_HERE = [dict(temperature=0.0), dict(temperature=1.0), dict(temperature=0.7, top_k=20), dict(temperature=0.8, top_p=0.9),
               dict(temperature=1.3, top_k=50, top_p=0.95, min_p=0.02), dict(temperature=1.0, min_p=0.1)]
-NOT_HERE = [dict(temperature=1.0, logprobs=3), dict(temperature=0.9, frequency_penalty=0.5, repetition_penalty=1.2), dict(temperature=1.0, min_tokens=9),
-            dict(temperature=1.0, logit_bias={77: 8.0, 78: -8.0})]
+NOT_HERE = [dict(temperature=1.0, logprobs=3), dict(temperature=0.9, frequency_penalty=0.5, repetition_penalty=1.2),
+            dict(temperature=1.0, min_tokens=9), dict(temperature=1.0, logit_bias={77: 8.0, 78: -8.0})]
 GRAMMAR = [dict(temperature=1.0, grammar=Grammar("regex", "[a-z ]{60}"))]  # alone: when it is compiled is a matter of time
 
 
@@ -40,9 +40,9 @@ def counted(monkeypatch):
     return steps
 
 
-LOADS = {"alone": (DRAWN_HERE[4:5], {}), "many": (DRAWN_HERE * 3, {}), "beside others": (DRAWN_HERE + NOT_HERE, {}), "others": (NOT_HERE, {}), "a grammar": (GRAMMAR, {}),
-         "branches": (DRAWN_HERE[1:3], dict(n=3)), "short of pages": (DRAWN_HERE * 2, dict(num_pages=26, gap=0, max_model_len=200)),
-         "overlapping": (DRAWN_HERE, dict(overlap=True)), "drafts": (DRAWN_HERE, dict(drafter="ngram"))}
+LOADS = {"alone": (DRAWN_HERE[4:5], {}), "many": (DRAWN_HERE * 3, {}), "beside others": (DRAWN_HERE + NOT_HERE, {}), "others": (NOT_HERE, {}),
+         "a grammar": (GRAMMAR, {}), "branches": (DRAWN_HERE[1:3], dict(n=3)), "overlapping": (DRAWN_HERE, dict(overlap=True)),
+         "short of pages": (DRAWN_HERE * 2, dict(num_pages=26, gap=0, max_model_len=200)), "drafts": (DRAWN_HERE, dict(drafter="ngram"))}
 
 
 @pytest.mark.parametrize("load", LOADS)

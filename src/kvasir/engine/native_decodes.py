@@ -25,7 +25,12 @@ class NativeDecodes:
 
     def takes(self, spans: list[Span]) -> bool:
         """Whether these spans are decodes, and nothing else."""
-        return all(span.want is ONE_SAMPLE for span in spans) and self.native.decodes(len(spans))
+        if len(spans) > self.native.most_decodes:
+            return False
+        for span in spans:
+            if span.want is not ONE_SAMPLE:
+                return False
+        return True
 
     def draw(self, spans: list[Span]) -> Drawn:
         """A token each, of spans that ``Sampler.simple`` is true of."""
@@ -41,7 +46,6 @@ class NativeDecodes:
 
         rows, starts = self._bring(spans)
         tokens = self.native.decode(rows, starts, undrawn)
-        self.rows.drawn(rows, [start + 1 for start in starts])
         return Drawn([SpanResult([token]) for token in tokens] if not results else
                      [results.get(i) or SpanResult([token]) for i, token in enumerate(tokens)])
 
@@ -51,7 +55,7 @@ class NativeDecodes:
     def _bring(self, spans: list[Span]) -> tuple[list[int], list[int]]:
         """Rows and positions; ``rows`` holds all that they start from."""
         rows, starts = [span.row for span in spans], [span.start for span in spans]
-        self.rows.bring(spans, rows, starts)
+        self.rows.bring(spans)
         return rows, starts
 
 

@@ -17,7 +17,7 @@ from kvasir.engine.spans import ONE_SAMPLE, Step
 from kvasir.engine.step_time import StepShape, StepTimeModel, step_budget
 from kvasir.types import Span
 
-ALIKE_SHARE = 8  # of decode steps that are a replay, or one native call, one in so many is learnt from: they are many and alike, and the host is in a hurry
+ALIKE_SHARE = 8  # of decode steps that are a replay, or one native call, one in so many is learnt from: there are many, and the host is in a hurry
 
 
 @dataclass(slots=True)

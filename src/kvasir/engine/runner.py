@@ -115,7 +115,8 @@ class Runner:
             return self._run(spans)
         if self.sampler.simple(spans) and not self.sampler.num_top:
             return self.decodes.draw(spans)
-        return self._sample(spans, self.decodes.logits(spans))
+        with torch.inference_mode():
+            return self._sample(spans, self.decodes.logits(spans))
 
     @torch.inference_mode()
     def _run(self, spans: list[Span]) -> Handle:
@@ -153,7 +154,6 @@ class Runner:
             handle = GuestHandle(handle, spans, hidden_ME[count:])
         return handle, None if tapped is None else tapped.hidden_TLE
 
-    @torch.inference_mode()
     def _sample(self, spans: list[Span], logits: torch.Tensor | Callable[[int, int], torch.Tensor]) -> SampleOutput:
         """Draw from the rows whose logits are wanted, and leave the tokens where the next step looks for them."""
         batch = self.sampler.pack(spans)

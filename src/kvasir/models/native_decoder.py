@@ -67,17 +67,15 @@ class NativeDecoder:
         self._program: Program | None = None
         self._kept: Kept | None = None
         self._num_tokens = 0
+        self.most_decodes = 0  # sequences of a step that ``decode`` takes
 
     def keep(self, kept: Kept, num_tokens: int) -> None:
         """From now on, ``decode`` works on rows of ``kept`` and draws from the first ``num_tokens`` columns. Before the first step."""
         assert self._program is None, "the program is built"
         num_groups, num_kept, width = kept.tables.shape
         self._kept, self._num_tokens = kept, num_tokens
-        self._decodes = Decodes(min(num_kept, MAX_ROWS if self._wide() else NARROW_DECODES), num_groups, width, self._caches[0].planes["k"].shape[2])
-
-    def decodes(self, count: int) -> bool:
-        """Whether ``decode`` takes a step of so many sequences."""
-        return self._kept is not None and count <= len(self._decodes.rows)
+        self.most_decodes = min(num_kept, MAX_ROWS if self._wide() else NARROW_DECODES)
+        self._decodes = Decodes(self.most_decodes, num_groups, width, self._caches[0].planes["k"].shape[2])
 
     def decode(self, rows: list[int], positions: list[int], undrawn: Callable[[list[int], torch.Tensor], list[int]]) -> list[int]:
         """One token each for these rows of ``Kept``, whose last tokens stand at ``positions``: returned, and in ``Kept``. Where they cannot

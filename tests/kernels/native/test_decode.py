@@ -17,8 +17,8 @@ CLOSE = 5e-5  # as in decode.h
 def kept_of(given, num_groups=1, width=1):
     temperature, top_k, top_p, min_p, stream, _ = given
     rows = len(temperature)
-    return Kept(torch.zeros(rows, dtype=torch.int32), temperature.float(), top_k, top_p.float(), min_p.float(), stream.view(torch.int32).view(rows, 2),
-                torch.zeros(num_groups, rows, width, dtype=torch.int32))
+    return Kept(torch.zeros(rows, dtype=torch.int32), temperature.float(), top_k, top_p.float(), min_p.float(),
+                stream.view(torch.int32).view(rows, 2), torch.zeros(num_groups, rows, width, dtype=torch.int32))
 
 
 def draws(x, given, vocab_size):
@@ -69,7 +69,8 @@ def test_only_what_rounding_might_change_is_left():
 def test_rows_that_are_wrong_are_left(bad, place):
     x = torch.randn(4, 70)
     x[1:3, place] = bad
-    given = (torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.full((4,), 61, dtype=torch.int32), torch.ones(4), torch.zeros(4), torch.arange(4), torch.arange(4))
+    at = torch.arange(4)
+    given = (torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.full((4,), 61, dtype=torch.int32), torch.ones(4), torch.zeros(4), at, at)
     found, _ = draws(x, given, 61)
     assert ((found == UNDRAWN) == torch.tensor([False, True, True, False])).all()
 

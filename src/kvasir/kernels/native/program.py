@@ -285,7 +285,7 @@ class Decodes:
         self.wanted = torch.arange(max_rows)
         self.context = torch.zeros(max_rows, dtype=torch.int32)
         self.row_start = torch.arange(max_rows + 1, dtype=torch.int32)
-        self.tables = torch.zeros(num_groups, max_rows, num_pages, dtype=torch.int32)
+        self.tables = torch.from_numpy(np.zeros((num_groups, max_rows, num_pages), np.int32))  # taken when it is touched first
         self.slots = torch.zeros(num_groups, max_rows, dtype=torch.int64)
         whole = StepInputs(self.ids, self.positions, self.row_start, self.context, self.tables.unbind(), self.slots.unbind(), self.wanted)
         self._whole, self.args, self.at = whole, whole.args, whole.at
