@@ -25,12 +25,7 @@ class NativeDecodes:
 
     def takes(self, spans: list[Span]) -> bool:
         """Whether these spans are decodes, and nothing else."""
-        if len(spans) > self.native.most_decodes:
-            return False
-        for span in spans:
-            if span.want is not ONE_SAMPLE:
-                return False
-        return True
+        return len(spans) <= self.native.most_decodes and all(span.want is ONE_SAMPLE for span in spans)
 
     def draw(self, spans: list[Span]) -> Drawn:
         """A token each, of spans that ``Sampler.simple`` is true of."""
