@@ -9,7 +9,7 @@ import torch
 
 from kvasir.config import SchedulerConfig
 from kvasir.engine.graphs import call_through
-from kvasir.engine.pace import GRAPH_SHARE, Pace, StepClock
+from kvasir.engine.pace import ALIKE_SHARE, Pace, StepClock
 from kvasir.engine.scheduler import Scheduler
 from kvasir.engine.schedulers.fcfs import Fcfs
 from kvasir.engine.step_time import Roofline, StepShape, StepTimeModel
@@ -104,7 +104,7 @@ def test_replays_are_learnt_from_with_their_padding_and_captures_never():
     spans = [SimpleNamespace(start=10 + i, length=1) for i in range(5)]
     ready = set()
     graphs = SimpleNamespace(takes=lambda spans: all(s.length == 1 for s in spans), bucket=lambda n: 8, replays=lambda size: size in ready)
-    clock = StepClock(Model(), SimpleNamespace(graphs=graphs, device=torch.device("cpu")))
+    clock = StepClock(Model(), SimpleNamespace(graphs=graphs, native=None, device=torch.device("cpu")))
 
     def run(spans) -> bool:
         lap = clock.start(spans)
@@ -113,9 +113,9 @@ def test_replays_are_learnt_from_with_their_padding_and_captures_never():
             clock.learn(lap, spans)
         return lap is not None
 
-    assert not any(run(spans) for _ in range(2 * GRAPH_SHARE)), "the bucket is not captured"
+    assert not any(run(spans) for _ in range(2 * ALIKE_SHARE)), "the bucket is not captured"
     ready.add(8)
-    assert sum(run(spans) for _ in range(2 * GRAPH_SHARE)) == 2
+    assert sum(run(spans) for _ in range(2 * ALIKE_SHARE)) == 2
     assert run([*spans, SimpleNamespace(start=0, length=30)])
     replay = (StepShape(8, 0.0, 60, 5), True)
     assert clock.model.seen == [replay, replay, (StepShape(35, 450.0, 60, 6), False)]
@@ -124,9 +124,9 @@ def test_replays_are_learnt_from_with_their_padding_and_captures_never():
 def test_replays_that_verify_drafts_are_not_taken_for_decodes():
     """Their graphs are others, of as many rows as there are drafts: whether the decodes' is captured says nothing about them."""
     graphs = SimpleNamespace(takes=lambda spans: True, bucket=lambda n: 8, replays=lambda size: True)
-    clock = StepClock(Model(), SimpleNamespace(graphs=graphs, device=torch.device("cpu")))
+    clock = StepClock(Model(), SimpleNamespace(graphs=graphs, native=None, device=torch.device("cpu")))
     spans = [SimpleNamespace(start=10, length=1), SimpleNamespace(start=20, length=4)]
-    assert all(clock.start(spans) is None for _ in range(2 * GRAPH_SHARE))
+    assert all(clock.start(spans) is None for _ in range(2 * ALIKE_SHARE))
 
 
 def test_an_engine_learns_how_long_its_steps_take():

@@ -158,7 +158,7 @@ def test_the_comparison_can_fail(monkeypatch):
 
     def wrong(self, library):
         program = build(self, library)
-        head = program._ops[-1]
+        head = program._ops[self._draw - 1]
         head.scale = -head.scale
         return program
 

@@ -7,7 +7,7 @@ import itertools
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,17 +167,17 @@ class LLM:
         waiting = iter(requests)
         pending = next(waiting, None)
         num_open = len(requests)
-        with self._collecting(collectors), _progress(progress, len(requests)) as advance:
+        with self._collecting(collectors), _progress(progress, len(requests)) as advance, _uninterrupted() as interrupt:
             while num_open:
                 events: list[Event] = []
-                with _uninterrupted():
-                    while pending is not None:  # feed the queue up to its bound, then step
-                        accepted = self.engine.submit(pending)
-                        if accepted[0].kind == "error" and accepted[0].status == 429 and self.engine.has_work():
-                            break
-                        events += accepted
-                        pending = next(waiting, None)
-                    ended = self._deliver(events + self.engine.step())
+                while pending is not None:  # feed the queue up to its bound, then step
+                    accepted = self.engine.submit(pending)
+                    if accepted[0].kind == "error" and accepted[0].status == 429 and self.engine.has_work():
+                        break
+                    events += accepted
+                    pending = next(waiting, None)
+                ended = self._deliver(events + self.engine.step())
+                interrupt()
                 for collector in ended:
                     if collector.output.request_id in collectors:
                         num_open -= 1
@@ -210,12 +210,12 @@ class LLM:
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits for the end of a step, which cannot be taken back halfway; pressed again, it does not. Signals reach the main thread
-    only, so others have nothing to wait for."""
+def _uninterrupted() -> Iterator[Callable[[], None]]:
+    """Ctrl-C waits for the end, or for a call of what is yielded between two steps, since a step cannot be taken back halfway; pressed
+    again, it does not wait. Signals reach the main thread only, so others have nothing to wait for."""
     usual = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
     if not callable(usual):
-        yield
+        yield lambda: None
         return
     pressed: list[tuple[Any, ...]] = []
 
@@ -224,13 +224,16 @@ def _uninterrupted() -> Iterator[None]:
             usual(*args)
         pressed.append(args)
 
+    def interrupt() -> None:
+        if pressed:
+            usual(*pressed.pop())
+
     signal.signal(signal.SIGINT, press)
     try:
-        yield
+        yield interrupt
     finally:
         signal.signal(signal.SIGINT, usual)
-    if pressed:
-        usual(*pressed[-1])
+    interrupt()
 
 
 class Collector:
@@ -245,8 +248,11 @@ class Collector:
 
     def newly_done(self) -> bool:
         """True once, when the last branch has ended."""
-        if self.output.finished or any(o.finish_reason is None for o in self.output.outputs):
+        if self.output.finished:
             return False
+        for out in self.output.outputs:
+            if out.finish_reason is None:
+                return False
         self.output.finished = True
         return True
 

@@ -54,6 +54,8 @@ class RowState:
         # What may be drawn depends on the tokens before: the next row cannot be packed until the host knows them.
         self.bound = bool(self.words) or self.history is not None or self.matcher is not None
 
+        self.always_simple = self.simple(0)
+
     def simple(self, num_output: int) -> bool:
         """Whether temperature, top-k, top-p, min-p and noise are all there is to a draw that follows ``num_output`` tokens."""
         return self.plain and self.params.logprobs is None and (num_output >= self.min_tokens or not self.ends)

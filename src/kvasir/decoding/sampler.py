@@ -76,6 +76,7 @@ class Sampler:
         self.max_seqs = max_seqs
         self._states: list[RowState | None] = [None] * max_seqs
         self.num_bound = 0  # open rows whose draws depend on the tokens before
+        self._num_odd = 0  # open rows that are not always simple
         self.num_top = 0  # likeliest tokens of every row that the steps to come report, by the logits as the model gave them
 
     # ------------------------------------------------------------------------------------------------ per-sequence state
@@ -87,9 +88,11 @@ class Sampler:
             self.close(seq.row)
         state = self._states[seq.row] = RowState(seq, self.vocab_size, self.tokenizer_size, self.eos_ids)
         self.num_bound += state.bound
+        self._num_odd += not state.always_simple
 
     def close(self, row: int) -> None:
         self.num_bound -= self._states[row].bound
+        self._num_odd -= not self._states[row].always_simple
         self._states[row] = None
 
     def numbers(self, row: int) -> tuple[float, int, float, float]:
@@ -101,7 +104,7 @@ class Sampler:
     def simple(self, spans: list[Span]) -> bool:
         """Whether these decodes need nothing but the numbers of their rows: then the device draws by itself."""
         states = self._states
-        return all(states[span.row].simple(span.start + 1 - span.seq.num_prompt) for span in spans)
+        return not self._num_odd or all(states[span.row].simple(span.start + 1 - span.seq.num_prompt) for span in spans)
 
     def accepted(self, seq: Sequence, tokens: Many[int]) -> None:
         """``tokens`` were committed: counts and the grammar of the row move on."""

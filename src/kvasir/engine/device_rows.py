@@ -65,6 +65,7 @@ class DeviceRows:
         self.kept = Kept(self.token, self.temperature, self.top_k, self.top_p, self.min_p, self.stream,
                          section(TABLES, num_groups * max_pages).view(num_groups, count, max_pages))
         self.tables = tuple(self.kept.tables)
+        self._host_words = self.words.numpy() if self.words.device.type == "cpu" else None
         self._max_pages = max_pages
         self._position = np.full(count, UNKNOWN, np.int64)  # of the token that the device has, or UNKNOWN
         self._open: dict[int, tuple[Sequence, list[int], list[int]]] = {}  # row -> sequence, places and content of its numbers
@@ -97,7 +98,7 @@ class DeviceRows:
         for seq, _, _ in self._open.values():
             seq.num_sent = 0
 
-    def changes(self, spans: list[Span], rows: np.ndarray, starts: np.ndarray) -> tuple[list[int], list[int]]:
+    def changes(self, spans: list[Span], rows: Many[int] | np.ndarray, starts: Many[int] | np.ndarray) -> tuple[list[int], list[int]]:
         """What the device does not know yet of these decodes, as (places in ``words``, their new content): parameters of
         new rows, pages, and tokens that it did not draw itself. The caller sends it."""
         at: list[int] = []
@@ -116,6 +117,18 @@ class DeviceRows:
             if seq.num_sent < len(seq.tables[0]):
                 self._send_pages(seq, at, content)
         return at, content
+
+    def bring(self, spans: list[Span]) -> None:
+        """``changes``, made at once, and ``drawn``, where ``words`` lie in the host's own memory."""
+        position, new = self._position, []
+        for span in spans:
+            if position[span.row] != span.start or span.seq.num_sent < len(span.seq.tables[0]):
+                new.append(span)
+        if new or self._unsent:
+            at, content = self.changes(new, [span.row for span in new], [span.start for span in new])
+            self._host_words[at] = content
+        for span in spans:
+            position[span.row] = span.start + 1
 
     def _send_pages(self, seq: Sequence, at: list[int], content: list[int]) -> None:
         sent, end = seq.num_sent, len(seq.tables[0])

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from kvasir.engine.runner import Runner
-from kvasir.engine.spans import Step
+from kvasir.engine.spans import ONE_SAMPLE, Step
 from kvasir.engine.step_time import StepShape, StepTimeModel, step_budget
 from kvasir.types import Span
 
-GRAPH_SHARE = 8  # of the steps that are replayed, one in so many is learnt from: they are many and alike, and the host is in a hurry
+ALIKE_SHARE = 8  # of decode steps that are a replay, or one native call, one in so many is learnt from: there are many, and the host is in a hurry
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class StepClock:
         self._runner = runner
         self._events = runner.device.type == "cuda"
         self._spare: list[Lap] = []
-        self._num_replays = 0
+        self._num_alike = 0
 
     def start(self, spans: list[Span]) -> Lap | None:
         """Before a launch. None: this one is not timed. Decodes that will be replayed soon, and now compile or are captured,
@@ -49,8 +49,12 @@ class StepClock:
             if any(span.length > 1 for span in spans):
                 return None
             rows, graph = graphs.bucket(len(spans)), True
-            self._num_replays += 1
-            if self._num_replays % GRAPH_SHARE or not graphs.replays(rows):
+            self._num_alike += 1
+            if self._num_alike % ALIKE_SHARE or not graphs.replays(rows):
+                return None
+        elif self._runner.native is not None and all(span.want is ONE_SAMPLE for span in spans):
+            self._num_alike += 1
+            if self._num_alike > 2 * ALIKE_SHARE and self._num_alike % ALIKE_SHARE:
                 return None
         lap = self._spare.pop() if self._spare else self._lap()
         lap.rows, lap.graph = rows, graph

@@ -18,6 +18,7 @@ from kvasir.engine.batch import Packer
 from kvasir.engine.decode_tapes import DecodeTapes
 from kvasir.engine.device_rows import DeviceRows
 from kvasir.engine.graphs import Capture, CudaCapture, DecodeGraphs
+from kvasir.engine.native_decodes import NativeDecodes
 from kvasir.engine.sizing import pages_for
 from kvasir.engine.tape import Arena, record
 from kvasir.engine.taps import GuestHandle, TappedHandle, Taps
@@ -52,6 +53,7 @@ class Runner:
         self.taps: Taps | None = None
         self._guest_inputs: torch.Tensor | None = None
         self.native: NativeDecoder | None = None
+        self.decodes: NativeDecodes | None = None
         self.tapes: DecodeTapes | None = None
         self.weights_changed()
 
@@ -62,6 +64,7 @@ class Runner:
         inner = self.taps is None or len(self.model.blocks) - 1 not in self.taps.layers
         native = inner and why_not(self.model, self.caches, self.backend) is None
         self.native = NativeDecoder(self.model, self.caches) if native else None
+        self.decodes = None if self.native is None else NativeDecodes(self.native, self.sampler, self.rows)
         self.tapes = None if native else self._tapes()
         if self.tapes is not None and self.taps is not None:
             self.tapes.use_taps(self.taps)
@@ -119,11 +122,21 @@ class Runner:
             torch.cuda.synchronize(self.device)
         self.rows.forget()
 
-    @torch.inference_mode()
     def launch(self, plan: Plan) -> Handle:
         """Run a plan whose page copies were made already. Does not wait for the device."""
-        handle, hidden_TLE = self._launch(plan.spans)
-        return handle if hidden_TLE is None else TappedHandle(handle, plan.spans, hidden_TLE)
+        spans = plan.spans
+        tapped = self.taps is not None and self.taps.on
+        if self.native is None or tapped or not self.decodes.takes(spans):
+            return self._run(spans)
+        if self.sampler.simple(spans) and not self.sampler.num_top:
+            return self.decodes.draw(spans)
+        with torch.inference_mode():
+            return self._sample(spans, self.decodes.logits(spans))
+
+    @torch.inference_mode()
+    def _run(self, spans: list[Span]) -> Handle:
+        handle, hidden_TLE = self._launch(spans)
+        return handle if hidden_TLE is None else TappedHandle(handle, spans, hidden_TLE)
 
     def _launch(self, spans: list[Span]) -> tuple[Handle, torch.Tensor | None]:
         """The handle, and what was tapped [T, layers, E]."""

@@ -25,7 +25,7 @@ from kvasir.engine.pages_ahead import PagesAhead
 from kvasir.engine.policy import MAX_SKIPS, SchedulerPolicy
 from kvasir.engine.queue import Queue
 from kvasir.engine.room import Room
-from kvasir.engine.spans import ROW_TILE, Step, page_aligned, room_to_start, round_down, rows_left, trim_draft, unscored_from
+from kvasir.engine.spans import ONE_SAMPLE, ROW_TILE, Step, page_aligned, room_to_start, round_down, rows_left, trim_draft, unscored_from
 from kvasir.types import FinishReason, Plan, Sequence, Span, Status
 
 LOOK_AHEAD = 8  # requests that do not fit and are looked past, a step
@@ -128,6 +128,9 @@ class Scheduler:
         self.room.begin(now)
         budget = min(self.max_rows, max_rows or self.max_rows)
         step = Step(now, budget)
+        if not len(self.waiting) and not self._deferred and (spans := self._only_decodes(step)):
+            self._launched = self._step
+            return Plan(self._step, spans, step.copies)
         decodes, prompts = self._split(now)
         claimant, claim = self._claim(prompts, now, budget)
 
@@ -147,6 +150,25 @@ class Scheduler:
             if "sample" in span.want:
                 seq.num_drawn += 1
         return Plan(step=self._step, spans=list(step.spans.values()), copies=step.copies, preempted=step.preempted)
+
+    def _only_decodes(self, step: Step) -> list[Span] | None:
+        """The plan, the hot path: all that run decode a row, and there are rows and pages for it. None: this is another kind of step."""
+        ordered, spans = self.running.ordered(step.now), []
+        if len(ordered) > step.left:
+            return None
+        for seq in ordered:
+            start, num_tokens = seq.num_computed + seq.num_ahead, len(seq.tokens) + seq.num_drawn
+            if num_tokens - start != 1 or seq.draft or seq.guests:
+                return None
+            if seq.num_drawn and self._awaits_result(seq):
+                continue
+            if not self.pages.grow(seq, num_tokens, step.copies):
+                return None  # the pages that others got meanwhile are found in their tables
+            spans.append(Span(seq, start, 1, "causal", ONE_SAMPLE, row=seq.row))
+        for span in spans:
+            span.seq.num_ahead += 1
+            span.seq.num_drawn += 1
+        return spans
 
     def advance(self, span: Span, emitted: list[int]) -> None:
         """Commit one span: ``emitted`` are the sampled tokens along the accepted draft. Of a void span nothing is kept."""

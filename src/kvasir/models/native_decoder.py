@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -18,8 +18,9 @@ from torch.profiler import record_function
 
 from kvasir.attention.backend import AttentionBackend
 from kvasir.attention.backends.torch import TorchBackend
+from kvasir.kernels.decode_rows import Kept
 from kvasir.kernels.native.library import native
-from kvasir.kernels.native.program import CACHES, LANES, MAX_DIM, Packed, Planes, Program, StepInputs, pack
+from kvasir.kernels.native.program import CACHES, LANES, MAX_DIM, UNDRAWN, Decodes, Packed, Planes, Program, StepInputs, pack
 from kvasir.kv.codec import LayerCache
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.kv.quantized import QuantizedCodec
@@ -34,6 +35,8 @@ MAX_ROWS = 4096  # of a step; memory is taken when it is touched first
 LOGIT_ROWS = 128  # whose logits are computed in one call
 NARROW_ROWS = 32  # where vectors are narrow, products of more prompt rows are left to a BLAS
 NARROW_DECODES = 128
+
+UNNAMED = nullcontext()
 
 Scratch = Callable[[str, int], torch.Tensor]  # memory [MAX_ROWS, width] for one purpose
 Logits = torch.Tensor | Callable[[int, int], torch.Tensor]  # [M, V], or a function that computes rows first .. stop of them
@@ -64,6 +67,60 @@ class NativeDecoder:
         self.model = model
         self._caches = caches
         self._program: Program | None = None
+        self._kept: Kept | None = None
+        self._num_tokens = 0
+        self.most_decodes = 0  # sequences of a step that ``decode`` takes
+
+    def keep(self, kept: Kept, num_tokens: int) -> None:
+        """From now on, ``decode`` works on rows of ``kept`` and draws from the first ``num_tokens`` columns. Before the first step."""
+        assert self._program is None, "the program is built"
+        num_groups, num_kept, width = kept.tables.shape
+        self._kept, self._num_tokens = kept, num_tokens
+        self.most_decodes = min(num_kept, MAX_ROWS if self._wide() else NARROW_DECODES)
+        self._decodes = Decodes(self.most_decodes, num_groups, width, self._caches[0].planes["k"].shape[2])
+
+    def decode(self, rows: list[int], positions: list[int], undrawn: Callable[[list[int], torch.Tensor], list[int]]) -> list[int]:
+        """One token each for these rows of ``Kept``, whose last tokens stand at ``positions``: returned, and in ``Kept``. Where they cannot
+        be drawn here, ``undrawn(places, logits)`` draws: for places in ``rows``, from their logits."""
+        program, decodes, count = self._begin(rows, positions)
+        tokens: list[int] = []
+        for first in range(0, count, LOGIT_ROWS):
+            stop = min(first + LOGIT_ROWS, count)
+            decodes.want(first, stop)
+            with _named():
+                program.run(decodes, 0 if not first else self._tail)
+            drawn = decodes.drawn(first, stop)
+            if UNDRAWN in drawn:
+                left = [i for i, token in enumerate(drawn) if token == UNDRAWN]
+                for i, token in zip(left, undrawn([first + i for i in left], self._logits_MV[left])):
+                    drawn[i] = token
+            tokens += drawn
+        return tokens
+
+    def decode_logits(self, rows: list[int], positions: list[int]) -> Logits:
+        """Logits fp32 of these rows, as ``logits`` returns them."""
+        program, decodes, count = self._begin(rows, positions)
+        decodes.want(0, min(count, LOGIT_ROWS))
+        with _named():
+            program.run(decodes, 0, self._draw if count <= LOGIT_ROWS else self._tail)
+        if count <= LOGIT_ROWS:
+            return self._logits_MV[:count]
+
+        def some(first: int, stop: int) -> torch.Tensor:
+            parts = []
+            for at in range(first, stop, LOGIT_ROWS):
+                decodes.want(at, min(at + LOGIT_ROWS, stop))
+                program.run(decodes, self._tail, self._draw)
+                parts.append(self._logits_MV[:min(LOGIT_ROWS, stop - at)].clone())
+            return torch.cat(parts)
+
+        return some
+
+    def _begin(self, rows: list[int], positions: list[int]) -> tuple[Program, Decodes, int]:
+        if self._program is None:
+            self._program = self._build(native().library)
+        self._decodes.set(rows, positions)
+        return self._program, self._decodes, len(rows)
 
     def takes(self, batch: StepBatch) -> bool:
         num_rows = batch.input_ids.shape[0]
@@ -79,21 +136,21 @@ class NativeDecoder:
         but the last one to buffers [T, E] that receive their outputs, as of `Decoder.forward`."""
         if self._program is None:
             self._program = self._build(native().library)
-        count, num_rows, first = batch.logit_rows.shape[0], batch.input_ids.shape[0], 0
-        with record_function("native_step") if torch.autograd._profiler_enabled() else nullcontext():  # else a step of ours has no name
+        count, num_rows, first = batch.logit_rows.shape[0], batch.input_ids.shape[0], self._body
+        with _named():
             inputs = _inputs(batch, batch.logit_rows)
             for layer, buffer in sorted((taps or {}).items()):  # the list is run up to each, and paused
                 self._program.run(inputs, first, self._ends[layer])
                 buffer.copy_(self._states_TE[:num_rows])
                 first = self._ends[layer]
-            self._program.run(inputs, first, stop=self._tail if not 0 < count <= LOGIT_ROWS else None)
+            self._program.run(inputs, first, self._draw if 0 < count <= LOGIT_ROWS else self._tail)
         return self._logits_MV[:count] if count <= LOGIT_ROWS else lambda first, stop: self._some(batch, first, stop)
 
     def _some(self, batch: StepBatch, first: int, stop: int) -> torch.Tensor:
         """Logits of rows first .. stop of those that are wanted, after the layers have run."""
         parts = []
         for rows in batch.logit_rows[first:stop].split(LOGIT_ROWS):
-            self._program.run(_inputs(batch, rows), first=self._tail)
+            self._program.run(_inputs(batch, rows), self._tail, self._draw)
             parts.append(self._logits_MV[:len(rows)].clone())
         return torch.cat(parts)
 
@@ -101,6 +158,9 @@ class NativeDecoder:
         model, program = self.model, Program(library)
         h_TE = self._states_TE = program.tensor(MAX_ROWS, model.spec.hidden_size)
         self._ends: list[int] = []  # operations up to the end of each layer
+        if self._kept is not None:
+            program.open_rows(self._kept, self._decodes)
+        self._body = len(program)  # what is before it and what is from ``_draw`` on is for ``decode`` alone
         program.embed(model.embed_VE, h_TE, model.embed_scale)
         shared: dict[tuple[str, int], torch.Tensor] = {}  # of all layers
 
@@ -124,6 +184,9 @@ class NativeDecoder:
         self._logits_MV = program.tensor(LOGIT_ROWS, model.spec.vocab_size)
         program.linear(h_TE, pack(library, model.head_VE), self._logits_MV, norm=_norm(model.norm), wanted=True, scale=model.spec.logit_scale,
                        softcap=model.spec.logit_softcap)
+        self._draw = len(program)
+        if self._kept is not None:
+            program.draw(self._kept, self._decodes, self._logits_MV, self._num_tokens)
         return program
 
     def _wide(self) -> bool:
@@ -180,6 +243,11 @@ def planes_of(cache: LayerCache) -> Planes:
         return planes
     turn_k, turn_v = (None if r is None else r.factors_D for r in rotations)
     return replace(planes, turn_k_D=turn_k, turn_v_D=turn_v, order=rotations[0].order)
+
+
+def _named() -> AbstractContextManager:
+    """A profiler sees no kernel of ours: the step gets a name there."""
+    return record_function("native_step") if torch.autograd._profiler_enabled() else UNNAMED
 
 
 def _inputs(batch: StepBatch, wanted_M: torch.Tensor) -> StepInputs:

@@ -38,7 +38,7 @@ typedef struct {
     const int64_t *ancestors; int64_t num_words; /* [T, num_words]: bits of the rows of its span that a tree's row sees; or none */
 } Step;
 
-enum { EMBED, LINEAR, NORM, HEADS, ATTEND, GATHER };
+enum { EMBED, LINEAR, NORM, HEADS, ATTEND, GATHER, OPEN, DRAW };
 enum { BF16, FP32 };
 enum { PLAIN, SILU, GELU, GELU_TANH };
 enum { NUMBERS, INT4, INT8, FP8 }; /* what a cache holds: fp32 numbers, or codes */
@@ -67,6 +67,15 @@ typedef struct {
 } Attend;
 
 typedef struct { int64_t kind; const float *x; float *y; int64_t width; } Gather;
+
+typedef struct { /* ids, context, tables and slots of decodes, from what is kept of their rows [num_kept] */
+    int64_t kind; const int64_t *rows; int64_t *ids; int32_t *context; const int32_t *token, *tables; int64_t num_kept, num_groups, page_slots;
+} Open;
+
+typedef struct { /* the tokens of logits [M, width], of which the first ``count`` columns are tokens */
+    int64_t kind; const float *logits; int64_t width, count; const int64_t *rows; int64_t *tokens; int32_t *token; const int32_t *top_k;
+    const float *temperature, *top_p, *min_p; const int32_t *stream; /* low and high words */
+} Draw;
 
 /* ------------------------------------------------------------------------------------------------------------ vectors */
 

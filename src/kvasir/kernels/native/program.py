@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvasir.kernels.decode_rows import Kept
+
 LANES = 16
 ROWS = 32  # up to here every thread prepares a product's rows for itself
 NEAR_FLOATS = 192 << 10  # of input rows that stay in a core's own cache
@@ -25,6 +27,8 @@ ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
 BF16, FP32 = 0, 1
 CACHES = {"plain": 0, "int4": 1, "int8": 2, "fp8": 3}  # layouts of pages, by the name that their codec gives to kernels
 TILES_FROM = 8  # rows from which on matrix tiles are faster
+DRAW_BLOCK = 64  # tokens
+UNDRAWN = -1
 BF16_INPUTS = 32  # inputs of a bf16 panel: a multiple of it, what a matrix tile takes
 
 
@@ -82,6 +86,18 @@ class Gather(Op):
     _fields_ = [("x", c_void_p), ("y", c_void_p), ("width", c_int64)]
 
 
+class Open(Op):
+    KIND = 6
+    _fields_ = [(name, c_void_p) for name in ("rows", "ids", "context", "token", "tables")] + [
+        (name, c_int64) for name in ("num_kept", "num_groups", "page_slots")]
+
+
+class Draw(Op):
+    KIND = 7
+    _fields_ = [("logits", c_void_p), ("width", c_int64), ("count", c_int64)] + [
+        (name, c_void_p) for name in ("rows", "tokens", "token", "top_k", "temperature", "top_p", "min_p", "stream")]
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
     """A weight [N, K] (gated: [2N, K], gate first) in panels of 2 x 16 outputs, padded with zeros; ``format``: bf16 or fp32."""
@@ -121,6 +137,7 @@ class Program:
         self._held: list[object] = []
         self._array: ctypes.Array | None = None
         self._width = 1  # the most inputs of a product
+        self._floats = 0  # that drawing takes
 
     def __len__(self) -> int:
         return len(self._ops)
@@ -191,6 +208,23 @@ class Program:
         """The wanted rows of x."""
         self._add(Gather, x=self._dense(x_TE), y=self._dense(y_ME), width=x_TE.shape[1])
 
+    def open_rows(self, kept: Kept, decodes: Decodes) -> None:
+        """A step's ids, context, tables and slots, from the rows of ``decodes`` in ``kept`` and its positions."""
+        num_groups, num_kept, width = kept.tables.shape
+        assert kept.tables.is_contiguous() and decodes.tables.shape[2] == width, "tables of one width"
+        self._add(Open, rows=self._address(decodes.rows, torch.int64), ids=self._address(decodes.ids, torch.int64),
+                  context=self._address(decodes.context, torch.int32), token=self._address(kept.token, torch.int32),
+                  tables=self._address(kept.tables, torch.int32), num_kept=num_kept, num_groups=num_groups, page_slots=decodes.page_slots)
+
+    def draw(self, kept: Kept, decodes: Decodes, logits_MV: torch.Tensor, num_tokens: int) -> None:
+        """Tokens of the wanted rows of ``decodes``, as ``kernels.sample`` defines them, by the numbers in ``kept``: into both. UNDRAWN
+        where the host must draw: rounding might decide, or something is wrong with the logits."""
+        numbers = {name: self._address(getattr(kept, name), torch.int32 if name in ("token", "top_k", "stream") else torch.float32)
+                   for name in ("token", "top_k", "temperature", "top_p", "min_p", "stream")}
+        self._floats = max(self._floats, 2 * (num_tokens + DRAW_BLOCK))
+        self._add(Draw, logits=self._dense(logits_MV), width=logits_MV.shape[1], count=num_tokens, rows=self._address(decodes.rows, torch.int64),
+                  tokens=self._address(decodes.tokens, torch.int64), **numbers)
+
     def _cache(self, planes: Planes, dim: int) -> Cache:
         k, v = planes.k_NGPW, planes.v_NGPW
         width, size = dim // 2 if planes.layout == "int4" else dim, k.shape[2]
@@ -204,17 +238,18 @@ class Program:
 
     # ------------------------------------------------------------------------------------------------------------- run
 
-    def run(self, step: StepInputs, first: int = 0, stop: int | None = None) -> None:
+    def run(self, step: StepInputs | Decodes, first: int = 0, stop: int | None = None) -> None:
         """Operations ``first`` .. ``stop`` (default: all) on one step's rows."""
         if self._array is None:
             self._array = (c_void_p * len(self._ops))(*map(ctypes.addressof, self._ops))
             self._threads = torch.get_num_threads()
             held = max(ROWS * self._width * 3 // 2, NEAR_FLOATS)  # rows in three parts of half their size
-            self._size = -(-(self._width + held) // LANES) * LANES
+            self._size = -(-max(self._width + held, self._floats) // LANES) * LANES
             self._scratch = torch.empty(self._threads, self._size)
+            self._starts = [ctypes.addressof(self._array) + i * ctypes.sizeof(c_void_p) for i in range(len(self._ops) + 1)]
+            self._memory = self._scratch.data_ptr()
         stop = len(self._ops) if stop is None else stop
-        self._library.kvasir_run(ctypes.byref(self._array, first * ctypes.sizeof(c_void_p)), stop - first, ctypes.byref(step.args), self._threads,
-                                 self._scratch.data_ptr(), self._size, self.tiles)
+        self._library.kvasir_run(self._starts[first], stop - first, step.at, self._threads, self._memory, self._size, self.tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +287,40 @@ class StepInputs:
                              positions.data_ptr(), wanted.data_ptr(), row_start.data_ptr(), context.data_ptr(),
                              *map(ctypes.addressof, pointers), None if ancestors is None else ancestors.data_ptr(),
                              0 if ancestors is None else ancestors.shape[1])
+        self.at = ctypes.addressof(self.args)
+
+
+class Decodes:
+    """The inputs of steps of one row a sequence, in memory that stays: at most B rows of G page tables, W pages each. What
+    changes from step to step is ``rows`` and ``positions``; ``open_rows`` makes the rest of it, ``draw`` the ``tokens``."""
+
+    def __init__(self, max_rows: int, num_groups: int, num_pages: int, page_slots: int) -> None:
+        self.page_slots = page_slots
+        self.rows, self.positions, self.ids, self.tokens = (torch.zeros(max_rows, dtype=torch.int64) for _ in range(4))
+        self.wanted = torch.arange(max_rows)
+        self.context = torch.zeros(max_rows, dtype=torch.int32)
+        self.row_start = torch.arange(max_rows + 1, dtype=torch.int32)
+        self.tables = torch.from_numpy(np.zeros((num_groups, max_rows, num_pages), np.int32))  # taken when it is touched first
+        self.slots = torch.zeros(num_groups, max_rows, dtype=torch.int64)
+        whole = StepInputs(self.ids, self.positions, self.row_start, self.context, self.tables.unbind(), self.slots.unbind(), self.wanted)
+        self._whole, self.args, self.at = whole, whole.args, whole.at
+        self._first_wanted = self.wanted.data_ptr()
+        self._rows, self._positions, self._tokens = self.rows.numpy(), self.positions.numpy(), self.tokens.numpy()
+
+    def set(self, rows: list[int], positions: list[int]) -> None:
+        """What the next step decodes."""
+        count = len(rows)
+        self._rows[:count], self._positions[:count] = rows, positions
+        self.args.num_rows = self.args.num_spans = count
+
+    def want(self, first: int, stop: int) -> None:
+        """Whose logits are computed next."""
+        self.args.num_wanted = stop - first
+        self.args.wanted = self._first_wanted + 8 * first
+
+    def drawn(self, first: int, stop: int) -> list[int]:
+        """The tokens of those rows."""
+        return self._tokens[first:stop].tolist()
 
 
 def _check(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> None:

@@ -11,6 +11,7 @@
 #include "products.h"
 #include "codes.h"
 #include "attention.h"
+#include "decode.h"
 
 /* --------------------------------------------------------------------------------------------------------------- rows */
 
@@ -41,7 +42,7 @@ static void gather(const Gather *op, const Step *step) {
 }
 
 /* ``scratch``: 64-byte aligned, ``scratch_size`` floats a thread: a row of the most inputs, and ROWS rows in parts of half more or
- * NEAR_FLOATS, whichever is more. */
+ * NEAR_FLOATS, whichever is more; to draw, two rows of logits. */
 void kvasir_run(const void *const *ops, int64_t count, const Step *step, int64_t threads, float *scratch, int64_t scratch_size,
                 int64_t tiles) {
     int64_t next[2] = {0, 0}; /* operations take turns: nobody counts with the other one while it is set back */
@@ -60,6 +61,8 @@ void kvasir_run(const void *const *ops, int64_t count, const Step *step, int64_t
             case HEADS: heads(op, step); break;
             case ATTEND: attend(op, step, &team); break;
             case GATHER: gather(op, step); break;
+            case OPEN: open_rows(op, step); break;
+            case DRAW: draw(op, step, &team); break;
             }
 #pragma omp barrier
         }
