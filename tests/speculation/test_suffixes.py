@@ -94,7 +94,7 @@ class World:
     def step(self, picked: list[bool], max_nodes: int, max_depth: int) -> list:
         chosen = [seqs for seqs, wanted in zip(self.live, picked) if wanted]
         for k, (drafter, found) in enumerate(zip(self.drafters, self.proposed)):
-            found.append(drafter.propose([Ask(seqs[k], max_nodes, max_depth) for seqs in chosen]))
+            found.append(list(drafter.propose([Ask(seqs[k], max_nodes, max_depth) for seqs in chosen])))
             found.append((drafter._texts.num_tokens, len(drafter._stores)))
         return chosen
 
