@@ -262,7 +262,7 @@ def test_threads_take_turns():
             prompt = [10 * i + rng.randrange(8) for _ in range(200)]
             seqs = sequence(prompt, str(i)), sequence(prompt, str(i))
             found = [d.propose([Ask(seq, 8, 8)]) for d, seq in zip((drafter, expected[i]), seqs)]
-            if found[0] != found[1] or drafter.state_bytes() <= 0:
+            if list(found[0]) != found[1] or drafter.state_bytes() <= 0:
                 failed.append(i)
             drafter.close(seqs[0])
 
