@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from kvasir.api.llm import LLM
+from kvasir.bench.result import arm, finish, result
 from kvasir.bench.rollouts import VERIFIABLE
 from kvasir.config import EngineConfig
 from kvasir.lab import export
@@ -95,6 +96,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--problems", type=int, default=16, help="test problems of each task for the report")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--commit", default=None, help="what is measured, where there is no repository")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(argv)
     folder = resolve(options.model or options.recipe)
@@ -102,8 +104,9 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = lab_tokenizer.load(folder)
     rows = train(folder, options, tokenizer)
     judge(rows, options, tokenizer)
-    setting = {name: value for name, value in vars(options).items() if name not in ("out", "model")}
-    (options.out / "report.json").write_text(json.dumps({"setting": setting, "checkpoints": rows}, indent=1) + "\n")
+    setting = {name: value for name, value in vars(options).items() if name not in ("out", "model", "commit")} | {"tasks": list(VERIFIABLE)}
+    arms = [arm(f"checkpoint {row['checkpoint']}", setting, {name: value for name, value in row.items() if name != "checkpoint"}) for row in rows]
+    finish(result(f"successive-checkpoints-{options.recipe}", arms), options.out / "report.json", options.commit)
 
 
 if __name__ == "__main__":
