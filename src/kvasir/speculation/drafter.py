@@ -21,7 +21,7 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 Place = Literal["cpu", "same_device", "other_device"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for every sequence and step, in half the time
 class Ask:
     """A sequence whose next token is the model's turn, and how large a tree may be proposed for it."""
 
@@ -125,7 +125,7 @@ class Drafter(Technique):
         """The outputs of ``hidden_layers`` for committed rows from position ``start``. Rows may be missing: those of a prefix that was
         in the cache, and of steps at which drafting was off. After a preemption they come again."""
 
-    def propose(self, asks: list[Ask]) -> list[DraftTree]:
+    def propose(self, asks: list[Ask]) -> Many[DraftTree]:
         """One tree for each, maybe empty. Continues ``seq.tokens``; changes nothing of the sequence."""
         raise NotImplementedError
 
