@@ -34,6 +34,8 @@ from kvasir.types import ModelInfo, PageCopy, Plan, Request, SamplingParams, Seq
 BACKENDS = "kvasir.attention.backends"
 CODECS = "kvasir.kv.codecs"
 POLICIES = "kvasir.engine.schedulers"
+VLLM_TYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16}
+VLLM_CODECS = {"auto": "plain", "fp8_e4m3": "fp8"}
 GPU_RESERVE = 256 << 20  # what allocator fragmentation and lazily loaded libraries take later, by experience
 GPU_ROWS, CPU_ROWS = 2048, 256
 LARGE_GPU, LARGE_GPU_ROWS = 75 << 30, 8192  # memory that affords the activations of such a step, and fills the chip with it
@@ -69,6 +71,15 @@ def choose_dtype(config: EngineConfig, device: torch.device, hf: dict) -> torch.
         stored = str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         wanted = "float32" if device.type == "cpu" else stored if stored in ("bfloat16", "float16") else "bfloat16"
     return getattr(torch, wanted)
+
+
+def choose_codec(spec: str, dtype: torch.dtype) -> Codec:
+    """By name, or by vLLM's names of types. Raises ConfigError for an unknown one, and for a type that the cache will not have."""
+    kind = VLLM_TYPES.get(spec)
+    if kind is not None and kind != dtype:
+        raise ConfigError(f"kv_codec={spec}, but the model runs in {str(dtype).removeprefix('torch.')}, and an uncompressed cache has its type. "
+                          f"Use --kv-codec plain, or --dtype {str(kind).removeprefix('torch.')}.")
+    return technique.load(CODECS, "plain" if kind is not None else VLLM_CODECS.get(spec, spec), Codec)
 
 
 def choose_backend(name: str, site: Site) -> AttentionBackend:
@@ -113,7 +124,7 @@ def build(config: EngineConfig, beside: Callable[[Decoder], int] = lambda model:
 
     tokenizer_file = None if config.model.skip_tokenizer_init else _tokenizer_file(config, path)
     info = _info(config, path, hf, model, tokenizer_file)
-    codec = technique.load(CODECS, config.cache.kv_codec.replace("auto", "plain"), Codec)
+    codec = choose_codec(config.cache.kv_codec, dtype)
     page_slots = config.cache.page_slots or codec.page_slots
     groups = model.spec.cache_groups()
     site = Site(device=device.type, dtype=dtype, codec_kernel=codec.kernel, page_slots=page_slots, exact=exact, specs=_attention_specs(model))
