@@ -115,11 +115,13 @@ def build(config: EngineConfig, beside: Callable[[Decoder], int] = lambda model:
     exact = config.runner.batch_invariant
     if exact and device.type == "cuda" and not _triton.AVAILABLE:
         raise ConfigError("batch_invariant on a GPU needs Triton, which is not installed. Use --device cpu, or leave --batch-invariant out.")
+    if exact and not config.runner.fused_kernels:
+        raise ConfigError("batch_invariant has norms and products of its own. Leave out --batch-invariant, or --no-fused-kernels.")
     free_before = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     clock.lap("config")
 
     model, loading = start_loading(path, hf, device=device, dtype=dtype, load_format=config.model.load_format, exact=exact,
-                                   seed=config.model.seed, num_positions=config.model.max_model_len)
+                                   fused=config.runner.fused_kernels, seed=config.model.seed, num_positions=config.model.max_model_len)
     clock.lap("allocate")
 
     tokenizer_file = None if config.model.skip_tokenizer_init else _tokenizer_file(config, path)
