@@ -1,4 +1,4 @@
-"""For benchmarks: proposes tokens it was given, each spoiled with probability 1 - accept. *Set* acceptance, not a method.
+"""For benchmarks: proposes tokens it was given, each spoiled with probability 1 - accept. *Set* acceptance, not a method. Exact.
 
 ``load`` takes {prompt ids as a tuple: the output of a plain run}. What it measures is the engine: what a forward of so many
 more rows costs, whatever real drafter may fill them.
