@@ -78,6 +78,7 @@ class Sampler:
         self._states: list[RowState | None] = [None] * max_seqs
         self.num_bound = 0  # open rows whose draws depend on the tokens before
         self.num_top = 0  # likeliest tokens of every row that the steps to come report, by the logits as the model gave them
+        self.by_blocks = False  # whether drafts may have been drawn to be verified by blocks
         self.kept: list[torch.Tensor] | None = None  # where it is a list, what drawn rows were drawn from is added: [S, V] log-weights
 
     # ------------------------------------------------------------------------------------------------ per-sequence state
@@ -103,7 +104,7 @@ class Sampler:
     def simple(self, spans: list[Span]) -> bool:
         """Whether these decodes need nothing but the numbers of their rows: then the device draws by itself."""
         states = self._states
-        if self.kept is not None or any(max_accept.drawn(span) is not None for span in spans if span.length > 1):
+        if self.kept is not None or self.by_blocks and any(max_accept.drawn(span) is not None for span in spans):
             return False
         return all(states[span.row].simple(span.start + 1 - span.seq.num_prompt) for span in spans)
 
@@ -125,7 +126,7 @@ class Sampler:
         ``first`` .. ``stop``: it is called slice by slice, so that a long scored prompt never needs [M, V] at once."""
         step = max(1, SLICE_BYTES // (4 * self.vocab_size))
         draws, reports, tops = [], [], []
-        blocks = max_accept.blocks(batch)
+        blocks = max_accept.blocks(batch) if self.by_blocks else []
         for first in range(0, batch.num_rows, step):
             stop = min(first + step, batch.num_rows)
             part = logits[first:stop] if isinstance(logits, torch.Tensor) else logits(first, stop)
