@@ -74,6 +74,7 @@ class Drafting:
         if drafter.hidden_layers:
             runner.use_taps(drafter.hidden_layers)
         runner.guest_inputs = drafter.guests
+        runner.sampler.by_blocks = not drafter.exact
 
     # ----------------------------------------------------------------------------------------------------- before a step
 

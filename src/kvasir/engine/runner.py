@@ -58,7 +58,8 @@ class Runner:
     def weights_changed(self) -> None:
         """Build anew what holds copies of weights. Nothing may be running."""
         self.model.forget_copies()
-        native = self.taps is None and why_not(self.model, self.caches, self.backend) is None  # one call a step shows nothing in between
+        alone = self.model.place.fused and self.taps is None  # one call a step shows nothing in between
+        native = alone and why_not(self.model, self.caches, self.backend) is None
         self.native = NativeDecoder(self.model, self.caches) if native else None
         self.tapes = None if native else self._tapes()
         if self.tapes is not None and self.taps is not None:

@@ -311,10 +311,7 @@ class Controller:
         bins, stats = self.survival.bins(forest.source), self.stats
         drafted, by_depth = forest.learn(which, paths, bins)
         self.survival.learnt()
-        stats.by_depth += [[0, 0] for _ in by_depth[len(stats.by_depth):]]
-        for total, counts in zip(stats.by_depth, by_depth):
-            total[0] += counts[0]
-            total[1] += counts[1]
+        stats.add_depths(forest.source, by_depth)
         accepted = sum(map(len, paths)) - len(paths)
         counts = stats.by_source.setdefault(forest.source, [0, 0])
         counts[0] += drafted
