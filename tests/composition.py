@@ -251,7 +251,8 @@ changes a step.
 - `≈`: the codec is lossy; the tokens are those of the plain engine with that codec.
 - `refused`: at start-up, or when the request arrives, with the reason and what to do instead, below.
 
-What is not exact mode gives the same up to ties. Speculation by rejection (`max_accept`, which keeps the distribution and not the tokens) or by "typical" acceptance is no part of this page: it has no `=`.
+What is not exact mode gives the same up to ties. Speculation by rejection (`max_accept`, which keeps the distribution and not the tokens) or \
+by "typical" acceptance is no part of this page: it has no `=`.
 
 ## Drafters
 """, table(["drafter", *SYSTEM, *asked, *(f"codec `{c}`" for c in names(CODECS))], drafter_rows()), f"""
