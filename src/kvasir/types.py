@@ -443,6 +443,7 @@ class EngineStats:
     drafted_tokens: int = 0
     drafted_by: dict[str, list[int]] = field(default_factory=dict)  # by drafter: tokens drafted, accepted
     accepted_tokens: int = 0  # drafted ones that were right; each verification emits one more
+    draft_seconds_saved: float = 0.0  # against plain steps as they were measured; below 0 where drafts cost more than they gave
     accepted_by_depth: list[list[int]] = field(default_factory=list)  # [tried, accepted]; tried: its parent was right
     startup: dict[str, float] = field(default_factory=dict)
     step_time_error: dict[str, float] = field(default_factory=dict)  # of the predictions of late, relative, by kind of step: eager, graph

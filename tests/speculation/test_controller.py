@@ -65,6 +65,19 @@ def test_bad_drafts_are_left_out_but_for_rare_trials():
     assert set(drive(control, 3 * MAX_PAUSE, 0.95, price)[-100:]) != {0}, "and pay when they get better"
 
 
+def test_time_saved_is_what_the_same_tokens_would_have_taken():
+    """By hand: every step of 4 decodes takes ``price``; of a drafted one, the tokens that it gave are worth a plain step each four."""
+    for right, price in ((0.95, seconds(0.001)), (0.0, seconds(0.02, sync=0.1))):
+        control = Controller(price)
+        slots = drive(control, 200, right, price)
+        plain, spent = price(4, 100, 0, False), sum(price(4, 100, n, True) for n in slots if n)
+        steps = control.stats.steps
+        spent += (steps - sum(map(bool, slots))) * price(4, 100, 0, True)
+        worth = (steps + control.stats.accepted / 4) * plain
+        assert abs(control.stats.saved - (worth - spent)) < 1e-6
+        assert control.stats.saved > 100 if right else -5 < control.stats.saved < 0
+
+
 def test_slots_follow_the_price_of_a_row():
     means = [sum(drive(Controller(seconds(price)), 300, 0.7, seconds(price))[100:]) for price in (0.001, 0.05, 0.15, 5.0)]
     assert means == sorted(means, reverse=True) and means[0] > means[2] and means[-1] < 200

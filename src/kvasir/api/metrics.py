@@ -109,6 +109,9 @@ def _engine(stats: EngineStats | None) -> Iterator[Metric]:
         "kv_cache_usage": (used / stats.num_pages if stats.num_pages else 0.0, "Share of the pages in use, 0 to 1"),
         "step_seconds": (stats.step_seconds, "How long the last step took"),
         "step_rows": (stats.step_rows, "Rows of the last step"),
+        "draft_seconds_saved": (stats.draft_seconds_saved, "What the tokens of drafted steps would have taken one by one, less what the steps took"),
+        "tokens_per_draft": ((stats.drafts + stats.accepted_tokens) / stats.drafts if stats.drafts else 1.0,
+                             "Tokens that a sequence gets of a forward that verifies a proposal, on average since the start"),
     }
     for name, (value, text) in gauges.items():
         yield GaugeMetricFamily(f"kvasir:{name}", text, value)

@@ -225,6 +225,7 @@ class Drafting:
         s = self.controller.stats
         stats.draft_steps, stats.drafts, stats.drafted_tokens, stats.accepted_tokens = s.steps, s.verified, s.drafted, s.accepted
         stats.accepted_by_depth, stats.drafted_by = s.by_depth, s.by_source
+        stats.draft_seconds_saved = s.saved
 
 
 def _committed(span: Span, result: SpanResult) -> Any:

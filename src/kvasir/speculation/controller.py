@@ -119,6 +119,7 @@ class DraftStats:
     verified: int = 0  # sequences times steps in which they had a draft
     by_depth: list[list[int]] = field(default_factory=list)
     by_source: dict[str, list[int]] = field(default_factory=dict)  # [drafted, accepted] by drafter
+    saved: float = 0.0  # seconds: what the tokens of drafted steps would have taken one by one, less what the steps took
 
 
 class Controller:
@@ -280,10 +281,13 @@ class Controller:
             self._trial = 0 if enough else self._trial - 1
         if not num_seqs or self._credit is None:
             return
-        self._credit += (1.0 + accepted / num_seqs) * self._seconds(num_seqs, context, 0, False) - seconds
+        gained = (1.0 + accepted / num_seqs) * self._seconds(num_seqs, context, 0, False) - seconds
+        self.stats.saved += gained
+        self._credit += gained
         self._trial = 0 if self._credit < 0 else self._trial
 
     def rested(self, seconds: float, excess: float = 0.0) -> None:
         """A plain step took ``seconds``; ``excess`` of them because the step before it was drafted."""
         if self._credit is not None:
+            self.stats.saved -= excess
             self._credit += ALLOWANCE * seconds - excess
