@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from kvasir.scaling.strategy import STRATEGIES, Strategy, load_strategy
@@ -20,3 +22,13 @@ def test_every_strategy_has_its_page_with_its_options():
         config = find(STRATEGIES, name, Strategy)[1]
         assert [pair.partition("=")[0] for pair in options.split(",")] == [f.name for f in dataclasses.fields(config)], name
         assert load_strategy(spec).config == config(), f"{name}: the page has other defaults"
+
+
+def test_the_example_in_python_runs(tmp_path):
+    """In a process of its own, as a reader would run it."""
+    (block,) = re.findall(r"```python\n(.*?)```", (PAGES.parent / "test-time-scaling.md").read_text(), re.S)
+    file = tmp_path / "example.py"
+    file.write_text(block)
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("37 {"), done.stdout
