@@ -75,7 +75,8 @@ def test_random_weights_that_both_read(monkeypatch):
     found = compare.measure(parse("c", table), peer=True, site=SITE)
     check(found)
     assert found["arms"][0]["metrics"]["again.drafts"] == {
-        "tokens": 16, "repeated_4grams": 0.6, "same_outputs": 1, "drafted": 8, "accepted": 6, "acceptance": 0.75, "tokens_per_verification": 4}
+        "tokens": 16, "repeated_4grams": 0.6, "same_outputs": 1, "drafted": 8, "accepted": 6, "verified": 2, "acceptance": 0.75,
+        "tokens_per_verification": 4}
     assert found["arms"][0]["metrics"]["again.decode_tok_s"]["median"] == pytest.approx(14 / 0.007)
     assert [name for name, _, _ in lives] == ["vllm", "vllm", "kvasir", "kvasir"] and len({model for _, model, _ in lives}) == 1
     assert not any("load_format" in options for _, _, options in lives) and lives[2][2]["skip_tokenizer_init"]

@@ -19,8 +19,9 @@ from kvasir.errors import ConfigError
 from kvasir.models.checkpoint import resolve
 
 PASSAGE = 48
-# Of the lab: a sum in steps, a register machine, a record after a schema, a template that is filled in.
-TASKS = ("chain", "state", "schema", "template")
+# Of the lab: two whose answers copy (a template that is filled in, a record after a schema), two whose answers are worked out.
+TASKS = ("template", "schema", "state", "chain")
+COUNTS = ("drafted", "accepted", "verified")  # tokens, and sequences times steps in which they had a draft
 WARM_ROUNDS = 2  # of other prompts, before anything counts: kernels and graphs of drafted steps, and the controller's first trials
 Known = dict[tuple[str, str, int], list[list[int]]]  # (engine, workload, round) -> what its first arm put out
 
@@ -71,19 +72,13 @@ def life(worker: Worker, kind: str, batch: Batch, texts: Texts, count: int, firs
 
 
 def _drafts(outputs: list[list[int]], expected: list[list[int]], counts: dict[str, int]) -> dict[str, float]:
-    figures = {"tokens": sum(map(len, outputs)), "repeated_4grams": repeated_grams(outputs),
-               "same_outputs": sum(a == b for a, b in zip(outputs, expected)) / len(outputs)}
-    drafted, accepted, verified = (counts.get(name, 0) for name in ("drafted", "accepted", "verified"))
-    if verified:
-        figures |= {"drafted": drafted, "accepted": accepted, "acceptance": accepted / max(1, drafted),
-                    "tokens_per_verification": 1 + accepted / verified}
-    return figures
+    return {"tokens": sum(map(len, outputs)), "repeated_4grams": repeated_grams(outputs),
+            "same_outputs": sum(a == b for a, b in zip(outputs, expected)) / len(outputs)} | {name: counts.get(name, 0) for name in COUNTS}
 
 
 def mean(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Of the rounds that have a figure."""
-    values: dict[str, list[float]] = {}
-    for figures in rounds:
-        for name, value in figures.items():
-            values.setdefault(name, []).append(value)
-    return {name: round(sum(found) / len(found), 4) for name, found in values.items()}
+    """Of the figures of all rounds; where there were drafts, with what was accepted of them, and the tokens that a verified one yielded."""
+    found = {name: sum(figures[name] for figures in rounds) / len(rounds) for name in rounds[0]}
+    drafted, accepted, verified = (found[name] for name in COUNTS)
+    found |= {"acceptance": accepted / max(drafted, 1e-9), "tokens_per_verification": 1 + accepted / verified} if verified else {}
+    return {name: round(value, 4) for name, value in found.items() if verified or name not in COUNTS}
