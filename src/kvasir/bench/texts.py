@@ -1,7 +1,8 @@
 """Prompts with structure, for engines that draft: how fast they are on them, and how much of what they proposed was right.
 
 ``repeated``: a passage of ``PASSAGE`` random tokens again and again, after which random weights soon repeat themselves, too. ``tasks``:
-problems of the lab, for its models, which end where the model ends them. Everything is greedy, so every engine should put out what
+problems of the lab, for its models, which end where the model ends them; ``edits``: solutions to be repaired or combined, which copies most
+of them. Everything is greedy, so every engine should put out what
 it puts out without drafts, up to near-ties; the share that is the same is measured. Rates are of decoding: the tokens after the first
 ones, over the time beyond what the prompts and one token take alone.
 """
@@ -19,8 +20,7 @@ from kvasir.errors import ConfigError
 from kvasir.models.checkpoint import resolve
 
 PASSAGE = 48
-# Of the lab: two whose answers copy (a template that is filled in, a record after a schema), two whose answers are worked out.
-TASKS = ("template", "schema", "state", "chain")
+TASKS = {"tasks": ("chain", "state", "schema", "template"), "edits": ("refine/chain", "aggregate/chain")}  # of the lab
 COUNTS = ("drafted", "accepted", "verified")  # tokens, and sequences times steps in which they had a draft
 WARM_ROUNDS = 2  # of other prompts, before anything counts: kernels and graphs of drafted steps, and the controller's first trials
 Known = dict[tuple[str, str, int], list[list[int]]]  # (engine, workload, round) -> what its first arm put out
@@ -48,7 +48,7 @@ class Texts:
             return found, []
         from kvasir.lab.task import load_task
 
-        tasks = [load_task(spec) for spec in TASKS]
+        tasks = [load_task(spec) for spec in TASKS[kind]]
         drawn = [tasks[i % len(tasks)].problems("test", 1000 + number * batch.batch + i, 1)[0] for i in range(batch.batch)]
         found = [self._tokenizer.encode(problem.prompt, add_special_tokens=False).ids for problem in drawn]
         if (longest := max(map(len, found))) > batch.prompt:
