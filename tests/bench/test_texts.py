@@ -75,7 +75,8 @@ def test_random_weights_that_both_read(monkeypatch):
     found = compare.measure(parse("c", table), peer=True, site=SITE)
     check(found)
     assert found["arms"][0]["metrics"]["again.drafts"] == {
-        "tokens": 16, "repeated_4grams": 0.6, "same_outputs": 1, "drafted": 8, "accepted": 6, "acceptance": 0.75, "tokens_per_verification": 4}
+        "tokens": 16, "repeated_4grams": 0.6, "same_outputs": 1, "drafted": 8, "accepted": 6, "verified": 2, "acceptance": 0.75,
+        "tokens_per_verification": 4}
     assert found["arms"][0]["metrics"]["again.decode_tok_s"]["median"] == pytest.approx(14 / 0.007)
     assert [name for name, _, _ in lives] == ["vllm", "vllm", "kvasir", "kvasir"] and len({model for _, model, _ in lives}) == 1
     assert not any("load_format" in options for _, _, options in lives) and lives[2][2]["skip_tokenizer_init"]
@@ -88,6 +89,8 @@ def test_prompts():
     problems, stop = made.prompts("tasks", Batch("a", 8, 400, 2), 0)
     assert stop == [made._tokenizer.token_to_id("<|im_end|>")] and len({tuple(p) for p in problems}) == 8
     assert problems == made.prompts("tasks", Batch("b", 8, 400, 2), 0)[0] and problems != made.prompts("tasks", Batch("a", 8, 400, 2), 1)[0]
+    edits, _ = made.prompts("edits", Batch("a", 8, 1000, 2), 0)
+    assert min(map(len, edits)) > 100
     with pytest.raises(ConfigError, match="let prompts be longer than 20"):
         made.prompts("tasks", Batch("a", 8, 20, 2), 0)
 
@@ -101,7 +104,7 @@ def test_vllms_ngram_needs_its_package():
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"workloads": {"w": {"batch": 1, "prompt": 8, "output": 8, "text": "poems"}}}, "'poems' is none of random, repeated, tasks"),
+    ({"workloads": {"w": {"batch": 1, "prompt": 8, "output": 8, "text": "poems"}}}, "'poems' is none of random, repeated, tasks, edits"),
     ({"cached": True}, "prompts that are not cached"), ({"peer": {"name": "transformers"}}, "no other peer than vllm"),
     ({"model": "", "shape": "small"}, "a model of the lab"), ({"on_disk": True}, "on_disk is for a shape"),
 ])

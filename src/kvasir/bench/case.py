@@ -18,7 +18,7 @@
     prompt = 1024                      tokens of each prompt
     output = 128                       tokens of each answer
     warmup_prompt = 1024               optional: the round that warms up may have shorter prompts
-    text = "repeated"                  optional: prompts with structure, for drafts: repeated, or tasks (of the lab, up to ``prompt`` tokens)
+    text = "repeated"                  optional: prompts with structure, for drafts: repeated; tasks or edits (of the lab, up to ``prompt`` tokens)
     measure = ["prefill"]              optional: some of prefill, decode and total. The total alone is a load: more than runs at once
     targets = { decode = 1.10 }        least ratio to the peer, of decode, prefill or total
     [targets]                          or of any metric and any two arms: "METRIC ARM/ARM" = least ratio
@@ -39,7 +39,7 @@ from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError, nearest
 
 KINDS = ("prefill", "decode", "total")
-TEXTS = ("random", "repeated", "tasks")
+TEXTS = ("random", "repeated", "tasks", "edits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +130,9 @@ def parse(name: str, table: dict[str, Any]) -> Case:
     if table.get("on_disk") and not shape:
         raise ConfigError("on_disk is for a shape, whose weights are made up: a model has its own")
     for w in workloads:
-        if w.text != "random" and (cached or peer and peer.name != "vllm" or w.text == "tasks" and shape):
+        if w.text != "random" and (cached or peer and peer.name != "vllm" or w.text != "repeated" and shape):
             raise ConfigError(f"workload {w.batch.name}: text = {w.text!r} needs prompts that are not cached, no other peer than vllm"
-                              + (", and a model of the lab" if w.text == "tasks" else ""))
+                              + (", and a model of the lab" if w.text != "repeated" else ""))
     for metric in targets:
         if not set(metric.rpartition(" ")[2].split("/")) <= {*arms, *others} or metric.count("/") != 1:
             raise ConfigError(f"target {metric!r}: expected 'METRIC ARM/ARM' with arms of the case: {', '.join([*arms, *others])}")

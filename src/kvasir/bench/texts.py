@@ -1,7 +1,8 @@
 """Prompts with structure, for engines that draft: how fast they are on them, and how much of what they proposed was right.
 
 ``repeated``: a passage of ``PASSAGE`` random tokens again and again, after which random weights soon repeat themselves, too. ``tasks``:
-problems of the lab, for its models, which end where the model ends them. Everything is greedy, so every engine should put out what
+problems of the lab, for its models, which end where the model ends them; ``edits``: solutions to be repaired or combined, which copies most
+of them. Everything is greedy, so every engine should put out what
 it puts out without drafts, up to near-ties; the share that is the same is measured. Rates are of decoding: the tokens after the first
 ones, over the time beyond what the prompts and one token take alone.
 """
@@ -19,8 +20,8 @@ from kvasir.errors import ConfigError
 from kvasir.models.checkpoint import resolve
 
 PASSAGE = 48
-# Of the lab: a sum in steps, a register machine, a record after a schema, a template that is filled in.
-TASKS = ("chain", "state", "schema", "template")
+TASKS = {"tasks": ("chain", "state", "schema", "template"), "edits": ("refine/chain", "aggregate/chain")}  # of the lab
+COUNTS = ("drafted", "accepted", "verified")  # tokens, and sequences times steps in which they had a draft
 WARM_ROUNDS = 2  # of other prompts, before anything counts: kernels and graphs of drafted steps, and the controller's first trials
 Known = dict[tuple[str, str, int], list[list[int]]]  # (engine, workload, round) -> what its first arm put out
 
@@ -47,7 +48,7 @@ class Texts:
             return found, []
         from kvasir.lab.task import load_task
 
-        tasks = [load_task(spec) for spec in TASKS]
+        tasks = [load_task(spec) for spec in TASKS[kind]]
         drawn = [tasks[i % len(tasks)].problems("test", 1000 + number * batch.batch + i, 1)[0] for i in range(batch.batch)]
         found = [self._tokenizer.encode(problem.prompt, add_special_tokens=False).ids for problem in drawn]
         if (longest := max(map(len, found))) > batch.prompt:
@@ -71,19 +72,13 @@ def life(worker: Worker, kind: str, batch: Batch, texts: Texts, count: int, firs
 
 
 def _drafts(outputs: list[list[int]], expected: list[list[int]], counts: dict[str, int]) -> dict[str, float]:
-    figures = {"tokens": sum(map(len, outputs)), "repeated_4grams": repeated_grams(outputs),
-               "same_outputs": sum(a == b for a, b in zip(outputs, expected)) / len(outputs)}
-    drafted, accepted, verified = (counts.get(name, 0) for name in ("drafted", "accepted", "verified"))
-    if verified:
-        figures |= {"drafted": drafted, "accepted": accepted, "acceptance": accepted / max(1, drafted),
-                    "tokens_per_verification": 1 + accepted / verified}
-    return figures
+    return {"tokens": sum(map(len, outputs)), "repeated_4grams": repeated_grams(outputs),
+            "same_outputs": sum(a == b for a, b in zip(outputs, expected)) / len(outputs)} | {name: counts.get(name, 0) for name in COUNTS}
 
 
 def mean(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Of the rounds that have a figure."""
-    values: dict[str, list[float]] = {}
-    for figures in rounds:
-        for name, value in figures.items():
-            values.setdefault(name, []).append(value)
-    return {name: round(sum(found) / len(found), 4) for name, found in values.items()}
+    """Of the figures of all rounds; where there were drafts, with what was accepted of them, and the tokens that a verified one yielded."""
+    found = {name: sum(figures[name] for figures in rounds) / len(rounds) for name in rounds[0]}
+    drafted, accepted, verified = (found[name] for name in COUNTS)
+    found |= {"acceptance": accepted / max(drafted, 1e-9), "tokens_per_verification": 1 + accepted / verified} if verified else {}
+    return {name: round(value, 4) for name, value in found.items() if verified or name not in COUNTS}

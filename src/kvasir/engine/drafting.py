@@ -95,21 +95,29 @@ class Drafting:
 
     def propose(self, running: Iterable[Sequence]) -> None:
         """Set the drafts of all sequences that decode. Nothing may be in flight."""
-        decodes, context, rows, asks, at_work = 0, 0, 0, [], Status.RUNNING
-        most = self._config.max_draft_tokens
+        decodes, context, rows, asks = 0, 0, 0, []
+        at_work, longest, lengths, most = Status.RUNNING, self._max_model_len, self._lengths, self._config.max_draft_tokens
         if self.controller.most_nodes is not None:
             most = min(most, self.controller.most_nodes)
-        for seq in running:
-            left = rows_left(seq)
+        for seq in running:  # once a sequence and step: no call that is not needed
+            known = len(seq.tokens)
+            left = known + seq.num_drawn - seq.num_computed - seq.num_ahead  # rows_left
             rows += left
-            if left == 1 and seq.status is at_work:
-                decodes += 1
-                context += len(seq.tokens)
-                if seq.draft or seq.guests:
-                    seq.drop_draft()
-                nodes = self._most(seq, most)
-                if nodes > 0:
-                    asks.append(Ask(seq, nodes, nodes))
+            if left != 1 or seq.status is not at_work:
+                continue
+            decodes += 1
+            context += known
+            if seq.draft or seq.guests:
+                seq.draft, seq.draft_parents, seq.guests = [], [], {}
+            nodes, end, wanted = most, seq.num_prompt + seq.max_output, seq.request.params.num_draft_tokens
+            if known + nodes >= end or known + nodes >= longest:
+                nodes = min(end, longest) - known - 1
+            if wanted is not None and wanted < nodes:
+                nodes = wanted
+            if nodes > 0 and lengths is not None:
+                nodes = lengths.budget(seq, nodes)
+            if nodes > 0:
+                asks.append(Ask(seq, nodes, nodes))
         if not asks:
             return
         if self.controller.trying and len(asks) > TRIAL_SEQS:
@@ -165,18 +173,6 @@ class Drafting:
         if not seq.state.get("drafted"):
             seq.state["drafted"] = True
             self.drafter.open(seq)
-
-    def _most(self, seq: Sequence, most: int) -> int:
-        """Nodes, of at most ``most``, that may be proposed for it."""
-        known, wanted = len(seq.tokens) + 1, seq.request.params.num_draft_tokens
-        end = seq.num_prompt + seq.max_output
-        if known + most > end or known + most > self._max_model_len:
-            most = min(end, self._max_model_len) - known
-        if wanted is not None and wanted < most:
-            most = wanted
-        if most > 0 and self._lengths is not None:
-            most = self._lengths.budget(seq, most)
-        return most
 
     def launched(self, plan: Plan) -> None:
         """``plan`` is on its way. Of steps that only decode, the time is taken."""

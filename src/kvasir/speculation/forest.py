@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from ctypes import c_double, c_int64, c_void_p
 from itertools import accumulate, chain
 from pathlib import Path
@@ -76,6 +76,13 @@ class Forest(Sequence[DraftTree]):
         start, end = int(self.ends[at - 1]) if at else 0, int(self.ends[at])
         tokens, parents, depths = self.ints[:, start:end].tolist()
         return DraftTree(tokens, parents, self.est[start:end].tolist(), depths, self.source)
+
+    def __iter__(self) -> Iterator[DraftTree]:
+        """All of them, without a look at the arrays for each."""
+        (tokens, parents, depths), est, start = self.ints.tolist(), self.est.tolist(), 0
+        for end in self.ends.tolist():
+            yield DraftTree(tokens[start:end], parents[start:end], est[start:end], depths[start:end], self.source)
+            start = end
 
     @property
     def num_nodes(self) -> int:
