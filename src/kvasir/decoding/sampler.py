@@ -139,7 +139,7 @@ class Sampler:
                 tops.append(to_host(part[:, :self.tokenizer_size].topk(min(self.num_top, self.tokenizer_size)).indices))
         return SampleOutput(batch, torch.cat(draws, 1) if len(draws) != 1 else draws[0], reports, tops) if draws else SampleOutput(batch, None, [])
 
-    def _slice(self, logits_MV: torch.Tensor, rows: Rows, blocks: list[tuple[max_accept.Block, int]]) -> tuple[torch.Tensor, _Reports | None]:
+    def _slice(self, logits_MV: torch.Tensor, rows: Rows, blocks: Many[tuple[max_accept.Block, int]] = ()) -> tuple[torch.Tensor, _Reports | None]:
         """Returns the draws [3, M] fp32 (token id, largest logit, largest allowed logit) and the reports of the slice."""
         whole, padded = len(rows.sampled) == np.count_nonzero(rows.sampled), self.tokenizer_size < self.vocab_size
         if self.device.type == "cuda" and whole and not len(rows.reports[0]) and not rows.constrained and not blocks and self.kept is None:
