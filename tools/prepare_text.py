@@ -8,6 +8,7 @@ become ASCII, notes and picture captions go. The output is deterministic, so run
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import re
 import sys
@@ -106,7 +107,7 @@ def main(folder: str) -> None:
         data = found[0].read_bytes()
         text = (gzip.decompress(data) if found[0].suffix == ".gz" else data).decode("utf-8")
         cleaned = clean(text, title, start).encode()
-        (OUT / f"{name}.txt.gz").write_bytes(gzip.compress(cleaned, 9, mtime=0))
+        (OUT / f"{name}.txt.bz2").write_bytes(bz2.compress(cleaned))
         print(f"{name}: {len(cleaned):,} bytes, {cleaned.count(b'## ')} headings")
 
 

@@ -7,6 +7,7 @@ import pytest
 from kvasir.bench import profile
 from kvasir.bench.profile import TRACED, covered, table
 from kvasir.config import EngineConfig
+from kvasir.engine.engine import Engine
 from kvasir.errors import ConfigError
 from tests.bench.test_result import check
 
@@ -20,6 +21,18 @@ def test_one_step(capsys):
     ops = {k: v for k, v in metrics.items() if k.startswith("us.")}
     assert any("mm" in name or "native_step" in name for name in ops) and list(ops.values())[0] == max(v for k, v in ops.items() if k != "us.other")
     assert "gpu_idle_share" not in metrics
+
+
+def test_every_step_has_a_prompt(monkeypatch, capsys):
+    computed, submit = [], Engine.submit
+    monkeypatch.setattr(Engine, "submit", lambda self, request: computed.append(len(request.prompt_ids)) or submit(self, request))
+    profile.run(EngineConfig.of(num_threads=1, device="cpu"), shape=None, batch=3, prompt=8, repeats=1, mixed=20, output=None, commit=None)
+    found = json.loads(capsys.readouterr().out)
+    check(found)
+    assert computed == [8] * 3 + [20] * (profile.WARMUP + profile.TIMED + TRACED)
+    assert found["arms"][0]["config"]["mixed"] == 20
+    with pytest.raises(ConfigError, match="three are left free"):
+        profile.run(EngineConfig.of(max_num_seqs=3), shape=None, batch=3, prompt=8, repeats=1, mixed=20, output=None, commit=None)
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from kvasir.bench import solve_report
+from kvasir.bench.solve_pooled import MISSING, pooled
 from kvasir.errors import ConfigError
 
 pytest.importorskip("matplotlib")
@@ -82,3 +83,30 @@ def test_other_files_are_refused(found, tmp_path):
     file.write_text(json.dumps({"case": "llama", "arms": []}))
     with pytest.raises(ConfigError, match="not of kvasir solve"):
         solve_report.run([file], tmp_path / "x.md")
+
+
+def test_seeds_stand_together(found):
+    """Pairs are of the same seed and problem; what one file has twice, or another task, is refused."""
+    def seeded(seed, task="countdown"):
+        copy = json.loads(json.dumps(found))
+        for a in copy["arms"]:
+            a["config"] |= {"seed": seed, "task": task}
+            a["metrics"] |= {"problems": 40, "right": int(40 * a["metrics"]["exact"])}
+        return copy
+
+    first, second = seeded(7), seeded(8)
+    second["arms"] = second["arms"][:2]  # LARGE and PLAIN alone
+    second["right"] = {LARGE: "1" * 40, PLAIN: "0" * 40}
+    second["arms"][0]["metrics"] |= {"right": 40, "exact": 1.0}
+    second["arms"][1]["metrics"] |= {"right": 0, "exact": 0.0}
+    both = pooled([second, first])
+    metrics = {a["name"]: a["metrics"] for a in both["arms"]}
+    assert metrics[LARGE]["right"] == 70 and metrics[LARGE]["problems"] == 80 and metrics[SHUFFLED]["problems"] == 40
+    assert both["right"][SHUFFLED] == found["right"][SHUFFLED] + MISSING * 40 and both["right"][PLAIN] == found["right"][PLAIN] + "0" * 40
+    assert solve_report.difference(both, LARGE, PLAIN)[0] == (28 - 30 - 40) / 80
+    assert solve_report.difference(both, SHUFFLED, PLAIN)[0] == 0, "on the seed that both ran"
+    last = solve_report.bought(found)[-1]
+    assert last.startswith(f"- `{LARGE}` minus `{PLAIN}`: +5.0 points") and "2.25x the cost" in last
+    for wrong in (seeded(7), seeded(9, task="path")):
+        with pytest.raises(ConfigError, match="--together"):
+            pooled([first, wrong])

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src" / "kvasir"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 NEEDED = [*(f"assets/{model}/{name}" for model in ("base", "nano") for name in ("config.json", "tokenizer.json", "chat_template.jinja")),
           "assets/base/model.safetensors.index.json", "assets/base/model-00003-of-00003.safetensors", "assets/nano/model.safetensors",
-          "api/playground/index.html", "lab/text/alice-in-wonderland.txt.gz"]
+          "api/playground/index.html", "lab/text/alice-in-wonderland.txt.bz2"]
 
 
 def data_files():

@@ -1,5 +1,8 @@
 """``kvasir bench profile``: where one decode step's time goes: kernels by time, and the share of it that the GPU has nothing to do.
 
+With ``mixed`` every step also computes a prompt of so many tokens: such steps are launched kernel by kernel, and their idle share says
+from how many rows on that costs nothing.
+
 The wall time of a step is taken without a profiler, which would slow the host down; how long the GPU is busy comes from a few
 steps under ``torch.profiler``, as the union of its kernels' intervals. The rest of the wall time is the host gap.
 """
@@ -10,6 +13,8 @@ import contextlib
 import random
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,19 +34,21 @@ SHOWN = 40  # kernels in the result
 NAME = 90  # characters of a kernel's name
 
 
-def run(config: EngineConfig, *, shape: str | None, batch: int, prompt: int, repeats: int, output: Path | None, commit: str | None) -> None:
+def run(config: EngineConfig, *, shape: str | None, batch: int, prompt: int, repeats: int, output: Path | None, commit: str | None,
+        mixed: int = 0) -> None:
     config = config.replace(enable_prefix_caching=False)
     with contextlib.ExitStack() as stack:
         if shape:
             folder = stack.enter_context(shape_folder(shape))
             config = config.replace(model=folder, load_format="dummy", skip_tokenizer_init=True, served_model_name=shape)
-        metrics = measure(config, batch, prompt, repeats)
-    name = f"profile-{shape or config.model.model or 'embedded'}-{batch}x{prompt}"
-    finish(result(name, [arm("kvasir", described(config, shape) | {"batch": batch, "prompt": prompt}, metrics)]), output, commit)
+        metrics = measure(config, batch, prompt, repeats, mixed)
+    name = f"profile-{shape or config.model.model or 'embedded'}-{batch}x{prompt}" + (f"+{mixed}" if mixed else "")
+    finish(result(name, [arm("kvasir", described(config, shape) | {"batch": batch, "prompt": prompt, "mixed": mixed}, metrics)]), output, commit)
 
 
-def measure(config: EngineConfig, batch: int, prompt: int, repeats: int) -> dict[str, Any]:
-    """Metrics of a decode step of ``batch`` sequences after prompts of ``prompt`` tokens. Times in milliseconds and microseconds."""
+def measure(config: EngineConfig, batch: int, prompt: int, repeats: int, mixed: int = 0) -> dict[str, Any]:
+    """Metrics of a decode step of ``batch`` sequences after prompts of ``prompt`` tokens, and a new prompt of ``mixed`` tokens in each.
+    Times in milliseconds and microseconds."""
     import torch
 
     from kvasir.api.llm import LLM
@@ -49,26 +56,35 @@ def measure(config: EngineConfig, batch: int, prompt: int, repeats: int) -> dict
 
     steps = WARMUP + repeats * TIMED + TRACED
     with LLM(config=config) as llm:
-        if prompt + steps + 8 > llm.info.max_model_len or batch > config.scheduler.max_num_seqs:
+        if prompt + steps + 8 > llm.info.max_model_len or batch + 3 * bool(mixed) > config.scheduler.max_num_seqs:
             raise ConfigError(f"{batch} prompts of {prompt} tokens and {steps + 8} steps do not fit: the context is {llm.info.max_model_len}, "
-                              f"max_num_seqs {config.scheduler.max_num_seqs}")
+                              f"max_num_seqs {config.scheduler.max_num_seqs}" + " (with --mixed, three are left free)" * bool(mixed))
         engine, gpu = llm.engine, choose_device(config).type == "cuda"
         # The first sequences decode while the last prompts are computed: none may end before the last step is taken.
         params = SamplingParams(temperature=0.0, max_tokens=llm.info.max_model_len - prompt, ignore_eos=True, detokenize=False)
         for i, ids in enumerate(Batch("profile", batch, prompt, 2).prompts(llm.info.tokenizer_size, random.Random(0))):
             engine.submit(admit(ids, params, llm.info, id=f"profile-{i}", arrival=time.monotonic()))
         _until_decoding(engine, batch)
-        _steps(engine, WARMUP)
+        words, numbers = random.Random(1), count()
+
+        def step() -> None:
+            if mixed:
+                ids = Batch("mixed", 1, mixed, 1).prompts(llm.info.tokenizer_size, words)[0]
+                engine.submit(admit(ids, SamplingParams(temperature=0.0, max_tokens=1, detokenize=False), llm.info,
+                                    id=f"mixed-{next(numbers)}", arrival=time.monotonic()))
+            engine.step()
+
+        _repeat(step, WARMUP)
         walls = []
         for _ in range(repeats):
             _wait(gpu)
             started = time.perf_counter()
-            _steps(engine, TIMED)
+            _repeat(step, TIMED)
             _wait(gpu)
             walls.append(1000 * (time.perf_counter() - started) / TIMED)
         activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * gpu
         with torch.profiler.profile(activities=activities) as profiler:
-            _steps(engine, TRACED)
+            _repeat(step, TRACED)
             _wait(gpu)
     wall = spread(walls)
     metrics: dict[str, Any] = {"step_ms": wall, "decode_tok_s": round(1000 * batch / wall["median"], 1)}
@@ -94,9 +110,9 @@ def _until_decoding(engine: Engine, batch: int) -> None:
                 begun.add(event.request_id)
 
 
-def _steps(engine: Engine, count: int) -> None:
-    for _ in range(count):
-        engine.step()
+def _repeat(step: Callable[[], None], times: int) -> None:
+    for _ in range(times):
+        step()
 
 
 def _wait(gpu: bool) -> None:

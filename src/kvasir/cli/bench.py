@@ -147,13 +147,14 @@ def ladder(model: Model = "", shape: Shape = None, workload: Workloads = None, r
 @with_settings(EngineConfig, skip=("model",))
 def profile(model: Model = "", shape: Shape = None, batch: Annotated[int, typer.Option(min=1, help="Sequences that decode.")] = 64,
             prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 1024,
+            mixed: Annotated[int, typer.Option(min=0, help="Tokens of a new prompt that each step computes beside the decodes.")] = 0,
             repeats: Repeats = 5, commit: Commit = None, output: JSONFile = None, **options: Any) -> None:
     """One decode step: kernels by time, and the share of it in which the GPU is idle."""
     from kvasir.bench import profile as command
 
     check_output(output, make=True)
     command.run(build_settings({"model": model, **options}, EngineConfig), shape=shape, batch=batch, prompt=prompt, repeats=repeats,
-                output=output, commit=commit)
+                output=output, commit=commit, mixed=mixed)
 
 
 @app.command("speculation", cls=Command)

@@ -160,6 +160,7 @@ def solve(words: Annotated[list[str] | None, typer.Argument(metavar="[report FIL
           ablate: Annotated[bool, typer.Option("--ablate", help="Take away one feature of the engine after the other, and go over HTTP: "
                                                                 "what is each worth?")] = False,
           page: Annotated[Path, typer.Option(help="With report: the Markdown file to write; pictures stand beside it.")] = Path("solve-report.md"),
+          together: Annotated[bool, typer.Option("--together", help="With report: one table of all files, their seeds pooled.")] = False,
           output: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None, **options: Any) -> None:
     """Spend more inference on each problem, by a strategy, and compare what accuracy costs."""
     from kvasir.cli import solve as command
@@ -171,7 +172,7 @@ def solve(words: Annotated[list[str] | None, typer.Argument(metavar="[report FIL
         from kvasir.bench import solve_report
 
         check_output(page, make=True)
-        solve_report.run([Path(word) for word in words[1:]], page)
+        solve_report.run([Path(word) for word in words[1:]], page, together)
         return
     job = command.Job(tuple(strategies or ()), tuple(models or ("",)), task, count, seed, split, max_tokens, temperature,  # type: ignore[arg-type]
                       command.parse_prices(price or ()), command.parse_amounts(budget, "--budget"),

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvasir.kernels._triton import cdiv, jit, next_power_of_2, tl
+from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, gated
 
 ROUTE_ELEMENTS = 4096  # rows x experts that one routing program holds in registers
@@ -109,12 +109,15 @@ def _pick(logits, x, X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, 
 @jit(do_not_specialize=["num_rows", "logits_row"])
 def _route(logits_ptr, weights_ptr, ids_ptr, ranks_ptr, counts_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_rows, logits_row,
            X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
-           RENORMALIZE: tl.constexpr, ONLY: tl.constexpr):
+           RENORMALIZE: tl.constexpr, ONLY: tl.constexpr, PDL: tl.constexpr):
     """Pick the experts of a block of rows: weights [T, K] fp32, ids [T, K] int32.
 
     ONLY: it is the only block, and sorts its pairs at once. Else: ranks [T, K] of the pairs within their block and expert, and
     counts [B, X], both for ``_place``.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     block = tl.program_id(0)
     rows = block * BLOCK_T + tl.arange(0, BLOCK_T)
     x = tl.arange(0, X_PAD)
@@ -146,8 +149,11 @@ def _route(logits_ptr, weights_ptr, ids_ptr, ranks_ptr, counts_ptr, order_ptr, t
 @jit(do_not_specialize=["num_rows", "num_blocks"])
 def _place(ids_ptr, ranks_ptr, counts_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_rows, num_blocks,
            X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
-           COUNT_BLOCKS: tl.constexpr):
+           COUNT_BLOCKS: tl.constexpr, PDL: tl.constexpr):
     """Sort the pairs of many blocks: each program adds up all blocks' counts for itself, which is cheaper than another launch."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     block = tl.program_id(0)
     x = tl.arange(0, X_PAD)
     total = tl.zeros([X_PAD], tl.int32)
@@ -200,12 +206,14 @@ def route_triton(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_m
         block_t = min(block_t, FEW_ROWS)
     blocks = cdiv(num_rows, block_t)
     ranks, counts = (ids, ids) if blocks == 1 and not fixed else (ints(num_rows, top_k), ints(blocks, num_experts))
+    overlap = pdl(logits_TX.device)
+    early = {"PDL": overlap, "launch_pdl": overlap}
     sizes = dict(X=num_experts, X_PAD=x_pad, TOP_K=top_k, K_PAD=next_power_of_2(top_k), BLOCK_T=block_t, BLOCK_M=block_m,
                  num_warps=min(16, max(1, block_t * x_pad // 256)))
     _route[(blocks,)](logits_TX, weights, ids, ranks, counts, order, tiles, num_tiles, num_rows, logits_TX.stride(0),
-                      RENORMALIZE=renormalize, ONLY=blocks == 1 and not fixed, **sizes)
+                      RENORMALIZE=renormalize, ONLY=blocks == 1 and not fixed, **sizes, **early)
     if blocks > 1 or fixed:
-        _place[(blocks,)](ids, ranks, counts, order, tiles, num_tiles, num_rows, blocks, COUNT_BLOCKS=COUNT_BLOCKS, **sizes)
+        _place[(blocks,)](ids, ranks, counts, order, tiles, num_tiles, num_rows, blocks, COUNT_BLOCKS=COUNT_BLOCKS, **sizes, **early)
     return Routing(weights, ids, order, tiles, num_tiles)
 
 
@@ -226,13 +234,16 @@ def _activate(x, ACTIVATION: tl.constexpr):
 @jit
 def _grouped(a_ptr, w_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles_ptr, a_row, w_expert, w_row, w_col,
              N: tl.constexpr, D: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
-             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr):
     """One tile of pairs, BLOCK_N outputs of its expert. w is [X, N, D], or [X, 2N, D] if GATED (gate first).
 
     GATED: rows are gathered from a [T, D], and out [P, N] is in sorted order. Else a [P, D] is in sorted order and out [P, N]
     in the order of pairs.
     """
     tile = tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if tile < tl.load(num_tiles_ptr):
         expert = tl.load(tiles_ptr + tile * 3).to(tl.int64)
         m = tl.load(tiles_ptr + tile * 3 + 1) + tl.arange(0, BLOCK_M)
@@ -266,8 +277,11 @@ def _grouped(a_ptr, w_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles_ptr, a_row, 
 
 
 @jit
-def _sum_pairs(y_ptr, weights_ptr, out_ptr, E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr):
+def _sum_pairs(y_ptr, weights_ptr, out_ptr, E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr):
     """One row, BLOCK_E outputs: the pairs' results y [P, E] by their weights, in the order of the row's choices, in fp32."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     acc = tl.zeros([BLOCK_E], tl.float32)
@@ -280,19 +294,26 @@ def _sum_pairs(y_ptr, weights_ptr, out_ptr, E: tl.constexpr, TOP_K: tl.constexpr
 @jit
 def _route_row(x_ptr, router_ptr, arrived_ptr, logits_ptr, weights_ptr, ids_ptr, w_row, w_col, E: tl.constexpr, X: tl.constexpr,
                X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK_X: tl.constexpr,
-               BLOCK_E: tl.constexpr):
+               BLOCK_E: tl.constexpr, PDL: tl.constexpr):
     """A single row: BLOCK_X of its router's logits, rounded to x's dtype; the program that is done last picks the experts.
 
     ``arrived`` counts the programs that are done; the last one sets it back to zero.
     """
     part = tl.program_id(0) * BLOCK_X + tl.arange(0, BLOCK_X)
     e = tl.arange(0, BLOCK_E)
-    w = router_ptr + part[:, None] * w_row + e[None, :] * w_col
+    at = router_ptr + part[:, None] * w_row + e[None, :] * w_col
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    w = tl.load(at, mask=(part < X)[:, None] & (e < E)[None, :], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_X, BLOCK_E], tl.float32)
     for start in range(0, E, BLOCK_E):
+        at += BLOCK_E * w_col
+        ahead = tl.load(at, mask=(part < X)[:, None] & (e < E - start - BLOCK_E)[None, :], other=0.0)
         x = tl.load(x_ptr + start + e, mask=e < E - start, other=0.0).to(tl.float32)
-        acc += tl.load(w, mask=(part < X)[:, None] & (e < E - start)[None, :], other=0.0).to(tl.float32) * x[None, :]
-        w += BLOCK_E * w_col
+        acc += w.to(tl.float32) * x[None, :]
+        w = ahead
     tl.store(logits_ptr + part, tl.sum(acc, 1).to(x_ptr.dtype.element_ty).to(tl.float32), mask=part < X)
     tl.debug_barrier()  # the whole program's logits are stored before it counts as done
     if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
@@ -307,37 +328,54 @@ def _route_row(x_ptr, router_ptr, arrived_ptr, logits_ptr, weights_ptr, ids_ptr,
 
 @jit
 def _gate_up_row(x_ptr, w_ptr, ids_ptr, inner_ptr, w_expert, w_row, w_col, E: tl.constexpr, F: tl.constexpr, ACTIVATION: tl.constexpr,
-                 BLOCK_F: tl.constexpr, BLOCK_E: tl.constexpr):
+                 BLOCK_F: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr):
     """A single row, one of its experts, BLOCK_F outputs: inner [K, F]. Bound by the bytes of w, so no tensor core is needed."""
     k = tl.program_id(1)
     f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     e = tl.arange(0, BLOCK_E)
-    w = w_ptr + tl.load(ids_ptr + k).to(tl.int64) * w_expert + f[:, None] * w_row + e[None, :] * w_col
+    if PDL:  # the next kernel starts once the experts are known: it fetches their weights before it waits for this one
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    at = w_ptr + tl.load(ids_ptr + k).to(tl.int64) * w_expert + f[:, None] * w_row + e[None, :] * w_col
+    gate_w = tl.load(at, mask=(f < F)[:, None] & (e < E)[None, :], other=0.0)
+    up_w = tl.load(at + F * w_row, mask=(f < F)[:, None] & (e < E)[None, :], other=0.0)
     gate = tl.zeros([BLOCK_F, BLOCK_E], tl.float32)
     up = tl.zeros([BLOCK_F, BLOCK_E], tl.float32)
     for start in range(0, E, BLOCK_E):
-        inside = (f < F)[:, None] & (e < E - start)[None, :]
+        at += BLOCK_E * w_col
+        inside = (f < F)[:, None] & (e < E - start - BLOCK_E)[None, :]
+        next_gate = tl.load(at, mask=inside, other=0.0)  # is on its way while this block is multiplied
+        next_up = tl.load(at + F * w_row, mask=inside, other=0.0)
         x = tl.load(x_ptr + start + e, mask=e < E - start, other=0.0).to(tl.float32)[None, :]
-        gate += tl.load(w, mask=inside, other=0.0).to(tl.float32) * x
-        up += tl.load(w + F * w_row, mask=inside, other=0.0).to(tl.float32) * x
-        w += BLOCK_E * w_col
+        gate += gate_w.to(tl.float32) * x
+        up += up_w.to(tl.float32) * x
+        gate_w, up_w = next_gate, next_up
     inner = _activate(tl.sum(gate, 1), ACTIVATION) * tl.sum(up, 1)
     tl.store(inner_ptr + k * F + f, inner.to(inner_ptr.dtype.element_ty), mask=f < F)
 
 
 @jit
 def _down_row(inner_ptr, w_ptr, ids_ptr, weights_ptr, out_ptr, w_expert, w_row, w_col, E: tl.constexpr, F: tl.constexpr,
-              TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr):
+              TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr, PDL: tl.constexpr):
     """A single row, BLOCK_E outputs, all its experts: out [E] is their weighted sum."""
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    f = tl.arange(0, BLOCK_F)
     acc = tl.zeros([BLOCK_E, BLOCK_F], tl.float32)
-    for start in range(0, F, BLOCK_F):
-        f = start + tl.arange(0, BLOCK_F)
-        inside = (e < E)[:, None] & (f < F)[None, :]
-        for k in tl.static_range(TOP_K):
-            inner = tl.load(inner_ptr + k * F + f, mask=f < F, other=0.0).to(tl.float32) * tl.load(weights_ptr + k)
-            w = w_ptr + tl.load(ids_ptr + k).to(tl.int64) * w_expert + e[:, None] * w_row + f[None, :] * w_col
-            acc += tl.load(w, mask=inside, other=0.0).to(tl.float32) * inner[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    at = w_ptr + e[:, None] * w_row + f[None, :] * w_col
+    inside = (e < E)[:, None] & (f < F)[None, :]
+    w = tl.load(at + tl.load(ids_ptr, cache_modifier=".cg").to(tl.int64) * w_expert, mask=inside, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for k in tl.static_range(TOP_K):  # unrolled: all experts' blocks are on their way at once
+        expert = at + tl.load(ids_ptr + k).to(tl.int64) * w_expert
+        weight = tl.load(weights_ptr + k)
+        for start in tl.static_range(0, F, BLOCK_F):
+            if k > 0 or start > 0:
+                w = tl.load(expert + start * w_col, mask=(e < E)[:, None] & (f < F - start)[None, :], other=0.0)
+            inner = tl.load(inner_ptr + k * F + start + f, mask=f < F - start, other=0.0).to(tl.float32) * weight
+            acc += w.to(tl.float32) * inner[None, :]
     tl.store(out_ptr + e, tl.sum(acc, 1).to(out_ptr.dtype.element_ty), mask=e < E)
 
 
@@ -397,15 +435,18 @@ def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.T
     tiling = tiling or tiling_for(num_rows * top_k, num_experts, x_TE.dtype, fixed)
     assert tiling.gate_up.m == tiling.down.m, "both products run over the same tiles"
     routing = route_triton(logits_TX, top_k, renormalize, tiling.gate_up.m, fixed=fixed)
+    overlap = pdl(x_TE.device)
+    early = {"PDL": overlap, "launch_pdl": overlap}
     inner_PF = torch.empty((num_rows * top_k, width), dtype=x_TE.dtype, device=x_TE.device)
     y_PE = torch.empty((num_rows * top_k, dim), dtype=x_TE.dtype, device=x_TE.device)
     for a, w, out, shape, is_gated in ((x_TE, gate_up_XFE, inner_PF, tiling.gate_up, True), (inner_PF, down_XEF, y_PE, tiling.down, False)):
         _grouped[(cdiv(out.shape[1], shape.n), len(routing.tiles))](
             a, w, out, routing.order, routing.tiles, routing.num_tiles, a.stride(0), *w.stride(), N=out.shape[1], D=a.shape[1],
             TOP_K=top_k, GATED=is_gated, ACTIVATION=activation, BLOCK_M=shape.m, BLOCK_N=shape.n, BLOCK_D=shape.d,
-            num_warps=shape.warps, num_stages=shape.stages)
+            num_warps=shape.warps, num_stages=shape.stages, **early)
     block_e = min(1024, next_power_of_2(dim))
-    _sum_pairs[(num_rows, cdiv(dim, block_e))](y_PE, routing.weights, out_TE, E=dim, TOP_K=top_k, BLOCK_E=block_e, num_warps=4)
+    _sum_pairs[(num_rows, cdiv(dim, block_e))](y_PE, routing.weights, out_TE, E=dim, TOP_K=top_k, BLOCK_E=block_e, num_warps=4,
+                                                 **early)
     return out_TE
 
 
@@ -421,16 +462,18 @@ def moe_row_triton(x_1E: torch.Tensor, router_XE: torch.Tensor, gate_up_XFE: tor
     logits, weights = (torch.empty(n, dtype=torch.float32, device=x_1E.device) for n in (num_experts, top_k))
     ids = torch.empty(top_k, dtype=torch.int32, device=x_1E.device)
     inner_KF = torch.empty((top_k, width), dtype=x_1E.dtype, device=x_1E.device)
-    out_1E = torch.empty_like(x_1E)
+    out_1E, overlap = torch.empty_like(x_1E), pdl(x_1E.device)
+    early = {"PDL": overlap, "launch_pdl": overlap}
     _route_row[(cdiv(num_experts, 4),)](
         x_1E, router_XE, arrived, logits, weights, ids, *router_XE.stride(), E=dim, X=num_experts, X_PAD=next_power_of_2(num_experts),
-        TOP_K=top_k, K_PAD=next_power_of_2(top_k), RENORMALIZE=renormalize, BLOCK_X=4, BLOCK_E=min(1024, next_power_of_2(dim)), num_warps=4)
+        TOP_K=top_k, K_PAD=next_power_of_2(top_k), RENORMALIZE=renormalize, BLOCK_X=4, BLOCK_E=min(1024, next_power_of_2(dim)), num_warps=4,
+        **early)
     _gate_up_row[(cdiv(width, 8), top_k)](
         x_1E, gate_up_XFE, ids, inner_KF, *gate_up_XFE.stride(), E=dim, F=width, ACTIVATION=activation,
-        BLOCK_F=8, BLOCK_E=min(512, next_power_of_2(dim)), num_warps=4)
+        BLOCK_F=8, BLOCK_E=min(256, next_power_of_2(dim)), num_warps=4, **early)
     _down_row[(cdiv(dim, 8),)](
         inner_KF, down_XEF, ids, weights, out_1E, *down_XEF.stride(), E=dim, F=width, TOP_K=top_k,
-        BLOCK_E=8, BLOCK_F=min(256, next_power_of_2(width)), num_warps=8)
+        BLOCK_E=8, BLOCK_F=min(256, next_power_of_2(width)), num_warps=8, **early)
     return out_1E
 
 

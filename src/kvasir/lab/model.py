@@ -90,7 +90,7 @@ class Attention(nn.Module):
             out = flex_attention(q, k, v, block_mask=mask, enable_gqa=s.heads != s.kv_heads)
         elif cache is not None and t == 1:
             # One token: the heads of a group stand where queries stand, and the cache is read once and not copied.
-            out = F.scaled_dot_product_attention(q.reshape(b, s.kv_heads, -1, s.head_dim), k, v, attn_mask=mask).view(b, s.heads, 1, s.head_dim)
+            out = F.scaled_dot_product_attention(q.reshape(b, s.kv_heads, -1, s.head_dim), k, v, attn_mask=mask).reshape(b, s.heads, 1, s.head_dim)
         else:
             # Repeated by hand: the fused kernels that take a mask do not take grouped heads.
             k, v = (z.repeat_interleave(s.heads // s.kv_heads, 1) for z in (k, v))

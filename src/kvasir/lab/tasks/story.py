@@ -7,8 +7,8 @@ or about a title and that story's beginning. Scored by loss: prose has no right 
 
 from __future__ import annotations
 
+import bz2
 import functools
-import gzip
 import re
 from dataclasses import dataclass
 from importlib.resources import files
@@ -50,13 +50,13 @@ def books(split: Split) -> tuple[tuple[str, ...], ...]:
     """The paragraphs of every shipped book that belong to ``split`` (``longer`` is the test text); headings start with "## "."""
     out = []
     for file in sorted(files("kvasir.lab").joinpath("text").iterdir(), key=lambda f: f.name):
-        if file.name.endswith(".txt.gz"):
-            lines = gzip.decompress(file.read_bytes()).decode("utf-8").splitlines()
+        if file.name.endswith(".txt.bz2"):
+            lines = bz2.decompress(file.read_bytes()).decode("utf-8").splitlines()
             first, second = int(len(lines) * (1 - 2 * HELD_OUT_SHARE)), int(len(lines) * (1 - HELD_OUT_SHARE))
             cut = {"train": slice(0, first), "validation": slice(first, second)}.get(split, slice(second, None))
             out.append(tuple(lines[cut]))
     if not out:
-        raise ConfigError("the training prose is missing: kvasir/lab/text holds no .txt.gz file; reinstall the package")
+        raise ConfigError("the training prose is missing: kvasir/lab/text holds no .txt.bz2 file; reinstall the package")
     return tuple(out)
 
 
