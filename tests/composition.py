@@ -140,11 +140,24 @@ def checked(strategy: str, caps: Caps) -> Callable[[], Any]:
 ENDPOINTS = {"our engine": EngineEndpoint.caps, "HTTP with log-probabilities": Caps(logprobs=True, choose=True), "HTTP without": Caps(),
              "a pool of replies": PoolEndpoint.caps}
 
+def engine(**options: Any) -> Callable[[], Any]:
+    """A whole start-up."""
+    from kvasir.engine.engine import Engine
+
+    return lambda: Engine(EngineConfig.of(model="nano", device="cpu", num_pages=16, **options)).close()
+
+
 # What must not start, or not be admitted: (what, with what) -> how it is tried. The message is the code's.
 REFUSED: dict[tuple[str, str], Callable[[], Any]] = {
     ("`--drafter suffix`", "itself"): lambda: load_drafter("suffix+suffix"),
     ("`--drafter draft_model`", "no model"): lambda: load_drafter("draft_model"),
     ("`--drafter layer_skip:exits=a`", "any model"): lambda: load_drafter("layer_skip:exits=a"),
+    ("`--drafter layer_skip:exits=99`", "a model of 4 layers"): engine(drafter="layer_skip:exits=99"),
+    ("`--drafter draft_model:max_accept=true`", "`--batch-invariant`"): engine(drafter="draft_model:model=nano,max_accept=true",
+                                                                               batch_invariant=True),
+    ("`--drafter draft_model:max_accept=true`", "another drafter"): engine(drafter="draft_model:model=nano,max_accept=true+suffix"),
+    ("`--kv-codec bfloat16`", "a model in float32"): engine(kv_codec="bfloat16"),
+    ("`--no-fused-kernels`", "`--batch-invariant`"): engine(batch_invariant=True, fused_kernels=False),
     ("request: `drafter`", "a server without it"): admitted(drafter="suffix"),
     ("request: `confidence=1`", "any model"): admitted(confidence=1),
     ("request: `confidence`", "`logprobs_mode=processed`"): admitted(confidence=5, logprobs=1, logprobs_mode="processed"),
@@ -238,7 +251,8 @@ changes a step.
 - `≈`: the codec is lossy; the tokens are those of the plain engine with that codec.
 - `refused`: at start-up, or when the request arrives, with the reason and what to do instead, below.
 
-What is not exact mode gives the same up to ties. Speculation by rejection or by "typical" acceptance is no part of this page: it has no `=`.
+What is not exact mode gives the same up to ties. Speculation by rejection (`max_accept`, which keeps the distribution and not the tokens) or \
+by "typical" acceptance is no part of this page: it has no `=`.
 
 ## Drafters
 """, table(["drafter", *SYSTEM, *asked, *(f"codec `{c}`" for c in names(CODECS))], drafter_rows()), f"""

@@ -25,6 +25,7 @@ LAYERS = [
     ["api"],
     ["learn", "lab", "bench"],
     ["cli"],
+    ["__main__"],
 ]
 RANK = {room: i for i, rooms in enumerate(LAYERS) for room in rooms}
 RANK[""] = len(LAYERS)  # kvasir/__init__ names everything, lazily

@@ -6,7 +6,8 @@
 # First set acceptance at the llama-8b shape (about 4 minutes, at most 4.5 a call; a second call with the same OUT and COMMIT measures
 # what the first had no time for): the controller against off and against fixed depths. Then what the
 # model in the package accepts by itself, and rollouts of it over five rounds (at most 2 minutes each). ONLY=shape, ONLY=base or
-# ONLY=rollouts runs one of the three. COMMIT: what is measured, where there is no repository. CHECKPOINTS: folders of successive checkpoints of base, one a round; without, weights are frozen.
+# ONLY=rollouts runs one of the three. COMMIT: what is measured, where there is no repository. CHECKPOINTS: folders of successive
+# checkpoints of base, one a round, or `make`: they are trained first (under a minute), and their report is written; without, weights are frozen.
 set -uo pipefail
 out=${1:?usage: tools/gpu_spec.sh OUT [DRAFTER...]}
 shift
@@ -23,8 +24,14 @@ for drafter in "$@"; do more+=(--drafter "$drafter"); done
 [ "${ONLY:-base}" != base ] || timeout 120 python3 -m kvasir.cli.main bench speculation base --batch 4 --count 8 --output-tokens 128 --repeats 2 \
   --drafter ngram --drafter suffix --drafter draft_model:model=nano ${more[@]+"${more[@]}"} \
   --json "$out/speculation-base.json" >"$out/speculation-base.txt" 2>&1
+if [ "${CHECKPOINTS:-}" = make ] && [ "${ONLY:-rollouts}" = rollouts ]; then
+  made=$(mktemp -d)
+  timeout 150 python3 tools/successive_checkpoints.py "$made" ${COMMIT:+--commit "$COMMIT"} ${TRAIN:-} >"$out/checkpoints.txt" 2>&1
+  cp "$made/report.json" "$out/checkpoints.json"
+  CHECKPOINTS=$(echo "$made"/[0-9])
+fi
 checkpoints=()
 for folder in ${CHECKPOINTS:-}; do checkpoints+=(--checkpoint "$folder"); done
 [ "${ONLY:-rollouts}" != rollouts ] || timeout 120 python3 -m kvasir.cli.main bench rollouts --model base --problems 64 --samples 16 --rounds 5 \
-  --output-tokens 384 ${checkpoints[@]+"${checkpoints[@]}"} --json "$out/rollouts-base.json" >"$out/rollouts-base.txt" 2>&1
+  --output-tokens 384 ${COMMIT:+--commit "$COMMIT"} ${checkpoints[@]+"${checkpoints[@]}"} --json "$out/rollouts-base.json" >"$out/rollouts-base.txt" 2>&1
 tail -n 40 "$out"/speculation-*.txt "$out"/rollouts-*.txt 2>/dev/null | cut -c 1-160

@@ -74,6 +74,8 @@ class RunnerConfig:
 
     attention_backend: str = opt("auto", "auto takes the fastest that can serve the model here; `kvasir doctor` says why.")
     cuda_graphs: bool = opt(True, "Capture decode steps in CUDA graphs.", off="enforce-eager")
+    fused_kernels: bool = opt(True, "Own kernels for norms, RoPE, activations and products of a few rows, and whole steps on a CPU; off: torch's "
+                              "(to measure).")
     overlap: bool | None = opt(None, "Launch a step before the one before it is read; default: on a GPU.")
     batch_invariant: bool = opt(False, "Exact mode: a request's tokens do not depend on what else is in the batch (slower).")
     num_threads: int | None = opt(None, "CPU threads of the computation; default: one a core, one fewer in a server.", low=1)

@@ -135,7 +135,7 @@ class FakeClient:
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            step_time_error={"eager": 0.25, "graph": 0.125},
+            forwards=4, draft_saved_seconds=-0.5, step_time_error={"eager": 0.25, "graph": 0.125},
             step=7,
             restarts=2,
             quarantined=1,

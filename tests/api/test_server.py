@@ -422,6 +422,7 @@ def test_metrics():
             and http_counts[("none", "404")] == 1
         )
         assert (value["kvasir:engine_restarts_total"], value["kvasir:requests_quarantined_total"]) == (2, 1)
+        assert (value["kvasir:tokens_per_forward"], value["kvasir:draft_saved_seconds"]) == (3.25, -0.5)
         errors = {s.labels["kind"]: s.value for s in found["kvasir:step_time_relative_error"]}
         assert errors == {"eager": 0.25, "graph": 0.125}
         assert found["kvasir:startup_seconds"][0].labels == {"phase": "weights"} and "kvasir:build_info" in value

@@ -65,6 +65,11 @@ def test_version(kvasir):
     assert kvasir("--version").out.strip() == __version__
 
 
+def test_it_is_a_module_too():
+    done = subprocess.run([sys.executable, "-m", "kvasir", "--version"], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip()
+
+
 def test_help_needs_no_torch():
     code = "import sys; sys.argv = ['kvasir', 'serve', '--help']\nfrom kvasir.cli.main import main\ntry: main()\nexcept SystemExit: pass\n" \
            "assert not {'torch', 'transformers', 'fastapi'} & set(sys.modules)"

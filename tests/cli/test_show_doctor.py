@@ -114,6 +114,7 @@ def test_doctor_for_programs(kvasir):
     assert done.code == 0
     assert {"kvasir", "python", "torch", "cpu", "gpus", "packages", "attention", "attention_chosen", "codecs", "advice"} <= set(found)
     assert found["attention"][found["attention_chosen"]] == [] and "plain" in found["codecs"]
+    assert "suffix" in found["drafters"] and "majority" in found["strategies"]
     assert set(found["scheduling_policies"]) == {"affinity", "fcfs", "priority"}
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvasir.attention.backend import AttentionSpec, Site
-from kvasir.engine.build import choose_backend
+from kvasir.engine.build import choose_backend, choose_codec
 from kvasir.errors import ConfigError
 from kvasir.kernels import _triton
 from kvasir.kv.codec import Codec
@@ -38,6 +38,17 @@ def test_head_dims(spec, dim, why, fix):
 def test_names_and_options(spec, why):
     with pytest.raises(ConfigError, match=why):
         load("kvasir.kv.codecs", spec, Codec)
+
+
+@pytest.mark.parametrize("name, ours", [("auto", "plain"), ("bf16", "plain"), ("bfloat16", "plain"), ("fp8_e4m3", "fp8"), ("fp8", "fp8"),
+                                        ("int4_bdr:order=64", "int4_bdr")])
+def test_vllms_names_of_types(name, ours):
+    assert choose_codec(name, torch.bfloat16).name == ours
+
+
+def test_an_uncompressed_cache_has_the_models_type():
+    with pytest.raises(ConfigError, match="runs in float32.*--kv-codec plain, or --dtype bfloat16"):
+        choose_codec("bfloat16", torch.float32)
 
 
 @pytest.mark.parametrize("codec", ["fp8", "int8", "int4", "nvfp4"])

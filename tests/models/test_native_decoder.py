@@ -5,6 +5,7 @@ import torch
 
 from kvasir.engine import runner
 from kvasir.engine.batch import pack
+from kvasir.errors import ConfigError
 from kvasir.kernels.native.library import Native, native
 from kvasir.models import native_decoder
 from kvasir.models.native_decoder import MAX_ROWS, NARROW_DECODES, NARROW_ROWS, NativeDecoder, why_not
@@ -147,6 +148,14 @@ def test_tokens_of_mixed_steps(load, monkeypatch):
     monkeypatch.setattr(native_decoder.Decoder, "forward", lambda *args, **options: pytest.fail("a step of the plain path"))
     mine, used = tokens(True, monkeypatch, lengths, max_tokens=16, **load)
     assert used and mine == plain
+
+
+def test_without_fused_kernels_steps_take_the_plain_path():
+    driver = Driver(batch_invariant=False, fused_kernels=False)
+    assert driver.engine.runner.native is None and not driver.engine.runner.model.place.fused
+    driver.close()
+    with pytest.raises(ConfigError, match="Leave out --batch-invariant, or --no-fused-kernels"):
+        Driver(fused_kernels=False)
 
 
 @needs_native

@@ -94,7 +94,7 @@ class World:
     def step(self, picked: list[bool], max_nodes: int, max_depth: int) -> list:
         chosen = [seqs for seqs, wanted in zip(self.live, picked) if wanted]
         for k, (drafter, found) in enumerate(zip(self.drafters, self.proposed)):
-            found.append(drafter.propose([Ask(seqs[k], max_nodes, max_depth) for seqs in chosen]))
+            found.append(list(drafter.propose([Ask(seqs[k], max_nodes, max_depth) for seqs in chosen])))
             found.append((drafter._texts.num_tokens, len(drafter._stores)))
         return chosen
 
@@ -262,7 +262,7 @@ def test_threads_take_turns():
             prompt = [10 * i + rng.randrange(8) for _ in range(200)]
             seqs = sequence(prompt, str(i)), sequence(prompt, str(i))
             found = [d.propose([Ask(seq, 8, 8)]) for d, seq in zip((drafter, expected[i]), seqs)]
-            if found[0] != found[1] or drafter.state_bytes() <= 0:
+            if list(found[0]) != found[1] or drafter.state_bytes() <= 0:
                 failed.append(i)
             drafter.close(seqs[0])
 

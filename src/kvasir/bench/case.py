@@ -5,6 +5,7 @@
     repeats = 5                        rounds that count; with several arms, lives of each: they take turns
     rounds = 1                         of each life, where several arms take turns
     cached = true                      time decoding alone: a life computes its prompts once, then they come from the prefix cache
+    on_disk = true                     write a shape's random weights first, for all engines to read: else each fills in its own
     settings = { max_num_seqs = 256 }  of every arm of ours
     [arms.kvasir]                      one arm of ours, with what it changes; the first is the one that targets speak of
     [peer]
@@ -17,6 +18,7 @@
     prompt = 1024                      tokens of each prompt
     output = 128                       tokens of each answer
     warmup_prompt = 1024               optional: the round that warms up may have shorter prompts
+    text = "repeated"                  optional: prompts with structure, for drafts: repeated; tasks or edits (of the lab, up to ``prompt`` tokens)
     measure = ["prefill"]              optional: some of prefill, decode and total. The total alone is a load: more than runs at once
     targets = { decode = 1.10 }        least ratio to the peer, of decode, prefill or total
     [targets]                          or of any metric and any two arms: "METRIC ARM/ARM" = least ratio
@@ -37,6 +39,7 @@ from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError, nearest
 
 KINDS = ("prefill", "decode", "total")
+TEXTS = ("random", "repeated", "tasks", "edits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class Workload:
     warmup: Batch
     targets: dict[str, float]  # kind -> least ratio to the peer
     kinds: tuple[str, ...] = KINDS  # what is measured
+    text: str = "random"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,7 @@ class Case:
     peer: Peer | None = None
     rounds: int = 1
     cached: bool = False
+    on_disk: bool = False
     targets: dict[str, float] = field(default_factory=dict)  # "METRIC ARM/ARM" -> least ratio
 
     @property
@@ -95,8 +100,8 @@ def read(path: Path) -> Case:
 
 
 def parse(name: str, table: dict[str, Any]) -> Case:
-    _known(table, ("title", "shape", "model", "repeats", "settings", "arms", "peer", "workloads", "traces", "rounds", "cached", "targets"),
-           "the case")
+    _known(table, ("title", "shape", "model", "repeats", "settings", "arms", "peer", "workloads", "traces", "rounds", "cached", "on_disk",
+                   "targets"), "the case")
     shape, model = table.get("shape"), table.get("model", "")
     if shape and model:
         raise ConfigError("a case has a shape or a model, not both")
@@ -122,22 +127,32 @@ def parse(name: str, table: dict[str, Any]) -> Case:
         raise ConfigError("traces go through servers: a case of traces has no cached prompts, no [targets] and no variants of the peer")
     if cached and (odd := [w.batch.name for w in workloads if w.kinds != ("decode",) and w.kinds != KINDS]):
         raise ConfigError(f"workload {odd[0]}: in a case with cached prompts decoding is all that is measured")
+    if table.get("on_disk") and not shape:
+        raise ConfigError("on_disk is for a shape, whose weights are made up: a model has its own")
+    for w in workloads:
+        if w.text != "random" and (cached or peer and peer.name != "vllm" or w.text != "repeated" and shape):
+            raise ConfigError(f"workload {w.batch.name}: text = {w.text!r} needs prompts that are not cached, no other peer than vllm"
+                              + (", and a model of the lab" if w.text != "repeated" else ""))
     for metric in targets:
         if not set(metric.rpartition(" ")[2].split("/")) <= {*arms, *others} or metric.count("/") != 1:
             raise ConfigError(f"target {metric!r}: expected 'METRIC ARM/ARM' with arms of the case: {', '.join([*arms, *others])}")
     return Case(name, table.get("title", name), shape, model, table.get("repeats", 5), arms, workloads, traces, peer, table.get("rounds", 1), cached,
-                {metric: float(ratio) for metric, ratio in targets.items()})
+                table.get("on_disk", False), {metric: float(ratio) for metric, ratio in targets.items()})
 
 
 def _workload(name: str, table: dict[str, Any]) -> Workload:
-    _known(table, ("batch", "prompt", "output", "warmup_prompt", "measure", "targets"), f"workload {name}")
+    _known(table, ("batch", "prompt", "output", "warmup_prompt", "measure", "text", "targets"), f"workload {name}")
     numbers = [table.get(key, 0) for key in ("batch", "prompt", "output")]
     batch = Batch.parse(":".join([name, *map(str, numbers)]))
     _known(table.get("targets", {}), KINDS, f"the targets of {name}")
     kinds = table.get("measure", KINDS)
     _known(dict.fromkeys(kinds), KINDS, f"what is measured of {name}")
+    text = table.get("text", "random")
+    if text not in TEXTS:
+        raise ConfigError(f"workload {name}: text = {text!r} is none of {', '.join(TEXTS)}")
     warmup = dataclasses.replace(batch, prompt=min(batch.prompt, table.get("warmup_prompt", batch.prompt)))
-    return Workload(batch, warmup, {kind: float(ratio) for kind, ratio in table.get("targets", {}).items()}, tuple(kinds) or KINDS)
+    return Workload(batch, warmup, {kind: float(ratio) for kind, ratio in table.get("targets", {}).items()}, tuple(kinds) or KINDS,
+                    text)
 
 
 def _peer(table: dict[str, Any]) -> Peer:

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvasir.bench import roofline
+from kvasir.bench import roofline, texts
 from kvasir.bench.case import Case, Workload
 from kvasir.bench.offline import Samples, decoding, rounds
 from kvasir.bench.result import arm, as_json, finish, judged, ratios_of, result, spread
+from kvasir.bench.startup import random_checkpoint
 from kvasir.bench.worker import Worker, check_peer
 from kvasir.bench.workloads import shape_folder
 from kvasir.errors import ConfigError
@@ -64,12 +65,15 @@ def measure(case: Case, *, peer: bool, site: str | None, repeats: int | None = N
     samples: dict[str, Samples] = {}
     facts: Facts = {}
     with contextlib.ExitStack() as stack:
-        model = stack.enter_context(shape_folder(case.shape)) if case.shape else case.model
+        model = case.model
+        if case.shape:
+            model = stack.enter_context(random_checkpoint(case.shape) if case.on_disk else shape_folder(case.shape))
         first = case.arms[case.first]
         rates = roofline.machine_rates(first.get("device", "auto"), first.get("dtype", "auto"))
         spec = build_spec(checkpoint.read_config(checkpoint.resolve(model)))
         limits = _limits(case, spec, workloads, rates)
         vocab = spec.vocab_size if case.shape else _tokenizer_size(model, spec.vocab_size)
+        made, known = texts.Texts(model, vocab), {}
 
         def visit(name: str, driver: str, options: dict[str, Any], first_round: int, count: int, label: str) -> None:
             """One life of one engine: ``count`` rounds over every workload, after one that does not count."""
@@ -79,13 +83,15 @@ def measure(case: Case, *, peer: bool, site: str | None, repeats: int | None = N
                 facts[name] = worker.facts | {"starts": [*starts, worker.facts["start_s"]]}
                 found = samples.setdefault(label, {}).setdefault(name, {})
                 for w in workloads:
-                    for key, values in _life(worker, w, vocab, count, first_round, case.cached).items():
+                    values_of = (texts.life(worker, w.text, w.batch, made, count, first_round, known) if w.text != "random" else
+                                 _life(worker, w, vocab, count, first_round, case.cached))
+                    for key, values in values_of.items():
                         found.setdefault(key, []).extend(values)
             if samples.get("own", {}).get(case.first):
                 keep(_result(case, samples, facts, limits, peer_options, names))
 
         count = repeats or case.repeats
-        dummy = {"load_format": "dummy", "skip_tokenizer_init": True} if case.shape else {}
+        dummy = {"skip_tokenizer_init": True} | ({} if case.on_disk else {"load_format": "dummy"}) if case.shape else {}
         own = {name: {"enable_prefix_caching": case.cached, **dummy, **settings} for name, settings in case.arms.items()}
         peer_options = _peer_options(case) if with_peer else {}
         lives = [(name, settings, turn * case.rounds, case.rounds) for turn in range(count) for name, settings in own.items()]
@@ -152,7 +158,7 @@ def kept(worth: Callable[[], Any]) -> Iterator[State]:
 
 def _peer_options(case: Case) -> dict[str, dict[str, Any]]:
     """By arm: the peer and its variants."""
-    dummy = {"load_format": "dummy"} if case.shape else {}
+    dummy = {"load_format": "dummy"} if case.shape and not case.on_disk else {}
     caching = {"enable_prefix_caching": case.cached} if case.peer.name == "vllm" else {}
     return {name: {**dummy, **caching, **options} for name, options in case.peer.arms.items()}
 
@@ -179,7 +185,7 @@ def _result(case: Case, samples: dict[str, Samples], facts: Facts, limits: dict[
         entries.append(_entry(peer, {"peer": case.peer.name, **peer_options[peer]}, facts[peer], both))
         pairs += [(name, peer) for name in case.arms]
         for key, values in samples.get("after", {}).get(peer, {}).items():
-            if key not in samples["before"][peer]:
+            if key not in samples["before"][peer] or isinstance(values[0], dict):
                 continue
             extra[f"{key} {peer} after/before"] = round(statistics.median(values) / statistics.median(samples["before"][peer][key]), 3)
     ratios = ratios_of(entries, pairs)
@@ -198,4 +204,5 @@ def _result(case: Case, samples: dict[str, Samples], facts: Facts, limits: dict[
 def _entry(name: str, config: dict[str, Any], facts: dict[str, Any], samples: dict[str, list[float]]) -> dict[str, Any]:
     config = {k: v for k, v in config.items() if v is not None} | {"version": facts.get("version", "")}
     read_off = {key: facts[key] for key in ("kv_bytes_per_token", "kv_capacity_tokens") if key in facts}
-    return arm(name, config, {"start_s": spread(facts["starts"])} | read_off | {key: spread(values) for key, values in samples.items()})
+    return arm(name, config, {"start_s": spread(facts["starts"])} | read_off | {
+        key: texts.mean(values) if isinstance(values[0], dict) else spread(values) for key, values in samples.items()})

@@ -139,12 +139,16 @@ def measure(drafter: Drafter, folder: str, source: Iterator[tuple[list[int], lis
     ask = clock.timed("ask", drafting.propose)
     allocate = clock.timed("cut", control.allocate)
 
+    @functools.partial(clock.timed, "commit")
+    def commit(verified: list[tuple[Reader, Span, SpanResult]]) -> None:
+        for _, span, found in verified:
+            drafting.commit(span, found, found.tokens)
+
     @functools.partial(clock.timed, "tell")
     def tell(verified: list[tuple[Reader, Span, SpanResult]]) -> None:
-        for reader, span, found in verified:
-            drafting.commit(span, found, found.tokens)
-            reader.advance(len(found.tokens))
+        for _, span, found in verified:
             drafting.observe(span, found)
+        drafting.learn()
 
     thresholds = gc.get_threshold()
     collect_rarely()  # as in the engine's process
@@ -153,12 +157,15 @@ def measure(drafter: Drafter, folder: str, source: Iterator[tuple[list[int], lis
         allocate(proposed.pop(), 0, num_seqs * NODES, num_seqs)
         verified = []
         for reader in readers:
-            tree = drafting._pending.get(reader.seq)
+            tree = drafting.draft_of(reader.seq)
             path = [] if tree is None else tree.path(reader.left)
             verified.append((reader, *reader.verify(path)))
             control.observe(tree or DraftTree(), path)
             accepted, drafted = accepted + len(path), drafted + len(reader.seq.draft)
         done += sum(len(found.tokens) for _, _, found in verified)
+        commit(verified)
+        for reader, _, found in verified:
+            reader.advance(len(found.tokens))
         tell(verified)
         for i, reader in enumerate(readers):
             if not reader.left:
@@ -168,7 +175,7 @@ def measure(drafter: Drafter, folder: str, source: Iterator[tuple[list[int], lis
         most_bytes = max(most_bytes, drafter.state_bytes())
     gc.unfreeze()
     gc.set_threshold(*thresholds)
-    clock.part("around", ["ask", "tell"], "propose")
+    clock.part("around", ["ask", "commit", "tell"], "propose")
     return {"steps": len(clock.wall["propose"]), "tokens": done, "drafted": drafted, "accepted": accepted} | clock.figures() | {
         "held_mb": round(most_bytes / 1e6, 2), "grown_mb": round((resident_bytes() - began_bytes) / 1e6, 1)}
 

@@ -11,7 +11,7 @@ from kvasir.bench.workloads import Batch
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 
-RUNGS = ("cuda_graphs", "overlap")  # in the order in which they are turned on
+RUNGS = ("cuda_graphs", "overlap", "fused_kernels")  # in the order in which they are turned on
 DEFAULT = ("decode1:1:128:128", "decode64:64:1024:128")
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 DEFAULT = ("decode1:1:64:128", "decode16:16:64:128")
 # Complete these prompts by exactly this many tokens; what it counted meanwhile, by name.
-Generate = Callable[[list[list[int]], int], dict[str, int] | None]
+Generate = Callable[..., dict[str, Any] | None]
 Timed = Callable[[list[list[int]], int], float]  # the same, and return the seconds it took
 Samples = dict[str, dict[str, list[float]]]  # arm -> metric -> a value a round
 
@@ -137,7 +137,8 @@ def described(config: EngineConfig, shape: str | None) -> dict[str, Any]:
 
 
 def own_engine(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Generate, LLM]:
-    """The engine, and its ``generate``, which counts ``at_once`` (the most sequences that held memory in a step) and ``preemptions``."""
+    """The engine, and its ``generate``, which counts ``at_once`` (the most sequences that held memory in a step) and ``preemptions``; given
+    the ids that end an answer, also its drafts, and returns the answers as ``outputs``."""
     from kvasir.api.llm import LLM
 
     llm = stack.enter_context(LLM(config=config))
@@ -152,13 +153,18 @@ def own_engine(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Gener
 
     engine.step = watched  # type: ignore[method-assign]
 
-    def generate(prompts: list[list[int]], num_tokens: int) -> dict[str, int]:
+    def drafts() -> dict[str, int]:
+        stats = engine.stats()
+        return {"drafted": stats.drafted_tokens, "accepted": stats.accepted_tokens, "verified": stats.drafts}
+
+    def generate(prompts: list[list[int]], num_tokens: int, stop: list[int] | None = None) -> dict[str, Any]:
         nonlocal at_once
-        at_once, before = 0, engine.scheduler.preemptions
-        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-        outs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
-        assert all(len(o.outputs[0].token_ids) == num_tokens for o in outs)
-        return {"at_once": at_once, "preemptions": engine.scheduler.preemptions - before}
+        at_once, before, drafted = 0, engine.scheduler.preemptions, drafts()
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, stop_token_ids=tuple(stop or ()))
+        outputs = [list(o.outputs[0].token_ids) for o in llm.generate([{"prompt_token_ids": p} for p in prompts], params)]
+        assert stop or all(len(ids) == num_tokens for ids in outputs)
+        found: dict[str, Any] = {"at_once": at_once, "preemptions": engine.scheduler.preemptions - before}
+        return found if stop is None else found | {"outputs": outputs} | {name: count - drafted[name] for name, count in drafts().items()}
 
     return generate, llm
 

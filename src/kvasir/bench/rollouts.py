@@ -19,7 +19,7 @@ import torch
 
 from kvasir.bench.offline import described
 from kvasir.bench.result import arm, finish, percentile, ratios_of, result
-from kvasir.bench.speculation import draft_metrics
+from kvasir.bench.speculation import draft_metrics, save
 from kvasir.config import EngineConfig, SpeculationConfig
 from kvasir.errors import ConfigError
 from kvasir.models.checkpoint import resolve
@@ -113,12 +113,17 @@ def run(config: EngineConfig, *, problems: int, samples: int, rounds: int, tasks
     weights = f"{len(checkpoints)} checkpoints" if checkpoints else f"perturbed by {noise:g} a round, a stand-in" if noise else "frozen"
     setting = described(config, None) | {"problems": len(prompts), "samples": samples, "tasks": tasks, "weights": weights, "temperature": 1.0}
     arms, plain = [], None
+
+    def outcome() -> dict[str, Any]:
+        ratios = {k: v for k, v in ratios_of(arms, [(a["name"], "plain") for a in arms[1:]]).items() if not k.startswith("rounds")}
+        return result(f"rollouts-{Path(config.model.model).name or 'embedded'}", arms, ratios=ratios)
+
     try:
         for name in arms_wanted:
             metrics, outputs = bench.run(ARMS[name], plain)
             plain = plain or outputs
             arms.append(arm(name, setting | {"drafter": ARMS[name].drafter, "draft_control": ARMS[name].draft_control}, metrics))
+            save(outcome(), output, commit)
     finally:
         bench.llm.close()
-    ratios = {k: v for k, v in ratios_of(arms, [(name, "plain") for name in arms_wanted[1:]]).items() if not k.startswith("rounds")}
-    finish(result(f"rollouts-{Path(config.model.model).name or 'embedded'}", arms, ratios=ratios), output, commit)
+    finish(outcome(), output, commit)

@@ -71,6 +71,14 @@ class Worker:
         self.counts = answer["counts"]
         return answer["seconds"]
 
+    def complete(self, prompts: list[list[int]], num_tokens: int, stop: list[int]) -> tuple[float, list[list[int]]]:
+        """The same up to one of the ids ``stop``, with the answers. ``counts`` then has ``drafted``, ``accepted`` and ``verified``, where
+        the engine drafts."""
+        self._ask(op="prompts", ids=prompts)
+        answer = self._ask(op="generate", num_tokens=num_tokens, stop=stop)
+        self.counts = answer["counts"]
+        return answer["seconds"], answer["outputs"]
+
     def _ask(self, **command: Any) -> dict[str, Any]:
         try:
             self._process.stdin.write(json.dumps(command) + "\n")

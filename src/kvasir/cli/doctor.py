@@ -23,6 +23,9 @@ def examine() -> dict[str, Any]:
     from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
     from kvasir.engine.build import BACKENDS, CODECS, POLICIES
     from kvasir.kernels.native.library import native
+    from kvasir.kv.codec import Codec
+    from kvasir.scaling.strategy import STRATEGIES
+    from kvasir.speculation.drafter import DRAFTERS
     from kvasir.technique import load, names
 
     facts: dict[str, Any] = {
@@ -30,7 +33,7 @@ def examine() -> dict[str, Any]:
         "cpu": {"cores": os.cpu_count(), "torch_threads": torch.get_num_threads(), "isa": torch.backends.cpu.get_cpu_capability()},
         "disk_free_gib": round(shutil.disk_usage(".").free / 2**30, 1), "gpus": [], "packages": {}, "attention": {},
         "native_kernels": {"ready": native().library is not None, "reason": native().reason},
-        "codecs": names(CODECS), "scheduling_policies": names(POLICIES), "advice": []}
+        "codecs": names(CODECS), "scheduling_policies": names(POLICIES), "drafters": names(DRAFTERS), "strategies": names(STRATEGIES), "advice": []}
     for package, why in OPTIONAL.items():
         found = importlib.util.find_spec(package) is not None
         facts["packages"][package] = importlib.metadata.version(package) if found else f"not installed: {why}"
@@ -40,7 +43,7 @@ def examine() -> dict[str, Any]:
         facts["gpus"].append({"name": torch.cuda.get_device_name(i), "capability": f"{major}.{minor}", "free_gib": round(free / 2**30, 1),
                               "total_gib": round(total / 2**30, 1)})
     device = "cuda" if facts["gpus"] else "cpu"
-    site = Site(device=device, dtype=torch.bfloat16 if facts["gpus"] else torch.float32, codec_kernel="plain", page_slots=16 if facts["gpus"] else 64,
+    site = Site(device=device, dtype=torch.bfloat16 if facts["gpus"] else torch.float32, codec_kernel="plain", page_slots=Codec.page_slots,
                 specs=(AttentionSpec(32, 8, 128, 128**-0.5),))
     ranked = sorted((load(BACKENDS, name, AttentionBackend) for name in names(BACKENDS)), key=lambda b: -b.rank)
     facts["attention"] = {backend.name: backend.why_not(site) for backend in ranked}
@@ -77,7 +80,9 @@ def run(as_json: bool) -> None:
         chosen = " (chosen), the fastest that is" if name == facts["attention_chosen"] else ""
         table.add_row(f"attention {name}", f"no: {'; '.join(reasons)}" if reasons else f"ready{chosen}{exact}")
     table.add_row("kv codecs", ", ".join(facts["codecs"]))
+    table.add_row("drafters", ", ".join(facts["drafters"]))
     table.add_row("scheduling", ", ".join(facts["scheduling_policies"]))
+    table.add_row("strategies", ", ".join(facts["strategies"]))
     console = Console()
     console.print(table)
     for line in facts["advice"]:

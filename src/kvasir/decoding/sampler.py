@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvasir.decoding import max_accept
 from kvasir.decoding.filters import keep_top, largest, mean_surprise
 from kvasir.decoding.penalties import penalise
 from kvasir.decoding.rows import (
@@ -78,6 +79,8 @@ class Sampler:
         self.num_bound = 0  # open rows whose draws depend on the tokens before
         self._num_odd = 0  # open rows that are not always simple
         self.num_top = 0  # likeliest tokens of every row that the steps to come report, by the logits as the model gave them
+        self.by_blocks = False  # whether drafts may have been drawn to be verified by blocks
+        self.kept: list[torch.Tensor] | None = None  # where it is a list, what drawn rows were drawn from is added: [S, V] log-weights
 
     # ------------------------------------------------------------------------------------------------ per-sequence state
 
@@ -104,6 +107,8 @@ class Sampler:
     def simple(self, spans: list[Span]) -> bool:
         """Whether these decodes need nothing but the numbers of their rows: then the device draws by itself."""
         states = self._states
+        if self.kept is not None or self.by_blocks and any(max_accept.drawn(span) is not None for span in spans):
+            return False
         return not self._num_odd or all(states[span.row].simple(span.start + 1 - span.seq.num_prompt) for span in spans)
 
     def accepted(self, seq: Sequence, tokens: Many[int]) -> None:
@@ -124,21 +129,23 @@ class Sampler:
         ``first`` .. ``stop``: it is called slice by slice, so that a long scored prompt never needs [M, V] at once."""
         step = max(1, SLICE_BYTES // (4 * self.vocab_size))
         draws, reports, tops = [], [], []
+        blocks = max_accept.blocks(batch) if self.by_blocks else []
         for first in range(0, batch.num_rows, step):
             stop = min(first + step, batch.num_rows)
             part = logits[first:stop] if isinstance(logits, torch.Tensor) else logits(first, stop)
             assert part.shape == (stop - first, self.vocab_size), f"logits {tuple(part.shape)} for rows {first}:{stop}"
-            drawn, found = self._slice(part.float(), batch.rows.cut(first, stop))
+            whole = [(b, b.first - first) for b in blocks if first <= b.first and b.first + len(b.drafts) < stop]  # others are walked
+            drawn, found = self._slice(part.float(), batch.rows.cut(first, stop), whole)
             draws.append(drawn)
             reports.append(found)
             if self.num_top:
                 tops.append(to_host(part[:, :self.tokenizer_size].topk(min(self.num_top, self.tokenizer_size)).indices))
         return SampleOutput(batch, torch.cat(draws, 1) if len(draws) != 1 else draws[0], reports, tops) if draws else SampleOutput(batch, None, [])
 
-    def _slice(self, logits_MV: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, _Reports | None]:
+    def _slice(self, logits_MV: torch.Tensor, rows: Rows, blocks: Many[tuple[max_accept.Block, int]] = ()) -> tuple[torch.Tensor, _Reports | None]:
         """Returns the draws [3, M] fp32 (token id, largest logit, largest allowed logit) and the reports of the slice."""
         whole, padded = len(rows.sampled) == np.count_nonzero(rows.sampled), self.tokenizer_size < self.vocab_size
-        if self.device.type == "cuda" and whole and not len(rows.reports[0]) and not rows.constrained:
+        if self.device.type == "cuda" and whole and not len(rows.reports[0]) and not rows.constrained and not blocks and self.kept is None:
             return self._draw_plain(logits_MV, rows), None
         raw = logits_MV[:, :self.tokenizer_size] if padded else logits_MV
         if whole:
@@ -149,6 +156,14 @@ class Sampler:
             if rows.sampled.any():
                 at = self._send(np.flatnonzero(rows.sampled))
                 tokens[at], best[at], final_SV = self._draw(raw[at], rows.drawn())
+        if self.kept is not None and rows.sampled.any():
+            self.kept.append(final_SV)
+        if blocks:
+            place = np.cumsum(rows.sampled) - 1  # among the sampled rows
+            drawn_S = tokens if whole else tokens[at]
+            max_accept.accept([b for b, _ in blocks], place[[first for _, first in blocks]], final_SV, drawn_S)
+            if not whole:
+                tokens[at] = drawn_S
         # Where all is allowed, the two are the same. Both pass NaN on.
         largest = best if whole and not padded and final_SV is raw else logits_MV.amax(-1)
         found = self._report(raw, final_SV, tokens, rows) if len(rows.reports[0]) else None

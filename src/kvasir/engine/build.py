@@ -34,6 +34,8 @@ from kvasir.types import ModelInfo, PageCopy, Plan, Request, SamplingParams, Seq
 BACKENDS = "kvasir.attention.backends"
 CODECS = "kvasir.kv.codecs"
 POLICIES = "kvasir.engine.schedulers"
+VLLM_TYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16}
+VLLM_CODECS = {"auto": "plain", "fp8_e4m3": "fp8"}
 GPU_RESERVE = 256 << 20  # what allocator fragmentation and lazily loaded libraries take later, by experience
 GPU_ROWS, CPU_ROWS = 2048, 256
 LARGE_GPU, LARGE_GPU_ROWS = 75 << 30, 8192  # memory that affords the activations of such a step, and fills the chip with it
@@ -71,6 +73,15 @@ def choose_dtype(config: EngineConfig, device: torch.device, hf: dict) -> torch.
     return getattr(torch, wanted)
 
 
+def choose_codec(spec: str, dtype: torch.dtype) -> Codec:
+    """By name, or by vLLM's names of types. Raises ConfigError for an unknown one, and for a type that the cache will not have."""
+    kind = VLLM_TYPES.get(spec)
+    if kind is not None and kind != dtype:
+        raise ConfigError(f"kv_codec={spec}, but the model runs in {str(dtype).removeprefix('torch.')}, and an uncompressed cache has its type. "
+                          f"Use --kv-codec plain, or --dtype {str(kind).removeprefix('torch.')}.")
+    return technique.load(CODECS, "plain" if kind is not None else VLLM_CODECS.get(spec, spec), Codec)
+
+
 def choose_backend(name: str, site: Site) -> AttentionBackend:
     """The named backend, or the highest-ranked one that can serve ``site``. Raises ConfigError with every reason."""
     if name != "auto":
@@ -104,16 +115,18 @@ def build(config: EngineConfig, beside: Callable[[Decoder], int] = lambda model:
     exact = config.runner.batch_invariant
     if exact and device.type == "cuda" and not _triton.AVAILABLE:
         raise ConfigError("batch_invariant on a GPU needs Triton, which is not installed. Use --device cpu, or leave --batch-invariant out.")
+    if exact and not config.runner.fused_kernels:
+        raise ConfigError("batch_invariant has norms and products of its own. Leave out --batch-invariant, or --no-fused-kernels.")
     free_before = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     clock.lap("config")
 
     model, loading = start_loading(path, hf, device=device, dtype=dtype, load_format=config.model.load_format, exact=exact,
-                                   seed=config.model.seed, num_positions=config.model.max_model_len)
+                                   fused=config.runner.fused_kernels, seed=config.model.seed, num_positions=config.model.max_model_len)
     clock.lap("allocate")
 
     tokenizer_file = None if config.model.skip_tokenizer_init else _tokenizer_file(config, path)
     info = _info(config, path, hf, model, tokenizer_file)
-    codec = technique.load(CODECS, config.cache.kv_codec.replace("auto", "plain"), Codec)
+    codec = choose_codec(config.cache.kv_codec, dtype)
     page_slots = config.cache.page_slots or codec.page_slots
     groups = model.spec.cache_groups()
     site = Site(device=device.type, dtype=dtype, codec_kernel=codec.kernel, page_slots=page_slots, exact=exact, specs=_attention_specs(model))

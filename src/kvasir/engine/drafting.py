@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -23,6 +24,7 @@ from kvasir.logs import log
 from kvasir.models import cost
 from kvasir.speculation.controller import TRIAL_SEQS, Controller
 from kvasir.speculation.drafter import Ask, Drafter
+from kvasir.speculation.forest import Forest
 from kvasir.speculation.lengths import Lengths
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import EngineStats, Plan, Sequence, Span, SpanResult, Status
@@ -56,7 +58,13 @@ class Drafting:
         self.controller = Controller(self._times.predict, fixed=config.draft_control == "fixed")
         self._savings = Savings(self._times.measured_plain)
         self._lengths = Lengths() if config.draft_control == "length" else None
-        self._pending: dict[Sequence, DraftTree] = {}
+        self._pending: dict[Sequence, tuple[Many[DraftTree], int]] = {}  # the trees of its step, and which of them
+        # Trees of a step that were verified, which of them, and their paths: of which the controller is yet to be told.
+        self._verified: Forest | None = None
+        self._which: list[int] = []
+        self._paths: list[list[int]] = []
+        # Only the controller wants to know what was right: then it is told of all trees at once.
+        self._alone = type(drafter).observe is Drafter.observe
         self._measured: dict[int, _Measured | None] = {}  # by step; None: it was drafted, and held more than decodes
         self._drafting = False  # in the step that is being planned
         self._failures = 0
@@ -67,6 +75,7 @@ class Drafting:
         if drafter.hidden_layers:
             runner.use_taps(drafter.hidden_layers)
         runner.guest_inputs = drafter.guests
+        runner.sampler.by_blocks = not drafter.exact
 
     # ----------------------------------------------------------------------------------------------------- before a step
 
@@ -87,33 +96,70 @@ class Drafting:
 
     def propose(self, running: Iterable[Sequence]) -> None:
         """Set the drafts of all sequences that decode. Nothing may be in flight."""
-        decodes = [seq for seq in running if rows_left(seq) == 1 and seq.status is Status.RUNNING]
-        for seq in decodes:
-            seq.drop_draft()
-        asks = [ask for seq in decodes if (ask := self._ask(seq)) is not None]
+        decodes, context, rows, asks = 0, 0, 0, []
+        at_work, longest, lengths, most = Status.RUNNING, self._max_model_len, self._lengths, self._config.max_draft_tokens
+        if self.controller.most_nodes is not None:
+            most = min(most, self.controller.most_nodes)
+        for seq in running:  # once a sequence and step: no call that is not needed
+            known = len(seq.tokens)
+            left = known + seq.num_drawn - seq.num_computed - seq.num_ahead  # rows_left
+            rows += left
+            if left != 1 or seq.status is not at_work:
+                continue
+            decodes += 1
+            context += known
+            if seq.draft or seq.guests:
+                seq.draft, seq.draft_parents, seq.guests = [], [], {}
+            nodes, end, wanted = most, seq.num_prompt + seq.max_output, seq.request.params.num_draft_tokens
+            if known + nodes >= end or known + nodes >= longest:
+                nodes = min(end, longest) - known - 1
+            if wanted is not None and wanted < nodes:
+                nodes = wanted
+            if nodes > 0 and lengths is not None:
+                nodes = lengths.budget(seq, nodes)
+            if nodes > 0:
+                asks.append(Ask(seq, nodes, nodes))
         if not asks:
             return
         if self.controller.trying and len(asks) > TRIAL_SEQS:
             asks = asks[::-(-len(asks) // TRIAL_SEQS)]
         for ask in asks:
-            self._open(ask.seq)
+            if "drafted" not in ask.seq.state:
+                self._open(ask.seq)
         trees = self._guarded(self.drafter.propose, asks)
         if trees is None:
             return
         self._failures = 0
-        for tree in trees:
-            tree.source = tree.source or self.drafter.name
+        for part in (trees,) if isinstance(trees, Forest) else trees:
+            part.source = part.source or self.drafter.name
         graphs = self._runner.graphs
-        if graphs is not None and not graphs.trees and len(decodes) < graphs.most_drafted and self._config.draft_control != "fixed":
+        if graphs is not None and not graphs.trees and decodes < graphs.most_drafted and self._config.draft_control != "fixed":
             # Only chains are captured here, which is worth more than a branch; where there are guests, neither is.
             trees = [tree if tree.guests else tree.trunk() for tree in trees]
         # Prompts need rows, too: drafts get what the decodes leave, of a quarter at least of the step.
-        budget = max(self._max_rows // 4, self._max_rows - sum(rows_left(seq) for seq in running)) - len(decodes)
-        trees = self.controller.allocate(trees, sum(len(seq.tokens) for seq in decodes), max(0, budget), len(decodes))
-        for ask, tree in zip(asks, trees):
-            if tree.tokens or tree.guests:
-                self._pending[ask.seq] = tree
-                ask.seq.draft, ask.seq.draft_parents, ask.seq.guests = tree.tokens, [] if tree.is_chain else tree.parents, tree.guests
+        budget = max(self._max_rows // 4, self._max_rows - rows) - decodes
+        self._set(asks, self.controller.allocate(trees, context, max(0, budget), decodes))
+
+    def _set(self, asks: list[Ask], trees: Many[DraftTree]) -> None:
+        if not isinstance(trees, Forest):
+            for i, (ask, tree) in enumerate(zip(asks, trees)):
+                if tree.tokens or tree.guests:
+                    self._pending[ask.seq] = trees, i
+                    ask.seq.draft, ask.seq.draft_parents, ask.seq.guests = tree.tokens, [] if tree.is_chain else tree.parents, tree.guests
+            return
+        pending, start = self._pending, 0
+        tokens, parents = trees.ints[:2].tolist()
+        for i, (ask, end, is_chain) in enumerate(zip(asks, trees.ends.tolist(), trees.chains)):
+            if end > start:
+                seq = ask.seq
+                pending[seq] = trees, i
+                seq.draft, seq.draft_parents = tokens[start:end], [] if is_chain else parents[start:end]
+                start = end
+
+    def draft_of(self, seq: Sequence) -> DraftTree | None:
+        """What its next span verifies."""
+        found = self._pending.get(seq)
+        return None if found is None else found[0][found[1]]
 
     def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
         """What a drafter does wrong costs no request. None: it failed."""
@@ -128,17 +174,6 @@ class Drafting:
         if not seq.state.get("drafted"):
             seq.state["drafted"] = True
             self.drafter.open(seq)
-
-    def _ask(self, seq: Sequence) -> Ask | None:
-        known, wanted = len(seq.tokens) + 1, seq.request.params.num_draft_tokens
-        most = min(self._config.max_draft_tokens, self._max_model_len - known, seq.num_prompt + seq.max_output - known)
-        if wanted is not None:
-            most = min(most, wanted)
-        if self.controller.most_nodes is not None:
-            most = min(most, self.controller.most_nodes)
-        if most > 0 and self._lengths is not None:
-            most = self._lengths.budget(seq, most)
-        return Ask(seq, most, most) if most > 0 else None
 
     def launched(self, plan: Plan) -> None:
         """``plan`` is on its way. Of steps that only decode, the time is taken."""
@@ -166,23 +201,33 @@ class Drafting:
 
     def commit(self, span: Span, result: SpanResult, kept: list[int]) -> None:
         """``kept`` tokens of a span that verified a draft are about to be committed: move what lies off the leftmost path."""
-        rows = result.path[:len(kept)]
-        anchor = rows[0] if rows else 0
-        moves = [(span.start + row, span.start + anchor + j) for j, row in enumerate(rows) if row != anchor + j]
-        if moves:
-            size = self._runner.pool.page_slots
-            for group, table in enumerate(span.seq.tables):
-                sources, targets = zip(*((table[a // size] * size + a % size, table[b // size] * size + b % size) for a, b in moves))
-                self._runner.pool.move_slots(group, sources, targets)
-        tree = self._pending.get(span.seq)
-        if result.top is not None and tree is not None:
+        path, count = result.path, len(kept)
+        if count > 1 and path[count - 1] - path[0] >= count:
+            self._move(span, path[:count])
+        if result.top is not None and (tree := self.draft_of(span.seq)) is not None:
             self._guarded(self.drafter.recycle, span.seq, [span.seq.tokens[-1], *tree.tokens], result.top)
+
+    def _move(self, span: Span, rows: list[int]) -> None:
+        moves = [(span.start + row, span.start + rows[0] + j) for j, row in enumerate(rows) if row != rows[0] + j]
+        size = self._runner.pool.page_slots
+        for group, table in enumerate(span.seq.tables):
+            sources, targets = zip(*((table[a // size] * size + a % size, table[b // size] * size + b % size) for a, b in moves))
+            self._runner.pool.move_slots(group, sources, targets)
 
     def observe(self, span: Span, result: SpanResult) -> None:
         """The same span, committed."""
-        tree = self._pending.pop(span.seq, None)
-        if tree is None:
+        found = self._pending.pop(span.seq, None)
+        if found is None:
             return
+        trees, i = found
+        if trees is not self._verified and self._alone and isinstance(trees, Forest):
+            self.learn()
+            self._verified = trees
+        if trees is self._verified:
+            self._which.append(i)
+            self._paths.append(result.path)
+            return
+        tree = trees[i]
         path = tree.path(result.tokens)
         if tree.tokens:
             self.controller.observe(tree, path)
@@ -192,6 +237,12 @@ class Drafting:
             first = sum(tree.num_guests(other) for other in takewhile(lambda other: other != node, tree.guests))
             self._guarded(self.drafter.answer, span.seq, tree, node, result.guests[first:first + tree.num_guests(node)])
 
+    def learn(self) -> None:
+        """Tell the controller of all trees that were verified since."""
+        if self._verified is not None:
+            self.controller.observe_all(self._verified, self._which, self._paths)
+            self._verified, self._which, self._paths = None, [], []
+
     def ingest(self, span: Span, result: SpanResult) -> None:
         """A span that verified nothing was committed: its hidden states, where the drafter reads them."""
         if span.valid and self._failures < MAX_FAILURES:
@@ -200,6 +251,7 @@ class Drafting:
 
     def completed(self, plan: Plan) -> None:
         """From the end of one step to the end of the next: what lies between is the price of it, whoever it was that waited."""
+        self.learn()
         now = self._clock()
         seconds, self._ended = now - self._ended, now
         if plan.step not in self._measured:
@@ -229,6 +281,7 @@ class Drafting:
             self._guarded(self.drafter.close, seq)
 
     def fill(self, stats: EngineStats) -> None:
+        self.learn()
         s = self.controller.stats
         stats.draft_steps, stats.drafts, stats.drafted_tokens, stats.accepted_tokens = s.steps, s.verified, s.drafted, s.accepted
         stats.accepted_by_depth, stats.drafted_by, stats.drafted_by_depth = s.by_depth, s.by_source, s.by_source_depth

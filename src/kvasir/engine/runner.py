@@ -62,7 +62,7 @@ class Runner:
         self.model.forget_copies()
         # One call a step shows what inner layers put out; of the last one it computes only rows whose logits are wanted.
         inner = self.taps is None or len(self.model.blocks) - 1 not in self.taps.layers
-        native = inner and why_not(self.model, self.caches, self.backend) is None
+        native = self.model.place.fused and inner and why_not(self.model, self.caches, self.backend) is None
         self.native = NativeDecoder(self.model, self.caches) if native else None
         self.decodes = None if self.native is None else NativeDecodes(self.native, self.sampler, self.rows)
         self.tapes = None if native else self._tapes()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kvasir.config import EngineConfig
+from kvasir.decoding.max_accept import DRAWN, fresh_stream
 from kvasir.engine.build import Built, build
 from kvasir.engine.device_rows import UNKNOWN
 from kvasir.engine.early_exit import EarlyExit
@@ -43,8 +44,11 @@ class EngineHost:
         for model in self._exits:
             model.bind(built, pages)
 
-    def chain_model(self, model: str, kv_tokens: int) -> SecondModel:
+    def chain_model(self, model: str, kv_tokens: int, keep: bool = False) -> SecondModel:
         config = self._config
+        if keep and config.runner.batch_invariant:
+            raise ConfigError("max_accept keeps the distribution of tokens and not the tokens, which --batch-invariant promises. "
+                              "Leave out one of the two; without max_accept, drafts change no token.")
         own = config.replace(model=model, revision=None, served_model_name=None, tokenizer=None, kv_codec="plain", page_slots=None, drafter="",
                              fit=True, batch_invariant=False, num_pages=pages_for(kv_tokens, 16))
         self._models.append(SecondModel(build(own)))
@@ -69,8 +73,10 @@ class SecondModel:
         self._pages = PageManager(built.runner.pool.groups, built.plan.num_pages, built.runner.pool.page_slots, built.prefix_root)
         self._shadows: OrderedDict[Sequence, Sequence] = OrderedDict()  # least recently drafted for first
         self._free_rows = list(range(built.max_num_seqs))
+        self._weights: dict[Sequence, list[torch.Tensor]] | None = None  # of this round's shadows, what each token was drawn from; None: not wanted
 
-    def draw(self, asks: Many[Ask]) -> list[list[int]]:
+    def draw(self, asks: Many[Ask], keep: bool = False) -> list[list[int]]:
+        self._weights = {} if keep else None
         busy = {ask.seq for ask in asks}
         ready: list[tuple[Sequence, int]] = []  # shadow, tokens to draw
         left = self._max_rows
@@ -81,11 +87,19 @@ class SecondModel:
                 ready.append((shadow, length))
                 left -= len(shadow.tokens) - shadow.num_computed
         known = {shadow: len(shadow.tokens) for shadow, _ in ready}
+        if keep:
+            for ask in asks:
+                if (shadow := self._shadows.get(ask.seq)) is not None:
+                    shadow.stream = fresh_stream(ask.seq, len(ask.seq.tokens) - 1, b"draft")
         self._step([shadow for shadow, _ in ready], self._max_rows)
         ready = [(shadow, length) for shadow, length in ready if len(shadow.tokens) > known[shadow]]
         for depth in range(1, max((length for _, length in ready), default=0)):
             self._step([shadow for shadow, length in ready if length > depth], self._max_rows)
         drawn = {shadow: shadow.tokens[known[shadow]:] for shadow, _ in ready}
+        if keep:
+            for ask in asks:
+                weights = self._weights.get(self._shadows.get(ask.seq))
+                ask.seq.state[DRAWN] = -1 if weights is None else len(ask.seq.tokens) - 1, weights and torch.stack(weights)
         return [drawn.get(self._shadows.get(ask.seq), []) for ask in asks]
 
     def close(self, seq: Sequence) -> None:
@@ -159,6 +173,11 @@ class SecondModel:
                 max_rows -= length
         if not spans:
             return
-        for span, result in zip(spans, self._runner.launch(Plan(0, spans)).read()):
+        kept = self._runner.sampler.kept = None if self._weights is None else []
+        results = self._runner.launch(Plan(0, spans)).read()
+        rows = iter(torch.cat(kept) if kept else ())
+        for span, result in zip(spans, results):
             span.seq.num_computed += span.length
             span.seq.tokens += result.tokens[:1]
+            if kept and span.want:
+                self._weights.setdefault(span.seq, []).append(next(rows))

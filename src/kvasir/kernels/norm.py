@@ -96,15 +96,15 @@ def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
 # ----------------------------------------------------------------------------------------------------------- choosers
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, eps_1: torch.Tensor | None = None) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, eps_1: torch.Tensor | None = None, fused: bool = True) -> torch.Tensor:
     """The fastest form for the device; arguments as ``rms_norm_reference``.
 
     ``eps_1``: eps as an fp32 tensor [1] on x's device. It saves a CPU two calls, but a row's last bit may then depend on its
-    batch: without it, it never does.
+    batch: without it, it never does. ``fused`` False: torch's own form.
     """
-    if fits(x, weight):
+    if fused and fits(x, weight):
         return _launch(x, None, weight, eps, None)
-    if eps_1 is None and use_triton(x) and x.shape[-1] <= MAX_WIDTH:  # torch's reductions look at the number of rows
+    if fused and eps_1 is None and use_triton(x) and x.shape[-1] <= MAX_WIDTH:  # torch's reductions look at the number of rows
         return _launch(x.reshape(-1, x.shape[-1]), None, x.new_ones(x.shape[-1]), eps, None).view(x.shape).mul_(weight)
     if x.is_cuda and weight.dtype == x.dtype:
         if weight.dim() == 1:

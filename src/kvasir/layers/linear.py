@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from kvasir.kernels import packed_fp16
 from kvasir.kernels._triton import use_triton
-from kvasir.kernels.activation import ACTIVATIONS, gated
+from kvasir.kernels.activation import ACTIVATIONS, gated, gated_reference
 from kvasir.kernels.gemv import choose, gemv
 from kvasir.kernels.matmul import matmul_invariant
 
@@ -30,11 +30,13 @@ ALIGNMENT = 64  # bytes; what torch's CPU allocator gives, and what a BLAS may l
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where and how a model's layers live. ``exact``: exact mode."""
+    """Where and how a model's layers live. ``exact``: exact mode. ``fused`` False: norms, RoPE, activations and products of a few
+    rows are torch's own, one after the other, to measure what fusing them is worth."""
 
     device: torch.device
     dtype: torch.dtype
     exact: bool = False
+    fused: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def matrix(*shape: int, place: Placement) -> torch.Tensor:
 
 def streams(place: Placement) -> bool:
     """Whether products of a few rows may take the kernels of ``kernels.gemv``: their bits depend on the number of rows."""
-    return place.device.type == "cuda" and place.dtype == torch.bfloat16 and not place.exact
+    return place.device.type == "cuda" and place.dtype == torch.bfloat16 and place.fused and not place.exact
 
 
 def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, exact: bool = False) -> torch.Tensor:
@@ -94,7 +96,7 @@ class Linear:
     def __init__(self, num_inputs: int, widths: dict[str, int], *, bias: bool, place: Placement) -> None:
         total = sum(widths.values())
         self.widths = widths
-        self.exact = place.exact
+        self.exact, self.fused = place.exact, place.fused
         self.streams = streams(place)
         self.weight_NK = matrix(total, num_inputs, place=place)
         self.weight_KN = self.weight_NK.t()
@@ -115,7 +117,7 @@ class Linear:
             return residual_TN.addmm_(x_TK, self.weight_KN)  # the BLAS adds as it stores
         y = self.product(x_TK)
         if activation is not None:
-            y = gated(y, ACTIVATIONS[activation], self.exact)
+            y = gated(y, ACTIVATIONS[activation], self.exact) if self.fused else gated_reference(y, ACTIVATIONS[activation])
         return y if residual_TN is None else y.add_(residual_TN)
 
     def product(self, x_TK: torch.Tensor) -> torch.Tensor:

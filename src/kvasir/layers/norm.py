@@ -21,9 +21,14 @@ class RMSNorm:
         self.eps = spec.eps
         self.eps_1 = None if place.exact else torch.full((1,), spec.eps, device=place.device, dtype=torch.float32)
         self.offset = spec.offset
+        self.fused = place.fused
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps, self.eps_1)
+        return rms_norm(x, self.weight, self.eps, self.eps_1, self.fused)
+
+    def fits(self, x: torch.Tensor) -> bool:
+        """Whether adding to the stream and this norm may be one kernel."""
+        return self.fused and fits(x, self.weight)
 
     @property
     def parameters(self) -> tuple[torch.Tensor, float]:
@@ -56,7 +61,7 @@ class Stream:
         """The input of the sublayer that begins with ``norm``: normed, or with the norm left to do by its first product."""
         if self._x_TE is None:
             return self.h_TE, norm
-        if not fits(self._x_TE, norm.weight):
+        if not norm.fits(self._x_TE):
             return self.value(), norm
         x, post = self._x_TE, None if self._post is None else self._post.parameters
         self._x_TE = None
@@ -68,7 +73,7 @@ class Stream:
         x, post, self._x_TE = self._x_TE, self._post, None
         if x is None:
             return self.h_TE
-        if post is not None and fits(x, post.weight):
+        if post is not None and post.fits(x):
             self.h_TE = add_normed(x, self.h_TE, post.parameters)
         else:
             self.h_TE = (x if post is None else post(x)).add_(self.h_TE)

@@ -37,14 +37,14 @@ def load_model(path: Path, config: dict[str, Any], **options: Any) -> Decoder:
 
 
 def start_loading(path: Path, config: dict[str, Any], *, device: torch.device | str, dtype: torch.dtype, load_format: str = "auto",
-                  exact: bool = False, seed: int = 0, num_positions: int | None = None) -> tuple[Decoder, Filling]:
+                  exact: bool = False, fused: bool = True, seed: int = 0, num_positions: int | None = None) -> tuple[Decoder, Filling]:
     """Build the model that ``config`` describes and begin to fill it from ``path`` (or with random weights: ``dummy``).
 
     The decoder may be run at once, on weights that are still anything: to compile kernels and measure memory while files are
     read. ``num_positions`` bounds the RoPE tables (default: all the config allows). Raises ConfigError naming file and tensor.
     """
     spec = build_spec(config)
-    place = Placement(torch.device(device), dtype, exact)
+    place = Placement(torch.device(device), dtype, exact, fused)
     filling = Filling(place.device)
     if load_format == "dummy":
         decoder = Decoder(spec, place, num_positions)

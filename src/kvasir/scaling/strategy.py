@@ -17,6 +17,8 @@ from kvasir.scaling.primitives import Context
 from kvasir.scaling.problem import Problem, majority, votes
 from kvasir.technique import Technique, load
 
+STRATEGIES = "kvasir.scaling.strategies"
+
 
 @dataclass(slots=True)
 class Result:
@@ -79,7 +81,7 @@ class Strategy(Technique, abc.ABC):
 
 def load_strategy(spec: str) -> Strategy:
     """``majority``, or ``squeeze_evolve:N=8,K=3,T=4``. Raises ConfigError with the names and options there are."""
-    return load("kvasir.scaling.strategies", spec, Strategy)
+    return load(STRATEGIES, spec, Strategy)
 
 
 def at_least(low: float, **values: float) -> None:

@@ -18,17 +18,21 @@ not look at the draft.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
+from kvasir.speculation.forest import Forest, native
 from kvasir.speculation.tree import DraftTree
 
 EST_EDGES = (0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)  # of the bins of the drafter's estimate
-DEPTHS = 8  # bins of depth; the last one is for all that are deeper
-EST_WEIGHT, ABOVE_WEIGHT = 2.0, 8.0  # observations that the drafter's own estimate counts for, and what was learnt of the depth above
+DEPTHS, PLACES = 8, len(EST_EDGES) + 1  # bins of depth, the last of which is for all that are deeper, and of the estimate
+# Observations that the drafter's own estimate counts for, and what was learnt of the depth above: powers of two, so that a bin without
+# evidence changes no bit.
+EST_WEIGHT, ABOVE_WEIGHT = 2.0, 8.0
 FORGETTING, FADING = 0.995, 0.5  # of a bin's evidence, an observation, and when drafts are tried again after a pause
 START_GAIN, MIN_GAIN = 1.04, 1.02  # drafting starts above the one, by what is predicted, and ends below the other
 TRIAL_STEPS = 4  # at most,
@@ -42,6 +46,7 @@ CREDIT_STEPS, MAX_CREDIT_STEPS = 1.5, 2.0  # plain steps' time in the account at
 MARGIN = 2  # nodes that are proposed beyond the most that was worth verifying in the last step
 REFRESH, REFRESH_STEPS = 512, 4  # after so many drafted steps in a row, plain ones to see what those cost by now
 RECENT = 32  # proposals that show what the next ones will be like
+PACKED = 16  # trees from which on they are worth packing
 
 # (sequences that decode, their context tokens, draft rows, drafted step or plain) -> seconds
 StepSeconds = Callable[[int, int, int, bool], float]
@@ -53,33 +58,40 @@ class Survival:
     verified are not believed to be what the drafter says."""
 
     def __init__(self) -> None:
-        self._bins: dict[tuple[str, int, int], list[float]] = {}
+        self._bins: dict[str, array] = {}
         self._known: dict[tuple[str, int, float], float] = {}
+
+    def bins(self, source: str) -> array:
+        """Of a drafter: [right, tried] by depth and place of the estimate. Who writes into it calls ``learnt``."""
+        found = self._bins.get(source)
+        if found is None:
+            found = self._bins[source] = array("d", bytes(16 * DEPTHS * PLACES))
+        return found
+
+    def learnt(self) -> None:
+        self._known.clear()
 
     def hazard(self, source: str, depth: int, est: float) -> float:
         known = self._known.get((source, depth, est))
         if known is None:
-            known, place = min(1.0, est), bisect_left(EST_EDGES, est)
+            bins, known, place = self.bins(source), min(1.0, est), bisect_left(EST_EDGES, est)
             for above in range(min(depth, DEPTHS - 1) + 1):
-                seen = self._bins.get((source, above, place))
-                if seen is not None:
-                    weight = ABOVE_WEIGHT if above else EST_WEIGHT
-                    known = min(1.0, (seen[0] + weight * known) / (seen[1] + weight))
+                at, weight = 2 * (above * PLACES + place), ABOVE_WEIGHT if above else EST_WEIGHT
+                known = min(1.0, (bins[at] + weight * known) / (bins[at + 1] + weight))
             self._known[source, depth, est] = known
         return known
 
     def observe(self, source: str, depth: int, est: float, right: bool) -> None:
-        entry = self._bins.setdefault(_bin(source, depth, est), [0.0, 0.0])
-        entry[0] = FORGETTING * entry[0] + right
-        entry[1] = FORGETTING * entry[1] + 1.0
-        self._known.clear()
+        bins, at = self.bins(source), 2 * (min(depth, DEPTHS - 1) * PLACES + bisect_left(EST_EDGES, est))
+        bins[at] = FORGETTING * bins[at] + right
+        bins[at + 1] = FORGETTING * bins[at + 1] + 1.0
+        self.learnt()
 
     def fade(self) -> None:
         """Some time has passed: what was learnt is believed less."""
-        for entry in self._bins.values():
-            entry[0] *= FADING
-            entry[1] *= FADING
-        self._known.clear()
+        for source, bins in self._bins.items():
+            self._bins[source] = array("d", (FADING * number for number in bins))
+        self.learnt()
 
     def of(self, tree: DraftTree) -> list[float]:
         """By node: the chance that it is reached and right."""
@@ -88,10 +100,6 @@ class Survival:
         for parent, depth, est in zip(tree.parents, tree.depths, tree.est):
             survival.append(self.hazard(source, depth, est) * (survival[parent] if parent >= 0 else 1.0))
         return survival
-
-
-def _bin(source: str, depth: int, est: float) -> tuple[str, int, int]:
-    return source, min(depth, DEPTHS - 1), bisect_left(EST_EDGES, est)
 
 
 def _within(tree: DraftTree, rows: int) -> DraftTree:
@@ -131,11 +139,12 @@ class DraftStats:
 
 
 class Controller:
-    """``fixed``: no control, every proposal is verified whole (for measurements and tests)."""
+    """``fixed``: no control, every proposal is verified whole (for measurements and tests). ``plain``: without native code."""
 
-    def __init__(self, seconds: StepSeconds, *, fixed: bool = False) -> None:
+    def __init__(self, seconds: StepSeconds, *, fixed: bool = False, plain: bool = False) -> None:
         self._seconds = seconds
         self._fixed = fixed
+        self._packs = not plain and native().library is not None
         self.survival = Survival()
         self.stats = DraftStats()
         self._recent: deque[DraftTree] = deque(maxlen=RECENT)  # proposals, whole
@@ -216,16 +225,21 @@ class Controller:
                 best = max(best, tokens * plain / self._seconds(num_seqs, context, round(spread * slots * num_seqs), True))
         return best
 
-    def allocate(self, trees: list[DraftTree], context: int, budget: int, num_seqs: int | None = None, weights: Many[float] | None = None
-                 ) -> list[DraftTree]:
+    def allocate(self, trees: Many[DraftTree], context: int, budget: int, num_seqs: int | None = None, weights: Many[float] | None = None
+                 ) -> Many[DraftTree]:
         """Cut the trees to the slots that give the most tokens a second, ``budget`` at most. ``num_seqs``: sequences that
         decode in the step, if more than have a tree; ``weights``: what a token of each is worth (default: 1)."""
         if self._fixed or self.trying:
             self._recent.extend(trees[:RECENT])
             share = budget // max(1, len(trees))
             most = max(1, share) if self._fixed else min(TRIAL_NODES, share)
+            if isinstance(trees, Forest) and trees.sizes.max(initial=0) <= most:
+                return trees
             return [_within(tree if len(tree) <= most else tree.keep(range(most)), max(1, share)) for tree in trees]
         self._recent.extend(trees[::-(-len(trees) // RECENT)] if trees else ())
+        forest = Forest.of(trees) if self._packs and len(trees) >= PACKED else None
+        if forest is not None:
+            return self._cut(forest, context, budget, len(trees) if num_seqs is None else num_seqs, weights)
         worth = [1.0] * len(trees) if weights is None else weights
         ranked = [(-s * w, i, node) for i, (tree, w) in enumerate(zip(trees, worth)) for node, s in enumerate(self.survival.of(tree))]
         ranked.sort()  # a parent is never worth less than its child, and stands first where they tie
@@ -252,6 +266,20 @@ class Controller:
         crowded = sum(tree.num_rows for tree in trees if tree.guests) > budget
         return [_within(tree, budget // len(trees)) for tree in trees] if crowded else trees
 
+    def _cut(self, forest: Forest, context: int, budget: int, count: int, weights: Many[float] | None) -> Forest:
+        """The same of trees without guests, all at once."""
+        order, expected = forest.rank(weights, self.survival.bins(forest.source), float(count))
+        last = min(len(order), budget)
+        best, best_goodput = 0, count / self._seconds(count, context, 0, True)
+        small = max(0, min(last, 16 - count))
+        for n in (*range(1, small + 1), *range(small + 1 + -(count + small + 1) % 8, last, 8), *([last] if last > small else ())):
+            goodput = expected[n] / self._seconds(count, context, n, True)
+            if goodput > best_goodput:
+                best, best_goodput = n, goodput
+        kept = forest if best == len(order) else forest.keep(order, best)
+        self.most_nodes = int(kept.sizes.max(initial=0)) + MARGIN
+        return kept
+
     # ----------------------------------------------------------------------------------------------------------- learn
 
     def observe(self, tree: DraftTree, path: list[int]) -> None:
@@ -275,6 +303,25 @@ class Controller:
         counts[1] += len(path)
         self._accepted += len(path)
         self._tried += 1
+
+    def observe_all(self, forest: Forest, which: list[int], paths: list[list[int]]) -> None:
+        """The same of the trees ``which``, one after another; ``paths``: the row of the anchor and those of the right nodes, of each."""
+        if not which:
+            return
+        bins, stats = self.survival.bins(forest.source), self.stats
+        drafted, by_depth = forest.learn(which, paths, bins)
+        self.survival.learnt()
+        stats.add_depths(forest.source, by_depth)
+        accepted = sum(map(len, paths)) - len(paths)
+        counts = stats.by_source.setdefault(forest.source, [0, 0])
+        counts[0] += drafted
+        counts[1] += accepted
+        stats.drafted += drafted
+        stats.accepted += accepted
+        stats.emitted += accepted + len(paths)
+        stats.verified += len(paths)
+        self._accepted += accepted
+        self._tried += len(paths)
 
     def end_step(self, num_seqs: int, context: int, seconds: float, known: bool = True) -> None:
         """A drafted step of ``num_seqs`` decodes was committed, and is charged ``seconds``; ``known``: that tells what the next one of its

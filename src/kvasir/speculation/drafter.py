@@ -21,7 +21,7 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 Place = Literal["cpu", "same_device", "other_device"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for every sequence and step, in half the time
 class Ask:
     """A sequence whose next token is the model's turn, and how large a tree may be proposed for it."""
 
@@ -33,9 +33,10 @@ class Ask:
 class ChainModel(Protocol):
     """Another causal model with KV pages of its own, as the engine runs it for a drafter."""
 
-    def draw(self, asks: Many[Ask]) -> list[list[int]]:
+    def draw(self, asks: Many[Ask], keep: bool = False) -> list[list[int]]:
         """For each, up to ``max_depth`` tokens after the known ones, drawn with the sequence's own parameters and noise; none
-        where the model is still busy with the prompt or has no page left."""
+        where the model is still busy with the prompt or has no page left. ``keep``: with fresh noise instead, and what they were
+        drawn from is left for the verification (`kvasir.decoding.max_accept`)."""
 
     def close(self, seq: Sequence) -> None: ...
 
@@ -69,9 +70,9 @@ class Host(Protocol):
         """Usable, and its numbers known, once the served model is there: which then raises ConfigError for a layer that it does
         not have. No ``exits``: after a quarter, a half and three quarters of its layers."""
 
-    def chain_model(self, model: str, kv_tokens: int) -> ChainModel:
-        """``model``: checkpoint folder or hub id; ``kv_tokens``: tokens its pages hold. Raises ConfigError when its vocabulary
-        is not the served model's."""
+    def chain_model(self, model: str, kv_tokens: int, keep: bool = False) -> ChainModel:
+        """``model``: checkpoint folder or hub id; ``kv_tokens``: tokens its pages hold; ``keep``: as `ChainModel.draw` will be asked.
+        Raises ConfigError when its vocabulary is not the served model's, and where ``keep`` would break exact mode."""
 
 
 class ServedModel(Protocol):
@@ -89,7 +90,8 @@ class ServedModel(Protocol):
 
 
 class Drafter(Technique):
-    """``hidden_layers``: layers of the served model whose outputs it reads, known after ``attach``; they are handed to ``ingest``
+    """``exact`` False: it asks for a verification that keeps the distribution of tokens, not the tokens.
+    ``hidden_layers``: layers of the served model whose outputs it reads, known after ``attach``; they are handed to ``ingest``
     and ``observe``, as [rows, layers, E] on the model's device. ``guests``: embeddings [guests, E], in the model's dtype and place, that
     its trees may put behind nodes (`DraftTree.guests`): the model computes such rows beside the step's own, and ``answer`` gets
     what comes out. Known after ``attach``, changed in place only. ``top_tokens``: how many of the likeliest tokens of each verified
@@ -130,7 +132,7 @@ class Drafter(Technique):
         """The outputs of ``hidden_layers`` for committed rows from position ``start``. Rows may be missing: those of a prefix that was
         in the cache, and of steps at which drafting was off. After a preemption they come again."""
 
-    def propose(self, asks: list[Ask]) -> list[DraftTree]:
+    def propose(self, asks: list[Ask]) -> Many[DraftTree]:
         """One tree for each, maybe empty. Continues ``seq.tokens``; changes nothing of the sequence."""
         raise NotImplementedError
 

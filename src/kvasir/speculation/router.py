@@ -32,6 +32,10 @@ def load_drafter(spec: str) -> Drafter:
     drafters = [technique.load(DRAFTERS, part, Drafter) for part in parts]
     if len({d.name for d in drafters}) < len(drafters):
         raise ConfigError(f"--drafter {spec} names one drafter twice")
+    if len(drafters) > 1 and not all(d.exact for d in drafters):
+        alone = next(d.name for d in drafters if not d.exact)
+        raise ConfigError(f"{alone} with these options must run alone: to choose among drafters by what they propose would bend its distribution. "
+                          f"Leave the others out, or its options.")
     return drafters[0] if len(drafters) == 1 else Router(drafters)
 
 

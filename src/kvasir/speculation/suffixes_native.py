@@ -18,8 +18,8 @@ import numpy as np
 from kvasir.kernels import native as folder
 from kvasir.kernels.native.library import Native, shared
 from kvasir.speculation.drafter import Ask
+from kvasir.speculation.forest import Forest
 from kvasir.speculation.suffixes import CONTEXT
-from kvasir.speculation.tree import DraftTree
 
 SOURCE = Path(folder.__file__).with_name("suffix.c")
 NAMES = "kvasir_suffix_new", "kvasir_suffix_clear", "kvasir_suffix_free", "kvasir_suffix_cursor_bytes", "kvasir_suffix_step"
@@ -109,7 +109,7 @@ class NativeSuffixes:
         with self.lock:
             self._step(cursors, news)
 
-    def propose(self, cursors: list[Cursor], news: list[list[int]], asks: list[Ask]) -> list[DraftTree]:
+    def propose(self, cursors: list[Cursor], news: list[list[int]], asks: list[Ask]) -> Forest:
         most = array("i", [ask.max_nodes for ask in asks])
         deepest = array("i", [ask.max_depth for ask in asks])
         counts = array("i", bytes(most.itemsize * len(most)))
@@ -117,14 +117,7 @@ class NativeSuffixes:
             if (wanted := sum(most)) > len(self._floats):
                 self._reserve(2 * wanted)
             total = self._step(cursors, news, *map(_address, (most, deepest, counts)), *self._out)
-            tokens, parents, depths = self._ints[:, :total].tolist()
-            est = self._floats[:total].tolist()
-        trees, at = [], 0
-        for count in counts:
-            end = at + count
-            trees.append(DraftTree(tokens[at:end], parents[at:end], est[at:end], depths[at:end]))
-            at = end
-        return trees
+            return Forest(self._ints[:, :total].copy(), self._floats[:total].copy(), np.cumsum(counts, dtype=np.int32))
 
     def _step(self, cursors: list[Cursor], news: list[list[int]], *given: int) -> int:
         where = array("Q", [cursor.at for cursor in cursors])

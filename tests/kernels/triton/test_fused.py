@@ -10,12 +10,13 @@ import torch
 from kvasir.attention.backend import Site
 from kvasir.attention.backends.torch import TorchBackend
 from kvasir.engine.batch import pack
-from kvasir.kernels import _triton, gemv, norm
+from kvasir.kernels import _triton, activation, gemv, norm
 from kvasir.kernels.activation import ACTIVATIONS, gated_triton
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.kv.pool import KVPool
 from kvasir.layers import linear
 from kvasir.layers.linear import Placement
+from kvasir.layers.mixers import gqa
 from kvasir.layers.spec import DenseSpec, GQASpec, MoESpec, NormSpec, RopeSpec
 from kvasir.models import decoder
 from kvasir.models.decoder import Decoder
@@ -98,6 +99,26 @@ def test_a_decoder_on_the_kernels_is_the_plain_decoder(layers, device, monkeypat
     few = sum(size <= 16 for size in sizes)
     assert len(calls) == few * (1 + len(products)), "every product of a few rows, and the head"
     assert any(c.get("norm") for c in calls) and (layers == MODELS["sandwich"] or any(c.get("residual_TO") is not None for c in calls))
+
+
+@pytest.mark.parametrize("layers", [MODELS["mixed"], MODELS["shared cache"]], ids=["mixed", "shared cache"])
+def test_a_decoder_that_may_not_fuse_is_the_plain_decoder(layers, device, monkeypatch):
+    """What the bench's ladder compares with: torch's own norms, RoPE, activations and products."""
+    spec = ModelSpec(family="none", hidden_size=32, vocab_size=56, max_position=64, layers=layers, final_norm=NormSpec())
+    model = Decoder(spec, Placement(torch.device(device), torch.float32, fused=False))
+    fill_random(model, 0)
+    with monkeypatch.context() as plain:
+        plain.setattr(_triton, "triton", None)
+        want = tap_logits(model, device, (17, 3, 1))
+
+    def never(*arguments, **options):
+        raise AssertionError("a fused kernel ran")
+
+    for module, name in ((norm, "_launch"), (activation, "gated_triton"), (gqa, "fused_qkv"), (linear, "gemv"), (decoder, "gemv"),
+                         (PlainCodec, "write_fused")):
+        monkeypatch.setattr(module, name, never)
+    for got, wanted in zip(tap_logits(model, device, (17, 3, 1)), want):
+        torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
 
 
 def test_kernels_do_not_mix_rows(device):

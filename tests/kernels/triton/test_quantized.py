@@ -117,6 +117,16 @@ def logits_of(model: Decoder, codec_spec: str, backend_name: str, device: str, p
     return torch.cat(rows)
 
 
+def test_queries_are_turned_into_the_caches_basis_where_nothing_fuses(device):
+    codec, plan = "int4_bdr:order=16,rotate_v=true", [[(0, 5), (1, 3)], [(0, 1), (1, 1)]]
+    model = Decoder(ModelSpec(family="none", hidden_size=48, vocab_size=56, max_position=90, layers=(DEEP,), final_norm=NormSpec()),
+                    Placement(torch.device(device), torch.float32, fused=False))
+    fill_random(model, 0)
+    want, plain = (logits_of(model, c, "torch", device, plan) for c in (codec, "plain"))
+    lost = (want - plain).abs().max()
+    assert lost > 0 and (logits_of(model, codec, "triton", device, plan) - want).abs().max() < 0.1 * lost + 1e-4
+
+
 @pytest.mark.parametrize("codec", ["int4_bdr", "int4_bdr:order=16,rotate_v=true"])
 def test_a_decoder_over_codes_is_the_one_over_what_they_stand_for(codec, device, monkeypatch):
     """Fused write, decode over codes, gathered chunks, windows and a shared cache, against the plain path of the same codec."""

@@ -3,6 +3,7 @@
     {"op": "start", "model": FOLDER, "options": {...}}    -> {"start_s", "vocab_size", "version"}
     {"op": "prompts", "ids": [[...], ...]}                -> {}
     {"op": "generate", "num_tokens": n}                   -> {"seconds", "counts"}: completing the latest prompts by n tokens each, greedy
+    {"op": "generate", "num_tokens": n, "stop": [...]}    -> {"seconds", "counts", "outputs"}: by up to n tokens, until one of these ids
     end of input                                          the driver ends
 
 An answer {"error": text} means that the command failed. What the engine prints goes to stderr.
@@ -17,7 +18,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-Generate = Callable[[list[list[int]], int], dict[str, int] | None]  # what it counted meanwhile, if anything
+# What it counted meanwhile, if anything. Given a third argument, the ids that end an answer, the answers are in it as ``outputs``.
+Generate = Callable[..., dict[str, Any] | None]
 
 
 def serve(start: Callable[[str, dict[str, Any]], tuple[Generate, dict[str, Any]]]) -> None:
@@ -38,8 +40,8 @@ def serve(start: Callable[[str, dict[str, Any]], tuple[Generate, dict[str, Any]]
                 prompts = command["ids"]
             else:
                 assert command["op"] == "generate" and generate is not None, command["op"]
-                counts = generate(prompts, command["num_tokens"])
-                answer = {"seconds": time.perf_counter() - started, "counts": counts or {}}
+                counts = generate(prompts, command["num_tokens"], *([command["stop"]] if "stop" in command else [])) or {}
+                answer = {"seconds": time.perf_counter() - started, "outputs": counts.pop("outputs", None), "counts": counts}
         except Exception as e:  # whatever the engine raises is the answer
             answer = {"error": f"{type(e).__name__}: {e}"}
         print(json.dumps(answer), file=answers)

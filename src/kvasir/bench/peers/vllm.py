@@ -1,22 +1,44 @@
-"""vLLM as a driver, through its public offline API. Options are ``vllm.LLM`` keywords and reach it as they are."""
+"""vLLM as a driver, through its public offline API. Options are ``vllm.LLM`` keywords and reach it as they are.
+
+With a ``speculative_config`` its own statistics are on, which it needs to count its drafts.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 from kvasir.bench.peers import channel
+
+COUNTERS = {"vllm:spec_decode_num_drafts": "verified", "vllm:spec_decode_num_draft_tokens": "drafted",
+            "vllm:spec_decode_num_accepted_tokens": "accepted"}
 
 
 def main() -> None:
     def start(model: str, options: dict[str, Any]) -> tuple[channel.Generate, dict[str, Any]]:
         import vllm
 
-        llm = vllm.LLM(model=model, skip_tokenizer_init=True, seed=0, **options)
+        drafts = options.get("speculative_config") or {}
+        if drafts.get("method") == "ngram" and importlib.util.find_spec("numba") is None:
+            raise RuntimeError("vLLM's ngram needs numba: pip install numba to where vLLM's packages are")
+        llm = vllm.LLM(model=model, skip_tokenizer_init=True, seed=0, **({"disable_log_stats": False} if drafts else {}), **options)
 
-        def generate(prompts: list[list[int]], num_tokens: int) -> None:
-            params = vllm.SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        def counts() -> dict[str, int]:
+            found = dict.fromkeys(COUNTERS.values(), 0) if drafts else {}
+            for metric in llm.get_metrics() if drafts else ():
+                if metric.name in COUNTERS:
+                    found[COUNTERS[metric.name]] += int(metric.value)
+            return found
+
+        def generate(prompts: list[list[int]], num_tokens: int, stop: list[int] | None = None) -> dict[str, Any]:
+            params = vllm.SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False,
+                                         **({"stop_token_ids": stop} if stop else {}))
+            before = counts()
             outs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-            assert all(len(o.outputs[0].token_ids) == num_tokens for o in outs), "vLLM ended a request early"
+            outputs = [list(o.outputs[0].token_ids) for o in outs]
+            assert stop or all(len(ids) == num_tokens for ids in outputs), "vLLM ended a request early"
+            found: dict[str, Any] = {name: count - before[name] for name, count in counts().items()}
+            return found if stop is None else found | {"outputs": outputs}
 
         return generate, {"version": vllm.__version__}
 

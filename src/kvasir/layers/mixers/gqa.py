@@ -26,6 +26,7 @@ class Mixer:
         self.spec = spec
         self.attention = spec.attention()
         self.writes = writes
+        self.fused = place.fused
         widths = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim} if writes else {"q": heads * dim}
         self.num_rotated = heads + kv_heads if writes else heads
         self.split = self.num_rotated, kv_heads  # what is rotated, and the values
@@ -45,7 +46,7 @@ class Mixer:
         heads_TXD = self.qkv(x_TE, norm).view(num_rows, -1, spec.head_dim)
         codec = cache.codec
         in_basis = codec.fuses and codec.kernel in backend.codec_kernels  # the backend takes queries in the cache's basis
-        if fits(heads_TXD) and (in_basis or not self.writes):
+        if self.fused and fits(heads_TXD) and (in_basis or not self.writes):
             ops = HeadOps(spec.num_heads, angles.table.table, angles.positions_T, None if self.qk_norm is None else self.qk_norm.parameters)
             if self.writes:
                 q_THD = codec.write_fused(cache, heads_TXD, ops, batch.slots[cache.group])
@@ -53,6 +54,7 @@ class Mixer:
                 q_THD = codec.queries(fused_qkv(heads_TXD, ops)) if in_basis else fused_qkv(heads_TXD, ops)
         else:
             q_THD = self._write(heads_TXD, angles, cache, batch)
+            q_THD = codec.queries(q_THD) if in_basis else q_THD
         out_THD = backend.run(q_THD, cache, self.attention, batch, sinks_H=self.sinks_H)
         out_TE = out_THD.reshape(num_rows, spec.num_heads * spec.head_dim)
         return self.o(out_TE if wanted_M is None else out_TE.index_select(0, wanted_M), residual_TN=residual_TE)

@@ -1,7 +1,9 @@
-"""A smaller checkpoint of the same vocabulary runs ahead, with KV pages of its own. Exact; costs a small forward a token.
+"""A smaller checkpoint of the same vocabulary runs ahead, with KV pages of its own. Costs a small forward a token. Exact.
 
 It draws with the request's own parameters and the noise of the very positions that the served model will draw with
-(coupled drafting), so that the two agree more often at T > 0 than independent draws would.
+(coupled drafting), so that the two agree more often at T > 0 than independent draws would. With ``max_accept`` it draws with
+noise of its own instead, and the model verifies whole blocks (`kvasir.decoding.max_accept`): more drafts are right, the
+distribution is the same, the tokens of a seed are not.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ class Config:
     model: str = ""
     max_depth: int = 4
     kv_tokens: int = 1 << 16
+    max_accept: bool = False
 
 
 class DraftModel(Drafter):
@@ -31,14 +34,15 @@ class DraftModel(Drafter):
         super().__init__(config or Config())
         if not self.config.model:
             raise ConfigError("draft_model needs a checkpoint: --drafter draft_model:model=FOLDER")
+        self.exact = not self.config.max_accept
         self._model: ChainModel | None = None
 
     def prepare(self, host: Host) -> None:
-        self._model = host.chain_model(self.config.model, self.config.kv_tokens)
+        self._model = host.chain_model(self.config.model, self.config.kv_tokens, self.config.max_accept)
 
     def propose(self, asks: list[Ask]) -> list[DraftTree]:
         short = [Ask(a.seq, a.max_nodes, min(a.max_depth, a.max_nodes, self.config.max_depth)) for a in asks]
-        return [DraftTree.chain(tokens, TRUST) for tokens in self._model.draw(short)]
+        return [DraftTree.chain(tokens, TRUST) for tokens in self._model.draw(short, keep=self.config.max_accept)]
 
     def close(self, seq: Sequence) -> None:
         self._model.close(seq)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -55,7 +56,7 @@ class Suffix(Drafter):
     def reference(self) -> Drafter | None:
         return Suffix(self.config, plain=True) if isinstance(self._texts, NativeSuffixes) else None
 
-    def propose(self, asks: list[Ask]) -> list[DraftTree]:
+    def propose(self, asks: list[Ask]) -> Many[DraftTree]:
         cursors, news = [], []
         for ask in asks:
             seq = ask.seq
