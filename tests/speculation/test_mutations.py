@@ -36,14 +36,14 @@ def guests_are_seen(parents, bits):
     bits[:, (len(parents) - 1) // 64] |= np.int64(1) << np.int64((len(parents) - 1) % 64)
 
 
-REAL_ANCESTORS = batch._ancestors
+REAL_ANCESTORS = batch.tree_ancestors
 MUTATIONS = {
     "one token too many": (sampler, "_walk", one_too_many),
     "the draft is not compared": (sampler, "_walk", first_child),
     "noise by slot, not by depth": (rows, "_depths", lambda parents: list(range(len(parents)))),
-    "rope by slot": (batch, "_positions", lambda span: np.arange(span.start, span.start + span.length)),
-    "siblings see each other": (batch, "_ancestors", every_row_before),
-    "guests are seen": (batch, "_ancestors", guests_are_seen),
+    "rope by slot": (batch, "tree_positions", lambda span: np.arange(span.start, span.start + span.length)),
+    "siblings see each other": (batch, "tree_ancestors", every_row_before),
+    "guests are seen": (batch, "tree_ancestors", guests_are_seen),
     "slots are not moved": (KVPool, "move_slots", lambda self, group, sources, targets: None),
     "slots are moved one by one, backwards": (KVPool, "move_slots", None),
 }
