@@ -14,7 +14,7 @@ from kvasir.errors import ConfigError
 from tests.api.running import running
 
 RUNS = "/v1/scaling/runs"
-BODY = {"strategy": "adaptive_consistency:n=4,wave=1,threshold=2", "seed": 5, "max_tokens": 40, "answer": "text",
+BODY = {"strategy": "adaptive_consistency:n=4,wave=1,threshold=1", "seed": 5, "max_tokens": 40, "answer": "text",
         "problems": [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(3)]}
 CALLS = 12  # of the run
 

@@ -120,7 +120,7 @@ def test_decoding_over_cached_prompts(log, rated, monkeypatch):
     check(found)
     assert [options["enable_prefix_caching"] for options in lives] == [True] * 8
     assert [options.get("kv_cache_dtype") for options in lives] == [None, "fp8", *[None] * 5, "fp8"], "the variant runs whenever the peer does"
-    assert asked[:3] == [(2, 5, 3), (2, 5, 1), (2, 5, 3)], "a run that does not count, then a token and all of them"
+    assert asked[:4] == [(2, 5, 3), (2, 5, 1), (2, 5, 1), (2, 5, 3)], "two runs that do not count, then a token and all of them"
     names = {a["name"]: a["metrics"] for a in found["arms"]}
     assert list(names) == ["a", "b", "vllm", "vllm_fp8"] and {n: m["two.decode_tok_s"]["n"] for n, m in names.items()} == {
         "a": 6, "b": 6, "vllm": 2, "vllm_fp8": 2}

@@ -129,6 +129,17 @@ def test_decoding_alone_computes_the_prompts_once():
         generate, llm = offline.own_engine(config, stack)
         found = offline.decoding(offline.timed(generate), Batch("x", 2, 64, 4), 500, repeats=2, life=0)
         assert list(found) == ["x.decode_tok_s"] and len(found["x.decode_tok_s"]) == 2 and min(found["x.decode_tok_s"]) > 0
-        assert llm.engine.pages.cached_tokens == 2 * 2 * 2 * 48, "both prompts, but for their last pages, in both runs of both rounds"
+        assert llm.engine.pages.cached_tokens == 2 * 5 * 48, "both prompts, but for their last pages, in both runs of both rounds and one before"
         offline.decoding(offline.timed(generate), Batch("y", 1, 96, 4), 500, repeats=1, life=0)
-        assert llm.engine.pages.cached_tokens == 2 * 2 * 2 * 48 + 64 + 2 * 80, "a longer prompt begins with the shorter one"
+        assert llm.engine.pages.cached_tokens == 2 * 5 * 48 + 64 + 3 * 80, "a longer prompt begins with the shorter one"
+
+
+def test_a_round_that_says_nothing_is_run_again(caplog):
+    """What a first start behind cached prompts compiles does not count; where a short run is held up later, both are run again."""
+    batch, took = Batch("x", 2, 8, 11), iter([9.0, 5.0, 1.0, 3.0, 4.0, 3.0, 1.0, 3.0])
+    assert offline.decoding(lambda prompts, count: next(took), batch, 500, repeats=2, life=0) == {"x.decode_tok_s": [10.0, 10.0]}
+    assert "both are run again" in caplog.text and not list(took)
+    took = iter([4.0, 3.0, 1.0, 3.0])
+    assert rounds({"a": lambda prompts, count: next(took)}, batch, 500, 1, kinds=("decode",)) == {"a": {"x.decode_tok_s": [10.0]}}
+    with pytest.raises(ConfigError, match="take no longer than one"):
+        rounds({"a": lambda prompts, count: 1.0}, batch, 500, 1)
