@@ -94,13 +94,6 @@ def reasons(backend: AttentionBackend, site: Site) -> list[str]:
     return [r for r in backend.why_not(site) if "not installed" not in r]
 
 
-def graphs(drafter: type[Drafter]) -> str:
-    """Which of its steps are replayed: see ``engine/drafting.py`` and ``engine/graphs.py``."""
-    if drafter.answer is not Drafter.answer:
-        return "no: its rows are guests"
-    return "yes" if drafter.topology == "chain" else "its trunk"
-
-
 def hears(drafter: type[Drafter]) -> str:
     found = ["hidden states"] * (drafter.ingest is not Drafter.ingest) + ["runners-up"] * bool(drafter.top_tokens)
     found += ["its guests"] * (drafter.answer is not Drafter.answer)
@@ -258,11 +251,11 @@ by "typical" acceptance is no part of this page: it has no `=`.
 """, table(["drafter", *SYSTEM, *asked, *(f"codec `{c}`" for c in names(CODECS))], drafter_rows()), f"""
 Controls ({', '.join(f'`{c}`' for c in FACTORS['control'])}) and scheduling policies ({', '.join(f'`{p}`' for p in FACTORS['policy'])}) compose \
 with all of them and change no token. Several drafters may be joined by `+`, each once; two whose rows are guests are refused.
-""", table(["drafter", "exact", "in the prefix key", "proposes", "hears", "runs on", "needs", "its steps in CUDA graphs"],
+""", table(["drafter", "exact", "in the prefix key", "proposes", "hears", "runs on", "needs"],
            ([f"`{n}`", "yes" if c.exact else "no", {True: "yes", False: "no", None: "no caching"}[c.affects_kv], c.topology, hears(c),
-             c.place.replace("_", " "), NEEDS_FOLDER.get(n, "nothing"), graphs(c)] for n in names(DRAFTERS) for c in [of(DRAFTERS, n, Drafter)])), """
+             c.place.replace("_", " "), NEEDS_FOLDER.get(n, "nothing")] for n in names(DRAFTERS) for c in [of(DRAFTERS, n, Drafter)])), """
 A step that verifies drafts is read before the next one is planned: it does not overlap. Penalties, bad words and grammars do the same without \
-a drafter. Of a tree only the trunk is verified where the step fits a captured graph and the controller decides; guests run outside of graphs.
+a drafter. Steps of decodes, chains, trees and guests run in CUDA graphs ([which](speculation.md#in-the-engine)).
 
 ## Codecs
 """, table(["codec", *SYSTEM, *asked], codec_rows()), "",
