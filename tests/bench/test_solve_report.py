@@ -107,6 +107,9 @@ def test_seeds_stand_together(found):
     assert solve_report.difference(both, SHUFFLED, PLAIN)[0] == 0, "on the seed that both ran"
     last = solve_report.bought(found)[-1]
     assert last.startswith(f"- `{LARGE}` minus `{PLAIN}`: +5.0 points") and "2.25x the cost" in last
+    rows = solve_report.pairs(found)  # cheapest first: PLAIN, SHUFFLED, SMALL, LARGE
+    assert rows[2].startswith("| 2 | +0.0 (-8.8 to +8.8) |") and rows[4].startswith("| 4 | +5.0 (") and len({row.count("|") for row in rows}) == 1
+    assert not solve_report.pairs(found | {"right": {}})
     for wrong in (seeded(7), seeded(9, task="path")):
         with pytest.raises(ConfigError, match="--together"):
             pooled([first, wrong])

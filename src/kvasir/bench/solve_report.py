@@ -18,6 +18,7 @@ UNITS = {"flops": "GFLOP a problem", "output_tokens": "output tokens a problem",
          "device_seconds": "device seconds a problem"}
 SCALE = {"flops": 1e-9}
 CONTROLS = ("fitness=shuffled", "route=random")
+MOST_PAIRED = 12  # strategies whose pairs fit a table
 CHANCE = 0.55  # a signal that ranks no better than this says next to nothing
 
 
@@ -48,7 +49,7 @@ def section(found: dict[str, Any], name: str, picture: str) -> list[str]:
     facts = (f"{config['n']} problems of `{config['task']}`, seed {config['seed']}, split {config['split']}, temperature {config['temperature']:g}, "
              f"models {', '.join(config['models'])}; {found['machine']}, commit {found['commit'] or 'unknown'}, {found['date']}.")
     parts = [f"## {name}", facts, f"![accuracy against cost]({picture})", _table(found)]
-    for title, lines in (("What more cost bought", bought(found)), ("Controls", controls(found)),
+    for title, lines in (("What more cost bought", bought(found)), ("Row minus column, points", pairs(found)), ("Controls", controls(found)),
                          ("Against the strongest model alone", bounds(found)),
                          ("What the engine's features are worth", features(found)), ("Loop by loop", _loops(found)),
                          ("The pool", _pool(found)), ("What did not pay", failures(found))):
@@ -113,6 +114,19 @@ def bought(found: dict[str, Any]) -> list[str]:
         if best is None or point["exact"] > best["exact"]:
             best = point
     return lines
+
+
+def pairs(found: dict[str, Any]) -> list[str]:
+    """Every two strategies that ran on the same problems, by their numbers in the table."""
+    names = [point["arm"] for point in _order(found)]
+    if len(names) > MOST_PAIRED or not found.get("right"):
+        return []
+    rows = [f"| | {' | '.join(str(i) for i in range(1, len(names)))} |", "|---" * len(names) + "|"]
+    for number, row in enumerate(names[1:], start=2):
+        changes = [difference(found, column, row) for column in names[:number - 1]]
+        cells = ["" if c is None else f"{100 * c[0]:+.1f} ({100 * c[1][0]:+.1f} to {100 * c[1][1]:+.1f})" for c in changes]
+        rows.append(f"| {number} | {' | '.join(cells + [''] * (len(names) - number))} |")
+    return rows
 
 
 def plain_of(spec: str) -> str:
