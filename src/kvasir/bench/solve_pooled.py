@@ -52,8 +52,7 @@ def _sum(parts: list[dict[str, Any]]) -> dict[str, Any]:
              "wasted": mean([m["wasted"] for m in parts]), "output_tokens": sum(m["output_tokens"] for m in parts),
              "per_problem": {unit: mean([m["per_problem"][unit] for m in parts]) for unit in parts[0]["per_problem"]},
              "by_model": {model: {"output_tokens": sum(m["by_model"].get(model, {}).get("output_tokens", 0) for m in parts)}
-                          for model in sorted(models)},
-             "by_seed": [m["exact"] for m in parts]}
+                          for model in sorted(models)}}
     if "seconds" in parts[0]:
         found["seconds"] = sum(m["seconds"] for m in parts)
     if "loops" in parts[0]:
