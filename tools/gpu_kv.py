@@ -1,9 +1,10 @@
 """On a machine with an NVIDIA GPU: the kernels of the quantised caches against their references, and timings beside bf16.
 
-    python tools/gpu_kv.py RESULT.json [--skip-checks | --together]
+    python tools/gpu_kv.py RESULT.json [--skip-checks | --together | --write]
 
 ``--together``: only the rows of drafts in a captured step (bf16 and int4_bdr), by the kernels as an eager step takes them, row by row,
-and told apart on the device, the last in several shapes; about a minute, most of it compiling.
+and told apart on the device, the last in several shapes; about a minute, most of it compiling. ``--write``: only the write, in several
+shapes.
 
 Llama-8B's heads (32 query, 8 KV, 128 wide), bf16 queries. Everything is timed inside CUDA graphs, over as many layers as
 keep the L2 cache from holding the keys; what is compared takes turns, round after round. Every variant's result is compared
@@ -59,7 +60,7 @@ ROWS: dict[str, Spans] = {
     "1 x tree of 16 x 32k": [(32752, 16)], "1 x 64 rows x 32k": [(32704, 64)], "16 x 32 rows x 4k": [(4064, 32)] * 16}
 CHUNKS: dict[str, Spans] = {"8k": [(0, 8192)], "2k at 30k": [(30720, 2048)], "256 rows at 8k": [(7936, 256)]}
 CODECS = ("plain", "fp8", "int8", "int4_bdr")
-SIZE = {"plain": 16, "fp8": 32, "int8": 32, "int4_bdr": 64}
+SIZE = {"plain": 16, "fp8": 32, "int8": 32, "int4": 64, "int4_bdr": 64}
 KERNEL = {"fp8": "fp8", "int8": "int8", "int4_bdr": "int4"}
 WORDS = {  # block_n, warps, stages, programs, at_once: of 4-bit and of 8-bit codes
     4: [(64, 1, 4, 16, 8), (64, 1, 4, 8, 8), (64, 1, 4, 12, 8), (64, 1, 4, 32, 8), (64, 1, 5, 12, 6), (32, 1, 3, 24, 12), (32, 1, 4, 24, 12),
@@ -72,6 +73,7 @@ TOGETHER = [(64, 64, 4, 3, 1, 4), (64, 64, 4, 2, 2, 4), (64, 32, 4, 4, 2, 4), (6
             (16, 64, 4, 3, 3, 6), (16, 64, 2, 3, 3, 6)]  # block_m, block_n, warps, stages, at_once, programs: of plain pages
 CHECKS = {"write": (quantized_qkv.grid, check_quantized_qkv), "decode": (quantized_decode.grid, check_quantized_decode),
           "rows": (quantized_attention.grid, check_quantized_attention)}
+WRITTEN = (1, 8, 64, 256, 2048)  # rows
 ROUNDS, PATIENCE_S = 3, 165
 
 
@@ -98,13 +100,16 @@ def compile_rows(name: str, numbers: tuple) -> None:
         rows_once(world, numbers, tiles_of(world, numbers[0]), 0, splits)
 
 
-def in_parallel(with_checks: bool) -> list[dict]:
+def in_parallel(with_checks: bool, only_write: bool) -> list[dict]:
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as processes:
-        compiling = [processes.submit(compile_decode, name, numbers, count) for name in KERNEL
-                     for numbers in {n[:3]: n for n in WORDS[4 if name == "int4_bdr" else 8]}.values() for count in (1, 64, 256)]
-        compiling += [processes.submit(compile_rows, name, numbers) for name in KERNEL for numbers in {n[:4]: n for n in TILES}.values()]
-        checking = {processes.submit(check_case, op, dtype, i): (op, dtype) for op, (cases, _) in CHECKS.items()
-                    for dtype, step in ((torch.bfloat16, 1), (torch.float16, 2)) for i in range(0, len(list(cases())), step) if with_checks}
+        compiling = [processes.submit(compile_write, place) for place in range(len(written(1)))]
+        if not only_write:
+            compiling += [processes.submit(compile_decode, name, numbers, count) for name in KERNEL
+                          for numbers in {n[:3]: n for n in WORDS[4 if name == "int4_bdr" else 8]}.values() for count in (1, 64, 256)]
+            compiling += [processes.submit(compile_rows, name, numbers) for name in KERNEL for numbers in {n[:4]: n for n in TILES}.values()]
+        ops = {op: checks for op, checks in CHECKS.items() if op == "write" or not only_write} if with_checks else {}
+        checking = {processes.submit(check_case, op, dtype, i): (op, dtype) for op, (cases, _) in ops.items()
+                    for dtype, step in ((torch.bfloat16, 1), (torch.float16, 2)) for i in range(0, len(list(cases())), step)}
         outcome: dict[tuple, list[tuple[float, str]]] = {}
         for done in as_completed(checking):
             outcome.setdefault(checking[done], []).append(done.result())
@@ -415,26 +420,37 @@ def chunk_arms(case: str, spans: Spans) -> list[dict]:
                                       for world in (World(name, spans, 2) for name in CODECS)])
 
 
-def write_arms() -> list[dict]:
-    """The fused write of 1, 64 and 2048 rows."""
-    arms, table = [], RopeTable(RopeSpec(500000.0, DIM), 4096, torch.device("cuda")).table
-    for rows in (1, 64, 2048):
-        variants = []
-        for name in CODECS:
-            world = World(name, [(rows, 1)], 20)
-            heads = torch.randn(rows, HEADS + 2 * GROUPS, DIM, device="cuda", dtype=torch.bfloat16)
-            positions, slots = torch.arange(rows, device="cuda"), SIZE[name] + torch.arange(rows, device="cuda")
-            ops = HeadOps(HEADS, table, positions)
-            def write(world, heads, ops, slots, programs, layer):
-                with mock.patch.object(quantized_qkv, "PROGRAMS", programs):
-                    return world.caches[layer].codec.write_fused(world.caches[layer], heads, ops, slots)
+WRITES = {  # heads, blocks, width, stages, warps
+    "turned": [(8, 4, 16, 2, 1), (16, 4, 16, 2, 1), (4, 4, 16, 2, 1), (8, 2, 32, 1, 1), (8, 4, 16, 2, 2), (16, 4, 16, 2, 4), (16, 1, 64, 0, 4),
+               (16, 1, 64, 0, 8)],
+    "plain codes": [(16, 1, 64, 0, 4), (8, 1, 64, 0, 1), (4, 1, 64, 0, 1), (8, 1, 64, 0, 2), (16, 1, 64, 0, 8)]}
 
-            chosen = quantized_qkv.PROGRAMS
-            for programs in (chosen, 4, 8, 24, 48, 1 << 20) if rows == 2048 and name != "plain" else (chosen,):
-                config = {"variant": "as chosen"} if programs == chosen else {"programs": programs}
-                variants.append(Variant(world, config, functools.partial(write, world, heads, ops, slots, programs), checked=False))
-        arms += in_turns(f"write {rows} rows", variants)
-    return arms
+
+def write_once(world: World, heads: torch.Tensor, ops: HeadOps, slots: torch.Tensor, numbers: tuple | None, layer: int) -> torch.Tensor:
+    cache = world.caches[layer]
+    if numbers is None:
+        return cache.codec.write_fused(cache, heads, ops, slots)
+    with mock.patch.object(quantized_qkv.Shape, "of", lambda *_: quantized_qkv.Shape(*numbers)):
+        return cache.codec.write_fused(cache, heads, ops, slots)
+
+
+def written(rows: int) -> list[Variant]:
+    """The fused write of ``rows`` rows into every codec."""
+    table, variants = RopeTable(RopeSpec(500000.0, DIM), 4096, torch.device("cuda")).table, []
+    for name in (*CODECS, "int4"):
+        world = World(name, [(rows, 1)], 20)
+        heads = torch.randn(rows, HEADS + 2 * GROUPS, DIM, device="cuda", dtype=torch.bfloat16)
+        positions, slots = torch.arange(rows, device="cuda"), SIZE[name] + torch.arange(rows, device="cuda")
+        kinds = {"plain": [], "int4_bdr": WRITES["turned"]}.get(name, WRITES["plain codes"])
+        for numbers in (None, *kinds):
+            config = {"variant": "as chosen"} if numbers is None else dataclasses.asdict(quantized_qkv.Shape(*numbers))
+            run = functools.partial(write_once, world, heads, HeadOps(HEADS, table, positions), slots, numbers)
+            variants.append(Variant(world, config, run, checked=False))
+    return variants
+
+
+def compile_write(place: int) -> None:
+    written(2)[place].run(0)
 
 
 def ratios_of(arms: list[dict]) -> dict[str, float]:
@@ -459,10 +475,11 @@ def main() -> int:
     parser.add_argument("output", type=Path)
     parser.add_argument("--skip-checks", action="store_true")
     parser.add_argument("--together", action="store_true")
+    parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     began = time.perf_counter()
     torch.manual_seed(0)
-    arms, late = [] if options.together else in_parallel(not options.skip_checks), []
+    arms, late = [] if options.together else in_parallel(not options.skip_checks, options.write), []
 
     def save() -> int:
         failed = sum(a["metrics"].get("failed", 0) for a in arms)
@@ -475,7 +492,9 @@ def main() -> int:
     save()
     work = [(decode_arms, case, spans) for case, spans in DECODES.items()] + [(rows_arms, case, spans) for case, spans in ROWS.items()]
     work += [(chunk_arms, case, spans) for case, spans in CHUNKS.items()]
-    if options.together:
+    if options.write:
+        work = []
+    elif options.together:
         work = [(together_arms, case, spans) for case, spans in ROWS.items()]
     for function, case, spans in work:
         if time.perf_counter() - began > PATIENCE_S:
@@ -485,7 +504,8 @@ def main() -> int:
         torch.cuda.empty_cache()
         save()
     if not options.together:
-        arms += write_arms()
+        for rows in WRITTEN:
+            arms += in_turns(f"write {rows} rows", written(rows))
     failed = save()
     print(json.dumps(ratios_of(arms), indent=1))
     return 1 if failed else 0

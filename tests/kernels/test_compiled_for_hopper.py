@@ -19,6 +19,8 @@ from kvasir.kernels.key_chunks import merged_at_once
 from kvasir.kernels.paged_attention import TogetherShape
 from kvasir.kernels.quantized_attention import Shape as RowsShape
 from kvasir.kernels.quantized_decode import shape_of
+from kvasir.kernels.quantized_qkv import Shape as WriteShape
+from kvasir.kv.quantized import Rotation
 
 pytest.importorskip("triton")
 COMPILE = """
@@ -57,7 +59,7 @@ with tempfile.TemporaryDirectory() as folder:
     usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
 ptx = done.asm["ptx"]
 print(json.dumps({"shared": done.metadata.shared, "spilled": "STACK:0" not in usage, "copies": ptx.count("cp.async.cg"),
-                  "words": ptx.count("cp.async.ca"), "tiles": ptx.count("cp.async.bulk.tensor"), "wgmma": ptx.count("wgmma.mma_async"),
+                  "words": ptx.count("cp.async.ca"), "tiles": ptx.count("cp.async.bulk.tensor"), "wgmma": ptx.count("wgmma.mma_async"), "shuffles": ptx.count("shfl.sync"),
                   "mma": ptx.count("mma.sync"), "lop3": ptx.count("lop3.b32")}))
 """
 LLAMA = {"H": 32, "R": 4, "D": 128, "CAPPED": False, "SINKS": False, "WANT_LSE": False}
@@ -159,15 +161,18 @@ def test_quantized_together(format):
 
 @pytest.mark.parametrize("format", ["int4", "int8", "fp8"])
 def test_quantized_write(format):
-    """Many rows: one warp a program, the rotation's matrix fetched before the loop over them."""
+    """The rotation's stages add within a thread: only the grid's ends are handed from lane to lane, two of each four times."""
     bits = {"int4": 4, "int8": 8, "fp8": 0}[format]
     pages, meta = ("u8", "fp16") if bits else ("fp8e4nv", "fp32")
-    found = compiled("quantized_qkv", "_quantized_qkv", {"num_warps": 1}, {
-        "H": 32, "G": 8, "P": 64, "D": 128, "HEADS": 16, "HALF": 64, "NORM": True, "BITS": bits, "TURN": bits == 4, "TURN_VALUES": False,
-        "PARTS": "cross" if bits == 4 else "", "PDL": True}, {
+    basis = Rotation(128, 128, True).basis(torch.bfloat16, torch.device("cpu"), False) if bits == 4 else None
+    shape = WriteShape.of(64, 128, basis)
+    found = compiled("quantized_qkv", "_quantized_qkv", {"num_warps": shape.warps}, {
+        "H": 32, "G": 8, "P": 64, "D": 128, "HEADS": shape.heads, "BLOCKS": shape.blocks, "WIDTH": shape.width, "STAGES": shape.stages,
+        "NORM": False, "BITS": bits, "TURN": bits == 4, "TURN_VALUES": False, "PARTS": "cross" if bits == 4 else "", "PDL": True}, {
         "heads_ptr": "bf16", "weight_ptr": "bf16", "matrix_ptr": "bf16", "signs_ptr": "bf16", "k_pages": pages, "v_pages": pages, "k_meta": meta,
         "v_meta": meta, "slots_ptr": "i64", "positions_ptr": "i64", "table_ptr": "fp32"})
-    assert not found["spilled"] and found["mma"] == (64 if bits == 4 else 0)
+    assert not found["spilled"] and found["mma"] == (8 if bits == 4 else 0)
+    assert bits != 4 or found["shuffles"] <= 8
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

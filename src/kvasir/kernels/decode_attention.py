@@ -84,18 +84,18 @@ def _decode_attention(
         n = tl.arange(0, BLOCK_N)
         head = group * R + m
         live = m < R
+        table = table_ptr + span.to(tl.int64) * table_row
+        pages = tl.load(table + (start + n) // P, mask=start + n < stop, other=0)
         if PDL:  # programs without a chunk need not wait: this kernel ends after those that do
             tl.extra.cuda.gdc_wait()
         q = tl.load(q_ptr + row * q_row + head[:, None] * q_head + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
         top = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
-        table = table_ptr + span.to(tl.int64) * table_row
         kv_head = group.to(tl.int64) * head_stride
         # One loop for whole blocks and the last one: a second loop would fill its pipeline anew. Page ids are fetched a block
         # ahead and carried: keys whose address waits for a load of the same iteration would not be pipelined (nor, in Triton
         # 3.6, would ids carried over two).
-        pages = tl.load(table + (start + n) // P, mask=start + n < stop, other=0)
         for j0 in range(start, stop, BLOCK_N):
             j = j0 + n
             held = (j >= low) & (j < stop)

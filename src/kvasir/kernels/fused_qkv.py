@@ -63,8 +63,12 @@ def _fused_qkv(heads_ptr, q_ptr, k_pages, v_pages, slots_ptr, table_ptr, positio
     i = tl.arange(0, HALF)
     inside = (head < H + 2 * G)[:, None] & (i < D // 2)[None, :]
     turned = inside & (head < H + G)[:, None]
-    if PDL:  # positions and slots may be written by the step's first copies: only weights are safe to read early
+    if PDL:  # positions and slots were there before the step's first layer; heads are the last kernel's
         tl.extra.cuda.gdc_launch_dependents()
+    angle = table_ptr + tl.load(positions_ptr + row) * D + i[None, :]
+    slot = tl.load(slots_ptr + row)
+    cos = tl.load(angle, mask=inside, other=1.0)  # a copy for every head is where it is needed, and nothing has to be handed on
+    sin = tl.load(angle + D // 2, mask=inside, other=0.0)
     if NORM:
         scale = weight_ptr + head[:, None] * D + i[None, :]
         low_scale = tl.load(scale, mask=turned, other=0.0).to(tl.float32)
@@ -78,9 +82,6 @@ def _fused_qkv(heads_ptr, q_ptr, k_pages, v_pages, slots_ptr, table_ptr, positio
     if NORM:
         factor = tl.rsqrt(tl.sum(a * a + b * b, 1) / D + eps)[:, None]
         a, b = a * factor * low_scale, b * factor * high_scale
-    angle = table_ptr + tl.load(positions_ptr + row) * D + i
-    cos = tl.load(angle, mask=i < D // 2, other=1.0)[None, :]
-    sin = tl.load(angle + D // 2, mask=i < D // 2, other=0.0)[None, :]
     new_low = (a * cos - b * sin).to(q_ptr.dtype.element_ty)
     new_high = (b * cos + a * sin).to(q_ptr.dtype.element_ty)
     query = inside & (head < H)[:, None]
@@ -88,7 +89,6 @@ def _fused_qkv(heads_ptr, q_ptr, k_pages, v_pages, slots_ptr, table_ptr, positio
     tl.store(q, new_low, mask=query)
     tl.store(q + D // 2, new_high, mask=query)
     if G > 0:
-        slot = tl.load(slots_ptr + row)
         held = (slot >= 0) & (slot < num_slots)
         page = (slot // P) * page_stride + (slot % P) * D
         key = turned & (head >= H)[:, None] & held

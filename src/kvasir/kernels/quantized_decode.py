@@ -211,6 +211,11 @@ def _quantized_decode(
         factor = scale if CAPPED else scale * 1.4426950408889634
         q_at = q_ptr + row * q_row + head[:, None] * q_head + 2 * w[None, :]
         mine = live[:, None] & wide
+        table = table_ptr + span.to(tl.int64) * table_row
+        if BLOCK_N <= P:  # a block lies in one page, and one id is all that its addresses differ by
+            pages = tl.load(table + start // P)
+        else:
+            pages = tl.load(table + (start + n) // P, mask=start + n < stop, other=0)
         if PDL:
             tl.extra.cuda.gdc_wait()
         q0, q1, q2, q3, total_q, above_q = load_queries(q_at, mine, factor, D, BITS, TRICK)
@@ -219,12 +224,7 @@ def _quantized_decode(
         shift = tl.zeros([BLOCK_M], tl.float32)  # sum of p b
         top = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        table = table_ptr + span.to(tl.int64) * table_row
         kv_head, kv_meta = group.to(tl.int64) * head_stride, group.to(tl.int64) * meta_head
-        if BLOCK_N <= P:  # a block lies in one page, and one id is all that its addresses differ by
-            pages = tl.load(table + start // P)
-        else:
-            pages = tl.load(table + (start + n) // P, mask=start + n < stop, other=0)
         for j0 in range(start, stop, BLOCK_N):
             j = j0 + n
             held = (j >= low) & (j < stop)

@@ -4,9 +4,11 @@ What ``fused_qkv`` does, and then: keys (and values, when asked) are multiplied 
 H block-diagonal Sylvester-Hadamard, put on a grid of their own and stored as codes and fp16 (scale, bias), fp8 with an fp32 scale. Queries are
 rotated like the keys, so that attention works on codes without undoing anything (SAW-INT4, arXiv:2604.19157).
 
-The rotation runs on the tensor cores: a product with entries of +-1 is exact, only its fp32 sums round. H of order D over
-a row (a, b) of two halves is (aH + bH, aH - bH) with H of order D / 2, so that a program holds two halves throughout, and
-the codes of element i and i + D / 2, which share a byte, meet in one thread.
+The rotation of order 2^n is one of order 16 on the tensor cores, whose entries of +-1 make products exact, and then n - 4 stages of
+sums and differences of blocks of 16. Programs are of one warp, with eight heads below each other and their blocks below those: what
+a stage adds lies in the registers of one thread, and nothing waits for another warp. The last stage is that of the two halves
+of a row, so that a program holds two halves throughout, and the codes of element i and i + D / 2, which share a byte, meet in
+one thread.
 
 Bytes: (H + 2 G) x D x itemsize read, H x D x itemsize and 2 x G x (D x bits / 8 + 4) written a row.
 
@@ -24,20 +26,18 @@ import torch
 
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.fused_qkv import HeadOps
-from kvasir.kernels.hardware import multiprocessors
 from kvasir.kernels.norm import rms_norm_reference
 from kvasir.kernels.quantize import FP16_MAX, FP16_TINY
 from kvasir.kernels.rope import rotate
 
 Format = Literal["int4", "int8", "fp8"]
 FORMATS = {"int4": 4, "int8": 8, "fp8": 0}  # bits of an integer code
-HEADS = 16  # of a program: the least that the tensor core takes
-PROGRAMS = 12  # of one warp on a multiprocessor
+BLOCK = 16  # elements: the least that the tensor core takes
 
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """The rotation of a cache: R = diag(signs) H x ``factor``, H of +-1 and 0, in the rows' dtype.
+    """The rotation of a cache: R = diag(signs) H / sqrt(``order``), H of +-1 and 0, in the rows' dtype.
 
     ``parts``: ``same``: H is one block [D/2, D/2] (``matrix``) for each half of a head; ``cross``: its order is D, so that the
     halves' products are added and subtracted; ``whole``: ``matrix`` is H itself [D, D], whose blocks do not end at D / 2.
@@ -46,8 +46,28 @@ class Basis:
     matrix: torch.Tensor
     signs_D: torch.Tensor
     parts: Literal["same", "cross", "whole"]
-    factor: float
+    order: int
     values: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How the kernel is built: a program's heads, each half of them as ``blocks`` of ``width`` elements (powers of two), and the
+    ``stages`` of sums over blocks."""
+
+    heads: int
+    blocks: int
+    width: int
+    stages: int
+    warps: int
+
+    @staticmethod
+    def of(rows: int, dim: int, basis: Basis | None) -> Shape:
+        half = dim // 2
+        if basis is None or basis.parts == "whole" or half % BLOCK:
+            return Shape(BLOCK, 1, max(BLOCK, next_power_of_2(half)), 0, 4)
+        block_order = basis.order // 2 if basis.parts == "cross" else basis.order
+        return Shape(8, max(2, next_power_of_2(half // BLOCK)), BLOCK, max(0, (block_order // BLOCK).bit_length() - 1), 1)
 
 
 def quantized_qkv_reference(heads_TXD: torch.Tensor, ops: HeadOps, basis: Basis | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -72,133 +92,156 @@ def turn(x: torch.Tensor, basis: Basis) -> torch.Tensor:
     else:
         a, b = (half @ basis.matrix.to(wide) for half in y.chunk(2, -1))
         y = torch.cat((a + b, a - b) if basis.parts == "cross" else (a, b), -1)
-    return (y * basis.factor).to(x.dtype)
+    return (y * basis.order**-0.5).to(x.dtype)
 
 
-@jit(do_not_specialize=["num_slots", "rows", "num_rows"])
+@jit
+def _times(x, matrix, BLOCKS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    """Every row of x [BLOCKS, HEADS, WIDTH] times a matrix [WIDTH, WIDTH], in fp32."""
+    product = tl.dot(tl.reshape(x, [BLOCKS * HEADS, WIDTH]), matrix, input_precision="ieee")
+    return tl.reshape(product, [BLOCKS, HEADS, WIDTH])
+
+
+@jit
+def _sums(x, BLOCKS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, APART: tl.constexpr):
+    """Sums and differences of the blocks ``APART`` from each other, in their places."""
+    a, b = tl.split(tl.permute(tl.reshape(x, [BLOCKS // (2 * APART), 2, APART * HEADS, WIDTH]), (0, 2, 3, 1)))
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 3, 1, 2)), [BLOCKS, HEADS, WIDTH])
+
+
+@jit
+def _turned(x, matrix, BLOCKS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr):
+    """x [BLOCKS, HEADS, WIDTH] times H of order WIDTH x 2^STAGES, whose first rows and columns are ``matrix``."""
+    x = _times(x, matrix, BLOCKS, HEADS, WIDTH)
+    for stage in tl.static_range(STAGES):
+        x = _sums(x, BLOCKS, HEADS, WIDTH, 2**stage)
+    return x
+
+
+@jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
 def _quantized_qkv(heads_ptr, q_ptr, k_pages, v_pages, k_meta, v_meta, slots_ptr, table_ptr, positions_ptr, weight_ptr, matrix_ptr, signs_ptr,
                    eps, factor, row_stride, head_stride, page_stride, group_stride, meta_page, meta_group, num_slots,
-                   rows, num_rows,
-                   H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
-                   NORM: tl.constexpr, BITS: tl.constexpr, TURN: tl.constexpr, TURN_VALUES: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):
-    """``HEADS`` heads of ``rows`` rows, one after the other, as two halves [HEADS, HALF >= D / 2]. ``BITS`` 0: fp8."""
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    i = tl.arange(0, HALF)
-    real = (head < H + 2 * G)[:, None] & (i < D // 2)[None, :]
-    keyed = (head < H + G)[:, None]
-    angled = real & keyed
-    if PDL:
+                   H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr,
+                   WIDTH: tl.constexpr, NORM: tl.constexpr, BITS: tl.constexpr, TURN: tl.constexpr, TURN_VALUES: tl.constexpr,
+                   PARTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+    """``HEADS`` heads of one row, as two halves [BLOCKS, HEADS, WIDTH]. ``BITS`` 0: fp8."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[None, :, None]
+    i = tl.arange(0, BLOCKS)[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]  # of a half
+    inside = i < D // 2
+    real = (head < H + 2 * G) & inside
+    keyed = head < H + G
+    if PDL:  # positions and slots were there before the step's first layer; heads are the last kernel's
         tl.extra.cuda.gdc_launch_dependents()
+    angle = table_ptr + tl.load(positions_ptr + row) * D + i
+    slot = tl.load(slots_ptr + row)
+    cos = tl.load(angle, mask=real, other=1.0)  # a copy for every head is where it is needed, and nothing has to be handed on
+    sin = tl.load(angle + D // 2, mask=real, other=0.0)
     if NORM:
-        scale_at = weight_ptr + head[:, None] * D + i[None, :]
-        low_scale = tl.load(scale_at, mask=angled, other=0.0).to(tl.float32)
-        high_scale = tl.load(scale_at + D // 2, mask=angled, other=0.0).to(tl.float32)
+        scale_at = weight_ptr + head * D + i
+        low_scale = tl.load(scale_at, mask=real & keyed, other=0.0).to(tl.float32)
+        high_scale = tl.load(scale_at + D // 2, mask=real & keyed, other=0.0).to(tl.float32)
     if TURN:
-        j = tl.arange(0, HALF)
-        square = (i < D // 2)[:, None] & (j < D // 2)[None, :]
-        WIDE: tl.constexpr = D if PARTS == "whole" else D // 2
-        matrix_at = matrix_ptr + i[:, None] * WIDE + j[None, :]
-        matrix = tl.load(matrix_at, mask=square, other=0.0)
-        low_sign = tl.load(signs_ptr + i, mask=i < D // 2, other=0.0)[:, None]
-        high_sign = tl.load(signs_ptr + D // 2 + i, mask=i < D // 2, other=0.0)[:, None]
+        low_sign = tl.load(signs_ptr + i, mask=real, other=0.0)
+        high_sign = tl.load(signs_ptr + D // 2 + i, mask=real, other=0.0)
+        w = tl.arange(0, WIDTH)
+        known = (w < D // 2)[:, None] & (w < D // 2)[None, :]
+        matrix_at = matrix_ptr + w[:, None] * (D if PARTS == "whole" else D // 2) + w[None, :]
+        matrix = tl.load(matrix_at, mask=known, other=0.0)
         if PARTS == "whole":
-            low_high = tl.load(matrix_at + D // 2, mask=square, other=0.0) * low_sign
-            high_low = tl.load(matrix_at + (D // 2) * D, mask=square, other=0.0) * high_sign
-            high_high = tl.load(matrix_at + (D // 2) * (D + 1), mask=square, other=0.0) * high_sign
-        else:
-            high_high = matrix * high_sign
-        matrix *= low_sign
+            low_high = tl.load(matrix_at + D // 2, mask=known, other=0.0)
+            high_low = tl.load(matrix_at + (D // 2) * D, mask=known, other=0.0)
+            high_high = tl.load(matrix_at + (D // 2) * (D + 1), mask=known, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    first = tl.program_id(0).to(tl.int64) * rows
-    for number in range(0, tl.minimum(rows, num_rows - tl.program_id(0) * rows)):
-        row = first + number
-        source = heads_ptr + row * row_stride + head[:, None] * head_stride + i[None, :]
-        raw_low = tl.load(source, mask=real, other=0.0)
-        raw_high = tl.load(source + D // 2, mask=real, other=0.0)
-        a, b = raw_low.to(tl.float32), raw_high.to(tl.float32)
-        if NORM:
-            shrink = tl.rsqrt(tl.sum(a * a + b * b, 1) / D + eps)[:, None]
-            a, b = a * shrink * low_scale, b * shrink * high_scale
-        angle = table_ptr + tl.load(positions_ptr + row) * D + i
-        cos = tl.load(angle, mask=i < D // 2, other=1.0)[None, :]
-        sin = tl.load(angle + D // 2, mask=i < D // 2, other=0.0)[None, :]
-        dtype = q_ptr.dtype.element_ty
-        low = tl.where(keyed, a * cos - b * sin, raw_low.to(tl.float32)).to(dtype)
-        high = tl.where(keyed, b * cos + a * sin, raw_high.to(tl.float32)).to(dtype)
-        if TURN:
-            x = tl.dot(low, matrix, input_precision="ieee")
+    source = heads_ptr + row * row_stride + head * head_stride + i
+    raw_low = tl.load(source, mask=real, other=0.0).to(tl.float32)
+    raw_high = tl.load(source + D // 2, mask=real, other=0.0).to(tl.float32)
+    a, b = raw_low, raw_high
+    if NORM:
+        shrink = tl.rsqrt(_of_head_sum(a * a + b * b) / D + eps)
+        a, b = a * shrink * low_scale, b * shrink * high_scale
+    dtype = q_ptr.dtype.element_ty
+    low = tl.where(keyed, a * cos - b * sin, raw_low).to(dtype)
+    high = tl.where(keyed, b * cos + a * sin, raw_high).to(dtype)
+    if TURN:
+        MIXED: tl.constexpr = not TURN_VALUES and (H + G) % HEADS != 0  # programs with keys and values
+        if TURN_VALUES or MIXED or tl.program_id(1) * HEADS < H + G:
+            x, y = low * low_sign, high * high_sign
             if PARTS == "whole":
-                x = tl.dot(high, high_low, x, input_precision="ieee")
-                y = tl.dot(high, high_high, tl.dot(low, low_high, input_precision="ieee"), input_precision="ieee")
+                z = _times(x, low_high, BLOCKS, HEADS, WIDTH) + _times(y, high_high, BLOCKS, HEADS, WIDTH)
+                x = _times(x, matrix, BLOCKS, HEADS, WIDTH) + _times(y, high_low, BLOCKS, HEADS, WIDTH)
+                y = z
             else:
-                y = tl.dot(high, high_high, input_precision="ieee")
+                x = _turned(x, matrix, BLOCKS, HEADS, WIDTH, STAGES)
+                y = _turned(y, matrix, BLOCKS, HEADS, WIDTH, STAGES)
                 if PARTS == "cross":
                     z = x + y
                     y = x - y
                     x = z
-            turned = keyed
-            if TURN_VALUES:
-                turned = keyed | True
-            low = tl.where(turned, x * factor, low.to(tl.float32)).to(dtype)
-            high = tl.where(turned, y * factor, high.to(tl.float32)).to(dtype)
-        query = real & (head < H)[:, None]
-        q = q_ptr + (row * H + head[:, None]) * D + i[None, :]
-        tl.store(q, low, mask=query)
-        tl.store(q + D // 2, high, mask=query)
+            x, y = x * factor, y * factor
+            if MIXED:
+                x, y = tl.where(keyed, x, low.to(tl.float32)), tl.where(keyed, y, high.to(tl.float32))
+            low, high = x.to(dtype), y.to(dtype)
+    query = real & (head < H)
+    q = q_ptr + (row * H + head) * D + i
+    tl.store(q, low, mask=query)
+    tl.store(q + D // 2, high, mask=query)
 
-        slot = tl.load(slots_ptr + row)
+    if (tl.program_id(1) + 1) * HEADS > H:  # not queries alone
         held = (slot >= 0) & (slot < num_slots)
-        is_key = (head >= H) & (head < H + G) & held
+        is_key = (head >= H) & keyed & held
         is_value = (head >= H + G) & (head < H + 2 * G) & held
-        key, value = is_key[:, None] & (i < D // 2)[None, :], is_value[:, None] & (i < D // 2)[None, :]
-        WIDTH: tl.constexpr = D // 2 if BITS == 4 else D
-        place = (slot // P) * page_stride + (slot % P) * WIDTH + i[None, :]
-        k_at = k_pages + place + (head - H)[:, None] * group_stride
-        v_at = v_pages + place + (head - H - G)[:, None] * group_stride
-        meta = (slot // P) * meta_page
+        key, value = is_key & inside, is_value & inside
+        place = (slot // P) * page_stride + (slot % P) * (D // 2 if BITS == 4 else D) + i
+        k_at = k_pages + place + (head - H) * group_stride
+        v_at = v_pages + place + (head - H - G) * group_stride
+        meta = (slot // P) * meta_page + (slot % P) * (1 if BITS == 0 else 2)
+        k_grid = k_meta + meta + (head - H) * meta_group  # [1, HEADS, 1]
+        v_grid = v_meta + meta + (head - H - G) * meta_group
         a, b = low.to(tl.float32), high.to(tl.float32)
         if BITS == 0:
-            top = tl.max(tl.maximum(tl.abs(a), tl.abs(b)), 1)
+            top = _of_head_max(tl.maximum(tl.abs(a), tl.abs(b)))
             scale = tl.minimum(tl.maximum(top / 448.0, 0.00006103515625), 65504.0)
-            inverse = tl.div_rn(1.0, scale)[:, None]
+            inverse = tl.div_rn(1.0, scale)
             c = tl.minimum(tl.maximum(a * inverse, -448.0), 448.0).to(k_pages.dtype.element_ty)
             d = tl.minimum(tl.maximum(b * inverse, -448.0), 448.0).to(k_pages.dtype.element_ty)
-            tl.store(k_at, c, mask=key)
-            tl.store(k_at + D // 2, d, mask=key)
-            tl.store(v_at, c, mask=value)
-            tl.store(v_at + D // 2, d, mask=value)
-            meta += slot % P
-            tl.store(k_meta + meta + (head - H) * meta_group, scale, mask=is_key)
-            tl.store(v_meta + meta + (head - H - G) * meta_group, scale, mask=is_value)
         else:
             MIDDLE: tl.constexpr = 1 << (BITS - 1)
-            inside = (i < D // 2)[None, :]
-            least = tl.min(tl.where(inside, tl.minimum(a, b), float("inf")), 1)
-            most = tl.max(tl.where(inside, tl.maximum(a, b), -float("inf")), 1)
+            least = -_of_head_max(tl.where(inside, -tl.minimum(a, b), -float("inf")))
+            most = _of_head_max(tl.where(inside, tl.maximum(a, b), -float("inf")))
             scale = tl.minimum(tl.maximum(tl.div_rn(most - least, (2 * MIDDLE - 1) * 1.0), 0.00006103515625), 65504.0).to(tl.float16)
             step = scale.to(tl.float32)
             bias = tl.minimum(tl.maximum(least + MIDDLE * step, -65504.0), 65504.0).to(tl.float16)
-            shift = bias.to(tl.float32)[:, None]
-            inverse = tl.div_rn(1.0, step)[:, None]  # a division an element would be half of the kernel's time
+            shift = bias.to(tl.float32)
+            inverse = tl.div_rn(1.0, step)  # a division an element would be half of the kernel's time
             # Adding 2^23 rounds to the nearest integer and leaves it in the low bits: conversions have a quarter of the rate.
             c = tl.minimum(tl.maximum((a - shift) * inverse + MIDDLE, 0.0), 2 * MIDDLE - 1.0) + 8388608.0
             d = tl.minimum(tl.maximum((b - shift) * inverse + MIDDLE, 0.0), 2 * MIDDLE - 1.0) + 8388608.0
             c, d = c.to(tl.int32, bitcast=True) & 255, d.to(tl.int32, bitcast=True) & 255
             if BITS == 4:
-                packed = (c | (d << 4)).to(tl.uint8)
-                tl.store(k_at, packed, mask=key)
-                tl.store(v_at, packed, mask=value)
-            else:
-                tl.store(k_at, c.to(tl.uint8), mask=key)
-                tl.store(k_at + D // 2, d.to(tl.uint8), mask=key)
-                tl.store(v_at, c.to(tl.uint8), mask=value)
-                tl.store(v_at + D // 2, d.to(tl.uint8), mask=value)
-            meta += (slot % P) * 2
-            tl.store(k_meta + meta + (head - H) * meta_group, scale, mask=is_key)
-            tl.store(k_meta + meta + (head - H) * meta_group + 1, bias, mask=is_key)
-            tl.store(v_meta + meta + (head - H - G) * meta_group, scale, mask=is_value)
-            tl.store(v_meta + meta + (head - H - G) * meta_group + 1, bias, mask=is_value)
+                c = c | (d << 4)
+            c, d = c.to(tl.uint8), d.to(tl.uint8)
+            tl.store(k_grid + 1, bias, mask=is_key)
+            tl.store(v_grid + 1, bias, mask=is_value)
+        tl.store(k_grid, scale, mask=is_key)
+        tl.store(v_grid, scale, mask=is_value)
+        tl.store(k_at, c, mask=key)
+        tl.store(v_at, c, mask=value)
+        if BITS != 4:
+            tl.store(k_at + D // 2, d, mask=key)
+            tl.store(v_at + D // 2, d, mask=value)
+
+
+@jit
+def _of_head_max(x):
+    """The largest of every head, [1, HEADS, 1], of x [BLOCKS, HEADS, WIDTH]."""
+    return tl.max(tl.max(x, 0, keep_dims=True), 2, keep_dims=True)
+
+
+@jit
+def _of_head_sum(x):
+    return tl.sum(tl.sum(x, 0, keep_dims=True), 2, keep_dims=True)
 
 
 def quantized_qkv(heads_TXD: torch.Tensor, ops: HeadOps, planes: Mapping[str, torch.Tensor], slots_T: torch.Tensor, format: Format,
@@ -216,15 +259,14 @@ def quantized_qkv(heads_TXD: torch.Tensor, ops: HeadOps, planes: Mapping[str, to
         return q_THD
     weight, eps = (heads_TXD, 0.0) if ops.norm is None else ops.norm
     early = pdl(heads_TXD.device)
-    at_once = max(1, PROGRAMS * multiprocessors(heads_TXD.device) // cdiv(total, HEADS))
-    each = cdiv(rows, at_once)  # rows of a program, so that the matrix is fetched once for them
-    _quantized_qkv[(cdiv(rows, each), cdiv(total, HEADS))](
+    shape = Shape.of(rows, dim, basis)
+    _quantized_qkv[(rows, cdiv(total, shape.heads))](
         heads_TXD, q_THD, k, planes["v"], k_meta, planes["v_meta"], slots_T, ops.table, ops.positions_T, weight,
-        heads_TXD if basis is None else basis.matrix, heads_TXD if basis is None else basis.signs_D, eps, 1.0 if basis is None else basis.factor,
+        heads_TXD if basis is None else basis.matrix, heads_TXD if basis is None else basis.signs_D, eps, 1.0 if basis is None else basis.order**-0.5,
         heads_TXD.stride(0), heads_TXD.stride(1), k.stride(0), k.stride(1), k_meta.stride(0), k_meta.stride(1), k.shape[0] * size,
-        each, rows, H=heads, G=groups, P=size, D=dim, HEADS=HEADS, HALF=max(16, next_power_of_2(dim // 2)), NORM=ops.norm is not None,
+        H=heads, G=groups, P=size, D=dim, HEADS=shape.heads, BLOCKS=shape.blocks, WIDTH=shape.width, NORM=ops.norm is not None,
         BITS=FORMATS[format], TURN=basis is not None, TURN_VALUES=basis is not None and basis.values, PARTS="" if basis is None else basis.parts,
-        PDL=early, num_warps=4 if each == 1 else 1, launch_pdl=early)
+        STAGES=shape.stages, PDL=early, num_warps=shape.warps, launch_pdl=early)
     return q_THD
 
 

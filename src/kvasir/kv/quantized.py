@@ -68,7 +68,7 @@ class Rotation:
             width = dim if parts == "whole" else dim // 2
             block = min(order, width)
             matrix = (hadamard(torch.eye(width), block) * block**0.5).round()
-            self._bases[key] = Basis(matrix.to(device, dtype), self.signs_D.to(device, dtype), parts, order**-0.5, values)
+            self._bases[key] = Basis(matrix.to(device, dtype), self.signs_D.to(device, dtype), parts, order, values)
         return self._bases[key]
 
 
