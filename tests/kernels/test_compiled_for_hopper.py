@@ -59,7 +59,8 @@ with tempfile.TemporaryDirectory() as folder:
     usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
 ptx = done.asm["ptx"]
 print(json.dumps({"shared": done.metadata.shared, "spilled": "STACK:0" not in usage, "copies": ptx.count("cp.async.cg"),
-                  "words": ptx.count("cp.async.ca"), "tiles": ptx.count("cp.async.bulk.tensor"), "wgmma": ptx.count("wgmma.mma_async"), "shuffles": ptx.count("shfl.sync"),
+                  "words": ptx.count("cp.async.ca"), "tiles": ptx.count("cp.async.bulk.tensor"), "wgmma": ptx.count("wgmma.mma_async"),
+                  "shuffles": ptx.count("shfl.sync"),
                   "mma": ptx.count("mma.sync"), "lop3": ptx.count("lop3.b32")}))
 """
 LLAMA = {"H": 32, "R": 4, "D": 128, "CAPPED": False, "SINKS": False, "WANT_LSE": False}
