@@ -138,6 +138,18 @@ def test_stream(llm):
     assert "".join(llm.stream(PROMPT, greedy(max_tokens=40, stop=stop))) == whole[:whole.index(stop)]
 
 
+def test_prompts_come_first_unless_somebody_reads_along(llm):
+    first = lambda: llm.engine.scheduler.prompts_first  # noqa: E731
+    stream, other = (llm.stream(PROMPT, greedy(max_tokens=40, ignore_eos=True)) for _ in range(2))
+    assert first()
+    next(stream), next(other)
+    assert not first()
+    stream.close()
+    assert not first()
+    other.close()
+    assert first()
+
+
 def test_leaving_a_stream_cancels_it(llm):
     stream = llm.stream(PROMPT, greedy(max_tokens=400, ignore_eos=True))
     next(stream)

@@ -75,6 +75,14 @@ def test_the_oldest_prompt_has_a_claim_whatever_the_time():
     assert rows["p"] == 128 and "q" not in rows and len(rows) == 21
 
 
+@pytest.mark.parametrize("target", [0.05, None])
+def test_a_target_goes_before_prompts_first(target):
+    s = make(target)
+    s.prompts_first = True
+    s.add(sequence(6000, max_tokens=4, arrival=0.1, name="p"))
+    assert ("d0" in step(s, now=0.5)) == (target is not None)
+
+
 def test_without_a_target_or_without_decodes_nothing_is_held_back():
     for s in (make(None), make(0.0101, num_decodes=0)):
         s.add(sequence(3000, max_tokens=4, name="p"))

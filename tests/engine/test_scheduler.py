@@ -148,6 +148,29 @@ def test_max_rows_of_one_step():
     assert d.step(max_rows=2).num_rows == 2
 
 
+def test_with_prompts_first_decodes_sit_out_while_prompts_fill_whole_steps():
+    d = driver(num_pages=80, max_rows=20)
+    d.scheduler.prompts_first = True
+    for i in range(5):
+        d.add(unique(10, f"p{i}", arrival=float(i), max_tokens=3))
+    assert [rows(d.step()) for _ in range(4)] == [{"p0": 10, "p1": 10}, {"p2": 10, "p3": 10}, {"p4": 10, **{f"p{i}": 1 for i in range(4)}},
+                                                  {f"p{i}": 1 for i in range(5)}], "what does not fill a step takes the decodes along"
+    d.drain()
+    d.assert_outputs()
+
+
+def test_with_prompts_first_decodes_go_on_where_prompts_find_no_pages_or_seats():
+    for options in ({"num_pages": 18}, {"max_num_seqs": 2, "num_pages": 80}):
+        d = driver(max_rows=20, **options)
+        running(d, 2, length=9)
+        d.scheduler.prompts_first = True
+        for i in range(4):
+            d.add(unique(60, f"p{i}", max_tokens=2))
+        assert sum({"d0", "d1"} <= set(rows(d.step())) for _ in range(8)) >= 4, options
+        d.drain()
+        d.assert_outputs()
+
+
 def test_decodes_without_a_row_come_first_next_time():
     d = driver()
     running(d, 5)

@@ -34,6 +34,7 @@ class World:
         policy = rng.choice([Fcfs(), Affinity(), Priority(Config(threshold=1)), Priority(Config(threshold=10))])
         self.scheduler = scheduler(pages, policy, max_rows=max_rows, max_model_len=self.longest, max_num_seqs=rng.choice([1, 2, 4, 8]),
                                    long_prefill_token_threshold=rng.choice([0, 0, 5]))
+        self.scheduler.prompts_first = rng.random() < 0.4
         model = FakeModel(pages)
         for pool in pages.pools:
             pool._on_free = model.poison

@@ -74,6 +74,7 @@ class LLM:
     def __init__(self, model: str = "", *, config: EngineConfig | None = None, **options: Any) -> None:
         self.config = (config or EngineConfig()).replace(**({"model": model} if model else {}), **options)
         self.engine = Engine(self.config)
+        self.engine.scheduler.prompts_first = True  # results are whole ones, but for streams
         self.info = self.engine.info
         self.tokenizer: Tokenizer | None = None
         if not self.config.model.skip_tokenizer_init:
@@ -82,6 +83,7 @@ class LLM:
             self.tokenizer = Tokenizer.load(path, source.chat_template)
         self._ids = itertools.count()
         self._collectors: dict[str, Collector] = {}  # of the calls and streams under way
+        self._streams = 0
 
     def __enter__(self) -> LLM:
         return self
@@ -124,7 +126,7 @@ class LLM:
         """Complete one prompt and yield its text (branch 0) as it comes. Leaving the loop early cancels the request."""
         request, shown = self._request(prompt, sampling_params or self.default_sampling_params()), 0
         collector = Collector(request, None, self._need_tokenizer())
-        with self._collecting({request.id: collector}):
+        with self._collecting({request.id: collector}), self._streaming():
             with _uninterrupted():
                 self._deliver(self.engine.submit(request))
             while True:
@@ -183,6 +185,17 @@ class LLM:
                         num_open -= 1
                         advance(collector)
         return [collectors[r.id].output for r in requests]
+
+    @contextlib.contextmanager
+    def _streaming(self) -> Iterator[None]:
+        """While this lasts, somebody reads tokens as they come."""
+        self._streams += 1
+        self.engine.scheduler.prompts_first = False
+        try:
+            yield
+        finally:
+            self._streams -= 1
+            self.engine.scheduler.prompts_first = not self._streams
 
     @contextlib.contextmanager
     def _collecting(self, collectors: dict[str, Collector]) -> Iterator[None]:

@@ -4,6 +4,9 @@ There are no phases. A running sequence needs ``rows_left`` rows and those of it
 its draft is called a *decode* below, one that needs more has a *prompt* to compute (also after a preemption). A plan takes,
 within the row budget: decodes with their drafts, then prompts that hold pages, then admissions from the queue.
 
+Where nobody reads a token before its sequence ends (``prompts_first``), decodes sit out while prompts fill whole steps: all of them
+then run together in captured steps, instead of ending one after the other.
+
 A plan may be made while the one before it is in flight. It counts on that one's rows (``num_ahead``) and a token a sampled
 row (``num_drawn``). A sequence that is certain to end with the token in flight, or whose draft is being verified, sits out.
 Everything else, the prefix index above all, knows committed rows only.
@@ -53,6 +56,8 @@ class Scheduler:
         self.running = Queue(policy.order_running, policy.static)
         self.blocked: dict[Sequence, None] = {}
         self.queued_tokens = 0  # known tokens of sequences that wait or are blocked
+        self.prompts_first = False
+        self._prompts_filled = True  # the last step that decodes sat out, at least half
         self._now = 0.0
         self._step = 0  # number of the last plan; the last with spans; the last that ended
         self._launched = 0
@@ -134,12 +139,16 @@ class Scheduler:
         decodes, prompts = self._split(now)
         claimant, claim = self._claim(prompts, now, budget)
 
+        sit_out = self.prompts_first and self._prompts_filled and bool(decodes) and self._prompts_fill(prompts, budget)
         step.left -= claim
-        deferred = self._plan_decodes(step, decodes)
+        deferred = [] if sit_out else self._plan_decodes(step, decodes)
         step.left += claim
         self._plan_prompts(step, prompts, claimant, claim)
         if not step.preempted:
             self._admit(step, claimant, claim)
+        self._prompts_filled = not sit_out or step.left <= budget // 2  # else there were no pages: decodes take part next time
+        if sit_out and not step.spans:
+            deferred = self._plan_decodes(step, decodes)
         self._deferred = self._use_leftover(step, deferred)
         if not claim and self.pace.target is None:  # a pace counts in whole tiles itself
             round_down(step, budget, self.pages.page_slots)
@@ -229,6 +238,15 @@ class Scheduler:
             elif not (seq.num_drawn and self._awaits_result(seq)) and seq not in waited:
                 decodes.append(seq)
         return decodes, prompts
+
+    def _prompts_fill(self, prompts: list[Sequence], budget: int) -> bool:
+        """Whether the prompts that run, and those in the queue that find a seat, have a whole step's rows."""
+        rows = sum(rows_left(seq) for seq in prompts)
+        for seq in islice(self.waiting, max(0, self._seats())):
+            if rows >= budget:
+                break
+            rows += seq.num_tokens
+        return rows >= budget and self.pace.target is None
 
     def _awaits_result(self, seq: Sequence) -> bool:
         """Whether what comes after the tokens in flight is open (a draft is being verified), or certain to be nothing."""
