@@ -283,14 +283,16 @@ def store_parts(row_ptr, acc0, acc1, acc2, acc3, w, live, D: tl.constexpr, W: tl
 
 def shape_of(format: Format, dim: int, dtype: torch.dtype, rows: int, share: int) -> Shape:
     """As ``decode_attention.Shape.of``. Programs of one warp need no barrier and keep their scores in registers: 8 of them
-    on a multiprocessor, each with three blocks of 4 or 8 KiB on their way. Few rows are cut into few chunks, for less to merge by
-    more warps. ``share``: query heads of a KV head. From the timings of ``tools/gpu_kv.py``."""
+    on a multiprocessor, each with three blocks of 4 or 8 KiB on their way. Few rows are cut into few chunks, for less to merge. ``share``: query
+    heads of a KV head. From the timings of ``tools/gpu_kv.py``."""
     words = dim // 4 if format == "int4" else dim // 2
     large = words > 32 or share > 8
     if dtype == torch.float32:
         return Shape(32, 8, 2, 12)
     if rows <= 2:
-        return Shape(64, 4, 3, 6, 2) if words > 64 or share > 8 else Shape(128, 4, 3, 4 if large else 6, 2)
+        if words > 64 or share > 8:
+            return Shape(64, 4, 3, 6, 2)
+        return Shape(128, 4, 3, 4, 2) if large else Shape(64, 1, 3, 6, 4)
     if words > 64 or large and share > 8:
         return Shape(32, 2, 3, 8, 4)
     return Shape(32, 1, 4, 14, 7) if large else Shape(64, 1, 4, 16, 8)
