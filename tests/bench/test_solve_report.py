@@ -85,16 +85,17 @@ def test_other_files_are_refused(found, tmp_path):
         solve_report.run([file], tmp_path / "x.md")
 
 
+def seeded(found, seed, task="countdown"):
+    copy = json.loads(json.dumps(found))
+    for a in copy["arms"]:
+        a["config"] |= {"seed": seed, "task": task}
+        a["metrics"] |= {"problems": 40, "right": int(40 * a["metrics"]["exact"])}
+    return copy
+
+
 def test_seeds_stand_together(found):
     """Pairs are of the same seed and problem; what one file has twice, or another task, is refused."""
-    def seeded(seed, task="countdown"):
-        copy = json.loads(json.dumps(found))
-        for a in copy["arms"]:
-            a["config"] |= {"seed": seed, "task": task}
-            a["metrics"] |= {"problems": 40, "right": int(40 * a["metrics"]["exact"])}
-        return copy
-
-    first, second = seeded(7), seeded(8)
+    first, second = seeded(found, 7), seeded(found, 8)
     second["arms"] = second["arms"][:2]  # LARGE and PLAIN alone
     second["right"] = {LARGE: "1" * 40, PLAIN: "0" * 40}
     second["arms"][0]["metrics"] |= {"right": 40, "exact": 1.0}
@@ -110,6 +111,15 @@ def test_seeds_stand_together(found):
     rows = solve_report.pairs(found)  # cheapest first: PLAIN, SHUFFLED, SMALL, LARGE
     assert rows[2].startswith("| 2 | +0.0 (-8.8 to +8.8) |") and rows[4].startswith("| 4 | +5.0 (") and len({row.count("|") for row in rows}) == 1
     assert not solve_report.pairs(found | {"right": {}})
-    for wrong in (seeded(7), seeded(9, task="path")):
+    for wrong in (seeded(found, 7), seeded(found, 9, task="path")):
         with pytest.raises(ConfigError, match="--together"):
             pooled([first, wrong])
+
+
+def test_runs_of_several_machines_stand_together_without_their_times(found):
+    here, there = seeded(found, 7), seeded(found, 8) | {"machine": "another"}
+    one, both = pooled([here]), pooled([here, there])
+    assert both["machine"] == f"{found['machine']} and another" and one["machine"] == found["machine"]
+    assert both["arms"][0]["metrics"]["problems"] == 80 and both["frontier"]["flops"]
+    assert all(a["metrics"]["per_problem"].keys() >= {"flops"} and "seconds" not in a["metrics"]["per_problem"] for a in both["arms"])
+    assert "seconds" not in both["arms"][0]["metrics"] and "seconds" in one["arms"][0]["metrics"]
