@@ -16,8 +16,9 @@ def test_reasoning_belongs_to_what_follows_it():
         {"role": "assistant", "content": "ho", "reasoning_content": "hm"}]
 
 
-@pytest.mark.parametrize("item", [{"type": "reasoning", "summary": []}, {"type": "reasoning", "summary": [], "encrypted_content": "x", "content": None}])
-def test_reasoning_without_text_is_no_message(item):
+@pytest.mark.parametrize("more", [{}, {"encrypted_content": "x", "content": None}])
+def test_reasoning_without_text_is_no_message(more):
+    item = {"type": "reasoning", "summary": [], **more}
     assert messages_of([ASK, item, {"role": "assistant", "content": "ho"}, item, ASK], None) == [ASK, {"role": "assistant", "content": "ho"}, ASK]
     with pytest.raises(RequestError) as e:
         messages_of([item], None)
