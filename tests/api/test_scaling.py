@@ -71,6 +71,8 @@ BAD = {
     "too long": ({"strategy": "majority"}, {"max_tokens": 100_000}, "max_tokens"),
     "hot": ({"strategy": "majority"}, {"temperature": 11.0}, "temperature"),
     "another model served": ({"strategy": "majority"}, {"model": "gpt"}, "model"),
+    "a prompt that cannot fit": ({"strategy": "majority"}, {"messages": [{"role": "user", "content": "fox " * 100_000}]}, "messages"),
+    "an image": ({"strategy": "majority"}, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
 }
 
 
@@ -162,7 +164,10 @@ def test_a_dead_engine_fails_the_run(http, server):
     ({"problems": [{"id": "a b", "messages": SAY}]}, "problems[0].id"), ({"max_tokens": 0}, "max_tokens"), ({"temperature": 99}, "temperature"),
     ({"problems": [{"id": "a", "messages": SAY}] * 2}, "problems"), ({"budget": {"tokens": 0}}, "budget.tokens"), ({"seed": "x"}, "seed"),
     ({"problems": [{"messages": SAY}] * 257}, "problems"), ({"stream": True}, "stream"),
-    ({"problems": [{"messages": SAY}, {"messages": [{"role": "x"}]}]}, "problems[1].messages[0].role")])
+    ({"problems": [{"messages": SAY}, {"messages": [{"role": "x"}]}]}, "problems[1].messages[0].role"),
+    ({"problems": [{"messages": SAY}, {"messages": [{"role": "user", "content": "fox " * 100_000}]}]}, "problems[1].messages"),
+    ({"problems": [{"messages": SAY}, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}]},
+     "problems[1].messages[0].content[0].type"), ({"problem_budget": {"calls": 5000}}, "problem_budget.calls")])
 def test_bad_runs(http, change, param):
     reply = http.post(RUNS, json=problems(1) | change)
     assert 400 <= reply.status_code < 500, reply.text

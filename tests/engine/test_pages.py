@@ -192,6 +192,16 @@ def test_num_cached_is_what_the_first_admission_found():
     assert seq.num_cached == 8 and pages.cached_tokens == 8
 
 
+def test_what_a_branch_finds_of_its_own_requests_prompt_was_not_cached():
+    pages = manager(20, 4)
+    first, second = start(pages, 13), sequence(13, branch=1)  # the second comes too late to fork: the first has ended
+    pages.release(first)
+    assert pages.match(second) == 12
+    pages.admit(second, 12)
+    assert second.num_computed == 12 and first.num_cached == second.num_cached == 0
+    assert pages.cached_tokens == 0 and pages.queried_tokens == 13
+
+
 def test_a_duplicate_page_stays_private_and_the_chain_goes_on():
     pages = manager(20, 4)
     a, b = sequence(8), sequence(8)

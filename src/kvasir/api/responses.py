@@ -21,6 +21,8 @@ def messages_of(input: str | list[dict[str, Any]], instructions: str | None) -> 
         return [*messages, {"role": "user", "content": input}]
     for i, item in enumerate(input):
         _add_item(messages, item, f"input[{i}]")
+    if not messages:
+        raise RequestError("'input' holds no message", param="input")
     return messages
 
 
@@ -43,7 +45,8 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
     elif kind == "function_call_output":
         messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": _content(item.get("output"), f"{where}.output")})
     elif kind == "reasoning":
-        messages.append({"role": "assistant", "content": "", "reasoning_content": "".join(texts([item]))})
+        if thought := "".join(texts([item])):  # of other engines' items, which may be encrypted, nothing is to be read
+            messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
     else:
         raise RequestError(f"{where} is of type '{str(kind)[:80]}'; there are message, function_call, function_call_output and reasoning",
                            param=f"{where}.type", code="unsupported_content")

@@ -7,6 +7,7 @@ ceiling, so that no request can ask for more than the ceiling holds. All calls c
 from __future__ import annotations
 
 import dataclasses
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -72,11 +73,12 @@ def plan(service: Service, spec: str, conversations: Sequence[tuple[str, list[di
     from kvasir.scaling.problem import Problem
 
     strategy = _strategy(spec, service.info.name, where)
-    checked = [check_messages(messages, "messages" if where else f"problems[{i}].messages") for i, (_, messages) in enumerate(conversations)]
-    length = max(_length(service, messages) for messages in checked)
+    places = ["messages" if where else f"problems[{i}].messages" for i in range(len(conversations))]
+    checked = [check_messages(messages, place) for (_, messages), place in zip(conversations, places)]
+    length, place = max((_length(service, messages, place), place) for messages, place in zip(checked, places))
     room = service.info.max_model_len - length
     if room < 1:
-        raise RequestError(f"the prompt has {length} tokens; with a context of {service.info.max_model_len} nothing can follow", param="messages",
+        raise RequestError(f"the prompt has {length} tokens; with a context of {service.info.max_model_len} nothing can follow", param=place,
                            code="context_length_exceeded")
     if max_tokens is not None and max_tokens > room:
         raise RequestError(f"{length} prompt tokens and max_tokens={max_tokens} make more than the context of {service.info.max_model_len}",
@@ -87,7 +89,8 @@ def plan(service: Service, spec: str, conversations: Sequence[tuple[str, list[di
     asked = problem_budget.model_dump(exclude_none=True) if problem_budget else {}
     for name, value in asked.items():
         if value > CEILING[name]:
-            raise RequestError(f"{name}={value} is more than a problem may spend here ({CEILING[name]})", param=f"{where}budget.{name}")
+            raise RequestError(f"{name}={value} is more than a problem may spend here ({CEILING[name]})",
+                               param=f"{where or 'problem_'}budget.{name}")
     total = Budget(**budget.model_dump(exclude_none=True)) if budget and budget.model_dump(exclude_none=True) else None
     warm = 1.0 if temperature is None else temperature
     return Plan(service, strategy, problems, Sampling(max_tokens or min(room, USUAL_TOKENS), warm), secrets.randbits(63) if seed is None else seed,
@@ -114,9 +117,14 @@ def _strategy(spec: str, model: str, where: str) -> Any:
     return strategy
 
 
-def _length(service: Service, messages: list[dict[str, Any]]) -> int:
-    service.text.check_size(texts(messages), service.info.max_model_len)
-    return len(service.text.tokenizer.encode_chat(messages))
+def _length(service: Service, messages: list[dict[str, Any]], place: str) -> int:
+    """Of the prompt, in tokens. Raises RequestError that names ``place``, where the messages stand in the body."""
+    try:
+        service.text.check_size(texts(messages), service.info.max_model_len)
+        return len(service.text.tokenizer.encode_chat(messages))
+    except RequestError as e:
+        e.param = re.sub(r"^(prompt|messages)\b|^$", place, e.param or "")
+        raise
 
 
 def usage(amounts: dict[str, float]) -> dict[str, int]:

@@ -164,8 +164,10 @@ class AsyncEngine:
             raise RequestError("the engine is not started", status=503, code="not_started", retry_after=RETRY_SECONDS)
         _check(request)
         most = self.config.scheduler.max_num_seqs + self.config.scheduler.max_queued_requests  # never stricter than the core
-        if len(self._journal) >= most and sum(not entry.accepted for entry in self._journal) >= most:  # it restarts, or hangs
-            raise RequestError(f"{most} requests wait for the engine", status=503, code="overloaded", retry_after=RETRY_SECONDS)
+        if len(self._journal) >= most and sum(not entry.accepted for entry in self._journal) >= most:
+            # A burst between two steps is a full queue, as the core would say; else the engine restarts, or hangs.
+            status, code = (429, "queue_full") if self._connected else (503, "overloaded")
+            raise RequestError(f"{most} requests wait for the engine", status=status, code=code, retry_after=RETRY_SECONDS)
         entry = self._journal.add(request)
         outbox = self._outboxes[entry.ticket] = Outbox(OUTBOX_EVENTS)
         if entry.done:  # all branches of a resumed request had ended

@@ -229,8 +229,7 @@ class PageManager:
     def resume(self, holder: Sequence, seq: Sequence, num_tokens: int) -> None:
         """``fork`` for a request that goes on from a lease; counted as ``admit`` counts a prefix hit, once for all its branches."""
         self.fork(holder, seq, num_tokens)
-        if seq.parent is None:
-            self._count_hit(seq, num_tokens)
+        self._count_hit(seq, num_tokens)
 
     def forget_prefixes(self) -> None:
         """Weights have changed: what is indexed so far is found no more."""
@@ -349,8 +348,9 @@ class PageManager:
         return tables
 
     def _count_hit(self, seq: Sequence, num_hit: int) -> None:
-        """What the prompt of a new sequence found, for its reply and for the statistics."""
-        if not seq.num_preempted:
+        """What the prompt of a new request found, for its reply and for the statistics. Its first branch tells: what a later one
+        finds may be what that one has computed."""
+        if not seq.num_preempted and not seq.branch:
             seq.num_cached = min(num_hit, seq.num_prompt)
             self.queried_tokens += seq.num_prompt if self.index else 0
             self.cached_tokens += seq.num_cached

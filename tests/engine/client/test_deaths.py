@@ -228,6 +228,19 @@ def test_the_queue_is_bounded_while_the_engine_restarts():
     run(body())
 
 
+def test_a_burst_at_a_live_engine_is_a_full_queue():
+    async def body():
+        async with engine("SlowCore", max_queued_requests=3, max_num_seqs=2) as it:
+            readers = [Reader(it, request(i)) for i in range(9)]
+            for reader in readers:
+                await reader.task
+            refused = [r.error for r in readers if r.error]
+            assert len(refused) >= 4 and all((e.status, e.code) == (429, "queue_full") and e.retry_after for e in refused)
+            [r.check() for r in readers if not r.error]
+
+    run(body())
+
+
 # --------------------------------------------------------------------------------------------------------- the watchdog
 
 
