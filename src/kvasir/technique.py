@@ -153,12 +153,12 @@ def load(package: str, spec: str, base: type[T]) -> T:
 
 
 def _parse(where: str, text: str, kind: Any) -> Any:
-    """``kind``: bool, int, float, str, or a Literal of words."""
+    """``kind``: bool, int, float, str, or a Literal."""
     if get_origin(kind) is Literal:
-        words = get_args(kind)
+        words = {str(value): value for value in get_args(kind)}
         if text not in words:
             raise ConfigError(f"{where}={text!r}: expected one of {', '.join(words)}.{nearest(text, words)}")
-        return text
+        return words[text]
     try:
         if kind is bool:
             return {"true": True, "false": False, "1": True, "0": False}[text.lower()]

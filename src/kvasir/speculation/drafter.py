@@ -113,6 +113,11 @@ class Drafter(Technique):
         """Of the drafters that a request may choose from."""
         return [self.name]
 
+    @property
+    def parts(self) -> list[Drafter]:
+        """The drafters that run: itself, or several behind one."""
+        return [self]
+
     def prepare(self, host: Host) -> None:
         """Once, before the first request."""
 

@@ -63,6 +63,10 @@ class Router(Drafter):
     def names(self) -> list[str]:
         return list(self.drafters)
 
+    @property
+    def parts(self) -> list[Drafter]:
+        return list(self.drafters.values())
+
     # --------------------------------------------------------------------------------------------------------- propose
 
     def propose(self, asks: list[Ask]) -> list[DraftTree]:
