@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
@@ -67,7 +66,8 @@ def test_a_file_is_configured_like_any_other(tmp_path, monkeypatch):
     assert type(technique.load(POLICIES, file, SchedulerPolicy)) is type(policy), "the file runs once"
     monkeypatch.chdir(tmp_path)
     assert type(technique.load(POLICIES, "my-methods/last-first.py", SchedulerPolicy)) is type(policy)
-    for option, why in (("wieght=1", "no option 'wieght'.*Did you mean 'weight'"), ("ways=3", "expected one of 1, 2"), ("weight=x", "expected float")):
+    for option, why in (("wieght=1", "no option 'wieght'.*Did you mean 'weight'"), ("ways=3", "expected one of 1, 2"),
+                        ("weight=x", "expected float")):
         with pytest.raises(ConfigError, match=why):
             technique.load(POLICIES, f"{file}:{option}", SchedulerPolicy)
 
@@ -186,7 +186,3 @@ def test_the_page_holds_what_it_shows(tmp_path):
     written(tmp_path, "bigram.py", DRAFTER)
     done = subprocess.run([sys.executable, written(tmp_path, "check.py", EXACTNESS)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-
-
-def test_words_of_a_literal_keep_their_type():
-    assert technique._parse("x:n", "2", Literal[1, 2]) == 2
