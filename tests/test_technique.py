@@ -153,6 +153,16 @@ def test_the_engine_keeps_its_tokens(tmp_path):
     assert drafted == plain and number
 
 
+@pytest.mark.parametrize("proposal", ["DraftTree.chain([10**6])", "DraftTree.chain([-3])", "DraftTree.chain([5] * 60)", "None",
+                                      "DraftTree.chain([5], 2.0)", "1 / 0"])
+def test_what_a_drafter_does_wrong_costs_no_request(tmp_path, proposal, caplog):
+    """A token that the model does not have would fail its step; the request does not notice."""
+    bad = "from kvasir.speculation.drafter import Drafter\nfrom kvasir.speculation.tree import DraftTree\nclass Bad(Drafter):\n" \
+          f"    def propose(self, asks):\n        return [{proposal} for _ in asks]\n"
+    tokens, number, _ = outputs(drafter=written(tmp_path, "bad.py", bad), draft_control="fixed")
+    assert tokens == outputs()[0] and not number and "drafter bad failed (8 times in a row)" in caplog.text
+
+
 CONFLICT = '''
     def conflicts(self, others):
         return [f"'lifo' cannot run with {o.name}. Leave it out." for o in others if o.name in ("pairs", "ngram")]

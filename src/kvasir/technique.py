@@ -30,6 +30,7 @@ class Technique:
 
     ``exact``: the same tokens as the plain engine (CPU exact mode, every temperature). ``affects_kv``: whether it changes
     the bytes in the cache; it then becomes part of the prefix key. ``None`` (undeclared) turns the prefix cache off.
+    What is wrong with its options it says with a ConfigError, from its Config or ``__init__``: before a model is loaded.
     """
 
     name: ClassVar[str] = ""
@@ -38,6 +39,11 @@ class Technique:
 
     def __init__(self, config: Any = None) -> None:
         self.config = config
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is in this package, whose tests hold it to what its seam promises."""
+        return type(self).__module__.startswith("kvasir.")
 
     def conflicts(self, others: list[Technique]) -> list[str]:
         """Sentences that say why this cannot run with ``others``, each naming the nearest working choice."""
