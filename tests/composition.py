@@ -26,7 +26,7 @@ from kvasir.scaling.pool import PoolEndpoint
 from kvasir.scaling.strategy import load_strategy
 from kvasir.speculation.drafter import DRAFTERS, Drafter
 from kvasir.speculation.router import load_drafter
-from kvasir.technique import Technique, check_conflicts, find, load, names
+from kvasir.technique import Technique, check_conflicts, find, load, own
 from kvasir.types import Grammar, ModelInfo, SamplingParams
 
 PAGE = Path(__file__).parents[1] / "docs" / "methods" / "composition.md"
@@ -42,9 +42,9 @@ MODELS = {  # their config.json
 }
 NEEDS_FOLDER = {"draft_model": "a smaller model", "medusa": "heads", "eagle": "a head", "ppd": "prompt tokens"}  # for the model it drafts for
 FACTORS: dict[str, list[Any]] = {
-    "drafter": ["none", *names(DRAFTERS), "suffix+token_recycling+layer_skip"],
-    "codec": names(CODECS),
-    "policy": names(POLICIES),
+    "drafter": ["none", *own(DRAFTERS), "suffix+token_recycling+layer_skip"],
+    "codec": own(CODECS),
+    "policy": own(POLICIES),
     "control": list(get_args(get_type_hints(SpeculationConfig)["draft_control"])),
     "model": list(MODELS),
     "chunked prefill": [True, False],
@@ -163,9 +163,9 @@ REFUSED: dict[tuple[str, str], Callable[[], Any]] = {
     ("codec `int4_bdr:order=64`", "heads of 80"): lambda: load(CODECS, "int4_bdr:order=64", Codec).planes(80, torch.bfloat16),
     ("codec `int4`", "heads of 33"): lambda: load(CODECS, "int4", Codec).planes(33, torch.bfloat16),
     **{(f"`--attention-backend {name}`", f"codec `{codec}`" + (", exact mode" if exact else "")): backend_of(name, codec, exact)
-       for name in names(BACKENDS) for exact in (False, True) for codec in names(CODECS)
+       for name in own(BACKENDS) for exact in (False, True) for codec in own(CODECS)
        if refusal(backend_of(name, codec, exact)) and not (exact and refusal(backend_of(name, codec, False)))},
-    **{(f"strategy `{name}`", where): checked(name, caps) for name in names(STRATEGIES) for where, caps in ENDPOINTS.items()
+    **{(f"strategy `{name}`", where): checked(name, caps) for name in own(STRATEGIES) for where, caps in ENDPOINTS.items()
        if refusal(checked(name, caps))},
 }
 
@@ -197,24 +197,24 @@ def mark(exact: bool, attempt: Callable[[], Any]) -> str:
 
 
 def drafter_rows() -> Iterable[list[str]]:
-    for name in names(DRAFTERS):
+    for name in own(DRAFTERS):
         cls = of(DRAFTERS, name, Drafter)
         marks = [mark(cls.exact, lambda name=name, params=params: started(name, **params)) for params in REQUESTS.values()]
-        codecs = [mark(cls.exact, lambda name=name, codec=codec: started(name, codec)) for codec in names(CODECS)]
+        codecs = [mark(cls.exact, lambda name=name, codec=codec: started(name, codec)) for codec in own(CODECS)]
         yield [f"`{name}`", *system_marks(cls.exact, cls.affects_kv), *marks, *codecs]
 
 
 def codec_rows() -> Iterable[list[str]]:
-    for name in names(CODECS):
+    for name in own(CODECS):
         codec = load(CODECS, name, Codec)
         marks = [mark(codec.exact, lambda name=name, params=params: started(codec=name, **params)) for params in REQUESTS.values()]
         yield [f"`{name}`", *system_marks(codec.exact, codec.affects_kv), *marks]
 
 
 def backend_rows() -> Iterable[list[str]]:
-    for name in sorted(names(BACKENDS), key=lambda n: -of(BACKENDS, n, AttentionBackend).rank):
+    for name in sorted(own(BACKENDS), key=lambda n: -of(BACKENDS, n, AttentionBackend).rank):
         cells = []
-        for codec in names(CODECS):
+        for codec in own(CODECS):
             for exact in (False, True):
                 backend, site = load(BACKENDS, name, AttentionBackend), gpu(load(CODECS, codec, Codec), exact)
                 if reasons(backend, site):
@@ -226,7 +226,7 @@ def backend_rows() -> Iterable[list[str]]:
 
 
 def strategy_rows() -> Iterable[list[str]]:
-    for name in names(STRATEGIES):
+    for name in own(STRATEGIES):
         cells = ["refused" if refusal(checked(name, caps)) else "yes" for caps in ENDPOINTS.values()]
         yield [f"`{name}`", ", ".join(load_strategy(name).needs) or "nothing", *cells]
 
@@ -248,12 +248,12 @@ What is not exact mode gives the same up to ties. Speculation by rejection (`max
 by "typical" acceptance is no part of this page: it has no `=`.
 
 ## Drafters
-""", table(["drafter", *SYSTEM, *asked, *(f"codec `{c}`" for c in names(CODECS))], drafter_rows()), f"""
+""", table(["drafter", *SYSTEM, *asked, *(f"codec `{c}`" for c in own(CODECS))], drafter_rows()), f"""
 Controls ({', '.join(f'`{c}`' for c in FACTORS['control'])}) and scheduling policies ({', '.join(f'`{p}`' for p in FACTORS['policy'])}) compose \
 with all of them and change no token. Several drafters may be joined by `+`, each once; two whose rows are guests are refused.
 """, table(["drafter", "exact", "in the prefix key", "proposes", "hears", "runs on", "needs"],
            ([f"`{n}`", "yes" if c.exact else "no", {True: "yes", False: "no", None: "no caching"}[c.affects_kv], c.topology, hears(c),
-             c.place.replace("_", " "), NEEDS_FOLDER.get(n, "nothing")] for n in names(DRAFTERS) for c in [of(DRAFTERS, n, Drafter)])), """
+             c.place.replace("_", " "), NEEDS_FOLDER.get(n, "nothing")] for n in own(DRAFTERS) for c in [of(DRAFTERS, n, Drafter)])), """
 A step that verifies drafts is read before the next one is planned: it does not overlap. Penalties, bad words and grammars do the same without \
 a drafter. Steps of decodes, chains, trees and guests run in CUDA graphs ([which](speculation.md#in-the-engine)).
 
@@ -262,14 +262,14 @@ a drafter. Steps of decodes, chains, trees and guests run in CUDA graphs ([which
              table(["codec", "exact", "in the prefix key", "one kernel for norm, RoPE and write", *(f"heads of {d}" for d in dims)],
                    ([f"`{n}`", "yes" if c.exact else "no", "yes" if c.affects_kv else "no", "yes" if c.fuses else "no",
                      *("refused" if refusal(lambda c=c, d=d: c.planes(d, torch.bfloat16)) else "yes" for d in dims)]
-                    for n in names(CODECS) for c in [load(CODECS, n, Codec)])), """
+                    for n in own(CODECS) for c in [load(CODECS, n, Codec)])), """
 Sliding windows free their pages whatever the codec; scales are planes of a page, so copies and forks carry them.
 
 ## Attention backends on a GPU
 
 In the order in which `auto` tries them, bf16, heads of 128. `graphs`: decode steps are captured; `eager`: they are launched kernel by kernel. \
 On a CPU there is `torch`.
-""", table(["backend", *(f"`{c}`" for c in names(CODECS))], backend_rows()), """
+""", table(["backend", *(f"`{c}`" for c in own(CODECS))], backend_rows()), """
 ## Strategies and endpoints
 
 On two models of one vocabulary, with default options (`best_of_n` needs what its score does); what is refused is so before the first call. Any \

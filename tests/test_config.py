@@ -15,12 +15,20 @@ def test_flat_names_reach_their_section():
     assert config.replace(seed=1).scheduler.max_num_seqs == 8
 
 
+def test_vllms_names_mean_the_same():
+    config = EngineConfig.of(kv_cache_dtype="fp8", block_size=32, enforce_eager=True)
+    assert (config.cache.kv_codec, config.cache.page_slots, config.runner.cuda_graphs) == ("fp8", 32, False)
+    with pytest.raises(ConfigError, match="kv_codec are one setting"):
+        EngineConfig.of(kv_codec="int8", kv_cache_dtype="fp8")
+
+
 @pytest.mark.parametrize("options, message", [
     (dict(max_num_seq=8), "Did you mean 'max_num_seqs'"),
     (dict(max_num_seqs="8"), "expected int"),
     (dict(max_num_seqs=True), "expected int"),
     (dict(dtype="bf16"), "bfloat16"),
     (dict(fit="yes"), "expected bool"),
+    (dict(enforce_eager="yes"), "cuda_graphs='yes': expected bool"),
 ])
 def test_bad_settings_are_refused_by_name(options, message):
     with pytest.raises(ConfigError, match=message):

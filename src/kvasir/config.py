@@ -46,7 +46,8 @@ class CacheConfig:
 
     gpu_memory_utilization: float = opt(0.9, "Share of the GPU memory free at start for weights, one step and the KV pool.", low=0.01, high=1)
     cpu_cache_bytes: int = opt(1 << 29, "Bytes of the KV pool on a CPU.", low=1)
-    kv_codec: str = opt("plain", "How keys and values are stored: a name, or name:key=value,key=value.", "kv-cache-dtype")
+    kv_codec: str = opt("plain", "How keys and values are stored: a name that `kvasir doctor` lists, or a file; then :key=value,key=value.",
+                        "kv-cache-dtype")
     page_slots: int | None = opt(None, "Tokens a page holds; default: as the codec says, 16 to 64.", "block-size", low=1)
     num_pages: int | None = opt(None, "Pages in the pool, instead of what was measured to fit.", "num-gpu-blocks-override", low=1)
     enable_prefix_caching: bool = opt(True, "Share the KV of equal prompt beginnings.")
@@ -60,7 +61,8 @@ class SchedulerConfig:
     max_num_seqs: int = opt(256, "Most sequences that run at once.", low=1)
     max_num_batched_tokens: int | None = opt(None, "Most rows a step; default 8192 on a GPU of 80 GB or more, 2048 on others, 256 on a CPU.", low=1)
     long_prefill_token_threshold: int = opt(0, "Most rows of one sequence a step; 0: no bound.", low=0)
-    scheduling_policy: str = opt("fcfs", "fcfs (by arrival), priority (lower numbers first), or affinity (calls of one problem together).")
+    scheduling_policy: str = opt("fcfs", "fcfs (by arrival), priority (lower numbers first), affinity (calls of one problem together), another that "
+                                 "`kvasir doctor` lists, or a file.")
     target_itl: float | None = opt(None, "Most seconds between two tokens of a request; prompts then come in smaller chunks. Default: no bound.",
                                    low=0.0001)
     max_ttft: float | None = opt(None, "Most seconds to the first token; a request predicted to wait longer gets 429. Default: none.", low=0.001)
@@ -87,7 +89,8 @@ class RunnerConfig:
 class SpeculationConfig:
     """Drafts that a step verifies beside the tokens it draws. They change no token, only how many a step gives."""
 
-    drafter: str = opt("", "Who proposes tokens: a name, or name:key=value,key=value, or several joined by +; empty: nobody.")
+    drafter: str = opt("", "Who proposes tokens: a name that `kvasir doctor` lists, or a file; then :key=value,key=value; several joined by +; "
+                       "empty: nobody.")
     max_draft_tokens: int = opt(8, "Most tokens proposed for a sequence a step.", low=1, high=256)
     draft_control: Literal["goodput", "length", "fixed"] = opt("goodput", "How much of a proposal is verified: what pays; of sequences that "
                                                                "will run long, what pays (rollouts); or all of it (to measure).")
@@ -166,8 +169,9 @@ def _owners(cls: type) -> dict[str, tuple[str, dataclasses.Field]]:
 
 
 def compose(cls: type, options: Mapping[str, Any], base: Any = None) -> Any:
-    """Build ``cls`` from flat options. Raises ConfigError for an unknown name or a value of the wrong type."""
+    """Build ``cls`` from flat options, by our names or vLLM's. Raises ConfigError for an unknown name or a value of the wrong type."""
     owners = _owners(cls)
+    options = _by_our_names(options, owners)
     base = base or cls()
     changes: dict[str, dict[str, Any]] = {}
     for name, value in options.items():
@@ -177,6 +181,22 @@ def compose(cls: type, options: Mapping[str, Any], base: Any = None) -> Any:
         else:
             raise ConfigError(f"unknown setting '{name}'.{nearest(name, owners)}")
     return dataclasses.replace(base, **{s: dataclasses.replace(getattr(base, s), **c) for s, c in changes.items()})
+
+
+def _by_our_names(options: Mapping[str, Any], owners: Mapping[str, tuple[str, dataclasses.Field]]) -> dict[str, Any]:
+    """``kv_cache_dtype`` is ``kv_codec``, ``enforce_eager=True`` is ``cuda_graphs=False``: as on the command line. Raises ConfigError
+    where one setting has two values."""
+    ours = {alias.replace("-", "_"): name for name, (_, f) in owners.items() for alias in f.metadata["aliases"] if len(alias) > 1}
+    off = {f.metadata["off"].replace("-", "_"): name for name, (_, f) in owners.items() if f.metadata["off"]}
+    found: dict[str, Any] = {}
+    for given, value in options.items():
+        name = given if given in owners else ours.get(given, off.get(given, given))
+        if given not in owners and given in off and isinstance(value, bool):
+            value = not value
+        if name in found:
+            raise ConfigError(f"{given} and {name} are one setting: give one of them")
+        found[name] = value
+    return found
 
 
 def _checked(name: str, value: Any, f: dataclasses.Field) -> Any:

@@ -3,14 +3,23 @@
 A technique is one module in its seam's folder (``kvasir/kv/codecs/int4.py`` is the codec ``int4``). The module holds one
 subclass of the seam's base class and, when it has parameters, a frozen dataclass ``Config``. No list, enum or import
 anywhere else names it. ``load("kvasir.kv.codecs", "int4:order=64,rotate_v=true", Codec)`` finds and builds it.
+
+The same module may live outside this package: as a file (``./int6.py:group=32``), or in an installed package that names it in an
+entry point of the seam's group (``[project.entry-points."kvasir.kv.codecs"]  int6 = "my_lab.int6"``), which makes it a name like
+any other. Files run code: whoever takes a spec from a stranger refuses those first (``is_file``).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.metadata
+import importlib.util
 import math
 import pkgutil
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from kvasir.errors import ConfigError, nearest
@@ -21,6 +30,7 @@ class Technique:
 
     ``exact``: the same tokens as the plain engine (CPU exact mode, every temperature). ``affects_kv``: whether it changes
     the bytes in the cache; it then becomes part of the prefix key. ``None`` (undeclared) turns the prefix cache off.
+    What is wrong with its options it says with a ConfigError, from its Config or ``__init__``: before a model is loaded.
     """
 
     name: ClassVar[str] = ""
@@ -29,6 +39,11 @@ class Technique:
 
     def __init__(self, config: Any = None) -> None:
         self.config = config
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is in this package, whose tests hold it to what its seam promises."""
+        return type(self).__module__.startswith("kvasir.")
 
     def conflicts(self, others: list[Technique]) -> list[str]:
         """Sentences that say why this cannot run with ``others``, each naming the nearest working choice."""
@@ -42,50 +57,114 @@ class Technique:
 T = TypeVar("T", bound=Technique)
 
 
-def names(package: str) -> list[str]:
-    """The techniques of a seam: the public modules of its package, without importing them."""
+def own(package: str) -> list[str]:
+    """The techniques of a seam that kvasir ships: the public modules of its package, without importing them."""
     root = importlib.import_module(package)
     return sorted(m.name for m in pkgutil.iter_modules(root.__path__) if not m.name.startswith("_"))
 
 
+def names(package: str) -> list[str]:
+    """The techniques of a seam: kvasir's own, and those of installed packages."""
+    return sorted({*own(package), *(e.name for e in importlib.metadata.entry_points(group=package))})
+
+
+def is_file(spec: str) -> bool:
+    """Whether a spec names a file of code, not a technique that is installed."""
+    return spec.partition(":")[0].strip().endswith(".py")
+
+
+def module(package: str, name: str) -> ModuleType | None:
+    """The module of an installed technique; None: there is none of this name. Kvasir's own go first. Raises ConfigError where two
+    packages offer one name."""
+    if name in own(package):
+        return importlib.import_module(f"{package}.{name}")
+    found = {e.module for e in importlib.metadata.entry_points(group=package, name=name)}
+    if len(found) > 1:
+        raise ConfigError(f"'{name}' is offered by several installed packages ({', '.join(sorted(found))}): uninstall all but one")
+    return importlib.import_module(found.pop()) if found else None
+
+
 def find(package: str, name: str, base: type[T]) -> tuple[type[T], type | None]:
-    """The technique's class and its Config (None: no parameters). Raises ConfigError with the choices."""
-    choices = names(package)
-    if name not in choices:
-        raise ConfigError(f"no {package.rsplit('.', 1)[-1]} named '{name}'; there are {', '.join(choices)}.{nearest(name, choices)}")
-    module = importlib.import_module(f"{package}.{name}")
-    classes = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, base) and c.__module__ == module.__name__]
-    assert len(classes) == 1, f"{module.__name__} must define exactly one {base.__name__}, found {len(classes)}"
+    """The technique's class and its Config (None: no parameters). ``name``: of an installed technique ("-" is "_"), or the path of a
+    file, after which it is then called. Raises ConfigError with the choices, and for a module that is no technique of this seam."""
+    kind = package.rsplit(".", 1)[-1]
+    if is_file(name):
+        path = Path(name).expanduser()
+        name = path.stem.replace("-", "_")
+        if name in own(package):
+            raise ConfigError(f"{path}: kvasir's own {kind} have a '{name}' already, and a name says which method it was. Rename the file.")
+        found = _from_file(path)
+    else:
+        name = name.replace("-", "_")
+        found = module(package, name)
+    if found is None:
+        choices = names(package)
+        raise ConfigError(f"no {kind} named '{name}'; there are {', '.join(choices)}.{nearest(name, choices)}")
+    classes = [c for c in vars(found).values() if isinstance(c, type) and issubclass(c, base) and c.__module__ == found.__name__]
+    if len(classes) != 1:
+        raise ConfigError(f"{found.__file__} must define exactly one subclass of {base.__module__}.{base.__name__}, and defines "
+                          f"{', '.join(c.__name__ for c in classes) or 'none'}. Bases and helpers belong into another module.")
     classes[0].name = name
-    return classes[0], getattr(module, "Config", None)
+    return classes[0], getattr(found, "Config", None)
+
+
+def _from_file(path: Path) -> ModuleType:
+    """The module in ``path``, run once a process. What it raises is the author's to see."""
+    key = str(path.resolve())
+    if key not in sys.modules:
+        if not path.is_file():
+            raise ConfigError(f"there is no file {path} (from {Path.cwd()})")
+        spec = importlib.util.spec_from_file_location(key, path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[key] = importlib.util.module_from_spec(spec)  # before it runs: dataclasses look their module up
+        try:
+            spec.loader.exec_module(sys.modules[key])
+        except BaseException:
+            del sys.modules[key]
+            raise
+    return sys.modules[key]
+
+
+def options(config: type, name: str) -> dict[str, Any]:
+    """The kind of each option of a Config. Raises ConfigError for one that no string could fill."""
+    wanted = f"the Config of '{name}' must be a frozen dataclass"
+    if not dataclasses.is_dataclass(config) or not config.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise ConfigError(f"{wanted}: @dataclass(frozen=True)")
+    kinds = get_type_hints(config)
+    for f in dataclasses.fields(config):
+        if kinds[f.name] not in (bool, int, float, str) and get_origin(kinds[f.name]) is not Literal:
+            raise ConfigError(f"{wanted} of bool, int, float, str and Literal, which a string can fill; {f.name} is {f.type}")
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{wanted} that can be made without options: {f.name} has no default")
+    return {f.name: kinds[f.name] for f in dataclasses.fields(config)}
 
 
 def load(package: str, spec: str, base: type[T]) -> T:
-    """Build ``name:key=value,key=value``. Raises ConfigError for an unknown name, key or value."""
+    """Build ``name:key=value,key=value``, or ``path/to/name.py:key=value``. Raises ConfigError for an unknown name, key or value."""
     name, _, rest = spec.partition(":")
-    cls, config = find(package, name.strip().replace("-", "_"), base)
+    cls, config = find(package, name.strip(), base)
+    name = cls.name
     pairs = dict(pair.partition("=")[::2] for pair in rest.split(",") if pair)
     if config is None:
         if pairs:
             raise ConfigError(f"'{name}' takes no options, got {', '.join(pairs)}")
         return cls()
-    fields = {f.name: f for f in dataclasses.fields(config)}
-    kinds = get_type_hints(config)
+    kinds = options(config, name)
     values = {}
     for key, text in pairs.items():
-        if key not in fields:
-            raise ConfigError(f"'{name}' has no option '{key}'; it has {', '.join(fields)}.{nearest(key, fields)}")
+        if key not in kinds:
+            raise ConfigError(f"'{name}' has no option '{key}'; it has {', '.join(kinds)}.{nearest(key, kinds)}")
         values[key] = _parse(f"{name}:{key}", text, kinds[key])
     return cls(config(**values))
 
 
 def _parse(where: str, text: str, kind: Any) -> Any:
-    """``kind``: bool, int, float, str, or a Literal of words."""
+    """``kind``: bool, int, float, str, or a Literal."""
     if get_origin(kind) is Literal:
-        words = get_args(kind)
+        words = {str(value): value for value in get_args(kind)}
         if text not in words:
             raise ConfigError(f"{where}={text!r}: expected one of {', '.join(words)}.{nearest(text, words)}")
-        return text
+        return words[text]
     try:
         if kind is bool:
             return {"true": True, "false": False, "1": True, "0": False}[text.lower()]

@@ -226,6 +226,8 @@ def test_an_interrupted_call_leaves_nothing_behind(llm, monkeypatch):
     ({"prompt_token_ids": ["a"]}, {}, "prompt"),
     ({}, {}, "prompts"),
     ({"prompt": 3}, {}, "prompts"),
+    ([1, 2], {}, "prompts"),
+    (3, {}, "prompts"),
 ])
 def test_refusals_name_the_parameter(llm, prompt, params, param):
     with pytest.raises(RequestError) as refused:

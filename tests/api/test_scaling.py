@@ -58,6 +58,7 @@ BAD = {
     "zero": ({"strategy": "majority:n=0"}, {}, "scaling.strategy"),
     "huge": ({"strategy": "majority:n=1000000000"}, {}, "scaling.strategy"),
     "another model": ({"strategy": "majority:model=gpt"}, {}, "scaling.strategy"),
+    "a file": ({"strategy": "./majority.py:n=2"}, {}, "scaling.strategy"),
     "two models": ({"strategy": "specreason"}, {}, "scaling.strategy"),
     "unknown answer": ({"strategy": "majority", "answer": "regex"}, {}, "scaling.answer"),
     "unknown field": ({"strategy": "majority", "code": "import os"}, {}, "scaling.code"),

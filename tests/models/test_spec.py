@@ -22,7 +22,7 @@ def config(model_type="llama", **changes):
 
 
 def test_the_served_families():
-    assert technique.names(FAMILIES) == ["gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
+    assert technique.own(FAMILIES) == ["gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
 
 
 def test_llama():

@@ -17,7 +17,7 @@ from kvasir.scaling.ledger import Budget, BudgetExceeded, Charge, Ledger, Price
 from kvasir.scaling.primitives import Context, EndpointDown, Run, cancelled
 from kvasir.scaling.solve import solve
 from kvasir.scaling.strategy import Strategy, load_strategy
-from kvasir.technique import names
+from kvasir.technique import own
 from tests.scaling.tabular import ID, Tabular, answer, problem, table
 
 ALL = {"majority": "majority:n=5", "best_of_n": "best_of_n:n=5,by=self", "adaptive_consistency": "adaptive_consistency:n=9",
@@ -51,7 +51,7 @@ def amounts(solution, *skip: str) -> dict[str, float]:
 
 
 def test_every_strategy_is_tested():
-    assert set(ALL) == set(names("kvasir.scaling.strategies"))
+    assert set(ALL) == set(own("kvasir.scaling.strategies"))
 
 
 # ----------------------------------------------------------------------------------------------------------------- scores
@@ -417,5 +417,5 @@ def test_a_budget_of_nothing_is_refused(field):
 
 
 def test_strategies_import_no_sibling_and_say_what_they_are():
-    for name in names("kvasir.scaling.strategies"):
+    for name in own("kvasir.scaling.strategies"):
         assert issubclass(type(load_strategy(name)), Strategy)

@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 from kvasir.scaling.strategy import STRATEGIES, Strategy, load_strategy
-from kvasir.technique import find, names
+from kvasir.technique import find, own
 
 PAGES = Path(__file__).parents[2] / "docs" / "methods" / "scaling"
 
 
 def test_every_strategy_has_its_page_with_its_options():
     specs = [spec for page in PAGES.glob("*.md") for spec in re.findall(r"^## `([a-z0-9_]+:[^`]*)`$", page.read_text(), re.M)]
-    assert sorted(spec.partition(":")[0] for spec in specs) == names(STRATEGIES)
+    assert sorted(spec.partition(":")[0] for spec in specs) == own(STRATEGIES)
     for spec in specs:
         name, _, options = spec.partition(":")
         config = find(STRATEGIES, name, Strategy)[1]

@@ -111,8 +111,8 @@ class LLM:
                   ([sampling_params] * len(many) if sampling_params is None or isinstance(sampling_params, SamplingParams) else sampling_params)]
         if len(params) != len(many):
             raise ValueError(f"{len(many)} prompts, but {len(params)} sampling params")
-        texts = [p if isinstance(p, str) else p.get("prompt") for p in many]
-        return self._run([self._request(p, q) for p, q in zip(many, params)], texts, use_tqdm)
+        requests = [self._request(p, q) for p, q in zip(many, params)]
+        return self._run(requests, [p if isinstance(p, str) else p.get("prompt") for p in many], use_tqdm)
 
     def chat(self, messages: Sequence[Any], sampling_params: SamplingParams | None = None, *, use_tqdm: bool = False,
              tools: list[dict] | None = None, add_generation_prompt: bool = True, **template_options: Any) -> list[RequestOutput]:

@@ -116,7 +116,7 @@ def choose(name: str, tokenizer: Tokenizer) -> type[ReasoningParser] | None:
         if template is None or not re.search(r"</?think>", template.literals):
             return None
         name = "deepseek_r1" if "<｜Assistant｜>" in template.literals else "qwen3"
-    return technique.find(PACKAGE, name.replace("-", "_"), ReasoningParser)[0]
+    return technique.find(PACKAGE, name, ReasoningParser)[0]
 
 
 def parser(name: str, tokenizer: Tokenizer, prompt_ids: Sequence[int] | None = None) -> ReasoningParser | None:

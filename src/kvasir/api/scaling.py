@@ -101,8 +101,12 @@ def _strategy(spec: str, model: str, where: str) -> Any:
     from kvasir.scaling.engine_endpoint import ClientEndpoint
     from kvasir.scaling.problem import Prompts
     from kvasir.scaling.strategy import load_strategy
+    from kvasir.technique import is_file
 
     param = f"{where}strategy"
+    if is_file(spec):
+        raise RequestError("a strategy over HTTP is a name, never a file of code: install it where the server runs (docs/adding-a-technique.md)",
+                           param=param, code="invalid_strategy")
     try:
         strategy = load_strategy(spec)
         config = dataclasses.asdict(strategy.config) if strategy.config is not None else {}

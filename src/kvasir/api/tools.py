@@ -189,7 +189,7 @@ def choose(name: str, tokenizer: Tokenizer) -> type[ToolParser] | None:
     if name == "none":
         return None
     if name != "auto":
-        return technique.find(PACKAGE, name.replace("-", "_"), ToolParser)[0]
+        return technique.find(PACKAGE, name, ToolParser)[0]
     classes = [technique.find(PACKAGE, n, ToolParser)[0] for n in technique.names(PACKAGE)]
     literals = "\0".join(t.literals for t in tokenizer.templates.values())
     for cls in classes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -102,9 +102,9 @@ def choose_backend(name: str, site: Site) -> AttentionBackend:
     return backend
 
 
-def build(config: EngineConfig, beside: Callable[[Decoder], int] = lambda model: 0) -> Built:
-    """Start-up in order, timed. ``beside``: bytes of the device that somebody else will take, such as a drafter. Raises ConfigError
-    (what is wrong, why, the fix)."""
+def build(config: EngineConfig, beside: Callable[[Decoder], int] = lambda model: 0, others: Iterable[technique.Technique] = ()) -> Built:
+    """Start-up in order, timed. ``beside``: bytes of the device that somebody else will take, such as a drafter. ``others``: the techniques
+    above the runner, which must agree with those it chooses. Raises ConfigError (what is wrong, why, the fix)."""
     clock = Clock()
     if config.runner.num_threads:
         torch.set_num_threads(config.runner.num_threads)
@@ -131,7 +131,8 @@ def build(config: EngineConfig, beside: Callable[[Decoder], int] = lambda model:
     groups = model.spec.cache_groups()
     site = Site(device=device.type, dtype=dtype, codec_kernel=codec.kernel, page_slots=page_slots, exact=exact, specs=_attention_specs(model))
     backend = choose_backend(config.runner.attention_backend, site)
-    technique.check_conflicts([codec, backend])
+    used = [codec, backend, *others]
+    technique.check_conflicts(used)
     sampler = Sampler(info.vocab_size, info.tokenizer_size, config.scheduler.max_num_seqs, device, info.eos_ids)
 
     max_rows = config.scheduler.max_num_batched_tokens or _default_rows(device)
@@ -171,7 +172,7 @@ def build(config: EngineConfig, beside: Callable[[Decoder], int] = lambda model:
              info.max_model_len, max_num_seqs, max_rows)
     token_bytes = sum(size for group, size in zip(groups, page_bytes) if group.window is None) / page_slots
     roofline = _roofline(model.spec, device, dtype, token_bytes)
-    prefix_root = _prefix_root(config, path, hf, dtype, [codec, backend])
+    prefix_root = _prefix_root(config, path, hf, dtype, used)
     return Built(runner, device, info, plan, max_rows, max_num_seqs, roofline, prefix_root, tokenizer_file, clock.laps)
 
 

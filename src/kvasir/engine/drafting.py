@@ -23,7 +23,7 @@ from kvasir.engine.step_time import Roofline
 from kvasir.logs import log
 from kvasir.models import cost
 from kvasir.speculation.controller import TRIAL_SEQS, Controller
-from kvasir.speculation.drafter import Ask, Drafter
+from kvasir.speculation.drafter import Ask, Drafter, check_trees
 from kvasir.speculation.forest import Forest
 from kvasir.speculation.lengths import Lengths
 from kvasir.speculation.tree import DraftTree
@@ -53,6 +53,7 @@ class Drafting:
     def __init__(self, config: SpeculationConfig, drafter: Drafter, runner: Runner, max_rows: int, max_model_len: int,
                  clock: Callable[[], float] = time.perf_counter) -> None:
         self.drafter, self._clock = drafter, clock
+        self._foreign = not all(part.ours for part in drafter.parts)
         self._config, self._runner, self._max_rows, self._max_model_len = config, runner, max_rows, max_model_len
         self._times = DraftTimes(_roofline(runner), runner.graphs, runner.device.type == "cuda")
         self.controller = Controller(self._times.predict, fixed=config.draft_control == "fixed")
@@ -126,7 +127,7 @@ class Drafting:
         for ask in asks:
             if "drafted" not in ask.seq.state:
                 self._open(ask.seq)
-        trees = self._guarded(self.drafter.propose, asks)
+        trees = self._guarded(self._propose, asks)
         if trees is None:
             return
         self._failures = 0
@@ -139,6 +140,12 @@ class Drafting:
         # Prompts need rows, too: drafts get what the decodes leave, of a quarter at least of the step.
         budget = max(self._max_rows // 4, self._max_rows - rows) - decodes
         self._set(asks, self.controller.allocate(trees, context, max(0, budget), decodes))
+
+    def _propose(self, asks: list[Ask]) -> Many[DraftTree]:
+        trees = self.drafter.propose(asks)
+        if self._foreign:  # a token that the model does not have would fail the step, or a GPU
+            check_trees(asks, trees, self._runner.model.spec.vocab_size)
+        return trees
 
     def _set(self, asks: list[Ask], trees: Many[DraftTree]) -> None:
         if not isinstance(trees, Forest):

@@ -57,10 +57,11 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         drafter = load_drafter(config.speculation.drafter) if config.speculation.drafter else None
+        policy = technique.load(POLICIES, config.scheduler.scheduling_policy, SchedulerPolicy)
         host = EngineHost(config)
         if drafter is not None:
             drafter.prepare(host)
-        built = build(config) if drafter is None else build(config, drafter.device_bytes)
+        built = build(config, others=[policy]) if drafter is None else build(config, drafter.device_bytes, [policy, *drafter.parts])
         host.check(built.info)
         self.info = built.info
         self.info.drafters = () if drafter is None else tuple(drafter.names)
@@ -75,7 +76,6 @@ class Engine:
         self.pages = PageManager(built.runner.pool.groups, built.plan.num_pages, built.runner.pool.page_slots, built.prefix_root,
                                  on_free=poison)
         host.bind(built, self.pages)
-        policy = technique.load(POLICIES, config.scheduler.scheduling_policy, SchedulerPolicy)
         self.info.priorities = policy.priorities
         self.scheduler = Scheduler(config.scheduler, self.pages, policy, max_rows=built.max_rows, max_model_len=self.info.max_model_len,
                                    pace=self.pace)

@@ -20,8 +20,11 @@ MAX_SKIPS = 64
 
 
 class SchedulerPolicy(Technique):
-    """``static``: the order of two sequences never changes while they live, so the scheduler sorts only what is new.
-    ``priorities``: it looks at ``Request.priority``."""
+    """``static``: the order of two sequences never changes while they live, so the scheduler sorts only what is new; say False where it
+    depends on ``now`` or on what a sequence has done: all are then sorted each step. ``priorities``: it looks at ``Request.priority``.
+
+    What there is to rank by: ``request`` (``arrival`` on the clock of ``now``, ``priority``, ``affinity``, ``tenant``), ``num_prompt``,
+    ``max_output``, ``tokens``. It is not told when a sequence ends. A rank that is found once is kept in ``Sequence.state``."""
 
     exact = True
     affects_kv = False
@@ -29,7 +32,8 @@ class SchedulerPolicy(Technique):
     priorities: ClassVar[bool] = False
 
     def order_waiting(self, seqs: abc.Sequence[Sequence], now: float) -> list[Sequence]:
-        """The queue, first to admit first. Must be a stable sort of ``seqs``. ``now``: monotonic seconds."""
+        """The queue, first to admit first. Must be a stable sort of ``seqs``, the same for any two whoever else is there (it is asked about
+        two alone, to place what is new), and change none of them. ``now``: monotonic seconds."""
         raise NotImplementedError
 
     def order_running(self, seqs: abc.Sequence[Sequence], now: float) -> list[Sequence]:

@@ -45,8 +45,12 @@ class LayerCache:
 
 
 class Codec(Technique):
-    """Encode on write, decode on read. ``kernel`` names the layout that a fused attention kernel must know to read the
-    pages directly. Round-trip rule: a token's K/V *is* what the codec returns, from the step that produces it."""
+    """Encode on write, decode on read. ``kernel`` names the layout that a fused attention kernel must know to read the pages directly;
+    give a new layout a name of its own: it then runs by the reference, which calls ``read`` (right everywhere, slow on a GPU, as
+    start-up says), until a kernel knows it. Round-trip rule: a token's K/V *is* what the codec returns, from the step that produces
+    it. So a row is encoded alone, and its bytes depend on no other row, nor on its batch.
+
+    `kvasir.kv.quantized.QuantizedCodec` makes one of ``side``, ``encode`` and ``decode``."""
 
     exact = False
     affects_kv = True
@@ -55,11 +59,12 @@ class Codec(Technique):
     fuses = False  # whether ``write_fused`` exists
 
     def planes(self, head_dim: int, dtype: torch.dtype) -> list[Plane]:
-        """The planes of one slot and head; ``dtype`` is the model's."""
+        """The planes of one slot and head; ``dtype`` is the model's. Raises ConfigError for a head dim that does not fit. One plane at least
+        holds floats, for a freed page that is read to show as NaN (``poison``)."""
         raise NotImplementedError
 
     def write(self, cache: LayerCache, k_TGD: torch.Tensor, v_TGD: torch.Tensor, slots_T: torch.Tensor, held: dict | None = None) -> None:
-        """Store one row per slot (``slots_T`` int64 = page * P + offset).
+        """Store one row per slot (``slots_T`` int64 = page * P + offset; -1: nowhere).
 
         ``held``: what does not depend on the layer; empty at first, passed again for the group's other layers with the same
         slots."""

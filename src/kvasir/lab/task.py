@@ -20,7 +20,7 @@ import numpy as np
 
 from kvasir.errors import ConfigError
 from kvasir.lab.chat import Message, Segment, prompt, segments
-from kvasir.technique import Technique, load
+from kvasir.technique import Technique, is_file, load
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -181,7 +181,9 @@ def load_task(spec: str) -> Task:
     """Build a task from ``name``, ``name:key=value,key=value`` or ``form/name:...``. Raises ConfigError for an unknown part."""
     form, slash, inner = spec.partition("/")
     if slash:
-        from kvasir.lab.forms import FormTask
+        from kvasir.lab.forms import FORMS, FormTask
 
-        return load_task(inner) if form.strip() == "solve" else FormTask(form.strip(), load_task(inner))
+        form = form.strip()
+        if form == "solve" or form in FORMS or not is_file(spec):  # else it is a file's path
+            return load_task(inner) if form == "solve" else FormTask(form, load_task(inner))
     return load("kvasir.lab.tasks", spec, Task)

@@ -2,6 +2,8 @@
 
 A strategy is one module in `strategies/`. It is deterministic given its calls' results (no clock, no randomness but
 ``context.rng``), and anytime: it hands its best result so far to ``context.keep``, and a budget may end it at any call.
+A call is known by its place in its scope, which is its seed and what a resumed run finds it by: so calls that run at once are made by
+``context.map``, which gives each a scope, never by tasks of one's own. ``context.sample`` may return fewer than asked, or none.
 """
 
 from __future__ import annotations

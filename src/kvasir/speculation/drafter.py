@@ -89,6 +89,20 @@ class ServedModel(Protocol):
         """Logits [..., V] of normed states [..., E]."""
 
 
+def check_trees(asks: Many[Ask], trees: Many[DraftTree], vocab_size: int) -> None:
+    """Raise ValueError for what ``Drafter.propose`` must not return."""
+    if len(trees) != len(asks):
+        raise ValueError(f"{len(trees)} proposals for {len(asks)} sequences; where there is nothing to propose, an empty DraftTree")
+    for ask, tree in zip(asks, trees):
+        if not isinstance(tree, DraftTree):
+            raise ValueError(f"a proposal is a DraftTree, not {tree!r}")
+        if len(tree) > ask.max_nodes or max(tree.depths, default=-1) >= ask.max_depth:
+            raise ValueError(f"{len(tree)} tokens proposed, {max(tree.depths) + 1} deep; asked were at most {ask.max_nodes}, {ask.max_depth} deep")
+        for token, est in zip(tree.tokens, tree.est):
+            if not 0 <= token < vocab_size or not 0 <= est <= 1:
+                raise ValueError(f"token {token} with an estimate of {est}: tokens are from 0 to {vocab_size - 1}, estimates from 0 to 1")
+
+
 class Drafter(Technique):
     """``exact`` False: it asks for a verification that keeps the distribution of tokens, not the tokens.
     ``hidden_layers``: layers of the served model whose outputs it reads, known after ``attach``; they are handed to ``ingest``
@@ -113,6 +127,11 @@ class Drafter(Technique):
         """Of the drafters that a request may choose from."""
         return [self.name]
 
+    @property
+    def parts(self) -> list[Drafter]:
+        """The drafters that run: itself, or several behind one."""
+        return [self]
+
     def prepare(self, host: Host) -> None:
         """Once, before the first request."""
 
@@ -133,7 +152,9 @@ class Drafter(Technique):
         in the cache, and of steps at which drafting was off. After a preemption they come again."""
 
     def propose(self, asks: list[Ask]) -> Many[DraftTree]:
-        """One tree for each, maybe empty. Continues ``seq.tokens``; changes nothing of the sequence."""
+        """One tree for each, maybe empty, of at most ``max_nodes`` tokens of the model's vocabulary, at most ``max_depth`` deep, each with
+        an estimate in [0, 1]. Continues ``seq.tokens``, which only ever grow; changes nothing of the sequence but ``seq.state``. Not
+        asked while drafts do not pay (``draft_control``). What it raises costs this step's drafts; 8 times in a row, all later ones."""
         raise NotImplementedError
 
     def observe(self, seq: Sequence, tree: DraftTree, path: list[int], hidden: Any = None) -> None:

@@ -26,9 +26,9 @@ EXPLORE = 32  # proposals of a request of which one is the next drafter's in lin
 
 
 def load_drafter(spec: str) -> Drafter:
-    """``name:key=value`` or several, joined by ``+``. Raises ConfigError."""
+    """``name:key=value`` or several, joined by ``+``; a name may be a file's (`kvasir.technique`). Raises ConfigError."""
     names = "|".join(name.replace("_", "[_-]") for name in technique.names(DRAFTERS))
-    parts = re.split(rf"\+(?=(?:{names})(?:[:+]|$))", spec)
+    parts = re.split(rf"\+(?=(?:{names}|[^:+,=]+\.py)(?:[:+]|$))", spec)
     drafters = [technique.load(DRAFTERS, part, Drafter) for part in parts]
     if len({d.name for d in drafters}) < len(drafters):
         raise ConfigError(f"--drafter {spec} names one drafter twice")
@@ -62,6 +62,10 @@ class Router(Drafter):
     @property
     def names(self) -> list[str]:
         return list(self.drafters)
+
+    @property
+    def parts(self) -> list[Drafter]:
+        return list(self.drafters.values())
 
     # --------------------------------------------------------------------------------------------------------- propose
 

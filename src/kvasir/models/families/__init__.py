@@ -1,12 +1,12 @@
 """Model families, one module each, named as its ``model_type``: found by name, listed nowhere.
 
 A family gives ``ARCHITECTURES`` (the class names it serves), ``build(fields) -> ModelSpec`` and ``stored_name(slot) -> str``
-(the checkpoint's name of each of our weight slots).
+(the checkpoint's name of each of our weight slots). An installed package may bring one, by an entry point of this group; a file
+may not: which module runs is not a checkpoint's to say.
 """
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 from typing import Any
 
@@ -20,10 +20,11 @@ FAMILIES = "kvasir.models.families"
 
 def find_family(model_type: str) -> ModuleType:
     """The family's module. Raises ConfigError with the families that are served."""
-    choices = technique.names(FAMILIES)
-    if model_type not in choices:
+    found = technique.module(FAMILIES, model_type)
+    if found is None:
+        choices = technique.names(FAMILIES)
         raise ConfigError(f"config.json: model_type '{model_type}' is not served; served are {', '.join(choices)}.{nearest(model_type, choices)}")
-    return importlib.import_module(f"{FAMILIES}.{model_type}")
+    return found
 
 
 def build_spec(config: dict[str, Any]) -> ModelSpec:
