@@ -111,7 +111,7 @@ def test_scoring_takes_no_hit_but_what_was_scored_before_a_preemption():
     seq = d.add(sequence(19, name="scored", prompt_logprobs=0))
     assert d.step().spans[0].start == 0 and seq.num_cached == 0
     d.step()
-    d.scheduler.block(seq, "test")  # loses its pages, as in a preemption
+    d.scheduler.block(seq)  # loses its pages, as in a preemption
     d.scheduler.unblock(seq)
     span = d.step().spans[0]
     assert (span.start, dict(span.want)) == (16, {"score": range(2), "sample": range(2, 3)})

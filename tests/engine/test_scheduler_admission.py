@@ -140,7 +140,7 @@ def test_an_overdue_branch_no_longer_waits():
     child.parent = parent
     d.add(child)
     d.add(parent)
-    d.scheduler.block(parent, "test")
+    d.scheduler.block(parent)
     d.scheduler.unblock(parent)  # behind its child in the queue now
     for i in range(100):
         d.add(unique(3, f"urgent{i}", arrival=1.0, max_tokens=1))
@@ -161,7 +161,7 @@ def test_branches_go_on_without_their_parent(fate):
         d.add(child)
     else:
         d.add(child)
-        d.scheduler.block(parent, "test") if fate == "blocked" else d.scheduler.finish(parent, "cancelled")
+        d.scheduler.block(parent) if fate == "blocked" else d.scheduler.finish(parent, "cancelled")
     assert [s.seq for s in d.step().spans] == [child]
     d.drain()
     assert child.output == expected_output(child)

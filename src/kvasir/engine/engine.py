@@ -205,7 +205,7 @@ class Engine:
     def _start_compiling(self, live: Live) -> None:
         until = time.monotonic() + self.config.service.grammar_timeout
         for seq in live.branches.values():
-            self.scheduler.block(seq, "grammar", until)
+            self.scheduler.block(seq, until)
         live.compiling = self._workers.submit(self._compile, live.request)
         self._compiling += 1
 
