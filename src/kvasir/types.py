@@ -13,7 +13,7 @@ import enum
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -375,6 +375,13 @@ class SpanResult:
     top: list[list[int]] | None = None
     hidden: torch.Tensor | None = None
     guests: torch.Tensor | None = None
+
+
+class Handle(Protocol):
+    """A launched step."""
+
+    def read(self) -> list[SpanResult]:
+        """Wait for it; one result per span, in plan order."""
 
 
 # ------------------------------------------------------------------------------------------------------------- events
