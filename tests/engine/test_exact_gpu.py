@@ -30,8 +30,8 @@ def model(request, tmp_path_factory) -> str:
 
 
 def driver(model: str, **options) -> Driver:
-    return Driver(model, device="cuda", dtype="bfloat16", check=False, poison=False, overlap=True,
-                  **{"max_num_seqs": COUNT, "num_pages": 8192, "max_num_batched_tokens": 2048} | options)
+    return Driver(model, device="cuda", dtype="bfloat16", check=False, overlap=True,
+                  **{"max_num_seqs": COUNT, "num_pages": 8192, "max_num_batched_tokens": 2048, "poison": False} | options)
 
 
 def fleet(d: Driver) -> list[Request]:
@@ -116,14 +116,37 @@ def test_beside_requests_that_the_step_cannot_draw_for(model, alone):
     d.close()
 
 
-@pytest.mark.parametrize("codec", ["fp8", "int4"])
+@pytest.mark.parametrize("codec", ["fp8", "int8", "int4", "int4_bdr", "nvfp4"])
 def test_over_a_quantised_cache(codec, model):
-    found = []
-    for together in (False, True):
-        d = driver(model, kv_codec=codec, page_slots=32, cuda_graphs=together)
-        requests = fleet(d)[:32]
-        for batch in ([requests] if together else [[r] for r in requests]):
-            d.run(batch)
-        found.append(tokens(d))
-        d.close()
-    assert found[0] == found[1]
+    """Alone, together, and again under pressure: a pool that holds the longest request and a little more, whose freed pages are filled with
+    NaN, chunks of few rows, arrivals in another order, prefix hits and preemptions."""
+    count = 32 if model == "base" or codec in ("int4", "int4_bdr") else 12
+
+    def requests(d: Driver) -> list[Request]:
+        return fleet(d)[:count]
+
+    options = dict(kv_codec=codec, page_slots=None)
+    d = driver(model, enable_prefix_caching=False, cuda_graphs=False, **options)
+    for request in requests(d):
+        d.run([request])
+    alone = tokens(d)
+    d.close()
+
+    d = driver(model, cuda_graphs=True, **options)
+    d.run(requests(d))
+    assert tokens(d) == alone
+    size = d.engine.runner.pool.page_slots
+    d.close()
+
+    d = driver(model, num_pages=-(-(SHARED + 400 + 24) // size) + 3, max_num_batched_tokens=150, max_num_seqs=12, max_model_len=512,
+               poison=True, **options)
+    hits = 0
+    for order in range(2):
+        shuffled = requests(d)
+        random.Random(order).shuffle(shuffled)
+        d.outputs.clear()
+        d.run(shuffled, gap=1, preempt_every=9)
+        assert tokens(d) == alone
+        hits += sum(out.num_cached > 0 for out in d.outputs.values())
+    assert hits, "no prefix was shared"
+    d.close()
