@@ -34,9 +34,6 @@ class Config:
 class Chain(SheetTask):
     """Modular arithmetic with a written scratchpad and an exact oracle for every step."""
 
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config or Config())
-
     def sample(self, rng: np.random.Generator, count: int, split: Split) -> Chains:
         c = self.config
         steps = (c.max_steps + 1, c.max_steps + LONGER) if split == "longer" else (c.min_steps, c.max_steps)
