@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvasir.config import SchedulerConfig
-from kvasir.engine.schedulers.priority import Priority
+from kvasir.engine.schedulers.priority import Config, Priority
 from kvasir.types import Sequence, Status
 from tests.engine.fake import expected_output, request, sequence
 from tests.engine.scheduling import driver, rows, running, unique
@@ -223,7 +223,7 @@ def test_rows_kept_for_a_prompt_that_cannot_start_go_to_decodes():
 
 
 def test_a_low_ranked_prompt_gets_its_claim_and_no_more():
-    d = driver(num_pages=400, max_rows=40, policy=Priority(), long_prefill_token_threshold=32)
+    d = driver(num_pages=400, max_rows=40, policy=Priority(Config()), long_prefill_token_threshold=32)
     d.add(unique(600, "low", priority=5, arrival=0.0))
     d.step()
     d.now = 3.0

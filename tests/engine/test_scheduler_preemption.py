@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvasir.engine.room import CAUTION_STEPS, MAX_PREEMPTIONS
-from kvasir.engine.schedulers.priority import Priority
+from kvasir.engine.schedulers.priority import Config, Priority
 from kvasir.types import Status
 from tests.engine.fake import expected_output
 from tests.engine.scheduling import crowd, driver, rows, unique, until_preemption
@@ -29,7 +29,7 @@ def test_the_latest_arrival_gives_way_and_nothing_is_admitted_then():
 
 
 def test_the_lowest_priority_gives_way():
-    d = driver(num_pages=10, policy=Priority(), max_num_seqs=8)
+    d = driver(num_pages=10, policy=Priority(Config()), max_num_seqs=8)
     seqs = [d.add(unique(6, f"s{i}", arrival=float(i), priority=p, max_tokens=20)) for i, p in enumerate([5, 9, 0])]
     d.step()
     assert until_preemption(d).preempted == [seqs[1]]
