@@ -14,23 +14,22 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 
-from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
+from kvasir.attention.backend import BACKENDS, AttentionBackend, AttentionSpec, Site
 from kvasir.config import EngineConfig, SpeculationConfig
 from kvasir.engine.admission import admit
-from kvasir.engine.build import BACKENDS, CODECS, POLICIES
+from kvasir.engine.policy import POLICIES
 from kvasir.errors import ConfigError, RequestError
-from kvasir.kv.codec import Codec
+from kvasir.kv.codec import CODECS, Codec
 from kvasir.scaling.endpoint import Caps
 from kvasir.scaling.engine_endpoint import EngineEndpoint
 from kvasir.scaling.pool import PoolEndpoint
-from kvasir.scaling.strategy import load_strategy
+from kvasir.scaling.strategy import STRATEGIES, load_strategy
 from kvasir.speculation.drafter import DRAFTERS, Drafter
 from kvasir.speculation.router import load_drafter
 from kvasir.technique import Technique, check_conflicts, find, load, own
 from kvasir.types import Grammar, ModelInfo, SamplingParams
 
 PAGE = Path(__file__).parents[1] / "docs" / "methods" / "composition.md"
-STRATEGIES = "kvasir.scaling.strategies"
 VOCAB = 2048  # of the smallest shipped tokenizer
 SHAPE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=VOCAB,
              max_position_embeddings=256, rms_norm_eps=1e-6, tie_word_embeddings=True, eos_token_id=0)

@@ -35,7 +35,7 @@ from kvasir.kernels.gemv import Config  # noqa: E402
 from kvasir.kv.codecs.plain import PlainCodec  # noqa: E402
 from kvasir.kv.pool import KVPool  # noqa: E402
 from kvasir.layers import linear  # noqa: E402
-from kvasir.layers.linear import Placement  # noqa: E402
+from kvasir.layers.weights import Placement  # noqa: E402
 from kvasir.models import decoder  # noqa: E402
 from kvasir.models.families import build_spec  # noqa: E402
 from kvasir.models.loader import fill_random  # noqa: E402

@@ -27,8 +27,8 @@ from kvasir.bench.result import arm, as_json, result  # noqa: E402
 from kvasir.kernels import matmul, moe  # noqa: E402
 from kvasir.kernels.moe import Tile, Tiling  # noqa: E402
 from kvasir.layers.ffn.moe import FFN  # noqa: E402
-from kvasir.layers.linear import Placement  # noqa: E402
 from kvasir.layers.spec import MoESpec  # noqa: E402
+from kvasir.layers.weights import Placement  # noqa: E402
 from tests.kernels.check_moe import check_matmul, check_moe, check_row_bits, draw_case  # noqa: E402
 
 DIM, SPEC, LAYERS = 2048, MoESpec(num_experts=128, top_k=8, intermediate_size=768, renormalize=True), 3

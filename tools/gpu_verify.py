@@ -31,7 +31,7 @@ from kvasir.engine.graphs import ROW_BY_ROW, CudaCapture, call_through  # noqa: 
 from kvasir.engine.runner import Runner  # noqa: E402
 from kvasir.kv.codec import Codec  # noqa: E402
 from kvasir.kv.pool import KVPool  # noqa: E402
-from kvasir.layers.linear import Placement  # noqa: E402
+from kvasir.layers.weights import Placement  # noqa: E402
 from kvasir.models.decoder import Decoder  # noqa: E402
 from kvasir.models.families import build_spec  # noqa: E402
 from kvasir.models.loader import fill_random  # noqa: E402

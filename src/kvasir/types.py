@@ -13,7 +13,7 @@ import enum
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +134,7 @@ class Request:
 
 class Status(enum.Enum):
     WAITING = "waiting"  # in the queue, holds no pages
-    BLOCKED = "blocked"  # waits for something outside the scheduler (``Sequence.blocked_on``); skipped, never in the way
+    BLOCKED = "blocked"  # waits for something outside the scheduler; skipped, never in the way
     RUNNING = "running"  # holds pages and a row
     FINISHED = "finished"  # holds nothing
 
@@ -147,7 +147,7 @@ class Sequence:
 
     __slots__ = ("request", "branch", "stream", "tokens", "num_prompt", "num_computed", "num_ahead", "num_drawn", "draft", "draft_parents", "guests",
                  "tables", "num_sent", "page_keys", "row", "open_row", "stop_ids", "max_output",
-                 "status", "blocked_on", "blocked_until", "num_cached", "num_preempted", "num_skipped", "parent", "finish_reason",
+                 "status", "blocked_until", "num_cached", "num_preempted", "num_skipped", "parent", "finish_reason",
                  "state", "first_scheduled")
 
     def __init__(self, request: Request, branch: int = 0) -> None:
@@ -171,7 +171,6 @@ class Sequence:
         self.stop_ids: frozenset[int] = frozenset(request.params.stop_token_ids)  # the engine adds the model's EOS ids
         self.max_output = request.max_tokens  # the engine bounds it by the context
         self.status = Status.WAITING
-        self.blocked_on = ""
         self.blocked_until = 0.0
         self.num_cached = 0  # prompt tokens served from the prefix cache
         self.num_preempted = 0
@@ -376,6 +375,13 @@ class SpanResult:
     top: list[list[int]] | None = None
     hidden: torch.Tensor | None = None
     guests: torch.Tensor | None = None
+
+
+class Handle(Protocol):
+    """A launched step."""
+
+    def read(self) -> list[SpanResult]:
+        """Wait for it; one result per span, in plan order."""
 
 
 # ------------------------------------------------------------------------------------------------------------- events

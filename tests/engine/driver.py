@@ -68,7 +68,7 @@ class Driver:
     def preempt(self, seq) -> None:
         """Take everything from a running sequence, at a moment of our choosing."""
         self.engine._close_row(seq)
-        self.engine.scheduler.block(seq, "forced preemption")
+        self.engine.scheduler.block(seq)
         self.engine.scheduler.unblock(seq)
 
     def run(self, requests: list[Request], *, gap: int = 0, preempt_every: int = 0, limit: int = 20_000) -> dict[tuple[str, int], Output]:

@@ -25,6 +25,10 @@ def start(pages, prompt, **options) -> Sequence:
     return seq
 
 
+def fits(pages, seq, num_hit, num_tokens, **options) -> bool:
+    return not any(pages.lacking(seq, num_hit, num_tokens, **options))
+
+
 # ---------------------------------------------------------------------------------------------------------- tables
 
 
@@ -172,8 +176,8 @@ def test_a_hit_is_held_before_anything_is_allocated():
     pages.release(start(pages, 12))  # 3 cached, 1 free
     seq = sequence([*range(12), 5, 5, 5, 5])
     hit = pages.match(seq)
-    assert hit == 12 and pages.can_admit(seq, hit, 16) and not pages.can_admit(seq, hit, 17)
-    assert not pages.can_admit(sequence([9] * 20), 0, 17)
+    assert hit == 12 and fits(pages, seq, hit, 16) and not fits(pages, seq, hit, 17)
+    assert not fits(pages, sequence([9] * 20), 0, 17)
     pages.admit(seq, hit)
     assert pages.grow(seq, 16, []), "must take the free page, not one of its own hit"
     assert len(set(seq.tables[0])) == 4
@@ -274,7 +278,7 @@ def test_window_hits_take_what_the_next_row_sees_and_no_more():
 def test_room_of_a_window_group_is_bounded_by_its_window():
     pages = manager([40, 8], 4, (FULL, window_group(6)))
     seq = sequence(100)
-    assert pages.can_admit(seq, 0, 100, max_span=8) and not pages.can_admit(seq, 0, 100, max_span=40)
+    assert fits(pages, seq, 0, 100, max_span=8) and not fits(pages, seq, 0, 100, max_span=40)
     assert pages.fits(100, 8) and not pages.fits(100, 40) and not pages.fits(160, 8)
     pages.admit(seq, 0)
     while seq.num_computed < 100:
@@ -305,8 +309,8 @@ def test_promised_pages_are_not_given_twice():
     promised = pages.missing(first, 32, 64)
     assert promised == [6]
     other = sequence([9] * 20)
-    assert pages.can_admit(other, 0, 12) and not pages.can_admit(other, 0, 12, promised=promised)
-    assert pages.can_admit(other, 0, 8, promised=promised)
+    assert fits(pages, other, 0, 12) and not fits(pages, other, 0, 12, promised=promised)
+    assert fits(pages, other, 0, 8, promised=promised)
 
 
 def test_freed_by_counts_shared_pages_once_all_holders_go():

@@ -119,12 +119,12 @@ def test_fcfs_goes_by_arrival_and_never_displaces():
 
 def test_priority_goes_lower_first_then_by_arrival():
     a, b, c = sequence(1, arrival=1.0, priority=5), sequence(1, arrival=3.0, priority=-1), sequence(1, arrival=2.0, priority=5)
-    assert Priority().order_waiting([c, a, b], 0.0) == [b, a, c]
+    assert Priority(Config()).order_waiting([c, a, b], 0.0) == [b, a, c]
 
 
 @pytest.mark.parametrize(("difference", "displaces"), [(9, False), (10, True), (50, True), (-20, False)])
 def test_priority_displaces_only_from_the_threshold_on(difference, displaces):
-    d = Driver(scheduler(manager(40, 4), Priority(), max_num_seqs=2))
+    d = Driver(scheduler(manager(40, 4), Priority(Config()), max_num_seqs=2))
     low = [d.add(unique(6, f"low{i}", priority=difference, arrival=float(i), max_tokens=30)) for i in range(2)]
     d.step()
     urgent = d.add(unique(6, "urgent", priority=0, arrival=5.0, max_tokens=3))
@@ -138,7 +138,7 @@ def test_priority_displaces_only_from_the_threshold_on(difference, displaces):
 
 
 def test_displacing_frees_enough_pages_and_not_more():
-    d = Driver(scheduler(manager(14, 4), Priority(), max_num_seqs=8))
+    d = Driver(scheduler(manager(14, 4), Priority(Config()), max_num_seqs=8))
     low = [d.add(unique(6, f"low{i}", priority=50, arrival=float(i), max_tokens=3)) for i in range(4)]
     d.step()
     d.add(unique(20, "urgent", priority=0, arrival=9.0, max_tokens=2))  # six pages; five are free
@@ -147,7 +147,7 @@ def test_displacing_frees_enough_pages_and_not_more():
 
 
 def test_nobody_is_displaced_in_vain():
-    d = Driver(scheduler(manager(14, 4), Priority(), max_num_seqs=8))
+    d = Driver(scheduler(manager(14, 4), Priority(Config()), max_num_seqs=8))
     d.add(unique(26, "near", priority=5, arrival=0.0, max_tokens=6))  # seven pages, too near in priority
     d.add(unique(6, "low", priority=50, arrival=1.0, max_tokens=9))
     d.step()
@@ -158,7 +158,7 @@ def test_nobody_is_displaced_in_vain():
 
 
 def test_only_the_head_of_the_queue_displaces():
-    d = Driver(scheduler(manager(14, 4), Priority(), max_num_seqs=8))
+    d = Driver(scheduler(manager(14, 4), Priority(Config()), max_num_seqs=8))
     d.add(unique(30, "near", priority=5, arrival=0.0, max_tokens=9))
     d.add(unique(6, "low", priority=50, arrival=1.0, max_tokens=9))
     d.step()
@@ -170,7 +170,7 @@ def test_only_the_head_of_the_queue_displaces():
 
 
 def test_displacement_does_not_lower_the_number_that_may_run():
-    d = Driver(scheduler(manager(60, 4), Priority(), max_num_seqs=3))
+    d = Driver(scheduler(manager(60, 4), Priority(Config()), max_num_seqs=3))
     for i in range(3):
         d.add(unique(6, f"low{i}", priority=50, arrival=float(i), max_tokens=30))
     d.step()
@@ -182,7 +182,7 @@ def test_displacement_does_not_lower_the_number_that_may_run():
 
 
 def test_who_was_displaced_often_is_left_alone():
-    d = Driver(scheduler(manager(40, 4), Priority(), max_num_seqs=1))
+    d = Driver(scheduler(manager(40, 4), Priority(Config()), max_num_seqs=1))
     low = d.add(unique(6, "low", priority=50, arrival=0.0, max_tokens=40))
     displaced = 0
     for i in range(12):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvasir.config import SchedulerConfig
-from kvasir.engine.schedulers.priority import Priority
+from kvasir.engine.schedulers.priority import Config, Priority
 from kvasir.types import Sequence, Status
 from tests.engine.fake import expected_output, request, sequence
 from tests.engine.scheduling import driver, rows, running, unique
@@ -111,7 +111,7 @@ def test_scoring_takes_no_hit_but_what_was_scored_before_a_preemption():
     seq = d.add(sequence(19, name="scored", prompt_logprobs=0))
     assert d.step().spans[0].start == 0 and seq.num_cached == 0
     d.step()
-    d.scheduler.block(seq, "test")  # loses its pages, as in a preemption
+    d.scheduler.block(seq)  # loses its pages, as in a preemption
     d.scheduler.unblock(seq)
     span = d.step().spans[0]
     assert (span.start, dict(span.want)) == (16, {"score": range(2), "sample": range(2, 3)})
@@ -223,7 +223,7 @@ def test_rows_kept_for_a_prompt_that_cannot_start_go_to_decodes():
 
 
 def test_a_low_ranked_prompt_gets_its_claim_and_no_more():
-    d = driver(num_pages=400, max_rows=40, policy=Priority(), long_prefill_token_threshold=32)
+    d = driver(num_pages=400, max_rows=40, policy=Priority(Config()), long_prefill_token_threshold=32)
     d.add(unique(600, "low", priority=5, arrival=0.0))
     d.step()
     d.now = 3.0

@@ -9,7 +9,7 @@ import pytest
 from kvasir.engine.queue import Queue
 from kvasir.engine.scheduler import LOOK_AHEAD
 from kvasir.engine.schedulers.fcfs import Fcfs
-from kvasir.engine.schedulers.priority import Priority
+from kvasir.engine.schedulers.priority import Config, Priority
 from kvasir.types import Sequence, Status
 from tests.engine.fake import FULL, expected_output, request, sequence, window_group
 from tests.engine.scheduling import driver, rows, running, unique
@@ -63,7 +63,7 @@ def test_look_ahead_past_what_does_not_fit():
     assert "small3" not in rows(d.step()), "one more that does not fit, and the look-ahead ends"
 
 
-@pytest.mark.parametrize("policy", [Fcfs(), Priority()])
+@pytest.mark.parametrize("policy", [Fcfs(), Priority(Config())])
 def test_the_oldest_is_passed_in_at_most_64_steps(policy):
     """A big old request against an endless stream of small (and more urgent) ones, which always fit."""
     d = driver(num_pages=12, policy=policy, max_num_seqs=4)
@@ -101,7 +101,7 @@ def test_the_overdue_is_admitted_once_and_others_with_it():
 
 
 def test_a_second_old_request_is_bounded_too():
-    d = driver(num_pages=12, policy=Priority(), max_num_seqs=4)
+    d = driver(num_pages=12, policy=Priority(Config()), max_num_seqs=4)
     old = [d.add(unique(36, f"old{i}", priority=5, arrival=0.1 + i / 100, max_tokens=4)) for i in range(2)]
     d.add(unique(5, "warm", max_tokens=8, arrival=0.0))
     steps = 0
@@ -134,13 +134,13 @@ def test_branches_wait_for_the_prompt_and_compute_one_row():
 
 
 def test_an_overdue_branch_no_longer_waits():
-    d = driver(policy=Priority(), max_num_seqs=1)
+    d = driver(policy=Priority(Config()), max_num_seqs=1)
     shared = request(10, n=2, max_tokens=3, priority=9)
     parent, child = Sequence(shared, 0), Sequence(shared, 1)
     child.parent = parent
     d.add(child)
     d.add(parent)
-    d.scheduler.block(parent, "test")
+    d.scheduler.block(parent)
     d.scheduler.unblock(parent)  # behind its child in the queue now
     for i in range(100):
         d.add(unique(3, f"urgent{i}", arrival=1.0, max_tokens=1))
@@ -161,7 +161,7 @@ def test_branches_go_on_without_their_parent(fate):
         d.add(child)
     else:
         d.add(child)
-        d.scheduler.block(parent, "test") if fate == "blocked" else d.scheduler.finish(parent, "cancelled")
+        d.scheduler.block(parent) if fate == "blocked" else d.scheduler.finish(parent, "cancelled")
     assert [s.seq for s in d.step().spans] == [child]
     d.drain()
     assert child.output == expected_output(child)
@@ -207,7 +207,7 @@ def test_without_prefix_caching_nobody_waits():
 # -------------------------------------------------------------------------------------------------------------- queue
 
 
-@pytest.mark.parametrize("policy", [Fcfs(), Priority()])
+@pytest.mark.parametrize("policy", [Fcfs(), Priority(Config())])
 def test_the_queue_is_always_in_policy_order(policy):
     rng = random.Random(4)
     queue, members = Queue(policy.order_waiting, True), []

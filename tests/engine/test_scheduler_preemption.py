@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvasir.engine.room import CAUTION_STEPS, MAX_PREEMPTIONS
-from kvasir.engine.schedulers.priority import Priority
+from kvasir.engine.schedulers.priority import Config, Priority
 from kvasir.types import Status
 from tests.engine.fake import expected_output
 from tests.engine.scheduling import crowd, driver, rows, unique, until_preemption
@@ -16,7 +16,7 @@ from tests.engine.scheduling import crowd, driver, rows, unique, until_preemptio
 def test_the_latest_arrival_gives_way_and_nothing_is_admitted_then():
     d, (a, b, c) = crowd()
     late = d.add(unique(2, "late", arrival=9.0, max_tokens=2))
-    d.scheduler.block(late, "test")
+    d.scheduler.block(late)
     while not d.scheduler.preemptions:
         if d.scheduler.pages.num_free == 0:
             d.scheduler.unblock(late)  # fits nowhere before the preemption, and in the victim's pages after it
@@ -29,7 +29,7 @@ def test_the_latest_arrival_gives_way_and_nothing_is_admitted_then():
 
 
 def test_the_lowest_priority_gives_way():
-    d = driver(num_pages=10, policy=Priority(), max_num_seqs=8)
+    d = driver(num_pages=10, policy=Priority(Config()), max_num_seqs=8)
     seqs = [d.add(unique(6, f"s{i}", arrival=float(i), priority=p, max_tokens=20)) for i, p in enumerate([5, 9, 0])]
     d.step()
     assert until_preemption(d).preempted == [seqs[1]]
@@ -111,7 +111,7 @@ def test_finish_in_every_state():
     d = driver(max_num_seqs=1)
     states = {"running": d.add(unique(5, "a")), "waiting": d.add(unique(5, "b", arrival=1.0)), "blocked": d.add(unique(5, "c", arrival=2.0)),
               "new": unique(5, "d")}
-    d.scheduler.block(states["blocked"], "test")
+    d.scheduler.block(states["blocked"])
     d.step()
     for seq in states.values():
         d.scheduler.finish(seq, "cancelled")
@@ -167,24 +167,23 @@ def test_preemption_with_a_step_in_flight_waits_for_its_pages():
 def test_blocked_sequences_are_never_in_the_way():
     d = driver(max_num_seqs=1)
     blocked = d.add(unique(5, "a"))
-    d.scheduler.block(blocked, "grammar", until=10.0)
+    d.scheduler.block(blocked, until=10.0)
     assert not d.scheduler.has_work(9.0) and d.scheduler.has_work(10.0)
-    assert d.scheduler.expired(9.0) == [] and d.scheduler.expired(10.0) == [blocked]
     other = d.add(unique(5, "b", arrival=3.0, max_tokens=1))
     assert d.scheduler.num_blocked == 1 and d.scheduler.queued_tokens == 10
     assert [s.seq for s in d.step().spans] == [other] and not d.step().spans
-    d.scheduler.block(blocked, "session", until=20.0)
-    assert blocked.blocked_on == "session" and d.scheduler.queued_tokens == 5
+    d.scheduler.block(blocked, until=20.0)
+    assert d.scheduler.queued_tokens == 5
     d.scheduler.unblock(blocked)
     d.scheduler.unblock(blocked)
-    assert blocked.blocked_on == "" and [s.seq for s in d.step().spans] == [blocked]
+    assert [s.seq for s in d.step().spans] == [blocked]
 
 
 def test_blocking_a_running_sequence_gives_up_its_pages():
     d = driver()
     seq = d.add(unique(9, "a", max_tokens=5))
     d.step()
-    d.scheduler.block(seq, "session")
+    d.scheduler.block(seq)
     d.scheduler.check()
     assert d.scheduler.num_running == 0 and d.scheduler.pages.num_free == d.scheduler.pages.num_total and seq.num_preempted == 0
     d.scheduler.unblock(seq)
@@ -196,7 +195,7 @@ def test_blocking_what_has_ended_does_nothing():
     d = driver()
     seq = d.add(unique(9, "a"))
     d.scheduler.finish(seq, "stop")
-    d.scheduler.block(seq, "session")
+    d.scheduler.block(seq)
     d.scheduler.unblock(seq)
     assert seq.status is Status.FINISHED and d.scheduler.num_blocked == 0
 

@@ -86,7 +86,7 @@ class World:
             self.scheduler.finish(seq, "stop")
             assert seq.finish_reason == "cancelled"
         if alive and rng.random() < 0.05:
-            self.scheduler.block(rng.choice(alive), "test", self.driver.now + 3)
+            self.scheduler.block(rng.choice(alive), self.driver.now + 3)
         for seq in list(self.scheduler.blocked):
             if rng.random() < 0.2:
                 self.scheduler.unblock(seq)

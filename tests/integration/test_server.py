@@ -14,7 +14,7 @@ import numpy as np
 import openai
 import pytest
 
-from kvasir.lab.tasks.chain import Chain
+from kvasir.lab.task import load_task
 from kvasir.lab.tasks.tool import Tool
 from tests.integration.serving import Served, served
 
@@ -50,7 +50,7 @@ def complete(client, prompt=PROMPT, **more):
 
 
 def test_the_model_works_out_chains(client):
-    task = Chain()
+    task = load_task("chain")
     problems = task.problems("test", 11, 8)
     replies = [chat(client, list(p.messages), max_tokens=200).choices[0] for p in problems]
     assert sum(task.check(p, r.message.content) for p, r in zip(problems, replies)) >= 7

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kvasir.kernels import packed_fp16
-from kvasir.layers.linear import Linear, Placement
+from kvasir.layers.linear import Linear
+from kvasir.layers.weights import Placement
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="this torch build has no FBGEMM")

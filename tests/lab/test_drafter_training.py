@@ -23,13 +23,7 @@ SHAPE = Shape(dim=32, layers=3, ffn=48, heads=2, kv_heads=1, head_dim=16, positi
 TINY = {"chain:modulus=5,max_factor=2,min_steps=1,max_steps=1": 0.5, "countdown": 0.5}
 KINDS = ("medusa", "eagle", "ppd")
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -10,18 +10,12 @@ import pytest
 
 from kvasir.errors import ConfigError
 from kvasir.lab.forms import FORMS, SOLVING, FormTask, ratings, render, solution, target, verdict
-from kvasir.lab.sheet import shipped_tokenizer
 from kvasir.lab.task import Problem, load_task
 
 TASKS = ["chain", "reflect", "long_add", "countdown", "path", "facts", "needle", "state"]
 JUDGED = [form for form in FORMS if form != "solve"]
 # Tasks whose wrong and right solutions depend on the problem alone, so that documents can be compared with problems.
 PLAIN = ["chain", "long_add", "state", "facts"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return shipped_tokenizer()
 
 
 def candidates_of(task, count: int = 6):

@@ -18,7 +18,6 @@ from kvasir.lab.model import PLAIN, Compute, Model, Shape
 from kvasir.lab.recipe import BASE, NANO, RECIPES, Curves, Own, Phase
 from kvasir.lab.report import curves
 from kvasir.lab.sample import complete, complete_all
-from kvasir.lab.sheet import shipped_tokenizer
 from kvasir.lab.task import load_task
 from kvasir.lab.workers import ahead, all_of
 
@@ -41,18 +40,7 @@ def tiny(recipe, rows=2, **changes):
 
 OWN = Own(((EASY, 1.0), ("countdown", 1.3)), problems=6, samples=4, reply_tokens=8)
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return shipped_tokenizer()
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("recipe, parameters", [(NANO, 2.46e6), (BASE, 16.1e6)], ids=["nano", "base"])

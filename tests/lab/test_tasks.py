@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-import random
 
 import numpy as np
 import pytest
 
 from kvasir.errors import ConfigError
-from kvasir.lab.sheet import shipped_tokenizer
 from kvasir.lab.task import SPLITS, encode, load_task, split_of
 from kvasir.technique import names
 
 NAMES = names("kvasir.lab.tasks")
 ANSWERED = [name for name in NAMES if load_task(name).scored == "answer"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return shipped_tokenizer()
 
 
 def test_the_tasks_are_found_by_name():
@@ -76,7 +69,7 @@ def test_another_problems_solution_is_refused(name):
     assert passed <= 3
 
 
-def test_the_chain_oracle_is_right_by_plain_arithmetic_and_finds_a_wrong_step():
+def test_the_chain_oracle_is_right_by_plain_arithmetic():
     task = load_task("chain")
     for problem in task.problems("test", 3, 50):
         head, *steps = problem.messages[-1]["content"].removeprefix("Compute modulo 97: start ").split("; ")
@@ -84,11 +77,6 @@ def test_the_chain_oracle_is_right_by_plain_arithmetic_and_finds_a_wrong_step():
         for step in steps:
             value = {"+": value + int(step[1:]), "-": value - int(step[1:]), "*": value * int(step[1:])}[step[0]] % 97
         assert problem.answer == str(value) and len(steps) == problem.difficulty
-        assert task.wrong_step(problem, problem.solution) is None
-        lines = problem.solution.split("\n")
-        at = random.Random(0).randrange(len(lines) - 1)
-        lines[at] = lines[at].split("=")[0] + "=98"
-        assert task.wrong_step(problem, "\n".join(lines)) == at
 
 
 def test_an_answer_hidden_among_others_does_not_count():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvasir.errors import ConfigError
-from kvasir.lab.sheet import Sheet, SheetTask, fold, shipped_tokenizer
+from kvasir.lab.sheet import Sheet, SheetTask, fold
 from kvasir.lab.task import Task, load_task
 from kvasir.technique import names
 
@@ -16,11 +16,6 @@ SPECS = ["chain", "chain:modulus=11,max_factor=3", "reflect", "reflect:slip=0.5,
          "facts:think=yes,max_hops=6", "facts:think=no,min_facts=60,max_facts=90", "needle", "needle:asks=4", "needle:filler=pairs,asks=2,length=300",
          "needle:keys=1,digits=1", "state", "state:items=9", "state:kind=parity", "template", "template:choices=3"]
 SOLVED = [spec for spec in SPECS if not spec.startswith("template")]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return shipped_tokenizer()
 
 
 def texts_of(tokenizer, made) -> list[str]:

@@ -16,7 +16,6 @@ from kvasir.lab.data import Mixture, Rows, pack
 from kvasir.lab.evaluate import Score, evaluate, greedy, mean_loss
 from kvasir.lab.model import Model, Shape, block_mask, compiled, document_mask, losses
 from kvasir.lab.recipe import BASE, NANO, RECIPES, SMOKE, Curves, find
-from kvasir.lab.sheet import shipped_tokenizer
 from kvasir.lab.task import Documents
 
 TINY = "chain:modulus=5,max_factor=2,min_steps=1,max_steps=1"
@@ -27,18 +26,7 @@ RECIPE = SMOKE.replace(name="tiny", shape=SHAPE, phases=(), own=None, curves=Cur
 
 PROSE = Rows(1, 128, {"story:form=prose,length=128": 1.0}, whole=True)
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return shipped_tokenizer()
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def trainer(tokenizer, **changes):

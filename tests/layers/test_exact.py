@@ -7,9 +7,10 @@ from kvasir.kernels.activation import ACTIVATIONS, gated
 from kvasir.kernels.norm import rms_norm
 from kvasir.kernels.rope import rotate
 from kvasir.layers.ffn.moe import FFN as MoE
-from kvasir.layers.linear import Linear, Placement, linear, matrix
+from kvasir.layers.linear import Linear, linear, matrix
 from kvasir.layers.rope import RopeTable
 from kvasir.layers.spec import MoESpec, RopeSpec
+from kvasir.layers.weights import Placement
 
 PLACE = Placement(torch.device("cpu"), torch.float32, exact=True)
 FEW = (1, 2, 3, 7, 16, 31, 32, 33, 64, 65, 100)

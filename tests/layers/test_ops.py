@@ -8,10 +8,10 @@ import torch
 from kvasir.kernels.activation import ACTIVATIONS, gated
 from kvasir.kernels.norm import rms_norm
 from kvasir.kernels.rope import rotate
-from kvasir.layers.linear import Placement, Slot
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.rope import RopeTable, frequencies
 from kvasir.layers.spec import NormSpec, RopeSpec
+from kvasir.layers.weights import Placement, Slot
 
 
 @pytest.fixture(autouse=True)

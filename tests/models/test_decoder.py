@@ -10,8 +10,8 @@ from kvasir.attention.backends.torch import TorchBackend
 from kvasir.engine.batch import pack
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.kv.pool import KVPool
-from kvasir.layers.linear import Placement
 from kvasir.layers.spec import DenseSpec, GQASpec, NormSpec, RopeSpec
+from kvasir.layers.weights import Placement
 from kvasir.models.decoder import Decoder
 from kvasir.models.loader import fill_random
 from kvasir.models.spec import LayerSpec, ModelSpec

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvasir.errors import ConfigError
-from kvasir.layers.linear import Slot
+from kvasir.layers.weights import Slot
 from kvasir.models import fill
 from kvasir.models.fill import Filling, parts_of
 from kvasir.models.loader import read_header

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from kvasir.cli.solve import LabPrompts, lab_problems
+from kvasir.cli.solve_job import LabPrompts, lab_problems
 from kvasir.lab.forms import FORMS, SOLVING, FormTask, render, solution
 from kvasir.lab.task import load_task
 from kvasir.scaling.endpoint import Chunk, Draw, Endpoint, Sampling

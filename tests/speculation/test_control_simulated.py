@@ -15,7 +15,17 @@ ROOT = Path(__file__).parents[2]
 SMALL = dict(machine=Machine(scale=0.1, sync=0.3e-3), shape="qwen3-0.6b")
 
 
-@pytest.mark.parametrize("name", ["plain 1", "fixed4 accept=0.7 1", "plain 8", "fixed2 accept=0.9 8", "plain 64", "fixed1 accept=0.7 64",
+def misses(found: Compared, cold: float = 0.95, warm: float = 0.95) -> list[str]:
+    """What of the promise was not kept: never more than 2 % slower than without, and within so much of the best fixed setting where that
+    gains more than 5 %."""
+    slow = [f"round {i}: {rate:.3f} of plain" for i, rate in enumerate(found.rounds) if rate < 0.98]
+    if found.best > 1.05:
+        slow += [f"round {i}: {rate / found.best:.3f} of the best fixed" for i, rate in enumerate(found.rounds)
+                 if rate < (warm if i else cold) * found.best]
+    return slow
+
+
+@pytest.mark.parametrize("name", ["plain 1", "fixed4 accept=0.9 1", "plain 16", "fixed2 accept=0.9 16", "plain 64", "fixed1 accept=0.5 64",
                                   "fixed4 accept=0.9 64"])
 def test_the_machine_is_like_the_one_measured(name):
     stored = json.loads((ROOT / "bench/results/h200/speculation-llama-8b.json").read_text())
@@ -34,7 +44,7 @@ def test_never_slower_and_near_the_best_from_the_first_token_on(batch, accept, s
     """Workloads of 192 tokens, started with nothing known, and once more."""
     for seed in range(seeds):
         found = compare(Load(batch), coins(accept, seed=seed), seed=seed, depths=(1, 2, 4, 8) if accept and batch < 64 else (4, 8) if accept else ())
-        assert not found.misses(cold=0.94), (seed, found)
+        assert not misses(found, cold=0.94), (seed, found)
 
 
 @pytest.mark.slow
@@ -46,14 +56,14 @@ def test_at_every_batch(batch, accept):
     found = [compare(Load(batch), coins(accept, seed=seed), seed=seed, depths=(1, 2, 4, 8) if accept else ())
              for seed in range(8 if batch < 16 else 2)]
     mean = Compared([fmean(f.rounds[i] for f in found) for i in range(2)], {k: fmean(f.fixed[k] for f in found) for k in found[0].fixed})
-    assert not mean.misses(cold=0.93), mean
+    assert not misses(mean, cold=0.93), mean
 
 
 @pytest.mark.parametrize("boast", [0.2, 0.75], ids=["humble", "boasting"])
 def test_whatever_a_drafter_says_of_itself(boast):
     for batch, accept in ((1, 0.0), (1, 0.9), (8, 0.0), (8, 0.3), (8, 0.9), (64, 0.0)):
         found = compare(Load(batch), coins(accept, boast=boast), depths=(2, 8) if accept else ())
-        assert not found.misses(cold=0.9), (batch, accept, found)
+        assert not misses(found, cold=0.9), (batch, accept, found)
 
 
 @pytest.mark.parametrize("batch", [1, 8])
@@ -61,7 +71,7 @@ def test_graphs_that_are_captured_on_the_way(batch):
     """Whose capture costs some hundred steps' drafts at first, and nothing later."""
     for accept in (0.0, 0.7):
         found = compare(Load(batch), coins(accept), ready=False, depths=(4, 8) if accept else ())
-        assert not found.misses(cold=0.84), (accept, found)
+        assert not misses(found, cold=0.84), (accept, found)
 
 
 @pytest.mark.parametrize("batch", [1, 8])
@@ -71,14 +81,14 @@ def test_acceptance_that_changes(batch, first, then):
         return first if sequence < 2 * batch else then
 
     found = compare(Load(batch, count=4 * batch, outputs=(256,)), coins(accept, boast=0.6), rounds=1, depths=(2, 8))
-    assert not found.misses(), found
+    assert not misses(found), found
 
 
 @pytest.mark.parametrize("accept", [0.0, 0.7])
 def test_requests_that_come_and_go(accept):
     load = Load(8, count=24, outputs=(96, 192, 256), spread=0.12)
     found = compare(load, coins(accept, boast=0.5), rounds=1, depths=(4, 8) if accept else ())
-    assert not found.misses(), found
+    assert not misses(found), found
 
 
 @pytest.mark.parametrize("place, call", [("cpu", 0.0), ("same_device", 0.6e-3)], ids=["copying", "model"])
@@ -110,4 +120,4 @@ def test_where_steps_are_as_short_as_a_drafters_own_work():
 
 def test_a_controller_that_believes_a_boast_fails_here():
     """The other checks can fail: without control, drafts of which none is right cost a tenth."""
-    assert compare(Load(8), coins(0.0, boast=0.9), rounds=1, control="fixed", depths=()).misses()
+    assert misses(compare(Load(8), coins(0.0, boast=0.9), rounds=1, control="fixed", depths=()))

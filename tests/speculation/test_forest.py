@@ -40,10 +40,9 @@ def history(rng: random.Random, steps: int) -> None:
     packed, plain = Controller(seconds), Controller(seconds, plain=True)
     for _ in range(steps):
         trees = [drawn(rng, rng.randrange(0, 12)) for _ in range(rng.randrange(PACKED, 50))]
-        weights = [rng.choice([1.0, 0.5, 3 * rng.random()]) for _ in trees] if rng.random() < 0.3 else None
         budget, seqs = rng.choice([0, 5, 40, 1000]), rng.choice([None, len(trees) + 3, 5 * len(trees)])
-        found = packed.allocate(Forest.of(trees) if rng.random() < 0.5 else trees, 100, budget, seqs, weights)
-        expected = plain.allocate(trees, 100, budget, seqs, weights)
+        found = packed.allocate(Forest.of(trees) if rng.random() < 0.5 else trees, 100, budget, seqs)
+        expected = plain.allocate(trees, 100, budget, seqs)
         assert isinstance(found, Forest) and list(found) == expected and packed.most_nodes == plain.most_nodes
         assert found.chains == [tree.is_chain for tree in expected] and list(found.sizes) == [len(tree) for tree in expected]
         which, paths = [i for i in rng.sample(range(len(expected)), len(expected)) if len(expected[i])], []

@@ -291,7 +291,7 @@ def test_suffix_learns_from_other_requests_of_its_scope_only(plain):
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_suffix_proposes_what_came_most_often(plain):
-    drafter = Suffix(plain=plain)
+    drafter = Suffix(Config(), plain=plain)
     tree = drafter.propose([Ask(sequence([1, 2, 3, 0, 1, 2, 4, 0, 1, 2, 3, 0, 9, 1, 2]), 3, 2)])[0]
     assert (tree.tokens, tree.parents, tree.depths) == ([3, 0, 4], [-1, 0, -1], [0, 1, 0]) and tree.est[0] > tree.est[2]
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from kvasir.kv.codec import LayerCache
     from kvasir.types import StepBatch
 
+BACKENDS = "kvasir.attention.backends"
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:

@@ -218,8 +218,7 @@ def row_errors(folder: Path, device: str, prompts: Sequence[list[int]], codecs: 
     import torch
 
     from kvasir import technique
-    from kvasir.engine.build import CODECS
-    from kvasir.kv.codec import Codec
+    from kvasir.kv.codec import CODECS, Codec
     from kvasir.kv.pool import KVPool
     from kvasir.types import SamplingParams
 

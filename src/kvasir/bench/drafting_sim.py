@@ -172,7 +172,7 @@ class Simulation:
     def __init__(self, max_seqs: int, drafter: Callable[[Clock], Drafter] | None, *, machine: Machine | None = None, depth: int = 8,
                  control: str = "goodput", ready: bool = True, seed: int = 0, shape: str = "llama-8b") -> None:
         self.clock, self.machine, self.graphs = Clock(), machine or Machine(), Graphs(max_seqs, ready)
-        self._rng, self._max_seqs = random.Random(f"noise {seed}"), max_seqs
+        self._rng = random.Random(f"noise {seed}")
         spec = build_spec(SHAPES[shape])
         runner = SimpleNamespace(
             graphs=self.graphs, device=SimpleNamespace(type="cuda"), taps=None, capture=lambda: None, sampler=SimpleNamespace(num_top=0),
@@ -330,15 +330,6 @@ class Compared:
     def best(self) -> float:
         """The best fixed setting, none included."""
         return max([1.0, *self.fixed.values()])
-
-    def misses(self, cold: float = 0.95, warm: float = 0.95) -> list[str]:
-        """What of the promise was not kept: never more than 2 % slower than without, and within so much of the best fixed setting where that
-        gains more than 5 %."""
-        found = [f"round {i}: {rate:.3f} of plain" for i, rate in enumerate(self.rounds) if rate < 0.98]
-        if self.best > 1.05:
-            found += [f"round {i}: {rate / self.best:.3f} of the best fixed" for i, rate in enumerate(self.rounds)
-                      if rate < (warm if i else cold) * self.best]
-        return found
 
 
 def compare(load: Load, drafter: Callable[[Clock], Drafter], *, seed: int = 0, rounds: int = 2, depths: Iterable[int] = (1, 2, 4, 8),

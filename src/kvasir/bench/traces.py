@@ -87,7 +87,7 @@ def _draw(number: int, kind: int, count: int) -> list[int]:
     return np.random.default_rng([kind, number]).integers(*IDS, count).tolist() if count > 0 else []
 
 
-def schedule(trace: list[Recorded], *, arrivals: str, rate: float | None, num_requests: int, seconds: float, seed: int = 0) -> list[float]:
+def schedule(trace: list[Recorded], *, arrivals: str, rate: float | None, num_requests: int, seconds: float) -> list[float]:
     """When each of the first requests is due, in seconds: as many as make ``num_requests`` and fill ``seconds``.
 
     ``poisson``: ``rate`` requests a second at exponential distances, in the trace's order. ``recorded``: the trace's own
@@ -99,7 +99,7 @@ def schedule(trace: list[Recorded], *, arrivals: str, rate: float | None, num_re
     if arrivals == "poisson":
         if not rate:
             raise ConfigError("Poisson arrivals need a rate")
-        rng, due, times = random.Random(seed), 0.0, []
+        rng, due, times = random.Random(0), 0.0, []
         while len(times) < len(trace) and (len(times) < num_requests or due < seconds):
             times.append(due)
             due += rng.expovariate(rate)

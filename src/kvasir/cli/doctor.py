@@ -20,10 +20,10 @@ def examine() -> dict[str, Any]:
     import torch
 
     from kvasir import __version__
-    from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
-    from kvasir.engine.build import BACKENDS, CODECS, POLICIES
+    from kvasir.attention.backend import BACKENDS, AttentionBackend, AttentionSpec, Site
+    from kvasir.engine.policy import POLICIES
     from kvasir.kernels.native.library import native
-    from kvasir.kv.codec import Codec
+    from kvasir.kv.codec import CODECS, Codec
     from kvasir.scaling.strategy import STRATEGIES
     from kvasir.speculation.drafter import DRAFTERS
     from kvasir.technique import load, names

@@ -164,6 +164,7 @@ def solve(words: Annotated[list[str] | None, typer.Argument(metavar="[report FIL
           output: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None, **options: Any) -> None:
     """Spend more inference on each problem, by a strategy, and compare what accuracy costs."""
     from kvasir.cli import solve as command
+    from kvasir.cli.solve_job import Job, parse_amounts, parse_prices
 
     check_output(output, make=True)
     if words:
@@ -174,9 +175,9 @@ def solve(words: Annotated[list[str] | None, typer.Argument(metavar="[report FIL
         check_output(page, make=True)
         solve_report.run([Path(word) for word in words[1:]], page, together)
         return
-    job = command.Job(tuple(strategies or ()), tuple(models or ("",)), task, count, seed, split, max_tokens, temperature,  # type: ignore[arg-type]
-                      command.parse_prices(price or ()), command.parse_amounts(budget, "--budget"),
-                      command.parse_amounts(problem_budget, "--problem-budget"), journal, at_once, minutes, pool, resamples, pool_file)
+    job = Job(tuple(strategies or ()), tuple(models or ("",)), task, count, seed, split, max_tokens, temperature,  # type: ignore[arg-type]
+              parse_prices(price or ()), parse_amounts(budget, "--budget"), parse_amounts(problem_budget, "--problem-budget"), journal,
+              at_once, minutes, pool, resamples, pool_file)
     if ablate and (pool or journal):
         raise ConfigError("--ablate measures engines at work: leave --pool and --journal out")
     command.run(build_settings(options, EngineConfig), job, output, ablate)

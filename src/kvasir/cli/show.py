@@ -48,7 +48,7 @@ def _fits(spec: ModelSpec, memory: float, item: int, sizes: Mapping[str, float])
 
 
 def _codecs() -> list[str]:
-    from kvasir.engine.build import CODECS
+    from kvasir.kv.codec import CODECS
     from kvasir.technique import names
 
     return sorted(names(CODECS), key=lambda name: name != "plain")

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvasir.cli import solve_ablation, solve_pool
+from kvasir.cli.solve_job import Job, build_endpoints, checker, compared, lab_problems
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.lab import forms
 from kvasir.lab.statistics import bootstrap, mcnemar, wilson
-from kvasir.lab.task import Split, Task, load_task
+from kvasir.lab.task import Task, load_task
 from kvasir.logs import log
 from kvasir.scaling.endpoint import Endpoint, Sampling
 from kvasir.scaling.journal import Journal
-from kvasir.scaling.ledger import Budget, Price
 from kvasir.scaling.primitives import EndpointDown, opened
-from kvasir.scaling.problem import Problem, Prompts
-from kvasir.scaling.report import CURRENCIES, Tally, figures, frontier, loops
+from kvasir.scaling.problem import Problem
+from kvasir.scaling.report import Tally, figures, loops
 from kvasir.scaling.solve import Solution, solve
 from kvasir.scaling.strategy import Strategy, load_strategy
 
@@ -32,133 +30,6 @@ if TYPE_CHECKING:
     from kvasir.lab.task import Problem as LabProblem
 
 ROOM = 1.5  # a reply may be so many times as long as the longest right one, and a little
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to solve. ``models``: names, folders, hub ids, or ``URL#NAME`` of a server (of replicas, joined by commas); cheapest first.
-    ``prices``: by model. ``minutes``: after so many no further strategy is begun. ``pool``: draw so many replies a problem once, and deal
-    them out to every strategy, ``resamples`` times in another order; ``pool_file`` keeps them."""
-
-    strategies: tuple[str, ...]
-    models: tuple[str, ...]
-    task: str
-    count: int = 100
-    seed: int = 7
-    split: Split = "test"
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    prices: dict[str, Price] = dataclasses.field(default_factory=dict)
-    budget: Budget | None = None
-    problem_budget: Budget | None = None
-    journal: Path | None = None
-    at_once: int = 16
-    minutes: float | None = None
-    pool: int = 0
-    resamples: int = 4
-    pool_file: Path | None = None
-
-    def __post_init__(self) -> None:
-        for name, values in (("strategy", self.strategies), ("model", self.models)):
-            if len(set(values)) < len(values):
-                raise ConfigError(f"--{name}: give each once")
-
-
-class LabPrompts(Prompts):
-    """The prompt forms that the lab's models were trained on."""
-
-    most = forms.FORMS["aggregate"].most
-    scale = 9
-
-    def aggregate(self, problem, candidates):
-        return forms.render("aggregate", problem, candidates)
-
-    def refine(self, problem, candidate):
-        return forms.render("refine", problem, [candidate])
-
-    def judge_pair(self, problem, first, second):
-        return forms.render("judge_pair", problem, [first, second])
-
-    def ratings(self, reply):
-        return forms.ratings(reply)
-
-    def judge_one(self, problem, candidate):
-        return forms.render("judge_one", problem, [candidate])
-
-    def verdict(self, reply):
-        return {"Yes": True, "No": False}.get(forms.verdict(reply))
-
-    def self_evaluate(self, problem, reply):
-        return forms.render("self_evaluate", problem, [reply])
-
-
-def lab_problems(task: Task, drawn: Sequence[LabProblem]) -> list[Problem]:
-    """The lab's problems as strategies see them: without their answers. Of a reply with a check, the solution below it is what counts."""
-    if any(p.tools for p in drawn):
-        raise ConfigError(f"task '{task.name}' calls tools, which no strategy does")
-    prompts = LabPrompts() if task.candidates else Prompts()
-    return [Problem(f"p{i}", p.messages, lambda text: task.answer(forms.solution(text)), prompts) for i, p in enumerate(drawn)]
-
-
-def parse_amounts(text: str | None, option: str) -> Budget | None:
-    """``tokens=10000,dollars=0.5`` as a budget. Raises ConfigError."""
-    if not text:
-        return None
-    kinds = {f.name: float if f.name == "dollars" else int for f in dataclasses.fields(Budget)}
-    found = {}
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        if name not in kinds:
-            raise ConfigError(f"{option} {text}: '{name}' is none of {', '.join(kinds)}")
-        try:
-            found[name] = kinds[name](value)
-        except ValueError as e:
-            raise ConfigError(f"{option} {text}: {name} must be a number") from e
-    return Budget(**found)
-
-
-def parse_prices(texts: Sequence[str]) -> dict[str, Price]:
-    """``nano=0.1/0.02/0.4``: dollars per million prompt tokens, cached ones, and generated ones. Raises ConfigError."""
-    found = {}
-    for text in texts:
-        name, _, amounts = text.rpartition("=")
-        try:
-            prompt, cached, generated = map(float, amounts.split("/"))
-        except ValueError as e:
-            raise ConfigError(f"--price {text}: expected MODEL=PROMPT/CACHED/GENERATED in dollars per million tokens") from e
-        if not name or not all(0 <= value < float("inf") for value in (prompt, cached, generated)):
-            raise ConfigError(f"--price {text}: expected a model, and amounts of at least 0")
-        found[name] = Price(prompt, cached, generated)
-    return found
-
-
-def build_endpoints(job: Job, config: EngineConfig, without: Sequence[str] = ()) -> list[Endpoint]:
-    """One for every model; engines on one GPU share its memory evenly. ``without``: features to do without. Raises ConfigError."""
-    from kvasir.scaling.engine_endpoint import EngineEndpoint
-    from kvasir.scaling.http_endpoint import HTTPEndpoint
-    from kvasir.scaling.replicas import ReplicaEndpoint
-
-    def name_of(model: str) -> str:
-        return model.partition(",")[0].rpartition("#")[2] if "://" in model else model.rstrip("/").rsplit("/", 1)[-1] or "embedded"
-
-    names = [name_of(m) for m in job.models]
-    unknown = set(job.prices) - set(names)
-    if unknown or len(set(names)) < len(names):
-        raise ConfigError(f"--price of {', '.join(sorted(unknown))}: the models are {', '.join(names)}" if unknown else
-                          f"two models are named alike: {', '.join(names)}")
-    local = [m for m in job.models if "://" not in m]
-    found: list[Endpoint] = []
-    for model, name in zip(job.models, names):
-        price = job.prices.get(name, Price())
-        if "://" in model:
-            key = os.environ.get("KVASIR_API_KEY", "")
-            replicas = [HTTPEndpoint(*address.partition("#")[::2], price=price, api_key=key) for address in model.split(",")]
-            found.append(ReplicaEndpoint(replicas) if len(replicas) > 1 else replicas[0])
-        else:
-            # Each takes its share of what is free when it starts.
-            share = config.cache.gpu_memory_utilization / (len(local) - local.index(model))
-            found.append(EngineEndpoint(config.replace(model=model, gpu_memory_utilization=share), name, price=price, without=without))
-    return found
 
 
 def run(config: EngineConfig, job: Job, output: Path | None, ablate: bool = False) -> None:
@@ -176,15 +47,11 @@ def run(config: EngineConfig, job: Job, output: Path | None, ablate: bool = Fals
         strategy.check(endpoints, problems[0].prompts)
     sampling = Sampling(job.max_tokens or _room(endpoints, task, drawn), job.temperature)
     if job.pool:
-        from kvasir.cli import solve_pool
-
         outcome = solve_pool.run(job, strategies, task, drawn, problems, endpoints, sampling)
         _write(outcome, output)
         show(outcome)
         return
     if ablate:
-        from kvasir.cli import solve_ablation
-
         show(solve_ablation.run(config, job, strategies, task, drawn, problems, sampling, lambda outcome: _write(outcome, output)))
         return
     found: dict[str, Solution] = {}
@@ -205,11 +72,6 @@ def _write(outcome: dict[str, Any], output: Path | None) -> None:
         output.write_text(as_json(outcome))
 
 
-def checker(task: Task, drawn: Sequence[LabProblem]) -> Callable[[int, str], bool]:
-    """Whether a reply solves problem i: of a recombination, what stands behind its check of the candidates."""
-    return lambda i, text: task.check(drawn[i], forms.solution(text))
-
-
 def _outcome(job: Job, task: Task, drawn: Sequence[LabProblem], found: dict[str, Solution], sampling: Sampling,
              endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     """The result of the strategies that are through."""
@@ -225,16 +87,6 @@ def _outcome(job: Job, task: Task, drawn: Sequence[LabProblem], found: dict[str,
     outcome["right"] = {spec: "".join(map(str, map(int, marks))) for spec, marks in right.items()}  # for paired tests across files
     left = [spec for spec in job.strategies if spec not in found]
     return outcome | ({"left_out": left} if left else {})
-
-
-def compared(job: Job, arms: Sequence[tuple[str, dict[str, Any]]], sampling: Sampling, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
-    """Arms as one result, with the frontiers."""
-    from kvasir.bench.result import arm, result
-
-    outcome = result(f"solve-{job.task}", [arm(spec, _described(job, sampling, endpoints), metrics) for spec, metrics in arms])
-    outcome["frontier"] = {c: frontier(arms, c) for c in CURRENCIES if all(c in m["per_problem"] for _, m in arms)
-                           and any(m["per_problem"][c] for _, m in arms)}
-    return outcome
 
 
 def _room(endpoints: Sequence[Endpoint], task: Task, drawn: Sequence[LabProblem]) -> int:
@@ -291,13 +143,6 @@ def _progress(spec: str, count: int):
             bar.update(line, completed=tally.done, note=str(tally))
 
         yield take
-
-
-def _described(job: Job, sampling: Sampling, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
-    return {"task": job.task, "n": job.count, "seed": job.seed, "split": job.split, "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature, "at_once": job.at_once,
-            "models": {e.name: {"active_parameters": e.parameters, "price": dataclasses.asdict(e.price)} for e in endpoints},
-            "budget": job.budget and dataclasses.asdict(job.budget), "problem_budget": job.problem_budget and dataclasses.asdict(job.problem_budget)}
 
 
 def _differences(right: dict[str, list[bool]]) -> list[dict[str, Any]]:

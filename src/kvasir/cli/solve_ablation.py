@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvasir.cli.solve import Job, build_endpoints, checker, compared
+from kvasir.cli.solve_job import Job, build_endpoints, checker, compared
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.lab.statistics import difference_interval, wilson

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvasir.cli.solve import Job, checker, compared
+from kvasir.cli.solve_job import Job, checker, compared
 from kvasir.errors import ConfigError
 from kvasir.lab.statistics import difference_interval, mean_interval, pass_at_k
 from kvasir.logs import log

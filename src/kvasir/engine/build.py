@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from kvasir import technique
-from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
+from kvasir.attention.backend import BACKENDS, AttentionBackend, AttentionSpec, Site
 from kvasir.config import EngineConfig
 from kvasir.decoding.sampler import Sampler
 from kvasir.engine.graphs import CudaCapture
@@ -21,7 +21,7 @@ from kvasir.engine.step_time import Roofline
 from kvasir.errors import ConfigError
 from kvasir.kernels import _triton
 from kvasir.kernels.hardware import rates
-from kvasir.kv.codec import Codec
+from kvasir.kv.codec import CODECS, Codec
 from kvasir.kv.pool import KVPool
 from kvasir.logs import log
 from kvasir.models import checkpoint, cost
@@ -31,9 +31,6 @@ from kvasir.models.loader import start_loading
 from kvasir.models.spec import ModelSpec
 from kvasir.types import ModelInfo, PageCopy, Plan, Request, SamplingParams, Sequence, Span
 
-BACKENDS = "kvasir.attention.backends"
-CODECS = "kvasir.kv.codecs"
-POLICIES = "kvasir.engine.schedulers"
 VLLM_TYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16}
 VLLM_CODECS = {"auto": "plain", "fp8_e4m3": "fp8"}
 GPU_RESERVE = 256 << 20  # what allocator fragmentation and lazily loaded libraries take later, by experience

@@ -19,12 +19,12 @@ from typing import Any
 
 from kvasir import technique
 from kvasir.config import EngineConfig, SpeculationConfig
-from kvasir.engine.build import POLICIES, build
+from kvasir.engine.build import build
 from kvasir.engine.drafting import Drafting, holds_draft
 from kvasir.engine.groups import Groups
 from kvasir.engine.pace import Pace, StepClock
 from kvasir.engine.pages import PageManager
-from kvasir.engine.policy import SchedulerPolicy
+from kvasir.engine.policy import POLICIES, SchedulerPolicy
 from kvasir.engine.scheduler import Scheduler
 from kvasir.engine.scores import prompt_logprobs, prompt_score
 from kvasir.engine.second_model import EngineHost
@@ -205,7 +205,7 @@ class Engine:
     def _start_compiling(self, live: Live) -> None:
         until = time.monotonic() + self.config.service.grammar_timeout
         for seq in live.branches.values():
-            self.scheduler.block(seq, "grammar", until)
+            self.scheduler.block(seq, until)
         live.compiling = self._workers.submit(self._compile, live.request)
         self._compiling += 1
 

@@ -186,15 +186,10 @@ class PageManager:
         return (bool(parent.tables) and parent.num_computed >= num_tokens
                 and all(all(table[self._first(pool, num_tokens):end]) for pool, table in zip(self.pools, parent.tables)))
 
-    def can_admit(self, seq: Sequence, num_hit: int, num_tokens: int, *, max_span: int | None = None,
-                  promised: abc.Sequence[int] | None = None, parent: Sequence | None = None) -> bool:
-        """Whether there is room to compute ``num_tokens`` tokens of ``seq`` from ``num_hit`` on, in spans of at most
-        ``max_span`` rows. ``promised``: pages per group that are spoken for. ``parent``: the hit is a fork's."""
-        return not any(self.lacking(seq, num_hit, num_tokens, max_span=max_span, promised=promised, parent=parent))
-
     def lacking(self, seq: Sequence, num_hit: int, num_tokens: int, *, max_span: int | None = None,
                 promised: abc.Sequence[int] | None = None, parent: Sequence | None = None) -> list[int]:
-        """How many pages each group is short of for ``can_admit``."""
+        """How many pages each group is short of to compute ``num_tokens`` tokens of ``seq`` from ``num_hit`` on, in spans of
+        at most ``max_span`` rows. ``promised``: pages per group that are spoken for. ``parent``: the hit is a fork's."""
         pages = -(-num_tokens // self.page_slots)
         short = []
         for g, (pool, hit) in enumerate(zip(self.pools, self._hit_pages(seq, num_hit, parent))):

@@ -16,6 +16,7 @@ from typing import ClassVar
 from kvasir.technique import Technique
 from kvasir.types import Sequence, Status
 
+POLICIES = "kvasir.engine.schedulers"
 MAX_SKIPS = 64
 
 

@@ -8,7 +8,6 @@ plan may be launched: a decode whose token is still being drawn takes it from th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -25,14 +24,7 @@ from kvasir.engine.taps import GuestHandle, TappedHandle, Taps
 from kvasir.kv.pool import KVPool
 from kvasir.models.decoder import Decoder
 from kvasir.models.native_decoder import NativeDecoder, why_not
-from kvasir.types import Plan, Sequence, Span, SpanResult
-
-
-class Handle(Protocol):
-    """A launched step."""
-
-    def read(self) -> list[SpanResult]:
-        """Wait for it; one result per span, in plan order."""
+from kvasir.types import Handle, Plan, Sequence, Span
 
 
 class Runner:

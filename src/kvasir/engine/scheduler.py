@@ -80,9 +80,9 @@ class Scheduler:
         assert seq.status is Status.WAITING and not seq.tables and seq not in self.waiting, seq
         self._enqueue(seq)
 
-    def block(self, seq: Sequence, reason: str, until: float = math.inf) -> None:
+    def block(self, seq: Sequence, until: float = math.inf) -> None:
         """Set a sequence aside until ``unblock``; a running one gives up its pages. Who blocks watches the deadline
-        ``until`` (see ``expired``)."""
+        ``until``."""
         if seq.status is Status.FINISHED:
             return
         if seq.status is Status.RUNNING:
@@ -92,17 +92,13 @@ class Scheduler:
         if seq not in self.blocked:
             self.blocked[seq] = None
             self.queued_tokens += seq.num_tokens
-        seq.status, seq.blocked_on, seq.blocked_until = Status.BLOCKED, reason, until
+        seq.status, seq.blocked_until = Status.BLOCKED, until
 
     def unblock(self, seq: Sequence) -> None:
         """Back to the queue. Of a sequence that is not blocked (any more), nothing."""
         if seq.status is Status.BLOCKED:
             self._unblock(seq)
             self._enqueue(seq)
-
-    def expired(self, now: float) -> list[Sequence]:
-        """Blocked sequences whose deadline has come."""
-        return [seq for seq in self.blocked if seq.blocked_until <= now]
 
     def finish(self, seq: Sequence, reason: FinishReason, after_step: int | None = None) -> None:
         """End a sequence in whatever state; pages and row return when the last launched step (or ``after_step``) has
@@ -462,7 +458,7 @@ class Scheduler:
     def _unblock(self, seq: Sequence) -> None:
         del self.blocked[seq]
         self.queued_tokens -= seq.num_tokens
-        seq.blocked_on, seq.blocked_until = "", 0.0
+        seq.blocked_until = 0.0
 
     def check(self) -> None:
         """Assert every invariant, those of the pages included. Slow: for tests and debugging."""

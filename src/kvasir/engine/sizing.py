@@ -43,8 +43,7 @@ def token_bytes(groups: Sequence[CacheGroup], codec: str, width: int) -> dict[st
     import torch
 
     from kvasir import technique
-    from kvasir.engine.build import CODECS
-    from kvasir.kv.codec import Codec
+    from kvasir.kv.codec import CODECS, Codec
     from kvasir.kv.pool import KVPool
 
     loaded, dtype = technique.load(CODECS, codec, Codec), {2: torch.bfloat16, 4: torch.float32}[width]

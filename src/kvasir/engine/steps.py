@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from kvasir.engine.pace import Lap, StepClock
-from kvasir.engine.runner import Handle, Runner
+from kvasir.engine.runner import Runner
 from kvasir.logs import log
-from kvasir.types import PageCopy, Plan, Span, SpanResult
+from kvasir.types import Handle, PageCopy, Plan, Span, SpanResult
 
 RECOVERY_STEPS = 32  # steps at half the row budget after memory ran out
 Outcome = tuple[list[Span], list[SpanResult | None]]

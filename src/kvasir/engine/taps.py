@@ -12,15 +12,11 @@ Legend: T rows, K guest rows, L tapped layers, E model dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from kvasir.models.decoder import Decoder
-from kvasir.types import Span, SpanResult
-
-if TYPE_CHECKING:
-    from kvasir.engine.runner import Handle
+from kvasir.types import Handle, Span, SpanResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from kvasir.kernels.fused_qkv import HeadOps
 
+CODECS = "kvasir.kv.codecs"
+
 
 @dataclass(frozen=True, slots=True)
 class Plane:

@@ -30,6 +30,7 @@ PER_PROBLEM = {"aggregate": 3, "judge_pair": 3, "judge_one": 2, "refine": 2}  # 
 # The number of right candidates that a form sees more often than the others, and how often: telling two apart is what a judge is for,
 # and a model that combines candidates must not come to trust that one of them is right.
 FAVOURED = {"judge_pair": (1, 0.5), "aggregate": (0, 0.4), "refine": (0, 0.3)}
+LONGEST = 1024  # tokens of a document
 OTHERS = 4  # another model adds one reply for so many of the model's own
 CHUNK = 64  # problems whose documents one worker makes at a time
 
@@ -89,8 +90,8 @@ def cases(rng: np.random.Generator, task: FormTask, replies: Replies) -> list[Pr
 
 
 def own_documents(model: Model, tokenizer: Tokenizer, plan: Own, seed: int, workers: int, say: Callable[[str], None],
-                  longest: int = 1024, others: Sequence[Model] = ()) -> dict[str, Documents]:
-    """Sample the model on training problems; by name (``own/aggregate``, ...) the documents of every form, at most ``longest`` tokens each.
+                  others: Sequence[Model] = ()) -> dict[str, Documents]:
+    """Sample the model on training problems; by name (``own/aggregate``, ...) the documents of every form, at most ``LONGEST`` tokens each.
 
     A form that the replies give no document for is left out. ``others`` add a few replies to each problem, for their mistakes.
     """
@@ -104,14 +105,14 @@ def own_documents(model: Model, tokenizer: Tokenizer, plan: Own, seed: int, work
         shares = ", ".join(f"{np.mean([r.right for r in part]):.1%}" for part in parts)
         say(f"  own replies: {spec} {shares} right, {time.monotonic() - begin:.1f} s")
     chunks = [(first, pool[first:first + CHUNK]) for first in range(0, len(pool), CHUNK)]
-    made = all_of(partial(_written, tokenizer, seed, longest), chunks, workers)
+    made = all_of(partial(_written, tokenizer, seed), chunks, workers)
     parts = {form: [part[form] for part in made if form in part] for form in OWN_FORMS}
     for form in [form for form, documents in parts.items() if not documents]:
         say(f"  own replies give no document for {form}: the other documents take its share")
     return {OWN + form: Documents.join(documents) for form, documents in parts.items() if documents}
 
 
-def _written(tokenizer: Tokenizer, seed: int, longest: int, chunk: tuple[int, Sequence[tuple[str, Replies]]]) -> dict[str, Documents]:
+def _written(tokenizer: Tokenizer, seed: int, chunk: tuple[int, Sequence[tuple[str, Replies]]]) -> dict[str, Documents]:
     """The documents of every form on a few problems' replies."""
     first, pool = chunk
     rng = np.random.default_rng([seed, first])
@@ -120,6 +121,6 @@ def _written(tokenizer: Tokenizer, seed: int, longest: int, chunk: tuple[int, Se
     for form in OWN_FORMS:
         problems = [problem for spec, replies in pool for problem in cases(rng, tasks[form, spec], replies)]
         documents = encode(tokenizer, [p.segments() for p in problems]) if problems else None
-        if documents is not None and (fitting := np.flatnonzero(documents.lengths <= longest)).size:
+        if documents is not None and (fitting := np.flatnonzero(documents.lengths <= LONGEST)).size:
             out[form] = documents.take(fitting)
     return out

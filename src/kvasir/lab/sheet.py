@@ -112,11 +112,10 @@ class Sheet:
         shown = value[:, None] >= 0 if digits else (place > 0) | ((power == 1) & (value >= 0)[:, None])
         self.put_choice(DIGITS, np.where(shown, place % 10, -1))
 
-    def put_sheet(self, other: Sheet, where: np.ndarray | None = None) -> None:
+    def put_sheet(self, other: Sheet) -> None:
         """The rows of ``other``, side by side with these."""
         table = np.array([self._number(p) for p in other.pieces] + [-1], dtype=np.int32)
-        grid = table[other.grid()]
-        self._add(grid if where is None else np.where(where[:, None], grid, -1))
+        self._add(table[other.grid()])
 
     def grid(self) -> np.ndarray:
         """[N, C] piece numbers, -1 where empty."""

@@ -82,8 +82,8 @@ def mcnemar(only_first: int, only_second: int) -> float:
     return min(1.0, 2 * below / 2**total)
 
 
-def problems_needed(differences: Sequence[float] | np.ndarray, power: float = 0.8, alpha: float = 0.05) -> int | None:
-    """How many problems a two-sided paired test needs to see a difference as large as the mean of these, or None if it is zero.
+def problems_needed(differences: Sequence[float] | np.ndarray, power: float = 0.8) -> int | None:
+    """How many problems a two-sided paired test at 5 % needs to see a difference as large as the mean of these, or None if it is zero.
 
     differences [N]: second arm minus first, by problem. For right or wrong (-1, 0, 1) this is Connor's formula (1987) for
     McNemar's test: the spread is the share of problems that differ, under "no difference", and that less the squared mean.
@@ -93,7 +93,7 @@ def problems_needed(differences: Sequence[float] | np.ndarray, power: float = 0.
     if mean == 0:
         return None
     square = float((d * d).mean())
-    reach = quantile(1 - alpha / 2) * math.sqrt(square) + quantile(power) * math.sqrt(max(0.0, square - mean * mean))
+    reach = quantile(0.975) * math.sqrt(square) + quantile(power) * math.sqrt(max(0.0, square - mean * mean))
     return math.ceil((reach / mean) ** 2 - 1e-9)
 
 

@@ -69,16 +69,16 @@ def with_rounded_cache(model: Model) -> Model:
     return rounded.eval()
 
 
-def damage(folder: Path, *, scales: Sequence[int] = SCALES, values: bool = False, task: str = "chain", count: int = 200, seed: int = 7,
-           device: str = "cpu", max_new: int = 400) -> dict[int, tuple[Score, Score]]:
-    """By scale: exact match of the twin with an unrounded and with a 4-bit cache (``values``: outliers there as well)."""
+def damage(folder: Path, *, scales: Sequence[int] = SCALES, values: bool = False, count: int = 200, device: str = "cpu",
+           max_new: int = 400) -> dict[int, tuple[Score, Score]]:
+    """By scale: exact match on `chain` of the twin with an unrounded and with a 4-bit cache (``values``: outliers there as well)."""
     tokenizer, curve = lab_tokenizer.load(folder), {}
     for scale in scales:
         with tempfile.TemporaryDirectory() as home:
             spec = f"outlier_twin:keys={scale},values={scale if values else 1}"
             convert(load_converter(spec), spec, folder, Path(home) / "twin")
             twin = export.load(Path(home) / "twin", device)
-        plain, rounded = (evaluate(m, tokenizer, task, count, seed=seed, max_new=max_new) for m in (twin, with_rounded_cache(twin)))
+        plain, rounded = (evaluate(m, tokenizer, "chain", count, seed=7, max_new=max_new) for m in (twin, with_rounded_cache(twin)))
         curve[scale] = plain, rounded
     return curve
 

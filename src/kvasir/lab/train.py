@@ -48,7 +48,7 @@ VALIDATED = 256  # ready documents of a source for the held-out rows
 class Trainer:
     """One run: model, optimizer, data and schedule, advanced by `step`."""
 
-    def __init__(self, recipe: Recipe, tokenizer: Any, device: str, *, compute: Compute = PLAIN, workers: int) -> None:
+    def __init__(self, recipe: Recipe, tokenizer: Any, device: str, *, workers: int) -> None:
         self.recipe, self.tokenizer, self.device, self.workers = recipe, tokenizer, torch.device(device), workers
         self.mixture = Mixture(recipe.rows, tokenizer, recipe.seed, later=[p.rows for p in recipe.phases], pool=recipe.pool, workers=workers)
         self.validation = Mixture(recipe.validate, tokenizer, recipe.seed, split="validation", pool=min(recipe.pool or VALIDATED, VALIDATED),
@@ -58,7 +58,7 @@ class Trainer:
         vectors = [p for p in self.model.parameters() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, fused=self.device.type == "cuda")
-        self.compute = compute
+        self.compute: Compute = PLAIN
         self.done, self.total, self.tokens, self.seconds, self.own_seconds, self.phase = 0, recipe.steps, 0, 0.0, 0.0, 0
         self.history: list[dict[str, float]] = []
         self.before: dict[str, Any] = {}

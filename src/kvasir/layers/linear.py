@@ -9,9 +9,6 @@ Legend: T rows, K inputs, N outputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 
@@ -20,44 +17,11 @@ from kvasir.kernels._triton import use_triton
 from kvasir.kernels.activation import ACTIVATIONS, gated, gated_reference
 from kvasir.kernels.gemv import choose, gemv
 from kvasir.kernels.matmul import matmul_invariant
-
-if TYPE_CHECKING:
-    from kvasir.layers.norm import RMSNorm
+from kvasir.layers.norm import RMSNorm
+from kvasir.layers.weights import Placement, Slot
 
 TILE = 32
 ALIGNMENT = 64  # bytes; what torch's CPU allocator gives, and what a BLAS may look at when it picks a kernel
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where and how a model's layers live. ``exact``: exact mode. ``fused`` False: norms, RoPE, activations and products of a few
-    rows are torch's own, one after the other, to measure what fusing them is worth."""
-
-    device: torch.device
-    dtype: torch.dtype
-    exact: bool = False
-    fused: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A place for one stored tensor: often a slice of a fused weight. ``offset`` is added to what is stored; ``repeat``: one
-    stored vector fills every row of the target."""
-
-    target: torch.Tensor
-    offset: float = 0.0
-    repeat: bool = False
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the stored tensor."""
-        return self.target.shape[1:] if self.repeat else self.target.shape
-
-    def fill(self, stored: torch.Tensor) -> None:
-        """Copy, converting dtype and device."""
-        self.target.copy_(stored)
-        if self.offset:
-            self.target.add_(self.offset)
 
 
 def matrix(*shape: int, place: Placement) -> torch.Tensor:

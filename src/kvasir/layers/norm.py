@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from kvasir.kernels.norm import add_normed, add_rms_norm, fits, rms_norm
-from kvasir.layers.linear import Placement, Slot
 from kvasir.layers.spec import NormSpec
+from kvasir.layers.weights import Placement, Slot
 
 
 class RMSNorm:

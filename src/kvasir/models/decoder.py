@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from kvasir.attention.backend import AttentionBackend
 from kvasir.kernels.gemv import choose, gemv
 from kvasir.kv.codec import LayerCache
-from kvasir.layers.linear import Linear, Placement, Slot, linear, matrix, streams
+from kvasir.layers.linear import Linear, linear, matrix, streams
 from kvasir.layers.norm import RMSNorm, Stream
 from kvasir.layers.rope import Angles, RopeTable
+from kvasir.layers.weights import Placement, Slot
 from kvasir.models.spec import LayerSpec, ModelSpec
 from kvasir.types import StepBatch
 

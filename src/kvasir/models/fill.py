@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from kvasir.errors import ConfigError
-from kvasir.layers.linear import Slot
+from kvasir.layers.weights import Slot
 from kvasir.logs import log
 
 PART_BYTES = 16 << 20  # enough for a disk and for PCIe to run at full rate, and few enough parts that Python does not count

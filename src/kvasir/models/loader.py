@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvasir.errors import ConfigError
-from kvasir.layers.linear import Placement
+from kvasir.layers.weights import Placement
 from kvasir.models.checkpoint import read_json
 from kvasir.models.decoder import Decoder
 from kvasir.models.families import build_spec, find_family

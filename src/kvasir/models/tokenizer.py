@@ -45,7 +45,6 @@ class Tokenizer:
         declared = [*self.named_tokens.values(), *_extra_specials(config)]
         special = {i for i, token in added.items() if token.special} | {backend.token_to_id(text) for text in declared}
         self.special_ids = frozenset(special - {None})
-        self.bos_id = self._named_id("bos_token")
         own_eos = self._named_id("eos_token")
         self.eos_ids = tuple(dict.fromkeys(([own_eos] if own_eos is not None else []) + list(eos_ids)))
         self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1

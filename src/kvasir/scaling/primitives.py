@@ -15,17 +15,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from kvasir.errors import ConfigError, nearest
 from kvasir.scaling import endpoint as io
 from kvasir.scaling.endpoint import Draft, Endpoint, EndpointError, Group, Messages, Prompt, Refused, Sample, Sampling, Score, Usage
 from kvasir.scaling.journal import Journal, digest
 from kvasir.scaling.ledger import Budget, BudgetExceeded, Charge, Ledger
-from kvasir.scaling.problem import Problem
-
-if TYPE_CHECKING:
-    from kvasir.scaling.strategy import Result
+from kvasir.scaling.problem import Problem, Result
 
 Event = dict[str, Any]
 A, B = TypeVar("A"), TypeVar("B")

@@ -1,4 +1,4 @@
-"""A problem as strategies see it: a conversation, what its answers are, and how to ask about candidates.
+"""A problem as strategies see it: a conversation, what its answers are, how to ask about candidates, and what comes of it.
 
 Candidate texts are data: the default prompts fence them, and a fence inside a candidate is taken out. A task with prompt
 forms of its own (such as the lab's, which its models were trained on) brings its own ``Prompts``.
@@ -92,6 +92,28 @@ class Problem:
     messages: tuple[Mapping[str, Any], ...]
     answer: Callable[[str], str | None] = last_answer
     prompts: Prompts = field(default_factory=Prompts)
+
+
+@dataclass(slots=True)
+class Result:
+    """``sample``: the reply that was chosen; None when there is none. ``votes``: replies by canonical answer. ``stats``: JSON.
+    ``populations``: the texts alive after each loop, for those who study them. ``why``: what ended the run early; "" for nothing."""
+
+    sample: Sample | None = None
+    answer: str | None = None
+    votes: dict[str, int] = field(default_factory=dict)
+    stats: dict[str, Any] = field(default_factory=dict)
+    populations: list[list[str]] = field(default_factory=list)
+    why: str = ""
+
+    @property
+    def text(self) -> str:
+        return self.sample.text if self.sample else ""
+
+    @property
+    def agreement(self) -> float:
+        """Share of the votes that the answer has."""
+        return self.votes.get(self.answer or "", 0) / total if (total := sum(self.votes.values())) else 0.0
 
 
 def votes(problem: Problem, samples: Sequence[Sample]) -> Counter[str]:

@@ -9,6 +9,7 @@ from kvasir.scaling.endpoint import Endpoint, Sample
 from kvasir.scaling.ledger import Ledger
 from kvasir.scaling.primitives import Context, Seq
 from kvasir.scaling.problem import Problem
+from kvasir.scaling.strategy import by_majority
 
 STEP = ("\n",)  # what ends a step of a written scratchpad
 
@@ -25,6 +26,22 @@ async def step(scope: Context, seq: Seq, until: Sequence[str], max_tokens: int) 
     left = min(max_tokens, scope.run.sampling.max_tokens - seq.tokens)
     piece = await seq.generate(until, left, scope=scope) if left > 0 else None
     return piece is not None and piece.tokens > 0
+
+
+async def extend_all(scope: Context, judge: Endpoint, problem: Problem, seqs: Sequence[Seq], max_tokens: int, ended: Sequence[float]
+                     ) -> tuple[list[float], list[list[Sample]]]:
+    """One more step of every sequence, the majority of which is kept: the judge's beliefs, of one that had ended what ``ended`` says, and the
+    pieces that each wrote."""
+    async def extend(scope: Context, i: int) -> float:
+        if seqs[i].done:
+            return ended[i]
+        await step(scope, seqs[i], STEP, max_tokens)
+        return await belief(scope, judge, problem, seqs[i].text)
+
+    known = [len(seq.pieces) for seq in seqs]
+    beliefs = await scope.map("extend", extend, range(len(seqs)))
+    scope.keep(by_majority(problem, [seq.sample(i) for i, seq in enumerate(seqs)]))
+    return beliefs, [seq.pieces[before:] for seq, before in zip(seqs, known)]
 
 
 def discard_others(ledger: Ledger, made: Iterable[tuple[str, Sample]], kept: Sequence[Seq]) -> None:

@@ -10,38 +10,15 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from kvasir.errors import ConfigError
 from kvasir.scaling.endpoint import Endpoint, Sample
 from kvasir.scaling.primitives import Context
-from kvasir.scaling.problem import Problem, majority, votes
+from kvasir.scaling.problem import Problem, Result, majority, votes
 from kvasir.technique import Technique, load
 
 STRATEGIES = "kvasir.scaling.strategies"
-
-
-@dataclass(slots=True)
-class Result:
-    """``sample``: the reply that was chosen; None when there is none. ``votes``: replies by canonical answer. ``stats``: JSON.
-    ``populations``: the texts alive after each loop, for those who study them. ``why``: what ended the run early; "" for nothing."""
-
-    sample: Sample | None = None
-    answer: str | None = None
-    votes: dict[str, int] = field(default_factory=dict)
-    stats: dict[str, Any] = field(default_factory=dict)
-    populations: list[list[str]] = field(default_factory=list)
-    why: str = ""
-
-    @property
-    def text(self) -> str:
-        return self.sample.text if self.sample else ""
-
-    @property
-    def agreement(self) -> float:
-        """Share of the votes that the answer has."""
-        return self.votes.get(self.answer or "", 0) / total if (total := sum(self.votes.values())) else 0.0
 
 
 def result(problem: Problem, samples: Sequence[Sample], chosen: Sample | None, **stats: Any) -> Result:

@@ -225,10 +225,9 @@ class Controller:
                 best = max(best, tokens * plain / self._seconds(num_seqs, context, round(spread * slots * num_seqs), True))
         return best
 
-    def allocate(self, trees: Many[DraftTree], context: int, budget: int, num_seqs: int | None = None, weights: Many[float] | None = None
-                 ) -> Many[DraftTree]:
+    def allocate(self, trees: Many[DraftTree], context: int, budget: int, num_seqs: int | None = None) -> Many[DraftTree]:
         """Cut the trees to the slots that give the most tokens a second, ``budget`` at most. ``num_seqs``: sequences that
-        decode in the step, if more than have a tree; ``weights``: what a token of each is worth (default: 1)."""
+        decode in the step, if more than have a tree."""
         if self._fixed or self.trying:
             self._recent.extend(trees[:RECENT])
             share = budget // max(1, len(trees))
@@ -239,9 +238,8 @@ class Controller:
         self._recent.extend(trees[::-(-len(trees) // RECENT)] if trees else ())
         forest = Forest.of(trees) if self._packs and len(trees) >= PACKED else None
         if forest is not None:
-            return self._cut(forest, context, budget, len(trees) if num_seqs is None else num_seqs, weights)
-        worth = [1.0] * len(trees) if weights is None else weights
-        ranked = [(-s * w, i, node) for i, (tree, w) in enumerate(zip(trees, worth)) for node, s in enumerate(self.survival.of(tree))]
+            return self._cut(forest, context, budget, len(trees) if num_seqs is None else num_seqs)
+        ranked = [(-s, i, node) for i, tree in enumerate(trees) for node, s in enumerate(self.survival.of(tree))]
         ranked.sort()  # a parent is never worth less than its child, and stands first where they tie
         count = len(trees) if num_seqs is None else num_seqs
         last = min(len(ranked), budget)
@@ -266,9 +264,9 @@ class Controller:
         crowded = sum(tree.num_rows for tree in trees if tree.guests) > budget
         return [_within(tree, budget // len(trees)) for tree in trees] if crowded else trees
 
-    def _cut(self, forest: Forest, context: int, budget: int, count: int, weights: Many[float] | None) -> Forest:
+    def _cut(self, forest: Forest, context: int, budget: int, count: int) -> Forest:
         """The same of trees without guests, all at once."""
-        order, expected = forest.rank(weights, self.survival.bins(forest.source), float(count))
+        order, expected = forest.rank(self.survival.bins(forest.source), float(count))
         last = min(len(order), budget)
         best, best_goodput = 0, count / self._seconds(count, context, 0, True)
         small = max(0, min(last, 16 - count))

@@ -32,7 +32,7 @@ def native() -> Native:
 
 def _declare(library: ctypes.CDLL) -> None:
     rank, keep, learn = library.kvasir_forest_rank, library.kvasir_forest_keep, library.kvasir_forest_learn
-    rank.restype, rank.argtypes = c_int64, (c_int64, *[c_void_p] * 6, c_double, *[c_void_p] * 2)
+    rank.restype, rank.argtypes = c_int64, (c_int64, *[c_void_p] * 5, c_double, *[c_void_p] * 2)
     keep.restype, keep.argtypes = c_int64, (c_int64, *[c_void_p] * 6, c_int64, *[c_void_p] * 5)
     learn.restype, learn.argtypes = c_int64, (c_int64, *[c_void_p] * 9)
 
@@ -101,14 +101,13 @@ class Forest(Sequence[DraftTree]):
         before = np.concatenate([[0], np.cumsum(forks)])
         return (before[self.ends] == before[self.ends - sizes]).tolist()
 
-    def rank(self, weights: Sequence[float] | None, bins: array, first: float) -> tuple[np.ndarray, list[float]]:
-        """All nodes in falling order of worth, the chance to be reached and right times the tree's weight (default 1); and ``first`` plus
-        what the best 0, 1, ... of them are worth together. ``bins``: of ``Survival``."""
+    def rank(self, bins: array, first: float) -> tuple[np.ndarray, list[float]]:
+        """All nodes in falling order of the chance to be reached and right; and ``first`` plus the chances of the best 0, 1, ...
+        of them. ``bins``: of ``Survival``."""
         order, expected = np.empty(self.num_nodes, np.int32), np.empty(self.num_nodes + 1, np.float64)
-        worth = None if weights is None else np.array(weights, np.float64)
         _done(native().library.kvasir_forest_rank(
-            len(self), _at(self.ends), _at(self.ints[1]), _at(self.ints[2]), _at(self.est), None if worth is None else _at(worth),
-            bins.buffer_info()[0], first, _at(order), _at(expected)))
+            len(self), _at(self.ends), _at(self.ints[1]), _at(self.ints[2]), _at(self.est), bins.buffer_info()[0], first, _at(order),
+            _at(expected)))
         return order, expected.tolist()
 
     def keep(self, order: np.ndarray, count: int) -> Forest:

@@ -13,8 +13,8 @@ from kvasir.kernels.norm import rms_norm
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.kv.pool import KVPool
 from kvasir.layers import linear
-from kvasir.layers.linear import Placement
 from kvasir.layers.spec import NormSpec
+from kvasir.layers.weights import Placement
 from kvasir.models.decoder import Decoder
 from kvasir.models.loader import fill_random
 from kvasir.models.spec import ModelSpec

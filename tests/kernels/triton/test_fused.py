@@ -15,9 +15,9 @@ from kvasir.kernels.activation import ACTIVATIONS, gated_triton
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.kv.pool import KVPool
 from kvasir.layers import linear
-from kvasir.layers.linear import Placement
 from kvasir.layers.mixers import gqa
 from kvasir.layers.spec import DenseSpec, GQASpec, MoESpec, NormSpec, RopeSpec
+from kvasir.layers.weights import Placement
 from kvasir.models import decoder
 from kvasir.models.decoder import Decoder
 from kvasir.models.loader import fill_random

@@ -9,8 +9,8 @@ import torch
 
 from kvasir.kernels import moe
 from kvasir.layers.ffn.moe import FFN
-from kvasir.layers.linear import Placement
 from kvasir.layers.spec import MoESpec
+from kvasir.layers.weights import Placement
 from tests.kernels.check_moe import check_moe, check_routing, draw_case
 
 

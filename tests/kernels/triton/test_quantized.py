@@ -13,8 +13,8 @@ from kvasir.engine.batch import pack
 from kvasir.kernels import quantized_attention, quantized_decode, quantized_qkv
 from kvasir.kv.codec import Codec
 from kvasir.kv.pool import KVPool
-from kvasir.layers.linear import Placement
 from kvasir.layers.spec import DenseSpec, GQASpec, NormSpec, RopeSpec
+from kvasir.layers.weights import Placement
 from kvasir.models.decoder import Decoder
 from kvasir.models.loader import fill_random
 from kvasir.models.spec import LayerSpec, ModelSpec

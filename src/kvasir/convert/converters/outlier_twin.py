@@ -44,9 +44,6 @@ class OutlierTwin(Converter):
 
     exact = True
 
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config or Config())
-
     def check(self, source: Source) -> None:
         for i, layer in enumerate(source.spec.layers):
             if layer.mixer.kind != "gqa":

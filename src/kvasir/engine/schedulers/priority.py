@@ -20,8 +20,8 @@ class Config:
 class Priority(SchedulerPolicy):
     priorities = True
 
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config or Config())
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
         if self.config.threshold < 1:
             raise ConfigError(f"priority:threshold={self.config.threshold} must be at least 1, or equals would displace each other")
 

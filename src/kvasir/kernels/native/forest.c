@@ -54,10 +54,10 @@ static void sort(Ranked *items, Ranked *scratch, int64_t count) {
     if (from != items) memcpy(items, from, (size_t)count * sizeof *items);
 }
 
-/* The nodes in the order of what they are worth: ``order``; ``expected`` [nodes + 1]: ``first`` and the worth of the best n nodes.
- * ``weights``: by tree, NULL: all 1. Returns -1 without memory. */
+/* The nodes by falling chance to be reached and right: ``order``; ``expected`` [nodes + 1]: ``first`` and the chances of the best n nodes.
+ * Returns -1 without memory. */
 int64_t kvasir_forest_rank(int64_t num, const int32_t *ends, const int32_t *parents, const int32_t *depths, const double *est,
-                           const double *weights, const double *bins, double first, int32_t *order, double *expected) {
+                           const double *bins, double first, int32_t *order, double *expected) {
     int64_t count = num ? ends[num - 1] : 0, start = 0;
     Ranked *items = malloc((size_t)(count ? count : 1) * (2 * sizeof(Ranked) + sizeof(double)));
     if (!items) return -1;
@@ -66,7 +66,7 @@ int64_t kvasir_forest_rank(int64_t num, const int32_t *ends, const int32_t *pare
         for (int64_t node = start; node < ends[i]; node++) {
             double own = hazard(bins, depths[node], est[node]);
             survival[node] = own * (parents[node] >= 0 ? survival[start + parents[node]] : 1.0);
-            items[node] = (Ranked){-survival[node] * (weights ? weights[i] : 1.0), node};
+            items[node] = (Ranked){-survival[node], node};
         }
     sort(items, items + count, count);
     expected[0] = first;

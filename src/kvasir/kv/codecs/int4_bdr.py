@@ -26,8 +26,8 @@ class Int4RotatedCodec(IntegerCodec):
     page_slots = 64  # as large as a page of 16 in bf16; a block of the decode kernel lies in one page
     bits = 4
 
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config or Config())
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
         self._rotations: dict[int, Rotation] = {}
 
     def rotation(self, side: str, head_dim: int) -> Rotation | None:

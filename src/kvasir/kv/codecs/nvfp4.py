@@ -48,8 +48,8 @@ class Nvfp4Codec(QuantizedCodec):
     kernel = "nvfp4"
     page_slots = 32  # a page of 16 would be smaller than one of bf16
 
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config or Config())
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
         if not self.config.unit > 0:
             raise ConfigError(f"nvfp4:unit={self.config.unit}: the unit of the scales must be positive; the default is {Config().unit}")
 

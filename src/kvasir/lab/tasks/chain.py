@@ -13,7 +13,7 @@ import numpy as np
 
 from kvasir.lab.arithmetic import LONGER, SIGNS, Chains, check_dial, draw_chains, slipped
 from kvasir.lab.sheet import Sheet, SheetTask
-from kvasir.lab.task import Problem, Split
+from kvasir.lab.task import Split
 
 ASKED = tuple(f"; {sign}" for sign in SIGNS)
 
@@ -33,9 +33,6 @@ class Config:
 
 class Chain(SheetTask):
     """Modular arithmetic with a written scratchpad and an exact oracle for every step."""
-
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config or Config())
 
     def sample(self, rng: np.random.Generator, count: int, split: Split) -> Chains:
         c = self.config
@@ -72,11 +69,3 @@ class Chain(SheetTask):
             value = np.where(used, values[:, k], value)
         sheet.put("Answer: ")
         sheet.put_number(value)
-
-    def wrong_step(self, problem: Problem, reply: str) -> int | None:
-        """The first line of the scratchpad that differs from the oracle's, or None when every line is right."""
-        wanted, got = problem.solution.split("\n"), reply.strip().split("\n")
-        for i, line in enumerate(wanted):
-            if i >= len(got) or got[i] != line:
-                return i
-        return None if len(got) == len(wanted) else len(wanted)

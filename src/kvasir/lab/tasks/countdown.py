@@ -85,9 +85,6 @@ def played(rng: np.random.Generator, numbers: np.ndarray, size: np.ndarray) -> t
 class Countdown(SheetTask):
     """Search for an expression that reaches a number; many are right, so votes need the checker."""
 
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config or Config())
-
     def sample(self, rng: np.random.Generator, count: int, split: Split) -> Games:
         c = self.config
         most = c.max_numbers + (split == "longer")

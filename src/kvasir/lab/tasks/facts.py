@@ -59,9 +59,6 @@ class Stores(Drawn):
 class Facts(SheetTask):
     """Multi-hop questions over a key-value store."""
 
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config or Config())
-
     def sample(self, rng: np.random.Generator, count: int, split: Split) -> Stores:
         c, people, rows = self.config, len(PEOPLE), np.arange(count)[:, None]
         high = c.max_hops + (LONGER if split == "longer" else 0)

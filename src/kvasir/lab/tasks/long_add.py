@@ -43,9 +43,6 @@ class Sums(Drawn):
 class LongAdd(SheetTask):
     """Addition with a digit-wise scratchpad, to be carried on to longer numbers."""
 
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config or Config())
-
     def sample(self, rng: np.random.Generator, count: int, split: Split) -> Sums:
         c = self.config
         low, high = (c.max_digits + 1, c.max_digits + LONGER) if split == "longer" else (c.min_digits, c.max_digits)

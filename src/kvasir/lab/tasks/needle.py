@@ -107,8 +107,8 @@ def _size(text: str) -> int:
 class Needle(SheetTask):
     """Retrieval from a long text at a chosen depth and length."""
 
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config or Config())
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
         self.pairs = self.config.filler == "pairs"
 
     @functools.cached_property

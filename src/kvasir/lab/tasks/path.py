@@ -65,9 +65,6 @@ class Maps(Drawn):
 class Path(SheetTask):
     """The shortest way between two places, found in the head."""
 
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config or Config())
-
     # --------------------------------------------------------------------------------------------------------- drawing
 
     def sample(self, rng: np.random.Generator, count: int, split: Split) -> Maps:

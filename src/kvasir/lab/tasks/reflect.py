@@ -54,9 +54,6 @@ class Step:
 class Reflect(SheetTask):
     """Arithmetic that slips, waits and repairs, with every step labelled."""
 
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config or Config())
-
     def sample(self, rng: np.random.Generator, count: int, split: Split) -> Drawn:
         c = self.config
         steps = (c.max_steps + 1, c.max_steps + LONGER) if split == "longer" else (c.min_steps, c.max_steps)

@@ -64,9 +64,6 @@ class Schema(Task):
 
     pool = 12000
 
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config or Config())
-
     def draw(self, rng: np.random.Generator, split: Split) -> Problem:
         most = self.config.fields
         count = most + 1 if split == "longer" else int(rng.integers(1, most + 1))

@@ -60,8 +60,8 @@ class Walks(Drawn):
 class State(SheetTask):
     """State tracking with a scratchpad that is written every few steps only."""
 
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config or Config())
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
         self.parity = self.config.kind == "parity"
 
     def sample(self, rng: np.random.Generator, count: int, split: Split) -> Walks:

@@ -109,8 +109,8 @@ class Story(Task):
 
     scored = "loss"
 
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config or Config())
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
         self.pool = 30000 if self.config.form == "chat" else 0
         self._tokens: dict[Split, tuple[np.ndarray, np.ndarray]] = {}
 

@@ -71,9 +71,6 @@ class Template(SheetTask):
     scored = "loss"
     candidates = False
 
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config or Config())
-
     def sample(self, rng: np.random.Generator, count: int, split: Split) -> Reports:
         c = self.config
         low, high = (c.max_sentences + 1, c.max_sentences + LONGER) if split == "longer" else (c.min_sentences, c.max_sentences)

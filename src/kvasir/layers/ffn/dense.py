@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from kvasir.layers.linear import Linear, Placement, Slot
+from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.spec import DenseSpec
+from kvasir.layers.weights import Placement, Slot
 
 
 class FFN:

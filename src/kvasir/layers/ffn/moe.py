@@ -14,8 +14,9 @@ import torch
 from kvasir.kernels._triton import use_triton
 from kvasir.kernels.activation import ACTIVATIONS, gated
 from kvasir.kernels.moe import moe_row_triton, moe_triton
-from kvasir.layers.linear import Linear, Placement, Slot, linear, matrix
+from kvasir.layers.linear import Linear, linear, matrix
 from kvasir.layers.spec import MoESpec
+from kvasir.layers.weights import Placement, Slot
 
 
 class FFN:

@@ -11,10 +11,11 @@ from kvasir.attention.backend import AttentionBackend
 from kvasir.kernels.fused_qkv import HeadOps, fits, fused_qkv
 from kvasir.kernels.rope import rotate
 from kvasir.kv.codec import LayerCache
-from kvasir.layers.linear import Linear, Placement, Slot
+from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.rope import Angles
 from kvasir.layers.spec import GQASpec
+from kvasir.layers.weights import Placement, Slot
 from kvasir.types import StepBatch
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from kvasir.errors import ConfigError
 from kvasir.scaling.endpoint import Sample
-from kvasir.scaling.primitives import Context, Seq
+from kvasir.scaling.primitives import Context
 from kvasir.scaling.problem import Problem, majority
-from kvasir.scaling.steps import STEP, belief, discard_others, step
-from kvasir.scaling.strategy import Result, Strategy, at_least, by_majority, result
+from kvasir.scaling.steps import discard_others, extend_all
+from kvasir.scaling.strategy import Result, Strategy, at_least, result
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,9 @@ class Beam(Strategy):
         seqs = [context.open(writer, problem.messages) for _ in range(c.N)]
         beliefs, made = [0.5] * c.N, []
         for t in range(c.steps):
-            scope = context.child(f"step{t}")
-
-            async def extend(scope: Context, i: int, seqs: list[Seq] = seqs, beliefs: list[float] = beliefs) -> float:
-                if seqs[i].done:
-                    return beliefs[i]
-                await step(scope, seqs[i], STEP, c.tokens)
-                return await belief(scope, judge, problem, seqs[i].text)
-
-            known = [len(s.pieces) for s in seqs]
-            beliefs = await scope.map("extend", extend, range(c.N))
-            made += [(writer.name, piece) for seq, before in zip(seqs, known) for piece in seq.pieces[before:]]
-            context.keep(by_majority(problem, [s.sample(i) for i, s in enumerate(seqs)]))
-            if all(s.done for s in seqs) or all(len(s.pieces) == before for s, before in zip(seqs, known)) or t == c.steps - 1:
+            beliefs, pieces = await extend_all(context.child(f"step{t}"), judge, problem, seqs, c.tokens, beliefs)
+            made += [(writer.name, piece) for written in pieces for piece in written]
+            if all(s.done for s in seqs) or not any(pieces) or t == c.steps - 1:
                 break
             best = sorted(range(c.N), key=lambda i: (-beliefs[i], i))[:c.N // c.width]
             beliefs = [beliefs[i] for i in best for _ in range(c.width)]

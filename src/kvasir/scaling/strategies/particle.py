@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from kvasir.errors import ConfigError
 from kvasir.scaling.endpoint import Sample
-from kvasir.scaling.primitives import Context, Seq
+from kvasir.scaling.primitives import Context
 from kvasir.scaling.problem import Problem
-from kvasir.scaling.steps import STEP, belief, discard_others, step
+from kvasir.scaling.steps import discard_others, extend_all
 from kvasir.scaling.strategy import Result, Strategy, at_least, by_majority, result
 
 
@@ -58,22 +58,12 @@ class Particle(Strategy):
         beliefs, made = [0.5] * c.N, []
         for t in range(c.steps):
             scope = context.child(f"step{t}")
-
-            async def extend(scope: Context, i: int, seqs: list[Seq] = seqs, beliefs: list[float] = beliefs) -> float:
-                seq = seqs[i]
-                if seq.done:
-                    return beliefs[i] if c.finished == "last" else 0.5  # even odds: weight 1
-                await step(scope, seq, STEP, c.tokens)
-                return await belief(scope, judge, problem, seq.text)
-
-            known = [len(s.pieces) for s in seqs]
-            now = await scope.map("extend", extend, range(c.N))
-            made += [(writer.name, piece) for seq, before in zip(seqs, known) for piece in seq.pieces[before:]]
-            context.keep(by_majority(problem, [s.sample(i) for i, s in enumerate(seqs)]))
-            moved = [len(s.pieces) > before for s, before in zip(seqs, known)]
-            if not any(moved):
+            ended = beliefs if c.finished == "last" else [0.5] * c.N  # even odds: weight 1
+            now, pieces = await extend_all(scope, judge, problem, seqs, c.tokens, ended)
+            made += [(writer.name, piece) for written in pieces for piece in written]
+            if not any(pieces):
                 break
-            last = [r if m else b for m, r, b in zip(moved, now, beliefs)]
+            last = [r if written else b for written, r, b in zip(pieces, now, beliefs)]
             drawn = resample(scope.rng("resample"), now, c.tau)
             # The first child of a particle goes on with its noise, the others with noise of their own.
             first: set[int] = set()

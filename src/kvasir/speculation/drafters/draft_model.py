@@ -30,8 +30,8 @@ class Config:
 class DraftModel(Drafter):
     place = "same_device"
 
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config or Config())
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
         if not self.config.model:
             raise ConfigError("draft_model needs a checkpoint: --drafter draft_model:model=FOLDER")
         self.exact = not self.config.max_accept

@@ -80,8 +80,8 @@ class EagleDrafter(Drafter):
     place = "same_device"
     topology = "tree"
 
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config or Config())
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
         for name, low in (("max_depth", 0), ("width", 1), ("window", LEAST), ("lanes", 1)):
             if getattr(self.config, name) < low:
                 raise ConfigError(f"eagle:{name}={getattr(self.config, name)}: at least {low}")

@@ -106,8 +106,8 @@ class _Known:
 class LayerSkip(Drafter):
     place = "same_device"
 
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config or Config())
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
         try:
             self._exits = tuple(sorted({int(e) for e in self.config.exits.split("+") if e}))
         except ValueError as e:

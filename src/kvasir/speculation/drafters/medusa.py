@@ -40,9 +40,6 @@ class MedusaDrafter(Drafter):
     place = "same_device"
     topology = "tree"
 
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config or Config())
-
     def attach(self, model: ServedModel, capture: Capture | None = None) -> None:
         self._head, self._model = heads.load_for("medusa", self.config.model, model), model
         self.hidden_layers = self._head.shape.layers

@@ -36,9 +36,6 @@ class _Index:
 
 
 class Ngram(Drafter):
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config or Config())
-
     def propose(self, asks: list[Ask]) -> list[DraftTree]:
         return [self._chain(ask.seq, min(ask.max_nodes, ask.max_depth)) for ask in asks]
 

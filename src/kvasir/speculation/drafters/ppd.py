@@ -48,8 +48,8 @@ class PromptDrafter(Drafter):
     place = "same_device"
     topology = "tree"
 
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config or Config())
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
         self._counts: list[list[float]] = []  # by depth: right, tried
 
     def attach(self, model: ServedModel, capture: Capture | None = None) -> None:

@@ -27,8 +27,8 @@ class Config:
 
 
 class Replay(Drafter):
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config or Config())
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
         self._outputs: dict[tuple[int, ...], list[int]] = {}
 
     def load(self, weights: Any, version: int) -> None:

@@ -42,8 +42,8 @@ class Suffix(Drafter):
 
     topology = "tree"
 
-    def __init__(self, config: Config | None = None, *, plain: bool = False) -> None:
-        super().__init__(config or Config())
+    def __init__(self, config: Config, *, plain: bool = False) -> None:
+        super().__init__(config)
         max_tokens, min_match = self.config.max_tokens, self.config.min_match
         if not LEAST <= max_tokens <= MOST or min_match < 1:
             raise ConfigError(f"suffix: max_tokens={max_tokens} must be between {LEAST} and {MOST}, min_match={min_match} at least 1")

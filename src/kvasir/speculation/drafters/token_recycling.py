@@ -36,8 +36,8 @@ class TokenRecycling(Drafter):
     topology = "tree"
     top_tokens = len(RANKS)
 
-    def __init__(self, config: Config | None = None) -> None:
-        super().__init__(config or Config())
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
         self._tenants: OrderedDict[str, Rows] = OrderedDict()
 
     def propose(self, asks: list[Ask]) -> list[DraftTree]:
