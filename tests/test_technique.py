@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvasir import technique
-from kvasir.engine.build import CODECS, POLICIES
-from kvasir.engine.policy import SchedulerPolicy
+from kvasir.engine.policy import POLICIES, SchedulerPolicy
 from kvasir.errors import ConfigError
-from kvasir.kv.codec import Codec
+from kvasir.kv.codec import CODECS, Codec
 from kvasir.lab.task import load_task
 from kvasir.models.families import FAMILIES, find_family
 from kvasir.speculation.drafter import DRAFTERS, Drafter

@@ -2,7 +2,7 @@
 
 A technique is one module in its seam's folder (``kvasir/kv/codecs/int4.py`` is the codec ``int4``). The module holds one
 subclass of the seam's base class and, when it has parameters, a frozen dataclass ``Config``. No list, enum or import
-anywhere else names it. ``load("kvasir.kv.codecs", "int4:order=64,rotate_v=true", Codec)`` finds and builds it.
+anywhere else names it. ``load("kvasir.kv.codecs", "int4_bdr:order=64,rotate_v=true", Codec)`` finds and builds it.
 
 The same module may live outside this package: as a file (``./int6.py:group=32``), or in an installed package that names it in an
 entry point of the seam's group (``[project.entry-points."kvasir.kv.codecs"]  int6 = "my_lab.int6"``), which makes it a name like
