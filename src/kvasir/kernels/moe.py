@@ -496,7 +496,6 @@ class Case:
 
 
 def grid() -> Iterator[Case]:
-    """Wide tiles only where a GPU or a patient interpreter is at hand: see ``large_grid``."""
     for rows in (0, 1, 2, 5, 33):
         yield Case(rows=rows)
         yield Case(rows=rows, experts=5, top_k=3, dim=40, width=24, renormalize=False)
