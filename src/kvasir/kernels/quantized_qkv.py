@@ -6,7 +6,8 @@ rotated like the keys, so that attention works on codes without undoing anything
 
 The rotation of order 2^n is one of order 16 on the tensor cores, whose entries of +-1 make products exact, and then n - 4 stages of
 sums and differences of blocks of 16. Programs are of one warp, with eight heads below each other and their blocks below those: what
-a stage adds lies in the registers of one thread, and nothing waits for another warp. The last stage is that of the two halves
+a stage adds lies in the registers of one thread, and nothing waits for another warp. Few rows take four heads a program: less to do
+in a row's time, for sums across lanes. The last stage is that of the two halves
 of a row, so that a program holds two halves throughout, and the codes of element i and i + D / 2, which share a byte, meet in
 one thread.
 
