@@ -68,6 +68,22 @@ def check_quantized_qkv(case: quantized_qkv.Case, dtype: torch.dtype, device: st
     return worst
 
 
+def written(rows: int, at: range, exact: bool, format: str, device: str) -> list[torch.Tensor]:
+    """Queries and planes of the rows ``at`` among ``rows``, written together: 8 + 2 x 4 heads of 128, normed."""
+    dtype, dim = torch.bfloat16 if device == "cuda" else torch.float16, 128
+    draw = Draw(0, dtype, device)
+    heads = draw(rows, 16, dim)[at.start:at.stop]
+    norm = (draw(12, dim), 1e-6)
+    table = RopeTable(RopeSpec(1000.0, dim), 300, torch.device(device)).table
+    positions, slots = torch.arange(rows, device=device)[at.start:at.stop] % 300, torch.arange(rows, device=device)[at.start:at.stop]
+    codec = codec_of(format, dim if format == "int4" else 0, True)
+    cache = KVPool([CacheGroup("full", (0,), 4, dim)], codec, [2 + rows // 64], 64, device, dtype).layer(0)
+    basis = basis_of(dim, dim, True, dtype, device) if format == "int4" else None
+    ops = HeadOps(8, table, positions, norm, exact)
+    q = quantized_qkv.quantized_qkv(heads, ops, cache.planes, slots, format, basis)
+    return [q, *(plane[slots // 64, :, slots % 64] for plane in cache.planes.values())]
+
+
 def basis_of(order: int, dim: int, values: bool, dtype: torch.dtype, device: str) -> Basis:
     from kvasir.kv.quantized import Rotation
 

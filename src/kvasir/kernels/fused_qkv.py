@@ -29,13 +29,15 @@ class HeadOps:
     """What happens to the heads of a projection before attention.
 
     ``table`` [positions, D] fp32: cosines, then sines, of ``layers.rope``; ``positions_T`` int64 rows of it; ``norm``: weight
-    [H + G, D] (any float dtype) and eps of the norm of every query and key head.
+    [H + G, D] (any float dtype) and eps of the norm of every query and key head; ``exact``: a row's bits must not depend on
+    how many there are.
     """
 
     num_heads: int
     table: torch.Tensor
     positions_T: torch.Tensor
     norm: tuple[torch.Tensor, float] | None = None
+    exact: bool = False
 
 
 def fused_qkv_reference(heads_TXD: torch.Tensor, ops: HeadOps, k_NGPD: torch.Tensor | None = None, v_NGPD: torch.Tensor | None = None,

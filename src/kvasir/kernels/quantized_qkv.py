@@ -264,7 +264,7 @@ def quantized_qkv(heads_TXD: torch.Tensor, ops: HeadOps, planes: Mapping[str, to
         return q_THD
     weight, eps = (heads_TXD, 0.0) if ops.norm is None else ops.norm
     early = pdl(heads_TXD.device)
-    shape = Shape.of(rows, dim, basis)
+    shape = Shape.of(FEW + 1 if ops.exact else rows, dim, basis)  # a shape has an order of its own in which a head's squares are summed
     _quantized_qkv[(rows, cdiv(total, shape.heads))](
         heads_TXD, q_THD, k, planes["v"], k_meta, planes["v_meta"], slots_T, ops.table, ops.positions_T, weight,
         heads_TXD if basis is None else basis.matrix, heads_TXD if basis is None else basis.signs_D, eps, 1.0 if basis is None else basis.order**-0.5,

@@ -27,7 +27,7 @@ class Mixer:
         self.spec = spec
         self.attention = spec.attention()
         self.writes = writes
-        self.fused = place.fused
+        self.fused, self.exact = place.fused, place.exact
         widths = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim} if writes else {"q": heads * dim}
         self.num_rotated = heads + kv_heads if writes else heads
         self.split = self.num_rotated, kv_heads  # what is rotated, and the values
@@ -48,7 +48,8 @@ class Mixer:
         codec = cache.codec
         in_basis = codec.fuses and codec.kernel in backend.codec_kernels  # the backend takes queries in the cache's basis
         if self.fused and fits(heads_TXD) and (in_basis or not self.writes):
-            ops = HeadOps(spec.num_heads, angles.table.table, angles.positions_T, None if self.qk_norm is None else self.qk_norm.parameters)
+            norm_of = None if self.qk_norm is None else self.qk_norm.parameters
+            ops = HeadOps(spec.num_heads, angles.table.table, angles.positions_T, norm_of, self.exact)
             if self.writes:
                 q_THD = codec.write_fused(cache, heads_TXD, ops, batch.slots[cache.group])
             else:
