@@ -58,6 +58,7 @@ class Graphs:
         self.most_drafted = DRAFT_ROWS
         self.buckets = buckets(max(max_seqs, DRAFT_ROWS))
         self._ready, self._uses = ready, Counter()
+        self.captures = 0
 
     def bucket(self, rows: int) -> int:
         return self.buckets[bisect_left(self.buckets, rows)]
@@ -72,7 +73,9 @@ class Graphs:
     def used(self, size: int, drafted: bool) -> bool:
         """Whether this use captures it."""
         self._uses[size, drafted] += 1
-        return not self._ready and self._uses[size, drafted] == EAGER_STEPS + 1
+        captures = not self._ready and self._uses[size, drafted] == EAGER_STEPS + 1
+        self.captures += captures
+        return captures
 
 
 @dataclass

@@ -10,6 +10,7 @@ arm, so outputs are, up to ties on devices whose bits depend on the batch.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from kvasir.errors import ConfigError
 from kvasir.models.checkpoint import resolve
 from kvasir.types import SamplingParams
 
+WARM_SEED = 1  # of the problems for warming up
 VERIFIABLE = ("chain", "state", "countdown", "long_add")  # what reinforcement learning is done on: problems with a checker
 ARMS = {"plain": SpeculationConfig(), "ngram": SpeculationConfig(drafter="ngram"),
         "suffix": SpeculationConfig(drafter="suffix:max_tokens=1000000"),
@@ -33,11 +35,11 @@ ARMS = {"plain": SpeculationConfig(), "ngram": SpeculationConfig(drafter="ngram"
 
 
 class Rollouts:
-    """``prompts``: token ids of each problem; ``checkpoints``: a folder a round, or none; ``noise``: standard deviation added to
-    every matrix each round, as a share of its own."""
+    """``prompts``: token ids of each problem; ``others``: of problems that are not asked, to warm up with; ``checkpoints``: a folder a
+    round, or none; ``noise``: standard deviation added to every matrix each round, as a share of its own."""
 
-    def __init__(self, config: EngineConfig, prompts: list[list[int]], stop: int, *, samples: int, rounds: int, max_tokens: int,
-                 checkpoints: Sequence[str], noise: float) -> None:
+    def __init__(self, config: EngineConfig, prompts: list[list[int]], others: list[list[int]], stop: int, *, samples: int, rounds: int,
+                 max_tokens: int, checkpoints: Sequence[str], noise: float) -> None:
         from kvasir.api.llm import LLM
 
         self.llm = LLM(config=config.replace(drafter="ngram"))
@@ -45,14 +47,16 @@ class Rollouts:
         self.start = config.model.model or "embedded"
         self.checkpoints = list(checkpoints)
         self.params = dict(temperature=1.0, max_tokens=max_tokens, stop_token_ids=(stop,), n=samples, detokenize=False)
-        self._warm()
+        self._warm(others)
 
-    def _warm(self) -> None:
-        """Compile and capture, with streams that come nowhere else."""
-        self.llm.engine.draft_with(SpeculationConfig())
-        self.llm.generate([{"prompt_token_ids": p} for p in self.prompts[:4]], [SamplingParams(**self.params, seed=10**6)] * len(self.prompts[:4]))
-        while self.llm.engine.idle():
-            pass
+    def _warm(self, prompts: list[list[int]]) -> None:
+        """Compile and capture: a round without drafts and two with, of other prompts. What drafters learn from them is forgotten with them."""
+        draft = dataclasses.replace(ARMS["suffix fixed"], max_draft_tokens=3)
+        for speculation in (SpeculationConfig(), draft, draft):
+            self.llm.engine.draft_with(speculation)
+            self.llm.generate([{"prompt_token_ids": p} for p in prompts], [SamplingParams(**self.params, seed=10**6)] * len(prompts))
+            while self.llm.engine.idle():
+                pass
 
     def weights(self, r: int) -> None:
         """Those of round ``r``, the same in every arm."""
@@ -105,10 +109,11 @@ def run(config: EngineConfig, *, problems: int, samples: int, rounds: int, tasks
         raise ConfigError("weights come from --checkpoint or from --noise, not from both")
     tasks = tasks or list(VERIFIABLE)
     tokenizer = lab_tokenizer.load(resolve(config.model.model))
-    drawn = [p for i, spec in enumerate(tasks) for p in load_task(spec).problems("test", 0, problems // len(tasks) + (i < problems % len(tasks)))]
-    prompts = [tokenizer.encode(p.prompt, add_special_tokens=False).ids for p in drawn]
+    counts = {spec: problems // len(tasks) + (i < problems % len(tasks)) for i, spec in enumerate(tasks)}
+    prompts, others = ([tokenizer.encode(p.prompt, add_special_tokens=False).ids for spec, count in counts.items()
+                        for p in load_task(spec).problems("test", seed, count)] for seed in (0, WARM_SEED))
     arms_wanted = ["plain", *(name for name in ARMS if name != "plain" and (not only or name in only))]
-    bench = Rollouts(config, prompts, tokenizer.token_to_id("<|im_end|>"), samples=samples, rounds=rounds, max_tokens=max_tokens,
+    bench = Rollouts(config, prompts, others, tokenizer.token_to_id("<|im_end|>"), samples=samples, rounds=rounds, max_tokens=max_tokens,
                      checkpoints=checkpoints, noise=noise)
     weights = f"{len(checkpoints)} checkpoints" if checkpoints else f"perturbed by {noise:g} a round, a stand-in" if noise else "frozen"
     setting = described(config, None) | {"problems": len(prompts), "samples": samples, "tasks": tasks, "weights": weights, "temperature": 1.0}

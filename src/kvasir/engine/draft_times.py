@@ -45,9 +45,11 @@ class DraftTimes:
         kind, shape = self._kind(num_seqs, context, num_drafts, drafted, drafted and self._eager)
         return self._model(kind, shape) * self._ratios.get(kind, 1.0)
 
-    def observe(self, num_seqs: int, context: int, num_drafts: int, drafted: bool, seconds: float, eager: bool = False) -> tuple[float, bool]:
-        """A step took ``seconds``; ``eager``: no graph could take it, whatever its rows. Returns what it is to be charged, and whether the
-        next one of its size will take about as long: not if something happened that does so once, a compilation or a capture most likely."""
+    def observe(self, num_seqs: int, context: int, num_drafts: int, drafted: bool, seconds: float, eager: bool = False,
+                once: bool = False) -> tuple[float, bool]:
+        """A step took ``seconds``; ``eager``: no graph could take it, whatever its rows; ``once``: it captured one. Returns what it is to be
+        charged, and whether the next one of its size will take about as long: not if something happened that does so once, a capture or,
+        most likely, a compilation."""
         if drafted and num_drafts and self._kind(num_seqs, context, num_drafts, True)[0].graph:
             self._eager = eager
         kind, shape = self._kind(num_seqs, context, num_drafts, drafted, eager)
@@ -55,6 +57,8 @@ class DraftTimes:
         ratio, count = seconds / before, self._counts[kind]
         known = self._ratios.get(kind, 1.0)
         expected = known * before
+        if once:
+            return min(seconds, CLIP * expected), False
         if (self._compiles and seconds > max(expected + HICCUP, 2 * expected)
                 and self._in_a_row < HICCUPS and self._hiccups[kind] < OF_A_SIZE):
             self._in_a_row += 1

@@ -45,6 +45,7 @@ class _Measured:
     context: int
     drafts: int
     eager: bool  # launched kernel by kernel, whatever its size
+    captured: bool  # a graph, which is done once
 
 
 class Drafting:
@@ -67,6 +68,7 @@ class Drafting:
         # Only the controller wants to know what was right: then it is told of all trees at once.
         self._alone = type(drafter).observe is Drafter.observe
         self._measured: dict[int, _Measured | None] = {}  # by step; None: it was drafted, and held more than decodes
+        self._captures = 0  # of graphs, when the last step was launched
         self._drafting = False  # in the step that is being planned
         self._failures = 0
         self._since_drafted = 0  # plain steps launched
@@ -184,6 +186,8 @@ class Drafting:
 
     def launched(self, plan: Plan) -> None:
         """``plan`` is on its way. Of steps that only decode, the time is taken."""
+        graphs = self._runner.graphs
+        captures, self._captures = self._captures, 0 if graphs is None else graphs.captures
         if self._drafting:
             self._since_drafted = 0
         else:
@@ -200,9 +204,8 @@ class Drafting:
                 return
             rows += span.length
             context += span.start
-        graphs = self._runner.graphs
         self._measured[plan.step] = _Measured(self._drafting, len(plan.spans), context, rows - len(plan.spans),
-                                              graphs is not None and not graphs.takes(plan.spans))
+                                              graphs is not None and not graphs.takes(plan.spans), self._captures > captures)
 
     # ------------------------------------------------------------------------------------------------------ after a step
 
@@ -269,7 +272,7 @@ class Drafting:
             self.controller.end_step(0, 0, seconds)
             self._savings.drafted(0, 0, self.controller.stats.accepted, seconds)
         elif step.drafted:
-            charged, known = self._times.observe(step.decodes, step.context, step.drafts, True, seconds, step.eager)
+            charged, known = self._times.observe(step.decodes, step.context, step.drafts, True, seconds, step.eager, step.captured)
             self.controller.end_step(step.decodes, step.context, charged, known)
             self._savings.drafted(step.decodes, step.context, self.controller.stats.accepted, seconds)
         elif plan.step == self._after_drafted:
@@ -277,7 +280,7 @@ class Drafting:
             self.controller.rested(usual, min(max(0.0, seconds - usual), usual))
             self._savings.behind(step.decodes, step.context, seconds)
         else:
-            self._times.observe(step.decodes, step.context, 0, False, seconds)
+            self._times.observe(step.decodes, step.context, 0, False, seconds, once=step.captured)
             self.controller.rested(seconds)
 
     def close(self, seq: Sequence) -> None:

@@ -9,9 +9,9 @@ mixture of decodes, chains and trees that fits it. Attention reads the keys of a
 span may have decides the tile (``AttentionBackend.together``), and is the *form* of a step. A backend that cannot do this runs chains row
 by row: each row is a decode of its own at the next position, since each layer writes all keys before any row attends.
 
-A bucket runs in a larger captured one a few times, or uncaptured, so that nobody waits for the capture of a size that only
-passes by, and kernels are compiled and libraries loaded before it. Buckets that were never used are captured when the engine
-is idle (``capture_next``).
+A bucket runs in a larger captured one, where there is one, until it has come often: a capture takes as long as a hundred such steps
+gain. Otherwise it runs uncaptured a few times, so that nobody waits for the capture of a size that only passes by, and kernels are
+compiled and libraries loaded before it. Buckets that were never used are captured when the engine is idle (``capture_next``).
 
 Legend: B rows of a bucket, M rows of a slice, G guests of a drafter, V vocabulary, E model dim, P slots per page.
 """
@@ -44,6 +44,7 @@ from kvasir.types import Span, SpanResult, StepBatch, Together
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]
 EAGER_STEPS = 4  # of a bucket before it is captured
+STAND_INS = 64  # steps of it in a larger one before
 PADDED = 2  # times its size: the largest bucket that stands in for one that is not captured yet; padding rows are nearly free
 LOGIT_BYTES = 256 << 20  # of logits at a time, as fp32: each further slice reads the head once more
 SHARE_KEYS = True  # among the rows of a span. Without, chains run row by row, and trees and guests are launched kernel by kernel
@@ -103,7 +104,9 @@ class DecodeGraphs:
         self._plain = self.buckets[:bisect_left(self.buckets, sampler.max_seqs) + 1]  # those that decodes alone may need
         self._capture: Capture | None = capture
         self._ready: dict[tuple[int, bool, int], Work] = {}  # (bucket, whether it draws, form) -> replay
-        self._uses: Counter[tuple[int, bool, int]] = Counter()
+        self._uses: Counter[tuple[int, bool, int]] = Counter()  # steps of a bucket that was not captured, by itself
+        self._stood_in: Counter[tuple[int, bool, int]] = Counter()  # and in a larger one
+        self.captures = 0  # since the start
         most, device = self.buckets[-1], rows.words.device
         self._device = device
         self._page_slots = caches[0].page_slots
@@ -161,14 +164,14 @@ class DecodeGraphs:
         """The bucket and form that these rows run in now: their own, or a captured one somewhat larger until they have come often."""
         size = self.bucket(num_rows)
         key = size, draws, form
-        if key in self._ready or self._capture is None or self._uses[key] >= EAGER_STEPS - 1:
+        if key in self._ready or self._capture is None or self._stood_in[key] >= STAND_INS:
             return size, form
         forms = [form, *(f for f in self._forms if 1 < form < f)]
         sizes = self.buckets[bisect_left(self.buckets, size):bisect_right(self.buckets, PADDED * size)]
         larger = next(((s, f) for s in sizes for f in forms if (s, draws, f) in self._ready), None)
         if larger is None:
             return size, form
-        self._uses[key] += 1
+        self._stood_in[key] += 1
         return larger
 
     def replays(self, size: int, drafted: bool = False) -> bool:
@@ -239,7 +242,8 @@ class DecodeGraphs:
         work = self._ready.get(key)
         if work is None:
             self._uses[key] += 1
-            if self._capture is None or self._uses[key] <= EAGER_STEPS or not self._try_capture(*key):
+            few = 1 if self._stood_in[key] >= STAND_INS else EAGER_STEPS
+            if self._capture is None or self._uses[key] <= few or not self._try_capture(*key):
                 return self._compute(*key)
             work = self._ready[key]
         work()
@@ -305,6 +309,7 @@ class DecodeGraphs:
             if self._device.type == "cuda":
                 self._check_memory()
             self._ready[size, draws, form] = self._capture(lambda: self._compute(size, draws, form))
+            self.captures += 1
         except Exception as error:
             self._capture = None
             log.warning("no more CUDA graphs: a decode step of %d rows cannot be captured (%s: %s)", size, type(error).__name__, error)
