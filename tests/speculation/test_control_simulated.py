@@ -111,6 +111,24 @@ def test_a_drafter_that_takes_its_time(call, each):
         assert found.rounds[0] > 0.965 and found.rounds[1] > 0.98, (batch, found)
 
 
+class SlowAtFirst(Machine):
+    """Another process has the device at first."""
+
+    steps = 45
+
+    def decodes(self, *shape) -> float:
+        self.steps -= 1
+        return super().decodes(*shape) * (3.3 if self.steps > 0 else 1.0)
+
+
+def test_slow_steps_at_the_start_are_not_believed_for_long():
+    """Else every draft looks good beside the plain steps of then."""
+    load = Load(64, count=512, prompt=100, outputs=(12, 30, 40, 40, 50, 80, 141))
+    drafting, without = (Simulation(64, made, machine=SlowAtFirst()) for made in (coins(0.25, call=0.2e-3, each=4e-6), None))
+    rates = [without.run(load).seconds / drafting.run(load).seconds for _ in range(2)]
+    assert rates[1] > 0.98, rates
+
+
 def test_where_steps_are_as_short_as_a_drafters_own_work():
     """As with ``base`` on an H200: 0.5 ms a step. One step of a trial costs as much as a per cent of the whole workload."""
     for batch in (1, 8, 32):

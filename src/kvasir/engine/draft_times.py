@@ -4,7 +4,8 @@ overlap that a drafted step does without are part of the price.
 Two models of step times, plain and drafted, whose rows are those that are computed: the padding of a CUDA graph is work like
 any other. Until drafted steps were measured they are expected to cost what plain ones of as many rows do, which is what the other
 model says. A linear model is off by some per cent at the edges of buckets and tiles, which is what the controller decides
-about, so each size also has a running ratio of measured to predicted.
+about, so each size also has a running time of its own, at the shape it was last seen with, and the model tells only what
+another context or number of sequences makes of it: what it learns from other sizes moves nothing here.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from kvasir.engine.step_time import Roofline, StepShape, StepTimeModel
 
 WARM_UP = 5  # steps of a size after which it is captured, if ever
 SETTLED = 3  # steps of a size since it was seen captured, of which the last is as all will be
-DECAY = 0.9  # of the ratios,
+DECAY = 0.9  # of a size's time,
 SURE = 4  # observations of a size of which the shortest counts,
+WRONG = 0.5  # of it where a step took much less than is believed: none is ever quicker than it is
 HICCUP = 0.1  # seconds above its prediction, and twice that: so long a step did something else, if it is not always so:
 HICCUPS, OF_A_SIZE = 6, 2  # so often in a row, and so often with steps of a size
 CLIP = 1.25  # and how far from the present one a step's counts at most
@@ -31,7 +33,7 @@ class DraftTimes:
     def __init__(self, roofline: Roofline, graphs: DecodeGraphs | None, compiles: bool = True) -> None:
         self._graphs, self._compiles = graphs, compiles
         self._models = {drafted: StepTimeModel(roofline) for drafted in (False, True)}
-        self._ratios: dict[_Kind, float] = {}
+        self._times: dict[_Kind, tuple[float, StepShape]] = {}
         self._hiccups: Counter[_Kind] = Counter()
         self._in_a_row = 0  # of them, with no drafted step between
         self._seen: set[tuple[bool, bool]] = set()  # (drafted, in a graph) of which there were observations
@@ -42,8 +44,7 @@ class DraftTimes:
 
     def predict(self, num_seqs: int, context: int, num_drafts: int, drafted: bool) -> float:
         """Of a step of ``num_seqs`` decodes with ``context`` tokens before them in all, which verifies ``num_drafts`` nodes."""
-        kind, shape = self._kind(num_seqs, context, num_drafts, drafted, drafted and self._eager)
-        return self._model(kind, shape) * self._ratios.get(kind, 1.0)
+        return self._expected(*self._kind(num_seqs, context, num_drafts, drafted, drafted and self._eager))
 
     def observe(self, num_seqs: int, context: int, num_drafts: int, drafted: bool, seconds: float, eager: bool = False,
                 once: bool = False) -> tuple[float, bool]:
@@ -53,10 +54,7 @@ class DraftTimes:
         if drafted and num_drafts and self._kind(num_seqs, context, num_drafts, True)[0].graph:
             self._eager = eager
         kind, shape = self._kind(num_seqs, context, num_drafts, drafted, eager)
-        before, warm = self._model(kind, shape), self._warm(kind)
-        ratio, count = seconds / before, self._counts[kind]
-        known = self._ratios.get(kind, 1.0)
-        expected = known * before
+        expected, warm, count = self._expected(kind, shape), self._warm(kind), self._counts[kind]
         if once:
             return min(seconds, CLIP * expected), False
         if (self._compiles and seconds > max(expected + HICCUP, 2 * expected)
@@ -71,18 +69,23 @@ class DraftTimes:
         self._counts[kind] += 1
         # Neither an outlier nor a late compilation must move it much: a size that looks dear is not tried again soon.
         if count < SURE:
-            self._ratios[kind] = min(ratio, self._ratios.get(kind, ratio))
+            learnt = min(seconds, expected) if count else seconds
         else:
-            self._ratios[kind] = DECAY * known + (1 - DECAY) * min(max(ratio, known / CLIP), CLIP * known)
+            decay = WRONG if seconds < expected / CLIP else DECAY
+            learnt = decay * expected + (1 - decay) * min(seconds, CLIP * expected)
+        self._times[kind] = learnt, shape
         model = self._models[drafted]
         if (drafted, kind.graph) not in self._seen:
             self._seen.add((drafted, kind.graph))
             if drafted:
                 model.start_from(self._models[False], graph=kind.graph, other=self._plain_graph(kind))
-        model.observe(shape, min(seconds, CLIP * self._ratios[kind] * before), graph=kind.graph)
-        # The model has just learnt a part of what the ratio knew.
-        self._ratios[kind] *= before / self._model(kind, shape)
+        model.observe(shape, min(seconds, CLIP * learnt), graph=kind.graph)
         return seconds, True
+
+    def _expected(self, kind: _Kind, shape: StepShape) -> float:
+        seconds, then = self._times.get(kind, (0.0, None))
+        now = self._model(kind, shape)
+        return now if then is None else seconds * now / self._model(kind, then)
 
     def _plain_graph(self, kind: _Kind) -> bool:
         """Which plain steps show what unmeasured drafted ones will cost: those of the same sort, if there were any."""
