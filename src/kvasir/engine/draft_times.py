@@ -74,6 +74,8 @@ class DraftTimes:
             decay = WRONG if seconds < expected / CLIP else DECAY
             learnt = decay * expected + (1 - decay) * min(seconds, CLIP * expected)
         self._times[kind] = learnt, shape
+        if drafted:
+            self._bound_plain(num_seqs, context, seconds)
         model = self._models[drafted]
         if (drafted, kind.graph) not in self._seen:
             self._seen.add((drafted, kind.graph))
@@ -81,6 +83,12 @@ class DraftTimes:
                 model.start_from(self._models[False], graph=kind.graph, other=self._plain_graph(kind))
         model.observe(shape, min(seconds, CLIP * learnt), graph=kind.graph)
         return seconds, True
+
+    def _bound_plain(self, num_seqs: int, context: int, seconds: float) -> None:
+        """A drafted step took ``seconds``: without drafts it would have taken no longer. Who drafts sees no plain steps to learn that from."""
+        kind, shape = self._kind(num_seqs, context, 0, False)
+        if kind in self._times and self._expected(kind, shape) > CLIP * seconds:
+            self._times[kind] = seconds, shape
 
     def _expected(self, kind: _Kind, shape: StepShape) -> float:
         seconds, then = self._times.get(kind, (0.0, None))
