@@ -22,8 +22,9 @@ from typing import Any
 Generate = Callable[..., dict[str, Any] | None]
 
 
-def serve(start: Callable[[str, dict[str, Any]], tuple[Generate, dict[str, Any]]]) -> None:
-    """Answer commands until the input ends. ``start(model, options)`` -> the engine's generate, and facts about it."""
+def serve(start: Callable[[str, dict[str, Any]], tuple[Generate, dict[str, Any]]], rest: Callable[[], None] = lambda: None) -> None:
+    """Answer commands until the input ends. ``start(model, options)`` -> the engine's generate, and facts about it; ``rest``: what its server
+    does between requests."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # a stray print must not look like an answer
     generate: Generate | None = None
@@ -38,6 +39,7 @@ def serve(start: Callable[[str, dict[str, Any]], tuple[Generate, dict[str, Any]]
                 answer = {**facts, "start_s": round(time.perf_counter() - started, 2)}
             elif command["op"] == "prompts":
                 prompts = command["ids"]
+                rest()
             else:
                 assert command["op"] == "generate" and generate is not None, command["op"]
                 counts = generate(prompts, command["num_tokens"], *([command["stop"]] if "stop" in command else [])) or {}
