@@ -114,6 +114,7 @@ class Request:
     ``seed``: the u64 noise stream of branch 0. ``max_tokens``: resolved against the context length. ``tenant``: salt of
     the prefix key, from the authenticated identity. ``arrival``: ``time.monotonic()`` seconds. ``bad_words``: token ids.
     ``affinity``: requests with the same one belong together (calls of one problem); only schedulers that care look at it.
+    ``piece``: tokens that may leave the engine together, 1 where somebody reads along.
     ``epoch`` counts re-submissions; ``emitted`` and ``ended`` carry what earlier epochs already delivered, by branch.
     """
 
@@ -130,6 +131,7 @@ class Request:
     emitted: list[list[int]] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     affinity: str = ""
+    piece: int = 1
 
 
 class Status(enum.Enum):

@@ -47,7 +47,7 @@ class CompletionJob:
             fixed["prompt_logprobs"] = body.logprobs
         params = sampling_params(body, service.info.generation_defaults, **fixed)
         id = unique_id("cmpl", caller.id)
-        self.requests = service.admit(prompts, params, caller, id, body.priority, self.names)
+        self.requests = service.admit(prompts, params, caller, id, body.priority, self.names, self.stream)
         if only_echo:  # admission wants room for a token; the engine then generates none
             for request in self.requests:
                 request.max_tokens = 0

@@ -21,6 +21,7 @@ from kvasir.api.text import Text
 from kvasir.config import ServerConfig
 from kvasir.engine.admission import admit
 from kvasir.engine.interface import EngineClient
+from kvasir.engine.pieces import PIECE
 from kvasir.errors import RequestError
 from kvasir.logs import log
 from kvasir.types import ModelInfo, Request, SamplingParams
@@ -147,8 +148,8 @@ class Service:
         return body, ignored
 
     def admit(self, prompts: Sequence[list[int]], params: SamplingParams, caller: Caller, reply_id: str, priority: int | None,
-              names: dict[str, str]) -> list[Request]:
-        """Engine requests for one body, one a prompt. Raises RequestError, with ``names`` as in Job."""
+              names: dict[str, str], stream: bool) -> list[Request]:
+        """Engine requests for one body, one a prompt; ``stream``: somebody reads along. Raises RequestError, with ``names`` as in Job."""
         if priority and not self.info.priorities:
             raise RequestError(f"priority={priority} would be ignored: this server goes by arrival; --scheduling-policy priority changes that",
                                param="priority", code="unsupported_parameter")
@@ -157,6 +158,9 @@ class Service:
             requests = [admit(ids, params, self.info, id=f"{reply_id}.{i}" if many else reply_id, arrival=caller.arrival, tenant=caller.tenant,
                               priority=priority or 0, encode=self.text.encode) for i, ids in enumerate(prompts)]
             self._check_queue(requests)
+        if not stream and not params.stop:  # stop strings are seen here, and the engine should not run on for long until it hears of it
+            for request in requests:
+                request.piece = PIECE
         return requests
 
     def _check_queue(self, requests: Sequence[Request]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+from kvasir.engine.pieces import join
 from kvasir.types import Event
 
 
@@ -24,7 +25,7 @@ class Outbox:
     def put(self, event: Event) -> None:
         if event.kind == "tokens":
             newest = self._newest.get(event.branch)
-            if len(self._events) >= self._limit and newest is not None and _joined(newest, event):
+            if len(self._events) >= self._limit and newest is not None and join(newest, event):
                 return
             self._newest[event.branch] = event
         self._events.append(event)
@@ -38,15 +39,3 @@ class Outbox:
         if self._newest.get(event.branch) is event:
             del self._newest[event.branch]
         return event
-
-
-def _joined(first: Event, second: Event) -> bool:
-    """Append ``second`` to ``first``, the tokens just before it, if one event can hold both."""
-    if (first.logprobs is None) != (second.logprobs is None) or second.prompt_logprobs is not None or first.finish_reason is not None:
-        return False
-    first.token_ids.extend(second.token_ids)
-    if first.logprobs is not None:
-        first.logprobs.extend(second.logprobs)
-    first.finish_reason, first.stop_reason = second.finish_reason, second.stop_reason
-    first.num_cached = second.num_cached
-    return True

@@ -28,6 +28,7 @@ import msgspec
 from kvasir import logs
 from kvasir.engine import ipc, messages
 from kvasir.engine.interface import EngineCore
+from kvasir.engine.pieces import Pieces
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import log
 from kvasir.types import Event, Request
@@ -49,6 +50,7 @@ class Loop:
         self._beat_seconds = min(beat_seconds, HEARTBEAT_SECONDS)
         self._tickets: dict[str, int] = {}  # request id -> ticket, while the core holds the request
         self._branches: dict[str, int] = {}  # request id -> branches that have not ended
+        self._pieces = Pieces()
         self._last_step = core.stats().step
         self._next_heartbeat = 0.0
         core.on_launch = self._on_launch
@@ -100,6 +102,7 @@ class Loop:
             self._flight.launch([message.ticket])
             self._tickets[request.id] = message.ticket
             self._branches[request.id] = request.params.n - len(set(request.ended))
+            self._pieces.open(request)
             events = self._submit(request)
         else:
             targets = message.targets if isinstance(message, messages.CancelMany) else [(message.request_id, message.branch)]
@@ -119,12 +122,12 @@ class Loop:
         self._flight.launch([self._tickets.get(request_id, 0) for request_id in request_ids], slow)
 
     def _send(self, events: list[Event]) -> None:
-        if not events:
-            return
-        try:
-            self._channel.send(ipc.encode(messages.Events(events)))
-        except (ipc.FrameError, TypeError, ValueError, OverflowError):
-            self._send_singly(events)
+        ready = self._pieces.ready(events)
+        if ready:
+            try:
+                self._channel.send(ipc.encode(messages.Events(ready)))
+            except (ipc.FrameError, TypeError, ValueError, OverflowError):
+                self._send_singly(ready)
         for event in events:
             self._note_end(event)
 
@@ -157,6 +160,7 @@ class Loop:
     def _forget(self, request_id: str) -> None:
         self._tickets.pop(request_id, None)
         self._branches.pop(request_id, None)
+        self._pieces.close(request_id)
 
     def _heartbeat(self) -> None:
         now = time.monotonic()

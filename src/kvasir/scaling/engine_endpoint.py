@@ -21,6 +21,7 @@ from kvasir.decoding.confidence import summed_up
 from kvasir.engine.admission import MAX_LOGPROBS, MAX_N, admit
 from kvasir.engine.client import AsyncEngine
 from kvasir.engine.interface import EngineClient
+from kvasir.engine.pieces import PIECE
 from kvasir.errors import ConfigError, RequestError
 from kvasir.models import checkpoint
 from kvasir.models.cost import active_params
@@ -103,6 +104,8 @@ class ClientEndpoint(Endpoint):
                                     seed=branch_stream(stream, branch) if branch else stream, confidence=self.confidences,
                                     finish_after=first_of, lease=lease, detokenize=False)
             requests.append(self.request(ids, params, prompt.affinity))
+            if not sampling.stop and (group is None or seen):  # nothing is decided here before the end
+                requests[-1].piece = PIECE
         return EngineDraw(self, requests, size, sampling.stop)
 
     def request(self, ids: list[int], params: SamplingParams, affinity: str, priority: int = 0) -> Request:
