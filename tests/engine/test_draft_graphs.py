@@ -170,7 +170,7 @@ def test_chains_walked_at_once_end_where_each_alone_does():
             if rng.random() < 0.15:
                 draws[1 + step % 2, m] = -np.inf if step % 2 else np.nan
         draws[1:, count:] = np.nan  # nobody's
-        found = DecodeHandle(mock.Mock(read=lambda rows: draws[:, :rows]), size, spans, words[:, :count]).read()
+        found = DecodeHandle(mock.Mock(read=mock.Mock(return_value=draws)), size, spans, words[:, :count]).read()
         tokens = draws[0].astype(np.int64).tolist()
         wrong = {m: MASKED_ERROR for m in range(count) if draws[2, m] == -np.inf} | {m: NUMERIC_ERROR for m in range(count) if np.isnan(draws[1, m])}
         first = 0
