@@ -10,15 +10,19 @@ import random
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
+from kvasir.decoding.sampler import MASKED_ERROR, NUMERIC_ERROR, resolve_span
 from kvasir.engine import graphs as graphs_file
+from kvasir.engine.device_rows import ROW_WORDS, draft_words
 from kvasir.engine.draft_times import DraftTimes
-from kvasir.engine.graphs import call_through
+from kvasir.engine.graphs import DecodeHandle, call_through
+from kvasir.engine.spans import ONE_SAMPLE
 from kvasir.engine.step_time import Roofline
 from kvasir.kernels.paged_attention import spans_of
-from kvasir.types import Sequence, Span, Status
+from kvasir.types import Request, SamplingParams, Sequence, Span, Status
 from tests.engine.driver import Driver
 from tests.speculation.helpers import Hostile, WithGuests, driver, install, outputs, plain, requests
 
@@ -142,6 +146,41 @@ def test_the_buffers_hold_what_the_eager_step_computes():
     assert any(size > count for size, count in sizes) and backend.seen
     for seq in seqs:
         seq.draft = []
+
+
+def test_chains_walked_at_once_end_where_each_alone_does():
+    """Decodes, chains and trees whose drafts are right now and then, padded at times; one row in so many broken in every third step."""
+    rng, lengths, errors = random.Random(5), set(), 0
+    for step in range(60):
+        spans, held = [], []
+        for row in range(rng.randint(1, 6)):
+            seq = Sequence(Request(id=str(row), prompt_ids=[1, 2, 3], params=SamplingParams(), seed=0, max_tokens=20))
+            seq.draft = [rng.randrange(2) for _ in range(rng.randint(0, 5))]
+            parents = [-1, *(rng.randrange(i) for i in range(1, 1 + len(seq.draft)))] if len(seq.draft) > 1 and rng.random() < 0.3 else None
+            want = {"sample": range(1 + len(seq.draft))} if seq.draft else ONE_SAMPLE
+            spans.append(Span(seq, 2, 1 + len(seq.draft), want=want, commit="walk" if seq.draft else "all", parents=parents, row=row))
+            held.append([3, *seq.draft])
+        count = sum(map(len, held))
+        size = count + rng.choice([0, 3])
+        words = np.empty((ROW_WORDS, size), np.int64)
+        draft_words(spans, 9, words)
+        assert words[2, :count].tolist() == [token for tokens in held for token in tokens]
+        draws = np.array([[rng.randrange(2) for _ in range(size)], [1.0] * size, [1.0] * size], np.float32)
+        for m in range(0 if step % 3 else size):
+            if rng.random() < 0.15:
+                draws[1 + step % 2, m] = -np.inf if step % 2 else np.nan
+        draws[1:, count:] = np.nan  # nobody's
+        found = DecodeHandle(mock.Mock(read=mock.Mock(return_value=draws)), size, spans, words[:, :count]).read()
+        tokens = draws[0].astype(np.int64).tolist()
+        wrong = {m: MASKED_ERROR for m in range(count) if draws[2, m] == -np.inf} | {m: NUMERIC_ERROR for m in range(count) if np.isnan(draws[1, m])}
+        first = 0
+        for span, ours, result in zip(spans, held, found):
+            rows = {i: first + i for i in range(span.length)}
+            assert result == resolve_span(span, ours if span.length > 1 else [], rows, tokens, wrong, {}, {})
+            lengths.add(len(result.tokens))
+            errors += result.error is not None
+            first += span.length
+    assert lengths >= {0, 1, 2, 3, 4} and errors > 5
 
 
 def test_steps_that_no_graph_takes_are_booked_apart():

@@ -21,7 +21,7 @@ Legend: M rows, S sampled rows, R rows with temperature, Q reports, K sparse (ro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
@@ -316,8 +316,8 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def resolve_span(span: Span, held: list[int], rows: dict[int, int], tokens: list[int], errors: dict[int, str], drawn: dict[int, TokenLogprob],
-                 scored: dict[int, TokenLogprob]) -> SpanResult:
+def resolve_span(span: Span, held: list[int], rows: Mapping[int, int] | Many[int], tokens: list[int], errors: dict[int, str],
+                 drawn: dict[int, TokenLogprob], scored: dict[int, TokenLogprob]) -> SpanResult:
     """One span's result. ``held``: its tokens, if it verifies a draft; ``rows``: row in the span -> logit row."""
     result = SpanResult()
     score, sample = span.want.get("score", range(0)), span.want.get("sample", range(0))
@@ -341,7 +341,7 @@ def resolve_span(span: Span, held: list[int], rows: dict[int, int], tokens: list
     return result
 
 
-def _walk(span: Span, held: list[int], sample: range, rows: dict[int, int], tokens: list[int]) -> list[int]:
+def _walk(span: Span, held: list[int], sample: range, rows: Mapping[int, int] | Many[int], tokens: list[int]) -> list[int]:
     """The rows of the span whose draws are emitted: from the first sampled row on, as long as the draft holds what was drawn."""
     if not sample:
         return []

@@ -12,7 +12,6 @@ Legend: R rows (the padding row included), W pages in the longest table.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -31,20 +30,32 @@ def draft_words(spans: list[Span], padding: int, words: np.ndarray) -> None:
     """What rows that verify drafts start from, int64 [``ROW_WORDS``, B]: the row's sequence; its place in the cache; its token (-1: the
     one that the device keeps); its position; its place in the span, and the span's length; its ancestors; its guest (-1: none). Every
     padding row is a span of its own."""
-    lengths = [span.length for span in spans]
-    firsts = [0, *accumulate(lengths)]
-    count = firsts[-1]
+    heads: list[tuple[int, int, int, int]] = []  # row, start, length and first row here
+    tokens: list[int] = []
+    trees: list[tuple[Span, int]] = []
+    for span in spans:  # once a sequence and step: no call that is not needed
+        seq, start, length, first = span.seq, span.start, span.length, len(tokens)
+        heads.append((span.row, start, length, first))
+        tokens.append(seq.tokens[start] if start < len(seq.tokens) else -1)
+        if length > 1:
+            tokens += seq.draft
+            if span.parents:
+                tokens += [0] * len(span.guests)
+                trees.append((span, first))
+    count = len(tokens)
     own = words[:, :count]
-    own[0], own[5], own[1] = (np.repeat(x, lengths) for x in ([span.row for span in spans], lengths, [span.start for span in spans]))
-    own[4] = np.arange(count) - np.repeat(firsts[:-1], lengths)
-    own[1] += own[4]
-    own[2] = [token for span in spans for token in (-1, *span.tokens()[1:], *(0 for _ in span.guests))]
+    if heads:
+        heads_4S = np.array(heads, np.int64).T
+        own[0], own[1], own[5], own[4] = np.repeat(heads_4S, heads_4S[2], axis=1)
+        own[4] = np.arange(count) - own[4]
+        own[1] += own[4]
+        own[2] = tokens
     own[3], own[6], own[7] = own[1], CHAIN[own[4]], -1
-    for span, first, end in zip(spans, firsts, firsts[1:]):
-        if span.parents:
-            own[3, first:end], own[6, first:end] = tree_positions(span), 0
-            tree_ancestors(span.parents, own[6, first:end, None])
-            own[7, end - len(span.guests):end] = span.guests
+    for span, first in trees:
+        end = first + span.length
+        own[3, first:end], own[6, first:end] = tree_positions(span), 0
+        tree_ancestors(span.parents, own[6, first:end, None])
+        own[7, end - len(span.guests):end] = span.guests
     words[:, count:] = np.array([padding, 0, -1, 0, 0, 1, 1, -1])[:, None]
 
 

@@ -324,8 +324,8 @@ class Engine:
                 if seq.row != span.row or seq.status is not Status.RUNNING or result is None:
                     continue  # it ended or was preempted meanwhile, or an earlier span failed its whole request
                 event = None
-                if span.want is ONE_SAMPLE and result.error is None and result.logprobs is None:
-                    event = self._append(span, result.tokens[0])
+                if (span.want is ONE_SAMPLE or result.path) and result.error is None and result.logprobs is None:
+                    event = self._append(span, result)
                 event = event or self._commit(span, result)
                 if result.hidden is not None and not result.path:
                     self._drafting.ingest(span, result)
@@ -358,18 +358,22 @@ class Engine:
             self.runner.close(seq.open_row)
             seq.open_row = -1
 
-    def _append(self, span: Span, token: int) -> Event | None:
-        """``_commit`` in the common case, the hot path: one more token, and no reason to stop. None: it is not that case."""
-        seq = span.seq
+    def _append(self, span: Span, result: SpanResult) -> Event | None:
+        """``_commit`` in the common case, the hot path: a decode has more tokens, and no reason to stop. None: it is not that case."""
+        seq, tokens = span.seq, result.tokens
         index = len(seq.tokens) - seq.num_prompt
-        if not 0 < index < seq.max_output - 1 or token in seq.stop_ids:
+        if not 0 < index < seq.max_output - len(tokens) or not seq.stop_ids.isdisjoint(tokens):
             return None
         request = seq.request
-        self.scheduler.append(span, token)
-        self.runner.sampler.accepted(seq, (token,))
-        self._num_generated += 1
+        if result.path:
+            self._drafting.commit(span, result, tokens)
+        self.scheduler.append(span, tokens)
+        if result.path:
+            self._drafting.observe(span, result)
+        self.runner.sampler.accepted(seq, tokens)
+        self._num_generated += len(tokens)
         self._num_forwards += 1
-        return Event(kind="tokens", request_id=request.id, epoch=request.epoch, branch=seq.branch, index=index, token_ids=[token],
+        return Event(kind="tokens", request_id=request.id, epoch=request.epoch, branch=seq.branch, index=index, token_ids=tokens,
                      num_cached=seq.num_cached)
 
     def _commit(self, span: Span, result: SpanResult) -> Event | None:

@@ -142,10 +142,16 @@ class DecodeGraphs:
 
     def takes(self, spans: list[Span]) -> bool:
         """Whether these spans are decodes and drafts to verify, and nothing else."""
-        if all(span.want is ONE_SAMPLE for span in spans):
-            return len(spans) <= self.buckets[-1]
-        return (sum(span.length for span in spans) <= self.most_drafted
-                and all(len(span.want.get("sample", ())) + len(span.guests) == span.length for span in spans) and self._form(spans) is not None)
+        rows = len(spans)
+        for span in spans:  # once a sequence and step: no call that is not needed
+            if span.want is ONE_SAMPLE:
+                continue
+            if len(span.want.get("sample", ())) + len(span.guests) != span.length:
+                return False
+            rows += span.length - 1
+        if rows == len(spans):
+            return rows <= self.buckets[-1]
+        return rows <= self.most_drafted and self._form(spans) is not None
 
     def _form(self, spans: list[Span]) -> int | None:
         """In which these spans can run. None: in none."""
@@ -180,14 +186,14 @@ class DecodeGraphs:
 
     def decode(self, spans: list[Span]) -> DecodeHandle:
         """Forward and draw, by the parameters that the rows have on the device."""
-        size, stage, form = self._send(spans, True)
+        size, stage, form, words = self._send(spans, True)
         self._run(size, True, form)
         stage.take(self._draws[:3 * size])
-        return DecodeHandle(stage, size, spans, [span.tokens() for span in spans] if form else None)
+        return DecodeHandle(stage, size, spans, words)
 
     def forward(self, spans: list[Span]) -> torch.Tensor:
         """Hidden states [T, E] before the final norm; valid until the next step."""
-        size, _, form = self._send(spans, False)
+        size, _, form, _ = self._send(spans, False)
         self._run(size, False, form)
         return self._hidden[:sum(span.length for span in spans)]
 
@@ -201,8 +207,9 @@ class DecodeGraphs:
         """What the step launched last has tapped [T, layers, E], if anybody wants it."""
         return None if self._taps is None else self._taps.taken(self._tapped, sum(span.length for span in spans))
 
-    def _send(self, spans: list[Span], draws: bool) -> tuple[int, _Stage, int]:
-        """Bring rows, starts and what else changed to the device. Returns the bucket, the host buffers in use and the form."""
+    def _send(self, spans: list[Span], draws: bool) -> tuple[int, _Stage, int, np.ndarray | None]:
+        """Bring rows, starts and what else changed to the device. Returns the bucket, the host buffers in use, the form, and where there
+        are drafts, the ``draft_words`` of these spans."""
         stage, form = next(self._stages), self._form(spans)
         if form != DECODES:
             return self._send_drafts(spans, stage, draws, form)
@@ -215,20 +222,23 @@ class DecodeGraphs:
         self._bring(stage, spans, rows_S, starts_S, 2 * size)
         self.rows.drawn(rows_S, starts_S + 1)
         self._host_starts = starts + [0] * (size - count)
-        return size, stage, DECODES
+        return size, stage, DECODES, None
 
-    def _send_drafts(self, spans: list[Span], stage: _Stage, draws: bool, form: int) -> tuple[int, _Stage, int]:
+    def _send_drafts(self, spans: list[Span], stage: _Stage, draws: bool, form: int) -> tuple[int, _Stage, int, np.ndarray]:
         """The same with one row a draft behind each sequence's own; their tokens come along."""
-        size, form = self._fit(sum(span.length for span in spans), draws, form)
+        count = sum(span.length for span in spans)
+        size, form = self._fit(count, draws, form)
         words = np.empty((ROW_WORDS, size), np.int64)
         draft_words(spans, self.rows.padding, words)
         sent = ROW_WORDS if form > ROW_BY_ROW else 3
         stage.inbox[:sent * size] = words[:sent].reshape(-1)
-        rows, first = np.array([span.row for span in spans]), np.array([span.start for span in spans])
-        self._bring(stage, spans, rows, first, sent * size)
+        own = words[:, :count]
+        rows, starts = own[:2, own[4] == 0]
+        self.rows.drawn(rows, starts)  # for this step as good as drawn: the tokens come along
+        self._bring(stage, spans, rows, starts, sent * size)
         self.rows.drawn(rows, UNKNOWN)  # which of its draws a row goes on from is seen when they are read
         self._host_starts = words[1].tolist()
-        return size, stage, form
+        return size, stage, form, own
 
     def _bring(self, stage: _Stage, spans: list[Span], rows_S: np.ndarray, starts_S: np.ndarray, num_words: int) -> None:
         places, content = self.rows.changes(spans, rows_S, starts_S)
@@ -377,17 +387,17 @@ class _Stage:
 
 
 class DecodeHandle:
-    """A launched decode step. ``held``: with drafts, the tokens of each span's rows."""
+    """A launched decode step. ``words``: with drafts, what its rows started from (``draft_words``)."""
 
-    __slots__ = ("_stage", "_size", "_spans", "_held")
+    __slots__ = ("_stage", "_size", "_spans", "_words")
 
-    def __init__(self, stage: _Stage, size: int, spans: list[Span], held: list[list[int]] | None = None) -> None:
-        self._stage, self._size, self._spans, self._held = stage, size, spans, held
+    def __init__(self, stage: _Stage, size: int, spans: list[Span], words: np.ndarray | None = None) -> None:
+        self._stage, self._size, self._spans, self._words = stage, size, spans, words
 
     def read(self) -> list[SpanResult]:
         """Wait for the step; one result per span."""
-        if self._held is not None:
-            return self._walked(self._held)
+        if self._words is not None:
+            return self._walked(self._words[2], self._words[4])
         ids, largest, best = self._stage.read(self._size)[:, :len(self._spans)]
         results = [SpanResult([token]) for token in ids.astype(np.int64).tolist()]
         if not (np.isfinite(largest).all() and np.isfinite(best).all()):
@@ -398,14 +408,23 @@ class DecodeHandle:
                     results[i] = SpanResult(error=MASKED_ERROR)
         return results
 
-    def _walked(self, held: list[list[int]]) -> list[SpanResult]:
-        ids, largest, best = self._stage.read(self._size)
-        tokens = ids.astype(np.int64).tolist()
+    def _walked(self, held_T: np.ndarray, place_T: np.ndarray) -> list[SpanResult]:
+        """``held``: the token of each row; ``place``: the row's in its span. Chains are walked all at once: as far as a row holds what was
+        drawn from the row before it."""
+        ids, largest, best = self._stage.read(self._size)[:, :len(held_T)]
+        ids = ids.astype(np.int64)
+        tokens = ids.tolist()
         errors = {m: MASKED_ERROR for m in np.flatnonzero(best == -np.inf).tolist()}
         errors |= {m: NUMERIC_ERROR for m in np.flatnonzero(~(largest < np.inf)).tolist()}
-        results, first = [], 0
-        for span, ours in zip(self._spans, held):
-            rows = {i: first + i for i in range(span.length)}
-            results.append(resolve_span(span, ours if span.length > 1 else [], rows, tokens, errors, {}, {}))
-            first += span.length
+        stops = place_T == 0
+        firsts = np.flatnonzero(stops)
+        stops[1:] |= held_T[1:] != ids[:-1]
+        ends = np.append(np.flatnonzero(stops), len(tokens))
+        results = []
+        for span, first, end in zip(self._spans, firsts.tolist(), ends[np.searchsorted(ends, firsts) + 1].tolist()):
+            if errors or span.parents:
+                held = held_T[first:first + span.length].tolist() if span.length > 1 else []
+                results.append(resolve_span(span, held, range(first, first + span.length), tokens, errors, {}, {}))
+            else:
+                results.append(SpanResult(tokens[first:end], path=list(range(end - first)) if span.length > 1 else None))
         return results

@@ -260,9 +260,9 @@ class PageManager:
             table.extend(taken)
         return True
 
-    def commits_at(self, num_computed: int) -> bool:
-        """Whether a sequence whose ``num_computed`` advanced by one to this has something to ``commit``."""
-        return not num_computed % self.page_slots or bool(self._windows)
+    def commits_between(self, before: int, num_computed: int) -> bool:
+        """Whether a sequence whose ``num_computed`` advanced to this has something to ``commit``."""
+        return before // self.page_slots != num_computed // self.page_slots or bool(self._windows)
 
     def commit(self, seq: Sequence, after_step: int | None = None) -> None:
         """``num_computed`` advanced: index the pages that are now full, let go of those that left every window."""

@@ -28,7 +28,7 @@ from kvasir.engine.pages_ahead import PagesAhead
 from kvasir.engine.policy import MAX_SKIPS, SchedulerPolicy
 from kvasir.engine.queue import Queue
 from kvasir.engine.room import Room
-from kvasir.engine.spans import ONE_SAMPLE, ROW_TILE, Step, page_aligned, room_to_start, round_down, rows_left, trim_draft, unscored_from
+from kvasir.engine.spans import ONE_SAMPLE, ROW_TILE, Step, next_span, page_aligned, room_to_start, round_down, rows_left, trim_draft, unscored_from
 from kvasir.types import FinishReason, Plan, Sequence, Span, Status
 
 LOOK_AHEAD = 8  # requests that do not fit and are looked past, a step
@@ -157,21 +157,28 @@ class Scheduler:
         return Plan(step=self._step, spans=list(step.spans.values()), copies=step.copies, preempted=step.preempted)
 
     def _only_decodes(self, step: Step) -> list[Span] | None:
-        """The plan, the hot path: all that run decode a row, and there are rows and pages for it. None: this is another kind of step."""
+        """The plan, the hot path: all that run decode, with a draft or without, and there are rows and pages for it. None: this is another
+        kind of step."""
         ordered, spans = self.running.ordered(step.now), []
-        if len(ordered) > step.left:
+        spare = step.left - len(ordered)  # rows for drafts
+        if spare < 0:
             return None
         for seq in ordered:
             start, num_tokens = seq.num_computed + seq.num_ahead, len(seq.tokens) + seq.num_drawn
-            if num_tokens - start != 1 or seq.draft or seq.guests:
+            if num_tokens - start != 1 or seq.guests:
                 return None
             if seq.num_drawn and self._awaits_result(seq):
                 continue
-            if not self.pages.grow(seq, num_tokens, step.copies):
+            if seq.draft:
+                if len(seq.draft) > spare:
+                    return None
+                trim_draft(seq, spare, self.max_model_len)
+                spare -= len(seq.draft)
+            if not self.pages.grow(seq, num_tokens + len(seq.draft), step.copies):
                 return None  # the pages that others got meanwhile are found in their tables
-            spans.append(Span(seq, start, 1, "causal", ONE_SAMPLE, row=seq.row))
+            spans.append(next_span(seq, 1 + len(seq.draft)) if seq.draft else Span(seq, start, 1, "causal", ONE_SAMPLE, row=seq.row))
         for span in spans:
-            span.seq.num_ahead += 1
+            span.seq.num_ahead += span.length
             span.seq.num_drawn += 1
         return spans
 
@@ -194,16 +201,20 @@ class Scheduler:
         if drafted > 0 or span.guests:
             self.pages.truncate(seq, seq.num_tokens, in_flight)
 
-    def append(self, span: Span, token: int) -> None:
-        """``advance`` for the plainest of spans, the hot path: one row of a sequence without a draft, which drew ``token``."""
+    def append(self, span: Span, emitted: list[int]) -> None:
+        """``advance`` for a valid span of a decode, the hot path."""
         seq = span.seq
+        before = seq.num_computed
         span.landed = True
-        seq.tokens.append(token)
-        seq.num_computed += 1
-        seq.num_ahead -= 1
+        seq.tokens += emitted
+        seq.num_computed = len(seq.tokens) - 1
+        seq.num_ahead -= span.length
         seq.num_drawn -= 1
-        if self.pages.commits_at(seq.num_computed):
+        if self.pages.commits_between(before, seq.num_computed):
             self.pages.commit(seq, self._in_flight())
+        if span.length > 1:
+            seq.drop_draft()
+            self.pages.truncate(seq, len(seq.tokens), self._in_flight())
 
     def _land(self, span: Span) -> None:
         span.landed = True

@@ -46,8 +46,8 @@ def next_span(seq: Sequence, length: int) -> Span:
     if length == 1 and not first and not seq.guests:
         return Span(seq, start, 1, want=ONE_SAMPLE, row=seq.row)
     want: dict[Want, range] = {}
-    unscored = unscored_from(seq)
-    if unscored is not None and start < seq.num_prompt - 1 and start + length > unscored:
+    unscored = unscored_from(seq) if start < seq.num_prompt - 1 else None
+    if unscored is not None and start + length > unscored:
         want["score"] = range(max(0, unscored - start), min(length, seq.num_prompt - 1 - start))
     if length > first:
         want["sample"] = range(first, length)

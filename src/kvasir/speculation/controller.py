@@ -229,7 +229,8 @@ class Controller:
         """Cut the trees to the slots that give the most tokens a second, ``budget`` at most. ``num_seqs``: sequences that
         decode in the step, if more than have a tree."""
         if self._fixed or self.trying:
-            self._recent.extend(trees[:RECENT])
+            if self.trying:
+                self._recent.extend(trees[:RECENT])
             share = budget // max(1, len(trees))
             most = max(1, share) if self._fixed else min(TRIAL_NODES, share)
             if isinstance(trees, Forest) and trees.sizes.max(initial=0) <= most:

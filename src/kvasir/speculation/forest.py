@@ -71,7 +71,7 @@ class Forest(Sequence[DraftTree]):
 
     def __getitem__(self, at: int | slice) -> DraftTree | list[DraftTree]:
         if isinstance(at, slice):
-            return [self[i] for i in range(len(self))[at]]
+            return list(self)[at]
         at = range(len(self))[at]
         start, end = int(self.ends[at - 1]) if at else 0, int(self.ends[at])
         tokens, parents, depths = self.ints[:, start:end].tolist()
