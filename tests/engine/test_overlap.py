@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvasir.engine.graphs import DECODES, ROW_BY_ROW
+from kvasir.engine.graphs import DECODES, ROW_BY_ROW, STAND_INS
 from kvasir.types import Grammar
 from tests.engine.driver import Driver
 
@@ -218,9 +218,10 @@ def test_buckets_are_captured_when_used_often_or_when_idle():
     driver.run(fleet(driver, [dict(max_tokens=9)] * 3))
     driver.outputs.clear()
     assert len(captured) == 1 and list(graphs._ready) == [(4, True, False)]
-    assert [graphs._fit(2, True, DECODES)[0] for _ in range(4)] == [4, 4, 4, 2], "a captured bucket stands in until the rows have come often"
+    fits = [graphs._fit(2, True, DECODES)[0] for _ in range(STAND_INS + 1)]
+    assert fits == [4] * STAND_INS + [2], "a captured bucket stands in until the rows have come often"
     assert [graphs._fit(n, True, DECODES)[0] for n in (1, 3, 5)] == [1, 4, 8] and graphs._fit(2, True, ROW_BY_ROW)[0] == 2, "but not any"
-    graphs._uses.clear()
+    graphs._stood_in.clear()
     left = 0
     while driver.engine.idle():
         left += 1
