@@ -15,7 +15,7 @@ from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from tests.bench.test_result import check
 
-TINY = ["one:1:8:4", "three:3:5:3"]
+TINY = ["one:1:8:20", "three:3:5:20"]
 
 
 def run(capsys, config=None, **options):
