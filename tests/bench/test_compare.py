@@ -21,8 +21,8 @@ CASES = sorted((Path(__file__).parents[2] / "bench" / "cases").glob("*.toml"))
 TABLE = {
     "shape": "small", "repeats": 2, "settings": {"num_threads": 1, "device": "cpu"}, "arms": {"kvasir": {}},
     "peer": {"name": "vllm", "repeats": [2, 1], "options": {"max_model_len": 64}},
-    "workloads": {"one": {"batch": 1, "prompt": 8, "output": 20, "warmup_prompt": 2, "targets": {"decode": 0.001, "prefill": 1e9}},
-                  "two": {"batch": 2, "prompt": 5, "output": 20}},
+    "workloads": {"one": {"batch": 1, "prompt": 8, "output": 48, "warmup_prompt": 2, "targets": {"decode": 0.001, "prefill": 1e9}},
+                  "two": {"batch": 2, "prompt": 5, "output": 48}},
 }
 
 
@@ -66,7 +66,7 @@ def test_a_b_a(log):
         return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
 
     def life(numbers):
-        return [(prompts(name, batch, size, number), count) for name, batch, long, short, out in (("one", 1, 8, 2, 20), ("two", 2, 5, 5, 20))
+        return [(prompts(name, batch, size, number), count) for name, batch, long, short, out in (("one", 1, 8, 2, 48), ("two", 2, 5, 5, 48))
                 for number, size in [(-1, short), *((n, long) for n in numbers)] for count in (1, out)]
 
     sent = [(e["prompts"], e["count"]) for e in asked if e["op"] == "generate"]
@@ -113,14 +113,14 @@ def test_arms_take_turns_a_life_each(log, rated, monkeypatch):
 def test_decoding_over_cached_prompts(log, rated, monkeypatch):
     lives = still(monkeypatch, asked := [])
     table = TABLE | {"cached": True, "rounds": 3, "repeats": 2, "arms": {"a": {}, "b": {}}, "targets": {"two.decode_tok_s b/a": 1.5}}
-    table["workloads"] = {"two": {"batch": 2, "prompt": 5, "output": 20}}
+    table["workloads"] = {"two": {"batch": 2, "prompt": 5, "output": 48}}
     table["peer"] = {"name": "vllm", "repeats": [1, 1], "options": {"max_model_len": 64}, "variants": {"vllm_fp8": {"kv_cache_dtype": "fp8"}}}
     stages = []
     found = compare.measure(parse("c", table), peer=True, site=SITE, keep=lambda so_far: stages.append(len(so_far["arms"])))
     check(found)
     assert [options["enable_prefix_caching"] for options in lives] == [True] * 8
     assert [options.get("kv_cache_dtype") for options in lives] == [None, "fp8", *[None] * 5, "fp8"], "the variant runs whenever the peer does"
-    assert asked[:4] == [(2, 5, 20), (2, 5, 1), (2, 5, 1), (2, 5, 20)], "two runs that do not count, then a token and all of them"
+    assert asked[:4] == [(2, 5, 48), (2, 5, 1), (2, 5, 1), (2, 5, 48)], "two runs that do not count, then a token and all of them"
     names = {a["name"]: a["metrics"] for a in found["arms"]}
     assert list(names) == ["a", "b", "vllm", "vllm_fp8"] and {n: m["two.decode_tok_s"]["n"] for n, m in names.items()} == {
         "a": 6, "b": 6, "vllm": 2, "vllm_fp8": 2}
@@ -180,7 +180,7 @@ def test_beginnings_are_shared():
 def test_ladder(log, rated, capsys, monkeypatch):
     lives = still(monkeypatch)
     rungs = ("enable_prefix_caching", "check")
-    ladder.run({"num_threads": 1}, model="", shape="small", workloads=["w:1:8:20"], repeats=1, output=None, commit="abc1234", rungs=rungs)
+    ladder.run({"num_threads": 1}, model="", shape="small", workloads=["w:1:8:48"], repeats=1, output=None, commit="abc1234", rungs=rungs)
     found = json.loads(capsys.readouterr().out)
     check(found)
     assert [a["name"] for a in found["arms"]] == ["plain", "+enable_prefix_caching", "+check"] and found["commit"] == "abc1234"
