@@ -127,10 +127,10 @@ def test_decoding_alone_computes_the_prompts_once():
     with contextlib.ExitStack() as stack:
         config = EngineConfig.of(model="nano", device="cpu", num_threads=1, max_num_seqs=4, max_model_len=128)
         generate, llm = offline.own_engine(config, stack)
-        found = offline.decoding(offline.timed(generate), Batch("x", 2, 64, 4), 500, repeats=2, life=0)
+        found = offline.decoding(offline.timed(generate), Batch("x", 2, 64, 40), 500, repeats=2, life=0)
         assert list(found) == ["x.decode_tok_s"] and len(found["x.decode_tok_s"]) == 2 and min(found["x.decode_tok_s"]) > 0
         assert llm.engine.pages.cached_tokens == 2 * 5 * 48, "both prompts, but for their last pages, in both runs of both rounds and one before"
-        offline.decoding(offline.timed(generate), Batch("y", 1, 96, 4), 500, repeats=1, life=0)
+        offline.decoding(offline.timed(generate), Batch("y", 1, 96, 30), 500, repeats=1, life=0)
         assert llm.engine.pages.cached_tokens == 2 * 5 * 48 + 64 + 3 * 80, "a longer prompt begins with the shorter one"
 
 
