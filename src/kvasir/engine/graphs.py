@@ -9,8 +9,8 @@ mixture of decodes, chains and trees that fits it. Attention reads the keys of a
 span may have decides the tile (``AttentionBackend.together``), and is the *form* of a step. A backend that cannot do this runs chains row
 by row: each row is a decode of its own at the next position, since each layer writes all keys before any row attends.
 
-A bucket runs in a larger captured one, where there is one, until it has come often: a capture takes as long as a hundred such steps
-gain. Otherwise it runs uncaptured a few times, so that nobody waits for the capture of a size that only passes by, and kernels are
+A bucket runs in a larger captured one, where there is one, until it has come often: a capture takes longer than a few such
+steps gain. Otherwise it runs uncaptured a few times, so that nobody waits for the capture of a size that only passes by, and kernels are
 compiled and libraries loaded before it. Buckets that were never used are captured when the engine is idle (``capture_next``).
 
 Legend: B rows of a bucket, M rows of a slice, G guests of a drafter, V vocabulary, E model dim, P slots per page.
