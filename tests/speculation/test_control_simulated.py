@@ -129,6 +129,35 @@ def test_slow_steps_at_the_start_are_not_believed_for_long():
     assert rates[1] > 0.98, rates
 
 
+class Stalls(Machine):
+    """Some drafted steps stand still for two seconds, of the same sizes as others: kernels compile for what only they hold."""
+
+    drafted, stalled = 0, 0.0
+
+    def decodes(self, graphs, seqs, context, drafts, drafted) -> float:
+        self.drafted += drafted
+        late = 2.0 if drafted and self.drafted in (3, 4, 9, 17, 18, 26, 45, 61) else 0.0
+        self.stalled += late
+        return super().decodes(graphs, seqs, context, drafts, drafted) + late
+
+
+def test_stalls_do_not_end_the_drafting():
+    for batch in (8, 64):
+        stalling, smooth = (Simulation(batch, coins(0.9), machine=machine) for machine in (Stalls(), None))
+        load = Load(batch, count=4 * batch)
+        seconds = sum(stalling.run(load).seconds for _ in range(2)) - stalling.machine.stalled
+        assert stalling.machine.stalled == 16.0
+        assert seconds < 1.12 * sum(smooth.run(load).seconds for _ in range(2)), (batch, seconds)
+
+
+def test_a_drafter_that_always_stalls_is_given_up():
+    """What repeats itself is no accident: two hundred milliseconds a call, every time, are soon too dear."""
+    drafting, without = (Simulation(8, made) for made in (coins(0.9, call=0.2), None))
+    load = Load(8, count=64)
+    rates = [without.run(load).seconds / drafting.run(load).seconds for _ in range(4)]
+    assert rates[-1] > 0.9, rates
+
+
 def test_where_steps_are_as_short_as_a_drafters_own_work():
     """As with ``base`` on an H200: 0.5 ms a step. One step of a trial costs as much as a per cent of the whole workload."""
     for batch in (1, 8, 32):

@@ -172,8 +172,9 @@ class Sampler:
     def _draw_plain(self, logits_MV: torch.Tensor, rows: Rows) -> torch.Tensor:
         """The draws of rows that need nothing but stages 6-11, by the same function as steps that draw on the device."""
         values = rows.values
-        numbers = np.stack([values[:, TEMPERATURE], np.minimum(values[:, TOP_P], 1.0), np.exp(values[:, LOG_MIN_P])]).astype(np.float32)
-        temperature, top_p, min_p = self._send(numbers)
+        numbers = np.empty((3, -(-len(values) // 4) * 4), np.float32)  # of 16 bytes: kernels are compiled anew for pointers aligned otherwise
+        numbers[:, :len(values)] = values[:, TEMPERATURE], np.minimum(values[:, TOP_P], 1.0), np.exp(values[:, LOG_MIN_P])
+        temperature, top_p, min_p = self._send(numbers)[:, :len(values)]
         top_k = self._send(values[:, TOP_K].astype(np.int32))
         return sample_rows(logits_MV, temperature, top_k, top_p, min_p, self._send(rows.streams), self._send(rows.positions), self.tokenizer_size)
 

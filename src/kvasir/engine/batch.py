@@ -8,12 +8,15 @@ Legend: T rows, S spans, W pages in the longest table, P slots per page, A words
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 
 from kvasir.types import Span, StepBatch
+
+ALIGNED = 16  # elements: where a section of a staging buffer may begin. Kernels are compiled anew for pointers aligned otherwise
 
 
 class Packer:
@@ -63,8 +66,8 @@ class Packer:
             if span.parents:
                 tree_ancestors(span.parents, bits.reshape(num_rows, words)[at:end])
 
-        ids_t, positions_t, *slots_t, wanted_t, bits_t = wide.to(self.device, non_blocking=True).split_with_sizes(wide_sizes)
-        first_t, context_t, *tables_t = narrow.to(self.device, non_blocking=True).split_with_sizes(narrow_sizes)
+        ids_t, positions_t, *slots_t, wanted_t, bits_t = _sections(wide.to(self.device, non_blocking=True), wide_sizes)
+        first_t, context_t, *tables_t = _sections(narrow.to(self.device, non_blocking=True), narrow_sizes)
         return StepBatch(
             input_ids=ids_t, positions=positions_t, row_start=first_t, context=context_t,
             tables=tuple(t.view(num_spans, width) for t in tables_t), slots=tuple(slots_t),
@@ -81,13 +84,13 @@ class Packer:
 
     def _stage(self, dtype: torch.dtype, sizes: list[int]) -> tuple[torch.Tensor, list[np.ndarray]]:
         """A host tensor of all sections together, and a numpy view of each."""
-        ends = [0, *accumulate(sizes)]
+        total = sum(map(_padded, sizes))
         held = self._buffers[0].get(dtype)
-        if held is None or len(held[1]) < ends[-1]:
-            tensor = torch.empty(max(256, 2 * ends[-1]), dtype=dtype, pin_memory=self.device.type == "cuda")
+        if held is None or len(held[1]) < total:
+            tensor = torch.empty(max(256, 2 * total), dtype=dtype, pin_memory=self.device.type == "cuda")
             held = self._buffers[0][dtype] = tensor, tensor.numpy()
         tensor, array = held
-        return tensor[:ends[-1]], [array[a:b] for a, b in pairwise(ends)]
+        return tensor[:total], _sections(array, sizes)
 
     def _pages(self, span: Span, table: list[int], row: np.ndarray, slots: np.ndarray) -> None:
         """Fill one row of a page table (padded with the dummy page 0) and the slots the span writes."""
@@ -105,6 +108,16 @@ class Packer:
 def pack(spans: list[Span], page_slots: int, device: torch.device | str, num_groups: int) -> StepBatch:
     """Pack once, with buffers of its own."""
     return Packer(page_slots, num_groups, device).pack(spans)
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def _sections(whole: Any, sizes: list[int]) -> list[Any]:
+    """Views of a staging buffer, a tensor or an array: ``sizes`` elements each, every one at a place that ``ALIGNED`` divides."""
+    starts = accumulate(map(_padded, sizes), initial=0)
+    return [whole[start:start + size] for start, size in zip(starts, sizes)]
 
 
 def _logit_rows(spans: list[Span], row_start: list[int]) -> list[int]:

@@ -22,7 +22,9 @@ DECAY = 0.9  # of a size's time,
 SURE = 4  # observations of a size of which the shortest counts,
 WRONG = 0.5  # of it where a step took much less than is believed: none is ever quicker than it is
 HICCUP = 0.1  # seconds above its prediction, and twice that: so long a step did something else, if it is not always so:
-HICCUPS, OF_A_SIZE = 6, 2  # so often in a row, and so often with steps of a size
+HICCUPS = 6  # so often in a row,
+OF_A_SIZE, GOOD = 4, 8  # so often with steps of a size, and once more for so many that did not,
+FORGIVEN = 60.0  # and so many seconds in all
 CLIP = 1.25  # and how far from the present one a step's counts at most
 
 
@@ -36,6 +38,7 @@ class DraftTimes:
         self._times: dict[_Kind, tuple[float, StepShape]] = {}
         self._hiccups: Counter[_Kind] = Counter()
         self._in_a_row = 0  # of them, with no drafted step between
+        self._forgiven = 0.0  # seconds of them
         self._seen: set[tuple[bool, bool]] = set()  # (drafted, in a graph) of which there were observations
         self._counts: Counter[_Kind] = Counter()  # observations that were learnt from,
         self._runs: Counter[_Kind] = Counter()  # and all
@@ -57,10 +60,11 @@ class DraftTimes:
         expected, warm, count = self._expected(kind, shape), self._warm(kind), self._counts[kind]
         if once:
             return min(seconds, CLIP * expected), False
-        if (self._compiles and seconds > max(expected + HICCUP, 2 * expected)
-                and self._in_a_row < HICCUPS and self._hiccups[kind] < OF_A_SIZE):
+        if (self._compiles and seconds > max(expected + HICCUP, 2 * expected) and self._in_a_row < HICCUPS
+                and self._hiccups[kind] < OF_A_SIZE + count // GOOD and self._forgiven < FORGIVEN):
             self._in_a_row += 1
             self._hiccups[kind] += 1
+            self._forgiven += seconds
             return CLIP * expected, False
         if drafted:
             self._in_a_row = 0

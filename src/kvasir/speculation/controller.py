@@ -12,8 +12,9 @@ seen what is proposed and how a few proposals fare, the best number of nodes fol
 once. A *trial*, a few steps with a few nodes for a few sequences, shows that much: at the start, and again after pauses that
 double while it does not pay. Trials and errors are paid from an account: plain steps add a share of their time, drafted
 steps what they gained or lost against plain ones. Where it is empty nothing is drafted, so whatever the estimates say,
-drafting cannot cost more than that share and the credit at the start. Any rule is lossless here, since the verifying draw does
-not look at the draft.
+drafting cannot cost more than that share and the credit at the start. One step takes no more out of it than some dozens of plain ones
+do: a server that stood still for a second must not do without drafts for an hour. Any rule is lossless here, since the verifying draw
+does not look at the draft.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ TRIAL_TRIED = 8  # and no more once so many proposals were seen and a step was m
 TRIAL_NODES = 4  # a sequence, whatever they are believed to be worth: else what is believed bad is never seen again
 TRIAL_SEQS = 8  # of those that decode: enough to learn from, and cheap in a large batch
 AGAIN = 4  # steps until it is asked again whether a trial that is due has the device for itself
-MIN_PAUSE, MAX_PAUSE = 16, 128  # plain steps between trials, and at least as many as pay for two steps of one
+MIN_PAUSE, MAX_PAUSE = 16, 128  # plain steps between trials, and at least as many as pay for two steps of one, unless drafting did
 ALLOWANCE = 0.008  # of the time of plain steps goes into the account
-CREDIT_STEPS, MAX_CREDIT_STEPS = 1.5, 2.0  # plain steps' time in the account at the start, and at most
+CREDIT_STEPS, MAX_CREDIT_STEPS, MAX_DEBT_STEPS = 1.5, 4.0, 32.0  # plain steps' time in the account at the start, and at most, above 0 and below
 MARGIN = 2  # nodes that are proposed beyond the most that was worth verifying in the last step
 REFRESH, REFRESH_STEPS = 512, 4  # after so many drafted steps in a row, plain ones to see what those cost by now
 RECENT = 32  # proposals that show what the next ones will be like
@@ -196,7 +197,8 @@ class Controller:
         # Of a step of a trial, even if nothing is right.
         cost = self._seconds(num_seqs, context, TRIAL_NODES * min(num_seqs, TRIAL_SEQS), True) - plain
         if not self._trial and not self._due:
-            self._rest = min(MAX_PAUSE, max(self._pause, int(2 * cost / (ALLOWANCE * plain))))
+            earned = max(0.0, self._credit - CREDIT_STEPS * plain)  # while drafting paid
+            self._rest = min(MAX_PAUSE, max(self._pause, int((2 * cost - earned) / (ALLOWANCE * plain))))
             self._pause, self._due, self._in_a_row = min(2 * self._pause, MAX_PAUSE), True, 0
             return False
         if cost > self._credit:
@@ -333,7 +335,8 @@ class Controller:
             self._trial = 0 if enough else self._trial - 1
         if not num_seqs or self._credit is None:
             return
-        self._credit += (1.0 + accepted / num_seqs) * self._seconds(num_seqs, context, 0, False) - seconds
+        plain = self._seconds(num_seqs, context, 0, False)
+        self._credit = max(self._credit + (1.0 + accepted / num_seqs) * plain - seconds, -MAX_DEBT_STEPS * plain)
         self._trial = 0 if self._credit < 0 else self._trial
 
     def rested(self, seconds: float, excess: float = 0.0) -> None:
