@@ -179,5 +179,5 @@ class TabularDraw(Draw):
                 finish = "stop" if ended else "length" if made >= sampling.max_tokens else None
                 if finish:
                     live.remove(i)
-                yield Chunk(i, token, text, row[token], e.confidence(row), finish)
+                yield Chunk(i, text, (token,), (row[token],), (e.confidence(row),), finish)
             turn += 1
