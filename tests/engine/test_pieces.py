@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
+from kvasir.engine.outbox import Outbox
 from kvasir.engine.pieces import Pieces
-from kvasir.types import Event, Request, SamplingParams
+from kvasir.types import BareLogprobs, Event, Request, SamplingParams, TokenLogprob
 
 
-def request(name: str, piece: int, n: int = 1) -> Request:
-    return Request(id=name, prompt_ids=[1], params=SamplingParams(n=n), seed=0, max_tokens=100, piece=piece)
+def request(name: str, piece: int, n: int = 1, **params) -> Request:
+    return Request(id=name, prompt_ids=[1], params=SamplingParams(n=n, **params), seed=0, max_tokens=100, piece=piece)
 
 
 def tokens(name: str, branch: int, index: int, ids: list[int], finish: str | None = None) -> Event:
@@ -66,3 +69,46 @@ def test_an_error_ends_it_and_its_id_is_free():
     pieces.close("r")
     pieces.open(request("r", 1))
     assert [e.token_ids for e in pieces.ready([tokens("r", 0, 1, [7])])] == [[7]]
+
+
+def sure(name: str, index: int, ids: list[int], finish: str | None = None, confidence: bool = True) -> Event:
+    event = tokens(name, 0, index, ids, finish)
+    event.logprobs = [TokenLogprob(t, -float(t), 1, confidence=t / 2 if confidence else None) for t in ids]
+    return event
+
+
+@pytest.mark.parametrize("confidence", [True, False])
+def test_log_probabilities_without_alternatives_go_as_plain_numbers(confidence):
+    pieces = Pieces()
+    pieces.open(request("r", 3, logprobs=0))
+    sent = [e for i, finish in enumerate((None, None, None, None, None, "stop"))
+            for e in pieces.ready([sure("r", i, [i], finish, confidence)])]
+    assert [e.token_ids for e in sent] == [[0], [1, 2, 3], [4, 5]] and all(e.logprobs is None for e in sent)
+    assert sent[1].bare == BareLogprobs([-1.0, -2.0, -3.0], [0.5, 1.0, 1.5] if confidence else [])
+    pieces.close("r")
+    pieces.open(request("r", 1, logprobs=0))
+    assert pieces.ready([sure("r", 0, [1])])[0].bare is None, "who reads along gets all of them"
+
+
+def test_alternatives_stay():
+    pieces = Pieces()
+    pieces.open(request("top", 2, logprobs=1))
+    pieces.open(request("other", 2, logprobs=0))
+    assert pieces.ready([sure("top", 1, [1])]) == []
+    (event,) = pieces.ready([sure("top", 2, [2])])
+    assert [p.id for p in event.logprobs] == [1, 2] and event.bare is None
+
+
+def test_an_end_without_tokens_joins_what_has_log_probabilities():
+    pieces = Pieces()
+    pieces.open(request("r", 32, logprobs=0))
+    assert pieces.ready([sure("r", 1, [1]), sure("r", 2, [2])]) == []
+    (last,) = pieces.ready([tokens("r", 0, 3, [], "cancelled")])
+    assert (last.token_ids, last.bare.logprobs, last.finish_reason) == ([1, 2], [-1.0, -2.0], "cancelled")
+
+
+def test_a_full_outbox_joins_plain_numbers():
+    outbox = Outbox(1)
+    for event in (Event(kind="tokens", request_id="r", index=i, token_ids=[i], bare=BareLogprobs([-float(i)], [i + 0.5])) for i in range(3)):
+        outbox.put(event)
+    assert len(outbox) == 1 and outbox._events[0].bare == BareLogprobs([0.0, -1.0, -2.0], [0.5, 1.5, 2.5])
