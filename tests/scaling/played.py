@@ -21,7 +21,7 @@ def number(*what) -> int:
 
 class Played:
     """Replies are a function of the prompt, the branch's stream and the place. ``at_once``: tokens an event, as with drafts that were right.
-    ``dies``: at every request's sixth step the process is gone, and the next one sends two tokens again. ``waiting``: events that may wait
+    ``dies``: in the middle of every request the process is gone, and the next one sends two tokens again. ``waiting``: events that may wait
     for the reader before they are joined. ``made``: tokens that came, each once."""
 
     def __init__(self, vocabulary: int, *, at_once: int = 1, dies: bool = False, waiting: int = 3) -> None:
@@ -65,7 +65,7 @@ class Played:
         steps, deaths = enumerate(self._steps(entry.request)), 0
         while not entry.done:
             at, step = next(steps)
-            if self.dies and not deaths and at == 5:
+            if self.dies and not deaths and at == 40 // self.at_once:
                 deaths = 1
                 entry.rewind()
                 pieces = Pieces()
