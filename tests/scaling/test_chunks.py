@@ -113,7 +113,8 @@ PROBLEMS = [Problem(f"p{i}", ({"role": "user", "content": f"Hello {i}"},)) for i
 
 
 def played(journal: Journal | None = None, **options):
-    return asyncio.run(solve(load_strategy(SPEC), PROBLEMS, [endpoint(**options)], seed=5, sampling=Sampling(max_tokens=60), journal=journal, pause=0.0))
+    model = endpoint(**options)
+    return asyncio.run(solve(load_strategy(SPEC), PROBLEMS, [model], seed=5, sampling=Sampling(max_tokens=60), journal=journal, pause=0.0))
 
 
 def told(solution) -> list:

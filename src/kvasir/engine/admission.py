@@ -239,7 +239,7 @@ def _is_text(value: Any, most: int) -> bool:
 
 def _check_ids(name: str, ids: Iterable[Any], ids_end: int) -> None:
     ids = list(ids)
-    if set(map(type, ids)) <= {int} and (not ids or 0 <= min(ids) and max(ids) < ids_end):
+    if set(map(type, ids)) <= {int} and (not ids or min(ids) >= 0 and max(ids) < ids_end):
         return  # a prompt may hold a million
     for token in ids:
         if type(token) is not int:
