@@ -40,7 +40,7 @@ def test_a_reader_of_the_whole_gets_few_events_and_all_tokens():
         assert [e.finish_reason for e in events] == [None] * (len(events) - 1) + ["length"]
         assert events[0].index == 0 and len(events[0].token_ids) <= 3, "the first does not wait"
         assert len(events) > 10 if key[0] == "along" else len(events) <= 4
-    assert not pieces._held
+    assert not pieces._requests["whole"].held
 
 
 def test_what_cannot_be_joined_follows_what_it_came_behind():

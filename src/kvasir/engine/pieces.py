@@ -4,11 +4,20 @@ asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from kvasir.types import BareLogprobs, Event, Request
 
 PIECE = 32  # tokens: what a reader who wants the whole may ask for. So many are drawn again if the process dies
+
+
+@dataclass(slots=True)
+class Waiting:
+    """Of one request: what waits, by branch. ``size``: tokens of a piece. ``bare``: log-probabilities go without rank and alternatives."""
+
+    size: int
+    bare: bool
+    held: dict[int, Event] = field(default_factory=dict)
 
 
 class Pieces:
@@ -16,49 +25,41 @@ class Pieces:
     it tells when the reply began."""
 
     def __init__(self) -> None:
-        self._sizes: dict[str, int] = {}
-        self._bare: set[str] = set()  # requests whose log-probabilities go without rank and alternatives
-        self._held: dict[tuple[str, int], Event] = {}
+        self._requests: dict[str, Waiting] = {}
 
     def open(self, request: Request) -> None:
         if request.piece > 1:
-            self._sizes[request.id] = request.piece
-            if request.params.logprobs == 0:
-                self._bare.add(request.id)
+            self._requests[request.id] = Waiting(request.piece, request.params.logprobs == 0)
 
     def close(self, request_id: str) -> None:
         """The request has ended: nothing of it is sent any more."""
-        if self._sizes.pop(request_id, None) is not None:
-            self._bare.discard(request_id)
-            for key in [key for key in self._held if key[0] == request_id]:
-                del self._held[key]
+        self._requests.pop(request_id, None)
 
     def ready(self, events: list[Event]) -> list[Event]:
         """What is to be sent of ``events`` and of those before them, in the order of each branch."""
-        if not self._sizes:
+        if not self._requests:
             return events
-        ready = list(self._ready(events))
-        for event in ready:
-            if event.logprobs is not None and event.request_id in self._bare:
-                strip(event)
+        ready: list[Event] = []
+        for event in events:
+            waiting = self._requests.get(event.request_id)
+            if waiting is None or event.kind != "tokens":
+                ready.append(event)
+                continue
+            whole = waiting.held.get(event.branch)
+            if whole is None or not join(whole, event):
+                if whole is not None:
+                    ready.append(_sent(waiting, whole))
+                waiting.held[event.branch] = whole = event
+            if event.index == 0 or len(whole.token_ids) >= waiting.size or event.finish_reason is not None or event.score is not None:
+                del waiting.held[event.branch]
+                ready.append(_sent(waiting, whole))
         return ready
 
-    def _ready(self, events: list[Event]) -> Iterable[Event]:
-        for event in events:
-            size = self._sizes.get(event.request_id)
-            if size is None or event.kind != "tokens" or event.index == 0:
-                yield event
-                continue
-            key = event.request_id, event.branch
-            held = self._held.pop(key, None)
-            if held is not None and join(held, event):
-                event = held
-            elif held is not None:
-                yield held
-            if len(event.token_ids) >= size or event.finish_reason is not None or event.score is not None:
-                yield event
-            else:
-                self._held[key] = event
+
+def _sent(waiting: Waiting, event: Event) -> Event:
+    if waiting.bare and event.logprobs is not None:
+        strip(event)
+    return event
 
 
 def strip(event: Event) -> None:
