@@ -114,8 +114,8 @@ class Request:
     ``seed``: the u64 noise stream of branch 0. ``max_tokens``: resolved against the context length. ``tenant``: salt of
     the prefix key, from the authenticated identity. ``arrival``: ``time.monotonic()`` seconds. ``bad_words``: token ids.
     ``affinity``: requests with the same one belong together (calls of one problem); only schedulers that care look at it.
-    ``piece``: tokens that may leave the engine together, 1 where somebody reads along. In pieces, log-probabilities without
-    alternatives come as plain numbers (`Event.bare`).
+    ``piece``: tokens that may leave the engine together, 1 where somebody reads along. ``bare``: log-probabilities are wanted as plain
+    numbers (`Event.bare`), without ranks and alternatives.
     ``epoch`` counts re-submissions; ``emitted`` and ``ended`` carry what earlier epochs already delivered, by branch.
     """
 
@@ -133,6 +133,7 @@ class Request:
     ended: list[int] = field(default_factory=list)
     affinity: str = ""
     piece: int = 1
+    bare: bool = False
 
 
 class Status(enum.Enum):
@@ -406,8 +407,8 @@ class Event:
 
     ``kind``: ``accepted`` (admitted to the queue; no tokens), ``tokens`` (new output; the last one has ``finish_reason``),
     ``error`` (terminal for the whole request: ``status``, ``param``, ``message``). ``queued``: seconds from arrival to the
-    first grant of rows, on the first ``tokens`` event of branch 0. ``bare``: in place of ``logprobs``, of a request that takes pieces
-    and asks for no alternatives.
+    first grant of rows, on the first ``tokens`` event of branch 0. ``bare``: in place of ``logprobs``, of a request
+    that asks for no more.
     """
 
     kind: Literal["accepted", "tokens", "error"]

@@ -11,8 +11,8 @@ from kvasir.engine.pieces import Pieces
 from kvasir.types import BareLogprobs, Event, Request, SamplingParams, TokenLogprob
 
 
-def request(name: str, piece: int, n: int = 1, **params) -> Request:
-    return Request(id=name, prompt_ids=[1], params=SamplingParams(n=n, **params), seed=0, max_tokens=100, piece=piece)
+def request(name: str, piece: int, n: int = 1, **more) -> Request:
+    return Request(id=name, prompt_ids=[1], params=SamplingParams(n=n), seed=0, max_tokens=100, piece=piece, **more)
 
 
 def tokens(name: str, branch: int, index: int, ids: list[int], finish: str | None = None) -> Event:
@@ -78,30 +78,31 @@ def sure(name: str, index: int, ids: list[int], finish: str | None = None, confi
 
 
 @pytest.mark.parametrize("confidence", [True, False])
-def test_log_probabilities_without_alternatives_go_as_plain_numbers(confidence):
+def test_log_probabilities_go_as_plain_numbers_where_no_more_is_wanted(confidence):
     pieces = Pieces()
-    pieces.open(request("r", 3, logprobs=0))
+    pieces.open(request("r", 3, bare=True))
     sent = [e for i, finish in enumerate((None, None, None, None, None, "stop"))
             for e in pieces.ready([sure("r", i, [i], finish, confidence)])]
     assert [e.token_ids for e in sent] == [[0], [1, 2, 3], [4, 5]] and all(e.logprobs is None for e in sent)
     assert sent[1].bare == BareLogprobs([-1.0, -2.0, -3.0], [0.5, 1.0, 1.5] if confidence else [])
     pieces.close("r")
-    pieces.open(request("r", 1, logprobs=0))
-    assert pieces.ready([sure("r", 0, [1])])[0].bare is None, "who reads along gets all of them"
+    pieces.open(request("r", 1, bare=True))
+    assert [pieces.ready([sure("r", i, [i])])[0].bare.logprobs for i in (1, 2)] == [[-1.0], [-2.0]], "one by one as well"
 
 
-def test_alternatives_stay():
+def test_ranks_and_alternatives_stay_where_they_are_wanted():
+    """A server's reply in pieces, beside a request that wants numbers only."""
     pieces = Pieces()
-    pieces.open(request("top", 2, logprobs=1))
-    pieces.open(request("other", 2, logprobs=0))
-    assert pieces.ready([sure("top", 1, [1])]) == []
-    (event,) = pieces.ready([sure("top", 2, [2])])
-    assert [p.id for p in event.logprobs] == [1, 2] and event.bare is None
+    pieces.open(request("all", 2))
+    pieces.open(request("other", 2, bare=True))
+    assert pieces.ready([sure("all", 1, [1])]) == []
+    (event,) = pieces.ready([sure("all", 2, [2])])
+    assert [(p.id, p.rank) for p in event.logprobs] == [(1, 1), (2, 1)] and event.bare is None
 
 
 def test_an_end_without_tokens_joins_what_has_log_probabilities():
     pieces = Pieces()
-    pieces.open(request("r", 32, logprobs=0))
+    pieces.open(request("r", 32, bare=True))
     assert pieces.ready([sure("r", 1, [1]), sure("r", 2, [2])]) == []
     (last,) = pieces.ready([tokens("r", 0, 3, [], "cancelled")])
     assert (last.token_ids, last.bare.logprobs, last.finish_reason) == ([1, 2], [-1.0, -2.0], "cancelled")

@@ -1,6 +1,5 @@
 """Tokens of a reply that nobody reads as it comes leave the engine process in pieces of several: an event costs both processes
-about the same, whether it holds one token or many. Their log-probabilities leave it as plain numbers, where no alternatives were
-asked for."""
+about the same, whether it holds one token or many. And log-probabilities leave it as plain numbers where no more is wanted."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ PIECE = 32  # tokens: what a reader who wants the whole may ask for. So many are
 
 @dataclass(slots=True)
 class Waiting:
-    """Of one request: what waits, by branch. ``size``: tokens of a piece. ``bare``: log-probabilities go without rank and alternatives."""
+    """Of one request: what waits, by branch. ``size``: tokens of a piece. ``bare``: log-probabilities go as plain numbers."""
 
     size: int
     bare: bool
@@ -28,8 +27,8 @@ class Pieces:
         self._requests: dict[str, Waiting] = {}
 
     def open(self, request: Request) -> None:
-        if request.piece > 1:
-            self._requests[request.id] = Waiting(request.piece, request.params.logprobs == 0)
+        if request.piece > 1 or request.bare:
+            self._requests[request.id] = Waiting(request.piece, request.bare)
 
     def close(self, request_id: str) -> None:
         """The request has ended: nothing of it is sent any more."""

@@ -106,7 +106,7 @@ class ClientEndpoint(Endpoint):
                                     seed=branch_stream(stream, branch) if branch else stream, confidence=self.confidences,
                                     finish_after=first_of, lease=lease, detokenize=False)
             requests.append(self.request(ids, params, prompt.affinity))
-            requests[-1].piece = 1 if apart else PIECE
+            requests[-1].piece, requests[-1].bare = 1 if apart else PIECE, True
         return EngineDraw(self, requests, size, sampling.stop, apart)
 
     def request(self, ids: list[int], params: SamplingParams, affinity: str, priority: int = 0) -> Request:
