@@ -114,7 +114,8 @@ class Request:
     ``seed``: the u64 noise stream of branch 0. ``max_tokens``: resolved against the context length. ``tenant``: salt of
     the prefix key, from the authenticated identity. ``arrival``: ``time.monotonic()`` seconds. ``bad_words``: token ids.
     ``affinity``: requests with the same one belong together (calls of one problem); only schedulers that care look at it.
-    ``piece``: tokens that may leave the engine together, 1 where somebody reads along.
+    ``piece``: tokens that may leave the engine together, 1 where somebody reads along. ``bare``: log-probabilities are wanted as plain
+    numbers (`Event.bare`), without ranks and alternatives.
     ``epoch`` counts re-submissions; ``emitted`` and ``ended`` carry what earlier epochs already delivered, by branch.
     """
 
@@ -132,6 +133,7 @@ class Request:
     ended: list[int] = field(default_factory=list)
     affinity: str = ""
     piece: int = 1
+    bare: bool = False
 
 
 class Status(enum.Enum):
@@ -351,6 +353,15 @@ class TokenLogprob:
 
 
 @dataclass(slots=True)
+class BareLogprobs:
+    """What `TokenLogprob` says of several tokens, without rank and alternatives: log-probabilities, and confidences (empty: not asked
+    for). Plain numbers cross between processes for a fraction of what an object a token costs."""
+
+    logprobs: list[float]
+    confidences: list[float]
+
+
+@dataclass(slots=True)
 class PromptScore:
     """Of the scored end of a prompt: the sum of its log-probabilities, the mean confidence, the lowest mean confidence of a
     window (None: not asked for), and how many tokens were scored."""
@@ -396,7 +407,8 @@ class Event:
 
     ``kind``: ``accepted`` (admitted to the queue; no tokens), ``tokens`` (new output; the last one has ``finish_reason``),
     ``error`` (terminal for the whole request: ``status``, ``param``, ``message``). ``queued``: seconds from arrival to the
-    first grant of rows, on the first ``tokens`` event of branch 0.
+    first grant of rows, on the first ``tokens`` event of branch 0. ``bare``: in place of ``logprobs``, of a request
+    that asks for no more.
     """
 
     kind: Literal["accepted", "tokens", "error"]
@@ -406,6 +418,7 @@ class Event:
     index: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    bare: BareLogprobs | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     score: PromptScore | None = None
     num_cached: int = 0

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 
 from kvasir.bench import solve_report
+from kvasir.cli import solve_ablation
+from kvasir.cli.solve_job import Job
+from kvasir.scaling.endpoint import Caps, Sampling
+from kvasir.scaling.strategy import load_strategy
 from tests.api.running import running
+from tests.scaling.tabular import Tabular, problem
 
 
 def test_two_models_a_journal_and_a_report(kvasir, tmp_path):
@@ -70,8 +76,6 @@ def test_replicas_of_a_remote_model_share_the_problems(kvasir, tmp_path):
 
 
 def test_features_one_by_one(kvasir, tmp_path, monkeypatch):
-    from kvasir.cli import solve_ablation
-
     out, kept = tmp_path / "out.json", ("whole", "none of them", "http")
     monkeypatch.setattr(solve_ablation, "VARIANTS", {name: solve_ablation.VARIANTS[name] for name in kept})
     done = kvasir("solve", "--ablate", "--strategy", "short_m_at_k:m=1,k=3", "--strategy", "best_of_n:n=2,by=self", "--strategy", "beam:N=2,width=2",
@@ -87,6 +91,34 @@ def test_features_one_by_one(kvasir, tmp_path, monkeypatch):
     assert any("none of them" in line for line in solve_report.features(found))
     assert kvasir("solve", "--ablate", "--strategy", "majority", "--journal", tmp_path / "j").code == 2
     assert kvasir("solve", "--ablate", "--strategy", "majority", "--model", "http://127.0.0.1:9/v1#x").code == 2
+
+
+class Forgetful(Tabular):
+    """What is asked since it last forgot."""
+
+    def forget(self):
+        self.prompts.clear()
+        self.seen.clear()
+
+
+def test_a_variant_is_warmed_up_on_another_problem_that_counts_nowhere():
+    """The first strategy that the variant can run meets it, then everything is forgotten; the figures are those without it."""
+    specs = ("self_eval_prune:n=2", "majority:n=3", "rsa:N=3,K=2,T=2")
+    job, strategies = Job(specs, ("table",), "countdown", count=2), {spec: load_strategy(spec) for spec in specs}
+    problems, other, sampling = [problem("p0"), problem("p1", "solve more")], [problem("p0", "solve another")], Sampling(max_tokens=12)
+
+    def solved(other):
+        endpoint, found, asked = Forgetful(caps=Caps(tokens=True, logprobs=True)), {spec: {} for spec in specs}, []
+        read = endpoint.read
+        endpoint.read = lambda prompt, *more: (asked.append(prompt.messages[-1]["content"]), read(prompt, *more))
+        left = asyncio.run(solve_ablation._solve(job, "whole", strategies, problems, other, [endpoint], sampling, found))
+        assert left == ["self_eval_prune:n=2"] and endpoint.prompts.count("solve another") == 0
+        return asked, {spec: (s["whole"].ledger.total() | {"seconds": 0}, [r.result.text for r in s["whole"].solved])
+                       for spec, s in found.items() if s}
+
+    asked, found = solved(other)
+    cold, plain = solved([])
+    assert asked == ["solve another", *cold] and found == plain and set(found) == set(specs[1:])
 
 
 @pytest.mark.parametrize("args, named", [((), "strategy"), (("--strategy", "majorty"), "Did you mean 'majority'"),

@@ -13,7 +13,7 @@ from kvasir.engine import journal
 from kvasir.engine.journal import Entry, GapError, Journal
 from kvasir.engine.outbox import Outbox
 from kvasir.errors import RequestError
-from kvasir.types import Event, Grammar, Request, SamplingParams, TokenLogprob
+from kvasir.types import BareLogprobs, Event, Grammar, Request, SamplingParams, TokenLogprob
 
 
 def request(n: int = 1, **more) -> Request:
@@ -40,6 +40,9 @@ def test_tokens_pass_once_and_overlaps_are_trimmed():
     news = it.admit(tokens(1, [6, 7, 8], logprobs=[logprob(6), logprob(7), logprob(8)]))
     assert (news.index, news.token_ids, [p.id for p in news.logprobs]) == (2, [7, 8], [7, 8])
     assert it.request.emitted == [[5, 6, 7, 8]] and it.fresh == 4
+    bare = entry()
+    bare.admit(tokens(0, [5], bare=BareLogprobs([-5.0], [])))
+    assert bare.admit(tokens(0, [5, 6], bare=BareLogprobs([-5.0, -6.0], [1.0, 2.0]))).bare == BareLogprobs([-6.0], [2.0])
     last = it.admit(tokens(2, [7, 8], finish_reason="stop", stop_reason=8))
     assert (last.index, last.token_ids, last.finish_reason, last.stop_reason) == (4, [], "stop", 8)
     assert it.done and it.admit(tokens(4, [9])) is None and it.admit(Event(kind="error", request_id="r")) is None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
+from kvasir.engine.outbox import Outbox
 from kvasir.engine.pieces import Pieces
-from kvasir.types import Event, Request, SamplingParams
+from kvasir.types import BareLogprobs, Event, Request, SamplingParams, TokenLogprob
 
 
-def request(name: str, piece: int, n: int = 1) -> Request:
-    return Request(id=name, prompt_ids=[1], params=SamplingParams(n=n), seed=0, max_tokens=100, piece=piece)
+def request(name: str, piece: int, n: int = 1, **more) -> Request:
+    return Request(id=name, prompt_ids=[1], params=SamplingParams(n=n), seed=0, max_tokens=100, piece=piece, **more)
 
 
 def tokens(name: str, branch: int, index: int, ids: list[int], finish: str | None = None) -> Event:
@@ -37,7 +40,7 @@ def test_a_reader_of_the_whole_gets_few_events_and_all_tokens():
         assert [e.finish_reason for e in events] == [None] * (len(events) - 1) + ["length"]
         assert events[0].index == 0 and len(events[0].token_ids) <= 3, "the first does not wait"
         assert len(events) > 10 if key[0] == "along" else len(events) <= 4
-    assert not pieces._held
+    assert not pieces._requests["whole"].held
 
 
 def test_what_cannot_be_joined_follows_what_it_came_behind():
@@ -66,3 +69,47 @@ def test_an_error_ends_it_and_its_id_is_free():
     pieces.close("r")
     pieces.open(request("r", 1))
     assert [e.token_ids for e in pieces.ready([tokens("r", 0, 1, [7])])] == [[7]]
+
+
+def sure(name: str, index: int, ids: list[int], finish: str | None = None, confidence: bool = True) -> Event:
+    event = tokens(name, 0, index, ids, finish)
+    event.logprobs = [TokenLogprob(t, -float(t), 1, confidence=t / 2 if confidence else None) for t in ids]
+    return event
+
+
+@pytest.mark.parametrize("confidence", [True, False])
+def test_log_probabilities_go_as_plain_numbers_where_no_more_is_wanted(confidence):
+    pieces = Pieces()
+    pieces.open(request("r", 3, bare=True))
+    sent = [e for i, finish in enumerate((None, None, None, None, None, "stop"))
+            for e in pieces.ready([sure("r", i, [i], finish, confidence)])]
+    assert [e.token_ids for e in sent] == [[0], [1, 2, 3], [4, 5]] and all(e.logprobs is None for e in sent)
+    assert sent[1].bare == BareLogprobs([-1.0, -2.0, -3.0], [0.5, 1.0, 1.5] if confidence else [])
+    pieces.close("r")
+    pieces.open(request("r", 1, bare=True))
+    assert [pieces.ready([sure("r", i, [i])])[0].bare.logprobs for i in (1, 2)] == [[-1.0], [-2.0]], "one by one as well"
+
+
+def test_ranks_and_alternatives_stay_where_they_are_wanted():
+    """A server's reply in pieces, beside a request that wants numbers only."""
+    pieces = Pieces()
+    pieces.open(request("all", 2))
+    pieces.open(request("other", 2, bare=True))
+    assert pieces.ready([sure("all", 1, [1])]) == []
+    (event,) = pieces.ready([sure("all", 2, [2])])
+    assert [(p.id, p.rank) for p in event.logprobs] == [(1, 1), (2, 1)] and event.bare is None
+
+
+def test_an_end_without_tokens_joins_what_has_log_probabilities():
+    pieces = Pieces()
+    pieces.open(request("r", 32, bare=True))
+    assert pieces.ready([sure("r", 1, [1]), sure("r", 2, [2])]) == []
+    (last,) = pieces.ready([tokens("r", 0, 3, [], "cancelled")])
+    assert (last.token_ids, last.bare.logprobs, last.finish_reason) == ([1, 2], [-1.0, -2.0], "cancelled")
+
+
+def test_a_full_outbox_joins_plain_numbers():
+    outbox = Outbox(1)
+    for event in (Event(kind="tokens", request_id="r", index=i, token_ids=[i], bare=BareLogprobs([-float(i)], [i + 0.5])) for i in range(3)):
+        outbox.put(event)
+    assert len(outbox) == 1 and outbox._events[0].bare == BareLogprobs([0.0, -1.0, -2.0], [0.5, 1.5, 2.5])

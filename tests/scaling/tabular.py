@@ -74,7 +74,8 @@ def uniform(stream: int, position: int, token: int) -> float:
 
 
 class Tabular(Endpoint):
-    """``faults``: how many of the next calls fail half-way. ``jitter``: a random number of turns of the loop between tokens.
+    """``faults``: how many of the next calls fail half-way. ``jitter``: a random number of turns of the loop between tokens. ``piece``: so
+    many tokens come as one chunk, where nothing is decided between them.
 
     Its own counters stand for the engine's: what it computed, found cached, generated.
     """
@@ -83,10 +84,11 @@ class Tabular(Endpoint):
     vocabulary = "tabular"
 
     def __init__(self, name: str = "table", model: Table | None = None, *, k: int = 5, price: Price | None = None, faults: int = 0,
-                 cache: bool = True, jitter: int | None = None, context: int = 1000, parameters: int = 0, caps: Caps | None = None) -> None:
+                 cache: bool = True, jitter: int | None = None, context: int = 1000, parameters: int = 0, caps: Caps | None = None,
+                 piece: int = 1) -> None:
         self.name, self.model, self.k, self.price, self.faults = name, model or table(), k, price or Price(1.0, 0.1, 4.0), faults
         self.cache, self.context, self.parameters = cache, context, parameters
-        self.caps = caps or self.caps
+        self.caps, self.piece = caps or self.caps, piece
         self.rng = random.Random(jitter) if jitter is not None else None
         self.seen: set[tuple] = set()
         self.counts = {"uncached": 0, "cached": 0, "generated": 0, "requests": 0}
@@ -120,7 +122,7 @@ class Tabular(Endpoint):
         self.prompts.append(prompt.messages[-1]["content"])
 
     def draw(self, prompt: Prompt, n: int, sampling: Sampling, seed: int, group: Group | None = None) -> Draw:
-        return TabularDraw(self, prompt, n, sampling, seed)
+        return TabularDraw(self, prompt, n, sampling, seed, self.piece if group is None and not sampling.stop else 1)
 
     async def score(self, prompt: Prompt, sample: Sample, usage: Usage) -> Score:
         ids = sample.ids if sample.vocabulary == self.vocabulary else tuple(ID[c] for c in sample.text)
@@ -141,15 +143,26 @@ class Tabular(Endpoint):
 
 
 class TabularDraw(Draw):
-    def __init__(self, endpoint: Tabular, prompt: Prompt, n: int, sampling: Sampling, seed: int) -> None:
+    def __init__(self, endpoint: Tabular, prompt: Prompt, n: int, sampling: Sampling, seed: int, piece: int) -> None:
         super().__init__()
-        self.endpoint, self.prompt, self.n, self.sampling, self.seed = endpoint, prompt, n, sampling, seed
+        self.endpoint, self.prompt, self.n, self.sampling, self.seed, self.piece = endpoint, prompt, n, sampling, seed, piece
         self.cancelled: set[int] = set()
 
     async def cancel(self, indexes: Sequence[int]) -> None:
         self.cancelled.update(indexes)
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
+        held: dict[int, Chunk] = {}
+        async for chunk in self.tokens():
+            if (first := held.pop(chunk.index, None)) is not None:
+                chunk = Chunk(chunk.index, first.text + chunk.text, (*first.ids, *chunk.ids), (*first.logprobs, *chunk.logprobs),
+                              (*first.confidences, *chunk.confidences), chunk.finish, first.count + chunk.count)
+            if chunk.count < self.piece and chunk.finish is None:
+                held[chunk.index] = chunk
+            else:
+                yield chunk
+
+    async def tokens(self) -> AsyncIterator[Chunk]:
         e, sampling = self.endpoint, self.sampling
         e.read(self.prompt, self.usage)
         failing, e.faults = e.faults > 0, max(0, e.faults - 1)
@@ -179,5 +192,5 @@ class TabularDraw(Draw):
                 finish = "stop" if ended else "length" if made >= sampling.max_tokens else None
                 if finish:
                     live.remove(i)
-                yield Chunk(i, token, text, row[token], e.confidence(row), finish)
+                yield Chunk(i, text, (token,), (row[token],), (e.confidence(row),), finish)
             turn += 1

@@ -9,7 +9,7 @@ import math
 import pytest
 
 from kvasir.errors import ConfigError
-from kvasir.scaling.endpoint import Sampling
+from kvasir.scaling.endpoint import Prompt, Sampling
 from kvasir.scaling.http_endpoint import HTTPEndpoint
 from kvasir.scaling.ledger import Budget
 from kvasir.scaling.primitives import Context, EndpointDown, Run, opened
@@ -141,6 +141,29 @@ def test_a_distribution_over_options_from_the_likeliest_tokens():
                 return await Context(Run([endpoint]), "p0").choose(endpoint, ask("x"), ("Yes", "No"))
 
     assert math.isclose(math.exp(asyncio.run(main())["Yes"]), 0.75)
+
+
+def test_several_tokens_of_a_delta_are_one_chunk():
+    """Counted by their log-probabilities; a confidence each, of the alternatives."""
+    def entry(*top: float) -> dict:
+        return {"token": "x", "logprob": top[0], "top_logprobs": [{"token": "x", "logprob": p} for p in top]}
+
+    def delta(text: str, *entries: dict) -> str:
+        return "data: " + json.dumps({"choices": [{"index": 0, "delta": {"content": text}, "logprobs": {"content": entries}}]}) + "\n\n"
+
+    stream = delta("Answer: ", entry(-0.5, -1.5), entry(-1.0, -2.0), entry(-0.25, -0.75)) + delta("7", entry(-2.0, -4.0)) + chunk(finish="stop")
+
+    async def main():
+        async with Foreign((200, stream)) as url:
+            endpoint = HTTPEndpoint(url, "other")
+            async with opened([endpoint]):
+                counts = [c.count async for c in endpoint.draw(Prompt(ask("x")), 1, SAMPLING, 0)]
+                context = Context(Run([endpoint]), "p0")
+                return counts, (await context.sample(endpoint, ask("x")))[0], context.ledger.total()["generated"]
+
+    counts, sample, generated = asyncio.run(main())
+    assert counts == [3, 1, 0] and (sample.text, sample.tokens, generated) == ("Answer: 7", 4, 4)
+    assert sample.logprob == -3.75 and sample.confidence == pytest.approx((1.0 + 1.5 + 0.5 + 3.0) / 4)
 
 
 def test_a_local_and_a_remote_model_in_one_strategy():

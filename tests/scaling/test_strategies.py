@@ -350,7 +350,7 @@ def test_what_is_not_known_of_a_reply_is_no_merit():
                 async def __aiter__(self):
                     async for chunk in super().__aiter__():
                         if chunk.index == 2:
-                            chunk.logprob = chunk.confidence = None
+                            chunk.logprobs = chunk.confidences = ()
                         yield chunk
 
             inner.__class__ = Draw

@@ -3,6 +3,9 @@
 Every variant solves the same problems with the same noise. What a feature changes is time and tokens, never a reply (in exact mode; up
 to ties elsewhere): ``same_replies`` is the share of problems whose chosen reply is the one of the whole engine. Over HTTP the server draws
 the noise, so there only the accuracy can agree.
+
+Every variant starts fresh engines, and the first strategy would pay for what they do once (compilation, tapes): before anything is
+timed, it solves another problem, which counts nowhere.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvasir.cli.solve_job import Job, build_endpoints, checker, compared
+from kvasir.cli.solve_job import Job, build_endpoints, checker, compared, lab_problems
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.lab.statistics import difference_interval, wilson
@@ -58,13 +61,14 @@ def run(config: EngineConfig, job: Job, strategies: dict[str, Strategy], task: T
     if any("://" in model for model in job.models):
         raise ConfigError("--ablate starts its own engines and servers: name models, not URLs")
     found: dict[str, dict[str, Solution]] = {spec: {} for spec in strategies}
+    other = lab_problems(task, task.problems(job.split, job.seed + 1, 1))
     check, begin, left, described = checker(task, drawn), time.monotonic(), [], build_endpoints(job, config)
     for name, variant in VARIANTS.items():
         if job.minutes is not None and name != WHOLE and time.monotonic() - begin > 60 * job.minutes:
             left.append(name)
             continue
         with _endpoints(config, job, variant) as endpoints:
-            left += [f"{spec} | {name}" for spec in asyncio.run(_solve(job, name, strategies, problems, endpoints, sampling, found))]
+            left += [f"{spec} | {name}" for spec in asyncio.run(_solve(job, name, strategies, problems, other, endpoints, sampling, found))]
         keep(outcome := _outcome(job, check, found, sampling, described, left))
     return outcome
 
@@ -98,10 +102,10 @@ def _changed(config: EngineConfig) -> dict[str, Any]:
             if f.name != "model" and getattr(own, f.name) != getattr(usual, f.name)}
 
 
-async def _solve(job: Job, name: str, strategies: dict[str, Strategy], problems: Sequence[Problem], endpoints: Sequence[Endpoint],
-                 sampling: Sampling, found: dict[str, dict[str, Solution]]) -> list[str]:
-    """One variant, every strategy; returns those that need what it lacks."""
-    left = []
+async def _solve(job: Job, name: str, strategies: dict[str, Strategy], problems: Sequence[Problem], other: Sequence[Problem],
+                 endpoints: Sequence[Endpoint], sampling: Sampling, found: dict[str, dict[str, Solution]]) -> list[str]:
+    """One variant, every strategy; returns those that need what it lacks. ``other``: to begin with, under another seed."""
+    left, warm = [], False
     try:
         async with opened(endpoints):
             for spec, strategy in strategies.items():
@@ -111,6 +115,9 @@ async def _solve(job: Job, name: str, strategies: dict[str, Strategy], problems:
                     log.info("%s, %s: %s", spec, name, e)
                     left.append(spec)
                     continue
+                if not warm:
+                    await solve(strategy, other, endpoints, seed=job.seed + 1, name=spec, sampling=sampling, problem_budget=job.problem_budget)
+                    warm = True
                 for endpoint in endpoints:
                     endpoint.forget()
                 found[spec][name] = await solve(strategy, problems, endpoints, seed=job.seed, name=spec, sampling=sampling, at_once=job.at_once,

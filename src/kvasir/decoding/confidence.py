@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import sub
 
 
 def summed_up(confidences: Sequence[float], window: int = 0) -> tuple[float | None, float | None]:
@@ -22,4 +23,4 @@ def summed_up(confidences: Sequence[float], window: int = 0) -> tuple[float | No
     if not window:
         return mean, None
     width = min(window, count)
-    return mean, min((sums[i + width] - sums[i]) / width for i in range(count - width + 1))
+    return mean, min(map(sub, sums[width:], sums)) / width

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from kvasir.errors import RequestError
-from kvasir.types import Event, Request
+from kvasir.types import BareLogprobs, Event, Request
 
 
 class GapError(Exception):
@@ -95,7 +95,8 @@ class Entry:
         if not seen and prompt is event.prompt_logprobs:
             return event
         logprobs = event.logprobs[seen:] if event.logprobs is not None else None
-        return dataclasses.replace(event, index=event.index + seen, token_ids=tokens, logprobs=logprobs, prompt_logprobs=prompt)
+        bare = event.bare and BareLogprobs(event.bare.logprobs[seen:], event.bare.confidences[seen:])
+        return dataclasses.replace(event, index=event.index + seen, token_ids=tokens, logprobs=logprobs, bare=bare, prompt_logprobs=prompt)
 
     def rewind(self) -> None:
         """The engine process that held it is gone: what it still says belongs to an older epoch."""

@@ -1,13 +1,22 @@
 """Tokens of a reply that nobody reads as it comes leave the engine process in pieces of several: an event costs both processes
-about the same, whether it holds one token or many."""
+about the same, whether it holds one token or many. And log-probabilities leave it as plain numbers where no more is wanted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from kvasir.types import Event, Request
+from kvasir.types import BareLogprobs, Event, Request
 
 PIECE = 32  # tokens: what a reader who wants the whole may ask for. So many are drawn again if the process dies
+
+
+@dataclass(slots=True)
+class Waiting:
+    """Of one request: what waits, by branch. ``size``: tokens of a piece. ``bare``: log-probabilities go as plain numbers."""
+
+    size: int
+    bare: bool
+    held: dict[int, Event] = field(default_factory=dict)
 
 
 class Pieces:
@@ -15,49 +24,63 @@ class Pieces:
     it tells when the reply began."""
 
     def __init__(self) -> None:
-        self._sizes: dict[str, int] = {}
-        self._held: dict[tuple[str, int], Event] = {}
+        self._requests: dict[str, Waiting] = {}
 
     def open(self, request: Request) -> None:
-        if request.piece > 1:
-            self._sizes[request.id] = request.piece
+        if request.piece > 1 or request.bare:
+            self._requests[request.id] = Waiting(request.piece, request.bare)
 
     def close(self, request_id: str) -> None:
         """The request has ended: nothing of it is sent any more."""
-        if self._sizes.pop(request_id, None) is not None:
-            for key in [key for key in self._held if key[0] == request_id]:
-                del self._held[key]
+        self._requests.pop(request_id, None)
 
     def ready(self, events: list[Event]) -> list[Event]:
         """What is to be sent of ``events`` and of those before them, in the order of each branch."""
-        return list(self._ready(events)) if self._sizes else events
-
-    def _ready(self, events: list[Event]) -> Iterable[Event]:
+        if not self._requests:
+            return events
+        ready: list[Event] = []
         for event in events:
-            size = self._sizes.get(event.request_id)
-            if size is None or event.kind != "tokens" or event.index == 0:
-                yield event
+            waiting = self._requests.get(event.request_id)
+            if waiting is None or event.kind != "tokens":
+                ready.append(event)
                 continue
-            key = event.request_id, event.branch
-            held = self._held.pop(key, None)
-            if held is not None and join(held, event):
-                event = held
-            elif held is not None:
-                yield held
-            if len(event.token_ids) >= size or event.finish_reason is not None or event.score is not None:
-                yield event
-            else:
-                self._held[key] = event
+            whole = waiting.held.get(event.branch)
+            if whole is None or not join(whole, event):
+                if whole is not None:
+                    ready.append(_sent(waiting, whole))
+                waiting.held[event.branch] = whole = event
+            if event.index == 0 or len(whole.token_ids) >= waiting.size or event.finish_reason is not None or event.score is not None:
+                del waiting.held[event.branch]
+                ready.append(_sent(waiting, whole))
+        return ready
+
+
+def _sent(waiting: Waiting, event: Event) -> Event:
+    if waiting.bare and event.logprobs is not None:
+        strip(event)
+    return event
+
+
+def strip(event: Event) -> None:
+    """Leave the plain numbers of its log-probabilities."""
+    entries = event.logprobs
+    event.bare = BareLogprobs([e.logprob for e in entries], [e.confidence for e in entries if e.confidence is not None])
+    event.logprobs = None
 
 
 def join(first: Event, second: Event) -> bool:
     """Append ``second`` to ``first``, the tokens just before it, if one event can hold both."""
-    if ((first.logprobs is None) != (second.logprobs is None) or second.prompt_logprobs is not None or second.score is not None
-            or first.finish_reason is not None):
+    if second.prompt_logprobs is not None or second.score is not None or first.finish_reason is not None:
         return False
-    first.token_ids.extend(second.token_ids)
-    if first.logprobs is not None:
-        first.logprobs.extend(second.logprobs)
+    if second.token_ids:
+        if (first.logprobs is None) != (second.logprobs is None) or (first.bare is None) != (second.bare is None):
+            return False
+        first.token_ids.extend(second.token_ids)
+        if first.logprobs is not None:
+            first.logprobs.extend(second.logprobs)
+        if first.bare is not None:
+            first.bare.logprobs.extend(second.bare.logprobs)
+            first.bare.confidences.extend(second.bare.confidences)
     first.finish_reason, first.stop_reason = second.finish_reason, second.stop_reason
     first.num_cached = second.num_cached
     return True

@@ -1,4 +1,4 @@
-"""Token ids to text, one token at a time.
+"""Token ids to text as they come: one at a time, or several.
 
 In almost every vocabulary a token stands for fixed bytes (byte-level BPE; SentencePiece with byte fallback), so text comes
 from an incremental UTF-8 decoder, exactly and in constant time a token. For the others a short window is decoded twice.
@@ -10,7 +10,7 @@ import codecs
 import functools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tokenizers import Tokenizer as Backend
 
@@ -59,22 +59,42 @@ def _byte_of_char() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
+class TokenBytes(dict[int, bytes]):
+    """The bytes of each token, found out when it is first asked for; empty for an id outside the vocabulary. ``spelling``: the token of
+    an id. ``codec`` None: a token stands for itself."""
+
+    def __init__(self, spelling: Callable[[int], str | None], codec: TokenCodec | None) -> None:
+        super().__init__()
+        self._spelling, self._bytes_of = spelling, codec.bytes_of if codec else str.encode
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._spelling(token_id)
+        if token is None:
+            return b""
+        found = self[token_id] = self._bytes_of(token)
+        return found
+
+
 class TextStream:
     """Decodes byte by byte: a character is given out when its last byte has come."""
 
-    def __init__(self, token_bytes: Callable[[int], bytes], strip: bool, prompt_ids: Sequence[int], skip: frozenset[int]) -> None:
+    def __init__(self, token_bytes: TokenBytes, strip: bool, prompt_ids: Sequence[int], skip: frozenset[int]) -> None:
         self._token_bytes = token_bytes
         self._skip = skip
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = strip
-        for token in _tail(prompt_ids, skip, 8):  # a prompt may end inside a character
-            self.push(token)
+        self.extend(_tail(prompt_ids, skip, 8))  # a prompt may end inside a character
 
     def push(self, token: int) -> str:
         """The text that ``token`` completes: often all of its own, nothing for the first bytes of a character."""
-        if token in self._skip:
-            return ""
-        data = self._token_bytes(token)
+        return "" if token in self._skip else self._complete(self._token_bytes[token])
+
+    def extend(self, tokens: Iterable[int]) -> str:
+        """What ``push`` gives for one after the other, in one text."""
+        table, skip = self._token_bytes, self._skip
+        return self._complete(b"".join([table[token] for token in tokens if token not in skip]))
+
+    def _complete(self, data: bytes) -> str:
         if self._strip and data:
             self._strip = False
             data = data.removeprefix(b" ")
@@ -104,6 +124,10 @@ class WindowStream:
             return ""
         self._new.append(token)
         return self._take(final=len(self._new) > self.MAX_HELD)
+
+    def extend(self, tokens: Iterable[int]) -> str:
+        """What ``push`` gives for one after the other, in one text."""
+        return "".join([self.push(token) for token in tokens])
 
     def flush(self) -> str:
         """What is left at the end."""

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as Backend
 from kvasir.errors import ConfigError, RequestError, nearest
 from kvasir.models.chat_messages import Marks, longest_first, normal, restore
 from kvasir.models.chat_template import RESERVED, ChatTemplate, render_isolated
-from kvasir.models.text_stream import TextStream, TokenCodec, WindowStream
+from kvasir.models.text_stream import TextStream, TokenBytes, TokenCodec, WindowStream
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TAG = re.compile(r"</?[a-z_]+>")
@@ -58,6 +58,7 @@ class Tokenizer:
         # <think>, </tool_call>: marks that a model writes, and that an assistant message sent back may hold.
         self._tags = frozenset(c for c, i in self._control.items() if TAG.fullmatch(c) and (i not in self.special_ids or "think" in c))
         self._codec = TokenCodec.of(backend)
+        self._bytes = TokenBytes(self.id_to_token, self._codec)
 
     @classmethod
     def load(cls, path: Path, chat_template: str | None = None) -> Tokenizer:
@@ -104,12 +105,12 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of ``ids``. Bytes that are no UTF-8 become U+FFFD. The same text as ``stream()`` gives piece by piece."""
         stream = self.stream(skip=self.special_ids if skip_special else ())
-        return "".join([stream.push(i) for i in ids]) + stream.flush()
+        return stream.extend(ids) + stream.flush()
 
     def stream(self, prompt_ids: Sequence[int] = (), skip: Collection[int] = ()) -> TextStream | WindowStream:
-        """Decodes token by token what follows ``prompt_ids``, leaving out the ids in ``skip``."""
+        """Decodes as it comes what follows ``prompt_ids``, leaving out the ids in ``skip``."""
         if self._codec is not None:
-            return TextStream(self.token_bytes, self._codec.strip, prompt_ids, frozenset(skip))
+            return TextStream(self._bytes, self._codec.strip, prompt_ids, frozenset(skip))
         return WindowStream(self._backend, prompt_ids, frozenset(skip))
 
     def id_to_token(self, token_id: int) -> str | None:
@@ -125,10 +126,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes this token adds to a text (``logprobs[].bytes``); empty for an id outside the vocabulary."""
-        token = self.id_to_token(token_id)
-        if token is None:
-            return b""
-        return self._codec.bytes_of(token) if self._codec else token.encode()
+        return self._bytes[token_id]
 
     # ------------------------------------------------------------------------------------------------------------- chat
 

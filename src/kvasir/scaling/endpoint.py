@@ -1,7 +1,7 @@
 """What a model must offer to be scaled over: one small protocol, for an engine here, a server anywhere, or a test's table.
 
 An endpoint declares its capabilities (``Caps``); a strategy lists those it needs, and an impossible pair is refused before
-the first call. ``draw`` streams n samples of a prompt token by token; everything that decides between samples while they run
+the first call. ``draw`` streams n samples of a prompt, piece by piece; everything that decides between samples while they run
 (``Group``) is written once, over that stream, in ``collect``.
 """
 
@@ -66,14 +66,16 @@ class Sampling:
 
 @dataclass(slots=True)
 class Chunk:
-    """One token of sample ``index``: its text, log-probability and confidence (None: not known). ``finish``: why the sample ended, with
-    the last token or after it (then ``count`` is 0). ``whole``: with the last one, the sample as it is known already (a pool's)."""
+    """The next ``count`` tokens of sample ``index``: their text, ids, log-probabilities and confidences (empty: not known). They are
+    several only where nothing is decided between them: a rule that must see single tokens (`Group`) gets them one by one.
+    ``finish``: why the sample ended, with the last token or after it (then ``count`` is 0). ``whole``: with the last one, the sample as
+    it is known already (a pool's)."""
 
     index: int
-    token_id: int | None = None
     text: str = ""
-    logprob: float | None = None
-    confidence: float | None = None
+    ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    confidences: Sequence[float] = ()
     finish: Finish | None = None
     count: int = 1
     whole: Sample | None = None
@@ -231,12 +233,9 @@ class Draft:
     def add(self, chunk: Chunk) -> None:
         self.text += chunk.text
         self.tokens += chunk.count
-        if chunk.token_id is not None:
-            self.ids.append(chunk.token_id)
-        if chunk.confidence is not None:
-            self.confidences.append(chunk.confidence)
-        if chunk.logprob is not None:
-            self.logprobs.append(chunk.logprob)
+        self.ids += chunk.ids
+        self.confidences += chunk.confidences
+        self.logprobs += chunk.logprobs
         if chunk.finish is not None:
             self.finish = "group" if self.dropped else chunk.finish
         self.whole = chunk.whole or self.whole

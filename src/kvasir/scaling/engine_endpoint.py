@@ -26,6 +26,7 @@ from kvasir.errors import ConfigError, RequestError
 from kvasir.models import checkpoint
 from kvasir.models.cost import active_params
 from kvasir.models.families import build_spec
+from kvasir.models.text_stream import TextStream, WindowStream
 from kvasir.models.tokenizer import Tokenizer
 from kvasir.scaling.endpoint import Caps, Chunk, Draw, Endpoint, EndpointError, Group, Prompt, Refused, Sample, Sampling, Score, Usage, confidence_of
 from kvasir.scaling.ledger import Price
@@ -96,6 +97,7 @@ class ClientEndpoint(Endpoint):
         # Ends are the engine's to see; what a text must hold is not. With several requests no engine sees the whole group.
         seen = group is not None and group.on == "eos" and group.accept is None and n <= size and "group" not in self.without
         first_of = group.finish_after if group is not None and seen else None
+        apart = bool(sampling.stop) or group is not None and not seen  # something is decided here between two tokens
         lease = self.lease if sampling.stop else 0.0  # a reply that stops at a delimiter is likely to go on
         requests = []
         for first in range(0, n, size):
@@ -104,9 +106,8 @@ class ClientEndpoint(Endpoint):
                                     seed=branch_stream(stream, branch) if branch else stream, confidence=self.confidences,
                                     finish_after=first_of, lease=lease, detokenize=False)
             requests.append(self.request(ids, params, prompt.affinity))
-            if not sampling.stop and (group is None or seen):  # nothing is decided here before the end
-                requests[-1].piece = PIECE
-        return EngineDraw(self, requests, size, sampling.stop)
+            requests[-1].piece, requests[-1].bare = 1 if apart else PIECE, True
+        return EngineDraw(self, requests, size, sampling.stop, apart)
 
     def request(self, ids: list[int], params: SamplingParams, affinity: str, priority: int = 0) -> Request:
         try:
@@ -200,11 +201,11 @@ def _count(usage: Usage, request: Request, event: Event) -> None:
 
 
 class EngineDraw(Draw):
-    """The requests of one call, ``size`` samples each, their events as chunks of one token."""
+    """The requests of one call, ``size`` samples each: a chunk an event, or one a token where they are wanted ``apart``."""
 
-    def __init__(self, endpoint: ClientEndpoint, requests: Sequence[Request], size: int, stop: tuple[str, ...]) -> None:
+    def __init__(self, endpoint: ClientEndpoint, requests: Sequence[Request], size: int, stop: tuple[str, ...], apart: bool) -> None:
         super().__init__()
-        self.endpoint, self.requests, self.size, self.stop = endpoint, requests, size, stop
+        self.endpoint, self.requests, self.size, self.stop, self.apart = endpoint, requests, size, stop, apart
         self._stream: AsyncGenerator[Chunk, None] | None = None
 
     async def cancel(self, indexes: Sequence[int]) -> None:
@@ -253,12 +254,12 @@ class EngineDraw(Draw):
                 if event.kind != "tokens":
                     continue
                 _count(self.usage, request, event)
-                for chunk in self._split(event, streams[event.branch], number):
+                for chunk in self._chunks(event, streams[event.branch], number):
                     if event.branch in stopped:
                         # The engine ran on until it heard of the end: in vain, and to be paid.
                         self.usage.overrun += chunk.count
                         if chunk.finish is not None:
-                            yield Chunk(chunk.index, count=0, finish="stop")
+                            yield Chunk(chunk.index, finish="stop", count=0)
                         continue
                     if self.stop:
                         texts[event.branch] += chunk.text
@@ -268,16 +269,23 @@ class EngineDraw(Draw):
                             await self.endpoint.engine.cancel(request.id, event.branch)
                     yield chunk
 
-    def _split(self, event: Event, stream, number: int) -> list[Chunk]:
-        index = number * self.size + event.branch
-        finish = "cancelled" if event.finish_reason == "error" else event.finish_reason
-        entries = event.logprobs or [None] * len(event.token_ids)
-        chunks = [Chunk(index, token, stream.push(token), entry and entry.logprob, entry and entry.confidence)
-                  for token, entry in zip(event.token_ids, entries)]
-        if finish is not None:
-            rest = stream.flush()
-            if not chunks:
-                chunks.append(Chunk(index, count=0))
-            chunks[-1].text += rest
-            chunks[-1].finish = finish
+    def _chunks(self, event: Event, stream: TextStream | WindowStream, number: int) -> list[Chunk]:
+        index, ids = number * self.size + event.branch, event.token_ids
+        logprobs, confidences = _told(event)
+        if self.apart:
+            chunks = [Chunk(index, stream.push(token), (token,), logprobs[i:i + 1], confidences[i:i + 1]) for i, token in enumerate(ids)]
+        else:
+            chunks = [Chunk(index, stream.extend(ids), ids, logprobs, confidences, count=len(ids))]
+        if event.finish_reason is not None:
+            chunks = chunks or [Chunk(index, count=0)]
+            chunks[-1].text += stream.flush()
+            chunks[-1].finish = "cancelled" if event.finish_reason == "error" else event.finish_reason
         return chunks
+
+
+def _told(event: Event) -> tuple[Sequence[float], Sequence[float]]:
+    """The log-probabilities and confidences of an event's tokens; empty where they were not asked for."""
+    if event.bare is not None:
+        return event.bare.logprobs, event.bare.confidences
+    entries = event.logprobs or ()
+    return [entry.logprob for entry in entries], [entry.confidence for entry in entries if entry.confidence is not None]

@@ -153,7 +153,7 @@ class HTTPDraw(Draw):
                     if rest > 0:
                         self._chunks.put_nowait(Chunk(index, count=rest))
                 for choice in chunk.get("choices", []):
-                    for piece in self._pieces(index, choice):
+                    if (piece := self._piece(index, choice)) is not None:
                         made += piece.count
                         self._chunks.put_nowait(piece)
                     finish = choice.get("finish_reason") or finish
@@ -170,12 +170,10 @@ class HTTPDraw(Draw):
                 self.usage.uncached += self.endpoint.most_prompt_tokens(self.prompt)
 
     @staticmethod
-    def _pieces(index: int, choice: dict[str, Any]) -> list[Chunk]:
+    def _piece(index: int, choice: dict[str, Any]) -> Chunk | None:
         text = (choice.get("delta") or {}).get("content") or ""
         entries = (choice.get("logprobs") or {}).get("content") or []
         if not entries:
-            return [Chunk(index, text=text)] if text else []
-        chunks = [Chunk(index, logprob=e["logprob"], confidence=confidence_of([t["logprob"] for t in e["top_logprobs"]]) if e.get("top_logprobs") else
-                        None) for e in entries]
-        chunks[-1].text = text
-        return chunks
+            return Chunk(index, text) if text else None
+        confidences = [confidence_of([t["logprob"] for t in e["top_logprobs"]]) for e in entries if e.get("top_logprobs")]
+        return Chunk(index, text, logprobs=[e["logprob"] for e in entries], confidences=confidences, count=len(entries))

@@ -8,14 +8,13 @@ failed is kept as ``lost``: charged once, never replayed.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from pathlib import Path
 from typing import Any, TextIO
 
 from kvasir.errors import ConfigError
-from kvasir.scaling.ledger import Charge
+from kvasir.scaling.ledger import Charge, plain
 
 FORMAT = 1
 
@@ -74,13 +73,13 @@ class Journal:
 
     def add(self, key: str, request: str, result: Any, charge: Charge | None) -> dict[str, Any]:
         """Keep the outcome of a call. ``charge`` None: a refusal, which cost nothing."""
-        entry = {"key": key, "request": request, "result": result, "charge": charge and dataclasses.asdict(charge)}
+        entry = {"key": key, "request": request, "result": result, "charge": charge and plain(charge)}
         self._write(entry)
         self._entries[key] = entry
         return entry
 
     def add_lost(self, charge: Charge) -> None:
-        self._write({"lost": dataclasses.asdict(charge)})
+        self._write({"lost": plain(charge)})
         self.lost.append(charge)
 
     def _write(self, entry: dict[str, Any]) -> None:

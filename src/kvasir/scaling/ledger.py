@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from kvasir.errors import ConfigError
 
@@ -52,6 +52,7 @@ class Charge:
     seconds: float = 0.0
 
 
+FIELDS = tuple(f.name for f in dataclasses.fields(Charge))
 AMOUNTS = ("calls", "uncached", "cached", "generated", "discarded", "scored", "flops", "dollars", "seconds")
 
 
@@ -69,6 +70,11 @@ class Budget:
             value = getattr(self, f.name)
             if value is not None and not value > 0:
                 raise ConfigError(f"a budget of {f.name}={value:g} allows nothing: give a number above 0")
+
+
+def plain(charge: Charge) -> dict[str, Any]:
+    """A charge as JSON."""
+    return {name: getattr(charge, name) for name in FIELDS}
 
 
 def spent(charge: Charge) -> dict[str, float]:

@@ -126,7 +126,8 @@ class Context:
         sampling = Sampling(usual.max_tokens if max_tokens is None else max_tokens, usual.temperature if temperature is None else temperature,
                             tuple(stop))
         group = None if finish_after is None else Group(min(finish_after, n), on, accept)
-        request = digest(["sample", endpoint.name, list(prompt.messages), prompt.begun, n, dataclasses.astuple(sampling), finish_after, on, stream])
+        how = sampling.max_tokens, sampling.temperature, sampling.stop
+        request = digest(["sample", endpoint.name, list(prompt.messages), prompt.begun, n, how, finish_after, on, stream])
         seed = self.run.hash(key) if stream is None else stream
 
         async def call(usage: Usage, drafts: list[Draft], granted: int) -> list[Any]:

@@ -1,0 +1,47 @@
+"""Several tokens at once give the text that they give one after the other."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.models.small_tokenizers import KINDS, make
+
+
+def pieces(ids: list[int], cuts: set[int]) -> list[list[int]]:
+    places = [0, *sorted(c for c in cuts if c < len(ids)), len(ids)]
+    return [ids[a:b] for a, b in zip(places, places[1:])]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_pieces_equal_single_tokens(kind, data):
+    """Whatever the ids are: bytes that are no text, characters cut in two, special tokens, ids of no token; behind any prompt."""
+    tokenizer = make(kind)
+    ids = st.lists(st.integers(0, tokenizer.size + 2), max_size=24)
+    prompt, reply, cuts = data.draw(ids), data.draw(ids), data.draw(st.sets(st.integers(1, 23)))
+    skip = tokenizer.special_ids if data.draw(st.booleans()) else ()
+    single, several = tokenizer.stream(prompt, skip), tokenizer.stream(prompt, skip)
+    for piece in pieces(reply, cuts):
+        assert several.extend(piece) == "".join([single.push(token) for token in piece])
+    assert several.flush() == single.flush()
+
+
+def test_a_character_in_two_pieces_comes_whole():
+    ids = make("byte_level").encode("é你🙃", add_special=False)
+    for cut in range(len(ids) + 1):
+        stream = make("byte_level").stream()
+        parts = [stream.extend(ids[:cut]), stream.extend(ids[cut:])]
+        assert "".join(parts) == "é你🙃" and "\ufffd" not in parts[0] and stream.flush() == ""
+    stream = make("byte_level").stream()
+    assert stream.extend(ids[:-1]) + stream.flush() == "é你\ufffd"
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_bytes_are_looked_up_once(kind):
+    tokenizer, asked = make(kind), []
+    table = type(tokenizer._bytes)(lambda i: asked.append(i) or tokenizer.id_to_token(i), tokenizer._codec)
+    assert [table[i] for i in (40, 41, 40)] == [tokenizer.token_bytes(i) for i in (40, 41, 40)] and asked == [40, 41]
+    assert table[tokenizer.size] == b"" == table[-1] and tokenizer.size not in table, "ids of no token fill no memory"
