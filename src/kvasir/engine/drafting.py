@@ -199,6 +199,8 @@ class Drafting:
         rows = context = 0
         for span in plan.spans:
             if len(span.want.get("sample", ())) + len(span.guests) != span.length:
+                # The end of a plain step in flight is seen when this one was launched, which may take longer than that step.
+                self._measured = {step: found for step, found in self._measured.items() if found is None or found.drafted}
                 if self._drafting:
                     self._measured[plan.step] = None
                 return

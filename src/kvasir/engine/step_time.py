@@ -109,7 +109,10 @@ class _Fit:
         self._deviation = max(ERROR_DECAY * self._deviation + (1 - ERROR_DECAY) * 1.25 * min(error, bound), 1e-4)
         spread = self._covariance @ z
         gain = spread / (FORGETTING + float(z @ spread))
-        self.factors = np.maximum(self.factors + gain * max(-bound, min(bound, residual)), 0.0)
+        freely = self.factors + gain * max(-bound, min(bound, residual))
+        factors = np.maximum(freely, 0.0)
+        # What is cut off at zero would stay in the prediction of this very step, which then grows whatever was measured.
+        self.factors = factors * (float(z @ freely) / max(float(z @ factors), 1e-30))
         covariance = (self._covariance - np.outer(gain, spread)) / FORGETTING
         # Where no step tells anything, forgetting would grow without end: no term is ever less certain than at the start.
         scale = np.minimum(1.0, np.sqrt(self._most / np.maximum(np.diag(covariance), 1e-30)))

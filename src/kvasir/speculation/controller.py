@@ -43,7 +43,8 @@ TRIAL_SEQS = 8  # of those that decode: enough to learn from, and cheap in a lar
 AGAIN = 4  # steps until it is asked again whether a trial that is due has the device for itself
 MIN_PAUSE, MAX_PAUSE = 16, 128  # plain steps between trials, and at least as many as pay for two steps of one, unless drafting did
 ALLOWANCE = 0.008  # of the time of plain steps goes into the account
-CREDIT_STEPS, MAX_CREDIT_STEPS, MAX_DEBT_STEPS = 1.5, 4.0, 32.0  # plain steps' time in the account at the start, and at most, above 0 and below
+CREDIT_STEPS, MAX_DEBT_STEPS = 1.5, 32.0  # plain steps' time in the account at the start, and that it may lack at most
+MAX_ALLOWED_STEPS, MAX_CREDIT_STEPS = 2.0, 4.0  # and that it may hold, of plain steps' shares and of what drafting gained
 MARGIN = 2  # nodes that are proposed beyond the most that was worth verifying in the last step
 REFRESH, REFRESH_STEPS = 512, 4  # after so many drafted steps in a row, plain ones to see what those cost by now
 RECENT = 32  # proposals that show what the next ones will be like
@@ -342,4 +343,4 @@ class Controller:
     def rested(self, seconds: float, excess: float = 0.0) -> None:
         """A plain step took ``seconds``; ``excess`` of them because the step before it was drafted."""
         if self._credit is not None:
-            self._credit += ALLOWANCE * seconds - excess
+            self._credit += (ALLOWANCE * seconds if self._credit < MAX_ALLOWED_STEPS * seconds else 0.0) - excess
