@@ -159,11 +159,11 @@ def test_a_drafter_that_always_stalls_is_given_up():
 
 
 def test_where_steps_are_as_short_as_a_drafters_own_work():
-    """As with ``base`` on an H200: 0.5 ms a step. One step of a trial costs as much as a per cent of the whole workload, so the first round is
-    the mean over seeds."""
+    """As with ``base`` on an H200: 0.5 ms a step. One step of a trial costs as much as a per cent of the whole workload, so rounds are
+    means over seeds."""
     for batch in (1, 8, 32):
         found = [compare(Load(batch), coins(0.3, call=0.6e-3, boast=0.5, seed=seed), seed=seed, depths=(), **SMALL).rounds for seed in range(4)]
-        assert fmean(cold for cold, _ in found) > 0.93 and min(warm for _, warm in found) > 0.98, (batch, found)
+        assert fmean(cold for cold, _ in found) > 0.93 and fmean(warm for _, warm in found) > 0.98, (batch, found)
 
 
 def test_a_controller_that_believes_a_boast_fails_here():
