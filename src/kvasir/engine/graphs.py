@@ -49,7 +49,7 @@ PADDED = 2  # times its size: the largest bucket that stands in for one that is 
 LOGIT_BYTES = 256 << 20  # of logits at a time, as fp32: each further slice reads the head once more
 SHARE_KEYS = True  # among the rows of a span. Without, chains run row by row, and trees and guests are launched kernel by kernel
 DRAFT_ROWS = 128  # row by row: beyond, each row's reading its keys anew costs more than launching kernels one by one
-SHARED_ROWS = 256  # that share: beyond, a step takes longer than launching it
+SHARED_ROWS = 640  # that share: beyond, a step takes longer than launching it
 DECODES, ROW_BY_ROW = 0, 1  # forms; a larger one is the rows that a span may have
 GRAPH_BYTES = 3 << 20  # of device memory that one instantiated graph takes beside its tensors, by experience
 
@@ -299,7 +299,10 @@ class DecodeGraphs:
             return False
         self._pad(key[0])
         self._compute(*key)
-        return self._try_capture(*key)
+        captured = self._try_capture(*key)
+        if captured:
+            self._ready[key]()  # the first replay brings the graph to the device
+        return captured
 
     @property
     def _drafted(self) -> list[int]:
