@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import torch
 
-from kvasir.kernels._triton import INTERPRETED, cdiv, jit, next_power_of_2, pdl, tl, use_triton
-from kvasir.kernels.sample import _exp, _ordered, _value
+from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl, use_triton
+from kvasir.kernels.sample import _ordered, _value
 
 CHUNK = 512
 CHUNKS = 4  # that a program reads
@@ -52,8 +52,8 @@ def _ordered_logits(at, inside):
     return tl.where(inside, tl.where(x == x, _ordered(x), 0x7FFFFFFF), -0x80000000)
 
 
-@jit
-def _chunk_parts(logits, tokens, tops, parts, row_stride, vocab_size, S: tl.constexpr, B: tl.constexpr, INTERPRET: tl.constexpr, PDL: tl.constexpr):
+@jit(do_not_specialize_on_alignment=["tokens"])
+def _chunk_parts(logits, tokens, tops, parts, row_stride, vocab_size, S: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
     """One program: S chunks of one row. ``tops`` int32 [M, C]: each chunk's largest logit. ``parts`` fp64 [3, M, P]: the program's
     largest (0 where there is none above -inf), its sum of exp(x - largest), and how many are larger than the token's."""
     if PDL:
@@ -69,7 +69,7 @@ def _chunk_parts(logits, tokens, tops, parts, row_stride, vocab_size, S: tl.cons
     keys = tl.reshape(keys, (S * B,), can_reorder=True)
     top, exists = tl.max(keys, axis=0), keys != -0x80000000
     base = tl.where(top > -0x7F800001, _value(top), 0.0)  # ordered -inf
-    weight = tl.where(exists, _exp(_value(keys) - base, INTERPRET), 0.0).to(tl.float64)
+    weight = tl.where(exists, tl.exp(_value(keys) - base), 0.0).to(tl.float64)
     own = tl.load(logits + row * row_stride + token).to(tl.float32)
     larger = tl.sum((exists & (keys > _ordered(own))).to(tl.int32), axis=0)
     out, step = parts + row * programs + program, tl.num_programs(0).to(tl.int64) * programs
@@ -78,7 +78,7 @@ def _chunk_parts(logits, tokens, tops, parts, row_stride, vocab_size, S: tl.cons
     tl.store(out + 2 * step, larger.to(tl.float64))
 
 
-@jit
+@jit(do_not_specialize=["out_stride"], do_not_specialize_on_alignment=["tokens", "most", "out"])
 def _merge_parts(logits, tokens, most, tops, parts, out, row_stride, out_stride, vocab_size, programs, chunks, P2: tl.constexpr, C2: tl.constexpr,
                  K: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
     """One program: one row."""
@@ -134,8 +134,8 @@ def report_rows_triton(logits_MV: torch.Tensor, token_M: torch.Tensor, most_M: t
     tops = torch.empty(rows, chunks, dtype=torch.int32, device=logits_MV.device)
     parts = torch.empty(3, rows, programs, dtype=torch.float64, device=logits_MV.device)
     early = pdl(logits_MV.device)
-    _chunk_parts[(rows, programs)](logits_MV, token_M, tops, parts, logits_MV.stride(0), vocab_size, S=CHUNKS, B=block, INTERPRET=INTERPRETED,
-                                   PDL=early, num_warps=4, launch_pdl=early)
+    _chunk_parts[(rows, programs)](logits_MV, token_M, tops, parts, logits_MV.stride(0), vocab_size, S=CHUNKS, B=block, PDL=early,
+                                   num_warps=4, launch_pdl=early)
     _merge_parts[(rows,)](logits_MV, token_M, most_M, tops, parts, out_3M, logits_MV.stride(0), out_3M.stride(0), vocab_size, programs, chunks,
                           P2=next_power_of_2(programs), C2=max(MOST, next_power_of_2(chunks)), K=MOST, B=block, PDL=early, num_warps=MERGE_WARPS,
                           launch_pdl=early)

@@ -8,13 +8,13 @@ import torch
 from kvasir.kernels.report import MOST, report_rows_ref, report_rows_triton
 from tests.kernels.sampling import KINDS, logits
 
-ROWS = 6
+ROWS = 4
 
 
 def given(rows, vocab_size, draw):
     """Tokens and the k of each row's confidence."""
     tokens = torch.randint(0, vocab_size, (rows,), generator=draw)
-    return tokens, torch.tensor([0, 2, 20, 5, 1, MOST] * rows, dtype=torch.int32)[:rows]
+    return tokens, torch.tensor([0, 20, 2, MOST] * rows, dtype=torch.int32)[:rows]
 
 
 def close(found, want):
@@ -23,9 +23,11 @@ def close(found, want):
     torch.testing.assert_close(found[[0, 2]], want[[0, 2]], rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("vocab_size, width, block", [(1, 1, 16), (37, 40, 64), (301, 320, 16), (1030, 1030, 16), (700, 704, 32)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_same_as_the_reference(kind, vocab_size, width, block, device):
+SHAPES = [(1, 1, 16), (37, 40, 64), (301, 320, 32), (700, 700, 16)]
+
+
+@pytest.mark.parametrize("vocab_size, width, block, kind", [(*SHAPES[i % 4], kind) for k, kind in enumerate(KINDS) for i in (k + 2, k + 3)])
+def test_same_as_the_reference(vocab_size, width, block, kind, device):
     """Fewer columns than k, fewer chunks than k, and many more of both; columns past the vocabulary hold what must not count."""
     draw = torch.Generator().manual_seed(vocab_size)
     x = logits(kind, ROWS, width, draw)
