@@ -85,16 +85,18 @@ def test_reports_of_captured_steps(dtype, invariant, temperature):
         d.run(requests)
         if d.engine.runner.graphs is not None:
             assert any(output == StepOutput.REPORTS for _, output, _ in d.engine.runner.graphs._ready), "nothing was captured"
-        entries = {key: [(e.id, e.rank) for e in out.logprobs] for key, out in d.outputs.items()}
-        values = {key: [(e.logprob, e.confidence or 0.0) for e in out.logprobs] for key, out in d.outputs.items()}
+        entries = {key: [e.id for e in out.logprobs] for key, out in d.outputs.items()}
+        values = {key: [(e.logprob, e.confidence or 0.0, e.rank) for e in out.logprobs] for key, out in d.outputs.items()}
         found.append((tokens(d), entries, values))
     (ids, entries, values), (ids_2, entries_2, values_2) = found
     assert ids == ids_2 and entries == entries_2
-    assert not values["r3", 0] and len(values["r4", 0]) == 24 and min(c for _, c in values["r0", 0]) > 0
+    assert not values["r3", 0] and len(values["r4", 0]) == 24 and min(c for _, c, _ in values["r0", 0]) > 0
     if invariant:
         assert values == values_2
-    for key, pairs in values.items():
-        torch.testing.assert_close(torch.tensor(values_2[key]), torch.tensor(pairs), rtol=1e-4, atol=1e-4)
+    for key, numbers in values.items():
+        a, b = (torch.tensor(n).view(-1, 3) for n in (values_2[key], numbers))
+        torch.testing.assert_close(a[:, :2], b[:, :2], rtol=1e-4, atol=1e-4)
+        assert ((a - b)[:, 2].abs() <= 1).all(), "two logits that rounding may swap, at most"
 
 
 @pytest.mark.parametrize("kind", [dict(logprobs=2), dict(repetition_penalty=1.2), dict(n=2), dict(min_tokens=4)], ids=lambda k: next(iter(k)))
