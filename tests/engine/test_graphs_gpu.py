@@ -81,7 +81,8 @@ def test_reports_of_captured_steps(dtype, invariant, temperature):
     for options in (dict(cuda_graphs=False, overlap=False), dict(cuda_graphs=True, overlap=True)):
         d = driver(dtype=dtype, batch_invariant=invariant, **options)
         requests = fleet(d, temperature, top_p=0.95, confidence=20)
-        requests[3], requests[4] = (d.request(f"r{k}", PROMPTS[k], max_tokens=24, ignore_eos=True, seed=k, logprobs=n) for k, n in ((3, None), (4, 0)))
+        for k, logprobs in ((3, None), (4, 0)):
+            requests[k] = d.request(f"r{k}", PROMPTS[k], max_tokens=24, ignore_eos=True, seed=k, logprobs=logprobs)
         d.run(requests)
         if d.engine.runner.graphs is not None:
             assert any(output == StepOutput.REPORTS for _, output, _ in d.engine.runner.graphs._ready), "nothing was captured"

@@ -306,7 +306,8 @@ class DecodeGraphs:
     def capture_next(self) -> bool:
         """Capture one more bucket, smallest first, while nothing is in flight. False: none is left. Reporting ones once a step reported."""
         outputs = [StepOutput.DRAWS, *([StepOutput.REPORTS] if self._reported else [])]
-        keys = [(size, output, form) for form, sizes in ((DECODES, self._plain), (self._usual, self._drafted)) for output in outputs for size in sizes]
+        kinds = (DECODES, self._plain), (self._usual, self._drafted)
+        keys = [(size, output, form) for form, sizes in kinds for output in outputs for size in sizes]
         key = next((key for key in keys if key not in self._ready), None)
         if key is None or self._capture is None:
             return False
