@@ -7,11 +7,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvasir.decoding.sampler import MASKED_ERROR, NUMERIC_ERROR, StepOutput
+from kvasir.decoding.sampler import MASKED_ERROR, NUMERIC_ERROR, Sampler, StepOutput
 from kvasir.engine import graphs as graphs_file
 from kvasir.engine.graphs import DECODES, ROW_BY_ROW, DecodeHandle, call_through
 from kvasir.engine.spans import ONE_SAMPLE
 from kvasir.types import Request, SamplingParams, Sequence, Span
+from tests.decoding.helpers import decode_span, sequence
 from tests.engine.driver import Driver
 from tests.engine.test_draft_graphs import use_graphs
 from tests.speculation.helpers import Hostile, driver, install, plain, requests
@@ -157,6 +158,26 @@ def test_drafted_steps_report_the_path(trees):
         np.testing.assert_allclose([e.logprob for e in out.logprobs], [logprob for _, logprob, _ in entries], rtol=1e-5, atol=1e-5)
         assert all(e.confidence > 0 for e in out.logprobs)
     d.close()
+
+
+def test_what_a_step_must_put_out():
+    sampler = Sampler(64, 60, 8, "cpu", (1,))
+    kinds = [dict(), dict(logprobs=0), dict(logprobs=0, confidence=20), dict(logprobs=1), dict(logprobs=0, logprobs_mode="processed"),
+             dict(logprobs=0, min_tokens=2), dict(logprobs=0, bad_words=("x",))]
+    spans = []
+    for row, kind in enumerate(kinds):
+        seq = sequence(row, **kind)
+        seq.request.bad_words = [[5]] if "bad_words" in kind else []
+        sampler.open(seq)
+        spans.append(decode_span(seq))
+    assert [sampler.output([span]) for span in spans] == [DRAWS, REPORTS, REPORTS, HIDDEN, HIDDEN, HIDDEN, HIDDEN]
+    assert sampler.output(spans[:3]) == REPORTS and sampler.output(spans[:4]) == HIDDEN
+    sampler.num_top = 2
+    assert sampler.output(spans[:1]) == HIDDEN, "a drafter wants to see the likeliest tokens"
+    sampler.num_top = 0
+    for row in range(1, len(kinds)):
+        sampler.close(row)
+    assert sampler.output(spans[:1]) == DRAWS and not sampler._num_reporting and not sampler._num_odd
 
 
 class Read:
