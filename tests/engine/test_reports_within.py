@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -169,7 +170,7 @@ def test_what_a_step_must_put_out():
         seq = sequence(row, **kind)
         seq.request.bad_words = [[5]] if "bad_words" in kind else []
         sampler.open(seq)
-        spans.append(decode_span(seq))
+        spans.append(replace(decode_span(seq), row=row))
     assert [sampler.output([span]) for span in spans] == [DRAWS, REPORTS, REPORTS, HIDDEN, HIDDEN, HIDDEN, HIDDEN]
     assert sampler.output(spans[:3]) == REPORTS and sampler.output(spans[:4]) == HIDDEN
     sampler.num_top = 2
