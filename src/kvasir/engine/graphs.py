@@ -3,6 +3,7 @@
 A step takes this path when every row of it draws a token or is a guest: decodes, and spans that verify drafts. It is padded to a
 *bucket* of rows; padding rows run with the padding row's token and write to the dummy page, where nobody reads. Page tables, sampling
 parameters and the tokens to go on from lie on the device already (``device_rows.py``); what has changed since is sent along.
+Where rows ask for the log-probability of what they draw, the step reports it, of all rows: such steps are captured by themselves.
 
 Which rows are of one span, and who is whose ancestor, are numbers of the rows like their tokens, so one graph of a bucket serves every
 mixture of decodes, chains and trees that fits it. Attention reads the keys of a span once for a tile of its rows; how many rows a
