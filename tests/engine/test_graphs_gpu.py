@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvasir.decoding.sampler import StepOutput
 from kvasir.engine.graphs import CudaCapture, call_through
 from tests.engine.driver import Driver
 
@@ -72,6 +73,33 @@ def test_cancels_leave_the_others_alone(plain):
     assert {key: value for key, value in tokens(d).items() if key not in cancelled} == {k: v for k, v in plain[1.0].items() if k not in cancelled}
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("dtype, invariant", [("float32", False), ("bfloat16", True)])
+def test_reports_of_captured_steps(dtype, invariant, temperature):
+    """Log-probabilities, ranks and confidences as by the sampler's own pipeline; in exact mode to the bit."""
+    found = []
+    for options in (dict(cuda_graphs=False, overlap=False), dict(cuda_graphs=True, overlap=True)):
+        d = driver(dtype=dtype, batch_invariant=invariant, **options)
+        requests = fleet(d, temperature, top_p=0.95, confidence=20)
+        for k, logprobs in ((3, None), (4, 0)):
+            requests[k] = d.request(f"r{k}", PROMPTS[k], max_tokens=24, ignore_eos=True, seed=k, logprobs=logprobs)
+        d.run(requests)
+        if d.engine.runner.graphs is not None:
+            assert any(output == StepOutput.REPORTS for _, output, _ in d.engine.runner.graphs._ready), "nothing was captured"
+        entries = {key: [e.id for e in out.logprobs] for key, out in d.outputs.items()}
+        values = {key: [(e.logprob, e.confidence or 0.0, e.rank) for e in out.logprobs] for key, out in d.outputs.items()}
+        found.append((tokens(d), entries, values))
+    (ids, entries, values), (ids_2, entries_2, values_2) = found
+    assert ids == ids_2 and entries == entries_2
+    assert not values["r3", 0] and len(values["r4", 0]) == 24 and min(c for _, c, _ in values["r0", 0]) > 0
+    if invariant:
+        assert values == values_2
+    for key, numbers in values.items():
+        a, b = (torch.tensor(n).view(-1, 3) for n in (values_2[key], numbers))
+        torch.testing.assert_close(a[:, :2], b[:, :2], rtol=1e-4, atol=1e-4)
+        assert ((a - b)[:, 2].abs() <= 1).all(), "two logits that rounding may swap, at most"
+
+
 @pytest.mark.parametrize("kind", [dict(logprobs=2), dict(repetition_penalty=1.2), dict(n=2), dict(min_tokens=4)], ids=lambda k: next(iter(k)))
 def test_requests_the_step_cannot_draw_for(kind):
     """Forward from the graph, the rest from the sampler."""
@@ -92,23 +120,24 @@ def test_a_replay_is_bit_for_bit_the_captured_step():
         runner.use_graphs(capture or CudaCapture(runner.device))
         seen, decode = [], runner.graphs.decode
 
-        def kept(spans, decode=decode, seen=seen, graphs=runner.graphs):
-            handle = decode(spans)
-            seen.append(graphs._draws[:3 * handle._size].view(3, -1)[:, :len(spans)].clone())
+        def kept(spans, output, decode=decode, seen=seen, graphs=runner.graphs):
+            handle = decode(spans, output)
+            seen.append(graphs._draws[:6 * handle._size].view(6, -1)[:, :len(spans)].clone())
             return handle
 
         runner.graphs.decode = kept
-        d.run(fleet(d, 1.0))
+        d.run(fleet(d, 1.0, confidence=20))
         found.append(seen)
         d.close()
     assert len(found[0]) == len(found[1]) > 8
     assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
+@pytest.mark.parametrize("params", [dict(), dict(confidence=20)], ids=["draws", "reports"])
 @pytest.mark.parametrize("graphs", [True, False])
-def test_a_launch_waits_for_nothing(graphs):
+def test_a_launch_waits_for_nothing(graphs, params):
     d = driver(cuda_graphs=graphs, overlap=True, check=False, poison=False)
-    for request in fleet(d, 1.0, top_p=0.9, n=2):
+    for request in fleet(d, 1.0, top_p=0.9, n=2, **params):
         d.submit(request)
     for _ in range(12):
         d.step()
@@ -127,17 +156,19 @@ def test_a_launch_waits_for_nothing(graphs):
     d.close()
 
 
+@pytest.mark.parametrize("params", [dict(), dict(confidence=20)], ids=["draws", "reports"])
 @pytest.mark.parametrize("drafter", ["", "ngram:min_match=1"])
-def test_captures_fit_the_memory_plan(drafter):
+def test_captures_fit_the_memory_plan(drafter, params):
     """Every bucket, after serving at full width, in a pool that was sized by measurement."""
     d = Driver(device="cuda", dtype="bfloat16", batch_invariant=False, num_pages=None, max_num_seqs=256, check=False, poison=False,
                gpu_memory_utilization=0.9, drafter=drafter)
-    d.run([d.request(f"w{i}", [300 + i % 900] * 64, max_tokens=12, ignore_eos=True, seed=i) for i in range(256)])
+    d.run([d.request(f"w{i}", [300 + i % 900] * 64, max_tokens=12, ignore_eos=True, seed=i, **params) for i in range(256)])
     while d.engine.idle():
         pass
     graphs = d.engine.runner.graphs
     assert {size for size, *_ in graphs._ready} == set(graphs.buckets)
+    assert any(output == StepOutput.REPORTS for _, output, _ in graphs._ready) == bool(params)
     d.outputs.clear()
-    d.run([d.request(f"w{i}", [300 + i % 900] * 64, max_tokens=12, ignore_eos=True, seed=i) for i in range(256)])
+    d.run([d.request(f"w{i}", [300 + i % 900] * 64, max_tokens=12, ignore_eos=True, seed=i, **params) for i in range(256)])
     assert not d.errors
     d.close()

@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 
-from kvasir.kernels import decode_attention
+from kvasir.kernels import decode_attention, report
 from kvasir.kernels.dense_attention import Shape
 from kvasir.kernels.key_chunks import merged_at_once
 from kvasir.kernels.paged_attention import TogetherShape
@@ -105,6 +105,14 @@ def test_paged_together(most):
         **PAGED, "BLOCK_N": shape.block_n, "BLOCK_M": shape.block_m, "TREE": True, "SPLIT": False, "CHUNKED": 0, "ROWS": shape.block_m // 4,
         "COUNT_PAD": 256, "MIN_KEYS": 256, "SHORT_KEYS": 1024}, TOGETHER)
     assert found["copies"] and not found["spilled"] and shape.at_once * (found["shared"] + 1024) <= 228 * 1024 and found["shared"] >= 2 * BLOCK
+
+
+def test_reports():
+    """The chunks that hold a row's largest logits stay in registers."""
+    found = compiled("report", "_merge_parts", {"num_warps": report.MERGE_WARPS}, {
+        "P2": 64, "C2": 256, "K": report.MOST, "B": report.CHUNK, "PDL": True},
+        {"logits": "bf16", "tokens": "fp32", "most": "i32", "tops": "i32", "parts": "fp64", "out": "fp32"})
+    assert not found["spilled"] and found["shared"] <= 8192
 
 
 def test_merging_tiles():

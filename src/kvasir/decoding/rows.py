@@ -53,12 +53,14 @@ class RowState:
         self.plain = self.bias is None and self.allowed is None and not self.words and self.history is None and self.matcher is None
         # What may be drawn depends on the tokens before: the next row cannot be packed until the host knows them.
         self.bound = bool(self.words) or self.history is not None or self.matcher is not None
-
+        # What a step reports by itself: of the drawn token alone, by the logits as the model gave them.
+        self.reports = p.logprobs == 0 and p.logprobs_mode == "raw"
         self.always_simple = self.simple(0)
 
     def simple(self, num_output: int) -> bool:
-        """Whether temperature, top-k, top-p, min-p and noise are all there is to a draw that follows ``num_output`` tokens."""
-        return self.plain and self.params.logprobs is None and (num_output >= self.min_tokens or not self.ends)
+        """Whether temperature, top-k, top-p, min-p and noise are all there is to a draw that follows ``num_output`` tokens; its own
+        log-probability may be asked for."""
+        return self.plain and (self.params.logprobs is None or self.reports) and (num_output >= self.min_tokens or not self.ends)
 
     def accepted(self, tokens: list[int]) -> None:
         if self.history is not None:

@@ -24,12 +24,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import torch
 
 from kvasir.decoding import max_accept
-from kvasir.decoding.filters import keep_top, largest, mean_surprise
+from kvasir.decoding.filters import keep_top, largest
 from kvasir.decoding.penalties import penalise
 from kvasir.decoding.rows import (
     FREQUENCY,
@@ -45,6 +46,7 @@ from kvasir.decoding.rows import (
     SampleBatch,
 )
 from kvasir.kernels.noise import gumbel
+from kvasir.kernels.report import report_rows
 from kvasir.kernels.sample import sample_rows
 from kvasir.types import Sequence, Span, SpanResult, TokenLogprob
 
@@ -55,13 +57,21 @@ INF = float("inf")
 NEG_INF = -INF
 
 
+class StepOutput(IntEnum):
+    """What a step over static buffers puts out by itself: hidden states, and this pipeline does the rest; draws; or draws with the
+    log-probability, rank and confidence of each."""
+
+    HIDDEN = 0
+    DRAWS = 1
+    REPORTS = 2
+
+
 @dataclass(slots=True)
 class _Reports:
-    """Of one slice, on the device: [Q] log-probability, rank and confidence of the token, [Q, A] alternatives (A the most asked for)."""
+    """Of one slice, on the device: ``found`` fp32 [3, Q], log-probability, rank and confidence of the token; [Q, A] alternatives (A the
+    most asked for)."""
 
-    logprob: torch.Tensor
-    rank: torch.Tensor
-    confidence: torch.Tensor
+    found: torch.Tensor
     top_logprobs: torch.Tensor
     top_ids: torch.Tensor
 
@@ -78,6 +88,7 @@ class Sampler:
         self._states: list[RowState | None] = [None] * max_seqs
         self.num_bound = 0  # open rows whose draws depend on the tokens before
         self._num_odd = 0  # open rows that are not always simple
+        self._num_reporting = 0  # open rows that ask for the drawn token's log-probability and no more
         self.num_top = 0  # likeliest tokens of every row that the steps to come report, by the logits as the model gave them
         self.by_blocks = False  # whether drafts may have been drawn to be verified by blocks
         self.kept: list[torch.Tensor] | None = None  # where it is a list, what drawn rows were drawn from is added: [S, V] log-weights
@@ -92,24 +103,29 @@ class Sampler:
         state = self._states[seq.row] = RowState(seq, self.vocab_size, self.tokenizer_size, self.eos_ids)
         self.num_bound += state.bound
         self._num_odd += not state.always_simple
+        self._num_reporting += state.reports
 
     def close(self, row: int) -> None:
-        self.num_bound -= self._states[row].bound
-        self._num_odd -= not self._states[row].always_simple
+        state = self._states[row]
+        self.num_bound -= state.bound
+        self._num_odd -= not state.always_simple
+        self._num_reporting -= state.reports
         self._states[row] = None
 
-    def numbers(self, row: int) -> tuple[float, int, float, float]:
-        """Temperature (0: greedy), top-k, top-p and min-p of an open row (off: the tokenizer's size, 1, 0)."""
+    def numbers(self, row: int) -> tuple[float, int, float, float, int]:
+        """Temperature (0: greedy), top-k, top-p, min-p and the k of the confidence of an open row (off: the tokenizer's size, 1, 0, 0)."""
         state = self._states[row]
         values, top_p = state.values, state.values[TOP_P]
-        return values[TEMPERATURE], int(values[TOP_K]), top_p if top_p < INF else 1.0, state.params.min_p
+        return values[TEMPERATURE], int(values[TOP_K]), top_p if top_p < INF else 1.0, state.params.min_p, state.params.confidence
 
-    def simple(self, spans: list[Span]) -> bool:
-        """Whether these decodes need nothing but the numbers of their rows: then the device draws by itself."""
+    def output(self, spans: list[Span]) -> StepOutput:
+        """What a step of these decodes must put out: where they need nothing but the numbers of their rows, the device draws by itself."""
         states = self._states
-        if self.kept is not None or self.by_blocks and any(max_accept.drawn(span) is not None for span in spans):
-            return False
-        return not self._num_odd or all(states[span.row].simple(span.start + 1 - span.seq.num_prompt) for span in spans)
+        if self.num_top or self.kept is not None or self.by_blocks and any(max_accept.drawn(span) is not None for span in spans):
+            return StepOutput.HIDDEN
+        if self._num_odd and not all(states[span.row].simple(span.start + 1 - span.seq.num_prompt) for span in spans):
+            return StepOutput.HIDDEN
+        return StepOutput.REPORTS if self._num_reporting and any(states[span.row].reports for span in spans) else StepOutput.DRAWS
 
     def accepted(self, seq: Sequence, tokens: Many[int]) -> None:
         """``tokens`` were committed: counts and the grammar of the row move on."""
@@ -145,9 +161,10 @@ class Sampler:
     def _slice(self, logits_MV: torch.Tensor, rows: Rows, blocks: Many[tuple[max_accept.Block, int]] = ()) -> tuple[torch.Tensor, _Reports | None]:
         """Returns the draws [3, M] fp32 (token id, largest logit, largest allowed logit) and the reports of the slice."""
         whole, padded = len(rows.sampled) == np.count_nonzero(rows.sampled), self.tokenizer_size < self.vocab_size
-        if self.device.type == "cuda" and whole and not len(rows.reports[0]) and not rows.constrained and not blocks and self.kept is None:
-            return self._draw_plain(logits_MV, rows), None
         raw = logits_MV[:, :self.tokenizer_size] if padded else logits_MV
+        if self.device.type == "cuda" and whole and not rows.reports[3].any() and not rows.constrained and not blocks and self.kept is None:
+            drawn = self._draw_plain(logits_MV, rows)
+            return drawn, self._report(raw, raw, drawn[0].long(), rows) if len(rows.reports[0]) else None
         if whole:
             tokens, best, final_SV = self._draw(raw, rows)
         else:
@@ -232,20 +249,18 @@ class Sampler:
     def _report(self, raw_MV: torch.Tensor, final_SV: torch.Tensor, tokens_M: torch.Tensor, rows: Rows) -> _Reports:
         row, known, alternatives, processed, sure = rows.reports
         row_Q, known_Q = self._send(row), self._send(known)
-        x_QV = raw_MV[row_Q]
+        x_QV = raw_MV if len(row) == len(raw_MV) and not processed.any() and (np.diff(row) == 1).all() else raw_MV[row_Q]
         if processed.any():
             drawn = np.cumsum(rows.sampled) - 1  # place among the sampled rows
             q = np.flatnonzero(processed)
             x_QV[self._send(q)] = final_SV[self._send(drawn[row[q]])]
-        logprobs_QV = torch.log_softmax(x_QV, -1)
-        token_Q = torch.where(known_Q < 0, tokens_M[row_Q], known_Q)[:, None]
-        chosen = logprobs_QV.gather(1, token_Q)
-        rank = (logprobs_QV > chosen).sum(-1) + 1
+        token_Q = torch.where(known_Q < 0, tokens_M[row_Q], known_Q)
+        found = report_rows(x_QV, token_Q, self._send(sure.astype(np.int32)), self.tokenizer_size)
         shown = min(int(alternatives.max()), self.tokenizer_size)
-        most = min(max(shown, int(sure.max())), self.tokenizer_size)
-        top_logprobs, top_ids = largest(logprobs_QV, most) if most else (chosen[:, :0], token_Q[:, :0])
-        confidence = mean_surprise(top_logprobs, self._send(sure)) if sure.any() else chosen[:, 0]
-        return _Reports(chosen[:, 0], rank, confidence, top_logprobs[:, :shown], top_ids[:, :shown])
+        if not shown:
+            return _Reports(found, found[0, :, None][:, :0], token_Q[:, None][:, :0])
+        top_logprobs, top_ids = largest(torch.log_softmax(x_QV, -1), shown)
+        return _Reports(found, torch.where(top_ids == token_Q[:, None], found[0, :, None], top_logprobs), top_ids)  # the token's own is one number
 
     def _send(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
@@ -263,7 +278,7 @@ class SampleOutput:
         self._tops = tops
         self.draws = draws
         self._host_draws = None if draws is None else to_host(draws)
-        self._reports = [_Reports(*map(to_host, (r.logprob, r.rank, r.confidence, r.top_logprobs, r.top_ids))) for r in reports if r is not None]
+        self._reports = [_Reports(*map(to_host, (r.found, r.top_logprobs, r.top_ids))) for r in reports if r is not None]
         self._done = torch.cuda.Event() if draws is not None and draws.is_cuda else None
         if self._done is not None:
             self._done.record()
@@ -300,13 +315,11 @@ class SampleOutput:
         if not found:
             return drawn, scored
         row, known, alternatives, _, sure = (a.tolist() for a in self._batch.rows.reports)
-        logprobs = torch.cat([r.logprob for r in found]).tolist()
-        ranks = torch.cat([r.rank for r in found]).tolist()
-        confidences = torch.cat([r.confidence for r in found]).tolist()
+        logprobs, ranks, confidences = torch.cat([r.found for r in found], 1).tolist()
         tops = [pair for r in found for pair in zip(r.top_ids.tolist(), r.top_logprobs.tolist())]
         for m, token, count, k, logprob, rank, confidence, (ids, values) in zip(row, known, alternatives, sure, logprobs, ranks, confidences, tops):
             top = [(i, v) for i, v in zip(ids[:count], values[:count]) if v > NEG_INF]
-            (drawn if token < 0 else scored)[m] = TokenLogprob(token, logprob, rank, top, confidence if k else None)
+            (drawn if token < 0 else scored)[m] = TokenLogprob(token, logprob, int(rank), top, confidence if k else None)
         return drawn, scored
 
 

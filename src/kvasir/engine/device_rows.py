@@ -20,7 +20,7 @@ from kvasir.engine.batch import tree_ancestors, tree_positions
 from kvasir.kernels.decode_rows import Kept
 from kvasir.types import Sequence, Span
 
-TOKEN, TEMPERATURE, TOP_K, TOP_P, MIN_P, STREAM, TABLES = 0, 1, 2, 3, 4, 5, 7  # sections, in words of R; a stream has two
+TOKEN, TEMPERATURE, TOP_K, TOP_P, MIN_P, STREAM, SURE, TABLES = 0, 1, 2, 3, 4, 5, 7, 8  # sections, in words of R; a stream has two
 UNKNOWN = -1
 ROW_WORDS = 8  # of a row in a step of drafts that share their keys: see ``draft_words``
 CHAIN = np.array([(2 << i) - 1 - (i == 63) * (1 << 64) for i in range(64)], np.int64)  # ancestors of the rows of a chain
@@ -71,6 +71,7 @@ class DeviceRows:
         self.token = section(TOKEN)
         self.temperature, self.top_p, self.min_p = (section(at).view(torch.float32) for at in (TEMPERATURE, TOP_P, MIN_P))
         self.top_k = section(TOP_K)
+        self.sure = section(SURE)  # the k of its confidence; 0: none
         self.stream = section(STREAM, 2).view(count, 2)  # low and high word: gathered, a row of two is an int64
         self._bases = [count * (TABLES + g * max_pages) for g in range(num_groups)]
         self.kept = Kept(self.token, self.temperature, self.top_k, self.top_p, self.min_p, self.stream,
@@ -82,14 +83,15 @@ class DeviceRows:
         self._open: dict[int, tuple[Sequence, list[int], list[int]]] = {}  # row -> sequence, places and content of its numbers
         self._unsent: set[int] = set()  # open rows whose numbers the device does not have
 
-    def open(self, seq: Sequence, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
-        """``seq.row`` is ``seq``'s from now on. ``temperature`` 0: greedy; ``top_k`` the vocabulary, ``top_p`` 1, ``min_p`` 0: off."""
+    def open(self, seq: Sequence, temperature: float, top_k: int, top_p: float, min_p: float, sure: int) -> None:
+        """``seq.row`` is ``seq``'s from now on. ``temperature`` 0: greedy; ``top_k`` the vocabulary, ``top_p`` 1, ``min_p`` 0, ``sure`` (the
+        k of its confidence) 0: off."""
         row = seq.row
         numbers = np.array([temperature, top_p, min_p], np.float32).view(np.int32).tolist()
         stream = np.array([seq.stream], np.uint64).view(np.int32).tolist()
-        at = [self.count * part + row for part in (TEMPERATURE, TOP_P, MIN_P, TOP_K)]
+        at = [self.count * part + row for part in (TEMPERATURE, TOP_P, MIN_P, TOP_K, SURE)]
         at += [self.count * STREAM + 2 * row, self.count * STREAM + 2 * row + 1]
-        self._open[row] = seq, at, [*numbers, top_k, *stream]
+        self._open[row] = seq, at, [*numbers, top_k, sure, *stream]
         self._unsent.add(row)
         self._position[row] = UNKNOWN
         seq.num_sent = 0

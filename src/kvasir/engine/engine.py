@@ -324,7 +324,7 @@ class Engine:
                 if seq.row != span.row or seq.status is not Status.RUNNING or result is None:
                     continue  # it ended or was preempted meanwhile, or an earlier span failed its whole request
                 event = None
-                if (span.want is ONE_SAMPLE or result.path) and result.error is None and result.logprobs is None:
+                if (span.want is ONE_SAMPLE or result.path) and result.error is None:
                     event = self._append(span, result)
                 event = event or self._commit(span, result)
                 if result.hidden is not None and not result.path:
@@ -374,7 +374,7 @@ class Engine:
         self._num_generated += len(tokens)
         self._num_forwards += 1
         return Event(kind="tokens", request_id=request.id, epoch=request.epoch, branch=seq.branch, index=index, token_ids=tokens,
-                     num_cached=seq.num_cached)
+                     logprobs=result.logprobs, num_cached=seq.num_cached)
 
     def _commit(self, span: Span, result: SpanResult) -> Event | None:
         """The transaction for one span: counters, pages, prefix index, stop rules, events."""

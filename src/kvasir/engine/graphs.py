@@ -3,6 +3,7 @@
 A step takes this path when every row of it draws a token or is a guest: decodes, and spans that verify drafts. It is padded to a
 *bucket* of rows; padding rows run with the padding row's token and write to the dummy page, where nobody reads. Page tables, sampling
 parameters and the tokens to go on from lie on the device already (``device_rows.py``); what has changed since is sent along.
+Where rows ask for the log-probability of what they draw, the step reports it, of all rows: such steps are captured by themselves.
 
 Which rows are of one span, and who is whose ancestor, are numbers of the rows like their tokens, so one graph of a bucket serves every
 mixture of decodes, chains and trees that fits it. Attention reads the keys of a span once for a tile of its rows; how many rows a
@@ -22,24 +23,26 @@ import gc
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from itertools import accumulate, cycle
 
 import numpy as np
 import torch
 
 from kvasir.attention.backend import AttentionBackend
-from kvasir.decoding.sampler import MASKED_ERROR, NUMERIC_ERROR, Sampler, resolve_span
+from kvasir.decoding.sampler import MASKED_ERROR, NUMERIC_ERROR, Sampler, StepOutput, resolve_span
 from kvasir.engine.batch import guest_rows
 from kvasir.engine.device_rows import ROW_WORDS, UNKNOWN, DeviceRows, draft_words
 from kvasir.engine.spans import ONE_SAMPLE
 from kvasir.engine.taps import Tapped, Taps
 from kvasir.kernels.decode_rows import close_rows, open_rows
 from kvasir.kernels.hardware import send
+from kvasir.kernels.report import report_rows
 from kvasir.kernels.sample import sample_rows
 from kvasir.kv.codec import LayerCache
 from kvasir.logs import log
 from kvasir.models.decoder import Decoder
-from kvasir.types import Span, SpanResult, StepBatch, Together
+from kvasir.types import Span, SpanResult, StepBatch, Together, TokenLogprob
 
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]
@@ -103,9 +106,9 @@ class DecodeGraphs:
         self.buckets = buckets(max(sampler.max_seqs, self.most_drafted))
         self._plain = self.buckets[:bisect_left(self.buckets, sampler.max_seqs) + 1]  # those that decodes alone may need
         self._capture: Capture | None = capture
-        self._ready: dict[tuple[int, bool, int], Work] = {}  # (bucket, whether it draws, form) -> replay
-        self._uses: Counter[tuple[int, bool, int]] = Counter()  # steps of a bucket that was not captured, by itself
-        self._stood_in: Counter[tuple[int, bool, int]] = Counter()  # and in a larger one
+        self._ready: dict[tuple[int, StepOutput, int], Work] = {}  # (bucket, what it puts out, form) -> replay
+        self._uses: Counter[tuple[int, StepOutput, int]] = Counter()  # steps of a bucket that was not captured, by itself
+        self._stood_in: Counter[tuple[int, StepOutput, int]] = Counter()  # and in a larger one
         self.captures = 0  # since the start
         most, device = self.buckets[-1], rows.words.device
         self._device = device
@@ -116,7 +119,9 @@ class DecodeGraphs:
         self._row_start = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._logit_rows = torch.arange(most, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(most, model.spec.hidden_size, dtype=model.place.dtype, device=device)
-        self._draws = torch.zeros(3 * most, dtype=torch.float32, device=device)
+        self._draws = torch.zeros(6 * most, dtype=torch.float32, device=device)  # draws [3, B], and reports [3, B] behind them
+        self._drawn = StepOutput.DRAWS  # what the last drawing step put out
+        self._reported = False  # whether a step ever did
         self.step_bytes = 64 << 20  # of device memory that a capture may need
         # What crosses over is staged in turns: a buffer is written again only after the step that used it was read.
         self._stages = cycle([_Stage(most, self._words, device) for _ in range(2)])
@@ -166,35 +171,38 @@ class DecodeGraphs:
     def bucket(self, num_rows: int) -> int:
         return self.buckets[bisect_left(self.buckets, num_rows)]
 
-    def _fit(self, num_rows: int, draws: bool, form: int) -> tuple[int, int]:
+    def _fit(self, num_rows: int, output: StepOutput, form: int) -> tuple[int, int]:
         """The bucket and form that these rows run in now: their own, or a captured one somewhat larger until they have come often."""
         size = self.bucket(num_rows)
-        key = size, draws, form
+        key = size, output, form
         if key in self._ready or self._capture is None or self._stood_in[key] >= STAND_INS:
             return size, form
         forms = [form, *(f for f in self._forms if 1 < form < f)]
         sizes = self.buckets[bisect_left(self.buckets, size):bisect_right(self.buckets, PADDED * size)]
-        larger = next(((s, f) for s in sizes for f in forms if (s, draws, f) in self._ready), None)
+        larger = next(((s, f) for s in sizes for f in forms if (s, output, f) in self._ready), None)
         if larger is None:
             return size, form
         self._stood_in[key] += 1
         return larger
 
     def replays(self, size: int, drafted: bool = False) -> bool:
-        """Whether a drawing step of this bucket is captured."""
-        return any((size, True, form) in self._ready for form in ((ROW_BY_ROW, *self._forms) if drafted else (DECODES,)))
+        """Whether drawing steps of this bucket are captured, such as the last one was."""
+        return any((size, self._drawn, form) in self._ready for form in ((ROW_BY_ROW, *self._forms) if drafted else (DECODES,)))
 
-    def decode(self, spans: list[Span]) -> DecodeHandle:
-        """Forward and draw, by the parameters that the rows have on the device."""
-        size, stage, form, words = self._send(spans, True)
-        self._run(size, True, form)
-        stage.take(self._draws[:3 * size])
-        return DecodeHandle(stage, size, spans, words)
+    def decode(self, spans: list[Span], output: StepOutput = StepOutput.DRAWS) -> DecodeHandle:
+        """Forward and draw, by the parameters that the rows have on the device; and report, where ``output`` says so."""
+        self._drawn = output
+        self._reported |= output is StepOutput.REPORTS
+        size, stage, form, words = self._send(spans, output)
+        self._run(size, output, form)
+        reports = output is StepOutput.REPORTS
+        stage.take(self._draws[:(6 if reports else 3) * size])
+        return DecodeHandle(stage, size, spans, words, reports)
 
     def forward(self, spans: list[Span]) -> torch.Tensor:
         """Hidden states [T, E] before the final norm; valid until the next step."""
-        size, _, form, _ = self._send(spans, False)
-        self._run(size, False, form)
+        size, _, form, _ = self._send(spans, StepOutput.HIDDEN)
+        self._run(size, StepOutput.HIDDEN, form)
         return self._hidden[:sum(span.length for span in spans)]
 
     def outputs(self, spans: list[Span]) -> tuple[list[int], torch.Tensor]:
@@ -207,14 +215,14 @@ class DecodeGraphs:
         """What the step launched last has tapped [T, layers, E], if anybody wants it."""
         return None if self._taps is None else self._taps.taken(self._tapped, sum(span.length for span in spans))
 
-    def _send(self, spans: list[Span], draws: bool) -> tuple[int, _Stage, int, np.ndarray | None]:
+    def _send(self, spans: list[Span], output: StepOutput) -> tuple[int, _Stage, int, np.ndarray | None]:
         """Bring rows, starts and what else changed to the device. Returns the bucket, the host buffers in use, the form, and where there
         are drafts, the ``draft_words`` of these spans."""
         stage, form = next(self._stages), self._form(spans)
         if form != DECODES:
-            return self._send_drafts(spans, stage, draws, form)
+            return self._send_drafts(spans, stage, output, form)
         count = len(spans)
-        size, _ = self._fit(count, draws, DECODES)
+        size, _ = self._fit(count, output, DECODES)
         starts = [span.start for span in spans]
         rows_S, starts_S = stage.inbox[:count], stage.inbox[size:size + count]
         rows_S[:], starts_S[:] = [span.row for span in spans], starts
@@ -224,10 +232,10 @@ class DecodeGraphs:
         self._host_starts = starts + [0] * (size - count)
         return size, stage, DECODES, None
 
-    def _send_drafts(self, spans: list[Span], stage: _Stage, draws: bool, form: int) -> tuple[int, _Stage, int, np.ndarray]:
+    def _send_drafts(self, spans: list[Span], stage: _Stage, output: StepOutput, form: int) -> tuple[int, _Stage, int, np.ndarray]:
         """The same with one row a draft behind each sequence's own; their tokens come along."""
         count = sum(span.length for span in spans)
-        size, form = self._fit(count, draws, form)
+        size, form = self._fit(count, output, form)
         words = np.empty((ROW_WORDS, size), np.int64)
         draft_words(spans, self.rows.padding, words)
         sent = ROW_WORDS if form > ROW_BY_ROW else 3
@@ -247,8 +255,8 @@ class DecodeGraphs:
             at, words = stage.changes(places, content, self._device)
             self.rows.words.index_copy_(0, at, words)
 
-    def _run(self, size: int, draws: bool, form: int) -> None:
-        key = size, draws, form
+    def _run(self, size: int, output: StepOutput, form: int) -> None:
+        key = size, output, form
         work = self._ready.get(key)
         if work is None:
             self._uses[key] += 1
@@ -258,7 +266,7 @@ class DecodeGraphs:
             work = self._ready[key]
         work()
 
-    def _compute(self, size: int, draws: bool, form: int) -> None:
+    def _compute(self, size: int, output: StepOutput, form: int) -> None:
         """The step itself, over the first ``size`` rows of the static buffers."""
         words = self._inbox[:len(self._inbox) // size * size].view(-1, size)
         rows_B, starts_B = words[0], words[1]  # places in the cache, and positions but in trees
@@ -276,24 +284,31 @@ class DecodeGraphs:
             batch.inputs = torch.where(words[7][:, None] < 0, self.model.embed(opened.ids), self._guests.index_select(0, words[7].clamp(min=0)))
         self.backend.plan(batch)
         hidden_BE = self.model.forward(batch, self.caches, self.backend, None if self._tapped is None else self._tapped.by_layer)
-        if guests or not draws:
+        if guests or not output:
             self._hidden[:size].copy_(hidden_BE)
-        if not draws:
+        if not output:
             return
-        draws_3B = self._draws[:3 * size].view(3, size)
+        reports = output == StepOutput.REPORTS
+        draws_3B, reports_3B = self._draws[:6 * size].view(2, 3, size)
+        sure_B = self.rows.sure.index_select(0, rows_B) if reports else None
         step = max(1, LOGIT_BYTES // (4 * self.sampler.vocab_size))
         for first in range(0, size, step):
             part = slice(first, min(first + step, size))
-            drawn = sample_rows(self.model.logits(hidden_BE[part]), opened.temperature[part], opened.top_k[part], opened.top_p[part],
-                                opened.min_p[part], opened.stream[part], positions_B[part], self.sampler.tokenizer_size)
+            logits = self.model.logits(hidden_BE[part])
+            drawn = sample_rows(logits, opened.temperature[part], opened.top_k[part], opened.top_p[part], opened.min_p[part],
+                                opened.stream[part], positions_B[part], self.sampler.tokenizer_size)
             close_rows(drawn, draws_3B[:, part], self.rows.token, rows_B[part], self.sampler.vocab_size)
+            if reports:
+                report_rows(logits, drawn[0], sure_B[part], self.sampler.tokenizer_size, reports_3B[:, part])
 
     # -------------------------------------------------------------------------------------------------------- capturing
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
-        """Capture one more bucket, smallest first, while nothing is in flight. False: none is left."""
-        keys = [*((size, True, DECODES) for size in self._plain), *((size, True, self._usual) for size in self._drafted)]
+        """Capture one more bucket, smallest first, while nothing is in flight. False: none is left. Reporting ones once a step reported."""
+        outputs = [StepOutput.DRAWS, *([StepOutput.REPORTS] if self._reported else [])]
+        kinds = (DECODES, self._plain), (self._usual, self._drafted)
+        keys = [(size, output, form) for form, sizes in kinds for output in outputs for size in sizes]
         key = next((key for key in keys if key not in self._ready), None)
         if key is None or self._capture is None:
             return False
@@ -316,12 +331,12 @@ class DecodeGraphs:
         self._inbox[:self._words * size].copy_(torch.from_numpy(words[:self._words].reshape(-1)))
         self._host_starts = [0] * size
 
-    def _try_capture(self, size: int, draws: bool, form: int) -> bool:
+    def _try_capture(self, size: int, output: StepOutput, form: int) -> bool:
         """Capture a bucket. Where that fails, this process does without graphs from then on: they are never needed."""
         try:
             if self._device.type == "cuda":
                 self._check_memory()
-            self._ready[size, draws, form] = self._capture(lambda: self._compute(size, draws, form))
+            self._ready[size, output, form] = self._capture(lambda: self._compute(size, output, form))
             self.captures += 1
         except Exception as error:
             self._capture = None
@@ -346,21 +361,22 @@ class DecodeGraphs:
         torch.cuda.reset_peak_memory_stats(self._device)
         for size, form in [(self.buckets[-1], DECODES), *((size, self._usual) for size in self._drafted[-1:])]:
             self._pad(size)
-            self._compute(size, True, form)
+            self._compute(size, StepOutput.REPORTS, form)  # all that a step may do
         torch.cuda.synchronize(self._device)
         step = (torch.cuda.max_memory_allocated(self._device) - held) * 5 // 4
-        return step, step + GRAPH_BYTES * (len(self.buckets) + len(self._drafted) * max(1, len(self._forms)))
+        drawing, reporting = len(self.buckets) + len(self._drafted) * max(1, len(self._forms)), len(self._plain) + len(self._drafted)
+        return step, step + GRAPH_BYTES * (drawing + reporting)
 
 
 class _Stage:
-    """Pinned host memory of one step: what goes to the device, and the draws that come back."""
+    """Pinned host memory of one step: what goes to the device, and the draws and reports that come back."""
 
     def __init__(self, max_rows: int, words: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
         self._pinned = pinned
         self.inbox_tensor = torch.zeros(words * max_rows, dtype=torch.int64, pin_memory=pinned)
         self.inbox = self.inbox_tensor.numpy()
-        self._draws = torch.zeros(3 * max_rows, dtype=torch.float32, pin_memory=pinned)
+        self._draws = torch.zeros(6 * max_rows, dtype=torch.float32, pin_memory=pinned)
         self._draws_array = self._draws.numpy()
         self._done = torch.cuda.Event() if pinned else None
         self._changes = torch.zeros(0, dtype=torch.int64)
@@ -388,14 +404,18 @@ class _Stage:
             self._done.synchronize()
         return self._draws_array[:3 * size].reshape(3, size)
 
+    def reports(self, size: int) -> np.ndarray:
+        """After ``read``: [3, size], of a step that reports."""
+        return self._draws_array[3 * size:6 * size].reshape(3, size)
+
 
 class DecodeHandle:
-    """A launched decode step. ``words``: with drafts, what its rows started from (``draft_words``)."""
+    """A launched decode step. ``words``: with drafts, what its rows started from (``draft_words``). ``reports``: whether it reported."""
 
-    __slots__ = ("_stage", "_size", "_spans", "_words")
+    __slots__ = ("_stage", "_size", "_spans", "_words", "_reports")
 
-    def __init__(self, stage: _Stage, size: int, spans: list[Span], words: np.ndarray | None = None) -> None:
-        self._stage, self._size, self._spans, self._words = stage, size, spans, words
+    def __init__(self, stage: _Stage, size: int, spans: list[Span], words: np.ndarray | None = None, reports: bool = False) -> None:
+        self._stage, self._size, self._spans, self._words, self._reports = stage, size, spans, words, reports
 
     def read(self) -> list[SpanResult]:
         """Wait for the step; one result per span."""
@@ -409,7 +429,7 @@ class DecodeHandle:
                     results[i] = SpanResult(error=NUMERIC_ERROR)
                 elif best[i] == -np.inf:
                     results[i] = SpanResult(error=MASKED_ERROR)
-        return results
+        return self._reported(results, range(len(results))) if self._reports else results
 
     def _walked(self, held_T: np.ndarray, place_T: np.ndarray) -> list[SpanResult]:
         """``held``: the token of each row; ``place``: the row's in its span. Chains are walked all at once: as far as a row holds what was
@@ -430,4 +450,15 @@ class DecodeHandle:
                 results.append(resolve_span(span, held, range(first, first + span.length), tokens, errors, {}, {}))
             else:
                 results.append(SpanResult(tokens[first:end], path=list(range(end - first)) if span.length > 1 else None))
+        return self._reported(results, firsts.tolist()) if self._reports else results
+
+    def _reported(self, results: list[SpanResult], firsts: Many[int]) -> list[SpanResult]:
+        """With the log-probabilities of the spans that ask for them. ``firsts``: each span's first row."""
+        logprobs, ranks, confidences = self._stage.reports(self._size).tolist()
+        for span, result, first in zip(self._spans, results, firsts):
+            params = span.seq.request.params
+            if params.logprobs is not None and result.error is None:
+                rows = [first + i for i in result.path] if result.path else (first,)
+                result.logprobs = [TokenLogprob(token, logprobs[m], int(ranks[m]), [], confidences[m] if params.confidence else None)
+                                   for token, m in zip(result.tokens, rows)]
         return results

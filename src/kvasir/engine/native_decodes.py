@@ -28,7 +28,7 @@ class NativeDecodes:
         return len(spans) <= self.native.most_decodes and all(span.want is ONE_SAMPLE for span in spans)
 
     def draw(self, spans: list[Span]) -> Drawn:
-        """A token each, of spans that ``Sampler.simple`` is true of."""
+        """A token each, of spans of which ``Sampler.output`` wants nothing else."""
         results: dict[int, SpanResult] = {}
 
         def undrawn(places: list[int], logits: torch.Tensor) -> list[int]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from kvasir.attention.backend import AttentionBackend
-from kvasir.decoding.sampler import SampleOutput, Sampler
+from kvasir.decoding.sampler import SampleOutput, Sampler, StepOutput
 from kvasir.engine.batch import Packer
 from kvasir.engine.decode_tapes import DecodeTapes
 from kvasir.engine.device_rows import DeviceRows
@@ -120,7 +120,7 @@ class Runner:
         tapped = self.taps is not None and self.taps.on
         if self.native is None or tapped or not self.decodes.takes(spans):
             return self._run(spans)
-        if self.sampler.simple(spans) and not self.sampler.num_top:
+        if self.sampler.output(spans) is StepOutput.DRAWS:
             return self.decodes.draw(spans)
         with torch.inference_mode():
             return self._sample(spans, self.decodes.logits(spans))
@@ -135,8 +135,9 @@ class Runner:
         graphs, taps = self.graphs, self.taps
         if graphs is not None and graphs.takes(spans):
             guests = any(span.guests for span in spans)
-            if self.sampler.simple(spans) and not self.sampler.num_top:
-                handle = graphs.decode(spans)
+            output = self.sampler.output(spans)
+            if output:
+                handle = graphs.decode(spans, output)
             else:
                 hidden_ME = graphs.forward(spans)
                 if guests:
