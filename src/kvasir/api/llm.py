@@ -295,16 +295,19 @@ class Collector:
                 tokens = tokens[:delta.num_tokens]
         out.token_ids += tokens
         if event.logprobs is not None:
+            entries = event.logprobs[:len(tokens)]
             if self.params.confidence:
-                out.confidences = (out.confidences or []) + [p.confidence for p in event.logprobs[:len(tokens)]]
-            out.logprobs = (out.logprobs or []) + [self._named(p) for p in event.logprobs[:len(tokens)]]
-            out.cumulative_logprob = (out.cumulative_logprob or 0.0) + sum(p.logprob for p in event.logprobs[:len(tokens)])
+                out.confidences = out.confidences or []
+                out.confidences += [p.confidence for p in entries]
+            out.logprobs = out.logprobs or []
+            out.logprobs += [self._named(p) for p in entries]
+            out.cumulative_logprob = (out.cumulative_logprob or 0.0) + sum(p.logprob for p in entries)
         out.finish_reason, out.stop_reason = ("stop", stopped) if stopped is not None else (event.finish_reason, event.stop_reason)
         return [event.branch] if stopped is not None and event.finish_reason is None else []
 
     def _named(self, entry: TokenLogprob) -> dict[int, Logprob]:
         def named(token: int, logprob: float, rank: int) -> Logprob:
-            return Logprob(logprob, rank, self.tokenizer.decode([token], skip_special=False) if self.tokenizer else None)
+            return Logprob(logprob, rank, self.tokenizer.token_text(token) if self.tokenizer else None)
 
         table = {entry.id: named(entry.id, entry.logprob, entry.rank)}
         for place, (token, logprob) in enumerate(entry.top, start=1):

@@ -15,14 +15,10 @@ def _value(logprob: float) -> float:
     return logprob if logprob > FLOOR else FLOOR
 
 
-def _token(tokenizer: Tokenizer, token: int) -> str:
-    return tokenizer.decode([token], skip_special=False)
-
-
 def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob]) -> dict[str, Any]:
     """``{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}``. ``bytes`` are exact also for half a character."""
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        return {"token": _token(tokenizer, token), "logprob": _value(logprob), "bytes": list(tokenizer.token_bytes(token))}
+        return {"token": tokenizer.token_text(token), "logprob": _value(logprob), "bytes": list(tokenizer.token_bytes(token))}
 
     return {"content": [{**entry(e.id, e.logprob), "top_logprobs": [entry(*t) for t in e.top]} for e in entries]}
 
@@ -35,11 +31,11 @@ def completion_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob | N
     """
     out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token, entry, offset in zip(ids, entries, offsets, strict=True):
-        text = _token(tokenizer, token)
+        text = tokenizer.token_text(token)
         top: dict[str, float] = {}
         if entry is not None:
             for other, logprob in [(token, entry.logprob), *entry.top]:
-                top.setdefault(_token(tokenizer, other), _value(logprob))
+                top.setdefault(tokenizer.token_text(other), _value(logprob))
         out["tokens"].append(text)
         out["token_logprobs"].append(None if entry is None else _value(entry.logprob))
         out["top_logprobs"].append(None if entry is None else top)
@@ -61,6 +57,6 @@ def prompt_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob | None]
     """vLLM's shape: one object a prompt token, by token id: ``{"logprob", "rank", "decoded_token"}``; None for the first."""
     def table(entry: TokenLogprob) -> dict[str, Any]:
         rows = [(entry.id, entry.logprob, entry.rank), *((t, p, rank) for rank, (t, p) in enumerate(entry.top, start=1) if t != entry.id)]
-        return {str(t): {"logprob": _value(p), "rank": rank, "decoded_token": _token(tokenizer, t)} for t, p, rank in rows}
+        return {str(t): {"logprob": _value(p), "rank": rank, "decoded_token": tokenizer.token_text(t)} for t, p, rank in rows}
 
     return [None if e is None else table(e) for e in entries]

@@ -59,6 +59,7 @@ class Tokenizer:
         self._tags = frozenset(c for c, i in self._control.items() if TAG.fullmatch(c) and (i not in self.special_ids or "think" in c))
         self._codec = TokenCodec.of(backend)
         self._bytes = TokenBytes(self.id_to_token, self._codec)
+        self._texts: dict[int, str] = {}  # of single tokens that were asked for
 
     @classmethod
     def load(cls, path: Path, chat_template: str | None = None) -> Tokenizer:
@@ -106,6 +107,13 @@ class Tokenizer:
         """The text of ``ids``. Bytes that are no UTF-8 become U+FFFD. The same text as ``stream()`` gives piece by piece."""
         stream = self.stream(skip=self.special_ids if skip_special else ())
         return stream.extend(ids) + stream.flush()
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself, special or not."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode([token_id], skip_special=False)
+        return text
 
     def stream(self, prompt_ids: Sequence[int] = (), skip: Collection[int] = ()) -> TextStream | WindowStream:
         """Decodes as it comes what follows ``prompt_ids``, leaving out the ids in ``skip``."""
