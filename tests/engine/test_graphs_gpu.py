@@ -15,7 +15,7 @@ PROMPTS = [[300 + (7 * i) % 900 for i in range(40)][:length] + [300 + k, 301 + 2
 
 
 def driver(**options) -> Driver:
-    return Driver(device="cuda", dtype="float32", batch_invariant=False, **{"max_num_seqs": 16, "num_pages": 128} | options)
+    return Driver(**{"device": "cuda", "dtype": "float32", "batch_invariant": False, "max_num_seqs": 16, "num_pages": 128} | options)
 
 
 def fleet(d: Driver, temperature: float, n: int = 1, **params) -> list:
