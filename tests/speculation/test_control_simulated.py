@@ -150,6 +150,16 @@ def test_stalls_do_not_end_the_drafting():
         assert seconds < 1.12 * sum(smooth.run(load).seconds for _ in range(2)), (batch, seconds)
 
 
+def test_a_prompt_that_is_launched_meanwhile_is_no_part_of_a_step():
+    """The end of a decode in flight is seen when the step behind it was launched: kernel by kernel, which takes longer than the decode."""
+    engine = Simulation(8, coins(0.0), machine=Machine(launch=0.03))
+    seen, observe = [], engine.drafting._times.observe
+    engine.drafting._times.observe = lambda *of, **more: seen.append((of[3], of[4])) or observe(*of, **more)
+    engine.run(Load(8, count=120, outputs=(9, 14, 23, 31)))
+    plain = [seconds for drafted, seconds in seen if not drafted]
+    assert len(plain) > 20 and max(plain) < 0.02, sorted(plain)[-5:]
+
+
 def test_a_drafter_that_always_stalls_is_given_up():
     """What repeats itself is no accident: two hundred milliseconds a call, every time, are soon too dear."""
     drafting, without = (Simulation(8, made) for made in (coins(0.9, call=0.2), None))

@@ -81,12 +81,14 @@ class Graphs:
 @dataclass
 class Machine:
     """Step times in seconds. ``scale``: a share of the model's work, for smaller ones. ``sync``, ``per_seq``, ``per_draft``: the
-    host's part of a drafted step, which nothing overlaps; ``jitter``: the spread of a step's time; ``outliers``: how many are long."""
+    host's part of a drafted step, which nothing overlaps; ``launch``: that of a step with prompts, until it is launched; ``jitter``: the
+    spread of a step's time; ``outliers``: how many are long."""
 
     scale: float = 1.0
     sync: float = 0.37e-3
     per_seq: float = 13e-6
     per_draft: float = 1e-6
+    launch: float = 0.0
     jitter: float = 0.02
     outliers: float = 0.004
 
@@ -256,6 +258,7 @@ class Simulation:
         once = 0.0
         prompts = any(span.length > 1 and span.commit != "walk" for span in spans)
         if prompts:
+            self.clock.now += self.machine.launch
             seconds = self.machine.mixed(rows, context)
         else:
             drafts = rows - len(spans)

@@ -191,6 +191,9 @@ class Drafting:
         if self._drafting:
             self._since_drafted = 0
         else:
+            if self._measured and plan.num_rows > len(plan.spans):
+                # The end of a plain step in flight is seen when this one was launched, which takes longer where it holds prompts.
+                self._measured = {step: found for step, found in self._measured.items() if found is None or found.drafted}
             self._since_drafted += 1
             if self._since_drafted == 1:
                 self._after_drafted = plan.step
@@ -199,8 +202,6 @@ class Drafting:
         rows = context = 0
         for span in plan.spans:
             if len(span.want.get("sample", ())) + len(span.guests) != span.length:
-                # The end of a plain step in flight is seen when this one was launched, which may take longer than that step.
-                self._measured = {step: found for step, found in self._measured.items() if found is None or found.drafted}
                 if self._drafting:
                     self._measured[plan.step] = None
                 return

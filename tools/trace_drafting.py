@@ -1,0 +1,68 @@
+"""Every step of an engine that drafts, one a line: `tools/trace_drafting.py OUT.jsonl ARGS...` runs `kvasir ARGS...` meanwhile.
+
+    tools/trace_drafting.py steps.jsonl bench rollouts --model base --problems 8 --samples 8 --rounds 2 --arm suffix
+
+For engines in this process (`generate`, `bench rollouts`, `bench speculation`, `bench offline`); a server's run elsewhere. A line starts
+with an engine's drafter, or holds a step: `sort` (drafted, plain, mixed: drafted beside prompts, unmeasured), sequences and rows, `ms` from
+the end of the step before to its own, what was `expected` and `charged`, the `kind` that it is timed with, tokens `accepted`, and what the
+controller holds after it: `credit` in ms, plain steps left to `rest`, the `gain` that it predicted before. Costs some microseconds a step.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any, TextIO
+
+from kvasir.cli.main import main
+from kvasir.engine.draft_times import DraftTimes
+from kvasir.engine.drafting import Drafting
+from kvasir.speculation.controller import Controller
+from kvasir.types import Plan
+
+
+def watch(out: TextIO) -> None:
+    """From now on, write down the steps of every engine that drafts."""
+    seen: dict[str, Any] = {}
+    accepted: dict[Drafting, int] = {}  # up to the last step
+    init, completed, observe, gain = Drafting.__init__, Drafting.completed, DraftTimes.observe, Controller._gain
+
+    def watched_init(self: Drafting, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        out.write(json.dumps({"drafter": self.drafter.name, "control": self._config.draft_control}) + "\n")
+
+    def watched_observe(self: DraftTimes, *of: Any, **more: Any) -> tuple[float, bool]:
+        num_seqs, context, num_drafts, drafted = of[:4]
+        kind, shape = self._kind(num_seqs, context, num_drafts, drafted, of[5] if len(of) > 5 else False)
+        expected = self._expected(kind, shape)
+        charged, known = observe(self, *of, **more)
+        seen.update(kind=list(kind), expected=1e3 * expected, charged=1e3 * charged, known=known)
+        return charged, known
+
+    def watched_gain(self: Controller, *of: Any) -> float:
+        seen["gain"] = gain(self, *of)
+        return seen["gain"]
+
+    def watched_completed(self: Drafting, plan: Plan) -> None:
+        controller, ended = self.controller, self._ended
+        step = self._measured.get(plan.step, 0)
+        sort = "unmeasured" if step == 0 else "mixed" if step is None else "drafted" if step.drafted else "plain"
+        completed(self, plan)
+        before, accepted[self] = accepted.get(self, 0), controller.stats.accepted
+        line = {"step": plan.step, "sort": sort, "sequences": len(plan.spans), "rows": plan.num_rows, "ms": 1e3 * (self._ended - ended),
+                "accepted": controller.stats.accepted - before, "credit": None if controller._credit is None else 1e3 * controller._credit,
+                "rest": controller.rest_left, **seen}
+        seen.clear()
+        out.write(json.dumps({key: round(value, 3) if isinstance(value, float) else value for key, value in line.items()}) + "\n")
+
+    Drafting.__init__, Drafting.completed = watched_init, watched_completed
+    DraftTimes.observe, Controller._gain = watched_observe, watched_gain
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    with open(sys.argv[1], "w") as file:
+        watch(file)
+        sys.argv = ["kvasir", *sys.argv[2:]]
+        main()
