@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvasir.decoding.confidence import summed_up
-from kvasir.decoding.filters import mean_surprise
 from kvasir.decoding.sampler import Sampler
+from kvasir.kernels.report import mean_surprise
 from kvasir.types import Span
 from tests.decoding.helpers import sequence
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from kvasir.kernels.report import mean_surprise
 from kvasir.kernels.sample import keep_top, order_keys, ordered_values
 
-__all__ = ["keep_top", "largest", "mean_surprise"]
+__all__ = ["keep_top", "largest"]
 
 
 def largest(x_RV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
