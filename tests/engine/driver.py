@@ -9,6 +9,7 @@ from kvasir.engine.admission import admit
 from kvasir.engine.engine import Engine
 from kvasir.engine.graphs import call_through
 from kvasir.types import Event, Request, SamplingParams
+from tests.engine.stepwise import Stepwise
 
 
 @dataclass
@@ -23,12 +24,14 @@ class Output:
 
 
 class Driver:
-    def __init__(self, model: str = "nano", static: bool = False, **options) -> None:
+    def __init__(self, model: str = "nano", static: bool = False, pieces: bool = False, **options) -> None:
         options = {"batch_invariant": True, "page_slots": 16, "num_pages": 256, "max_model_len": 512, "check": True, "poison": True,
                    "max_queued_tokens": 1 << 20, "num_threads": 1} | options
         self.engine = Engine(EngineConfig.of(model=model, **options))
         if static:
             self.engine.runner.use_graphs(call_through)
+        if pieces:
+            self.engine.runner.use_mixed_steps(Stepwise(), self.engine.steps.full_rows)
         self.outputs: dict[tuple[str, int], Output] = {}
         self.errors: dict[str, Event] = {}
         self.steps = 0

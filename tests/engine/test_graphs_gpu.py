@@ -8,6 +8,7 @@ import torch
 from kvasir.decoding.sampler import StepOutput
 from kvasir.engine.graphs import CudaCapture, call_through
 from tests.engine.driver import Driver
+from tests.engine.test_mixed_steps import forced
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -48,6 +49,16 @@ def test_same_tokens(graphs, overlap, how, temperature, plain):
     d.run(fleet(d, temperature, top_p=0.95, top_k=50), **how)
     if graphs:
         assert d.engine.runner.graphs is not None and d.engine.runner.graphs._ready, "nothing was captured"
+    assert tokens(d) == plain[temperature]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("how", [dict(gap=1), dict(gap=2, preempt_every=4)], ids=["arrivals", "preempted"])
+def test_same_tokens_of_mixed_steps_in_pieces(how, temperature, plain):
+    d = driver(max_num_batched_tokens=48)
+    ran = forced(d)
+    d.run(fleet(d, temperature, top_p=0.95, top_k=50), **how)
+    assert len(ran) > 8 and len(d.engine.runner.mixed._ready) == 2, "nothing was captured"
     assert tokens(d) == plain[temperature]
 
 

@@ -74,8 +74,10 @@ class AttentionBackend(Technique):
         """Once a step, before the layers: derive what every layer needs into ``batch.scratch``."""
 
     def run(self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, batch: StepBatch, *,
-            sinks_H: torch.Tensor | None = None, return_lse: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Causal attention of every row over its own sequence: [T, H, D] (and the natural log-sum-exp [T, H] fp32).
+            sinks_H: torch.Tensor | None = None, return_lse: bool = False,
+            out_THD: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Causal attention of every row over its own sequence: [T, H, D] (and the natural log-sum-exp [T, H] fp32). ``out_THD``: where
+        the result goes, if not to new memory.
 
         Row i of span s sees positions <= context[s] + i, bottom-right causal; with ``batch.ancestors`` a tree row sees
         the context and its ancestors. ``cache.group`` picks the page table.

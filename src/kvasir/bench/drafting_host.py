@@ -117,7 +117,7 @@ def _runner(folder: str) -> SimpleNamespace:
     """What ``Drafting`` asks of a runner, without a model."""
     model = SimpleNamespace(spec=build_spec(read_config(resolve(folder))), place=SimpleNamespace(dtype=torch.float32))
     pool = SimpleNamespace(page_slots=16, move_slots=lambda group, sources, targets: None)
-    return SimpleNamespace(model=model, device=torch.device("cpu"), graphs=None, taps=None, pool=pool, sampler=SimpleNamespace(num_top=0),
+    return SimpleNamespace(model=model, device=torch.device("cpu"), graphs=None, captures=0, taps=None, pool=pool, sampler=SimpleNamespace(num_top=0),
                            capture=lambda: None)
 
 

@@ -170,6 +170,10 @@ class Outcome:
     by_source: dict[str, list[int]] = field(default_factory=dict)
 
 
+class _Runner(SimpleNamespace):
+    captures = property(lambda self: self.graphs.captures)
+
+
 class Simulation:
     """One engine. ``drafter``: makes one for the clock; None: drafts are off. ``depth``: the most tokens drafted a sequence; ``fixed``: always
     so many; ``shape``: what the step times start from, to go with the machine's ``scale``. Calling ``run`` again goes on with what was learnt."""
@@ -179,7 +183,7 @@ class Simulation:
         self.clock, self.machine, self.graphs = Clock(), machine or Machine(), Graphs(max_seqs, ready)
         self._rng = random.Random(f"noise {seed}")
         spec = build_spec(SHAPES[shape])
-        runner = SimpleNamespace(
+        runner = _Runner(
             graphs=self.graphs, device=SimpleNamespace(type="cuda"), taps=None, capture=lambda: None, sampler=SimpleNamespace(num_top=0),
             model=SimpleNamespace(spec=spec, place=SimpleNamespace(dtype=SimpleNamespace(itemsize=2))))
         self.drafting = None

@@ -8,6 +8,7 @@ Legend: T rows, S spans, W pages in the longest table, P slots per page, A words
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -17,6 +18,26 @@ import torch
 from kvasir.types import Span, StepBatch
 
 ALIGNED = 16  # elements: where a section of a staging buffer may begin. Kernels are compiled anew for pointers aligned otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A batch of one size at one place, whatever the plan: padding rows hold token 0 and write to the dummy page. ``rows``, ``wanted``: of
+    the batch and with logits, multiples of ``ALIGNED``. ``memory`` int64 on the device: holds it each time."""
+
+    rows: int
+    wanted: int
+    memory: torch.Tensor
+
+    @staticmethod
+    def words(rows: int, wanted: int, num_groups: int) -> int:
+        """Of ``memory``."""
+        return (2 + num_groups) * rows + wanted
+
+    def parts(self, num_groups: int) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
+        """Token ids, positions and slots as the batch has them, and the rows whose logits are wanted."""
+        ids, positions, *slots = self.memory[:(2 + num_groups) * self.rows].view(-1, self.rows)
+        return ids, positions, tuple(slots), self.memory[(2 + num_groups) * self.rows:self.words(self.rows, self.wanted, num_groups)]
 
 
 class Packer:
@@ -29,7 +50,8 @@ class Packer:
         self.device = torch.device(device)
         self._buffers: list[dict[torch.dtype, tuple[torch.Tensor, np.ndarray]]] = [{}, {}]
 
-    def pack(self, spans: list[Span]) -> StepBatch:
+    def pack(self, spans: list[Span], frame: Frame | None = None) -> StepBatch:
+        """``frame``: what the batch has to look like, of spans without trees and guests."""
         self._buffers.reverse()
         num_spans, size = len(spans), self.page_slots
         lengths = [s.length for s in spans]
@@ -40,11 +62,16 @@ class Packer:
         logit_rows = _logit_rows(spans, row_start)
         words = max((-(-s.length // 64) for s in spans if s.parents), default=0)
 
-        wide_sizes = [num_rows, num_rows, *[num_rows] * self.num_groups, len(logit_rows), num_rows * words]
+        padded, wanted_rows = (num_rows, len(logit_rows)) if frame is None else (frame.rows, frame.wanted)
+        wide_sizes = [padded, padded, *[padded] * self.num_groups, wanted_rows, num_rows * words]
         narrow_sizes = [num_spans + 1, num_spans, *[num_spans * width] * self.num_groups]
         wide, (ids, positions, *slots, wanted, bits) = self._stage(torch.int64, wide_sizes)
         narrow, (first_row, context, *tables) = self._stage(torch.int32, narrow_sizes)
-        first_row[:], context[:], wanted[:] = row_start, starts, logit_rows
+        first_row[:], context[:], wanted[:len(logit_rows)] = row_start, starts, logit_rows
+        if frame is not None:
+            wanted[len(logit_rows):] = 0
+            for section in (ids, positions, *slots):
+                section[num_rows:] = 0
         if words:
             bits[:] = 0
         borrowed: list[tuple[int, int]] = []
@@ -66,7 +93,8 @@ class Packer:
             if span.parents:
                 tree_ancestors(span.parents, bits.reshape(num_rows, words)[at:end])
 
-        ids_t, positions_t, *slots_t, wanted_t, bits_t = _sections(wide.to(self.device, non_blocking=True), wide_sizes)
+        there = wide.to(self.device, non_blocking=True) if frame is None else frame.memory[:len(wide)].copy_(wide, non_blocking=True)
+        ids_t, positions_t, *slots_t, wanted_t, bits_t = _sections(there, wide_sizes)
         first_t, context_t, *tables_t = _sections(narrow.to(self.device, non_blocking=True), narrow_sizes)
         return StepBatch(
             input_ids=ids_t, positions=positions_t, row_start=first_t, context=context_t,

@@ -141,7 +141,10 @@ def build(config: EngineConfig, beside: Callable[[Decoder], int] = lambda model:
         pool = KVPool(groups, codec, num_pages, page_slots, device, dtype)
         runner = Runner(model, pool, backend, sampler, device, max_model_len=info.max_model_len)
         if config.runner.cuda_graphs and device.type == "cuda" and backend.graphs:
-            runner.use_graphs(CudaCapture(device), config.speculation.max_draft_tokens if config.speculation.drafter else 0)
+            capture = CudaCapture(device)
+            runner.use_graphs(capture, config.speculation.max_draft_tokens if config.speculation.drafter else 0)
+            if config.runner.fused_kernels:
+                runner.use_mixed_steps(capture, max_rows)
         return runner
 
     step_bytes = 0
@@ -161,8 +164,9 @@ def build(config: EngineConfig, beside: Callable[[Decoder], int] = lambda model:
     info.max_model_len = resolve_length(info.max_model_len, plan, fit=config.cache.fit, explain=explain)
     info.kv_capacity_tokens = plan.capacity
     runner = make_runner(plan.num_pages)
-    if runner.graphs is not None and step_bytes:
-        runner.graphs.step_bytes = step_bytes
+    for part in (runner.graphs, runner.mixed):
+        if part is not None and step_bytes:
+            part.step_bytes = step_bytes
     clock.lap("pool")
     log.info("%s: %s on %s, %s attention, %s for %s tokens of KV (%s); context %d, %d sequences, %d rows a step", info.name,
              str(dtype).removeprefix("torch."), device.type, backend.name, gib(plan.total_bytes), f"{plan.capacity:,}", explain,
@@ -265,7 +269,8 @@ def _gpu_budget(config: EngineConfig, device: torch.device, free_before: int, ma
     peak = torch.cuda.max_memory_allocated(device) - held
     longest, backend = sizes["max_model_len"], runner.backend  # that step's prompt had no context to gather
     peak += backend.scratch_bytes(longest) - backend.scratch_bytes(min(sizes["max_rows"], longest))
-    step_bytes, graphs = runner.graphs.measure() if runner.graphs is not None else (0, 0)
+    measured = [part.measure() for part in (runner.graphs, runner.mixed) if part is not None]
+    step_bytes, graphs = max((step for step, _ in measured), default=0), sum(whole for _, whole in measured)
     del runner
     torch.cuda.empty_cache()
     free_now = torch.cuda.mem_get_info(device)[0]

@@ -187,7 +187,7 @@ class Drafting:
     def launched(self, plan: Plan) -> None:
         """``plan`` is on its way. Of steps that only decode, the time is taken."""
         graphs = self._runner.graphs
-        captures, self._captures = self._captures, 0 if graphs is None else graphs.captures
+        captures, self._captures = self._captures, self._runner.captures
         if self._drafting:
             self._since_drafted = 0
         else:

@@ -76,22 +76,35 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
-        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        return self.pieces(lambda cut: work())[0]
+
+    def pieces(self, work: Callable[[Work], None]) -> list[Work]:
+        """``work`` in several graphs: where it calls what it is given, one ends and the next begins."""
+        graphs, current = [], torch.cuda.current_stream()
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+        def cut() -> None:
+            graphs[-1].capture_end()
+            begin()
+
         self._stream.wait_stream(current)
         collecting = gc.isenabled()
         gc.disable()  # a finaliser that frees device memory would spoil the capture
         try:
             with torch.cuda.stream(self._stream):
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                begin()
                 try:
-                    work()
+                    work(cut)
                 finally:
-                    graph.capture_end()
+                    graphs[-1].capture_end()
         finally:
             if collecting:
                 gc.enable()
         current.wait_stream(self._stream)
-        return graph.replay
+        return [graph.replay for graph in graphs]
 
 
 class DecodeGraphs:
@@ -334,8 +347,7 @@ class DecodeGraphs:
     def _try_capture(self, size: int, output: StepOutput, form: int) -> bool:
         """Capture a bucket. Where that fails, this process does without graphs from then on: they are never needed."""
         try:
-            if self._device.type == "cuda":
-                self._check_memory()
+            check_memory(self._device, self.step_bytes)
             self._ready[size, output, form] = self._capture(lambda: self._compute(size, output, form))
             self.captures += 1
         except Exception as error:
@@ -343,15 +355,6 @@ class DecodeGraphs:
             log.warning("no more CUDA graphs: a decode step of %d rows cannot be captured (%s: %s)", size, type(error).__name__, error)
             return False
         return True
-
-    def _check_memory(self) -> None:
-        """The allocator's cache may hold what the capture needs, and cannot be emptied while it runs."""
-        needed = GRAPH_BYTES + self.step_bytes
-        if torch.cuda.mem_get_info(self._device)[0] < needed:
-            torch.cuda.synchronize(self._device)
-            torch.cuda.empty_cache()
-        if torch.cuda.mem_get_info(self._device)[0] < needed:
-            raise torch.OutOfMemoryError(f"less than {needed >> 20} MiB of device memory are left")
 
     @torch.inference_mode()
     def measure(self) -> tuple[int, int]:
@@ -366,6 +369,18 @@ class DecodeGraphs:
         step = (torch.cuda.max_memory_allocated(self._device) - held) * 5 // 4
         drawing, reporting = len(self.buckets) + len(self._drafted) * max(1, len(self._forms)), len(self._plain) + len(self._drafted)
         return step, step + GRAPH_BYTES * (drawing + reporting)
+
+
+def check_memory(device: torch.device, step_bytes: int) -> None:
+    """The allocator's cache may hold what a capture needs, and cannot be emptied while it runs. Raises OutOfMemoryError."""
+    if device.type != "cuda":
+        return
+    needed = GRAPH_BYTES + step_bytes
+    if torch.cuda.mem_get_info(device)[0] < needed:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info(device)[0] < needed:
+        raise torch.OutOfMemoryError(f"less than {needed >> 20} MiB of device memory are left")
 
 
 class _Stage:

@@ -17,6 +17,7 @@ from kvasir.engine.batch import Packer
 from kvasir.engine.decode_tapes import DecodeTapes
 from kvasir.engine.device_rows import DeviceRows
 from kvasir.engine.graphs import Capture, CudaCapture, DecodeGraphs
+from kvasir.engine.mixed_steps import MixedSteps, PieceCapture
 from kvasir.engine.native_decodes import NativeDecodes
 from kvasir.engine.sizing import pages_for
 from kvasir.engine.tape import Arena, record
@@ -42,6 +43,7 @@ class Runner:
         self.rows = DeviceRows(sampler.max_seqs, pages_for(max_model_len, pool.page_slots), len(pool.groups), device)
         self.first_row = torch.zeros(1, dtype=torch.int64, device=device)
         self.graphs: DecodeGraphs | None = None
+        self.mixed: MixedSteps | None = None
         self.taps: Taps | None = None
         self._guest_inputs: torch.Tensor | None = None
         self.native: NativeDecoder | None = None
@@ -71,6 +73,20 @@ class Runner:
         self.graphs.use_guests(self.guest_inputs)
         if self.taps is not None:
             self.graphs.use_taps(self.taps)
+
+    def use_mixed_steps(self, capture: PieceCapture, max_rows: int) -> None:
+        """From now on, run steps of up to ``max_rows`` rows that mix prompts with decodes in captured pieces."""
+        self.mixed = MixedSteps(self.model, self.caches, self.backend, capture, num_groups=len(self.pool.groups), max_wanted=self.sampler.max_seqs,
+                                max_rows=max_rows)
+
+    @property
+    def captures(self) -> int:
+        """Since the start, of CUDA graphs."""
+        return sum(part.captures for part in (self.graphs, self.mixed) if part is not None)
+
+    def capture_next(self) -> bool:
+        """Capture one more step while nothing is in flight. False: none is left."""
+        return any(part.capture_next() for part in (self.graphs, self.mixed) if part is not None)
 
     def use_taps(self, layers: tuple[int, ...]) -> None:
         """From now on, hand out the outputs of these layers with every span's result. Before any step is captured or recorded."""
@@ -147,10 +163,15 @@ class Runner:
         taped_SV = None if self.tapes is None else self.tapes.logits(spans)
         if taped_SV is not None:
             return self._sample(spans, taped_SV), self.tapes.hidden(len(spans))
-        batch = self.packer.pack(spans)
+        frame = None if self.mixed is None or taps is not None else self.mixed.frame(spans)
+        batch = self.packer.pack(spans, frame)
         if batch.borrowed is not None:
             at, rows = batch.borrowed
             batch.input_ids.index_copy_(0, at, self.rows.token.index_select(0, rows).long())
+        if frame is not None:
+            self.backend.plan(batch)
+            hidden_WE = self.mixed.forward(frame, batch)
+            return self._sample(spans, lambda a, b: self.model.logits(hidden_WE[a:b])), None
         count, total = batch.logit_rows.shape[0], batch.input_ids.shape[0]
         if self.native is not None and self.native.takes(batch):
             tapped = taps.memory(total) if taps is not None and (taps.on or total > len(spans)) else None

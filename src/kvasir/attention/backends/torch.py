@@ -48,9 +48,11 @@ class TorchBackend(AttentionBackend):
     exact = True
 
     def run(self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, batch: StepBatch, *,
-            sinks_H: torch.Tensor | None = None, return_lse: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+            sinks_H: torch.Tensor | None = None, return_lse: bool = False,
+            out_THD: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         compute = self._exact if self.site.exact else self._normal
-        out_THD, lse_TH = compute(q_THD, cache, spec, batch, sinks_H, return_lse)
+        result_THD, lse_TH = compute(q_THD, cache, spec, batch, sinks_H, return_lse)
+        out_THD = result_THD if out_THD is None else out_THD.copy_(result_THD)
         return (out_THD, lse_TH) if return_lse else out_THD
 
     # ---------------------------------------------------------------------------------------------------- normal mode

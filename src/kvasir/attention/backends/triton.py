@@ -56,10 +56,11 @@ class TritonBackend(PagedBackend):
                                                                batch.input_ids.device)
 
     def run(self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, batch: StepBatch, *,
-            sinks_H: torch.Tensor | None = None, return_lse: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+            sinks_H: torch.Tensor | None = None, return_lse: bool = False,
+            out_THD: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if self.site.codec_kernel == "plain":
-            return super().run(q_THD, cache, spec, batch, sinks_H=sinks_H, return_lse=return_lse)
-        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+            return super().run(q_THD, cache, spec, batch, sinks_H=sinks_H, return_lse=return_lse, out_THD=out_THD)
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device) if out_THD is None else out_THD
         lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device) if return_lse else None
         step: Step = batch.scratch[key_of(spec)]
         table, format, planes = batch.tables[cache.group], self.site.codec_kernel, cache.planes
