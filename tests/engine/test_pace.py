@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from kvasir.config import SchedulerConfig
 from kvasir.engine.graphs import call_through
-from kvasir.engine.pace import ALIKE_SHARE, Pace, StepClock
+from kvasir.engine.pace import ALIKE_SHARE, Pace, StepClock, mixed_rows
 from kvasir.engine.scheduler import Scheduler
 from kvasir.engine.schedulers.fcfs import Fcfs
 from kvasir.engine.step_time import Roofline, StepShape, StepTimeModel
@@ -21,10 +22,10 @@ MODEL = StepTimeModel(Roofline(1e12, 1e12, 8e9, 1.2e7, 600.0, 0.0))
 ROWS = 1024
 
 
-def make(target: float | None, num_decodes: int = 20) -> Scheduler:
+def make(target: float | None, num_decodes: int = 20, beside: int | None = None) -> Scheduler:
     """With sequences that draw a token a step."""
     pages = manager(4000, page_slots=16)
-    s = Scheduler(SchedulerConfig(max_num_seqs=64), pages, Fcfs(), max_rows=ROWS, max_model_len=50_000, pace=Pace(MODEL, target))
+    s = Scheduler(SchedulerConfig(max_num_seqs=64), pages, Fcfs(), max_rows=ROWS, max_model_len=50_000, pace=Pace(MODEL, target, beside))
     for i in range(num_decodes):
         s.add(sequence([i, 1], max_tokens=1000, name=f"d{i}"))
     if num_decodes:
@@ -90,11 +91,38 @@ def test_without_a_target_or_without_decodes_nothing_is_held_back():
     assert Scheduler(SchedulerConfig(), manager(), Fcfs(), max_rows=8, max_model_len=10).pace.target is None
 
 
+def test_prompts_beside_decodes_are_bounded_without_a_target():
+    s = make(None, beside=304)
+    for name in "pq":
+        s.add(sequence([ord(name), *range(500)], max_tokens=4, arrival=0.1, name=name))
+    rows = step(s, 0.1)
+    assert len(rows) == 21 and rows["p"] == 304, "and nobody else gets any"
+    rows = step(s, 0.2)
+    assert rows["p"] == 197 and 96 <= rows["q"] <= 107, "what the first leaves"
+    s.prompts_first = True
+    s.add(sequence([7] * 900, max_tokens=4, arrival=0.4, name="r"))
+    assert step(s, 0.4).get("r", 0) > 304, "nobody waits for a token"
+    alone = make(None, num_decodes=0, beside=304)
+    alone.add(sequence([7] * 900, max_tokens=4, arrival=0.1, name="p"))
+    assert step(alone, 0.1)["p"] == 900, "nobody decodes"
+    timed = make(0.025, beside=304)
+    assert timed.pace.beside is None, "a target says what is too long"
+
+
+def test_rows_beside_decodes_follow_from_the_device():
+    hopper = Roofline(4.8e12, 989e12, 15e9, 2 * 7e9, 4 * 32 * 128 * 32, 2 * 8 * 128 * 2 * 32)
+    assert mixed_rows(hopper) == 2048
+    assert mixed_rows(replace(hopper, weight_bytes=30e9, row_flops=4 * 7e9)) == 2048, "of a model twice as large, too"
+    assert mixed_rows(replace(hopper, flops=hopper.flops / 2)) == 1024
+
+
 def test_the_wait_for_a_first_token_knows_the_pace():
     running = StepShape.of([(100, 1)] * 20)
     free, paced = Pace(MODEL, None), Pace(MODEL, 0.02)
     assert free.first_token(running, 0, 100, ROWS) == MODEL.time_to_first_token(0, 100, running, ROWS)
     assert paced.first_token(running, 5000, 100, ROWS) > free.first_token(running, 5000, 100, ROWS) > free.first_token(running, 0, 100, ROWS)
+    bounded = Pace(MODEL, None, beside=200)
+    assert bounded.first_token(running, 5000, 100, ROWS) > free.first_token(running, 5000, 100, ROWS)
     full = StepShape.of([(100, 1)] * ROWS)
     assert free.first_token(full, 0, 1020, ROWS) < 11 * MODEL.predict(StepShape(ROWS + 102, 102 * 1020, 100 * ROWS, ROWS + 1)), "a tenth a step"
 

@@ -35,6 +35,7 @@ class World:
         self.scheduler = scheduler(pages, policy, max_rows=max_rows, max_model_len=self.longest, max_num_seqs=rng.choice([1, 2, 4, 8]),
                                    long_prefill_token_threshold=rng.choice([0, 0, 5]))
         self.scheduler.prompts_first = rng.random() < 0.4
+        self.scheduler.pace.beside = rng.choice([None, None, 1, 6])
         model = FakeModel(pages)
         for pool in pages.pools:
             pool._on_free = model.poison

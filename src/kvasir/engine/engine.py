@@ -22,7 +22,7 @@ from kvasir.config import EngineConfig, SpeculationConfig
 from kvasir.engine.build import build
 from kvasir.engine.drafting import Drafting, holds_draft
 from kvasir.engine.groups import Groups
-from kvasir.engine.pace import Pace, StepClock
+from kvasir.engine.pace import Pace, StepClock, mixed_rows
 from kvasir.engine.pages import PageManager
 from kvasir.engine.policy import POLICIES, SchedulerPolicy
 from kvasir.engine.scheduler import Scheduler
@@ -67,7 +67,7 @@ class Engine:
         self.info.drafters = () if drafter is None else tuple(drafter.names)
         self.runner = built.runner
         self.clock = StepClock(StepTimeModel(built.roofline), built.runner)
-        self.pace = Pace(self.clock.model, config.scheduler.target_itl)
+        self.pace = Pace(self.clock.model, config.scheduler.target_itl, mixed_rows(built.roofline) if built.device.type == "cuda" else None)
         self.steps = StepRunner(built.runner, built.max_rows, self.clock)
         self._overlap = built.device.type == "cuda" if config.runner.overlap is None else config.runner.overlap
         self._plans: deque[tuple[Plan, float]] = deque()  # in flight, and when they were launched

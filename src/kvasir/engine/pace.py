@@ -14,9 +14,10 @@ import torch
 
 from kvasir.engine.runner import Runner
 from kvasir.engine.spans import ONE_SAMPLE, Step
-from kvasir.engine.step_time import StepShape, StepTimeModel, step_budget
+from kvasir.engine.step_time import TILE_ROWS, Roofline, StepShape, StepTimeModel, step_budget
 from kvasir.types import Span
 
+MIXED_STEP = 12.5  # times the read of all weights: as long as prompts may make a step that others decode in, where there is no target
 ALIKE_SHARE = 8  # of decode steps that are a replay, or one native call, one in so many is learnt from: there are many, and the host is in a hurry
 
 
@@ -93,14 +94,26 @@ class StepClock:
         return {kind: error for kind, error in found.items() if error is not None}
 
 
+def mixed_rows(roofline: Roofline) -> int:
+    """Rows of prompts beside decodes: more make everybody's next token wait, and hardly cost less time a row."""
+    read, row = float(roofline.prior()[0]), float(roofline.prior()[1])
+    return max(TILE_ROWS, int(MIXED_STEP * read / row) // TILE_ROWS * TILE_ROWS)
+
+
 class Pace:
     """How many prompt rows a step may take. ``target``: seconds that no running request should have to wait for its next
-    token, or None: then nothing is held back. Every running request has a row in every step, so its wait is the step."""
+    token, or None. Every running request has a row in every step, so its wait is the step. ``beside``: rows of prompts in a step that
+    others decode in, where there is no target; None: any."""
 
-    def __init__(self, model: StepTimeModel | None, target: float | None) -> None:
+    def __init__(self, model: StepTimeModel | None, target: float | None, beside: int | None = None) -> None:
         assert model is not None or target is None, "to keep a time takes a model of it"
         self.model = model
         self.target = target
+        self.beside = None if target is not None else beside
+
+    def most(self, decode_rows: int, rows: int) -> int:
+        """Of the ``rows`` that a step may have, those it gets beside so many of decodes."""
+        return rows if self.beside is None or not decode_rows else min(rows, self.beside + decode_rows)
 
     def room(self, step: Step, start: int, claim: int = 0) -> int:
         """Rows that ``step`` has left for a chunk from position ``start``: no more than keep the target, but for those that
@@ -116,6 +129,7 @@ class Pace:
     def first_token(self, running: StepShape, tokens_ahead: int, prompt_tokens: int, max_rows: int) -> float:
         """Seconds until a prompt that arrives now, of which ``prompt_tokens`` must be computed, has its first token, behind
         ``tokens_ahead`` of other prompts, in steps of ``max_rows`` rows. What its pages may have to wait for is not counted."""
+        max_rows = self.most(running.rows, max_rows)
         rows = max(max_rows - running.rows, max_rows // 10, 1)  # a tenth is the oldest prompt's in any case
         if self.target is not None and running.rows:
             rows = max(self._chunk(running, 0, rows), max_rows // 10, 1)

@@ -1,0 +1,149 @@
+"""What the rule for prompts beside decodes does to latency: the real scheduler over a request trace, with step times of an H200.
+
+    python tools/simulate_serving.py RESULT.json [--requests 1000] [--beside none,4096,2048,1024]
+
+No tensors: steps of the Llama-8B shape take what they took on the GPU (``gpu_mixed.py``, ``gpu_decode.py``), launches included; a step is read
+after the next was launched. Loads are shares of what the engine gets through when all requests wait at once, without the rule. Times of an
+HTTP server are not in it: compare rules, not servers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import sys
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+from kvasir.bench.result import arm, as_json, percentile, result  # noqa: E402
+from kvasir.bench.traces import read  # noqa: E402
+from kvasir.config import SchedulerConfig  # noqa: E402
+from kvasir.engine.pace import Pace  # noqa: E402
+from kvasir.engine.pages import PageManager  # noqa: E402
+from kvasir.engine.scheduler import Scheduler  # noqa: E402
+from kvasir.engine.schedulers.fcfs import Fcfs  # noqa: E402
+from kvasir.types import CacheGroup, Plan, Request, SamplingParams, Sequence, Span, Status  # noqa: E402
+
+TRACES = {"conversation": "azure2023/AzureLLMInferenceTrace_conv.csv.gz", "code": "azure2023/AzureLLMInferenceTrace_code.csv.gz"}
+SHARES = {"conversation": (0.5, 0.8, 0.9), "code": (0.8,)}
+# Milliseconds on the GPU by rows: steps with prompts, and decodes without their keys.
+MIXED = [1, 64, 128, 256, 512, 768, 1056, 1536, 2048, 4096, 8192], [4.1, 5.5, 6.5, 8.7, 14.6, 19.9, 27.5, 37.5, 48.0, 93.0, 182.0]
+DECODES = [1, 8, 64, 256], [4.05, 4.13, 4.63, 6.86]
+KV_BYTES, BANDWIDTH, PAIR_FLOPS, FLOPS = 131072, 4.2e12, 4 * 32 * 128 * 32, 4e14
+PIECES, LAUNCH_PIECES, LAUNCH_KERNELS, LAUNCH_GRAPH = 1152, 7.5e-3, 17e-3, 1.2e-3  # rows; seconds of the host
+RECEIVE, SEND, COMMIT = 3e-3, 1e-3, 6e-4  # seconds until a request is in the queue; until a token is out; of a step's bookkeeping
+
+
+def gpu_seconds(spans: list[Span]) -> float:
+    rows, keys = sum(s.length for s in spans), sum(s.start for s in spans if s.length == 1)
+    if rows == len(spans):
+        return float(np.interp(rows, *DECODES)) * 1e-3 + KV_BYTES * keys / BANDWIDTH
+    pairs = sum(s.length * (s.start + s.length / 2 - 512) for s in spans if s.length > 1)  # the table's prompts had about 512 keys a row
+    return float(np.interp(rows, *MIXED)) * 1e-3 + max(0.0, pairs) * PAIR_FLOPS / FLOPS + KV_BYTES * keys / BANDWIDTH
+
+
+class Simulation:
+    def __init__(self, requests: list[tuple[float, int, int]], beside: int | None) -> None:
+        """``requests``: seconds of arrival, prompt and output tokens."""
+        pages = PageManager([CacheGroup("full", (0,), 1, 8)], [50_000], 16, b"root")
+        self.scheduler = Scheduler(SchedulerConfig(max_num_seqs=256), pages, Fcfs(), max_rows=8192, max_model_len=16384,
+                                   pace=Pace(None, None, beside))
+        self.requests, self.now, self.gpu_free = requests, 0.0, 0.0
+        self.flight: list[tuple[Plan, float]] = []
+        self.first: dict[Sequence, float] = {}
+        self.last: dict[Sequence, float] = {}
+        self.gaps: list[float] = []
+        self.taken = self.done = 0
+        self._rng = random.Random(0)
+
+    def run(self) -> dict[str, float]:
+        scheduler = self.scheduler
+        while self.done < len(self.requests):
+            if not self.flight and not len(scheduler.waiting) and not len(scheduler.running):
+                self.now = max(self.now, self.requests[self.taken][0] + RECEIVE)
+            self._take()
+            plan = scheduler.plan(self.now)
+            if plan.spans:
+                self._launch(plan)
+            while len(self.flight) > bool(plan.spans):
+                self._resolve(*self.flight.pop(0))
+        waits = list(self.first.values())
+        metrics = {f"ttft_ms_p{p}": percentile(waits, p / 100) for p in (50, 90, 99)} | {f"itl_ms_p{p}": percentile(self.gaps, p / 100) for p in (50, 99)}
+        metrics["e2e_ms_mean"] = statistics.mean(t - seq.request.arrival for seq, t in self.last.items())
+        return {name: round(1e3 * float(seconds), 1) for name, seconds in metrics.items()} | {"requests_s": round(self.done / max(self.last.values()), 2)}
+
+    def _take(self) -> None:
+        while self.taken < len(self.requests) and self.requests[self.taken][0] + RECEIVE <= self.now:
+            at, prompt, output = self.requests[self.taken]
+            ids = [self._rng.randrange(1 << 40) for _ in range(prompt)]  # shares nothing with another
+            seq = Sequence(Request(id=str(self.taken), prompt_ids=ids, params=SamplingParams(ignore_eos=True), seed=0, max_tokens=output, arrival=at))
+            seq.max_output = output
+            self.scheduler.add(seq)
+            self.taken += 1
+
+    def _launch(self, plan: Plan) -> None:
+        graph = plan.num_rows == len(plan.spans)
+        launch = LAUNCH_GRAPH if graph else LAUNCH_PIECES if plan.num_rows <= PIECES else LAUNCH_KERNELS
+        begin = max(self.gpu_free, self.now + min(launch, 2.5e-3))  # kernels run as they are launched
+        self.now += launch
+        self.gpu_free = max(begin + gpu_seconds(plan.spans), self.now)
+        self.flight.append((plan, self.gpu_free))
+
+    def _resolve(self, plan: Plan, end: float) -> None:
+        self.now = max(self.now, end) + COMMIT
+        for span in plan.spans:
+            seq = span.seq
+            if not span.valid or seq.status is not Status.RUNNING:
+                continue
+            drawn = "sample" in span.want
+            self.scheduler.advance(span, [5] if drawn else [])
+            if drawn:
+                out = self.now + SEND
+                if seq in self.first:
+                    self.gaps.append(out - self.last[seq])
+                else:
+                    self.first[seq] = out - seq.request.arrival
+                self.last[seq] = out
+                if seq.num_output >= seq.max_output:
+                    self.scheduler.finish(seq, "length")
+                    self.done += 1
+        self.scheduler.complete(plan)
+
+
+def load(trace: str, count: int, rate: float) -> list[tuple[float, int, int]]:
+    """The trace's lengths at Poisson arrivals; ``rate`` 0: all at once."""
+    rng, at, found = random.Random(1), 0.0, []
+    for request in read(ROOT / "bench/traces" / TRACES[trace])[:count]:
+        found.append((at, min(request.prompt, 15_000), request.output))
+        at += rng.expovariate(rate) if rate else 0.0
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--beside", default="none,4096,2048,1024")
+    options = parser.parse_args()
+    bounds, arms = [None if text == "none" else int(text) for text in options.beside.split(",")], []
+    gc.disable()
+    for trace, shares in SHARES.items():
+        capacity = Simulation(load(trace, options.requests // 2, 0.0), None).run()["requests_s"]
+        for share in shares:
+            for beside in bounds:
+                metrics = Simulation(load(trace, options.requests, share * capacity), beside).run()
+                arms.append(arm(f"{trace}{share * 100:.0f}-{beside or 'any'}", {"capacity": capacity, "share": share, "beside": beside}, metrics))
+                print(arms[-1]["name"], metrics, flush=True)
+                gc.collect()
+    options.output.write_text(as_json(result("simulate-serving", arms)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
