@@ -74,9 +74,11 @@ class Simulation:
             while len(self.flight) > bool(plan.spans):
                 self._resolve(*self.flight.pop(0))
         waits = list(self.first.values())
-        metrics = {f"ttft_ms_p{p}": percentile(waits, p / 100) for p in (50, 90, 99)} | {f"itl_ms_p{p}": percentile(self.gaps, p / 100) for p in (50, 99)}
+        metrics = {f"ttft_ms_p{p}": percentile(waits, p / 100) for p in (50, 90, 99)}
+        metrics |= {f"itl_ms_p{p}": percentile(self.gaps, p / 100) for p in (50, 99)}
         metrics["e2e_ms_mean"] = statistics.mean(t - seq.request.arrival for seq, t in self.last.items())
-        return {name: round(1e3 * float(seconds), 1) for name, seconds in metrics.items()} | {"requests_s": round(self.done / max(self.last.values()), 2)}
+        metrics = {name: round(1e3 * float(seconds), 1) for name, seconds in metrics.items()}
+        return metrics | {"requests_s": round(self.done / max(self.last.values()), 2)}
 
     def _take(self) -> None:
         while self.taken < len(self.requests) and self.requests[self.taken][0] + RECEIVE <= self.now:
