@@ -1,6 +1,6 @@
 """What the rule for prompts beside decodes does to latency: the real scheduler over a request trace, with step times of an H200.
 
-    python tools/simulate_serving.py RESULT.json [--requests 1000] [--beside none,4096,2048,1024]
+    python tools/simulate_serving.py RESULT.json [--requests 1000] [--beside none,4096,2048,1024] [--policies fcfs,shortest]
 
 No tensors: steps of the Llama-8B shape take what they took on the GPU (``gpu_mixed.py``, ``gpu_decode.py``), launches included; a step is read
 after the next was launched. Loads are shares of what the engine gets through when all requests wait at once, without the rule. Times of an
@@ -14,6 +14,7 @@ import gc
 import random
 import statistics
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +22,13 @@ import numpy as np
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
+from kvasir import technique  # noqa: E402
 from kvasir.bench.result import arm, as_json, percentile, result  # noqa: E402
 from kvasir.bench.traces import read  # noqa: E402
 from kvasir.config import SchedulerConfig  # noqa: E402
 from kvasir.engine.pace import Pace  # noqa: E402
 from kvasir.engine.pages import PageManager  # noqa: E402
+from kvasir.engine.policy import POLICIES, SchedulerPolicy  # noqa: E402
 from kvasir.engine.scheduler import Scheduler  # noqa: E402
 from kvasir.engine.schedulers.fcfs import Fcfs  # noqa: E402
 from kvasir.types import CacheGroup, Plan, Request, SamplingParams, Sequence, Span, Status  # noqa: E402
@@ -49,10 +52,10 @@ def gpu_seconds(spans: list[Span]) -> float:
 
 
 class Simulation:
-    def __init__(self, requests: list[tuple[float, int, int]], beside: int | None) -> None:
+    def __init__(self, requests: list[tuple[float, int, int]], beside: int | None, policy: SchedulerPolicy) -> None:
         """``requests``: seconds of arrival, prompt and output tokens."""
         pages = PageManager([CacheGroup("full", (0,), 1, 8)], [50_000], 16, b"root")
-        self.scheduler = Scheduler(SchedulerConfig(max_num_seqs=256), pages, Fcfs(), max_rows=8192, max_model_len=16384,
+        self.scheduler = Scheduler(SchedulerConfig(max_num_seqs=256), pages, policy, max_rows=8192, max_model_len=16384,
                                    pace=Pace(None, None, beside))
         self.requests, self.now, self.gpu_free = requests, 0.0, 0.0
         self.flight: list[tuple[Plan, float]] = []
@@ -132,15 +135,17 @@ def main() -> int:
     parser.add_argument("output", type=Path)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--beside", default="none,4096,2048,1024")
+    parser.add_argument("--policies", default="fcfs,shortest")
     options = parser.parse_args()
     bounds, arms = [None if text == "none" else int(text) for text in options.beside.split(",")], []
     gc.disable()
     for trace, shares in SHARES.items():
-        capacity = Simulation(load(trace, options.requests // 2, 0.0), None).run()["requests_s"]
+        capacity = Simulation(load(trace, options.requests // 2, 0.0), None, Fcfs()).run()["requests_s"]
         for share in shares:
-            for beside in bounds:
-                metrics = Simulation(load(trace, options.requests, share * capacity), beside).run()
-                arms.append(arm(f"{trace}{share * 100:.0f}-{beside or 'any'}", {"capacity": capacity, "share": share, "beside": beside}, metrics))
+            for beside, name in product(bounds, options.policies.split(",")):
+                metrics = Simulation(load(trace, options.requests, share * capacity), beside, technique.load(POLICIES, name, SchedulerPolicy)).run()
+                config = {"capacity": capacity, "share": share, "beside": beside, "policy": name}
+                arms.append(arm(f"{trace}{share * 100:.0f}-{beside or 'any'}-{name}", config, metrics))
                 print(arms[-1]["name"], metrics, flush=True)
                 gc.collect()
     options.output.write_text(as_json(result("simulate-serving", arms)))

@@ -115,7 +115,7 @@ def test_doctor_for_programs(kvasir):
     assert {"kvasir", "python", "torch", "cpu", "gpus", "packages", "attention", "attention_chosen", "codecs", "advice"} <= set(found)
     assert found["attention"][found["attention_chosen"]] == [] and "plain" in found["codecs"]
     assert "suffix" in found["drafters"] and "majority" in found["strategies"]
-    assert set(found["scheduling_policies"]) == {"affinity", "fcfs", "priority"}
+    assert set(found["scheduling_policies"]) == {"affinity", "fcfs", "priority", "shortest"}
 
 
 def test_doctor_says_what_small_steps_run_on(kvasir, monkeypatch):

@@ -49,6 +49,13 @@ def test_affinity_keeps_a_problem_together():
     assert policy.order_waiting(later[::-1], 9.0) == [later[1], later[0], later[2], later[3]]
 
 
+def test_short_prompts_go_first_but_nobody_waits_for_long():
+    policy = technique.load(PACKAGE, "shortest", SchedulerPolicy)
+    long, short, late = sequence(1000, arrival=0.0, name="l"), sequence(10, arrival=0.09, name="s"), sequence(10, arrival=0.11, name="t")
+    assert policy.order_waiting([long, late, short], 0.0) == [short, long, late]
+    assert policy.order_waiting([late, short, long], 9.0) == [short, long, late], "ranks never change"
+
+
 @pytest.mark.parametrize("name", POLICIES)
 class TestEveryPolicy:
     def test_declares_that_it_changes_no_kv(self, name):

@@ -9,6 +9,7 @@ import pytest
 from kvasir.engine.schedulers.affinity import Affinity
 from kvasir.engine.schedulers.fcfs import Fcfs
 from kvasir.engine.schedulers.priority import Config, Priority
+from kvasir.engine.schedulers.shortest import Shortest
 from kvasir.types import Request, SamplingParams, Sequence, Status
 from tests.engine.fake import FULL, Driver, FakeModel, manager, scheduler, window_group
 
@@ -31,7 +32,7 @@ class World:
         enough = -(-self.longest // self.page_slots) + rng.choice([0, 1, 4, 30])
         pages = manager([1 + max(enough, rng.choice([0, (12 + max_rows) // self.page_slots + 3])) for _ in groups], self.page_slots, groups,
                         None if rng.random() < 0.2 else b"root")
-        policy = rng.choice([Fcfs(), Affinity(), Priority(Config(threshold=1)), Priority(Config(threshold=10))])
+        policy = rng.choice([Fcfs(), Affinity(), Shortest(), Priority(Config(threshold=1)), Priority(Config(threshold=10))])
         self.scheduler = scheduler(pages, policy, max_rows=max_rows, max_model_len=self.longest, max_num_seqs=rng.choice([1, 2, 4, 8]),
                                    long_prefill_token_threshold=rng.choice([0, 0, 5]))
         self.scheduler.prompts_first = rng.random() < 0.4
