@@ -18,6 +18,7 @@ from kvasir.engine.step_time import TILE_ROWS, Roofline, StepShape, StepTimeMode
 from kvasir.types import Span
 
 MIXED_STEP = 12.5  # times the read of all weights: as long as prompts may make a step that others decode in, where there is no target
+BACKLOG = 8  # steps that it may take to compute all prompts that wait: where more do, large steps get more of them done
 ALIKE_SHARE = 8  # of decode steps that are a replay, or one native call, one in so many is learnt from: there are many, and the host is in a hurry
 
 
@@ -111,9 +112,9 @@ class Pace:
         self.target = target
         self.beside = None if target is not None else beside
 
-    def most(self, decode_rows: int, rows: int) -> int:
-        """Of the ``rows`` that a step may have, those it gets beside so many of decodes."""
-        return rows if self.beside is None or not decode_rows else min(rows, self.beside + decode_rows)
+    def most(self, decode_rows: int, rows: int, ahead: int) -> int:
+        """Of the ``rows`` that a step may have, those it gets beside so many of decodes, while ``ahead`` of prompts are to be computed."""
+        return rows if self.beside is None or not decode_rows else min(rows, max(self.beside, ahead // BACKLOG) + decode_rows)
 
     def room(self, step: Step, start: int, claim: int = 0) -> int:
         """Rows that ``step`` has left for a chunk from position ``start``: no more than keep the target, but for those that
@@ -129,7 +130,7 @@ class Pace:
     def first_token(self, running: StepShape, tokens_ahead: int, prompt_tokens: int, max_rows: int) -> float:
         """Seconds until a prompt that arrives now, of which ``prompt_tokens`` must be computed, has its first token, behind
         ``tokens_ahead`` of other prompts, in steps of ``max_rows`` rows. What its pages may have to wait for is not counted."""
-        max_rows = self.most(running.rows, max_rows)
+        max_rows = self.most(running.rows, max_rows, tokens_ahead + prompt_tokens)
         rows = max(max_rows - running.rows, max_rows // 10, 1)  # a tenth is the oldest prompt's in any case
         if self.target is not None and running.rows:
             rows = max(self._chunk(running, 0, rows), max_rows // 10, 1)
