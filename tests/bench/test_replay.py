@@ -20,6 +20,7 @@ LOAD = {"file": "t.jsonl", "rate": 60.0, "num_requests": 12, "seconds": 0.0, "sc
 def data(tmp_path, monkeypatch):
     """Twelve requests of a Mooncake trace: two blocks each, the first of which all share."""
     monkeypatch.setitem(SHAPES, "small", SMALL)
+    monkeypatch.setattr("kvasir.bench.replay.REST", 0.1)
     monkeypatch.setenv("FAKE_VLLM_LOG", str(tmp_path / "log"))
     rows = [{"timestamp": 100 * i, "input_length": 1000, "output_length": 80, "hash_ids": [0, i + 1]} for i in range(12)]
     (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -51,7 +52,7 @@ def test_a_b_a_at_a_share_of_the_peers_capacity(data):
     sent = [tuple(e["prompt"]) for e in asked if e["op"] == "request"]
     first_life = sent[:12 + 8 + 2 * 12]
     windows = [first_life[20:32], first_life[32:44]]
-    assert len(sent) == 12 + 8 + 24 + 8 + 12, "capacity, warm-up and two windows; then warm-up and one"
+    assert len(sent) == 8 + 12 + 8 + 24 + 8 + 8 + 12, "first requests, capacity, warm-up and two windows; then the same with one"
     assert all(len({p[:32] for p in w}) == 1 and len(set(w)) == 12 for w in windows), "one shared block"
     known = [{p[:16] for p in part} for part in (first_life[:12], first_life[12:20], *windows)]
     assert all(not a & b for i, a in enumerate(known) for b in known[:i]), "no window finds the prefixes of another in a cache"
@@ -71,7 +72,7 @@ def test_loads_of_one_trace_share_a_life_and_a_capacity(data):
     assert 150 < kvasir["metrics"]["half.cached_tokens"]["median"] < 12 * 32, "the shared block, not the window before"
     asked = log_of(data / "log")
     sent = [tuple(e["prompt"]) for e in asked if e["op"] == "request"]
-    assert len([e for e in asked if e["op"] == "serve"]) == 1 and len(sent) == 12 + 2 * (8 + 12)
+    assert len([e for e in asked if e["op"] == "serve"]) == 1 and len(sent) == 8 + 12 + 2 * (8 + 12)
     assert not {p[:16] for p in sent[20:32]} & {p[:16] for p in sent[40:]}, "other prompts in every window of a life"
 
     assert [[a["name"] for a in s["arms"]] for s in steps] == [["vllm"], ["vllm"], ["kvasir", "vllm"], ["kvasir", "vllm"]]

@@ -58,7 +58,7 @@ def test_same_tokens_of_mixed_steps_in_pieces(how, temperature, plain):
     d = driver(max_num_batched_tokens=48)
     ran = forced(d)
     d.run(fleet(d, temperature, top_p=0.95, top_k=50), **how)
-    assert len(ran) > 5 and len(d.engine.runner.mixed._ready) == 2, "nothing was captured"
+    assert len(ran) > 5 and list(d.engine.runner.mixed._ready) == [64], "nothing was captured"
     assert tokens(d) == plain[temperature]
 
 

@@ -8,7 +8,7 @@ import torch
 from kvasir.bench.workloads import SHAPES
 from kvasir.engine.batch import Packer
 from kvasir.engine.graphs import EAGER_STEPS
-from kvasir.engine.mixed_steps import STANDS_IN, most_rows, sizes
+from kvasir.engine.mixed_steps import most_rows, sizes
 from kvasir.models.families import build_spec
 from kvasir.types import Sequence, Span
 from tests import checkpoints
@@ -115,21 +115,20 @@ def test_when_sizes_are_captured():
         driver.run([driver.request("p", [300] * rows, max_tokens=1)])
 
     assert not driver.engine.idle(), "never before the first request"
-    for _ in range(EAGER_STEPS):
-        prompt(40)
+    for rows in [40, 100, 128, 70][:EAGER_STEPS]:
+        prompt(rows)
     assert not mixed._ready, "a size that passes by is not captured"
     prompt(40)
-    assert list(mixed._ready) == [64]
-    prompt(30)
-    assert list(mixed._ready) == [64] and mixed._uses[32] == 1
-    assert mixed.frame([span(driver, 50)]).rows == 64 and mixed.frame([span(driver, 100)]) is None
-    mixed._try_capture(128)
-    assert mixed.frame([span(driver, 96)]) is None and STANDS_IN * 96 < 128, "a much larger one does not stand in"
+    assert list(mixed._ready) == [128], "the one that stands in for those below"
+    assert [mixed.frame([span(driver, n)]).rows for n in (1, 96, 128)] == [128] * 3
+    assert mixed.frame([span(driver, 129)]) is None and mixed._uses[256] == 1
     assert mixed.frame([span(driver, 513)]) is None, "beyond the largest"
-    left = 0
+    assert driver.engine.idle() and list(mixed._ready)[-1] == 256, "coarse ones first"
+    left = 1
     while driver.engine.idle():
         left += 1
-    assert left == len(mixed.sizes) - 2 and sorted(mixed._ready) == mixed.sizes
+    assert left == len(mixed.sizes) - 1 and sorted(mixed._ready) == mixed.sizes
+    assert mixed.frame([span(driver, 40)]).rows == 64, "its own"
     driver.close()
 
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ from kvasir.models import checkpoint
 
 LATE_MS = 5.0  # of the client's own: beyond this the figures are its, too
 WARMUP = 8  # requests before the window
+REST = 8.0  # seconds without requests after a server's first ones: what it does then (ours captures graphs) is not yet load's business
 FULL = 600  # requests that wait at once, at least, when a capacity is measured
 
 
@@ -93,6 +95,8 @@ def measure(case: Case, data: Path, *, with_peer: bool = True, site: str | None 
             with serving(server, folder, flags_of({**dummy, **options}), site) as running:
                 arm_so_far = measured.setdefault(part, {}).setdefault(name, Measured())
                 arm_so_far.ready_s.append(running.wait())
+                _warm_up(running.url, next(iter(loads.values())).calls(next(iter(recorded.values())), float("inf")))
+                time.sleep(REST)
                 for number, (n, load) in enumerate(loads.items()):
                     found = capacities[load.stream]
                     if load.share and not capacity:
@@ -127,9 +131,7 @@ def windows(url: str, calls: list[Call], count: int, api_key: str | None = None,
     """Metrics of ``count`` windows against a running server, after a few requests that warm it up.
 
     ``first``: the first window's number. Windows of other numbers have other prompts."""
-    model = client.served_model(url, api_key)
-    warmup = [Call(0.0, c.prompt[::-1], c.output) for c in calls[:WARMUP]]  # backwards: the same sizes, but no prefix that the window has
-    asyncio.run(client.replay(url, model, warmup, api_key))
+    model = _warm_up(url, calls, api_key)
     for number in range(first, first + count):
         shifted = [dataclasses.replace(c, prompt=_shifted(c.prompt, number)) for c in calls]
         replies, lags = asyncio.run(client.replay(url, model, shifted, api_key))
@@ -141,6 +143,14 @@ def windows(url: str, calls: list[Call], count: int, api_key: str | None = None,
             log.warning("the client itself was late by %.1f ms (p99): part of these figures is its own", late)
         yield metrics
         log.info("window %d of %d: %d requests, TTFT p50 %.0f ms", number - first + 1, count, metrics["requests"], metrics["ttft_ms_p50"])
+
+
+def _warm_up(url: str, calls: list[Call], api_key: str | None = None) -> str:
+    """A few requests at once. Returns the name of the model that is served."""
+    model = client.served_model(url, api_key)
+    warmup = [Call(0.0, c.prompt[::-1], c.output) for c in calls[:WARMUP]]  # backwards: the same sizes, but no prefix that the window has
+    asyncio.run(client.replay(url, model, warmup, api_key))
+    return model
 
 
 def _shifted(prompt: list[int], number: int) -> list[int]:

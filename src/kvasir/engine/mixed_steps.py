@@ -39,7 +39,7 @@ HIDDEN = 1.25  # times that: a step that takes the GPU so long hides its launch
 USED = 0.7  # of the matrix rate that products of prompts reach
 STRIDES = (1024, 32), (2048, 64), (4096, 128), (1 << 30, 256)  # up to so many rows, sizes lie so far apart: padding beyond 512 is at most 6 %
 LEAST = 512  # rows that are captured of any model
-STANDS_IN = 1.25  # times its rows: the largest size that stands in for one that is not captured yet
+COARSE = 4  # every so many sizes one is captured first, and stands in for those below it
 
 
 class PieceCapture(Protocol):
@@ -116,12 +116,14 @@ class MixedSteps:
         heads = {(layer.mixer.num_heads, layer.mixer.head_dim) for layer in model.spec.layers}
         self._outs = {shape: torch.zeros(most, *shape, dtype=place.dtype, device=place.device) for shape in heads}
         self._ready: dict[int, tuple[list[Work], list[_Call]]] = {}  # size -> its pieces, and what is attended between them
-        self._uses: Counter[int] = Counter()  # of sizes that were not captured
+        self._coarse = [*self.sizes[COARSE - 1:-1:COARSE], most]
+        self._uses: Counter[int] = Counter()  # of coarse sizes that were not captured
         self.step_bytes = 64 << 20  # of device memory that a capture may need
         self.captures = 0
 
     def frame(self, spans: list[Span]) -> Frame | None:
-        """Where the batch of these spans has to lie to be run here; None: it is launched kernel by kernel. Captures a size that came often."""
+        """Where the batch of these spans has to lie to be run here; None: it is launched kernel by kernel. A capture holds up everybody who
+        is running: while there is work, only sizes that stand in for others are captured, when they are missed often."""
         rows = wanted = 0
         for span in spans:
             if span.guests or span.parents:
@@ -131,14 +133,12 @@ class MixedSteps:
         if not 0 < rows <= self.sizes[-1] or wanted > self._max_wanted:
             return None
         at = bisect_left(self.sizes, rows)
-        size = self.sizes[at]
-        if size not in self._ready:
+        size = next((size for size in self.sizes[at:at + COARSE] if size in self._ready), None)
+        if size is None:
+            size = next(size for size in self._coarse if size >= rows)
             self._uses[size] += 1
-            larger = next((s for s in self.sizes[at:] if s in self._ready), None)
             if self._uses[size] <= EAGER_STEPS or not self._try_capture(size):
-                if larger is None or larger > STANDS_IN * rows:
-                    return None
-                size = larger
+                return None
         frame = self._frame(size)
         return frame if wanted <= frame.wanted else None
 
@@ -198,8 +198,8 @@ class MixedSteps:
         return True
 
     def capture_next(self) -> bool:
-        """Capture one more size, smallest first, while nothing is in flight. False: none is left."""
-        size = next((size for size in self.sizes if size not in self._ready), None)
+        """Capture one more size, those first that stand in for others, while nothing is in flight. False: none is left."""
+        size = next((size for size in (*self._coarse, *self.sizes) if size not in self._ready), None)
         return size is not None and self._try_capture(size)
 
     def measure(self) -> tuple[int, int]:

@@ -86,7 +86,9 @@ class Runner:
 
     def capture_next(self) -> bool:
         """Capture one more step while nothing is in flight. False: none is left."""
-        return any(part.capture_next() for part in (self.graphs, self.mixed) if part is not None)
+        parts = [part for part in (self.graphs, self.mixed) if part is not None]
+        parts.sort(key=lambda part: part.captures)  # in turns: each begins with what matters most
+        return any(part.capture_next() for part in parts)
 
     def use_taps(self, layers: tuple[int, ...]) -> None:
         """From now on, hand out the outputs of these layers with every span's result. Before any step is captured or recorded."""
