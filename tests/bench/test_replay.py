@@ -50,7 +50,7 @@ def test_a_b_a_at_a_share_of_the_peers_capacity(data):
     served = [e["options"] for e in asked if e["op"] == "serve"]
     assert len(served) == 2 and served[0]["max_model_len"] == "128" and served[0]["load_format"] == "dummy"
     sent = [tuple(e["prompt"]) for e in asked if e["op"] == "request"]
-    first_life = sent[:12 + 8 + 2 * 12]
+    first_life = sent[8:8 + 12 + 8 + 2 * 12]
     windows = [first_life[20:32], first_life[32:44]]
     assert len(sent) == 8 + 12 + 8 + 24 + 8 + 8 + 12, "first requests, capacity, warm-up and two windows; then the same with one"
     assert all(len({p[:32] for p in w}) == 1 and len(set(w)) == 12 for w in windows), "one shared block"
@@ -73,7 +73,7 @@ def test_loads_of_one_trace_share_a_life_and_a_capacity(data):
     asked = log_of(data / "log")
     sent = [tuple(e["prompt"]) for e in asked if e["op"] == "request"]
     assert len([e for e in asked if e["op"] == "serve"]) == 1 and len(sent) == 8 + 12 + 2 * (8 + 12)
-    assert not {p[:16] for p in sent[20:32]} & {p[:16] for p in sent[40:]}, "other prompts in every window of a life"
+    assert not {p[:16] for p in sent[28:40]} & {p[:16] for p in sent[48:]}, "other prompts in every window of a life"
 
     assert [[a["name"] for a in s["arms"]] for s in steps] == [["vllm"], ["vllm"], ["kvasir", "vllm"], ["kvasir", "vllm"]]
     assert not any("half" in m for m in steps[0]["arms"][0]["metrics"]) and any("half" in m for m in steps[1]["arms"][0]["metrics"])
