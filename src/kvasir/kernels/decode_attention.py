@@ -26,7 +26,7 @@ from kvasir.kernels.hardware import multiprocessors
 from kvasir.kernels.key_chunks import MIN_CHUNK, SHORT_CHUNK, arrive, find_chunk, keys_of, merged_at_once
 from kvasir.kernels.softmax_block import attend_block, sink_logits
 
-MANY_ROWS = 32
+FEW_ROWS, MANY_ROWS = 16, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class Shape:
     @staticmethod
     def of(dim: int, dtype: torch.dtype, rows: int) -> Shape:
         """For Hopper: three or four programs fit on a multiprocessor, with 192 KiB on their way together. Many rows are quicker
-        in smaller blocks, since that many are read at once without cutting them. A single row: fewer chunks, for less to merge.
-        ``tools/gpu_attention.py`` times the alternatives."""
-        programs = 6 if rows == 1 else 12
+        with fewer blocks on their way in each program, since that many are read at once without cutting them. Few rows: fewer programs that
+        find no chunk, and less to merge. ``tools/gpu_attention.py`` and ``tools/gpu_decode.py`` time the alternatives."""
+        programs = 6 if rows <= FEW_ROWS else 12
         if dtype == torch.float32:  # products in registers, not on the tensor cores
             return Shape(32 if dim <= 64 else 16, 8, 2, programs)
         if dim > 128:
             return Shape(32, 4, 3, programs)
-        return Shape(64, 2, 3, programs) if rows < MANY_ROWS else Shape(32, 2, 4, programs, at_once=4)
+        return Shape(64, 2, 3, programs) if rows < MANY_ROWS else Shape(64, 2, 2, programs, at_once=4)
 
 
 @dataclass(slots=True)
