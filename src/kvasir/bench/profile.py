@@ -1,6 +1,6 @@
 """``kvasir bench profile``: where one decode step's time goes: kernels by time, and the share of it that the GPU has nothing to do.
 
-With ``mixed`` every step also computes a prompt of so many tokens: such steps are launched kernel by kernel, and their idle share says
+With ``mixed`` every step also computes a prompt of so many tokens: attention at least is launched kernel by kernel, and the idle share says
 from how many rows on that costs nothing.
 
 The wall time of a step is taken without a profiler, which would slow the host down; how long the GPU is busy comes from a few
