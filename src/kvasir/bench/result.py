@@ -27,6 +27,7 @@ from typing import Any
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy")
 WIDTH = 130  # of a table that goes to a file
+LINE = 300  # of its JSON: an arm of a few metrics
 _PATH = re.compile(r"(?<![\w.:/~-])~?/(?:[\w.@+-]+/)+([\w.@+-]*)")  # absolute, of at least two parts; not the path of a URL
 
 
@@ -155,7 +156,7 @@ def verdict(target: dict[str, Any]) -> str:
 
 def as_json(value: Any) -> str:
     """JSON for a file that people read and a repository keeps: what fits into a line is one."""
-    return _lines(value, WIDTH, "") + "\n"
+    return _lines(value, LINE, "") + "\n"
 
 
 def _lines(value: Any, width: int, pad: str) -> str:
