@@ -9,13 +9,14 @@ sequence and position alone (but for the rows of draft trees).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
 from kvasir.kernels import _triton
+from kvasir.kernels._triton import Launches
 from kvasir.kernels.decode_attention import Rows, decode_attention_triton
 from kvasir.kernels.dense_attention import SCRATCH_BYTES, Shape, can_serve, dense_attention_triton, plan_long, worth_it
 from kvasir.kernels.hardware import send
@@ -35,6 +36,7 @@ class Step:
     rest: list[int]  # the spans of the tiles
     short: Tiles | None = None
     together: Together | None = None
+    launches: Launches = field(default_factory=Launches)
 
 
 class PagedBackend(AttentionBackend):
@@ -145,12 +147,12 @@ class PagedBackend(AttentionBackend):
         common = (q_THD, cache.planes["k"], cache.planes["v"], batch.tables[cache.group], batch.context, batch.row_start)
         how = {"softcap": spec.softcap, "sinks_H": sinks_H, "lse_TH": lse_TH}
         if step.rows is not None:
-            decode_attention_triton(*common, step.rows, spec.scale, out_THD, window=spec.window, **how)
+            decode_attention_triton(*common, step.rows, spec.scale, out_THD, window=spec.window, launches=step.launches, **how)
         if step.long is not None:
             self.run_long(common, step.long, spec, out_THD, **how)
         if step.tiles:
             paged_attention_triton(*common, step.tiles, spec.scale, out_THD, window=spec.window, ancestors_TA=batch.ancestors,
-                                   positions_T=batch.positions, **how)
+                                   positions_T=batch.positions, launches=step.launches, **how)
         if step.together is not None:
             spans = step.together
             paged_together_triton(*common[:5], spans.place, spans.length, batch.ancestors, batch.positions, spans.most, spec.scale, out_THD,

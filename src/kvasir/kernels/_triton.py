@@ -45,6 +45,34 @@ def pdl(device: torch.device) -> bool:
     return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+class Launches:
+    """Launches that the layers of a step repeat: the same kernels and grids, with the same numbers, on other tensors of the same layout.
+
+    Triton binds and specialises all arguments anew each time, which takes the host several times the launch itself. Here a kernel's first
+    launch does, and the later ones, whose tensors must be aligned as that one's were, go to the compiled kernel. For one step.
+    """
+
+    def __init__(self) -> None:
+        self._compiled: dict[tuple, tuple[Any, tuple]] = {}
+
+    def __call__(self, kernel: Any, grid: tuple[int, int, int], *args: Any, **named: Any) -> None:
+        key = kernel, grid, *named.values()
+        known = self._compiled.get(key)
+        if known is not None:
+            compiled, constants = known
+            compiled[grid](*args, *constants)
+            return
+        compiled = kernel[grid](*args, **named)
+        if compiled is not None:  # in the interpreter there is none
+            rest = kernel.params[len(args):]
+            self._compiled[key] = compiled, tuple(named.get(p.name, p.default) for p in rest)
+
+
+def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **named: Any) -> None:
+    """By itself, as Triton does it."""
+    kernel[grid](*args, **named)
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvasir.kernels._triton import jit, next_power_of_2, pdl, tl
+from kvasir.kernels._triton import Launches, jit, launch, next_power_of_2, pdl, tl
 from kvasir.kernels.hardware import multiprocessors
 from kvasir.kernels.key_chunks import MIN_CHUNK, SHORT_CHUNK, arrive, find_chunk, keys_of, merged_at_once
 from kvasir.kernels.softmax_block import attend_block, sink_logits
@@ -126,7 +126,7 @@ def _decode_attention(
 def decode_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_SW: torch.Tensor,
                             context_S: torch.Tensor, row_start_S: torch.Tensor, rows: Rows, scale: float, out_THD: torch.Tensor, *,
                             window: int | None = None, softcap: float | None = None, sinks_H: torch.Tensor | None = None,
-                            lse_TH: torch.Tensor | None = None, shape: Shape | None = None) -> None:
+                            lse_TH: torch.Tensor | None = None, shape: Shape | None = None, launches: Launches | None = None) -> None:
     """What ``paged_attention_ref`` computes, for the spans of ``rows``, written to their rows of ``out`` and ``lse`` (fp32).
 
     No host read, and a launch that depends on the number of rows only. ``k_NGPD``/``v_NGPD``: pages of a power of two slots,
@@ -148,7 +148,8 @@ def decode_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: t
     part_lse = torch.empty((chunks, heads), dtype=torch.float32, device=q_THD.device)
     share_pad = next_power_of_2(share)
     absent, early = q_THD, pdl(q_THD.device)  # stands in for pointers that the compiled variant never touches
-    _decode_attention[(groups, chunks)](
+    (launches or launch)(
+        _decode_attention, (groups, chunks, 1),
         q_THD, k_NGPD, v_NGPD, out_THD, absent if lse_TH is None else lse_TH, part, part_lse, rows.arrived, absent if sinks_H is None else sinks_H,
         table_SW, context_S, row_start_S, rows.spans, q_THD.stride(0), q_THD.stride(1), k_NGPD.stride(0), k_NGPD.stride(1),
         out_THD.stride(0), table_SW.stride(0), count, wave, budget, window or 0, scale, softcap or 1.0,

@@ -16,11 +16,11 @@ table, P slots per page.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from kvasir.kernels._triton import cdiv, jit, next_power_of_2, tl
+from kvasir.kernels._triton import Launches, cdiv, jit, next_power_of_2, tl
 from kvasir.kernels.hardware import send
 from kvasir.kernels.softmax_block import attend_block, sink_logits
 
@@ -51,12 +51,14 @@ class Shape:
 @dataclass(slots=True)
 class LongSpans:
     """The spans of one launch. ``items`` [n, 3] int32 on the device: span, first row in it, its first slot in the scratch;
-    ``spans`` [m, 2] int32: span, first slot. ``slots``: of the scratch; ``blocks``: of the longest span."""
+    ``spans`` [m, 2] int32: span, first slot. ``slots``: of the scratch; ``blocks``: of the longest span.
+    ``launches``: of the step."""
 
     items: torch.Tensor
     spans: torch.Tensor
     slots: int
     blocks: int
+    launches: Launches = field(default_factory=Launches)
 
 
 def worth_it(length: int, share: int) -> bool:
@@ -153,7 +155,8 @@ def _dense_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, context
 def gather_pages(k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_SW: torch.Tensor, context_S: torch.Tensor, row_start_S: torch.Tensor,
                  long: LongSpans, first_group: int, num_groups: int, k: torch.Tensor, v: torch.Tensor) -> None:
     """Copy some KV heads of the long spans into ``k``, ``v`` [num_groups * slots, D]."""
-    _gather_pages[(long.blocks, num_groups, long.spans.shape[0])](
+    long.launches(
+        _gather_pages, (long.blocks, num_groups, long.spans.shape[0]),
         k_NGPD, v_NGPD, k, v, table_SW, context_S, row_start_S, long.spans, k_NGPD.stride(0), k_NGPD.stride(1), table_SW.stride(0),
         long.slots, first_group, P=k_NGPD.shape[2], D=k_NGPD.shape[3], BLOCK=BLOCK_N, num_warps=8)
 
@@ -184,7 +187,8 @@ def dense_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
             gather(k.view(at_once, -1, dim), v.view(at_once, -1, dim), long.spans, long.blocks, BLOCK_N, group)
         else:
             gather_pages(k_NGPD, v_NGPD, table_SW, context_S, row_start_S, long, group, at_once, k, v)
-        _dense_attention[(long.items.shape[0], at_once)](
+        long.launches(
+            _dense_attention, (long.items.shape[0], at_once, 1),
             q_THD, *descriptors, out_THD, absent if lse_TH is None else lse_TH, absent if sinks_H is None else sinks_H, context_S, row_start_S,
             long.items, q_THD.stride(0), q_THD.stride(1), out_THD.stride(0), long.slots, group, scale, softcap or 1.0,
             H=heads, R=share, R_PAD=next_power_of_2(share), D=dim, BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, CAPPED=softcap is not None,

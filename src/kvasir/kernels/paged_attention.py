@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from kvasir.kernels._triton import cdiv, jit, next_power_of_2, tl
+from kvasir.kernels._triton import Launches, cdiv, jit, launch, next_power_of_2, tl
 from kvasir.kernels.hardware import multiprocessors, send
 from kvasir.kernels.key_chunks import SHORT_CHUNK, _merge_tiles, find_tile_chunk, merged_at_once
 from kvasir.kernels.softmax_block import attend_block, sink_logits
@@ -401,7 +401,7 @@ def paged_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
                            context_S: torch.Tensor, row_start_S: torch.Tensor, tiles: list[Tiles], scale: float,
                            out_THD: torch.Tensor, *, window: int | None = None, softcap: float | None = None, sinks_H: torch.Tensor | None = None,
                            ancestors_TA: torch.Tensor | None = None, positions_T: torch.Tensor | None = None,
-                           lse_TH: torch.Tensor | None = None, num_splits: int | None = None) -> None:
+                           lse_TH: torch.Tensor | None = None, num_splits: int | None = None, launches: Launches | None = None) -> None:
     """What ``paged_attention_ref`` computes, for the tiles of ``plan_tiles``, written to their rows of ``out`` and ``lse`` (fp32).
 
     ``k_NGPD``/``v_NGPD``: pages of a power of two slots, strided by page and head. Head dims up to 256.
@@ -412,7 +412,7 @@ def paged_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
     assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), "planes must be page-strided with dense slots"
     assert q_THD.stride(-1) == 1 and table_SW.stride(-1) == 1 and q_THD.dtype == k_NGPD.dtype, "rows must be dense, of one dtype"
     share, dim_pad = heads // groups, max(16, next_power_of_2(dim))
-    absent = q_THD  # stands in for pointers that the compiled variant never touches
+    absent, run = q_THD, launches or launch  # stands in for pointers that the compiled variant never touches
     sinks, lse = absent if sinks_H is None else sinks_H, absent if lse_TH is None else lse_TH
     for part in tiles:
         block_n, warps, stages = _blocks(part.block_m, dim_pad, q_THD.dtype)
@@ -432,14 +432,14 @@ def paged_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
         flags = {"H": heads, "R": share, "D": dim, "D_PAD": dim_pad, "CHUNKED": CHUNK if part.exact else 0, "WINDOWED": window is not None,
                  "TREE": ancestors_TA is not None, "SINKS": sinks_H is not None, "WANT_LSE": lse_TH is not None}
         for items in part.items.split(at_once):
-            _paged_attention[(items.shape[0], groups, splits)](
+            run(_paged_attention, (items.shape[0], groups, splits),
                 q_THD, k_NGPD, v_NGPD, target, target_lse, sinks, table_SW, context_S, row_start_S, items,
                 absent if ancestors_TA is None else ancestors_TA, absent if positions_T is None else positions_T, *[absent] * 5,
                 q_THD.stride(0), q_THD.stride(1), k_NGPD.stride(0), k_NGPD.stride(1), out_THD.stride(0), table_SW.stride(0),
                 0 if ancestors_TA is None else ancestors_TA.stride(0), window or 0, splits, tile_m, 0, 1, 1, scale, softcap or 1.0,
                 P=size, BLOCK_M=part.block_m, BLOCK_N=block_n, CAPPED=softcap is not None, SPLIT=split, num_warps=warps, num_stages=stages, **flags)
             if split:
-                merge_splits[(items.shape[0], groups, tile_m)](
+                run(merge_splits, (items.shape[0], groups, tile_m),
                     target, target_lse, out_THD, lse, sinks, context_S, row_start_S, items, out_THD.stride(0), splits, tile_m, window or 0,
                     SPLITS_PAD=MAX_SPLITS, num_warps=4, **flags)
 
