@@ -35,6 +35,7 @@ from kvasir.api.text import Text
 from kvasir.config import ServerConfig, Settings
 from kvasir.engine.client import AsyncEngine
 from kvasir.engine.interface import EngineClient
+from kvasir.engine.process import collect_rarely
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import log
 from kvasir.models import checkpoint
@@ -298,6 +299,7 @@ async def _announce(service: Service, server: Server) -> None:
     if service.phase == "failed":
         server.should_exit = True
     elif service.phase == "ready":
+        collect_rarely()  # a collection that walks FastAPI, the routes and the vocabulary stops every stream for tens of milliseconds
         log.info("ready to serve %s", service.info.name)
 
 
