@@ -179,13 +179,23 @@ async def _on_http_exception(http: Request, error: Exception) -> Response:
 
 
 class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's protocol, plus a limit on how long a request's head may take to arrive."""
+    """uvicorn's protocol, on httptools where that is installed, plus limits on how long a request's head may be, which httptools has
+    none for, and how long it may take to arrive."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._last_cycle: Any = None
         self._was_idle = False
+        self._head_bytes = 0
         self._watch = self.loop.call_later(HEADER_SECONDS, self._check_head)
+
+    def data_received(self, data: bytes) -> None:
+        cycle = self.cycle
+        super().data_received(data)
+        between = self.cycle is cycle and (cycle is None or cycle.response_complete)
+        self._head_bytes = self._head_bytes + len(data) if between else 0
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response("the head of the request is too long")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._watch.cancel()

@@ -278,7 +278,7 @@ class AsyncEngine:
             self._submit_held()
             while (message := await child.receive()) is not None:
                 if isinstance(message, messages.Events):
-                    for event in message.events:
+                    for event in sorted(message.events, key=_is_later):
                         self._deliver(event)
                     if self._recovering:
                         self._submit_held()
@@ -413,6 +413,11 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         """The latest heartbeat, with what this side knows of starts and restarts."""
         return dataclasses.replace(self._stats, startup=self.startup, restarts=self.num_restarts, quarantined=self.num_quarantined)
+
+
+def _is_later(event: Event) -> bool:
+    """Whether it may wait for the others of its step: first tokens are written first, ahead of hundreds of streams that run already."""
+    return event.index > 0 or event.kind == "error"
 
 
 def _check(request: Request) -> None:

@@ -284,6 +284,22 @@ def test_closing_the_iterator_cancels():
     run(body())
 
 
+def test_first_tokens_come_ahead_of_their_step():
+    """The core tells of the newest request last; its reader gets the first token before the others get theirs, and the next ones after."""
+    async def body():
+        async with engine("SlowCore") as it:
+            old, order = [Reader(it, request(i, max_tokens=4000)) for i in range(3)], []
+            await until(lambda: all(r.events > 2 for r in old))
+            deliver = it._deliver
+            it._deliver = lambda event: (order.append(f"{event.request_id}.{event.index}" if event.kind == "tokens" else ""), deliver(event))
+            (await Reader(it, request(9, max_tokens=3)).task).check()
+            first, second, third = (order.index(f"r9.{i}") for i in range(3))
+            assert (second - first, third - second) == (7, 4)
+            [reader.task.cancel() for reader in old]
+
+    run(body())
+
+
 # ---------------------------------------------------------------------------------------------------------- slow reader
 
 
