@@ -191,9 +191,9 @@ class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def data_received(self, data: bytes) -> None:
         cycle = self.cycle
+        between = cycle is None or cycle.response_complete and not cycle.more_body  # a refused body may still be on its way
         super().data_received(data)
-        between = self.cycle is cycle and (cycle is None or cycle.response_complete)
-        self._head_bytes = self._head_bytes + len(data) if between else 0
+        self._head_bytes = self._head_bytes + len(data) if between and self.cycle is cycle else 0
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("the head of the request is too long")
 
