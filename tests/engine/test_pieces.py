@@ -108,8 +108,8 @@ def test_an_end_without_tokens_joins_what_has_log_probabilities():
     assert (last.token_ids, last.bare.logprobs, last.finish_reason) == ([1, 2], [-1.0, -2.0], "cancelled")
 
 
-def test_a_full_outbox_joins_plain_numbers():
-    outbox = Outbox(1)
+def test_an_outbox_joins_plain_numbers():
+    outbox = Outbox()
     for event in (Event(kind="tokens", request_id="r", index=i, token_ids=[i], bare=BareLogprobs([-float(i)], [i + 0.5])) for i in range(3)):
         outbox.put(event)
     assert len(outbox) == 1 and outbox._events[0].bare == BareLogprobs([0.0, -1.0, -2.0], [0.5, 1.5, 2.5])

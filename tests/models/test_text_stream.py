@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
 
+from kvasir.models.text_stream import WindowStream
+from kvasir.models.tokenizer import Tokenizer
 from tests.models.small_tokenizers import KINDS, make
 
 
@@ -45,3 +49,17 @@ def test_bytes_are_looked_up_once(kind):
     table = type(tokenizer._bytes)(lambda i: asked.append(i) or tokenizer.id_to_token(i), tokenizer._codec)
     assert [table[i] for i in (40, 41, 40)] == [tokenizer.token_bytes(i) for i in (40, 41, 40)] and asked == [40, 41]
     assert table[tokenizer.size] == b"" == table[-1] and tokenizer.size not in table, "ids of no token fill no memory"
+
+
+@given(st.lists(st.integers(0, 11), max_size=12), st.lists(st.integers(0, 11), max_size=12), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_without_a_decoder_words_stand_apart(prompt, reply, skips):
+    """As the library joins them: what follows a prompt begins with a space, and a text of its own does not."""
+    backend = Backend(models.WordLevel({"<end>": 0, "▁a": 1, "<0x41>": 2, "é": 3, **{f"t{i}": i for i in range(4, 10)}}, unk_token="t4"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = Tokenizer(backend, {"eos_token": "<end>"})
+    skip = tokenizer.special_ids if skips else frozenset()
+    ours, theirs = tokenizer.stream(prompt, skip), WindowStream(backend, prompt, skip)
+    assert not isinstance(ours, WindowStream)
+    assert [ours.push(token) for token in reply] == [theirs.push(token) for token in reply]
+    assert tokenizer.decode(reply, skip_special=skips) == backend.decode([t for t in reply if t not in skip], skip_special_tokens=False)

@@ -21,12 +21,12 @@ def number(*what) -> int:
 
 class Played:
     """Replies are a function of the prompt, the branch's stream and the place. ``at_once``: tokens an event, as with drafts that were right.
-    ``dies``: in the middle of every request the process is gone, and the next one sends two tokens again. ``waiting``: events that may wait
-    for the reader before they are joined. ``made``: tokens that came, each once."""
+    ``dies``: in the middle of every request the process is gone, and the next one sends two tokens again. ``turn``: the
+    reader's is every so many steps. ``made``: tokens that came, each once."""
 
-    def __init__(self, vocabulary: int, *, at_once: int = 1, dies: bool = False, waiting: int = 3) -> None:
+    def __init__(self, vocabulary: int, *, at_once: int = 1, dies: bool = False, turn: int = 3) -> None:
         self.info = ModelInfo(name="played", max_model_len=1 << 16, vocab_size=vocabulary, tokenizer_size=vocabulary)
-        self.at_once, self.dies, self.waiting = at_once, dies, waiting
+        self.at_once, self.dies, self.turn = at_once, dies, turn
         self.made = 0
         self.requests: list[Request] = []
         self.cancelled: set[tuple[str, int | None]] = set()
@@ -59,7 +59,7 @@ class Played:
 
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         self.requests.append(request)
-        entry, outbox, pieces = Journal().add(request), Outbox(self.waiting), Pieces()
+        entry, outbox, pieces = Journal().add(request), Outbox(), Pieces()
         entry.submitted = True
         pieces.open(entry.request)
         steps, deaths = enumerate(self._steps(entry.request)), 0
@@ -79,7 +79,7 @@ class Played:
                     self.made += len(news.token_ids)
                     outbox.put(news)
             await asyncio.sleep(0)
-            if at % 3 == 2 or entry.done:  # a reader that is slower than the engine
+            if at % self.turn == self.turn - 1 or entry.done:  # a reader that is slower than the engine
                 while len(outbox):
                     yield await outbox.get()
 

@@ -24,9 +24,9 @@ MESSAGES = ({"role": "user", "content": "Hello there"},)
 WAYS = [(1, 1, False), (32, 1, False), (5, 3, False), (32, 1, True), (1, 3, True)]  # piece, tokens an event, a death of the engine
 
 
-def endpoint(at_once: int = 1, dies: bool = False, waiting: int = 3, **options) -> ClientEndpoint:
+def endpoint(at_once: int = 1, dies: bool = False, turn: int = 3, **options) -> ClientEndpoint:
     tokenizer = make("byte_level")
-    return ClientEndpoint(Played(tokenizer.size, at_once=at_once, dies=dies, waiting=waiting), tokenizer, "played", parameters=3, **options)
+    return ClientEndpoint(Played(tokenizer.size, at_once=at_once, dies=dies, turn=turn), tokenizer, "played", parameters=3, **options)
 
 
 def drawn(model: ClientEndpoint, n: int = 7, **options):
@@ -55,7 +55,7 @@ def test_the_same_samples_confidences_and_costs(piece, at_once, dies, confidence
 def test_a_piece_is_one_chunk(monkeypatch):
     def told(piece: int) -> list[list[int]]:
         monkeypatch.setattr(engine_endpoint, "PIECE", piece)
-        model, found = endpoint(waiting=99), [[] for _ in range(4)]
+        model, found = endpoint(turn=1), [[] for _ in range(4)]
 
         async def main():
             async for chunk in model.draw(engine_endpoint.Prompt(MESSAGES), 4, Sampling(max_tokens=80), 1):

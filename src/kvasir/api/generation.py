@@ -88,19 +88,17 @@ class Generation:
         self.closed = False
         self.arrival = min(r.arrival for r in requests)
         self.usage = Usage(prompt=sum(len(r.prompt_ids) for r in requests))
-        self.running = []
+        self.running: list[Running] = []
         for i, request in enumerate(requests):
             n = request.params.n
             branches = [Branch(i * n + b, detokenizer(request)) for b in range(n)]
             self.running.append(Running(i, request, client.generate(request), branches))
-
-    @property
-    def num_choices(self) -> int:
-        return sum(len(r.branches) for r in self.running)
+        self._by_id = {r.request.id: r for r in self.running}
+        self._by_choice = [r for r in self.running for _ in r.branches]
 
     def of(self, delta: Delta) -> Running:
         """Which engine request a delta belongs to."""
-        return self.running[delta.choice // (self.num_choices // len(self.running))]
+        return self._by_choice[delta.choice]
 
     async def open(self) -> None:
         """Wait until the engine has accepted everything. Raises the first RequestError, with nothing left open."""
@@ -131,14 +129,18 @@ class Generation:
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Deltas in order of arrival. Raises RequestError when the engine fails a request."""
         reason = "disconnected"
-        left = self.num_choices
+        left = len(self._by_choice)
         try:
-            async with contextlib.aclosing(self._events()) as events:
-                async for r, event in events:
-                    delta = await self._delta(r, event)
+            async with contextlib.aclosing(self._merged() if len(self.running) > 1 else self.running[0].events) as events:
+                async for event in events:
+                    r = self._by_id[event.request_id]
+                    delta = self._delta(r, event)
                     if delta is None:
                         continue
-                    left -= delta.finish_reason is not None
+                    if delta.finish_reason is not None:
+                        left -= 1
+                        if event.finish_reason is None:  # a stop string, of which the engine does not know
+                            await self.client.cancel(r.request.id, event.branch)
                     yield delta
                     if not left:
                         break
@@ -151,12 +153,8 @@ class Generation:
         finally:
             await self.close(reason)
 
-    async def _events(self) -> AsyncGenerator[tuple[Running, Event], None]:
-        """The events of all requests as they come."""
-        if len(self.running) == 1:
-            async for event in self.running[0].events:
-                yield self.running[0], event
-            return
+    async def _merged(self) -> AsyncGenerator[Event, None]:
+        """The events of several requests as they come."""
         waiting = {asyncio.ensure_future(anext(r.events, None)): r for r in self.running}
         try:
             while waiting:
@@ -165,12 +163,12 @@ class Generation:
                     r, event = waiting.pop(task), task.result()
                     if event is not None:
                         waiting[asyncio.ensure_future(anext(r.events, None))] = r
-                        yield r, event
+                        yield event
         finally:
             await _cancel(list(waiting))
 
-    async def _delta(self, r: Running, event: Event) -> Delta | None:
-        """One event as a delta, or None when it says nothing new. A matched stop string ends the branch in the engine."""
+    def _delta(self, r: Running, event: Event) -> Delta | None:
+        """One event as a delta, or None when it says nothing new."""
         branch = r.branches[event.branch]
         if event.prompt_logprobs is not None:
             r.prompt_logprobs = event.prompt_logprobs
@@ -192,8 +190,6 @@ class Generation:
         branch.done = finished
         if piece.stop is not None:
             delta.finish_reason, delta.stop_reason, branch.done = "stop", piece.stop, True
-            if not finished:
-                await self.client.cancel(r.request.id, event.branch)
         if delta.finish_reason is not None:
             self.metrics.finished(delta.finish_reason)
         return delta

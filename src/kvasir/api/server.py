@@ -35,6 +35,7 @@ from kvasir.api.text import Text
 from kvasir.config import ServerConfig, Settings
 from kvasir.engine.client import AsyncEngine
 from kvasir.engine.interface import EngineClient
+from kvasir.engine.process import collect_rarely
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import log
 from kvasir.models import checkpoint
@@ -178,13 +179,23 @@ async def _on_http_exception(http: Request, error: Exception) -> Response:
 
 
 class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's protocol, plus a limit on how long a request's head may take to arrive."""
+    """uvicorn's protocol, on httptools where that is installed, plus limits on how long a request's head may be, which httptools has
+    none for, and how long it may take to arrive."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._last_cycle: Any = None
         self._was_idle = False
+        self._head_bytes = 0
         self._watch = self.loop.call_later(HEADER_SECONDS, self._check_head)
+
+    def data_received(self, data: bytes) -> None:
+        cycle = self.cycle
+        between = cycle is None or cycle.response_complete and not cycle.more_body  # a refused body may still be on its way
+        super().data_received(data)
+        self._head_bytes = self._head_bytes + len(data) if between and self.cycle is cycle else 0
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response("the head of the request is too long")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._watch.cancel()
@@ -298,6 +309,7 @@ async def _announce(service: Service, server: Server) -> None:
     if service.phase == "failed":
         server.should_exit = True
     elif service.phase == "ready":
+        collect_rarely()  # a collection that walks FastAPI, the routes and the vocabulary stops every stream for tens of milliseconds
         log.info("ready to serve %s", service.info.name)
 
 

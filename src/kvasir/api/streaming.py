@@ -29,25 +29,25 @@ async def _gone(receive: Callable[[], Awaitable[dict]]) -> None:
         pass
 
 
-async def unless_disconnected(receive: Callable[[], Awaitable[dict]], work: Awaitable[T]) -> T:
-    """Await ``work``, cancelling it when the client goes away first. Raises Disconnected then."""
+async def unless_disconnected(receive: Callable[[], Awaitable[dict]], work: Awaitable[T], stalled: Awaitable[None] | None = None) -> T:
+    """Await ``work``, cancelling it when the client goes away first, or ``stalled`` returns. Raises Disconnected then."""
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_gone(receive))
+    tasks = {task, asyncio.ensure_future(_gone(receive)), *([asyncio.ensure_future(stalled)] if stalled is not None else [])}
     try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise Disconnected
         return task.result()
     finally:
         # Cancel, then wait: when this returns, the work has released what it held.
-        for t in (task, watch):
+        for t in tasks:
             t.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class EventStream(Response):
     """A reply whose body is a generator of events. ``close`` is awaited whatever happens: at the end, when the client goes
-    away, or when it reads nothing for ``stall`` seconds while the socket's buffer is full."""
+    away, or when it has read nothing for ``stall`` seconds, and at most twice that, while the socket's buffer is full."""
 
     media_type = "text/event-stream"
 
@@ -56,6 +56,7 @@ class EventStream(Response):
         self.events = events
         self.close = close
         self.stall = stall
+        self.sending: bytes | None = None  # the event that the socket has no room for yet
         self.status_code = 200
         self.background = None
         self.body = b""
@@ -64,7 +65,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         try:
-            await unless_disconnected(receive, self._stream(send))
+            await unless_disconnected(receive, self._stream(send), self._stalled())
         except Disconnected:
             return
         finally:
@@ -75,9 +76,15 @@ class EventStream(Response):
     async def _stream(self, send: Callable) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for data in self.events:
-            try:
-                async with asyncio.timeout(self.stall):
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-            except TimeoutError as e:
-                raise Disconnected from e
+            self.sending = data
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            self.sending = None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _stalled(self) -> None:
+        """Return when one event has been on its way for ``stall`` seconds. A timeout for each would cost as much as the event."""
+        while True:
+            before = self.sending
+            await asyncio.sleep(self.stall)
+            if before is not None and self.sending is before:
+                return

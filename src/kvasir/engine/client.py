@@ -31,7 +31,6 @@ MAX_DEATHS = 5  # deaths in a row, without a token in between, after which the e
 LONG_LIFE_SECONDS = 60.0  # a process that lived this long does not count as dying in a row
 MAX_BACKOFF_SECONDS = 5.0
 MAX_TRIAL_TOKENS = 64
-OUTBOX_EVENTS = 1024
 RETRY_SECONDS = 5.0
 STOP_SECONDS = 10.0  # for an orderly end of the process
 TICKS = 20  # looks at the flight record per watchdog period
@@ -169,7 +168,7 @@ class AsyncEngine:
             status, code = (429, "queue_full") if self._connected else (503, "overloaded")
             raise RequestError(f"{most} requests wait for the engine", status=status, code=code, retry_after=RETRY_SECONDS)
         entry = self._journal.add(request)
-        outbox = self._outboxes[entry.ticket] = Outbox(OUTBOX_EVENTS)
+        outbox = self._outboxes[entry.ticket] = Outbox()
         if entry.done:  # all branches of a resumed request had ended
             self._journal.remove(entry)
         elif self._connected:
@@ -279,7 +278,7 @@ class AsyncEngine:
             self._submit_held()
             while (message := await child.receive()) is not None:
                 if isinstance(message, messages.Events):
-                    for event in message.events:
+                    for event in sorted(message.events, key=_is_later):
                         self._deliver(event)
                     if self._recovering:
                         self._submit_held()
@@ -414,6 +413,11 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         """The latest heartbeat, with what this side knows of starts and restarts."""
         return dataclasses.replace(self._stats, startup=self.startup, restarts=self.num_restarts, quarantined=self.num_quarantined)
+
+
+def _is_later(event: Event) -> bool:
+    """Whether it may wait for the others of its step: first tokens are written first, ahead of hundreds of streams that run already."""
+    return event.index > 0 or event.kind == "error"
 
 
 def _check(request: Request) -> None:

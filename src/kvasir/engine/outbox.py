@@ -1,4 +1,4 @@
-"""What waits for the reader of one request: bounded in events, never losing a token, never blocking the engine."""
+"""What waits for the reader of one request: bounded, never losing a token, never blocking the engine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from kvasir.types import Event
 
 
 class Outbox:
-    """A queue of events. Beyond ``limit`` waiting events, new tokens join the newest waiting event of their branch, so a
-    reader that falls behind gets fewer, longer deltas."""
+    """A queue of events. Tokens join those of their branch that still wait, so a reader that falls behind gets longer deltas,
+    and not more of them."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._events: deque[Event] = deque()
         self._newest: dict[int, Event] = {}  # branch -> its newest waiting event of tokens
-        self._filled = asyncio.Event()
+        self._filled: asyncio.Future | None = None
 
     def __len__(self) -> int:
         return len(self._events)
@@ -25,16 +24,18 @@ class Outbox:
     def put(self, event: Event) -> None:
         if event.kind == "tokens":
             newest = self._newest.get(event.branch)
-            if len(self._events) >= self._limit and newest is not None and join(newest, event):
+            if newest is not None and join(newest, event):
                 return
             self._newest[event.branch] = event
         self._events.append(event)
-        self._filled.set()
+        if self._filled is not None and not self._filled.done():
+            self._filled.set_result(None)
 
     async def get(self) -> Event:
+        """For one reader at a time."""
         while not self._events:
-            self._filled.clear()
-            await self._filled.wait()
+            self._filled = asyncio.get_running_loop().create_future()
+            await self._filled
         event = self._events.popleft()
         if self._newest.get(event.branch) is event:
             del self._newest[event.branch]

@@ -18,17 +18,21 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenCodec:
-    """Tokens whose bytes do not depend on their neighbours. ``strip``: one space at the start of a text is dropped."""
+    """Tokens whose bytes do not depend on their neighbours. ``strip``: one space at the start of a text is dropped. ``words``: each
+    token is one, with a space before it."""
 
-    def __init__(self, byte_level: bool, space: str = "▁", strip: bool = False) -> None:
+    def __init__(self, byte_level: bool, space: str = "▁", strip: bool = False, words: bool = False) -> None:
         self.byte_level = byte_level
         self.space = space
         self.strip = strip
+        self.words = words
 
     @classmethod
     def of(cls, backend: Backend) -> TokenCodec | None:
         """What the tokenizer's decoder does, or None when only the library can tell (WordPiece and others)."""
-        state = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
+        if backend.decoder is None:
+            return cls(False, strip=True, words=True)
+        state = json.loads(backend.decoder.__getstate__())
         steps = state.get("decoders", [state])
         kinds = [step.get("type") for step in steps]
         if kinds == ["ByteLevel"]:
@@ -46,6 +50,8 @@ class TokenCodec:
             table = _byte_of_char()
             # A token with a character outside the alphabet (an added one) stands for itself.
             return bytes([table[c] for c in token]) if all(c in table for c in token) else token.encode()
+        if self.words:
+            return b" " + token.encode()
         if match := BYTE_TOKEN.fullmatch(token):
             return bytes([int(match[1], 16)])
         return token.replace(self.space, " ").encode()
