@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import signal
 import sys
 from pathlib import Path
@@ -48,6 +49,7 @@ def main() -> int:
         model = args.model
         if args.shape:
             model = stack.enter_context(shape_folder(args.shape, tokenizer=True))
+            joined_words(Path(model) / "tokenizer.json")
             flags += ["--load-format", "dummy", "--served-model-name", args.shape]
         server = stack.enter_context(serving("kvasir", model, flags))
         start = server.wait()
@@ -60,6 +62,12 @@ def main() -> int:
     for reason in found.reasons:
         print(reason, file=sys.stderr)
     return bool(found.reasons)
+
+
+def joined_words(file: Path) -> None:
+    """Grammars need to know how a shape's words make a text: one after the other, byte by byte."""
+    tokenizer = json.loads(file.read_text())
+    file.write_text(json.dumps(tokenizer | {"decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}}))
 
 
 def measured(found: Soaked) -> dict[str, Any]:

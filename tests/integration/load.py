@@ -30,7 +30,7 @@ HEADS = 4  # beginnings that requests of the kind "prefix" share
 LEAVE = 0.33  # share of the clients that leave in the middle
 # How much more, in the last quarter than in the second, is not a leak. Memory in MiB.
 ALLOWED = {"rss_server": 24, "rss_engine": 64, "gpu": 256, "threads": 4, "files": 8}
-IDLE_SECONDS = 60.0
+PATIENCE, IDLE_SECONDS = 20.0, 60.0  # after the end: until all clients leave, and until the server must be idle
 PROBE = {"prompt": list(range(300, 312)), "max_tokens": 48, "temperature": 0, "ignore_eos": True, "return_token_ids": True}  # less than a page
 
 
@@ -191,7 +191,7 @@ def busy(now: dict[str, float]) -> str:
     return ", ".join(f"{value:.0f} {name}" for name, value in left.items() if value)
 
 
-def soak(url: str, pid: int, *, seconds: float, clients: int, every: float | None = None) -> Soaked:
+def soak(url: str, pid: int, *, seconds: float, clients: int) -> Soaked:
     """``seconds`` of mixed load by ``clients`` that ask again and again, a third of whom leave in the middle, with bursts of as many more. In
     the end nothing may run, wait or hold a page, a file or more memory than before, and a greedy request has the tokens it had at first."""
     with httpx.Client(base_url=url, timeout=120) as http:
@@ -200,7 +200,7 @@ def soak(url: str, pid: int, *, seconds: float, clients: int, every: float | Non
         begun, watch = metrics(http), Watch(pid)
         before = watch.sample()
         started = time.monotonic()
-        counts, wrong = asyncio.run(_load(url, watch, lambda: _engine_sample(metrics(http)), context, seconds, clients, every))
+        counts, wrong = asyncio.run(_load(url, watch, lambda: _engine_sample(metrics(http)), context, seconds, clients))
         spent = time.monotonic() - started
         end = time.monotonic() + IDLE_SECONDS
         while (held := busy(ended := metrics(http))) and time.monotonic() < end:
@@ -234,8 +234,8 @@ def _engine_sample(now: dict[str, float]) -> dict[str, float]:
     return {"pages_free": now["kvasir:pages_free"], **{k: now[f"kvasir:num_requests_{k}"] for k in ("running", "waiting")}}
 
 
-async def _load(url: str, watch: Watch, more: Callable[[], dict[str, float]], context: int, seconds: float, clients: int,
-                every: float | None) -> tuple[dict[str, Counter], list[str]]:
+async def _load(url: str, watch: Watch, more: Callable[[], dict[str, float]], context: int, seconds: float,
+                clients: int) -> tuple[dict[str, Counter], list[str]]:
     counts, wrong = {kind: Counter() for kind in KINDS}, Counter()
     end = time.monotonic() + seconds
 
@@ -244,7 +244,7 @@ async def _load(url: str, watch: Watch, more: Callable[[], dict[str, float]], co
         leaves = rng.random() < LEAVE
         after = rng.randrange(1, 30) if leaves and request.get("stream") else None
         try:
-            async with asyncio.timeout(rng.uniform(0.01, 1.0) if leaves and after is None else None):
+            async with asyncio.timeout(rng.uniform(0.01, 1.0) if leaves and after is None else end + PATIENCE - time.monotonic()):
                 how = await ask(http, request, after)
             assert (how == "invalid") == (kind == "bad"), f"a {kind} request was {how}"
         except TimeoutError:
@@ -269,7 +269,7 @@ async def _load(url: str, watch: Watch, more: Callable[[], dict[str, float]], co
                 if time.monotonic() > end - 20 or wrong.total() >= 20:  # what comes in bursts is through by the end
                     return
 
-    watching = asyncio.create_task(watch.run(every or min(3.0, max(0.1, seconds / 120)), more))
+    watching = asyncio.create_task(watch.run(min(3.0, max(0.1, seconds / 120)), more))
     await asyncio.gather(*(worker(i) for i in range(clients)), bursts())
     watching.cancel()
     try:
