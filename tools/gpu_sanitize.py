@@ -57,7 +57,7 @@ def main() -> int:
     parser.add_argument("--tool", choices=TOOLS, default="memcheck")
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=500)
-    parser.add_argument("--commit", help="what is measured, where there is no repository to ask")
+    parser.add_argument("--commit", default=os.environ.get("KVASIR_COMMIT"), help="what is measured, where there is no repository to ask")
     args = parser.parse_args()
     until = time.monotonic() + args.seconds
     sanitizer = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")

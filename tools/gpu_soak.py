@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -40,7 +41,7 @@ def main() -> int:
     parser.add_argument("--shape")
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--clients", type=int, help="that ask again and again, and in each burst; default 96, without a shape 24")
-    parser.add_argument("--commit", help="what is measured, where there is no repository to ask")
+    parser.add_argument("--commit", default=os.environ.get("KVASIR_COMMIT"), help="what is measured, where there is no repository to ask")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, options = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1:]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server must end with this process

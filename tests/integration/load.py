@@ -196,7 +196,9 @@ def soak(url: str, pid: int, *, seconds: float, clients: int) -> Soaked:
     the end nothing may run, wait or hold a page, a file or more memory than before, and a greedy request has the tokens it had at first."""
     with httpx.Client(base_url=url, timeout=120) as http:
         context = http.get("/v1/models").json()["data"][0]["max_model_len"]
-        first = [_probe(http) for _ in range(4)][-1]  # the ones before it warm up
+        _probe(http)
+        time.sleep(3)  # on a GPU the engine captures its graphs meanwhile
+        first = [_probe(http) for _ in range(3)][-1]
         begun, watch = metrics(http), Watch(pid)
         before = watch.sample()
         started = time.monotonic()
