@@ -28,8 +28,8 @@ BAD = ({"prompt": []}, {"prompt": [1 << 30]}, {"temperature": -1}, {"n": 0}, {"m
        {"max_tokens": 1 << 20}, {"model": "another"})
 HEADS = 4  # beginnings that requests of the kind "prefix" share
 LEAVE = 0.33  # share of the clients that leave in the middle
-# How much more, in the last quarter than in the second, is not a leak. Memory in MiB.
-ALLOWED = {"rss_server": 24, "rss_engine": 64, "gpu": 256, "threads": 4, "files": 8}
+# How much more, in the last quarter than in the second, is not a leak. Memory in MiB. Files come and go with bursts: they are counted at the end.
+ALLOWED = {"rss_server": 24, "rss_engine": 64, "gpu": 256, "threads": 4}
 PATIENCE, IDLE_SECONDS = 20.0, 60.0  # after the end: until all clients leave, and until the server must be idle
 PROBE = {"prompt": list(range(300, 312)), "max_tokens": 48, "temperature": 0, "ignore_eos": True, "return_token_ids": True}  # less than a page
 

@@ -14,7 +14,7 @@ from kvasir.bench.workloads import SHAPES
 from tests.bench.helpers import SMALL
 from tests.bench.test_result import check
 from tests.integration import load
-from tests.integration.load import BAD, KINDS, busy, leaks, mixed, quarters
+from tests.integration.load import BAD, KINDS, busy, gpu_mib, leaks, mixed, quarters
 from tools import gpu_soak as tool
 
 IDLE = {"kvasir:num_requests_running": 0, "kvasir:num_requests_waiting": 0, "kvasir:num_requests_blocked": 0, "kvasir:pages_total": 160,
@@ -43,6 +43,17 @@ def test_what_fills_first_and_what_comes_and_goes_is_no_leak():
 @pytest.mark.parametrize("change, said", [({}, ""), ({"kvasir:num_requests_waiting": 2}, "2 waiting"), ({"kvasir:pages_free": 159}, "1 pages")])
 def test_idle_is_nothing_running_and_every_page_free(change, said):
     assert busy(IDLE | change) == said
+
+
+@pytest.mark.parametrize("apps, mine, all_of_it", [("7, 1000\\n8, 200\\n9, 30", 1200, 5000), ("7, [N/A]", 0, 5000), ("", 0, 5000)])
+def test_gpu_memory_by_process_where_the_driver_tells_them_apart(tmp_path, monkeypatch, apps, mine, all_of_it):
+    stand_in = tmp_path / "nvidia-smi"
+    stand_in.write_text(f"#!/bin/sh\ncase $1 in *apps*) printf '{apps}\\n' ;; *) echo {all_of_it} ;; esac\n")
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert gpu_mib([7, 8]) == mine and gpu_mib([]) == all_of_it
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert gpu_mib([7]) is None
 
 
 def test_every_kind_of_request_is_drawn_and_fits():
