@@ -34,8 +34,8 @@ case $step in
   code80) trace trace-code "$step" ;;
   mooncake) trace trace-mooncake "$step" ;;
   startup) bench startup --shape llama-8b --on-disk --max-model-len 8192 --repeats 2 "${beside[@]}" ;;
-  ladder) bench ladder --shape llama-8b --max-model-len 8192 --repeats 5 ;;
-  ladder-qwen3-0.6b) bench ladder --shape qwen3-0.6b --max-model-len 8192 --repeats 5 ;;
+  ladder) bench ladder --shape llama-8b --max-model-len 8192 --repeats 6 ;;
+  ladder-qwen3-0.6b) bench ladder --shape qwen3-0.6b --max-model-len 8192 --repeats 6 ;;
   qwen3-30b-a3b | batch-invariant) bench run "bench/cases/$step.toml" ;;
   profile) bench profile --shape llama-8b --batch 64 --prompt 1024 --max-model-len 8192 ;;
   profile-qwen3-0.6b) bench profile --shape qwen3-0.6b --batch 64 --prompt 1024 --max-model-len 8192 ;;

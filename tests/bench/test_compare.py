@@ -189,6 +189,25 @@ def test_ladder(log, rated, capsys, monkeypatch):
     assert {"w.decode_tok_s +check/plain", "w.decode_tok_s +check/+enable_prefix_caching"} <= set(found["ratios"])
 
 
+def test_a_ladder_divides_its_rounds_and_leaves_out_what_a_cpu_does_not_have(log, rated, capsys, caplog, monkeypatch):
+    lives = still(monkeypatch, asked := [])
+    ladder.run({"device": "cpu"}, model="", shape=None, workloads=None, repeats=5, output=None, commit="abc1234")
+    found = json.loads(capsys.readouterr().out)
+    check(found)
+    assert [options["fused_kernels"] for options in lives] == [False, True, False, True] and "cuda_graphs" not in lives[0]
+    assert {a["name"]: a["metrics"]["decode16.decode_tok_s"]["n"] for a in found["arms"]} == {"plain": 6, "+fused_kernels": 6}
+    assert all(options["enable_prefix_caching"] for options in lives) and (16, 64, 128) in asked
+    assert "goes without cuda_graphs and overlap" in caplog.text
+
+
+def test_rungs_within_reach(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert ladder.reachable({}, ladder.RUNGS) == ladder.RUNGS and ladder.reachable({"device": "cpu"}, ladder.RUNGS) == ("fused_kernels",)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="none of its switches changes anything on a CPU"):
+        ladder.reachable({}, ("overlap",))
+
+
 def test_a_ladder_needs_its_switches():
     with pytest.raises(ConfigError, match="no ladder: unknown setting 'warp_drive'"):
         ladder.run({}, model="", shape=None, workloads=None, repeats=1, output=None, commit=None, rungs=("warp_drive",))

@@ -1,18 +1,24 @@
-"""``kvasir bench ladder``: what each optimisation adds. Arms from everything off to everything on, one switch a rung."""
+"""``kvasir bench ladder``: what each optimisation adds to decoding. Arms from everything off to everything on, one switch a rung.
+
+Prompts are cached, or most of the time would go into computing them again.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from kvasir.bench import compare
+from kvasir.bench import compare, offline
 from kvasir.bench.case import Case, Workload
 from kvasir.bench.result import finish, ratios_of
 from kvasir.bench.workloads import Batch
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
+from kvasir.logs import log
 
 RUNGS = ("cuda_graphs", "overlap", "fused_kernels")  # in the order in which they are turned on
-DEFAULT = ("decode1:1:128:128", "decode64:64:1024:128")
+FOR_A_GPU = ("cuda_graphs", "overlap")  # beside a CPU there is no device that a step could run ahead on
+DEFAULT = ("decode1:1:128:128", "decode64:64:1024:128")  # of a shape
+LIVES = 2  # of each arm; the rounds that count are divided among them
 
 
 def arms(settings: dict[str, object], rungs: tuple[str, ...]) -> dict[str, dict[str, object]]:
@@ -23,6 +29,20 @@ def arms(settings: dict[str, object], rungs: tuple[str, ...]) -> dict[str, dict[
     return found
 
 
+def reachable(settings: dict[str, object], rungs: tuple[str, ...]) -> tuple[str, ...]:
+    """The rungs that can change anything here. Raises ConfigError where there is none."""
+    import torch
+
+    if settings.get("device", "auto") != "cpu" and torch.cuda.is_available():
+        return rungs
+    found = tuple(r for r in rungs if r not in FOR_A_GPU)
+    if out := [r for r in rungs if r in FOR_A_GPU]:
+        log.warning("the ladder goes without %s: on a CPU that changes nothing", " and ".join(out))
+    if not found:
+        raise ConfigError("no ladder: none of its switches changes anything on a CPU")
+    return found
+
+
 def run(settings: dict[str, object], *, model: str, shape: str | None, workloads: list[str] | None, repeats: int, output: Path | None,
         commit: str | None, rungs: tuple[str, ...] = RUNGS) -> None:
     for rung in rungs:
@@ -30,10 +50,11 @@ def run(settings: dict[str, object], *, model: str, shape: str | None, workloads
             EngineConfig.of(**{rung: False})
         except ConfigError as e:
             raise ConfigError(f"no ladder: {e}") from e
-    batches = [Batch.parse(w) for w in workloads or DEFAULT]
-    climbed = arms(settings, rungs)
-    case = Case(f"ladder-{shape or model or 'embedded'}", "what each optimisation adds", shape, model, repeats, climbed,
-                tuple(Workload(b, b, {}) for b in batches))
+    rungs = reachable(settings, rungs)
+    batches = [Batch.parse(w) for w in workloads or (DEFAULT if shape else offline.DEFAULT)]
+    climbed, lives = arms(settings, rungs), min(LIVES, repeats)
+    case = Case(f"ladder-{shape or model or 'embedded'}", "what each optimisation adds", shape, model, lives, climbed,
+                tuple(Workload(b, b, {}) for b in batches), rounds=-(-repeats // lives), cached=True)
     outcome = compare.measure(case, peer=False, site=None, keep=compare.keeper(output, commit))
     names = list(climbed)
     outcome["ratios"] |= ratios_of(outcome["arms"], list(zip(names[2:], names[1:])))

@@ -1,0 +1,89 @@
+"""Minutes of mixed load on ``kvasir serve``: does it keep its size, does everything come back, does it still answer the same?
+
+    python tools/gpu_soak.py RESULT.json [MODEL | --shape llama-8b] [--seconds 540] [--clients 96] [-- OPTION...]
+
+Streams and plain answers, n = 3, log-probabilities, penalties, grammars, stop strings, shared prefixes, prompts of up to three quarters of
+the context, requests that must be refused, clients that leave in the middle, and bursts; pages for a fraction of what they ask for, so that
+sequences queue and give way. OPTIONs go to the server and win over what is chosen here (--num-pages, --max-num-seqs, --max-model-len;
+--gpu-memory-utilization for a share of the GPU). Memory, files and threads are sampled all the while. Exit status 1, with the reasons,
+where something grew, stayed, failed or answers otherwise; the result says so, too. Besides --seconds it needs the start and half a minute.
+Runs on a CPU as well: the model in the package, where none is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+from kvasir.bench.result import arm, finish, result  # noqa: E402
+from kvasir.bench.servers import serving  # noqa: E402
+from kvasir.bench.workloads import shape_folder  # noqa: E402
+from tests.integration.load import ALLOWED, Soaked, quarters, soak  # noqa: E402
+
+# Pools small enough to run out of: pages of 16 tokens for a few of the longest sequences.
+LARGE = ["--max-model-len", "8192", "--max-num-seqs", "64", "--num-pages", "2048"]
+SMALL = ["--max-model-len", "1024", "--max-num-seqs", "16", "--num-pages", "160"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("model", nargs="?", default="")
+    parser.add_argument("--shape")
+    parser.add_argument("--seconds", type=float, default=540)
+    parser.add_argument("--clients", type=int, help="that ask again and again, and in each burst; default 96, without a shape 24")
+    parser.add_argument("--commit", default=os.environ.get("KVASIR_COMMIT"), help="what is measured, where there is no repository to ask")
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args, options = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1:]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server must end with this process
+    flags, clients = [*(LARGE if args.shape else SMALL), *options], args.clients or (96 if args.shape else 24)
+    with contextlib.ExitStack() as stack:
+        model = args.model
+        if args.shape:
+            model = stack.enter_context(shape_folder(args.shape, tokenizer=True))
+            joined_words(Path(model) / "tokenizer.json")
+            flags += ["--load-format", "dummy", "--served-model-name", args.shape]
+        server = stack.enter_context(serving("kvasir", model, flags))
+        start = server.wait()
+        found = soak(server.url, server.process.pid, seconds=args.seconds, clients=clients)
+        if server.process.poll() is not None:
+            found.reasons.append(f"the server ended with code {server.process.returncode}")
+    config = {"flags": flags, "clients": clients, "allowed": ALLOWED, "gpu_of": found.gpu_of} | ({"shape": args.shape} if args.shape else {})
+    finish(result(f"soak-{args.shape or args.model or 'embedded'}", [arm("kvasir", config, {"start_s": start, **measured(found)})]), args.output,
+           args.commit)
+    for reason in found.reasons:
+        print(reason, file=sys.stderr)
+    return bool(found.reasons)
+
+
+def joined_words(file: Path) -> None:
+    """Grammars need to know how a shape's words make a text: one after the other, byte by byte."""
+    tokenizer = json.loads(file.read_text())
+    file.write_text(json.dumps(tokenizer | {"decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}}))
+
+
+def measured(found: Soaked) -> dict[str, Any]:
+    """Memory in MiB, by quarters of the time."""
+    levels = {name: {**{f"q{i + 1}": round(q, 1) for i, q in enumerate(quarters(values))}, "most": round(max(values), 1)}
+              for name, values in found.series.items() if name not in ("pages_free", "running", "waiting")}
+    ends = {how: sum(c[how] for c in found.counts.values()) for how in ("ok", "left", "refused", "invalid", "failed")}
+    return {"failed_checks": len(found.reasons), "reasons": found.reasons, "seconds": round(found.seconds, 1),
+            "output_tok_s": round(found.totals["generation_tokens"] / found.seconds, 1),
+            "prompt_tok_s": round(found.totals["prompt_tokens"] / found.seconds, 1), "requests": ends,
+            **{f"requests.{kind}": dict(sorted(counts.items())) for kind, counts in found.counts.items()},
+            **{name: int(value) for name, value in found.totals.items()}, **levels,
+            "pages_free_least": min(found.series["pages_free"]), "running_most": max(found.series["running"]),
+            "waiting_most": max(found.series["waiting"])}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
