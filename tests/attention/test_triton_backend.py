@@ -10,7 +10,9 @@ import torch
 
 from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
 from kvasir.kernels import _triton
+from kvasir.kernels.dense_attention import plan_long
 from kvasir.technique import load
+from kvasir.types import StepBatch
 
 GOOD = Site("cuda", torch.bfloat16, "plain", 16, (AttentionSpec(32, 8, 128, 0.1), AttentionSpec(32, 8, 128, 0.1, window=64)))
 BAD = {"device": "cpu", "dtype": torch.float64, "codec_kernel": "nvfp4", "page_slots": 24, "specs": (AttentionSpec(4, 4, 512, 0.1),)}
@@ -46,3 +48,29 @@ def test_a_missing_package_is_a_reason(name, package, monkeypatch):
 def test_a_missing_triton_is_a_reason(monkeypatch):
     monkeypatch.setattr(_triton, "AVAILABLE", False)
     assert reasons(GOOD) == ["Triton is not installed"]
+
+
+@pytest.mark.parametrize("dtype, share", [(torch.bfloat16, 4), (torch.bfloat16, 1), (torch.bfloat16, 16), (torch.float32, 2)])
+def test_kinds_meet_every_kernel(dtype, share):
+    """Small and large tiles and long spans, each near its beginning and far into its keys, where tiles are cut into parts."""
+    spec = AttentionSpec(8 * share, 8, 128, 0.1)
+    backend = load("kvasir.attention.backends", "triton", AttentionBackend)
+    backend.prepare(Site("cpu", dtype, "plain", 16, (spec,)))
+    met = set()
+    for start, length in backend.kinds(spec):
+        rows = torch.arange(length)
+        batch = StepBatch(input_ids=rows, positions=rows, row_start=rows, context=rows, tables=(), slots=(), logit_rows=rows, starts=[start],
+                          lengths=[length])
+        backend.plan(batch)
+        step, = batch.scratch.values()
+        met |= {(tiles.block_m, start > 0) for tiles in step.tiles} | ({("long", start > 0)} if step.long else set())
+    small, large = 16, 32 if dtype == torch.float32 else 64
+    blocks = {large} if share == 16 else {small, large}  # one row of sixteen heads fills a small tile
+    assert met == {(block, deep) for block in (*blocks, *(["long"] if dtype == torch.bfloat16 else [])) for deep in (False, True)}
+
+
+def test_what_goes_to_the_device_together_is_aligned():
+    for count in range(1, 9):
+        long = plan_long([0] * count, [300] * count, list(range(count)), 4, "cpu", 64)
+        assert (long.spans.data_ptr() - long.items.data_ptr()) % 16 == 0, "a kernel would be compiled for each kind of address"
+        assert long.spans[:, 0].tolist() == list(range(count)) and len(long.items) == count * 19

@@ -70,6 +70,11 @@ class AttentionBackend(Technique):
         """Rows a span, in rising order, that steps with ``StepBatch.together`` are built for here. None: such steps cannot be run."""
         return ()
 
+    def kinds(self, spec: AttentionSpec) -> list[tuple[int, int]]:
+        """Spans (positions before, rows), each of a step of its own, that take every kernel which this backend compiles for layers like
+        this one. Whoever meets one first waits for the compiler; run when nobody waits, nobody does."""
+        return []
+
     def plan(self, batch: StepBatch) -> None:
         """Once a step, before the layers: derive what every layer needs into ``batch.scratch``."""
 

@@ -9,6 +9,7 @@ sequence and position alone (but for the rows of draft trees).
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,8 @@ from kvasir.kernels.paged_attention import TREE_ROWS, Tiles, exact_tiles, paged_
 from kvasir.kernels.quantized_attention import plan_rows
 from kvasir.kv.codec import LayerCache
 from kvasir.types import StepBatch, Together
+
+DEEP = 4096  # positions: so many keys are read in parts
 
 
 @dataclass(slots=True)
@@ -80,6 +83,13 @@ class PagedBackend(AttentionBackend):
             return ()
         small = min(rows_of_small(s.num_heads // s.num_kv_heads) for s in self.site.specs)
         return (small, TREE_ROWS) if small > 1 else (TREE_ROWS,)
+
+    def kinds(self, spec: AttentionSpec) -> list[tuple[int, int]]:
+        """Small tiles, large ones and long spans, with their keys in one part and in several."""
+        share = spec.num_heads // spec.num_kv_heads
+        rows = 1 + rows_of_small(share)
+        long = next(n for n in itertools.count(rows) if worth_it(n, share))
+        return [(start, length) for start in (0, DEEP) for length in dict.fromkeys((min(2, rows - 1) if rows > 2 else rows, rows, long))]
 
     def _plan(self, batch: StepBatch, spec: AttentionSpec) -> Step:
         if batch.together is not None:

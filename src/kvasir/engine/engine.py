@@ -228,6 +228,9 @@ class Engine:
                 self._compiling -= 1
                 try:
                     matcher = future.result()
+                except ConfigError as e:  # the tokenizer is none that the library reads: a fault of the server's, met by this request
+                    events.append(self._fail(live.request.id, status=400, code="no_grammars", message=str(e), param="grammar"))
+                    continue
                 except RequestError as e:
                     events.append(self._fail(live.request.id, status=e.status, code=e.code or "invalid_grammar", message=e.message, param=e.param))
                     continue
@@ -344,7 +347,7 @@ class Engine:
 
     def idle(self) -> bool:
         """A bit of work for a moment without requests; False: there is none left."""
-        return self._num_generated > 0 and not self._plans and self.runner.capture_next()
+        return self._num_generated > 0 and not self._plans and self.runner.prepare_next()
 
     def _wait_for_compiling(self) -> None:
         """Nothing can run until a grammar is ready: sleep on it for a moment instead of spinning."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from kvasir.attention.backend import AttentionBackend
+from kvasir.attention.backend import AttentionBackend, AttentionSpec
 from kvasir.decoding.sampler import SampleOutput, Sampler, StepOutput
 from kvasir.engine.batch import Packer
 from kvasir.engine.decode_tapes import DecodeTapes
@@ -25,7 +25,7 @@ from kvasir.engine.taps import GuestHandle, TappedHandle, Taps
 from kvasir.kv.pool import KVPool
 from kvasir.models.decoder import Decoder
 from kvasir.models.native_decoder import NativeDecoder, why_not
-from kvasir.types import Handle, Plan, Sequence, Span
+from kvasir.types import Handle, Plan, Sequence, Span, StepBatch
 
 
 class Runner:
@@ -46,6 +46,7 @@ class Runner:
         self.mixed: MixedSteps | None = None
         self.taps: Taps | None = None
         self._guest_inputs: torch.Tensor | None = None
+        self._kinds: list[tuple[int, AttentionSpec, int, int]] | None = None  # of attention that nobody has met yet; None: not asked for
         self.native: NativeDecoder | None = None
         self.decodes: NativeDecodes | None = None
         self.tapes: DecodeTapes | None = None
@@ -83,6 +84,25 @@ class Runner:
     def captures(self) -> int:
         """Since the start, of CUDA graphs."""
         return sum(part.captures for part in (self.graphs, self.mixed) if part is not None)
+
+    @torch.inference_mode()
+    def prepare_next(self) -> bool:
+        """While nothing is in flight: have one more of attention's kernels compiled, or else capture one more step. False: none is left."""
+        if self._kinds is None:
+            layers = {layer.mixer.attention(): i for i, layer in reversed(list(enumerate(self.model.spec.layers)))}
+            self._kinds = [(i, spec, *kind) for spec, i in layers.items() for kind in self.backend.kinds(spec)]
+        if not self._kinds:
+            return self.capture_next()
+        layer, spec, start, length = self._kinds.pop(0)
+        q_THD = torch.zeros(length, spec.num_heads, spec.head_dim, dtype=self.model.place.dtype, device=self.device)
+        row_start, context = (torch.tensor(words, dtype=torch.int32, device=self.device) for words in ([0, length], [start]))
+        table = torch.zeros(1, pages_for(start + length, self.pool.page_slots), dtype=torch.int32, device=self.device)  # the dummy page
+        rows = torch.arange(start, start + length, device=self.device)
+        batch = StepBatch(input_ids=rows, positions=rows, row_start=row_start, context=context, tables=(table,) * len(self.pool.groups),
+                          slots=(), logit_rows=rows, starts=[start], lengths=[length])
+        self.backend.plan(batch)
+        self.backend.run(q_THD, self.caches[layer], spec, batch, sinks_H=self.model.blocks[layer].mixer.sinks_H)
+        return True
 
     def capture_next(self) -> bool:
         """Capture one more step while nothing is in flight. False: none is left."""

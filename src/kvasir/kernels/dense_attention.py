@@ -83,9 +83,11 @@ def plan_long(starts: list[int], lengths: list[int], spans: list[int], share: in
         slots += cdiv(starts[s] + lengths[s], BLOCK_N) * BLOCK_N
     items.sort(key=lambda item: -(starts[item[0]] + item[1]))  # heavy ones first, so that the launch ends together
     blocks = max(cdiv(starts[s] + lengths[s], BLOCK_N) for s in spans)
-    both = torch.tensor([*(x for item in items for x in item), *(x for place in places for x in place)], dtype=torch.int32)
+    second = cdiv(3 * len(items), 4) * 4  # aligned: kernels are compiled anew for pointers that are not
+    both = torch.zeros(second + 2 * len(places), dtype=torch.int32)
+    both[:3 * len(items)], both[second:] = torch.tensor(items, dtype=torch.int32).flatten(), torch.tensor(places, dtype=torch.int32).flatten()
     both = send(both, device)
-    return LongSpans(both[:3 * len(items)].view(-1, 3), both[3 * len(items):].view(-1, 2), slots, blocks)
+    return LongSpans(both[:3 * len(items)].view(-1, 3), both[second:].view(-1, 2), slots, blocks)
 
 
 @jit(do_not_specialize=["table_row", "slots", "first_group"])
