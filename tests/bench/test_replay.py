@@ -37,7 +37,8 @@ def test_a_b_a_at_a_share_of_the_peers_capacity(data):
     assert kvasir["metrics"]["half.ttft_ms_p50"]["n"] == 2 and vllm["metrics"]["half.ttft_ms_p50"]["n"] == 3
     for entry in found["arms"]:
         assert set(entry["metrics"]["half.failed"]["values"]) == {0} and set(entry["metrics"]["half.short"]["values"]) == {0}
-        assert entry["metrics"]["half.tokens_per_event"]["median"] == 1.0, "every token of a shape has text"
+    assert vllm["metrics"]["half.tokens_per_event"]["median"] == 1.0, "every token of a shape has text"
+    assert kvasir["metrics"]["half.tokens_per_event"]["median"] >= 1.0, "where the server falls behind, tokens leave together"
     assert kvasir["metrics"]["half.cached_tokens"]["min"] >= 16 * 10, "the shared block is found again"
     assert all(a["metrics"]["half.capacity_requests_s"]["n"] == 1 for a in found["arms"]), "measured once a server"
     rate = 11 / vllm["metrics"]["half.window_s"]["median"]
