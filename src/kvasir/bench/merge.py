@@ -46,7 +46,9 @@ def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
     entries = list(arms.values())
     pairs = dict.fromkeys(tuple(n.rsplit(" ", 1)[-1].split("/")) for n in names if n.rsplit(" ", 1)[-1].count("/") == 1)
     anew = ratios_of(entries, [p for p in pairs if set(p) <= set(arms)])
-    ratios = {n: anew.get(n, next(r["ratios"][n] for r in results if n in r["ratios"])) for n in names}
+    kinds = {_kind(n) for n in names}  # of ratios; of loads whose arms ran in different commands no result has any yet
+    names += [n for n in anew if n not in names and "." in n.split(" ")[0] and _kind(n) in kinds]
+    ratios = {n: anew[n] if n in anew else next(r["ratios"][n] for r in results if n in r["ratios"]) for n in names}
     judgements = {}
     for name, target in targets.items():
         metric, pair = name.rsplit(" ", 1)
@@ -55,6 +57,12 @@ def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
     merged = first | {"arms": entries, "ratios": ratios, "limits": limits, "command": " ; ".join(r["command"] for r in results),
                       "date": max(r["date"] for r in results)}
     return merged | ({"targets": judgements} if judgements else {})
+
+
+def _kind(name: str) -> tuple[str, str]:
+    """Of a ratio "LOAD.METRIC PAIR": the metric and the pair."""
+    metric, _, pair = name.partition(" ")
+    return metric.rsplit(".", 1)[-1], pair
 
 
 def _together(one: Any, other: Any) -> Any:
