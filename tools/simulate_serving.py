@@ -3,7 +3,8 @@
     python tools/simulate_serving.py RESULT.json [--requests 1000] [--beside none,4096,2048,1024] [--policies fcfs,shortest]
 
 No tensors: steps of the Llama-8B shape take what they took on the GPU (``gpu_mixed.py``, ``gpu_decode.py``), launches included; a step is read
-after the next was launched. Loads are shares of what the engine gets through when all requests wait at once, without the rule. Times of an
+after the next was launched. Loads are shares of what the engine gets through when all requests wait at once, without the rule; a rate
+that was measured, too; and a minute of Mooncake's as recorded. Times of an
 HTTP server are not in it: compare rules, not servers.
 """
 
@@ -24,7 +25,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from kvasir import technique  # noqa: E402
 from kvasir.bench.result import arm, as_json, percentile, result  # noqa: E402
-from kvasir.bench.traces import read  # noqa: E402
+from kvasir.bench.traces import prompt_ids, read, scaled  # noqa: E402
 from kvasir.config import SchedulerConfig  # noqa: E402
 from kvasir.engine.pace import Pace  # noqa: E402
 from kvasir.engine.pages import PageManager  # noqa: E402
@@ -33,8 +34,10 @@ from kvasir.engine.scheduler import Scheduler  # noqa: E402
 from kvasir.engine.schedulers.fcfs import Fcfs  # noqa: E402
 from kvasir.types import CacheGroup, Plan, Request, SamplingParams, Sequence, Span, Status  # noqa: E402
 
-TRACES = {"conversation": "azure2023/AzureLLMInferenceTrace_conv.csv.gz", "code": "azure2023/AzureLLMInferenceTrace_code.csv.gz"}
+TRACES = {"conversation": "azure2023/AzureLLMInferenceTrace_conv.csv.gz", "code": "azure2023/AzureLLMInferenceTrace_code.csv.gz",
+          "mooncake": "mooncake/conversation_trace.jsonl.gz"}
 SHARES = {"conversation": (0.5, 0.8, 0.9), "code": (0.8,)}
+RATE, MINUTE, LONGEST = 18.0, 60.0, 32_768  # of the conversation, as it was measured once; of Mooncake's recorded arrivals; prompts are cut
 # Milliseconds on the GPU by rows: steps with prompts, and decodes without their keys.
 MIXED = [1, 64, 128, 256, 512, 768, 1056, 1536, 2048, 4096, 8192], [4.1, 5.5, 6.5, 8.7, 14.6, 19.9, 27.5, 37.5, 48.0, 93.0, 182.0]
 DECODES = [1, 8, 64, 256], [4.05, 4.13, 4.63, 6.86]
@@ -52,10 +55,10 @@ def gpu_seconds(spans: list[Span]) -> float:
 
 
 class Simulation:
-    def __init__(self, requests: list[tuple[float, int, int]], beside: int | None, policy: SchedulerPolicy) -> None:
-        """``requests``: seconds of arrival, prompt and output tokens."""
-        pages = PageManager([CacheGroup("full", (0,), 1, 8)], [50_000], 16, b"root")
-        self.scheduler = Scheduler(SchedulerConfig(max_num_seqs=256), pages, policy, max_rows=8192, max_model_len=16384,
+    def __init__(self, requests: list[tuple[float, list[int], int]], beside: int | None, policy: SchedulerPolicy) -> None:
+        """``requests``: seconds of arrival, prompts, output tokens."""
+        pages = PageManager([CacheGroup("full", (0,), 1, 8)], [45_000], 16, b"root")
+        self.scheduler = Scheduler(SchedulerConfig(max_num_seqs=256), pages, policy, max_rows=8192, max_model_len=40_000,
                                    pace=Pace(None, None, beside))
         self.requests, self.now, self.gpu_free = requests, 0.0, 0.0
         self.flight: list[tuple[Plan, float]] = []
@@ -63,7 +66,6 @@ class Simulation:
         self.last: dict[Sequence, float] = {}
         self.gaps: list[float] = []
         self.taken = self.done = 0
-        self._rng = random.Random(0)
 
     def run(self) -> dict[str, float]:
         scheduler = self.scheduler
@@ -85,8 +87,7 @@ class Simulation:
 
     def _take(self) -> None:
         while self.taken < len(self.requests) and self.requests[self.taken][0] + RECEIVE <= self.now:
-            at, prompt, output = self.requests[self.taken]
-            ids = [self._rng.randrange(1 << 40) for _ in range(prompt)]  # shares nothing with another
+            at, ids, output = self.requests[self.taken]
             seq = Sequence(Request(id=str(self.taken), prompt_ids=ids, params=SamplingParams(ignore_eos=True), seed=0, max_tokens=output, arrival=at))
             seq.max_output = output
             self.scheduler.add(seq)
@@ -121,13 +122,16 @@ class Simulation:
         self.scheduler.complete(plan)
 
 
-def load(trace: str, count: int, rate: float) -> list[tuple[float, int, int]]:
-    """The trace's lengths at Poisson arrivals; ``rate`` 0: all at once."""
-    rng, at, found = random.Random(1), 0.0, []
-    for request in read(ROOT / "bench/traces" / TRACES[trace])[:count]:
-        found.append((at, min(request.prompt, 15_000), request.output))
-        at += rng.expovariate(rate) if rate else 0.0
-    return found
+def load(trace: str, count: int, rate: float | None) -> list[tuple[float, list[int], int]]:
+    """The trace's lengths at Poisson arrivals; ``rate`` 0: all at once; None: a minute as it was recorded, with its shared prefixes."""
+    found = read(ROOT / "bench/traces" / TRACES[trace])
+    if rate is None:
+        return [(r.at, prompt_ids(r, i), r.output) for i, r in enumerate(r for r in scaled(found, 1.0, LONGEST) if r.at <= MINUTE)]
+    arrivals, ids, at, calls = random.Random(1), random.Random(0), 0.0, []
+    for request in found[:count]:
+        calls.append((at, [ids.randrange(1 << 40) for _ in range(min(request.prompt, 15_000))], request.output))  # shares nothing with another
+        at += arrivals.expovariate(rate) if rate else 0.0
+    return calls
 
 
 def main() -> int:
@@ -139,15 +143,15 @@ def main() -> int:
     options = parser.parse_args()
     bounds, arms = [None if text == "none" else int(text) for text in options.beside.split(",")], []
     gc.disable()
+    loads: list[tuple[str, str, float | None]] = [("mooncake", "mooncake", None), (f"conversation-{RATE:g}s", "conversation", RATE)]
     for trace, shares in SHARES.items():
         capacity = Simulation(load(trace, options.requests // 2, 0.0), None, Fcfs()).run()["requests_s"]
-        for share in shares:
-            for beside, name in product(bounds, options.policies.split(",")):
-                metrics = Simulation(load(trace, options.requests, share * capacity), beside, technique.load(POLICIES, name, SchedulerPolicy)).run()
-                config = {"capacity": capacity, "share": share, "beside": beside, "policy": name}
-                arms.append(arm(f"{trace}{share * 100:.0f}-{beside or 'any'}-{name}", config, metrics))
-                print(arms[-1]["name"], metrics, flush=True)
-                gc.collect()
+        loads += [(f"{trace}{share * 100:.0f}", trace, round(share * capacity, 2)) for share in shares]
+    for (label, trace, rate), beside, name in product(loads, bounds, options.policies.split(",")):
+        metrics = Simulation(load(trace, options.requests, rate), beside, technique.load(POLICIES, name, SchedulerPolicy)).run()
+        arms.append(arm(f"{label}-{beside or 'any'}-{name}", {"rate": rate, "beside": beside, "policy": name}, metrics))
+        print(arms[-1]["name"], metrics, flush=True)
+        gc.collect()
     options.output.write_text(as_json(result("simulate-serving", arms)))
     return 0
 

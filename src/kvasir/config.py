@@ -61,8 +61,8 @@ class SchedulerConfig:
     max_num_seqs: int = opt(256, "Most sequences that run at once.", low=1)
     max_num_batched_tokens: int | None = opt(None, "Most rows a step; default 8192 on a GPU of 80 GB or more, 2048 on others, 256 on a CPU.", low=1)
     long_prefill_token_threshold: int = opt(0, "Most rows of one sequence a step; 0: no bound.", low=0)
-    scheduling_policy: str = opt("fcfs", "fcfs (by arrival), priority (lower numbers first), affinity (calls of one problem together), shortest "
-                                 "(short prompts before long ones of about the same time), another that `kvasir doctor` lists, or a file.")
+    scheduling_policy: str = opt("shortest", "shortest (by arrival, but where prompts wait short ones sooner), fcfs (by arrival), priority (lower "
+                                 "numbers first), affinity (calls of one problem together), another that `kvasir doctor` lists, or a file.")
     target_itl: float | None = opt(None, "Most seconds between two tokens of a request; prompts then come in smaller chunks. Default: no bound.",
                                    low=0.0001)
     max_ttft: float | None = opt(None, "Most seconds to the first token; a request predicted to wait longer gets 429. Default: none.", low=0.001)

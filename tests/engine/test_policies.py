@@ -49,11 +49,32 @@ def test_affinity_keeps_a_problem_together():
     assert policy.order_waiting(later[::-1], 9.0) == [later[1], later[0], later[2], later[3]]
 
 
-def test_short_prompts_go_first_but_nobody_waits_for_long():
+def test_short_prompts_go_first_as_far_as_there_is_a_queue():
     policy = technique.load(PACKAGE, "shortest", SchedulerPolicy)
-    long, short, late = sequence(1000, arrival=0.0, name="l"), sequence(10, arrival=0.09, name="s"), sequence(10, arrival=0.11, name="t")
-    assert policy.order_waiting([long, late, short], 0.0) == [short, long, late]
-    assert policy.order_waiting([late, short, long], 9.0) == [short, long, late], "ranks never change"
+
+    def call(length, arrival, waited=0.0, branch=0):
+        seq = sequence(length, branch=branch, arrival=arrival, name=f"{length} {arrival}")
+        seq.first_scheduled = None if waited is None else arrival + waited
+        return seq
+
+    one, two, three = call(1000, 0.0), call(10, 0.1), call(1000, 0.2)
+    assert policy.order_waiting([three, two, one], 0.3) == [one, two, three], "nobody waits: by arrival"
+    for i in range(40):  # waits of one second, 100 tokens in the mean
+        policy.order_waiting([call(100, 1.0 + i, waited=1.0)], 50.0)
+    long, short, late = call(500, 60.0), call(10, 69.0), call(10, 71.0)
+    assert policy.order_waiting([long, late, short], 72.0) == [short, long, late], "five times the mean length: ten seconds behind"
+    assert policy.order_waiting([late, short, long], 99.0) == [short, long, late], "ranks never change"
+    branches = [call(300, 80.0)]
+    branches += [call(300, 80.0, branch=b) for b in (1, 2)]
+    for seq in branches[1:]:
+        seq.parent = branches[0]
+    between = call(10, 80.0)
+    assert policy.order_waiting([branches[2], between, branches[0], branches[1]], 90.0) == [between, *branches], "branches stand together"
+    queue = technique.load(PACKAGE, "shortest", SchedulerPolicy)
+    waiting = [call(100, float(i), waited=None) for i in range(4)]
+    assert queue.order_waiting(waiting, 4.0) == waiting
+    tail = [call(300, 10.0, waited=None), call(30, 11.0, waited=None)]
+    assert queue.order_waiting(tail, 11.0) == tail[::-1], "those that wait still count as long as they have"
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -53,6 +53,14 @@ def test_linear_in_every_batch_and_place(layout):
     check(lambda x: linear(x, weight, exact=True), torch.randn(64))
 
 
+@pytest.mark.parametrize("outputs", range(1, 19))
+@pytest.mark.parametrize("layout", ["column", "row"])
+def test_linear_of_few_outputs(outputs, layout):
+    """A router of five experts: some BLAS take another kernel for the last rows of such a tile."""
+    weight = weights(outputs, 48, layout=layout)
+    check(lambda x: linear(x, weight, exact=True), torch.randn(48), sizes=(1, 5, 31, 32, 33))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 64), (97, 33), (512, 256), (256, 704), (1500, 129), (64, 2048)], ids=str)
 @pytest.mark.parametrize("layout", ["column", "row"])

@@ -21,6 +21,7 @@ from kvasir.layers.norm import RMSNorm
 from kvasir.layers.weights import Placement, Slot
 
 TILE = 32
+NARROW = 16  # outputs; below, a BLAS may compute the last rows of a tile by another kernel (seen on an AMD EPYC: 5 to 7 and 9 to 11)
 ALIGNMENT = 64  # bytes; what torch's CPU allocator gives, and what a BLAS may look at when it picks a kernel
 
 
@@ -48,9 +49,16 @@ def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | N
         tiles[:num_rows] = x_TK
     else:
         tiles = x_TK
+    width_out = weight_NK.shape[0]
+    if width_out < NARROW:
+        wide = weight_NK.new_zeros(width, NARROW).t()
+        wide[:width_out] = weight_NK
+        weight_NK = wide
     # The bias is added apart: fused, it would be one more thing that a BLAS may do in another order.
     parts = [F.linear(tile, weight_NK) for tile in tiles.split(TILE)]
     product = (parts[0] if len(parts) == 1 else torch.cat(parts))[:num_rows] if parts else x_TK.new_empty(0, weight_NK.shape[0])
+    if width_out < NARROW:
+        product = product[:, :width_out].contiguous()
     return product if bias_N is None else product + bias_N
 
 
