@@ -98,11 +98,11 @@ def test_prompts_beside_decodes_are_bounded_without_a_target():
     rows = step(s, 0.1)
     assert len(rows) == 21 and rows["p"] == 304, "and nobody else gets any"
     rows = step(s, 0.2)
-    assert rows["p"] == 197 and 96 <= rows["q"] <= 107, "what the first leaves"
+    assert rows["p"] == 197 and rows["q"] == 96, "what the first leaves, in whole pages"
     crowd = make(None, beside=304)
     for i in range(9):
         crowd.add(sequence([i] * 500, max_tokens=4, arrival=0.1, name=f"p{i}"))
-    assert sum(step(crowd, 0.1).values()) - 20 == 4500 // 8, "more where so many wait"
+    assert sorted(step(crowd, 0.1).values())[20:] == [48, 500], "more where so many wait; not for a dozen rows of a third"
     s.prompts_first = True
     s.add(sequence([7] * 900, max_tokens=4, arrival=0.4, name="r"))
     assert step(s, 0.4).get("r", 0) > 304, "nobody waits for a token"

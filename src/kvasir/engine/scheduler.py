@@ -33,6 +33,7 @@ from kvasir.types import FinishReason, Plan, Sequence, Span, Status
 
 LOOK_AHEAD = 8  # requests that do not fit and are looked past, a step
 MAX_VISITS = 128  # requests in the queue that are looked at, a step
+SMALL_STEP = 8  # pages; a prompt takes any rows of a step that has no more
 PROMPT_PATIENCE = 1.0  # seconds after which the oldest prompt has a claim to rows
 
 
@@ -298,12 +299,19 @@ class Scheduler:
                 continue
             if seq is claimant:
                 kept = 0
-            length = self._chunk(seq, self.pace.room(step, seq.num_computed + seq.num_ahead, claim if seq is claimant else 0) - kept)
+            length = self._chunk(seq, self._room(step, seq, seq.num_computed + seq.num_ahead, claim if seq is claimant else 0, kept))
             if not length:
                 continue
             end = seq.num_computed + seq.num_ahead + length
             if self.pages.grow(seq, end, step.copies) or self.room.make(step, seq, end):
                 step.add(seq, length)
+
+    def _room(self, step: Step, seq: Sequence, start: int, claim: int, kept: int = 0) -> int:
+        """Rows for a chunk from position ``start``; ``kept``: of them for another. What would not end a page of a prompt that goes on is
+        left: a few rows more cost a step another launch in every layer. But where steps are small, and for who has a claim."""
+        room, size = self.pace.room(step, start, claim) - kept, self.pages.page_slots
+        few = room < size - start % size and seq.num_tokens - start > room
+        return 0 if few and not claim and step.spans and self.max_rows >= SMALL_STEP * size else room
 
     def _chunk(self, seq: Sequence, left: int) -> int:
         """How many rows of its prompt a sequence gets; it ends at the end of a page when more follows."""
@@ -375,7 +383,7 @@ class Scheduler:
                 if self._seats() <= 0 or len(passed) > LOOK_AHEAD or seq in self._overdue:
                     break
                 continue
-            if (room := self.pace.room(step, hit, claim if seq is claimant else 0)) <= 0:
+            if (room := self._room(step, seq, hit, claim if seq is claimant else 0)) <= 0:
                 break
             skipped = passed[:]
             self._start(step, seq, hit, source, promised, room)
