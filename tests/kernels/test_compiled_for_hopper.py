@@ -80,13 +80,14 @@ def compiled(module: str, kernel: str, options: dict, constants: dict, pointers:
 
 @pytest.mark.parametrize("rows", [16, 64])
 def test_decode(rows):
-    """192 KiB on their way, in as many programs as are counted on to fit on a multiprocessor."""
+    """192 KiB on their way where there are few rows, 128 where there are many, in as many programs as are counted on to fit on a
+    multiprocessor."""
     shape = decode_attention.Shape.of(128, torch.bfloat16, rows)
     found = compiled("decode_attention", "_decode_attention", {"num_warps": shape.warps, "num_stages": shape.stages}, {
         **PAGED, "BLOCK_N": shape.block_n, "BLOCK_M": 16, "COUNT_PAD": rows, "MIN_KEYS": 128, "SHORT_KEYS": 1024, "R_PAD": 4,
         "MERGE": merged_at_once(4, 128, shape.warps)})
     assert found["copies"] and not found["spilled"]
-    assert shape.at_once * found["shared"] >= 6 * BLOCK and shape.at_once * (found["shared"] + 1024) <= 228 * 1024
+    assert shape.at_once * found["shared"] >= (6 if rows == 16 else 4) * BLOCK and shape.at_once * (found["shared"] + 1024) <= 228 * 1024
 
 
 @pytest.mark.parametrize("block_m, warps", [(16, 4), (128, 8)])
