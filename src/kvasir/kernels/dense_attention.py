@@ -147,20 +147,23 @@ def _dense_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, context
         p, shrink = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), total  # rounded where used: a product under way reads registers of its own
         if end > 0:  # always; a block of its own gives the first keys' shared memory back
             s = tl.dot(q, tl.trans(k_desc.load([base, 0])), input_precision="ieee")
-            p, top, total, shrink = weigh_block(s, n[None, :] <= (context + local)[:, None], scale, softcap, top, total, CAPPED, True)
+            p, top, shrink = weigh_block(s, n[None, :] <= (context + local)[:, None], scale, softcap, top, CAPPED, True)
+            total = tl.sum(p, 1)
         for j0 in range(BLOCK_N, whole, BLOCK_N):
             k = k_desc.load([base + j0, 0])
             v = v_desc.load([base + j0 - BLOCK_N, 0])
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
             acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-            p, top, total, shrink = weigh_block(s, None, scale, softcap, top, total, CAPPED, False)
+            p, top, shrink = weigh_block(s, None, scale, softcap, top, CAPPED, False)
+            total = total * shrink + tl.sum(p, 1)
         for j0 in range(tl.maximum(whole, BLOCK_N), end, BLOCK_N):
             k = k_desc.load([base + j0, 0])
             v = v_desc.load([base + j0 - BLOCK_N, 0])
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
             acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
             seen = (j0 + n)[None, :] <= (context + local)[:, None]
-            p, top, total, shrink = weigh_block(s, seen, scale, softcap, top, total, CAPPED, True)
+            p, top, shrink = weigh_block(s, seen, scale, softcap, top, CAPPED, True)
+            total = total * shrink + tl.sum(p, 1)
         v = v_desc.load([base + (end - 1) // BLOCK_N * BLOCK_N, 0])
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     else:
