@@ -260,7 +260,9 @@ def table(name: str, graph: torch.cuda.CUDAGraph) -> dict:
 # --------------------------------------------------------------------------------------------------------------- prefill
 
 PREFILLS = {"1 x 1k": [(0, 1024)], "1 x 8k": [(0, 8192)], "8k at 24k": [(24576, 8192)]}
-DENSE = [dense.Shape(*shape) for shape in ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 32, 4, 4), (128, 64, 8, 3))]
+LATE = [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 32, 4, 4), (128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (128, 128, 8, 2)]
+LAZY = [(64, 64, 4, 3), (64, 128, 4, 2), (128, 128, 8, 2)]
+DENSE = [dense.Shape(), *(dense.Shape(*shape, late=True) for shape in LATE), *(dense.Shape(*shape, lazy=True) for shape in LAZY)]
 
 
 def run_dense(q: torch.Tensor, pool, batch, long: dense.LongSpans, shape: dense.Shape, out: torch.Tensor) -> None:
@@ -373,9 +375,11 @@ def warm(parts: set[str]) -> None:
     products = [(rows, n, k, fused, c) for rows in ROWS for _, n, k, fused in kinds for c in CONFIGS]
     if "gemv" not in parts:
         products = []
+    if not parts & {"attention", "steps"}:
+        attention = []
     with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as processes:
-        jobs = [processes.submit(warm_attention, attention[i::PROCESSES]) for i in range(PROCESSES)]
-        jobs += [processes.submit(warm_gemv, products[i::PROCESSES]) for i in range(PROCESSES)]
+        jobs = [processes.submit(warm_attention, attention[i::PROCESSES]) for i in range(PROCESSES) if attention]
+        jobs += [processes.submit(warm_gemv, products[i::PROCESSES]) for i in range(PROCESSES) if products]
         jobs += [processes.submit(warm_prefill, shape) for shape in DENSE if "prefill" in parts]
         for job in jobs:
             if job.exception() is not None:

@@ -24,7 +24,7 @@ from kvasir.kv.quantized import Rotation
 
 pytest.importorskip("triton")
 COMPILE = """
-import json, os, subprocess, sys, tempfile
+import json, os, re, subprocess, sys, tempfile
 import triton, triton.language
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -57,10 +57,13 @@ with tempfile.TemporaryDirectory() as folder:
     open(path, "wb").write(done.asm["cubin"])
     tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
     usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    tool = os.path.join(os.path.dirname(tool), "nvdisasm")
+    code = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
+order = "".join(name[0] for name in re.findall("HGMMA|DEPBAR|MUFU.EX2", code))  # products, waits for them, exponentials
 ptx = done.asm["ptx"]
 print(json.dumps({"shared": done.metadata.shared, "spilled": "STACK:0" not in usage, "copies": ptx.count("cp.async.cg"),
                   "words": ptx.count("cp.async.ca"), "tiles": ptx.count("cp.async.bulk.tensor"), "wgmma": ptx.count("wgmma.mma_async"),
-                  "shuffles": ptx.count("shfl.sync"),
+                  "overlapped": max(map(len, re.findall("(?<=H)M+", order)), default=0), "shuffles": ptx.count("shfl.sync"),
                   "mma": ptx.count("mma.sync"), "lop3": ptx.count("lop3.b32")}))
 """
 LLAMA = {"H": 32, "R": 4, "D": 128, "CAPPED": False, "SINKS": False, "WANT_LSE": False}
@@ -185,12 +188,25 @@ def test_quantized_write(format):
     assert bits != 4 or found["shuffles"] <= 8
 
 
+def compiled_dense(shape: Shape, dim: int) -> dict:
+    return compiled("dense_attention", "_dense_attention", {"num_warps": shape.warps, "num_stages": shape.stages}, {
+        **LLAMA, "D": dim, "R_PAD": 4, "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "LATE": shape.late, "LAZY": shape.lazy})
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_dense(dim):
     shape = Shape.of(dim)
-    found = compiled("dense_attention", "_dense_attention", {"num_warps": shape.warps, "num_stages": shape.stages},
-                     {**LLAMA, "D": dim, "R_PAD": 4, "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n})
+    found = compiled_dense(shape, dim)
     assert found["tiles"] and found["wgmma"] and not found["spilled"] and found["shared"] <= 227 * 1024
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(lazy=True), Shape(late=True), Shape(64, 32, 4, 3, True), Shape(128, 64, 8, 2, True)], ids=str)
+def test_dense_orders(shape):
+    """A thread's exponentials of a block are taken while products are under way, or none are: the compiler waits for products
+    at once where it sees a hazard, and says nothing."""
+    found = compiled_dense(shape, 128)
+    assert found["overlapped"] >= shape.block_n // 2 if shape.late else not found["overlapped"]
+    assert not found["spilled"] and 2 * (found["shared"] + 1024) <= 228 * 1024
 
 
 def test_the_ends_of_a_decode_step():

@@ -22,7 +22,7 @@ import torch
 
 from kvasir.kernels._triton import Launches, cdiv, jit, next_power_of_2, tl
 from kvasir.kernels.hardware import send
-from kvasir.kernels.softmax_block import attend_block, sink_logits
+from kvasir.kernels.softmax_block import attend_block, sink_logits, weigh_block
 
 BLOCK_N = 128  # keys a block; spans are padded to it in the scratch, with zeros
 SCRATCH_BYTES = 256 << 20  # of keys and values of as many KV heads as fit
@@ -35,12 +35,18 @@ MIN_ROWS = 1024  # rows x query heads of a KV head; fewer are not worth the copy
 class Shape:
     """How the kernel is built. Small tiles of one warpgroup overlap each other's products and exponentials on a multiprocessor:
     539 TFLOP/s over 8k keys on an H200, where 128 x 128 on two warpgroups reaches 453. (Triton 3.6's own warp specialisation
-    leaves this loop alone.)"""
+    leaves this loop alone.)
+
+    ``late``: a block's values are added while the exponentials of the next one are taken, as in FlashAttention 3, at 40 registers more.
+    ``lazy``: see ``weigh_block``; without ``late`` only, since the compiler lets no product be under way past its branch.
+    """
 
     block_m: int = 64
     block_n: int = 64
     warps: int = 4
     stages: int = 3
+    late: bool = False
+    lazy: bool = False
 
     @staticmethod
     def of(dim: int) -> Shape:
@@ -114,7 +120,7 @@ def _gather_pages(k_ptr, v_ptr, k_out, v_out, table_ptr, context_ptr, row_start_
 def _dense_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, context_ptr, row_start_ptr, items_ptr,
                      q_row, q_head, out_row, slots, first_group, scale, softcap,
                      H: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                     CAPPED: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
+                     CAPPED: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr, LATE: tl.constexpr, LAZY: tl.constexpr):
     """One tile and KV head over dense keys [G x slots, D]."""
     tile, group = tl.program_id(0), tl.program_id(1)
     span = tl.load(items_ptr + tile * 3)
@@ -137,15 +143,39 @@ def _dense_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, context
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     whole = (context + first_row + 1) // BLOCK_N * BLOCK_N  # blocks below it are seen by every row, and need no mask
     end = context + tl.minimum(first_row + BLOCK_M // R_PAD, length)
-    for j0 in range(0, whole, BLOCK_N):
-        k = k_desc.load([base + j0, 0])
-        v = v_desc.load([base + j0, 0])
-        top, total, acc = attend_block(q, tl.trans(k), v, None, scale, softcap, top, total, acc, CAPPED, False)
-    for j0 in range(whole, end, BLOCK_N):
-        k = k_desc.load([base + j0, 0])
-        v = v_desc.load([base + j0, 0])
-        seen = (j0 + n)[None, :] <= (context + local)[:, None]
-        top, total, acc = attend_block(q, tl.trans(k), v, seen, scale, softcap, top, total, acc, CAPPED, True)
+    if LATE:
+        p, shrink = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), total  # rounded where used: a product under way reads registers of its own
+        if end > 0:  # always; a block of its own gives the first keys' shared memory back
+            s = tl.dot(q, tl.trans(k_desc.load([base, 0])), input_precision="ieee")
+            p, top, shrink = weigh_block(s, n[None, :] <= (context + local)[:, None], scale, softcap, top, CAPPED, True)
+            total = tl.sum(p, 1)
+        for j0 in range(BLOCK_N, whole, BLOCK_N):
+            k = k_desc.load([base + j0, 0])
+            v = v_desc.load([base + j0 - BLOCK_N, 0])
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+            p, top, shrink = weigh_block(s, None, scale, softcap, top, CAPPED, False)
+            total = total * shrink + tl.sum(p, 1)
+        for j0 in range(tl.maximum(whole, BLOCK_N), end, BLOCK_N):
+            k = k_desc.load([base + j0, 0])
+            v = v_desc.load([base + j0 - BLOCK_N, 0])
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+            seen = (j0 + n)[None, :] <= (context + local)[:, None]
+            p, top, shrink = weigh_block(s, seen, scale, softcap, top, CAPPED, True)
+            total = total * shrink + tl.sum(p, 1)
+        v = v_desc.load([base + (end - 1) // BLOCK_N * BLOCK_N, 0])
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    else:
+        for j0 in range(0, whole, BLOCK_N):
+            k = k_desc.load([base + j0, 0])
+            v = v_desc.load([base + j0, 0])
+            top, total, acc = attend_block(q, tl.trans(k), v, None, scale, softcap, top, total, acc, CAPPED, False, LAZY)
+        for j0 in range(whole, end, BLOCK_N):
+            k = k_desc.load([base + j0, 0])
+            v = v_desc.load([base + j0, 0])
+            seen = (j0 + n)[None, :] <= (context + local)[:, None]
+            top, total, acc = attend_block(q, tl.trans(k), v, seen, scale, softcap, top, total, acc, CAPPED, True, LAZY)
     if SINKS:
         top, total, acc = sink_logits(sinks_ptr, head, live, top, total, acc)
     out = out_ptr + row[:, None] * out_row + head[:, None] * D + d[None, :]
@@ -194,7 +224,8 @@ def dense_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
             q_THD, *descriptors, out_THD, absent if lse_TH is None else lse_TH, absent if sinks_H is None else sinks_H, context_S, row_start_S,
             long.items, q_THD.stride(0), q_THD.stride(1), out_THD.stride(0), long.slots, group, scale, softcap or 1.0,
             H=heads, R=share, R_PAD=next_power_of_2(share), D=dim, BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, CAPPED=softcap is not None,
-            SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, num_warps=shape.warps, num_stages=shape.stages)
+            SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, LATE=shape.late, LAZY=shape.lazy,
+            num_warps=shape.warps, num_stages=shape.stages)
 
 
 # ----------------------------------------------------------------------------------------------------------- test grid
