@@ -37,7 +37,7 @@ class Shape:
     539 TFLOP/s over 8k keys on an H200, where 128 x 128 on two warpgroups reaches 453. (Triton 3.6's own warp specialisation
     leaves this loop alone.)
 
-    ``late``: a block's values are added while the exponentials of the next one are taken, as in FlashAttention 3, at 40 registers more.
+    ``late``: a block's values are added while the exponentials of the next one are taken, as in FlashAttention 3, at 52 registers more.
     ``lazy``: see ``weigh_block``; without ``late`` only, since the compiler lets no product be under way past its branch.
     """
 
