@@ -5,8 +5,9 @@
 #
 # STEP is one of the lines below: traces-azure and traces-mixed answer for all traces with windows of a minute, under nine minutes each; the
 # steps after them are one full window each. Results are on disk after every load or life, so a run that is cut off keeps what it has.
-# LIMIT: seconds until it is told to end (default 530; ending a server may take a minute more). CAPACITY (requests a second that vLLM completed, from an earlier step's result) saves the traces
-# from measuring it again. KVASIR_COMMIT names the commit where there is no repository; DATA another folder of traces than bench/traces.
+# LIMIT: seconds until it is told to end (default 530; ending a server may take a minute more). CAPACITY (requests a second that vLLM
+# completed, from an earlier step's result) saves the traces from measuring it again. ONLY: loads of a case of traces, such as
+# "mooncake recorded": three with shares of a capacity fill ten minutes. KVASIR_COMMIT names the commit where there is no repository; DATA another folder of traces than bench/traces.
 set -uo pipefail
 out=$1 step=$2 site=${3:-}
 cd "$(dirname "$0")/.."
@@ -16,6 +17,8 @@ peer=(${site:+--peer-python-path "$site"})
 beside=(--peer vllm "${peer[@]}")
 [[ $site == none ]] && peer=(--no-peer) beside=()
 capacity=(${CAPACITY:+--capacity "$CAPACITY"})
+only=()
+for load in ${ONLY:-}; do only+=(--only "$load"); done
 
 bench() {
   echo "== kvasir bench $*" >&2
@@ -23,7 +26,7 @@ bench() {
 }
 
 trace() {  # CASE [LOAD]
-  bench run "bench/cases/$1.toml" ${2:+--only "$2"} --data "$data" "${peer[@]}" "${capacity[@]}"
+  bench run "bench/cases/$1.toml" ${2:+--only "$2"} "${only[@]}" --data "$data" "${peer[@]}" "${capacity[@]}"
 }
 
 mkdir -p "$out"
