@@ -3,7 +3,7 @@
 #
 #   tools/gpu_peer.sh OUT STEP [SITE]    OUT: folder for the results; SITE: folder with vLLM's packages, unless it is installed; none: no vLLM
 #
-# STEP is one of the lines below: traces-azure and traces-mixed answer for all traces with windows of a minute, under nine minutes each; the
+# STEP is one of the lines below: traces-azure and traces-mixed answer for all traces with windows of a minute, some ten minutes each; the
 # steps after them are one full window each. Results are on disk after every load or life, so a run that is cut off keeps what it has.
 # LIMIT: seconds until it is told to end (default 530; ending a server may take a minute more). CAPACITY (requests a second that vLLM
 # completed, from an earlier step's result) saves the traces from measuring it again. ONLY: loads of a case of traces, such as
