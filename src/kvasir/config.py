@@ -61,7 +61,7 @@ class SchedulerConfig:
     max_num_seqs: int = opt(256, "Most sequences that run at once.", low=1)
     max_num_batched_tokens: int | None = opt(None, "Most rows a step; default 8192 on a GPU of 80 GB or more, 2048 on others, 256 on a CPU.", low=1)
     long_prefill_token_threshold: int = opt(0, "Most rows of one sequence a step; 0: no bound.", low=0)
-    scheduling_policy: str = opt("shortest", "shortest (by arrival, but where prompts wait short ones sooner), fcfs (by arrival), priority (lower "
+    scheduling_policy: str = opt("fcfs", "fcfs (by arrival), shortest (by arrival, but where prompts wait short ones sooner), priority (lower "
                                  "numbers first), affinity (calls of one problem together), another that `kvasir doctor` lists, or a file.")
     target_itl: float | None = opt(None, "Most seconds between two tokens of a request; prompts then come in smaller chunks. Default: no bound.",
                                    low=0.0001)

@@ -89,7 +89,7 @@ def test_random_loads_under_pressure(seed, one_way):
         return found, preempted
 
     expected, _ = run(False, enable_prefix_caching=False)
-    found, preempted = run(True, max_num_batched_tokens=rows, max_num_seqs=6, num_pages=9, scheduling_policy="fcfs")
+    found, preempted = run(True, max_num_batched_tokens=rows, max_num_seqs=6, num_pages=9)
     assert found == expected and preempted
 
 

@@ -89,7 +89,7 @@ class PagedBackend(AttentionBackend):
         share = spec.num_heads // spec.num_kv_heads
         rows = 1 + rows_of_small(share)
         long = next(n for n in itertools.count(rows) if worth_it(n, share))
-        return [(start, length) for start in (0, DEEP) for length in dict.fromkeys((min(2, rows - 1) if rows > 2 else rows, rows, long))]
+        return [(start, length) for start in (0, DEEP) for length in dict.fromkeys((2, rows, long))]
 
     def _plan(self, batch: StepBatch, spec: AttentionSpec) -> Step:
         if batch.together is not None:

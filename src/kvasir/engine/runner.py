@@ -23,6 +23,7 @@ from kvasir.engine.sizing import pages_for
 from kvasir.engine.tape import Arena, record
 from kvasir.engine.taps import GuestHandle, TappedHandle, Taps
 from kvasir.kv.pool import KVPool
+from kvasir.logs import log
 from kvasir.models.decoder import Decoder
 from kvasir.models.native_decoder import NativeDecoder, why_not
 from kvasir.types import Handle, Plan, Sequence, Span, StepBatch
@@ -100,8 +101,11 @@ class Runner:
         rows = torch.arange(start, start + length, device=self.device)
         batch = StepBatch(input_ids=rows, positions=rows, row_start=row_start, context=context, tables=(table,) * len(self.pool.groups),
                           slots=(), logit_rows=rows, starts=[start], lengths=[length])
-        self.backend.plan(batch)
-        self.backend.run(q_THD, self.caches[layer], spec, batch, sinks_H=self.model.blocks[layer].mixer.sinks_H)
+        try:
+            self.backend.plan(batch)
+            self.backend.run(q_THD, self.caches[layer], spec, batch, sinks_H=self.model.blocks[layer].mixer.sinks_H)
+        except Exception as error:  # nobody asked for it yet: an engine that ended here would end again after every restart
+            log.warning("attention of %d rows behind %d cannot be prepared (%s: %s)", length, start, type(error).__name__, error)
         return True
 
     def capture_next(self) -> bool:

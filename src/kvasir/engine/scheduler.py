@@ -33,7 +33,6 @@ from kvasir.types import FinishReason, Plan, Sequence, Span, Status
 
 LOOK_AHEAD = 8  # requests that do not fit and are looked past, a step
 MAX_VISITS = 128  # requests in the queue that are looked at, a step
-SMALL_STEP = 8  # pages; a prompt takes any rows of a step that has no more
 PROMPT_PATIENCE = 1.0  # seconds after which the oldest prompt has a claim to rows
 
 
@@ -307,11 +306,13 @@ class Scheduler:
                 step.add(seq, length)
 
     def _room(self, step: Step, seq: Sequence, start: int, claim: int, kept: int = 0) -> int:
-        """Rows for a chunk from position ``start``; ``kept``: of them for another. What would not end a page of a prompt that goes on is
-        left: a few rows more cost a step another launch in every layer. But where steps are small, and for who has a claim."""
+        """Rows for a chunk from position ``start``; ``kept``: of them for another. Behind another prompt, what would not end a page of one
+        that goes on is left, but for who has a claim: a few rows more cost a step another launch in every layer."""
         room, size = self.pace.room(step, start, claim) - kept, self.pages.page_slots
-        few = room < size - start % size and seq.num_tokens - start > room
-        return 0 if few and not claim and step.spans and self.max_rows >= SMALL_STEP * size else room
+        few = self.max_rows >= size and room < size - start % size and seq.num_tokens - start > room
+        last = next(reversed(step.spans), None)  # decodes come first
+        behind = last is not None and step.spans[last].length > 1 + last.num_look_ahead
+        return 0 if few and behind and not claim else room
 
     def _chunk(self, seq: Sequence, left: int) -> int:
         """How many rows of its prompt a sequence gets; it ends at the end of a page when more follows."""

@@ -412,7 +412,8 @@ def paged_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
     assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), "planes must be page-strided with dense slots"
     assert q_THD.stride(-1) == 1 and table_SW.stride(-1) == 1 and q_THD.dtype == k_NGPD.dtype, "rows must be dense, of one dtype"
     share, dim_pad = heads // groups, max(16, next_power_of_2(dim))
-    absent, run = q_THD, launches or launch  # stands in for pointers that the compiled variant never touches
+    absent = q_THD  # stands in for pointers that the compiled variant never touches
+    run = launches or launch
     sinks, lse = absent if sinks_H is None else sinks_H, absent if lse_TH is None else lse_TH
     for part in tiles:
         block_n, warps, stages = _blocks(part.block_m, dim_pad, q_THD.dtype)
