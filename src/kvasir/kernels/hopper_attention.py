@@ -48,6 +48,11 @@ class HopperShape:
         return min(240, (512 - 24) * 64 // self.block_m // 8 * 8)
 
 
+VARIANTS = (HopperShape(), HopperShape(turns=True), HopperShape(stages=3), HopperShape(stages=3, turns=True),
+            HopperShape(block_n=64, stages=4, turns=True), HopperShape(192, 64, 4, 3), HopperShape(consumers=1), HopperShape(64, 64, 3, 0),
+            HopperShape(64, 64, 2, 0), HopperShape(consumers=0))  # that are tested, and timed beside each other
+
+
 def can_serve_hopper(dtype: torch.dtype, dim: int, share: int, capped: bool, sinks: bool) -> bool:
     return dtype in (torch.bfloat16, torch.float16) and dim in (64, 128) and share <= 64 and not capped and not sinks
 

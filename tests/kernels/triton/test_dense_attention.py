@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
-from kvasir.kernels import _triton, hopper_attention
+from kvasir.kernels import _triton
 from kvasir.kernels import dense_attention as dense
-from kvasir.kernels.hopper_attention import HopperShape
+from kvasir.kernels.hopper_attention import VARIANTS, can_serve_hopper
 from tests.kernels import check
 from tests.kernels.check import check_dense_attention, make_world
 
@@ -42,19 +42,21 @@ def test_maxima_that_grow(shape, device):
         check_dense_attention(dense.Case(spans=((300, 130),), heads=4), torch.float16, device, shape=shape)
 
 
-BY_HAND = [HopperShape(), HopperShape(turns=True), HopperShape(stages=3), HopperShape(block_n=64, stages=4, turns=True),
-           HopperShape(192, 64, 4, 3), HopperShape(consumers=1), HopperShape(64, 64, 3, 0), HopperShape(consumers=0)]
-SERVED = [c for c in (*dense.grid(), *dense.ragged()) if hopper_attention.can_serve_hopper(torch.float16, c.dim, c.heads // c.kv_heads,
-                                                                                          c.softcap is not None, c.sinks)]
+SERVED = [c for c in (*dense.grid(), *dense.ragged()) if c.dim < 256 and c.softcap is None]
 hopper = pytest.mark.skipif(_triton.INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
 
 
 @hopper
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", BY_HAND, ids=str)
+@pytest.mark.parametrize("shape", VARIANTS, ids=str)
 @pytest.mark.parametrize("case", SERVED, ids=str)
-def test_by_hand(case, shape, dtype, device):
-    check_dense_attention(case, dtype, device, shape=shape)
+def test_by_hand(case, shape, device):
+    check_dense_attention(case, torch.float16, device, shape=shape)
+
+
+@hopper
+@pytest.mark.parametrize("case", SERVED, ids=str)
+def test_by_hand_in_bfloat16(case, device):
+    check_dense_attention(case, torch.bfloat16, device, shape=VARIANTS[0])
 
 
 @pytest.mark.parametrize("case", list(dense.ragged()), ids=str)
@@ -65,7 +67,8 @@ def test_ragged(case, device):
     check_dense_attention(case, torch.float16, device)
 
 
-@pytest.mark.parametrize("softcap, sinks, dim, share", [(2.0, False, 64, 1), (None, True, 64, 1), (None, False, 256, 1), (None, False, 64, 128)])
-def test_what_the_kernel_by_hand_leaves_to_the_other(softcap, sinks, dim, share):
-    assert not hopper_attention.can_serve_hopper(torch.float16, dim, share, softcap is not None, sinks)
-    assert not hopper_attention.can_serve_hopper(torch.float32, 64, 1, False, False) and hopper_attention.can_serve_hopper(torch.float16, 64, 1, False, False)
+@pytest.mark.parametrize("dtype, dim, share, capped, sinks, served", [
+    (torch.float16, 64, 1, False, False, True), (torch.float32, 64, 1, False, False, False), (torch.float16, 256, 1, False, False, False),
+    (torch.float16, 64, 128, False, False, False), (torch.float16, 64, 1, True, False, False), (torch.float16, 64, 1, False, True, False)])
+def test_what_is_left_to_the_other_kernel(dtype, dim, share, capped, sinks, served):
+    assert can_serve_hopper(dtype, dim, share, capped, sinks) == served
