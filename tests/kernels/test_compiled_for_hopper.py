@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -227,7 +228,7 @@ def compiled_by_hand(shape: HopperShape, dim: int, **constants) -> dict:
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("shape", VARIANTS, ids=str)
+@pytest.mark.parametrize("shape", [shape for shape in VARIANTS if not shape.stay or replace(shape, stay=False) not in VARIANTS], ids=str)
 def test_by_hand(shape, dim):
     """In both loops of every consumer all exponentials of a block are taken while the product of the values is under way. Registers
     change hands, and a consumer tells of every block that it has read, of keys and of values."""
@@ -237,7 +238,7 @@ def test_by_hand(shape, dim):
     assert len([n for n in found["under"] if n >= shape.block_n // 2]) == loops, found["under"]
     if shape.consumers:
         assert {"24", str(shape.registers)} <= set(found["registers"]) and found["warps"] == shape.block_m // 16 + 4
-        assert found["arrivals"] == shape.consumers * (1 + 2 * 2 + (2 if shape.turns else 0))
+        assert found["arrivals"] == shape.consumers * (1 + 2 * (2 + shape.turns) + 1)
     else:
         assert not found["registers"] and not found["arrivals"] and found["warps"] == shape.warps
 

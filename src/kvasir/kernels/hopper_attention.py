@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from kvasir.kernels._triton import Launches, gl, gluon_jit, hopper, next_power_of_2
+from kvasir.kernels.hardware import multiprocessors
 
 if hopper is not None:
     mbarrier = hopper.mbarrier
@@ -27,15 +28,16 @@ if hopper is not None:
 @dataclass(frozen=True, slots=True)
 class HopperShape:
     """How the kernel is built. ``consumers``: partitions that compute, with a warpgroup for every 64 of their rows. 0: no warp is set
-    apart, and one thread fetches a slot's next block when all have read the last. ``stages``: slots of a ring, two at least, since the
-    keys of a block are waited for while the values of the one before the last are held. ``turns``: two consumers take turns to issue
-    their products, so that one's exponentials meet the other's products."""
+    apart, and one thread fetches a slot's next block when all have read the last. ``turns``: two consumers take turns to issue their
+    products, so that one's exponentials meet the other's products. ``stay``: a program a multiprocessor, for all its tiles, so that the
+    next one's keys are fetched while a result is stored."""
 
     block_m: int = 128
     block_n: int = 128
     stages: int = 2
     consumers: int = 2
     turns: bool = False
+    stay: bool = False
 
     @property
     def warps(self) -> int:
@@ -48,9 +50,10 @@ class HopperShape:
         return min(240, (512 - 24) * 64 // self.block_m // 8 * 8)
 
 
-VARIANTS = (HopperShape(), HopperShape(turns=True), HopperShape(stages=3), HopperShape(stages=3, turns=True),
-            HopperShape(block_n=64, stages=4, turns=True), HopperShape(192, 64, 4, 3), HopperShape(consumers=1), HopperShape(64, 64, 3, 0),
-            HopperShape(64, 64, 2, 0), HopperShape(consumers=0))  # that are tested, and timed beside each other
+VARIANTS = (  # that are tested, and timed beside each other
+    HopperShape(), HopperShape(turns=True), HopperShape(stay=True), HopperShape(turns=True, stay=True), HopperShape(stages=3, stay=True),
+    HopperShape(stages=3, turns=True, stay=True), HopperShape(block_n=64, stages=4, turns=True, stay=True), HopperShape(192, 64, 4, 3, stay=True),
+    HopperShape(consumers=1), HopperShape(consumers=0, stay=True), HopperShape(64, 64, 3, 0), HopperShape(64, 64, 2, 0))
 
 
 def can_serve_hopper(dtype: torch.dtype, dim: int, share: int, capped: bool, sinks: bool) -> bool:
@@ -58,57 +61,82 @@ def can_serve_hopper(dtype: torch.dtype, dim: int, share: int, capped: bool, sin
 
 
 @gluon_jit
-def _place(spans, ROWS: gl.constexpr, N: gl.constexpr):
-    """Of this program's tile: the scratch's row of its first key, its context, first row, the span's first row and length, and the blocks
-    that every row sees and that any row sees."""
-    items_ptr, context_ptr, row_start_ptr, slots = spans
-    tile = gl.program_id(0)
-    span = gl.load(items_ptr + tile * 3)
-    first_row = gl.load(items_ptr + tile * 3 + 1)
-    base = gl.program_id(1) * slots + gl.load(items_ptr + tile * 3 + 2)
+def _count(tiles):
+    """How many of the launch's tiles this program takes: one a round, in rounds that go to and fro, so that heavy and light ones add up."""
+    rounds = tiles // gl.num_programs(0)
+    return rounds + (_tile(rounds) < tiles).to(gl.int32)
+
+
+@gluon_jit
+def _tile(turn):
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
+
+
+@gluon_jit
+def _place(tile, spans, ROWS: gl.constexpr, N: gl.constexpr):
+    """Of a tile: its KV head, the scratch's row of its first key, its context, first row, the span's first row and length, and the blocks that
+    every row sees and that any row sees. Tiles of all KV heads that are as heavy follow each other."""
+    items_ptr, context_ptr, row_start_ptr, slots, groups, _ = spans
+    group, item = tile % groups, tile // groups
+    span = gl.load(items_ptr + item * 3)
+    first_row = gl.load(items_ptr + item * 3 + 1)
+    base = group * slots + gl.load(items_ptr + item * 3 + 2)
     context = gl.load(context_ptr + span)
     span_row = gl.load(row_start_ptr + span)
     length = gl.load(row_start_ptr + span + 1) - span_row
     whole = (context + first_row + 1) // N
     blocks = (context + gl.minimum(first_row + ROWS, length) + N - 1) // N
-    return base, context, first_row, span_row, length, whole, blocks
+    return group, base, context, first_row, span_row, length, whole, blocks
 
 
 @gluon_jit
-def _await(barriers, j, wanted, STAGES: gl.constexpr):
-    """Until block j has arrived."""
-    mbarrier.wait(barriers.index(j % STAGES), j // STAGES & 1, pred=wanted)
+def _await(barriers, i, wanted, STAGES: gl.constexpr):
+    """Until the program's block i has arrived."""
+    mbarrier.wait(barriers.index(i % STAGES), i // STAGES & 1, pred=wanted)
 
 
 @gluon_jit
-def _fetch(kept, base, j, wanted, N: gl.constexpr, STAGES: gl.constexpr):
-    """Start the copy of block j into its slot, which is free."""
+def _fetch(kept, row, i, wanted, STAGES: gl.constexpr):
+    """Start the copy of the program's block i into its slot, which is free."""
     desc, ring, full, _ = kept
-    barrier = full.index(j % STAGES)
+    barrier = full.index(i % STAGES)
     mbarrier.expect(barrier, desc.block_type.nbytes, pred=wanted)
-    hopper.tma.async_copy_global_to_shared(desc, [base + j * N, 0], barrier, ring.index(j % STAGES), pred=wanted)
+    hopper.tma.async_copy_global_to_shared(desc, [row, 0], barrier, ring.index(i % STAGES), pred=wanted)
 
 
 @gluon_jit
 def _produce(k, v, spans, ROWS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr):
-    """The fetching warp, in the order in which blocks are read: K0, K1, V0, K2, V1, ..."""
-    base, _, _, _, _, _, blocks = _place(spans, ROWS, N)
-    for i in range(blocks + 1):
-        mbarrier.wait(k[3].index(i % STAGES), (i // STAGES & 1) ^ 1, pred=i < blocks)
-        _fetch(k, base, i, i < blocks, N, STAGES)
-        if i > 0:
-            mbarrier.wait(v[3].index((i - 1) % STAGES), ((i - 1) // STAGES & 1) ^ 1)
-            _fetch(v, base, i - 1, True, N, STAGES)
+    """The fetching warp, in the order in which a tile's blocks are read: K0, K1, V0, K2, V1, ..."""
+    done = 0
+    for turn in range(_count(spans[5])):
+        _, base, _, _, _, _, _, blocks = _place(_tile(turn), spans, ROWS, N)
+        for j in range(blocks + 1):
+            i = done + j
+            mbarrier.wait(k[3].index(i % STAGES), (i // STAGES & 1) ^ 1, pred=j < blocks)
+            _fetch(k, base + j * N, i, j < blocks, STAGES)
+            if j > 0:
+                mbarrier.wait(v[3].index((i - 1) % STAGES), ((i - 1) // STAGES & 1) ^ 1)
+                _fetch(v, base + (j - 1) * N, i - 1, True, STAGES)
+        done += blocks
 
 
 @gluon_jit
-def _release(kept, base, j, blocks, N: gl.constexpr, STAGES: gl.constexpr, APART: gl.constexpr):
-    """These warps have read block j: tell the producer, or where there is none, fetch the slot's next block."""
+def _release(kept, row, i, wanted, STAGES: gl.constexpr, APART: gl.constexpr):
+    """These warps have read the program's block i: tell the producer, or where there is none, fetch the slot's next block, if there is one in
+    the tile, from ``row``."""
     if APART:
-        mbarrier.arrive(kept[3].index(j % STAGES))  # one thread, after a barrier of this consumer's warps
+        mbarrier.arrive(kept[3].index(i % STAGES))  # one thread, after a barrier of this consumer's warps
     else:
         gl.thread_barrier()
-        _fetch(kept, base, j + STAGES, j + STAGES < blocks, N, STAGES)
+        _fetch(kept, row, i + STAGES, wanted, STAGES)
+
+
+@gluon_jit
+def _rows(first_row, span_row, length, first_head, m, R: gl.constexpr, R_PAD: gl.constexpr):
+    """Row and head of the tile's m-th, and whether there is one."""
+    local = first_row + m // R_PAD
+    return (span_row + local).to(gl.int64), first_head + m % R_PAD, (m % R_PAD < R) & (local < length)
 
 
 @gluon_jit
@@ -121,98 +149,112 @@ def _weigh(s, seen, factor, top, MASKED: gl.constexpr):
 
 
 @gluon_jit
-def _fold(q, k, v, turn, p, shrink, acc, top, total, position, n, factor, base, j, blocks, ME: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-          APART: gl.constexpr, TURNS: gl.constexpr, MASKED: gl.constexpr):
-    """Weights of block j, whose keys have arrived, and the sum with the values of block j - 1, whose weights are ``p`` and which the sum
-    before it shrinks by ``shrink`` for."""
+def _fold(q, k, v, turn, p, shrink, acc, top, total, position, n, factor, base, j, blocks, done, folded, ME: gl.constexpr, N: gl.constexpr,
+          STAGES: gl.constexpr, APART: gl.constexpr, TURNS: gl.constexpr, MASKED: gl.constexpr):
+    """Weights of block j, whose keys have arrived, and the sum with the values of block j - 1, whose weights are ``p`` and for which the sum
+    before it shrinks by ``shrink``. ``done``, ``folded``: blocks of this program's earlier tiles, and calls for them."""
     M: gl.constexpr = q.shape[0]
     scores: gl.constexpr = n.type.layout.parent
     operand: gl.constexpr = p.type.layout
+    i = done + j
     if TURNS:  # the first consumer begins: its barrier is one phase ahead
-        mbarrier.wait(turn.index(ME), (j + ME) & 1)
-    s = hopper.warpgroup_mma(q, k[1].index(j % STAGES).permute((1, 0)), gl.zeros([M, N], gl.float32, scores), use_acc=False, is_async=True)
+        mbarrier.wait(turn.index(ME), (folded + j + ME) & 1)
+    s = hopper.warpgroup_mma(q, k[1].index(i % STAGES).permute((1, 0)), gl.zeros([M, N], gl.float32, scores), use_acc=False, is_async=True)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, operand.parent))[:, None]
-    _await(v[2], j - 1, True, STAGES)
-    acc = hopper.warpgroup_mma(p, v[1].index((j - 1) % STAGES), acc, is_async=True)
+    _await(v[2], i - 1, True, STAGES)
+    acc = hopper.warpgroup_mma(p, v[1].index((i - 1) % STAGES), acc, is_async=True)
     if TURNS:
         mbarrier.arrive(turn.index(1 - ME))
     s = hopper.warpgroup_mma_wait(1, deps=(s,))
-    _release(k, base, j, blocks, N, STAGES, APART)
+    _release(k, base + (j + STAGES) * N, i, j + STAGES < blocks, STAGES, APART)
     weights, top, shrink = _weigh(s, (j * N + n)[None, :] <= position[:, None], factor, top, MASKED)
     total = total * shrink + gl.sum(weights, 1)
     rounded = gl.convert_layout(weights.to(p.dtype), operand)
-    _await(k[2], j + 1, j + blocks > 1, STAGES)  # here, since the assembler takes no exponential past a branch, but all past the next wait
+    _await(k[2], i + 1, j + 1 < blocks, STAGES)  # here, since the assembler takes no exponential past a branch, but all past the next wait
     acc, _, rounded = hopper.warpgroup_mma_wait(0, deps=(acc, p, rounded))
-    _release(v, base, j - 1, blocks, N, STAGES, APART)
+    _release(v, base + (j - 1 + STAGES) * N, i - 1, j - 1 + STAGES < blocks, STAGES, APART)
     return rounded, shrink, acc, top, total
 
 
 @gluon_jit
 def _consume(given, ME: gl.constexpr, H: gl.constexpr, R: gl.constexpr, R_PAD: gl.constexpr, D: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
              STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr, WANT_LSE: gl.constexpr):
-    """Rows x heads ME * M to (ME + 1) * M of the tile."""
+    """Rows x heads ME * M to (ME + 1) * M of the program's tiles."""
+    done = 0
+    for turn in range(_count(given[12][5])):
+        done += _consume_tile(given, _tile(turn), done, done - turn, ME, H, R, R_PAD, D, M, N, STAGES, CONSUMERS, TURNS, WANT_LSE)
+
+
+@gluon_jit
+def _consume_tile(given, tile, done, folded, ME: gl.constexpr, H: gl.constexpr, R: gl.constexpr, R_PAD: gl.constexpr, D: gl.constexpr,
+                  M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr, WANT_LSE: gl.constexpr):
+    """The number of its blocks."""
     q_ptr, out_ptr, lse_ptr, q_row, q_head, out_row, first_group, scale, q_rows, k, v, turn, spans = given
     APART: gl.constexpr = CONSUMERS > 0
     ROWS: gl.constexpr = M * max(1, CONSUMERS) // R_PAD
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [M // 16, 1], [16, N, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [M // 16, 1], [16, D, 16])
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [M // 16, 1], [1, 0])  # 16 bytes a thread, whole rows a warp
-    base, context, first_row, span_row, length, whole, blocks = _place(spans, ROWS, N)
+    group, base, context, first_row, span_row, length, whole, blocks = _place(tile, spans, ROWS, N)
     if not APART:
         for j in gl.static_range(STAGES):
-            _fetch(k, base, j, j < blocks, N, STAGES)
-            _fetch(v, base, j, j < blocks, N, STAGES)
+            _fetch(k, base + j * N, done + j, j < blocks, STAGES)
+            _fetch(v, base + j * N, done + j, j < blocks, STAGES)
 
-    m = ME * M + gl.arange(0, M, gl.SliceLayout(1, wide))
+    first_head = (first_group + group) * R
+    row, head, live = _rows(first_row, span_row, length, first_head, ME * M + gl.arange(0, M, gl.SliceLayout(1, wide)), R, R_PAD)
     d = gl.arange(0, D, gl.SliceLayout(0, wide))
-    local = first_row + m // R_PAD
-    row = (span_row + local).to(gl.int64)
-    head = (first_group + gl.program_id(1)) * R + m % R_PAD
-    live = ((m % R_PAD < R) & (local < length))[:, None]
     q = q_rows.index(ME)
-    q.store(gl.load(q_ptr + (row[:, None] * q_row + head[:, None] * q_head + d[None, :]), mask=live, other=0.0))
+    rows = gl.load(q_ptr + (row[:, None] * q_row + head[:, None] * q_head + d[None, :]), mask=live[:, None], other=0.0)
+    gl.thread_barrier()  # the tile before has been stored
+    q.store(rows)
     hopper.fence_async_shared()  # products read shared memory by a proxy of their own
     gl.thread_barrier()
 
     factor = scale * 1.4426950408889634
     position = context + first_row + (ME * M + gl.arange(0, M, gl.SliceLayout(1, scores))) // R_PAD
     n = gl.arange(0, N, gl.SliceLayout(0, scores))
-    _await(k[2], 0, True, STAGES)
-    s = hopper.warpgroup_mma(q, k[1].index(0).permute((1, 0)), gl.zeros([M, N], gl.float32, scores), use_acc=False)
-    _release(k, base, 0, blocks, N, STAGES, APART)
+    _await(k[2], done, True, STAGES)
+    s = hopper.warpgroup_mma(q, k[1].index(done % STAGES).permute((1, 0)), gl.zeros([M, N], gl.float32, scores), use_acc=False)
+    _release(k, base + STAGES * N, done, blocks > STAGES, STAGES, APART)
     top = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(1, scores))
     weights, top, shrink = _weigh(s, n[None, :] <= position[:, None], factor, top, True)
     total = gl.sum(weights, 1)
     p = gl.convert_layout(weights.to(q.dtype), gl.DotOperandLayout(0, sums, 2))
     acc = gl.zeros([M, D], gl.float32, sums)
-    _await(k[2], 1, blocks > 1, STAGES)
+    _await(k[2], done + 1, blocks > 1, STAGES)
     for j in range(1, whole):
-        p, shrink, acc, top, total = _fold(q, k, v, turn, p, shrink, acc, top, total, position, n, factor, base, j, blocks, ME, N, STAGES,
-                                           APART, TURNS, False)
+        p, shrink, acc, top, total = _fold(q, k, v, turn, p, shrink, acc, top, total, position, n, factor, base, j, blocks, done, folded,
+                                           ME, N, STAGES, APART, TURNS, False)
     for j in range(gl.maximum(whole, 1), blocks):
-        p, shrink, acc, top, total = _fold(q, k, v, turn, p, shrink, acc, top, total, position, n, factor, base, j, blocks, ME, N, STAGES,
-                                           APART, TURNS, True)
+        p, shrink, acc, top, total = _fold(q, k, v, turn, p, shrink, acc, top, total, position, n, factor, base, j, blocks, done, folded,
+                                           ME, N, STAGES, APART, TURNS, True)
+    last = done + blocks - 1
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, sums))[:, None]
-    _await(v[2], blocks - 1, True, STAGES)
-    acc = hopper.warpgroup_mma(p, v[1].index((blocks - 1) % STAGES), acc)
+    _await(v[2], last, True, STAGES)
+    acc = hopper.warpgroup_mma(p, v[1].index(last % STAGES), acc)
+    if APART:
+        mbarrier.arrive(v[3].index(last % STAGES))
 
     acc = acc / gl.convert_layout(total, gl.SliceLayout(1, sums))[:, None]
     q.store(acc.to(q.dtype))  # all warps are past the last product with the queries; in their place the result becomes whole rows
     gl.thread_barrier()
-    gl.store(out_ptr + (row[:, None] * out_row + head[:, None] * D + d[None, :]), q.load(wide), mask=live)
+    # computed anew, from a number that the compiler does not know: it would keep the places in registers meanwhile
+    first_row = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [first_row], dtype=gl.int32, is_pure=False, pack=1)
+    row, head, live = _rows(first_row, span_row, length, first_head, ME * M + gl.arange(0, M, gl.SliceLayout(1, wide)), R, R_PAD)
+    gl.store(out_ptr + (row[:, None] * out_row + head[:, None] * D + d[None, :]), q.load(wide), mask=live[:, None])
     if WANT_LSE:
-        m = ME * M + gl.arange(0, M, gl.SliceLayout(1, scores))
-        local = first_row + m // R_PAD
-        head = (first_group + gl.program_id(1)) * R + m % R_PAD
-        gl.store(lse_ptr + ((span_row + local).to(gl.int64) * H + head), (top + gl.log2(total)) * 0.6931471805599453,
-                 mask=(m % R_PAD < R) & (local < length))
+        row, head, live = _rows(first_row, span_row, length, first_head, ME * M + gl.arange(0, M, gl.SliceLayout(1, scores)), R, R_PAD)
+        gl.store(lse_ptr + (row * H + head), (top + gl.log2(total)) * 0.6931471805599453, mask=live)
+    return blocks
 
 
-@gluon_jit(do_not_specialize=["slots", "first_group"])
+@gluon_jit(do_not_specialize=["slots", "first_group", "groups", "tiles"])
 def _hopper_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, context_ptr, row_start_ptr, items_ptr, q_row, q_head, out_row, slots, first_group,
-                      scale, H: gl.constexpr, R: gl.constexpr, R_PAD: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-                      STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr, WANT_LSE: gl.constexpr):
-    """One tile and KV head over dense keys [G x slots, D]."""
+                      groups, tiles, scale, H: gl.constexpr, R: gl.constexpr, R_PAD: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
+                      BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr,
+                      WANT_LSE: gl.constexpr):
+    """Tiles of every KV head over dense keys [groups x slots, D]."""
     COUNT: gl.constexpr = max(1, CONSUMERS)
     M: gl.constexpr = BLOCK_M // COUNT
     q_rows = gl.allocate_shared_memory(k_desc.dtype, [COUNT, M, D], k_desc.layout)
@@ -235,7 +277,7 @@ def _hopper_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, context_ptr, row_
 
     k = k_desc, k_ring, k_full, k_free
     v = v_desc, v_ring, v_full, v_free
-    spans = items_ptr, context_ptr, row_start_ptr, slots
+    spans = items_ptr, context_ptr, row_start_ptr, slots, groups, tiles
     given = q_ptr, out_ptr, lse_ptr, q_row, q_head, out_row, first_group, scale, q_rows, k, v, turn, spans
     FIRST: gl.constexpr = 0  # numbers among a partition's arguments must be marked as constants
     SECOND: gl.constexpr = 1
@@ -265,8 +307,11 @@ def attend_gathered(q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_T
     _, heads, dim = q_THD.shape
     layout = gl.NVMMASharedLayout(128, 16, 2)  # rows of 64 numbers, swizzled as products read them
     descriptors = [TensorDescriptor.from_tensor(x, [shape.block_n, dim], layout) for x in (k, v)]
-    launches(_hopper_attention, (items.shape[0], num_groups, 1),
-             q_THD, *descriptors, out_THD, q_THD if lse_TH is None else lse_TH, context_S, row_start_S, items, q_THD.stride(0), q_THD.stride(1),
-             out_THD.stride(0), slots, first_group, scale, H=heads, R=share, R_PAD=next_power_of_2(share), D=dim, BLOCK_M=shape.block_m,
-             BLOCK_N=shape.block_n, STAGES=shape.stages, CONSUMERS=shape.consumers, TURNS=shape.turns, REGISTERS=shape.registers,
-             WANT_LSE=lse_TH is not None, num_warps=shape.warps)
+    tiles = items.shape[0] * num_groups
+    programs = min(tiles, multiprocessors(q_THD.device)) if shape.stay else tiles
+    launches(
+        _hopper_attention, (programs, 1, 1),
+        q_THD, *descriptors, out_THD, q_THD if lse_TH is None else lse_TH, context_S, row_start_S, items, q_THD.stride(0), q_THD.stride(1),
+        out_THD.stride(0), slots, first_group, num_groups, tiles, scale,
+        H=heads, R=share, R_PAD=next_power_of_2(share), D=dim, BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, STAGES=shape.stages,
+        CONSUMERS=shape.consumers, TURNS=shape.turns, REGISTERS=shape.registers, WANT_LSE=lse_TH is not None, num_warps=shape.warps)
