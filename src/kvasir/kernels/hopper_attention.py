@@ -177,76 +177,80 @@ def _fold(q, k, v, turn, p, shrink, acc, top, total, position, n, factor, base, 
 
 
 @gluon_jit
-def _consume(given, ME: gl.constexpr, H: gl.constexpr, R: gl.constexpr, R_PAD: gl.constexpr, D: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
-             STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr, WANT_LSE: gl.constexpr):
-    """Rows x heads ME * M to (ME + 1) * M of the program's tiles."""
-    done = 0
-    for turn in range(_count(given[12][5])):
-        done += _consume_tile(given, _tile(turn), done, done - turn, ME, H, R, R_PAD, D, M, N, STAGES, CONSUMERS, TURNS, WANT_LSE)
+def _queries(q_ptr, q_row, q_head, first_row, span_row, length, first_head, wanted, ME: gl.constexpr, R: gl.constexpr, R_PAD: gl.constexpr,
+             D: gl.constexpr, M: gl.constexpr, wide: gl.constexpr):
+    """This consumer's of a tile, in registers."""
+    row, head, live = _rows(first_row, span_row, length, first_head, ME * M + gl.arange(0, M, gl.SliceLayout(1, wide)), R, R_PAD)
+    places = row[:, None] * q_row + head[:, None] * q_head + gl.arange(0, D, gl.SliceLayout(0, wide))[None, :]
+    return gl.load(q_ptr + places, mask=(live & wanted)[:, None], other=0.0)
 
 
 @gluon_jit
-def _consume_tile(given, tile, done, folded, ME: gl.constexpr, H: gl.constexpr, R: gl.constexpr, R_PAD: gl.constexpr, D: gl.constexpr,
-                  M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr, WANT_LSE: gl.constexpr):
-    """The number of its blocks."""
+def _consume(given, ME: gl.constexpr, H: gl.constexpr, R: gl.constexpr, R_PAD: gl.constexpr, D: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
+             STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr, WANT_LSE: gl.constexpr):
+    """Rows x heads ME * M to (ME + 1) * M of the program's tiles."""
     q_ptr, out_ptr, lse_ptr, q_row, q_head, out_row, first_group, scale, q_rows, k, v, turn, spans = given
     APART: gl.constexpr = CONSUMERS > 0
     ROWS: gl.constexpr = M * max(1, CONSUMERS) // R_PAD
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [M // 16, 1], [16, N, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [M // 16, 1], [16, D, 16])
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [M // 16, 1], [1, 0])  # 16 bytes a thread, whole rows a warp
-    group, base, context, first_row, span_row, length, whole, blocks = _place(tile, spans, ROWS, N)
-    if not APART:
-        for j in gl.static_range(STAGES):
-            _fetch(k, base + j * N, done + j, j < blocks, STAGES)
-            _fetch(v, base + j * N, done + j, j < blocks, STAGES)
-
-    first_head = (first_group + group) * R
-    row, head, live = _rows(first_row, span_row, length, first_head, ME * M + gl.arange(0, M, gl.SliceLayout(1, wide)), R, R_PAD)
-    d = gl.arange(0, D, gl.SliceLayout(0, wide))
     q = q_rows.index(ME)
-    rows = gl.load(q_ptr + (row[:, None] * q_row + head[:, None] * q_head + d[None, :]), mask=live[:, None], other=0.0)
-    gl.thread_barrier()  # the tile before has been stored
-    q.store(rows)
-    hopper.fence_async_shared()  # products read shared memory by a proxy of their own
-    gl.thread_barrier()
-
-    factor = scale * 1.4426950408889634
-    position = context + first_row + (ME * M + gl.arange(0, M, gl.SliceLayout(1, scores))) // R_PAD
     n = gl.arange(0, N, gl.SliceLayout(0, scores))
-    _await(k[2], done, True, STAGES)
-    s = hopper.warpgroup_mma(q, k[1].index(done % STAGES).permute((1, 0)), gl.zeros([M, N], gl.float32, scores), use_acc=False)
-    _release(k, base + STAGES * N, done, blocks > STAGES, STAGES, APART)
-    top = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(1, scores))
-    weights, top, shrink = _weigh(s, n[None, :] <= position[:, None], factor, top, True)
-    total = gl.sum(weights, 1)
-    p = gl.convert_layout(weights.to(q.dtype), gl.DotOperandLayout(0, sums, 2))
-    acc = gl.zeros([M, D], gl.float32, sums)
-    _await(k[2], done + 1, blocks > 1, STAGES)
-    for j in range(1, whole):
-        p, shrink, acc, top, total = _fold(q, k, v, turn, p, shrink, acc, top, total, position, n, factor, base, j, blocks, done, folded,
-                                           ME, N, STAGES, APART, TURNS, False)
-    for j in range(gl.maximum(whole, 1), blocks):
-        p, shrink, acc, top, total = _fold(q, k, v, turn, p, shrink, acc, top, total, position, n, factor, base, j, blocks, done, folded,
-                                           ME, N, STAGES, APART, TURNS, True)
-    last = done + blocks - 1
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, sums))[:, None]
-    _await(v[2], last, True, STAGES)
-    acc = hopper.warpgroup_mma(p, v[1].index(last % STAGES), acc)
-    if APART:
-        mbarrier.arrive(v[3].index(last % STAGES))
+    factor = scale * 1.4426950408889634
+    count = _count(spans[5])
+    done = 0
+    group, base, context, first_row, span_row, length, whole, blocks = _place(_tile(0), spans, ROWS, N)
+    rows = _queries(q_ptr, q_row, q_head, first_row, span_row, length, (first_group + group) * R, True, ME, R, R_PAD, D, M, wide)
+    for taken in range(count):
+        if not APART:
+            for j in gl.static_range(STAGES):
+                _fetch(k, base + j * N, done + j, j < blocks, STAGES)
+                _fetch(v, base + j * N, done + j, j < blocks, STAGES)
+        gl.thread_barrier()  # the result before has left the queries' place
+        q.store(rows)
+        hopper.fence_async_shared()  # products read shared memory by a proxy of their own
+        gl.thread_barrier()
 
-    acc = acc / gl.convert_layout(total, gl.SliceLayout(1, sums))[:, None]
-    q.store(acc.to(q.dtype))  # all warps are past the last product with the queries; in their place the result becomes whole rows
-    gl.thread_barrier()
-    # computed anew, from a number that the compiler does not know: it would keep the places in registers meanwhile
-    first_row = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [first_row], dtype=gl.int32, is_pure=False, pack=1)
-    row, head, live = _rows(first_row, span_row, length, first_head, ME * M + gl.arange(0, M, gl.SliceLayout(1, wide)), R, R_PAD)
-    gl.store(out_ptr + (row[:, None] * out_row + head[:, None] * D + d[None, :]), q.load(wide), mask=live[:, None])
-    if WANT_LSE:
-        row, head, live = _rows(first_row, span_row, length, first_head, ME * M + gl.arange(0, M, gl.SliceLayout(1, scores)), R, R_PAD)
-        gl.store(lse_ptr + (row * H + head), (top + gl.log2(total)) * 0.6931471805599453, mask=live)
-    return blocks
+        folded = done - taken
+        position = context + first_row + (ME * M + gl.arange(0, M, gl.SliceLayout(1, scores))) // R_PAD
+        _await(k[2], done, True, STAGES)
+        s = hopper.warpgroup_mma(q, k[1].index(done % STAGES).permute((1, 0)), gl.zeros([M, N], gl.float32, scores), use_acc=False)
+        _release(k, base + STAGES * N, done, blocks > STAGES, STAGES, APART)
+        top = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(1, scores))
+        weights, top, shrink = _weigh(s, n[None, :] <= position[:, None], factor, top, True)
+        total = gl.sum(weights, 1)
+        p = gl.convert_layout(weights.to(q.dtype), gl.DotOperandLayout(0, sums, 2))
+        acc = gl.zeros([M, D], gl.float32, sums)
+        _await(k[2], done + 1, blocks > 1, STAGES)
+        for j in range(1, whole):
+            p, shrink, acc, top, total = _fold(q, k, v, turn, p, shrink, acc, top, total, position, n, factor, base, j, blocks, done, folded,
+                                               ME, N, STAGES, APART, TURNS, False)
+        for j in range(gl.maximum(whole, 1), blocks):
+            p, shrink, acc, top, total = _fold(q, k, v, turn, p, shrink, acc, top, total, position, n, factor, base, j, blocks, done, folded,
+                                               ME, N, STAGES, APART, TURNS, True)
+        done += blocks
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, sums))[:, None]
+        _await(v[2], done - 1, True, STAGES)
+        acc = hopper.warpgroup_mma(p, v[1].index((done - 1) % STAGES), acc, is_async=True)
+        # The next tile's numbers and queries are loaded meanwhile; without a next one, this one's numbers again.
+        first_head, old_first_row, old_span_row, old_length = (first_group + group) * R, first_row, span_row, length
+        more = taken + 1 < count
+        group, base, context, first_row, span_row, length, whole, blocks = _place(_tile(gl.where(more, taken + 1, taken)), spans, ROWS, N)
+        acc = hopper.warpgroup_mma_wait(0, deps=(acc, p))[0]
+        if APART:
+            mbarrier.arrive(v[3].index((done - 1) % STAGES))
+        rows = _queries(q_ptr, q_row, q_head, first_row, span_row, length, (first_group + group) * R, more, ME, R, R_PAD, D, M, wide)
+
+        acc = acc / gl.convert_layout(total, gl.SliceLayout(1, sums))[:, None]
+        q.store(acc.to(q.dtype))  # all warps are past the last product with the queries; in their place the result becomes whole rows
+        gl.thread_barrier()
+        row, head, live = _rows(old_first_row, old_span_row, old_length, first_head, ME * M + gl.arange(0, M, gl.SliceLayout(1, wide)), R, R_PAD)
+        places = row[:, None] * out_row + head[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, wide))[None, :]
+        gl.store(out_ptr + places, q.load(wide), mask=live[:, None])
+        if WANT_LSE:
+            row, head, live = _rows(old_first_row, old_span_row, old_length, first_head, ME * M + gl.arange(0, M, gl.SliceLayout(1, scores)), R, R_PAD)
+            gl.store(lse_ptr + (row * H + head), (top + gl.log2(total)) * 0.6931471805599453, mask=live)
 
 
 @gluon_jit(do_not_specialize=["slots", "first_group", "groups", "tiles"])
