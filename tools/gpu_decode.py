@@ -263,7 +263,7 @@ def table(name: str, graph: torch.cuda.CUDAGraph) -> dict:
 PREFILLS = {"1 x 1k": [(0, 1024)], "1 x 8k": [(0, 8192)], "8k at 24k": [(24576, 8192)]}
 LATE = [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 32, 4, 4), (128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (128, 128, 8, 2)]
 LAZY = [(64, 64, 4, 3), (64, 128, 4, 2), (128, 128, 8, 2)]
-TRIAL_SECONDS = 60
+TRIAL_SECONDS = 75
 DENSE = [dense.Shape(), *(dense.Shape(*shape, late=True) for shape in LATE), *(dense.Shape(*shape, lazy=True) for shape in LAZY)]
 
 

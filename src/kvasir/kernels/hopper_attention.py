@@ -249,7 +249,8 @@ def _consume(given, ME: gl.constexpr, H: gl.constexpr, R: gl.constexpr, R_PAD: g
         places = row[:, None] * out_row + head[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, wide))[None, :]
         gl.store(out_ptr + places, q.load(wide), mask=live[:, None])
         if WANT_LSE:
-            row, head, live = _rows(old_first_row, old_span_row, old_length, first_head, ME * M + gl.arange(0, M, gl.SliceLayout(1, scores)), R, R_PAD)
+            m = ME * M + gl.arange(0, M, gl.SliceLayout(1, scores))
+            row, head, live = _rows(old_first_row, old_span_row, old_length, first_head, m, R, R_PAD)
             gl.store(lse_ptr + (row * H + head), (top + gl.log2(total)) * 0.6931471805599453, mask=live)
 
 
