@@ -6,8 +6,8 @@ Two warpgroups compute, 64 rows each: the product of a block's keys is issued to
 before it, whose sum shrinks while the former runs, and the exponentials are taken while the latter runs.
 
 Barriers are a pair for every slot of a ring: ``full`` changes phase when a copy's bytes have arrived, ``free`` when all consumers
-have. Block j is the (j // STAGES)-th of slot j % STAGES: consumers wait for that phase of ``full``, the producer for the one
-before it of ``free``, which a fresh barrier passes at once.
+have. A program's block i is the (i // STAGES)-th of slot i % STAGES: consumers wait for that phase of ``full``, the producer for the
+one before it of ``free``, which a fresh barrier passes at once.
 
 Legend: M rows x heads of a consumer, N keys of a block, D head dim, the rest as in ``dense_attention``.
 """
