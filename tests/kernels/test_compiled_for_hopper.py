@@ -15,6 +15,7 @@ import torch
 
 from kvasir.kernels import decode_attention, report
 from kvasir.kernels.dense_attention import Shape
+from kvasir.kernels.hopper_attention import VARIANTS, HopperShape
 from kvasir.kernels.key_chunks import merged_at_once
 from kvasir.kernels.paged_attention import TogetherShape
 from kvasir.kernels.quantized_attention import Shape as RowsShape
@@ -28,8 +29,13 @@ import json, os, re, subprocess, sys, tempfile
 import triton, triton.language
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language.nvidia import hopper
 import kvasir.kernels._triton as runtime
 runtime.triton, runtime.tl = triton, triton.language  # which it leaves out where there is no GPU
+runtime.gluon, runtime.gl, runtime.hopper = gluon, gl, hopper
 import importlib
 
 module, kernel, options, constants, pointers = json.loads(sys.argv[1])
@@ -39,7 +45,8 @@ for i, name in enumerate(function.arg_names):
     if name in constants:
         types[name] = "constexpr"
     elif name.endswith("_desc"):
-        types[name] = f"tensordesc<bf16[{constants['BLOCK_N']}, {constants['D']}]>"
+        layout = f",{gl.NVMMASharedLayout(128, 16, 2)!r}" if function.is_gluon() else ""
+        types[name] = f"tensordesc<bf16[{constants['BLOCK_N']}, {constants['D']}]{layout}>"
     elif name in pointers:
         types[name], attributes[(i,)] = "*" + pointers[name], [["tt.divisibility", 16]]
     elif name.endswith("_ptr"):
@@ -51,7 +58,8 @@ for i, name in enumerate(function.arg_names):
                     "meta_group"):
             attributes[(i,)] = [["tt.divisibility", 16]]
 places = {(function.arg_names.index(name),): value for name, value in constants.items()}
-done = triton.compile(ASTSource(function, types, places, attributes), target=GPUTarget("cuda", 90, 32), options=options)
+source = GluonASTSource if function.is_gluon() else ASTSource
+done = triton.compile(source(function, types, places, attributes), target=GPUTarget("cuda", 90, 32), options=options)
 with tempfile.TemporaryDirectory() as folder:
     path = os.path.join(folder, "kernel.cubin")
     open(path, "wb").write(done.asm["cubin"])
@@ -60,10 +68,13 @@ with tempfile.TemporaryDirectory() as folder:
     tool = os.path.join(os.path.dirname(tool), "nvdisasm")
     code = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
 order = "".join(name[0] for name in re.findall("HGMMA|DEPBAR|MUFU.EX2", code))  # products, waits for them, exponentials
+waits = "".join(name[-1] for name in re.findall("HGMMA|DEPBAR.LE gsb0, 0x[01]|MUFU.EX2", code))  # for all products, or for all but the last: 0, 1
 ptx = done.asm["ptx"]
 print(json.dumps({"shared": done.metadata.shared, "spilled": "STACK:0" not in usage, "copies": ptx.count("cp.async.cg"),
                   "words": ptx.count("cp.async.ca"), "tiles": ptx.count("cp.async.bulk.tensor"), "wgmma": ptx.count("wgmma.mma_async"),
                   "overlapped": max(map(len, re.findall("(?<=H)M+", order)), default=0), "shuffles": ptx.count("shfl.sync"),
+                  "under": [len(run) for run in re.findall("(?<=1)2+", waits)], "warps": done.metadata.num_warps,
+                  "registers": re.findall("setmaxnreg.*?([0-9]+);", ptx), "arrivals": ptx.count("mbarrier.arrive.shared"),
                   "mma": ptx.count("mma.sync"), "lop3": ptx.count("lop3.b32")}))
 """
 LLAMA = {"H": 32, "R": 4, "D": 128, "CAPPED": False, "SINKS": False, "WANT_LSE": False}
@@ -207,6 +218,28 @@ def test_dense_orders(shape):
     found = compiled_dense(shape, 128)
     assert found["overlapped"] >= shape.block_n // 2 if shape.late else not found["overlapped"]
     assert not found["spilled"] and 2 * (found["shared"] + 1024) <= 228 * 1024
+
+
+def compiled_by_hand(shape: HopperShape, dim: int, **constants) -> dict:
+    return compiled("hopper_attention", "_hopper_attention", {"num_warps": shape.warps}, {
+        "H": 32, "R": 4, "R_PAD": 4, "D": dim, "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "STAGES": shape.stages,
+        "CONSUMERS": shape.consumers, "TURNS": shape.turns, "REGISTERS": shape.registers, **constants})
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("shape", VARIANTS, ids=str)
+def test_by_hand(shape, dim):
+    """In both loops of every consumer all exponentials of a block are taken while the product of the values is under way. Registers
+    change hands, and a consumer tells of every block that it has read, of keys and of values."""
+    found = compiled_by_hand(shape, dim, WANT_LSE=dim == 64)
+    loops = 2 * max(1, shape.consumers)
+    assert found["tiles"] and found["wgmma"] and not found["spilled"] and found["shared"] <= 227 * 1024
+    assert len([n for n in found["under"] if n >= shape.block_n // 2]) == loops, found["under"]
+    if shape.consumers:
+        assert {"24", str(shape.registers)} <= set(found["registers"]) and found["warps"] == shape.block_m // 16 + 4
+        assert found["arrivals"] == shape.consumers * (1 + 2 * 2 + (2 if shape.turns else 0))
+    else:
+        assert not found["registers"] and not found["arrivals"] and found["warps"] == shape.warps
 
 
 def test_the_ends_of_a_decode_step():

@@ -23,6 +23,12 @@ if AVAILABLE and (INTERPRETED or torch.cuda.is_available()):
     from triton.language.extra import libdevice
 else:
     triton = tl = libdevice = None
+if triton is not None and not INTERPRETED:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
+else:
+    gluon = gl = hopper = None
 
 
 def jit(fn: Callable | None = None, **options: Any) -> Any:
@@ -30,6 +36,13 @@ def jit(fn: Callable | None = None, **options: Any) -> Any:
     if triton is None:
         return fn if fn is not None else lambda f: f
     return triton.jit(fn, **options)
+
+
+def gluon_jit(fn: Callable | None = None, **options: Any) -> Any:
+    """``gluon.jit``, for kernels that place warps, layouts and barriers by hand, or the function itself where no such kernel can run."""
+    if gluon is None:
+        return fn if fn is not None else lambda f: f
+    return gluon.jit(fn, **options)
 
 
 def use_triton(tensor: torch.Tensor) -> bool:

@@ -22,6 +22,7 @@ import torch
 
 from kvasir.kernels._triton import Launches, cdiv, jit, next_power_of_2, tl
 from kvasir.kernels.hardware import send
+from kvasir.kernels.hopper_attention import HopperShape, attend_gathered, can_serve_hopper
 from kvasir.kernels.softmax_block import attend_block, sink_logits, weigh_block
 
 BLOCK_N = 128  # keys a block; spans are padded to it in the scratch, with zeros
@@ -196,9 +197,9 @@ def gather_pages(k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_SW: torch.Ten
 def dense_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_SW: torch.Tensor,
                            context_S: torch.Tensor, row_start_S: torch.Tensor, long: LongSpans, scale: float, out_THD: torch.Tensor, *,
                            softcap: float | None = None, sinks_H: torch.Tensor | None = None, lse_TH: torch.Tensor | None = None,
-                           shape: Shape | None = None, scratch_bytes: int = SCRATCH_BYTES, gather: Gather | None = None) -> None:
+                           shape: Shape | HopperShape | None = None, scratch_bytes: int = SCRATCH_BYTES, gather: Gather | None = None) -> None:
     """What ``paged_attention_ref`` computes, for the spans of ``long``, written to their rows of ``out`` and ``lse`` (fp32).
-    ``gather``: how the scratch is filled where pages are not of the rows' dtype."""
+    ``gather``: how the scratch is filled where pages are not of the rows' dtype. A ``HopperShape`` chooses ``hopper_attention``."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     _, heads, dim = q_THD.shape
@@ -212,13 +213,19 @@ def dense_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
     turns = next(n for n in range(1, groups + 1) if groups % n == 0 and (head_bytes * groups // n <= scratch_bytes or n == groups))
     at_once, share = groups // turns, heads // groups
     k, v = torch.empty((2, at_once * long.slots, dim), dtype=q_THD.dtype, device=q_THD.device)
-    descriptors = [TensorDescriptor.from_tensor(x, [shape.block_n, dim]) for x in (k, v)]
+    by_hand = isinstance(shape, HopperShape)
+    assert not by_hand or can_serve_hopper(q_THD.dtype, dim, share, softcap is not None, sinks_H is not None), "unsupported by this shape"
+    descriptors = [] if by_hand else [TensorDescriptor.from_tensor(x, [shape.block_n, dim]) for x in (k, v)]
     absent = q_THD  # stands in for pointers that the compiled variant never touches
     for group in range(0, groups, at_once):
         if gather is not None:
             gather(k.view(at_once, -1, dim), v.view(at_once, -1, dim), long.spans, long.blocks, BLOCK_N, group)
         else:
             gather_pages(k_NGPD, v_NGPD, table_SW, context_S, row_start_S, long, group, at_once, k, v)
+        if by_hand:
+            attend_gathered(q_THD, k, v, out_THD, lse_TH, context_S, row_start_S, long.items, long.slots, share, group, at_once, scale, shape,
+                            long.launches)
+            continue
         long.launches(
             _dense_attention, (long.items.shape[0], at_once, 1),
             q_THD, *descriptors, out_THD, absent if lse_TH is None else lse_TH, absent if sinks_H is None else sinks_H, context_S, row_start_S,
@@ -255,3 +262,13 @@ def grid() -> Iterator[Case]:
     yield Case(spans=((250, 40),), dim=256, page_slots=32)
     yield Case(spans=((33, 90), (5, 40)), heads=12, kv_heads=4, scratch_bytes=0)  # one KV head at a time; three heads padded to four
     yield Case(spans=((60, 70),), heads=7, softcap=2.0, sinks=True)
+
+
+def ragged() -> Iterator[Case]:
+    """Ends of tiles, blocks and rings, and shares of every kind, for kernels that place them by hand."""
+    yield Case(spans=((0, 20), (0, 127), (0, 128), (0, 129), (0, 256), (0, 257)), heads=4, dim=128)
+    yield Case(spans=((3000, 200),), heads=8, kv_heads=2, dim=128)
+    yield Case(spans=((3000, 200), (511, 65)), heads=4)
+    yield Case(spans=((100, 28), (127, 33), (128, 32), (1, 700)), heads=3, kv_heads=3, dim=128)
+    yield Case(spans=tuple((37 * i, 20 + 17 * i) for i in range(16)), heads=14, kv_heads=2, dim=128)
+    yield Case(spans=((384, 384), (640, 90)), heads=8, dim=128, scratch_bytes=0)

@@ -7,7 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
+from kvasir.kernels import _triton
 from kvasir.kernels import dense_attention as dense
+from kvasir.kernels.hopper_attention import VARIANTS, can_serve_hopper
 from tests.kernels import check
 from tests.kernels.check import check_dense_attention, make_world
 
@@ -38,3 +40,35 @@ def test_maxima_that_grow(shape, device):
 
     with mock.patch.object(check, "make_world", loud):
         check_dense_attention(dense.Case(spans=((300, 130),), heads=4), torch.float16, device, shape=shape)
+
+
+SERVED = [c for c in (*dense.grid(), *dense.ragged()) if c.dim < 256 and c.softcap is None]
+hopper = pytest.mark.skipif(_triton.INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
+
+
+@hopper
+@pytest.mark.parametrize("shape", VARIANTS, ids=str)
+@pytest.mark.parametrize("case", SERVED, ids=str)
+def test_by_hand(case, shape, device):
+    check_dense_attention(case, torch.float16, device, shape=shape)
+
+
+@hopper
+@pytest.mark.parametrize("case", SERVED, ids=str)
+def test_by_hand_in_bfloat16(case, device):
+    check_dense_attention(case, torch.bfloat16, device, shape=VARIANTS[0])
+
+
+@pytest.mark.parametrize("case", list(dense.ragged()), ids=str)
+def test_ragged(case, device):
+    """What the kernels placed by hand are held to."""
+    if _triton.INTERPRETED and case.spans[0][0] > 1000:
+        pytest.skip("takes the interpreter long")
+    check_dense_attention(case, torch.float16, device)
+
+
+@pytest.mark.parametrize("dtype, dim, share, capped, sinks, served", [
+    (torch.float16, 64, 1, False, False, True), (torch.float32, 64, 1, False, False, False), (torch.float16, 256, 1, False, False, False),
+    (torch.float16, 64, 128, False, False, False), (torch.float16, 64, 1, True, False, False), (torch.float16, 64, 1, False, True, False)])
+def test_what_is_left_to_the_other_kernel(dtype, dim, share, capped, sinks, served):
+    assert can_serve_hopper(dtype, dim, share, capped, sinks) == served
