@@ -141,7 +141,7 @@ def _fold(q, k, v, turn, p, shrink, acc, top, total, position, n, factor, base, 
     weights, top, shrink = _weigh(s, (j * N + n)[None, :] <= position[:, None], factor, top, MASKED)
     total = total * shrink + gl.sum(weights, 1)
     rounded = gl.convert_layout(weights.to(p.dtype), operand)
-    _await(k[2], j + 1, j + blocks > 1, STAGES)  # here, since the assembler takes no exponential past a branch, but all past the next wait
+    _await(k[2], j + 1, j + 1 < blocks, STAGES)  # here, since the assembler takes no exponential past a branch, but all past the next wait
     acc, _, rounded = hopper.warpgroup_mma_wait(0, deps=(acc, p, rounded))
     _release(v, base, j - 1, blocks, N, STAGES, APART)
     return rounded, shrink, acc, top, total
