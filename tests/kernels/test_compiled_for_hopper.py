@@ -67,12 +67,11 @@ with tempfile.TemporaryDirectory() as folder:
     usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
     tool = os.path.join(os.path.dirname(tool), "nvdisasm")
     code = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
-order = "".join(name[0] for name in re.findall("HGMMA|DEPBAR|MUFU.EX2", code))  # products, waits for them, exponentials
 waits = "".join(name[-1] for name in re.findall("HGMMA|DEPBAR.LE gsb0, 0x[01]|MUFU.EX2", code))  # for all products, or for all but the last: 0, 1
 ptx = done.asm["ptx"]
 print(json.dumps({"shared": done.metadata.shared, "spilled": "STACK:0" not in usage, "copies": ptx.count("cp.async.cg"),
                   "words": ptx.count("cp.async.ca"), "tiles": ptx.count("cp.async.bulk.tensor"), "wgmma": ptx.count("wgmma.mma_async"),
-                  "overlapped": max(map(len, re.findall("(?<=H)M+", order)), default=0), "shuffles": ptx.count("shfl.sync"),
+                  "shuffles": ptx.count("shfl.sync"),
                   "under": [len(run) for run in re.findall("(?<=1)2+", waits)], "warps": done.metadata.num_warps,
                   "registers": re.findall("setmaxnreg.*?([0-9]+);", ptx), "arrivals": ptx.count("mbarrier.arrive.shared"),
                   "mma": ptx.count("mma.sync"), "lop3": ptx.count("lop3.b32")}))
