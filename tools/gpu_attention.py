@@ -162,9 +162,9 @@ def run_decode(q: torch.Tensor, pool, prepared: TritonBackend, batch, shape: dec
 
 
 def run_dense(q: torch.Tensor, pool, batch, shape: dense.Shape, layers: int = 1) -> None:
-    long = dense.plan_long(batch.starts, batch.lengths, list(range(len(batch.lengths))), HEADS // GROUPS, "cuda", shape.block_m)
+    long = dense.plan_long(batch.starts, batch.lengths, list(range(len(batch.lengths))), HEADS // GROUPS, "cuda", shape)
     for layer in range(layers):
-        dense.dense_attention_triton(*common(q, pool, layer, batch), long, SPEC.scale, torch.empty_like(q), shape=shape)
+        dense.dense_attention_triton(*common(q, pool, layer, batch), long, SPEC.scale, torch.empty_like(q))
 
 
 def run_general(q: torch.Tensor, pool, batch, tiles: list, layers: int) -> None:
@@ -259,10 +259,10 @@ def prefill_arms(name: str, spans: list[tuple[int, int]]) -> list[dict]:
         add("exact" if exact else "as chosen", {}, graph_us(lambda: chosen.run(q, pool.layer(0), SPEC, batch), 1))
     for shape in DENSE_SHAPES:
         # The plan copies tiles to the device, which a graph may not: it is made outside.
-        long = dense.plan_long(batch.starts, batch.lengths, list(range(len(spans))), HEADS // GROUPS, "cuda", shape.block_m)
+        long = dense.plan_long(batch.starts, batch.lengths, list(range(len(spans))), HEADS // GROUPS, "cuda", shape)
         add("dense", dataclasses.asdict(shape), graph_us(lambda: dense.dense_attention_triton(
-            *common(q, pool, 0, batch), long, SPEC.scale, torch.empty_like(q), shape=shape), 1))
-    long = dense.plan_long(batch.starts, batch.lengths, list(range(len(spans))), HEADS // GROUPS, "cuda")
+            *common(q, pool, 0, batch), long, SPEC.scale, torch.empty_like(q)), 1))
+    long = dense.plan_long(batch.starts, batch.lengths, list(range(len(spans))), HEADS // GROUPS, "cuda", dense.Shape())
     k, v = torch.empty(2, GROUPS * long.slots, DIM, device="cuda", dtype=torch.bfloat16)
     add("the copy alone", {}, graph_us(lambda: dense.gather_pages(*common(q, pool, 0, batch)[1:], long, 0, GROUPS, k, v), 1))
     tiles = paged.plan_tiles(batch.starts, batch.lengths, HEADS, GROUPS, torch.bfloat16, "cuda")

@@ -261,15 +261,17 @@ def table(name: str, graph: torch.cuda.CUDAGraph) -> dict:
 # --------------------------------------------------------------------------------------------------------------- prefill
 
 PREFILLS = {"1 x 1k": [(0, 1024)], "1 x 8k": [(0, 8192)], "8k at 24k": [(24576, 8192)]}
-LATE = [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 32, 4, 4), (128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (128, 128, 8, 2)]
-LAZY = [(64, 64, 4, 3), (64, 128, 4, 2), (128, 128, 8, 2)]
 TRIAL_SECONDS = 75
-DENSE = [dense.Shape(), *(dense.Shape(*shape, late=True) for shape in LATE), *(dense.Shape(*shape, lazy=True) for shape in LAZY)]
+DENSE = dense.Shape()
 
 
-def run_dense(q: torch.Tensor, pool, batch, long: dense.LongSpans, shape: dense.Shape | HopperShape, out: torch.Tensor) -> None:
+def plan_dense(batch, shape: dense.Shape | HopperShape) -> dense.LongSpans:
+    return dense.plan_long(batch.starts, batch.lengths, [0], HEADS // GROUPS, "cuda", shape)
+
+
+def run_dense(q: torch.Tensor, pool, batch, long: dense.LongSpans, out: torch.Tensor) -> None:
     planes = pool.layer(0).planes
-    dense.dense_attention_triton(q, planes["k"], planes["v"], batch.tables[0], batch.context, batch.row_start, long, SPEC.scale, out, shape=shape)
+    dense.dense_attention_triton(q, planes["k"], planes["v"], batch.tables[0], batch.context, batch.row_start, long, SPEC.scale, out)
 
 
 def gap_to(base: torch.Tensor, out: torch.Tensor) -> float:
@@ -279,7 +281,7 @@ def gap_to(base: torch.Tensor, out: torch.Tensor) -> float:
 
 
 def try_by_hand(shape: HopperShape, told) -> None:
-    """In a process of its own: some ragged spans against the reference, and long ones against today's kernel."""
+    """In a process of its own: some ragged spans against the reference, and long ones against Triton's kernel."""
     from tests.kernels.check import check_dense_attention
 
     try:
@@ -289,8 +291,8 @@ def try_by_hand(shape: HopperShape, told) -> None:
             pool, batch = make_pool(spans, 1)
             q = torch.randn(spans[0][1], HEADS, DIM, device="cuda", dtype=BF16)
             outs = [torch.empty_like(q), torch.full_like(q, torch.nan)]
-            for s, out in zip((DENSE[0], shape), outs):
-                run_dense(q, pool, batch, dense.plan_long(batch.starts, batch.lengths, [0], HEADS // GROUPS, "cuda", s.block_m), s, out)
+            for s, out in zip((DENSE, shape), outs):
+                run_dense(q, pool, batch, plan_dense(batch, s), out)
             gap = gap_to(outs[0], outs[1])
             assert gap < 2e-2, f"{spans} {gap}"
         told.send("")
@@ -332,10 +334,9 @@ def time_prefill() -> list[dict]:
         q = torch.randn(length, HEADS, DIM, device="cuda", dtype=BF16)
         flops = 4 * HEADS * DIM * (length * start + length * (length + 1) // 2)
         runs, outs = {}, {}
-        for shape in (*DENSE, *by_hand):
-            long = dense.plan_long(batch.starts, batch.lengths, [0], HEADS // GROUPS, "cuda", shape.block_m)
+        for shape in (DENSE, *by_hand):
             outs[shape] = torch.empty_like(q)
-            runs[shape] = functools.partial(run_dense, q, pool, batch, long, shape, outs[shape])
+            runs[shape] = functools.partial(run_dense, q, pool, batch, plan_dense(batch, shape), outs[shape])
         k = torch.randn(1, GROUPS, max(start, length), DIM, device="cuda", dtype=BF16)
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
         for what, keys in (("", k), (" with another length", k[:, :, :-512])):
@@ -352,7 +353,7 @@ def time_prefill() -> list[dict]:
             if name == "cuDNN":
                 done, gap = 4 * HEADS * DIM * (length * start or length * (length + 1) // 2), 0.0
             else:
-                base = outs[DENSE[0]] if base is None else base
+                base = outs[DENSE] if base is None else base
                 done, gap = flops, gap_to(base, outs[name])
             metrics = {"us": round(spent * 1e6, 1), "TFLOP_per_s": round(done / spent / 1e12, 1), "gap": round(gap, 5), "failed": int(not gap < 2e-2)}
             arms.append(arm(f"prefill {case}", {"shape": str(name)}, metrics))
@@ -365,8 +366,7 @@ def time_prefill() -> list[dict]:
 def warm_prefill(shape: dense.Shape) -> None:
     pool, batch = make_pool([(0, 256)], 1)
     q = torch.zeros(256, HEADS, DIM, device="cuda", dtype=BF16)
-    long = dense.plan_long(batch.starts, batch.lengths, [0], HEADS // GROUPS, "cuda", shape.block_m)
-    run_dense(q, pool, batch, long, shape, torch.empty_like(q))
+    run_dense(q, pool, batch, plan_dense(batch, shape), torch.empty_like(q))
     torch.cuda.synchronize()
 
 
@@ -434,7 +434,7 @@ def warm(parts: set[str]) -> None:
     with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as processes:
         jobs = [processes.submit(warm_attention, attention[i::PROCESSES]) for i in range(PROCESSES) if attention]
         jobs += [processes.submit(warm_gemv, products[i::PROCESSES]) for i in range(PROCESSES) if products]
-        jobs += [processes.submit(warm_prefill, shape) for shape in DENSE if "prefill" in parts]
+        jobs += [processes.submit(warm_prefill, DENSE)] if "prefill" in parts else []
         for job in jobs:
             if job.exception() is not None:
                 print("does not compile:", str(job.exception())[:300], flush=True)

@@ -10,7 +10,7 @@ import torch
 
 from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
 from kvasir.kernels import _triton
-from kvasir.kernels.dense_attention import plan_long
+from kvasir.kernels.dense_attention import Shape, plan_long
 from kvasir.technique import load
 from kvasir.types import StepBatch
 
@@ -71,6 +71,6 @@ def test_kinds_meet_every_kernel(dtype, share):
 
 def test_what_goes_to_the_device_together_is_aligned():
     for count in range(1, 9):
-        long = plan_long([0] * count, [300] * count, list(range(count)), 4, "cpu", 64)
+        long = plan_long([0] * count, [300] * count, list(range(count)), 4, "cpu", Shape())
         assert (long.spans.data_ptr() - long.items.data_ptr()) % 16 == 0, "a kernel would be compiled for each kind of address"
         assert long.spans[:, 0].tolist() == list(range(count)) and len(long.items) == count * 19

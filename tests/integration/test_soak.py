@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import httpx
 import pytest
 
 from kvasir.bench.workloads import SHAPES
@@ -15,6 +16,7 @@ from tests.bench.helpers import SMALL
 from tests.bench.test_result import check
 from tests.integration import load
 from tests.integration.load import BAD, KINDS, busy, gpu_mib, leaks, mixed, quarters
+from tests.integration.serving import served
 from tools import gpu_soak as tool
 
 IDLE = {"kvasir:num_requests_running": 0, "kvasir:num_requests_waiting": 0, "kvasir:num_requests_blocked": 0, "kvasir:pages_total": 160,
@@ -64,6 +66,16 @@ def test_every_kind_of_request_is_drawn_and_fits():
         assert kind == "bad" or len(request["prompt"]) + request["max_tokens"] <= 1024
         assert not (request["stream"] and "prompt_logprobs" in request)
     assert set(drawn) == set(KINDS) and min(drawn.values()) > 100 and len(BAD) > 5
+
+
+@pytest.mark.slow
+def test_what_a_greedy_reply_lost(tmp_path):
+    """Nothing, or next to nothing, and much where a token is another one."""
+    with served(tmp_path, "--max-model-len", "256") as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        ids = load._probe(http)
+        assert len(ids) == load.PROBE["max_tokens"] and 0 <= load._lost(http, ids) < 1e-3
+        for at in (0, 20, len(ids) - 1):
+            assert load._lost(http, [*ids[:at], (ids[at] + 7) % 300, *ids[at + 1:]]) > 0.125
 
 
 def run(monkeypatch, tmp_path, *argv) -> tuple[int, dict]:

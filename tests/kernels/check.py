@@ -124,11 +124,12 @@ def check_dense_attention(case: dense.Case, dtype: torch.dtype, device: str, sha
     spec, batch, planes = world.spec, world.batch, world.cache.planes
     chosen = [s for s, length in enumerate(batch.lengths) if length >= dense.SHORTEST]
     out, lse = blank(world)
-    shape = shape or dense.Shape.of(case.dim)
+    share = case.heads // case.kv_heads
+    shape = shape or dense.shape_for(dtype, case.dim, share, device, softcap=case.softcap, sinks=case.sinks)
     dense.dense_attention_triton(
         world.q, planes["k"], planes["v"], batch.tables[0], batch.context, batch.row_start,
-        dense.plan_long(batch.starts, batch.lengths, chosen, case.heads // case.kv_heads, device, shape.block_m), spec.scale, out,
-        softcap=spec.softcap, sinks_H=world.sinks, lse_TH=lse, shape=shape, scratch_bytes=case.scratch_bytes)
+        dense.plan_long(batch.starts, batch.lengths, chosen, share, device, shape), spec.scale, out,
+        softcap=spec.softcap, sinks_H=world.sinks, lse_TH=lse, scratch_bytes=case.scratch_bytes)
     want, want_lse = reference(world, torch.float64)
     for s, (a, b) in enumerate(zip(batch.row_start.tolist(), batch.row_start.tolist()[1:])):
         if s not in chosen:

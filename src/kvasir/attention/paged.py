@@ -19,7 +19,7 @@ from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
 from kvasir.kernels import _triton
 from kvasir.kernels._triton import Launches
 from kvasir.kernels.decode_attention import Rows, decode_attention_triton
-from kvasir.kernels.dense_attention import SCRATCH_BYTES, Shape, can_serve, dense_attention_triton, plan_long, worth_it
+from kvasir.kernels.dense_attention import SCRATCH_BYTES, can_serve, dense_attention_triton, plan_long, shape_for, worth_it
 from kvasir.kernels.hardware import send
 from kvasir.kernels.paged_attention import TREE_ROWS, Tiles, exact_tiles, paged_attention_triton, paged_together_triton, plan_tiles, rows_of_small
 from kvasir.kernels.quantized_attention import plan_rows
@@ -124,8 +124,9 @@ class PagedBackend(AttentionBackend):
 
     def plan_long(self, batch: StepBatch, spec: AttentionSpec, spans: list[int]) -> Any:
         """Once a step: what ``run_long`` needs to know of these spans."""
-        share, block_m = spec.num_heads // spec.num_kv_heads, Shape.of(spec.head_dim).block_m
-        return plan_long(batch.starts, batch.lengths, spans, share, batch.input_ids.device, block_m)
+        share, device = spec.num_heads // spec.num_kv_heads, batch.input_ids.device
+        shape = shape_for(self.site.dtype, spec.head_dim, share, device, softcap=spec.softcap, sinks=spec.sinks)
+        return plan_long(batch.starts, batch.lengths, spans, share, device, shape)
 
     def run_long(self, common: tuple[torch.Tensor, ...], plan: Any, spec: AttentionSpec, out_THD: torch.Tensor, *, softcap: float | None,
                  sinks_H: torch.Tensor | None, lse_TH: torch.Tensor | None) -> None:
@@ -171,4 +172,4 @@ class PagedBackend(AttentionBackend):
 
 
 def key_of(spec: AttentionSpec) -> tuple:
-    return "triton", spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.window is None
+    return "triton", spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.window is None, spec.softcap is None, spec.sinks

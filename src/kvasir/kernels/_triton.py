@@ -23,7 +23,7 @@ if AVAILABLE and (INTERPRETED or torch.cuda.is_available()):
     from triton.language.extra import libdevice
 else:
     triton = tl = libdevice = None
-if triton is not None and not INTERPRETED:
+if triton is not None and not INTERPRETED and triton.__version__.startswith("3.6."):  # Gluon's names still change from version to version
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper
@@ -56,6 +56,12 @@ def pdl(device: torch.device) -> bool:
     writes, while the one before it still runs, and waits for its end (``gdc_wait``) before it touches anything else.
     Needs compute capability 9.0."""
     return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def by_hand(device: torch.device) -> bool:
+    """Whether kernels run whose warps and barriers are placed by hand for Hopper."""
+    return gluon is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 class Launches:

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvasir.kernels._triton import Launches, cdiv, jit, next_power_of_2, tl
+from kvasir.kernels._triton import Launches, by_hand, cdiv, jit, next_power_of_2, tl
 from kvasir.kernels.hardware import send
 from kvasir.kernels.hopper_attention import HopperShape, attend_gathered, can_serve_hopper
-from kvasir.kernels.softmax_block import attend_block, sink_logits, weigh_block
+from kvasir.kernels.softmax_block import attend_block, sink_logits
 
 BLOCK_N = 128  # keys a block; spans are padded to it in the scratch, with zeros
 SCRATCH_BYTES = 256 << 20  # of keys and values of as many KV heads as fit
@@ -36,18 +36,12 @@ MIN_ROWS = 1024  # rows x query heads of a KV head; fewer are not worth the copy
 class Shape:
     """How the kernel is built. Small tiles of one warpgroup overlap each other's products and exponentials on a multiprocessor:
     539 TFLOP/s over 8k keys on an H200, where 128 x 128 on two warpgroups reaches 453. (Triton 3.6's own warp specialisation
-    leaves this loop alone.)
-
-    ``late``: a block's values are added while the exponentials of the next one are taken, as in FlashAttention 3, at 52 registers more.
-    ``lazy``: see ``weigh_block``; without ``late`` only, since the compiler lets no product be under way past its branch.
-    """
+    leaves this loop alone; ``hopper_attention`` is the same loop with its warps placed by hand.)"""
 
     block_m: int = 64
     block_n: int = 64
     warps: int = 4
     stages: int = 3
-    late: bool = False
-    lazy: bool = False
 
     @staticmethod
     def of(dim: int) -> Shape:
@@ -58,13 +52,14 @@ class Shape:
 @dataclass(slots=True)
 class LongSpans:
     """The spans of one launch. ``items`` [n, 3] int32 on the device: span, first row in it, its first slot in the scratch;
-    ``spans`` [m, 2] int32: span, first slot. ``slots``: of the scratch; ``blocks``: of the longest span.
+    ``spans`` [m, 2] int32: span, first slot. ``slots``: of the scratch; ``blocks``: of the longest span; ``shape``: of the kernel;
     ``launches``: of the step."""
 
     items: torch.Tensor
     spans: torch.Tensor
     slots: int
     blocks: int
+    shape: Shape | HopperShape
     launches: Launches = field(default_factory=Launches)
 
 
@@ -79,10 +74,17 @@ def can_serve(dtype: torch.dtype, dim: int) -> bool:
     return dtype in (torch.bfloat16, torch.float16) and dim in (64, 128, 256)
 
 
+def shape_for(dtype: torch.dtype, dim: int, share: int, device: torch.device | str, *, softcap: float | None = None,
+              sinks: bool = False) -> Shape | HopperShape:
+    """The quicker kernel of those that can serve these layers on this device."""
+    device = torch.device(device)
+    return HopperShape() if by_hand(device) and can_serve_hopper(dtype, dim, share, softcap is not None, sinks) else Shape.of(dim)
+
+
 def plan_long(starts: list[int], lengths: list[int], spans: list[int], share: int, device: torch.device | str,
-              block_m: int = 128) -> LongSpans:
+              shape: Shape | HopperShape) -> LongSpans:
     """Cut ``spans`` of a step into tiles, on the host."""
-    rows = block_m // next_power_of_2(share)
+    rows = shape.block_m // next_power_of_2(share)
     items, places, slots = [], [], 0
     for s in spans:
         places.append((s, slots))
@@ -94,7 +96,7 @@ def plan_long(starts: list[int], lengths: list[int], spans: list[int], share: in
     both = torch.zeros(second + 2 * len(places), dtype=torch.int32)
     both[:3 * len(items)], both[second:] = torch.tensor(items, dtype=torch.int32).flatten(), torch.tensor(places, dtype=torch.int32).flatten()
     both = send(both, device)
-    return LongSpans(both[:3 * len(items)].view(-1, 3), both[second:].view(-1, 2), slots, blocks)
+    return LongSpans(both[:3 * len(items)].view(-1, 3), both[second:].view(-1, 2), slots, blocks, shape)
 
 
 @jit(do_not_specialize=["table_row", "slots", "first_group"])
@@ -121,7 +123,7 @@ def _gather_pages(k_ptr, v_ptr, k_out, v_out, table_ptr, context_ptr, row_start_
 def _dense_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, context_ptr, row_start_ptr, items_ptr,
                      q_row, q_head, out_row, slots, first_group, scale, softcap,
                      H: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                     CAPPED: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr, LATE: tl.constexpr, LAZY: tl.constexpr):
+                     CAPPED: tl.constexpr, SINKS: tl.constexpr, WANT_LSE: tl.constexpr):
     """One tile and KV head over dense keys [G x slots, D]."""
     tile, group = tl.program_id(0), tl.program_id(1)
     span = tl.load(items_ptr + tile * 3)
@@ -144,39 +146,15 @@ def _dense_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, context
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     whole = (context + first_row + 1) // BLOCK_N * BLOCK_N  # blocks below it are seen by every row, and need no mask
     end = context + tl.minimum(first_row + BLOCK_M // R_PAD, length)
-    if LATE:
-        p, shrink = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), total  # rounded where used: a product under way reads registers of its own
-        if end > 0:  # always; a block of its own gives the first keys' shared memory back
-            s = tl.dot(q, tl.trans(k_desc.load([base, 0])), input_precision="ieee")
-            p, top, shrink = weigh_block(s, n[None, :] <= (context + local)[:, None], scale, softcap, top, CAPPED, True)
-            total = tl.sum(p, 1)
-        for j0 in range(BLOCK_N, whole, BLOCK_N):
-            k = k_desc.load([base + j0, 0])
-            v = v_desc.load([base + j0 - BLOCK_N, 0])
-            s = tl.dot(q, tl.trans(k), input_precision="ieee")
-            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-            p, top, shrink = weigh_block(s, None, scale, softcap, top, CAPPED, False)
-            total = total * shrink + tl.sum(p, 1)
-        for j0 in range(tl.maximum(whole, BLOCK_N), end, BLOCK_N):
-            k = k_desc.load([base + j0, 0])
-            v = v_desc.load([base + j0 - BLOCK_N, 0])
-            s = tl.dot(q, tl.trans(k), input_precision="ieee")
-            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-            seen = (j0 + n)[None, :] <= (context + local)[:, None]
-            p, top, shrink = weigh_block(s, seen, scale, softcap, top, CAPPED, True)
-            total = total * shrink + tl.sum(p, 1)
-        v = v_desc.load([base + (end - 1) // BLOCK_N * BLOCK_N, 0])
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    else:
-        for j0 in range(0, whole, BLOCK_N):
-            k = k_desc.load([base + j0, 0])
-            v = v_desc.load([base + j0, 0])
-            top, total, acc = attend_block(q, tl.trans(k), v, None, scale, softcap, top, total, acc, CAPPED, False, LAZY)
-        for j0 in range(whole, end, BLOCK_N):
-            k = k_desc.load([base + j0, 0])
-            v = v_desc.load([base + j0, 0])
-            seen = (j0 + n)[None, :] <= (context + local)[:, None]
-            top, total, acc = attend_block(q, tl.trans(k), v, seen, scale, softcap, top, total, acc, CAPPED, True, LAZY)
+    for j0 in range(0, whole, BLOCK_N):
+        k = k_desc.load([base + j0, 0])
+        v = v_desc.load([base + j0, 0])
+        top, total, acc = attend_block(q, tl.trans(k), v, None, scale, softcap, top, total, acc, CAPPED, False)
+    for j0 in range(whole, end, BLOCK_N):
+        k = k_desc.load([base + j0, 0])
+        v = v_desc.load([base + j0, 0])
+        seen = (j0 + n)[None, :] <= (context + local)[:, None]
+        top, total, acc = attend_block(q, tl.trans(k), v, seen, scale, softcap, top, total, acc, CAPPED, True)
     if SINKS:
         top, total, acc = sink_logits(sinks_ptr, head, live, top, total, acc)
     out = out_ptr + row[:, None] * out_row + head[:, None] * D + d[None, :]
@@ -197,9 +175,9 @@ def gather_pages(k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_SW: torch.Ten
 def dense_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: torch.Tensor, table_SW: torch.Tensor,
                            context_S: torch.Tensor, row_start_S: torch.Tensor, long: LongSpans, scale: float, out_THD: torch.Tensor, *,
                            softcap: float | None = None, sinks_H: torch.Tensor | None = None, lse_TH: torch.Tensor | None = None,
-                           shape: Shape | HopperShape | None = None, scratch_bytes: int = SCRATCH_BYTES, gather: Gather | None = None) -> None:
+                           scratch_bytes: int = SCRATCH_BYTES, gather: Gather | None = None) -> None:
     """What ``paged_attention_ref`` computes, for the spans of ``long``, written to their rows of ``out`` and ``lse`` (fp32).
-    ``gather``: how the scratch is filled where pages are not of the rows' dtype. A ``HopperShape`` chooses ``hopper_attention``."""
+    ``gather``: how the scratch is filled where pages are not of the rows' dtype. A plan with a ``HopperShape`` takes ``hopper_attention``."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     _, heads, dim = q_THD.shape
@@ -208,21 +186,21 @@ def dense_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
     assert gather or k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1) and q_THD.dtype == k_NGPD.dtype, \
         "planes must be page-strided with dense slots of the rows' dtype"
     assert q_THD.stride(-1) == 1 and table_SW.stride(-1) == 1, "rows must be dense"
-    shape = shape or Shape.of(dim)
+    shape = long.shape
     head_bytes = 2 * long.slots * dim * q_THD.element_size()
     turns = next(n for n in range(1, groups + 1) if groups % n == 0 and (head_bytes * groups // n <= scratch_bytes or n == groups))
     at_once, share = groups // turns, heads // groups
     k, v = torch.empty((2, at_once * long.slots, dim), dtype=q_THD.dtype, device=q_THD.device)
-    by_hand = isinstance(shape, HopperShape)
-    assert not by_hand or can_serve_hopper(q_THD.dtype, dim, share, softcap is not None, sinks_H is not None), "unsupported by this shape"
-    descriptors = [] if by_hand else [TensorDescriptor.from_tensor(x, [shape.block_n, dim]) for x in (k, v)]
+    hopper = isinstance(shape, HopperShape)
+    assert not hopper or can_serve_hopper(q_THD.dtype, dim, share, softcap is not None, sinks_H is not None), "unsupported by this shape"
+    descriptors = [] if hopper else [TensorDescriptor.from_tensor(x, [shape.block_n, dim]) for x in (k, v)]
     absent = q_THD  # stands in for pointers that the compiled variant never touches
     for group in range(0, groups, at_once):
         if gather is not None:
             gather(k.view(at_once, -1, dim), v.view(at_once, -1, dim), long.spans, long.blocks, BLOCK_N, group)
         else:
             gather_pages(k_NGPD, v_NGPD, table_SW, context_S, row_start_S, long, group, at_once, k, v)
-        if by_hand:
+        if hopper:
             attend_gathered(q_THD, k, v, out_THD, lse_TH, context_S, row_start_S, long.items, long.slots, share, group, at_once, scale, shape,
                             long.launches)
             continue
@@ -231,7 +209,7 @@ def dense_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: to
             q_THD, *descriptors, out_THD, absent if lse_TH is None else lse_TH, absent if sinks_H is None else sinks_H, context_S, row_start_S,
             long.items, q_THD.stride(0), q_THD.stride(1), out_THD.stride(0), long.slots, group, scale, softcap or 1.0,
             H=heads, R=share, R_PAD=next_power_of_2(share), D=dim, BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, CAPPED=softcap is not None,
-            SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, LATE=shape.late, LAZY=shape.lazy,
+            SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None,
             num_warps=shape.warps, num_stages=shape.stages)
 
 

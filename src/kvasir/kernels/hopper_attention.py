@@ -61,24 +61,29 @@ def can_serve_hopper(dtype: torch.dtype, dim: int, share: int, capped: bool, sin
 
 
 @gluon_jit
-def _count(tiles):
+def _count(tiles, STAY: gl.constexpr):
     """How many of the launch's tiles this program takes: one a round, in rounds that go to and fro, so that heavy and light ones add up."""
+    if not STAY:
+        return 1
     rounds = tiles // gl.num_programs(0)
     return rounds + (_tile(rounds) < tiles).to(gl.int32)
 
 
 @gluon_jit
-def _tile(turn):
+def _tile(taken):
     program, programs = gl.program_id(0), gl.num_programs(0)
-    return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
+    return taken * programs + gl.where(taken % 2 == 0, program, programs - 1 - program)
 
 
 @gluon_jit
-def _place(tile, spans, ROWS: gl.constexpr, N: gl.constexpr):
+def _place(tile, spans, ROWS: gl.constexpr, N: gl.constexpr, STAY: gl.constexpr):
     """Of a tile: its KV head, the scratch's row of its first key, its context, first row, the span's first row and length, and the blocks that
-    every row sees and that any row sees. Tiles of all KV heads that are as heavy follow each other."""
-    items_ptr, context_ptr, row_start_ptr, slots, groups, _ = spans
-    group, item = tile % groups, tile // groups
+    every row sees and that any row sees. Rounds need tiles of all KV heads by weight; otherwise one KV head follows the other."""
+    items_ptr, context_ptr, row_start_ptr, slots, groups, tiles = spans
+    items = tiles // groups
+    group, item = tile // items, tile % items
+    if STAY:
+        group, item = tile % groups, tile // groups
     span = gl.load(items_ptr + item * 3)
     first_row = gl.load(items_ptr + item * 3 + 1)
     base = group * slots + gl.load(items_ptr + item * 3 + 2)
@@ -106,11 +111,11 @@ def _fetch(kept, row, i, wanted, STAGES: gl.constexpr):
 
 
 @gluon_jit
-def _produce(k, v, spans, ROWS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr):
+def _produce(k, v, spans, ROWS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, STAY: gl.constexpr):
     """The fetching warp, in the order in which a tile's blocks are read: K0, K1, V0, K2, V1, ..."""
     done = 0
-    for turn in range(_count(spans[5])):
-        _, base, _, _, _, _, _, blocks = _place(_tile(turn), spans, ROWS, N)
+    for taken in range(_count(spans[5], STAY)):
+        _, base, _, _, _, _, _, blocks = _place(_tile(taken), spans, ROWS, N, STAY)
         for j in range(blocks + 1):
             i = done + j
             mbarrier.wait(k[3].index(i % STAGES), (i // STAGES & 1) ^ 1, pred=j < blocks)
@@ -187,7 +192,7 @@ def _queries(q_ptr, q_row, q_head, first_row, span_row, length, first_head, want
 
 @gluon_jit
 def _consume(given, ME: gl.constexpr, H: gl.constexpr, R: gl.constexpr, R_PAD: gl.constexpr, D: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
-             STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr, WANT_LSE: gl.constexpr):
+             STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr, STAY: gl.constexpr, WANT_LSE: gl.constexpr):
     """Rows x heads ME * M to (ME + 1) * M of the program's tiles."""
     q_ptr, out_ptr, lse_ptr, q_row, q_head, out_row, first_group, scale, q_rows, k, v, turn, spans = given
     APART: gl.constexpr = CONSUMERS > 0
@@ -198,9 +203,9 @@ def _consume(given, ME: gl.constexpr, H: gl.constexpr, R: gl.constexpr, R_PAD: g
     q = q_rows.index(ME)
     n = gl.arange(0, N, gl.SliceLayout(0, scores))
     factor = scale * 1.4426950408889634
-    count = _count(spans[5])
+    count = _count(spans[5], STAY)
     done = 0
-    group, base, context, first_row, span_row, length, whole, blocks = _place(_tile(0), spans, ROWS, N)
+    group, base, context, first_row, span_row, length, whole, blocks = _place(_tile(0), spans, ROWS, N, STAY)
     rows = _queries(q_ptr, q_row, q_head, first_row, span_row, length, (first_group + group) * R, True, ME, R, R_PAD, D, M, wide)
     for taken in range(count):
         if not APART:
@@ -233,14 +238,15 @@ def _consume(given, ME: gl.constexpr, H: gl.constexpr, R: gl.constexpr, R_PAD: g
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, sums))[:, None]
         _await(v[2], done - 1, True, STAGES)
         acc = hopper.warpgroup_mma(p, v[1].index((done - 1) % STAGES), acc, is_async=True)
-        # The next tile's numbers and queries are loaded meanwhile; without a next one, this one's numbers again.
         first_head, old_first_row, old_span_row, old_length = (first_group + group) * R, first_row, span_row, length
-        more = taken + 1 < count
-        group, base, context, first_row, span_row, length, whole, blocks = _place(_tile(gl.where(more, taken + 1, taken)), spans, ROWS, N)
+        if STAY:  # the next tile's numbers and queries are loaded meanwhile; without a next one, this one's numbers again
+            more = taken + 1 < count
+            group, base, context, first_row, span_row, length, whole, blocks = _place(_tile(gl.where(more, taken + 1, taken)), spans, ROWS, N, STAY)
         acc = hopper.warpgroup_mma_wait(0, deps=(acc, p))[0]
         if APART:
             mbarrier.arrive(v[3].index((done - 1) % STAGES))
-        rows = _queries(q_ptr, q_row, q_head, first_row, span_row, length, (first_group + group) * R, more, ME, R, R_PAD, D, M, wide)
+        if STAY:
+            rows = _queries(q_ptr, q_row, q_head, first_row, span_row, length, (first_group + group) * R, more, ME, R, R_PAD, D, M, wide)
 
         acc = acc / gl.convert_layout(total, gl.SliceLayout(1, sums))[:, None]
         q.store(acc.to(q.dtype))  # all warps are past the last product with the queries; in their place the result becomes whole rows
@@ -258,7 +264,7 @@ def _consume(given, ME: gl.constexpr, H: gl.constexpr, R: gl.constexpr, R_PAD: g
 def _hopper_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, context_ptr, row_start_ptr, items_ptr, q_row, q_head, out_row, slots, first_group,
                       groups, tiles, scale, H: gl.constexpr, R: gl.constexpr, R_PAD: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
                       BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr,
-                      WANT_LSE: gl.constexpr):
+                      STAY: gl.constexpr, WANT_LSE: gl.constexpr):
     """Tiles of every KV head over dense keys [groups x slots, D]."""
     COUNT: gl.constexpr = max(1, CONSUMERS)
     M: gl.constexpr = BLOCK_M // COUNT
@@ -288,19 +294,19 @@ def _hopper_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, context_ptr, row_
     SECOND: gl.constexpr = 1
     THIRD: gl.constexpr = 2
     if CONSUMERS == 0:
-        _consume(given, FIRST, H, R, R_PAD, D, M, BLOCK_N, STAGES, CONSUMERS, TURNS, WANT_LSE)
+        _consume(given, FIRST, H, R, R_PAD, D, M, BLOCK_N, STAGES, CONSUMERS, TURNS, STAY, WANT_LSE)
     elif CONSUMERS == 1:
-        gl.warp_specialize([(_consume, (given, FIRST, H, R, R_PAD, D, M, BLOCK_N, STAGES, CONSUMERS, TURNS, WANT_LSE)),
-                            (_produce, (k, v, spans, BLOCK_M // R_PAD, BLOCK_N, STAGES))], [1], [24])
+        gl.warp_specialize([(_consume, (given, FIRST, H, R, R_PAD, D, M, BLOCK_N, STAGES, CONSUMERS, TURNS, STAY, WANT_LSE)),
+                            (_produce, (k, v, spans, BLOCK_M // R_PAD, BLOCK_N, STAGES, STAY))], [1], [24])
     elif CONSUMERS == 2:
-        gl.warp_specialize([(_consume, (given, FIRST, H, R, R_PAD, D, M, BLOCK_N, STAGES, CONSUMERS, TURNS, WANT_LSE)),
-                            (_consume, (given, SECOND, H, R, R_PAD, D, M, BLOCK_N, STAGES, CONSUMERS, TURNS, WANT_LSE)),
-                            (_produce, (k, v, spans, BLOCK_M // R_PAD, BLOCK_N, STAGES))], [M // 16, 1], [REGISTERS, 24])
+        gl.warp_specialize([(_consume, (given, FIRST, H, R, R_PAD, D, M, BLOCK_N, STAGES, CONSUMERS, TURNS, STAY, WANT_LSE)),
+                            (_consume, (given, SECOND, H, R, R_PAD, D, M, BLOCK_N, STAGES, CONSUMERS, TURNS, STAY, WANT_LSE)),
+                            (_produce, (k, v, spans, BLOCK_M // R_PAD, BLOCK_N, STAGES, STAY))], [M // 16, 1], [REGISTERS, 24])
     else:
-        gl.warp_specialize([(_consume, (given, FIRST, H, R, R_PAD, D, M, BLOCK_N, STAGES, CONSUMERS, TURNS, WANT_LSE)),
-                            (_consume, (given, SECOND, H, R, R_PAD, D, M, BLOCK_N, STAGES, CONSUMERS, TURNS, WANT_LSE)),
-                            (_consume, (given, THIRD, H, R, R_PAD, D, M, BLOCK_N, STAGES, CONSUMERS, TURNS, WANT_LSE)),
-                            (_produce, (k, v, spans, BLOCK_M // R_PAD, BLOCK_N, STAGES))], [M // 16, M // 16, 1], [REGISTERS, REGISTERS, 24])
+        gl.warp_specialize([(_consume, (given, FIRST, H, R, R_PAD, D, M, BLOCK_N, STAGES, CONSUMERS, TURNS, STAY, WANT_LSE)),
+                            (_consume, (given, SECOND, H, R, R_PAD, D, M, BLOCK_N, STAGES, CONSUMERS, TURNS, STAY, WANT_LSE)),
+                            (_consume, (given, THIRD, H, R, R_PAD, D, M, BLOCK_N, STAGES, CONSUMERS, TURNS, STAY, WANT_LSE)),
+                            (_produce, (k, v, spans, BLOCK_M // R_PAD, BLOCK_N, STAGES, STAY))], [M // 16, M // 16, 1], [REGISTERS, REGISTERS, 24])
 
 
 def attend_gathered(q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_THD: torch.Tensor, lse_TH: torch.Tensor | None,
@@ -319,4 +325,5 @@ def attend_gathered(q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_T
         q_THD, *descriptors, out_THD, q_THD if lse_TH is None else lse_TH, context_S, row_start_S, items, q_THD.stride(0), q_THD.stride(1),
         out_THD.stride(0), slots, first_group, num_groups, tiles, scale,
         H=heads, R=share, R_PAD=next_power_of_2(share), D=dim, BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, STAGES=shape.stages,
-        CONSUMERS=shape.consumers, TURNS=shape.turns, REGISTERS=shape.registers, WANT_LSE=lse_TH is not None, num_warps=shape.warps)
+        CONSUMERS=shape.consumers, TURNS=shape.turns, REGISTERS=shape.registers, STAY=shape.stay, WANT_LSE=lse_TH is not None,
+        num_warps=shape.warps)

@@ -10,26 +10,9 @@ from kvasir.kernels._triton import jit, tl
 
 
 @jit
-def attend_block(q, k, v, seen, scale, softcap, top, total, acc, CAPPED: tl.constexpr, MASKED: tl.constexpr, LAZY: tl.constexpr = False):
+def attend_block(q, k, v, seen, scale, softcap, top, total, acc, CAPPED: tl.constexpr, MASKED: tl.constexpr):
     """Fold one block of keys into the running softmax of a tile: k [D, N], v [N, D], seen [M, N] or [1, N]. ``scale`` > 0."""
     s = tl.dot(q, k, input_precision="ieee")
-    p, top, shrink = weigh_block(s, seen, scale, softcap, top, CAPPED, MASKED, LAZY)
-    if LAZY:
-        if tl.min(shrink, 0) < 1:
-            acc *= shrink[:, None]
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-    else:
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return top, total * shrink + tl.sum(p, 1), acc
-
-
-@jit
-def weigh_block(s, seen, scale, softcap, top, CAPPED: tl.constexpr, MASKED: tl.constexpr, LAZY: tl.constexpr = False):
-    """From s = q k: unnormalised weights [M, N] of a block's values, their new base and what values added so far shrink by [M].
-
-    LAZY: the base follows the maximum only where that grew 2 ** 8 times, as in FlashAttention 4, so that most blocks shrink
-    nothing. Weights reach 2 ** 8 then, which costs no precision: the sum that the result is divided by has the same base.
-    """
     factor = scale * 1.4426950408889634
     if CAPPED:
         factor = 1.4426950408889634
@@ -38,12 +21,11 @@ def weigh_block(s, seen, scale, softcap, top, CAPPED: tl.constexpr, MASKED: tl.c
     if MASKED:
         s = tl.where(seen, s, -float("inf"))
     new_top = tl.maximum(top, tl.max(s, 1) * factor)
-    if LAZY:
-        new_top = tl.where(new_top > top + 8, new_top, top)
     base = tl.where(new_top == -float("inf"), 0.0, new_top)  # a row that has seen nothing yet: exp2(-inf - 0) = 0
     p = tl.exp2(s * factor - base[:, None])  # one fused multiply-add an element
     shrink = tl.exp2(top - base)
-    return p, new_top, shrink
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return new_top, total * shrink + tl.sum(p, 1), acc
 
 
 @jit
