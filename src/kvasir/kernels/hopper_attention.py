@@ -50,10 +50,7 @@ class HopperShape:
         return min(240, (512 - 24) * 64 // self.block_m // 8 * 8)
 
 
-VARIANTS = (  # that are tested, and timed beside each other
-    HopperShape(), HopperShape(turns=True), HopperShape(stay=True), HopperShape(turns=True, stay=True), HopperShape(stages=3, stay=True),
-    HopperShape(stages=3, turns=True, stay=True), HopperShape(block_n=64, stages=4, turns=True, stay=True), HopperShape(192, 64, 4, 3, stay=True),
-    HopperShape(consumers=1), HopperShape(consumers=0, stay=True), HopperShape(64, 64, 3, 0), HopperShape(64, 64, 2, 0))
+VARIANTS = (HopperShape(), HopperShape(stay=True), HopperShape(turns=True, stay=True), HopperShape(stages=3, stay=True))  # timed
 
 
 def can_serve_hopper(dtype: torch.dtype, dim: int, share: int, capped: bool, sinks: bool) -> bool:
