@@ -56,17 +56,21 @@ def test_kinds_meet_every_kernel(dtype, share):
     spec = AttentionSpec(8 * share, 8, 128, 0.1)
     backend = load("kvasir.attention.backends", "triton", AttentionBackend)
     backend.prepare(Site("cpu", dtype, "plain", 16, (spec,)))
-    met = set()
-    for start, length in backend.kinds(spec):
-        rows = torch.arange(length)
-        batch = StepBatch(input_ids=rows, positions=rows, row_start=rows, context=rows, tables=(), slots=(), logit_rows=rows, starts=[start],
-                          lengths=[length])
+    met, singles = set(), set()
+    for spans in backend.kinds(spec, 100):
+        starts, lengths = map(list, zip(*spans))
+        rows = torch.arange(sum(lengths))
+        batch = StepBatch(input_ids=rows, positions=rows, row_start=rows, context=rows, tables=(), slots=(), logit_rows=rows, starts=starts,
+                          lengths=lengths)
         backend.plan(batch)
         step, = batch.scratch.values()
+        start = starts[0]
+        singles |= set() if step.rows is None else {len(spans)}
         met |= {(tiles.block_m, start > 0) for tiles in step.tiles} | ({("long", start > 0)} if step.long else set())
     small, large = 16, 32 if dtype == torch.float32 else 64
     blocks = {large} if share == 16 else {small, large}  # one row of sixteen heads fills a small tile
     assert met == {(block, deep) for block in (*blocks, *(["long"] if dtype == torch.bfloat16 else [])) for deep in (False, True)}
+    assert singles == ({1, 17, 33, 65} if dtype == torch.float32 else {1, 17, 32, 33, 65}), "blocks are other ones from 32 rows on"
 
 
 def test_what_goes_to_the_device_together_is_aligned():

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from types import SimpleNamespace
 
+import pytest
+
+from kvasir.kernels import _triton
 from kvasir.kernels._triton import Launches
 
 
@@ -54,3 +58,27 @@ def test_the_interpreter_compiles_nothing():
     for _ in range(3):
         launches(kernel, (1, 1, 1), "x", "y", 7, EVEN=True, BLOCK=16)
     assert len(kernel.bound) == 3
+
+
+def test_compiled_and_not_launched(monkeypatch):
+    """All that a block asks for is compiled at once, and there at its end."""
+    triton = pytest.importorskip("triton")
+    from triton.runtime import _async_compile
+
+    done, together = [], threading.Barrier(3, timeout=10)
+
+    class Lazy:
+        def warmup(self, *args, grid, **named):
+            def compiles():
+                together.wait()  # alone, it would wait for ever
+                return args, grid, named
+
+            _async_compile.active_mode.get().submit(args, compiles, done.append)
+
+    monkeypatch.setattr(_triton, "triton", triton)
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    with _triton.compiling() as launches:
+        for x in "abc":
+            launches(Lazy(), (4, 2, 1), x, "y", EVEN=True)
+        assert not done
+    assert sorted(done) == [((x, "y"), (4, 2, 1), {"EVEN": True}) for x in "abc"] and _async_compile.active_mode.get() is None

@@ -52,6 +52,7 @@ class AttentionBackend(Technique):
     affects_kv = False
     codec_kernels: ClassVar[frozenset[str]] = frozenset({"plain"})  # layouts it reads directly; queries then come in the cache's basis
     rank = 0  # among the backends that can run, ``auto`` takes the highest
+    compiles_apart = False  # whether all its kernels go through ``StepBatch.launches``
     graphs = False  # whether a decode-shaped step depends on its number of spans and on device tensors alone, never on ``starts``
 
     def why_not(self, site: Site) -> list[str]:
@@ -70,9 +71,9 @@ class AttentionBackend(Technique):
         """Rows a span, in rising order, that steps with ``StepBatch.together`` are built for here. None: such steps cannot be run."""
         return ()
 
-    def kinds(self, spec: AttentionSpec) -> list[tuple[int, int]]:
-        """Spans (positions before, rows), each of a step of its own, that take every kernel which this backend compiles for layers like
-        this one. Whoever meets one first waits for the compiler; run when nobody waits, nobody does."""
+    def kinds(self, spec: AttentionSpec, max_seqs: int) -> list[list[tuple[int, int]]]:
+        """Steps, as spans (positions before, rows), that take every kernel which this backend compiles for layers like this one. Whoever
+        meets one first waits for the compiler; compiled ahead, nobody does."""
         return []
 
     def plan(self, batch: StepBatch) -> None:

@@ -18,8 +18,8 @@ import torch
 from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
 from kvasir.kernels import _triton
 from kvasir.kernels._triton import Launches
-from kvasir.kernels.decode_attention import Rows, decode_attention_triton
-from kvasir.kernels.dense_attention import SCRATCH_BYTES, can_serve, dense_attention_triton, plan_long, shape_for, worth_it
+from kvasir.kernels.decode_attention import Rows, decode_attention_triton, kinds_of
+from kvasir.kernels.dense_attention import SCRATCH_BYTES, LongSpans, can_serve, dense_attention_triton, plan_long, shape_for, worth_it
 from kvasir.kernels.hardware import send
 from kvasir.kernels.paged_attention import TREE_ROWS, Tiles, exact_tiles, paged_attention_triton, paged_together_triton, plan_tiles, rows_of_small
 from kvasir.kernels.quantized_attention import plan_rows
@@ -75,7 +75,11 @@ class PagedBackend(AttentionBackend):
 
     def plan(self, batch: StepBatch) -> None:
         for key, spec in {key_of(spec): spec for spec in self.site.specs}.items():
-            batch.scratch[key] = self._plan(batch, spec)
+            batch.scratch[key] = step = self._plan(batch, spec)
+            if batch.launches is not None:
+                step.launches = batch.launches
+                if isinstance(step.long, LongSpans):
+                    step.long.launches = batch.launches
 
     def together(self) -> tuple[int, ...]:
         """Spans whose rows all fit a small tile, and larger ones. Not in exact mode, whose tiles are another kernel's."""
@@ -84,12 +88,17 @@ class PagedBackend(AttentionBackend):
         small = min(rows_of_small(s.num_heads // s.num_kv_heads) for s in self.site.specs)
         return (small, TREE_ROWS) if small > 1 else (TREE_ROWS,)
 
-    def kinds(self, spec: AttentionSpec) -> list[tuple[int, int]]:
-        """Small tiles, large ones and long spans, with their keys in one part and in several."""
+    @property
+    def compiles_apart(self) -> bool:
+        return self.site.codec_kernel == "plain"
+
+    def kinds(self, spec: AttentionSpec, max_seqs: int) -> list[list[tuple[int, int]]]:
+        """Small tiles, large ones and long spans, with their keys in one part and in several; and numbers of single rows."""
         share = spec.num_heads // spec.num_kv_heads
         rows = 1 + rows_of_small(share)
         long = next(n for n in itertools.count(rows) if worth_it(n, share))
-        return [(start, length) for start in (0, DEEP) for length in dict.fromkeys((2, rows, long))]
+        spans = [[(start, length)] for start in (0, DEEP) for length in dict.fromkeys((2, rows, long))]
+        return spans + [[(0, 1)] * count for count in kinds_of(spec.head_dim, self.site.dtype, max_seqs)]
 
     def _plan(self, batch: StepBatch, spec: AttentionSpec) -> Step:
         if batch.together is not None:

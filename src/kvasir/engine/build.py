@@ -140,6 +140,7 @@ def build(config: EngineConfig, beside: Callable[[Decoder], int] = lambda model:
     def make_runner(num_pages: tuple[int, ...]) -> Runner:
         pool = KVPool(groups, codec, num_pages, page_slots, device, dtype)
         runner = Runner(model, pool, backend, sampler, device, max_model_len=info.max_model_len)
+        runner.compile_attention()
         if config.runner.cuda_graphs and device.type == "cuda" and backend.graphs:
             capture = CudaCapture(device)
             runner.use_graphs(capture, config.speculation.max_draft_tokens if config.speculation.drafter else 0)

@@ -8,10 +8,11 @@ plan may be launched: a decode whose token is still being drawn takes it from th
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 
 import torch
 
-from kvasir.attention.backend import AttentionBackend, AttentionSpec
+from kvasir.attention.backend import AttentionBackend
 from kvasir.decoding.sampler import SampleOutput, Sampler, StepOutput
 from kvasir.engine.batch import Packer
 from kvasir.engine.decode_tapes import DecodeTapes
@@ -22,6 +23,7 @@ from kvasir.engine.native_decodes import NativeDecodes
 from kvasir.engine.sizing import pages_for
 from kvasir.engine.tape import Arena, record
 from kvasir.engine.taps import GuestHandle, TappedHandle, Taps
+from kvasir.kernels._triton import Launches, compiling
 from kvasir.kv.pool import KVPool
 from kvasir.logs import log
 from kvasir.models.decoder import Decoder
@@ -47,7 +49,8 @@ class Runner:
         self.mixed: MixedSteps | None = None
         self.taps: Taps | None = None
         self._guest_inputs: torch.Tensor | None = None
-        self._kinds: list[tuple[int, AttentionSpec, int, int]] | None = None  # of attention that nobody has met yet; None: not asked for
+        layers = {layer.mixer.attention(): i for i, layer in reversed(list(enumerate(model.spec.layers)))}
+        self._kinds = [(layer, spans) for spec, layer in layers.items() for spans in backend.kinds(spec, sampler.max_seqs)]  # not compiled yet
         self.native: NativeDecoder | None = None
         self.decodes: NativeDecodes | None = None
         self.tapes: DecodeTapes | None = None
@@ -89,24 +92,34 @@ class Runner:
     @torch.inference_mode()
     def prepare_next(self) -> bool:
         """While nothing is in flight: have one more of attention's kernels compiled, or else capture one more step. False: none is left."""
-        if self._kinds is None:
-            layers = {layer.mixer.attention(): i for i, layer in reversed(list(enumerate(self.model.spec.layers)))}
-            self._kinds = [(i, spec, *kind) for spec, i in layers.items() for kind in self.backend.kinds(spec)]
         if not self._kinds:
             return self.capture_next()
-        layer, spec, start, length = self._kinds.pop(0)
-        q_THD = torch.zeros(length, spec.num_heads, spec.head_dim, dtype=self.model.place.dtype, device=self.device)
-        row_start, context = (torch.tensor(words, dtype=torch.int32, device=self.device) for words in ([0, length], [start]))
-        table = torch.zeros(1, pages_for(start + length, self.pool.page_slots), dtype=torch.int32, device=self.device)  # the dummy page
-        rows = torch.arange(start, start + length, device=self.device)
+        self._attend(*self._kinds.pop(0))
+        return True
+
+    @torch.inference_mode()
+    def compile_attention(self) -> None:
+        """Have all of attention's kernels compiled beside each other, where nothing has to run for it; others are when nobody waits."""
+        if self.backend.compiles_apart:
+            with compiling() as launches:
+                while self._kinds:
+                    self._attend(*self._kinds.pop(), launches)
+
+    def _attend(self, layer: int, spans: list[tuple[int, int]], launches: Launches | None = None) -> None:
+        """A step of spans (positions before, rows) over the dummy page."""
+        starts, lengths = map(list, zip(*spans))
+        ends, spec = list(accumulate(lengths, initial=0)), self.model.spec.layers[layer].mixer.attention()
+        q_THD = torch.zeros(ends[-1], spec.num_heads, spec.head_dim, dtype=self.model.place.dtype, device=self.device)
+        row_start, context = (torch.tensor(words, dtype=torch.int32, device=self.device) for words in (ends, starts))
+        table = torch.zeros(len(spans), pages_for(max(map(sum, spans)), self.pool.page_slots), dtype=torch.int32, device=self.device)
+        rows = torch.arange(ends[-1], device=self.device)
         batch = StepBatch(input_ids=rows, positions=rows, row_start=row_start, context=context, tables=(table,) * len(self.pool.groups),
-                          slots=(), logit_rows=rows, starts=[start], lengths=[length])
+                          slots=(), logit_rows=rows, starts=starts, lengths=lengths, launches=launches)
         try:
             self.backend.plan(batch)
             self.backend.run(q_THD, self.caches[layer], spec, batch, sinks_H=self.model.blocks[layer].mixer.sinks_H)
         except Exception as error:  # nobody asked for it yet: an engine that ended here would end again after every restart
-            log.warning("attention of %d rows behind %d cannot be prepared (%s: %s)", length, start, type(error).__name__, error)
-        return True
+            log.warning("attention of %s cannot be prepared (%s: %s)", spans[:4], type(error).__name__, error)
 
     def capture_next(self) -> bool:
         """Capture one more step while nothing is in flight. False: none is left."""

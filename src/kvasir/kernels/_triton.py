@@ -7,10 +7,12 @@ switch, used by the kernel tests), kernels run on the CPU, one program after the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -85,6 +87,20 @@ class Launches:
         if compiled is not None:  # in the interpreter there is none
             rest = kernel.params[len(args):]
             self._compiled[key] = compiled, tuple(named.get(p.name, p.default) for p in rest)
+
+
+class Compiles(Launches):
+    """Launches that do not happen: what they lack is compiled."""
+
+    def __call__(self, kernel: Any, grid: tuple[int, int, int], *args: Any, **named: Any) -> None:
+        kernel.warmup(*args, grid=grid, **named)
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[Launches]:
+    """Compile what is launched by these launches, on all cores, and wait for it. What cannot be compiled says so where it is launched."""
+    with ThreadPoolExecutor(os.cpu_count()) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+        yield Compiles()
 
 
 def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **named: Any) -> None:

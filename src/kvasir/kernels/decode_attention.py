@@ -53,6 +53,23 @@ class Shape:
         return Shape(64, 2, 3, programs) if rows < MANY_ROWS else Shape(64, 2, 2, programs, at_once=4)
 
 
+def kinds_of(dim: int, dtype: torch.dtype, max_rows: int) -> list[int]:
+    """Numbers of rows that take every variant the kernel is compiled in."""
+    kinds: dict[tuple, int] = {}
+    for rows in range(1, max_rows + 1):
+        shape = Shape.of(padded(dim), dtype, rows)
+        kinds.setdefault((shape.block_n, shape.warps, shape.stages, count_pad(rows)), rows)
+    return list(kinds.values())
+
+
+def padded(dim: int) -> int:
+    return max(16, next_power_of_2(dim))
+
+
+def count_pad(rows: int) -> int:
+    return max(16, next_power_of_2(rows))
+
+
 @dataclass(slots=True)
 class Rows:
     """The single-row spans of a step. ``spans`` [B] int32 on the device. ``arrived`` [B, G] int32: zero between launches;
@@ -139,7 +156,7 @@ def decode_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: t
     assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1), "planes must be page-strided with dense slots"
     assert q_THD.stride(-1) == 1 and table_SW.stride(-1) == 1 and q_THD.dtype == k_NGPD.dtype, "rows must be dense, of one dtype"
     assert rows.arrived.numel() >= count * groups, "one counter a row and KV head"
-    share, dim_pad = heads // groups, max(16, next_power_of_2(dim))
+    share, dim_pad = heads // groups, padded(dim)
     shape = shape or Shape.of(dim_pad, q_THD.dtype, count)
     wave = max(1, shape.at_once * multiprocessors(q_THD.device) // groups)
     budget = max(wave, shape.programs * multiprocessors(q_THD.device) // groups - count)  # programs without a chunk take time, too
@@ -154,7 +171,7 @@ def decode_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: t
         table_SW, context_S, row_start_S, rows.spans, q_THD.stride(0), q_THD.stride(1), k_NGPD.stride(0), k_NGPD.stride(1),
         out_THD.stride(0), table_SW.stride(0), count, wave, budget, window or 0, scale, softcap or 1.0,
         H=heads, R=share, P=size, D=dim, D_PAD=dim_pad, BLOCK_M=max(16, share_pad), BLOCK_N=shape.block_n,
-        COUNT_PAD=max(16, next_power_of_2(count)), MIN_KEYS=max(MIN_CHUNK, shape.block_n), SHORT_KEYS=SHORT_CHUNK, R_PAD=share_pad,
+        COUNT_PAD=count_pad(count), MIN_KEYS=max(MIN_CHUNK, shape.block_n), SHORT_KEYS=SHORT_CHUNK, R_PAD=share_pad,
         MERGE=merged_at_once(share, dim_pad, shape.warps), WINDOWED=window is not None, CAPPED=softcap is not None,
         SINKS=sinks_H is not None, WANT_LSE=lse_TH is not None, PDL=early, num_warps=shape.warps, num_stages=shape.stages, launch_pdl=early)
 
