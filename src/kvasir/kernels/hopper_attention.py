@@ -17,6 +17,7 @@ Legend: M rows x heads of a consumer, N keys of a block, D head dim, the rest as
 
 from __future__ import annotations
 
+from collections import namedtuple
 from dataclasses import dataclass
 
 import torch
@@ -40,46 +41,51 @@ def can_serve_hopper(dtype: torch.dtype, dim: int, share: int, capped: bool, sin
     return dtype in (torch.bfloat16, torch.float16) and dim in (64, 128) and share <= 64 and not capped and not sinks
 
 
+Ring = namedtuple("Ring", "desc slots full free")  # where one operand's blocks come from, their slots and their barriers
+Tile = namedtuple("Tile", "head row span_row length context whole blocks")  # whole: blocks that every row sees; blocks: that any row sees
+
+
 @gluon_jit
-def _fetch(ring, row, i):
+def _ring(desc, STAGES: gl.constexpr):
+    """With every slot free. A copy's bytes arrive once, and two consumers read them."""
+    slots = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    return Ring(desc, slots, full, free)
+
+
+@gluon_jit
+def _fetch(ring, row, i, STAGES: gl.constexpr):
     """Start the copy of block i, from ``row`` on, once its slot is free."""
-    desc, slots, full, free = ring
-    STAGES: gl.constexpr = slots.shape[0]
-    arrived = full.index(i % STAGES)
-    mbarrier.wait(free.index(i % STAGES), (i // STAGES & 1) ^ 1)
-    mbarrier.expect(arrived, desc.block_type.nbytes)
-    hopper.tma.async_copy_global_to_shared(desc, [row, 0], arrived, slots.index(i % STAGES))
+    slot, full = i % STAGES, ring.full.index(i % STAGES)
+    mbarrier.wait(ring.free.index(slot), (i // STAGES & 1) ^ 1)
+    mbarrier.expect(full, ring.desc.block_type.nbytes)
+    hopper.tma.async_copy_global_to_shared(ring.desc, [row, 0], full, ring.slots.index(slot))
 
 
 @gluon_jit
-def _produce(k, v, base, blocks, N: gl.constexpr):
+def _produce(k, v, base, blocks, N: gl.constexpr, STAGES: gl.constexpr):
     """The fetching warp, in the order in which blocks are read: K0, K1, V0, K2, V1, ..."""
-    _fetch(k, base, 0)
+    _fetch(k, base, 0, STAGES)
     for j in range(1, blocks):
-        _fetch(k, base + j * N, j)
-        _fetch(v, base + (j - 1) * N, j - 1)
-    _fetch(v, base + (blocks - 1) * N, blocks - 1)
+        _fetch(k, base + j * N, j, STAGES)
+        _fetch(v, base + (j - 1) * N, j - 1, STAGES)
+    _fetch(v, base + (blocks - 1) * N, blocks - 1, STAGES)
 
 
 @gluon_jit
-def _await(ring, i, wanted):
+def _await(ring, i, STAGES: gl.constexpr, wanted=True):
     """Until block i has arrived."""
-    _, slots, full, _ = ring
-    STAGES: gl.constexpr = slots.shape[0]
-    mbarrier.wait(full.index(i % STAGES), i // STAGES & 1, pred=wanted)
+    mbarrier.wait(ring.full.index(i % STAGES), i // STAGES & 1, pred=wanted)
 
 
 @gluon_jit
-def _block(ring, i):
-    _, slots, _, _ = ring
-    return slots.index(i % slots.shape[0])
-
-
-@gluon_jit
-def _release(ring, i):
+def _release(ring, i, STAGES: gl.constexpr):
     """This consumer has read block i: one thread says so, after a barrier of its warps."""
-    _, slots, _, free = ring
-    mbarrier.arrive(free.index(i % slots.shape[0]))
+    mbarrier.arrive(ring.free.index(i % STAGES))
 
 
 @gluon_jit
@@ -92,43 +98,42 @@ def _weigh(s, seen, factor, top, MASKED: gl.constexpr):
 
 
 @gluon_jit
-def _fold(q, k, v, p, shrink, acc, top, total, position, n, factor, j, blocks, MASKED: gl.constexpr):
+def _fold(q, k, v, p, shrink, acc, top, total, position, n, factor, j, blocks, STAGES: gl.constexpr, MASKED: gl.constexpr):
     """Weights of block j, whose keys have arrived, and the sum with the values of block j - 1, whose weights are ``p`` and for which the sum
     before it shrinks by ``shrink``."""
     scores: gl.constexpr = n.type.layout.parent
     operand: gl.constexpr = p.type.layout
     M: gl.constexpr = q.shape[0]
     N: gl.constexpr = n.shape[0]
-    s = gl.zeros([M, N], gl.float32, scores)
-    s = hopper.warpgroup_mma(q, _block(k, j).permute((1, 0)), s, use_acc=False, is_async=True)
+    keys = k.slots.index(j % STAGES).permute((1, 0))
+    s = hopper.warpgroup_mma(q, keys, gl.zeros([M, N], gl.float32, scores), use_acc=False, is_async=True)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, operand.parent))[:, None]
-    _await(v, j - 1, True)
-    acc = hopper.warpgroup_mma(p, _block(v, j - 1), acc, is_async=True)
+    _await(v, j - 1, STAGES)
+    acc = hopper.warpgroup_mma(p, v.slots.index((j - 1) % STAGES), acc, is_async=True)
     s = hopper.warpgroup_mma_wait(1, deps=(s,))
-    _release(k, j)
+    _release(k, j, STAGES)
     weights, top, shrink = _weigh(s, (j * N + n)[None, :] <= position[:, None], factor, top, MASKED)
     total = total * shrink + gl.sum(weights, 1)
     rounded = gl.convert_layout(weights.to(p.dtype), operand)
-    _await(k, j + 1, j + 1 < blocks)  # here, since the assembler takes no exponential past a branch, but all past the next wait
+    _await(k, j + 1, STAGES, j + 1 < blocks)  # here, since the assembler takes no exponential past a branch, but all past the next wait
     acc, _, rounded = hopper.warpgroup_mma_wait(0, deps=(acc, p, rounded))
-    _release(v, j - 1)
+    _release(v, j - 1, STAGES)
     return rounded, shrink, acc, top, total
 
 
 @gluon_jit
 def _rows(tile, m, R: gl.constexpr, R_PAD: gl.constexpr):
     """Row and head of the tile's m-th, and whether there is one."""
-    first_head, first_row, span_row, length = tile
-    local = first_row + m // R_PAD
-    return (span_row + local).to(gl.int64), first_head + m % R_PAD, (m % R_PAD < R) & (local < length)
+    local = tile.row + m // R_PAD
+    return (tile.span_row + local).to(gl.int64), tile.head + m % R_PAD, (m % R_PAD < R) & (local < tile.length)
 
 
 @gluon_jit
-def _consume(rows, q_rows, k, v, tile, context, whole, blocks, scale, ME: gl.constexpr, H: gl.constexpr, R: gl.constexpr, R_PAD: gl.constexpr,
-             N: gl.constexpr, WANT_LSE: gl.constexpr):
+def _consume(rows, q_rows, k, v, tile, scale, ME: gl.constexpr, H: gl.constexpr, R: gl.constexpr, R_PAD: gl.constexpr, N: gl.constexpr,
+             STAGES: gl.constexpr, WANT_LSE: gl.constexpr):
     """Rows x heads ME * M to (ME + 1) * M of the tile."""
     q_ptr, out_ptr, lse_ptr, q_row, q_head, out_row = rows
-    _, first_row, _, _ = tile
+    blocks = tile.blocks
     M: gl.constexpr = q_rows.shape[1]
     D: gl.constexpr = q_rows.shape[2]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [M // 16, 1], [16, N, 16])
@@ -143,24 +148,24 @@ def _consume(rows, q_rows, k, v, tile, context, whole, blocks, scale, ME: gl.con
     hopper.fence_async_shared()  # products read shared memory by a proxy of their own
     gl.thread_barrier()
 
-    position = context + first_row + m // R_PAD
+    position = tile.context + tile.row + m // R_PAD
     factor = scale * 1.4426950408889634
-    _await(k, 0, True)
-    s = hopper.warpgroup_mma(q, _block(k, 0).permute((1, 0)), gl.zeros([M, N], gl.float32, scores), use_acc=False)
-    _release(k, 0)
+    _await(k, 0, STAGES)
+    s = hopper.warpgroup_mma(q, k.slots.index(0).permute((1, 0)), gl.zeros([M, N], gl.float32, scores), use_acc=False)
+    _release(k, 0, STAGES)
     top = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(1, scores))
     weights, top, shrink = _weigh(s, n[None, :] <= position[:, None], factor, top, True)
     total = gl.sum(weights, 1)
     p = gl.convert_layout(weights.to(q.dtype), gl.DotOperandLayout(0, sums, 2))
     acc = gl.zeros([M, D], gl.float32, sums)
-    _await(k, 1, blocks > 1)
-    for j in range(1, whole):
-        p, shrink, acc, top, total = _fold(q, k, v, p, shrink, acc, top, total, position, n, factor, j, blocks, False)
-    for j in range(gl.maximum(whole, 1), blocks):
-        p, shrink, acc, top, total = _fold(q, k, v, p, shrink, acc, top, total, position, n, factor, j, blocks, True)
+    _await(k, 1, STAGES, blocks > 1)
+    for j in range(1, tile.whole):
+        p, shrink, acc, top, total = _fold(q, k, v, p, shrink, acc, top, total, position, n, factor, j, blocks, STAGES, False)
+    for j in range(gl.maximum(tile.whole, 1), blocks):
+        p, shrink, acc, top, total = _fold(q, k, v, p, shrink, acc, top, total, position, n, factor, j, blocks, STAGES, True)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, sums))[:, None]
-    _await(v, blocks - 1, True)
-    acc = hopper.warpgroup_mma(p, _block(v, blocks - 1), acc)
+    _await(v, blocks - 1, STAGES)
+    acc = hopper.warpgroup_mma(p, v.slots.index((blocks - 1) % STAGES), acc)
 
     acc = acc / gl.convert_layout(total, gl.SliceLayout(1, sums))[:, None]
     q.store(acc.to(q.dtype))  # all warps are past the last product with the queries; in their place the result becomes whole rows
@@ -177,38 +182,25 @@ def _hopper_attention(q_ptr, k_desc, v_desc, out_ptr, lse_ptr, context_ptr, row_
                       BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WANT_LSE: gl.constexpr):
     """One tile and KV head over dense keys [G x slots, D]."""
     q_rows = gl.allocate_shared_memory(k_desc.dtype, [2, BLOCK_M // 2, D], k_desc.layout)
-    k_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK_N, D], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BLOCK_N, D], v_desc.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=2)
-        mbarrier.init(v_free.index(i), count=2)
+    k, v = _ring(k_desc, STAGES), _ring(v_desc, STAGES)
     hopper.fence_async_shared()
     gl.thread_barrier()
 
     item, group = items_ptr + gl.program_id(0) * 3, gl.program_id(1)  # one KV head after the other, so that its keys stay in the L2 cache
-    span, first_row = gl.load(item), gl.load(item + 1)
+    span, row = gl.load(item), gl.load(item + 1)
     base = group * slots + gl.load(item + 2)
     context = gl.load(context_ptr + span)
     span_row = gl.load(row_start_ptr + span)
     length = gl.load(row_start_ptr + span + 1) - span_row
-    whole = (context + first_row + 1) // BLOCK_N  # blocks that every row sees
-    blocks = (context + gl.minimum(first_row + BLOCK_M // R_PAD, length) + BLOCK_N - 1) // BLOCK_N  # that any row sees
-
-    k = k_desc, k_ring, k_full, k_free
-    v = v_desc, v_ring, v_full, v_free
+    whole = (context + row + 1) // BLOCK_N
+    blocks = (context + gl.minimum(row + BLOCK_M // R_PAD, length) + BLOCK_N - 1) // BLOCK_N
+    tile = Tile((first_group + group) * R, row, span_row, length, context, whole, blocks)
     rows = q_ptr, out_ptr, lse_ptr, q_row, q_head, out_row
-    tile = (first_group + group) * R, first_row, span_row, length
     FIRST: gl.constexpr = 0  # numbers among a partition's arguments must be marked as constants
     SECOND: gl.constexpr = 1
-    gl.warp_specialize([(_consume, (rows, q_rows, k, v, tile, context, whole, blocks, scale, FIRST, H, R, R_PAD, BLOCK_N, WANT_LSE)),
-                        (_consume, (rows, q_rows, k, v, tile, context, whole, blocks, scale, SECOND, H, R, R_PAD, BLOCK_N, WANT_LSE)),
-                        (_produce, (k, v, base, blocks, BLOCK_N))], [4, 1], [240, 24])
+    gl.warp_specialize([(_consume, (rows, q_rows, k, v, tile, scale, FIRST, H, R, R_PAD, BLOCK_N, STAGES, WANT_LSE)),
+                        (_consume, (rows, q_rows, k, v, tile, scale, SECOND, H, R, R_PAD, BLOCK_N, STAGES, WANT_LSE)),
+                        (_produce, (k, v, base, blocks, BLOCK_N, STAGES))], [4, 1], [240, 24])
 
 
 def attend_gathered(q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_THD: torch.Tensor, lse_TH: torch.Tensor | None,
