@@ -9,7 +9,7 @@ import torch
 
 from kvasir.kernels import _triton
 from kvasir.kernels import dense_attention as dense
-from kvasir.kernels.hopper_attention import VARIANTS, can_serve_hopper
+from kvasir.kernels.hopper_attention import HopperShape, can_serve_hopper
 from tests.kernels import check
 from tests.kernels.check import check_dense_attention, make_world
 
@@ -41,16 +41,10 @@ hopper = pytest.mark.skipif(_triton.INTERPRETED or not torch.cuda.is_available()
 
 
 @hopper
-@pytest.mark.parametrize("shape", VARIANTS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", SERVED, ids=str)
-def test_by_hand(case, shape, device):
-    check_dense_attention(case, torch.float16, device, shape=shape)
-
-
-@hopper
-@pytest.mark.parametrize("case", SERVED, ids=str)
-def test_by_hand_in_bfloat16(case, device):
-    check_dense_attention(case, torch.bfloat16, device, shape=VARIANTS[0])
+def test_by_hand(case, dtype, device):
+    check_dense_attention(case, dtype, device, shape=HopperShape())
 
 
 @pytest.mark.parametrize("case", list(dense.ragged()), ids=str)
