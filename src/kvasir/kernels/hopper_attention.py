@@ -90,7 +90,7 @@ def _release(ring, i, STAGES: gl.constexpr):
 
 @gluon_jit
 def _weigh(s, seen, factor, top, MASKED: gl.constexpr):
-    """``weigh_block``, where every row has seen a key: all see the first."""
+    """As in ``attend_block``, where every row has seen a key: all see the first."""
     if MASKED:
         s = gl.where(seen, s, -float("inf"))
     new_top = gl.maximum(top, gl.max(s, 1) * factor)
