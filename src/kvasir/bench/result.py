@@ -27,7 +27,7 @@ from typing import Any
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy")
 WIDTH = 130  # of a table that goes to a file
-LINE = 300  # of its JSON: an arm of a few metrics
+LINE = 400  # of its JSON: an arm of a few metrics
 _PATH = re.compile(r"(?<![\w.:/~-])~?/(?:[\w.@+-]+/)+([\w.@+-]*)")  # absolute, of at least two parts; not the path of a URL
 
 
