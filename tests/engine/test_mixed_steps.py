@@ -154,16 +154,16 @@ def test_kinds_of_attention_are_met_when_idle_and_one_that_fails_ends_nothing(ca
     backend, met = driver.engine.runner.backend, []
 
     def run(q_THD, cache, spec, batch, **how):
-        met.append((batch.starts[0], len(q_THD)))
+        met.append((batch.starts, len(q_THD)))
         if len(q_THD) == 5:
             raise RuntimeError("this kernel does not compile")
 
     driver.run([driver.request("r", [300] * 9, max_tokens=2)])
-    monkeypatch.setattr(backend, "kinds", lambda spec: [(0, 2), (64, 5), (64, 2)])
+    monkeypatch.setattr(driver.engine.runner, "_kinds", [(0, [(0, 2)]), (0, [(64, 5)]), (0, [(64, 1), (0, 1)])])
     monkeypatch.setattr(backend, "run", run)
     for _ in range(3):
         assert driver.engine.idle()
-    assert met == [(0, 2), (64, 5), (64, 2)] and caplog.text.count("cannot be prepared") == 1 and not driver.engine.runner.mixed._ready
+    assert met == [([0], 2), ([64], 5), ([64, 0], 2)] and caplog.text.count("cannot be prepared") == 1 and not driver.engine.runner.mixed._ready
     assert driver.engine.idle() and len(driver.engine.runner.mixed._ready) == 1, "captures come after them"
     driver.close()
 

@@ -50,7 +50,7 @@ def test_by_hand(case, dtype, device):
 @pytest.mark.parametrize("case", list(dense.ragged()), ids=str)
 def test_ragged(case, device):
     """What the kernels placed by hand are held to."""
-    if _triton.INTERPRETED and case.spans[0][0] > 1000:
+    if _triton.INTERPRETED and (case.spans[0][0] > 1000 or len(case.spans) > 8):
         pytest.skip("takes the interpreter long")
     check_dense_attention(case, torch.float16, device, shape=dense.Shape())
 
