@@ -41,7 +41,7 @@ RATE, MINUTE, LONGEST = 18.0, 60.0, 32_768  # of the conversation, as it was mea
 # Milliseconds on the GPU by rows: steps with prompts, and decodes without their keys.
 MIXED = [1, 64, 128, 256, 512, 768, 1056, 1536, 2048, 4096, 8192], [4.1, 5.5, 6.5, 8.7, 14.6, 19.9, 27.5, 37.5, 48.0, 93.0, 182.0]
 DECODES = [1, 8, 64, 256], [4.05, 4.13, 4.63, 6.86]
-KV_BYTES, BANDWIDTH, PAIR_FLOPS, FLOPS = 131072, 4.2e12, 4 * 32 * 128 * 32, 4e14
+KV_BYTES, BANDWIDTH, PAIR_FLOPS, FLOPS = 131072, 4.2e12, 4 * 32 * 128 * 32, 6.5e14
 PIECES, LAUNCH_PIECES, LAUNCH_KERNELS, LAUNCH_GRAPH = 1152, 7.5e-3, 17e-3, 1.2e-3  # rows; seconds of the host
 RECEIVE, SEND, COMMIT = 3e-3, 1e-3, 6e-4  # seconds until a request is in the queue; until a token is out; of a step's bookkeeping
 
