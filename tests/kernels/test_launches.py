@@ -60,6 +60,14 @@ def test_the_interpreter_compiles_nothing():
     assert len(kernel.bound) == 3
 
 
+def test_an_older_triton_launches(monkeypatch):
+    monkeypatch.setattr(_triton, "triton", SimpleNamespace())
+    kernel = Kernel()
+    with _triton.compiling() as launches:
+        launches(kernel, (4, 2, 1), "x", "y", 7, EVEN=True, BLOCK=16)
+    assert len(kernel.bound) == 1
+
+
 def test_compiled_and_not_launched(monkeypatch):
     """All that a block asks for is compiled at once, and there at its end."""
     triton = pytest.importorskip("triton")
