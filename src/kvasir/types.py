@@ -320,8 +320,7 @@ class StepBatch:
     embeddings [K, E], as the first layer reads them.
     ``together``: rows that share the read of their keys although each is a span here: ``context`` is where each stands in the cache,
     ``tables`` are of rows, and every row has ``ancestors``, of a chain, too.
-    ``starts``/``lengths`` are the host's copies of context and span lengths; ``scratch`` belongs to the attention backend, whose kernels
-    go through ``launches``, where given.
+    ``starts``/``lengths`` are the host's copies of context and span lengths; ``scratch`` belongs to the attention backend.
     """
 
     input_ids: torch.Tensor
@@ -338,7 +337,6 @@ class StepBatch:
     guests: tuple[torch.Tensor, torch.Tensor] | None = None
     inputs: torch.Tensor | None = None
     together: Together | None = None
-    launches: Any = None
     scratch: dict[Any, Any] = field(default_factory=dict)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import signal
@@ -148,6 +149,20 @@ def test_prompts_come_first_unless_somebody_reads_along(llm):
     assert not first()
     other.close()
     assert first()
+
+
+def test_collections_walk_what_a_call_has_made_and_nothing_stays_frozen(llm, monkeypatch):
+    step, frozen = llm.engine.step, []
+    monkeypatch.setattr(llm.engine, "step", lambda: frozen.append(gc.get_freeze_count()) or step())
+    llm.generate(["a"], SamplingParams(max_tokens=2))
+    assert min(frozen) > 10_000 and gc.get_freeze_count() == 0
+    gc.freeze()
+    try:  # by a caller with reasons of its own
+        before = gc.get_freeze_count()
+        llm.generate(["a"], SamplingParams(max_tokens=2))
+        assert gc.get_freeze_count() > before // 2 > 10_000
+    finally:
+        gc.unfreeze()
 
 
 def test_leaving_a_stream_cancels_it(llm):

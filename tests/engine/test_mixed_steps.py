@@ -149,25 +149,6 @@ def test_a_failed_capture_leaves_the_engine_running(alone, caplog):
     assert outcome(driver) == alone and not ran and "no more CUDA graphs of mixed steps" in caplog.text
 
 
-def test_kinds_of_attention_are_met_when_idle_and_one_that_fails_ends_nothing(caplog, monkeypatch):
-    driver = Driver(pieces=True, max_num_seqs=8)
-    backend, met = driver.engine.runner.backend, []
-
-    def run(q_THD, cache, spec, batch, **how):
-        met.append((batch.starts, len(q_THD)))
-        if len(q_THD) == 5:
-            raise RuntimeError("this kernel does not compile")
-
-    driver.run([driver.request("r", [300] * 9, max_tokens=2)])
-    monkeypatch.setattr(driver.engine.runner, "_kinds", [(0, [(0, 2)]), (0, [(64, 5)]), (0, [(64, 1), (0, 1)])])
-    monkeypatch.setattr(backend, "run", run)
-    for _ in range(3):
-        assert driver.engine.idle()
-    assert met == [([0], 2), ([64], 5), ([64, 0], 2)] and caplog.text.count("cannot be prepared") == 1 and not driver.engine.runner.mixed._ready
-    assert driver.engine.idle() and len(driver.engine.runner.mixed._ready) == 1, "captures come after them"
-    driver.close()
-
-
 def test_sizes():
     for most in (1, 32, 33, 512, 600, 3500, 8192):
         found = sizes(most)

@@ -52,7 +52,6 @@ class AttentionBackend(Technique):
     affects_kv = False
     codec_kernels: ClassVar[frozenset[str]] = frozenset({"plain"})  # layouts it reads directly; queries then come in the cache's basis
     rank = 0  # among the backends that can run, ``auto`` takes the highest
-    compiles_apart = False  # whether all its kernels go through ``StepBatch.launches``
     graphs = False  # whether a decode-shaped step depends on its number of spans and on device tensors alone, never on ``starts``
 
     def why_not(self, site: Site) -> list[str]:

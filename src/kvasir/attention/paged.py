@@ -19,7 +19,7 @@ from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
 from kvasir.kernels import _triton
 from kvasir.kernels._triton import Launches
 from kvasir.kernels.decode_attention import Rows, decode_attention_triton, kinds_of
-from kvasir.kernels.dense_attention import SCRATCH_BYTES, LongSpans, can_serve, dense_attention_triton, plan_long, shape_for, worth_it
+from kvasir.kernels.dense_attention import SCRATCH_BYTES, can_serve, dense_attention_triton, plan_long, shape_for, worth_it
 from kvasir.kernels.hardware import send
 from kvasir.kernels.paged_attention import TREE_ROWS, Tiles, exact_tiles, paged_attention_triton, paged_together_triton, plan_tiles, rows_of_small
 from kvasir.kernels.quantized_attention import plan_rows
@@ -75,11 +75,7 @@ class PagedBackend(AttentionBackend):
 
     def plan(self, batch: StepBatch) -> None:
         for key, spec in {key_of(spec): spec for spec in self.site.specs}.items():
-            batch.scratch[key] = step = self._plan(batch, spec)
-            if batch.launches is not None:
-                step.launches = batch.launches
-                if isinstance(step.long, LongSpans):
-                    step.long.launches = batch.launches
+            batch.scratch[key] = self._plan(batch, spec)
 
     def together(self) -> tuple[int, ...]:
         """Spans whose rows all fit a small tile, and larger ones. Not in exact mode, whose tiles are another kernel's."""
@@ -87,10 +83,6 @@ class PagedBackend(AttentionBackend):
             return ()
         small = min(rows_of_small(s.num_heads // s.num_kv_heads) for s in self.site.specs)
         return (small, TREE_ROWS) if small > 1 else (TREE_ROWS,)
-
-    @property
-    def compiles_apart(self) -> bool:
-        return self.site.codec_kernel == "plain"
 
     def kinds(self, spec: AttentionSpec, max_seqs: int) -> list[list[tuple[int, int]]]:
         """Small tiles, large ones and long spans, with their keys in one part and in several; and numbers of single rows."""

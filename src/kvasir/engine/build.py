@@ -15,6 +15,7 @@ from kvasir.attention.backend import BACKENDS, AttentionBackend, AttentionSpec, 
 from kvasir.config import EngineConfig
 from kvasir.decoding.sampler import Sampler
 from kvasir.engine.graphs import CudaCapture
+from kvasir.engine.rehearsal import rehearse
 from kvasir.engine.runner import Runner
 from kvasir.engine.sizing import PoolPlan, gib, own_bytes, pages_for, plan_pool, resolve_length
 from kvasir.engine.step_time import Roofline
@@ -140,7 +141,7 @@ def build(config: EngineConfig, beside: Callable[[Decoder], int] = lambda model:
     def make_runner(num_pages: tuple[int, ...]) -> Runner:
         pool = KVPool(groups, codec, num_pages, page_slots, device, dtype)
         runner = Runner(model, pool, backend, sampler, device, max_model_len=info.max_model_len)
-        runner.compile_attention()
+        rehearse(runner)
         if config.runner.cuda_graphs and device.type == "cuda" and backend.graphs:
             capture = CudaCapture(device)
             runner.use_graphs(capture, config.speculation.max_draft_tokens if config.speculation.drafter else 0)
@@ -164,7 +165,8 @@ def build(config: EngineConfig, beside: Callable[[Decoder], int] = lambda model:
     clock.lap("weights")
     info.max_model_len = resolve_length(info.max_model_len, plan, fit=config.cache.fit, explain=explain)
     info.kv_capacity_tokens = plan.capacity
-    runner = make_runner(plan.num_pages)
+    with _triton.compiling():
+        runner = make_runner(plan.num_pages)
     for part in (runner.graphs, runner.mixed):
         if part is not None and step_bytes:
             part.step_bytes = step_bytes
@@ -264,7 +266,8 @@ def _gpu_budget(config: EngineConfig, device: torch.device, free_before: int, ma
     torch.cuda.synchronize(device)
     held = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    runner = worst_case_step(make_runner, sizes, num_groups)
+    with _triton.compiling():
+        runner = worst_case_step(make_runner, sizes, num_groups)
     loading.wait()  # before anything is captured: a capture must not meet another thread's calls
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - held

@@ -347,7 +347,7 @@ class Engine:
 
     def idle(self) -> bool:
         """A bit of work for a moment without requests; False: there is none left."""
-        return self._num_generated > 0 and not self._plans and self.runner.prepare_next()
+        return self._num_generated > 0 and not self._plans and self.runner.capture_next()
 
     def _wait_for_compiling(self) -> None:
         """Nothing can run until a grammar is ready: sleep on it for a moment instead of spinning."""

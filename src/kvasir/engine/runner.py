@@ -8,7 +8,6 @@ plan may be launched: a decode whose token is still being drawn takes it from th
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
 
 import torch
 
@@ -23,12 +22,10 @@ from kvasir.engine.native_decodes import NativeDecodes
 from kvasir.engine.sizing import pages_for
 from kvasir.engine.tape import Arena, record
 from kvasir.engine.taps import GuestHandle, TappedHandle, Taps
-from kvasir.kernels._triton import Launches, compiling
 from kvasir.kv.pool import KVPool
-from kvasir.logs import log
 from kvasir.models.decoder import Decoder
 from kvasir.models.native_decoder import NativeDecoder, why_not
-from kvasir.types import Handle, Plan, Sequence, Span, StepBatch
+from kvasir.types import Handle, Plan, Sequence, Span
 
 
 class Runner:
@@ -49,8 +46,6 @@ class Runner:
         self.mixed: MixedSteps | None = None
         self.taps: Taps | None = None
         self._guest_inputs: torch.Tensor | None = None
-        layers = {layer.mixer.attention(): i for i, layer in reversed(list(enumerate(model.spec.layers)))}
-        self._kinds = [(layer, spans) for spec, layer in layers.items() for spans in backend.kinds(spec, sampler.max_seqs)]  # not compiled yet
         self.native: NativeDecoder | None = None
         self.decodes: NativeDecodes | None = None
         self.tapes: DecodeTapes | None = None
@@ -88,38 +83,6 @@ class Runner:
     def captures(self) -> int:
         """Since the start, of CUDA graphs."""
         return sum(part.captures for part in (self.graphs, self.mixed) if part is not None)
-
-    @torch.inference_mode()
-    def prepare_next(self) -> bool:
-        """While nothing is in flight: have one more of attention's kernels compiled, or else capture one more step. False: none is left."""
-        if not self._kinds:
-            return self.capture_next()
-        self._attend(*self._kinds.pop(0))
-        return True
-
-    @torch.inference_mode()
-    def compile_attention(self) -> None:
-        """Have all of attention's kernels compiled beside each other, where nothing has to run for it; others are when nobody waits."""
-        if self.backend.compiles_apart:
-            with compiling() as launches:
-                while self._kinds:
-                    self._attend(*self._kinds.pop(), launches)
-
-    def _attend(self, layer: int, spans: list[tuple[int, int]], launches: Launches | None = None) -> None:
-        """A step of spans (positions before, rows) over the dummy page."""
-        starts, lengths = map(list, zip(*spans))
-        ends, spec = list(accumulate(lengths, initial=0)), self.model.spec.layers[layer].mixer.attention()
-        q_THD = torch.zeros(ends[-1], spec.num_heads, spec.head_dim, dtype=self.model.place.dtype, device=self.device)
-        row_start, context = (torch.tensor(words, dtype=torch.int32, device=self.device) for words in (ends, starts))
-        table = torch.zeros(len(spans), pages_for(max(map(sum, spans)), self.pool.page_slots), dtype=torch.int32, device=self.device)
-        rows = torch.arange(ends[-1], device=self.device)
-        batch = StepBatch(input_ids=rows, positions=rows, row_start=row_start, context=context, tables=(table,) * len(self.pool.groups),
-                          slots=(), logit_rows=rows, starts=starts, lengths=lengths, launches=launches)
-        try:
-            self.backend.plan(batch)
-            self.backend.run(q_THD, self.caches[layer], spec, batch, sinks_H=self.model.blocks[layer].mixer.sinks_H)
-        except Exception as error:  # nobody asked for it yet: an engine that ended here would end again after every restart
-            log.warning("attention of %s cannot be prepared (%s: %s)", spans[:4], type(error).__name__, error)
 
     def capture_next(self) -> bool:
         """Capture one more step while nothing is in flight. False: none is left."""

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -89,22 +90,33 @@ class Launches:
             self._compiled[key] = compiled, tuple(named.get(p.name, p.default) for p in rest)
 
 
-class Compiles(Launches):
-    """Launches that do not happen: what they lack is compiled."""
-
-    def __call__(self, kernel: Any, grid: tuple[int, int, int], *args: Any, **named: Any) -> None:
-        kernel.warmup(*args, grid=grid, **named)
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Kernels met within are compiled beside each other, on all cores: a launch waits for its own only, and the end for all. What cannot
+    be compiled says so where it is launched. Tritons that cannot do this compile one after the other, as ever."""
+    if not hasattr(triton, "AsyncCompileMode"):
+        yield
+        return
+    with ThreadPoolExecutor(os.cpu_count()) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+        yield
 
 
 @contextlib.contextmanager
-def compiling() -> Iterator[Launches]:
-    """Compile what is launched by these launches, on all cores, and wait for it. What cannot be compiled says so where it is launched.
-    Tritons that only compile what they launch do that: what is launched must be harmless."""
-    if not hasattr(triton, "AsyncCompileMode"):
-        yield Launches()
-        return
-    with ThreadPoolExecutor(os.cpu_count()) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
-        yield Compiles()
+def rehearsing() -> Iterator[None]:
+    """No kernel that this thread launches within runs; those not compiled yet are. What they would have written is not."""
+    run, mine = triton.JITFunction.run, threading.get_ident()
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        if threading.get_ident() != mine:
+            return run(self, *args, grid=grid, warmup=warmup, **named)
+        run(self, *args, grid=grid, warmup=True, **named)
+        return None  # nothing that ``Launches`` would go on to launch
+
+    triton.JITFunction.run = compile_only  # the only place that all launches go through
+    try:
+        yield
+    finally:
+        triton.JITFunction.run = run
 
 
 def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **named: Any) -> None:

@@ -1,0 +1,94 @@
+"""Steps gone through without running a kernel, so that those they need are compiled before anybody waits for them.
+
+With empty caches an 8B model's first steps need some forty kernels of half a second each. Gone through at the start they are compiled on all
+cores, beside each other and beside what else the start has to do. The torch calls between them do run, on numbers that mean nothing:
+no kernel's result may become an index of one.
+
+Legend: T rows, E model dim.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvasir.engine.sizing import pages_for
+from kvasir.kernels._triton import INTERPRETED, rehearsing, use_triton
+from kvasir.kernels.decode_rows import close_rows, open_rows
+from kvasir.kernels.noise import gumbel
+from kvasir.kernels.report import report_rows
+from kvasir.kernels.sample import sample_rows
+from kvasir.layers.norm import Stream
+from kvasir.layers.rope import Angles
+from kvasir.logs import log
+from kvasir.types import StepBatch
+
+if TYPE_CHECKING:
+    from kvasir.engine.runner import Runner
+
+ROWS = 1, 8, 16, 32, 64, 128  # those that products have kernels of their own for, and one whose products are all the BLAS's
+
+
+@torch.inference_mode()
+def rehearse(runner: Runner) -> None:
+    """All kinds of attention, and the first steps. What fails here is compiled when it is met, or fails there."""
+    if INTERPRETED or not use_triton(runner.rows.words):
+        return
+    layers = {layer.mixer.attention(): i for i, layer in enumerate(runner.model.spec.layers)}
+    parts = [partial(_attend, runner, layer, spans) for spec, layer in layers.items()
+             for spans in runner.backend.kinds(spec, runner.sampler.max_seqs)]
+    parts += [*(partial(_forward, runner, rows) for rows in ROWS), partial(_draw, runner)]
+    with rehearsing():
+        for part in parts:
+            try:
+                part()
+            except Exception as error:  # nobody asked for it yet: an engine that ended here would end again after every restart
+                log.warning("kernels are not compiled ahead: %s%s (%s: %s)", part.func.__name__, part.args[1:], type(error).__name__, error)
+
+
+def _attend(runner: Runner, layer: int, spans: list[tuple[int, int]]) -> None:
+    """The attention of a step of spans (positions before, rows)."""
+    spec = runner.model.spec.layers[layer].mixer.attention()
+    batch = _batch(runner, spans)
+    q_THD = torch.zeros(len(batch.input_ids), spec.num_heads, spec.head_dim, dtype=runner.model.place.dtype, device=runner.device)
+    runner.backend.plan(batch)
+    runner.backend.run(q_THD, runner.caches[layer], spec, batch, sinks_H=runner.model.blocks[layer].mixer.sinks_H)
+
+
+def _forward(runner: Runner, rows: int) -> None:
+    """A step of single rows: every kind of layer twice, since the first layer of a step finds nothing that is still to be added."""
+    model, batch = runner.model, _batch(runner, [(0, 1)] * rows)
+    runner.backend.plan(batch)
+    stream, angles = Stream(model.embed(batch.input_ids)), [Angles(table, batch.positions) for table in model.ropes]
+    for i in {layer: i for i, layer in enumerate(model.spec.layers)}.values():
+        for _ in range(2):
+            model.blocks[i].forward(stream, angles[model.rope_of[i]], runner.caches[i], runner.backend, batch)
+    model.logits(stream.value())
+
+
+def _draw(runner: Runner) -> None:
+    """What draws and reports: of decodes that go on on the device, and of rows that the sampler packs."""
+    sampler, rows, device = runner.sampler, runner.rows, runner.device
+    places = torch.zeros(1, dtype=torch.int64, device=device)
+    opened = open_rows(rows.kept, places, places, runner.pool.page_slots)
+    how = opened.temperature, opened.top_k, opened.top_p, opened.min_p, opened.stream, places
+    for dtype in dict.fromkeys((runner.model.place.dtype, torch.float32)):
+        logits = torch.zeros(1, sampler.vocab_size, dtype=dtype, device=device)
+        drawn = sample_rows(logits, *how, sampler.tokenizer_size)
+        report_rows(logits, drawn[0], places, sampler.tokenizer_size)
+    close_rows(drawn, torch.zeros_like(drawn), rows.token, places, sampler.vocab_size)
+    gumbel(places, places, sampler.tokenizer_size)
+
+
+def _batch(runner: Runner, spans: list[tuple[int, int]]) -> StepBatch:
+    """Spans (positions before, rows) that all lie on the dummy page."""
+    starts, lengths = map(list, zip(*spans))
+    ends, device, groups = list(accumulate(lengths, initial=0)), runner.device, len(runner.pool.groups)
+    row_start, context = (torch.tensor(words, dtype=torch.int32, device=device) for words in (ends, starts))
+    table = torch.zeros(len(spans), pages_for(max(map(sum, spans)), runner.pool.page_slots), dtype=torch.int32, device=device)
+    zeros_T = torch.zeros(ends[-1], dtype=torch.int64, device=device)
+    return StepBatch(input_ids=zeros_T, positions=zeros_T, row_start=row_start, context=context, tables=(table,) * groups, slots=(zeros_T,) * groups,
+                     logit_rows=torch.arange(ends[-1], device=device), starts=starts, lengths=lengths)

@@ -1,0 +1,114 @@
+"""Kernels of the first steps are compiled before anybody meets them, and nothing runs for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+
+from kvasir.engine import rehearsal
+from tests.engine.driver import Driver
+
+pytest.importorskip("triton")
+REHEARSE = """
+import importlib, json, pkgutil, sys
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+class Hopper:  # compiles; has no way to load or launch anything
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    get_current_device = get_current_stream = lambda self, *which: 0
+    get_active_torch_device = lambda self: torch.device("cpu")
+    is_active = lambda: True
+
+driver.set_active(Hopper())
+torch.cuda.is_available = lambda: True
+import kvasir.kernels
+from kvasir.kernels import _triton
+torch.cuda.is_available = lambda: False
+from kvasir.layers import linear
+from kvasir.models import decoder
+modules = [importlib.import_module("kvasir.kernels." + m.name) for m in pkgutil.iter_modules(kvasir.kernels.__path__) if not m.ispkg]
+for module in (*modules, linear, decoder):
+    for name, here in (("pdl", True), ("by_hand", True), ("use_triton", True), ("streams", True), ("multiprocessors", 132)):
+        if hasattr(module, name):
+            setattr(module, name, lambda *_, here=here: here)
+linear.matrix = decoder.matrix = lambda *shape, place: torch.empty(shape, dtype=place.dtype)  # as on a GPU
+
+from kvasir.attention.backend import AttentionBackend, Site
+from kvasir.decoding.sampler import Sampler
+from kvasir.engine.rehearsal import rehearse
+from kvasir.engine.runner import Runner
+from kvasir.kernels.norm import rms_norm
+from kvasir.kv.codec import Codec
+from kvasir.kv.pool import KVPool
+from kvasir.layers.spec import DenseSpec, GQASpec, NormSpec, RopeSpec
+from kvasir.layers.weights import Placement
+from kvasir.models.spec import LayerSpec, ModelSpec
+from kvasir.technique import load
+
+LAYER = LayerSpec(GQASpec(4, 2, 64, 0.125, qk_norm=NormSpec()), DenseSpec(64), RopeSpec(1000.0, 64), NormSpec())
+spec = ModelSpec(family="none", hidden_size=64, vocab_size=64, max_position=9000, layers=(LAYER,), final_norm=NormSpec())
+model = decoder.Decoder(spec, Placement(torch.device("cpu"), torch.bfloat16))
+codec, groups = load("kvasir.kv.codecs", sys.argv[1], Codec), spec.cache_groups()
+pool = KVPool(groups, codec, [4], codec.page_slots, torch.device("cpu"), torch.bfloat16)
+backend = load("kvasir.attention.backends", "triton", AttentionBackend)
+backend.prepare(Site("cpu", torch.bfloat16, codec.kernel, codec.page_slots, (LAYER.mixer.attention(),)))
+runner = Runner(model, pool, backend, Sampler(64, 64, 16, torch.device("cpu"), ()), torch.device("cpu"), max_model_len=9000)
+compiled = []
+triton.knobs.compilation.listener = lambda *, src, **_: compiled.append(src.name)
+with _triton.compiling():
+    rehearse(runner)
+first = sorted(compiled)
+with _triton.compiling():
+    rehearse(runner)
+try:
+    rms_norm(torch.zeros(2, 64, dtype=torch.bfloat16), model.norm.weight, 1e-5)
+    launched = True
+except Exception as error:
+    launched = type(error).__name__
+print(json.dumps({"first": first, "again": len(compiled) - len(first), "launched": launched}))
+"""
+
+
+PLAIN = {"_decode_attention", "_paged_attention", "_hopper_attention", "_gather_pages", "_fused_qkv"}
+CODES = {"_quantized_decode", "_quantized_attention", "_gather_codes", "_quantized_qkv"}
+
+
+@pytest.mark.parametrize(("codec", "attention"), [("plain", PLAIN), ("int8", CODES)])
+def test_the_first_steps_are_compiled_once_and_never_run(codec, attention):
+    """The driver here cannot launch: a kernel that ran would raise, and be warned of."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", REHEARSE, codec], capture_output=True, text=True, timeout=300, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "compiled ahead" not in run.stderr, run.stderr[-3000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert attention | {"_one_row", "_add_rms_norm", "_gated", "_chunk_tops", "_cut", "_draw", "_chunk_parts", "_merge_parts", "_open_rows",
+                        "_close_rows", "_gumbel_kernel"} <= set(found["first"])
+    assert found["again"] == 0, "what is compiled once is known"
+    assert found["launched"] is not True, "outside a rehearsal kernels are launched"
+
+
+def test_what_fails_ends_nothing(monkeypatch, caplog):
+    monkeypatch.setattr(rehearsal, "use_triton", lambda tensor: True)
+    monkeypatch.setattr(rehearsal, "rehearsing", nullcontext)
+    met = []
+
+    def forward(runner, rows):
+        met.append(rows)
+        if rows == 8:
+            raise RuntimeError("this kernel does not compile")
+
+    monkeypatch.setattr(rehearsal, "_forward", forward)
+    monkeypatch.setattr(rehearsal, "_draw", lambda runner: met.append("draw"))
+    driver = Driver()
+    try:
+        assert met[:len(rehearsal.ROWS) + 1] == [*rehearsal.ROWS, "draw"]
+        assert caplog.text.count("not compiled ahead") == 1 and "(8,)" in caplog.text
+    finally:
+        driver.close()
