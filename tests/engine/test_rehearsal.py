@@ -108,7 +108,7 @@ def test_what_fails_ends_nothing(monkeypatch, caplog):
     monkeypatch.setattr(rehearsal, "_draw", lambda runner: met.append("draw"))
     driver = Driver()
     try:
-        assert met[:len(rehearsal.ROWS) + 1] == [*rehearsal.ROWS, "draw"]
+        assert met[:len(rehearsal.ROWS) + 1] == ["draw", *rehearsal.ROWS]
         assert caplog.text.count("not compiled ahead") == 1 and "(8,)" in caplog.text
     finally:
         driver.close()

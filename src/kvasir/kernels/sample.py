@@ -285,7 +285,7 @@ def _cut(logits, tops, temperatures, top_ks, top_ps, min_ps, draws, scratch, pac
     tl.store(scratch + 3 * num_rows + row, 0)
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["streams", "positions"])
 def _draw(logits, tops, temperatures, streams, positions, draws, scratch, row_stride, vocab_size, num_chunks, B: tl.constexpr, PDL: tl.constexpr):
     """One program: the best of y + noise among what a chunk keeps. The last program of a row to end writes its token."""
     if PDL:
