@@ -145,7 +145,16 @@ def _product(w, x_ptr, x_row, w_ptr, tile, split, rows, N: tl.constexpr, K: tl.c
 
 
 @jit
-def _add(y, h_ptr, h_row, part_ptr, arrived_ptr, scale_ptr, scaled_ptr, squares_ptr, tile, split, rows, N: tl.constexpr, BLOCK_N: tl.constexpr,
+def _residual(h_ptr, h_row, scale_ptr, tile, rows, N: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
+    """A tile of h, asked for before the product that it waits for, and the norm's weights."""
+    m = tl.arange(0, ROWS)
+    n, live = _outputs(tl.arange(0, BLOCK_N), tile, N, BLOCK_N, False)
+    h = tl.load(h_ptr + m[None, :] * h_row + n[:, None], mask=live[:, None] & (m < rows)[None, :], other=0.0, cache_modifier=".cg")
+    return h, tl.load(scale_ptr + n, mask=live, other=0.0)
+
+
+@jit
+def _add(y, h, scale, h_ptr, h_row, part_ptr, arrived_ptr, scaled_ptr, squares_ptr, tile, split, rows, N: tl.constexpr, BLOCK_N: tl.constexpr,
          SPLITS: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, COUNT: tl.constexpr):
     """A part of a tile is done: whoever is the tile's last adds all of them to h. NORM: and begins the norm of h."""
     i, m = tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
@@ -159,20 +168,16 @@ def _add(y, h_ptr, h_row, part_ptr, arrived_ptr, scale_ptr, scaled_ptr, squares_
     if last:
         n, live = _outputs(i, tile, N, BLOCK_N, False)
         held = live[:, None] & some
-        at = h_ptr + m[None, :] * h_row + n[:, None]
-        h = tl.load(at, mask=held, other=0.0, cache_modifier=".cg").to(tl.float32)
-        if NORM:
-            scale = tl.load(scale_ptr + n, mask=live, other=0.0).to(tl.float32)
         if SPLITS > 1:
             tl.store(arrived_ptr + 1 + tile, 0)
             y = tl.zeros([BLOCK_N, ROWS], tl.float32)
             for s in tl.static_range(SPLITS):
                 y += tl.load(part + s * (BLOCK_N * ROWS), mask=some, other=0.0, cache_modifier=".cg")
-        rounded = (y + h).to(h_ptr.dtype.element_ty)
-        tl.store(at, rounded, mask=held)
+        rounded = (y + h.to(tl.float32)).to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + m[None, :] * h_row + n[:, None], rounded, mask=held)
         if NORM:  # of what the stream holds
             wide = rounded.to(tl.float32)
-            tl.store(scaled_ptr + m[None, :] * N + n[:, None], (wide * scale[:, None]).to(scaled_ptr.dtype.element_ty), mask=held)
+            tl.store(scaled_ptr + m[None, :] * N + n[:, None], (wide * scale.to(tl.float32)[:, None]).to(scaled_ptr.dtype.element_ty), mask=held)
             tl.store(squares_ptr + tile * ROWS + m, tl.sum(wide * wide, 0))
         if COUNT:
             _arrive(arrived_ptr)
@@ -186,15 +191,17 @@ def _to_residual(w, x_ptr, x_row, w_ptr, h_ptr, h_row, part_ptr, arrived_ptr, sc
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TASKS: tl.constexpr = TILES * SPLITS
     first = tl.minimum(tl.program_id(0), TASKS - 1)
+    h, scale = _residual(h_ptr, h_row, scale_ptr, first % TILES, rows, N, BLOCK_N, ROWS)
     y = _product(w, x_ptr, x_row, w_ptr, first % TILES, first // TILES, rows, N, K, BLOCK_N, BLOCK_K, SHARE, ROWS, SLICES, False)
     if tl.program_id(0) < TASKS:
-        _add(y, h_ptr, h_row, part_ptr, arrived_ptr, scale_ptr, scaled_ptr, squares_ptr, first % TILES, first // TILES, rows, N, BLOCK_N, SPLITS,
+        _add(y, h, scale, h_ptr, h_row, part_ptr, arrived_ptr, scaled_ptr, squares_ptr, first % TILES, first // TILES, rows, N, BLOCK_N, SPLITS,
              ROWS, NORM, COUNT)
     if TASKS > PROGRAMS:
         for task in range(tl.program_id(0) + PROGRAMS, TASKS, PROGRAMS):
             w = _weights(w_ptr, task % TILES, task // TILES, 0, N, K, BLOCK_N, BLOCK_K, SHARE, SLICES, False)
+            h, scale = _residual(h_ptr, h_row, scale_ptr, task % TILES, rows, N, BLOCK_N, ROWS)
             y = _product(w, x_ptr, x_row, w_ptr, task % TILES, task // TILES, rows, N, K, BLOCK_N, BLOCK_K, SHARE, ROWS, SLICES, False)
-            _add(y, h_ptr, h_row, part_ptr, arrived_ptr, scale_ptr, scaled_ptr, squares_ptr, task % TILES, task // TILES, rows, N, BLOCK_N, SPLITS,
+            _add(y, h, scale, h_ptr, h_row, part_ptr, arrived_ptr, scaled_ptr, squares_ptr, task % TILES, task // TILES, rows, N, BLOCK_N, SPLITS,
                  ROWS, NORM, COUNT)
 
 
