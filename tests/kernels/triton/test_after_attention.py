@@ -32,6 +32,23 @@ def test_what_is_left_out_shows(splits, device):
         check_after_attention(case, torch.float32, device, lost=32)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_what_is_waited_for_is_what_is_counted(splits, device, monkeypatch):
+    """A program alone, all phases in one launch: it never waits, and leaves the counters at zero (which the check looks at)."""
+    if device != "cpu":
+        pytest.skip("a GPU has programs that wait")
+    waits = []
+
+    def look(arrived_ptr, goal) -> None:
+        waits.append([int(_triton.tl.load(arrived_ptr).handle.data.item()), getattr(goal, "value", goal)])
+
+    monkeypatch.setattr(after, "_wait", look)
+    monkeypatch.setattr(after, "INTERPRETED", False)
+    monkeypatch.setattr(after, "multiprocessors", lambda device: 1)
+    check_after_attention(Case(5, 80, 96, 112, replace(CONFIG, o=Tiling(32, 32, splits))), torch.float32, device)
+    assert waits == [[3, 3], [3 + 14, 3 + 14], [3 + 14 + 1, 3 + 14 + 1]]
+
+
 @pytest.mark.parametrize("name", ["dense", *KEPT])
 def test_a_decoder_on_the_kernel_is_the_plain_decoder(name, device, monkeypatch):
     """In steps of up to 16 rows; layers of another form keep their own way beside it."""
