@@ -280,8 +280,8 @@ def _after_attention(x_ptr, h_ptr, o_ptr, scale_ptr, gate_up_ptr, down_ptr, part
                      x_row, h_row, E: tl.constexpr, A: tl.constexpr, F: tl.constexpr, O_N: tl.constexpr, O_K: tl.constexpr,
                      O_SHARE: tl.constexpr, O_SPLITS: tl.constexpr, G_N: tl.constexpr, G_K: tl.constexpr, D_N: tl.constexpr,
                      D_K: tl.constexpr, D_SHARE: tl.constexpr, D_SPLITS: tl.constexpr, ROWS: tl.constexpr, SLICES: tl.constexpr,
-                     TILES_PAD: tl.constexpr, PROGRAMS: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr,
-                     LAST: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr):
+                     TILES_PAD: tl.constexpr, PROGRAMS: tl.constexpr, KIND: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+                     PREFETCH: tl.constexpr, PDL: tl.constexpr):
     """Phases ``FIRST`` to ``LAST``; programs wait for each other where there is more than one. ``arrived`` [1 + tiles]: tiles that are
     done, and parts of each; zeros between launches."""
     TOGETHER: tl.constexpr = FIRST < LAST
@@ -323,10 +323,9 @@ def _after_attention(x_ptr, h_ptr, o_ptr, scale_ptr, gate_up_ptr, down_ptr, part
             tl.atomic_add(arrived_ptr, 1, sem="relaxed")  # looks at it no more
         _to_residual(w, inner_ptr, F, down_ptr, h_ptr, h_row, part_ptr, arrived_ptr, scale_ptr, scaled_ptr, squares_ptr, rows, E, F, D_N, D_K,
                      D_SHARE, D_SPLITS, ROWS, SLICES, PROGRAMS, False, False)
-        if TOGETHER:  # noqa: SIM102  (a constant, which leaves the rest out)
-            if pid == PROGRAMS - 1:
-                _wait(arrived_ptr, O_TILES + G_TILES + PROGRAMS)
-                tl.store(arrived_ptr, 0)
+        if TOGETHER and pid == PROGRAMS - 1:
+            _wait(arrived_ptr, O_TILES + G_TILES + PROGRAMS)
+            tl.store(arrived_ptr, 0)
 
 
 def counters(num_outputs: int, device: torch.device | str) -> torch.Tensor:
