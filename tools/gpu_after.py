@@ -135,6 +135,7 @@ def time_case(made: gpu_fused.Model, shape: str, rows: int, configs: dict[str, C
             del graph, out, kept
         except Exception as e:
             print("does not run:", shape, rows, name, type(e).__name__, str(e)[:300], flush=True)
+            arms.append(arm(f"step {shape} {rows} x 1k", {"variant": name, "config": str(configs.get(name))}, {"failed": 1}))
             del runs[name]
     most = float(logits["as it is"].abs().max())
     for name, spent in sorted(in_turns(runs).items(), key=lambda item: item[1]):
