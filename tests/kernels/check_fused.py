@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvasir.kernels import activation, after_attention, fused_qkv, gemv, norm
+from kvasir.kernels import activation, fused_qkv, gemv, norm
 from kvasir.kernels.activation import ACTIVATIONS
 from kvasir.layers.rope import RopeTable
 from kvasir.layers.spec import RopeSpec
@@ -108,28 +108,5 @@ def check_gemv(case: gemv.Case, dtype: torch.dtype, device: str) -> float:
     return hold(case, got, plain, want)
 
 
-def check_after_attention(case: after_attention.Case, dtype: torch.dtype, device: str, lost: int = 0) -> float:
-    """``lost``: the last inputs of o that the kernel is not told of, which must show."""
-    draw = Draw(case.rows + case.width, dtype, device)
-    x, h = draw(case.rows, case.inputs + 16)[:, :case.inputs], draw(case.rows, case.width + 16)[:, :case.width]
-    shapes = (case.width, case.inputs), (2 * case.inner, case.width), (case.width, case.inner)
-    weights, scale = [draw(*shape, scale=shape[1] ** -0.5) for shape in shapes], draw(case.width)
-
-    def plain(precision: torch.dtype) -> torch.Tensor:
-        o, gate_up, down = (w.to(precision) for w in weights)
-        return after_attention.after_attention_reference(x.to(precision), h.to(precision), o, (scale.to(precision), 1e-5), gate_up, down,
-                                                         case.activation)
-
-    arrived, held = after_attention.counters(case.width, device), h.clone()
-    wanted, same = plain(torch.float64), plain(dtype)
-    if lost:
-        weights[0][:, -lost:] = 0
-    o, gate_up, down = weights
-    got = after_attention.after_attention(x, held, o, (scale, 1e-5), gate_up, down, case.activation, case.config, arrived)
-    assert got is held and not arrived.any(), "the result takes the residual's place, and the counters are as they were"
-    return hold(case, got, same, wanted)
-
-
 CHECKS = {"norm": (norm.grid, check_norm), "activation": (activation.grid, check_activation),
-          "fused_qkv": (fused_qkv.grid, check_fused_qkv), "gemv": (gemv.grid, check_gemv),
-          "after_attention": (after_attention.grid, check_after_attention)}
+          "fused_qkv": (fused_qkv.grid, check_fused_qkv), "gemv": (gemv.grid, check_gemv)}

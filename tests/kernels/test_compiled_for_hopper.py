@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from kvasir.kernels import decode_attention, report
-from kvasir.kernels.after_attention import Tiling
 from kvasir.kernels.dense_attention import Shape
 from kvasir.kernels.hopper_attention import HopperShape
 from kvasir.kernels.key_chunks import merged_at_once
@@ -197,19 +196,6 @@ def test_quantized_write(format):
         "v_meta": meta, "slots_ptr": "i64", "positions_ptr": "i64", "table_ptr": "fp32"})
     assert not found["spilled"] and found["mma"] == (8 if bits == 4 else 0)
     assert bits != 4 or found["shuffles"] <= 8
-
-
-@pytest.mark.parametrize("rows, block_k, slices", [(16, 1024, 8), (64, 256, 1)])
-def test_after_attention(rows, block_k, slices):
-    """As for Qwen3-0.6B: a row of a tile a prefetch, each warp a slice of the products of few rows, and warp groups those of many."""
-    o, down = Tiling(64, 256, 8), Tiling(64, 512 if slices > 1 else 128, 8)
-    found = compiled("after_attention", "_after_attention", {"num_warps": 8, "num_stages": 1}, {
-        "E": 1024, "A": 2048, "F": 3072, "O_N": o.block_n, "O_K": o.block_k, "O_SHARE": 256, "O_SPLITS": o.splits, "G_N": 64, "G_K": block_k,
-        "D_N": down.block_n, "D_K": down.block_k, "D_SHARE": 384, "D_SPLITS": down.splits, "ROWS": rows, "SLICES": slices, "TILES_PAD": 16,
-        "PROGRAMS": 132, "KIND": 0, "FIRST": 0, "LAST": 2, "PREFETCH": True, "PDL": True},
-        {**dict.fromkeys(("x_ptr", "h_ptr", "o_ptr", "scale_ptr", "gate_up_ptr", "down_ptr", "scaled_ptr", "inner_ptr"), "bf16"),
-         "squares_ptr": "fp32"})
-    assert not found["spilled"] and found["shared"] <= 227 * 1024 and (found["mma"] > 0) == (slices > 1) == (found["wgmma"] == 0)
 
 
 def compiled_dense(shape: Shape, dim: int) -> dict:

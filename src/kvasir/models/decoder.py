@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from kvasir.attention.backend import AttentionBackend
-from kvasir.kernels import after_attention as after
 from kvasir.kernels.gemv import choose, gemv
 from kvasir.kv.codec import LayerCache
 from kvasir.layers.linear import Linear, linear, matrix, streams
@@ -36,20 +35,12 @@ class Block:
         self.mixer_post_norm = self.ffn_post_norm = None
         if spec.norms == "sandwich":
             self.mixer_post_norm, self.ffn_post_norm = (RMSNorm(hidden_size, spec.norm, place) for _ in range(2))
-        self.arrived: torch.Tensor | None = None  # where one kernel may do all that comes after attention
-        if streams(place) and self.mixer_post_norm is None and self.ffn_fuses and after.fits(self.mixer.o, self.ffn.gate_up, self.ffn.down):
-            self.arrived = after.counters(hidden_size, place.device)
 
     def forward(self, stream: Stream, angles: Angles, cache: LayerCache, backend: AttentionBackend, batch: StepBatch,
                 wanted_M: torch.Tensor | None = None) -> None:
         """Both sublayers read the stream and add to it: at once where they can, else with the next norm. ``wanted_M``: only
         these rows go on after attention, and the stream is theirs from then on."""
         x_TE, norm = stream.enter(self.mixer_norm)
-        if wanted_M is None and (config := self._after(len(x_TE))) is not None:
-            out_TO, ffn = self.mixer.attend(x_TE, angles, cache, backend, batch, norm), self.ffn
-            stream.h_TE = after.after_attention(out_TO, stream.h_TE, self.mixer.o.weight_NK, self.ffn_norm.parameters, ffn.gate_up.weight_NK,
-                                                ffn.down.weight_NK, ffn.activation, config, self.arrived)
-            return
         if wanted_M is not None:
             stream.h_TE = stream.h_TE.index_select(0, wanted_M)
         if self.mixer_post_norm is None:
@@ -63,10 +54,6 @@ class Block:
             stream.h_TE = self.ffn.forward(x_TE, norm, stream.h_TE)
         else:
             stream.add(self.ffn.forward(x_TE, norm), self.ffn_post_norm)
-
-    def _after(self, rows: int) -> after.Config | None:
-        """How one kernel does all that comes after attention, where it was faster."""
-        return None if self.arrived is None else after.choose(rows, *self.mixer.o.weight_NK.shape, self.ffn.down.weight_NK.shape[1])
 
     def slots(self) -> dict[str, Slot]:
         parts = {"mixer_norm": self.mixer_norm, "mixer": self.mixer, "mixer_post_norm": self.mixer_post_norm,

@@ -41,13 +41,8 @@ class Mixer:
     def forward(self, x_TE: torch.Tensor, angles: Angles, cache: LayerCache, backend: AttentionBackend, batch: StepBatch,
                 norm: RMSNorm | None = None, residual_TE: torch.Tensor | None = None, wanted_M: torch.Tensor | None = None) -> torch.Tensor:
         """[T, E] -> [T, E]; of ``norm``(x) when one is given, and with ``residual_TE`` added, whose memory may be used for
-        the result. ``wanted_M``: the rows of the result, and of ``residual_TE``; default: all."""
-        out_TO = self.attend(x_TE, angles, cache, backend, batch, norm)
-        return self.o(out_TO if wanted_M is None else out_TO.index_select(0, wanted_M), residual_TN=residual_TE)
-
-    def attend(self, x_TE: torch.Tensor, angles: Angles, cache: LayerCache, backend: AttentionBackend, batch: StepBatch,
-               norm: RMSNorm | None = None) -> torch.Tensor:
-        """What the heads have read, [T, H D], before ``o``. K/V go through the codec into their pages before anything attends to them."""
+        the result. K/V go through the codec into their pages before anything attends to them. ``wanted_M``: the rows of the
+        result, and of ``residual_TE``; default: all."""
         spec, num_rows = self.spec, x_TE.shape[0]
         heads_TXD = self.qkv(x_TE, norm).view(num_rows, -1, spec.head_dim)
         codec = cache.codec
@@ -63,7 +58,8 @@ class Mixer:
             q_THD = self._write(heads_TXD, angles, cache, batch)
             q_THD = codec.queries(q_THD) if in_basis else q_THD
         out_THD = backend.run(q_THD, cache, self.attention, batch, sinks_H=self.sinks_H)
-        return out_THD.reshape(num_rows, spec.num_heads * spec.head_dim)
+        out_TE = out_THD.reshape(num_rows, spec.num_heads * spec.head_dim)
+        return self.o(out_TE if wanted_M is None else out_TE.index_select(0, wanted_M), residual_TN=residual_TE)
 
     def _write(self, heads_TXD: torch.Tensor, angles: Angles, cache: LayerCache, batch: StepBatch) -> torch.Tensor:
         """Step by step: norm, rotate, write. Rotated queries [T, H, D]."""
