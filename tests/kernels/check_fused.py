@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from kvasir.kernels import activation, fused_qkv, gemv, norm
@@ -110,44 +108,5 @@ def check_gemv(case: gemv.Case, dtype: torch.dtype, device: str) -> float:
     return hold(case, got, plain, want)
 
 
-def check_parts(case: gemv.Case, dtype: torch.dtype, device: str) -> float:
-    """Parts that whoever reads the product adds, on its way in: into the stream and its norm, and into heads."""
-    draw = Draw(case.rows + case.width, dtype, device)
-    x, w = draw(case.rows, case.width), draw(case.outputs, case.width, scale=case.width ** -0.5)
-    norm_of, bias = (draw(case.width), 1e-5) if case.norm else None, draw(case.outputs) if case.bias else None
-    parts = gemv.gemv(x, w, case.config, norm=norm_of, bias_N=bias, apart=True)
-    assert isinstance(parts, gemv.Parts) and parts.shape == (case.rows, case.outputs)
-    h, weight = draw(case.rows, case.outputs + 8)[:, 8:], draw(case.outputs)
-    whole = gemv.gemv(x, w, case.config, norm=norm_of, bias_N=bias)
-    assert torch.equal(parts.join(), whole)
-    want = gemv.gemv(x, w, case.config, norm=norm_of, bias_N=bias, residual_TO=h.clone())
-    assert torch.equal(parts.join(h.clone()), want)
-    worst = 0.0
-    if not case.norm and not case.bias:
-        held = h.clone()
-        got = gemv.add_norm(parts, held, weight, 1e-5)
-        assert torch.equal(held, want), "the stream holds the sum"
-        worst = hold(case, got, norm.rms_norm_reference(want, weight, 1e-5), norm64(want, weight, 1e-5))
-    dim = 8  # what was a product of any kind are heads now
-    heads, groups = case.outputs // dim - 2, 1
-    table = RopeTable(RopeSpec(1000.0, dim), 300, torch.device(device)).table
-    ops = fused_qkv.HeadOps(heads, table, torch.arange(case.rows, device=device), (draw(heads + groups, dim), 1e-5))
-    slots = torch.randperm(4 * 16, generator=draw.generator)[:case.rows].to(device)
-    pools = [torch.full((4, 2, groups, 16, dim), 7.0, dtype=dtype, device=device) for _ in range(2)]
-    found = [fused_qkv.fused_qkv(source, ops, pool[:, 0], pool[:, 1], slots)
-             for source, pool in zip((parts, whole.view(case.rows, heads + 2, dim)), pools)]
-    assert torch.equal(*found) and torch.equal(*pools), "heads are the same bits, added here or there"
-    assert not torch.equal(pools[0], torch.full_like(pools[0], 7.0))
-    return worst
-
-
-def in_parts() -> Iterator[gemv.Case]:
-    for rows in (1, 3, 16, 33, 64):
-        for norm_too, bias in ((False, False), (True, False), (True, True)):
-            yield gemv.Case(rows, 96, 320, gemv.Config(32, 64, 4, 3, splits=2 + rows % 3), norm_too, bias)
-    yield gemv.Case(5, 40, 200, gemv.Config(32, 64, 4, 3, splits=3))
-
-
 CHECKS = {"norm": (norm.grid, check_norm), "activation": (activation.grid, check_activation),
-          "fused_qkv": (fused_qkv.grid, check_fused_qkv), "gemv": (gemv.grid, check_gemv),
-          "parts": (in_parts, check_parts)}
+          "fused_qkv": (fused_qkv.grid, check_fused_qkv), "gemv": (gemv.grid, check_gemv)}

@@ -1,8 +1,7 @@
 """From the fused projection to attention in one kernel: QK norm, RoPE, and K/V into their pages.
 
 Apart, that is a norm, a gather of angles, a rotation in three calls and a scatter, each over all the heads. Angles are read
-from the RoPE table by the row's position. Everything between load and store is fp32, so a value is rounded once. Heads that come in
-parts are added here first, and rounded as they would have been.
+from the RoPE table by the row's position. Everything between load and store is fp32, so a value is rounded once.
 
 Bytes: (H + 2 G) x D x itemsize read and as many written a row.
 
@@ -18,13 +17,11 @@ from dataclasses import dataclass
 import torch
 
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl, use_triton
-from kvasir.kernels.gemv import Parts
 from kvasir.kernels.norm import rms_norm_reference
 from kvasir.kernels.rope import rotate
 from kvasir.kernels.store_kv import store_kv_ref
 
 BLOCK = 1024  # elements of a program
-PARTS_BLOCK = 256  # where each is a sum of parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,28 +55,10 @@ def fused_qkv_reference(heads_TXD: torch.Tensor, ops: HeadOps, k_NGPD: torch.Ten
 
 
 # Positions and slots are slices of a step's one buffer, so their alignment changes with the number of rows.
-@jit
-def _half(heads_ptr, part_ptr, bias_ptr, source, at, factor, inside, apart, SPLITS: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr):
-    """Half of some heads in their dtype: as they lie at ``source``; or the sum of their parts, which are ``apart``, finished as a product is."""
-    if SPLITS == 0:
-        half = tl.load(heads_ptr + source, mask=inside, other=0.0)
-    else:
-        whole = tl.zeros(at.shape, tl.float32)
-        for split in tl.static_range(SPLITS):
-            whole += tl.load(part_ptr + split * apart + at, mask=inside, other=0.0)
-        if SCALED:
-            whole *= factor
-        if BIAS:
-            whole += tl.load(bias_ptr + source, mask=inside, other=0.0).to(tl.float32)
-        half = whole.to(heads_ptr.dtype.element_ty)
-    return half
-
-
-@jit(do_not_specialize=["num_slots", "rows"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
+@jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
 def _fused_qkv(heads_ptr, q_ptr, k_pages, v_pages, slots_ptr, table_ptr, positions_ptr, weight_ptr, eps, row_stride, head_stride,
-               page_stride, group_stride, num_slots, part_ptr, squares_ptr, bias_ptr, rows, width, scale_eps, H: tl.constexpr, G: tl.constexpr,
-               P: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, SPLITS: tl.constexpr,
-               SCALED: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr):
+               page_stride, group_stride, num_slots, H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
+               HEADS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
     """``HEADS`` heads of one row, as two halves [HEADS, HALF >= D / 2]."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -98,17 +77,9 @@ def _fused_qkv(heads_ptr, q_ptr, k_pages, v_pages, slots_ptr, table_ptr, positio
         high_scale = tl.load(scale + D // 2, mask=turned, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    factor = 1.0
-    if SCALED:
-        squares = 0.0
-        for split in tl.static_range(SPLITS):
-            squares += tl.load(squares_ptr + split * rows + row)
-        factor = tl.rsqrt(squares / width + scale_eps)
-    source = row * row_stride + head[:, None] * head_stride + i[None, :]  # of parts: in the bias
-    at = (row * (H + 2 * G) + head[:, None]) * D + i[None, :]
-    apart = rows.to(tl.int64) * ((H + 2 * G) * D)
-    low = _half(heads_ptr, part_ptr, bias_ptr, source, at, factor, inside, apart, SPLITS, SCALED, BIAS)
-    high = _half(heads_ptr, part_ptr, bias_ptr, source + D // 2, at + D // 2, factor, inside, apart, SPLITS, SCALED, BIAS)
+    source = heads_ptr + row * row_stride + head[:, None] * head_stride + i[None, :]
+    low = tl.load(source, mask=inside, other=0.0)
+    high = tl.load(source + D // 2, mask=inside, other=0.0)
     a, b = low.to(tl.float32), high.to(tl.float32)
     if NORM:
         factor = tl.rsqrt(tl.sum(a * a + b * b, 1) / D + eps)[:, None]
@@ -132,41 +103,33 @@ def _fused_qkv(heads_ptr, q_ptr, k_pages, v_pages, slots_ptr, table_ptr, positio
         tl.store(v + D // 2, high, mask=value)
 
 
-def fused_qkv(heads_TXD: torch.Tensor | Parts, ops: HeadOps, k_NGPD: torch.Tensor | None = None, v_NGPD: torch.Tensor | None = None,
+def fused_qkv(heads_TXD: torch.Tensor, ops: HeadOps, k_NGPD: torch.Tensor | None = None, v_NGPD: torch.Tensor | None = None,
               slots_T: torch.Tensor | None = None) -> torch.Tensor:
-    """The kernel for ``fused_qkv_reference``, where ``fits`` says so. Pages are of the rows' dtype. ``heads_TXD`` may be the parts of [T, X D]."""
-    parts = heads_TXD if isinstance(heads_TXD, Parts) else None
-    dim = ops.table.shape[1]
-    rows, total = (parts.shape[0], parts.shape[1] // dim) if parts else heads_TXD.shape[:2]
+    """The kernel for ``fused_qkv_reference``, where ``fits`` says so. Pages are of the rows' dtype."""
+    rows, total, dim = heads_TXD.shape
     heads, groups = ops.num_heads, 0 if k_NGPD is None else k_NGPD.shape[1]
-    assert total == heads + 2 * groups and dim % 2 == 0 and (parts or (heads_TXD.stride(2) == 1 and heads_TXD.shape[2] == dim)), "heads do not fit"
-    device, dtype = ops.table.device, parts.dtype if parts else heads_TXD.dtype
-    q_THD = torch.empty(rows, heads, dim, dtype=dtype, device=device)
+    assert total == heads + 2 * groups and heads_TXD.stride(2) == 1 and dim % 2 == 0 and ops.table.shape[1] == dim, "heads do not fit"
+    q_THD = torch.empty(rows, heads, dim, dtype=heads_TXD.dtype, device=heads_TXD.device)
     if rows == 0:
         return q_THD
-    absent = q_THD  # stands in for pointers that the compiled variant never touches
-    pages, size = (absent, 1) if k_NGPD is None else (k_NGPD, k_NGPD.shape[2])
+    pages, size = (heads_TXD, 1) if k_NGPD is None else (k_NGPD, k_NGPD.shape[2])
     if k_NGPD is not None:
         assert k_NGPD.stride() == v_NGPD.stride() and k_NGPD.stride()[2:] == (dim, 1) and k_NGPD.shape[3] == dim, "pages: see store_kv"
-        assert k_NGPD.dtype == v_NGPD.dtype == dtype and slots_T.shape == (rows,), "one slot a row, of the rows' dtype"
+        assert k_NGPD.dtype == v_NGPD.dtype == heads_TXD.dtype and slots_T.shape == (rows,), "one slot a row, of the rows' dtype"
     half = next_power_of_2(dim // 2)
-    per_program = max(1, min(next_power_of_2(total), (PARTS_BLOCK if parts else BLOCK) // (2 * half)))
-    weight, eps = (absent, 0.0) if ops.norm is None else ops.norm
-    source, strides = (absent, (0, dim)) if parts else (heads_TXD, heads_TXD.stride()[:2])
-    part, squares, bias = (parts.part, parts.squares, parts.bias_N) if parts else (absent, None, None)
-    early = pdl(device)
+    per_program = max(1, min(next_power_of_2(total), BLOCK // (2 * half)))
+    weight, eps = (heads_TXD, 0.0) if ops.norm is None else ops.norm
+    early = pdl(heads_TXD.device)
     _fused_qkv[(rows, cdiv(total, per_program))](
-        source, q_THD, pages, absent if v_NGPD is None else v_NGPD, ops.positions_T if slots_T is None else slots_T, ops.table,
-        ops.positions_T, weight, eps, *strides, pages.stride(0), pages.stride(1), pages.shape[0] * size, part, absent if squares is None else squares,
-        absent if bias is None else bias, rows, parts.width if parts else 1, parts.eps if parts else 0.0, H=heads, G=groups, P=size, D=dim,
-        HEADS=per_program, HALF=half, NORM=ops.norm is not None, SPLITS=parts.part.shape[0] if parts else 0, SCALED=squares is not None,
-        BIAS=bias is not None, PDL=early, num_warps=2 if parts else 4, launch_pdl=early)
+        heads_TXD, q_THD, pages, heads_TXD if v_NGPD is None else v_NGPD, ops.positions_T if slots_T is None else slots_T, ops.table,
+        ops.positions_T, weight, eps, heads_TXD.stride(0), heads_TXD.stride(1), pages.stride(0), pages.stride(1), pages.shape[0] * size,
+        H=heads, G=groups, P=size, D=dim, HEADS=per_program, HALF=half, NORM=ops.norm is not None, PDL=early, num_warps=4, launch_pdl=early)
     return q_THD
 
 
-def fits(x_TE: torch.Tensor, dim: int) -> bool:
-    """Whether the kernel takes heads of ``dim``, where rows like these are."""
-    return use_triton(x_TE) and dim % 2 == 0
+def fits(heads_TXD: torch.Tensor) -> bool:
+    """Whether the kernel takes these heads."""
+    return use_triton(heads_TXD) and heads_TXD.shape[2] % 2 == 0
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ along the way: no program waits for it. After: bias, the gated activation of a f
 
 Two kernels. One row: every program multiplies ``block_n`` rows of W with x in fp32 and sums. Up to 64 rows: tensor cores,
 with W as the left operand and the rows of x, padded to 16, 32 or 64, as the right one. Where N / block_n programs would leave most of the
-GPU idle, K is split as well, and ``_join`` adds the parts in order: no atomics, so the same bits every time. Or whoever reads the
-product adds them, on its way in, and saves a launch: the next norm (``add_norm``), or the kernel before attention (``fused_qkv``).
+GPU idle, K is split as well, and ``_join`` adds the parts in order: no atomics, so the same bits every time.
 
 On Hopper a program fetches its first block of W before it waits for the kernel before it (programmatic dependent launch):
 launch and start-up hide behind the other's end.
@@ -40,30 +39,6 @@ class Config:
     warps: int
     stages: int = 1
     splits: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """A product [T, N] whose parts are still to be added: ``part`` [S, T, N] fp32. ``squares`` [S, T] fp32, of rows x whose RMS norm has
-    weight in the product and scale not: each row is still to be multiplied by rsqrt(sum of its squares / ``width`` + ``eps``)."""
-
-    part: torch.Tensor
-    dtype: torch.dtype
-    squares: torch.Tensor | None = None
-    width: int = 1
-    eps: float = 0.0
-    bias_N: torch.Tensor | None = None
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.part.shape[1:]
-
-    def join(self, residual_TN: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, N], plus ``residual_TN``, whose memory is used for it."""
-        _, rows, outputs = self.part.shape
-        y_TN = residual_TN if residual_TN is not None else torch.empty(rows, outputs, dtype=self.dtype, device=self.part.device)
-        _add_parts(self, y_TN, outputs, UNGATED, residual_TN is not None)
-        return y_TN
 
 
 def gemv_reference(x_TK: torch.Tensor, w_NK: torch.Tensor, *, norm: tuple[torch.Tensor, float] | None = None,
@@ -275,55 +250,11 @@ def _join(part_ptr, squares_ptr, y_ptr, bias_ptr, residual_ptr, eps, rows, y_row
     tl.store(y_ptr + row * y_row + n, y.to(y_ptr.dtype.element_ty), mask=live)
 
 
-@jit
-def _add_norm(part_ptr, h_ptr, y_ptr, weight_ptr, rows, h_row, eps, N: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One row: h += its parts, in order, in place; y = norm(h)."""
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.arange(0, BLOCK)
-    inside = n < N
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    weight = tl.load(weight_ptr + n, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    x = tl.zeros([BLOCK], tl.float32)
-    for split in tl.static_range(SPLITS):
-        x += tl.load(part_ptr + (split * rows + row) * N + n, mask=inside, other=0.0)
-    at = h_ptr + row * h_row + n
-    rounded = (x + tl.load(at, mask=inside, other=0.0).to(tl.float32)).to(h_ptr.dtype.element_ty)
-    tl.store(at, rounded, mask=inside)
-    x = rounded.to(tl.float32)  # the norm of what the stream holds
-    y = x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight
-    tl.store(y_ptr + row * N + n, y.to(y_ptr.dtype.element_ty), mask=inside)
-
-
-def add_norm(parts: Parts, h_TN: torch.Tensor, weight_N: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm [T, N] of h + parts in one launch; h is overwritten with the sum. ``parts`` of a product without norm or bias."""
-    splits, rows, outputs = parts.part.shape
-    assert parts.squares is None and parts.bias_N is None and h_TN.shape == (rows, outputs) and h_TN.stride(1) == 1, "parts of a plain product"
-    y_TN = torch.empty(rows, outputs, dtype=h_TN.dtype, device=h_TN.device)
-    block, early = next_power_of_2(outputs), pdl(h_TN.device)
-    _add_norm[(rows,)](parts.part, h_TN, y_TN, weight_N, rows, h_TN.stride(0), eps, N=outputs, SPLITS=splits, BLOCK=block, PDL=early,
-                       num_warps=min(16, max(1, block // 256)), launch_pdl=early)
-    return y_TN
-
-
-def _add_parts(parts: Parts, y_TO: torch.Tensor, outputs: int, kind: int, residual: bool) -> None:
-    splits, rows, _ = parts.part.shape
-    early = pdl(y_TO.device)
-    _join[(rows, cdiv(outputs, JOIN))](
-        parts.part, parts.part if parts.squares is None else parts.squares, y_TO, y_TO if parts.bias_N is None else parts.bias_N, y_TO,
-        parts.eps, rows, y_TO.stride(0), y_TO.stride(0), OUT=outputs, K=parts.width, SPLITS=splits, BLOCK=JOIN, NORM=parts.squares is not None,
-        BIAS=parts.bias_N is not None, KIND=kind, RESIDUAL=residual, PDL=early, launch_pdl=early)
-
-
 def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[torch.Tensor, float] | None = None,
-         bias_N: torch.Tensor | None = None, activation: str | None = None, residual_TO: torch.Tensor | None = None,
-         apart: bool = False) -> torch.Tensor | Parts:
+         bias_N: torch.Tensor | None = None, activation: str | None = None, residual_TO: torch.Tensor | None = None) -> torch.Tensor:
     """``gemv_reference`` in one launch (two where K is split). ``residual_TO`` is overwritten with the result, and returned.
 
-    ``apart``: where K is split, the parts, which nobody has added, nor the residual. One row takes the kernel without tensor cores when
-    ``config.block_n`` is below 16, which they need.
+    One row takes the kernel without tensor cores when ``config.block_n`` is below 16, which they need.
     """
     (rows, width), num_rows = x_TK.shape, w_NK.shape[0]
     assert rows <= MAX_ROWS and w_NK.shape[1] == width and w_NK.is_contiguous() and x_TK.stride(1) == 1, "a few dense rows"
@@ -350,15 +281,13 @@ def gemv(x_TK: torch.Tensor, w_NK: torch.Tensor, config: Config, *, norm: tuple[
     part = squares = x_TK
     if splits > 1:
         part = torch.empty(splits, rows, num_rows, dtype=torch.float32, device=x_TK.device)
-        squares = torch.empty(splits, rows, dtype=torch.float32, device=x_TK.device) if norm is not None else part
+        squares = torch.empty(splits, rows, dtype=torch.float32, device=x_TK.device)
     _few_rows[(programs, splits)](
         x_TK, w_NK, y_TO, part, squares, scale, bias, y_TO, eps, rows, x_TK.stride(0), y_TO.stride(0), y_TO.stride(0), share, **shape,
         ROWS=max(16, next_power_of_2(rows)), STAGES=config.stages, SPLIT=splits > 1, **fused)
     if splits > 1:
-        parts = Parts(part, x_TK.dtype, None if norm is None else squares, width, eps, bias_N)
-        if apart and activation is None:
-            return parts
-        _add_parts(parts, y_TO, outputs, fused["KIND"], residual_TO is not None)
+        _join[(rows, cdiv(outputs, JOIN))](part, squares, y_TO, bias, y_TO, eps, rows, y_TO.stride(0), y_TO.stride(0), OUT=outputs, K=width,
+                                           SPLITS=splits, BLOCK=JOIN, **fused)
     return y_TO
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
     from kvasir.kernels.fused_qkv import HeadOps
-    from kvasir.kernels.gemv import Parts
 
 CODECS = "kvasir.kv.codecs"
 
@@ -60,7 +59,6 @@ class Codec(Technique):
     kernel: ClassVar[str] = ""
     page_slots: ClassVar[int] = 16  # by default; small pages are shared more often, and less of the last one is read in vain
     fuses = False  # whether ``write_fused`` exists
-    adds_parts = False  # and takes a projection whose parts are still to be added
 
     def planes(self, head_dim: int, dtype: torch.dtype) -> list[Plane]:
         """The planes of one slot and head; ``dtype`` is the model's. Raises ConfigError for a head dim that does not fit. One plane at least
@@ -74,7 +72,7 @@ class Codec(Technique):
         slots."""
         raise NotImplementedError
 
-    def write_fused(self, cache: LayerCache, heads_TXD: torch.Tensor | Parts, ops: HeadOps, slots_T: torch.Tensor) -> torch.Tensor:
+    def write_fused(self, cache: LayerCache, heads_TXD: torch.Tensor, ops: HeadOps, slots_T: torch.Tensor) -> torch.Tensor:
         """What ``ops`` says, and ``write``, in one kernel: the heads of a projection (queries, keys, values) to rotated
         queries [T, H, D], in the cache's basis. Called where ``fuses`` says so, ``kernels.fused_qkv.fits``, and the attention
         backend reads this codec's layout."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from kvasir.kernels import packed_fp16
 from kvasir.kernels._triton import use_triton
 from kvasir.kernels.activation import ACTIVATIONS, gated, gated_reference
-from kvasir.kernels.gemv import Parts, choose, gemv
+from kvasir.kernels.gemv import choose, gemv
 from kvasir.kernels.matmul import matmul_invariant
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.weights import Placement, Slot
@@ -77,12 +77,12 @@ class Linear:
         self.may_pack = place.device.type == "cpu" and place.dtype == torch.float32 and not bias
 
     def __call__(self, x_TK: torch.Tensor, norm: RMSNorm | None = None, residual_TN: torch.Tensor | None = None,
-                 activation: str | None = None, apart: bool = False) -> torch.Tensor | Parts:
+                 activation: str | None = None) -> torch.Tensor:
         """[T, N] of x, or of ``norm``(x). ``activation``: the halves of N are gate and up, the result is [T, N / 2].
-        ``residual_TN`` is added, and its memory may be used for the result. ``apart``: it may be parts, without the residual."""
+        ``residual_TN`` is added, and its memory may be used for the result."""
         if self.streams and (config := choose(x_TK.shape[0], *self.weight_NK.shape)) is not None:
             return gemv(x_TK, self.weight_NK, config, norm=None if norm is None else norm.parameters, bias_N=self.bias_N,
-                        activation=activation, residual_TO=residual_TN, apart=apart)
+                        activation=activation, residual_TO=residual_TN)
         if norm is not None:
             x_TK = norm(x_TK)
         if residual_TN is not None and self.streams and self.bias_N is None and activation is None:
@@ -91,10 +91,6 @@ class Linear:
         if activation is not None:
             y = gated(y, ACTIVATIONS[activation], self.exact) if self.fused else gated_reference(y, ACTIVATIONS[activation])
         return y if residual_TN is None else y.add_(residual_TN)
-
-    def takes_norm(self, num_rows: int) -> bool:
-        """Whether a norm of its input costs it no kernel."""
-        return self.streams and choose(num_rows, *self.weight_NK.shape) is not None
 
     def product(self, x_TK: torch.Tensor) -> torch.Tensor:
         """x @ weight^T + bias by the BLAS: [T, N]."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from kvasir.kernels.gemv import Parts, add_norm
 from kvasir.kernels.norm import add_normed, add_rms_norm, fits, rms_norm
 from kvasir.layers.spec import NormSpec
 from kvasir.layers.weights import Placement, Slot
@@ -50,28 +49,18 @@ class Stream:
 
     def __init__(self, h_TE: torch.Tensor) -> None:
         self.h_TE = h_TE
-        self._x_TE: torch.Tensor | Parts | None = None
+        self._x_TE: torch.Tensor | None = None
         self._post: RMSNorm | None = None
 
-    def add(self, x_TE: torch.Tensor | Parts, post: RMSNorm | None = None) -> None:
+    def add(self, x_TE: torch.Tensor, post: RMSNorm | None = None) -> None:
         """x, or ``post``(x), joins the stream. x may be overwritten."""
         assert self._x_TE is None, "one result at a time"
         self._x_TE, self._post = x_TE, post
-
-    def take(self, x_TE: torch.Tensor | Parts) -> None:
-        """What a sublayer made of the stream: the stream from now on, or parts that are still to be added to it."""
-        if isinstance(x_TE, Parts):
-            self.add(x_TE)
-        else:
-            self.h_TE = x_TE
 
     def enter(self, norm: RMSNorm) -> tuple[torch.Tensor, RMSNorm | None]:
         """The input of the sublayer that begins with ``norm``: normed, or with the norm left to do by its first product."""
         if self._x_TE is None:
             return self.h_TE, norm
-        if isinstance(self._x_TE, Parts):
-            parts, self._x_TE = self._x_TE, None
-            return add_norm(parts, self.h_TE, *norm.parameters), None
         if not norm.fits(self._x_TE):
             return self.value(), norm
         x, post = self._x_TE, None if self._post is None else self._post.parameters
@@ -84,9 +73,7 @@ class Stream:
         x, post, self._x_TE = self._x_TE, self._post, None
         if x is None:
             return self.h_TE
-        if isinstance(x, Parts):
-            self.h_TE = x.join(self.h_TE)
-        elif post is not None and post.fits(x):
+        if post is not None and post.fits(x):
             self.h_TE = add_normed(x, self.h_TE, post.parameters)
         else:
             self.h_TE = (x if post is None else post(x)).add_(self.h_TE)
@@ -97,7 +84,5 @@ class Stream:
         x, post = self._x_TE, self._post
         if x is None:
             out.copy_(self.h_TE)
-        elif isinstance(x, Parts):
-            out.copy_(x.join(self.h_TE.clone()))
         else:
             torch.add(x if post is None else post(x), self.h_TE, out=out)

@@ -44,15 +44,14 @@ class Block:
         if wanted_M is not None:
             stream.h_TE = stream.h_TE.index_select(0, wanted_M)
         if self.mixer_post_norm is None:
-            apart = not (self.ffn_fuses and self.ffn.takes_norm(len(stream.h_TE)))  # then the next norm is a kernel, which can add parts, too
-            stream.take(self.mixer.forward(x_TE, angles, cache, backend, batch, norm, stream.h_TE, wanted_M, apart))
+            stream.h_TE = self.mixer.forward(x_TE, angles, cache, backend, batch, norm, stream.h_TE, wanted_M)
         else:
             stream.add(self.mixer.forward(x_TE, angles, cache, backend, batch, norm, wanted_M=wanted_M), self.mixer_post_norm)
         x_TE, norm = stream.enter(self.ffn_norm)
         if not self.ffn_fuses:
             stream.add(self.ffn.forward(x_TE if norm is None else norm(x_TE)), self.ffn_post_norm)
-        elif self.ffn_post_norm is None:  # the next layer is most often like this one
-            stream.take(self.ffn.forward(x_TE, norm, stream.h_TE, not self.mixer.qkv.takes_norm(len(stream.h_TE))))
+        elif self.ffn_post_norm is None:
+            stream.h_TE = self.ffn.forward(x_TE, norm, stream.h_TE)
         else:
             stream.add(self.ffn.forward(x_TE, norm), self.ffn_post_norm)
 

@@ -7,7 +7,6 @@ import torch
 
 from kvasir.kernels._triton import use_triton
 from kvasir.kernels.fused_qkv import HeadOps, fused_qkv
-from kvasir.kernels.gemv import Parts
 from kvasir.kernels.store_kv import row_index, row_view, store_kv
 from kvasir.kv.codec import Codec, LayerCache, Plane
 
@@ -15,7 +14,7 @@ from kvasir.kv.codec import Codec, LayerCache, Plane
 class PlainCodec(Codec):
     exact = True
     kernel = "plain"
-    fuses = adds_parts = True
+    fuses = True
 
     def planes(self, head_dim: int, dtype: torch.dtype) -> list[Plane]:
         return [Plane("k", head_dim, dtype), Plane("v", head_dim, dtype)]
@@ -33,7 +32,7 @@ class PlainCodec(Codec):
         cache.views["k"].index_copy_(0, index, k_TGD.reshape(-1, k_TGD.shape[-1]))
         cache.views["v"].index_copy_(0, index, v_TGD.reshape(-1, v_TGD.shape[-1]))
 
-    def write_fused(self, cache: LayerCache, heads_TXD: torch.Tensor | Parts, ops: HeadOps, slots_T: torch.Tensor) -> torch.Tensor:
+    def write_fused(self, cache: LayerCache, heads_TXD: torch.Tensor, ops: HeadOps, slots_T: torch.Tensor) -> torch.Tensor:
         return fused_qkv(heads_TXD, ops, cache.planes["k"], cache.planes["v"], slots_T)
 
     def read(self, cache: LayerCache, pages: torch.Tensor, held: dict | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from kvasir.kernels.gemv import Parts
 from kvasir.layers.linear import Linear
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.spec import DenseSpec
@@ -22,14 +21,9 @@ class FFN:
         self.down = Linear(spec.intermediate_size, {"down": hidden_size}, bias=spec.bias, place=place)
         self.activation = spec.activation
 
-    def forward(self, x_TE: torch.Tensor, norm: RMSNorm | None = None, residual_TE: torch.Tensor | None = None,
-                apart: bool = False) -> torch.Tensor | Parts:
-        """Of x, or of ``norm``(x); ``residual_TE`` is added, and its memory may be used for the result. ``apart``: as in ``Linear``."""
-        return self.down(self.gate_up(x_TE, norm, activation=self.activation), residual_TN=residual_TE, apart=apart)
-
-    def takes_norm(self, num_rows: int) -> bool:
-        """Whether a norm of its input costs it no kernel."""
-        return self.gate_up.takes_norm(num_rows)
+    def forward(self, x_TE: torch.Tensor, norm: RMSNorm | None = None, residual_TE: torch.Tensor | None = None) -> torch.Tensor:
+        """Of x, or of ``norm``(x); ``residual_TE`` is added, and its memory may be used for the result."""
+        return self.down(self.gate_up(x_TE, norm, activation=self.activation), residual_TN=residual_TE)
 
     def slots(self) -> dict[str, Slot]:
         return self.gate_up.slots() | self.down.slots()

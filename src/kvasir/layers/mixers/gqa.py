@@ -9,7 +9,6 @@ import torch
 
 from kvasir.attention.backend import AttentionBackend
 from kvasir.kernels.fused_qkv import HeadOps, fits, fused_qkv
-from kvasir.kernels.gemv import Parts
 from kvasir.kernels.rope import rotate
 from kvasir.kv.codec import LayerCache
 from kvasir.layers.linear import Linear
@@ -40,17 +39,15 @@ class Mixer:
         self.sinks_H = torch.empty(heads, device=place.device, dtype=torch.float32) if spec.sinks else None
 
     def forward(self, x_TE: torch.Tensor, angles: Angles, cache: LayerCache, backend: AttentionBackend, batch: StepBatch,
-                norm: RMSNorm | None = None, residual_TE: torch.Tensor | None = None, wanted_M: torch.Tensor | None = None,
-                apart: bool = False) -> torch.Tensor | Parts:
+                norm: RMSNorm | None = None, residual_TE: torch.Tensor | None = None, wanted_M: torch.Tensor | None = None) -> torch.Tensor:
         """[T, E] -> [T, E]; of ``norm``(x) when one is given, and with ``residual_TE`` added, whose memory may be used for
         the result. K/V go through the codec into their pages before anything attends to them. ``wanted_M``: the rows of the
-        result, and of ``residual_TE``; default: all. ``apart``: as in ``Linear``."""
-        spec, num_rows, codec = self.spec, x_TE.shape[0], cache.codec
+        result, and of ``residual_TE``; default: all."""
+        spec, num_rows = self.spec, x_TE.shape[0]
+        heads_TXD = self.qkv(x_TE, norm).view(num_rows, -1, spec.head_dim)
+        codec = cache.codec
         in_basis = codec.fuses and codec.kernel in backend.codec_kernels  # the backend takes queries in the cache's basis
-        fused = self.fused and fits(x_TE, spec.head_dim) and (in_basis or not self.writes)
-        heads = self.qkv(x_TE, norm, apart=fused and self.writes and codec.adds_parts)
-        heads_TXD = heads if isinstance(heads, Parts) else heads.view(num_rows, -1, spec.head_dim)
-        if fused:
+        if self.fused and fits(heads_TXD) and (in_basis or not self.writes):
             norm_of = None if self.qk_norm is None else self.qk_norm.parameters
             ops = HeadOps(spec.num_heads, angles.table.table, angles.positions_T, norm_of, self.exact)
             if self.writes:
@@ -62,7 +59,7 @@ class Mixer:
             q_THD = codec.queries(q_THD) if in_basis else q_THD
         out_THD = backend.run(q_THD, cache, self.attention, batch, sinks_H=self.sinks_H)
         out_TE = out_THD.reshape(num_rows, spec.num_heads * spec.head_dim)
-        return self.o(out_TE if wanted_M is None else out_TE.index_select(0, wanted_M), residual_TN=residual_TE, apart=apart)
+        return self.o(out_TE if wanted_M is None else out_TE.index_select(0, wanted_M), residual_TN=residual_TE)
 
     def _write(self, heads_TXD: torch.Tensor, angles: Angles, cache: LayerCache, batch: StepBatch) -> torch.Tensor:
         """Step by step: norm, rotate, write. Rotated queries [T, H, D]."""
