@@ -60,33 +60,48 @@ def test_the_interpreter_compiles_nothing():
     assert len(kernel.bound) == 3
 
 
-def test_an_older_triton_launches(monkeypatch):
+def test_an_older_triton_compiles_as_ever(monkeypatch):
     monkeypatch.setattr(_triton, "triton", SimpleNamespace())
-    kernel = Kernel()
-    with _triton.compiling() as launches:
-        launches(kernel, (4, 2, 1), "x", "y", 7, EVEN=True, BLOCK=16)
-    assert len(kernel.bound) == 1
+    with _triton.compiling():
+        pass
 
 
-def test_compiled_and_not_launched(monkeypatch):
-    """All that a block asks for is compiled at once, and there at its end."""
+def test_kernels_are_compiled_beside_each_other_and_there_at_the_end(monkeypatch):
     triton = pytest.importorskip("triton")
     from triton.runtime import _async_compile
 
     done, together = [], threading.Barrier(3, timeout=10)
 
-    class Lazy:
-        def warmup(self, *args, grid, **named):
-            def compiles():
-                together.wait()  # alone, it would wait for ever
-                return args, grid, named
-
-            _async_compile.active_mode.get().submit(args, compiles, done.append)
+    def compiles(x):
+        together.wait()  # alone, it would wait for ever
+        return x
 
     monkeypatch.setattr(_triton, "triton", triton)
     monkeypatch.setattr("os.cpu_count", lambda: 3)
-    with _triton.compiling() as launches:
+    with _triton.compiling():
         for x in "abc":
-            launches(Lazy(), (4, 2, 1), x, "y", EVEN=True)
+            _async_compile.active_mode.get().submit(x, lambda x=x: compiles(x), done.append)
         assert not done
-    assert sorted(done) == [((x, "y"), (4, 2, 1), {"EVEN": True}) for x in "abc"] and _async_compile.active_mode.get() is None
+    assert sorted(done) == ["a", "b", "c"] and _async_compile.active_mode.get() is None
+
+
+def test_a_rehearsal_launches_nothing_of_this_thread(monkeypatch):
+    met = []
+
+    class Function:
+        def run(self, *args, grid, warmup, **named):
+            met.append((args, warmup))
+            return "compiled"
+
+    monkeypatch.setattr(_triton, "triton", SimpleNamespace(JITFunction=Function))
+    kernel, found = Function(), []
+    with _triton.rehearsing():
+        assert kernel.run("x", grid=(1,), warmup=False) is None, "what is not launched cannot be launched again"
+        other = threading.Thread(target=lambda: found.append(kernel.run("y", grid=(1,), warmup=False)))
+        other.start()
+        other.join()
+    assert kernel.run("z", grid=(1,), warmup=False) == "compiled" and found == ["compiled"]
+    assert met == [(("x",), True), (("y",), False), (("z",), False)]
+    with pytest.raises(RuntimeError), _triton.rehearsing():
+        raise RuntimeError
+    assert kernel.run("z", grid=(1,), warmup=False) == "compiled", "whatever ends it"
