@@ -225,8 +225,8 @@ class LLM:
 
 @contextlib.contextmanager
 def _short_collections() -> Iterator[None]:
-    """While this lasts, a garbage collection walks what was made since. With torch and a model a full one takes a tenth of a second, in
-    which nothing is launched. What was frozen already is somebody else's, and stays so."""
+    """While this lasts, a garbage collection walks what was made since. With torch and a model a full one takes as long as several steps,
+    and nothing is launched meanwhile. What was frozen already is somebody else's, and stays so."""
     if gc.get_freeze_count():
         yield
         return
