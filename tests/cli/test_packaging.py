@@ -59,7 +59,7 @@ def imported(file):
 
 def test_what_the_package_imports_is_declared():
     declared = {re.split(r"[<>=\[; ]", d)[0].replace("-", "_") for d in PROJECT["project"]["dependencies"]}
-    optional = {"triton", "matplotlib", "transformers", "httpx", "vllm", "gguf", "llama_cpp"}  # each asked for by name where it is missing
+    optional = {"triton", "matplotlib", "PIL", "transformers", "httpx", "vllm", "gguf", "llama_cpp"}  # each asked for by name where it is missing
     comes_with = {"starlette": "fastapi", "pydantic": "fastapi", "pydantic_core": "fastapi"}
     for file in PACKAGE.rglob("*.py"):
         for module in imported(file):

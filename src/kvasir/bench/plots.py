@@ -70,7 +70,7 @@ def _draw(file: Path, found: dict[str, Any], curves: dict[str, Curve], across: s
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-        from PIL import Image  # which matplotlib needs
+        from PIL import Image
     except ImportError as e:
         raise ConfigError("plots need matplotlib: pip install 'kvasir[plots]'") from e
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
