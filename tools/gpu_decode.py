@@ -175,14 +175,16 @@ def step_variants() -> dict[str, list]:
         return mock.patch.object(gemv, "MEASURED", {key: Config(64, 128, 4, 3, splits) if key[0] in rows and key[1] == 1024 else value
                                                     for key, value in gemv.MEASURED.items()})
 
-    return {"as it is": [], "no attention": [mock.patch.object(paged_backend, "decode_attention_triton", nothing)],
-            **{label: [attention(label)] for label in SHAPES}, "4 splits": [table(4, (8, 64))], "as it is, again": []}
+    apart = mock.patch.object(gemv, "MEASURED", {**gemv.MEASURED, (16, 4096, 1024): Config(64, 256, 4, 3, 1),
+                                                 **{(16, 1024, k): Config(32, 128, 4, 4, 4) for k in (2048, 3072)}})
+    return {"as it is": [], "16 rows, tiles of their own": [apart],
+            "no attention": [mock.patch.object(paged_backend, "decode_attention_triton", nothing)], **{label: [attention(label)] for label in SHAPES}, "4 splits": [table(4, (8, 64))], "as it is, again": []}
 
 
 def time_steps() -> list[dict]:
     arms = []
     no_overlap = [mock.patch.object(m, "pdl", never) for m in (norm, activation, fused_qkv, gemv, decode, moe, sample)]
-    for shape, batches in (("qwen3-0.6b", (8, 64, 256)), ("llama-8b", (8, 64)), ("qwen3-30b-a3b", (1, 8))):
+    for shape, batches in (("qwen3-0.6b", (8, 16, 64, 256)), ("llama-8b", (8, 64)), ("qwen3-30b-a3b", (1, 8))):
         made = gpu_fused.Model(shape)
         for batch in batches:
             run = made.step([(1087, 1)] * batch)

@@ -1,4 +1,4 @@
-"""Launches that a step repeats go to the compiled kernel, with every argument in its place."""
+"""Launches that a step repeats go to the compiled kernel, with every argument in its place; and what is compiled without a launch."""
 
 from __future__ import annotations
 

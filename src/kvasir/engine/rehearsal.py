@@ -47,7 +47,8 @@ def rehearse(runner: Runner) -> None:
             try:
                 part()
             except Exception as error:  # nobody asked for it yet: an engine that ended here would end again after every restart
-                log.warning("kernels are not compiled ahead: %s%s (%s: %s)", part.func.__name__, part.args[1:], type(error).__name__, error)
+                what = part.func.__name__ + str(part.args[1:])[:60]
+                log.warning("kernels are not compiled ahead: %s (%s: %s)", what, type(error).__name__, error)
 
 
 def _attend(runner: Runner, layer: int, spans: list[tuple[int, int]]) -> None:
