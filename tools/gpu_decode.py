@@ -178,7 +178,8 @@ def step_variants() -> dict[str, list]:
     apart = mock.patch.object(gemv, "MEASURED", {**gemv.MEASURED, (16, 4096, 1024): Config(64, 256, 4, 3, 1),
                                                  **{(16, 1024, k): Config(32, 128, 4, 4, 4) for k in (2048, 3072)}})
     return {"as it is": [], "16 rows, tiles of their own": [apart],
-            "no attention": [mock.patch.object(paged_backend, "decode_attention_triton", nothing)], **{label: [attention(label)] for label in SHAPES}, "4 splits": [table(4, (8, 64))], "as it is, again": []}
+            "no attention": [mock.patch.object(paged_backend, "decode_attention_triton", nothing)],
+            **{label: [attention(label)] for label in SHAPES}, "4 splits": [table(4, (8, 64))], "as it is, again": []}
 
 
 def time_steps() -> list[dict]:
