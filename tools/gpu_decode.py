@@ -1,6 +1,6 @@
 """On a Hopper GPU: variants of what a decode step is made of, beside each other in one call.
 
-    python tools/gpu_decode.py RESULT.json [--parts attention,gemv,steps,prefill,moe]
+    python tools/gpu_decode.py RESULT.json [--parts attention,gemv,steps,prefill,moe] [--shapes qwen3-0.6b]
 
 Attention over pages as the engine lays them out, after the kernel that writes keys; products of few rows; whole steps with
 sampling, with one thing changed at a time; and a step's kernels one after the other, without overlap. Everything is timed in
@@ -22,6 +22,7 @@ import time
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -33,7 +34,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 from kvasir.attention import paged as paged_backend  # noqa: E402
 from kvasir.bench.result import arm, as_json, result  # noqa: E402
 from kvasir.engine.graphs import LOGIT_BYTES  # noqa: E402
-from kvasir.kernels import activation, fused_qkv, gemv, moe, norm, paged_attention, sample  # noqa: E402
+from kvasir.kernels import activation, fused_qkv, gemv, hopper_gemv, moe, norm, paged_attention, sample  # noqa: E402
 from kvasir.kernels import decode_attention as decode  # noqa: E402
 from kvasir.kernels import dense_attention as dense  # noqa: E402
 from kvasir.kernels.gemv import Config  # noqa: E402
@@ -45,8 +46,10 @@ from tools.gpu_kernels import DIM, GROUPS, HEADS, SPEC, make_pool  # noqa: E402
 BF16, PROCESSES = torch.bfloat16, 14
 CONTEXTS = {f"{n} x 1k": [1087] * n for n in (8, 16, 32, 48, 64, 96, 128, 256)} | {
     "64 mixed": [200 + 29 * (i * 37 % 64) for i in range(64)], "128 mixed": [100 + 15 * (i * 37 % 128) for i in range(128)], "32 x 4k": [4095] * 32}
-SHAPES = {"64w2s3 x3": decode.Shape(64, 2, 3, 12, 3), "32w2s4 x4": decode.Shape(32, 2, 4, 12, 4), "64w2s2 x5": decode.Shape(64, 2, 2, 12, 5)}
+SHAPES = {"64w2s3 x3": decode.Shape(64, 2, 3, 12, 3), "64w2s2 x4": decode.Shape(64, 2, 2, 12, 4), "32w2s4 x4": decode.Shape(32, 2, 4, 12, 4),
+          "32w1s4 x4": decode.Shape(32, 1, 4, 12, 4)}
 ROWS = (8, 16, 32, 64)
+STEPS = {"qwen3-0.6b": (8, 16, 32, 64, 256), "llama-8b": (8, 64, 256), "qwen3-30b-a3b": (1, 8)}
 CONFIGS = [Config(64, 128, 4, 3, 4), Config(64, 64, 4, 4, 4), Config(64, 128, 4, 3, 8), Config(32, 128, 4, 4, 8), Config(64, 128, 4, 3, 16),
            Config(64, 128, 4, 2, 8), Config(64, 64, 4, 4, 8), Config(32, 128, 4, 3, 4), Config(64, 128, 4, 3, 2)]
 
@@ -177,15 +180,22 @@ def step_variants() -> dict[str, list]:
 
     apart = mock.patch.object(gemv, "MEASURED", {**gemv.MEASURED, (16, 4096, 1024): Config(64, 256, 4, 3, 1),
                                                  **{(16, 1024, k): Config(32, 128, 4, 4, 4) for k in (2048, 3072)}})
+    def by_hand(**change: int) -> mock._patch:
+        return mock.patch.object(hopper_gemv, "MEASURED", {shape: replace(ring, **change) for shape, ring in hopper_gemv.MEASURED.items()})
+
     return {"as it is": [], "16 rows, tiles of their own": [apart],
+            "products by hand: none": [mock.patch.object(hopper_gemv, "MEASURED", {})],
+            "products by hand from 1 row on": [mock.patch.object(hopper_gemv, "MIN_ROWS", 1)],
+            "products by hand, one block of each on its way": [by_hand(w_blocks=1, x_blocks=1)],
+            "products by hand, blocks of 64": [by_hand(block_k=64, w_blocks=16, x_blocks=11)],
             "no attention": [mock.patch.object(paged_backend, "decode_attention_triton", nothing)],
             **{label: [attention(label)] for label in SHAPES}, "4 splits": [table(4, (8, 64))], "as it is, again": []}
 
 
-def time_steps() -> list[dict]:
+def time_steps(shapes: list[str]) -> list[dict]:
     arms = []
-    no_overlap = [mock.patch.object(m, "pdl", never) for m in (norm, activation, fused_qkv, gemv, decode, moe, sample)]
-    for shape, batches in (("qwen3-0.6b", (8, 16, 64, 256)), ("llama-8b", (8, 64)), ("qwen3-30b-a3b", (1, 8))):
+    no_overlap = [mock.patch.object(m, "pdl", never) for m in (norm, activation, fused_qkv, gemv, hopper_gemv, decode, moe, sample)]
+    for shape, batches in ((shape, STEPS[shape]) for shape in shapes):
         made = gpu_fused.Model(shape)
         for batch in batches:
             run = made.step([(1087, 1)] * batch)
@@ -442,12 +452,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path)
     parser.add_argument("--parts", default="attention,gemv,steps,prefill,moe")
+    parser.add_argument("--shapes", default=",".join(STEPS), help="whose steps are timed")
     options = parser.parse_args()
     torch.manual_seed(0)
     parts, arms, started = set(options.parts.split(",")), [], time.monotonic()
     warm(parts)
     print(f"warm after {time.monotonic() - started:.0f} s", flush=True)
-    for name, part in (("steps", time_steps), ("attention", time_attention), ("gemv", time_gemv), ("prefill", time_prefill), ("moe", time_moe)):
+    for name, part in (("steps", functools.partial(time_steps, options.shapes.split(","))), ("attention", time_attention), ("gemv", time_gemv), ("prefill", time_prefill), ("moe", time_moe)):
         if name in parts:
             arms += part()
             options.output.write_text(as_json(result("gpu_decode", arms)))

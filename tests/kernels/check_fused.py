@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvasir.kernels import activation, fused_qkv, gemv, norm
+from kvasir.kernels import activation, fused_qkv, gemv, hopper_gemv, norm
 from kvasir.kernels.activation import ACTIVATIONS
 from kvasir.layers.rope import RopeTable
 from kvasir.layers.spec import RopeSpec
@@ -105,6 +105,23 @@ def check_gemv(case: gemv.Case, dtype: torch.dtype, device: str) -> float:
     want, plain = run(torch.float64), run(dtype)
     got = gemv.gemv(x, w, case.config, activation=case.activation, **extra)
     assert extra["residual_TO"] is None or got is extra["residual_TO"], "the result takes the residual's place"
+    return hold(case, got, plain, want)
+
+
+def check_hopper_gemv(case: hopper_gemv.Case, dtype: torch.dtype, device: str) -> float:
+    draw = Draw(case.rows + case.width, dtype, device)
+    num_rows = case.outputs * (1 + case.gated)
+    x, w = draw(case.rows, case.width + 8)[:, :case.width], draw(num_rows, case.width, scale=case.width ** -0.5)
+    residual = draw(case.rows, case.outputs) if case.residual else None
+    activation = "silu" if case.gated else None
+
+    def run(precision: torch.dtype) -> torch.Tensor:
+        return gemv.gemv_reference(x.to(precision), w.to(precision), activation=activation,
+                                   residual_TO=None if residual is None else residual.to(precision))
+
+    want, plain = run(torch.float64), run(dtype)
+    got = hopper_gemv.stream_rows(x, w, case.ring, gated=case.gated, residual_TO=residual)
+    assert residual is None or got is residual, "the result takes the residual's place"
     return hold(case, got, plain, want)
 
 

@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 
-from kvasir.kernels import decode_attention, report
+from kvasir.kernels import decode_attention, hopper_gemv, report
 from kvasir.kernels.dense_attention import Shape
 from kvasir.kernels.hopper_attention import HopperShape
 from kvasir.kernels.key_chunks import merged_at_once
@@ -46,7 +46,8 @@ for i, name in enumerate(function.arg_names):
         types[name] = "constexpr"
     elif name.endswith("_desc"):
         layout = f",{gl.NVMMASharedLayout(128, 16, 2)!r}" if function.is_gluon() else ""
-        types[name] = f"tensordesc<bf16[{constants['BLOCK_N']}, {constants['D']}]{layout}>"
+        rows, columns = pointers.get(name) or (constants["BLOCK_N"], constants["D"])
+        types[name] = f"tensordesc<bf16[{rows}, {columns}]{layout}>"
     elif name in pointers:
         types[name], attributes[(i,)] = "*" + pointers[name], [["tt.divisibility", 16]]
     elif name.endswith("_ptr"):
@@ -74,6 +75,7 @@ print(json.dumps({"shared": done.metadata.shared, "spilled": "STACK:0" not in us
                   "shuffles": ptx.count("shfl.sync"),
                   "under": [len(run) for run in re.findall("(?<=1)2+", waits)], "warps": done.metadata.num_warps,
                   "registers": re.findall("setmaxnreg.*?([0-9]+);", ptx), "arrivals": ptx.count("mbarrier.arrive.shared"),
+                  "early": ptx.split("griddepcontrol.wait")[0].count("cp.async.bulk.tensor"), "barriers": ptx.count("bar.sync"),
                   "mma": ptx.count("mma.sync"), "lop3": ptx.count("lop3.b32")}))
 """
 LLAMA = {"H": 32, "R": 4, "D": 128, "CAPPED": False, "SINKS": False, "WANT_LSE": False}
@@ -220,6 +222,21 @@ def test_by_hand(dim):
     assert found["tiles"] and found["wgmma"] and not found["spilled"] and found["shared"] <= 227 * 1024
     assert len([n for n in found["under"] if n >= shape.block_n // 2]) == 2 * 2, found["under"]
     assert {"24", "240"} <= set(found["registers"]) and found["warps"] == 12 and found["arrivals"] == 2 * (1 + 2 * 2)
+
+
+@pytest.mark.parametrize("num_rows, width", hopper_gemv.MEASURED)
+def test_products_of_few_rows_by_hand(num_rows, width):
+    """All of W that a program multiplies is asked for before it waits for the kernel before it; a barrier of all warps is for a block, not
+    for 64 inputs, and nothing waits for a product but the last, where every block has a slot."""
+    ring, gated = hopper_gemv.MEASURED[num_rows, width], num_rows == 6144
+    blocks, parts = width // (ring.block_k * ring.splits), 1 + gated
+    found = compiled("hopper_gemv", "_stream_rows", {"num_warps": 4}, {
+        "OUT": num_rows // parts, "N": num_rows, "BLOCK_N": ring.block_n, "BLOCKS": blocks, "W_RING": min(ring.w_blocks, blocks),
+        "X_RING": min(ring.x_blocks, blocks), "SPLIT": ring.splits > 1, "GATED": gated, "RESIDUAL": False, "PDL": True},
+        {"y_ptr": "bf16", "part_ptr": "fp32", "w_desc": (ring.block_n, ring.block_k), "x_desc": (hopper_gemv.MAX_ROWS, ring.block_k)})
+    assert not found["spilled"] and found["shared"] <= 227 * 1024
+    assert found["early"] == parts * blocks and found["tiles"] == (parts + 1) * blocks
+    assert found["wgmma"] == parts * blocks * ring.block_k // 16 and found["barriers"] <= 9 * blocks
 
 
 def test_the_ends_of_a_decode_step():

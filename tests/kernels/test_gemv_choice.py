@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from kvasir.kernels import gemv
+from kvasir.kernels import gemv, hopper_gemv
 from kvasir.kernels.gemv import Config, choose
 
 
@@ -32,3 +33,22 @@ def test_every_measured_config_can_run():
     for (rows, _, width), config in gemv.MEASURED.items():
         assert rows in gemv.STEPS and width % 8 == 0
         assert config is None or config.block_n >= 16 or (rows == 1 and config.splits == 1)
+
+
+def test_products_placed_by_hand(monkeypatch):
+    w = torch.empty(4096, 1024, device="meta")
+    assert hopper_gemv.choose_ring(64, w) is None, "runs on Hopper alone"
+    monkeypatch.setattr(hopper_gemv, "by_hand", lambda device: True)
+    assert hopper_gemv.choose_ring(64, w) == hopper_gemv.choose_ring(hopper_gemv.MIN_ROWS, w) == hopper_gemv.MEASURED[4096, 1024]
+    assert hopper_gemv.choose_ring(hopper_gemv.MIN_ROWS - 1, w) is hopper_gemv.choose_ring(65, w) is None
+    assert hopper_gemv.choose_ring(64, torch.empty(4096, 1536, device="meta")) is None, "nobody measured it"
+
+
+@pytest.mark.parametrize("num_rows, width", hopper_gemv.MEASURED)
+def test_products_placed_by_hand_fit(num_rows, width):
+    """Into the 227 KiB of shared memory that a program can have, with a KiB for barriers and what the result passes through."""
+    ring, parts = hopper_gemv.MEASURED[num_rows, width], 2 if num_rows == 6144 else 1
+    blocks, left = divmod(width, ring.block_k * ring.splits)
+    assert not left and ring.block_n % 8 == 0
+    held = min(ring.w_blocks, blocks) * parts * ring.block_n + min(ring.x_blocks, blocks) * hopper_gemv.MAX_ROWS
+    assert held * ring.block_k * 2 <= 226 << 10

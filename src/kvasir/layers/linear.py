@@ -16,6 +16,7 @@ from kvasir.kernels import packed_fp16
 from kvasir.kernels._triton import use_triton
 from kvasir.kernels.activation import ACTIVATIONS, gated, gated_reference
 from kvasir.kernels.gemv import choose, gemv
+from kvasir.kernels.hopper_gemv import GATES, choose_ring, stream_rows
 from kvasir.kernels.matmul import matmul_invariant
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.weights import Placement, Slot
@@ -80,6 +81,8 @@ class Linear:
                  activation: str | None = None) -> torch.Tensor:
         """[T, N] of x, or of ``norm``(x). ``activation``: the halves of N are gate and up, the result is [T, N / 2].
         ``residual_TN`` is added, and its memory may be used for the result."""
+        if self.streams and self.bias_N is None and activation in GATES and (ring := choose_ring(x_TK.shape[0], self.weight_NK)) is not None:
+            return stream_rows(x_TK if norm is None else norm(x_TK), self.weight_NK, ring, gated=activation is not None, residual_TO=residual_TN)
         if self.streams and (config := choose(x_TK.shape[0], *self.weight_NK.shape)) is not None:
             return gemv(x_TK, self.weight_NK, config, norm=None if norm is None else norm.parameters, bias_N=self.bias_N,
                         activation=activation, residual_TO=residual_TN)

@@ -1,0 +1,50 @@
+"""Products of few rows with copies placed by hand, over their grid and behind each other. No interpreter runs them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvasir.kernels import _triton, hopper_gemv
+from kvasir.kernels.hopper_gemv import stream_rows
+from tests.kernels.check_fused import Draw, check_hopper_gemv, hold
+
+pytestmark = pytest.mark.skipif(_triton.INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+                                reason="needs Hopper")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", list(hopper_gemv.grid()), ids=str)
+def test_against_the_reference(case, dtype, device):
+    check_hopper_gemv(case, dtype, device)
+
+
+def test_behind_each_other(device):
+    """Each starts while the one before it runs, and reads what that one writes: a hundred in one graph, as often as it is replayed."""
+    draw = Draw(0, torch.bfloat16, device)
+    up, down = draw(6144, 1024, scale=0.02), draw(1024, 3072, scale=0.02)
+    rings = hopper_gemv.MEASURED[6144, 1024], hopper_gemv.MEASURED[1024, 3072]
+
+    def chain(h: torch.Tensor) -> torch.Tensor:
+        for _ in range(50):
+            h = stream_rows(stream_rows(h, up, rings[0], gated=True), down, rings[1], residual_TO=h)
+        return h
+
+    begin = draw(40, 1024)
+    h = begin.clone()
+    want = chain(begin.clone())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(h)
+    for _ in range(5):
+        h.copy_(begin)
+        graph.replay()
+        assert torch.equal(out, want), "the order of sums is fixed"
+    wide, plain = begin.double(), begin
+    for _ in range(50):
+        for_both = []
+        for x in (wide, plain):
+            gate, value = (x @ up.to(x.dtype).t()).chunk(2, -1)
+            for_both.append(x + (torch.nn.functional.silu(gate) * value) @ down.to(x.dtype).t())
+        wide, plain = for_both
+    hold("chain", want, plain, wide)
