@@ -458,7 +458,8 @@ def main() -> int:
     parts, arms, started = set(options.parts.split(",")), [], time.monotonic()
     warm(parts)
     print(f"warm after {time.monotonic() - started:.0f} s", flush=True)
-    for name, part in (("steps", functools.partial(time_steps, options.shapes.split(","))), ("attention", time_attention), ("gemv", time_gemv), ("prefill", time_prefill), ("moe", time_moe)):
+    steps = functools.partial(time_steps, options.shapes.split(","))
+    for name, part in (("steps", steps), ("attention", time_attention), ("gemv", time_gemv), ("prefill", time_prefill), ("moe", time_moe)):
         if name in parts:
             arms += part()
             options.output.write_text(as_json(result("gpu_decode", arms)))
