@@ -224,6 +224,13 @@ def test_by_hand(dim):
     assert {"24", "240"} <= set(found["registers"]) and found["warps"] == 12 and found["arrivals"] == 2 * (1 + 2 * 2)
 
 
+def test_routing_waits_for_no_other_warp():
+    """A row's experts are picked within a warp, by one reduction of an int64 each and one for the weights."""
+    found = compiled("moe", "_route", {"num_warps": 1}, {"X": 128, "X_PAD": 128, "TOP_K": 8, "K_PAD": 8, "RENORMALIZE": True, "PDL": True},
+                     {"logits_ptr": "bf16", "weights_ptr": "fp32", "ids_ptr": "i32"})
+    assert not found["spilled"] and not found["barriers"] and found["shuffles"] <= 8 * 5 * 2 + 5
+
+
 @pytest.mark.parametrize("num_rows, width", hopper_gemv.MEASURED)
 def test_products_of_few_rows_by_hand(num_rows, width):
     """All of W that a program multiplies is asked for before it waits for the kernel before it; a barrier of all warps is for a block, not

@@ -1,8 +1,8 @@
 """Mixture of experts on the device, without a host read: route, sort by expert, two grouped products, weighted sum.
 
-A *pair* is a row with one of its experts. ``_route`` picks the experts of each row and ranks its pairs among those of the
-same expert; ``_place`` turns counts into offsets, writes the pairs sorted by expert, and the list of *tiles*: up to BLOCK_M
-pairs of one expert. The grids are sized for the worst routing; programs beyond the last tile leave at once. The first
+A *pair* is a row with one of its experts. ``_route`` picks the experts of each row; ``_sort`` writes the pairs sorted by expert, and the list
+of *tiles*: up to BLOCK_M pairs of one expert. Of many pairs, ``_rank`` ranks those of a block that have the same expert, and ``_place`` turns
+counts into offsets. The grids are sized for the worst routing; programs beyond the last tile leave at once. The first
 product gathers its rows by pair and ends in activation(gate) * up; the second writes each pair's result to the pair's own
 place, so that the weighted sum reads K neighbouring rows in the order of the row's own top-k: no atomics, no order of arrival.
 A single row needs no sort: ``_route_row`` has the router's product, too, and the row's experts are streamed by ``_gate_up_row``
@@ -26,9 +26,9 @@ import torch
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, gated
 
-ROUTE_ELEMENTS = 4096  # rows x experts that one routing program holds in registers
-FEW_ROWS = 8  # for which a routing program of fewer threads is quicker; no finer, for each block size is compiled for itself
-COUNT_BLOCKS = 32  # blocks whose counts are loaded at a time
+FEW_PAIRS = 4096  # that are sorted by comparing each with all others
+MANY_PAIRS = 1024  # of a block of more
+CHUNK = 64  # pairs that are looked at together, of 128 experts
 
 
 def route_reference(logits_TX: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,22 +55,63 @@ def moe_reference(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torc
 
 
 @jit
-def _scatter(ids, ranks, total, before, rows, x, order_ptr, tiles_ptr, num_tiles_ptr, block, num_blocks, num_rows,
-             TOP_K: tl.constexpr, K_PAD: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Write the pairs of a block of rows to their sorted places, and this block's share of the tiles.
+def _pick(logits, x, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, RENORMALIZE: tl.constexpr):
+    """Top-k of the softmax of a row's logits [X_PAD] fp32 (-inf past the last expert): ids and weights [K_PAD], the largest first.
 
-    ids, ranks [BLOCK_T, K_PAD]; total [X_PAD] pairs of each expert; before [X_PAD] those of earlier blocks. A tile is
-    (expert, first, stop): sorted pairs first .. stop.
+    One reduction a choice: the largest key has the expert and its logit in it. Keys are distinct integers, so that a row of NaN, too,
+    picks K different experts: its pairs get places of their own.
     """
-    first = tl.cumsum(total, 0) - total
-    base = first + before
-    choice = tl.arange(0, K_PAD)[None, :]
+    choice = tl.arange(0, K_PAD)
+    bits = logits.to(tl.int32, bitcast=True)
+    key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (X_PAD - 1 - x).to(tl.int64)
+    ids = tl.zeros([K_PAD], tl.int32)
+    weights = tl.zeros([K_PAD], tl.float32)
+    most = 0.0
     for k in tl.static_range(TOP_K):
-        picked = choice == k
-        expert = tl.sum(tl.where(picked, ids, 0), 1)
-        rank = tl.sum(tl.where(picked, ranks, 0), 1)
-        place = tl.sum(tl.where(x[None, :] == expert[:, None], base[None, :], 0), 1) + rank
-        tl.store(order_ptr + place, rows * TOP_K + k, mask=rows < num_rows)
+        top = tl.max(key, 0)
+        ordered = (top >> 32).to(tl.int32)
+        logit = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        if k == 0:
+            most = logit
+        expert = X_PAD - 1 - (top & 0xFFFFFFFF).to(tl.int32)
+        ids = tl.where(choice == k, expert, ids)
+        weights = tl.where(choice == k, tl.exp(logit - most), weights)
+        key = tl.where(x == expert, -0x8000000000000000, key)
+    return ids, weights / (tl.sum(weights, 0) if RENORMALIZE else tl.sum(tl.exp(logits - most), 0))
+
+
+@jit(do_not_specialize=["logits_row"])
+def _route(logits_ptr, weights_ptr, ids_ptr, logits_row, X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
+           RENORMALIZE: tl.constexpr, PDL: tl.constexpr):
+    """Pick the experts of one row: weights [T, K] fp32, ids [T, K] int32."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0)
+    x, choice = tl.arange(0, X_PAD), tl.arange(0, K_PAD)
+    logits = tl.load(logits_ptr + row.to(tl.int64) * logits_row + x, mask=x < X, other=-float("inf")).to(tl.float32)
+    ids, weights = _pick(logits, x, X_PAD, TOP_K, K_PAD, RENORMALIZE)
+    at = row.to(tl.int64) * TOP_K + choice
+    tl.store(ids_ptr + at, ids, mask=choice < TOP_K)
+    tl.store(weights_ptr + at, weights, mask=choice < TOP_K)
+
+
+@jit
+def _counted(ids_ptr, first, stop, X_PAD: tl.constexpr, CHUNK: tl.constexpr):
+    """How many of the pairs first .. stop each expert has: [X_PAD]."""
+    x, q = tl.arange(0, X_PAD), tl.arange(0, CHUNK)
+    found = tl.zeros([CHUNK, X_PAD], tl.int32)
+    for start in range(first, stop, CHUNK):
+        theirs = tl.load(ids_ptr + start + q, mask=start + q < stop, other=-1)
+        found += (theirs[:, None] == x[None, :]).to(tl.int32)
+    return tl.sum(found, 0)
+
+
+@jit
+def _list_tiles(total, block, num_blocks, tiles_ptr, num_tiles_ptr, X_PAD: tl.constexpr, BLOCK_M: tl.constexpr):
+    """This block's share of the tiles of ``total`` [X_PAD] pairs of each expert: (expert, first, stop), sorted pairs first .. stop."""
+    x = tl.arange(0, X_PAD)
+    first = tl.cumsum(total, 0) - total
     count = (total + BLOCK_M - 1) // BLOCK_M
     tile = tl.cumsum(count, 0) - count
     for i in range(block, tl.max(count, 0), num_blocks):
@@ -82,94 +123,71 @@ def _scatter(ids, ranks, total, before, rows, x, order_ptr, tiles_ptr, num_tiles
         tl.store(num_tiles_ptr, tl.sum(count, 0))
 
 
-@jit
-def _pick(logits, x, X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, RENORMALIZE: tl.constexpr):
-    """Top-k of the softmax of logits [T, X_PAD] fp32 (-inf past X): ids and weights [T, K_PAD], chosen [T, X_PAD] 0 or 1.
-
-    Keys are distinct integers, so that a row of NaN, too, picks K different experts: its pairs get places of their own.
-    """
-    choice = tl.arange(0, K_PAD)[None, :]
-    share = tl.exp(logits - tl.max(logits, 1)[:, None])
-    bits = logits.to(tl.int32, bitcast=True)
-    key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (X_PAD - 1 - x)[None, :].to(tl.int64)
-    key = tl.where((x < X)[None, :], key, -0x8000000000000000)
-    chosen = tl.zeros(logits.shape, tl.int32)
-    ids = tl.zeros([logits.shape[0], K_PAD], tl.int32)
-    weights = tl.zeros([logits.shape[0], K_PAD], tl.float32)
-    for k in tl.static_range(TOP_K):
-        expert = X_PAD - 1 - (tl.max(key, 1) & 0xFFFFFFFF).to(tl.int32)
-        hit = x[None, :] == expert[:, None]
-        ids = tl.where(choice == k, expert[:, None], ids)
-        weights = tl.where(choice == k, tl.sum(tl.where(hit, share, 0.0), 1)[:, None], weights)
-        chosen = tl.where(hit, 1, chosen)
-        key = tl.where(hit, -0x8000000000000000, key)
-    return ids, weights / (tl.sum(weights, 1) if RENORMALIZE else tl.sum(share, 1))[:, None], chosen
-
-
-@jit(do_not_specialize=["num_rows", "logits_row"])
-def _route(logits_ptr, weights_ptr, ids_ptr, ranks_ptr, counts_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_rows, logits_row,
-           X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
-           RENORMALIZE: tl.constexpr, ONLY: tl.constexpr, PDL: tl.constexpr):
-    """Pick the experts of a block of rows: weights [T, K] fp32, ids [T, K] int32.
-
-    ONLY: it is the only block, and sorts its pairs at once. Else: ranks [T, K] of the pairs within their block and expert, and
-    counts [B, X], both for ``_place``.
-    """
+@jit(do_not_specialize=["num_pairs"])
+def _sort(ids_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_pairs, X_PAD: tl.constexpr, BLOCK_P: tl.constexpr, CHUNK: tl.constexpr,
+          BLOCK_M: tl.constexpr, PDL: tl.constexpr):
+    """Few pairs: the place of each is the number of pairs that come before it, by expert and then by row. The last program lists the tiles."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     block = tl.program_id(0)
-    rows = block * BLOCK_T + tl.arange(0, BLOCK_T)
-    x = tl.arange(0, X_PAD)
-    choice = tl.arange(0, K_PAD)[None, :]
-    live = rows < num_rows
-    known = live[:, None] & (x < X)[None, :]
-    logits = tl.load(logits_ptr + rows.to(tl.int64)[:, None] * logits_row + x[None, :], mask=known, other=-float("inf")).to(tl.float32)
-    ids, weights, chosen = _pick(logits, x, X, X_PAD, TOP_K, K_PAD, RENORMALIZE)
-    pairs = rows.to(tl.int64)[:, None] * TOP_K + choice
-    wanted = live[:, None] & (choice < TOP_K)
-    tl.store(weights_ptr + pairs, weights, mask=wanted)
-    tl.store(ids_ptr + pairs, ids, mask=wanted)
-    chosen = tl.where(live[:, None], chosen, 0)
-    ahead = tl.cumsum(chosen, 0) - chosen
-    ranks = tl.zeros([BLOCK_T, K_PAD], tl.int32)
-    for k in tl.static_range(TOP_K):
-        expert = tl.sum(tl.where(choice == k, ids, 0), 1)
-        rank = tl.sum(tl.where(x[None, :] == expert[:, None], ahead, 0), 1)
-        ranks = tl.where(choice == k, rank[:, None], ranks)
-    total = tl.sum(chosen, 0)
-    if ONLY:
-        _scatter(ids, ranks, total, tl.zeros_like(total), rows, x, order_ptr, tiles_ptr, num_tiles_ptr, block, 1, num_rows,
-                 TOP_K, K_PAD, BLOCK_M)
+    if block < tl.num_programs(0) - 1:
+        p, q = block * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, CHUNK)
+        mine = tl.load(ids_ptr + p, mask=p < num_pairs, other=0) * num_pairs + p
+        before = tl.zeros([BLOCK_P, CHUNK], tl.int32)
+        for start in range(0, num_pairs, CHUNK):
+            theirs = tl.load(ids_ptr + start + q, mask=start + q < num_pairs, other=X_PAD) * num_pairs + start + q
+            before += (theirs[None, :] < mine[:, None]).to(tl.int32)
+        tl.store(order_ptr + tl.sum(before, 1), p, mask=p < num_pairs)
     else:
-        tl.store(ranks_ptr + pairs, ranks, mask=wanted)
-        tl.store(counts_ptr + block * X + x, total, mask=x < X)
+        _list_tiles(_counted(ids_ptr, 0, num_pairs, X_PAD, CHUNK), 0, 1, tiles_ptr, num_tiles_ptr, X_PAD, BLOCK_M)
 
 
-@jit(do_not_specialize=["num_rows", "num_blocks"])
-def _place(ids_ptr, ranks_ptr, counts_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_rows, num_blocks,
-           X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
-           COUNT_BLOCKS: tl.constexpr, PDL: tl.constexpr):
-    """Sort the pairs of many blocks: each program adds up all blocks' counts for itself, which is cheaper than another launch."""
+@jit(do_not_specialize=["num_pairs"])
+def _rank(ids_ptr, ranks_ptr, counts_ptr, num_pairs, X: tl.constexpr, X_PAD: tl.constexpr, BLOCK_P: tl.constexpr, PART: tl.constexpr,
+          CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """Many pairs: the rank [P] of each among those of its block and expert, and counts [B, X]."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    block = tl.program_id(0)
-    x = tl.arange(0, X_PAD)
-    total = tl.zeros([X_PAD], tl.int32)
-    before = tl.zeros([X_PAD], tl.int32)
+    block, x, q = tl.program_id(0), tl.arange(0, X_PAD), tl.arange(0, CHUNK)
+    first = block * BLOCK_P
+    stop = tl.minimum(first + BLOCK_P, num_pairs)
+    for part in range(first, stop, PART):
+        p = part + tl.arange(0, PART)
+        mine = tl.load(ids_ptr + p, mask=p < stop, other=0)
+        before = tl.zeros([PART, CHUNK], tl.int32)
+        for start in range(first, part + PART, CHUNK):
+            theirs = tl.load(ids_ptr + start + q, mask=start + q < stop, other=-1)
+            before += ((theirs[None, :] == mine[:, None]) & ((start + q)[None, :] < p[:, None])).to(tl.int32)
+        tl.store(ranks_ptr + p, tl.sum(before, 1), mask=p < stop)
+    tl.store(counts_ptr + block * X + x, _counted(ids_ptr, first, stop, X_PAD, CHUNK), mask=x < X)
+
+
+@jit(do_not_specialize=["num_pairs", "num_blocks"])
+def _place(ids_ptr, ranks_ptr, counts_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_pairs, num_blocks, X: tl.constexpr, X_PAD: tl.constexpr,
+           BLOCK_P: tl.constexpr, PART: tl.constexpr, COUNT_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr):
+    """Sort a block of many: each program adds up all blocks' counts for itself, which is cheaper than another launch."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    block, x = tl.program_id(0), tl.arange(0, X_PAD)
+    total = tl.zeros([COUNT_BLOCKS, X_PAD], tl.int32)
+    before = tl.zeros([COUNT_BLOCKS, X_PAD], tl.int32)
     for start in range(0, num_blocks, COUNT_BLOCKS):
         b = start + tl.arange(0, COUNT_BLOCKS)[:, None]
         counts = tl.load(counts_ptr + b * X + x[None, :], mask=(b < num_blocks) & (x < X)[None, :], other=0)
-        total += tl.sum(counts, 0)
-        before += tl.sum(tl.where(b < block, counts, 0), 0)
-    rows = block * BLOCK_T + tl.arange(0, BLOCK_T)
-    choice = tl.arange(0, K_PAD)[None, :]
-    pairs = rows.to(tl.int64)[:, None] * TOP_K + choice
-    wanted = (rows < num_rows)[:, None] & (choice < TOP_K)
-    ids = tl.load(ids_ptr + pairs, mask=wanted, other=0)
-    ranks = tl.load(ranks_ptr + pairs, mask=wanted, other=0)
-    _scatter(ids, ranks, total, before, rows, x, order_ptr, tiles_ptr, num_tiles_ptr, block, num_blocks, num_rows, TOP_K, K_PAD, BLOCK_M)
+        total += counts
+        before += tl.where(b < block, counts, 0)
+    total = tl.sum(total, 0)
+    base = tl.cumsum(total, 0) - total + tl.sum(before, 0)
+    stop = tl.minimum((block + 1) * BLOCK_P, num_pairs)
+    for part in range(block * BLOCK_P, stop, PART):
+        p = part + tl.arange(0, PART)
+        mine = tl.load(ids_ptr + p, mask=p < stop, other=0)
+        place = tl.sum(tl.where(x[None, :] == mine[:, None], base[None, :], 0), 1) + tl.load(ranks_ptr + p, mask=p < stop, other=0)
+        tl.store(order_ptr + place, p, mask=p < stop)
+    _list_tiles(total, block, num_blocks, tiles_ptr, num_tiles_ptr, X_PAD, BLOCK_M)
 
 
 class Routing(NamedTuple):
@@ -189,31 +207,32 @@ def max_tiles(num_rows: int, num_experts: int, top_k: int, block_m: int) -> int:
     return min(pairs, (pairs + min(num_experts, pairs) * (block_m - 1)) // block_m)
 
 
-def route_triton(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_m: int, fixed: bool = False) -> Routing:
-    """Route and sort on the device, in one launch (few rows) or two. ``fixed``: as in ``moe_triton``."""
+def route_triton(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_m: int) -> Routing:
+    """Route and sort on the device, in two launches, or three where there are many pairs. A row's bits depend on its logits alone."""
     num_rows, num_experts = logits_TX.shape
     assert num_rows and logits_TX.stride(1) == 1 and 0 < top_k <= num_experts, "dense rows of logits, at most one pair an expert"
-    x_pad = next_power_of_2(num_experts)
+    pairs, x_pad = num_rows * top_k, next_power_of_2(num_experts)
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=logits_TX.device)
 
     weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=logits_TX.device)
-    ids, order = ints(num_rows, top_k), ints(num_rows * top_k)
+    ids, order = ints(num_rows, top_k), ints(pairs)
     tiles, num_tiles = ints(max_tiles(num_rows, num_experts, top_k, block_m), 3), ints(1)
-    block_t = max(2, ROUTE_ELEMENTS // x_pad)
-    if num_rows <= FEW_ROWS and not fixed:  # in a smaller block other threads add up a row's softmax
-        block_t = min(block_t, FEW_ROWS)
-    blocks = cdiv(num_rows, block_t)
-    ranks, counts = (ids, ids) if blocks == 1 and not fixed else (ints(num_rows, top_k), ints(blocks, num_experts))
     overlap = pdl(logits_TX.device)
     early = {"PDL": overlap, "launch_pdl": overlap}
-    sizes = dict(X=num_experts, X_PAD=x_pad, TOP_K=top_k, K_PAD=next_power_of_2(top_k), BLOCK_T=block_t, BLOCK_M=block_m,
-                 num_warps=min(16, max(1, block_t * x_pad // 256)))
-    _route[(blocks,)](logits_TX, weights, ids, ranks, counts, order, tiles, num_tiles, num_rows, logits_TX.stride(0),
-                      RENORMALIZE=renormalize, ONLY=blocks == 1 and not fixed, **sizes, **early)
-    if blocks > 1 or fixed:
-        _place[(blocks,)](ids, ranks, counts, order, tiles, num_tiles, num_rows, blocks, COUNT_BLOCKS=COUNT_BLOCKS, **sizes, **early)
+    _route[(num_rows,)](logits_TX, weights, ids, logits_TX.stride(0), X=num_experts, X_PAD=x_pad, TOP_K=top_k, K_PAD=next_power_of_2(top_k),
+                        RENORMALIZE=renormalize, num_warps=max(1, x_pad // 512), **early)
+    chunk = min(CHUNK, max(1, CHUNK * 128 // x_pad))
+    if pairs <= FEW_PAIRS:
+        _sort[(cdiv(pairs, CHUNK) + 1,)](ids, order, tiles, num_tiles, pairs, X_PAD=x_pad, BLOCK_P=CHUNK, CHUNK=chunk, BLOCK_M=block_m, num_warps=4,
+                                         **early)
+        return Routing(weights, ids, order, tiles, num_tiles)
+    blocks = cdiv(pairs, MANY_PAIRS)
+    ranks, counts = ints(pairs), ints(blocks, num_experts)
+    sizes = dict(X=num_experts, X_PAD=x_pad, BLOCK_P=MANY_PAIRS, PART=chunk, num_warps=4, **early)
+    _rank[(blocks,)](ids, ranks, counts, pairs, CHUNK=chunk, **sizes)
+    _place[(blocks,)](ids, ranks, counts, order, tiles, num_tiles, pairs, blocks, COUNT_BLOCKS=chunk, BLOCK_M=block_m, **sizes)
     return Routing(weights, ids, order, tiles, num_tiles)
 
 
@@ -319,9 +338,9 @@ def _route_row(x_ptr, router_ptr, arrived_ptr, logits_ptr, weights_ptr, ids_ptr,
     if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(arrived_ptr, 0)
         experts = tl.arange(0, X_PAD)
-        choice = tl.arange(0, K_PAD)[None, :]
-        logits = tl.load(logits_ptr + experts, mask=experts < X, other=-float("inf"), cache_modifier=".cg")[None, :]
-        ids, weights, _ = _pick(logits, experts, X, X_PAD, TOP_K, K_PAD, RENORMALIZE)
+        choice = tl.arange(0, K_PAD)
+        logits = tl.load(logits_ptr + experts, mask=experts < X, other=-float("inf"), cache_modifier=".cg")
+        ids, weights = _pick(logits, experts, X_PAD, TOP_K, K_PAD, RENORMALIZE)
         tl.store(ids_ptr + choice, ids, mask=choice < TOP_K)
         tl.store(weights_ptr + choice, weights, mask=choice < TOP_K)
 
@@ -434,7 +453,7 @@ def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.T
         return out_TE
     tiling = tiling or tiling_for(num_rows * top_k, num_experts, x_TE.dtype, fixed)
     assert tiling.gate_up.m == tiling.down.m, "both products run over the same tiles"
-    routing = route_triton(logits_TX, top_k, renormalize, tiling.gate_up.m, fixed=fixed)
+    routing = route_triton(logits_TX, top_k, renormalize, tiling.gate_up.m)
     overlap = pdl(x_TE.device)
     early = {"PDL": overlap, "launch_pdl": overlap}
     inner_PF = torch.empty((num_rows * top_k, width), dtype=x_TE.dtype, device=x_TE.device)

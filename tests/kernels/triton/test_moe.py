@@ -25,7 +25,8 @@ def test_fp16(case, device):
 
 
 @pytest.mark.parametrize("block_m", [16, 64])
-@pytest.mark.parametrize("rows,experts,top_k", [(1, 5, 2), (3, 128, 8), (32, 128, 8), (33, 128, 8), (300, 96, 5), (1000, 6, 6), (90, 512, 10)])
+@pytest.mark.parametrize("rows,experts,top_k", [(1, 5, 2), (3, 128, 8), (32, 128, 8), (33, 128, 8), (300, 96, 5), (1000, 6, 6), (90, 512, 10),
+                                               (520, 96, 8)])
 def test_routing(rows, experts, top_k, block_m, device):
     draw = torch.Generator().manual_seed(rows)
     check_routing(torch.randn(rows, experts, generator=draw).to(device), top_k, True, block_m)
