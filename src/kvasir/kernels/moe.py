@@ -27,8 +27,8 @@ from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, gated
 
 FEW_PAIRS = 4096  # that are sorted by comparing each with all others
-MANY_PAIRS = 1024  # of a block of more
-CHUNK = 64  # pairs that are looked at together, of 128 experts
+BLOCK, PART = 512, 16  # pairs that PART others are compared with at a time: as few loads in a row as registers allow
+ELEMENTS = 8192  # pairs, or blocks, x experts that a program holds
 
 
 def route_reference(logits_TX: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,12 +99,12 @@ def _route(logits_ptr, weights_ptr, ids_ptr, logits_row, X: tl.constexpr, X_PAD:
 @jit
 def _counted(ids_ptr, first, stop, X_PAD: tl.constexpr, CHUNK: tl.constexpr):
     """How many of the pairs first .. stop each expert has: [X_PAD]."""
-    x, q = tl.arange(0, X_PAD), tl.arange(0, CHUNK)
-    found = tl.zeros([CHUNK, X_PAD], tl.int32)
+    q = tl.arange(0, CHUNK)
+    found = tl.zeros([X_PAD], tl.int32)
     for start in range(first, stop, CHUNK):
-        theirs = tl.load(ids_ptr + start + q, mask=start + q < stop, other=-1)
-        found += (theirs[:, None] == x[None, :]).to(tl.int32)
-    return tl.sum(found, 0)
+        live = start + q < stop
+        found += tl.histogram(tl.load(ids_ptr + start + q, mask=live, other=0), X_PAD, mask=live)
+    return found
 
 
 @jit
@@ -145,23 +145,22 @@ def _sort(ids_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_pairs, X_PAD: tl.con
 
 @jit(do_not_specialize=["num_pairs"])
 def _rank(ids_ptr, ranks_ptr, counts_ptr, num_pairs, X: tl.constexpr, X_PAD: tl.constexpr, BLOCK_P: tl.constexpr, PART: tl.constexpr,
-          CHUNK: tl.constexpr, PDL: tl.constexpr):
+          PDL: tl.constexpr):
     """Many pairs: the rank [P] of each among those of its block and expert, and counts [B, X]."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    block, x, q = tl.program_id(0), tl.arange(0, X_PAD), tl.arange(0, CHUNK)
+    block, x = tl.program_id(0), tl.arange(0, X_PAD)
     first = block * BLOCK_P
     stop = tl.minimum(first + BLOCK_P, num_pairs)
+    q = first + tl.arange(0, BLOCK_P)
+    theirs = tl.load(ids_ptr + q, mask=q < stop, other=-1)
     for part in range(first, stop, PART):
         p = part + tl.arange(0, PART)
         mine = tl.load(ids_ptr + p, mask=p < stop, other=0)
-        before = tl.zeros([PART, CHUNK], tl.int32)
-        for start in range(first, part + PART, CHUNK):
-            theirs = tl.load(ids_ptr + start + q, mask=start + q < stop, other=-1)
-            before += ((theirs[None, :] == mine[:, None]) & ((start + q)[None, :] < p[:, None])).to(tl.int32)
-        tl.store(ranks_ptr + p, tl.sum(before, 1), mask=p < stop)
-    tl.store(counts_ptr + block * X + x, _counted(ids_ptr, first, stop, X_PAD, CHUNK), mask=x < X)
+        before = (theirs[None, :] == mine[:, None]) & (q[None, :] < p[:, None])
+        tl.store(ranks_ptr + p, tl.sum(before.to(tl.int32), 1), mask=p < stop)
+    tl.store(counts_ptr + block * X + x, _counted(ids_ptr, first, stop, X_PAD, BLOCK_P), mask=x < X)
 
 
 @jit(do_not_specialize=["num_pairs", "num_blocks"])
@@ -211,7 +210,7 @@ def route_triton(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_m
     """Route and sort on the device, in two launches, or three where there are many pairs. A row's bits depend on its logits alone."""
     num_rows, num_experts = logits_TX.shape
     assert num_rows and logits_TX.stride(1) == 1 and 0 < top_k <= num_experts, "dense rows of logits, at most one pair an expert"
-    pairs, x_pad = num_rows * top_k, next_power_of_2(num_experts)
+    pairs, x_pad = num_rows * top_k, max(32, next_power_of_2(num_experts))  # a histogram has at least a lane a bin
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=logits_TX.device)
@@ -223,16 +222,16 @@ def route_triton(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_m
     early = {"PDL": overlap, "launch_pdl": overlap}
     _route[(num_rows,)](logits_TX, weights, ids, logits_TX.stride(0), X=num_experts, X_PAD=x_pad, TOP_K=top_k, K_PAD=next_power_of_2(top_k),
                         RENORMALIZE=renormalize, num_warps=max(1, x_pad // 512), **early)
-    chunk = min(CHUNK, max(1, CHUNK * 128 // x_pad))
     if pairs <= FEW_PAIRS:
-        _sort[(cdiv(pairs, CHUNK) + 1,)](ids, order, tiles, num_tiles, pairs, X_PAD=x_pad, BLOCK_P=CHUNK, CHUNK=chunk, BLOCK_M=block_m, num_warps=4,
-                                         **early)
+        _sort[(cdiv(pairs, PART) + 1,)](ids, order, tiles, num_tiles, pairs, X_PAD=x_pad, BLOCK_P=PART, CHUNK=BLOCK, BLOCK_M=block_m, num_warps=4,
+                                        **early)
         return Routing(weights, ids, order, tiles, num_tiles)
-    blocks = cdiv(pairs, MANY_PAIRS)
+    blocks = cdiv(pairs, BLOCK)
     ranks, counts = ints(pairs), ints(blocks, num_experts)
-    sizes = dict(X=num_experts, X_PAD=x_pad, BLOCK_P=MANY_PAIRS, PART=chunk, num_warps=4, **early)
-    _rank[(blocks,)](ids, ranks, counts, pairs, CHUNK=chunk, **sizes)
-    _place[(blocks,)](ids, ranks, counts, order, tiles, num_tiles, pairs, blocks, COUNT_BLOCKS=chunk, BLOCK_M=block_m, **sizes)
+    sizes = dict(X=num_experts, X_PAD=x_pad, BLOCK_P=BLOCK, num_warps=8, **early)
+    _rank[(blocks,)](ids, ranks, counts, pairs, PART=4 * PART, **sizes)
+    _place[(blocks,)](ids, ranks, counts, order, tiles, num_tiles, pairs, blocks, PART=max(8, ELEMENTS // x_pad),
+                      COUNT_BLOCKS=max(8, ELEMENTS // x_pad), BLOCK_M=block_m, **sizes)
     return Routing(weights, ids, order, tiles, num_tiles)
 
 
