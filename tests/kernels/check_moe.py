@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvasir.kernels import matmul, moe
+from kvasir.kernels.norm import rms_norm_reference
 from tests.kernels.check import FLOOR
 
 
@@ -40,32 +41,49 @@ def check_routing(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_
 
 
 def check_moe(case: moe.Case, dtype: torch.dtype, device: str) -> dict[str, float]:
-    """Errors of the kernels and of plain torch; raises AssertionError where the kernels are worse than allowed."""
+    """Errors of the kernels and of plain torch, the worse of those without and with a residual; raises AssertionError where the
+    kernels are worse than allowed."""
     drawn = draw_case(case, dtype, device)
     options = case.top_k, case.renormalize, case.activation
+    residual = torch.randn(drawn[0].shape, generator=torch.Generator().manual_seed(1000)).to(dtype).to(device)
     out = moe.moe_triton(*drawn, *options, tiling=case.tiling)
+    stream = residual.clone()
+    assert moe.moe_triton(*drawn, *options, tiling=case.tiling, residual_TE=stream) is stream
     if case.rows == 1:
-        check_row(*drawn, *options)
+        check_row(*drawn, residual, *options)
     want = moe.moe_reference(*(t.double() for t in drawn), *options)
     if not want.numel():
         assert out.shape == want.shape
         return {"kernel": 0.0, "plain": 0.0}
     plain = moe.moe_reference(*drawn, *options)
-    errors = {name: float((x.double() - want).abs().max()) for name, x in (("kernel", out), ("plain", plain))}
-    assert errors["kernel"] <= 2 * errors["plain"] + FLOOR[dtype], (case, dtype, errors)  # a NaN fails, too
-    return errors
+    worst = {"kernel": 0.0, "plain": 0.0}
+    for found, plainly, right in ((out, plain, want), (stream, plain + residual, want + residual.double())):
+        errors = {name: float((x.double() - right).abs().max()) for name, x in (("kernel", found), ("plain", plainly))}
+        assert errors["kernel"] <= 2 * errors["plain"] + FLOOR[dtype], (case, dtype, errors)  # a NaN fails, too
+        worst = {name: max(error, worst[name]) for name, error in errors.items()}
+    return worst
 
 
-def check_row(x: torch.Tensor, logits: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, top_k: int, renormalize: bool,
-              activation: str) -> None:
-    """The single row's kernels, with a router that gives these logits up to rounding, twice over: ``arrived`` is zero again."""
-    router = (logits.T.float() * x.float() / x.float().square().sum()).to(x.dtype)
+def check_row(x: torch.Tensor, logits: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, residual: torch.Tensor, top_k: int,
+              renormalize: bool, activation: str) -> None:
+    """The single row's kernels, by themselves, after a norm, before a residual add, and between both as in a decoder, where x is the
+    residual; with a router that gives these logits up to rounding, twice over: ``arrived`` is zero again."""
     arrived = torch.zeros(1, dtype=torch.int32, device=x.device)
-    logits = x.double() @ router.double().T
-    want = moe.moe_reference(x.double(), logits, gate_up.double(), down.double(), top_k, renormalize, activation)
-    first, second = (moe.moe_row_triton(x, router, gate_up, down, top_k, renormalize, arrived, activation) for _ in range(2))
-    assert torch.equal(first, second) and int(arrived) == 0
-    torch.testing.assert_close(first.double(), want, atol=FLOOR[x.dtype], rtol=3 * FLOOR[x.dtype])
+    scale = (1 + residual[0].float() / 8).to(x.dtype)  # any numbers but ones
+    for norm, joined in ((None, None), ((scale, 0.25), None), (None, residual), ((scale.float(), 0.25), x)):
+        normed = x.double() if norm is None else rms_norm_reference(x.double(), norm[0].double(), norm[1])
+        router = (logits.T.double() * normed / normed.square().sum()).to(x.dtype)
+        want = moe.moe_reference(normed, normed @ router.double().T, gate_up.double(), down.double(), top_k, renormalize, activation)
+        found = []
+        for _ in range(2):
+            stream = None if joined is None else joined.clone()
+            row = x if joined is not x else stream
+            found.append(moe.moe_row_triton(row, router, gate_up, down, top_k, renormalize, arrived, activation, norm=norm, residual_1E=stream))
+            assert (stream is None or found[-1] is stream) and int(arrived) == 0
+        assert torch.equal(*found)
+        addend = torch.zeros_like(want) if joined is None else joined.double()
+        room = FLOOR[x.dtype] * (1 + 3 * (want.abs() + addend.abs()))
+        assert bool(((found[0].double() - want - addend).abs() <= room).all()), (x.dtype, norm, joined is x)
 
 
 def check_matmul(case: matmul.Case, dtype: torch.dtype, device: str) -> dict[str, float]:

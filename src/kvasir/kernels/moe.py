@@ -6,7 +6,7 @@ counts into offsets. The grids are sized for the worst routing; programs beyond 
 product gathers its rows by pair and ends in activation(gate) * up; the second writes each pair's result to the pair's own
 place, so that the weighted sum reads K neighbouring rows in the order of the row's own top-k: no atomics, no order of arrival.
 A single row needs no sort: ``_route_row`` has the router's product, too, and the row's experts are streamed by ``_gate_up_row``
-and ``_down_row``, which ends in the weighted sum: three launches.
+and ``_down_row``, which ends in the weighted sum: three launches, the norm before and the residual add after included.
 
 Gather-fused grouped GEMM and the sum without atomics: SonicMoE (arXiv:2512.14080). Tokens are never rounded to tiles: that
 would change which expert a row sees. Bytes: 3 x F x E x itemsize per expert that has rows. FLOPs: 6 x F x E a pair.
@@ -25,6 +25,7 @@ import torch
 
 from kvasir.kernels._triton import cdiv, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.activation import ACTIVATIONS, gated
+from kvasir.kernels.gemv import _row
 
 FEW_PAIRS = 4096  # that are sorted by comparing each with all others
 BLOCK, PART = 512, 16  # pairs that PART others are compared with at a time: as few loads in a row as registers allow
@@ -295,8 +296,10 @@ def _grouped(a_ptr, w_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles_ptr, a_row, 
 
 
 @jit
-def _sum_pairs(y_ptr, weights_ptr, out_ptr, E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr):
-    """One row, BLOCK_E outputs: the pairs' results y [P, E] by their weights, in the order of the row's choices, in fp32."""
+def _sum_pairs(y_ptr, weights_ptr, out_ptr, E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, RESIDUAL: tl.constexpr,
+               PDL: tl.constexpr):
+    """One row, BLOCK_E outputs: the pairs' results y [P, E] by their weights, in the order of the row's choices, in fp32. RESIDUAL:
+    and what out holds."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -306,14 +309,18 @@ def _sum_pairs(y_ptr, weights_ptr, out_ptr, E: tl.constexpr, TOP_K: tl.constexpr
     for k in tl.static_range(TOP_K):
         pair = row * TOP_K + k
         acc += tl.load(weights_ptr + pair) * tl.load(y_ptr + pair * E + e, mask=e < E, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        acc += tl.load(out_ptr + row * E + e, mask=e < E, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * E + e, acc.to(out_ptr.dtype.element_ty), mask=e < E)
 
 
 @jit
-def _route_row(x_ptr, router_ptr, arrived_ptr, logits_ptr, weights_ptr, ids_ptr, w_row, w_col, E: tl.constexpr, X: tl.constexpr,
-               X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK_X: tl.constexpr,
-               BLOCK_E: tl.constexpr, PDL: tl.constexpr):
+def _route_row(x_ptr, scale_ptr, router_ptr, arrived_ptr, logits_ptr, weights_ptr, ids_ptr, eps, w_row, w_col, E: tl.constexpr,
+               X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, RENORMALIZE: tl.constexpr,
+               BLOCK_X: tl.constexpr, BLOCK_E: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
     """A single row: BLOCK_X of its router's logits, rounded to x's dtype; the program that is done last picks the experts.
+
+    NORM, here and in ``_gate_up_row``: of x's RMS norm, whose factor multiplies the sums, as in ``kernels.gemv``.
 
     ``arrived`` counts the programs that are done; the last one sets it back to zero.
     """
@@ -325,14 +332,18 @@ def _route_row(x_ptr, router_ptr, arrived_ptr, logits_ptr, weights_ptr, ids_ptr,
     w = tl.load(at, mask=(part < X)[:, None] & (e < E)[None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    squares = tl.zeros([BLOCK_E], tl.float32)
     acc = tl.zeros([BLOCK_X, BLOCK_E], tl.float32)
     for start in range(0, E, BLOCK_E):
         at += BLOCK_E * w_col
         ahead = tl.load(at, mask=(part < X)[:, None] & (e < E - start - BLOCK_E)[None, :], other=0.0)
-        x = tl.load(x_ptr + start + e, mask=e < E - start, other=0.0).to(tl.float32)
+        x, squares = _row(x_ptr, scale_ptr, start + e, squares, E, E % BLOCK_E == 0, NORM)
         acc += w.to(tl.float32) * x[None, :]
         w = ahead
-    tl.store(logits_ptr + part, tl.sum(acc, 1).to(x_ptr.dtype.element_ty).to(tl.float32), mask=part < X)
+    product = tl.sum(acc, 1)
+    if NORM:
+        product *= tl.rsqrt(tl.sum(squares, 0) / E + eps)
+    tl.store(logits_ptr + part, product.to(x_ptr.dtype.element_ty).to(tl.float32), mask=part < X)
     tl.debug_barrier()  # the whole program's logits are stored before it counts as done
     if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(arrived_ptr, 0)
@@ -345,8 +356,8 @@ def _route_row(x_ptr, router_ptr, arrived_ptr, logits_ptr, weights_ptr, ids_ptr,
 
 
 @jit
-def _gate_up_row(x_ptr, w_ptr, ids_ptr, inner_ptr, w_expert, w_row, w_col, E: tl.constexpr, F: tl.constexpr, ACTIVATION: tl.constexpr,
-                 BLOCK_F: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr):
+def _gate_up_row(x_ptr, scale_ptr, w_ptr, ids_ptr, inner_ptr, eps, w_expert, w_row, w_col, E: tl.constexpr, F: tl.constexpr,
+                 ACTIVATION: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_E: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
     """A single row, one of its experts, BLOCK_F outputs: inner [K, F]. Bound by the bytes of w, so no tensor core is needed."""
     k = tl.program_id(1)
     f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -357,6 +368,7 @@ def _gate_up_row(x_ptr, w_ptr, ids_ptr, inner_ptr, w_expert, w_row, w_col, E: tl
     at = w_ptr + tl.load(ids_ptr + k).to(tl.int64) * w_expert + f[:, None] * w_row + e[None, :] * w_col
     gate_w = tl.load(at, mask=(f < F)[:, None] & (e < E)[None, :], other=0.0)
     up_w = tl.load(at + F * w_row, mask=(f < F)[:, None] & (e < E)[None, :], other=0.0)
+    squares = tl.zeros([BLOCK_E], tl.float32)
     gate = tl.zeros([BLOCK_F, BLOCK_E], tl.float32)
     up = tl.zeros([BLOCK_F, BLOCK_E], tl.float32)
     for start in range(0, E, BLOCK_E):
@@ -364,18 +376,21 @@ def _gate_up_row(x_ptr, w_ptr, ids_ptr, inner_ptr, w_expert, w_row, w_col, E: tl
         inside = (f < F)[:, None] & (e < E - start - BLOCK_E)[None, :]
         next_gate = tl.load(at, mask=inside, other=0.0)  # is on its way while this block is multiplied
         next_up = tl.load(at + F * w_row, mask=inside, other=0.0)
-        x = tl.load(x_ptr + start + e, mask=e < E - start, other=0.0).to(tl.float32)[None, :]
-        gate += gate_w.to(tl.float32) * x
-        up += up_w.to(tl.float32) * x
+        x, squares = _row(x_ptr, scale_ptr, start + e, squares, E, E % BLOCK_E == 0, NORM)
+        gate += gate_w.to(tl.float32) * x[None, :]
+        up += up_w.to(tl.float32) * x[None, :]
         gate_w, up_w = next_gate, next_up
-    inner = _activate(tl.sum(gate, 1), ACTIVATION) * tl.sum(up, 1)
+    factor = 1.0
+    if NORM:
+        factor = tl.rsqrt(tl.sum(squares, 0) / E + eps)
+    inner = _activate(tl.sum(gate, 1) * factor, ACTIVATION) * (tl.sum(up, 1) * factor)
     tl.store(inner_ptr + k * F + f, inner.to(inner_ptr.dtype.element_ty), mask=f < F)
 
 
 @jit
 def _down_row(inner_ptr, w_ptr, ids_ptr, weights_ptr, out_ptr, w_expert, w_row, w_col, E: tl.constexpr, F: tl.constexpr,
-              TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr, PDL: tl.constexpr):
-    """A single row, BLOCK_E outputs, all its experts: out [E] is their weighted sum."""
+              TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr):
+    """A single row, BLOCK_E outputs, all its experts: out [E] is their weighted sum, added to what it holds if RESIDUAL."""
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     f = tl.arange(0, BLOCK_F)
     acc = tl.zeros([BLOCK_E, BLOCK_F], tl.float32)
@@ -386,6 +401,8 @@ def _down_row(inner_ptr, w_ptr, ids_ptr, weights_ptr, out_ptr, w_expert, w_row, 
     w = tl.load(at + tl.load(ids_ptr, cache_modifier=".cg").to(tl.int64) * w_expert, mask=inside, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    if RESIDUAL:
+        residual = tl.load(out_ptr + e, mask=e < E, other=0.0).to(tl.float32)
     for k in tl.static_range(TOP_K):  # unrolled: all experts' blocks are on their way at once
         expert = at + tl.load(ids_ptr + k).to(tl.int64) * w_expert
         weight = tl.load(weights_ptr + k)
@@ -394,7 +411,10 @@ def _down_row(inner_ptr, w_ptr, ids_ptr, weights_ptr, out_ptr, w_expert, w_row, 
                 w = tl.load(expert + start * w_col, mask=(e < E)[:, None] & (f < F - start)[None, :], other=0.0)
             inner = tl.load(inner_ptr + k * F + start + f, mask=f < F - start, other=0.0).to(tl.float32) * weight
             acc += w.to(tl.float32) * inner[None, :]
-    tl.store(out_ptr + e, tl.sum(acc, 1).to(out_ptr.dtype.element_ty), mask=e < E)
+    out = tl.sum(acc, 1)
+    if RESIDUAL:
+        out += residual
+    tl.store(out_ptr + e, out.to(out_ptr.dtype.element_ty), mask=e < E)
 
 
 # ----------------------------------------------------------------------------------------------------------- launchers
@@ -437,17 +457,20 @@ def tiling_for(num_pairs: int, num_experts: int, dtype: torch.dtype, fixed: bool
 
 
 def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.Tensor, down_XEF: torch.Tensor, top_k: int,
-               renormalize: bool, activation: str = "silu", fixed: bool = False, tiling: Tiling | None = None) -> torch.Tensor:
+               renormalize: bool, activation: str = "silu", fixed: bool = False, tiling: Tiling | None = None,
+               residual_TE: torch.Tensor | None = None) -> torch.Tensor:
     """What ``moe_reference`` computes, [T, E] in x's dtype, sums in fp32; nothing is read back by the host.
 
     ``gate_up_XFE`` [X, 2F, E], gate first; ``down_XEF`` [X, E, F]. ``fixed``: a row's bits depend on nothing but the row (and
-    its logits). ``tiling`` overrides the choice by the number of pairs.
+    its logits). ``tiling`` overrides the choice by the number of pairs. ``residual_TE`` is added, overwritten with the result,
+    and returned.
     """
     num_rows, dim = x_TE.shape
     num_experts, width = gate_up_XFE.shape[0], gate_up_XFE.shape[1] // 2
     assert gate_up_XFE.shape == (num_experts, 2 * width, dim) and down_XEF.shape == (num_experts, dim, width), "weights do not fit"
     assert x_TE.dtype == gate_up_XFE.dtype == down_XEF.dtype and x_TE.stride(1) == 1, "dense rows of the weights' dtype"
-    out_TE = torch.empty((num_rows, dim), dtype=x_TE.dtype, device=x_TE.device)
+    assert residual_TE is None or (residual_TE.shape == x_TE.shape and residual_TE.is_contiguous()), "the residual is as the result"
+    out_TE = residual_TE if residual_TE is not None else torch.empty((num_rows, dim), dtype=x_TE.dtype, device=x_TE.device)
     if num_rows == 0:
         return out_TE
     tiling = tiling or tiling_for(num_rows * top_k, num_experts, x_TE.dtype, fixed)
@@ -463,14 +486,18 @@ def moe_triton(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torch.T
             TOP_K=top_k, GATED=is_gated, ACTIVATION=activation, BLOCK_M=shape.m, BLOCK_N=shape.n, BLOCK_D=shape.d,
             num_warps=shape.warps, num_stages=shape.stages, **early)
     block_e = min(1024, next_power_of_2(dim))
-    _sum_pairs[(num_rows, cdiv(dim, block_e))](y_PE, routing.weights, out_TE, E=dim, TOP_K=top_k, BLOCK_E=block_e, num_warps=4,
-                                                 **early)
+    _sum_pairs[(num_rows, cdiv(dim, block_e))](y_PE, routing.weights, out_TE, E=dim, TOP_K=top_k, BLOCK_E=block_e,
+                                                 RESIDUAL=residual_TE is not None, num_warps=4, **early)
     return out_TE
 
 
 def moe_row_triton(x_1E: torch.Tensor, router_XE: torch.Tensor, gate_up_XFE: torch.Tensor, down_XEF: torch.Tensor, top_k: int,
-                   renormalize: bool, arrived: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+                   renormalize: bool, arrived: torch.Tensor, activation: str = "silu", *, norm: tuple[torch.Tensor, float] | None = None,
+                   residual_1E: torch.Tensor | None = None) -> torch.Tensor:
     """What ``moe_reference`` computes for a single row and its router's logits; each weight that is needed is read once.
+
+    ``norm``: weight [E] and eps of an RMS norm of x, which is not rounded on the way. ``residual_1E``, which may be x, is added,
+    overwritten with the result, and returned.
 
     ``arrived`` [1] int32 on the device holds 0 before and after; two calls that may run at once need one each.
     """
@@ -480,18 +507,20 @@ def moe_row_triton(x_1E: torch.Tensor, router_XE: torch.Tensor, gate_up_XFE: tor
     logits, weights = (torch.empty(n, dtype=torch.float32, device=x_1E.device) for n in (num_experts, top_k))
     ids = torch.empty(top_k, dtype=torch.int32, device=x_1E.device)
     inner_KF = torch.empty((top_k, width), dtype=x_1E.dtype, device=x_1E.device)
-    out_1E, overlap = torch.empty_like(x_1E), pdl(x_1E.device)
+    assert residual_1E is None or (residual_1E.shape == x_1E.shape and residual_1E.stride(1) == 1), "the residual is as the result"
+    out_1E, overlap = torch.empty_like(x_1E) if residual_1E is None else residual_1E, pdl(x_1E.device)
     early = {"PDL": overlap, "launch_pdl": overlap}
+    scale, eps = (x_1E, 0.0) if norm is None else norm
     _route_row[(cdiv(num_experts, 4),)](
-        x_1E, router_XE, arrived, logits, weights, ids, *router_XE.stride(), E=dim, X=num_experts, X_PAD=next_power_of_2(num_experts),
-        TOP_K=top_k, K_PAD=next_power_of_2(top_k), RENORMALIZE=renormalize, BLOCK_X=4, BLOCK_E=min(1024, next_power_of_2(dim)), num_warps=4,
-        **early)
+        x_1E, scale, router_XE, arrived, logits, weights, ids, eps, *router_XE.stride(), E=dim, X=num_experts,
+        X_PAD=next_power_of_2(num_experts), TOP_K=top_k, K_PAD=next_power_of_2(top_k), RENORMALIZE=renormalize, BLOCK_X=4,
+        BLOCK_E=min(1024, next_power_of_2(dim)), NORM=norm is not None, num_warps=4, **early)
     _gate_up_row[(cdiv(width, 8), top_k)](
-        x_1E, gate_up_XFE, ids, inner_KF, *gate_up_XFE.stride(), E=dim, F=width, ACTIVATION=activation,
-        BLOCK_F=8, BLOCK_E=min(256, next_power_of_2(dim)), num_warps=4, **early)
+        x_1E, scale, gate_up_XFE, ids, inner_KF, eps, *gate_up_XFE.stride(), E=dim, F=width, ACTIVATION=activation,
+        BLOCK_F=8, BLOCK_E=min(256, next_power_of_2(dim)), NORM=norm is not None, num_warps=4, **early)
     _down_row[(cdiv(dim, 8),)](
         inner_KF, down_XEF, ids, weights, out_1E, *down_XEF.stride(), E=dim, F=width, TOP_K=top_k,
-        BLOCK_E=8, BLOCK_F=min(256, next_power_of_2(width)), num_warps=8, **early)
+        BLOCK_E=8, BLOCK_F=min(256, next_power_of_2(width)), RESIDUAL=residual_1E is not None, num_warps=8, **early)
     return out_1E
 
 

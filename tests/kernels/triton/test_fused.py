@@ -40,7 +40,8 @@ MIXER = GQASpec(4, 2, 16, 0.25, qk_norm=NormSpec(), qkv_bias=True)
 LAYER = LayerSpec(MIXER, DenseSpec(40), RopeSpec(100.0, 16), NormSpec())
 GEMMA = LayerSpec(replace(MIXER, qkv_bias=False), DenseSpec(40, "gelu_tanh", bias=True), RopeSpec(100.0, 16), NormSpec(offset=1.0), norms="sandwich")
 EXPERTS = replace(LAYER, ffn=MoESpec(4, 2, 24, True))
-MODELS = {"pre-norm": (LAYER,) * 2, "sandwich": (GEMMA,) * 2, "experts": (EXPERTS,) * 2, "mixed": (EXPERTS, LAYER, GEMMA, LAYER),
+SANDWICHED = replace(GEMMA, ffn=EXPERTS.ffn)
+MODELS = {"pre-norm": (LAYER,) * 2, "sandwich": (GEMMA,) * 2, "experts": (EXPERTS,) * 2, "mixed": (EXPERTS, LAYER, GEMMA, SANDWICHED, LAYER),
           "shared cache": (LAYER, LAYER, replace(LAYER, cache_of=1))}
 
 

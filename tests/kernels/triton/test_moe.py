@@ -9,7 +9,8 @@ import torch
 
 from kvasir.kernels import moe
 from kvasir.layers.ffn.moe import FFN
-from kvasir.layers.spec import MoESpec
+from kvasir.layers.norm import RMSNorm
+from kvasir.layers.spec import MoESpec, NormSpec
 from kvasir.layers.weights import Placement
 from tests.kernels.check_moe import check_moe, check_routing, draw_case
 
@@ -96,10 +97,15 @@ def test_experts_past_two_to_the_31_elements(device):
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_the_layer_takes_the_kernels_and_agrees_with_its_plain_form(rows, renormalize, device):
     torch.manual_seed(rows)
-    layer = FFN(MoESpec(6, 3, 20, renormalize), 24, Placement(torch.device(device), torch.float32))
+    place = Placement(torch.device(device), torch.float32)
+    layer = FFN(MoESpec(6, 3, 20, renormalize), 24, place)
     for slot in layer.slots().values():
         slot.target.normal_()
-    x = torch.randn(rows, 24, device=device)
+    norm = RMSNorm(24, NormSpec(eps=0.25, offset=1.0), place)
+    norm.weight.normal_()
+    x, residual = torch.randn(2, rows, 24, device=device)
+    want, normed = layer._forward_plain(x), layer._forward_plain(norm(x))
     with mock.patch.object(FFN, "_forward_plain", side_effect=AssertionError("the plain form ran")):
-        out = layer.forward(x)
-    torch.testing.assert_close(out, layer._forward_plain(x), atol=1e-4, rtol=1e-4)
+        found = layer.forward(x), layer.forward(x, norm), layer.forward(x, None, residual.clone()), layer.forward(x, norm, x.clone())
+    for got, wanted in zip(found, (want, normed, want + residual, normed + x)):
+        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)

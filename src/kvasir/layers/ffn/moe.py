@@ -15,6 +15,7 @@ from kvasir.kernels._triton import use_triton
 from kvasir.kernels.activation import ACTIVATIONS, gated
 from kvasir.kernels.moe import moe_row_triton, moe_triton
 from kvasir.layers.linear import Linear, linear, matrix
+from kvasir.layers.norm import RMSNorm
 from kvasir.layers.spec import MoESpec
 from kvasir.layers.weights import Placement, Slot
 
@@ -23,6 +24,7 @@ class FFN:
     def __init__(self, spec: MoESpec, hidden_size: int, place: Placement) -> None:
         self.spec = spec
         self.exact = place.exact
+        self.fuses = place.fused and not place.exact  # ``forward`` takes the norm before it and the residual add after it
         self.activation = ACTIVATIONS[spec.activation]
         self.router = Linear(hidden_size, {"router": spec.num_experts}, bias=False, place=place)
         self.gate_up_XFE = matrix(spec.num_experts, 2 * spec.intermediate_size, hidden_size, place=place)
@@ -36,15 +38,19 @@ class FFN:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
         return weights_TK.to(x_TE.dtype), ids_TK
 
-    def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
-        if use_triton(x_TE):
-            spec = self.spec
-            if x_TE.shape[0] == 1 and not self.exact:
-                return moe_row_triton(x_TE, self.router.weight_NK, self.gate_up_XFE, self.down_XEF, spec.top_k, spec.renormalize, self.arrived,
-                                      spec.activation)
+    def forward(self, x_TE: torch.Tensor, norm: RMSNorm | None = None, residual_TE: torch.Tensor | None = None) -> torch.Tensor:
+        """Of x, or of ``norm``(x); ``residual_TE`` is added, and its memory may be used for the result."""
+        spec, kernels = self.spec, use_triton(x_TE)
+        if kernels and x_TE.shape[0] == 1 and not self.exact:
+            return moe_row_triton(x_TE, self.router.weight_NK, self.gate_up_XFE, self.down_XEF, spec.top_k, spec.renormalize, self.arrived,
+                                  spec.activation, norm=None if norm is None else norm.parameters, residual_1E=residual_TE)
+        if norm is not None:
+            x_TE = norm(x_TE)
+        if kernels:
             return moe_triton(x_TE, self.router(x_TE), self.gate_up_XFE, self.down_XEF, spec.top_k, spec.renormalize, spec.activation,
-                              fixed=self.exact)
-        return self._forward_plain(x_TE)
+                              fixed=self.exact, residual_TE=residual_TE)
+        out_TE = self._forward_plain(x_TE)
+        return out_TE if residual_TE is None else out_TE.add_(residual_TE)
 
     def _forward_plain(self, x_TE: torch.Tensor) -> torch.Tensor:
         """One expert after the other. It reads back how many rows each has."""
