@@ -10,7 +10,7 @@ import torch
 from kvasir.attention.backend import Site
 from kvasir.attention.backends.torch import TorchBackend
 from kvasir.engine.batch import pack
-from kvasir.kernels import _triton, activation, gemv, norm
+from kvasir.kernels import _triton, activation, gemv, moe, norm
 from kvasir.kernels.activation import ACTIVATIONS, gated_triton
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.kv.pool import KVPool
@@ -79,12 +79,17 @@ def test_a_decoder_on_the_kernels_is_the_plain_decoder(layers, device, monkeypat
     with monkeypatch.context() as plain:
         plain.setattr(_triton, "triton", None)
         want = tap_logits(model, device, sizes)
-    calls = []
+    calls, experts = [], []
 
     def count(*arguments, **options):
         calls.append(options)
         return gemv.gemv(*arguments, **options)
 
+    def count_experts(*arguments, **options):
+        experts.append(options["norm"] is not None and options["residual_1E"] is not None)
+        return moe.moe_row_triton(*arguments, **options)
+
+    monkeypatch.setattr("kvasir.layers.ffn.moe.moe_row_triton", count_experts)
     for module in (linear, decoder):
         monkeypatch.setattr(module, "gemv", count)
         monkeypatch.setattr(module, "choose", lambda rows, n, k: None if rows > 16 else gemv.Config(4, 16, 1) if rows == 1 else
@@ -99,6 +104,8 @@ def test_a_decoder_on_the_kernels_is_the_plain_decoder(layers, device, monkeypat
         torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
     few = sum(size <= 16 for size in sizes)
     assert len(calls) == few * (1 + len(products)), "every product of a few rows, and the head"
+    mixtures = [layer.norms == "sandwich" for layer in layers if layer.ffn.kind == "moe"]
+    assert (len(experts), sum(experts)) == (2 * len(mixtures), 2 * mixtures.count(False)), "of both single rows; the norm and the add within"
     assert any(c.get("norm") for c in calls) and (layers == MODELS["sandwich"] or any(c.get("residual_TO") is not None for c in calls))
 
 
