@@ -317,33 +317,34 @@ def _sum_pairs(y_ptr, weights_ptr, out_ptr, E: tl.constexpr, TOP_K: tl.constexpr
 @jit
 def _route_row(x_ptr, scale_ptr, router_ptr, arrived_ptr, logits_ptr, weights_ptr, ids_ptr, eps, w_row, w_col, E: tl.constexpr,
                X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, RENORMALIZE: tl.constexpr,
-               BLOCK_X: tl.constexpr, BLOCK_E: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
-    """A single row: BLOCK_X of its router's logits, rounded to x's dtype; the program that is done last picks the experts.
+               BLOCK_E: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
+    """A single row: one of its router's logits, rounded to x's dtype; the program that is done last picks the experts. A program is one
+    warp, or the picking would be a row of barriers.
 
     NORM, here and in ``_gate_up_row``: of x's RMS norm, whose factor multiplies the sums, as in ``kernels.gemv``.
 
     ``arrived`` counts the programs that are done; the last one sets it back to zero.
     """
-    part = tl.program_id(0) * BLOCK_X + tl.arange(0, BLOCK_X)
+    part = tl.program_id(0)
     e = tl.arange(0, BLOCK_E)
-    at = router_ptr + part[:, None] * w_row + e[None, :] * w_col
+    at = router_ptr + part * w_row + e * w_col
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    w = tl.load(at, mask=(part < X)[:, None] & (e < E)[None, :], other=0.0)
+    w = tl.load(at, mask=e < E, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
     squares = tl.zeros([BLOCK_E], tl.float32)
-    acc = tl.zeros([BLOCK_X, BLOCK_E], tl.float32)
+    acc = tl.zeros([BLOCK_E], tl.float32)
     for start in range(0, E, BLOCK_E):
         at += BLOCK_E * w_col
-        ahead = tl.load(at, mask=(part < X)[:, None] & (e < E - start - BLOCK_E)[None, :], other=0.0)
+        ahead = tl.load(at, mask=e < E - start - BLOCK_E, other=0.0)
         x, squares = _row(x_ptr, scale_ptr, start + e, squares, E, E % BLOCK_E == 0, NORM)
-        acc += w.to(tl.float32) * x[None, :]
+        acc += w.to(tl.float32) * x
         w = ahead
-    product = tl.sum(acc, 1)
+    product = tl.sum(acc, 0)
     if NORM:
         product *= tl.rsqrt(tl.sum(squares, 0) / E + eps)
-    tl.store(logits_ptr + part, product.to(x_ptr.dtype.element_ty).to(tl.float32), mask=part < X)
+    tl.store(logits_ptr + part, product.to(x_ptr.dtype.element_ty).to(tl.float32))
     tl.debug_barrier()  # the whole program's logits are stored before it counts as done
     if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(arrived_ptr, 0)
@@ -511,10 +512,10 @@ def moe_row_triton(x_1E: torch.Tensor, router_XE: torch.Tensor, gate_up_XFE: tor
     out_1E, overlap = torch.empty_like(x_1E) if residual_1E is None else residual_1E, pdl(x_1E.device)
     early = {"PDL": overlap, "launch_pdl": overlap}
     scale, eps = (x_1E, 0.0) if norm is None else norm
-    _route_row[(cdiv(num_experts, 4),)](
+    _route_row[(num_experts,)](
         x_1E, scale, router_XE, arrived, logits, weights, ids, eps, *router_XE.stride(), E=dim, X=num_experts,
-        X_PAD=next_power_of_2(num_experts), TOP_K=top_k, K_PAD=next_power_of_2(top_k), RENORMALIZE=renormalize, BLOCK_X=4,
-        BLOCK_E=min(1024, next_power_of_2(dim)), NORM=norm is not None, num_warps=4, **early)
+        X_PAD=next_power_of_2(num_experts), TOP_K=top_k, K_PAD=next_power_of_2(top_k), RENORMALIZE=renormalize,
+        BLOCK_E=min(2048, next_power_of_2(dim)), NORM=norm is not None, num_warps=1, **early)
     _gate_up_row[(cdiv(width, 8), top_k)](
         x_1E, scale, gate_up_XFE, ids, inner_KF, eps, *gate_up_XFE.stride(), E=dim, F=width, ACTIVATION=activation,
         BLOCK_F=8, BLOCK_E=min(256, next_power_of_2(dim)), NORM=norm is not None, num_warps=4, **early)
