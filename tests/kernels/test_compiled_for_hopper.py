@@ -93,11 +93,11 @@ def compiled(module: str, kernel: str, options: dict, constants: dict, pointers:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("rows", [16, 64])
-def test_decode(rows):
+@pytest.mark.parametrize("rows, share", [(16, 4), (64, 4), (256, 2)])
+def test_decode(rows, share):
     """192 KiB on their way where there are few rows, 128 where there are many, in as many programs as are counted on to fit on a
     multiprocessor."""
-    shape = decode_attention.Shape.of(128, torch.bfloat16, rows)
+    shape = decode_attention.Shape.of(128, torch.bfloat16, rows, share)
     found = compiled("decode_attention", "_decode_attention", {"num_warps": shape.warps, "num_stages": shape.stages}, {
         **PAGED, "BLOCK_N": shape.block_n, "BLOCK_M": 16, "COUNT_PAD": rows, "MIN_KEYS": 128, "SHORT_KEYS": 1024, "R_PAD": 4,
         "MERGE": merged_at_once(4, 128, shape.warps)})
@@ -233,17 +233,17 @@ def test_routing_waits_for_no_other_warp():
 
 @pytest.mark.parametrize("num_rows, width", hopper_gemv.MEASURED)
 def test_products_of_few_rows_by_hand(num_rows, width):
-    """All of W that a program multiplies is asked for before it waits for the kernel before it; a barrier of all warps is for a block, not
+    """All of W that a program has room for is asked for before it waits for the kernel before it; a barrier of all warps is for a block, not
     for 64 inputs, and nothing waits for a product but the last, where every block has a slot."""
-    ring, gated = hopper_gemv.MEASURED[num_rows, width], num_rows == 6144
+    ring, gated = hopper_gemv.MEASURED[num_rows, width], (num_rows, width) in hopper_gemv.GATED
     blocks, parts = width // (ring.block_k * ring.splits), 1 + gated
     found = compiled("hopper_gemv", "_stream_rows", {"num_warps": 4}, {
         "OUT": num_rows // parts, "N": num_rows, "BLOCK_N": ring.block_n, "BLOCKS": blocks, "W_RING": min(ring.w_blocks, blocks),
         "X_RING": min(ring.x_blocks, blocks), "SPLIT": ring.splits > 1, "GATED": gated, "RESIDUAL": False, "PDL": True},
         {"y_ptr": "bf16", "part_ptr": "fp32", "w_desc": (ring.block_n, ring.block_k), "x_desc": (hopper_gemv.MAX_ROWS, ring.block_k)})
     assert not found["spilled"] and found["shared"] <= 227 * 1024
-    assert found["early"] == parts * blocks and found["tiles"] == (parts + 1) * blocks
-    assert found["wgmma"] == parts * blocks * ring.block_k // 16 and found["barriers"] <= 9 * blocks
+    assert found["early"] == parts * min(ring.w_blocks, blocks) and found["tiles"] == (parts + 1) * blocks
+    assert found["wgmma"] == parts * blocks * ring.block_k // 16 and found["barriers"] <= 10 * blocks
 
 
 def test_the_ends_of_a_decode_step():

@@ -47,7 +47,7 @@ def test_products_placed_by_hand(monkeypatch):
 @pytest.mark.parametrize("num_rows, width", hopper_gemv.MEASURED)
 def test_products_placed_by_hand_fit(num_rows, width):
     """Into the 227 KiB of shared memory that a program can have, with a KiB for barriers and what the result passes through."""
-    ring, parts = hopper_gemv.MEASURED[num_rows, width], 2 if num_rows == 6144 else 1
+    ring, parts = hopper_gemv.MEASURED[num_rows, width], 1 + ((num_rows, width) in hopper_gemv.GATED)
     blocks, left = divmod(width, ring.block_k * ring.splits)
     assert not left and ring.block_n % 8 == 0
     held = min(ring.w_blocks, blocks) * parts * ring.block_n + min(ring.x_blocks, blocks) * hopper_gemv.MAX_ROWS

@@ -90,7 +90,7 @@ class PagedBackend(AttentionBackend):
         rows = 1 + rows_of_small(share)
         long = next(n for n in itertools.count(rows) if worth_it(n, share))
         spans = [[(start, length)] for start in (0, DEEP) for length in dict.fromkeys((2, rows, long))]
-        return spans + [[(0, 1)] * count for count in kinds_of(spec.head_dim, self.site.dtype, max_seqs)]
+        return spans + [[(0, 1)] * count for count in kinds_of(spec.head_dim, self.site.dtype, max_seqs, spec.num_heads // spec.num_kv_heads)]
 
     def _plan(self, batch: StepBatch, spec: AttentionSpec) -> Step:
         if batch.together is not None:

@@ -26,7 +26,7 @@ from kvasir.kernels.hardware import multiprocessors
 from kvasir.kernels.key_chunks import MIN_CHUNK, SHORT_CHUNK, arrive, find_chunk, keys_of, merged_at_once
 from kvasir.kernels.softmax_block import attend_block, sink_logits
 
-FEW_ROWS, MANY_ROWS = 16, 32
+FEW_ROWS, MANY_ROWS, FULL_ROWS = 16, 32, 250
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +41,27 @@ class Shape:
     at_once: int = 3
 
     @staticmethod
-    def of(dim: int, dtype: torch.dtype, rows: int) -> Shape:
-        """For Hopper: three or four programs fit on a multiprocessor, with 192 KiB on their way together. Many rows are quicker
+    def of(dim: int, dtype: torch.dtype, rows: int, share: int) -> Shape:
+        """For Hopper: three to five programs fit on a multiprocessor, with 160 to 192 KiB on their way together. Many rows are quicker
         with fewer blocks on their way in each program, since that many are read at once without cutting them. Few rows: fewer programs that
-        find no chunk, and less to merge. ``tools/gpu_attention.py`` and ``tools/gpu_decode.py`` time the alternatives."""
+        find no chunk, and less to merge. The 2,048 programs of 256 rows (``share`` <= 2 query heads a KV head, 8 KV heads) leave a tenth of
+        a round of five on every multiprocessor over, which the others wait for, and of four hardly anything. With four heads that costs
+        nothing. ``tools/gpu_attention.py`` and ``tools/gpu_decode.py`` time the alternatives."""
         programs = 6 if rows <= FEW_ROWS else 12
         if dtype == torch.float32:  # products in registers, not on the tensor cores
             return Shape(32 if dim <= 64 else 16, 8, 2, programs)
         if dim > 128:
             return Shape(32, 4, 3, programs)
-        return Shape(64, 2, 3, programs) if rows < MANY_ROWS else Shape(64, 2, 2, programs, at_once=4)
+        if rows < MANY_ROWS:
+            return Shape(64, 2, 3, programs)
+        return Shape(32, 2, 4, programs, at_once=4) if rows >= FULL_ROWS and share <= 2 else Shape(64, 2, 2, programs, at_once=4)
 
 
-def kinds_of(dim: int, dtype: torch.dtype, max_rows: int) -> list[int]:
+def kinds_of(dim: int, dtype: torch.dtype, max_rows: int, share: int) -> list[int]:
     """Numbers of rows that take every variant the kernel is compiled in."""
     kinds: dict[tuple, int] = {}
     for rows in range(1, max_rows + 1):
-        shape = Shape.of(padded(dim), dtype, rows)
+        shape = Shape.of(padded(dim), dtype, rows, share)
         kinds.setdefault((shape.block_n, shape.warps, shape.stages, count_pad(rows)), rows)
     return list(kinds.values())
 
@@ -157,7 +161,7 @@ def decode_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: t
     assert q_THD.stride(-1) == 1 and table_SW.stride(-1) == 1 and q_THD.dtype == k_NGPD.dtype, "rows must be dense, of one dtype"
     assert rows.arrived.numel() >= count * groups, "one counter a row and KV head"
     share, dim_pad = heads // groups, padded(dim)
-    shape = shape or Shape.of(dim_pad, q_THD.dtype, count)
+    shape = shape or Shape.of(dim_pad, q_THD.dtype, count, share)
     wave = max(1, shape.at_once * multiprocessors(q_THD.device) // groups)
     budget = max(wave, shape.programs * multiprocessors(q_THD.device) // groups - count)  # programs without a chunk take time, too
     chunks = count + budget  # sum of ceil(keys / chunk) <= count + keys / chunk

@@ -65,8 +65,7 @@ def _block(at, live, k, K, WHOLE: tl.constexpr):
 
 @jit
 def _row(x_ptr, scale_ptr, k, squares, K, WHOLE_K: tl.constexpr, NORM: tl.constexpr):
-    """A block of x in fp32, times the norm's weight, and the running squares. ``k`` [N, K], the same K in every row: each thread fetches
-    what it multiplies, from the L1 cache; handed from one to the other it would take barriers of all warps."""
+    """A block of x in fp32, times the norm's weight, and the running squares."""
     if WHOLE_K:
         x = tl.load(x_ptr + k).to(tl.float32)
     else:
@@ -87,7 +86,6 @@ def _one_row(x_ptr, w_ptr, y_ptr, scale_ptr, bias_ptr, residual_ptr, eps, OUT, K
     """``BLOCK_N`` outputs of one row: [BLOCK_N, BLOCK_K] running products, summed at the end."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    x_k = k[None, :] + tl.zeros([BLOCK_N, 1], tl.int32)
     live = n < OUT
     at = w_ptr + n.to(tl.int64)[:, None] * K
     up_at = w_ptr + (n.to(tl.int64) + OUT)[:, None] * K
@@ -99,27 +97,27 @@ def _one_row(x_ptr, w_ptr, y_ptr, scale_ptr, bias_ptr, residual_ptr, eps, OUT, K
     if PDL:
         tl.extra.cuda.gdc_wait()
     last = (K - 1) // BLOCK_K * BLOCK_K
-    squares = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up = acc
     for k0 in range(0, last, BLOCK_K):
         ahead = _block(at, live, k0 + BLOCK_K + k, K, WHOLE)  # is on its way while this block is multiplied
         if KIND >= 0:
             ahead_up = _block(up_at, live, k0 + BLOCK_K + k, K, WHOLE)
-        x, squares = _row(x_ptr, scale_ptr, k0 + x_k, squares, K, WHOLE_K, NORM)
-        acc += w.to(tl.float32) * x
+        x, squares = _row(x_ptr, scale_ptr, k0 + k, squares, K, WHOLE_K, NORM)
+        acc += w.to(tl.float32) * x[None, :]
         w = ahead
         if KIND >= 0:
-            acc_up += w_up.to(tl.float32) * x
+            acc_up += w_up.to(tl.float32) * x[None, :]
             w_up = ahead_up
-    x, squares = _row(x_ptr, scale_ptr, last + x_k, squares, K, WHOLE_K, NORM)
-    acc += w.to(tl.float32) * x
+    x, squares = _row(x_ptr, scale_ptr, last + k, squares, K, WHOLE_K, NORM)
+    acc += w.to(tl.float32) * x[None, :]
     if KIND >= 0:
-        acc_up += w_up.to(tl.float32) * x
+        acc_up += w_up.to(tl.float32) * x[None, :]
     y = tl.sum(acc, 1)
     factor = 1.0
     if NORM:
-        factor = tl.rsqrt(tl.sum(squares, 1) / K + eps)
+        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         y *= factor
     if BIAS:
         y += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)
