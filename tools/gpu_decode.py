@@ -186,7 +186,7 @@ def step_variants() -> dict[str, list]:
     return {"as it is": [], "16 rows, tiles of their own": [apart],
             "products by hand: none": [mock.patch.object(hopper_gemv, "MEASURED", {})],
             "products by hand from 1 row on": [mock.patch.object(hopper_gemv, "MIN_ROWS", 1)],
-            "products by hand, one block of each on its way": [by_hand(w_blocks=1, x_blocks=1)],
+            "products by hand, two blocks of each at a time": [by_hand(w_blocks=2, x_blocks=2)],
             "products by hand, blocks of 64": [by_hand(block_k=64, w_blocks=16, x_blocks=11)],
             "no attention": [mock.patch.object(paged_backend, "decode_attention_triton", nothing)],
             **{label: [attention(label)] for label in SHAPES}, "4 splits": [table(4, (8, 64))], "as it is, again": []}

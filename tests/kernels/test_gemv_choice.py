@@ -49,6 +49,14 @@ def test_products_placed_by_hand_fit(num_rows, width):
     """Into the 227 KiB of shared memory that a program can have, with a KiB for barriers and what the result passes through."""
     ring, parts = hopper_gemv.MEASURED[num_rows, width], 1 + ((num_rows, width) in hopper_gemv.GATED)
     blocks, left = divmod(width, ring.block_k * ring.splits)
-    assert not left and ring.block_n % 8 == 0
+    assert not left and ring.block_n % 8 == 0 and min(ring.w_blocks, ring.x_blocks) > 1
     held = min(ring.w_blocks, blocks) * parts * ring.block_n + min(ring.x_blocks, blocks) * hopper_gemv.MAX_ROWS
     assert held * ring.block_k * 2 <= 226 << 10
+
+
+def test_one_slot_is_refused():
+    """It would wait for ever."""
+    x, w = torch.empty(20, 512), torch.empty(64, 512)
+    for ring in (hopper_gemv.Ring(w_blocks=1), hopper_gemv.Ring(x_blocks=1)):
+        with pytest.raises(AssertionError, match="one slot"):
+            hopper_gemv.stream_rows(x, w, ring)

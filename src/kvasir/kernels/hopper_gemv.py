@@ -33,8 +33,9 @@ if hopper is not None:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """How the kernel is built: ``outputs`` of a program, inputs of a block, and how many blocks of W and of x it holds at a time (W's are
-    two where gate and up are apart). ``splits`` of K are added by a second kernel."""
+    """How the kernel is built: outputs of a program, inputs of a block, and how many blocks of W and of x it holds at a time (W's are two where
+    gate and up are apart). At least two, where there are several: a slot is filled anew while the block behind it is multiplied.
+    ``splits`` of K are added by a second kernel."""
 
     block_n: int = 32
     block_k: int = 256
@@ -142,6 +143,7 @@ def stream_rows(x_TK: torch.Tensor, w_NK: torch.Tensor, ring: Ring, *, gated: bo
     assert x_TK.stride(1) == 1 and x_TK.stride(0) % 8 == 0 and w_NK.is_contiguous(), "copies are of rows aligned to 16 bytes"
     assert 0 < rows <= MAX_ROWS and width % (ring.block_k * ring.splits) == 0 and not (gated and ring.splits > 1), "whole blocks of a few rows"
     y_TO = residual_TO if residual_TO is not None else torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
+    assert blocks == 1 or min(ring.w_blocks, ring.x_blocks) > 1, "with one slot the next block would be waited for before it is asked for"
     split = ring.splits > 1
     part = torch.empty(ring.splits, rows, num_rows, dtype=torch.float32, device=x_TK.device) if split else y_TO
     layout = gl.NVMMASharedLayout(128, 16, 2)
@@ -196,7 +198,7 @@ def grid() -> Iterator[Case]:
         gated = (num_rows, width) in GATED
         for rows in (MIN_ROWS, 33, 64):
             yield Case(rows, num_rows // (1 + gated), width, ring, gated, residual=not gated)
-    for ring in (Ring(x_blocks=3), Ring(16, 64, 5, 3), Ring(64, 128, 2, 8), Ring(32, 256, 1, 1)):  # whole, and with slots that are filled anew
+    for ring in (Ring(x_blocks=3), Ring(16, 64, 5, 3), Ring(64, 128, 2, 8), Ring(32, 256, 2, 2)):  # whole, and with slots that are filled anew
         for gated in (False, True):
             yield Case(20, 96, 1024, ring, gated)
     yield Case(1, 72, 512, Ring(), residual=True)  # half a tile of outputs

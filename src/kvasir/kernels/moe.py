@@ -369,8 +369,7 @@ def _gate_up_row(x_ptr, scale_ptr, w_ptr, ids_ptr, inner_ptr, eps, w_expert, w_r
     at = w_ptr + tl.load(ids_ptr + k).to(tl.int64) * w_expert + f[:, None] * w_row + e[None, :] * w_col
     gate_w = tl.load(at, mask=(f < F)[:, None] & (e < E)[None, :], other=0.0)
     up_w = tl.load(at + F * w_row, mask=(f < F)[:, None] & (e < E)[None, :], other=0.0)
-    x_e = e[None, :] + tl.zeros([BLOCK_F, 1], tl.int32)
-    squares = tl.zeros([BLOCK_F, BLOCK_E], tl.float32)
+    squares = tl.zeros([BLOCK_E], tl.float32)
     gate = tl.zeros([BLOCK_F, BLOCK_E], tl.float32)
     up = tl.zeros([BLOCK_F, BLOCK_E], tl.float32)
     for start in range(0, E, BLOCK_E):
@@ -378,13 +377,13 @@ def _gate_up_row(x_ptr, scale_ptr, w_ptr, ids_ptr, inner_ptr, eps, w_expert, w_r
         inside = (f < F)[:, None] & (e < E - start - BLOCK_E)[None, :]
         next_gate = tl.load(at, mask=inside, other=0.0)  # is on its way while this block is multiplied
         next_up = tl.load(at + F * w_row, mask=inside, other=0.0)
-        x, squares = _row(x_ptr, scale_ptr, start + x_e, squares, E, E % BLOCK_E == 0, NORM)
-        gate += gate_w.to(tl.float32) * x
-        up += up_w.to(tl.float32) * x
+        x, squares = _row(x_ptr, scale_ptr, start + e, squares, E, E % BLOCK_E == 0, NORM)
+        gate += gate_w.to(tl.float32) * x[None, :]
+        up += up_w.to(tl.float32) * x[None, :]
         gate_w, up_w = next_gate, next_up
     factor = 1.0
     if NORM:
-        factor = tl.rsqrt(tl.sum(squares, 1) / E + eps)
+        factor = tl.rsqrt(tl.sum(squares, 0) / E + eps)
     inner = _activate(tl.sum(gate, 1) * factor, ACTIVATION) * (tl.sum(up, 1) * factor)
     tl.store(inner_ptr + k * F + f, inner.to(inner_ptr.dtype.element_ty), mask=f < F)
 
