@@ -3,11 +3,13 @@
 #
 #   tools/gpu_peer.sh OUT STEP [SITE]    OUT: folder for the results; SITE: folder with vLLM's packages, unless it is installed; none: no vLLM
 #
-# STEP is one of the lines below: traces-azure and traces-mixed answer for all traces with windows of a minute, some ten minutes each; the
-# steps after them are one full window each. Results are on disk after every load or life, so a run that is cut off keeps what it has.
+# STEP is one of the lines below: traces-azure and traces-mixed answer for all traces with windows of a minute, some ten minutes each,
+# traces-repeats with two more of every Azure load, 25 minutes (LIMIT=1600); the steps after them are one full window each. Results are on
+# disk after every load or life, so a run that is cut off keeps what it has.
 # LIMIT: seconds until it is told to end (default 530; ending a server may take a minute more). CAPACITY (requests a second that vLLM
-# completed, from an earlier step's result) saves the traces from measuring it again. ONLY: loads of a case of traces, such as
-# "mooncake recorded": three with shares of a capacity fill ten minutes. KVASIR_COMMIT names the commit where there is no repository; DATA another folder of traces than bench/traces.
+# completed, from an earlier step's result) saves the traces from measuring it again. ONLY: loads of a case of traces, such as "mooncake
+# recorded": three with shares of a capacity fill ten minutes. KVASIR_COMMIT names the commit where there is no repository; DATA another
+# folder of traces than bench/traces.
 set -uo pipefail
 out=$1 step=$2 site=${3:-}
 cd "$(dirname "$0")/.."
@@ -32,7 +34,7 @@ trace() {  # CASE [LOAD]
 mkdir -p "$out"
 case $step in
   llama-8b | llama-8b-long | qwen3-0.6b | speculation-ngram) bench run "bench/cases/$step.toml" "${peer[@]}" ;;
-  traces-azure | traces-mixed) trace "$step" ;;
+  traces-azure | traces-mixed | traces-repeats) trace "$step" ;;
   conversation50 | conversation80 | conversation90 | recorded) trace trace-conversation "$step" ;;
   code80) trace trace-code "$step" ;;
   mooncake) trace trace-mooncake "$step" ;;

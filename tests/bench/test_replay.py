@@ -82,6 +82,13 @@ def test_loads_of_one_trace_share_a_life_and_a_capacity(data):
         check(so_far)
 
 
+def test_a_load_may_have_fewer_windows_than_the_case_repeats(data):
+    table = {"shape": "small", "repeats": 2, "settings": {"num_threads": 1, "device": "cpu"}, "traces": {"twice": LOAD, "once": LOAD | {"windows": 1}}}
+    found = replay.measure(parse("c", table), data)
+    (only,) = found["arms"]
+    assert (only["metrics"]["twice.ttft_ms_p50"]["n"], only["metrics"]["once.ttft_ms_p50"]["n"]) == (2, 1)
+
+
 def test_one_load_with_our_settings(data, capsys):
     replay.run_load(Load.of("t", LOAD | {"arrivals": "recorded"}), {"num_threads": 1}, model="", shape=None, peer=None, site=None, data=data,
                     repeats=1, capacity=None, output=None, commit="abc1234")

@@ -29,6 +29,7 @@ class Load:
     seconds: float = 60.0  # at least
     clip: int | None = None  # longest prompt
     scale: float = 1.0  # of all lengths, for models with a short context
+    windows: int | None = None  # of one life of a server, and no more; None: as many as the case repeats
     targets: dict[str, dict[str, float]] = field(default_factory=lambda: NO_WORSE)  # at_most and at_least: metric -> ratio to the peer
 
     @classmethod

@@ -109,7 +109,8 @@ def measure(case: Case, data: Path, *, with_peer: bool = True, site: str | None 
                             log.warning("%s is left out: the capacity of %s is not known", n, peer.name)
                             continue
                     rate = load.share * (capacity or found[peer.name]) if load.share else load.rate
-                    for metrics in windows(running.url, load.calls(recorded[n], rate), count, first=1 + number * count):
+                    calls = load.calls(recorded[n], rate)
+                    for metrics in windows(running.url, calls, min(count, load.windows or count), first=1 + number * count):
                         for key, value in metrics.items():
                             arm_so_far.values.setdefault(f"{n}.{key}", []).append(value)
                     keep(_result(case, loads, measured))
