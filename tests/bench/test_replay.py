@@ -83,8 +83,8 @@ def test_loads_of_one_trace_share_a_life_and_a_capacity(data):
 
 
 def test_a_load_may_have_fewer_windows_than_the_case_repeats(data):
-    table = {"shape": "small", "repeats": 2, "settings": {"num_threads": 1, "device": "cpu"}, "traces": {"twice": LOAD, "once": LOAD | {"windows": 1}}}
-    found = replay.measure(parse("c", table), data)
+    traces = {"twice": LOAD, "once": LOAD | {"windows": 1}}
+    found = replay.measure(parse("c", {"shape": "small", "repeats": 2, "settings": {"num_threads": 1, "device": "cpu"}, "traces": traces}), data)
     (only,) = found["arms"]
     assert (only["metrics"]["twice.ttft_ms_p50"]["n"], only["metrics"]["once.ttft_ms_p50"]["n"]) == (2, 1)
 
