@@ -6,7 +6,7 @@ The rows of x follow, all together where there is room: they come from the L2 ca
 a ring. Large blocks, since each costs barriers of all warps: along K 256 are quicker than 64. Best where all that a program
 reads of W fits, as with Qwen3-0.6B's 1,024 inputs; Llama-8B's 4,096 gain nothing.
 
-Slower: the norm of x on the way, through registers (by a third); K undivided where outputs are few.
+Slower: the norm of x on the way, through registers; K undivided where outputs are few.
 
 The reference is ``gemv_reference`` without norm and bias. Bytes: N x K x itemsize.
 
