@@ -103,7 +103,7 @@ def decode_world(case: decode.Case, dtype: torch.dtype, device: str) -> tuple[Wo
 def run_decode(world: World, rows: decode.Rows, case: decode.Case) -> tuple[torch.Tensor, torch.Tensor]:
     spec, batch, planes = world.spec, world.batch, world.cache.planes
     out, lse = blank(world)
-    shape = decode.Shape.of(max(16, case.dim), world.q.dtype, len(case.contexts), case.heads // case.kv_heads)
+    shape = decode.Shape.of(max(16, case.dim), world.q.dtype, len(case.contexts), case.heads // case.kv_heads, 0.0)
     if case.programs is not None:
         shape = dataclasses.replace(shape, programs=case.programs, at_once=1)
     decode.decode_attention_triton(

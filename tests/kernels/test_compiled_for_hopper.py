@@ -97,7 +97,7 @@ def compiled(module: str, kernel: str, options: dict, constants: dict, pointers:
 def test_decode(rows, share):
     """192 KiB on their way where there are few rows, 128 where there are many, in as many programs as are counted on to fit on a
     multiprocessor."""
-    shape = decode_attention.Shape.of(128, torch.bfloat16, rows, share)
+    shape = decode_attention.Shape.of(128, torch.bfloat16, rows, share, rows * 8 / 132)
     found = compiled("decode_attention", "_decode_attention", {"num_warps": shape.warps, "num_stages": shape.stages}, {
         **PAGED, "BLOCK_N": shape.block_n, "BLOCK_M": 16, "COUNT_PAD": rows, "MIN_KEYS": 128, "SHORT_KEYS": 1024, "R_PAD": 4,
         "MERGE": merged_at_once(4, 128, shape.warps)})

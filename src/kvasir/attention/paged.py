@@ -20,7 +20,7 @@ from kvasir.kernels import _triton
 from kvasir.kernels._triton import Launches
 from kvasir.kernels.decode_attention import Rows, decode_attention_triton, kinds_of
 from kvasir.kernels.dense_attention import SCRATCH_BYTES, can_serve, dense_attention_triton, plan_long, shape_for, worth_it
-from kvasir.kernels.hardware import send
+from kvasir.kernels.hardware import multiprocessors, send
 from kvasir.kernels.paged_attention import TREE_ROWS, Tiles, exact_tiles, paged_attention_triton, paged_together_triton, plan_tiles, rows_of_small
 from kvasir.kernels.quantized_attention import plan_rows
 from kvasir.kv.codec import LayerCache
@@ -90,7 +90,8 @@ class PagedBackend(AttentionBackend):
         rows = 1 + rows_of_small(share)
         long = next(n for n in itertools.count(rows) if worth_it(n, share))
         spans = [[(start, length)] for start in (0, DEEP) for length in dict.fromkeys((2, rows, long))]
-        return spans + [[(0, 1)] * count for count in kinds_of(spec.head_dim, self.site.dtype, max_seqs, spec.num_heads // spec.num_kv_heads)]
+        load = spec.num_kv_heads / multiprocessors(torch.device(self.site.device))
+        return spans + [[(0, 1)] * count for count in kinds_of(spec.head_dim, self.site.dtype, max_seqs, share, load)]
 
     def _plan(self, batch: StepBatch, spec: AttentionSpec) -> Step:
         if batch.together is not None:

@@ -26,7 +26,7 @@ from kvasir.kernels.hardware import multiprocessors
 from kvasir.kernels.key_chunks import MIN_CHUNK, SHORT_CHUNK, arrive, find_chunk, keys_of, merged_at_once
 from kvasir.kernels.softmax_block import attend_block, sink_logits
 
-FEW_ROWS, MANY_ROWS, FULL_ROWS = 16, 32, 250
+FEW_ROWS, MANY_ROWS = 16, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,13 @@ class Shape:
     at_once: int = 3
 
     @staticmethod
-    def of(dim: int, dtype: torch.dtype, rows: int, share: int) -> Shape:
+    def of(dim: int, dtype: torch.dtype, rows: int, share: int, load: float) -> Shape:
         """For Hopper: three to five programs fit on a multiprocessor, with 160 to 192 KiB on their way together. Many rows are quicker
         with fewer blocks on their way in each program, since that many are read at once without cutting them. Few rows: fewer programs that
-        find no chunk, and less to merge. The 2,048 programs of 256 rows (``share`` <= 2 query heads a KV head, 8 KV heads) leave a tenth of
-        a round of five on every multiprocessor over, which the others wait for, and of four hardly anything. With four heads that costs
-        nothing. ``tools/gpu_attention.py`` and ``tools/gpu_decode.py`` time the alternatives."""
+        find no chunk, and less to merge. ``load``: rows x KV heads for every multiprocessor. Sequences of one length run in rounds of five
+        programs; where the last round would have too few to keep the memory busy and one of four would not, programs that fit four times
+        are quicker by a twentieth, with up to two query heads a KV head (``share``; with four they lose a hundredth).
+        ``tools/gpu_attention.py`` and ``tools/gpu_decode.py`` time the alternatives."""
         programs = 6 if rows <= FEW_ROWS else 12
         if dtype == torch.float32:  # products in registers, not on the tensor cores
             return Shape(32 if dim <= 64 else 16, 8, 2, programs)
@@ -54,14 +55,14 @@ class Shape:
             return Shape(32, 4, 3, programs)
         if rows < MANY_ROWS:
             return Shape(64, 2, 3, programs)
-        return Shape(32, 2, 4, programs, at_once=4) if rows >= FULL_ROWS and share <= 2 else Shape(64, 2, 2, programs, at_once=4)
+        return Shape(32, 2, 4, programs, at_once=4) if share <= 2 and load % 5 < 2 < load % 4 else Shape(64, 2, 2, programs, at_once=4)
 
 
-def kinds_of(dim: int, dtype: torch.dtype, max_rows: int, share: int) -> list[int]:
-    """Numbers of rows that take every variant the kernel is compiled in."""
+def kinds_of(dim: int, dtype: torch.dtype, max_rows: int, share: int, load: float) -> list[int]:
+    """Numbers of rows that take every variant the kernel is compiled in. ``load``: of one row."""
     kinds: dict[tuple, int] = {}
     for rows in range(1, max_rows + 1):
-        shape = Shape.of(padded(dim), dtype, rows, share)
+        shape = Shape.of(padded(dim), dtype, rows, share, rows * load)
         kinds.setdefault((shape.block_n, shape.warps, shape.stages, count_pad(rows)), rows)
     return list(kinds.values())
 
@@ -161,7 +162,7 @@ def decode_attention_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: t
     assert q_THD.stride(-1) == 1 and table_SW.stride(-1) == 1 and q_THD.dtype == k_NGPD.dtype, "rows must be dense, of one dtype"
     assert rows.arrived.numel() >= count * groups, "one counter a row and KV head"
     share, dim_pad = heads // groups, padded(dim)
-    shape = shape or Shape.of(dim_pad, q_THD.dtype, count, share)
+    shape = shape or Shape.of(dim_pad, q_THD.dtype, count, share, count * groups / multiprocessors(q_THD.device))
     wave = max(1, shape.at_once * multiprocessors(q_THD.device) // groups)
     budget = max(wave, shape.programs * multiprocessors(q_THD.device) // groups - count)  # programs without a chunk take time, too
     chunks = count + budget  # sum of ceil(keys / chunk) <= count + keys / chunk
