@@ -63,7 +63,7 @@ def _pick(logits, x, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constex
     picks K different experts: its pairs get places of their own.
     """
     choice = tl.arange(0, K_PAD)
-    bits = logits.to(tl.int32, bitcast=True)
+    bits = (logits + 0.0).to(tl.int32, bitcast=True)  # the two zeros are equal
     key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (X_PAD - 1 - x).to(tl.int64)
     ids = tl.zeros([K_PAD], tl.int32)
     weights = tl.zeros([K_PAD], tl.float32)

@@ -35,6 +35,7 @@ def test_routing(rows, experts, top_k, block_m, device):
 
 def test_equal_logits_take_the_lower_expert(device):
     check_routing(torch.zeros(9, 12, device=device), 4, False, 16)
+    check_routing(torch.tensor([[-0.0, 0.0, -1.0] * 4] * 3, device=device), 5, False, 16)
     check_routing((torch.arange(40, device=device) % 3).float().expand(70, -1).contiguous(), 7, True, 16)
 
 
