@@ -39,7 +39,7 @@ for module in (*modules, linear, decoder):
         if hasattr(module, name):
             setattr(module, name, lambda *_, here=here: here)
 from kvasir.kernels.hopper_gemv import MEASURED, Ring
-MEASURED.update({(512, 64): Ring(block_k=64), (64, 256): Ring(block_k=64, splits=2), (128, 64): Ring(block_k=64)})  # heads, output, gate and up
+MEASURED.update({(512, 64, False): Ring(block_k=64), (64, 256, False): Ring(block_k=64, splits=2), (128, 64, True): Ring(block_k=64)})
 linear.matrix = decoder.matrix = lambda *shape, place: torch.empty(shape, dtype=place.dtype)  # as on a GPU
 
 from kvasir.attention.backend import AttentionBackend, Site

@@ -231,11 +231,11 @@ def test_routing_waits_for_no_other_warp():
     assert not found["spilled"] and not found["barriers"] and found["shuffles"] <= 8 * 5 * 2 + 5
 
 
-@pytest.mark.parametrize("num_rows, width", hopper_gemv.MEASURED)
-def test_products_of_few_rows_by_hand(num_rows, width):
+@pytest.mark.parametrize("num_rows, width, gated", hopper_gemv.MEASURED)
+def test_products_of_few_rows_by_hand(num_rows, width, gated):
     """All of W that a program has room for is asked for before it waits for the kernel before it; a barrier of all warps is for a block, not
     for 64 inputs, and nothing waits for a product but the last, where every block has a slot."""
-    ring, gated = hopper_gemv.MEASURED[num_rows, width], (num_rows, width) in hopper_gemv.GATED
+    ring = hopper_gemv.MEASURED[num_rows, width, gated]
     blocks, parts = width // (ring.block_k * ring.splits), 1 + gated
     found = compiled("hopper_gemv", "_stream_rows", {"num_warps": 4}, {
         "OUT": num_rows // parts, "N": num_rows, "BLOCK_N": ring.block_n, "BLOCKS": blocks, "W_RING": min(ring.w_blocks, blocks),

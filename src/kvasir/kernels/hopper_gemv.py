@@ -143,6 +143,7 @@ def stream_rows(x_TK: torch.Tensor, w_NK: torch.Tensor, ring: Ring, *, gated: bo
     assert x_TK.stride(1) == 1 and x_TK.stride(0) % 8 == 0 and w_NK.is_contiguous(), "copies are of rows aligned to 16 bytes"
     assert 0 < rows <= MAX_ROWS and width % (ring.block_k * ring.splits) == 0 and not (gated and ring.splits > 1), "whole blocks of a few rows"
     y_TO = residual_TO if residual_TO is not None else torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
+    assert residual_TO is None or (residual_TO.shape == (rows, outputs) and residual_TO.stride(1) == 1), "the residual is as the result"
     assert blocks == 1 or min(ring.w_blocks, ring.x_blocks) > 1, "with one slot the next block would be waited for before it is asked for"
     split = ring.splits > 1
     part = torch.empty(ring.splits, rows, num_rows, dtype=torch.float32, device=x_TK.device) if split else y_TO
@@ -160,24 +161,23 @@ def stream_rows(x_TK: torch.Tensor, w_NK: torch.Tensor, ring: Ring, *, gated: bo
     return y_TO
 
 
-# (N, K) -> what was fastest in whole steps on an H200: Qwen3-0.6B's, and Qwen3-1.7B's but for its down projection
-MEASURED: dict[tuple[int, int], Ring] = {
-    (4096, 1024): Ring(),
-    (6144, 1024): Ring(x_blocks=3),
-    (1024, 2048): Ring(w_blocks=2, x_blocks=2, splits=4),
-    (1024, 3072): Ring(w_blocks=3, x_blocks=3, splits=4),
-    (4096, 2048): Ring(64, x_blocks=3),
-    (12288, 2048): Ring(64, 128, w_blocks=4),
-    (2048, 2048): Ring(splits=2),
+# (N, K, whether N is gate and up) -> what was fastest in whole steps on an H200: Qwen3-0.6B's, and Qwen3-1.7B's but for its down projection
+MEASURED: dict[tuple[int, int, bool], Ring] = {
+    (4096, 1024, False): Ring(),
+    (6144, 1024, True): Ring(x_blocks=3),
+    (1024, 2048, False): Ring(w_blocks=2, x_blocks=2, splits=4),
+    (1024, 3072, False): Ring(w_blocks=3, x_blocks=3, splits=4),
+    (4096, 2048, False): Ring(64, x_blocks=3),
+    (12288, 2048, True): Ring(64, 128, w_blocks=4),
+    (2048, 2048, False): Ring(splits=2),
 }
-GATED = (6144, 1024), (12288, 2048)  # of these, gate and up
 
 
-def choose_ring(rows: int, w_NK: torch.Tensor) -> Ring | None:
+def choose_ring(rows: int, w_NK: torch.Tensor, gated: bool) -> Ring | None:
     """For this many rows of x; None: other kernels are as fast, nobody measured it, or this one does not run here."""
     if not MIN_ROWS <= rows <= MAX_ROWS:
         return None
-    ring = MEASURED.get(tuple(w_NK.shape))
+    ring = MEASURED.get((*w_NK.shape, gated))
     return ring if ring is not None and by_hand(w_NK.device) else None
 
 
@@ -194,8 +194,7 @@ class Case:
 
 
 def grid() -> Iterator[Case]:
-    for (num_rows, width), ring in MEASURED.items():
-        gated = (num_rows, width) in GATED
+    for (num_rows, width, gated), ring in MEASURED.items():
         for rows in (MIN_ROWS, 33, 64):
             yield Case(rows, num_rows // (1 + gated), width, ring, gated, residual=not gated)
     for ring in (Ring(x_blocks=3), Ring(16, 64, 5, 3), Ring(64, 128, 2, 8), Ring(32, 256, 2, 2)):  # whole, and with slots that are filled anew

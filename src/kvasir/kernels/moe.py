@@ -56,7 +56,7 @@ def moe_reference(x_TE: torch.Tensor, logits_TX: torch.Tensor, gate_up_XFE: torc
 
 
 @jit
-def _pick(logits, x, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, RENORMALIZE: tl.constexpr):
+def _pick(logits, x, X: tl.constexpr, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, RENORMALIZE: tl.constexpr):
     """Top-k of the softmax of a row's logits [X_PAD] fp32 (-inf past the last expert): ids and weights [K_PAD], the largest first.
 
     One reduction a choice: the largest key has the expert and its logit in it. Keys are distinct integers, so that a row of NaN, too,
@@ -65,6 +65,7 @@ def _pick(logits, x, X_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constex
     choice = tl.arange(0, K_PAD)
     bits = (logits + 0.0).to(tl.int32, bitcast=True)  # the two zeros are equal
     key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (X_PAD - 1 - x).to(tl.int64)
+    key = tl.where(x < X, key, -0x8000000000000000)  # below a NaN with a sign, too
     ids = tl.zeros([K_PAD], tl.int32)
     weights = tl.zeros([K_PAD], tl.float32)
     most = 0.0
@@ -91,7 +92,7 @@ def _route(logits_ptr, weights_ptr, ids_ptr, logits_row, X: tl.constexpr, X_PAD:
     row = tl.program_id(0)
     x, choice = tl.arange(0, X_PAD), tl.arange(0, K_PAD)
     logits = tl.load(logits_ptr + row.to(tl.int64) * logits_row + x, mask=x < X, other=-float("inf")).to(tl.float32)
-    ids, weights = _pick(logits, x, X_PAD, TOP_K, K_PAD, RENORMALIZE)
+    ids, weights = _pick(logits, x, X, X_PAD, TOP_K, K_PAD, RENORMALIZE)
     at = row.to(tl.int64) * TOP_K + choice
     tl.store(ids_ptr + at, ids, mask=choice < TOP_K)
     tl.store(weights_ptr + at, weights, mask=choice < TOP_K)
@@ -351,7 +352,7 @@ def _route_row(x_ptr, scale_ptr, router_ptr, arrived_ptr, logits_ptr, weights_pt
         experts = tl.arange(0, X_PAD)
         choice = tl.arange(0, K_PAD)
         logits = tl.load(logits_ptr + experts, mask=experts < X, other=-float("inf"), cache_modifier=".cg")
-        ids, weights = _pick(logits, experts, X_PAD, TOP_K, K_PAD, RENORMALIZE)
+        ids, weights = _pick(logits, experts, X, X_PAD, TOP_K, K_PAD, RENORMALIZE)
         tl.store(ids_ptr + choice, ids, mask=choice < TOP_K)
         tl.store(weights_ptr + choice, weights, mask=choice < TOP_K)
 

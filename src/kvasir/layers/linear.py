@@ -81,8 +81,10 @@ class Linear:
                  activation: str | None = None) -> torch.Tensor:
         """[T, N] of x, or of ``norm``(x). ``activation``: the halves of N are gate and up, the result is [T, N / 2].
         ``residual_TN`` is added, and its memory may be used for the result."""
-        if self.streams and self.bias_N is None and activation in GATES and (ring := choose_ring(x_TK.shape[0], self.weight_NK)) is not None:
-            return stream_rows(x_TK if norm is None else norm(x_TK), self.weight_NK, ring, gated=activation is not None, residual_TO=residual_TN)
+        if self.streams and self.bias_N is None and activation in GATES:
+            halves = activation is not None
+            if (ring := choose_ring(x_TK.shape[0], self.weight_NK, halves)) is not None:
+                return stream_rows(x_TK if norm is None else norm(x_TK), self.weight_NK, ring, gated=halves, residual_TO=residual_TN)
         if self.streams and (config := choose(x_TK.shape[0], *self.weight_NK.shape)) is not None:
             return gemv(x_TK, self.weight_NK, config, norm=None if norm is None else norm.parameters, bias_N=self.bias_N,
                         activation=activation, residual_TO=residual_TN)

@@ -21,6 +21,13 @@ def test_fp16(case, device):
     check_decode_attention(case, torch.float16, device)
 
 
+@pytest.mark.parametrize("shape", [decode.Shape(64, 2, 2, 12, 4), decode.Shape(32, 2, 4, 12, 4)], ids=str)
+def test_shapes_of_many_rows(shape, device, monkeypatch):
+    """Which the grid's few rows do not take."""
+    monkeypatch.setattr(decode.Shape, "of", staticmethod(lambda *what: shape))
+    check_decode_attention(decode.Case(contexts=(333, 5, 64, 31, 130), heads=4, kv_heads=2, dim=128), torch.float16, device)
+
+
 def test_long_work_is_cut_finer(device, monkeypatch):
     """On the GPU that starts at a length which takes the interpreter long."""
     monkeypatch.setattr(decode, "SHORT_CHUNK", 64)

@@ -25,7 +25,7 @@ def test_behind_each_other(device):
     """Each starts while the one before it runs, and reads what that one writes: a hundred in one graph, as often as it is replayed."""
     draw = Draw(0, torch.bfloat16, device)
     up, down, ones = draw(6144, 1024, scale=1024 ** -0.5), draw(1024, 3072, scale=3072 ** -0.5), torch.ones(1024, dtype=torch.bfloat16, device=device)
-    rings = hopper_gemv.MEASURED[6144, 1024], hopper_gemv.MEASURED[1024, 3072]
+    rings = hopper_gemv.MEASURED[6144, 1024, True], hopper_gemv.MEASURED[1024, 3072, False]
 
     def chain(h: torch.Tensor) -> torch.Tensor:
         for _ in range(50):

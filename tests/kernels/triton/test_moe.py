@@ -44,7 +44,7 @@ def test_a_row_of_nan_spoils_no_other(device):
     case = moe.Case(rows=6, experts=7, top_k=3)
     x, logits, gate_up, down = draw_case(case, torch.float32, device)
     clean = moe.moe_triton(x, logits, gate_up, down, 3, True)
-    for bad in (float("nan"), float("-inf"), float("inf")):
+    for bad in (float("nan"), float("-inf"), float("inf"), torch.tensor(float("nan")).copysign(torch.tensor(-1.0))):
         logits[2], x[2] = bad, float("nan")
         routing = moe.route_triton(logits, 3, True, 16)
         assert sorted(routing.order.tolist()) == list(range(18))
