@@ -35,7 +35,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 from kvasir.attention import paged as paged_backend  # noqa: E402
 from kvasir.bench.result import arm, as_json, result  # noqa: E402
 from kvasir.engine.graphs import LOGIT_BYTES  # noqa: E402
-from kvasir.kernels import activation, fused_qkv, gemv, hopper_gemv, moe, norm, paged_attention, sample  # noqa: E402
+from kvasir.kernels import activation, fused_qkv, gemv, hopper_gemv, moe, moe_routing, norm, paged_attention, sample  # noqa: E402
 from kvasir.kernels import decode_attention as decode  # noqa: E402
 from kvasir.kernels import dense_attention as dense  # noqa: E402
 from kvasir.kernels.gemv import Config  # noqa: E402
@@ -195,7 +195,7 @@ def step_variants() -> dict[str, list]:
 
 def time_steps(shapes: list[str]) -> Iterator[list[dict]]:
     """Of one number of rows after the other: a run that is cut off keeps what it has."""
-    no_overlap = [mock.patch.object(m, "pdl", never) for m in (norm, activation, fused_qkv, gemv, hopper_gemv, decode, moe, sample)]
+    no_overlap = [mock.patch.object(m, "pdl", never) for m in (norm, activation, fused_qkv, gemv, hopper_gemv, decode, moe, moe_routing, sample)]
     for shape, batches in ((shape, STEPS[shape]) for shape in shapes):
         made = gpu_fused.Model(shape)
         for batch in batches:

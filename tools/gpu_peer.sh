@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One comparison with vLLM on a machine with an NVIDIA GPU, in at most ten minutes: vLLM, ours, vLLM again, each alone on the GPU.
+# One comparison with vLLM on a machine with an NVIDIA GPU, but for one step in at most ten minutes: vLLM, ours, vLLM again, each alone on the GPU.
 #
 #   tools/gpu_peer.sh OUT STEP [SITE]    OUT: folder for the results; SITE: folder with vLLM's packages, unless it is installed; none: no vLLM
 #

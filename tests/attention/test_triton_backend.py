@@ -82,6 +82,7 @@ def test_blocks_of_many_rows(rows, share, at_once, block):
     """As they were quickest on an H200, with 8 KV heads."""
     shape = decode_attention.Shape.of(128, torch.bfloat16, rows, share, rows * 8 / 132)
     assert (shape.block_n, shape.at_once) == (block, at_once)
+    assert decode_attention.Shape.of(64, torch.bfloat16, rows, share, rows * 8 / 132).block_n == 64, "of other widths as many fit as nobody counted"
 
 
 def test_what_goes_to_the_device_together_is_aligned():

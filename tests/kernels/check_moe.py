@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvasir.kernels import matmul, moe
+from kvasir.kernels import matmul, moe, moe_routing
 from kvasir.kernels.norm import rms_norm_reference
 from tests.kernels.check import FLOOR
 
@@ -24,8 +24,8 @@ def draw_case(case: moe.Case, dtype: torch.dtype, device: str) -> tuple[torch.Te
 def check_routing(logits_TX: torch.Tensor, top_k: int, renormalize: bool, block_m: int) -> None:
     """Weights, ids, the stable order by expert, and tiles that cover it."""
     num_experts = logits_TX.shape[1]
-    found = moe.route_triton(logits_TX, top_k, renormalize, block_m)
-    weights, ids = moe.route_reference(logits_TX, top_k, renormalize)
+    found = moe_routing.route_triton(logits_TX, top_k, renormalize, block_m)
+    weights, ids = moe_routing.route_reference(logits_TX, top_k, renormalize)
     torch.testing.assert_close(found.weights, weights.float(), atol=1e-6, rtol=1e-5, equal_nan=True)
     assert torch.equal(found.ids.long(), ids)
     order = ids.flatten().argsort(stable=True)

@@ -226,7 +226,7 @@ def test_by_hand(dim):
 
 def test_routing_waits_for_no_other_warp():
     """A row's experts are picked within a warp, by one reduction of an int64 each and one for the weights."""
-    found = compiled("moe", "_route", {"num_warps": 1}, {"X": 128, "X_PAD": 128, "TOP_K": 8, "K_PAD": 8, "RENORMALIZE": True, "PDL": True},
+    found = compiled("moe_routing", "_route", {"num_warps": 1}, {"X": 128, "X_PAD": 128, "TOP_K": 8, "K_PAD": 8, "RENORMALIZE": True, "PDL": True},
                      {"logits_ptr": "bf16", "weights_ptr": "fp32", "ids_ptr": "i32"})
     assert not found["spilled"] and not found["barriers"] and found["shuffles"] <= 8 * 5 * 2 + 5
 

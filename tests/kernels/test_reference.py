@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from kvasir.kernels import moe
+from kvasir.kernels import moe, moe_routing
 from kvasir.kernels import paged_attention as paged
 from kvasir.kernels import store_kv as store
 from tests.attention.helpers import truth
@@ -86,5 +86,5 @@ def test_moe_max_tiles_bounds_every_routing():
         if top_k <= experts:
             ways = (c for c in itertools.product(range(rows + 1), repeat=experts) if sum(c) == rows * top_k)
             most = max(sum(-(-count // block_m) for count in counts) for counts in ways)
-            bound = moe.max_tiles(rows, experts, top_k, block_m)
+            bound = moe_routing.max_tiles(rows, experts, top_k, block_m)
             assert most <= bound <= most + experts - 1, (rows, experts, top_k, block_m, most, bound)

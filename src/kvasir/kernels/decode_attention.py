@@ -55,7 +55,9 @@ class Shape:
             return Shape(32, 4, 3, programs)
         if rows < MANY_ROWS:
             return Shape(64, 2, 3, programs)
-        return Shape(32, 2, 4, programs, at_once=4) if share <= 2 and load % 5 < 2 < load % 4 else Shape(64, 2, 2, programs, at_once=4)
+        if dim == 128 and share <= 2 and load % 5 < 2 < load % 4:  # other widths fit another number of times
+            return Shape(32, 2, 4, programs, at_once=4)
+        return Shape(64, 2, 2, programs, at_once=4)
 
 
 def kinds_of(dim: int, dtype: torch.dtype, max_rows: int, share: int, load: float) -> list[int]:
