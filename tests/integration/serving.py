@@ -61,6 +61,12 @@ class Served:
             assert time.monotonic() < end, f"the server is not idle: {now}"
             time.sleep(0.05)
 
+    def counted(self) -> dict[str, float]:
+        """The same once two heartbeats have carried over what the engine has counted: the first metrics that look idle may be older
+        than the last request."""
+        time.sleep(0.6)
+        return self.until_idle()
+
     def engine_pid(self) -> int:
         """The engine process: the server's one child."""
         import psutil
