@@ -10,7 +10,7 @@ import torch
 
 from kvasir.attention import paged
 from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
-from kvasir.kernels import _triton, decode_attention
+from kvasir.kernels import _triton, decode_attention, paged_attention
 from kvasir.kernels.dense_attention import Shape, plan_long
 from kvasir.technique import load
 from kvasir.types import StepBatch
@@ -53,7 +53,7 @@ def test_a_missing_triton_is_a_reason(monkeypatch):
 
 @pytest.mark.parametrize("dtype, share", [(torch.bfloat16, 4), (torch.bfloat16, 1), (torch.bfloat16, 16), (torch.float32, 2)])
 def test_kinds_meet_every_kernel(dtype, share, monkeypatch):
-    """Small and large tiles and long spans, each near its beginning and far into its keys, where tiles are cut into parts."""
+    """Tiles of every size and long spans, each near its beginning and far into its keys, where tiles are cut into parts."""
     monkeypatch.setattr(paged, "multiprocessors", lambda device: 132)
     spec = AttentionSpec(8 * share, 8, 128, 0.1)
     backend = load("kvasir.attention.backends", "triton", AttentionBackend)
@@ -69,9 +69,9 @@ def test_kinds_meet_every_kernel(dtype, share, monkeypatch):
         start = starts[0]
         singles |= set() if step.rows is None else {len(spans)}
         met |= {(tiles.block_m, start > 0) for tiles in step.tiles} | ({("long", start > 0)} if step.long else set())
-    small, large = 16, 32 if dtype == torch.float32 else 64
-    blocks = {large} if share == 16 else {small, large}  # one row of sixteen heads fills a small tile
-    assert met == {(block, deep) for block in (*blocks, *(["long"] if dtype == torch.bfloat16 else [])) for deep in (False, True)}
+    of_any_length = {tiles.block_m for length in range(2, 1100) for tiles in paged_attention.plan_tiles([0], [length], 8 * share, 8, dtype, "cpu")}
+    assert len(of_any_length) == (2 if dtype == torch.float32 or share == 16 else 3)  # one row of sixteen heads fills a small tile
+    assert met == {(block, deep) for block in (*of_any_length, *(["long"] if dtype == torch.bfloat16 else [])) for deep in (False, True)}
     fuller = {100} if share == 1 else set()  # rounds, of four programs instead of five
     assert singles == ({1, 17, 33, 65} if dtype == torch.float32 else {1, 17, 32, 33, 65} | fuller), "blocks are other ones from 32 rows on"
 

@@ -85,6 +85,28 @@ def test_kernels_are_compiled_beside_each_other_and_there_at_the_end(monkeypatch
     assert sorted(done) == ["a", "b", "c"] and _async_compile.active_mode.get() is None
 
 
+def test_a_launcher_is_made_beside_its_kernel(monkeypatch):
+    triton = pytest.importorskip("triton")
+    from triton.runtime import _async_compile
+
+    made, kernels, done = [], {x: SimpleNamespace(src=x, metadata="m") for x in "abc"}, []
+
+    def launcher(src, metadata):
+        made.append((src, metadata, threading.current_thread() is threading.main_thread()))
+        if src == "b":
+            raise RuntimeError("no C compiler")
+
+    active = SimpleNamespace(launcher_cls=launcher)
+    monkeypatch.setattr(_triton, "triton", SimpleNamespace(AsyncCompileMode=triton.AsyncCompileMode,
+                                                           runtime=SimpleNamespace(driver=SimpleNamespace(active=active))))
+    with _triton.compiling():
+        mode = _async_compile.active_mode.get()
+        for x, kernel in kernels.items():
+            mode.submit(x, lambda kernel=kernel: kernel, done.append)
+        assert mode.submit("a", None, None).result() is kernels["a"] and ("a", "m", False) in made, "whoever waits for it finds a launcher"
+    assert sorted(made) == [(x, "m", False) for x in "abc"] and len(done) == 3, "without one it says so where it is launched"
+
+
 def test_a_rehearsal_launches_nothing_of_this_thread(monkeypatch):
     met = []
 

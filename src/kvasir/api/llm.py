@@ -22,6 +22,7 @@ from kvasir.models.tokenizer import Tokenizer
 from kvasir.types import Event, PromptScore, Request, SamplingParams, TokenLogprob
 
 Prompt = str | dict[str, Any]
+PYTHONS_OWN = 10_000  # objects: from 3.12 on it freezes some hundred of its own at its start; who freezes an engine's process has many times more
 
 
 @dataclass(slots=True)
@@ -108,12 +109,13 @@ class LLM:
         that fails later has ``error`` set in its result, and harms no other.
         """
         many = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
-        params = [p or self.default_sampling_params() for p in
-                  ([sampling_params] * len(many) if sampling_params is None or isinstance(sampling_params, SamplingParams) else sampling_params)]
-        if len(params) != len(many):
-            raise ValueError(f"{len(many)} prompts, but {len(params)} sampling params")
-        requests = [self._request(p, q) for p, q in zip(many, params)]
-        return self._run(requests, [p if isinstance(p, str) else p.get("prompt") for p in many], use_tqdm)
+        with _short_collections():
+            params = [p or self.default_sampling_params() for p in
+                      ([sampling_params] * len(many) if sampling_params is None or isinstance(sampling_params, SamplingParams) else sampling_params)]
+            if len(params) != len(many):
+                raise ValueError(f"{len(many)} prompts, but {len(params)} sampling params")
+            requests = [self._request(p, q) for p, q in zip(many, params)]
+            return self._run(requests, [p if isinstance(p, str) else p.get("prompt") for p in many], use_tqdm)
 
     def chat(self, messages: Sequence[Any], sampling_params: SamplingParams | None = None, *, use_tqdm: bool = False,
              tools: list[dict] | None = None, add_generation_prompt: bool = True, **template_options: Any) -> list[RequestOutput]:
@@ -170,7 +172,7 @@ class LLM:
         waiting = iter(requests)
         pending = next(waiting, None)
         num_open = len(requests)
-        with self._collecting(collectors), _short_collections(), _progress(progress, len(requests)) as advance, _uninterrupted() as interrupt:
+        with self._collecting(collectors), _progress(progress, len(requests)) as advance, _uninterrupted() as interrupt:
             while num_open:
                 events: list[Event] = []
                 while pending is not None:  # feed the queue up to its bound, then step
@@ -225,9 +227,9 @@ class LLM:
 
 @contextlib.contextmanager
 def _short_collections() -> Iterator[None]:
-    """While this lasts, a garbage collection walks what was made since. With torch and a model a full one takes as long as several steps,
+    """While this lasts, a garbage collection walks what was made since. With torch and a model a full one takes as long as a dozen steps,
     and nothing is launched meanwhile. What was frozen already is somebody else's, and stays so."""
-    if gc.get_freeze_count():
+    if gc.get_freeze_count() > PYTHONS_OWN:
         yield
         return
     gc.freeze()

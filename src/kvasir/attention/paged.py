@@ -21,7 +21,16 @@ from kvasir.kernels._triton import Launches
 from kvasir.kernels.decode_attention import Rows, decode_attention_triton, kinds_of
 from kvasir.kernels.dense_attention import SCRATCH_BYTES, can_serve, dense_attention_triton, plan_long, shape_for, worth_it
 from kvasir.kernels.hardware import multiprocessors, send
-from kvasir.kernels.paged_attention import TREE_ROWS, Tiles, exact_tiles, paged_attention_triton, paged_together_triton, plan_tiles, rows_of_small
+from kvasir.kernels.paged_attention import (
+    TREE_ROWS,
+    Tiles,
+    block_of,
+    exact_tiles,
+    paged_attention_triton,
+    paged_together_triton,
+    plan_tiles,
+    rows_of_small,
+)
 from kvasir.kernels.quantized_attention import plan_rows
 from kvasir.kv.codec import LayerCache
 from kvasir.types import StepBatch, Together
@@ -85,11 +94,11 @@ class PagedBackend(AttentionBackend):
         return (small, TREE_ROWS) if small > 1 else (TREE_ROWS,)
 
     def kinds(self, spec: AttentionSpec, max_seqs: int) -> list[list[tuple[int, int]]]:
-        """Small tiles, large ones and long spans, with their keys in one part and in several; and numbers of single rows."""
+        """Tiles of every size and long spans, with their keys in one part and in several; and numbers of single rows."""
         share = spec.num_heads // spec.num_kv_heads
-        rows = 1 + rows_of_small(share)
-        long = next(n for n in itertools.count(rows) if worth_it(n, share))
-        spans = [[(start, length)] for start in (0, DEEP) for length in dict.fromkeys((2, rows, long))]
+        short = list(itertools.takewhile(lambda n: not worth_it(n, share), itertools.count(2)))
+        first = {block_of(length, share, self.site.dtype): length for length in reversed(short)}
+        spans = [[(start, length)] for start in (0, DEEP) for length in (*sorted(first.values()), short[-1] + 1)]
         load = spec.num_kv_heads / multiprocessors(torch.device(self.site.device))
         return spans + [[(0, 1)] * count for count in kinds_of(spec.head_dim, self.site.dtype, max_seqs, share, load)]
 

@@ -199,6 +199,7 @@ def _factory(name: str) -> Callable[[Any], EngineCore]:
 
 def _build(hello: messages.Hello, factory: str, started: float) -> tuple[EngineCore, dict[str, float]]:
     """The core and where the time went (seconds). Raises ConfigError."""
+    gc.set_threshold(YOUNG_OBJECTS)  # what a start makes stays, and would be walked half a dozen times
     build = _factory(factory)
     imported = time.monotonic()
     config = hello.config

@@ -13,7 +13,7 @@ import importlib.util
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -97,8 +97,23 @@ def compiling() -> Iterator[None]:
     if not hasattr(triton, "AsyncCompileMode"):
         yield
         return
-    with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+    with _Compilers(min(32, os.cpu_count() or 1)) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
         yield
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Each compiles a kernel and then its launcher. Triton has a C compiler make one for every signature, which takes a quarter of a second,
+    and would have it made where the kernel is first launched, while everybody waits."""
+
+    def submit(self, compile_kernel: Callable[[], Any], /) -> Future:  # type: ignore[override]
+        return super().submit(self._with_launcher, compile_kernel)
+
+    @staticmethod
+    def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
+        kernel = compile_kernel()
+        with contextlib.suppress(Exception):  # then it is made, or says why not, where it is launched
+            triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)  # found in Triton's cache from then on
+        return kernel
 
 
 @contextlib.contextmanager

@@ -348,24 +348,31 @@ def rows_of_small(share: int) -> int:
     return max(SMALL_TILE, next_power_of_2(share)) // share
 
 
-def plan_tiles(starts: list[int], lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device | str,
-               spans: list[int] | None = None) -> list[Tiles]:
-    """Cut ``spans`` of a step (none given: all) into tiles, on the host: those that fit a small tile apart from those that
-    fill large ones.
+def block_of(length: int, share: int, dtype: torch.dtype) -> int:
+    """Rows x heads of the tiles of a launch whose longest span has ``length`` rows.
 
     fp32 has no tensor core of its own precision: its products live in registers, which hold small tiles only.
     """
+    small = max(SMALL_TILE, next_power_of_2(share))
+    if length <= rows_of_small(share):
+        return small
+    return max(small, 32 if dtype == torch.float32 else 128 if length * share >= 128 else 64)
+
+
+def plan_tiles(starts: list[int], lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device | str,
+               spans: list[int] | None = None) -> list[Tiles]:
+    """Cut ``spans`` of a step (none given: all) into tiles, on the host: those that fit a small tile apart from those that
+    fill large ones."""
     share = heads // kv_heads
-    small_m, small_rows = max(SMALL_TILE, next_power_of_2(share)), rows_of_small(share)
+    small_rows = rows_of_small(share)
     spans = range(len(lengths)) if spans is None else spans
     small = [s for s in spans if 0 < lengths[s] <= small_rows]
     large = [s for s in spans if lengths[s] > small_rows]
     plans = []
     if small:
-        plans.append((small_m, [(s, 0) for s in small], small))
+        plans.append((block_of(1, share, dtype), [(s, 0) for s in small], small))
     if large:
-        wide = 32 if dtype == torch.float32 else 128 if max(lengths[s] for s in large) * share >= 128 else 64
-        large_m = max(small_m, wide)
+        large_m = block_of(max(lengths[s] for s in large), share, dtype)
         rows = large_m // share
         # The last rows of a span see the most keys: they start first, so that the launch ends together.
         items = [(s, row) for s in large for row in reversed(range(0, lengths[s], rows))]
