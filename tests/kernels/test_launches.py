@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 from types import SimpleNamespace
 
@@ -105,6 +106,24 @@ def test_a_launcher_is_made_beside_its_kernel(monkeypatch):
             mode.submit(x, lambda kernel=kernel: kernel, done.append)
         assert mode.submit("a", None, None).result() is kernels["a"] and ("a", "m", False) in made, "whoever waits for it finds a launcher"
     assert sorted(made) == [(x, "m", False) for x in "abc"] and len(done) == 3, "without one it says so where it is launched"
+
+
+def test_another_triton_has_another_fingerprint(monkeypatch, tmp_path):
+    for part in ("_C", "compiler"):
+        (tmp_path / part).mkdir()
+    library, source = tmp_path / "_C" / "libtriton.so", tmp_path / "compiler" / "code_generator.py"
+    library.write_bytes(b"0" * 100)
+    source.write_text("x = 1\n")
+    monkeypatch.setattr(_triton, "triton", SimpleNamespace(__file__=str(tmp_path / "__init__.py"), __version__="3.6.0"))
+    found = [_triton.fingerprint.__wrapped__()]
+    assert found == [_triton.fingerprint.__wrapped__()] and found[0].startswith("3.6.0-")
+    source.write_text("x = 12\n")
+    found.append(_triton.fingerprint.__wrapped__())
+    os.utime(library, ns=(1, 1))
+    found.append(_triton.fingerprint.__wrapped__())
+    (tmp_path / "compiler" / "new.py").touch()
+    found.append(_triton.fingerprint.__wrapped__())
+    assert len(set(found)) == 4
 
 
 def test_a_rehearsal_launches_nothing_of_this_thread(monkeypatch):
