@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -167,6 +169,23 @@ def test_an_idle_process_sleeps(start, tmp_path):
         assert isinstance(channel.receive(), messages.Heartbeat)
     assert 1 <= flight.progress - before <= 6, "it beats with its heart, and does nothing else"
     flight.close()
+
+
+def test_a_start_collects_rarely_and_what_it_made_stays(monkeypatch):
+    met, usual = [], gc.get_threshold()
+
+    def build(config):
+        met.append((gc.get_threshold()[0], gc.get_freeze_count() > process.YOUNG_OBJECTS))
+        return SimpleNamespace(stats=lambda: SimpleNamespace(startup={}))
+
+    monkeypatch.setattr(process, "_factory", lambda name: build)
+    try:
+        process._build(messages.Hello(config=EngineConfig()), "", 0.0)
+        met.append((gc.get_threshold()[0], gc.get_freeze_count() > process.YOUNG_OBJECTS))
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*usual)
+    assert met == [(process.YOUNG_OBJECTS, False), (process.YOUNG_OBJECTS, True)]
 
 
 def test_no_configuration_is_an_error(tmp_path):
