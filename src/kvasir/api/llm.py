@@ -22,7 +22,7 @@ from kvasir.models.tokenizer import Tokenizer
 from kvasir.types import Event, PromptScore, Request, SamplingParams, TokenLogprob
 
 Prompt = str | dict[str, Any]
-PYTHONS_OWN = 10_000  # objects: from 3.12 on it freezes some hundred of its own at its start; who freezes an engine's process has many times more
+PYTHONS_OWN = 10_000  # objects: 3.12 freezes some hundred of its own at its start; who freezes an engine's process has many times more
 
 
 @dataclass(slots=True)
