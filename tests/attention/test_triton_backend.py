@@ -10,7 +10,7 @@ import torch
 
 from kvasir.attention import paged
 from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
-from kvasir.kernels import _triton, decode_attention, paged_attention
+from kvasir.kernels import _triton, decode_attention
 from kvasir.kernels.dense_attention import Shape, plan_long
 from kvasir.technique import load
 from kvasir.types import StepBatch
@@ -51,27 +51,36 @@ def test_a_missing_triton_is_a_reason(monkeypatch):
     assert reasons(GOOD) == ["Triton is not installed"]
 
 
+@pytest.mark.parametrize("codec", ["plain", "int8"])
 @pytest.mark.parametrize("dtype, share", [(torch.bfloat16, 4), (torch.bfloat16, 1), (torch.bfloat16, 16), (torch.float32, 2)])
-def test_kinds_meet_every_kernel(dtype, share, monkeypatch):
+def test_kinds_meet_every_kernel(dtype, share, codec, monkeypatch):
     """Tiles of every size and long spans, each near its beginning and far into its keys, where tiles are cut into parts."""
     monkeypatch.setattr(paged, "multiprocessors", lambda device: 132)
     spec = AttentionSpec(8 * share, 8, 128, 0.1)
     backend = load("kvasir.attention.backends", "triton", AttentionBackend)
-    backend.prepare(Site("cpu", dtype, "plain", 16, (spec,)))
-    met, singles = set(), set()
-    for spans in backend.kinds(spec, 100):
+    backend.prepare(Site("cpu", dtype, codec, 16, (spec,)))
+
+    def planned(spans):
         starts, lengths = map(list, zip(*spans))
         rows = torch.arange(sum(lengths))
         batch = StepBatch(input_ids=rows, positions=rows, row_start=rows, context=rows, tables=(), slots=(), logit_rows=rows, starts=starts,
                           lengths=lengths)
         backend.plan(batch)
-        step, = batch.scratch.values()
-        start = starts[0]
+        return batch.scratch[paged.key_of(spec)]
+
+    def ways(step):
+        return {("tiles", tiles.block_m) for tiles in step.tiles} | {way for way in ("long", "short") if getattr(step, way)}
+
+    met, singles = set(), set()
+    for spans in backend.kinds(spec, 100):
+        step = planned(spans)
         singles |= set() if step.rows is None else {len(spans)}
-        met |= {(tiles.block_m, start > 0) for tiles in step.tiles} | ({("long", start > 0)} if step.long else set())
-    of_any_length = {tiles.block_m for length in range(2, 1100) for tiles in paged_attention.plan_tiles([0], [length], 8 * share, 8, dtype, "cpu")}
-    assert len(of_any_length) == (2 if dtype == torch.float32 or share == 16 else 3)  # one row of sixteen heads fills a small tile
-    assert met == {(block, deep) for block in (*of_any_length, *(["long"] if dtype == torch.bfloat16 else [])) for deep in (False, True)}
+        met |= {(way, spans[0][0]) for way in ways(step)}
+    of_any_length = set().union(*(ways(planned([(0, length)])) for length in range(2, 1100)))
+    large = {("tiles", 32 if dtype == torch.float32 else 128)}
+    assert large < of_any_length and ("short" in of_any_length) == (codec == "int8") and ("long" in of_any_length) == (dtype == torch.bfloat16)
+    assert codec == "int8" or len(of_any_length) == {4: 4, 1: 4, 16: 3, 2: 2}[share], "one row of sixteen heads fills a small tile"
+    assert met == {(way, start) for way in of_any_length for start in backend.depths}
     fuller = {100} if share == 1 else set()  # rounds, of four programs instead of five
     assert singles == ({1, 17, 33, 65} if dtype == torch.float32 else {1, 17, 32, 33, 65} | fuller), "blocks are other ones from 32 rows on"
 

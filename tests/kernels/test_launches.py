@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -98,6 +98,7 @@ def test_a_launcher_is_made_beside_its_kernel(monkeypatch):
             raise RuntimeError("no C compiler")
 
     active = SimpleNamespace(launcher_cls=launcher)
+    monkeypatch.setattr(_triton, "LAUNCHERS", True)
     monkeypatch.setattr(_triton, "triton", SimpleNamespace(AsyncCompileMode=triton.AsyncCompileMode,
                                                            runtime=SimpleNamespace(driver=SimpleNamespace(active=active))))
     with _triton.compiling():
@@ -115,15 +116,38 @@ def test_another_triton_has_another_fingerprint(monkeypatch, tmp_path):
     library.write_bytes(b"0" * 100)
     source.write_text("x = 1\n")
     monkeypatch.setattr(_triton, "triton", SimpleNamespace(__file__=str(tmp_path / "__init__.py"), __version__="3.6.0"))
-    found = [_triton.fingerprint.__wrapped__()]
-    assert found == [_triton.fingerprint.__wrapped__()] and found[0].startswith("3.6.0-")
-    source.write_text("x = 12\n")
-    found.append(_triton.fingerprint.__wrapped__())
+    monkeypatch.setattr(_triton, "LIBRARY_END", 10)
+    names = lambda: _triton.fingerprint.__wrapped__()  # noqa: E731
+    found = [names()]
     os.utime(library, ns=(1, 1))
-    found.append(_triton.fingerprint.__wrapped__())
-    (tmp_path / "compiler" / "new.py").touch()
-    found.append(_triton.fingerprint.__wrapped__())
-    assert len(set(found)) == 4
+    (tmp_path / "compiler" / "gone.py").symlink_to(tmp_path / "nowhere.py")
+    assert found == [names()] and found[0].startswith("3.6.0-"), "when it was installed says nothing"
+    source.write_text("x = 2\n")
+    found.append(names())
+    for content in (b"1" + b"0" * 99, b"0" * 99 + b"1", b"0" * 101):
+        library.write_bytes(content)
+        found.append(names())
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "backends").mkdir()
+    (tmp_path / "backends" / "nvidia").symlink_to(elsewhere)  # as an installation from source has it
+    (elsewhere / "compiler.py").write_text("y = 1\n")
+    found.append(names())
+    (elsewhere / "compiler.py").write_text("y = 2\n")
+    found.append(names())
+    assert len(set(found)) == len(found) == 7
+
+
+def test_a_launcher_that_is_loaded_again_is_still_its_own():
+    shared = ModuleType("__triton_launcher")  # what Python gives whoever loads a file of this name again
+
+    def load(name, path):
+        shared.launch = path
+        return shared
+
+    loaded = _triton.each_its_own(load)
+    a, b = loaded("__triton_launcher", "a"), loaded("__triton_launcher", "b")
+    assert (a.launch, b.launch) == ("a", "b")
 
 
 def test_a_rehearsal_launches_nothing_of_this_thread(monkeypatch):

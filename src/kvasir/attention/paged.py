@@ -53,6 +53,7 @@ class Step:
 
 class PagedBackend(AttentionBackend):
     graphs = True
+    depths: tuple[int, ...] = (0, DEEP)  # positions from which on keys are read in other ways
 
     def why_not(self, site: Site) -> list[str]:
         size, reasons = site.page_slots, []
@@ -94,11 +95,12 @@ class PagedBackend(AttentionBackend):
         return (small, TREE_ROWS) if small > 1 else (TREE_ROWS,)
 
     def kinds(self, spec: AttentionSpec, max_seqs: int) -> list[list[tuple[int, int]]]:
-        """Tiles of every size and long spans, with their keys in one part and in several; and numbers of single rows."""
+        """Tiles of every size on every way that spans take and long spans, with their keys in one part and in several; and numbers of single
+        rows."""
         share = spec.num_heads // spec.num_kv_heads
         short = list(itertools.takewhile(lambda n: not worth_it(n, share), itertools.count(2)))
-        first = {block_of(length, share, self.site.dtype): length for length in reversed(short)}
-        spans = [[(start, length)] for start in (0, DEEP) for length in (*sorted(first.values()), short[-1] + 1)]
+        first = {(self.takes_short(spec, n), block_of(n, share, self.site.dtype)): n for n in reversed(short)}
+        spans = [[(start, length)] for start in self.depths for length in (*sorted(first.values()), 2 + len(short))]
         load = spec.num_kv_heads / multiprocessors(torch.device(self.site.device))
         return spans + [[(0, 1)] * count for count in kinds_of(spec.head_dim, self.site.dtype, max_seqs, share, load)]
 

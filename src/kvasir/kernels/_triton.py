@@ -16,10 +16,12 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+LIBRARY_END = 1 << 20  # bytes
 AVAILABLE = importlib.util.find_spec("triton") is not None
 INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 if AVAILABLE and (INTERPRETED or torch.cuda.is_available()):
@@ -38,17 +40,43 @@ else:
 
 @functools.cache
 def fingerprint() -> str:
-    """Of this Triton, for the names of what it caches: the sizes and times of its files. Its own reads all of them, a library of 400 MB
-    included, in every process: 0.8 s of a start."""
-    root = Path(triton.__file__).parent
-    files = sorted(path for part in ("_C", "backends", "compiler", "experimental", "language", "runtime") for path in (root / part).rglob("*")
-                   if path.suffix in (".py", ".so"))
-    facts = [(str(path.relative_to(root)), stat.st_size, stat.st_mtime_ns) for path in files for stat in [path.stat()]]
-    return f"{triton.__version__}-{hashlib.sha256(repr(facts).encode()).hexdigest()}"
+    """Of this Triton, for the names of what it caches: its sources, and of its libraries the sizes and both ends (a linker's build id is in
+    the first). Its own hashes all of a library of 400 MB, in every process: 0.8 s of a start."""
+    root, digest = Path(triton.__file__).parent, hashlib.sha256()
+    folders = [root / part for part in ("_C", "backends", "compiler", "experimental", "language", "runtime")]
+    found = (Path(folder) / name for part in folders for folder, _, names in os.walk(part, followlinks=True) for name in names)
+    for path in sorted(path for path in found if path.suffix in (".py", ".so") and path.is_file()):
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(root)} {size} ".encode())
+        with path.open("rb") as file:
+            if path.suffix == ".py" or size <= 2 * LIBRARY_END:
+                digest.update(file.read())
+            else:
+                digest.update(file.read(LIBRARY_END))
+                file.seek(-LIBRARY_END, os.SEEK_END)
+                digest.update(file.read())
+    return f"{triton.__version__}-{digest.hexdigest()}"
 
 
-if triton is not None and not INTERPRETED and hasattr(triton.runtime.cache, "triton_key"):
-    triton.runtime.cache.triton_key = fingerprint
+def each_its_own(load: Callable[[str, str], Any]) -> Callable[[str, str], Any]:
+    """``load(name, path)`` of extension modules for several threads. Triton's launchers all have one name, and whoever loads one of them
+    again gets a module that all such loads share: before its function is read, it may be another launcher's. Here it is read at once."""
+    loading = threading.Lock()
+
+    def loaded(name: str, path: str) -> SimpleNamespace:
+        with loading:
+            return SimpleNamespace(**vars(load(name, path)))
+
+    return loaded
+
+
+LAUNCHERS = False  # whether they may be loaded by several threads
+if triton is not None and not INTERPRETED:
+    if hasattr(triton.runtime.cache, "triton_key"):
+        triton.runtime.cache.triton_key = fingerprint
+    if hasattr(triton.runtime.build, "_load_module_from_path"):
+        triton.runtime.build._load_module_from_path = each_its_own(triton.runtime.build._load_module_from_path)
+        LAUNCHERS = True
 
 
 def jit(fn: Callable | None = None, **options: Any) -> Any:
@@ -114,13 +142,14 @@ def compiling() -> Iterator[None]:
     if not hasattr(triton, "AsyncCompileMode"):
         yield
         return
-    with _Compilers(min(32, os.cpu_count() or 1)) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+    pool = _Compilers if LAUNCHERS else ThreadPoolExecutor
+    with pool(min(32, os.cpu_count() or 1)) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
         yield
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Each compiles a kernel and then its launcher. Triton has a C compiler make one for every signature, which takes a quarter of a second,
-    and would have it made where the kernel is first launched, while everybody waits."""
+    """Each compiles a kernel and then its launcher. Up to 3.6 Triton has a C compiler make one for every signature, which takes a quarter of a
+    second, and would have it made where the kernel is first launched, while everybody waits."""
 
     def submit(self, compile_kernel: Callable[[], Any], /) -> Future:  # type: ignore[override]
         return super().submit(self._with_launcher, compile_kernel)

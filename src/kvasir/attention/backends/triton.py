@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvasir.attention.backend import AttentionSpec, Site
-from kvasir.attention.paged import PagedBackend, Step, key_of
+from kvasir.attention.paged import DEEP, PagedBackend, Step, key_of
 from kvasir.kernels.dense_attention import dense_attention_triton
 from kvasir.kernels.gathered import gathered_attention, plan_gathered
 from kvasir.kernels.quantized_attention import most_rows, quantized_attention_triton, quantized_together_triton, worth_it
@@ -33,6 +33,8 @@ class TritonBackend(PagedBackend):
 
     def prepare(self, site: Site) -> None:
         super().prepare(site)
+        if site.codec_kernel != "plain":
+            self.depths = 0, DEEP, 5 * DEEP // 4, 9 * DEEP // 4  # parts of a short span's keys are merged 16, 32 or 64 at a time
         self.graphs = site.codec_kernel == "plain" or not site.exact  # exact rows over codes are gathered by a plan of the step's contexts
 
     def takes_short(self, spec: AttentionSpec, length: int) -> bool:
