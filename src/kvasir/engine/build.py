@@ -21,6 +21,7 @@ from kvasir.engine.sizing import PoolPlan, gib, own_bytes, pages_for, plan_pool,
 from kvasir.engine.step_time import Roofline
 from kvasir.errors import ConfigError
 from kvasir.kernels import _triton
+from kvasir.kernels.compile_ahead import compiling
 from kvasir.kernels.hardware import rates
 from kvasir.kv.codec import CODECS, Codec
 from kvasir.kv.pool import KVPool
@@ -165,7 +166,7 @@ def build(config: EngineConfig, beside: Callable[[Decoder], int] = lambda model:
     clock.lap("weights")
     info.max_model_len = resolve_length(info.max_model_len, plan, fit=config.cache.fit, explain=explain)
     info.kv_capacity_tokens = plan.capacity
-    with _triton.compiling():
+    with compiling():
         runner = make_runner(plan.num_pages)
     for part in (runner.graphs, runner.mixed):
         if part is not None and step_bytes:
@@ -266,7 +267,7 @@ def _gpu_budget(config: EngineConfig, device: torch.device, free_before: int, ma
     torch.cuda.synchronize(device)
     held = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    with _triton.compiling():
+    with compiling():
         runner = worst_case_step(make_runner, sizes, num_groups)
     loading.wait()  # before anything is captured: a capture must not meet another thread's calls
     torch.cuda.synchronize(device)

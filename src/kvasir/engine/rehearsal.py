@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvasir.engine.sizing import pages_for
-from kvasir.kernels._triton import INTERPRETED, rehearsing, use_triton
+from kvasir.kernels._triton import INTERPRETED, use_triton
+from kvasir.kernels.compile_ahead import rehearsing
 from kvasir.kernels.decode_rows import close_rows, open_rows
 from kvasir.kernels.noise import gumbel
 from kvasir.kernels.report import report_rows

@@ -1,0 +1,111 @@
+"""Compiling while nobody waits: kernels met within ``compiling`` are compiled beside each other, those of ``rehearsing`` before they run.
+
+Triton 3.6 spends most of a start elsewhere: it hashes all of itself to name what it caches, and has a C compiler build a launcher for every
+signature where a kernel is first launched. ``compiling`` mends both, for the process; Tritons without these names stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from kvasir.kernels._triton import triton
+
+LIBRARY_END = 1 << 20  # bytes
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Kernels met within are compiled beside each other, on all cores: a launch waits for its own only, and the end for all. What cannot
+    be compiled says so where it is launched. Tritons that cannot do this compile one after the other, as ever."""
+    several = quicken()
+    if not hasattr(triton, "AsyncCompileMode"):
+        yield
+        return
+    pool = _Compilers if several else ThreadPoolExecutor
+    with pool(min(32, os.cpu_count() or 1)) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+        yield
+
+
+@contextlib.contextmanager
+def rehearsing() -> Iterator[None]:
+    """No kernel that this thread launches within runs; those not compiled yet are. What they would have written is not."""
+    run, mine = triton.JITFunction.run, threading.get_ident()
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        if threading.get_ident() != mine:
+            return run(self, *args, grid=grid, warmup=warmup, **named)
+        run(self, *args, grid=grid, warmup=True, **named)
+        return None  # nothing that ``Launches`` would go on to launch
+
+    triton.JITFunction.run = compile_only  # the only place that all launches go through
+    try:
+        yield
+    finally:
+        triton.JITFunction.run = run
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Each compiles a kernel and then its launcher, a quarter of a second for every signature."""
+
+    def submit(self, compile_kernel: Callable[[], Any], /) -> Future:  # type: ignore[override]
+        return super().submit(self._with_launcher, compile_kernel)
+
+    @staticmethod
+    def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
+        kernel = compile_kernel()
+        with contextlib.suppress(Exception):  # then it is made, or says why not, where it is launched
+            triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)  # found in Triton's cache from then on
+        return kernel
+
+
+def quicken() -> bool:
+    """Have Triton name what it caches by ``fingerprint``. Returns whether several threads may load launchers."""
+    runtime = getattr(triton, "runtime", None)
+    cache, build = getattr(runtime, "cache", None), getattr(runtime, "build", None)
+    if hasattr(cache, "triton_key"):
+        cache.triton_key = fingerprint
+    load = getattr(build, "_load_module_from_path", None)
+    if load is not None and not isinstance(load, EachItsOwn):
+        build._load_module_from_path = EachItsOwn(load)
+    return load is not None
+
+
+class EachItsOwn:
+    """``load(name, path)`` of extension modules, for several threads. Triton's launchers all have one name, and whoever loads one of them
+    again gets a module that all such loads share: before its function is read, it may be another launcher's. Here it is read at once."""
+
+    def __init__(self, load: Callable[[str, str], Any]) -> None:
+        self._load, self._loading = load, threading.Lock()
+
+    def __call__(self, name: str, path: str) -> SimpleNamespace:
+        with self._loading:
+            return SimpleNamespace(**vars(self._load(name, path)))
+
+
+@functools.cache
+def fingerprint() -> str:
+    """Of this Triton: its sources, and of its libraries the sizes and both ends (a linker's build id is in the first). Triton's own reads a
+    library of 400 MB to its end, in every process: 0.8 s of a start."""
+    root, digest = Path(triton.__file__).parent, hashlib.sha256()
+    folders = [root / part for part in ("_C", "backends", "compiler", "experimental", "language", "runtime")]
+    found = (Path(folder) / name for part in folders for folder, _, names in os.walk(part, followlinks=True) for name in names)
+    for path in sorted(path for path in found if path.suffix in (".py", ".so") and path.is_file()):
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(root)} {size} ".encode())
+        with path.open("rb") as file:
+            if path.suffix == ".py" or size <= 2 * LIBRARY_END:
+                digest.update(file.read())
+            else:
+                digest.update(file.read(LIBRARY_END))
+                file.seek(-LIBRARY_END, os.SEEK_END)
+                digest.update(file.read())
+    return f"{triton.__version__}-{digest.hexdigest()}"
