@@ -332,6 +332,22 @@ def test_an_error_after_the_first_tokens(http, server, path):
     server.idle()
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses"])
+def test_an_error_after_the_headers_names_what_the_client_wrote(http, server, path):
+    body = {CHAT: SAY, "/v1/completions": {"prompt": "say: hello world"}, "/v1/responses": {"input": "say: hello world"}}[path]
+    server.engine.failure = RequestError("grammar='(' does not compile", status=400, param="grammar", code="invalid_grammar")
+    server.engine.fail_after = 0
+    try:
+        streamed = http.post(path, json={**body, "guided_regex": "(", "stream": True})
+        assert streamed.status_code == 200
+        events = [json.loads(line.removeprefix("data: ")) for line in streamed.text.splitlines() if line.startswith("data: ")]
+        error = next(e for e in events if e["type"] == "error") if path == "/v1/responses" else events[-1]["error"]
+        assert error["param"] == "guided_regex" and error["message"] == "guided_regex='(' does not compile"
+    finally:
+        server.engine.failure = None
+    server.idle()
+
+
 def test_a_bug_is_a_logged_500(http, server, monkeypatch, caplog):
     monkeypatch.setattr(server.service.text, "check_size", lambda *a: 1 / 0)
     r = http.post(CHAT, json=SAY)

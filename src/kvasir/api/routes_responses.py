@@ -102,8 +102,9 @@ class ResponsesJob:
         yield event("response.created", {"response": self._response("in_progress")})
         yield event("response.in_progress", {"response": self._response("in_progress")})
         try:
-            async for name, fields in self._steps(generation):
-                yield event(name, fields)
+            with renamed(self.names):
+                async for name, fields in self._steps(generation):
+                    yield event(name, fields)
         except RequestError as e:
             error = error_object(e)["error"]
             failure = {"code": e.code or "server_error", "message": e.message}

@@ -230,8 +230,9 @@ async def _guarded(job: Job, generation: Work, name: str) -> AsyncGenerator[byte
     """The job's events; an error after the headers becomes an event of its own, and the stream ends."""
     events = job.events(generation)
     try:
-        async for event in events:
-            yield event
+        with renamed(job.names):
+            async for event in events:
+                yield event
     except RequestError as e:
         yield sse(error_object(e))
     except Exception:
