@@ -1,7 +1,8 @@
 """Compiling while nobody waits: kernels met within ``compiling`` are compiled beside each other, those of ``rehearsing`` before they run.
 
-Triton 3.6 spends most of a start elsewhere: it hashes all of itself to name what it caches, and has a C compiler build a launcher for every
-signature where a kernel is first launched. ``compiling`` mends both, for the process; Tritons without these names stay as they are.
+Compiling is not all that Triton 3.6 takes time for at a first start: it hashes all of itself to name what it caches, and has a C compiler build
+a launcher for every signature where a kernel is first launched. ``compiling`` mends both, for the process; Tritons without these names stay as
+they are.
 """
 
 from __future__ import annotations
