@@ -15,7 +15,7 @@ from tests.engine.driver import Driver
 
 pytest.importorskip("triton")
 REHEARSE = """
-import importlib, json, pkgutil, sys
+import contextlib, importlib, json, os, pkgutil, sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -25,9 +25,13 @@ class Hopper:  # compiles; has no way to load or launch anything
     get_current_device = get_current_stream = lambda self, *which: 0
     get_active_torch_device = lambda self: torch.device("cpu")
     is_active = lambda: True
-    launcher_cls = lambda self, src, metadata: launchers.append(src.name)
 
-launchers = []
+class Launcher:
+    def __init__(self, src, metadata):
+        with open(sys.argv[2], "a") as file:
+            print(src.name, os.getpid() == process, file=file)
+
+process, Hopper.launcher_cls = os.getpid(), Launcher
 driver.set_active(Hopper())
 torch.cuda.is_available = lambda: True
 import kvasir.kernels
@@ -64,11 +68,18 @@ pool = KVPool(groups, codec, [4], codec.page_slots, torch.device("cpu"), torch.b
 backend = load("kvasir.attention.backends", "triton", AttentionBackend)
 backend.prepare(Site("cpu", torch.bfloat16, codec.kernel, codec.page_slots, (LAYER.mixer.attention(),)))
 runner = Runner(model, pool, backend, Sampler(64, 64, 16, torch.device("cpu"), ()), torch.device("cpu"), max_model_len=9000)
-compiled = []
-triton.knobs.compilation.listener = lambda *, src, **_: compiled.append(src.name)
-with compile_ahead.compiling():
+compiled, here = [], []
+
+def listen(*, src, cache_hit, **_):
+    compiled.append(src.name)
+    here.extend([] if cache_hit else [src.name])
+
+triton.knobs.compilation.listener = listen
+os.sched_getaffinity = lambda process: range(4)
+with compile_ahead.helping() if sys.argv[3:] else contextlib.nullcontext(), compile_ahead.compiling():
     rehearse(runner)
-first, made = sorted(compiled), sorted(launchers)
+first = sorted(compiled)
+made = [line.split() for line in open(sys.argv[2])]
 with compile_ahead.compiling():
     rehearse(runner)
 try:
@@ -76,7 +87,9 @@ try:
     launched = True
 except Exception as error:
     launched = type(error).__name__
-print(json.dumps({"first": first, "again": len(compiled) - len(first), "launched": launched, "launchers": made,
+print(json.dumps({"first": first, "again": len(compiled) - len(first), "launched": launched, "here": here,
+                  "launchers": sorted(name for name, mine in made if mine == "True"),
+                  "elsewhere": sorted(name for name, mine in made if mine == "False"),
                   "named": triton.runtime.cache.triton_key is compile_ahead.fingerprint}))
 """
 
@@ -85,19 +98,29 @@ PLAIN = {"_decode_attention", "_paged_attention", "_hopper_attention", "_gather_
 CODES = {"_quantized_decode", "_quantized_attention", "_gather_codes", "_quantized_qkv"}
 
 
-@pytest.mark.parametrize(("codec", "attention"), [("plain", PLAIN), ("int8", CODES)])
-def test_the_first_steps_are_compiled_once_and_never_run(codec, attention):
-    """The driver here cannot launch: a kernel that ran would raise, and be warned of."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", REHEARSE, codec], capture_output=True, text=True, timeout=300, env=environment)
+def rehearsed(codec, tmp_path, *helping, **extra):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | extra
+    run = subprocess.run([sys.executable, "-c", REHEARSE, codec, tmp_path / "launchers", *helping], capture_output=True, text=True, timeout=300,
+                         env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     assert "compiled ahead" not in run.stderr, run.stderr[-3000:]
-    found = json.loads(run.stdout.splitlines()[-1])
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("codec", "attention"), [("plain", PLAIN), ("int8", CODES)])
+def test_the_first_steps_are_compiled_once_and_never_run(codec, attention, tmp_path):
+    """The driver here cannot launch: a kernel that ran would raise, and be warned of."""
+    found = rehearsed(codec, tmp_path)
     assert attention | {"_one_row", "_stream_rows", "_join", "_add_rms_norm", "_gated", "_chunk_tops", "_cut", "_draw", "_chunk_parts",
                         "_merge_parts", "_open_rows", "_close_rows", "_gumbel_kernel"} <= set(found["first"])
     assert found["named"] and found["again"] == 0, "what is compiled once is known"
     assert found["launchers"] == found["first"], "each has its launcher made beside it"
     assert found["launched"] is not True, "outside a rehearsal kernels are launched"
+
+
+def test_other_processes_compile_all_of_it(tmp_path):
+    found = rehearsed("plain", tmp_path, "helping", TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    assert not found["here"] and found["elsewhere"] == found["first"] == found["launchers"], "it finds kernels and launchers made"
 
 
 def test_what_fails_ends_nothing(monkeypatch, caplog):

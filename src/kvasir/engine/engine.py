@@ -32,6 +32,7 @@ from kvasir.engine.spans import ONE_SAMPLE, rows_left
 from kvasir.engine.step_time import StepShape, StepTimeModel, retry_after
 from kvasir.engine.steps import StepRunner
 from kvasir.errors import ConfigError, RequestError
+from kvasir.kernels.compile_ahead import helping
 from kvasir.logs import log
 from kvasir.models import checkpoint
 from kvasir.models.loader import load_again
@@ -49,6 +50,12 @@ class Live:
     request: Request
     branches: dict[int, Sequence] = field(default_factory=dict)
     compiling: Future | None = None
+
+
+def start(config: EngineConfig) -> Engine:
+    """In a process of its own: others that it forks compile its kernels."""
+    with helping():
+        return Engine(config)
 
 
 class Engine:

@@ -33,7 +33,7 @@ from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import log
 from kvasir.types import Event, Request
 
-ENGINE = "kvasir.engine.engine:Engine"
+ENGINE = "kvasir.engine.engine:start"
 FLIGHT = "flight"  # the flight record's name, beside the socket
 HEARTBEAT_SECONDS = 0.25
 BLOCKED_POLL_SECONDS = 0.005

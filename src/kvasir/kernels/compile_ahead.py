@@ -14,13 +14,41 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvasir.kernels._triton import triton
+from kvasir.kernels._triton import INTERPRETED, triton
+from kvasir.kernels.compile_helpers import Helpers, job_of
+from kvasir.logs import log
 
 LIBRARY_END = 1 << 20  # bytes
+FEW_CORES, MANY_HELPERS = 4, 16
+
+_helpers: ContextVar[Helpers | None] = ContextVar("helpers", default=None)
+
+
+@contextlib.contextmanager
+def helping() -> Iterator[None]:
+    """What is compiled within, ``compiling``, is compiled by other processes (``compile_helpers``). For a process of an engine's own: it
+    forks, which must come before it has a context on the device, and which no library does to a program that uses it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    if triton is None or INTERPRETED or cores < FEW_CORES or not hasattr(triton, "AsyncCompileMode"):
+        yield
+        return
+    try:
+        helpers = Helpers(min(MANY_HELPERS, cores))
+    except OSError as error:  # a limit of processes or files
+        log.warning("kernels are compiled by this process alone: %s", error)
+        yield
+        return
+    token = _helpers.set(helpers)
+    try:
+        yield
+    finally:
+        _helpers.reset(token)
+        helpers.close()
 
 
 @contextlib.contextmanager
@@ -31,8 +59,9 @@ def compiling() -> Iterator[None]:
     if not hasattr(triton, "AsyncCompileMode"):
         yield
         return
-    pool = _Compilers if several else ThreadPoolExecutor
-    with pool(min(32, os.cpu_count() or 1)) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+    workers = min(32, os.cpu_count() or 1)
+    pool = _Compilers(workers, _helpers.get()) if several else ThreadPoolExecutor(workers)
+    with pool as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
         yield
 
 
@@ -55,14 +84,22 @@ def rehearsing() -> Iterator[None]:
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Each compiles a kernel and then its launcher, a quarter of a second for every signature."""
+    """Each compiles a kernel, or has a helper do it, and then its launcher, a quarter of a second for every signature."""
+
+    def __init__(self, workers: int, helpers: Helpers | None) -> None:
+        super().__init__(workers)
+        self._helpers = helpers
 
     def submit(self, compile_kernel: Callable[[], Any], /) -> Future:  # type: ignore[override]
         return super().submit(self._with_launcher, compile_kernel)
 
-    @staticmethod
-    def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
-        kernel = compile_kernel()
+    def _with_launcher(self, compile_kernel: Callable[[], Any]) -> Any:
+        if self._helpers is not None:
+            with contextlib.suppress(Exception):  # of another Triton, or of a kernel that cannot be sent: then it is compiled here
+                job = job_of(compile_kernel)
+                if job is not None:
+                    self._helpers.do(job)
+        kernel = compile_kernel()  # found in Triton's cache where a helper was
         with contextlib.suppress(Exception):  # then it is made, or says why not, where it is launched
             triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)  # found in Triton's cache from then on
         return kernel

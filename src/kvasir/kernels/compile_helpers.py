@@ -1,0 +1,177 @@
+"""Processes that compile kernels. One process compiles few at a time, however many threads it has: much of what Triton does holds Python's
+lock, and sixteen threads that want it take turns of milliseconds (a kernel of 0.1 s of work was ready after 2.5 s).
+
+They are forked where a start begins, before it has a context on the device, and never touch the device. One is forked at first and waits;
+it forks the others when the first kernel is not in Triton's cache, so that a start which finds all of them there pays for one fork.
+What they compile they leave in that cache. Whatever goes wrong with them, the start compiles itself, as it would without them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import io
+import os
+import pickle
+import queue
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, NoReturn
+
+from kvasir.kernels._triton import triton
+from kvasir.logs import log
+
+PATIENCE_SECONDS = 120.0  # for one kernel; the slowest so far takes three
+FAREWELL_SECONDS = 2.0
+Work = Callable[[bytes], None]
+
+
+class Helpers:
+    """``count`` processes. ``work``: what each does with a job, for tests."""
+
+    def __init__(self, count: int, work: Work | None = None) -> None:
+        (self._wake, wake), *pairs = (Pipe() for _ in range(count + 1))
+        self._ends = [mine for mine, _ in pairs]
+        with warnings.catch_warnings():
+            # Python 3.12 warns wherever there are threads. Here it is the one that waits for the client's messages, and holds no lock.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._pid = os.fork()
+        if not self._pid:
+            _stand_by(wake, [theirs for _, theirs in pairs], [self._wake, *self._ends], work or compile_job)
+        with contextlib.suppress(OSError):
+            os.setpgid(self._pid, self._pid)  # both sides do so, since either may come first
+        for end in (wake, *(theirs for _, theirs in pairs)):
+            end.close()
+        self._idle: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
+        for end in self._ends:
+            self._idle.put(end)
+        self._awake, self._waking = False, threading.Lock()
+
+    def do(self, job: bytes) -> bool:
+        """Wait until one of them has done ``job``. False: it could not, or died over it. Any thread may call."""
+        with self._waking:
+            if not self._awake:
+                self._awake = True
+                with contextlib.suppress(OSError):
+                    self._wake.send_bytes(b"wake up")
+        end = self._idle.get()
+        if end is None:
+            self._idle.put(None)  # as many as there are threads may wait for one that died
+            return False
+        try:
+            end.send_bytes(job)
+            if not end.poll(PATIENCE_SECONDS):
+                raise TimeoutError
+            error = end.recv_bytes().decode()
+        except (EOFError, OSError) as e:
+            log.warning("a process that compiles kernels is lost (%s): they are compiled here", type(e).__name__)
+            self._idle.put(None)
+            return False
+        self._idle.put(end)
+        if error:
+            log.debug("not compiled in a process of its own: %s", error)
+        return not error
+
+    def close(self) -> None:
+        """Idle ones end by themselves, and the first of them reaps the others; what still compiles is killed."""
+        for end in (self._wake, *self._ends):
+            end.close()
+        until = time.monotonic() + FAREWELL_SECONDS
+        while not os.waitpid(self._pid, os.WNOHANG)[0]:
+            if time.monotonic() > until:
+                with contextlib.suppress(OSError):
+                    os.killpg(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
+                return
+            time.sleep(0.002)
+
+
+def _stand_by(wake: Connection, ends: list[Connection], others: list[Connection], work: Work) -> NoReturn:
+    """The process that was forked first. It ends when the start has ended, or is gone: then no other process holds its ends of the pipes."""
+    try:
+        with contextlib.suppress(OSError):
+            os.setpgid(0, 0)
+        for end in others:
+            end.close()
+        if work is compile_job:
+            _prepare()
+        wake.recv_bytes()
+        for end in ends:
+            if not os.fork():
+                wake.close()
+                for other in ends:
+                    if other is not end:
+                        other.close()
+                _work(end, work)
+        for end in ends:
+            end.close()
+        for _ in ends:
+            os.wait()
+    finally:
+        os._exit(0)
+
+
+def _work(end: Connection, work: Work) -> NoReturn:
+    try:
+        while True:
+            job, error = end.recv_bytes(), ""
+            try:
+                work(job)
+            except Exception as e:
+                error = f"{type(e).__name__}: {e}"
+            end.send_bytes(error.encode())
+    finally:
+        os._exit(0)
+
+
+def _prepare() -> None:
+    """What all of them need, and the start before its first kernel: names in Triton's cache as the start's are, and the library that loads
+    kernels, which a C compiler builds."""
+    from kvasir.kernels.compile_ahead import fingerprint, quicken
+
+    quicken()
+    fingerprint()
+    with contextlib.suppress(Exception):  # then the start builds it, or says why it cannot
+        importlib.import_module("triton.backends.nvidia.driver").CudaUtils()
+
+
+def compile_job(job: bytes) -> None:
+    """In a process of its own: compile a kernel and its launcher into Triton's cache."""
+    src, target, options, env_vars, launcher = pickle.loads(job)
+    kernel = triton.compile(src, target=target, options=options, _env_vars=env_vars)
+    launcher(kernel.src, kernel.metadata)
+
+
+def job_of(compile_kernel: Callable[[], Any]) -> bytes | None:
+    """The job that does what ``compile_kernel`` of Triton's ``AsyncCompileMode`` would; None where its result is cached. Raises whatever
+    another Triton, or a kernel that has no place in a module, gives reason to."""
+    made = dict(zip(compile_kernel.__code__.co_freevars, (cell.cell_contents for cell in compile_kernel.__closure__ or ())))
+    src, target, options, env_vars = (made[name] for name in ("src", "target", "options", "env_vars"))
+    key = triton.runtime.cache.get_cache_key(src, triton.compiler.compiler.make_backend(target), options, env_vars)
+    cache = triton.runtime.cache.get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    if cache.get_group(f"{src.name[:150]}.json"):
+        return None
+    file = io.BytesIO()
+    _Pickler(file).dump((src, target, dict(options.__dict__), env_vars, triton.runtime.driver.active.launcher_cls))
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Kernels go by name."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, triton.JITFunction):
+            return _find, (value.fn.__module__, value.fn.__qualname__, value.cache_key)
+        return NotImplemented
+
+
+def _find(module: str, name: str, key: str) -> Any:
+    kernel = getattr(importlib.import_module(module), name)
+    if kernel.cache_key != key:
+        raise LookupError(f"{module}.{name} is another kernel here")
+    return kernel

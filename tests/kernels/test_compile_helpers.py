@@ -1,0 +1,142 @@
+"""Processes that compile: they do jobs side by side, whatever becomes of one, and none outlives the start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvasir.kernels import compile_ahead, compile_helpers
+from kvasir.kernels.compile_helpers import Helpers, job_of
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are counted as Linux shows them")
+
+
+def work(job: bytes) -> None:
+    what, _, file = job.decode().partition(" ")
+    if what == "fail":
+        raise ValueError("no such kernel")
+    if what == "die":
+        os._exit(1)
+    if what == "hang":
+        time.sleep(600)
+    Path(file).write_text(str(os.getpid()))
+    if what == "meet":  # done by itself, this would wait for ever
+        while len(list(Path(file).parent.iterdir())) < 3:
+            time.sleep(0.002)
+
+
+def group(pgid: int) -> list[int]:
+    """Processes of a group that still run."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, of = stat.read_text().rpartition(")")[2].split()[:3]
+            found += [int(stat.parent.name)] if int(of) == pgid and state != "Z" else []
+    return found
+
+
+def gone(pgid: int) -> bool:
+    until = time.monotonic() + 10
+    while group(pgid) and time.monotonic() < until:
+        time.sleep(0.01)
+    return not group(pgid)
+
+
+def test_they_work_side_by_side_and_end_with_the_start(tmp_path):
+    helpers = Helpers(3, work)
+    assert len(group(helpers._pid)) <= 1, "nothing was asked for yet"
+    with ThreadPoolExecutor(3) as threads:
+        assert all(threads.map(helpers.do, [f"meet {tmp_path / x}".encode() for x in "abc"]))
+    pids = {int((tmp_path / x).read_text()) for x in "abc"}
+    assert len(pids) == 3 and os.getpid() not in pids and set(group(helpers._pid)) == pids | {helpers._pid}
+    started = time.monotonic()
+    helpers.close()
+    assert gone(helpers._pid) and time.monotonic() - started < compile_helpers.FAREWELL_SECONDS, "by themselves"
+    with pytest.raises(ChildProcessError):
+        os.waitpid(helpers._pid, os.WNOHANG)
+
+
+def test_what_nobody_needed_ends_too():
+    helpers = Helpers(2, work)
+    helpers.close()
+    assert gone(helpers._pid)
+
+
+def test_one_that_fails_or_dies_costs_its_job_only(tmp_path):
+    helpers = Helpers(2, work)
+    try:
+        assert not helpers.do(b"fail") and helpers.do(f"write {tmp_path / 'a'}".encode())
+        assert not helpers.do(b"die")
+        done = [helpers.do(f"write {tmp_path / 'b'}".encode()) for _ in range(4)]
+        assert True in done, "the other one is still there"
+        while helpers.do(b"die") or len(group(helpers._pid)) > 1:
+            pass
+        with ThreadPoolExecutor(4) as threads:
+            assert not any(threads.map(helpers.do, [b"write x"] * 4)), "nobody waits for those that are gone"
+    finally:
+        helpers.close()
+    assert gone(helpers._pid)
+
+
+def test_one_that_hangs_is_left_and_killed(monkeypatch):
+    monkeypatch.setattr(compile_helpers, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(compile_helpers, "FAREWELL_SECONDS", 0.2)
+    helpers = Helpers(1, work)
+    assert not helpers.do(b"hang")
+    helpers.close()
+    assert gone(helpers._pid)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_none_outlives_a_start_that_is_killed(asked, tmp_path):
+    code = ("import sys, time\nfrom tests.kernels.test_compile_helpers import Helpers, work\nhelpers = Helpers(2, work)\n"
+            f"{asked} and helpers.do(b'write {tmp_path / 'a'}')\nprint(helpers._pid, flush=True)\ntime.sleep(600)")
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    pgid = int(process.stdout.readline())
+    while len(group(pgid)) < (3 if asked else 1):  # one of them may still be about to be forked
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert gone(pgid)
+
+
+def test_where_they_are_of_no_use_there_are_none(monkeypatch):
+    monkeypatch.setattr(compile_ahead, "Helpers", lambda count: pytest.fail("forked"))
+    able = SimpleNamespace(AsyncCompileMode=None)
+    for triton, interpreted, cores in ((None, False, 16), (able, True, 16), (able, False, 3), (SimpleNamespace(), False, 16)):
+        monkeypatch.setattr(compile_ahead, "triton", triton)
+        monkeypatch.setattr(compile_ahead, "INTERPRETED", interpreted)
+        monkeypatch.setattr("os.sched_getaffinity", lambda process, cores=cores: range(cores))
+        with compile_ahead.helping():
+            assert compile_ahead._helpers.get() is None
+
+
+def test_a_limit_of_processes_ends_no_start(monkeypatch, caplog):
+    def limited():
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(compile_ahead, "triton", SimpleNamespace(AsyncCompileMode=None))
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(8))
+    monkeypatch.setattr("os.fork", limited)
+    with compile_ahead.helping():
+        assert compile_ahead._helpers.get() is None
+    assert "by this process alone" in caplog.text
+
+
+def test_another_tritons_kernel_is_compiled_here():
+    src = "kernel"
+    with pytest.raises(KeyError):
+        job_of(lambda: src)
+    asked = SimpleNamespace(do=lambda job: pytest.fail("sent"))
+    with compile_ahead._Compilers(1, asked) as pool:
+        assert pool.submit(lambda: src).result() == "kernel"
