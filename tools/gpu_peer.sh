@@ -4,8 +4,9 @@
 #   tools/gpu_peer.sh OUT STEP [SITE]    OUT: folder for the results; SITE: folder with vLLM's packages, unless it is installed; none: no vLLM
 #
 # STEP is one of the lines below: traces-azure and traces-mixed answer for all traces with windows of a minute, some ten minutes each,
-# traces-repeats with two more of every Azure load, 25 minutes (LIMIT=1600); the steps after them are one full window each. Results are on
-# disk after every load or life, so a run that is cut off keeps what it has.
+# traces-repeats with two more of every Azure load, 25 minutes (LIMIT=1600), traces-full with three windows of at least 1,000 requests of
+# the two loads whose minute holds fewer, 20 minutes (LIMIT=1300); the steps after them are one full window each. Results are on disk after
+# every load or life, so a run that is cut off keeps what it has.
 # LIMIT: seconds until it is told to end (default 530; ending a server may take a minute more). CAPACITY (requests a second that vLLM
 # completed, from an earlier step's result) saves the traces from measuring it again. ONLY: loads of a case of traces, such as "mooncake
 # recorded": three with shares of a capacity fill ten minutes. KVASIR_COMMIT names the commit where there is no repository; DATA another
@@ -34,7 +35,7 @@ trace() {  # CASE [LOAD]
 mkdir -p "$out"
 case $step in
   llama-8b | llama-8b-long | qwen3-0.6b | speculation-ngram) bench run "bench/cases/$step.toml" "${peer[@]}" ;;
-  traces-azure | traces-mixed | traces-repeats) trace "$step" ;;
+  traces-azure | traces-mixed | traces-repeats | traces-full) trace "$step" ;;
   conversation50 | conversation80 | conversation90 | recorded) trace trace-conversation "$step" ;;
   code80) trace trace-code "$step" ;;
   mooncake) trace trace-mooncake "$step" ;;
