@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 
-from kvasir.engine import rehearsal
+from kvasir.config import EngineConfig
+from kvasir.engine import engine, process, rehearsal
 from tests.engine.driver import Driver
 
 pytest.importorskip("triton")
@@ -121,6 +122,26 @@ def test_the_first_steps_are_compiled_once_and_never_run(codec, attention, tmp_p
 def test_other_processes_compile_all_of_it(tmp_path):
     found = rehearsed("plain", tmp_path, "helping", TRITON_CACHE_DIR=str(tmp_path / "cache"))
     assert not found["here"] and found["elsewhere"] == found["first"] == found["launchers"], "it finds kernels and launchers made"
+    (tmp_path / "launchers").unlink()
+    again = rehearsed("plain", tmp_path, "helping", TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    assert not again["here"] and not again["elsewhere"] and again["first"] == found["first"], "what is cached is not asked for"
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "cpu"])
+def test_an_engine_with_a_process_of_its_own_is_helped(monkeypatch, device):
+    met = []
+
+    @contextmanager
+    def helping():
+        met.append("helped")
+        yield
+        met.append("done")
+
+    monkeypatch.setattr(engine, "helping", helping)
+    monkeypatch.setattr(engine, "Engine", lambda config: met.append(config.model.device) or config)
+    config = EngineConfig().replace(device=device)
+    assert process._factory(process.ENGINE)(config) is config
+    assert met == (["cpu"] if device == "cpu" else ["helped", device, "done"])
 
 
 def test_what_fails_ends_nothing(monkeypatch, caplog):

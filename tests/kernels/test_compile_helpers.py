@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -30,8 +31,7 @@ def work(job: bytes) -> None:
         time.sleep(600)
     Path(file).write_text(str(os.getpid()))
     if what == "meet":  # done by itself, this would wait for ever
-        while len(list(Path(file).parent.iterdir())) < 3:
-            time.sleep(0.002)
+        assert comes(lambda: len(list(Path(file).parent.iterdir())) == 3)
 
 
 def group(pgid: int) -> list[int]:
@@ -44,14 +44,19 @@ def group(pgid: int) -> list[int]:
     return found
 
 
-def gone(pgid: int) -> bool:
-    until = time.monotonic() + 10
-    while group(pgid) and time.monotonic() < until:
+def comes(true, seconds: float = 20.0) -> bool:
+    until = time.monotonic() + seconds
+    while not true() and time.monotonic() < until:
         time.sleep(0.01)
-    return not group(pgid)
+    return true()
 
 
-def test_they_work_side_by_side_and_end_with_the_start(tmp_path):
+def gone(pgid: int) -> bool:
+    return comes(lambda: not group(pgid))
+
+
+def test_they_work_side_by_side_and_end_with_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(compile_helpers, "FAREWELL_SECONDS", 60.0)
     helpers = Helpers(3, work)
     assert len(group(helpers._pid)) <= 1, "nothing was asked for yet"
     with ThreadPoolExecutor(3) as threads:
@@ -78,8 +83,7 @@ def test_one_that_fails_or_dies_costs_its_job_only(tmp_path):
         assert not helpers.do(b"die")
         done = [helpers.do(f"write {tmp_path / 'b'}".encode()) for _ in range(4)]
         assert True in done, "the other one is still there"
-        while helpers.do(b"die") or len(group(helpers._pid)) > 1:
-            pass
+        assert comes(lambda: not helpers.do(b"die") and len(group(helpers._pid)) <= 1)
         with ThreadPoolExecutor(4) as threads:
             assert not any(threads.map(helpers.do, [b"write x"] * 4)), "nobody waits for those that are gone"
     finally:
@@ -96,14 +100,64 @@ def test_one_that_hangs_is_left_and_killed(monkeypatch):
     assert gone(helpers._pid)
 
 
+@contextlib.contextmanager
+def hanging():
+    """A helper that will never be done with its job, until it is killed."""
+    helpers = Helpers(1, work)
+    with ThreadPoolExecutor(1) as threads:
+        try:
+            done = threads.submit(helpers.do, b"hang")
+            assert comes(lambda: len(group(helpers._pid)) == 2) and not done.done()
+            yield helpers
+        finally:
+            with contextlib.suppress(OSError):
+                os.killpg(helpers._pid, signal.SIGKILL)
+
+
+def test_no_child_holds_a_file_of_the_start():
+    """The other side of a socket sees at once that a start is gone, whatever its children are at."""
+    ours, theirs = socket.socketpair()
+    with ours, hanging() as helpers:
+        theirs.close()
+        ours.settimeout(10)
+        assert ours.recv(1) == b"", "closed by whoever else had it"
+    helpers.close()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_start_whose_children_nobody_waits_for(asked, tmp_path):
+    """Ignored ends of children survive exec: a parent may have left them so."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        helpers = Helpers(2, work)
+        assert not asked or helpers.do(f"write {tmp_path / 'a'}".encode())
+        helpers.close()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert gone(helpers._pid)
+
+
+def test_a_start_that_is_refused_waits_for_nothing(monkeypatch):
+    monkeypatch.setattr(compile_helpers, "_prepare", lambda: time.sleep(60))
+    helpers, started = Helpers(2), time.monotonic()
+    helpers.close()
+    assert gone(helpers._pid) and time.monotonic() - started < 20
+
+
+def test_a_worker_outlives_no_first_helper():
+    with hanging() as helpers:
+        os.kill(helpers._pid, signal.SIGKILL)
+        helpers.close()
+        assert gone(helpers._pid)
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_none_outlives_a_start_that_is_killed(asked, tmp_path):
     code = ("import sys, time\nfrom tests.kernels.test_compile_helpers import Helpers, work\nhelpers = Helpers(2, work)\n"
             f"{asked} and helpers.do(b'write {tmp_path / 'a'}')\nprint(helpers._pid, flush=True)\ntime.sleep(600)")
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
     pgid = int(process.stdout.readline())
-    while len(group(pgid)) < (3 if asked else 1):  # one of them may still be about to be forked
-        time.sleep(0.01)
+    assert comes(lambda: len(group(pgid)) == (3 if asked else 1)), "one of them may still be about to be forked"
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()

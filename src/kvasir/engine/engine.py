@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +55,7 @@ class Live:
 
 def start(config: EngineConfig) -> Engine:
     """In a process of its own: others that it forks compile its kernels."""
-    with helping():
+    with nullcontext() if config.model.device == "cpu" else helping():
         return Engine(config)
 
 

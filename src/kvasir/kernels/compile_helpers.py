@@ -38,11 +38,12 @@ class Helpers:
         (self._wake, wake), *pairs = (Pipe() for _ in range(count + 1))
         self._ends = [mine for mine, _ in pairs]
         with warnings.catch_warnings():
-            # Python 3.12 warns wherever there are threads. Here it is the one that waits for the client's messages, and holds no lock.
+            # Python 3.12 warns wherever there are threads. Here it is the one that waits for the client's messages, and holds no lock that a
+            # child takes.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if not self._pid:
-            _stand_by(wake, [theirs for _, theirs in pairs], [self._wake, *self._ends], work or compile_job)
+            _stand_by(wake, [theirs for _, theirs in pairs], work or compile_job)
         with contextlib.suppress(OSError):
             os.setpgid(self._pid, self._pid)  # both sides do so, since either may come first
         for end in (wake, *(theirs for _, theirs in pairs)):
@@ -81,23 +82,22 @@ class Helpers:
         """Idle ones end by themselves, and the first of them reaps the others; what still compiles is killed."""
         for end in (self._wake, *self._ends):
             end.close()
-        until = time.monotonic() + FAREWELL_SECONDS
-        while not os.waitpid(self._pid, os.WNOHANG)[0]:
-            if time.monotonic() > until:
-                with contextlib.suppress(OSError):
-                    os.killpg(self._pid, signal.SIGKILL)
-                os.waitpid(self._pid, 0)
-                return
-            time.sleep(0.002)
+        until = time.monotonic() + FAREWELL_SECONDS * self._awake
+        with contextlib.suppress(ChildProcessError):  # whoever started this process may have had it ignore its children's ends
+            while os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None and time.monotonic() < until:
+                time.sleep(0.002)
+        with contextlib.suppress(OSError):
+            os.killpg(self._pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
 
 
-def _stand_by(wake: Connection, ends: list[Connection], others: list[Connection], work: Work) -> NoReturn:
-    """The process that was forked first. It ends when the start has ended, or is gone: then no other process holds its ends of the pipes."""
+def _stand_by(wake: Connection, ends: list[Connection], work: Work) -> NoReturn:
+    """The process that was forked first. It ends when the start has ended, or is gone: no other process holds the start's ends of the pipes."""
     try:
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
-        for end in others:
-            end.close()
+        _let_go(keep={0, 1, 2, wake.fileno(), *(end.fileno() for end in ends)})
         if work is compile_job:
             _prepare()
         wake.recv_bytes()
@@ -114,6 +114,17 @@ def _stand_by(wake: Connection, ends: list[Connection], others: list[Connection]
             os.wait()
     finally:
         os._exit(0)
+
+
+def _let_go(keep: set[int]) -> None:
+    """Of the start's files: a socket that stays open here hides its death from the client, a device its memory from the next start. Their
+    numbers stay taken, so that no object which still has one closes another file."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in keep | {null}:
+            with contextlib.suppress(OSError):  # the one that lists them is gone
+                os.fstat(int(name))
+                os.dup2(null, int(name))
 
 
 def _work(end: Connection, work: Work) -> NoReturn:
@@ -149,7 +160,7 @@ def compile_job(job: bytes) -> None:
 
 def job_of(compile_kernel: Callable[[], Any]) -> bytes | None:
     """The job that does what ``compile_kernel`` of Triton's ``AsyncCompileMode`` would; None where its result is cached. Raises whatever
-    another Triton, or a kernel that has no place in a module, gives reason to."""
+    another Triton gives reason to. A kernel that has no place in a module fails where it is unpacked."""
     made = dict(zip(compile_kernel.__code__.co_freevars, (cell.cell_contents for cell in compile_kernel.__closure__ or ())))
     src, target, options, env_vars = (made[name] for name in ("src", "target", "options", "env_vars"))
     key = triton.runtime.cache.get_cache_key(src, triton.compiler.compiler.make_backend(target), options, env_vars)
