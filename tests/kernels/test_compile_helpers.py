@@ -34,6 +34,10 @@ def work(job: bytes) -> None:
         assert comes(lambda: len(list(Path(file).parent.iterdir())) == 3)
 
 
+def rest() -> None:
+    """Nothing to prepare."""
+
+
 def group(pgid: int) -> list[int]:
     """Processes of a group that still run."""
     found = []
@@ -57,7 +61,7 @@ def gone(pgid: int) -> bool:
 
 def test_they_work_side_by_side_and_end_with_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr(compile_helpers, "FAREWELL_SECONDS", 60.0)
-    helpers = Helpers(3, work)
+    helpers = Helpers(3, rest, work)
     assert len(group(helpers._pid)) <= 1, "nothing was asked for yet"
     with ThreadPoolExecutor(3) as threads:
         assert all(threads.map(helpers.do, [f"meet {tmp_path / x}".encode() for x in "abc"]))
@@ -71,13 +75,13 @@ def test_they_work_side_by_side_and_end_with_the_start(tmp_path, monkeypatch):
 
 
 def test_what_nobody_needed_ends_too():
-    helpers = Helpers(2, work)
+    helpers = Helpers(2, rest, work)
     helpers.close()
     assert gone(helpers._pid)
 
 
 def test_one_that_fails_or_dies_costs_its_job_only(tmp_path):
-    helpers = Helpers(2, work)
+    helpers = Helpers(2, rest, work)
     try:
         assert not helpers.do(b"fail") and helpers.do(f"write {tmp_path / 'a'}".encode())
         assert not helpers.do(b"die")
@@ -94,7 +98,7 @@ def test_one_that_fails_or_dies_costs_its_job_only(tmp_path):
 def test_one_that_hangs_is_left_and_killed(monkeypatch):
     monkeypatch.setattr(compile_helpers, "PATIENCE_SECONDS", 0.2)
     monkeypatch.setattr(compile_helpers, "FAREWELL_SECONDS", 0.2)
-    helpers = Helpers(1, work)
+    helpers = Helpers(1, rest, work)
     assert not helpers.do(b"hang")
     helpers.close()
     assert gone(helpers._pid)
@@ -103,7 +107,7 @@ def test_one_that_hangs_is_left_and_killed(monkeypatch):
 @contextlib.contextmanager
 def hanging():
     """A helper that will never be done with its job, until it is killed."""
-    helpers = Helpers(1, work)
+    helpers = Helpers(1, rest, work)
     with ThreadPoolExecutor(1) as threads:
         try:
             done = threads.submit(helpers.do, b"hang")
@@ -129,7 +133,7 @@ def test_a_start_whose_children_nobody_waits_for(asked, tmp_path):
     """Ignored ends of children survive exec: a parent may have left them so."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        helpers = Helpers(2, work)
+        helpers = Helpers(2, rest, work)
         assert not asked or helpers.do(f"write {tmp_path / 'a'}".encode())
         helpers.close()
     finally:
@@ -137,9 +141,8 @@ def test_a_start_whose_children_nobody_waits_for(asked, tmp_path):
     assert gone(helpers._pid)
 
 
-def test_a_start_that_is_refused_waits_for_nothing(monkeypatch):
-    monkeypatch.setattr(compile_helpers, "_prepare", lambda: time.sleep(60))
-    helpers, started = Helpers(2), time.monotonic()
+def test_a_start_that_is_refused_waits_for_nothing():
+    helpers, started = Helpers(2, lambda: time.sleep(60)), time.monotonic()
     helpers.close()
     assert gone(helpers._pid) and time.monotonic() - started < 20
 
@@ -153,7 +156,7 @@ def test_a_worker_outlives_no_first_helper():
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_none_outlives_a_start_that_is_killed(asked, tmp_path):
-    code = ("import sys, time\nfrom tests.kernels.test_compile_helpers import Helpers, work\nhelpers = Helpers(2, work)\n"
+    code = ("import sys, time\nfrom tests.kernels.test_compile_helpers import Helpers, rest, work\nhelpers = Helpers(2, rest, work)\n"
             f"{asked} and helpers.do(b'write {tmp_path / 'a'}')\nprint(helpers._pid, flush=True)\ntime.sleep(600)")
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
     pgid = int(process.stdout.readline())
@@ -165,7 +168,7 @@ def test_none_outlives_a_start_that_is_killed(asked, tmp_path):
 
 
 def test_where_they_are_of_no_use_there_are_none(monkeypatch):
-    monkeypatch.setattr(compile_ahead, "Helpers", lambda count: pytest.fail("forked"))
+    monkeypatch.setattr(compile_ahead, "Helpers", lambda *_: pytest.fail("forked"))
     able = SimpleNamespace(AsyncCompileMode=None)
     for triton, interpreted, cores in ((None, False, 16), (able, True, 16), (able, False, 3), (SimpleNamespace(), False, 16)):
         monkeypatch.setattr(compile_ahead, "triton", triton)

@@ -19,9 +19,9 @@ def exact(x, tokens, most):
     return torch.stack([chosen[:, 0], (x > x.gather(1, tokens[:, None])).sum(-1) + 1.0, torch.tensor(sure, dtype=torch.float64)])
 
 
-def close(found, want):
+def close(found, want, tolerance=1e-5):
     assert torch.equal(found[1].double(), want[1])
-    torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.double(), want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
@@ -33,7 +33,7 @@ def test_as_by_hand(kind, vocab_size, width, device):
     tokens[0], most = x[0, :vocab_size].argmax(), torch.tensor([20, 0, 2], dtype=torch.int32)
     x[:, vocab_size:] = 60.0
     found = report_rows(x.to(device), tokens.to(device), most.to(device), vocab_size).cpu()
-    close(found, exact(x[:, :vocab_size], tokens, most))
+    close(found, exact(x[:, :vocab_size], tokens, most), 1e-5 if device == "cuda" else 1e-4)  # torch adds 150k terms in fp32, eight at a time
     with pytest.raises(AssertionError):  # the columns beyond would show
         close(report_rows(x.to(device), tokens.to(device), most.to(device), width).cpu(), exact(x[:, :vocab_size], tokens, most))
 

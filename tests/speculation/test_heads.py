@@ -64,9 +64,11 @@ def spec(name: str, folders) -> str:
 
 
 accepted_by: dict[str, int] = {}
+ended: list[str] = []
+CASES = list(pairwise(FACTORS))
 
 
-@pytest.mark.parametrize("case", pairwise(FACTORS), ids=label)
+@pytest.mark.parametrize("case", CASES, ids=label)
 def test_same_tokens(case, folders, reference):
     d = driver(spec(case["drafter"], folders), max_num_batched_tokens=case["chunk"], num_pages=case["pool"], enable_prefix_caching=case["cache"],
                kv_codec=case["codec"], overlap=case["overlap"], static=case["static"])
@@ -75,6 +77,7 @@ def test_same_tokens(case, folders, reference):
     stats, drafter = d.engine.stats(), d.engine._drafting.drafter
     crowded = case["drafter"].startswith("ppd") and case["chunk"] == 6  # a step must be left over for prompt tokens before one for drafts
     assert stats.drafts or crowded
+    ended.append(label(case))
     accepted_by[case["drafter"]] = accepted_by.get(case["drafter"], 0) + stats.accepted_tokens
     if hasattr(drafter, "_lanes"):
         assert not drafter._lanes and not drafter._queue and len(drafter._free) == drafter.config.lanes, "a sequence that ended holds its lane"
@@ -82,7 +85,7 @@ def test_same_tokens(case, folders, reference):
 
 
 def test_trained_heads_were_right_at_times():
-    if len(accepted_by) < len(FACTORS["drafter"]):
+    if len(ended) < len(CASES):
         pytest.skip("only meaningful after all cases in one process")
     assert all(count > 10 for name, count in accepted_by.items() if "random" not in name), accepted_by
 
@@ -276,7 +279,7 @@ def test_a_captured_draft_is_the_eager_one(eagle):
             eager, static = (drafter.propose([Ask(seq, 6, 3) for seq in asked]) for drafter in drafters)
             assert [t.tokens for t in eager] == [t.tokens for t in static] and all(len(t) == 6 for t in eager)
             for a, b in zip(eager, static):
-                assert a.est == pytest.approx(b.est, rel=1e-5) and a.parents == b.parents
+                assert a.est == pytest.approx(b.est, rel=1e-4) and a.parents == b.parents
     assert len(captured) == 3
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ def helping() -> Iterator[None]:
         yield
         return
     try:
-        helpers = Helpers(min(MANY_HELPERS, cores))
+        helpers = Helpers(min(MANY_HELPERS, cores), _prepare)
     except OSError as error:  # a limit of processes or files
         log.warning("kernels are compiled by this process alone: %s", error)
         yield
@@ -49,6 +50,15 @@ def helping() -> Iterator[None]:
     finally:
         _helpers.reset(token)
         helpers.close()
+
+
+def _prepare() -> None:
+    """What helpers need, and the start before its first kernel: names in Triton's cache as the start's are, and the library that loads
+    kernels, which a C compiler builds."""
+    quicken()
+    fingerprint()
+    with contextlib.suppress(Exception):  # then the start builds it, or says why it cannot
+        importlib.import_module("triton.backends.nvidia.driver").CudaUtils()
 
 
 @contextlib.contextmanager

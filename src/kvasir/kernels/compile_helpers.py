@@ -12,9 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-import io
 import os
-import pickle
 import queue
 import signal
 import threading
@@ -22,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
 from kvasir.kernels._triton import triton
@@ -33,9 +32,9 @@ Work = Callable[[bytes], None]
 
 
 class Helpers:
-    """``count`` processes. ``work``: what each does with a job, for tests."""
+    """``count`` processes. ``prepare``: what the first of them does at once, for all. ``work``: what each does with a job."""
 
-    def __init__(self, count: int, work: Work | None = None) -> None:
+    def __init__(self, count: int, prepare: Callable[[], None], work: Work | None = None) -> None:
         (self._wake, wake), *pairs = (Pipe() for _ in range(count + 1))
         self._ends = [mine for mine, _ in pairs]
         with warnings.catch_warnings():
@@ -44,7 +43,7 @@ class Helpers:
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if not self._pid:
-            _stand_by(wake, [theirs for _, theirs in pairs], work or compile_job)
+            _stand_by(wake, [theirs for _, theirs in pairs], prepare, work or compile_job)
         with contextlib.suppress(OSError):
             os.setpgid(self._pid, self._pid)  # both sides do so, since either may come first
         for end in (wake, *(theirs for _, theirs in pairs)):
@@ -93,14 +92,13 @@ class Helpers:
             os.waitpid(self._pid, 0)
 
 
-def _stand_by(wake: Connection, ends: list[Connection], work: Work) -> NoReturn:
+def _stand_by(wake: Connection, ends: list[Connection], prepare: Callable[[], None], work: Work) -> NoReturn:
     """The process that was forked first. It ends when the start has ended, or is gone: no other process holds the start's ends of the pipes."""
     try:
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         _let_go(keep={0, 1, 2, wake.fileno(), *(end.fileno() for end in ends)})
-        if work is compile_job:
-            _prepare()
+        prepare()
         wake.recv_bytes()
         for end in ends:
             if not os.fork():
@@ -141,20 +139,9 @@ def _work(end: Connection, work: Work) -> NoReturn:
         os._exit(0)
 
 
-def _prepare() -> None:
-    """What all of them need, and the start before its first kernel: names in Triton's cache as the start's are, and the library that loads
-    kernels, which a C compiler builds."""
-    from kvasir.kernels.compile_ahead import fingerprint, quicken
-
-    quicken()
-    fingerprint()
-    with contextlib.suppress(Exception):  # then the start builds it, or says why it cannot
-        importlib.import_module("triton.backends.nvidia.driver").CudaUtils()
-
-
 def compile_job(job: bytes) -> None:
     """In a process of its own: compile a kernel and its launcher into Triton's cache."""
-    src, target, options, env_vars, launcher = pickle.loads(job)
+    src, target, options, env_vars, launcher = ForkingPickler.loads(job)
     kernel = triton.compile(src, target=target, options=options, _env_vars=env_vars)
     launcher(kernel.src, kernel.metadata)
 
@@ -168,13 +155,11 @@ def job_of(compile_kernel: Callable[[], Any]) -> bytes | None:
     cache = triton.runtime.cache.get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
     if cache.get_group(f"{src.name[:150]}.json"):
         return None
-    file = io.BytesIO()
-    _Pickler(file).dump((src, target, dict(options.__dict__), env_vars, triton.runtime.driver.active.launcher_cls))
-    return file.getvalue()
+    return bytes(_Job.dumps((src, target, dict(options.__dict__), env_vars, triton.runtime.driver.active.launcher_cls)))
 
 
-class _Pickler(pickle.Pickler):
-    """Kernels go by name."""
+class _Job(ForkingPickler):
+    """What a process sends to one that it forked. Kernels go by name."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, triton.JITFunction):
