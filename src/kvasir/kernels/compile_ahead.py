@@ -105,10 +105,12 @@ class _Compilers(ThreadPoolExecutor):
 
     def _with_launcher(self, compile_kernel: Callable[[], Any]) -> Any:
         if self._helpers is not None:
-            with contextlib.suppress(Exception):  # of another Triton, or of a kernel that cannot be sent: then it is compiled here
+            try:
                 job = job_of(compile_kernel)
                 if job is not None:
                     self._helpers.do(job)
+            except Exception as error:  # of another Triton, or of a kernel that cannot be sent: then it is compiled here
+                log.debug("not compiled in a process of its own: %s: %s", type(error).__name__, error)
         kernel = compile_kernel()  # found in Triton's cache where a helper was
         with contextlib.suppress(Exception):  # then it is made, or says why not, where it is launched
             triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)  # found in Triton's cache from then on
