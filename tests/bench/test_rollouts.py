@@ -7,6 +7,7 @@ import pytest
 from kvasir.bench import rollouts
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
+from kvasir.types import SamplingParams
 
 COMMON = dict(problems=2, samples=2, rounds=2, tasks=["chain"], max_tokens=24, checkpoints=[], noise=0.0, only=["suffix fixed"], output=None,
               commit="x")
@@ -30,6 +31,25 @@ def test_perturbed_weights_change_the_policy_and_come_back(capsys):
     found = json.loads(capsys.readouterr().out)
     assert "stand-in" in found["arms"][0]["config"]["weights"]
     assert found["arms"][1]["metrics"]["rounds"]["same_outputs"] == [1, 1], "every arm sees the same weights in the same round"
+
+
+def test_every_step_reads_the_noise(monkeypatch):
+    """A native call has copies of matrices, torch's own products read them where they are: the same tokens."""
+    prompt = [300, 307]  # so short that one call runs every step, on any processor
+    tokens = []
+    for native in (True, False):
+        if not native:
+            monkeypatch.setattr("kvasir.engine.runner.why_not", lambda *_: "not wanted")
+        bench = rollouts.Rollouts(config(), [prompt], [prompt[::-1]], 1, samples=1, rounds=2, max_tokens=24, checkpoints=[], noise=0.2)
+        try:
+            for r in (0, 1, 0):
+                bench.weights(r)
+                out = bench.llm.generate([{"prompt_token_ids": prompt}], [SamplingParams(**bench.params, seed=1)])
+                tokens.append(out[0].outputs[0].token_ids)
+        finally:
+            bench.llm.close()
+    first, noisy, back = tokens[:3]
+    assert tokens[3:] == tokens[:3] and noisy != first and back == first
 
 
 def test_what_cannot_be_is_refused():

@@ -97,7 +97,7 @@ def test_a_lease_is_of_its_tenant_and_of_its_weights():
             assert d.outputs[stranger.id, 0].num_cached == 0
             run(d, f"{name} next", begun, 0.0)
             assert d.outputs[f"{name} next", 0].num_cached == len(begun) - 1
-        d.engine.forget_prefixes()
+        d.engine.weights_changed()
         for name, prompt in (("short", PROMPT[:4]), ("long", PROMPT)):
             run(d, f"{name} later", prompt + d.outputs[name, 0].tokens, 0.0)
             assert d.outputs[f"{name} later", 0].num_cached == 0

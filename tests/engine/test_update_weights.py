@@ -27,8 +27,7 @@ def test_outputs_follow_and_prefixes_are_forgotten(native, monkeypatch):
     with torch.inference_mode():
         for slot in d.engine.runner.model.slots().values():
             slot.target.mul_(1.5)
-    d.engine.runner.weights_changed()
-    d.engine.forget_prefixes()
+    d.engine.weights_changed()
     other, cached = run(d, "other")
     assert other != first and cached == 0
     d.engine.update_weights("nano")

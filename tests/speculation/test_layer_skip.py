@@ -30,7 +30,7 @@ def fade(d, after: int, share: float) -> None:
     for block in d.engine.runner.model.blocks[after:]:
         for layer in (block.mixer.o, block.ffn.down):
             layer.weight_NK.mul_(share)
-    d.engine.runner.weights_changed()
+    d.engine.weights_changed()
 
 
 class Judged:

@@ -72,7 +72,7 @@ class Rollouts:
                     if slot.target.dim() == 2:
                         noise = torch.randn(slot.target.shape, generator=generator)
                         slot.target.add_((noise * self.noise * float(slot.target.float().std())).to(slot.target))
-            engine.forget_prefixes()
+            engine.weights_changed()
 
     def run(self, speculation: SpeculationConfig, expected: list[list[list[int]]] | None) -> tuple[dict[str, Any], list[list[list[int]]]]:
         """Metrics and the outputs of every round. ``expected``: the plain arm's."""

@@ -269,11 +269,11 @@ class Engine:
         drafters keep what they know. Raises ConfigError."""
         assert not self._live, "requests are running"
         load_again(self.runner.model, checkpoint.resolve(model))
-        self.runner.weights_changed()
-        self.forget_prefixes()
+        self.weights_changed()
 
-    def forget_prefixes(self) -> None:
-        """The weights have changed."""
+    def weights_changed(self) -> None:
+        """To call after weights were written to: copies of them are made anew and prefixes forgotten. Nothing may be running."""
+        self.runner.weights_changed()
         self.pages.forget_prefixes()
 
     # ----------------------------------------------------------------------------------------------------------- steps
