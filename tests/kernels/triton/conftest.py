@@ -26,6 +26,26 @@ if _triton.INTERPRETED:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_tensor_for_numpy
+    patch_lang, patched = interpreter._patch_lang, {}
+
+    def patch_lang_once(fn):
+        """The interpreter gives the language its numpy form in every launch and again in every call of a jitted function, a fifth of a
+        test's time. Here it keeps that form: nothing in this process compiles."""
+        if id(fn.__globals__) not in patched:
+            patch_lang(fn)
+            patched[id(fn.__globals__)] = fn.__globals__
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_lang_once
+    numpy_dtype, dtypes = interpreter._get_np_dtype, {}
+
+    def numpy_dtype_once(dtype):
+        """The interpreter lists all of them at every operation."""
+        if dtype.name not in dtypes:
+            dtypes[dtype.name] = numpy_dtype(dtype)
+        return dtypes[dtype.name]
+
+    interpreter._get_np_dtype = numpy_dtype_once
     create_dot = interpreter.InterpreterBuilder.create_dot
 
     def dot_of_no_place(self, a, b, d, *how):
