@@ -46,6 +46,22 @@ if _triton.INTERPRETED:
         return dtypes[dtype.name]
 
     interpreter._get_np_dtype = numpy_dtype_once
+    core = interpreter.tl.core
+    get_field = core.tuple.__getattr__
+
+    def make_tuple(self, args, type=None) -> None:
+        self.values = list(args)
+        if type is not None:
+            self.type = type if isinstance(type, core.tuple_type) else core.tuple_type(type)
+
+    def get_type_or_field(self, name):
+        """A tuple's type is made where it is first asked for: every tensor has a tuple, its shape, whose type nobody asks for."""
+        if name != "type":
+            return get_field(self, name)
+        self.type = core._type_for_tuple_values(self.values)
+        return self.type
+
+    core.tuple.__init__, core.tuple.__getattr__ = make_tuple, get_type_or_field
     create_dot = interpreter.InterpreterBuilder.create_dot
 
     def dot_of_no_place(self, a, b, d, *how):
