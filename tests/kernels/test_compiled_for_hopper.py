@@ -5,10 +5,9 @@ Which loads Triton pipelines hangs on how a loop is written, and nothing but the
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import functools
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -22,62 +21,9 @@ from kvasir.kernels.quantized_attention import Shape as RowsShape
 from kvasir.kernels.quantized_decode import shape_of
 from kvasir.kernels.quantized_qkv import Shape as WriteShape
 from kvasir.kv.quantized import Rotation
+from tests.kernels.hopper_compiler import compile_for_hopper
 
 pytest.importorskip("triton")
-COMPILE = """
-import json, os, re, subprocess, sys, tempfile
-import triton, triton.language
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.language.nvidia import hopper
-import kvasir.kernels._triton as runtime
-runtime.triton, runtime.tl = triton, triton.language  # which it leaves out where there is no GPU
-runtime.gluon, runtime.gl, runtime.hopper = gluon, gl, hopper
-import importlib
-
-module, kernel, options, constants, pointers = json.loads(sys.argv[1])
-function = getattr(importlib.import_module("kvasir.kernels." + module), kernel)
-types, attributes = {}, {}
-for i, name in enumerate(function.arg_names):
-    if name in constants:
-        types[name] = "constexpr"
-    elif name.endswith("_desc"):
-        layout = f",{gl.NVMMASharedLayout(128, 16, 2)!r}" if function.is_gluon() else ""
-        rows, columns = pointers.get(name) or (constants["BLOCK_N"], constants["D"])
-        types[name] = f"tensordesc<bf16[{rows}, {columns}]{layout}>"
-    elif name in pointers:
-        types[name], attributes[(i,)] = "*" + pointers[name], [["tt.divisibility", 16]]
-    elif name.endswith("_ptr"):
-        kind = "fp32" if "lse" in name or "part" in name else "bf16" if name in ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "sinks_ptr") else "i32"
-        types[name], attributes[(i,)] = "*" + kind, [["tt.divisibility", 16]]
-    else:
-        types[name] = "fp32" if name in ("scale", "softcap", "eps", "factor") else "i32"
-        if name in ("q_row", "q_head", "page_stride", "head_stride", "meta_page", "meta_head", "out_row", "row_stride", "group_stride",
-                    "meta_group"):
-            attributes[(i,)] = [["tt.divisibility", 16]]
-places = {(function.arg_names.index(name),): value for name, value in constants.items()}
-source = GluonASTSource if function.is_gluon() else ASTSource
-done = triton.compile(source(function, types, places, attributes), target=GPUTarget("cuda", 90, 32), options=options)
-with tempfile.TemporaryDirectory() as folder:
-    path = os.path.join(folder, "kernel.cubin")
-    open(path, "wb").write(done.asm["cubin"])
-    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
-    usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-    tool = os.path.join(os.path.dirname(tool), "nvdisasm")
-    code = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
-waits = "".join(name[-1] for name in re.findall("HGMMA|DEPBAR.LE gsb0, 0x[01]|MUFU.EX2", code))  # for all products, or for all but the last: 0, 1
-ptx = done.asm["ptx"]
-print(json.dumps({"shared": done.metadata.shared, "spilled": "STACK:0" not in usage, "copies": ptx.count("cp.async.cg"),
-                  "words": ptx.count("cp.async.ca"), "tiles": ptx.count("cp.async.bulk.tensor"), "wgmma": ptx.count("wgmma.mma_async"),
-                  "shuffles": ptx.count("shfl.sync"),
-                  "under": [len(run) for run in re.findall("(?<=1)2+", waits)], "warps": done.metadata.num_warps,
-                  "registers": re.findall("setmaxnreg.*?([0-9]+);", ptx), "arrivals": ptx.count("mbarrier.arrive.shared"),
-                  "early": ptx.split("griddepcontrol.wait")[0].count("cp.async.bulk.tensor"), "barriers": ptx.count("bar.sync"),
-                  "mma": ptx.count("mma.sync"), "lop3": ptx.count("lop3.b32")}))
-"""
 LLAMA = {"H": 32, "R": 4, "D": 128, "CAPPED": False, "SINKS": False, "WANT_LSE": False}
 PAGED = {**LLAMA, "P": 16, "D_PAD": 128, "BLOCK_N": 64, "WINDOWED": False}
 SPANS = {"ROWS": 0, "COUNT_PAD": 16, "MIN_KEYS": 0, "SHORT_KEYS": 0}  # known on the host
@@ -85,12 +31,14 @@ TOGETHER = {name: "i64" for name in ("ancestors_ptr", "positions_ptr", "place_pt
 BLOCK = 64 * 128 * 2 * 2  # bytes of the keys and values of one block
 
 
+@functools.cache
+def compiler() -> ProcessPoolExecutor:
+    """One process for all kernels of this worker: most of what a process of its own would take is importing torch and Triton."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+
 def compiled(module: str, kernel: str, options: dict, constants: dict, pointers: dict | None = None) -> dict:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", COMPILE, json.dumps([module, kernel, options, constants, pointers or {}])], capture_output=True,
-                         text=True, timeout=300, env=environment)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    return compiler().submit(compile_for_hopper, module, kernel, options, constants, pointers or {}).result(timeout=300)
 
 
 @pytest.mark.parametrize("rows, share", [(16, 4), (64, 4), (256, 2)])
