@@ -37,6 +37,14 @@ def compiler() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiler_ends():
+    yield
+    if compiler.cache_info().currsize:
+        compiler().shutdown()
+        compiler.cache_clear()
+
+
 def compiled(module: str, kernel: str, options: dict, constants: dict, pointers: dict | None = None) -> dict:
     return compiler().submit(compile_for_hopper, module, kernel, options, constants, pointers or {}).result(timeout=300)
 
