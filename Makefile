@@ -7,7 +7,7 @@ BIN := .venv/bin
 demo: .venv/.ready
 	$(BIN)/python tools/demo.py
 
-# The suite of every commit: at most 25 minutes on two slow cores, some 15 on faster ones.
+# The suite of every commit: meant to stay below 25 minutes on two cores.
 test: .venv/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
 
