@@ -1,6 +1,6 @@
 """What the rule for prompts beside decodes does to latency: the real scheduler over a request trace, with step times of an H200.
 
-    python tools/simulate_serving.py RESULT.json [--requests 1000] [--beside none,4096,2048,1024] [--policies fcfs,shortest]
+    python tools/simulate_serving.py RESULT.json [--requests 1000] [--beside none,2048,2048:1152] [--policies fcfs,shortest]
 
 No tensors: steps of the Llama-8B shape take what they took on the GPU (``gpu_mixed.py``, ``gpu_decode.py``), launches included; a step is read
 after the next was launched. Loads are shares of what the engine gets through when all requests wait at once, without the rule; a rate
@@ -27,7 +27,7 @@ from kvasir import technique  # noqa: E402
 from kvasir.bench.result import arm, as_json, percentile, result  # noqa: E402
 from kvasir.bench.traces import prompt_ids, read, scaled  # noqa: E402
 from kvasir.config import SchedulerConfig  # noqa: E402
-from kvasir.engine.pace import Pace  # noqa: E402
+from kvasir.engine.pace import Beside, Pace  # noqa: E402
 from kvasir.engine.pages import PageManager  # noqa: E402
 from kvasir.engine.policy import POLICIES, SchedulerPolicy  # noqa: E402
 from kvasir.engine.scheduler import Scheduler  # noqa: E402
@@ -55,7 +55,7 @@ def gpu_seconds(spans: list[Span]) -> float:
 
 
 class Simulation:
-    def __init__(self, requests: list[tuple[float, list[int], int]], beside: int | None, policy: SchedulerPolicy) -> None:
+    def __init__(self, requests: list[tuple[float, list[int], int]], beside: Beside | None, policy: SchedulerPolicy) -> None:
         """``requests``: seconds of arrival, prompts, output tokens."""
         pages = PageManager([CacheGroup("full", (0,), 1, 8)], [45_000], 16, b"root")
         self.scheduler = Scheduler(SchedulerConfig(max_num_seqs=256), pages, policy, max_rows=8192, max_model_len=40_000,
@@ -138,18 +138,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path)
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--beside", default="none,4096,2048,1024")
+    parser.add_argument("--beside", default="none,2048,2048:1152", help="Rows of prompts beside decodes: at most, and in a short step.")
     parser.add_argument("--policies", default="fcfs,shortest")
     options = parser.parse_args()
-    bounds, arms = [None if text == "none" else int(text) for text in options.beside.split(",")], []
+    texts, arms = options.beside.split(","), []
     gc.disable()
     loads: list[tuple[str, str, float | None]] = [("mooncake", "mooncake", None), (f"conversation-{RATE:g}s", "conversation", RATE)]
     for trace, shares in SHARES.items():
         capacity = Simulation(load(trace, options.requests // 2, 0.0), None, Fcfs()).run()["requests_s"]
         loads += [(f"{trace}{share * 100:.0f}", trace, round(share * capacity, 2)) for share in shares]
-    for (label, trace, rate), beside, name in product(loads, bounds, options.policies.split(",")):
+    for (label, trace, rate), text, name in product(loads, texts, options.policies.split(",")):
+        most, _, short = text.partition(":")
+        beside = None if most == "none" else Beside(int(most), int(short or 1))
         metrics = Simulation(load(trace, options.requests, rate), beside, technique.load(POLICIES, name, SchedulerPolicy)).run()
-        arms.append(arm(f"{label}-{beside or 'any'}-{name}", {"rate": rate, "beside": beside, "policy": name}, metrics))
+        arms.append(arm(f"{label}-{text}-{name}", {"rate": rate, "beside": beside, "policy": name}, metrics))
         print(arms[-1]["name"], metrics, flush=True)
         gc.collect()
     options.output.write_text(as_json(result("simulate-serving", arms)))

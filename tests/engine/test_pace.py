@@ -11,7 +11,7 @@ import torch
 
 from kvasir.config import SchedulerConfig
 from kvasir.engine.graphs import call_through
-from kvasir.engine.pace import ALIKE_SHARE, Pace, StepClock, mixed_rows
+from kvasir.engine.pace import ALIKE_SHARE, SEVERAL_DECODES, Beside, Pace, StepClock, mixed_rows
 from kvasir.engine.scheduler import Scheduler
 from kvasir.engine.schedulers.fcfs import Fcfs
 from kvasir.engine.step_time import Roofline, StepShape, StepTimeModel
@@ -23,7 +23,7 @@ MODEL = StepTimeModel(Roofline(1e12, 1e12, 8e9, 1.2e7, 600.0, 0.0))
 ROWS = 1024
 
 
-def make(target: float | None, num_decodes: int = 20, beside: int | None = None) -> Scheduler:
+def make(target: float | None, num_decodes: int = 20, beside: Beside | None = None) -> Scheduler:
     """With sequences that draw a token a step."""
     pages = manager(4000, page_slots=16)
     s = Scheduler(SchedulerConfig(max_num_seqs=64), pages, Fcfs(), max_rows=ROWS, max_model_len=50_000, pace=Pace(MODEL, target, beside))
@@ -92,33 +92,63 @@ def test_without_a_target_or_without_decodes_nothing_is_held_back():
     assert Scheduler(SchedulerConfig(), manager(), Fcfs(), max_rows=8, max_model_len=10).pace.target is None
 
 
+BESIDE = Beside(304, 160)
+FEW, SEVERAL, MANY = SEVERAL_DECODES.start - 1, SEVERAL_DECODES.start, SEVERAL_DECODES.stop
+
+
 def test_prompts_beside_decodes_are_bounded_without_a_target():
-    s = make(None, beside=304)
+    s = make(None, FEW, BESIDE)
     for name in "pq":
         s.add(sequence([ord(name), *range(500)], max_tokens=4, arrival=0.1, name=name))
     rows = step(s, 0.1)
-    assert len(rows) == 21 and rows["p"] == 304, "and nobody else gets any"
+    assert len(rows) == FEW + 1 and rows["p"] == 304, "and nobody else gets any"
     rows = step(s, 0.2)
     assert rows["p"] == 197 and rows["q"] == 96, "what the first leaves, in whole pages"
-    crowd = make(None, beside=304)
+    crowd = make(None, FEW, BESIDE)
     for i in range(9):
         crowd.add(sequence([i] * 500, max_tokens=4, arrival=0.1, name=f"p{i}"))
-    assert sorted(step(crowd, 0.1).values())[20:] == [48, 500], "more where so many wait; not for a dozen rows of a third"
+    assert sorted(step(crowd, 0.1).values())[FEW:] == [48, 500], "more where so many wait; not for a dozen rows of a third"
     s.prompts_first = True
     s.add(sequence([7] * 900, max_tokens=4, arrival=0.4, name="r"))
     assert step(s, 0.4).get("r", 0) > 304, "nobody waits for a token"
-    alone = make(None, num_decodes=0, beside=304)
+    alone = make(None, num_decodes=0, beside=BESIDE)
     alone.add(sequence([7] * 900, max_tokens=4, arrival=0.1, name="p"))
     assert step(alone, 0.1)["p"] == 900, "nobody decodes"
-    timed = make(0.025, beside=304)
+    timed = make(0.025, beside=BESIDE)
     assert timed.pace.beside is None, "a target says what is too long"
+
+
+@pytest.mark.parametrize(("prompt", "long", "short"), [
+    (160, [160], [160]),
+    (300, [300], [160, 140]),  # equal shares, in whole tiles
+    (480, [304, 176], [160, 160, 160]),
+    (500, [304, 196], [304, 128, 68]),  # more than three short steps: a long one, then less waits
+    (1000, [304, 304, 304, 88], [304, 304, 160, 128, 104]),
+])
+def test_several_decodes_wait_for_shorter_steps(monkeypatch, prompt, long, short):
+    monkeypatch.setattr("kvasir.engine.pace.TILE_ROWS", 32)
+    for num_decodes, expected in ((FEW, long), (SEVERAL, short), (MANY, long)):
+        s, lengths = make(None, num_decodes, BESIDE), []
+        s.add(sequence([7] * prompt, max_tokens=4, arrival=0.1, name="p"))
+        while sum(lengths) < prompt:
+            rows = step(s, 0.1)
+            assert len(rows) == num_decodes + 1
+            lengths.append(rows["p"])
+        assert lengths == expected
+
+
+@pytest.mark.parametrize(("ahead", "expected"), [
+    (0, 1212), (1, 1212), (1152, 1212), (1153, 700), (2304, 1212), (3456, 1212), (3457, 2108), (16_384, 2108), (20_000, 2560), (100_000, 8192),
+])
+def test_rows_of_a_step_by_what_waits(ahead, expected):
+    assert Pace(None, None, Beside(2048, 1152)).most(30, 60, 8192, ahead) == expected
 
 
 def test_rows_beside_decodes_follow_from_the_device():
     hopper = Roofline(4.8e12, 989e12, 15e9, 2 * 7e9, 4 * 32 * 128 * 32, 2 * 8 * 128 * 2 * 32)
-    assert mixed_rows(hopper) == 2048
-    assert mixed_rows(replace(hopper, weight_bytes=30e9, row_flops=4 * 7e9)) == 2048, "of a model twice as large, too"
-    assert mixed_rows(replace(hopper, flops=hopper.flops / 2)) == 1024
+    assert mixed_rows(hopper) == Beside(2048, 1152)
+    assert mixed_rows(replace(hopper, weight_bytes=30e9, row_flops=4 * 7e9)) == Beside(2048, 1152), "of a model twice as large, too"
+    assert mixed_rows(replace(hopper, flops=hopper.flops / 2)) == Beside(1024, 512)
 
 
 def test_the_wait_for_a_first_token_knows_the_pace():
@@ -126,7 +156,7 @@ def test_the_wait_for_a_first_token_knows_the_pace():
     free, paced = Pace(MODEL, None), Pace(MODEL, 0.02)
     assert free.first_token(running, 0, 100, ROWS) == MODEL.time_to_first_token(0, 100, running, ROWS)
     assert paced.first_token(running, 5000, 100, ROWS) > free.first_token(running, 5000, 100, ROWS) > free.first_token(running, 0, 100, ROWS)
-    bounded = Pace(MODEL, None, beside=200)
+    bounded = Pace(MODEL, None, beside=Beside(200, 200))
     assert bounded.first_token(running, 5000, 100, ROWS) > free.first_token(running, 5000, 100, ROWS)
     full = StepShape.of([(100, 1)] * ROWS)
     assert free.first_token(full, 0, 1020, ROWS) < 11 * MODEL.predict(StepShape(ROWS + 102, 102 * 1020, 100 * ROWS, ROWS + 1)), "a tenth a step"

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from kvasir.engine.pace import Beside
 from kvasir.engine.schedulers.affinity import Affinity
 from kvasir.engine.schedulers.fcfs import Fcfs
 from kvasir.engine.schedulers.priority import Config, Priority
@@ -36,7 +37,7 @@ class World:
         self.scheduler = scheduler(pages, policy, max_rows=max_rows, max_model_len=self.longest, max_num_seqs=rng.choice([1, 2, 4, 8]),
                                    long_prefill_token_threshold=rng.choice([0, 0, 5]))
         self.scheduler.prompts_first = rng.random() < 0.4
-        self.scheduler.pace.beside = rng.choice([None, None, 1, 6])
+        self.scheduler.pace.beside = rng.choice([None, None, Beside(1, 1), Beside(6, 3)])
         model = FakeModel(pages)
         for pool in pages.pools:
             pool._on_free = model.poison
@@ -114,7 +115,9 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_random_steps(seed: int) -> None:
+def test_random_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvasir.engine.pace.SEVERAL_DECODES", range(2, 6))
+    monkeypatch.setattr("kvasir.engine.pace.TILE_ROWS", 2)
     seen: dict[str, int] = {"steps": 0, "preemptions": 0, "hits": 0, "finished": 0, "resumed": 0}
     for episode in range(EPISODES):
         world = World(seed * EPISODES + episode)

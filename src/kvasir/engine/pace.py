@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,9 @@ from kvasir.engine.step_time import TILE_ROWS, Roofline, StepShape, StepTimeMode
 from kvasir.types import Span
 
 MIXED_STEP = 12.5  # times the read of all weights: as long as prompts may make a step that others decode in, where there is no target
+SHORT_STEP = 7.0  # so many where SEVERAL_DECODES do, while SHORT_STEPS of them get through the prompts that wait
+SHORT_STEPS = 3
+SEVERAL_DECODES = range(12, 40)  # fewer matter less than the prompts in a step; where more run, long steps are too many to be spared the p99
 BACKLOG = 8  # steps that it may take to compute all prompts that wait: where more do, large steps get more of them done
 ALIKE_SHARE = 8  # of decode steps that are a replay, or one native call, one in so many is learnt from: there are many, and the host is in a hurry
 
@@ -95,10 +98,18 @@ class StepClock:
         return {kind: error for kind, error in found.items() if error is not None}
 
 
-def mixed_rows(roofline: Roofline) -> int:
-    """Rows of prompts beside decodes: more make everybody's next token wait, and hardly cost less time a row."""
+class Beside(NamedTuple):
+    """Rows of prompts that a step has which others decode in: ``most``, and in a ``short`` one."""
+
+    most: int
+    short: int
+
+
+def mixed_rows(roofline: Roofline) -> Beside:
+    """More rows beside decodes make everybody's next token wait, and hardly cost less time a row."""
     read, row = float(roofline.prior()[0]), float(roofline.prior()[1])
-    return max(TILE_ROWS, int(MIXED_STEP * read / row) // TILE_ROWS * TILE_ROWS)
+    most, short = (max(TILE_ROWS, int(step * read / row) // TILE_ROWS * TILE_ROWS) for step in (MIXED_STEP, SHORT_STEP))
+    return Beside(most, short)
 
 
 class Pace:
@@ -106,15 +117,24 @@ class Pace:
     token, or None. Every running request has a row in every step, so its wait is the step. ``beside``: rows of prompts in a step that
     others decode in, where there is no target; None: any."""
 
-    def __init__(self, model: StepTimeModel | None, target: float | None, beside: int | None = None) -> None:
+    def __init__(self, model: StepTimeModel | None, target: float | None, beside: Beside | None = None) -> None:
         assert model is not None or target is None, "to keep a time takes a model of it"
         self.model = model
         self.target = target
         self.beside = None if target is not None else beside
 
-    def most(self, decode_rows: int, rows: int, ahead: int) -> int:
-        """Of the ``rows`` that a step may have, those it gets beside so many of decodes, while ``ahead`` of prompts are to be computed."""
-        return rows if self.beside is None or not decode_rows else min(rows, max(self.beside, ahead // BACKLOG) + decode_rows)
+    def most(self, decodes: int, decode_rows: int, rows: int, ahead: int) -> int:
+        """Of the ``rows`` that a step may have, those it gets beside ``decode_rows`` of so many ``decodes``, while ``ahead`` of prompts
+        are to be computed. Short steps take equal shares: the p99 between tokens is the longest steps but a few."""
+        if self.beside is None or not decodes:
+            return rows
+        most, short = self.beside
+        steps = -(-ahead // short)
+        if decodes in SEVERAL_DECODES and steps <= SHORT_STEPS:
+            most = short if steps < 2 else -(-ahead // (steps * TILE_ROWS)) * TILE_ROWS
+        else:
+            most = max(most, ahead // BACKLOG)
+        return min(rows, most + decode_rows)
 
     def room(self, step: Step, start: int, claim: int = 0) -> int:
         """Rows that ``step`` has left for a chunk from position ``start``: no more than keep the target, but for those that
@@ -130,7 +150,7 @@ class Pace:
     def first_token(self, running: StepShape, tokens_ahead: int, prompt_tokens: int, max_rows: int) -> float:
         """Seconds until a prompt that arrives now, of which ``prompt_tokens`` must be computed, has its first token, behind
         ``tokens_ahead`` of other prompts, in steps of ``max_rows`` rows. What its pages may have to wait for is not counted."""
-        max_rows = self.most(running.rows, max_rows, tokens_ahead + prompt_tokens)
+        max_rows = self.most(running.sequences, running.rows, max_rows, tokens_ahead + prompt_tokens)
         rows = max(max_rows - running.rows, max_rows // 10, 1)  # a tenth is the oldest prompt's in any case
         if self.target is not None and running.rows:
             rows = max(self._chunk(running, 0, rows), max_rows // 10, 1)

@@ -135,7 +135,7 @@ class Scheduler:
         decodes, prompts = self._split(now)
         if not self.prompts_first:
             ahead = self.queued_tokens + sum(rows_left(seq) for seq in prompts)
-            budget = step.left = self.pace.most(sum(1 + seq.num_look_ahead for seq in decodes), budget, ahead)
+            budget = step.left = self.pace.most(len(decodes), sum(1 + seq.num_look_ahead for seq in decodes), budget, ahead)
         claimant, claim = self._claim(prompts, now, budget)
 
         sit_out = self.prompts_first and self._prompts_filled and bool(decodes) and self._prompts_fill(prompts, budget)
