@@ -136,7 +136,7 @@ def engine(**options: Any) -> Callable[[], Any]:
     """A whole start-up."""
     from kvasir.engine.engine import Engine
 
-    return lambda: Engine(EngineConfig.of(model="nano", device="cpu", num_pages=16, **options)).close()
+    return lambda: Engine(EngineConfig.of(model="nano", device="cpu", num_pages=16, max_model_len=128, **options)).close()
 
 
 # What must not start, or not be admitted: (what, with what) -> how it is tried. The message is the code's.

@@ -184,18 +184,19 @@ def compose(cls: type, options: Mapping[str, Any], base: Any = None) -> Any:
 
 
 def _by_our_names(options: Mapping[str, Any], owners: Mapping[str, tuple[str, dataclasses.Field]]) -> dict[str, Any]:
-    """``kv_cache_dtype`` is ``kv_codec``, ``enforce_eager=True`` is ``cuda_graphs=False``: as on the command line. Raises ConfigError
+    """``kv_cache_dtype`` is ``kv_codec``, ``enforce_eager=True`` is ``cuda_graphs=False``: the names of the command line. Raises ConfigError
     where one setting has two values."""
     ours = {alias.replace("-", "_"): name for name, (_, f) in owners.items() for alias in f.metadata["aliases"] if len(alias) > 1}
     off = {f.metadata["off"].replace("-", "_"): name for name, (_, f) in owners.items() if f.metadata["off"]}
     found: dict[str, Any] = {}
+    as_given: dict[str, str] = {}
     for given, value in options.items():
         name = given if given in owners else ours.get(given, off.get(given, given))
         if given not in owners and given in off and isinstance(value, bool):
             value = not value
         if name in found:
-            raise ConfigError(f"{given} and {name} are one setting: give one of them")
-        found[name] = value
+            raise ConfigError(f"{as_given[name]} and {given} are one setting: give one of them")
+        found[name], as_given[name] = value, given
     return found
 
 

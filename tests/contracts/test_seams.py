@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import re
+import sys
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -36,7 +36,7 @@ every = pytest.mark.parametrize("package, name", FOUND, ids=lambda word: word.rs
 
 def of(package: str, name: str) -> tuple[type[Technique], type | None, str]:
     cls, config = technique.find(package, name, SEAMS[package])
-    return cls, config, importlib.import_module(f"{package}.{name}").__doc__ or ""
+    return cls, config, sys.modules[cls.__module__].__doc__ or ""
 
 
 def test_every_seam_of_the_house_is_here():

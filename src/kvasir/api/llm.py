@@ -6,9 +6,10 @@ import contextlib
 import gc
 import itertools
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,12 +71,13 @@ class LLM:
     """An engine in this process. Keywords are the settings of ``kvasir.config`` (``LLM("path", max_model_len=4096)``).
 
     ``model``: a folder or a hub id; none means the model that ships in the package. Raises ConfigError when it cannot
-    start. Close it, or use it as a context manager, to give its memory back.
+    start. Close it, or use it as a context manager, to give its memory back. Threads may share it: their calls take turns.
     """
 
     def __init__(self, model: str = "", *, config: EngineConfig | None = None, **options: Any) -> None:
         self.config = (config or EngineConfig()).replace(**({"model": model} if model else {}), **options)
-        self.engine = Engine(self.config)
+        self._engine: Engine | None = Engine(self.config)
+        self._turn = threading.RLock()  # whoever holds it steps the engine
         self.engine.scheduler.prompts_first = True  # results are whole ones, but for streams
         self.info = self.engine.info
         self.tokenizer: Tokenizer | None = None
@@ -93,8 +95,23 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise ConfigError("this LLM is closed; make another one")
+        return self._engine
+
     def close(self) -> None:
-        self.engine.close()
+        """Give memory back, on the device too. What streams still have to come is lost; whatever is asked for later raises ConfigError."""
+        with self._turn:
+            if self._engine is None:
+                return
+            self._engine.close()
+            self._engine = None
+        gc.collect()  # its parts know each other
+        torch = sys.modules["torch"]
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # who starts next asks the device what is free
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
         """What the checkpoint's generation_config asks for, with ``changes``."""
@@ -108,8 +125,12 @@ class LLM:
         ``use_tqdm`` shows a progress bar. A request that cannot be served raises RequestError before any work is done; one
         that fails later has ``error`` set in its result, and harms no other.
         """
+        if not isinstance(prompts, (str, dict, Iterable)):
+            raise RequestError(f"prompts: expected a prompt or a list of them, got {type(prompts).__name__}", param="prompts")
         many = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
-        with _short_collections():
+        if isinstance(sampling_params, (str, dict)):
+            raise RequestError(f"expected SamplingParams(...) or a list of them, got {type(sampling_params).__name__}", param="sampling_params")
+        with self._turn, _short_collections():
             params = [p or self.default_sampling_params() for p in
                       ([sampling_params] * len(many) if sampling_params is None or isinstance(sampling_params, SamplingParams) else sampling_params)]
             if len(params) != len(many):
@@ -121,6 +142,8 @@ class LLM:
              tools: list[dict] | None = None, add_generation_prompt: bool = True, **template_options: Any) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or many (a list of such lists), through the chat template."""
         many = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        if not all(many):
+            raise RequestError("a conversation has no messages", param="messages")
         encode = self._need_tokenizer().encode_chat
         ids = [encode(list(m), tools=tools, add_generation_prompt=add_generation_prompt, **template_options) for m in many]
         return self.generate([{"prompt_token_ids": i} for i in ids], sampling_params, use_tqdm=use_tqdm)
@@ -130,7 +153,7 @@ class LLM:
         request, shown = self._request(prompt, sampling_params or self.default_sampling_params()), 0
         collector = Collector(request, None, self._need_tokenizer())
         with self._collecting({request.id: collector}), self._streaming():
-            with _uninterrupted():
+            with self._turn, _uninterrupted():
                 self._deliver(self.engine.submit(request))
             while True:
                 output, done = collector.output, collector.output.finished
@@ -142,8 +165,8 @@ class LLM:
                     shown = len(text)
                 if done:
                     return
-                if not output.finished:  # it may have ended at the yield, where others step
-                    with _uninterrupted():
+                with self._turn, _uninterrupted():
+                    if not output.finished:  # it may have ended at the yield, where others step
                         self._deliver(self.engine.step())
 
     def check(self, prompt: Prompt, sampling_params: SamplingParams) -> None:
@@ -192,24 +215,30 @@ class LLM:
     @contextlib.contextmanager
     def _streaming(self) -> Iterator[None]:
         """While this lasts, somebody reads tokens as they come."""
-        self._streams += 1
-        self.engine.scheduler.prompts_first = False
+        with self._turn:
+            self._streams += 1
+            self.engine.scheduler.prompts_first = False
         try:
             yield
         finally:
-            self._streams -= 1
-            self.engine.scheduler.prompts_first = not self._streams
+            with self._turn:
+                self._streams -= 1
+                if self._engine is not None:
+                    self._engine.scheduler.prompts_first = not self._streams
 
     @contextlib.contextmanager
     def _collecting(self, collectors: dict[str, Collector]) -> Iterator[None]:
         """While this lasts, whoever steps the engine hands these collectors what is theirs. Requests that are left are cancelled."""
-        self._collectors |= collectors
+        with self._turn:
+            self._collectors |= collectors
         try:
             yield
         finally:
-            for request_id in collectors:
-                del self._collectors[request_id]
-                self.engine.cancel(request_id)
+            with self._turn:
+                for request_id in collectors:
+                    del self._collectors[request_id]
+                    if self._engine is not None:
+                        self._engine.cancel(request_id)
 
     def _deliver(self, events: list[Event]) -> list[Collector]:
         """Returns the collectors whose requests have ended with these events."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -165,19 +164,10 @@ def loss_only(task: str) -> bool:
 @contextlib.contextmanager
 def engine(config: EngineConfig) -> Iterator[LLM]:
     """An engine whose memory is free again afterwards."""
-    import torch
-
     from kvasir.api.llm import LLM
 
-    llm = LLM(config=config)
-    try:
+    with LLM(config=config) as llm:
         yield llm
-    finally:
-        llm.close()
-        llm.engine = None  # type: ignore[assignment]  # the caller's name for it may live on
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
 
 def beginning(exam: Exam, count: int) -> Exam:

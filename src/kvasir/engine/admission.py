@@ -96,7 +96,7 @@ def _seed(seed: int | None) -> int:
 def _checked(p: SamplingParams, ids_end: int) -> SamplingParams:
     """The parameters, each of its proper type and in range. Raises RequestError."""
     if not isinstance(p, SamplingParams):
-        _refuse("params", f"expected SamplingParams, got {type(p).__name__}")
+        _refuse("params", f"expected SamplingParams(...), got {type(p).__name__}")
     for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
         if not isinstance(getattr(p, name), bool):
             _refuse(name, f"{name} must be true or false, not {getattr(p, name)!r}")
