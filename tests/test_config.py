@@ -18,8 +18,9 @@ def test_flat_names_reach_their_section():
 def test_vllms_names_mean_the_same():
     config = EngineConfig.of(kv_cache_dtype="fp8", block_size=32, enforce_eager=True)
     assert (config.cache.kv_codec, config.cache.page_slots, config.runner.cuda_graphs) == ("fp8", 32, False)
-    with pytest.raises(ConfigError, match="kv_codec are one setting"):
-        EngineConfig.of(kv_codec="int8", kv_cache_dtype="fp8")
+    for options in ({"kv_codec": "int8", "kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8", "kv_codec": "int8"}):
+        with pytest.raises(ConfigError, match=" and ".join(options) + " are one setting"):
+            EngineConfig.of(**options)
 
 
 @pytest.mark.parametrize("options, message", [

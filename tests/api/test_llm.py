@@ -6,6 +6,8 @@ import gc
 import json
 import math
 import signal
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -298,6 +300,40 @@ def test_two_engines_in_one_process(llm):
         texts = [text + "".join(rest) for text, rest in zip(texts, streams)]
     assert all(whole.startswith(text) or whole == text for whole, text in zip(alone, texts)) and all(texts)
     assert llm.generate(PROMPT, GREEDY)[0].outputs[0].text == alone[0], "closing one leaves the other"
+
+
+def test_a_closed_one_gives_its_memory_back_and_says_that_it_is_closed():
+    with LLM(**OPTIONS) as it:
+        pool, stream = weakref.ref(it.engine.runner.pool), it.stream(PROMPT, greedy(ignore_eos=True))
+        next(stream)
+    assert pool() is None, "though the name lives on"
+    for use in (lambda: it.generate(PROMPT, GREEDY), lambda: next(it.stream(PROMPT, GREEDY)), lambda: list(stream)):
+        with pytest.raises(ConfigError, match="closed"):
+            use()
+    it.close()
+
+
+def test_threads_take_turns(llm):
+    prompts = [PROMPT, "The fox said", "In the morning the", "A long way off"]
+    alone = [llm.generate(p, GREEDY)[0].outputs[0].text for p in prompts]
+
+    def ask(i: int) -> list[str]:
+        return [llm.generate(prompts[i], GREEDY)[0].outputs[0].text for _ in range(3)] + ["".join(llm.stream(prompts[i], GREEDY))]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, range(4))) == [[text] * 4 for text in alone]
+
+
+@pytest.mark.parametrize("prompts, params", [(None, GREEDY), (5, GREEDY), ("a", {"max_tokens": 2}), ("a", "x")])
+def test_what_is_no_prompt_or_no_parameters(llm, prompts, params):
+    with pytest.raises(RequestError, match="expected .*, got (NoneType|int|dict|str)$"):
+        llm.generate(prompts, params)
+
+
+def test_a_conversation_without_messages(llm):
+    for nothing in ([[]], [[{"role": "user", "content": "x"}], []]):
+        with pytest.raises(RequestError, match="no messages"):
+            llm.chat(nothing)
 
 
 def test_without_a_tokenizer_and_with_dummy_weights():

@@ -281,6 +281,10 @@ def test_cors_is_off_unless_asked_for(http):
     with running(api_key=("alpha",), allowed_origins=("https://good.example",)) as server, httpx.Client(base_url=server.url) as own:
         good = own.options(CHAT, headers={**origin, "origin": "https://good.example"})
         assert good.status_code == 200 and good.headers["access-control-allow-origin"] == "https://good.example"
+        asked = own.options(CHAT, headers={**origin, "origin": "https://good.example", "access-control-request-headers": "x-stainless-os"})
+        assert asked.status_code == 200 and "x-stainless-os" in asked.headers["access-control-allow-headers"], "OpenAI's own client sends it"
+        seen = own.get("/health", headers={"origin": "https://good.example"}).headers["access-control-expose-headers"]
+        assert {"x-request-id", "retry-after", "warning"} <= set(seen.split(", "))
         assert "access-control-allow-origin" not in own.options(CHAT, headers=origin).headers
         assert own.post(CHAT, json=SAY, headers={"origin": "https://good.example"}).status_code == 401
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+import urllib.error
 
 import pytest
 
@@ -96,6 +97,15 @@ def test_no_server():
     replies, _ = asyncio.run(replay("http://127.0.0.1:1", "m", calls(2)))
     assert [r.status for r in replies] == [0, 0]
     with pytest.raises(ConfigError, match="no server"):
+        served_model("http://127.0.0.1:1")
+
+
+def test_a_server_that_wants_a_key(monkeypatch):
+    def refuse(request, timeout):
+        raise urllib.error.HTTPError(request.full_url, 401, "Unauthorized", {}, None)
+
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
+    with pytest.raises(ConfigError, match="answers 401 .* KVASIR_API_KEY"):
         served_model("http://127.0.0.1:1")
 
 

@@ -111,6 +111,13 @@ def test_mistakes(kvasir, args, code, message):
     assert (done.code, done.out) == (code, "") and message in done.err
 
 
+def test_results_do_not_overwrite_their_requests(kvasir, tmp_path):
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"prompt": "a"}\n')
+    done = kvasir("generate", "-i", lines, "-o", tmp_path / "." / "lines.jsonl")
+    assert done.code == 2 and "overwrite" in done.err and lines.read_text() == '{"prompt": "a"}\n'
+
+
 def test_input_that_is_no_text(kvasir):
     done = kvasir("generate", "-i", "-", stdin=b"\xff\xfe\x00")
     assert done.code == 2 and "not UTF-8" in done.err

@@ -181,6 +181,29 @@ def test_a_bad_grammar_fails_its_request_alone(healthy, mode):
     driver.close()
 
 
+def test_a_grammar_is_accepted_when_it_is_compiled():
+    """So that a refusal is a status, also of a stream, whose headers go out with the acceptance."""
+    driver = Driver(max_num_seqs=4)
+
+    def events(pattern: str, of: list) -> list[str]:
+        first = driver.engine.submit(driver.request(pattern, PROMPTS[2], max_tokens=4, grammar=Grammar("regex", pattern)))
+        while driver.engine._live:
+            of += driver.engine.step()
+        return [e.kind for e in first]
+
+    good, bad = [], []
+    assert events("[ab]{9}", good) == events("(unclosed", bad) == []
+    assert [e.kind for e in good][:2] == ["accepted", "tokens"] and good[-1].finish_reason == "length"
+    assert [e.kind for e in bad] == ["error"]
+    driver.engine.submit(driver.request("left", PROMPTS[2], max_tokens=4, n=2, grammar=Grammar("regex", "a*")))
+    assert [e.kind for e in driver.engine.cancel("left")] == ["accepted", "tokens", "tokens"]
+    again = driver.request("again", PROMPTS[2], max_tokens=4, grammar=Grammar("regex", "a*"))
+    again.epoch = 1
+    assert [e.kind for e in driver.engine.submit(again)] == ["accepted"], "it was told so before the engine's process died"
+    driver._take(driver.engine.cancel("again"))
+    driver.close()
+
+
 def test_the_queue_is_bounded():
     driver = Driver(max_num_seqs=2, max_queued_requests=4)
     for i in range(8):

@@ -186,9 +186,10 @@ def test_required_tool_calls_parse(client, stream):
 def test_a_bad_grammar_is_a_400(client):
     for body in ({"guided_regex": "(unclosed"}, {"guided_grammar": "start: nonsense"},
                  {"guided_json": {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}}):
-        with pytest.raises(openai.BadRequestError) as caught:
-            complete(client, extra_body=body)
-        assert caught.value.param == next(iter(body)), caught.value
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as caught:
+                complete(client, extra_body=body, stream=stream)
+            assert caught.value.param == next(iter(body)), caught.value
 
 
 # --------------------------------------------------------------------------------------------------------------- sampling

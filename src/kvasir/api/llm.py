@@ -200,7 +200,7 @@ class LLM:
                 events: list[Event] = []
                 while pending is not None:  # feed the queue up to its bound, then step
                     accepted = self.engine.submit(pending)
-                    if accepted[0].kind == "error" and accepted[0].status == 429 and self.engine.has_work():
+                    if accepted and accepted[0].kind == "error" and accepted[0].status == 429 and self.engine.has_work():
                         break
                     events += accepted
                     pending = next(waiting, None)

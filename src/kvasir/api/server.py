@@ -69,7 +69,7 @@ def create_app(client: EngineClient, text: Text, settings: ServerConfig) -> Fast
     app.add_middleware(KeyGuard, keys=settings.api_key)
     if settings.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["GET", "POST", "DELETE"],
-                           allow_headers=["authorization", "content-type", "x-request-id"])
+                           allow_headers=["*"], expose_headers=["x-request-id", "retry-after", "warning"])  # OpenAI's client has headers of its own
     return app
 
 

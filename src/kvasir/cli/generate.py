@@ -26,8 +26,6 @@ def run(config: EngineConfig, *, prompt: str | None, source: Path | None, jsonl:
     """Raises ConfigError when there is nothing to do, RequestError at the end when anything was refused."""
     if (prompt is None) == (source is None):
         raise ConfigError("give a prompt with --prompt, or a file with --input (.jsonl for many requests)")
-    if output is not None and not output.absolute().parent.is_dir():
-        raise ConfigError(f"--output: there is no folder {output.parent}")
     if output is not None and source is not None and output.resolve() == source.resolve():
         raise ConfigError("--output is the file that --input reads: results would overwrite the requests")
     jsonl = source is not None and (jsonl or source.suffix == ".jsonl")

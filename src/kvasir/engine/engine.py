@@ -51,6 +51,7 @@ class Live:
     request: Request
     branches: dict[int, Sequence] = field(default_factory=dict)
     compiling: Future | None = None
+    accepted: bool = False  # it was told so
 
 
 def start(config: EngineConfig) -> Engine:
@@ -111,7 +112,8 @@ class Engine:
             self._failed[refusal.code or "refused"] += 1
             return [refusal]
         live = self._live[request.id] = Live(request)
-        events = [Event(kind="accepted", request_id=request.id, epoch=request.epoch)]
+        # What cannot be compiled is refused, so a grammar is accepted when it is; a replay was accepted before.
+        events = self._accept(live) if request.params.grammar is None or request.epoch or any(request.emitted) else []
         for branch in range(request.params.n):
             seq = Sequence(request, branch)
             if branch in request.ended:
@@ -130,6 +132,13 @@ class Engine:
             if seq.num_output >= max(1, request.max_tokens):  # a replay that stopped between the last token and its end
                 events.append(self._finish(seq, "length"))
         return events
+
+    def _accept(self, live: Live) -> list[Event]:
+        """The first event of a request, unless it was sent."""
+        if live.accepted:
+            return []
+        live.accepted = True
+        return [Event(kind="accepted", request_id=live.request.id, epoch=live.request.epoch)]
 
     def _refusal(self, request: Request) -> Event | None:
         """The queue is bounded: an unbounded one is a memory leak with a latency graph."""
@@ -176,7 +185,7 @@ class Engine:
         if live is None:
             return []
         chosen = [s for b, s in live.branches.items() if branch is None or b == branch]
-        return [self._finish(seq, "cancelled") for seq in chosen]
+        return self._accept(live) + [self._finish(seq, "cancelled") for seq in chosen]
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> Event:
         """End one branch in any state: memory, row and sampler state go back; returns its last event."""
@@ -245,6 +254,7 @@ class Engine:
                 for seq in live.branches.values():
                     seq.state["grammar"] = matcher.copy()
                     self.scheduler.unblock(seq)
+                events += self._accept(live)
             elif now > first.blocked_until:
                 future.cancel()
                 events.append(self._fail(live.request.id, status=400, code="grammar_timeout", param="grammar",
