@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -46,6 +47,14 @@ def test_the_page_stands_alone():
     for expected in ("MISSED: at least 1.5", "1.10x", "55 (50 to 60)", "55%", "<s>"):
         assert expected in words
     assert "decode, tokens a second" in text
+
+
+def test_long_names_leave_room_for_the_bars():
+    found = outcome([50.0, 60.0], [50.0])
+    found["arms"][0]["name"] = "kvasir with everything compiled ahead"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report.page([found])
 
 
 def test_stored_results_make_a_page(tmp_path):

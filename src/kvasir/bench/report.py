@@ -88,7 +88,8 @@ def _plot(found: dict[str, Any], kind: str, groups: list[str]) -> str:
     except ImportError as e:
         raise ConfigError("the report draws with matplotlib: pip install 'kvasir[plots]'") from e
     arms = found["arms"]
-    figure = Figure(figsize=(1.4 + len(groups) * max(1.5, 0.55 * len(arms)), 2.9), layout="constrained")
+    legend = 0.8 + 0.075 * max(len(entry["name"]) for entry in arms)  # inches beside the bars
+    figure = Figure(figsize=(legend + len(groups) * max(1.5, 0.55 * len(arms)), 2.9), layout="constrained")
     # A scale for each group: batch 1 and batch 256 are two orders of magnitude apart.
     for place, (axes, group) in enumerate(zip(figure.subplots(1, len(groups), squeeze=False)[0], groups)):
         for i, entry in enumerate(arms):
