@@ -31,6 +31,7 @@ MAX_EXPANDED = 50_000  # atoms of a regex after its repeats are written out
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 _LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000, "max_items_in_row": 2000,
            "max_lexer_states": 200_000, "max_grammar_size": 500_000, "verbose_errors": False}
+_SHOWN_REGEX = r'invalid regex ".*" \(in regex\): '
 _BOUNDS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 
 
@@ -134,7 +135,7 @@ class Matcher:
 
     def _failed(self) -> bool:
         if not self.error and self._inner.is_error():
-            self.error = self._inner.get_error().strip().splitlines()[0] or "the grammar engine gave up"
+            self.error = _reason(self._inner.get_error()) or "the grammar engine gave up"
         return bool(self.error)
 
     def _set_eos(self, mask: np.ndarray, allowed: bool) -> None:
@@ -174,10 +175,19 @@ class GrammarCompiler:
         matcher = Matcher(inner, self.vocab_size, self.eos_ids)
         mask = np.zeros(-(-self.vocab_size // 32), np.int32)
         if not matcher.fill(mask):
-            raise RequestError(f"the grammar cannot be used: {matcher.error}", param=param)
+            why = matcher.error if grammar.kind == "lark" else re.sub(r"^at \d+\(\d+\): ", "", matcher.error)  # a place in text of ours
+            raise RequestError(f"the grammar cannot be used: {why}", param=param)
         if not mask.any():
             raise RequestError("the grammar allows no output at all", param=param)
         return Matcher(inner, self.vocab_size, self.eos_ids, grammar.after)
+
+
+def _reason(text: str) -> str:
+    """What the library says is wrong, in one line. About a regex it repeats the text, the reason stands in a line below, and the
+    source follows."""
+    lines = text.strip().splitlines() or [""]
+    reason = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), "")
+    return f"{re.sub(_SHOWN_REGEX, '', lines[0])} {reason}" if reason else lines[0]
 
 
 # ------------------------------------------------------------------------------------- text -> the library's grammar
