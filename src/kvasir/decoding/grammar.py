@@ -272,6 +272,17 @@ def check_schema(schema: Any, param: str | None = None) -> None:
         todo.extend((value, depth + 1) for value in node.values())
 
 
+def try_schema(schema: dict[str, Any], param: str) -> None:
+    """Refuse a schema, checked before, that does not compile. Needs no tokenizer: a tenth of a millisecond for the schema of a function."""
+    try:
+        source = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        why = _reason(llguidance.LLMatcher.validate_grammar(source, limits=llguidance.LLParserLimits(**_LIMITS)))
+    except ValueError as e:
+        why = str(e)
+    if why:
+        raise RequestError(f"the schema cannot be used: {why}", param=param, code="invalid_grammar")
+
+
 def _check_keywords(node: dict[str, Any], param: str | None) -> None:
     reference = node.get("$ref")
     if isinstance(reference, str) and not reference.startswith("#"):
