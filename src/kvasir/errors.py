@@ -28,6 +28,13 @@ class RequestError(Exception):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" for the closest spelling among ``choices``, or an empty string."""
-    found = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+    """Return " Did you mean 'x'?" for the closest spelling among ``choices``, or an empty string. Typos seldom change the first
+    letter; names that share only their ends ("length_penalty", "presence_penalty") mean different things."""
+    choices = list(choices)
+    alike = [c for c in choices if _first(c) == _first(word)]
+    found = difflib.get_close_matches(word, alike, n=1, cutoff=0.75) or difflib.get_close_matches(word, choices, n=1, cutoff=0.9)
     return f" Did you mean '{found[0]}'?" if found else ""
+
+
+def _first(word: str) -> str:
+    return word.lstrip("-")[:1].casefold()

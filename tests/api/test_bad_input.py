@@ -209,6 +209,8 @@ IN_CHAT = {  # body fields over a healthy body -> (status, param)
     "54-absent": ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, None),
     "54-choice-without-tools": ({"tool_choice": "required"}, "tool_choice"),
     "54-word": ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
+    "54-schema": ({"tools": [TOOL, {"type": "function", "function": {"name": "g", "parameters": {"properties": {"a": {"type": "strng"}}}}}],
+                   "tool_choice": "required"}, "tools[1].function.parameters"),
     "54-kind": ({"tools": [{"type": "web_search"}]}, None),
     "54-not-an-object": ({"tools": [1]}, None),
     "stream-options": ({"stream_options": {"include_usage": True}}, "stream_options"),

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import kvasir
+from kvasir.api.metrics import ALIASES
 from kvasir.config import ServerConfig
 from kvasir.errors import ConfigError, RequestError
 from tests.api.fake_client import FakeClient
@@ -431,6 +434,8 @@ def test_metrics():
         assert value["kvasir:time_to_first_token_seconds_count"] == value["vllm:time_to_first_token_seconds_count"] == 3
         assert value["kvasir:inter_token_seconds_count"] == 9 and value["vllm:request_queue_time_seconds_count"] == 3
         assert value["vllm:e2e_request_latency_seconds_count"] == 4
+        assert value["vllm:request_prompt_tokens_count"] == value["vllm:request_max_num_generation_tokens_count"] == 3
+        assert value["vllm:request_generation_tokens_sum"] == value["vllm:request_max_num_generation_tokens_sum"] == 12
         assert found["vllm:num_requests_running"][0].labels == {"model_name": "fake"}
         assert {s.labels["reason"]: s.value for s in found["kvasir:requests_ended_total"]} == {"finished": 3, "queue_full": 1}
         assert {s.labels["finished_reason"]: s.value for s in found["vllm:request_success_total"]} == {"stop": 3}
@@ -446,6 +451,32 @@ def test_metrics():
         errors = {s.labels["kind"]: s.value for s in found["kvasir:step_time_relative_error"]}
         assert errors == {"eager": 0.25, "graph": 0.125}
         assert found["kvasir:startup_seconds"][0].labels == {"phase": "weights"} and "kvasir:build_info" in value
+
+
+def test_metrics_of_choices_and_of_the_phases():
+    """Two prompts, two choices each, one choice's output cut by a stop string that only the front end sees."""
+    with running() as server, httpx.Client(base_url=server.url) as http:
+        server.engine.delay = 0.01
+        answer = http.post("/v1/completions", json={"prompt": ["say: hello world to everyone", "say: hello"], "n": 2, "stop": " to"}).json()
+        http.post(CHAT, json={**SAY, "stream": True})
+        value = {name: s[0].value for name, s in samples(http).items()}
+    usage = answer["usage"]
+    assert value["kvasir:decode_seconds_count"] == value["vllm:request_decode_time_seconds_count"] == 5
+    assert value["kvasir:prefill_seconds_count"] == value["vllm:request_prefill_time_seconds_count"] == 3
+    chat_prompt = value["vllm:request_prompt_tokens_sum"] - 2 * usage["prompt_tokens"]
+    assert value["vllm:request_prompt_tokens_count"] == 5 and chat_prompt > 0
+    assert value["vllm:request_generation_tokens_count"] == 5 and value["vllm:request_generation_tokens_sum"] == usage["completion_tokens"] + 4
+    assert value["vllm:request_max_num_generation_tokens_count"] == 3
+    assert value["vllm:request_max_num_generation_tokens_sum"] == usage["completion_tokens"] / 2 + 4
+    phases = value["vllm:request_prefill_time_seconds_sum"] + value["vllm:request_queue_time_seconds_sum"]
+    assert value["vllm:request_prefill_time_seconds_sum"] > 0.02 and phases == pytest.approx(value["vllm:time_to_first_token_seconds_sum"])
+    assert value["vllm:request_decode_time_seconds_sum"] == pytest.approx(value["vllm:inter_token_latency_seconds_sum"])
+
+
+def test_vllms_names_are_listed():
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    listed = next(line for line in text.splitlines() if line.startswith("vLLM's names in `/metrics`")).split("Of a request")[0]
+    assert re.findall(r"`(\w+)`", listed) == [name.removeprefix("vllm:") for names in ALIASES.values() for name in names]
 
 
 def test_openapi_names_every_route_and_schema(http, server):

@@ -274,6 +274,19 @@ def test_schemas_in_a_grammar(compiler):
         assert e.value.param == "tools[0].function.parameters"
 
 
+@pytest.mark.parametrize("bad, why", [
+    ({"type": "strng"}, "Invalid type: strng"), ({"type": "string", "pattern": "(?=a)b"}, "regex parse error: look-around"),
+    ({"not": {}}, "Unimplemented keys"), ({"$ref": "#/$defs/none"}, "does not exist"), ({"const": "\ud800"}, "cannot be used"),
+])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "bad"}}])
+def test_the_schema_that_does_not_compile_is_named(bad, why, choice):
+    offered = [tool(), tool("bad", type="object", properties={"type": {"type": "string"}, "a": bad}, required=["a"])]
+    with pytest.raises(RequestError, match=why) as e:
+        tools.grammar(offered, choice, Hermes, make("byte_level"))
+    assert (e.value.param, e.value.code, "\n" in e.value.message) == ("tools[1].function.parameters", "invalid_grammar", False)
+    tools.grammar(offered, {"type": "function", "function": {"name": "add"}}, Hermes, make("byte_level"))  # not asked for, not compiled
+
+
 @pytest.mark.parametrize("kind", ["byte_level", "wordpiece"])
 def test_marks_are_tokens_where_there_are_such_tokens(kind):
     bare = make(kind)

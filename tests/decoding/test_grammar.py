@@ -352,6 +352,20 @@ def test_bad_grammars_are_refused(name, compiler):
     assert caught.value.status == 400 and caught.value.param and len(caught.value.message) < 2000
 
 
+@pytest.mark.parametrize("pattern, reason", [
+    ("(", "unclosed group"), ("[z-a]", "invalid character class range, the start must be <= the end"),
+    ("a{2,1}", "invalid repetition count range, the start must be <= the end"), (r"(?<n>a)\1", "backreferences are not supported"),
+    ("(?=a)b", "look-around, including look-ahead and look-behind, is not supported"), ("error: a\n(?x)\n(", "unclosed group"),
+])
+def test_a_bad_regex_is_refused_with_the_reason_in_one_line(pattern, reason, compiler):
+    for kind, text in (("regex", pattern), ("json_schema", json.dumps({"type": "string", "pattern": pattern}))):
+        with pytest.raises(RequestError) as caught:
+            compiler.compile(Grammar(kind, text))
+        assert caught.value.message == f"the grammar cannot be used: regex parse error: {reason}"
+    with pytest.raises(RequestError, match=r"^the grammar cannot be used: at 2\(4\): regex parse error: unclosed group$"):
+        compiler.compile(Grammar("lark", "start: a\na: /x(/"))
+
+
 def test_a_good_grammar_compiles_after_all_of_them(compiler, tok):
     for kind, text in BAD.values():
         with pytest.raises(RequestError):

@@ -61,7 +61,8 @@ class Branch:
     detokenizer: Detokenizer
     num_tokens: int = 0
     done: bool = False
-    last: float | None = None  # time.monotonic() of its last token
+    first: float | None = None  # time.monotonic() of its first token, and
+    last: float | None = None  # of its last
 
 
 @dataclass(slots=True)
@@ -191,7 +192,10 @@ class Generation:
         if piece.stop is not None:
             delta.finish_reason, delta.stop_reason, branch.done = "stop", piece.stop, True
         if delta.finish_reason is not None:
-            self.metrics.finished(delta.finish_reason)
+            self.metrics.finished(delta.finish_reason, len(r.request.prompt_ids), branch.num_tokens,
+                                  None if branch.first is None or branch.last is None else branch.last - branch.first)
+            if all(b.done for b in r.branches):
+                self.metrics.max_generated.observe(max(b.num_tokens for b in r.branches))
         return delta
 
     def _time(self, r: Running, branch: Branch, event: Event) -> None:
@@ -200,10 +204,13 @@ class Generation:
         now = time.monotonic()
         if event.queued is not None:
             self.metrics.queue_time.observe(event.queued)
+            self.metrics.prefill_time.observe(max(0.0, now - r.request.arrival - event.queued))
         if not r.started:
             r.started = True
             self.metrics.first_token.observe(now - self.arrival)
-        if branch.last is not None:
+        if branch.last is None:
+            branch.first = now
+        else:
             for _ in event.token_ids:
                 self.metrics.inter_token.observe((now - branch.last) / len(event.token_ids))
         branch.last = now

@@ -18,6 +18,7 @@ from kvasir.types import EngineStats
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SHORT = (.001, .002, .003, .005, .0075, .01, .015, .02, .03, .04, .05, .075, .1, .15, .2, .3, .5, .75, 1.0, 2.0, 5.0)
 LONG = (.005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+TOKENS = tuple(m * 10 ** e for e in range(6) for m in (1, 2, 5)) + (10 ** 6,)
 
 ALIASES = {
     "kvasir:num_requests_running": ["vllm:num_requests_running"],
@@ -36,6 +37,11 @@ ALIASES = {
     "kvasir:inter_token_seconds": ["vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"],
     "kvasir:request_seconds": ["vllm:e2e_request_latency_seconds"],
     "kvasir:queue_seconds": ["vllm:request_queue_time_seconds"],
+    "kvasir:prefill_seconds": ["vllm:request_prefill_time_seconds"],
+    "kvasir:decode_seconds": ["vllm:request_decode_time_seconds"],
+    "kvasir:choice_prompt_tokens": ["vllm:request_prompt_tokens"],
+    "kvasir:choice_generation_tokens": ["vllm:request_generation_tokens"],
+    "kvasir:request_max_generation_tokens": ["vllm:request_max_num_generation_tokens"],
     "kvasir:choices_finished": ["vllm:request_success"],
 }
 
@@ -49,6 +55,11 @@ class Metrics:
         self.inter_token = self._histogram("inter_token_seconds", "Between two tokens of one choice", SHORT)
         self.request_time = self._histogram("request_seconds", "From arrival of a request to its end, however it ended", LONG)
         self.queue_time = self._histogram("queue_seconds", "From arrival of a request to its first rows in a step", LONG)
+        self.prefill_time = self._histogram("prefill_seconds", "From a request's first rows in a step to its first token", LONG)
+        self.max_generated = self._histogram("request_max_generation_tokens", "Tokens of the longest choice of a request", TOKENS)
+        self._decode_time = self._histogram("decode_seconds", "From the first token of a finished choice to its last", LONG)
+        self._prompt = self._histogram("choice_prompt_tokens", "Prompt tokens of a finished choice", TOKENS)
+        self._generated = self._histogram("choice_generation_tokens", "Tokens generated for a finished choice", TOKENS)
         self._http = self._counter("http_requests", "HTTP requests by route and status", "route", "status")
         self._ended = self._counter("requests_ended", "Generation requests by how they ended", "reason")
         self._finished = self._counter("choices_finished", "Choices by finish reason", "finished_reason")
@@ -66,8 +77,13 @@ class Metrics:
         self._ended.labels(reason).inc()
         self.request_time.observe(seconds)
 
-    def finished(self, reason: str) -> None:
+    def finished(self, reason: str, num_prompt: int, num_generated: int, seconds: float | None) -> None:
+        """A choice has its finish reason. ``seconds``: between its first token and its last; None if it has none."""
         self._finished.labels(reason).inc()
+        self._prompt.observe(num_prompt)
+        self._generated.observe(num_generated)
+        if seconds is not None:
+            self._decode_time.observe(seconds)
 
     def render(self, stats: EngineStats | None, model: str) -> bytes:
         """The page for /metrics. ``stats`` is None until the engine runs. vLLM's names carry ``model_name``, as there."""

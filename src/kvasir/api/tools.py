@@ -275,12 +275,21 @@ def grammar(tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any, cls: ty
     if cls is None:
         raise RequestError("this model's tool-call format is not known; start the server with --tool-call-parser hermes or llama3_json",
                            param="tool_choice", code="no_tool_parser")
-    from kvasir.decoding.grammar import check_schema
+    from kvasir.decoding.grammar import MAX_TEXT_BYTES, check_schema, try_schema
 
-    for i, function in enumerate(functions(tools)):
-        check_schema(function.get("parameters"), f"tools[{i}].function.parameters")
-    wanted = [f for f in functions(tools) if named in (None, f["name"])]
-    return Grammar("lark", cls.grammar(wanted, parallel and not named, tokenizer), after)
+    places = {f"tools[{i}].function.parameters": function for i, function in enumerate(functions(tools))}
+    for place, function in places.items():
+        check_schema(function.get("parameters"), place)
+    wanted = {place: f for place, f in places.items() if named in (None, f["name"])}
+    text = cls.grammar(list(wanted.values()), parallel and not named, tokenizer)
+    if len(text) <= MAX_TEXT_BYTES:  # what is longer will be refused as a whole
+        for place, function in wanted.items():  # each by itself: an error of the whole would not say whose it is
+            try_schema(schema_of(function), place)
+    return Grammar("lark", text, after)
+
+
+def schema_of(function: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "object", **(function.get("parameters") or NO_ARGUMENTS)}
 
 
 def mark(text: str, tokenizer: Tokenizer) -> str:
@@ -294,7 +303,7 @@ def call_rules(wanted: Sequence[Mapping[str, Any]], arguments_key: str) -> str:
     for i, function in enumerate(wanted):
         head = json.dumps(f'{{"name": "{function["name"]}", "{arguments_key}": ')
         # Bounded white space, or a weak model goes on with blanks for ever.
-        schema = {"type": "object", **(function.get("parameters") or NO_ARGUMENTS), "x-guidance": {"whitespace_pattern": WHITESPACE_PATTERN}}
+        schema = {**schema_of(function), "x-guidance": {"whitespace_pattern": WHITESPACE_PATTERN}}
         # Written so that nothing looks like Lark to a reader who does not know JSON: no /regex/, {repeat} or ~range.
         text = STRING.sub(lambda m: LARK.sub(lambda c: f"\\u{ord(c[0]):04x}", m[0]), json.dumps(schema, indent=0))
         lines += [f'call_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: %json {text}"]

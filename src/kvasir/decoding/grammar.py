@@ -31,6 +31,7 @@ MAX_EXPANDED = 50_000  # atoms of a regex after its repeats are written out
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 _LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000, "max_items_in_row": 2000,
            "max_lexer_states": 200_000, "max_grammar_size": 500_000, "verbose_errors": False}
+_SHOWN_REGEX = r'invalid regex ".*" \(in regex\): '
 _BOUNDS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 
 
@@ -134,7 +135,7 @@ class Matcher:
 
     def _failed(self) -> bool:
         if not self.error and self._inner.is_error():
-            self.error = self._inner.get_error().strip().splitlines()[0] or "the grammar engine gave up"
+            self.error = _reason(self._inner.get_error()) or "the grammar engine gave up"
         return bool(self.error)
 
     def _set_eos(self, mask: np.ndarray, allowed: bool) -> None:
@@ -174,10 +175,19 @@ class GrammarCompiler:
         matcher = Matcher(inner, self.vocab_size, self.eos_ids)
         mask = np.zeros(-(-self.vocab_size // 32), np.int32)
         if not matcher.fill(mask):
-            raise RequestError(f"the grammar cannot be used: {matcher.error}", param=param)
+            why = matcher.error if grammar.kind == "lark" else re.sub(r"^at \d+\(\d+\): ", "", matcher.error)  # a place in text of ours
+            raise RequestError(f"the grammar cannot be used: {why}", param=param)
         if not mask.any():
             raise RequestError("the grammar allows no output at all", param=param)
         return Matcher(inner, self.vocab_size, self.eos_ids, grammar.after)
+
+
+def _reason(text: str) -> str:
+    """What the library says is wrong, in one line. About a regex it repeats the text, the reason stands in a line below, and the
+    source follows."""
+    lines = text.strip().splitlines() or [""]
+    reason = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), "")
+    return f"{re.sub(_SHOWN_REGEX, '', lines[0])} {reason}" if reason else lines[0]
 
 
 # ------------------------------------------------------------------------------------- text -> the library's grammar
@@ -260,6 +270,17 @@ def check_schema(schema: Any, param: str | None = None) -> None:
             raise RequestError(f"the schema has more than {MAX_ENUM_VALUES} enum values", param=param)
         _check_keywords(node, param)
         todo.extend((value, depth + 1) for value in node.values())
+
+
+def try_schema(schema: dict[str, Any], param: str) -> None:
+    """Refuse a schema, checked before, that does not compile. Needs no tokenizer: a tenth of a millisecond for the schema of a function."""
+    try:
+        source = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        why = _reason(llguidance.LLMatcher.validate_grammar(source, limits=llguidance.LLParserLimits(**_LIMITS)))
+    except ValueError as e:
+        why = str(e)
+    if why:
+        raise RequestError(f"the schema cannot be used: {why}", param=param, code="invalid_grammar")
 
 
 def _check_keywords(node: dict[str, Any], param: str | None) -> None:
