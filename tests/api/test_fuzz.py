@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 
 import httpx
 import msgspec
@@ -12,6 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis.config import SchemathesisConfig
 
+from kvasir.api import limits
 from kvasir.api.limits import MAX_DEPTH, check_depth, clean_id, decode_json
 from kvasir.errors import RequestError
 from tests.api.running import Running
@@ -143,6 +146,49 @@ def test_depth_is_counted_exactly_and_strings_do_not_count(value, extra):
     else:
         with pytest.raises(RequestError):
             check_depth(body)
+
+
+def balanced(body: bytes) -> bool:
+    """The plain form of ``check_depth``: a regular expression drops the strings, and each pass the innermost pairs."""
+    brackets = re.sub(rb'"[^"\\]*(?:\\.?[^"\\]*)*"?', b"", body, flags=re.DOTALL)
+    brackets = re.sub(rb"[^\[\]]", b"", brackets.translate(bytes.maketrans(b"{}", b"[]")))
+    for _ in range(MAX_DEPTH):
+        brackets = brackets.replace(b"[]", b"")
+    return not brackets
+
+
+MARKS = st.lists(st.sampled_from([b'"', b"\\", b"[", b"]", b"{", b"}", b"e", b" ", b"[" * 64, b"]" * 64, b"\xff"]), max_size=16).map(b"".join)
+
+
+@pytest.mark.parametrize("piece", [2, 3, limits.PIECE])
+def test_depth_is_that_of_the_plain_form_however_a_body_is_cut(monkeypatch, piece):
+    @settings(max_examples=1000, deadline=None)
+    @given(MARKS)
+    def run(body) -> None:
+        try:
+            check_depth(body)
+        except RequestError:
+            seen.add(False)
+            assert not balanced(body)
+        else:
+            seen.add(True)
+            assert balanced(body)
+
+    monkeypatch.setattr(limits, "PIECE", piece)
+    seen: set[bool] = set()
+    run()
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize("unit", [b"[", b"[" * 63 + b"]" * 63, b'"', b"\\", b'\\"', b'"[', b'"\\"[]'])
+def test_depth_of_the_largest_body_takes_no_time(unit):
+    body = unit * ((16 << 20) // len(unit))
+    begin = time.thread_time()
+    try:
+        check_depth(body)
+    except RequestError as e:
+        assert e.code == "invalid_json"
+    assert time.thread_time() - begin < 0.6, "0.14 s where all marks are dense, and seconds with one pass a level"
 
 
 @settings(max_examples=500, deadline=None)
