@@ -408,6 +408,13 @@ def test_68_websocket_upgrades(http, server, path):
     healthy(http, server)
 
 
+def test_each_prompt_of_a_batch_has_its_own_default_of_tokens(http, server):
+    """16, or what fits behind it: a long prompt does not cut the answers to those it came with."""
+    r = http.post(TEXT, json={"prompt": [[300] * 1020, [301], [302] * 1000], "ignore_eos": True}).json()
+    assert r["usage"]["completion_tokens"] == 4 + 16 + 16
+    assert sorted(request.max_tokens for request in server.engine.seen[-3:]) == [4, 16, 16]
+
+
 def test_tokenize_and_detokenize(http, server):
     ids = http.post("/tokenize", json={"prompt": "hello world", "return_token_strs": True}).json()
     assert ids["tokens"] == tokenizer().encode("hello world") and len(ids["token_strs"]) == ids["count"]

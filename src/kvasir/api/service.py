@@ -147,7 +147,7 @@ class Service:
                                code="model_not_found")
         return body, ignored
 
-    def admit(self, prompts: Sequence[list[int]], params: SamplingParams, caller: Caller, reply_id: str, priority: int | None,
+    def admit(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], caller: Caller, reply_id: str, priority: int | None,
               names: dict[str, str], stream: bool) -> list[Request]:
         """Engine requests for one body, one a prompt; ``stream``: somebody reads along. Raises RequestError, with ``names`` as in Job."""
         if priority and not self.info.priorities:
@@ -155,11 +155,11 @@ class Service:
                                param="priority", code="unsupported_parameter")
         many = len(prompts) > 1
         with renamed(names):
-            requests = [admit(ids, params, self.info, id=f"{reply_id}.{i}" if many else reply_id, arrival=caller.arrival, tenant=caller.tenant,
-                              priority=priority or 0, encode=self.text.encode) for i, ids in enumerate(prompts)]
+            requests = [admit(ids, own, self.info, id=f"{reply_id}.{i}" if many else reply_id, arrival=caller.arrival, tenant=caller.tenant,
+                              priority=priority or 0, encode=self.text.encode) for i, (ids, own) in enumerate(zip(prompts, params, strict=True))]
             self._check_queue(requests)
-        if not stream and not params.stop:  # stop strings are seen here, and the engine should not run on for long until it hears of it
-            for request in requests:
+        for request in requests:
+            if not stream and not request.params.stop:  # stop strings are seen here; the engine should not run on for long until it hears of it
                 request.piece = PIECE
         return requests
 
