@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import httpx
 import pytest
@@ -375,6 +377,14 @@ def test_requests_at_once_per_key():
             thread.join(10)
         server.idle()
         assert http.post(CHAT, json=SAY, headers=key("alpha")).status_code == 200
+
+
+def test_the_help_and_the_docs_say_how_long_a_body_may_pause():
+    from kvasir.api.limits import CHUNK_TIMEOUT
+
+    [help] = [f.metadata["help"] for f in dataclasses.fields(ServerConfig) if f.name == "request_timeout"]
+    docs = Path(__file__).parents[2].joinpath("docs", "serving.md").read_text()
+    assert f"{CHUNK_TIMEOUT:g} seconds without a byte are a 408" in help and f"{CHUNK_TIMEOUT:g} s without a byte are a 408" in docs
 
 
 def test_slow_heads_and_slow_bodies_are_cut_off(monkeypatch):
