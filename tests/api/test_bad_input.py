@@ -438,6 +438,7 @@ def test_tokenize_and_detokenize(http, server):
     ("path", "body", "param"),
     [
         (TEXT, {"prompt": "hello " * 2_000_000}, "prompt"),
+        ("/tokenize", {"prompt": "hello " * 2_000_000}, "prompt"),
         (RESPONSES, {"input": "hello " * 2_000_000}, "input"),
         (CHAT, {"messages": [{"role": "user", "content": "hello " * 2_000_000}]}, "messages"),
     ],
@@ -445,4 +446,6 @@ def test_tokenize_and_detokenize(http, server):
 def test_a_huge_prompt_is_refused_before_it_is_encoded(http, server, path, body, param):
     error = refused(http.post(path, json=body), 400, param)
     assert "characters" in error["message"] and error["code"] == "context_length_exceeded"
+    room = "4 times the context" if path == "/tokenize" else "the context"
+    assert f"more than {room} of {server.service.info.max_model_len} tokens" in error["message"]
     healthy(http, server)
