@@ -165,11 +165,14 @@ class Service:
 
     def _check_queue(self, requests: Sequence[Request]) -> None:
         """Refuse what the queue could not hold if it were empty: it would be told to come back for ever. Raises RequestError."""
-        branches, tokens = sum(r.params.n for r in requests), sum(len(r.prompt_ids) for r in requests)
-        for count, most, what, param in ((branches, self.info.max_queued_requests, "choices", "n"),
-                                         (tokens, self.info.max_queued_tokens, "prompt tokens", "prompt")):
+        prompts, choices, tokens = len(requests), sum(r.params.n for r in requests), sum(len(r.prompt_ids) for r in requests)
+        queue, room = self.info.max_queued_requests, self.info.max_queued_tokens
+        shorter = "Send fewer prompts at a time." if prompts > 1 else "Shorten it."
+        for count, most, what, param, cure in ((prompts, queue, "prompts", "prompt", shorter),  # too many even with n=1
+                                               (choices, queue, "choices", "n", "Lower 'n' or send fewer prompts." if prompts > 1 else "Lower 'n'."),
+                                               (tokens, room, "prompt tokens", "prompt", shorter)):
             if 0 < most < count:
-                raise RequestError(f"{count} {what} in one request; this server queues {most} at once. Split it.", param=param, code="too_large")
+                raise RequestError(f"{count} {what} in one request; this server queues {most} at once. {cure}", param=param, code="too_large")
 
     async def respond(self, http: HttpRequest, make: Callable[[Service, bytes, Caller], Any]) -> Response:
         """A generation route: read, check off the loop, wait for the engine to accept, then stream or collect.
