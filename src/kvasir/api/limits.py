@@ -1,6 +1,6 @@
 """What a request may weigh before anything is spent on it: body size, time to arrive, nesting, numbers, open requests.
 
-A body is read with a limit, checked for depth without parsing, then decoded strictly: UTF-8 only, no NaN or Infinity, no lone
+A body is read with a limit, checked for depth and parts without parsing, then decoded strictly: UTF-8 only, no NaN or Infinity, no lone
 surrogates. Of duplicate keys the last one wins. Everything raises RequestError, so a bad body costs a 4xx and nothing else.
 """
 
@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from kvasir.errors import RequestError
 
 MAX_DEPTH = 64
+MAX_PARTS = 1 << 18  # strings, arrays and objects of a body: millions take the decoder seconds, in one call that holds everybody up
 CHUNK_TIMEOUT = 10.0  # seconds between two pieces of a body
 PIECE = 1 << 16  # bytes whose depth is measured in one go; other threads run in between
 _MARKS = bytes(c if c in b'"\\[]' else {ord("{"): ord("["), ord("}"): ord("]")}.get(c, ord(" ")) for c in range(256))
@@ -55,12 +56,13 @@ def _too_large(limit: int) -> RequestError:
     return RequestError(f"the body is longer than {limit} bytes", status=413, code="body_too_large")
 
 
-def check_depth(body: bytes) -> None:
-    """Raise RequestError when brackets nest deeper than MAX_DEPTH or do not match; those in strings do not count.
+def check_shape(body: bytes) -> None:
+    """Raise RequestError when brackets nest deeper than MAX_DEPTH or do not match (those in strings do not count), and 413 when
+    there are more than MAX_PARTS strings, arrays and objects.
 
     Linear time, no recursion, whatever the bytes are, and never long in one call: a large body must not stall other streams.
     """
-    depth, inside, start = 0, False, 0
+    depth, inside, start, parts = 0, False, 0, 0
     while start < len(body):
         # Everything but marks becomes a space, so that neighbours stay neighbours; then so does a backslash with what it escapes.
         piece = body[start:start + PIECE].translate(_MARKS).replace(rb"\\", b"  ")
@@ -70,10 +72,14 @@ def check_depth(body: bytes) -> None:
         marks = np.frombuffer(piece.replace(rb'\"', b" e").translate(None, b" \\"), np.uint8)
         if marks.size:
             quoted = _quoted(marks, inside)
-            steps = (marks == ord("[")).astype(np.int32) - (marks == ord("]"))
+            closing = marks == ord("]")
+            steps = (marks == ord("[")).astype(np.int32) - closing
             depths = depth + np.cumsum(np.where(quoted, 0, steps))
             if depths.min() < 0 or depths.max() > MAX_DEPTH:
                 raise _unbalanced()
+            parts += np.count_nonzero(~(quoted | closing))  # opening brackets, and ends of strings
+            if parts > MAX_PARTS:
+                raise RequestError(f"the body holds more than {MAX_PARTS} strings, arrays and objects", status=413, code="body_too_large")
             depth, inside = int(depths[-1]), bool(quoted[-1])
     if depth:
         raise _unbalanced()
@@ -99,10 +105,10 @@ def _unbalanced() -> RequestError:
 
 
 def decode_json(body: bytes) -> dict[str, Any]:
-    """The body as an object. Raises RequestError 400 for everything that is not a JSON object."""
+    """The body as an object. Raises RequestError: 400 for everything that is not a JSON object, 413 for one of too many parts."""
     if not body.strip():
         raise RequestError("the body is empty; send a JSON object", code="invalid_json")
-    check_depth(body)
+    check_shape(body)
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as e:
