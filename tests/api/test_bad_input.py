@@ -410,6 +410,13 @@ def test_68_websocket_upgrades(http, server, path):
     healthy(http, server)
 
 
+def test_each_prompt_of_a_batch_has_its_own_default_of_tokens(http, server):
+    """16, or what fits behind it: a long prompt does not cut the answers to those it came with."""
+    r = http.post(TEXT, json={"prompt": [[300] * 1020, [301], [302] * 1000], "ignore_eos": True}).json()
+    assert r["usage"]["completion_tokens"] == 4 + 16 + 16
+    assert sorted(request.max_tokens for request in server.engine.seen[-3:]) == [4, 16, 16]
+
+
 def test_tokenize_and_detokenize(http, server):
     ids = http.post("/tokenize", json={"prompt": "hello world", "return_token_strs": True}).json()
     assert ids["tokens"] == tokenizer().encode("hello world") and len(ids["token_strs"]) == ids["count"]
@@ -433,6 +440,7 @@ def test_tokenize_and_detokenize(http, server):
     ("path", "body", "param"),
     [
         (TEXT, {"prompt": "hello " * 2_000_000}, "prompt"),
+        ("/tokenize", {"prompt": "hello " * 2_000_000}, "prompt"),
         (RESPONSES, {"input": "hello " * 2_000_000}, "input"),
         (CHAT, {"messages": [{"role": "user", "content": "hello " * 2_000_000}]}, "messages"),
     ],
@@ -440,4 +448,6 @@ def test_tokenize_and_detokenize(http, server):
 def test_a_huge_prompt_is_refused_before_it_is_encoded(http, server, path, body, param):
     error = refused(http.post(path, json=body), 400, param)
     assert "characters" in error["message"] and error["code"] == "context_length_exceeded"
+    room = "4 times the context" if path == "/tokenize" else "the context"
+    assert f"more than {room} of {server.service.info.max_model_len} tokens" in error["message"]
     healthy(http, server)

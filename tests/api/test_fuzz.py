@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 
 import httpx
 import msgspec
@@ -12,7 +14,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis.config import SchemathesisConfig
 
-from kvasir.api.limits import MAX_DEPTH, check_depth, clean_id, decode_json
+from kvasir.api import limits
+from kvasir.api.limits import MAX_DEPTH, check_shape, clean_id, decode_json
 from kvasir.errors import RequestError
 from tests.api.running import Running
 
@@ -142,7 +145,72 @@ def test_depth_is_counted_exactly_and_strings_do_not_count(value, extra):
         assert decode_json(body) == {"a": value}
     else:
         with pytest.raises(RequestError):
-            check_depth(body)
+            check_shape(body)
+
+
+def balanced(body: bytes) -> bool:
+    """The plain form of ``check_shape``: a regular expression drops the strings, and each pass the innermost pairs."""
+    brackets = re.sub(rb'"[^"\\]*(?:\\.?[^"\\]*)*"?', b"", body, flags=re.DOTALL)
+    brackets = re.sub(rb"[^\[\]]", b"", brackets.translate(bytes.maketrans(b"{}", b"[]")))
+    for _ in range(MAX_DEPTH):
+        brackets = brackets.replace(b"[]", b"")
+    return not brackets
+
+
+MARKS = st.lists(st.sampled_from([b'"', b"\\", b"[", b"]", b"{", b"}", b"e", b" ", b"[" * 64, b"]" * 64, b"\xff"]), max_size=16).map(b"".join)
+
+
+@pytest.mark.parametrize("piece", [2, 3, limits.PIECE])
+def test_depth_is_that_of_the_plain_form_however_a_body_is_cut(monkeypatch, piece):
+    @settings(max_examples=1000, deadline=None)
+    @given(MARKS)
+    def run(body) -> None:
+        try:
+            check_shape(body)
+        except RequestError:
+            seen.add(False)
+            assert not balanced(body)
+        else:
+            seen.add(True)
+            assert balanced(body)
+
+    monkeypatch.setattr(limits, "PIECE", piece)
+    seen: set[bool] = set()
+    run()
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize("unit", [b"[", b"[" * 63 + b"]" * 63, b'"', b"\\", b'\\"', b'"[', b'"\\"[]'])
+def test_depth_of_the_largest_body_takes_no_time(monkeypatch, unit):
+    monkeypatch.setattr(limits, "MAX_PARTS", 1 << 30)  # to the end
+    body = unit * ((16 << 20) // len(unit))
+    begin = time.thread_time()
+    try:
+        check_shape(body)
+    except RequestError as e:
+        assert e.code == "invalid_json"
+    assert time.thread_time() - begin < 0.6, "0.14 s where all marks are dense, and seconds with one pass a level"
+
+
+@pytest.mark.parametrize(("part", "count"), [(b"[]", 1), (b"{}", 1), (b'"a"', 1), (rb'"\"[]\\"', 1), (b'{"a":[]}', 3), (b"5", 0)])
+def test_a_body_has_a_bounded_number_of_parts(monkeypatch, part, count):
+    """Strings, arrays and objects are counted exactly; numbers are not."""
+    body = b'{"a":[' + b",".join([part] * 20) + b"]}"
+    monkeypatch.setattr(limits, "PIECE", 7)
+    monkeypatch.setattr(limits, "MAX_PARTS", 20 * count + 3)
+    assert len(decode_json(body)["a"]) == 20
+    monkeypatch.setattr(limits, "MAX_PARTS", 20 * count + 2)
+    with pytest.raises(RequestError, match=f"more than {20 * count + 2} strings, arrays and objects") as caught:
+        decode_json(body)
+    assert caught.value.status == 413
+
+
+@pytest.mark.parametrize("unit", [b"[5],", b"[],", b'"ab",'])
+def test_the_largest_body_of_many_parts_never_reaches_the_decoder(monkeypatch, unit):
+    """Decoding four million lists took 2.4 s in one call."""
+    monkeypatch.setattr(limits.msgspec.json, "decode", lambda _: pytest.fail("decoded"))
+    with pytest.raises(RequestError, match="the body holds more than"):
+        decode_json(b'{"a":[' + unit * ((16 << 20) // len(unit)) + b"0]}")
 
 
 @settings(max_examples=500, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import signal
@@ -384,6 +385,14 @@ def test_requests_at_once_per_key():
         assert http.post(CHAT, json=SAY, headers=key("alpha")).status_code == 200
 
 
+def test_the_help_and_the_docs_say_how_long_a_body_may_pause():
+    from kvasir.api.limits import CHUNK_TIMEOUT
+
+    [help] = [f.metadata["help"] for f in dataclasses.fields(ServerConfig) if f.name == "request_timeout"]
+    docs = Path(__file__).parents[2].joinpath("docs", "serving.md").read_text()
+    assert f"{CHUNK_TIMEOUT:g} seconds without a byte are a 408" in help and f"{CHUNK_TIMEOUT:g} s without a byte are a 408" in docs
+
+
 def test_slow_heads_and_slow_bodies_are_cut_off(monkeypatch):
     import socket
 
@@ -517,11 +526,16 @@ def test_what_the_queue_can_never_hold_is_not_told_to_come_back():
         def ask(path: str, **body) -> httpx.Response:
             return httpx.post(server.url + path, json=body)
 
-        for path, body, param in (("/v1/completions", {"prompt": ["x"] * 3, "n": 3}, "n"),
-                                  ("/v1/completions", {"prompt": [[300] * 60] * 2}, "prompt"),
-                                  (CHAT, {**SAY, "n": 9}, "n"), (CHAT, {"messages": [{"role": "user", "content": "word " * 150}]}, "messages")):
+        fewer, shorter = "Send fewer prompts at a time.", "Shorten it."
+        for path, body, param, cure in (("/v1/completions", {"prompt": ["x"] * 3, "n": 3}, "n", "Lower 'n' or send fewer prompts."),
+                                        ("/v1/completions", {"prompt": ["x"] * 9}, "prompt", fewer),
+                                        ("/v1/completions", {"prompt": ["x"] * 9, "n": 2}, "prompt", fewer),
+                                        ("/v1/completions", {"prompt": [[300] * 60] * 2}, "prompt", fewer),
+                                        ("/v1/completions", {"prompt": [300] * 101}, "prompt", shorter), (CHAT, {**SAY, "n": 9}, "n", "Lower 'n'."),
+                                        (CHAT, {"messages": [{"role": "user", "content": "word " * 150}]}, "messages", shorter)):
             r = ask(path, **body)
-            assert r.status_code == 400 and r.json()["error"]["param"] == param and "at once" in r.json()["error"]["message"], r.text
+            error = r.json()["error"]
+            assert r.status_code == 400 and error["param"] == param and "at once" in error["message"] and error["message"].endswith(cure), r.text
         assert ask("/v1/completions", prompt=["x"] * 2, n=4).status_code == ask("/v1/completions", prompt=[[300] * 50] * 2).status_code == 200
 
 

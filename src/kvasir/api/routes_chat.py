@@ -84,7 +84,7 @@ class ChatJob:
         params = sampling_params(body, service.info.generation_defaults, max_tokens=max_tokens_of(body), logprobs=_logprobs(body), grammar=grammar)
         self.names["grammar"] = grammar_name
         id = unique_id("chatcmpl", caller.id)
-        self.requests = service.admit([self.prompt.ids], params, caller, id, body.priority, self.names, self.stream)
+        self.requests = service.admit([self.prompt.ids], [params], caller, id, body.priority, self.names, self.stream)
         self.messages = [service.text.message(self.prompt.ids, self.prompt.tools, self.parallel) for _ in range(params.n)]
         self.head = {"id": id, "object": "chat.completion.chunk" if self.stream else "chat.completion", "created": caller.created,
                      "model": service.info.name}

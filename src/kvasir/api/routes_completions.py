@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -39,13 +40,11 @@ class CompletionJob:
         prompts = [self.tokenizer.encode(p) if isinstance(p, str) else p for p in body.prompt]
         only_echo = bool(body.echo) and body.max_tokens == 0
         fixed: dict[str, Any] = {"logprobs": body.logprobs, "grammar": grammar}
-        if body.max_tokens is None:
-            fixed["max_tokens"] = min(MAX_TOKENS, max(1, service.info.max_model_len - max(len(ids) for ids in prompts)))
-        else:
-            fixed["max_tokens"] = 1 if only_echo else body.max_tokens
+        fixed["max_tokens"] = 1 if only_echo else body.max_tokens
         if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
             fixed["prompt_logprobs"] = body.logprobs
-        params = sampling_params(body, service.info.generation_defaults, **fixed)
+        shared = sampling_params(body, service.info.generation_defaults, **fixed)
+        params = [shared if body.max_tokens is not None else dataclasses.replace(shared, max_tokens=self._default(len(ids))) for ids in prompts]
         id = unique_id("cmpl", caller.id)
         self.requests = service.admit(prompts, params, caller, id, body.priority, self.names, self.stream)
         if only_echo:  # admission wants room for a token; the engine then generates none
@@ -54,6 +53,11 @@ class CompletionJob:
         self.head = {"id": id, "object": "text_completion", "created": caller.created, "model": service.info.name}
         # What echo puts before the answer: the prompt as it was sent, or the text of the ids that were.
         self.prefixes = [p if isinstance(p, str) else self.tokenizer.decode(p, skip_special=False) for p in body.prompt] if body.echo else []
+
+    def _default(self, num_prompt: int) -> int:
+        """``max_tokens`` of a prompt that came without: what fits behind this one, whatever came along with it."""
+        info = self.service.info
+        return min(MAX_TOKENS, max(1, min(info.max_model_len, info.kv_capacity_tokens or info.max_model_len) - num_prompt))
 
     def begin(self, release: Callable[[], None]) -> Generation:
         return Generation(self.service.client, self.service.metrics, self.requests, self.detokenizer, release)

@@ -47,7 +47,7 @@ class ResponsesJob:
                                  logprobs=(body.top_logprobs or 0) if body.include else None)
         self.id = unique_id("resp", caller.id)
         self.names["grammar"] = grammar_name
-        self.requests = service.admit([prompt.ids], params, caller, self.id, body.priority, self.names, self.stream)
+        self.requests = service.admit([prompt.ids], [params], caller, self.id, body.priority, self.names, self.stream)
         self.message = service.text.message(prompt.ids, prompt.tools, parallel)
         self.output = Output()
         self.head = {

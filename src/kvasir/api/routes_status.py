@@ -94,7 +94,7 @@ class StatusRoutes:
         tokenizer = self.service.text.tokenizer
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("send either 'prompt' or 'messages'", param="prompt")
-        self.service.text.check_size([body.prompt or "", *texts(body.messages or [])], TOKENIZE_FACTOR * self.service.info.max_model_len)
+        self.service.text.check_size([body.prompt or "", *texts(body.messages or [])], self.service.info.max_model_len, TOKENIZE_FACTOR)
         if body.messages is None:
             ids = tokenizer.encode(body.prompt or "", add_special=body.add_special_tokens is not False)
         else:

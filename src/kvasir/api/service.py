@@ -147,7 +147,7 @@ class Service:
                                code="model_not_found")
         return body, ignored
 
-    def admit(self, prompts: Sequence[list[int]], params: SamplingParams, caller: Caller, reply_id: str, priority: int | None,
+    def admit(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], caller: Caller, reply_id: str, priority: int | None,
               names: dict[str, str], stream: bool) -> list[Request]:
         """Engine requests for one body, one a prompt; ``stream``: somebody reads along. Raises RequestError, with ``names`` as in Job."""
         if priority and not self.info.priorities:
@@ -155,21 +155,24 @@ class Service:
                                param="priority", code="unsupported_parameter")
         many = len(prompts) > 1
         with renamed(names):
-            requests = [admit(ids, params, self.info, id=f"{reply_id}.{i}" if many else reply_id, arrival=caller.arrival, tenant=caller.tenant,
-                              priority=priority or 0, encode=self.text.encode) for i, ids in enumerate(prompts)]
+            requests = [admit(ids, own, self.info, id=f"{reply_id}.{i}" if many else reply_id, arrival=caller.arrival, tenant=caller.tenant,
+                              priority=priority or 0, encode=self.text.encode) for i, (ids, own) in enumerate(zip(prompts, params, strict=True))]
             self._check_queue(requests)
-        if not stream and not params.stop:  # stop strings are seen here, and the engine should not run on for long until it hears of it
-            for request in requests:
+        for request in requests:
+            if not stream and not request.params.stop:  # stop strings are seen here; the engine should not run on for long until it hears of it
                 request.piece = PIECE
         return requests
 
     def _check_queue(self, requests: Sequence[Request]) -> None:
         """Refuse what the queue could not hold if it were empty: it would be told to come back for ever. Raises RequestError."""
-        branches, tokens = sum(r.params.n for r in requests), sum(len(r.prompt_ids) for r in requests)
-        for count, most, what, param in ((branches, self.info.max_queued_requests, "choices", "n"),
-                                         (tokens, self.info.max_queued_tokens, "prompt tokens", "prompt")):
+        prompts, choices, tokens = len(requests), sum(r.params.n for r in requests), sum(len(r.prompt_ids) for r in requests)
+        queue, room = self.info.max_queued_requests, self.info.max_queued_tokens
+        shorter = "Send fewer prompts at a time." if prompts > 1 else "Shorten it."
+        for count, most, what, param, cure in ((prompts, queue, "prompts", "prompt", shorter),  # too many even with n=1
+                                               (choices, queue, "choices", "n", "Lower 'n' or send fewer prompts." if prompts > 1 else "Lower 'n'."),
+                                               (tokens, room, "prompt tokens", "prompt", shorter)):
             if 0 < most < count:
-                raise RequestError(f"{count} {what} in one request; this server queues {most} at once. Split it.", param=param, code="too_large")
+                raise RequestError(f"{count} {what} in one request; this server queues {most} at once. {cure}", param=param, code="too_large")
 
     async def respond(self, http: HttpRequest, make: Callable[[Service, bytes, Caller], Any]) -> Response:
         """A generation route: read, check off the loop, wait for the engine to accept, then stream or collect.

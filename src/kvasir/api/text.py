@@ -34,11 +34,12 @@ class Text:
         marks = [*(self.tool_format.marks if self.tool_format else ()), *((thinking.start, thinking.end) if thinking else ())]
         self.keep_ids = self.tokenizer.special_ids & {self.tokenizer.token_to_id(mark) for mark in marks}
 
-    def check_size(self, texts: Iterable[str], max_tokens: int) -> None:
-        """Refuse, before any work, text that cannot fit ``max_tokens`` however well it encodes. Raises RequestError."""
+    def check_size(self, texts: Iterable[str], max_model_len: int, contexts: int = 1) -> None:
+        """Refuse, before any work, text that cannot fit so many ``contexts`` however well it encodes. Raises RequestError."""
         num_chars = sum(map(len, texts))
-        if num_chars > max_tokens * self._longest_token:
-            raise RequestError(f"the prompt has {num_chars} characters, far more than the context of {max_tokens} tokens can hold", param="prompt",
+        if num_chars > contexts * max_model_len * self._longest_token:
+            room = "the context" if contexts == 1 else f"{contexts} times the context"
+            raise RequestError(f"the prompt has {num_chars} characters, far more than {room} of {max_model_len} tokens can hold", param="prompt",
                                code="context_length_exceeded")
 
     def encode(self, text: str) -> list[int]:
