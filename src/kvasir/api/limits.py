@@ -10,13 +10,15 @@ import asyncio
 import re
 import uuid
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
 from kvasir.errors import RequestError
+
+if TYPE_CHECKING:
+    import numpy as np  # imported by the first body, or while the engine starts
 
 MAX_DEPTH = 64
 MAX_PARTS = 1 << 18  # strings, arrays and objects of a body: millions take the decoder seconds, in one call that holds everybody up
@@ -62,6 +64,8 @@ def check_shape(body: bytes) -> None:
 
     Linear time, no recursion, whatever the bytes are, and never long in one call: a large body must not stall other streams.
     """
+    import numpy as np
+
     depth, inside, start, parts = 0, False, 0, 0
     while start < len(body):
         # Everything but marks becomes a space, so that neighbours stay neighbours; then so does a backslash with what it escapes.
@@ -88,6 +92,8 @@ def check_shape(body: bytes) -> None:
 def _quoted(marks: np.ndarray, inside: bool) -> np.ndarray:
     """For each mark, whether a string is open after it. A quote opens or closes one; an ``e`` (a quote behind an odd number of
     backslashes) leaves it open, or opens it: outside of strings nothing is escaped."""
+    import numpy as np
+
     flips = np.logical_xor.accumulate(marks == ord('"'))
     escaped = np.flatnonzero(marks == ord("e"))
     if not escaped.size:

@@ -91,6 +91,7 @@ class Service:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.client.start())
                 group.create_task(asyncio.to_thread(self.text.load))
+                group.create_task(asyncio.to_thread(limits.check_shape, b"{}"))  # imports what it needs
         except BaseExceptionGroup as e:
             self.phase, self.failure = "failed", e.exceptions[0]
             log.error("start-up failed: %s", self.failure)
