@@ -199,8 +199,11 @@ def test_a_grammar_is_accepted_when_it_is_compiled():
     assert [e.kind for e in driver.engine.cancel("left")] == ["accepted", "tokens", "tokens"]
     again = driver.request("again", PROMPTS[2], max_tokens=4, grammar=Grammar("regex", "a*"))
     again.epoch = 1
-    assert [e.kind for e in driver.engine.submit(again)] == ["accepted"], "it was told so before the engine's process died"
-    driver._take(driver.engine.cancel("again"))
+    assert driver.engine.submit(again) == driver.engine.cancel("again", 7) == [], "the engine's process died before it was compiled"
+    driver.engine.cancel("again")
+    again.emitted = [[5]]
+    assert [e.kind for e in driver.engine.submit(again)] == ["accepted"], "or after its first token"
+    driver.engine.cancel("again")
     driver.close()
 
 

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 MAX_DEPTH = 64
 MAX_PARTS = 1 << 18  # strings, arrays and objects of a body: millions take the decoder seconds, in one call that holds everybody up
 CHUNK_TIMEOUT = 10.0  # seconds between two pieces of a body
+MAX_EXPONENTS = 1 << 14  # numbers like 1e300, each of which takes it 8 us
 PIECE = 1 << 16  # bytes whose depth is measured in one go; other threads run in between
+_EXPONENT = re.compile(rb"\d[eE]\+?\d{3}")
 _MARKS = bytes(c if c in b'"\\[]' else {ord("{"): ord("["), ord("}"): ord("]")}.get(c, ord(" ")) for c in range(256))
 
 
@@ -60,18 +62,21 @@ def _too_large(limit: int) -> RequestError:
 
 def check_shape(body: bytes) -> None:
     """Raise RequestError when brackets nest deeper than MAX_DEPTH or do not match (those in strings do not count), and 413 when
-    there are more than MAX_PARTS strings, arrays and objects.
+    there are more than MAX_PARTS strings, arrays and objects, or MAX_EXPONENTS numbers with large ones (or text that looks like them).
 
     Linear time, no recursion, whatever the bytes are, and never long in one call: a large body must not stall other streams.
     """
     import numpy as np
 
-    depth, inside, start, parts = 0, False, 0, 0
+    depth, inside, start, parts, exponents = 0, False, 0, 0, 0
     while start < len(body):
         # Everything but marks becomes a space, so that neighbours stay neighbours; then so does a backslash with what it escapes.
         piece = body[start:start + PIECE].translate(_MARKS).replace(rb"\\", b"  ")
         if piece.endswith(b"\\") and len(piece) > 1:
             piece = piece[:-1]  # what it escapes comes next
+        exponents += len(_EXPONENT.findall(body, start, start + len(piece)))
+        if exponents > MAX_EXPONENTS:
+            raise RequestError(f"the body holds more than {MAX_EXPONENTS} numbers with exponents", status=413, code="body_too_large")
         start += len(piece)
         marks = np.frombuffer(piece.replace(rb'\"', b" e").translate(None, b" \\"), np.uint8)
         if marks.size:

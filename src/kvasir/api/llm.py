@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +102,7 @@ class LLM:
         return self._engine
 
     def close(self) -> None:
-        """Give memory back, on the device too. What streams still have to come is lost; whatever is asked for later raises ConfigError."""
+        """Give memory back, on the device too. What streams still have to come is lost; what needs the engine later raises ConfigError."""
         with self._turn:
             if self._engine is None:
                 return
@@ -125,9 +125,10 @@ class LLM:
         ``use_tqdm`` shows a progress bar. A request that cannot be served raises RequestError before any work is done; one
         that fails later has ``error`` set in its result, and harms no other.
         """
-        if not isinstance(prompts, (str, dict, Iterable)):
-            raise RequestError(f"prompts: expected a prompt or a list of them, got {type(prompts).__name__}", param="prompts")
-        many = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        try:
+            many = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        except TypeError as e:
+            raise RequestError(f"prompts: expected a prompt or a list of them, got {type(prompts).__name__}", param="prompts") from e
         if isinstance(sampling_params, (str, dict)):
             raise RequestError(f"expected SamplingParams(...) or a list of them, got {type(sampling_params).__name__}", param="sampling_params")
         with self._turn, _short_collections():

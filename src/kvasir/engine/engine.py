@@ -112,8 +112,8 @@ class Engine:
             self._failed[refusal.code or "refused"] += 1
             return [refusal]
         live = self._live[request.id] = Live(request)
-        # What cannot be compiled is refused, so a grammar is accepted when it is; a replay was accepted before.
-        events = self._accept(live) if request.params.grammar is None or request.epoch or any(request.emitted) else []
+        # What cannot be compiled is refused, so a grammar is accepted when it is, unless the request ran in an earlier process.
+        events = self._accept(live) if request.params.grammar is None or any(request.emitted) else []
         for branch in range(request.params.n):
             seq = Sequence(request, branch)
             if branch in request.ended:
@@ -185,7 +185,7 @@ class Engine:
         if live is None:
             return []
         chosen = [s for b, s in live.branches.items() if branch is None or b == branch]
-        return self._accept(live) + [self._finish(seq, "cancelled") for seq in chosen]
+        return (self._accept(live) if chosen else []) + [self._finish(seq, "cancelled") for seq in chosen]
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> Event:
         """End one branch in any state: memory, row and sampler state go back; returns its last event."""
