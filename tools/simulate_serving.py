@@ -149,7 +149,7 @@ def main() -> int:
         loads += [(f"{trace}{share * 100:.0f}", trace, round(share * capacity, 2)) for share in shares]
     for (label, trace, rate), text, name in product(loads, texts, options.policies.split(",")):
         most, _, short = text.partition(":")
-        beside = None if most == "none" else Beside(int(most), int(short or 1))
+        beside = None if most == "none" else Beside(int(most), int(short or 1))  # of 1: none is short
         metrics = Simulation(load(trace, options.requests, rate), beside, technique.load(POLICIES, name, SchedulerPolicy)).run()
         arms.append(arm(f"{label}-{text}-{name}", {"rate": rate, "beside": beside, "policy": name}, metrics))
         print(arms[-1]["name"], metrics, flush=True)

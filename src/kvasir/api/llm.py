@@ -6,7 +6,6 @@ import contextlib
 import gc
 import itertools
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -103,13 +102,14 @@ class LLM:
 
     def close(self) -> None:
         """Give memory back, on the device too. What streams still have to come is lost; what needs the engine later raises ConfigError."""
+        import torch
+
         with self._turn:
             if self._engine is None:
                 return
             self._engine.close()
             self._engine = None
         gc.collect()  # its parts know each other
-        torch = sys.modules["torch"]
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # who starts next asks the device what is free
 

@@ -20,9 +20,9 @@ class EngineCore(Protocol):
     the right ones, and with whether the step may be slow: the first of its kind, which may have kernels to compile."""
 
     def submit(self, request: Request) -> list[Event]:
-        """Queue a request: ``accepted``, or one ``error`` event (queue full: status 429 or 503 with ``retry_after``). Either comes from
-        a later step where a grammar has to be compiled first.
-        A request with ``epoch > 0`` was accepted once and is never refused for a full queue."""
+        """Queue a request: ``accepted``, or one ``error`` event (queue full: status 429 or 503 with ``retry_after``). Where a
+        grammar has to be compiled first, it comes from a later step. A request with ``epoch > 0`` was queued once and is never refused for
+        a full queue."""
 
     def cancel(self, request_id: str, branch: int | None = None) -> list[Event]:
         """Stop a request (or one branch) in any state; idempotent. Ends it with ``finish_reason='cancelled'``."""
