@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -18,7 +20,7 @@ import pytest
 
 from kvasir.config import EngineConfig
 from kvasir.engine import ipc, messages, process
-from kvasir.types import Request, SamplingParams
+from kvasir.types import EngineStats, Event, Request, SamplingParams
 from tests.engine.fake_core import expected
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +88,26 @@ def test_messages_in_one_batch_are_taken_in_order(start):
     got = events(channel, 3 + 2 + 10)
     ends = {(e.request_id, e.branch, e.finish_reason) for e in got if e.finish_reason}
     assert ends == {("a", 1, "cancelled"), ("b", 0, "cancelled"), ("a", 0, "length"), ("b", 0, "length")}
+
+
+def test_tokens_and_a_cancel_in_one_step_end_a_branch_once():
+    """As where the first m of n branches count: both events become one, and the other branches still run."""
+    sent: list = []
+    core, flight = SimpleNamespace(stats=EngineStats), SimpleNamespace(launch=lambda tickets: None, idle=lambda: None)
+    channel, decode = SimpleNamespace(send=lambda frame: sent.extend(decode(frame[ipc.HEADER.size:]).events)), ipc.Decoder(messages.ToClient).body
+    loop = process.Loop(core, channel, queue.SimpleQueue(), flight, 1.0)
+    core.submit = lambda request: []
+    loop._handle(messages.Submit(1, dataclasses.replace(request(n=3), piece=32)))
+
+    def tokens(branch: int, index: int, reason: str | None = None) -> Event:
+        return Event(kind="tokens", request_id="r", branch=branch, index=index, token_ids=[] if reason else [7], finish_reason=reason)
+
+    loop._send([tokens(branch, 0) for branch in range(3)])
+    loop._send([tokens(2, 1), *(event for branch in range(2) for event in (tokens(branch, 1), tokens(branch, 2, "cancelled")))])
+    assert loop._tickets == {"r": 1}
+    loop._send([tokens(2, 2, "length")])
+    assert [sum(len(event.token_ids) for event in sent if event.branch == branch) for branch in range(3)] == [2, 2, 2]
+    assert not loop._tickets and not loop._branches
 
 
 @pytest.mark.parametrize(("core", "kind", "words", "code"), [("refusing", messages.Refused, "no memory left", process.REFUSED),

@@ -122,13 +122,14 @@ class Loop:
         self._flight.launch([self._tickets.get(request_id, 0) for request_id in request_ids], slow)
 
     def _send(self, events: list[Event]) -> None:
+        ended = [event for event in events if event.kind == "error" or event.finish_reason is not None]  # as they are before some are joined
         ready = self._pieces.ready(events)
         if ready:
             try:
                 self._channel.send(ipc.encode(messages.Events(ready)))
             except (ipc.FrameError, TypeError, ValueError, OverflowError):
                 self._send_singly(ready)
-        for event in events:
+        for event in ended:
             self._note_end(event)
 
     def _send_singly(self, events: list[Event]) -> None:
@@ -152,8 +153,7 @@ class Loop:
     def _note_end(self, event: Event) -> None:
         if event.request_id not in self._branches:
             return
-        if event.kind == "tokens" and event.finish_reason is not None:
-            self._branches[event.request_id] -= 1
+        self._branches[event.request_id] -= 1
         if event.kind == "error" or self._branches[event.request_id] <= 0:
             self._forget(event.request_id)
 
