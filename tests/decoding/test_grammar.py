@@ -310,6 +310,7 @@ BAD = {
     "64 KiB": ("json_schema", json.dumps({"description": "x" * (64 << 10)})),
     "minItems": ("json_schema", '{"type": "array", "minItems": 1000000000}'),
     "maxItems": ("json_schema", '{"type": "array", "maxItems": 1e9}'),
+    "minItems of many digits": ("json_schema", '{"type": "array", "minItems": 1%s}' % ("0" * 400)),
     "maxLength": ("json_schema", '{"type": "string", "maxLength": 100000}'),
     "pattern repeat": ("json_schema", '{"type": "string", "pattern": "a{1,1000000}"}'),
     "pattern lookahead": ("json_schema", '{"type": "string", "pattern": "a(?=b)"}'),
@@ -322,6 +323,7 @@ BAD = {
     "lookbehind": ("regex", "(?<=a)b"),
     "backreference": ("regex", r"(a)\1"),
     "repeat": ("regex", "a{1,1000000}"),
+    "repeat of many digits": ("regex", "a{1%s}" % ("0" * 400)),
     "nested repeats": ("regex", "(a{1000}){1000}"),
     "three nested repeats": ("regex", "((a{50}){50}){50}"),
     "long regex": ("regex", "a" * 4097),
@@ -340,6 +342,7 @@ BAD = {
     "lark undefined": ("lark", "start: nothing"),
     "lark repeats": ("lark", "start: /(a{1000}){1000}/"),
     "lark bound": ("lark", 'start: "a"{1000000}'),
+    "lark bound of many digits": ("lark", 'start: "a"{1%s}' % ("0" * 5000)),
     "lark import": ("lark", "%import /etc/passwd\nstart: passwd"),
 }
 

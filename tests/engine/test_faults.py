@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from kvasir.decoding.grammar import GrammarCompiler
 from kvasir.types import Grammar
 from tests.engine.driver import Driver, Output
 
@@ -177,6 +178,20 @@ def test_a_bad_grammar_fails_its_request_alone(healthy, mode):
     driver.submit(driver.request("bad", PROMPTS[2], max_tokens=50, grammar=Grammar("regex", "(unclosed")))
     driver.run(fleet(driver))
     assert driver.errors["bad"].status == 400 and driver.errors["bad"].param
+    assert {key: out.tokens for key, out in driver.outputs.items()} == healthy
+    driver.close()
+
+
+def test_a_bug_of_the_compiler_fails_its_request_alone(healthy, monkeypatch):
+    driver = Driver(max_num_seqs=8)
+
+    def compile_(self, grammar):
+        raise OverflowError("a bug")
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_)
+    driver.submit(driver.request("bad", PROMPTS[2], max_tokens=50, grammar=Grammar("regex", "a")))
+    driver.run(fleet(driver))
+    assert driver.errors["bad"].status == 500 and "OverflowError" in driver.errors["bad"].message
     assert {key: out.tokens for key, out in driver.outputs.items()} == healthy
     driver.close()
 

@@ -226,7 +226,7 @@ def _from_lark(text: str, param: str) -> str:
     for pattern in re.findall(r"/((?:[^/\\\n]|\\.)+)/", text):
         check_regex(pattern, param)
     for bound in re.findall(r"\d+", " ".join(re.findall(r"\{[^}\n]*\}|~[^\n]*", text))):
-        _check_bound(int(bound), param)
+        _check_bound(float(bound), param)
     return llguidance.LLMatcher.grammar_from_lark(text)
 
 
@@ -301,7 +301,7 @@ def _check_keywords(node: dict[str, Any], param: str | None) -> None:
 
 def _check_bound(bound: float, param: str | None, name: str = "a repeat") -> None:
     if bound > MAX_REPEAT:
-        raise RequestError(f"{name} of {bound:.0f} is above the limit of {MAX_REPEAT}", param=param)
+        raise RequestError(f"{name} is above the limit of {MAX_REPEAT}", param=param)  # by how much, it may have too many digits to say
 
 
 def check_regex(pattern: str, param: str | None = None) -> None:

@@ -243,16 +243,11 @@ class Engine:
             if future.done():
                 live.compiling = None
                 self._compiling -= 1
-                try:
-                    matcher = future.result()
-                except ConfigError as e:  # the tokenizer is none that the library reads: a fault of the server's, met by this request
-                    events.append(self._fail(live.request.id, status=400, code="no_grammars", message=str(e), param="grammar"))
-                    continue
-                except RequestError as e:
-                    events.append(self._fail(live.request.id, status=e.status, code=e.code or "invalid_grammar", message=e.message, param=e.param))
+                if (error := future.exception()) is not None:
+                    events.append(self._not_compiled(live.request.id, error))
                     continue
                 for seq in live.branches.values():
-                    seq.state["grammar"] = matcher.copy()
+                    seq.state["grammar"] = future.result().copy()
                     self.scheduler.unblock(seq)
                 events += self._accept(live)
             elif now > first.blocked_until:
@@ -260,6 +255,16 @@ class Engine:
                 events.append(self._fail(live.request.id, status=400, code="grammar_timeout", param="grammar",
                                          message=f"the grammar did not compile within {self.config.service.grammar_timeout:g} s"))
         return events
+
+    def _not_compiled(self, request_id: str, error: BaseException) -> Event:
+        """What went wrong in the other thread, even in the library, is one request's."""
+        if isinstance(error, RequestError):
+            return self._fail(request_id, status=error.status, code=error.code or "invalid_grammar", message=error.message, param=error.param)
+        if isinstance(error, ConfigError):  # the tokenizer is none that the library reads: a fault of the server's, met by this request
+            return self._fail(request_id, status=400, code="no_grammars", message=str(error), param="grammar")
+        log.error("the grammar of request %s cannot be compiled", request_id, exc_info=error)
+        return self._fail(request_id, status=500, code="internal_error", param="grammar",
+                          message=f"internal_error: {type(error).__name__} while compiling the grammar")
 
     def draft_with(self, speculation: SpeculationConfig) -> Drafter | None:
         """Go on with another drafter, or none, that needs nothing of the device: to measure several with one set of weights.
