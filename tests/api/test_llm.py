@@ -182,6 +182,29 @@ def test_leaving_a_stream_cancels_it(llm):
     assert not llm.engine.has_work() and llm.engine.pages.num_free == llm.engine.pages.num_total
 
 
+@pytest.mark.parametrize("how", ["finalised", "by another thread"])
+def test_a_stream_left_in_the_middle_of_a_step_is_cancelled_after_it(llm, monkeypatch, how):
+    """The garbage collector may drop it there; half a step must not lose its rows, and nobody may wait for its end."""
+    launch, live = llm.engine.runner.launch, []
+    streams = [llm.stream(PROMPT, greedy(max_tokens=400, ignore_eos=True))]
+    next(streams[0])
+    (name,) = llm.engine._live
+
+    def left(plan):
+        if streams:
+            if how == "finalised":
+                streams.clear()
+            else:
+                with ThreadPoolExecutor(1) as pool:
+                    pool.submit(streams.pop().close).result(30)
+        live.append(name in llm.engine._live)
+        return launch(plan)
+
+    monkeypatch.setattr(llm.engine.runner, "launch", left)
+    list(llm.stream("The fox said", greedy(max_tokens=4)))
+    assert live[0] and not any(live[1:]) and not llm.engine.has_work() and llm.engine.scheduler.prompts_first
+
+
 @pytest.fixture
 def heeds_ctrl_c():
     """As at a terminal: a shell starts what runs in its background with SIGINT ignored."""

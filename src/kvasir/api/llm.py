@@ -8,6 +8,7 @@ import itertools
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,7 +77,7 @@ class LLM:
     def __init__(self, model: str = "", *, config: EngineConfig | None = None, **options: Any) -> None:
         self.config = (config or EngineConfig()).replace(**({"model": model} if model else {}), **options)
         self._engine: Engine | None = Engine(self.config)
-        self._turn = threading.RLock()  # whoever holds it steps the engine
+        self._lock = threading.Lock()  # whoever holds it steps the engine
         self.engine.scheduler.prompts_first = True  # results are whole ones, but for streams
         self.info = self.engine.info
         self.tokenizer: Tokenizer | None = None
@@ -86,7 +87,8 @@ class LLM:
             self.tokenizer = Tokenizer.load(path, source.chat_template)
         self._ids = itertools.count()
         self._collectors: dict[str, Collector] = {}  # of the calls and streams under way
-        self._streams = 0
+        self._streams: set[str] = set()  # those of them that somebody reads along
+        self._left: deque[str] = deque()  # those whose caller has left, to be cancelled
 
     def __enter__(self) -> LLM:
         return self
@@ -104,7 +106,7 @@ class LLM:
         """Give memory back, on the device too. What streams still have to come is lost; what needs the engine later raises ConfigError."""
         import torch
 
-        with self._turn:
+        with self._turn():
             if self._engine is None:
                 return
             self._engine.close()
@@ -131,7 +133,7 @@ class LLM:
             raise RequestError(f"prompts: expected a prompt or a list of them, got {type(prompts).__name__}", param="prompts") from e
         if isinstance(sampling_params, (str, dict)):
             raise RequestError(f"expected SamplingParams(...) or a list of them, got {type(sampling_params).__name__}", param="sampling_params")
-        with self._turn, _short_collections():
+        with self._turn(), _short_collections():
             params = [p or self.default_sampling_params() for p in
                       ([sampling_params] * len(many) if sampling_params is None or isinstance(sampling_params, SamplingParams) else sampling_params)]
             if len(params) != len(many):
@@ -153,8 +155,10 @@ class LLM:
         """Complete one prompt and yield its text (branch 0) as it comes. Leaving the loop early cancels the request."""
         request, shown = self._request(prompt, sampling_params or self.default_sampling_params()), 0
         collector = Collector(request, None, self._need_tokenizer())
-        with self._collecting({request.id: collector}), self._streaming():
-            with self._turn, _uninterrupted():
+        with self._collecting({request.id: collector}):
+            with self._turn(), _uninterrupted():
+                self._streams.add(request.id)
+                self.engine.scheduler.prompts_first = False
                 self._deliver(self.engine.submit(request))
             while True:
                 output, done = collector.output, collector.output.finished
@@ -166,7 +170,7 @@ class LLM:
                     shown = len(text)
                 if done:
                     return
-                with self._turn, _uninterrupted():
+                with self._turn(), _uninterrupted():
                     if not output.finished:  # it may have ended at the yield, where others step
                         self._deliver(self.engine.step())
 
@@ -206,6 +210,7 @@ class LLM:
                     events += accepted
                     pending = next(waiting, None)
                 ended = self._deliver(events + self.engine.step())
+                self._cancel_left()
                 interrupt()
                 for collector in ended:
                     if collector.output.request_id in collectors:
@@ -214,32 +219,42 @@ class LLM:
         return [collectors[r.id].output for r in requests]
 
     @contextlib.contextmanager
-    def _streaming(self) -> Iterator[None]:
-        """While this lasts, somebody reads tokens as they come."""
-        with self._turn:
-            self._streams += 1
-            self.engine.scheduler.prompts_first = False
+    def _turn(self) -> Iterator[None]:
+        """While this lasts, the engine is the caller's."""
         try:
-            yield
+            with self._lock:
+                yield
         finally:
-            with self._turn:
-                self._streams -= 1
-                if self._engine is not None:
-                    self._engine.scheduler.prompts_first = not self._streams
+            self._tidy()
 
     @contextlib.contextmanager
     def _collecting(self, collectors: dict[str, Collector]) -> Iterator[None]:
         """While this lasts, whoever steps the engine hands these collectors what is theirs. Requests that are left are cancelled."""
-        with self._turn:
-            self._collectors |= collectors
+        self._collectors |= collectors
         try:
             yield
         finally:
-            with self._turn:
-                for request_id in collectors:
-                    del self._collectors[request_id]
-                    if self._engine is not None:
-                        self._engine.cancel(request_id)
+            self._left.extend(collectors)
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Cancel what was left; never waits. A stream may be dropped by the garbage collector, in the middle of a step or on a thread that the
+        step waits for: then whoever has the turn does it, after the step."""
+        while self._left and self._lock.acquire(blocking=False):
+            try:
+                self._cancel_left()
+            finally:
+                self._lock.release()
+
+    def _cancel_left(self) -> None:
+        """For who has the turn."""
+        while self._left:
+            request_id = self._left.popleft()
+            del self._collectors[request_id]
+            self._streams.discard(request_id)
+            if self._engine is not None:
+                self._engine.cancel(request_id)
+                self._engine.scheduler.prompts_first = not self._streams
 
     def _deliver(self, events: list[Event]) -> list[Collector]:
         """Returns the collectors whose requests have ended with these events."""
