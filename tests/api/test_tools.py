@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from kvasir.api import tools
 from kvasir.api.json_scan import Malformed, ValueScan
+from kvasir.api.protocol import SamplingBody
+from kvasir.api.sampling import grammar_of
 from kvasir.api.tool_parsers.hermes import Hermes
 from kvasir.api.tool_parsers.llama3_json import Llama3Json
 from kvasir.errors import ConfigError, RequestError
@@ -285,6 +287,17 @@ def test_the_schema_that_does_not_compile_is_named(bad, why, choice):
         tools.grammar(offered, choice, Hermes, make("byte_level"))
     assert (e.value.param, e.value.code, "\n" in e.value.message) == ("tools[1].function.parameters", "invalid_grammar", False)
     tools.grammar(offered, {"type": "function", "function": {"name": "add"}}, Hermes, make("byte_level"))  # not asked for, not compiled
+
+
+def test_a_grammar_of_all_tools_is_blamed_on_them():
+    forced = Grammar("lark", "start: x")
+    assert grammar_of(SamplingBody(), {"tool_choice": forced}) == ("tools", forced)
+    large = [tool(f"f{i}", type="object", description="x" * 20_000) for i in range(4)]
+    for offered, param in ((large, "tools"), ([tool(type="object", description="x" * 70_000)], "tools[0].function.parameters")):
+        with pytest.raises(RequestError, match="bytes, more than") as e:
+            tools.grammar(offered, "required", Hermes, make("byte_level"))
+        assert e.value.param == param
+    assert tools.grammar(large, {"type": "function", "function": {"name": "f2"}}, Hermes, make("byte_level"))
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "wordpiece"])

@@ -5,6 +5,8 @@ Stateless: nothing is stored, so the whole conversation comes with every request
 
 from __future__ import annotations
 
+import contextlib
+import re
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -77,6 +79,17 @@ def tools_of(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
                                code="unsupported_parameter")
         out.append({"type": "function", "function": {k: v for k, v in tool.items() if k != "type" and v is not None}})
     return out or None
+
+
+@contextlib.contextmanager
+def flat_places() -> Iterator[None]:
+    """Errors name the places in tools as they are here: chat has one more ``function`` on the way."""
+    try:
+        yield
+    except RequestError as e:
+        place = re.compile(r"\b(tools\[\d+\]|tool_choice)\.function\b")
+        e.param, e.message = e.param and place.sub(r"\1", e.param), place.sub(r"\1", e.message).replace("function: {name}", "name")
+        raise
 
 
 def choice_of(tool_choice: Any) -> Any:

@@ -12,7 +12,7 @@ from kvasir.api.generation import Generation
 from kvasir.api.limits import unique_id
 from kvasir.api.logprobs import chat_logprobs
 from kvasir.api.protocol import MAX_MESSAGES, ResponsesBody
-from kvasir.api.responses import Output, choice_of, messages_of, tools_of, usage_object
+from kvasir.api.responses import Output, choice_of, flat_places, messages_of, tools_of, usage_object
 from kvasir.api.routes_chat import prepare_prompt, template_options
 from kvasir.api.sampling import format_grammar, grammar_of, sampling_params
 from kvasir.api.service import Caller, Service, renamed
@@ -33,7 +33,7 @@ class ResponsesJob:
             raise RequestError(f"'input' must hold 1 to {MAX_MESSAGES} items", param="input")
         parallel = body.parallel_tool_calls is not False
         self.names = {"prompt": "input", "max_tokens": "max_output_tokens"}
-        with renamed(self.names):
+        with renamed(self.names), flat_places():
             prompt = prepare_prompt(service, messages_of(body.input, body.instructions), tools_of(body.tools), choice_of(body.tool_choice), parallel,
                                     **template_options(service, body.chat_template_kwargs))
         text_format = body.text.format if body.text else None

@@ -52,7 +52,7 @@ def format_grammar(response_format: Any, param: str) -> Grammar | None:
 
 
 def grammar_of(body: SamplingBody, extra: dict[str, Grammar | None]) -> tuple[str, Grammar | None]:
-    """The one constraint of a request and the parameter it came from. ``extra``: those of other fields, by parameter name.
+    """The one constraint of a request and the parameter that errors of it name. ``extra``: those of other fields, by parameter name.
 
     Raises RequestError when two are given: which of them should win is not ours to guess.
     """
@@ -69,4 +69,5 @@ def grammar_of(body: SamplingBody, extra: dict[str, Grammar | None]) -> tuple[st
         wanted["structured_outputs.json_object"] = Grammar("json_object")
     if len(wanted) > 1:
         raise RequestError(f"only one constraint can hold at a time, got {', '.join(wanted)}", param=list(wanted)[1], code="conflict")
-    return next(iter(wanted.items()), ("grammar", None))
+    name, grammar = next(iter(wanted.items()), ("grammar", None))
+    return ("tools" if name == "tool_choice" else name), grammar  # they are what it is made of

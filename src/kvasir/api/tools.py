@@ -282,9 +282,11 @@ def grammar(tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any, cls: ty
         check_schema(function.get("parameters"), place)
     wanted = {place: f for place, f in places.items() if named in (None, f["name"])}
     text = cls.grammar(list(wanted.values()), parallel and not named, tokenizer)
-    if len(text) <= MAX_TEXT_BYTES:  # what is longer will be refused as a whole
-        for place, function in wanted.items():  # each by itself: an error of the whole would not say whose it is
-            try_schema(schema_of(function), place)
+    if len(text) > MAX_TEXT_BYTES:
+        raise RequestError(f"the schemas of {len(wanted)} tools make a grammar of {len(text)} bytes, more than {MAX_TEXT_BYTES}",
+                           param="tools" if len(wanted) > 1 else next(iter(wanted)), code="invalid_grammar")
+    for place, function in wanted.items():  # each by itself: an error of the whole would not say whose it is
+        try_schema(schema_of(function), place)
     return Grammar("lark", text, after)
 
 
