@@ -154,10 +154,12 @@ def test_a_worker_outlives_no_first_helper():
         assert gone(helpers._pid)
 
 
-@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("asked", ["", "write", "hang"])
 def test_none_outlives_a_start_that_is_killed(asked, tmp_path):
-    code = ("import sys, time\nfrom tests.kernels.test_compile_helpers import Helpers, rest, work\nhelpers = Helpers(2, rest, work)\n"
-            f"{asked} and helpers.do(b'write {tmp_path / 'a'}')\nprint(helpers._pid, flush=True)\ntime.sleep(600)")
+    """Nor one that compiles, and looks at no pipe."""
+    job = f"threading.Thread(target=helpers.do, args=(b'{asked} {tmp_path / 'a'}',), daemon=True).start()" if asked else ""
+    code = ("import threading, time\nfrom tests.kernels.test_compile_helpers import Helpers, rest, work\nhelpers = Helpers(2, rest, work)\n"
+            f"{job}\nprint(helpers._pid, flush=True)\ntime.sleep(600)")
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
     pgid = int(process.stdout.readline())
     assert comes(lambda: len(group(pgid)) == (3 if asked else 1)), "one of them may still be about to be forked"

@@ -10,11 +10,13 @@ What they compile they leave in that cache. Whatever goes wrong with them, the s
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import importlib
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -28,6 +30,8 @@ from kvasir.logs import log
 
 PATIENCE_SECONDS = 120.0  # for one kernel; the slowest so far takes three
 FAREWELL_SECONDS = 2.0
+PRCTL = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None  # found before any fork
+PR_SET_PDEATHSIG = 1
 Work = Callable[[bytes], None]
 
 
@@ -41,8 +45,9 @@ class Helpers:
             # Python 3.12 warns wherever there are threads. Here it is the one that waits for the client's messages, and holds no lock that a
             # child takes.
             warnings.simplefilter("ignore", DeprecationWarning)
-            self._pid = os.fork()
+            parent, self._pid = os.getpid(), os.fork()
         if not self._pid:
+            _end_with(parent)
             _stand_by(wake, [theirs for _, theirs in pairs], prepare, work or compile_job)
         with contextlib.suppress(OSError):
             os.setpgid(self._pid, self._pid)  # both sides do so, since either may come first
@@ -92,6 +97,15 @@ class Helpers:
             os.waitpid(self._pid, 0)
 
 
+def _end_with(parent: int) -> None:
+    """Have the system kill this process when its parent ends (on Linux, the thread that forked it, here the main one): who compiles does not
+    look at the pipes, where the others see that the start is gone."""
+    if PRCTL is not None:
+        PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)
+
+
 def _stand_by(wake: Connection, ends: list[Connection], prepare: Callable[[], None], work: Work) -> NoReturn:
     """The process that was forked first. It ends when the start has ended, or is gone: no other process holds the start's ends of the pipes."""
     try:
@@ -100,8 +114,10 @@ def _stand_by(wake: Connection, ends: list[Connection], prepare: Callable[[], No
         _let_go(keep={0, 1, 2, wake.fileno(), *(end.fileno() for end in ends)})
         prepare()
         wake.recv_bytes()
+        parent = os.getpid()
         for end in ends:
             if not os.fork():
+                _end_with(parent)
                 wake.close()
                 for other in ends:
                     if other is not end:
