@@ -63,12 +63,7 @@ def spec(name: str, folders) -> str:
     return f"{kind}:model={folders[name if rest == 'random' else kind]}" + (f",{rest}" if "=" in rest else "")
 
 
-accepted_by: dict[str, int] = {}
-ended: list[str] = []
-CASES = list(pairwise(FACTORS))
-
-
-@pytest.mark.parametrize("case", CASES, ids=label)
+@pytest.mark.parametrize("case", list(pairwise(FACTORS)), ids=label)
 def test_same_tokens(case, folders, reference):
     d = driver(spec(case["drafter"], folders), max_num_batched_tokens=case["chunk"], num_pages=case["pool"], enable_prefix_caching=case["cache"],
                kv_codec=case["codec"], overlap=case["overlap"], static=case["static"])
@@ -77,17 +72,10 @@ def test_same_tokens(case, folders, reference):
     stats, drafter = d.engine.stats(), d.engine._drafting.drafter
     crowded = case["drafter"].startswith("ppd") and case["chunk"] == 6  # a step must be left over for prompt tokens before one for drafts
     assert stats.drafts or crowded
-    ended.append(label(case))
-    accepted_by[case["drafter"]] = accepted_by.get(case["drafter"], 0) + stats.accepted_tokens
+    assert stats.accepted_tokens > 5 or crowded or "random" in case["drafter"], "they know these texts by heart"
     if hasattr(drafter, "_lanes"):
         assert not drafter._lanes and not drafter._queue and len(drafter._free) == drafter.config.lanes, "a sequence that ended holds its lane"
     d.close()
-
-
-def test_trained_heads_were_right_at_times():
-    if len(ended) < len(CASES):
-        pytest.skip("only meaningful after all cases in one process")
-    assert all(count > 10 for name, count in accepted_by.items() if "random" not in name), accepted_by
 
 
 @pytest.mark.parametrize("kind", STEPS)
