@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import stat
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -149,6 +151,13 @@ def test_a_file_gives_the_requests_back(tmp_path):
     assert journal.load(path) == [FULL, request(), request(2)]
     assert len(path.read_bytes().strip().split(b"\n")) == 3
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_what_a_file_tells_of_came_before_now(tmp_path):
+    """Else those of a machine that was started again would wait behind all that come after them, for days."""
+    journal.write(tmp_path / "j", [dataclasses.replace(FULL, arrival=time.monotonic() + 1e6)])
+    (found,) = journal.load(tmp_path / "j")
+    assert found.arrival <= time.monotonic() and dataclasses.replace(found, arrival=FULL.arrival) == FULL
 
 
 def test_a_file_is_made_private_and_links_are_not_followed(tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,7 +159,8 @@ def write(path: str | Path, requests: Iterable[Request]) -> int:
 
 
 def load(path: str | Path) -> list[Request]:
-    """The requests of a journal file, ready to be submitted again: each goes on after the tokens it already has.
+    """The requests of a journal file, ready to be submitted again: each goes on after the tokens it already has. None comes later than
+    now: the clock of arrivals begins anew when the machine does.
 
     Raises OSError, and ValueError naming the line that is not a request.
     """
@@ -167,7 +169,9 @@ def load(path: str | Path) -> list[Request]:
         if not line.strip():
             continue
         try:
-            requests.append(msgspec.json.decode(line, type=Request))
+            request = msgspec.json.decode(line, type=Request)
         except (msgspec.MsgspecError, ValueError) as e:
             raise ValueError(f"{path}, line {number}: not a journalled request: {e}") from e
+        request.arrival = min(request.arrival, time.monotonic())
+        requests.append(request)
     return requests

@@ -100,15 +100,15 @@ class Scheduler:
             self._unblock(seq)
             self._enqueue(seq)
 
-    def finish(self, seq: Sequence, reason: FinishReason, after_step: int | None = None) -> None:
-        """End a sequence in whatever state; pages and row return when the last launched step (or ``after_step``) has
-        ended. Idempotent: the first reason stays."""
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """End a sequence in whatever state; pages and row return when the last launched step has ended. Idempotent: the first
+        reason stays."""
         if seq.status is Status.FINISHED:
             return
         if seq.status is Status.RUNNING:
             if reason != "error":
                 self.room.lease(seq, self._now)
-            self._stop(seq, after_step)
+            self._stop(seq)
         elif seq.status is Status.BLOCKED:
             self._unblock(seq)
         elif seq in self.waiting:
@@ -451,9 +451,9 @@ class Scheduler:
         """The last launched step, if it has not ended."""
         return self._launched if self._launched > self._completed else None
 
-    def _stop(self, seq: Sequence, after_step: int | None = None) -> None:
+    def _stop(self, seq: Sequence) -> None:
         """RUNNING -> none: pages and row go back as soon as no launched step uses them."""
-        after_step = self._in_flight() if after_step is None else after_step
+        after_step = self._in_flight()
         self.running.discard(seq)
         self.pages.release(seq, after_step)
         if after_step is None:
