@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from kvasir import technique
+from kvasir.config import SpeculationConfig
 from kvasir.errors import ConfigError
 from kvasir.speculation.drafter import DRAFTERS, Ask, Drafter
 from kvasir.speculation.router import EXPLORE, Router, load_drafter
@@ -41,6 +42,16 @@ def test_rows_come_from_the_text_where_nothing_was_verified():
     alone = technique.load(DRAFTERS, "token_recycling:scope=request", Drafter)
     alone.propose([Ask(sequence([1, 2, 3, 1]), 3, 3)])
     assert not len(alone.propose([Ask(sequence([1]), 1, 1)])[0])
+
+
+def test_without_the_drafter_no_step_reports_what_it_read():
+    d = trained.driver("token_recycling")
+    sampler = d.engine.runner.sampler
+    d.run(trained.requests(d, 0.0))
+    assert sampler.num_top
+    d.engine.draft_with(SpeculationConfig())
+    assert not sampler.num_top
+    d.close()
 
 
 def test_rows_are_bounded_by_tenant():

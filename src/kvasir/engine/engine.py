@@ -271,6 +271,7 @@ class Engine:
         Nothing may be running. Raises ConfigError for a drafter that is a model."""
         assert not self._live, "requests are running"
         self._drafting = None
+        self.runner.sampler.num_top, self.runner.sampler.by_blocks = 0, False  # what the one before has asked of every step
         if not speculation.drafter:
             return None
         drafter = load_drafter(speculation.drafter)
