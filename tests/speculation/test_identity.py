@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from itertools import cycle
 
 import pytest
 
 from kvasir.engine.graphs import call_through
 from kvasir.errors import RequestError
+from kvasir.models.checkpoint import resolve
 from kvasir.types import Grammar
 from tests.pairwise import label, pairwise, product
 from tests.speculation.helpers import LENGTHS, Hostile, WithGuests, driver, install, outputs, plain, requests
@@ -191,6 +194,18 @@ def test_a_request_may_choose_its_drafter():
     assert set(d.engine.stats().drafted_by) == {"token_recycling", "suffix"}
     with pytest.raises(RequestError, match="there are suffix, token_recycling"):
         requests(d, 0.0, drafter="ngram")
+    d.close()
+
+
+def test_a_draft_model_of_a_shorter_context_drafts_as_far_as_it_goes(tmp_path):
+    folder = shutil.copytree(resolve("nano"), tmp_path / "short")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    d = driver(f"draft_model:model={folder}")
+    request = d.request("r", list(range(300, 350)), max_tokens=40, temperature=0.0, ignore_eos=True)
+    d.run([request])
+    assert d.engine._drafting.drafter._model.info.max_model_len == 64 < d.engine.info.max_model_len
+    assert 5 < d.engine.stats().accepted_tokens <= 14 and len(d.outputs["r", 0].tokens) == 40, "and then without drafts"
     d.close()
 
 

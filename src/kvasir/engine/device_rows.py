@@ -4,7 +4,7 @@ A row (``Sequence.row``) has its last drawn token, the numbers of its sampling p
 lies in one flat int32 tensor, so that any number of changes is one copy to the device and one scatter. The token is
 written by the device itself, step by step: the next step may be launched before the host has read it.
 
-The last row belongs to nobody: padding. Its token is 0, it is greedy, and its tables hold the dummy page.
+The last row belongs to nobody: padding. Its token is what was drawn for it last, it is greedy, and its tables hold the dummy page.
 
 Legend: R rows (the padding row included), W pages in the longest table.
 """

@@ -23,6 +23,8 @@ from kvasir.engine.pages import PageManager
 from kvasir.engine.sizing import pages_for
 from kvasir.engine.spans import next_span
 from kvasir.errors import ConfigError
+from kvasir.models import checkpoint
+from kvasir.models.families import build_spec
 from kvasir.speculation.drafter import Ask
 from kvasir.types import ModelInfo, PageCopy, Plan, Sequence, Span, Status
 
@@ -49,8 +51,9 @@ class EngineHost:
         if keep and config.runner.batch_invariant:
             raise ConfigError("max_accept keeps the distribution of tokens and not the tokens, which --batch-invariant promises. "
                               "Leave out one of the two; without max_accept, drafts change no token.")
-        own = config.replace(model=model, revision=None, served_model_name=None, tokenizer=None, kv_codec="plain", page_slots=None, drafter="",
-                             fit=True, batch_invariant=False, num_pages=pages_for(kv_tokens, 16))
+        longest, wanted = build_spec(checkpoint.read_config(checkpoint.resolve(model))).max_position, config.model.max_model_len
+        own = config.replace(model=model, max_model_len=wanted and min(wanted, longest), revision=None, served_model_name=None, tokenizer=None,
+                             kv_codec="plain", page_slots=None, drafter="", fit=True, batch_invariant=False, num_pages=pages_for(kv_tokens, 16))
         self._models.append(SecondModel(build(own)))
         return self._models[-1]
 

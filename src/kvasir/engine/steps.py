@@ -45,10 +45,6 @@ class StepRunner:
         self._recover_in = 0
         self._flying: deque[_Flight] = deque()
 
-    def __len__(self) -> int:
-        """Plans in flight."""
-        return len(self._flying)
-
     @property
     def stalled(self) -> bool:
         """Whether the oldest plan in flight does not run: nothing should be launched before it is resolved."""
