@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvasir.decoding.sampler import MASKED_ERROR, NUMERIC_ERROR, resolve_span
+from kvasir.decoding.sampler import MASKED_ERROR, NUMERIC_ERROR, StepOutput, resolve_span
 from kvasir.engine import graphs as graphs_file
 from kvasir.engine.device_rows import ROW_WORDS, draft_words
 from kvasir.engine.draft_times import DraftTimes
-from kvasir.engine.graphs import DecodeHandle, call_through
+from kvasir.engine.graphs import ROW_BY_ROW, DecodeHandle, call_through
 from kvasir.engine.spans import ONE_SAMPLE
 from kvasir.engine.step_time import Roofline
 from kvasir.kernels.paged_attention import spans_of
@@ -112,6 +112,17 @@ def random_spans(d: Driver, seqs: list[Sequence], rng: random.Random) -> list[Sp
             seq.draft.pop()
         spans.append(span)
     return spans
+
+
+def test_a_chain_of_more_rows_than_a_word_has_bits_runs_row_by_row():
+    given, alone = dict(max_tokens=120, temperature=0.0, ignore_eos=True), Driver(max_num_seqs=2)
+    prompt = list(range(300, 340))
+    tokens = alone.run([alone.request("r", prompt, **given)])["r", 0].tokens
+    d = driver("replay", max_draft_tokens=100, max_model_len=256, max_num_seqs=2, max_num_batched_tokens=256)
+    d.engine._drafting.drafter.load({tuple(prompt): tokens}, 1)
+    use_graphs(d, 100)
+    assert d.run([d.request("r", prompt, **given)])["r", 0].tokens == tokens
+    assert d.engine.stats().accepted_tokens > 64 and d.engine.runner.graphs._uses.keys() >= {(104, StepOutput.DRAWS, ROW_BY_ROW)}
 
 
 def test_the_buffers_hold_what_the_eager_step_computes():

@@ -50,7 +50,7 @@ def draft_words(spans: list[Span], padding: int, words: np.ndarray) -> None:
         own[4] = np.arange(count) - own[4]
         own[1] += own[4]
         own[2] = tokens
-    own[3], own[6], own[7] = own[1], CHAIN[own[4]], -1
+    own[3], own[6], own[7] = own[1], CHAIN.take(own[4], mode="clip"), -1  # longer chains run row by row, where nobody asks for ancestors
     for span, first in trees:
         end = first + span.length
         own[3, first:end], own[6, first:end] = tree_positions(span), 0
