@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 64
 MAX_PARTS = 1 << 18  # strings, arrays and objects of a body: millions take the decoder seconds, in one call that holds everybody up
-MAX_EXPONENTS = 1 << 14  # numbers like 1e300: 350,000 take it three
+MAX_EXPONENTS = 1 << 14  # numbers like 1e300, or 1e-300 of many digits: 350,000 take it three
 CHUNK_TIMEOUT = 10.0  # seconds between two pieces of a body
 PIECE = 1 << 16  # bytes whose depth is measured in one go; other threads run in between
-_EXPONENT = re.compile(rb"\d[eE]\+?\d{3}")
+_EXPONENT = re.compile(rb"\d[eE][+-]?\d{3}")
 _MARKS = bytes(c if c in b'"\\[]' else {ord("{"): ord("["), ord("}"): ord("]")}.get(c, ord(" ")) for c in range(256))
 
 
