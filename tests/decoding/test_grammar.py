@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvasir.decoding.grammar import MAX_ENUM_VALUES, GrammarCompiler, check_regex
+from kvasir.decoding.grammar import _LARK_BOUND, _LARK_REGEX, _REGEX_ITEM, MAX_ENUM_VALUES, GrammarCompiler, check_regex
 from kvasir.decoding.sampler import Sampler
 from kvasir.errors import ConfigError, RequestError
 from kvasir.types import Grammar
@@ -382,6 +382,20 @@ HARMLESS = ["a{10000}", r"[a{9999}\]{77777}]", r"\{99999\}", "(?:ab){0,400}", ".
 @pytest.mark.parametrize("pattern", HARMLESS)
 def test_harmless_repeats_pass_the_size_check(pattern):
     check_regex(pattern)
+
+
+@pytest.mark.parametrize("pattern, text", [
+    (_REGEX_ITEM, "[" * 99), (_REGEX_ITEM, "[a" * 99 + "\\"), (_LARK_BOUND, "{" * 99), (_LARK_BOUND, "{~" * 99), (_LARK_REGEX, "/\\" * 99),
+    (_LARK_REGEX, "/" + "\\/" * 99)])
+def test_an_end_that_is_missing_is_looked_for_once(pattern, text):
+    assert len(re.findall(pattern, text, re.DOTALL)) <= 2
+
+
+@pytest.mark.parametrize("text", ['start: /a/ | /(a{1000}){1000}/', 'start: "a" // {\n  | "b"{1000000}', 'start: "a"{1,2}{ ~1000000',
+                                  'start: /a\\/(b{999}){999}/'])
+def test_bounds_and_regexes_are_found_beside_what_is_not_closed(text, compiler):
+    with pytest.raises(RequestError, match="above the limit|larger than"):
+        compiler.compile(Grammar("lark", text))
 
 
 def test_property_names_may_look_like_keywords(compiler):
