@@ -354,6 +354,28 @@ def test_responses_logprobs_cover_the_text_and_nothing_else(client):
     assert client.responses.create(model="fake", input="say: hello").output[0].content[0].logprobs == []
 
 
+@pytest.mark.parametrize("more", [{}, {"extra_body": {"stop": ["wör", "zz"]}}, {"max_output_tokens": 9}], ids=["", "stop string", "cut"])
+def test_responses_logprobs_do_not_depend_on_how_many_tokens_come_at_once(client, server, more):
+    """A reply that nobody reads along comes in pieces: of thinking, text, calls and the end together."""
+    tool = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}
+    asked = dict(model="fake", input=f"say: <think>hm</think>hello wörld {CALL}", tools=[tool], include=["message.output_text.logprobs"], **more)
+    found = []
+    for group in (1, 3, 50):
+        server.engine.group = group
+        try:
+            whole = client.responses.create(**asked).output
+            events = list(client.responses.create(**asked, stream=True))
+        finally:
+            server.engine.group = 1
+        for output in (whole, events[-1].response.output):
+            found.append([(o.type, [(p.text, [(t.token, t.logprob) for t in getattr(p, "logprobs", ())]) for p in getattr(o, "content", ())])
+                          for o in output])
+        deltas = [e for e in events if e.type == "response.output_text.delta"]
+        assert [[("".join(e.delta for e in deltas), [(t.token, t.logprob) for e in deltas for t in e.logprobs])]] == [
+            parts for kind, parts in found[-1] if kind == "message"]
+    assert all(other == found[0] for other in found) and found[0][1][1][0][1], "all alike, and there are some"
+
+
 def test_responses_stream_tells_the_same_story(client):
     tool = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}, "strict": False}
     items = [

@@ -17,12 +17,14 @@ from kvasir.types import SamplingParams
 class TextDelta:
     """What one push added. ``stop``: the stop string that ended the text. ``num_tokens``: how many of the pushed tokens
     belong to the output (up to and including the one that completed the stop). ``offsets``: for each of these, how many
-    characters of output text its own stands after (completions' ``text_offset``)."""
+    characters of output text its own stands after (completions' ``text_offset``). ``ends``: for each, how much of ``text``
+    had been given out with it."""
 
     text: str = ""
     stop: str | None = None
     num_tokens: int = 0
     offsets: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
 
 
 class Detokenizer:
@@ -50,18 +52,21 @@ class Detokenizer:
         if self._ended:
             return delta
         if self._stream is None:
-            return TextDelta(num_tokens=len(token_ids), offsets=[0] * len(token_ids))
+            return TextDelta(num_tokens=len(token_ids), offsets=[0] * len(token_ids), ends=[0] * len(token_ids))
         for place, token in enumerate(token_ids):
             hidden = finished and place == len(token_ids) - 1 and token in self._hidden
             delta.num_tokens += 1
             delta.offsets.append(self._num_chars)
             self._num_tokens += 1
-            if self._add("" if hidden else self._stream.push(token), delta):
+            stopped = self._add("" if hidden else self._stream.push(token), delta)
+            delta.ends.append(len(delta.text))
+            if stopped:
                 return delta
         if finished:
             if not self._add(self._stream.flush(), delta):
                 delta.text += self._held
             self._held, self._ended = "", True
+            delta.ends[-1:] = [len(delta.text)] * bool(delta.ends)
         return delta
 
     def _add(self, text: str, delta: TextDelta) -> bool:

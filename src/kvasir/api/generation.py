@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,8 @@ class Delta:
     """What is new in one choice. ``text`` may be empty while tokens are held back (half a character, half a stop string).
 
     ``index``: place of the first token in the choice's output. ``offsets``: where each token's text starts in the choice's
-    text. ``finish_reason`` is set on the last delta of the choice.
+    text. ``ends``: for each token, how much of ``text`` came with it and those before it. ``finish_reason`` is set on the last
+    delta of the choice.
     """
 
     choice: int
@@ -36,6 +37,20 @@ class Delta:
     offsets: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    ends: list[int] = field(default_factory=list)
+
+    def singly(self) -> Iterator[Delta]:
+        """The same, a token each: what is made of these does not depend on how many tokens came at once."""
+        last, start = len(self.token_ids) - 1, 0
+        if last < 1:
+            yield self
+            return
+        for i, (token, end) in enumerate(zip(self.token_ids, self.ends, strict=True)):
+            part = Delta(self.choice, self.text[start:end], self.index + i, [token], self.logprobs and self.logprobs[i:i + 1], self.offsets[i:i + 1])
+            if i == last:
+                part.finish_reason, part.stop_reason = self.finish_reason, self.stop_reason
+            yield part
+            start = end
 
 
 @dataclass(slots=True)
@@ -185,7 +200,8 @@ class Generation:
         piece = branch.detokenizer.push(event.token_ids, finished)
         count = piece.num_tokens
         delta = Delta(branch.choice, piece.text, branch.num_tokens, event.token_ids[:count],
-                      event.logprobs[:count] if event.logprobs is not None else None, piece.offsets, event.finish_reason, event.stop_reason)
+                      event.logprobs[:count] if event.logprobs is not None else None, piece.offsets, event.finish_reason, event.stop_reason,
+                      piece.ends)
         branch.num_tokens += count
         self.usage.completion += count
         branch.done = finished
