@@ -280,6 +280,22 @@ def test_echo_and_old_logprobs(client):
     assert [o for c in chunks for o in c.choices[0].logprobs.text_offset] == lp.text_offset
 
 
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_echoed_logprobs_are_whole_where_another_branch_is_ahead(client, server, max_tokens):
+    """They come with branch 0. On a busy engine others may draw their first token before it."""
+    asked = dict(model="fake", prompt=["say: hello", "x"], n=3, echo=True, logprobs=2, max_tokens=max_tokens)
+    usual = client.completions.create(**asked)
+    server.engine.backwards = True
+    try:
+        whole, chunks = client.completions.create(**asked), list(client.completions.create(**asked, stream=True))
+    finally:
+        server.engine.backwards = False
+    assert whole.choices == usual.choices and whole.usage.completion_tokens == usual.usage.completion_tokens
+    for choice in usual.choices:
+        told = [c.logprobs.token_logprobs for chunk in chunks for c in chunk.choices if c.index == choice.index]
+        assert sum(told, []) == choice.logprobs.token_logprobs and None not in choice.logprobs.token_logprobs[1:]
+
+
 def test_offsets_of_an_echoed_prompt_point_into_its_text():
     ids = [*tokenizer().special_ids, *tokenizer().encode("hello wörld")]
     number = len(tokenizer().special_ids)

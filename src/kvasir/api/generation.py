@@ -90,6 +90,7 @@ class Running:
     branches: list[Branch]
     cached: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    early: list[Event] = field(default_factory=list)  # of other branches, before what came with the prompt
     started: bool = False  # its first token has arrived
 
 
@@ -148,16 +149,17 @@ class Generation:
         left = len(self._by_choice)
         try:
             async with contextlib.aclosing(self._merged() if len(self.running) > 1 else self.running[0].events) as events:
-                async for event in events:
-                    r = self._by_id[event.request_id]
-                    delta = self._delta(r, event)
-                    if delta is None:
-                        continue
-                    if delta.finish_reason is not None:
-                        left -= 1
-                        if event.finish_reason is None:  # a stop string, of which the engine does not know
-                            await self.client.cancel(r.request.id, event.branch)
-                    yield delta
+                async for newest in events:
+                    r = self._by_id[newest.request_id]
+                    for event in _behind_prompt(r, newest):
+                        delta = self._delta(r, event)
+                        if delta is None:
+                            continue
+                        if delta.finish_reason is not None:
+                            left -= 1
+                            if event.finish_reason is None:  # a stop string, of which the engine does not know
+                                await self.client.cancel(r.request.id, event.branch)
+                        yield delta
                     if not left:
                         break
             if left:
@@ -230,6 +232,16 @@ class Generation:
             for _ in event.token_ids:
                 self.metrics.inter_token.observe((now - branch.last) / len(event.token_ids))
         branch.last = now
+
+
+def _behind_prompt(r: Running, event: Event) -> list[Event]:
+    """What may be told now. Echoed prompts stand first in every choice, and their log-probabilities come with branch 0; on a busy engine
+    other branches may be ahead of it."""
+    if r.request.params.prompt_logprobs is not None and r.prompt_logprobs is None and event.prompt_logprobs is None:
+        r.early.append(event)
+        return []
+    early, r.early = r.early, []
+    return [event, *early]
 
 
 async def _cancel(tasks: list[asyncio.Future]) -> None:
