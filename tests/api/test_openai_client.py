@@ -280,6 +280,16 @@ def test_echo_and_old_logprobs(client):
     assert [o for c in chunks for o in c.choices[0].logprobs.text_offset] == lp.text_offset
 
 
+@pytest.mark.parametrize(("logprobs", "prompt_logprobs"), [(2, 0), (0, 2), (1, 3)])
+def test_echo_and_prompt_logprobs_have_the_alternatives_that_each_was_asked_for(client, logprobs, prompt_logprobs):
+    asked = dict(model="fake", prompt="say: hello", max_tokens=2, echo=True, logprobs=logprobs)
+    alone = client.completions.create(**asked).choices[0]
+    both = client.completions.create(**asked, extra_body={"prompt_logprobs": prompt_logprobs}).choices[0]
+    assert both.logprobs == alone.logprobs
+    asked |= dict(echo=False, extra_body={"prompt_logprobs": prompt_logprobs})
+    assert both.prompt_logprobs == client.completions.create(**asked).choices[0].prompt_logprobs
+
+
 @pytest.mark.parametrize("max_tokens", [0, 5])
 def test_echoed_logprobs_are_whole_where_another_branch_is_ahead(client, server, max_tokens):
     """They come with branch 0. On a busy engine others may draw their first token before it."""
