@@ -199,7 +199,7 @@ class Generation:
             raise RequestError(event.message or "generation failed", status=event.status or 500, code=event.code or "internal_error")
         self._time(r, branch, event)
         finished = event.finish_reason is not None
-        piece = branch.detokenizer.push(event.token_ids, finished)
+        piece = branch.detokenizer.push(event.token_ids, finished, event.finish_reason == "stop")
         count = piece.num_tokens
         delta = Delta(branch.choice, piece.text, branch.num_tokens, event.token_ids[:count],
                       event.logprobs[:count] if event.logprobs is not None else None, piece.offsets, event.finish_reason, event.stop_reason,
