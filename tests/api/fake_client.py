@@ -65,7 +65,8 @@ def tokenizer() -> Tokenizer:
 
 class FakeClient:
     """``gate``: requests are accepted only while it is set. ``refusal`` is raised instead of accepting, ``failure`` after
-    ``fail_after`` tokens. ``delay``: seconds before each event of ``group`` tokens. ``open`` holds what runs."""
+    ``fail_after`` tokens. ``delay``: seconds before each event of ``group`` tokens. ``backwards``: the last branch speaks first.
+    ``open`` holds what runs."""
 
     info: ModelInfo
 
@@ -90,6 +91,7 @@ class FakeClient:
         self.fail_after = 0
         self.delay = 0.0
         self.group = 1
+        self.backwards = False
         self.ready = True
         self.live = True
         self.stopping: asyncio.Event | None = None
@@ -174,7 +176,7 @@ class FakeClient:
         places = [0] * len(plans)
         cached = self._cached(request)
         while any(place is not None for place in places):
-            for branch, (tokens, reason, stop) in enumerate(plans):
+            for branch, (tokens, reason, stop) in sorted(enumerate(plans), reverse=self.backwards):
                 place = places[branch]
                 if place is None:
                     continue

@@ -280,6 +280,32 @@ def test_echo_and_old_logprobs(client):
     assert [o for c in chunks for o in c.choices[0].logprobs.text_offset] == lp.text_offset
 
 
+@pytest.mark.parametrize(("logprobs", "prompt_logprobs"), [(2, 0), (0, 2), (1, 3)])
+def test_echo_and_prompt_logprobs_have_the_alternatives_that_each_was_asked_for(client, logprobs, prompt_logprobs):
+    asked = dict(model="fake", prompt="say: hello", max_tokens=2, echo=True, logprobs=logprobs)
+    alone = client.completions.create(**asked).choices[0]
+    both = client.completions.create(**asked, extra_body={"prompt_logprobs": prompt_logprobs}).choices[0]
+    assert both.logprobs == alone.logprobs
+    asked |= dict(echo=False, extra_body={"prompt_logprobs": prompt_logprobs})
+    assert both.prompt_logprobs == client.completions.create(**asked).choices[0].prompt_logprobs
+
+
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_echoed_logprobs_are_whole_where_another_branch_is_ahead(client, server, max_tokens):
+    """They come with branch 0. On a busy engine others may draw their first token before it."""
+    asked = dict(model="fake", prompt=["say: hello", "x"], n=3, echo=True, logprobs=2, max_tokens=max_tokens)
+    usual = client.completions.create(**asked)
+    server.engine.backwards = True
+    try:
+        whole, chunks = client.completions.create(**asked), list(client.completions.create(**asked, stream=True))
+    finally:
+        server.engine.backwards = False
+    assert whole.choices == usual.choices and whole.usage.completion_tokens == usual.usage.completion_tokens
+    for choice in usual.choices:
+        told = [c.logprobs.token_logprobs for chunk in chunks for c in chunk.choices if c.index == choice.index]
+        assert sum(told, []) == choice.logprobs.token_logprobs and None not in choice.logprobs.token_logprobs[1:]
+
+
 def test_offsets_of_an_echoed_prompt_point_into_its_text():
     ids = [*tokenizer().special_ids, *tokenizer().encode("hello wörld")]
     number = len(tokenizer().special_ids)
@@ -352,6 +378,28 @@ def test_responses_logprobs_cover_the_text_and_nothing_else(client):
     done = next(e for e in events if e.type == "response.output_text.done")
     assert [(t.token, t.logprob) for t in streamed] == [(t.token, t.logprob) for t in done.logprobs] == [(t.token, t.logprob) for t in part.logprobs]
     assert client.responses.create(model="fake", input="say: hello").output[0].content[0].logprobs == []
+
+
+@pytest.mark.parametrize("more", [{}, {"extra_body": {"stop": ["wör", "zz"]}}, {"max_output_tokens": 9}], ids=["", "stop string", "cut"])
+def test_responses_logprobs_do_not_depend_on_how_many_tokens_come_at_once(client, server, more):
+    """A reply that nobody reads along comes in pieces: of thinking, text, calls and the end together."""
+    tool = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}
+    asked = dict(model="fake", input=f"say: <think>hm</think>hello wörld {CALL}", tools=[tool], include=["message.output_text.logprobs"], **more)
+    found = []
+    for group in (1, 3, 50):
+        server.engine.group = group
+        try:
+            whole = client.responses.create(**asked).output
+            events = list(client.responses.create(**asked, stream=True))
+        finally:
+            server.engine.group = 1
+        for output in (whole, events[-1].response.output):
+            found.append([(o.type, [(p.text, [(t.token, t.logprob) for t in getattr(p, "logprobs", ())]) for p in getattr(o, "content", ())])
+                          for o in output])
+        deltas = [e for e in events if e.type == "response.output_text.delta"]
+        assert [[("".join(e.delta for e in deltas), [(t.token, t.logprob) for e in deltas for t in e.logprobs])]] == [
+            parts for kind, parts in found[-1] if kind == "message"]
+    assert all(other == found[0] for other in found) and found[0][1][1][0][1], "all alike, and there are some"
 
 
 def test_responses_stream_tells_the_same_story(client):

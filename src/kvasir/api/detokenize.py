@@ -17,12 +17,14 @@ from kvasir.types import SamplingParams
 class TextDelta:
     """What one push added. ``stop``: the stop string that ended the text. ``num_tokens``: how many of the pushed tokens
     belong to the output (up to and including the one that completed the stop). ``offsets``: for each of these, how many
-    characters of output text its own stands after (completions' ``text_offset``)."""
+    characters of output text its own stands after (completions' ``text_offset``). ``ends``: for each, how much of ``text``
+    had been given out with it."""
 
     text: str = ""
     stop: str | None = None
     num_tokens: int = 0
     offsets: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
 
 
 class Detokenizer:
@@ -36,32 +38,34 @@ class Detokenizer:
         self._stops = params.stop
         self._include = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
-        # The token that ends a branch is no part of its text.
-        self._hidden = frozenset(() if self._include else (*params.stop_token_ids, *(() if params.ignore_eos else tokenizer.eos_ids)))
         self._held = ""  # decoded, not given out: it may be the beginning of a stop string
         self._num_chars = 0  # decoded in all, held text included
         self._num_tokens = 0
         self._ended = False
 
-    def push(self, token_ids: Sequence[int], finished: bool = False) -> TextDelta:
-        """The text that ``token_ids`` add. ``finished``: the branch has ended, give out everything held; a stop token at
-        its end shows only if stop strings are included. After a stop string was found, further tokens add nothing."""
+    def push(self, token_ids: Sequence[int], finished: bool = False, stopped: bool = False) -> TextDelta:
+        """The text that ``token_ids`` add. ``finished``: the branch has ended, give out everything held; ``stopped``: by its last token,
+        which then shows only if stop strings are included. Which tokens end a branch is the engine's to say: a checkpoint may name more
+        than its tokenizer does. After a stop string was found, further tokens add nothing."""
         delta = TextDelta()
         if self._ended:
             return delta
         if self._stream is None:
-            return TextDelta(num_tokens=len(token_ids), offsets=[0] * len(token_ids))
+            return TextDelta(num_tokens=len(token_ids), offsets=[0] * len(token_ids), ends=[0] * len(token_ids))
         for place, token in enumerate(token_ids):
-            hidden = finished and place == len(token_ids) - 1 and token in self._hidden
+            hidden = stopped and not self._include and place == len(token_ids) - 1
             delta.num_tokens += 1
             delta.offsets.append(self._num_chars)
             self._num_tokens += 1
-            if self._add("" if hidden else self._stream.push(token), delta):
+            found = self._add("" if hidden else self._stream.push(token), delta)
+            delta.ends.append(len(delta.text))
+            if found:
                 return delta
         if finished:
             if not self._add(self._stream.flush(), delta):
                 delta.text += self._held
             self._held, self._ended = "", True
+            delta.ends[-1:] = [len(delta.text)] * bool(delta.ends)
         return delta
 
     def _add(self, text: str, delta: TextDelta) -> bool:

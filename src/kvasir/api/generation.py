@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,8 @@ class Delta:
     """What is new in one choice. ``text`` may be empty while tokens are held back (half a character, half a stop string).
 
     ``index``: place of the first token in the choice's output. ``offsets``: where each token's text starts in the choice's
-    text. ``finish_reason`` is set on the last delta of the choice.
+    text. ``ends``: for each token, how much of ``text`` came with it and those before it. ``finish_reason`` is set on the last
+    delta of the choice.
     """
 
     choice: int
@@ -36,6 +37,20 @@ class Delta:
     offsets: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    ends: list[int] = field(default_factory=list)
+
+    def singly(self) -> Iterator[Delta]:
+        """The same, a token each: what is made of these does not depend on how many tokens came at once."""
+        last, start = len(self.token_ids) - 1, 0
+        if last < 1:
+            yield self
+            return
+        for i, (token, end) in enumerate(zip(self.token_ids, self.ends, strict=True)):
+            part = Delta(self.choice, self.text[start:end], self.index + i, [token], self.logprobs and self.logprobs[i:i + 1], self.offsets[i:i + 1])
+            if i == last:
+                part.finish_reason, part.stop_reason = self.finish_reason, self.stop_reason
+            yield part
+            start = end
 
 
 @dataclass(slots=True)
@@ -75,6 +90,7 @@ class Running:
     branches: list[Branch]
     cached: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    early: list[Event] = field(default_factory=list)  # of other branches, before what came with the prompt
     started: bool = False  # its first token has arrived
 
 
@@ -133,16 +149,17 @@ class Generation:
         left = len(self._by_choice)
         try:
             async with contextlib.aclosing(self._merged() if len(self.running) > 1 else self.running[0].events) as events:
-                async for event in events:
-                    r = self._by_id[event.request_id]
-                    delta = self._delta(r, event)
-                    if delta is None:
-                        continue
-                    if delta.finish_reason is not None:
-                        left -= 1
-                        if event.finish_reason is None:  # a stop string, of which the engine does not know
-                            await self.client.cancel(r.request.id, event.branch)
-                    yield delta
+                async for newest in events:
+                    r = self._by_id[newest.request_id]
+                    for event in _behind_prompt(r, newest):
+                        delta = self._delta(r, event)
+                        if delta is None:
+                            continue
+                        if delta.finish_reason is not None:
+                            left -= 1
+                            if event.finish_reason is None:  # a stop string, of which the engine does not know
+                                await self.client.cancel(r.request.id, event.branch)
+                        yield delta
                     if not left:
                         break
             if left:
@@ -182,10 +199,11 @@ class Generation:
             raise RequestError(event.message or "generation failed", status=event.status or 500, code=event.code or "internal_error")
         self._time(r, branch, event)
         finished = event.finish_reason is not None
-        piece = branch.detokenizer.push(event.token_ids, finished)
+        piece = branch.detokenizer.push(event.token_ids, finished, event.finish_reason == "stop")
         count = piece.num_tokens
         delta = Delta(branch.choice, piece.text, branch.num_tokens, event.token_ids[:count],
-                      event.logprobs[:count] if event.logprobs is not None else None, piece.offsets, event.finish_reason, event.stop_reason)
+                      event.logprobs[:count] if event.logprobs is not None else None, piece.offsets, event.finish_reason, event.stop_reason,
+                      piece.ends)
         branch.num_tokens += count
         self.usage.completion += count
         branch.done = finished
@@ -214,6 +232,16 @@ class Generation:
             for _ in event.token_ids:
                 self.metrics.inter_token.observe((now - branch.last) / len(event.token_ids))
         branch.last = now
+
+
+def _behind_prompt(r: Running, event: Event) -> list[Event]:
+    """What may be told now. Echoed prompts stand first in every choice, and their log-probabilities come with branch 0; on a busy engine
+    other branches may be ahead of it."""
+    if r.request.params.prompt_logprobs is not None and r.prompt_logprobs is None and event.prompt_logprobs is None:
+        r.early.append(event)
+        return []
+    early, r.early = r.early, []
+    return [event, *early]
 
 
 async def _cancel(tasks: list[asyncio.Future]) -> None:

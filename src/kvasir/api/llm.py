@@ -348,9 +348,7 @@ class Collector:
         self.output.score = event.score or self.output.score
         tokens, stopped = event.token_ids, None
         if self._texts:
-            # The token that ended the branch is no part of its text, unless it is asked for.
-            hidden = event.finish_reason == "stop" and tokens and not self.params.include_stop_str_in_output
-            delta = self._texts[event.branch].push(tokens[:-1] if hidden else tokens, finished=event.finish_reason is not None)
+            delta = self._texts[event.branch].push(tokens, event.finish_reason is not None, event.finish_reason == "stop")
             out.text += delta.text
             stopped = delta.stop
             if stopped is not None:

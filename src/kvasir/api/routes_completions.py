@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any
 
 from kvasir.api.detokenize import Detokenizer
@@ -15,7 +15,7 @@ from kvasir.api.sampling import format_grammar, grammar_of, sampling_params
 from kvasir.api.service import Caller, Service
 from kvasir.api.streaming import DONE, sse
 from kvasir.errors import RequestError
-from kvasir.types import Request
+from kvasir.types import Request, TokenLogprob
 
 MAX_TOKENS = 16  # OpenAI's default here
 
@@ -41,8 +41,8 @@ class CompletionJob:
         only_echo = bool(body.echo) and body.max_tokens == 0
         fixed: dict[str, Any] = {"logprobs": body.logprobs, "grammar": grammar}
         fixed["max_tokens"] = 1 if only_echo else body.max_tokens
-        if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
-            fixed["prompt_logprobs"] = body.logprobs
+        if body.echo and body.logprobs is not None and (body.prompt_logprobs is None or 0 <= body.prompt_logprobs < body.logprobs):
+            fixed["prompt_logprobs"] = body.logprobs  # each of the two is cut to what it was asked for
         shared = sampling_params(body, service.info.generation_defaults, **fixed)
         params = [shared if body.max_tokens is not None else dataclasses.replace(shared, max_tokens=self._default(len(ids))) for ids in prompts]
         id = unique_id("cmpl", caller.id)
@@ -89,8 +89,9 @@ class CompletionJob:
                 _append(old, new)
         if self.body.prompt_logprobs is not None:
             for running in generation.running:
+                table = prompt_logprobs(self.tokenizer, _cut(running.prompt_logprobs or [], self.body.prompt_logprobs))
                 for branch in running.branches:
-                    choices[branch.choice]["prompt_logprobs"] = prompt_logprobs(self.tokenizer, running.prompt_logprobs or [])
+                    choices[branch.choice]["prompt_logprobs"] = table
         return {**self.head, "choices": [choices[i] for i in sorted(choices)], "usage": generation.usage.object()}
 
     def _choice(self, running: Running, delta: Delta, first: bool) -> dict[str, Any]:
@@ -111,7 +112,12 @@ class CompletionJob:
     def _echoed(self, running: Running) -> dict[str, Any]:
         ids = running.request.prompt_ids
         offsets = prompt_offsets(self.tokenizer, ids, show_special=not isinstance(self.body.prompt[running.index], str))
-        return completion_logprobs(self.tokenizer, running.prompt_logprobs or [None] * len(ids), ids, offsets)
+        return completion_logprobs(self.tokenizer, _cut(running.prompt_logprobs or [None] * len(ids), self.body.logprobs or 0), ids, offsets)
+
+
+def _cut(entries: Iterable[TokenLogprob | None], count: int) -> list[TokenLogprob | None]:
+    """With at most ``count`` alternatives each."""
+    return [e and dataclasses.replace(e, top=e.top[:count]) for e in entries]
 
 
 def _append(choice: dict[str, Any], new: dict[str, Any]) -> None:

@@ -75,15 +75,17 @@ class ResponsesJob:
         waiting: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is still held back
         async for delta in generation.deltas():
             reason = delta.finish_reason or ""
-            waiting += chat_logprobs(self.service.text.tokenizer, delta.logprobs or ())["content"]
-            pieces = self.message.push(delta.text, delta.token_ids, bool(reason))
-            for i, piece in enumerate(pieces):
-                # They ride on the last piece of a delta; those of reasoning and calls, which are not text, are not reported.
-                last = i == len(pieces) - 1
-                for step in self.output.add(piece, waiting if last else None):
-                    yield step
-                if last:
-                    waiting = []
+            # Which log-probabilities are of text is known token by token only.
+            for part in delta.singly() if self.body.include else (delta,):
+                waiting += chat_logprobs(self.service.text.tokenizer, part.logprobs or ())["content"]
+                pieces = self.message.push(part.text, part.token_ids, bool(part.finish_reason))
+                for i, piece in enumerate(pieces):
+                    # They ride on the last piece of a delta; those of reasoning and calls, which are not text, are not reported.
+                    last = i == len(pieces) - 1
+                    for step in self.output.add(piece, waiting if last else None):
+                        yield step
+                    if last:
+                        waiting = []
         generation.usage.reasoning = self.message.reasoning_tokens
         status = "completed" if reason == "stop" else "incomplete"
         for step in self.output.finish(status):

@@ -17,7 +17,7 @@ from kvasir.api.protocol import METADATA, ChatBody, RunBody
 from kvasir.api.routes_chat import ChatJob, max_tokens_of, message_object, piece_delta
 from kvasir.api.scaling_runs import ScalingRun, ScalingRuns
 from kvasir.api.scaling_store import RunStore
-from kvasir.api.service import Caller, Service
+from kvasir.api.service import Caller, Service, renamed
 from kvasir.api.streaming import DONE, EventStream, encode, sse
 from kvasir.errors import RequestError
 from kvasir.logs import log
@@ -89,10 +89,12 @@ class ScaledChat:
                 raise RequestError(f"'{name}' does not go together with 'scaling'", param=name, code="unsupported_parameter")
         block = body.scaling
         assert block is not None
-        self.service, self.stream, self.ignored, self.names = service, bool(body.stream), ignored, {}
+        self.service, self.stream, self.ignored = service, bool(body.stream), ignored
+        self.names = {"max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"}
         self.options = body.stream_settings()
-        self.plan = scaling.plan(service, block.strategy, [("p0", body.messages)], block.answer, caller.tenant, seed=body.seed,
-                                 max_tokens=max_tokens_of(body), temperature=body.temperature, problem_budget=block.budget, where="scaling.")
+        with renamed(self.names):
+            self.plan = scaling.plan(service, block.strategy, [("p0", body.messages)], block.answer, caller.tenant, seed=body.seed,
+                                     max_tokens=max_tokens_of(body), temperature=body.temperature, problem_budget=block.budget, where="scaling.")
         self.head = {"id": unique_id("chatcmpl", caller.id), "object": "chat.completion.chunk" if self.stream else "chat.completion",
                      "created": caller.created, "model": service.info.name}
 

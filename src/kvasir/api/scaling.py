@@ -80,6 +80,8 @@ def plan(service: Service, spec: str, conversations: Sequence[tuple[str, list[di
     if room < 1:
         raise RequestError(f"the prompt has {length} tokens; with a context of {service.info.max_model_len} nothing can follow", param=place,
                            code="context_length_exceeded")
+    if max_tokens is not None and max_tokens < 1:
+        raise RequestError(f"max_tokens={max_tokens} is out of range: at least 1", param="max_tokens", code="invalid_parameter")
     if max_tokens is not None and max_tokens > room:
         raise RequestError(f"{length} prompt tokens and max_tokens={max_tokens} make more than the context of {service.info.max_model_len}",
                            param="max_tokens", code="context_length_exceeded")
