@@ -20,6 +20,7 @@ from kvasir.engine.draft_times import DraftTimes
 from kvasir.engine.runner import Runner
 from kvasir.engine.spans import ONE_SAMPLE, rows_left
 from kvasir.engine.step_time import Roofline
+from kvasir.errors import ConfigError
 from kvasir.logs import log
 from kvasir.models import cost
 from kvasir.speculation.controller import TRIAL_SEQS, Controller
@@ -76,6 +77,9 @@ class Drafting:
         self._ended = 0.0  # when the last step did
         drafter.attach(runner.model, runner.capture())
         if drafter.hidden_layers:
+            last = len(runner.model.spec.layers) - 1
+            if not all(0 <= layer <= last for layer in drafter.hidden_layers):
+                raise ConfigError(f"drafter '{drafter.name}' reads the layers {drafter.hidden_layers}; the model has 0 to {last}")
             runner.use_taps(drafter.hidden_layers)
         runner.guest_inputs = drafter.guests
         runner.sampler.by_blocks = not drafter.exact
@@ -182,7 +186,7 @@ class Drafting:
     def _open(self, seq: Sequence) -> None:
         if not seq.state.get("drafted"):
             seq.state["drafted"] = True
-            self.drafter.open(seq)
+            self._guarded(self.drafter.open, seq)
 
     def launched(self, plan: Plan) -> None:
         """``plan`` is on its way. Of steps that only decode, the time is taken."""
