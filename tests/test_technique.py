@@ -14,14 +14,12 @@ from kvasir import technique
 from kvasir.api import tools
 from kvasir.attention.backend import BACKENDS, AttentionBackend
 from kvasir.cli.main import app
-from kvasir.convert.converter import Converter
 from kvasir.engine.policy import POLICIES, SchedulerPolicy
 from kvasir.errors import ConfigError
 from kvasir.kv.codec import CODECS, Codec
 from kvasir.kv.quantized import QuantizedCodec
 from kvasir.lab.task import Task, load_task
 from kvasir.models.families import FAMILIES, find_family
-from kvasir.scaling.strategy import STRATEGIES, Strategy
 from kvasir.speculation.drafter import DRAFTERS, Drafter
 from kvasir.speculation.router import load_drafter
 from tests.engine.driver import Driver
@@ -94,12 +92,9 @@ def test_a_file_that_is_no_technique_is_told_why(tmp_path, name, text, why):
 
 
 @pytest.mark.parametrize("package, base, lacks", [
-    (DRAFTERS, Drafter, "propose"), (CODECS, Codec, "planes, read, write"), (CODECS, QuantizedCodec, "decode, encode, side"),
-    (POLICIES, SchedulerPolicy, "order_waiting"), (BACKENDS, AttentionBackend, "run"), (STRATEGIES, Strategy, "run"),
-    (tools.PACKAGE, tools.ToolParser, "feed, finish, grammar"), ("kvasir.lab.tasks", Task, "draw"),
-    ("kvasir.convert.converters", Converter, "tensors")])
+    (DRAFTERS, Drafter, "propose"), (CODECS, QuantizedCodec, "decode, encode, side"), (POLICIES, SchedulerPolicy, "order_waiting"),
+    (BACKENDS, AttentionBackend, "run"), (tools.PACKAGE, tools.ToolParser, "feed, finish, grammar"), ("kvasir.lab.tasks", Task, "draw")])
 def test_what_it_does_not_define_is_named(tmp_path, package, base, lacks):
-    """At once: not in the middle of the first request that needs it."""
     text = f"from {base.__module__} import {base.__name__}\nclass Empty({base.__name__}):\n    pass\n"
     with pytest.raises(ConfigError, match=f"empty.py: Empty must define {lacks}, as"):
         technique.find(package, written(tmp_path, "empty.py", text), base)
@@ -147,7 +142,6 @@ def test_an_installed_package_brings_names(tmp_path, monkeypatch):
 
 
 def test_a_package_that_cannot_be_imported_stops_nobody_else(tmp_path, monkeypatch, caplog):
-    """Whoever chooses among all of a seam (attention, tool calls, lists) leaves it out; asked for by name, it says whose it is."""
     monkeypatch.syspath_prepend(str(tmp_path))
     groups = (BACKENDS, CODECS, "kvasir.lab.tasks", "kvasir.api.tool_parsers", DRAFTERS)
     install(tmp_path, "their_lab", *(f"[{group}]\ngone = their_lab.gone" for group in groups))
@@ -209,12 +203,6 @@ def test_a_drafter_that_cannot_open_a_sequence_costs_no_request(tmp_path, caplog
     bad = DRAFTER + "\n    def open(self, seq):\n        raise KeyError('boom')\n"
     tokens, number, _ = outputs(drafter=written(tmp_path, "shut.py", bad), draft_control="fixed")
     assert tokens == outputs()[0] and number and "drafter shut failed" in caplog.text
-
-
-def test_a_drafter_of_layers_that_are_not_there(tmp_path):
-    bad = DRAFTER.replace("class Bigram(Drafter):", "class Bigram(Drafter):\n    hidden_layers = (-1,)")
-    with pytest.raises(ConfigError, match=r"drafter 'deep' reads the layers \(-1,\); the model has 0 to 3"):
-        outputs(drafter=written(tmp_path, "deep.py", bad))
 
 
 @pytest.mark.parametrize("order", ["list(seqs).sort(key=id)", "list(seqs)[:1]", "list(seqs) * 2"])

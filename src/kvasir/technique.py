@@ -95,8 +95,7 @@ def module(package: str, name: str) -> ModuleType | None:
 
 
 def of_all(package: str, get: Callable[[str], R]) -> list[R]:
-    """``get(name)`` of every technique of a seam. One of an installed package that fails is left out, with a warning: it must not stop
-    those who did not ask for it."""
+    """``get(name)`` of every technique of a seam. An installed one that fails is left out with a warning: nobody asked for it."""
     ours, found = own(package), []
     for name in names(package):
         try:

@@ -341,7 +341,6 @@ def test_a_conversation_without_messages(llm):
 
 
 def test_what_a_template_reads_may_be_said_as_for_vllm(llm):
-    """It was a variable of that name before, which no template reads, so what it asked for was ignored without a word."""
     told, message = [], [{"role": "user", "content": "x"}]
     tokenizer = llm.get_tokenizer()
     with pytest.MonkeyPatch.context() as patch:

@@ -191,7 +191,7 @@ def test_choose():
 
 
 def test_an_answer_does_not_look_for_its_parsers(monkeypatch):
-    """To look for them reads what every installed package offers: milliseconds that all other requests would wait, for each with tools."""
+    """That reads what every installed package offers, while all other requests wait."""
     text = Text(lambda: make("byte_level"))
     text.load()
     monkeypatch.setattr(technique, "names", None)

@@ -19,13 +19,12 @@ def test_llama_8b_on_an_h200():
 
 
 def test_what_a_cpus_caches_hold_is_no_memory_limit(tmp_path, caplog):
-    """Two sockets of 32 MiB, told once a core: what exceeds both comes from memory, and what does not has no limit."""
-    for core, (level, size) in enumerate([(3, "32768K"), (3, "32768K"), (3, "32768K"), (2, "1024K")]):
-        folder = tmp_path / f"cpu{core}" / "cache" / "index0"
+    for core, level, size in ((0, 3, 32768), (1, 3, 32768), (2, 3, 32768), (3, 2, 1024)):
+        folder = tmp_path / f"cpu{core}/cache/index0"
         folder.mkdir(parents=True)
-        for name, text in (("level", level), ("size", size), ("shared_cpu_list", f"{core // 2}")):
+        for name, text in (("level", level), ("size", f"{size}K"), ("shared_cpu_list", core // 2)):
             (folder / name).write_text(f"{text}\n")
-    assert roofline.cache_bytes(tmp_path) == 64 << 20 and roofline.cache_bytes(tmp_path / "none") == 0
+    assert roofline.cache_bytes(tmp_path) == 64 << 20, "two of 32 MiB, one of them told by two cores"
     spec, batch = build_spec(SHAPES["qwen3-0.6b"]), [Batch("one", 1, 128, 2)]
     plain = roofline.limits(spec, batch, RATES)["one.decode_tok_s"]
     read = RATES["copy_bytes_s"] / plain

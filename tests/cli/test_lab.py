@@ -50,9 +50,7 @@ def test_what_is_wrong_is_named(kvasir, args, named):
 
 
 @pytest.mark.parametrize("command", [("train", "drafter", "medusa", "--target", "nano"), ("lab", "train", "smoke")])
-@pytest.mark.parametrize("taken", ["", "/below"])
-def test_a_place_that_cannot_be_written_is_told_before_the_work(kvasir, tmp_path, command, taken):
+def test_a_place_that_cannot_be_written_is_told_before_the_work(kvasir, tmp_path, command):
     (tmp_path / "file").write_text("")
-    done = kvasir(*command, "--out", f"{tmp_path}/file{taken}", "--steps", 1)
+    done = kvasir(*command, "--out", tmp_path / "file" / "below", "--steps", 1)
     assert done.code == 2 and "cannot write" in done.err
-    assert command[0] == "lab" or "cannot write" in kvasir(*command, "--out", tmp_path / "new", "--samples", f"{tmp_path}/file/below").err

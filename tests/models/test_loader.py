@@ -188,7 +188,7 @@ def test_missing_and_unexpected_together(llama):
 
 def test_a_family_with_fused_tensors_is_told_to_split_them(llama, monkeypatch):
     monkeypatch.setattr(find_family("llama"), "stored_name", lambda slot: stored_name(slot).replace("k_proj", "q_proj"))
-    refused(llama, "stored_name gives 'model.layers.0.self_attn.q_proj.weight' for several slots", "tensors are split")
+    refused(llama, "stored_name gives 'model.layers.0.self_attn.q_proj.weight' for several slots", "split it")
 
 
 def test_a_config_of_other_size(llama):

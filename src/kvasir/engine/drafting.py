@@ -20,7 +20,6 @@ from kvasir.engine.draft_times import DraftTimes
 from kvasir.engine.runner import Runner
 from kvasir.engine.spans import ONE_SAMPLE, rows_left
 from kvasir.engine.step_time import Roofline
-from kvasir.errors import ConfigError
 from kvasir.logs import log
 from kvasir.models import cost
 from kvasir.speculation.controller import TRIAL_SEQS, Controller
@@ -77,9 +76,6 @@ class Drafting:
         self._ended = 0.0  # when the last step did
         drafter.attach(runner.model, runner.capture())
         if drafter.hidden_layers:
-            last = len(runner.model.spec.layers) - 1
-            if not all(0 <= layer <= last for layer in drafter.hidden_layers):
-                raise ConfigError(f"drafter '{drafter.name}' reads the layers {drafter.hidden_layers}; the model has 0 to {last}")
             runner.use_taps(drafter.hidden_layers)
         runner.guest_inputs = drafter.guests
         runner.sampler.by_blocks = not drafter.exact

@@ -54,7 +54,7 @@ class SchedulerPolicy(Technique):
 
 
 def checked(policy: SchedulerPolicy, order: Order) -> Order:
-    """``order`` of a policy that our tests do not know: one that loses or doubles a sequence would show later, as another fault."""
+    """One that loses or doubles a sequence would show later, as another fault."""
     if policy.ours:
         return order
 
