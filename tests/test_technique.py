@@ -8,16 +8,22 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from kvasir import technique
+from kvasir.api import tools
+from kvasir.attention.backend import BACKENDS, AttentionBackend
+from kvasir.cli.main import app
 from kvasir.engine.policy import POLICIES, SchedulerPolicy
 from kvasir.errors import ConfigError
 from kvasir.kv.codec import CODECS, Codec
-from kvasir.lab.task import load_task
+from kvasir.kv.quantized import QuantizedCodec
+from kvasir.lab.task import Task, load_task
 from kvasir.models.families import FAMILIES, find_family
 from kvasir.speculation.drafter import DRAFTERS, Drafter
 from kvasir.speculation.router import load_drafter
 from tests.engine.driver import Driver
+from tests.models.small_tokenizers import make
 
 PAGE = Path(__file__).parents[1] / "docs" / "adding-a-technique.md"
 POLICY = '''"""Last come, first served. Exact."""
@@ -85,6 +91,15 @@ def test_a_file_that_is_no_technique_is_told_why(tmp_path, name, text, why):
         technique.load(POLICIES, file, SchedulerPolicy)
 
 
+@pytest.mark.parametrize("package, base, lacks", [
+    (DRAFTERS, Drafter, "propose"), (CODECS, QuantizedCodec, "decode, encode, side"), (POLICIES, SchedulerPolicy, "order_waiting"),
+    (BACKENDS, AttentionBackend, "run"), (tools.PACKAGE, tools.ToolParser, "feed, finish, grammar"), ("kvasir.lab.tasks", Task, "draw")])
+def test_what_it_does_not_define_is_named(tmp_path, package, base, lacks):
+    text = f"from {base.__module__} import {base.__name__}\nclass Empty({base.__name__}):\n    pass\n"
+    with pytest.raises(ConfigError, match=f"empty.py: Empty must define {lacks}, as"):
+        technique.find(package, written(tmp_path, "empty.py", text), base)
+
+
 def test_a_fault_of_its_own_is_shown_as_it_is(tmp_path):
     file = written(tmp_path, "broken.py", "import no_such_module\n")
     for _ in range(2):
@@ -101,7 +116,8 @@ def test_files_join_others(tmp_path):
 
 
 def test_a_task_in_a_file(tmp_path):
-    file = written(tmp_path / "tasks", "echo.py", '"""Say it again."""\nfrom kvasir.lab.task import Task\nclass Echo(Task): ...\n')
+    file = written(tmp_path / "tasks", "echo.py", '"""Say it again."""\nfrom kvasir.lab.task import Task\n'
+                   "class Echo(Task):\n    def draw(self, rng, split): ...\n")
     assert load_task(file).name == "echo"
     with pytest.raises(ConfigError, match="'echo' has no prompt forms"):
         load_task(f"judge_pair/{file}")
@@ -112,7 +128,7 @@ def test_a_task_in_a_file(tmp_path):
 
 def test_an_installed_package_brings_names(tmp_path, monkeypatch):
     install(tmp_path, "some_lab", f"[{DRAFTERS}]", "pairs = some_lab.drafts", "suffix = some_lab.drafts", f"[{FAMILIES}]", "mine = some_lab.family",
-            drafts=DRAFTER, family="ARCHITECTURES = ('Mine',)\n")
+            drafts=DRAFTER, family="ARCHITECTURES, build, stored_name = ('Mine',), None, None\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert "pairs" in technique.names(DRAFTERS) and "pairs" not in technique.own(DRAFTERS)
     assert load_drafter("pairs").name == "pairs" and set(load_drafter("ngram+pairs").names) == {"ngram", "pairs"}
@@ -123,6 +139,27 @@ def test_an_installed_package_brings_names(tmp_path, monkeypatch):
     install(tmp_path, "other_lab", f"[{DRAFTERS}]", "pairs = other_lab.drafts", drafts=DRAFTER)
     with pytest.raises(ConfigError, match="several installed packages .other_lab.drafts, some_lab.drafts.: uninstall"):
         load_drafter("pairs")
+
+
+def test_a_package_that_cannot_be_imported_stops_nobody_else(tmp_path, monkeypatch, caplog):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    groups = (BACKENDS, CODECS, "kvasir.lab.tasks", "kvasir.api.tool_parsers", DRAFTERS)
+    install(tmp_path, "their_lab", *(f"[{group}]\ngone = their_lab.gone" for group in groups))
+    assert outputs()[0]
+    for command in ("doctor", "show nano", "lab tasks"):
+        assert CliRunner().invoke(app, command.split()).exit_code == 0
+    tools.choose("auto", make("byte_level"))
+    assert "'gone' (kvasir.attention.backends) is left out: ModuleNotFoundError" in caplog.text and "repair or uninstall it" in caplog.text
+    with pytest.raises(ModuleNotFoundError) as fault:
+        load_drafter("gone")
+    assert "their_lab.gone is what an installed package offers as 'gone'" in fault.value.__notes__[0]
+
+
+def test_a_family_says_what_it_lacks(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    install(tmp_path, "half_lab", f"[{FAMILIES}]\nhalf = half_lab.half", half='ARCHITECTURES = ("A",)\n')
+    with pytest.raises(ConfigError, match="half.py is no model family: it lacks build, stored_name"):
+        find_family("half")
 
 
 def test_a_checkpoint_runs_no_file(tmp_path):
@@ -160,6 +197,19 @@ def test_what_a_drafter_does_wrong_costs_no_request(tmp_path, proposal, caplog):
           f"    def propose(self, asks):\n        return [{proposal} for _ in asks]\n"
     tokens, number, _ = outputs(drafter=written(tmp_path, "bad.py", bad), draft_control="fixed")
     assert tokens == outputs()[0] and not number and "drafter bad failed (8 times in a row)" in caplog.text
+
+
+def test_a_drafter_that_cannot_open_a_sequence_costs_no_request(tmp_path, caplog):
+    bad = DRAFTER + "\n    def open(self, seq):\n        raise KeyError('boom')\n"
+    tokens, number, _ = outputs(drafter=written(tmp_path, "shut.py", bad), draft_control="fixed")
+    assert tokens == outputs()[0] and number and "drafter shut failed" in caplog.text
+
+
+@pytest.mark.parametrize("order", ["list(seqs).sort(key=id)", "list(seqs)[:1]", "list(seqs) * 2"])
+def test_an_order_that_is_none_is_named(tmp_path, order):
+    text = POLICY.replace("sorted(seqs, key=lambda s: -s.request.arrival)", order).replace("def order", "static = False\n    def order")
+    with pytest.raises(ValueError, match="scheduling policy 'odd': of 2 sequences it must return a list of all, each once"):
+        outputs(scheduling_policy=written(tmp_path, "odd.py", text))
 
 
 CONFLICT = '''

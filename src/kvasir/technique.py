@@ -18,11 +18,13 @@ import importlib.util
 import math
 import pkgutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from kvasir.errors import ConfigError, nearest
+from kvasir.logs import log
 
 
 class Technique:
@@ -55,6 +57,7 @@ class Technique:
 
 
 T = TypeVar("T", bound=Technique)
+R = TypeVar("R")
 
 
 def own(package: str) -> list[str]:
@@ -81,7 +84,27 @@ def module(package: str, name: str) -> ModuleType | None:
     found = {e.module for e in importlib.metadata.entry_points(group=package, name=name)}
     if len(found) > 1:
         raise ConfigError(f"'{name}' is offered by several installed packages ({', '.join(sorted(found))}): uninstall all but one")
-    return importlib.import_module(found.pop()) if found else None
+    if not found:
+        return None
+    target = found.pop()
+    try:
+        return importlib.import_module(target)
+    except Exception as e:
+        e.add_note(f"{target} is what an installed package offers as '{name}' ({package}): repair or uninstall it")
+        raise
+
+
+def of_all(package: str, get: Callable[[str], R]) -> list[R]:
+    """``get(name)`` of every technique of a seam. An installed one that fails is left out with a warning: nobody asked for it."""
+    ours, found = own(package), []
+    for name in names(package):
+        try:
+            found.append(get(name))
+        except Exception as e:
+            if name in ours:
+                raise
+            log.warning("'%s' (%s) is left out: %s", name, package, "; ".join([f"{type(e).__name__}: {e}", *getattr(e, "__notes__", ())]))
+    return found
 
 
 def find(package: str, name: str, base: type[T]) -> tuple[type[T], type | None]:
@@ -104,6 +127,8 @@ def find(package: str, name: str, base: type[T]) -> tuple[type[T], type | None]:
     if len(classes) != 1:
         raise ConfigError(f"{found.__file__} must define exactly one subclass of {base.__module__}.{base.__name__}, and defines "
                           f"{', '.join(c.__name__ for c in classes) or 'none'}. Bases and helpers belong into another module.")
+    if lacking := [n for n in dir(classes[0]) if getattr(getattr(classes[0], n), "__isabstractmethod__", False)]:
+        raise ConfigError(f"{found.__file__}: {classes[0].__name__} must define {', '.join(lacking)}, as {base.__module__}.{base.__name__} says")
     classes[0].name = name
     return classes[0], getattr(found, "Config", None)
 

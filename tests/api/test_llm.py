@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvasir import LLM, SamplingParams
+from kvasir.api.vllm_flags import settled
 from kvasir.decoding.confidence import summed_up
 from kvasir.errors import ConfigError, RequestError
 from kvasir.types import Grammar
@@ -350,7 +351,7 @@ def test_threads_take_turns(llm):
         assert list(pool.map(ask, range(4))) == [[text] * 4 for text in alone]
 
 
-@pytest.mark.parametrize("prompts, params", [(None, GREEDY), (5, GREEDY), ("a", {"max_tokens": 2}), ("a", "x")])
+@pytest.mark.parametrize("prompts, params", [(None, GREEDY), (5, GREEDY), ("a", {"max_tokens": 2}), ("a", "x"), ("a", 5)])
 def test_what_is_no_prompt_or_no_parameters(llm, prompts, params):
     with pytest.raises(RequestError, match="expected .*, got (NoneType|int|dict|str)$"):
         llm.generate(prompts, params)
@@ -360,6 +361,18 @@ def test_a_conversation_without_messages(llm):
     for nothing in ([[]], [[{"role": "user", "content": "x"}], []]):
         with pytest.raises(RequestError, match="no messages"):
             llm.chat(nothing)
+    for no_list in ("hi", {"role": "user", "content": "x"}):
+        with pytest.raises(RequestError, match="expected a list of messages, .*, got (str|dict)$"):
+            llm.chat(no_list)
+
+
+def test_what_a_template_reads_may_be_said_as_for_vllm(llm):
+    told, message = [], [{"role": "user", "content": "x"}]
+    tokenizer = llm.get_tokenizer()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(tokenizer), "encode_chat", lambda self, messages, **options: told.append(options) or [5, 6])
+        llm.chat(message, GREEDY, chat_template_kwargs={"enable_thinking": False}, more=1)
+    assert told == [{"tools": None, "add_generation_prompt": True, "enable_thinking": False, "more": 1}]
 
 
 def test_without_a_tokenizer_and_with_dummy_weights():
@@ -375,6 +388,16 @@ def test_without_a_tokenizer_and_with_dummy_weights():
         with pytest.raises(RequestError) as refused:
             llm.generate({"prompt_token_ids": [5]}, greedy(bad_words=["x"]))
         assert refused.value.param == "bad_words"
+
+
+def test_vllms_keywords_hold_or_are_refused_by_name():
+    holds = {"tensor_parallel_size": 1, "trust_remote_code": False, "quantization": None, "enable_lora": False, "disable_log_stats": True}
+    assert settled({**holds, "max_model_len": 64}) == {"max_model_len": 64}
+    for name, value, why in (("tensor_parallel_size", 2, "only 1 is"), ("trust_remote_code", True, "never run"),
+                             ("quantization", "awq", "dtype bfloat16"), ("enable_chunked_prefill", False, "in chunks"),
+                             ("speculative_config", {"method": "ngram"}, "--drafter")):
+        with pytest.raises(ConfigError, match=f"{name}=.*{why}"):
+            LLM(**OPTIONS, **{name: value})
 
 
 @pytest.mark.parametrize("options, said", [({"max_num_sequences": 3}, "max_num_seqs"), ({"model": "/no/such/folder"}, "/no/such/folder"),

@@ -101,6 +101,6 @@ def test_the_prompt_decides():
     message = [{"role": "user", "content": "<think>"}]  # as text of the user it opens nothing
     open_prompt = tokenizer.encode_chat(message)
     closed = tokenizer.encode_chat(message, enable_thinking=False)
-    assert reasoning.parser("auto", tokenizer, open_prompt).push("<think>a</think>b", True) == ("a", "b")
-    assert reasoning.parser("auto", tokenizer, open_prompt).push("b", True) == ("", "b")
-    assert reasoning.parser("auto", tokenizer, closed).disabled and reasoning.parser("none", tokenizer, closed) is None
+    assert reasoning.parser(Qwen3, tokenizer, open_prompt).push("<think>a</think>b", True) == ("a", "b")
+    assert reasoning.parser(Qwen3, tokenizer, open_prompt).push("b", True) == ("", "b")
+    assert reasoning.parser(Qwen3, tokenizer, closed).disabled and reasoning.parser(None, tokenizer, closed) is None

@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvasir import technique
 from kvasir.api import tools
 from kvasir.api.json_scan import Malformed, ValueScan
 from kvasir.api.protocol import SamplingBody
 from kvasir.api.sampling import grammar_of
+from kvasir.api.text import Text
 from kvasir.api.tool_parsers.hermes import Hermes
 from kvasir.api.tool_parsers.llama3_json import Llama3Json
 from kvasir.errors import ConfigError, RequestError
@@ -185,9 +187,19 @@ def test_choose():
         "wordpiece", 'Respond with {"name": function name, "parameters": dictionary of argument name and its value}')) is Llama3Json
     assert tools.choose("auto", make("byte_level", None)) is None and tools.choose("none", make("byte_level")) is None
     assert tools.choose("llama3-json", make("byte_level")) is Llama3Json
-    assert tools.parser("hermes", make("byte_level"), [tool()]).names == {"add"}
+    assert tools.parser(Hermes, [tool()]).names == {"add"} and tools.parser(None, [tool()]) is None
     with pytest.raises(ConfigError, match="hermes"):
         tools.choose("hermse", make("byte_level"))
+
+
+def test_an_answer_does_not_look_for_its_parsers(monkeypatch):
+    """That reads what every installed package offers, while all other requests wait."""
+    text = Text(lambda: make("byte_level"))
+    text.load()
+    monkeypatch.setattr(technique, "names", None)
+    monkeypatch.setattr(technique, "module", None)
+    message = text.message([1, 2], [tool()], True)
+    assert message is not None and text.tool_format is Hermes
 
 
 @pytest.mark.parametrize("given_tools, choice, param", [

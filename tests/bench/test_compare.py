@@ -51,7 +51,7 @@ def test_a_b_a(log):
     assert found["ratios"][f"{key} kvasir/vllm"] == pytest.approx(kvasir["metrics"][key]["median"] / vllm["metrics"][key]["median"], rel=0.01)
     assert 0.3 < found["ratios"][f"{key} vllm after/before"] < 3
     assert found["targets"][f"{key} kvasir/vllm"]["met"] and not found["targets"]["one.prefill_tok_s kvasir/vllm"]["met"]
-    assert vllm["config"]["version"] == "0.0.fake" and found["limits"][key] > 0
+    assert vllm["config"]["version"] == "0.0.fake" and found["limits"]["one.prefill_tok_s"] > 0
     assert vllm["metrics"]["two.decode_tok_s"]["median"] == pytest.approx(2 * 2 / 0.004, rel=0.5), "2 ms a token, as the stand-in sleeps"
 
     asked = log_of(log)

@@ -18,6 +18,22 @@ def test_llama_8b_on_an_h200():
     assert found["fill.prefill_tok_s"] == pytest.approx(795e12 / 14.2e9, rel=0.03)
 
 
+def test_what_a_cpus_caches_hold_is_no_memory_limit(tmp_path, caplog):
+    for core, level, size in ((0, 3, 32768), (1, 3, 32768), (2, 3, 32768), (3, 2, 1024)):
+        folder = tmp_path / f"cpu{core}/cache/index0"
+        folder.mkdir(parents=True)
+        for name, text in (("level", level), ("size", f"{size}K"), ("shared_cpu_list", core // 2)):
+            (folder / name).write_text(f"{text}\n")
+    assert roofline.cache_bytes(tmp_path) == 64 << 20, "two of 32 MiB, one of them told by two cores"
+    spec, batch = build_spec(SHAPES["qwen3-0.6b"]), [Batch("one", 1, 128, 2)]
+    plain = roofline.limits(spec, batch, RATES)["one.decode_tok_s"]
+    read = RATES["copy_bytes_s"] / plain
+    assert roofline.limits(spec, batch, RATES | {"cache_bytes": read / 2})["one.decode_tok_s"] == pytest.approx(2 * plain, rel=1e-3)
+    with caplog.at_level("INFO", "kvasir"):
+        found = roofline.limits(spec, batch, RATES | {"cache_bytes": 2 * read})
+    assert list(found) == ["one.prefill_tok_s"] and "fits the CPU's caches" in caplog.text
+
+
 def test_a_mixture_reads_the_experts_that_are_hit():
     """Each expert is left alone by a row with probability 1 - 8/128."""
     table = dict(SHAPES["qwen3-0.6b"], architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_experts=128, num_experts_per_tok=8,

@@ -47,3 +47,10 @@ def test_labels_and_entropies_are_shown_and_long_texts_cut(kvasir):
 def test_what_is_wrong_is_named(kvasir, args, named):
     done = kvasir("lab", "show", *args)
     assert done.code == 2 and named in done.err
+
+
+@pytest.mark.parametrize("command", [("train", "drafter", "medusa", "--target", "nano"), ("lab", "train", "smoke")])
+def test_a_place_that_cannot_be_written_is_told_before_the_work(kvasir, tmp_path, command):
+    (tmp_path / "file").write_text("")
+    done = kvasir(*command, "--out", tmp_path / "file" / "below", "--steps", 1)
+    assert done.code == 2 and "cannot write" in done.err

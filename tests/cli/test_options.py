@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from kvasir.api.vllm_flags import ONLY_AT, SATISFIED, UNSERVED
 from kvasir.cli.options import build_settings
-from kvasir.cli.vllm_flags import ONLY_AT, SATISFIED, UNSERVED
 from kvasir.config import EngineConfig, Settings
 from kvasir.errors import ConfigError
 

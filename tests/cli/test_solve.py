@@ -43,6 +43,14 @@ def test_two_models_a_journal_and_a_report(kvasir, tmp_path):
     assert kvasir(*args[:-2], "--journal", out).code == 2
 
 
+def test_what_was_through_before_a_fault_is_shown(kvasir, tmp_path, capsys):
+    (tmp_path / "faulty.py").write_text('"""Raises."""\nfrom kvasir.scaling.strategy import Strategy\nclass Faulty(Strategy):\n'
+                                        "    async def run(self, context, problem):\n        raise ArithmeticError('boom')\n")
+    with pytest.raises(ArithmeticError) as fault:
+        kvasir("solve", "--strategy", "majority:n=1", "--strategy", tmp_path / "faulty.py", "--model", "nano", "-n", 2, "--max-tokens", 8)
+    assert "majority:n=1" in capsys.readouterr().out and fault.value.__notes__ == ["strategy 'faulty', problem p0"]
+
+
 def test_a_pool_a_limit_and_a_page(kvasir, tmp_path):
     out, pool = tmp_path / "out.json", tmp_path / "pool"
     args = ("solve", "--model", "nano", "--task", "countdown", "-n", 3, "--device", "cpu", "--max-tokens", 40, "--json", out)

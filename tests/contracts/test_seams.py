@@ -11,6 +11,8 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from kvasir import technique
+from kvasir.api.reasoning import ReasoningParser
+from kvasir.api.tools import ToolParser
 from kvasir.attention.backend import AttentionBackend
 from kvasir.convert.converter import Converter
 from kvasir.engine.policy import SchedulerPolicy
@@ -24,7 +26,7 @@ from kvasir.technique import Technique
 ROOT = Path(__file__).parents[2]
 SEAMS = {"kvasir.kv.codecs": Codec, "kvasir.attention.backends": AttentionBackend, "kvasir.engine.schedulers": SchedulerPolicy,
          "kvasir.speculation.drafters": Drafter, "kvasir.scaling.strategies": Strategy, "kvasir.convert.converters": Converter,
-         "kvasir.lab.tasks": Task}
+         "kvasir.lab.tasks": Task, "kvasir.api.tool_parsers": ToolParser, "kvasir.api.reasoning_parsers": ReasoningParser}
 PROMISES = {"exact": {Codec, AttentionBackend, SchedulerPolicy, Drafter, Converter},  # the others compute nothing in a step
             "affects_kv": {Codec, AttentionBackend, SchedulerPolicy, Drafter}}  # a converter's result is another checkpoint
 SAYS = {Codec, Drafter, Converter}  # their docstrings say whether they are exact or lossy

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from kvasir.errors import ConfigError
 from kvasir.models import checkpoint, cost, fill, loader
+from kvasir.models.families import find_family
+from kvasir.models.fields import stored_name
 from kvasir.models.loader import load_model, read_header
 from tests import checkpoints
 
@@ -182,6 +184,11 @@ def test_unexpected_tensors(llama):
 def test_missing_and_unexpected_together(llama):
     rewrite(llama, lambda t: t.update({"model.final_norm.weight": t.pop("model.norm.weight")}))
     refused(llama, "missing tensors: model.norm.weight; unexpected tensors: model.final_norm.weight")
+
+
+def test_a_family_with_fused_tensors_is_told_to_split_them(llama, monkeypatch):
+    monkeypatch.setattr(find_family("llama"), "stored_name", lambda slot: stored_name(slot).replace("k_proj", "q_proj"))
+    refused(llama, "stored_name gives 'model.layers.0.self_attn.q_proj.weight' for several slots", "split it")
 
 
 def test_a_config_of_other_size(llama):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -189,3 +190,9 @@ def test_specs_need_no_torch():
             f"cost.flops_per_token(build_spec(json.loads('{json.dumps(config())}')), 1); assert 'torch' not in sys.modules")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_rotation_of_another_width_is_no_layer():
+    layer = build_spec(config()).layers[0]
+    with pytest.raises(AssertionError, match="RoPE of 12 for heads of"):
+        replace(layer, rope=replace(layer.rope, head_dim=12))

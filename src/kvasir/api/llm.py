@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvasir.api.detokenize import Detokenizer
+from kvasir.api.vllm_flags import settled
 from kvasir.config import EngineConfig
 from kvasir.engine.admission import admit
 from kvasir.engine.engine import Engine
@@ -75,7 +76,7 @@ class LLM:
     """
 
     def __init__(self, model: str = "", *, config: EngineConfig | None = None, **options: Any) -> None:
-        self.config = (config or EngineConfig()).replace(**({"model": model} if model else {}), **options)
+        self.config = (config or EngineConfig()).replace(**({"model": model} if model else {}), **settled(options))
         self._engine: Engine | None = Engine(self.config)
         self._lock = threading.Lock()  # whoever holds it steps the engine
         self.engine.scheduler.prompts_first = True  # results are whole ones, but for streams
@@ -115,6 +116,10 @@ class LLM:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # who starts next asks the device what is free
 
+    def get_tokenizer(self) -> Tokenizer:
+        """Raises ConfigError where there is none."""
+        return self._need_tokenizer()
+
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
         """What the checkpoint's generation_config asks for, with ``changes``."""
         known = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -131,7 +136,7 @@ class LLM:
             many = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
         except TypeError as e:
             raise RequestError(f"prompts: expected a prompt or a list of them, got {type(prompts).__name__}", param="prompts") from e
-        if isinstance(sampling_params, (str, dict)):
+        if sampling_params is not None and not isinstance(sampling_params, (SamplingParams, list, tuple)):
             raise RequestError(f"expected SamplingParams(...) or a list of them, got {type(sampling_params).__name__}", param="sampling_params")
         with self._turn(), _short_collections():
             params = [p or self.default_sampling_params() for p in
@@ -142,8 +147,13 @@ class LLM:
             return self._run(requests, [p if isinstance(p, str) else p.get("prompt") for p in many], use_tqdm)
 
     def chat(self, messages: Sequence[Any], sampling_params: SamplingParams | None = None, *, use_tqdm: bool = False,
-             tools: list[dict] | None = None, add_generation_prompt: bool = True, **template_options: Any) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages) or many (a list of such lists), through the chat template."""
+             tools: list[dict] | None = None, add_generation_prompt: bool = True, chat_template_kwargs: dict[str, Any] | None = None,
+             **template_options: Any) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or many (a list of such lists), through the chat template. What the template reads
+        (``enable_thinking=False``) is given as further keywords, or as vLLM's ``chat_template_kwargs``."""
+        if not isinstance(messages, (list, tuple)):
+            raise RequestError(f"messages: expected a list of messages, or a list of such lists, got {type(messages).__name__}", param="messages")
+        template_options = {**(chat_template_kwargs or {}), **template_options}
         many = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         if not all(many):
             raise RequestError("a conversation has no messages", param="messages")

@@ -119,7 +119,6 @@ def choose(name: str, tokenizer: Tokenizer) -> type[ReasoningParser] | None:
     return technique.find(PACKAGE, name, ReasoningParser)[0]
 
 
-def parser(name: str, tokenizer: Tokenizer, prompt_ids: Sequence[int] | None = None) -> ReasoningParser | None:
+def parser(cls: type[ReasoningParser] | None, tokenizer: Tokenizer, prompt_ids: Sequence[int] | None = None) -> ReasoningParser | None:
     """A parser for one answer to this prompt, or None when this model's answers need none."""
-    cls = choose(name, tokenizer)
     return cls(None if prompt_ids is None else tokenizer.decode(prompt_ids[-16:], skip_special=False)) if cls else None

@@ -12,7 +12,8 @@ from kvasir.models.tokenizer import Tokenizer
 
 
 class Text:
-    """``load`` blocks (run it in a thread) and comes before everything else. Raises ConfigError from there.
+    """``load`` blocks (run it in a thread) and comes before everything else. Raises ConfigError from there. It chooses the parsers, once:
+    to look for them reads what every installed package offers.
 
     ``keep_ids``: special tokens whose text the parsers look for, so they are shown although special tokens are skipped.
     """
@@ -30,7 +31,7 @@ class Text:
         self.tokenizer = self._open()
         self._longest_token = max(len(self.tokenizer.id_to_token(i) or "") for i in range(self.tokenizer.size))
         self.tool_format = tools.choose(self._tool_parser, self.tokenizer)
-        thinking = reasoning.choose(self._reasoning_parser, self.tokenizer)
+        thinking = self._thinking = reasoning.choose(self._reasoning_parser, self.tokenizer)
         marks = [*(self.tool_format.marks if self.tool_format else ()), *((thinking.start, thinking.end) if thinking else ())]
         self.keep_ids = self.tokenizer.special_ids & {self.tokenizer.token_to_id(mark) for mark in marks}
 
@@ -48,10 +49,10 @@ class Text:
 
     def reasoning(self, prompt_ids: Sequence[int]) -> reasoning.ReasoningParser | None:
         """A parser for one answer to this prompt; None when the model does not think."""
-        return reasoning.parser(self._reasoning_parser, self.tokenizer, prompt_ids)
+        return reasoning.parser(self._thinking, self.tokenizer, prompt_ids)
 
     def message(self, prompt_ids: Sequence[int], offered: list[dict[str, Any]] | None, parallel: bool) -> Message:
         """A fresh assistant message that answers this prompt. ``offered``: the tools it may call."""
         thinking = self.reasoning(prompt_ids)
-        calls = tools.parser(self._tool_parser, self.tokenizer, offered) if offered else None
+        calls = tools.parser(self.tool_format, offered) if offered else None
         return Message(thinking, calls, parallel, thinking.end_ids(self.tokenizer) if thinking else ())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -65,13 +66,16 @@ class ToolParser(Technique):
             self.finish()
         return self._out
 
+    @abstractmethod
     def feed(self, char: str) -> None:
         raise NotImplementedError
 
+    @abstractmethod
     def finish(self) -> None:
         raise NotImplementedError
 
     @classmethod
+    @abstractmethod
     def grammar(cls, functions: Sequence[Mapping[str, Any]], parallel: bool, tokenizer: Tokenizer) -> str:
         """A Lark grammar (llguidance's dialect) of one call of ``functions``, or of one or more."""
         raise NotImplementedError
@@ -190,7 +194,7 @@ def choose(name: str, tokenizer: Tokenizer) -> type[ToolParser] | None:
         return None
     if name != "auto":
         return technique.find(PACKAGE, name, ToolParser)[0]
-    classes = [technique.find(PACKAGE, n, ToolParser)[0] for n in technique.names(PACKAGE)]
+    classes = technique.of_all(PACKAGE, lambda n: technique.find(PACKAGE, n, ToolParser)[0])
     literals = "\0".join(t.literals for t in tokenizer.templates.values())
     for cls in classes:
         if any(mark in literals for mark in cls.marks):
@@ -198,10 +202,9 @@ def choose(name: str, tokenizer: Tokenizer) -> type[ToolParser] | None:
     return next((c for c in classes if tokenizer.templates and any(tokenizer.token_to_id(m) is not None for m in c.marks)), None)
 
 
-def parser(name: str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None = None) -> ToolParser | None:
+def parser(cls: type[ToolParser] | None, tools: Sequence[Mapping[str, Any]]) -> ToolParser | None:
     """A parser for one answer; ``tools`` are the request's. None when this model has no known format."""
-    cls = choose(name, tokenizer)
-    return cls({f["name"] for f in functions(tools)} if tools else None) if cls else None
+    return cls({f["name"] for f in functions(tools)}) if cls else None
 
 
 def functions(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -5,6 +5,7 @@ Legend: T rows, S spans, H query heads, G KV heads, D head dim, P slots per page
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -78,6 +79,7 @@ class AttentionBackend(Technique):
     def plan(self, batch: StepBatch) -> None:
         """Once a step, before the layers: derive what every layer needs into ``batch.scratch``."""
 
+    @abstractmethod
     def run(self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, batch: StepBatch, *,
             sinks_H: torch.Tensor | None = None, return_lse: bool = False,
             out_THD: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

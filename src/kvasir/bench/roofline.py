@@ -1,8 +1,8 @@
 """What the machine could do at most: measured rates, and from them and the model's shape a limit for each workload.
 
 The rates are measured in a process of their own (``python -m kvasir.bench.roofline [cpu|cuda] DTYPE``), which gives the
-device's memory back when it ends. On a GPU a figure above its limit is a fault of the benchmark; a CPU may hold the weights
-of a small model in its caches, which the copy does not fit.
+device's memory back when it ends. A figure above its limit is a fault of the benchmark. What a CPU's caches can hold need not come
+from memory; where that is all of a decode step, memory is no limit of it, and none is given.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from kvasir.bench.worker import environment
@@ -18,12 +19,13 @@ from kvasir.bench.workloads import Batch
 from kvasir.engine.sizing import token_bytes
 from kvasir.errors import ConfigError
 from kvasir.layers.spec import MoESpec
+from kvasir.logs import log
 from kvasir.models import cost
 from kvasir.models.spec import ModelSpec
 
 
 def machine_rates(device: str, dtype: str) -> dict[str, float]:
-    """{"copy_bytes_s": bytes read plus bytes written a second, "matmul_flop_s", "dtype_bytes"} of the chosen device."""
+    """{"copy_bytes_s": bytes read plus bytes written a second, "matmul_flop_s", "dtype_bytes", and of a CPU "cache_bytes"}."""
     done = subprocess.run([sys.executable, "-m", "kvasir.bench.roofline", device, dtype], capture_output=True, text=True, env=environment())
     if done.returncode:
         raise ConfigError(f"the machine's rates could not be measured: {done.stderr.strip().splitlines()[-1:]}")
@@ -35,15 +37,19 @@ def limits(spec: ModelSpec, batches: list[Batch], rates: dict[str, float], kv_sh
 
     ``kv_share``: bytes of keys and values over those of a plain cache."""
     width = int(rates["dtype_bytes"])
+    cached = rates.get("cache_bytes", 0)
     head = 2 * spec.vocab_size * spec.hidden_size  # operations of one row's logits
     found = {}
     for b in batches:
         context = b.prompt + b.output // 2
         moved = touched_params(spec, b.batch) * width + b.batch * kv_share * cost.kv_bytes(spec, context, width)
         computed = b.batch * cost.flops_per_token(spec, context)
-        found[f"{b.name}.decode_tok_s"] = b.batch / max(moved / rates["copy_bytes_s"], computed / rates["matmul_flop_s"])
+        if moved > cached:
+            found[f"{b.name}.decode_tok_s"] = b.batch / max((moved - cached) / rates["copy_bytes_s"], computed / rates["matmul_flop_s"])
+        else:
+            log.info("%s: what a decode step reads fits the CPU's caches (%.0f MiB), so no limit is given", b.name, cached / 2**20)
         computed = b.prompt * (cost.flops_per_token(spec, max(1, b.prompt // 2)) - head) + head
-        moved = touched_params(spec, b.batch * b.prompt) * width
+        moved = max(0, touched_params(spec, b.batch * b.prompt) * width - cached)
         found[f"{b.name}.prefill_tok_s"] = b.batch * b.prompt / max(b.batch * computed / rates["matmul_flop_s"], moved / rates["copy_bytes_s"])
     return {name: round(value, 1) for name, value in found.items()}
 
@@ -62,6 +68,15 @@ def touched_params(spec: ModelSpec, rows: int) -> float:
             hit = layer.ffn.num_experts * (1 - (1 - layer.ffn.top_k / layer.ffn.num_experts) ** rows)
             total += (hit - layer.ffn.top_k) * expert
     return total
+
+
+def cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Of the CPU's last caches together; 0 where the system does not tell."""
+    found: dict[int, dict[str, int]] = {}  # by level, then by whose they are
+    for index in cpus.glob("cpu[0-9]*/cache/index*"):
+        level, size, whose = ((index / name).read_text().strip() for name in ("level", "size", "shared_cpu_list"))
+        found.setdefault(int(level), {})[whose] = int(size.removesuffix("K")) << 10
+    return sum(found[max(found)].values()) if found else 0
 
 
 def measure(device: str, dtype: str) -> dict[str, float]:
@@ -91,7 +106,7 @@ def measure(device: str, dtype: str) -> dict[str, float]:
         return min(seconds)
 
     return {"copy_bytes_s": 2 * size / best(lambda: target.copy_(source), 8), "matmul_flop_s": 2 * side ** 3 / best(lambda: a @ b, 8),
-            "dtype_bytes": kind.itemsize}
+            "dtype_bytes": kind.itemsize} | ({} if gpu else {"cache_bytes": cache_bytes()})
 
 
 if __name__ == "__main__":

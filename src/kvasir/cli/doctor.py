@@ -26,7 +26,7 @@ def examine() -> dict[str, Any]:
     from kvasir.kv.codec import CODECS, Codec
     from kvasir.scaling.strategy import STRATEGIES
     from kvasir.speculation.drafter import DRAFTERS
-    from kvasir.technique import load, names
+    from kvasir.technique import load, names, of_all
 
     facts: dict[str, Any] = {
         "kvasir": __version__, "python": platform.python_version(), "torch": torch.__version__, "system": platform.platform(),
@@ -45,7 +45,7 @@ def examine() -> dict[str, Any]:
     device = "cuda" if facts["gpus"] else "cpu"
     site = Site(device=device, dtype=torch.bfloat16 if facts["gpus"] else torch.float32, codec_kernel="plain", page_slots=Codec.page_slots,
                 specs=(AttentionSpec(32, 8, 128, 128**-0.5),))
-    ranked = sorted((load(BACKENDS, name, AttentionBackend) for name in names(BACKENDS)), key=lambda b: -b.rank)
+    ranked = sorted(of_all(BACKENDS, lambda name: load(BACKENDS, name, AttentionBackend)), key=lambda b: -b.rank)
     facts["attention"] = {backend.name: backend.why_not(site) for backend in ranked}
     facts["attention_exact"] = {backend.name: backend.why_not(dataclasses.replace(site, exact=True)) for backend in ranked}
     facts["attention_chosen"] = next((name for name, reasons in facts["attention"].items() if not reasons), None)

@@ -32,16 +32,15 @@ def list_tasks() -> None:
 
     from kvasir.lab.forms import FORMS
     from kvasir.lab.task import Task
-    from kvasir.technique import find, names
+    from kvasir.technique import find, of_all
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("task", "what", "dials"):
         table.add_column(column)
-    for name in names("kvasir.lab.tasks"):
-        cls, config = find("kvasir.lab.tasks", name, Task)
+    for cls, config in of_all("kvasir.lab.tasks", lambda name: find("kvasir.lab.tasks", name, Task)):
         what = (importlib.import_module(cls.__module__).__doc__ or "").split("\n")[0].rstrip(".")
         dials = " ".join(f"{f.name}={f.default}" for f in dataclasses.fields(config)) if config else ""
-        table.add_row(name + ("" if cls.candidates else " *"), what, dials)
+        table.add_row(cls.name + ("" if cls.candidates else " *"), what, dials)
     console = Console(highlight=False)
     console.print(table)
     console.print(f"\nPrompt forms, written FORM/TASK: {', '.join(FORMS)} (tasks marked * can only be solved).")

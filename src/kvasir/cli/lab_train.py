@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvasir.cli.options import check_output
 from kvasir.errors import ConfigError
 
 
@@ -29,4 +30,6 @@ def train(name: Annotated[str, typer.Argument(metavar="NAME", help="Which model:
     options = [part for option, value in given.items() if value is not None for part in (option, str(value))]
     if minutes is not None and steps is not None:
         raise ConfigError("give --minutes or --steps, not both")
-    main(["--recipe", name, "--out", str(out or f"lab-{name}"), *options, *(["--resume"] if resume else [])])
+    out = out or Path(f"lab-{name}")
+    check_output(out / "config.json", make=True)
+    main(["--recipe", name, "--out", str(out), *options, *(["--resume"] if resume else [])])

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from kvasir.cli.vllm_flags import ONLY_AT, SATISFIED, UNSERVED
+from kvasir.api.vllm_flags import ONLY_AT, SATISFIED, UNSERVED
 from kvasir.config import EngineConfig, ServerConfig, Settings, compose, read_toml
 from kvasir.errors import ConfigError, nearest
 

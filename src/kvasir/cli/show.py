@@ -37,7 +37,7 @@ def describe(model: str, dtype: str, memory_gib: float | None) -> dict[str, Any]
                              for g in spec.cache_groups()],
             "flops_per_token": cost.flops_per_token(spec, 1), "max_model_len": spec.max_position, "layers": _layers(spec),
             "memory_share": SHARE, "fits": {place: _fits(spec, size * GIB, item, sizes) for place, size in places.items()},
-            "codecs": {name: _codec(spec, name, item, places) for name in _codecs()}}
+            "codecs": _codecs(spec, item, places)}
 
 
 def _fits(spec: ModelSpec, memory: float, item: int, sizes: Mapping[str, float]) -> dict[int, int]:
@@ -47,11 +47,11 @@ def _fits(spec: ModelSpec, memory: float, item: int, sizes: Mapping[str, float])
     return {n: max(0, int(pool // sum(sizes[g.name] * min(n, g.window or n) for g in spec.cache_groups()))) for n in lengths}
 
 
-def _codecs() -> list[str]:
+def _codecs(spec: ModelSpec, item: int, places: Mapping[str, float]) -> dict[str, Any]:
     from kvasir.kv.codec import CODECS
-    from kvasir.technique import names
+    from kvasir.technique import of_all
 
-    return sorted(names(CODECS), key=lambda name: name != "plain")
+    return dict(sorted(of_all(CODECS, lambda name: (name, _codec(spec, name, item, places))), key=lambda found: found[0] != "plain"))
 
 
 def _codec(spec: ModelSpec, name: str, item: int, places: Mapping[str, float]) -> dict[str, Any]:

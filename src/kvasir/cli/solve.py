@@ -61,8 +61,11 @@ def run(config: EngineConfig, job: Job, output: Path | None, ablate: bool = Fals
         found[spec] = solution
         _write(_outcome(job, task, drawn, found, sampling, endpoints), output)
 
-    asyncio.run(_solve(job, strategies, problems, endpoints, sampling, keep))
-    show(_outcome(job, task, drawn, found, sampling, endpoints))
+    try:
+        asyncio.run(_solve(job, strategies, problems, endpoints, sampling, keep))
+    finally:  # what was through before a fault, or before somebody had seen enough
+        if found:
+            show(_outcome(job, task, drawn, found, sampling, endpoints))
 
 
 def _write(outcome: dict[str, Any], output: Path | None) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvasir.cli.options import check_output
 from kvasir.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Train what makes a model cheaper to serve.")
@@ -37,6 +38,9 @@ def drafter(name: Annotated[str, typer.Argument(metavar="NAME", help="Which draf
 
     if name not in KINDS:
         raise ConfigError(f"no trained drafter named '{name}'; there are {', '.join(KINDS)}")
+    check_output(out / "config.json", make=True)
+    if samples is not None and not samples.exists():
+        check_output(samples, make=True)
     count = replies or REPLIES.get((device or default_device()).split(":")[0], REPLIES["cpu"])
     plan = Plan(name, minutes=minutes, steps=steps, replies=count, held_out=max(8, count // 32), seed=seed)
     main(plan, target, out, samples=samples, resume=resume, device=device,

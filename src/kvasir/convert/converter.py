@@ -7,6 +7,7 @@ converted model computes the same function, and `exactly` holds it to that where
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,7 @@ class Converter(Technique):
         """config.json of the result."""
         return source.config
 
+    @abstractmethod
     def tensors(self, source: Source, tensors: Tensors) -> Tensors:
         """The tensors of the result, in any order, made from those of ``source`` in any order. Inputs may be changed in place."""
         raise NotImplementedError

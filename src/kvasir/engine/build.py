@@ -88,7 +88,7 @@ def choose_backend(name: str, site: Site) -> AttentionBackend:
         if reasons := backend.why_not(site):
             raise ConfigError(f"attention backend '{name}' cannot serve this model here: {'; '.join(reasons)}. Use --attention-backend auto.")
     else:
-        found = [technique.load(BACKENDS, n, AttentionBackend) for n in technique.names(BACKENDS)]
+        found = technique.of_all(BACKENDS, lambda n: technique.load(BACKENDS, n, AttentionBackend))
         able = [b for b in found if not b.why_not(site)]
         if not able:
             raise ConfigError("no attention backend can serve this model here: " +

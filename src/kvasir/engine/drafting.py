@@ -182,7 +182,7 @@ class Drafting:
     def _open(self, seq: Sequence) -> None:
         if not seq.state.get("drafted"):
             seq.state["drafted"] = True
-            self.drafter.open(seq)
+            self._guarded(self.drafter.open, seq)
 
     def launched(self, plan: Plan) -> None:
         """``plan`` is on its way. Of steps that only decode, the time is taken."""

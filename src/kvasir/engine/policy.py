@@ -10,6 +10,7 @@ in the queue is thus passed in at most ``(k + 1) * MAX_SKIPS`` steps.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import abc
 from typing import ClassVar
 
@@ -18,6 +19,7 @@ from kvasir.types import Sequence, Status
 
 POLICIES = "kvasir.engine.schedulers"
 MAX_SKIPS = 64
+Order = abc.Callable[[abc.Sequence[Sequence], float], list[Sequence]]
 
 
 class SchedulerPolicy(Technique):
@@ -32,6 +34,7 @@ class SchedulerPolicy(Technique):
     static: ClassVar[bool] = True
     priorities: ClassVar[bool] = False
 
+    @abstractmethod
     def order_waiting(self, seqs: abc.Sequence[Sequence], now: float) -> list[Sequence]:
         """The queue, first to admit first. Must be a stable sort of ``seqs``, the same for any two whoever else is there (it is asked about
         two alone, to place what is new), and change none of them. ``now``: monotonic seconds."""
@@ -48,3 +51,17 @@ class SchedulerPolicy(Technique):
         where the policy says so; by default never.
         """
         return running[-1] if running and incoming.status is Status.RUNNING else None
+
+
+def checked(policy: SchedulerPolicy, order: Order) -> Order:
+    """One that loses or doubles a sequence would show later, as another fault."""
+    if policy.ours:
+        return order
+
+    def ordered(seqs: abc.Sequence[Sequence], now: float) -> list[Sequence]:
+        found = order(seqs, now)
+        if not isinstance(found, list) or len(found) != len(seqs) or set(found) != set(seqs):
+            raise ValueError(f"scheduling policy '{policy.name}': of {len(seqs)} sequences it must return a list of all, each once, not {found!r}")
+        return found
+
+    return ordered

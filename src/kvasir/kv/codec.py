@@ -10,6 +10,7 @@ Legend: T rows, G KV heads, D head dim, N pages, P slots per page, S sequences.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -60,11 +61,13 @@ class Codec(Technique):
     page_slots: ClassVar[int] = 16  # by default; small pages are shared more often, and less of the last one is read in vain
     fuses = False  # whether ``write_fused`` exists
 
+    @abstractmethod
     def planes(self, head_dim: int, dtype: torch.dtype) -> list[Plane]:
         """The planes of one slot and head; ``dtype`` is the model's. Raises ConfigError for a head dim that does not fit. One plane at least
         holds floats, for a freed page that is read to show as NaN (``poison``)."""
         raise NotImplementedError
 
+    @abstractmethod
     def write(self, cache: LayerCache, k_TGD: torch.Tensor, v_TGD: torch.Tensor, slots_T: torch.Tensor, held: dict | None = None) -> None:
         """Store one row per slot (``slots_T`` int64 = page * P + offset; -1: nowhere).
 
@@ -85,6 +88,7 @@ class Codec(Technique):
     def restore(self, out_THD: torch.Tensor) -> None:
         """Take attention's result from the basis of the cached values to the model's, in place."""
 
+    @abstractmethod
     def read(self, cache: LayerCache, pages: torch.Tensor, held: dict | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode whole pages: page ids [..., W] -> two [..., G, W * P, D] tensors in the model's dtype, of any strides.
 

@@ -8,6 +8,7 @@ Legend: T rows of a step, G KV heads, D head dim, P slots per page, W pages, o o
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from functools import cached_property
 
 import numpy as np
@@ -76,14 +77,17 @@ class QuantizedCodec(Codec):
     """A codec by three functions: ``side`` (planes of keys or of values), ``encode`` and ``decode``. Subclasses with a
     rotation set it in ``rotations``."""
 
+    @abstractmethod
     def side(self, head_dim: int) -> dict[str, tuple[int, torch.dtype]]:
         """Planes of keys or values by suffix ('' is the codes): width and dtype."""
         raise NotImplementedError
 
+    @abstractmethod
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """Rows [..., D], already in the cache's basis, as planes by suffix."""
         raise NotImplementedError
 
+    @abstractmethod
     def decode(self, planes: dict[str, torch.Tensor], head_dim: int) -> torch.Tensor:
         """fp32 rows [..., D] in the cache's basis."""
         raise NotImplementedError

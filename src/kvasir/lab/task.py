@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -124,6 +125,7 @@ class Task(Technique):
     pool: ClassVar[int] = 0
     candidates: ClassVar[bool] = False  # whether it can write candidate solutions, right and wrong, for the prompt forms
 
+    @abstractmethod
     def draw(self, rng: np.random.Generator, split: Split) -> Problem:
         """One problem at the dial's difficulty (``split`` matters for ``longer`` sizes only). Always the same from the same rng."""
         raise NotImplementedError

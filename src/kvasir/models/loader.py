@@ -159,6 +159,10 @@ def assign(stored: list[Stored], spec: ModelSpec) -> list[tuple[Stored, str]]:
     slots = Decoder(spec, Placement(torch.device("meta"), torch.float32), num_positions=1).slots()
     stored_name = find_family(spec.family).stored_name
     expected = {stored_name(slot): slot for slot in slots}
+    if len(expected) < len(slots):
+        several = next(name for name in expected if sum(stored_name(slot) == name for slot in slots) > 1)
+        raise ConfigError(f"family {spec.family}: stored_name gives '{several}' for several slots. A stored tensor fills one: "
+                          "split it by a converter.")
     needed = [t for t in stored if not t.name.endswith(".rotary_emb.inv_freq")]  # a buffer of early checkpoints; the config gives it
     tied_head = stored_name(HEAD) if spec.tied else None
     if tied_head:

@@ -21,6 +21,9 @@ class LayerSpec:
     norms: Literal["pre", "sandwich"] = "pre"
     cache_of: int | None = None
 
+    def __post_init__(self) -> None:
+        assert self.rope.head_dim == self.mixer.head_dim, f"RoPE of {self.rope.head_dim} for heads of {self.mixer.head_dim}"
+
     @property
     def cache_group(self) -> str:
         return "full" if self.mixer.window is None else f"window-{self.mixer.window}"

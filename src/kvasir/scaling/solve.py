@@ -109,6 +109,9 @@ async def _one(strategy: Strategy, problem: Problem, run: Run, budget: Budget | 
         except BudgetExceeded as e:
             found = context.kept or Result()
             found.why = f"budget: {e}"
+        except Exception as e:
+            e.add_note(f"strategy '{strategy.name}', problem {problem.id}")
+            raise
         seconds = time.perf_counter() - begin
         context.emit("end", answer=found.answer, agreement=found.agreement, why=found.why, **{k: v for k, v in context.ledger.total().items()
                                                                                               if k != "seconds"})

@@ -7,6 +7,7 @@ forward yields. A drafter sees sequences and knows nothing of plans; the engine 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
@@ -151,6 +152,7 @@ class Drafter(Technique):
         """The outputs of ``hidden_layers`` for committed rows from position ``start``. Rows may be missing: those of a prefix that was
         in the cache, and of steps at which drafting was off. After a preemption they come again."""
 
+    @abstractmethod
     def propose(self, asks: list[Ask]) -> Many[DraftTree]:
         """One tree for each, maybe empty, of at most ``max_nodes`` tokens of the model's vocabulary, at most ``max_depth`` deep, each with
         an estimate in [0, 1]. Continues ``seq.tokens``, which only ever grow; changes nothing of the sequence but ``seq.state``. Not

@@ -1,8 +1,8 @@
 """Model families, one module each, named as its ``model_type``: found by name, listed nowhere.
 
 A family gives ``ARCHITECTURES`` (the class names it serves), ``build(fields) -> ModelSpec`` and ``stored_name(slot) -> str``
-(the checkpoint's name of each of our weight slots). An installed package may bring one, by an entry point of this group; a file
-may not: which module runs is not a checkpoint's to say.
+(the checkpoint's name of each of our weight slots: a tensor fills one slot, so fused ones are split by a converter first). An
+installed package may bring one, by an entry point of this group; a file may not: which module runs is not a checkpoint's to say.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ def find_family(model_type: str) -> ModuleType:
     if found is None:
         choices = technique.names(FAMILIES)
         raise ConfigError(f"config.json: model_type '{model_type}' is not served; served are {', '.join(choices)}.{nearest(model_type, choices)}")
+    lacking = [name for name in ("ARCHITECTURES", "build", "stored_name") if not hasattr(found, name)]
+    if lacking:
+        raise ConfigError(f"{found.__file__} is no model family: it lacks {', '.join(lacking)} ({__name__} says what they are)")
     return found
 
 

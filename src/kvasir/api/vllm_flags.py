@@ -5,6 +5,11 @@ A start script written for vLLM then either works as it stands, or says which wo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from kvasir.errors import ConfigError
+
 # They ask for what is the case anyway.
 SATISFIED = ("--enable-chunked-prefill", "--enable-auto-tool-choice", "--disable-log-requests", "--no-enable-log-requests",
              "--disable-log-stats", "--no-trust-remote-code", "--use-v2-block-manager", "--enable-prompt-tokens-details", "--disable-fastapi-docs",
@@ -78,3 +83,19 @@ UNSERVED = {
     "--enable-sleep-mode": "stop the server and start it again", "--enable-log-requests": "use --log-requests",
     "--max-log-len": "the text of requests is never logged",
 }
+
+
+def settled(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What is left of the keywords of vLLM's ``LLM``: its flags by another spelling. Raises ConfigError for what is not served."""
+    left = dict(options)
+    for name, value in options.items():
+        plain = "--" + name.replace("_", "-")
+        flag = plain.replace("--", "--no-", 1) if value is False else plain
+        only = next((served for flags, served in ONLY_AT.items() if flag in flags), ())
+        if only and str(value) not in only:
+            raise ConfigError(f"{name}={value!r} is not served yet; only {' or '.join(only)} is.")
+        if flag in UNSERVED and value is not None:
+            raise ConfigError(f"kvasir does not serve vLLM's {name}={value!r}: {UNSERVED[flag]}.")
+        if only or flag in SATISFIED or plain in UNSERVED:  # what is unserved was not asked for
+            del left[name]
+    return left
