@@ -20,7 +20,7 @@ from kvasir.attention.backend import AttentionBackend
 from kvasir.attention.backends.torch import TorchBackend
 from kvasir.kernels.decode_rows import Kept
 from kvasir.kernels.native.library import native
-from kvasir.kernels.native.program import CACHES, LANES, MAX_DIM, UNDRAWN, Decodes, Packed, Planes, Program, StepInputs, pack
+from kvasir.kernels.native.program import CACHES, LINE, MAX_DIM, UNDRAWN, Decodes, Packed, Planes, Program, StepInputs, pack
 from kvasir.kv.codec import LayerCache
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.kv.quantized import QuantizedCodec
@@ -33,7 +33,7 @@ from kvasir.types import StepBatch
 
 MAX_ROWS = 4096  # of a step; memory is taken when it is touched first
 LOGIT_ROWS = 128  # whose logits are computed in one call
-NARROW_ROWS = 32  # where vectors are narrow, products of more prompt rows are left to a BLAS
+NARROW_ROWS = 32  # where a register holds four floats, products of more prompt rows are left to a BLAS
 NARROW_DECODES = 128
 
 UNNAMED = nullcontext()
@@ -55,8 +55,8 @@ def why_not(model: Decoder, caches: Sequence[LayerCache], backend: AttentionBack
     if any(type(block.mixer) is not Mixer or type(block.ffn) is not FFN for block in model.blocks):
         return "some layers are neither grouped-query attention nor a dense block"
     dims = {block.mixer.spec.head_dim for block in model.blocks}
-    if any(dim % LANES or dim > MAX_DIM for dim in dims):
-        return f"the head dim is not a multiple of {LANES} up to {MAX_DIM}: {sorted(dims)}"
+    if any(dim % LINE or dim > MAX_DIM for dim in dims):
+        return f"the head dim is not a multiple of {LINE} up to {MAX_DIM}: {sorted(dims)}"
     return None if native().library is not None else native().reason  # last: it may have to be compiled
 
 

@@ -64,20 +64,22 @@ typedef struct { const float *q; float *y; int64_t head, first, stop; float best
 typedef struct { const float *key[CHUNK]; int64_t begin, low, high, apart; int fresh; } Keys; /* values lie ``apart`` behind keys */
 
 INLINE void fetch(const float *at, int64_t dim) {
-    for (int64_t d = 0; d < dim; d += LANES)
+    for (int64_t d = 0; d < dim; d += LINE)
         __builtin_prefetch(at + d, 0, 2);
 }
+
+#define AHEAD_KEYS 16
 
 /* The first to read keys lets the values, and the keys 16 further, come meanwhile. */
 INLINE void fetch_ahead(const Keys *keys, int64_t j, int64_t count, int64_t dim) {
     for (int64_t i = j; keys->fresh && i < j + count; i++) {
         fetch(keys->key[i] + keys->apart, dim);
-        if (i + LANES < keys->high)
-            fetch(keys->key[i + LANES], dim);
+        if (i + AHEAD_KEYS < keys->high)
+            fetch(keys->key[i + AHEAD_KEYS], dim);
     }
 }
 
-/* q . k of 16 keys. */
+/* q . k of LANES keys. */
 INLINE vec score(const float *q, const float *const *key, int64_t dim) {
     vec a[LANES];
     _Pragma("GCC unroll 4") for (int i = 0; i < LANES; i += 4) {
@@ -85,10 +87,10 @@ INLINE vec score(const float *q, const float *const *key, int64_t dim) {
         vec s0 = splat(0), s1 = s0, s2 = s0, s3 = s0;
         for (int64_t d = 0; d < dim; d += LANES) {
             vec part = load(q + d);
-            s0 = part * load(k0 + d) + s0;
-            s1 = part * load(k1 + d) + s1;
-            s2 = part * load(k2 + d) + s2;
-            s3 = part * load(k3 + d) + s3;
+            s0 = fused(part, load(k0 + d), s0);
+            s1 = fused(part, load(k1 + d), s1);
+            s2 = fused(part, load(k2 + d), s2);
+            s3 = fused(part, load(k3 + d), s3);
         }
         a[i] = s0, a[i + 1] = s1, a[i + 2] = s2, a[i + 3] = s3;
     }
@@ -112,7 +114,7 @@ INLINE int64_t high_of(const Query *query, const Keys *keys) {
 
 /* Scores from .. to of a chunk become weights, zero but for low .. high. Returns what earlier sums fade by. */
 static float weigh(Query *query, int64_t low, int64_t high, int64_t from, int64_t to, float weight[CHUNK]) {
-    vec peak = splat(-INFINITY), lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, mass = splat(0);
+    vec peak = splat(-INFINITY), lane = LANE_NUMBERS, mass = splat(0);
     for (int64_t j = from / LANES * LANES; j < to; j += LANES) {
         vec at = lane + (float)j, s = choose((at >= (float)low) & (at < (float)high), load(weight + j), splat(-INFINITY));
         store(weight + j, s);
@@ -152,22 +154,23 @@ static void add_one(const Attend *op, Query *query, const Keys *keys, const floa
         vec *out = query->out + d, a = out[0] * fade, b = out[1] * fade, c = out[2] * fade, e = out[3] * fade;
         for (int64_t j = low; j < high; j++) {
             const float *v = keys->key[j] + keys->apart + d * LANES;
-            a = load(v) * weight[j] + a;
-            b = load(v + LANES) * weight[j] + b;
-            c = load(v + 2 * LANES) * weight[j] + c;
-            e = load(v + 3 * LANES) * weight[j] + e;
+            vec w = splat(weight[j]);
+            a = fused(load(v), w, a);
+            b = fused(load(v + LANES), w, b);
+            c = fused(load(v + 2 * LANES), w, c);
+            e = fused(load(v + 3 * LANES), w, e);
         }
         out[0] = a, out[1] = b, out[2] = c, out[3] = e;
     }
     for (; d < parts; d++) {
         vec a = query->out[d] * fade;
         for (int64_t j = low; j < high; j++)
-            a = load(keys->key[j] + keys->apart + d * LANES) * weight[j] + a;
+            a = fused(load(keys->key[j] + keys->apart + d * LANES), splat(weight[j]), a);
         query->out[d] = a;
     }
 }
 
-#if TILE == 8
+#if LANES >= 8
 /* The keys that any of ``n`` queries sees. */
 INLINE void any_of(int n, const Query *query, const Keys *keys, int64_t *low, int64_t *high) {
     *low = CHUNK, *high = 0;
@@ -199,7 +202,7 @@ INLINE void weigh_some(const int n, const Attend *op, Query *query, const Keys *
             UNROLL16 for (int i = 0; i < some; i++)
                 y[i] = load(k[i] + d);
             UNROLL16 for (int i = 0; i < LANES; i++)
-                a[i] = x[i / some] * y[i % some] + a[i];
+                a[i] = fused(x[i / some], y[i % some], a[i]);
         }
         float s[LANES];
         store(s, scaled(op, sums(a)));
@@ -211,28 +214,31 @@ INLINE void weigh_some(const int n, const Attend *op, Query *query, const Keys *
 }
 
 INLINE void add_some(const int n, const Attend *op, Query *query, const Keys *keys, const float (*weight)[CHUNK], const float *fade) {
+    const int some = LANES / n < 4 ? LANES / n : 4;
     int64_t parts = op->dim / LANES, low, high, d = 0;
     any_of(n, query, keys, &low, &high);
     if (low >= high)
         return;
-    for (; d + 4 <= parts; d += 4) {
+    for (; d + some <= parts; d += some) {
         vec a[LANES];
-        UNROLL16 for (int i = 0; i < 4 * n; i++)
-            a[i] = query[i / 4].out[d + i % 4] * fade[i / 4];
+        UNROLL16 for (int i = 0; i < some * n; i++)
+            a[i] = query[i / some].out[d + i % some] * fade[i / some];
         for (int64_t j = low; j < high; j++) {
             const float *at = keys->key[j] + keys->apart + d * LANES;
-            vec v[4] = {load(at), load(at + LANES), load(at + 2 * LANES), load(at + 3 * LANES)};
-            UNROLL16 for (int i = 0; i < 4 * n; i++)
-                a[i] = v[i % 4] * weight[i / 4][j] + a[i];
+            vec v[4];
+            UNROLL16 for (int i = 0; i < some; i++)
+                v[i] = load(at + i * LANES);
+            UNROLL16 for (int i = 0; i < some * n; i++)
+                a[i] = fused(v[i % some], splat(weight[i / some][j]), a[i]);
         }
-        UNROLL16 for (int i = 0; i < 4 * n; i++)
-            query[i / 4].out[d + i % 4] = a[i];
+        UNROLL16 for (int i = 0; i < some * n; i++)
+            query[i / some].out[d + i % some] = a[i];
     }
     for (; d < parts; d++)
         for (int i = 0; i < n; i++) {
             vec a = query[i].out[d] * fade[i];
             for (int64_t j = low; j < high; j++)
-                a = load(keys->key[j] + keys->apart + d * LANES) * weight[i][j] + a;
+                a = fused(load(keys->key[j] + keys->apart + d * LANES), splat(weight[i][j]), a);
             query[i].out[d] = a;
         }
 }
@@ -291,7 +297,7 @@ static void attend_queries(const Attend *op, Query *query, int64_t count, const 
         if (coded)
             decode(cache->format, k, v, keys.low, keys.high, dim, mine);
         int64_t i = 0;
-#if TILE == 8
+#if LANES >= 8
         for (; i + 4 <= count; i += 4) /* keys, and then values, stay in the first cache */
             keys.fresh = i == 0 && !coded, weigh_some(4, op, query + i, &keys, weights.weight + i, weights.fade + i);
         for (; i + 2 <= count; i += 2)
@@ -302,7 +308,7 @@ static void attend_queries(const Attend *op, Query *query, int64_t count, const 
         if (coded)
             decode(cache->format, v, next, keys.low, keys.high, dim, mine);
         i = 0;
-#if TILE == 8
+#if LANES >= 8
         for (; i + 4 <= count; i += 4)
             add_some(4, op, query + i, &keys, (const float (*)[CHUNK])weights.weight + i, weights.fade + i);
         for (; i + 2 <= count; i += 2)

@@ -1,9 +1,5 @@
 /* -------------------------------------------------------------------------------------------------------------- codes */
 
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
-
 /* Rows of a quantised cache: what kernels/quantize.py and kv/codecs/fp8.py do to a row, bit by bit, from the same fp32 numbers.
  * Sums and products that must not become one rounding are kept apart by KEEP_APART. */
 
@@ -13,23 +9,21 @@
 #define E4M3_MAX 448.0f
 #define META 4 /* bytes beside a row's codes: fp16 scale and bias, or an fp32 scale */
 
-typedef uint8_t byte_vec __attribute__((vector_size(16), aligned(1), may_alias));
+typedef uint8_t byte_vec __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-/* 16 bytes as words, and back: compilers know the instructions, but do not find them. */
+/* LANES bytes as words, and back: compilers know the instructions, but do not find them. */
 INLINE uvec widen(const uint8_t *p) {
-#if defined(__AVX512F__)
+#if LANES == 16
     return (uvec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
-#elif defined(__AVX2__)
-    union { __m256i half[2]; uvec all; } y = {{_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)),
-                                               _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8)))}};
-    return y.all;
+#elif LANES == 8
+    return (uvec)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
 #else
     return __builtin_convertvector(*(const byte_vec *)p, uvec);
 #endif
 }
 
 INLINE void narrow(uint8_t *p, uvec v) {
-#if defined(__AVX512F__)
+#if LANES == 16
     _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)v));
 #else
     *(byte_vec *)p = __builtin_convertvector(v, byte_vec);
@@ -68,14 +62,23 @@ INLINE vec from_fp16(uvec h) {
 
 /* x times the block-diagonal matrix of +-1 of Sylvester and Hadamard, blocks of ``order``: sums and differences of two. */
 static void butterflies(float *x, int64_t dim, int64_t order) {
-    static const ivec LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    static const ivec LANE = LANE_NUMBERS;
     for (int64_t i = 0; i < dim; i += LANES) { /* partners in one vector */
         vec y = load(x + i);
 #define PAIRS(half, ...) if (order > half) y = SHUFFLE(y, y, __VA_ARGS__) + choose((LANE & half) != 0, -y, y);
+#if LANES == 16
         PAIRS(1, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)
         PAIRS(2, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)
         PAIRS(4, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)
         PAIRS(8, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)
+#elif LANES == 8
+        PAIRS(1, 1, 0, 3, 2, 5, 4, 7, 6)
+        PAIRS(2, 2, 3, 0, 1, 6, 7, 4, 5)
+        PAIRS(4, 4, 5, 6, 7, 0, 1, 2, 3)
+#else
+        PAIRS(1, 1, 0, 3, 2)
+        PAIRS(2, 2, 3, 0, 1)
+#endif
         store(x + i, y);
     }
     for (int64_t half = LANES; half < order; half *= 2)
@@ -159,11 +162,14 @@ static void encode(int64_t format, const float *x, int64_t dim, char *at, char *
 typedef struct { const char *at[CHUNK], *meta[CHUNK]; } Places;
 typedef struct { const Places *places; int64_t apart, meta_apart; } Coded;
 
-/* 16 numbers of E4M3, over 256. */
+/* LANES numbers of E4M3, over 256. */
 INLINE vec from_e4m3(const uint8_t *p) {
-#if TILE == 8 /* with their exponents as they are, they are halves */
+#if LANES == 16 /* with their exponents as they are, they are halves */
     __m256i signs_twice = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), 7);
     return (vec)_mm512_cvtph_ps(_mm256_and_si256(signs_twice, _mm256_set1_epi16((short)0xbfff)));
+#elif LANES == 8 && defined(__F16C__)
+    __m128i signs_twice = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)p)), 7);
+    return (vec)_mm256_cvtph_ps(_mm_and_si128(signs_twice, _mm_set1_epi16((short)0xbfff)));
 #else
     uvec code = widen(p), size = (code & 0x7f) << 20;
     vec normal = (vec)(size + (112u << 23)), small = (vec)(size + (113u << 23)) - 0x1p-14f;
@@ -198,12 +204,12 @@ static void decode(int64_t format, Coded from, Coded next, int64_t low, int64_t 
             for (; i < dim; i += LANES)
                 store(y + i, whole((ivec)widen(codes + i) - 128) * scale + bias);
         else {
-#if TILE == 8
+#if LANES == 16
             vec sixteen = (vec){-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7} * scale + bias; /* looked up in a register */
 #endif
             for (; i + LANES <= half; i += LANES) {
                 uvec pair = widen(codes + i);
-#if TILE == 8
+#if LANES == 16
                 store(y + i, (vec)_mm512_permutexvar_ps((__m512i)pair, (__m512)sixteen)); /* by the last four bits */
                 store(y + i + half, (vec)_mm512_permutexvar_ps((__m512i)(pair >> 4), (__m512)sixteen));
 #else

@@ -3,6 +3,12 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+#ifdef __aarch64__
+#include <arm_neon.h>
+#endif
 #ifdef _OPENMP
 int omp_get_thread_num(void);
 int omp_get_num_threads(void);
@@ -11,21 +17,31 @@ static int omp_get_thread_num(void) { return 0; }
 static int omp_get_num_threads(void) { return 1; }
 #endif
 
+/* LANES: floats of one register. What takes several is kept in memory between any two operations, by gcc at least. TILE: rows that share a
+ * loaded weight; two registers of sums each, and what goes into them, are all there are. */
+#if defined(__AVX512F__)
 #define LANES 16
-#ifdef __AVX512F__
-#define TILE 8    /* rows that share a loaded weight: their sums fill the registers */
+#define TILE 8
+#define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#elif defined(__AVX2__)
+#define LANES 8
+#define TILE 4
+#define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7}
 #else
-#define TILE 2
+#define LANES 4
+#define TILE 4
+#define LANE_NUMBERS {0, 1, 2, 3}
 #endif
+#define LINE 16   /* floats of a cache line */
 #define CHUNK 64  /* keys between two rescalings of the softmax */
 #define HEADS_AT_ONCE 8
 #define QUERIES 32 /* of one KV head that read a chunk of keys together */
 #define MAX_DIM 512
 #define ROWS 32   /* up to here every thread prepares a product's rows for itself: less than a barrier costs */
 
-typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint32_t uvec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t ivec __attribute__((vector_size(64), aligned(4), may_alias));
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 #define INLINE static inline __attribute__((always_inline))
 
 /* The layout of these structures is that of the classes of the same names in program.py: all fields have 8 bytes. */
@@ -87,19 +103,41 @@ typedef struct { /* the tokens of logits [M, width], of which the first ``count`
 
 INLINE vec load(const float *p) { return *(const vec *)p; }
 INLINE void store(float *p, vec v) { *(vec *)p = v; }
-INLINE vec splat(float x) { return (vec){0} + x; }
+INLINE vec splat(float x) { return x - (vec){0}; }
 INLINE vec choose(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
 INLINE vec bigger(vec a, vec b) { return choose(a > b, a, b); }
 
+/* a b + c, rounded once where the machine can. Left to itself a compiler fuses some sums and not others, and a row has other bits then in
+ * another batch: gcc unfuses chains that it takes for slow on some processors. */
+INLINE vec fused(vec a, vec b, vec c) {
+#if LANES == 16
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif LANES == 8 && defined(__FMA__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
 INLINE float sum(vec v) {
+#if LANES == 16
     v += SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
     v += SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
     v += SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+#elif LANES == 8
+    v += SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
+    v += SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5);
+#else
+    v += SHUFFLE(v, v, 2, 3, 0, 1);
+#endif
     return v[0] + v[1];
 }
 
-/* The sums of 16 vectors, as a vector: each round halves what is left to add. */
+/* The sums of LANES vectors, as a vector: each round halves what is left to add. */
 INLINE vec sums(vec *a) {
+#if LANES == 16
     for (int i = 0; i < 8; i++)
         a[i] = SHUFFLE(a[i], a[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
              + SHUFFLE(a[i], a[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
@@ -111,6 +149,17 @@ INLINE vec sums(vec *a) {
              + SHUFFLE(a[i], a[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
     return SHUFFLE(a[0], a[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
          + SHUFFLE(a[0], a[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+#elif LANES == 8
+    for (int i = 0; i < 4; i++)
+        a[i] = SHUFFLE(a[i], a[i + 4], 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(a[i], a[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    for (int i = 0; i < 2; i++)
+        a[i] = SHUFFLE(a[i], a[i + 2], 0, 1, 8, 9, 4, 5, 12, 13) + SHUFFLE(a[i], a[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    return SHUFFLE(a[0], a[1], 0, 8, 2, 10, 4, 12, 6, 14) + SHUFFLE(a[0], a[1], 1, 9, 3, 11, 5, 13, 7, 15);
+#else
+    for (int i = 0; i < 2; i++)
+        a[i] = SHUFFLE(a[i], a[i + 2], 0, 1, 4, 5) + SHUFFLE(a[i], a[i + 2], 2, 3, 6, 7);
+    return SHUFFLE(a[0], a[1], 0, 4, 2, 6) + SHUFFLE(a[0], a[1], 1, 5, 3, 7);
+#endif
 }
 
 /* e^x to 2 ulp: 2^n times the Taylor series of what is left, |r| < 0.35. Below -87 it is 0; NaN stays NaN. */

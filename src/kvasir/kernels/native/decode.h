@@ -39,7 +39,7 @@ INLINE vec gumbel(uvec word) {
     return -logarithm(choose(w == 1.0f, v, -logarithm(w) * (v / lost)));
 }
 
-/* Philox4x32-10 of 16 counters (quad + lane, position, 0, 0): word i belongs to token 4 (quad + lane) + i. */
+/* Philox4x32-10 of LANES counters (quad + lane, position, 0, 0): word i belongs to token 4 (quad + lane) + i. */
 static void philox(uint64_t stream, uint32_t position, uint32_t quad, uvec words[4]) {
     uint32_t c0[LANES], c1[LANES], c2[LANES], c3[LANES], k0 = stream, k1 = stream >> 32;
     for (int i = 0; i < LANES; i++)
@@ -50,7 +50,7 @@ static void philox(uint64_t stream, uint32_t position, uint32_t quad, uvec words
             c0[i] = (uint32_t)(q >> 32) ^ c1[i] ^ k0, c1[i] = (uint32_t)q;
             c2[i] = (uint32_t)(p >> 32) ^ c3[i] ^ k1, c3[i] = (uint32_t)p;
         }
-    memcpy(words, c0, 64), memcpy(words + 1, c1, 64), memcpy(words + 2, c2, 64), memcpy(words + 3, c3, 64);
+    memcpy(words, c0, sizeof c0), memcpy(words + 1, c1, sizeof c1), memcpy(words + 2, c2, sizeof c2), memcpy(words + 3, c3, sizeof c3);
 }
 
 /* A draw is made here only where rounding cannot change it: noise and weights differ from torch's by a few units in the last place, which
@@ -58,7 +58,7 @@ static void philox(uint64_t stream, uint32_t position, uint32_t quad, uvec words
 #define CLOSE 5e-5f       /* between two scores */
 #define CLOSE_MASS 1e-5   /* between a mass and a share of the total, relative to the total */
 #define CLOSE_FLOOR 1e-6f /* between a log-weight and that of min-p, relative */
-#define BLOCK 64
+#define BLOCK (4 * LANES) /* tokens whose noise is made together; DRAW_BLOCK in program.py is a multiple */
 
 /* Log-weights y = (x - best) / temperature and scores y + noise of ``count`` tokens, padded with -inf to whole blocks. */
 typedef struct { float *y, *score; int64_t count; } Drawn;
@@ -92,7 +92,7 @@ INLINE ivec before(vec y, int64_t i, float than, int64_t at) {
         return y >= than;
     if (i >= at)
         return y > than;
-    ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    ivec lane = LANE_NUMBERS;
     return (y > than) | ((y == than) & (lane + (int32_t)i < (int32_t)at));
 }
 

@@ -156,6 +156,8 @@ def _declare(library: ctypes.CDLL) -> None:
     library.kvasir_tiles.argtypes = ()
     library.kvasir_wide.restype = ctypes.c_int64
     library.kvasir_wide.argtypes = ()
+    library.kvasir_lanes.restype = ctypes.c_int64
+    library.kvasir_lanes.argtypes = ()
     library.kvasir_team.restype = ctypes.c_int64
     library.kvasir_team.argtypes = (ctypes.c_int64,)
     wanted = torch.get_num_threads()

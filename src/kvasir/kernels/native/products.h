@@ -2,8 +2,8 @@
 
 #define NEAR_FLOATS (192 << 10) /* of input rows that stay in a core's own cache; as in program.py */
 
-/* R rows times a panel of 2 x 16 outputs. bf16 panel: for each pair of inputs 16 words a block, the first input's weight in
- * the low half: widening is a shift or a mask. fp32 panel: for each input 16 floats a block. */
+/* R rows times a panel of 2 x LANES outputs. bf16 panel: for each pair of inputs LANES words a block, the first input's weight in
+ * the low half: widening is a shift or a mask. fp32 panel: for each input LANES floats a block. */
 #define UNROLL _Pragma("GCC unroll 8")
 #define PRODUCT(R)                                                                                                                  \
     static void product_bf16_##R(const float *x, int64_t stride, const uint32_t *w, int64_t inputs, vec out[2][TILE]) {             \
@@ -17,11 +17,11 @@
             __builtin_prefetch(w2 + AHEAD);                                                                                         \
             vec a0 = (vec)(a << 16), a1 = (vec)(a & 0xffff0000u), b0 = (vec)(b << 16), b1 = (vec)(b & 0xffff0000u);                 \
             UNROLL for (int r = 0; r < R; r++) {                                                                                    \
-                float p = x[r * stride + k], q = x[r * stride + k + 1];                                                             \
-                left[r] = a0 * p + left[r];                                                                                         \
-                right[r] = b0 * p + right[r];                                                                                       \
-                left[r] = a1 * q + left[r];                                                                                         \
-                right[r] = b1 * q + right[r];                                                                                       \
+                vec p = splat(x[r * stride + k]), q = splat(x[r * stride + k + 1]);                                                 \
+                left[r] = fused(a0, p, left[r]);                                                                                    \
+                right[r] = fused(b0, p, right[r]);                                                                                  \
+                left[r] = fused(a1, q, left[r]);                                                                                    \
+                right[r] = fused(b1, q, right[r]);                                                                                  \
             }                                                                                                                       \
         }                                                                                                                           \
         UNROLL for (int r = 0; r < R; r++)                                                                                          \
@@ -37,8 +37,9 @@
             __builtin_prefetch(w + AHEAD);                                                                                          \
             __builtin_prefetch(w2 + AHEAD);                                                                                         \
             UNROLL for (int r = 0; r < R; r++) {                                                                                    \
-                left[r] = a * x[r * stride + k] + left[r];                                                                          \
-                right[r] = b * x[r * stride + k] + right[r];                                                                        \
+                vec p = splat(x[r * stride + k]);                                                                                   \
+                left[r] = fused(a, p, left[r]);                                                                                     \
+                right[r] = fused(b, p, right[r]);                                                                                   \
             }                                                                                                                       \
         }                                                                                                                           \
         UNROLL for (int r = 0; r < R; r++)                                                                                          \
@@ -49,9 +50,9 @@
 #endif
 PRODUCT(1)
 PRODUCT(2)
-#if TILE == 8
 PRODUCT(3)
 PRODUCT(4)
+#if TILE == 8
 PRODUCT(5)
 PRODUCT(6)
 PRODUCT(7)
@@ -59,8 +60,39 @@ PRODUCT(8)
 #define ALL(name) {(Product)name##1, (Product)name##2, (Product)name##3, (Product)name##4, (Product)name##5, (Product)name##6, \
                    (Product)name##7, (Product)name##8}
 #else
-#define ALL(name) {(Product)name##1, (Product)name##2}
+#define ALL(name) {(Product)name##1, (Product)name##2, (Product)name##3, (Product)name##4}
 #endif
+
+/* One row times two panels: a sum waits for the one before it, and four of them are too few to hide that. */
+static void pair_bf16(const float *x, const void *panels, int64_t inputs, vec out[2][TILE]) {
+    const uint32_t *w = panels;
+    vec sums[4] = {0};
+    for (int64_t k = 0; k < inputs; k += 2, w += LANES) {
+        vec p = splat(x[k]), q = splat(x[k + 1]);
+        UNROLL for (int i = 0; i < 4; i++) {
+            uvec both = *(const uvec *)(w + i * (inputs / 2 * LANES));
+            __builtin_prefetch(w + i * (inputs / 2 * LANES) + AHEAD);
+            sums[i] = fused((vec)(both << 16), p, sums[i]);
+            sums[i] = fused((vec)(both & 0xffff0000u), q, sums[i]);
+        }
+    }
+    for (int i = 0; i < 4; i++)
+        out[i % 2][i / 2] = sums[i];
+}
+
+static void pair_fp32(const float *x, const void *panels, int64_t inputs, vec out[2][TILE]) {
+    const float *w = panels;
+    vec sums[4] = {0};
+    for (int64_t k = 0; k < inputs; k++, w += LANES)
+        UNROLL for (int i = 0; i < 4; i++) {
+            __builtin_prefetch(w + i * inputs * LANES + AHEAD);
+            sums[i] = fused(load(w + i * inputs * LANES), splat(x[k]), sums[i]);
+        }
+    for (int i = 0; i < 4; i++)
+        out[i % 2][i / 2] = sums[i];
+}
+
+static void (*const PAIRS_OF_PANELS[2])(const float *, const void *, int64_t, vec[2][TILE]) = {pair_bf16, pair_fp32};
 
 typedef void (*Product)(const float *, int64_t, const void *, int64_t, vec[2][TILE]);
 static const Product PRODUCTS[2][TILE] = {ALL(product_bf16_), ALL(product_fp32_)};
@@ -184,9 +216,15 @@ INLINE void finish(const Linear *op, int64_t panel, int64_t row, vec left, vec r
 static void panels_of(const Linear *op, const float *x, int64_t stride, int64_t inputs, int64_t row, int64_t count, int64_t first, int64_t stop) {
     int64_t panel_bytes = inputs * (op->format == BF16 ? 2 : 4) * 2 * LANES;
     vec out[2][TILE];
+    for (; count == 1 && first + 2 <= stop; first += 2) {
+        PAIRS_OF_PANELS[op->format](x, (const char *)op->weights + first * panel_bytes, inputs, out);
+        for (int64_t i = 0; i < 2; i++)
+            finish(op, first + i, row, out[0][i], out[1][i]);
+    }
     for (int64_t panel = first; panel < stop; panel++)
-        for (int64_t r = 0; r < count; r += TILE) {
-            int64_t some = count - r < TILE ? count - r : TILE;
+        for (int64_t r = 0, some; r < count; r += some) { /* tiles of one height, or a row less */
+            int64_t tiles = (count - r + TILE - 1) / TILE;
+            some = (count - r + tiles - 1) / tiles;
             PRODUCTS[op->format][some - 1](x + r * stride, stride, (const char *)op->weights + panel * panel_bytes, inputs, out);
             for (int64_t i = 0; i < some; i++)
                 finish(op, panel, row + r + i, out[0][i], out[1][i]);

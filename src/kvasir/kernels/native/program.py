@@ -18,7 +18,7 @@ import torch
 
 from kvasir.kernels.decode_rows import Kept
 
-LANES = 16
+LINE = 16  # floats of a cache line; head dims are multiples of it
 ROWS = 32  # up to here every thread prepares a product's rows for itself
 NEAR_FLOATS = 192 << 10  # of input rows that stay in a core's own cache
 MAX_DIM = 512
@@ -100,7 +100,7 @@ class Draw(Op):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight [N, K] (gated: [2N, K], gate first) in panels of 2 x 16 outputs, padded with zeros; ``format``: bf16 or fp32."""
+    """A weight [N, K] (gated: [2N, K], gate first) in panels of two registers' outputs, padded with zeros; ``format``: bf16 or fp32."""
 
     data: torch.Tensor
     format: int
@@ -111,19 +111,19 @@ class Packed:
 
 def pack(library: ctypes.CDLL, weight_NK: torch.Tensor, gated: bool = False) -> Packed:
     """``weight_NK``: fp32 on a CPU. As bf16 where every element is one, else in fp32. A panel's two blocks are neighbours, or
-    gate and up of the same outputs; a block holds, for each input (bf16: pair of inputs), its 16 outputs' weights."""
+    gate and up of the same outputs; a block holds, for each input (bf16: pair of inputs), its outputs' weights."""
     assert weight_NK.dtype == torch.float32 and weight_NK.device.type == "cpu", "fp32 weights on a CPU"
-    parts = 2 if gated else 1
+    parts, lanes = 2 if gated else 1, library.kvasir_lanes()
     outputs, inputs = weight_NK.shape[0] // parts, weight_NK.shape[1]
-    blocks = -(-outputs // LANES) if gated else -(-outputs // (2 * LANES)) * 2
+    blocks = -(-outputs // lanes) if gated else -(-outputs // (2 * lanes)) * 2
     padded = -(-inputs // BF16_INPUTS) * BF16_INPUTS
-    words = torch.zeros(parts * blocks * LANES * padded // 2, dtype=torch.int32)
+    words = torch.zeros(parts * blocks * lanes * padded // 2, dtype=torch.int32)
     if library.kvasir_pack(weight_NK.data_ptr(), *weight_NK.stride(), parts, outputs, inputs, blocks, padded, words.data_ptr(),
                            torch.get_num_threads()):
         return Packed(words, BF16, outputs, inputs, gated)
-    wide = weight_NK.new_zeros(parts, blocks * LANES, inputs)
+    wide = weight_NK.new_zeros(parts, blocks * lanes, inputs)
     wide[:, :outputs] = weight_NK.reshape(parts, outputs, inputs)
-    panels = wide.view(parts, blocks, LANES, inputs).permute(1, 0, 3, 2)  # a part's blocks take turns
+    panels = wide.view(parts, blocks, lanes, inputs).permute(1, 0, 3, 2)  # a part's blocks take turns
     return Packed(panels.contiguous().view(torch.int32).view(-1), FP32, outputs, inputs, gated)
 
 
@@ -199,7 +199,7 @@ class Program:
                window: int | None = None, softcap: float | None = None, sinks_H: torch.Tensor | None = None) -> None:
         """Causal attention of the first H heads of each row over its span's pages."""
         _, per_row, dim = heads_TXD.shape
-        assert dim % LANES == 0 and dim <= MAX_DIM, f"head dim {dim}"
+        assert dim % LINE == 0 and dim <= MAX_DIM, f"head dim {dim}"
         self._add(Attend, heads=self._dense(heads_TXD), y=self._dense(y_TE), sinks=self._dense(sinks_H), num_heads=num_heads,
                   num_kv_heads=num_kv_heads, dim=dim, row=per_row * dim, window=window or 0, scale=scale, softcap=softcap or 0.0,
                   cache=self._cache(planes, heads_TXD.shape[2]))
@@ -244,7 +244,7 @@ class Program:
             self._array = (c_void_p * len(self._ops))(*map(ctypes.addressof, self._ops))
             self._threads = torch.get_num_threads()
             held = max(ROWS * self._width * 3 // 2, NEAR_FLOATS)  # rows in three parts of half their size
-            self._size = -(-max(self._width + held, self._floats) // LANES) * LANES
+            self._size = -(-max(self._width + held, self._floats) // LINE) * LINE
             self._scratch = torch.empty(self._threads, self._size)
             self._starts = [ctypes.addressof(self._array) + i * ctypes.sizeof(c_void_p) for i in range(len(self._ops) + 1)]
             self._memory = self._scratch.data_ptr()

@@ -1,9 +1,8 @@
 /* A decoder's step on a CPU: a list of operations that one team of threads runs through, a barrier after each.
  *
- * Numbers are fp32. Weights are fp32, or bf16 where that loses nothing, in panels of 2 x 16 outputs. Every sum has one order,
+ * Numbers are fp32. Weights are fp32, or bf16 where that loses nothing, in panels of 2 x LANES outputs. Every sum has one order,
  * whatever the number of rows and of threads, so a row's bits depend on that row alone (and on whether there are rows enough for
- * matrix tiles). Vectors are the compiler's own: 16
- * floats are one register with AVX-512, two with AVX2, four with NEON.
+ * matrix tiles). Vectors are the compiler's own, a register each: LANES is 16 with AVX-512, 8 with AVX2, else 4.
  *
  * Legend: T rows, M wanted rows, K inputs, N outputs, H query heads, G KV heads, X = H + 2 G, D head dim, P slots per page. */
 
@@ -69,7 +68,7 @@ void kvasir_run(const void *const *ops, int64_t count, const Step *step, int64_t
     }
 }
 
-/* fp32 weights [parts * outputs, inputs] into bf16 panels of ``padded`` inputs; ``blocks`` of 16 outputs a part, which take turns.
+/* fp32 weights [parts * outputs, inputs] into bf16 panels of ``padded`` inputs; ``blocks`` of LANES outputs a part, which take turns.
  * Returns whether nothing was lost. */
 int64_t kvasir_pack(const float *weights, int64_t row, int64_t column, int64_t parts, int64_t outputs, int64_t inputs, int64_t blocks,
                     int64_t padded, uint32_t *to, int64_t threads) {
@@ -100,7 +99,10 @@ int64_t kvasir_tiles(void) {
 }
 
 /* Whether products of many rows keep up with a BLAS. */
-int64_t kvasir_wide(void) { return TILE == 8; }
+int64_t kvasir_wide(void) { return LANES >= 8; }
+
+/* Outputs of a panel's block. */
+int64_t kvasir_lanes(void) { return LANES; }
 
 /* The size of the team that a parallel region gets: more than one only where the threads are torch's. */
 int64_t kvasir_team(int64_t threads) {
