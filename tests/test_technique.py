@@ -240,6 +240,16 @@ def test_a_codec_in_a_file(tmp_path):
     assert outputs(kv_codec=file)[0] == outputs()[0]
 
 
+def test_a_codec_that_takes_a_kernels_name_must_store_its_planes(tmp_path):
+    """With other planes the kernels of that name would read noise."""
+    head = '"""Integers."""\nfrom kvasir.kv.quantized import IntegerCodec\n\n\nclass Mine(IntegerCodec):\n    kernel = "int8"\n    bits = '
+    same = written(tmp_path, "same.py", head + "8\n")
+    assert outputs(kv_codec=same)[0] == outputs(kv_codec="int8")[0]
+    with pytest.raises(ConfigError, match=r"'other' says kernel = 'int8'.* k: \d+ x uint8.* stores k: .*such as kernel = 'other'"):
+        outputs(kv_codec=written(tmp_path, "other.py", head + "4\n"))
+    outputs(kv_codec=written(tmp_path, "own.py", head.replace('"int8"', '"own"') + "4\n"))
+
+
 def test_the_page_holds_what_it_shows(tmp_path):
     """Its example is a drafter, and its check of exactness passes, in a process of its own, as a reader would run it."""
     written(tmp_path, "bigram.py", DRAFTER)

@@ -1,6 +1,7 @@
 """``kvasir generate``: text and JSON lines in and out, and every kind of bad line beside good ones."""
 
 import json
+import signal
 
 import pytest
 
@@ -44,7 +45,7 @@ BAD = [
     ('{"prompt": "a", "temperature": "hot"}', "temperature"), ('{"prompt": "a", "temperature": NaN}', "temperature"),
     ('{"prompt": "a", "stop": 5}', "sampling"),
     ('{"prompt": "a", "logit_bias": {"x": 1}}', "sampling"), ('{"prompt": "a", "logit_bias": [1]}', "sampling"),
-    ('{"prompt": "a", "max_tokens": 0}', "max_tokens"),
+    ('{"prompt": "a", "max_tokens": 0}', "max_tokens"), (r'{"prompt": "a", "\ud800": 1}', "unknown parameter"),
     ('{"prompt": "a", "max_tokens": 100000}', "max_tokens"), ('{"prompt": "a", "n": true}', "n"), ("[" * 100_000, "not a JSON object"),
 ]
 
@@ -67,6 +68,37 @@ def test_json_lines_keep_their_order_and_bad_ones_stop_nothing(kvasir, tmp_path)
     for row, count in zip([found[0], *found[-3:]], (6, 6, 2, 6)):
         assert all(len(o["token_ids"]) <= count and o["finish_reason"] in ("length", "stop") for o in row["outputs"])
     assert len(found[-1]["outputs"]) == 2 and found[-2]["prompt_tokens"] == 2
+
+
+@pytest.mark.parametrize("to_file", [True, False])
+def test_what_is_done_survives_an_interrupt(kvasir, tmp_path, monkeypatch, to_file):
+    """Lines come while others run; one that waits for another before it comes when the engine stops."""
+    from kvasir.cli.generate import Answers
+    from kvasir.engine.engine import Engine
+
+    output, step, put = tmp_path / "out.jsonl", Engine.step, Answers.put
+    line, ended, seen = {"prompt": "Once", "ignore_eos": True}, [], []
+    asked = [line | {"max_tokens": 2}, line | {"max_tokens": 60}, {}, line | {"max_tokens": 5}, line | {"max_tokens": 60}]
+
+    def interrupted(engine):
+        if len(ended) == 3:  # 2 is refused at once, 0 and 3 have ended, 1 and 4 run on
+            seen.append(output.read_text() if to_file else "")
+            signal.raise_signal(signal.SIGINT)
+        return step(engine)
+
+    monkeypatch.setattr(Answers, "put", lambda self, index, **row: (ended.append(index), put(self, index, **row)))
+    monkeypatch.setattr(Engine, "step", interrupted)
+    where = ("-o", output) if to_file else ()
+    done = kvasir("generate", "-i", "-", "--jsonl", *where, "--temperature", "0", stdin="\n".join(map(json.dumps, asked)))
+    assert done.code == 130 and f"3 of 5 lines are in {output if to_file else 'the output'}" in done.err
+    assert len(seen) == 1 and (not to_file or [r["index"] for r in rows(seen[0])] == [0])
+    assert [r["index"] for r in rows(output.read_text() if to_file else done.out)] == [0, 2, 3]
+
+
+def test_a_model_that_cannot_start_leaves_an_earlier_output(kvasir, tmp_path):
+    output = tmp_path / "out.jsonl"
+    output.write_text("earlier")
+    assert kvasir("generate", "/no/such/model", "-p", "a", "-o", output).code == 2 and output.read_text() == "earlier"
 
 
 def test_json_lines_through_a_pipe(kvasir):
@@ -127,7 +159,7 @@ def test_a_progress_bar_in_a_terminal_only(kvasir, monkeypatch):
     from kvasir.cli import generate
 
     seen = []
-    monkeypatch.setattr(generate, "complete", lambda llm, entries, shared, progress: seen.append(progress) or [{"index": 0, "outputs": []}])
+    monkeypatch.setattr(generate, "complete", lambda *_, progress: seen.append(progress) or [{"index": 0, "outputs": []}])
     for terminal in (True, False):
         with monkeypatch.context() as patch:
             patch.setattr("sys.stderr.isatty", lambda answer=terminal: answer, raising=False)

@@ -126,11 +126,12 @@ class LLM:
         return SamplingParams(**{k: v for k, v in self.info.generation_defaults.items() if k in known and v is not None} | changes)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-                 use_tqdm: bool = False) -> list[RequestOutput]:
+                 use_tqdm: bool = False, on_done: Callable[[int, RequestOutput], None] | None = None) -> list[RequestOutput]:
         """Complete every prompt: a string, or ``{"prompt_token_ids": [...]}``. Results come in the order of the prompts.
 
-        ``use_tqdm`` shows a progress bar. A request that cannot be served raises RequestError before any work is done; one
-        that fails later has ``error`` set in its result, and harms no other.
+        ``use_tqdm`` shows a progress bar. ``on_done`` gets each result and its place in that order as it ends, between two steps, while the
+        others go on; it may not use this LLM. A request that cannot be served raises RequestError before any work is done; one that fails
+        later has ``error`` set in its result, and harms no other.
         """
         try:
             many = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
@@ -144,7 +145,7 @@ class LLM:
             if len(params) != len(many):
                 raise ValueError(f"{len(many)} prompts, but {len(params)} sampling params")
             requests = [self._request(p, q) for p, q in zip(many, params)]
-            return self._run(requests, [p if isinstance(p, str) else p.get("prompt") for p in many], use_tqdm)
+            return self._run(requests, [p if isinstance(p, str) else p.get("prompt") for p in many], use_tqdm, on_done)
 
     def chat(self, messages: Sequence[Any], sampling_params: SamplingParams | None = None, *, use_tqdm: bool = False,
              tools: list[dict] | None = None, add_generation_prompt: bool = True, chat_template_kwargs: dict[str, Any] | None = None,
@@ -205,8 +206,10 @@ class LLM:
         encode = (lambda text: self.tokenizer.encode(text, add_special=False)) if self.tokenizer else None
         return admit(ids, params, self.info, id=f"llm-{next(self._ids)}", arrival=time.monotonic(), encode=encode)
 
-    def _run(self, requests: list[Request], texts: list[str | None], progress: bool) -> list[RequestOutput]:
+    def _run(self, requests: list[Request], texts: list[str | None], progress: bool,
+             on_done: Callable[[int, RequestOutput], None] | None) -> list[RequestOutput]:
         collectors = {r.id: Collector(r, text, self.tokenizer) for r, text in zip(requests, texts)}
+        places = {r.id: place for place, r in enumerate(requests)}
         waiting = iter(requests)
         pending = next(waiting, None)
         num_open = len(requests)
@@ -221,11 +224,13 @@ class LLM:
                     pending = next(waiting, None)
                 ended = self._deliver(events + self.engine.step())
                 self._cancel_left()
-                interrupt()
                 for collector in ended:
-                    if collector.output.request_id in collectors:
+                    if (place := places.get(collector.output.request_id)) is not None:
                         num_open -= 1
                         advance(collector)
+                        if on_done is not None:
+                            on_done(place, collector.output)
+                interrupt()  # once this step's results are handed over
         return [collectors[r.id].output for r in requests]
 
     @contextlib.contextmanager
@@ -391,9 +396,11 @@ class _progress:
     def __init__(self, shown: bool, total: int) -> None:
         self.bar = None
         if shown:
+            from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            self.bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self.bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+                                console=Console(stderr=True))  # results may go to stdout meanwhile
             self.task = self.bar.add_task("requests", total=total)
         self.tokens, self.since = 0, time.perf_counter()
 

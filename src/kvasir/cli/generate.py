@@ -1,16 +1,17 @@
 """``kvasir generate``: prompts in, text or JSON lines out. JSON lines are one request each:
 
 {"prompt": "..."} or {"messages": [...]} or {"prompt_token_ids": [...]}, plus any sampling parameter by its usual name.
-A line that cannot be served becomes a line with "error"; the others go on.
+A line that cannot be served becomes a line with "error"; the others go on. What is done survives an interrupt.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError, RequestError, nearest
@@ -33,14 +34,20 @@ def run(config: EngineConfig, *, prompt: str | None, source: Path | None, jsonl:
     entries = parse_lines(text) if jsonl else [{"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}]
     from kvasir.api.llm import LLM
 
-    with LLM(config=config) as llm:
-        rows = complete(llm, entries, shared, progress=len(entries) > 1 and sys.stderr.isatty())
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    if output is not None:
-        output.write_text(lines, encoding="utf-8")
-    elif jsonl:
-        sys.stdout.write(lines)
-    elif "outputs" in rows[0]:
+    with contextlib.ExitStack() as stack:
+        llm = stack.enter_context(LLM(config=config))  # first: a model that cannot start leaves an earlier output as it is
+        file = stack.enter_context(output.open("w", encoding="utf-8")) if output is not None else sys.stdout if jsonl else None
+        answers = Answers(file, len(entries))
+        shown = len(entries) > 1 and sys.stderr.isatty() and not (file is not None and file.isatty())  # lines in a terminal show it, too
+        try:
+            complete(llm, entries, shared, answers, progress=shown)
+        except KeyboardInterrupt:
+            if file is not None:
+                done = sum(map(bool, answers.rows))
+                print(f"interrupted: {done} of {len(entries)} lines are in {output or 'the output'}", file=sys.stderr)
+            raise
+    rows = answers.rows
+    if file is None and "outputs" in rows[0]:
         print("\n".join(o["text"] for o in rows[0]["outputs"]))
     refused = [row for row in rows if "error" in row]
     if refused:
@@ -88,27 +95,57 @@ def parse_lines(text: str) -> list[dict[str, Any]]:
     return entries
 
 
-def complete(llm: Any, entries: list[dict[str, Any]], shared: dict[str, Any], *, progress: bool) -> list[dict[str, Any]]:
-    """One result row per entry, in order. Entries that are refused do not stop the rest."""
-    rows: list[dict[str, Any]] = [{} for _ in entries]
+class Answers:
+    """One row per request. Each is written, where there is a file, as soon as all before it are."""
+
+    def __init__(self, file: TextIO | None, count: int) -> None:
+        self.rows: list[dict[str, Any]] = [{} for _ in range(count)]
+        self._file, self._next = file, 0
+
+    def put(self, index: int, **row: Any) -> None:
+        self.rows[index] = {"index": index, **row}
+        while self._next < len(self.rows) and self.rows[self._next]:
+            self._next += 1
+            self._write(self.rows[self._next - 1])
+
+    def put_rest(self) -> None:
+        """After an interrupt or a fault: what is done, but waits for one before it. The index says where it belongs."""
+        for row in filter(None, self.rows[self._next:]):
+            self._write(row)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self._file is not None:
+            text = json.dumps(row, ensure_ascii=False) + "\n"
+            self._file.write(text.encode(errors="backslashreplace").decode())  # half a surrogate pair has no UTF-8
+            self._file.flush()
+
+
+def complete(llm: Any, entries: list[dict[str, Any]], shared: dict[str, Any], answers: Answers, *, progress: bool) -> None:
+    """Answer every entry. Those that are refused do not stop the rest."""
     prompts, params, places = [], [], []
-    for i, entry in enumerate(entries):
-        try:
-            prompt, sampling = _request(llm, entry, shared)
-            llm.check(prompt, sampling)
-        except RequestError as e:
-            rows[i] = {"index": i, "error": {"message": e.message, "param": e.param}}
-            continue
-        prompts.append(prompt)
-        params.append(sampling)
-        places.append(i)
-    for place, result in zip(places, llm.generate(prompts, params, use_tqdm=progress)):
+
+    def put(number: int, result: Any) -> None:
         if result.error is not None:
-            rows[place] = {"index": place, "error": {"message": result.error.message, "param": result.error.param}}
-            continue
-        rows[place] = {"index": place, "prompt_tokens": len(result.prompt_token_ids), "outputs": [
-            {"text": o.text, "token_ids": o.token_ids, "finish_reason": o.finish_reason} for o in result.outputs]}
-    return rows
+            answers.put(places[number], error={"message": result.error.message, "param": result.error.param})
+            return
+        answers.put(places[number], prompt_tokens=len(result.prompt_token_ids), outputs=[
+            {"text": o.text, "token_ids": o.token_ids, "finish_reason": o.finish_reason} for o in result.outputs])
+
+    try:
+        for i, entry in enumerate(entries):
+            try:
+                prompt, sampling = _request(llm, entry, shared)
+                llm.check(prompt, sampling)
+            except RequestError as e:
+                answers.put(i, error={"message": e.message, "param": e.param})
+                continue
+            prompts.append(prompt)
+            params.append(sampling)
+            places.append(i)
+        llm.generate(prompts, params, use_tqdm=progress, on_done=put)
+    except BaseException:
+        answers.put_rest()
+        raise
 
 
 def _request(llm: Any, entry: dict[str, Any], shared: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams]:

@@ -82,7 +82,8 @@ def generate(model: Model = "", prompt: Annotated[str | None, typer.Option("--pr
     """Complete prompts from the command line or a file.
 
     A line of JSON is {"prompt": "..."}, {"messages": [...]} or {"prompt_token_ids": [...]}, plus any sampling parameter.
-    Lines that cannot be served give a line with "error" and the exit code 3; the others go on.
+    Lines that cannot be served give a line with "error" and the exit code 3; the others go on. Answers are written in order as they are
+    done; an interrupt keeps every finished one.
     """
     from kvasir.cli import generate as command
 

@@ -81,6 +81,17 @@ def choose_codec(spec: str, dtype: torch.dtype) -> Codec:
     return technique.load(CODECS, "plain" if kind is not None else VLLM_CODECS.get(spec, spec), Codec)
 
 
+def check_layout(codec: Codec, head_dims: Iterable[int], dtype: torch.dtype) -> None:
+    """Whoever takes a ``kernel`` name of ours is read by our kernels: other planes would be noise to them. Raises ConfigError."""
+    known = () if codec.ours else (technique.load(CODECS, name, Codec) for name in technique.own(CODECS))
+    ours = next((c for c in known if c.kernel == codec.kernel), None)
+    for dim in head_dims if ours is not None else ():
+        stored, read = ([f"{p.name}: {p.width} x {str(p.dtype).removeprefix('torch.')}" for p in c.planes(dim, dtype)] for c in (codec, ours))
+        if stored != read:
+            raise ConfigError(f"kv_codec '{codec.name}' says kernel = '{codec.kernel}', by which a head of {dim} is read as {', '.join(read)}, but "
+                              f"it stores {', '.join(stored)}. Give this layout a name of its own, such as kernel = '{codec.name}'.")
+
+
 def choose_backend(name: str, site: Site) -> AttentionBackend:
     """The named backend, or the highest-ranked one that can serve ``site``. Raises ConfigError with every reason."""
     if name != "auto":
@@ -128,6 +139,7 @@ def build(config: EngineConfig, beside: Callable[[Decoder], int] = lambda model:
     codec = choose_codec(config.cache.kv_codec, dtype)
     page_slots = config.cache.page_slots or codec.page_slots
     groups = model.spec.cache_groups()
+    check_layout(codec, {g.head_dim for g in groups}, dtype)
     site = Site(device=device.type, dtype=dtype, codec_kernel=codec.kernel, page_slots=page_slots, exact=exact, specs=_attention_specs(model))
     backend = choose_backend(config.runner.attention_backend, site)
     used = [codec, backend, *others]

@@ -49,9 +49,9 @@ class LayerCache:
 
 class Codec(Technique):
     """Encode on write, decode on read. ``kernel`` names the layout that a fused attention kernel must know to read the pages directly;
-    give a new layout a name of its own: it then runs by the reference, which calls ``read`` (right everywhere, slow on a GPU, as
-    start-up says), until a kernel knows it. Round-trip rule: a token's K/V *is* what the codec returns, from the step that produces
-    it. So a row is encoded alone, and its bytes depend on no other row, nor on its batch.
+    give a new layout a name of its own (other planes by a name of ours are refused): it then runs by the reference, which calls ``read``
+    (right everywhere, slow on a GPU, as start-up says), until a kernel knows it. Round-trip rule: a token's K/V *is* what the codec
+    returns, from the step that produces it. So a row is encoded alone, and its bytes depend on no other row, nor on its batch.
 
     `kvasir.kv.quantized.QuantizedCodec` makes one of ``side``, ``encode`` and ``decode``."""
 
