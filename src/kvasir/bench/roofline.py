@@ -73,9 +73,9 @@ def touched_params(spec: ModelSpec, rows: int) -> float:
 def cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
     """Of the CPU's last caches together; 0 where the system does not tell."""
     found: dict[int, dict[str, int]] = {}  # by level, then by whose they are
-    for index in cpus.glob("cpu[0-9]*/cache/index*"):
-        level, size, whose = ((index / name).read_text().strip() for name in ("level", "size", "shared_cpu_list"))
-        found.setdefault(int(level), {})[whose] = int(size.removesuffix("K")) << 10
+    for size in cpus.glob("cpu[0-9]*/cache/index*/size"):  # some systems list caches and not their sizes
+        level, whose = (size.with_name(name).read_text().strip() for name in ("level", "shared_cpu_list"))
+        found.setdefault(int(level), {})[whose] = int(size.read_text().strip().removesuffix("K")) << 10
     return sum(found[max(found)].values()) if found else 0
 
 

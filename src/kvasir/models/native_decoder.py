@@ -190,8 +190,8 @@ class NativeDecoder:
         return program
 
     def _wide(self) -> bool:
-        library = native().library
-        return bool(library.kvasir_wide() or library.kvasir_tiles())
+        """Whether products of many rows keep up with a BLAS."""
+        return native().library.kvasir_lanes() > 4
 
     def _attend(self, program: Program, block: Block, cache: LayerCache, angles: torch.Tensor, h_TE: torch.Tensor,
                 scratch: Scratch) -> torch.Tensor:

@@ -12,7 +12,7 @@ import pytest
 
 from kvasir.kernels.native.library import native
 
-COMPILER = shutil.which("cc") or shutil.which("gcc")
+COMPILER = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), "")
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64" or native().library is None, reason="needs native kernels on x86-64")
 FOLDER = Path(__file__).parent
 WHICH = "as_exact or others or fused or activations or of_its_path or reference_encoder or (over and 80) or draws"

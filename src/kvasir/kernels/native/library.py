@@ -154,8 +154,6 @@ def _declare(library: ctypes.CDLL) -> None:
     library.kvasir_pack.argtypes = (ctypes.c_void_p, *[ctypes.c_int64] * 7, ctypes.c_void_p, ctypes.c_int64)
     library.kvasir_tiles.restype = ctypes.c_int64
     library.kvasir_tiles.argtypes = ()
-    library.kvasir_wide.restype = ctypes.c_int64
-    library.kvasir_wide.argtypes = ()
     library.kvasir_lanes.restype = ctypes.c_int64
     library.kvasir_lanes.argtypes = ()
     library.kvasir_team.restype = ctypes.c_int64

@@ -63,33 +63,33 @@ PRODUCT(8)
 #define ALL(name) {(Product)name##1, (Product)name##2, (Product)name##3, (Product)name##4}
 #endif
 
-/* One row times two panels: a sum waits for the one before it, and four of them are too few to hide that. */
+/* One row times two panels: a sum waits for the one before it, and the two of a panel are too few to hide that. */
 static void pair_bf16(const float *x, const void *panels, int64_t inputs, vec out[2][TILE]) {
     const uint32_t *w = panels;
-    vec sums[4] = {0};
+    vec y[4] = {0};
     for (int64_t k = 0; k < inputs; k += 2, w += LANES) {
         vec p = splat(x[k]), q = splat(x[k + 1]);
         UNROLL for (int i = 0; i < 4; i++) {
             uvec both = *(const uvec *)(w + i * (inputs / 2 * LANES));
             __builtin_prefetch(w + i * (inputs / 2 * LANES) + AHEAD);
-            sums[i] = fused((vec)(both << 16), p, sums[i]);
-            sums[i] = fused((vec)(both & 0xffff0000u), q, sums[i]);
+            y[i] = fused((vec)(both << 16), p, y[i]);
+            y[i] = fused((vec)(both & 0xffff0000u), q, y[i]);
         }
     }
     for (int i = 0; i < 4; i++)
-        out[i % 2][i / 2] = sums[i];
+        out[i % 2][i / 2] = y[i];
 }
 
 static void pair_fp32(const float *x, const void *panels, int64_t inputs, vec out[2][TILE]) {
     const float *w = panels;
-    vec sums[4] = {0};
+    vec y[4] = {0};
     for (int64_t k = 0; k < inputs; k++, w += LANES)
         UNROLL for (int i = 0; i < 4; i++) {
             __builtin_prefetch(w + i * inputs * LANES + AHEAD);
-            sums[i] = fused(load(w + i * inputs * LANES), splat(x[k]), sums[i]);
+            y[i] = fused(load(w + i * inputs * LANES), splat(x[k]), y[i]);
         }
     for (int i = 0; i < 4; i++)
-        out[i % 2][i / 2] = sums[i];
+        out[i % 2][i / 2] = y[i];
 }
 
 static void (*const PAIRS_OF_PANELS[2])(const float *, const void *, int64_t, vec[2][TILE]) = {pair_bf16, pair_fp32};

@@ -98,10 +98,7 @@ int64_t kvasir_tiles(void) {
 #endif
 }
 
-/* Whether products of many rows keep up with a BLAS. */
-int64_t kvasir_wide(void) { return LANES >= 8; }
-
-/* Outputs of a panel's block. */
+/* Floats of a register, and outputs of a panel's block. */
 int64_t kvasir_lanes(void) { return LANES; }
 
 /* The size of the team that a parallel region gets: more than one only where the threads are torch's. */
