@@ -60,7 +60,7 @@ def test_finish_shows_a_table_writes_the_file_and_prints_one_line(tmp_path, caps
     assert json.loads(file.read_text()) == outcome == json.loads(out) and out.count("\n") == 1
     for text in ("2,000 (1,000 to 3,000)", "0.5123", "a_s 1", "1.50x"):
         assert text in err
-    assert "2 (2 to 2)" not in err
+    assert "2 (2 to 2)" not in err and "of the limit" not in err
     finish(outcome, None)
     assert json.loads(capsys.readouterr().out) == outcome
 

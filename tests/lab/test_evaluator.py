@@ -267,6 +267,31 @@ def test_from_the_command_line(tmp_path):
     assert outcome["arms"][0]["config"]["plan"]["seed"] == 7
 
 
+def test_what_is_through_is_kept_when_somebody_has_seen_enough(tmp_path, capsys, monkeypatch):
+    from kvasir.lab import evaluator
+
+    answered, most = [], 1
+
+    def put(llm, exam, *args, **kwargs):
+        if len(answered) == most:
+            raise KeyboardInterrupt
+        answered.append(exam.spec)
+        return run(llm, exam, *args, **kwargs)
+
+    monkeypatch.setattr(evaluator, "run", put)
+    plan = Plan((EASY, HARD), count=2)
+    with pytest.raises(KeyboardInterrupt):
+        command.run(CONFIG, plan, against=None, output=tmp_path / "r.json", plot=None)
+    (only,) = json.loads((tmp_path / "r.json").read_text())["arms"]
+    assert answered == list(only["metrics"]) == [EASY] and EASY in capsys.readouterr().out
+    answered, most = [], 3
+    with pytest.raises(KeyboardInterrupt):
+        command.run(CONFIG, plan, against="--max-num-seqs 4", output=tmp_path / "r.json", plot=tmp_path / "r.png")
+    (only,) = json.loads((tmp_path / "r.json").read_text())["arms"]
+    assert list(only["metrics"]) == [EASY, HARD], "half a second configuration is compared with nothing"
+    assert HARD in capsys.readouterr().out and (tmp_path / "r.png").exists()
+
+
 def test_the_plot_says_what_it_needs(monkeypatch, tmp_path):
     import importlib.util
 

@@ -6,6 +6,7 @@ import random
 
 from kvasir.speculation.lengths import ALL, Lengths
 from kvasir.types import Request, SamplingParams, Sequence
+from tests.speculation.helpers import driver
 
 
 def sequence(prompt: int, output: int) -> Sequence:
@@ -33,3 +34,18 @@ def test_history_is_bounded_and_sorted():
     for i in range(3 * ALL):
         lengths.ended(sequence(i, rng.randrange(300)))
     assert len(lengths._all) == len(lengths._order) == ALL and lengths._all == sorted(lengths._order)
+
+
+def test_only_whole_outputs_are_known_of():
+    d = driver("suffix", draft_control="length")
+    try:
+        whole, cut = (d.request(name, [301, 302, 303], max_tokens=6, ignore_eos=True, temperature=0.0, seed=1) for name in ("whole", "cut"))
+        d.submit(whole)
+        d.submit(cut)
+        while not d.outputs.get(("cut", 0)):
+            d.step()
+        d._take(d.engine.cancel("cut"))
+        d.run([])
+        assert d.outputs["cut", 0].finish_reason == "cancelled" and d.engine._drafting._lengths._all == [6]
+    finally:
+        d.close()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvasir.api.chat import check_messages, texts
 from kvasir.api.protocol import ScalingBudget
 from kvasir.api.service import Service
+from kvasir.engine.admission import stream_of
 from kvasir.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def plan(service: Service, spec: str, conversations: Sequence[tuple[str, list[di
     if max_tokens is not None and max_tokens > room:
         raise RequestError(f"{length} prompt tokens and max_tokens={max_tokens} make more than the context of {service.info.max_model_len}",
                            param="max_tokens", code="context_length_exceeded")
+    stream_of(seed)  # refuses what a plain request may not have either
     if temperature is not None and not 0 <= temperature <= 10:
         raise RequestError(f"temperature={temperature:g} is out of range: 0 to 10", param="temperature", code="invalid_parameter")
     problems = [Problem(name, tuple(messages), ANSWERS[answer]) for (name, _), messages in zip(conversations, checked)]

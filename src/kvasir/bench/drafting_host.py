@@ -169,7 +169,7 @@ def measure(drafter: Drafter, folder: str, source: Iterator[tuple[list[int], lis
         tell(verified)
         for i, reader in enumerate(readers):
             if not reader.left:
-                drafting.close(reader.seq)
+                drafting.close(reader.seq, "stop")
                 readers[i] = next(fresh)
                 done += len(readers[i].seq.tokens)
         most_bytes = max(most_bytes, drafter.state_bytes())

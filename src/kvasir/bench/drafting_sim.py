@@ -316,7 +316,7 @@ class Simulation:
         if seq.num_output >= seq.max_output:
             seq.status = Status.FINISHED
             if self.drafting is not None:
-                self.drafting.close(seq)
+                self.drafting.close(seq, "stop")
 
 
 def constant(accept: float) -> Accept:

@@ -181,12 +181,13 @@ def finish(outcome: dict[str, Any], output: Path | None, commit: str | None = No
     if commit:
         outcome["commit"] = commit
     limits, targets = outcome["limits"], outcome.get("targets", {})
-    table = Table("arm", "metric", "value", "of the limit", title=f"{outcome['case']} on {outcome['machine']}")
-    for entry in outcome["arms"]:
-        for name, value in entry["metrics"].items():
-            table.add_row(entry["name"], name, shown(value), share_of_limit(value, limit_of(limits, name, entry["name"])))
-    for name, value in outcome["ratios"].items():
-        table.add_row("ratio", name, f"{value:.2f}x", verdict(targets[name]) if name in targets else "")
+    rows = [(entry["name"], name, shown(value), share_of_limit(value, limit_of(limits, name, entry["name"])))
+            for entry in outcome["arms"] for name, value in entry["metrics"].items()]
+    rows += [("ratio", name, f"{value:.2f}x", verdict(targets[name]) if name in targets else "") for name, value in outcome["ratios"].items()]
+    columns = ("arm", "metric", "value", "of the limit")[:4 if any(last for *_, last in rows) else 3]
+    table = Table(*columns, title=f"{outcome['case']} on {outcome['machine']}")
+    for row in rows:
+        table.add_row(*row[:len(columns)])
     Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH).print(table)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,35 +73,44 @@ def run(config: EngineConfig, plan: Plan, *, against: str | None, output: Path |
     if any(t.get_vocab() != tokenizers[0].get_vocab() for t in tokenizers):
         raise ConfigError("the two configurations have different vocabularies: they cannot be given the same prompts")
     exams = prepare(plan, tokenizers[0])
-    outcomes = {name: _answer(c, exams, plan, tokenizers[0]) for name, c in configs.items()}
-    arms = [arm(name, {"plan": _described(plan), **_changes(c)}, {o.exam.spec: figures(o, plan.seed) for o in outcomes[name]})
-            for name, c in configs.items()]
-    if against:
-        first, second = outcomes.values()
-        arms.append(arm(DIFFERENCE, {"second": against}, {a.exam.spec: compare(a, b, plan.seed) for a, b in zip(first, second, strict=True)}))
-    outcome = result(f"eval-{config.model.model.rstrip('/').rsplit('/', 1)[-1] or 'embedded'}", arms)
-    show(outcome)
-    if output is not None:
+    outcomes: dict[str, list[Outcome]] = {}
 
-        output.write_text(as_json(outcome))
-    if plot is not None:
-        plots.draw(outcome, plot)
+    def so_far() -> dict[str, Any]:
+        """The result of the tasks that are through; a second configuration counts once it has all of them."""
+        first, *others = outcomes.values()
+        arms = [arm(name, {"plan": _described(plan), **_changes(configs[name])}, {o.exam.spec: figures(o, plan.seed) for o in found})
+                for name, found in outcomes.items() if len(found) == len(first)]
+        if len(arms) == 2:
+            pairs = zip(first, *others, strict=True)
+            arms.append(arm(DIFFERENCE, {"second": against}, {a.exam.spec: compare(a, b, plan.seed) for a, b in pairs}))
+        return result(f"eval-{config.model.model.rstrip('/').rsplit('/', 1)[-1] or 'embedded'}", arms)
+
+    try:
+        for name, c in configs.items():
+            for done in _answer(c, exams, plan, tokenizers[0]):
+                outcomes[name] = [*outcomes.get(name, ()), *done]
+                if output is not None:
+                    output.write_text(as_json(so_far()))
+    finally:  # what was through before a fault, or before somebody had seen enough
+        if outcomes:
+            show(outcome := so_far())
+            if plot is not None:
+                plots.draw(outcome, plot)
 
 
-def _answer(config: EngineConfig, exams: Sequence[Exam], plan: Plan, tokenizer: Any) -> list[Outcome]:
+def _answer(config: EngineConfig, exams: Sequence[Exam], plan: Plan, tokenizer: Any) -> Iterator[list[Outcome]]:
+    """What each exam gives, as it is through."""
     from kvasir.api.llm import LLM
     from kvasir.lab.evaluator import run as put
     from kvasir.lab.evaluator import run_own
 
-    found: list[Outcome] = []
     with LLM(config=config) as llm:
         for exam in exams:
             log.info("%s: %d problems of %s", config.model.model or "embedded", len(exam.prompts), exam.spec)
             if plan.own:
-                found += run_own(llm, exam, plan, tokenizer, progress=sys.stdout.isatty())
+                yield run_own(llm, exam, plan, tokenizer, progress=sys.stdout.isatty())
             else:
-                found.append(put(llm, exam, plan, tokenizer, progress=sys.stdout.isatty()))
-    return found
+                yield [put(llm, exam, plan, tokenizer, progress=sys.stdout.isatty())]
 
 
 def _described(plan: Plan) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def admit(prompt_ids: list[int], params: SamplingParams, info: ModelInfo, *, id:
     max_tokens = _max_tokens(len(prompt_ids), params, info)
     if params.min_tokens > max_tokens:
         _refuse("min_tokens", f"min_tokens={params.min_tokens} is greater than max_tokens={max_tokens}")
-    return Request(id=id, prompt_ids=list(prompt_ids), params=params, seed=_seed(params.seed), max_tokens=max_tokens,
+    return Request(id=id, prompt_ids=list(prompt_ids), params=params, seed=stream_of(params.seed), max_tokens=max_tokens,
                    priority=_integer("priority", priority, -I64, I64), arrival=arrival, tenant=tenant,
                    bad_words=_encode_bad_words(params.bad_words, encode, ids_end))
 
@@ -84,7 +84,8 @@ def _max_tokens(num_prompt: int, params: SamplingParams, info: ModelInfo) -> int
     return params.max_tokens
 
 
-def _seed(seed: int | None) -> int:
+def stream_of(seed: int | None) -> int:
+    """The noise stream of a seed, u64; a fresh one of None. Raises RequestError."""
     if seed is None:
         return int.from_bytes(os.urandom(8), "little")
     return _integer("seed", seed, -I64 - 1, U64) & U64

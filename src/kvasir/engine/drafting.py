@@ -27,7 +27,7 @@ from kvasir.speculation.drafter import Ask, Drafter, check_trees
 from kvasir.speculation.forest import Forest
 from kvasir.speculation.lengths import Lengths
 from kvasir.speculation.tree import DraftTree
-from kvasir.types import EngineStats, Plan, Sequence, Span, SpanResult, Status
+from kvasir.types import EngineStats, FinishReason, Plan, Sequence, Span, SpanResult, Status
 
 PLAIN_SAMPLES = 8  # one in so many plain steps is measured,
 FIRST_PLAIN = 16  # after so many of those that follow a drafted one, or the start
@@ -286,8 +286,8 @@ class Drafting:
             self._times.observe(step.decodes, step.context, 0, False, seconds, once=step.captured)
             self.controller.rested(seconds)
 
-    def close(self, seq: Sequence) -> None:
-        if self._lengths is not None:
+    def close(self, seq: Sequence, reason: FinishReason) -> None:
+        if self._lengths is not None and reason in ("stop", "length"):  # one that was cancelled says nothing of how long its likes get
             self._lengths.ended(seq)
         self._pending.pop(seq, None)
         if seq.state.get("drafted"):

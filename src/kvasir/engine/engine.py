@@ -196,7 +196,7 @@ class Engine:
     def _drop(self, seq: Sequence, reason: FinishReason) -> None:
         self._close_row(seq)
         if self._drafting is not None:
-            self._drafting.close(seq)
+            self._drafting.close(seq, reason)
         self.scheduler.finish(seq, reason)
         seq.finish_reason = reason
         self._groups.ended(seq)
