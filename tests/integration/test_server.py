@@ -12,6 +12,7 @@ import time
 import jsonschema
 import numpy as np
 import openai
+import psutil
 import pytest
 
 from kvasir.lab.task import load_task
@@ -310,6 +311,21 @@ def test_leaving_a_stream_gives_everything_back(client, server):
         next(iter(stream))
         stream.close()
     server.until_idle()
+
+
+def test_nobody_waits_busily(tmp_path):
+    """Between requests neither process computes: not the event loop, not the step loop, not the team of threads of the last step."""
+    with served(tmp_path, "--num-threads", "2") as server:
+        complete(server.client)
+        server.until_idle()
+        processes = [psutil.Process(pid) for pid in (server.process.pid, server.engine_pid())]
+
+        def of_a_second() -> float:
+            before = sum(sum(process.cpu_times()[:2]) for process in processes)
+            time.sleep(1)
+            return sum(sum(process.cpu_times()[:2]) for process in processes) - before
+
+        assert min(of_a_second() for _ in range(3)) < 0.2, "what spins takes a second of each"
 
 
 def test_sigterm_drains(tmp_path):
