@@ -483,5 +483,6 @@ class EngineStats:
     accepted_by_depth: list[list[int]] = field(default_factory=list)  # [tried, accepted]; tried: its parent was right
     drafted_by_depth: dict[str, list[list[int]]] = field(default_factory=dict)  # the same of each drafter
     draft_saved_seconds: float | None = None  # by drafts, an estimate (engine/draft_savings.py); below 0: lost; None: not known yet
-    startup: dict[str, float] = field(default_factory=dict)
+    startup: dict[str, float] = field(default_factory=dict)  # by phase; "fill", of the weights, lies beside others
+    weight_bytes: int = 0  # that were read and copied in it
     step_time_error: dict[str, float] = field(default_factory=dict)  # of the predictions of late, relative, by kind of step: eager, graph

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -263,6 +264,14 @@ def test_stored_cases_can_be_read(file):
         EngineConfig.of(**settings)
     for w in case.workloads:
         assert w.batch.prompt + w.batch.output <= case.arms[case.first].get("max_model_len", 2048)
+
+
+@pytest.mark.parametrize("name", ["batch-invariant", "llama-8b", "llama-8b-long", "llama-8b-long-prefill"])
+def test_five_repeats_of_ours_and_the_peer_before_and_after(name):
+    root = CASES[0].parents[2]
+    case = cases.read(root / "bench" / "cases" / f"{name}.toml")
+    assert case.repeats >= 5 and (case.peer is None or min(case.peer.repeats) >= 1 and sum(case.peer.repeats) >= 5)
+    assert re.search(rf"^  .*\b{name} ?[|)]", (root / "tools" / "gpu_peer.sh").read_text(), re.MULTILINE), "a step of the script"
 
 
 def test_there_are_stored_cases():

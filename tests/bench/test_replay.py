@@ -7,6 +7,7 @@ import pytest
 from kvasir.bench import replay
 from kvasir.bench.case import parse
 from kvasir.bench.load import Load
+from kvasir.bench.result import judged
 from kvasir.bench.workloads import SHAPES
 from kvasir.errors import ConfigError
 from tests.bench.helpers import SITE, SMALL, log_of
@@ -45,6 +46,8 @@ def test_a_b_a_at_a_share_of_the_peers_capacity(data):
     assert rate == pytest.approx(0.02 * vllm["metrics"]["half.capacity_requests_s"]["median"], rel=0.8)
     judged = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p99", "output_tok_s", "capacity_requests_s")
     assert set(found["targets"]) == {f"half.{m} kvasir/vllm" for m in judged}
+    assert kvasir["metrics"]["half.step_time_error_eager"]["min"] > 0, "as it is after the load"
+    assert not any("step_time" in key for key in [*vllm["metrics"], *found["ratios"], *found["targets"]])
     assert "half.ttft_ms_p50 vllm after/before" in found["ratios"] and not any("client" in r for r in found["ratios"])
 
     asked = log_of(data / "log")
@@ -87,6 +90,7 @@ def test_a_load_may_have_fewer_windows_than_the_case_repeats(data):
     found = replay.measure(parse("c", {"shape": "small", "repeats": 2, "settings": {"num_threads": 1, "device": "cpu"}, "traces": traces}), data)
     (only,) = found["arms"]
     assert (only["metrics"]["twice.ttft_ms_p50"]["n"], only["metrics"]["once.ttft_ms_p50"]["n"]) == (2, 1)
+    assert (only["metrics"]["twice.step_time_error_eager"]["n"], only["metrics"]["once.step_time_error_eager"]["n"]) == (1, 1)
 
 
 def test_one_load_with_our_settings(data, capsys):
@@ -111,6 +115,12 @@ def test_nothing_succeeds(fake, data):  # noqa: F811
     fake.behaviour = lambda number: 400
     with pytest.raises(ConfigError, match="no request of the window succeeded"):
         replay.run_url(Load.of("t", LOAD), fake.url, data=data, repeats=1, api_key=None, output=None, commit=None)
+
+
+@pytest.mark.parametrize("kept, met", [(1.0, True), (0.995, True), (0.994, False), (0.99, False)])
+def test_no_worse_is_what_rounds_to_one(kept, met):
+    bounds = Load.of("t", LOAD).bounds()
+    assert judged(bounds, {"t.output_tok_s kvasir/vllm": kept}, "kvasir/vllm")["t.output_tok_s kvasir/vllm"]["met"] is met
 
 
 def test_refusals(data):

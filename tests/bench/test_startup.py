@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from kvasir.bench import startup
 from kvasir.bench.servers import flags_of
 from kvasir.bench.startup import run, start_once
 from kvasir.bench.workloads import SHAPES
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
+from kvasir.models.loader import read_headers
 from tests.bench.helpers import SITE, SMALL, log_of
 from tests.bench.test_result import check
 
@@ -33,12 +35,19 @@ def test_a_shape_on_disk_beside_a_peer(tmp_path, monkeypatch, capfd):
     """The peer is a stand-in; the checkpoint is real: our server loads what transformers wrote."""
     monkeypatch.setitem(SHAPES, "small", SMALL)
     monkeypatch.setenv("FAKE_VLLM_LOG", str(tmp_path / "log"))
+    weights, begin = [], startup.start_once
+    monkeypatch.setattr(startup, "start_once", lambda model, *rest: weights.append(
+        sum(t.num_bytes for t in read_headers(Path(model)))) or begin(model, *rest))
     options = {"num_threads": 1, "max_model_len": 64, "device": "cpu"}
     run(EngineConfig(), options, shape="small", repeats=2, output=tmp_path / "r.json", on_disk=True, peer="vllm", site=SITE, commit="abc1234")
     found = json.loads((tmp_path / "r.json").read_text())
     check(found)
     kvasir, vllm = found["arms"]
     assert (kvasir["name"], vllm["name"]) == ("kvasir", "vllm") and "--load-format" not in kvasir["config"]["flags"]
+    for start in (kvasir["metrics"]["cold.breakdown"], kvasir["metrics"]["warm.breakdown"]):
+        assert start["engine.weight_bytes"] == weights[0] > 10_000 and start["engine.fill_s"] > 0
+        assert start["engine.fill_gb_s"] == pytest.approx(weights[0] / start["engine.fill_s"] / 1e9, rel=1)
+    assert "engine.fill_gb_s" not in vllm["metrics"]["cold.breakdown"]
     assert {"cold.first_token_s", "warm.first_token_s", "warm.all_s"} <= set(kvasir["metrics"]) & set(vllm["metrics"])
     assert "warm.first_token_s kvasir/vllm" in found["ratios"]
     served = [e["options"] for e in log_of(tmp_path / "log") if e["op"] == "serve"]

@@ -82,6 +82,13 @@ def test_a_window_has_enough_requests_and_is_long_enough():
     assert len(schedule(EVEN, arrivals="poisson", rate=10.0, num_requests=9999, seconds=1.0)) == 1000, "no more than there are"
 
 
+@pytest.mark.parametrize("arrivals", ["poisson", "recorded"])
+def test_a_window_is_no_shorter_than_asked(arrivals):
+    """Until the last arrival, which is where it ends, and no longer than to the first that makes it so."""
+    due = schedule(EVEN, arrivals=arrivals, rate=10.0, num_requests=10, seconds=20.0)
+    assert due[-2] < 20.0 <= due[-1]
+
+
 def test_recorded_arrivals_keep_their_shape():
     trace = [Recorded(at, 1, 1) for at in (0.0, 1.0, 1.0, 10.0)]
     assert schedule(trace, arrivals="recorded", rate=None, num_requests=4, seconds=0) == [0.0, 1.0, 1.0, 10.0]

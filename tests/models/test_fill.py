@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -78,6 +80,30 @@ def test_a_file_that_is_gone_is_reported(file):
     file.unlink()
     with pytest.raises(ConfigError, match="cannot be read.*model.safetensors"):
         Filling(torch.device("cpu")).start([(stored[name], slot) for name, slot in slots.items()], []).wait()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_how_much_and_how_long(file, device, monkeypatch):
+    """From the first read to the last copy; what lies between that and whoever waits for it is something else."""
+    load, seen, started = fill._Staging.load, [], time.perf_counter()
+
+    def slowly(self, part, number):
+        seen.append(time.perf_counter())
+        time.sleep(0.02)
+        found = load(self, part, number)
+        seen.append(time.perf_counter())
+        return found
+
+    monkeypatch.setattr(fill._Staging, "load", slowly)
+    stored, slots = {t.name: t for t in read_header(file)}, targets(device)
+    filling = Filling(torch.device(device)).start([(stored[name], slot) for name, slot in slots.items()], [lambda: None])
+    concurrent.futures.wait(filling.futures)
+    done = time.perf_counter()
+    time.sleep(0.1)
+    filling.wait()
+    assert filling.num_bytes == sum(t.num_bytes for t in stored.values()) == 40682
+    assert max(seen) - min(seen) <= filling.seconds <= done - started
+    assert Filling(torch.device(device)).seconds == 0.0, "random weights are not read"
 
 
 def test_nothing_is_left_behind(file):

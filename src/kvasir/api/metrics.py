@@ -125,6 +125,7 @@ def _engine(stats: EngineStats | None) -> Iterator[Metric]:
         "kv_cache_usage": (used / stats.num_pages if stats.num_pages else 0.0, "Share of the pages in use, 0 to 1"),
         "step_seconds": (stats.step_seconds, "How long the last step took"),
         "step_rows": (stats.step_rows, "Rows of the last step"),
+        "weight_bytes": (stats.weight_bytes, "Weights that the start read and copied, in startup_seconds of phase fill"),
     }
     if stats.forwards:
         gauges["tokens_per_forward"] = (stats.generation_tokens / stats.forwards, "Tokens generated a step of a single sequence, since the start")

@@ -11,9 +11,9 @@ from kvasir.bench import traces
 from kvasir.bench.client import Call
 from kvasir.errors import ConfigError, nearest
 
-# Below its capacity every server puts out what comes in, and the edges of a window are worth a per cent of it: throughput in
-# the strict sense is the capacity.
-NO_WORSE = {"at_most": {"ttft_ms_p50": 1.0, "ttft_ms_p99": 1.0, "itl_ms_p99": 1.0}, "at_least": {"output_tok_s": 0.99, "capacity_requests_s": 1.0}}
+# Below its capacity every server puts out what comes in, the same requests on both sides, so throughput can only be lost: 1.0x is what
+# rounds to 1.00x. Throughput in the strict sense is the capacity.
+NO_WORSE = {"at_most": {"ttft_ms_p50": 1.0, "ttft_ms_p99": 1.0, "itl_ms_p99": 1.0}, "at_least": {"output_tok_s": 0.995, "capacity_requests_s": 1.0}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,11 @@
 With ``mixed`` every step also computes a prompt of so many tokens: attention at least is launched kernel by kernel, and the idle share says
 from how many rows on that costs nothing.
 
-The wall time of a step is taken without a profiler, which would slow the host down; how long the GPU is busy comes from a few
-steps under ``torch.profiler``, as the union of its kernels' intervals. The rest of the wall time is the host gap.
+``step_ms`` is the wall time of steps without a profiler. Busy and idle are of others, under ``torch.profiler``, and of one timeline, that of the
+GPU from the first kernel of those steps to the end of the last (``gpu_step_ms``, a step): it is busy while any kernel runs, and idle for the
+rest. What the profiler costs is by how much that exceeds ``unprofiled_step_ms``, the wall time of the rounds just before and just after, since
+steps grow with their contexts: with it a launch takes the host longer, and a kernel the GPU. Where kernels are launched one by one, the idle
+share is therefore an upper bound.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from kvasir.types import SamplingParams
 if TYPE_CHECKING:
     from kvasir.engine.engine import Engine
 
-WARMUP, TIMED, TRACED = 48, 32, 8  # steps: until graphs are captured and clocks settle; timed, in each round; under the profiler
+WARMUP, TIMED, TRACED = 48, 32, 32  # steps: until graphs are captured and clocks settle; timed, in each round; under the profiler
 SHOWN = 40  # kernels in the result
 NAME = 90  # characters of a kernel's name
 
@@ -54,7 +57,7 @@ def measure(config: EngineConfig, batch: int, prompt: int, repeats: int, mixed: 
     from kvasir.api.llm import LLM
     from kvasir.engine.build import choose_device
 
-    steps = WARMUP + repeats * TIMED + TRACED
+    steps = WARMUP + (repeats + 1) * TIMED + TRACED
     with LLM(config=config) as llm:
         if prompt + steps + 8 > llm.info.max_model_len or batch + 3 * bool(mixed) > config.scheduler.max_num_seqs:
             raise ConfigError(f"{batch} prompts of {prompt} tokens and {steps + 8} steps do not fit: the context is {llm.info.max_model_len}, "
@@ -74,25 +77,25 @@ def measure(config: EngineConfig, batch: int, prompt: int, repeats: int, mixed: 
                                     id=f"mixed-{next(numbers)}", arrival=time.monotonic()))
             engine.step()
 
-        _repeat(step, WARMUP)
-        walls = []
-        for _ in range(repeats):
+        def timed() -> float:
             _wait(gpu)
             started = time.perf_counter()
             _repeat(step, TIMED)
             _wait(gpu)
-            walls.append(1000 * (time.perf_counter() - started) / TIMED)
+            return 1000 * (time.perf_counter() - started) / TIMED
+
+        _repeat(step, WARMUP)
+        walls = [timed() for _ in range(repeats)]
         activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * gpu
         with torch.profiler.profile(activities=activities) as profiler:
             _repeat(step, TRACED)
             _wait(gpu)
+        beside = [walls[-1], timed()]
     wall = spread(walls)
     metrics: dict[str, Any] = {"step_ms": wall, "decode_tok_s": round(1000 * batch / wall["median"], 1)}
     if gpu:
         kernels = [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events() if str(e.device_type).endswith("CUDA")]
-        busy = covered([(start, end) for _, start, end in kernels]) / 1000 / TRACED
-        metrics |= {"gpu_busy_ms": round(busy, 4), "gpu_idle_share": round(max(0.0, 1 - busy / wall["median"]), 4),
-                    "kernels_per_step": round(len(kernels) / TRACED, 1)}
+        metrics |= {"unprofiled_step_ms": spread(beside)} | on_the_gpu([(start, end) for _, start, end in kernels])
         taken = [(name, end - start) for name, start, end in kernels]
     else:
         taken = [(e.name, e.self_cpu_time_total) for e in profiler.events()]
@@ -122,13 +125,26 @@ def _wait(gpu: bool) -> None:
         torch.cuda.synchronize()
 
 
-def covered(intervals: list[tuple[float, float]]) -> float:
-    """Length of the union of intervals: kernels may overlap."""
-    total, until = 0.0, float("-inf")
+def on_the_gpu(kernels: list[tuple[float, float]]) -> dict[str, float]:
+    """What the profiled steps tell, from when each of their kernels ran, in microseconds."""
+    if not kernels:
+        raise ConfigError("the profiler saw no kernel: this machine does not let it")
+    busy, idle = timeline(kernels)
+    return {"gpu_busy_ms": round(busy / 1000 / TRACED, 4), "gpu_step_ms": round((busy + idle) / 1000 / TRACED, 4),
+            "gpu_idle_share": round(idle / (busy + idle), 4), "kernels_per_step": round(len(kernels) / TRACED, 1)}
+
+
+def timeline(intervals: list[tuple[float, float]]) -> tuple[float, float]:
+    """How much of the time from the first start to the last end lies in some interval, and how much in none. Both are sums of pieces
+    that follow one another, so neither can be negative, and what overlaps counts once."""
+    busy = idle = 0.0
+    until = min(intervals)[0]
     for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
+        if start > until:
+            idle, until = idle + start - until, start
+        if end > until:
+            busy, until = busy + end - until, end
+    return busy, idle
 
 
 def table(taken: list[tuple[str, float]]) -> dict[str, float]:

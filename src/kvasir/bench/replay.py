@@ -2,7 +2,8 @@
 
 Each server runs alone, in a process of its own, and gets the same requests at the same times. A load names its rate, or its
 share of what the peer completes when all requests wait at once (its capacity), which is then measured first; ours, too. Loads of one
-trace share a capacity. The result is on disk after every load.
+trace share a capacity. The result is on disk after every load. Of ours it has the error of the predicted step times, by kind of step, as
+it is at the end of each load: relative, the mean over about the last 50 steps that were timed.
 """
 
 from __future__ import annotations
@@ -113,6 +114,8 @@ def measure(case: Case, data: Path, *, with_peer: bool = True, site: str | None 
                     for metrics in windows(running.url, calls, min(count, load.windows or count), first=1 + number * count):
                         for key, value in metrics.items():
                             arm_so_far.values.setdefault(f"{n}.{key}", []).append(value)
+                    for kind, error in running.gauges("step_time_relative_error").items() if server == "kvasir" else ():
+                        arm_so_far.values.setdefault(f"{n}.step_time_error_{kind}", []).append(error)
                     keep(_result(case, loads, measured))
 
         plans = [(name, "kvasir", settings, "own", repeats or case.repeats) for name, settings in case.arms.items()]

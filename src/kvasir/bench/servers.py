@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import signal
 import socket
@@ -54,6 +55,12 @@ class Server:
                 pass
             time.sleep(0.005)
         raise ConfigError(f"{path} did not answer within {LIMIT:.0f} s")
+
+    def gauges(self, name: str) -> dict[str, float]:
+        """A gauge of ours from /metrics, by its one label ("" for one without); empty where it has no value."""
+        with urllib.request.urlopen(f"{self.url}/metrics") as reply:
+            text = reply.read().decode()
+        return {label: float(value) for label, value in re.findall(rf'^kvasir:{name}(?:\{{\w+="([^"]+)"\}})? (\S+)$', text, re.MULTILINE)}
 
 
 def flags_of(options: dict[str, Any]) -> list[str]:

@@ -88,7 +88,7 @@ def _draw(number: int, kind: int, count: int) -> list[int]:
 
 
 def schedule(trace: list[Recorded], *, arrivals: str, rate: float | None, num_requests: int, seconds: float) -> list[float]:
-    """When each of the first requests is due, in seconds: as many as make ``num_requests`` and fill ``seconds``.
+    """When each of the first requests is due, in seconds: as many as make ``num_requests``, the last not before ``seconds``.
 
     ``poisson``: ``rate`` requests a second at exponential distances, in the trace's order. ``recorded``: the trace's own
     times, compressed or stretched as a whole to a mean of ``rate`` if one is given, which keeps its bursts.
@@ -99,10 +99,9 @@ def schedule(trace: list[Recorded], *, arrivals: str, rate: float | None, num_re
     if arrivals == "poisson":
         if not rate:
             raise ConfigError("Poisson arrivals need a rate")
-        rng, due, times = random.Random(0), 0.0, []
-        while len(times) < len(trace) and (len(times) < num_requests or due < seconds):
-            times.append(due)
-            due += rng.expovariate(rate)
+        rng, times = random.Random(0), [0.0]
+        while len(times) < len(trace) and (len(times) < num_requests or times[-1] < seconds):
+            times.append(times[-1] + rng.expovariate(rate))
         return times
     if arrivals != "recorded":
         raise ConfigError(f"arrivals '{arrivals}' are neither poisson nor recorded")

@@ -103,7 +103,7 @@ class Engine:
         self._counts: Counter[str] = Counter()
         self._num_generated = self._num_forwards = 0
         self._failed: Counter[str] = Counter()
-        self._stats = EngineStats(num_pages=self.pages.num_total, startup=built.startup)
+        self._stats = EngineStats(num_pages=self.pages.num_total, startup=built.startup, weight_bytes=built.weight_bytes)
 
     # ------------------------------------------------------------------------------------------------------- requests
 

@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -121,9 +122,12 @@ def read_tensor(tensor: Stored) -> torch.Tensor:
 
 @dataclass
 class Filling:
-    """Slots being filled. ``wait`` returns when all are; until then their content is anything."""
+    """Slots being filled. ``wait`` returns when all are; until then their content is anything. Then ``seconds`` is what that took, from the
+    first read to the last copy, whatever was done beside it."""
 
     device: torch.device
+    num_bytes: int = 0
+    seconds: float = 0.0
     futures: list[Future] = field(default_factory=list)
     _stop: threading.Event = field(default_factory=threading.Event)
 
@@ -139,13 +143,15 @@ class Filling:
         size = max((p.num_bytes for p in parts), default=0)
         threads = max(1, min(NUM_THREADS, os.cpu_count() or 1, len(parts)))
         pool = ThreadPoolExecutor(threads, thread_name_prefix="weights")
-        lock, progress = threading.Lock(), _Progress(sum(p.num_bytes for p in parts))
+        self.num_bytes = sum(p.num_bytes for p in parts)
+        lock, progress = threading.Lock(), _Progress(self.num_bytes)
 
         @torch.inference_mode()
-        def work() -> dict[str, list[torch.Tensor]]:
+        def work() -> tuple[dict[str, list[torch.Tensor]], float, float]:
             ranges: dict[str, list[torch.Tensor]] = {}
             with contextlib.ExitStack() as stack:
                 staging, files = _Staging(size, self.device, ready), {}
+                began = time.perf_counter()
                 while not self._stop.is_set():
                     with lock:
                         part = next(queue, None)
@@ -159,7 +165,7 @@ class Filling:
                         progress.advance(part.num_bytes)
                 if staging.stream is not None:
                     staging.stream.synchronize()
-            return ranges
+                return ranges, began, time.perf_counter()
 
         self._interval = sys.getswitchinterval()
         sys.setswitchinterval(min(self._interval, SWITCH_SECONDS))
@@ -189,7 +195,10 @@ class Filling:
             self._stop.set()
             sys.setswitchinterval(self._interval)
             self._progress.close()
-        _warn_not_finite([(name, r) for ranges in found if ranges for name, parts in ranges.items() for r in parts])
+        found = [thread for thread in found if thread and thread[0]]  # checks return nothing, and threads without a part say nothing of time
+        if found:
+            self.seconds = max(ended for *_, ended in found) - min(began for _, began, _ in found)
+        _warn_not_finite([(name, r) for ranges, *_ in found for name, parts in ranges.items() for r in parts])
 
 
 def _warn_not_finite(ranges: list[tuple[str, torch.Tensor]]) -> None:
