@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import shutil
 import signal
 import threading
 import weakref
@@ -16,6 +17,7 @@ from kvasir import LLM, SamplingParams
 from kvasir.api.vllm_flags import settled
 from kvasir.decoding.confidence import summed_up
 from kvasir.errors import ConfigError, RequestError
+from kvasir.models.checkpoint import embedded
 from kvasir.types import Grammar
 
 OPTIONS = dict(model="nano", batch_invariant=True, num_threads=1, max_model_len=512, cpu_cache_bytes=1 << 25, page_slots=16)
@@ -82,6 +84,17 @@ def test_stop_ids_and_the_end_of_an_answer(llm):
     out = llm.generate(PROMPT, greedy(stop_token_ids=[free[at]]))[0].outputs[0]
     assert out.token_ids == free[:at + 1] and (out.finish_reason, out.stop_reason) == ("stop", free[at])
     assert out.text == llm.generate(PROMPT, greedy(max_tokens=at))[0].outputs[0].text, "the stop token is no part of the text"
+
+
+def test_the_tokenizers_end_ends_an_answer(tmp_path):
+    """A model trained to chat whose config.json still has its base's end: nobody else says that <|im_end|> is one."""
+    folder = shutil.copytree(embedded().parent / "nano", tmp_path / "chat")
+    (folder / "generation_config.json").unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|im_end|>"}))
+    with LLM(**OPTIONS | {"model": str(folder)}) as it:
+        [out] = it.chat([{"role": "user", "content": "Compute modulo 97: start 12; +45; *3; -7; *2."}], greedy(max_tokens=200))
+        assert it.info.eos_ids == (2, 5) and out.outputs[0].finish_reason == "stop" and out.outputs[0].token_ids[-1] == 5
 
 
 def test_branches(llm):

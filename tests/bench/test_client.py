@@ -164,13 +164,14 @@ def test_several_tokens_an_event():
     assert found["tokens_per_event"] == 2.0 and found["output_tok_s"] == 2.0 and found["tpot_ms_p50"] == pytest.approx(333.333)
 
 
-def test_capacity_is_the_rate_while_the_server_is_full():
+def test_capacity_is_the_rate_while_the_server_is_full(caplog):
     """Fifty requests of four tokens, 40 tokens a second, after a slow start and before a long tail."""
     times = [*(0.5 * i for i in range(40)), *(20.0 + 0.025 * i for i in range(120)), *(23.0 + i for i in range(40))]
     replies = [Reply(0.0, 0.0, 200) for _ in range(50)]
     for i, t in enumerate(times):
         replies[i % 50].events.append(t)
-    assert capacity(replies) == pytest.approx(10.0)
+    assert capacity(replies) == pytest.approx(10.0) and not caplog.records
+    assert capacity([*replies, Reply(0.0, 0.0, 429)]) == pytest.approx(10.0) and "1 of 51 requests failed" in caplog.text
     with pytest.raises(ConfigError, match="at least 10 good replies"):
         capacity([Reply(0.0, 0.0, 429, ended=1.0)] * 20)
 

@@ -51,6 +51,12 @@ def test_llama_heads_are_rearranged_and_others_are_not(tmp_path):
     assert tensors["model.layers.0.self_attn.q_proj.weight"]["column"] == [0, 2, 1, 3, 4, 6, 5, 7], "two heads of four"
 
 
+def test_rope_in_the_newer_spelling(tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    gguf.write(folder(tmp_path, {"model.norm.weight": torch.ones(8)}, rope_parameters=rope), tmp_path / "m", "f32")
+    assert json.loads((tmp_path / "m").read_text())["rope_freq_base"] == 5e5
+
+
 def test_rotating_neighbours_of_rows_in_turns_is_rotating_halves():
     torch.manual_seed(0)
     heads, dim, columns = 3, 8, 16
@@ -66,6 +72,7 @@ def test_rotating_neighbours_of_rows_in_turns_is_rotating_halves():
 @pytest.mark.parametrize("changes, file_type, words", [
     ({"architectures": ["MixtralForCausalLM"]}, "f32", "no GGUF of a MixtralForCausalLM"), ({}, "q2_k", "no GGUF file type 'q2_k'"),
     ({"rope_scaling": {"factor": 2}}, "f32", "rope_scaling"), ({"sliding_window": 8}, "f32", "sliding_window=8"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": 2}}, "f32", "'linear'"),
     ({}, "f32", "llama.cpp has no tensor for model.layers.0.odd.weight")])
 def test_what_it_cannot_write(tmp_path, changes, file_type, words):
     with pytest.raises(ConfigError, match=words):

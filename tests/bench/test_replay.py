@@ -93,6 +93,16 @@ def test_a_load_may_have_fewer_windows_than_the_case_repeats(data):
     assert (only["metrics"]["twice.step_time_error_eager"]["n"], only["metrics"]["once.step_time_error_eager"]["n"]) == (1, 1)
 
 
+def test_weights_on_disk_are_the_same_for_both(data):
+    """Not what each engine fills in: on a GPU the clocks depend on the numbers."""
+    table = {"shape": "small", "on_disk": True, "repeats": 1, "settings": {"num_threads": 1, "device": "cpu"}, "traces": {"t": LOAD},
+             "peer": {"name": "vllm", "repeats": [1, 0], "options": {"max_model_len": 128}}}
+    found = replay.measure(parse("c", table), data, site=SITE)
+    assert all(set(a["metrics"]["t.failed"]["values"]) == {0} for a in found["arms"]) and len(found["arms"]) == 2
+    (served,) = [e["options"] for e in log_of(data / "log") if e["op"] == "serve"]
+    assert served["load_format"] is None and "small-weights" in served["model"]
+
+
 def test_one_load_with_our_settings(data, capsys):
     replay.run_load(Load.of("t", LOAD | {"arrivals": "recorded"}), {"num_threads": 1}, model="", shape=None, peer=None, site=None, data=data,
                     repeats=1, capacity=None, output=None, commit="abc1234")

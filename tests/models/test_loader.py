@@ -306,6 +306,21 @@ def test_a_missing_shard(sharded):
     refused(sharded, victim.name, "missing", "model.")
 
 
+def test_one_file_saved_over_shards(sharded):
+    """transformers removes the shards and leaves their index."""
+    checkpoints.write(sharded, "qwen2", seed=5)
+    assert (sharded / loader.INDEX).exists() and len(list(sharded.glob("*.safetensors"))) == 1
+    assert {t.file.name for t in loader.read_headers(sharded)} == {"model.safetensors"}
+
+
+def test_shards_saved_over_one_file(llama, caplog):
+    """transformers leaves the file."""
+    caplog.set_level("WARNING", logger="kvasir")
+    checkpoints.write(llama, "llama", seed=5, shards=True)
+    assert (llama / "model.safetensors").exists()
+    assert "model.safetensors" not in {t.file.name for t in loader.read_headers(llama)} and "both model.safetensors and shards" in caplog.text
+
+
 @pytest.mark.parametrize("target", ["../secret.safetensors", "/etc/passwd", "sub/model.safetensors", "..", "", "a\\b", "x\0y"])
 def test_an_index_may_not_leave_its_folder(target, sharded):
     (sharded.parent / "secret.safetensors").write_bytes(b"")

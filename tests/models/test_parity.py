@@ -91,6 +91,15 @@ def test_parity_with_the_v4_spelling_of_rope(variant, tmp_path):
         assert torch.equal(a, b)
 
 
+def test_gemma_rope_in_both_spellings(tmp_path):
+    """A context stretched by hand: ``rope_scaling`` added to a config of version 5 goes on top of what the global layers have."""
+    folder = checkpoints.write(tmp_path, "gemma3_text")
+    plain = expected(folder)
+    checkpoints.edit_json(folder / "config.json", lambda c: c.update(rope_scaling={"rope_type": "linear", "factor": 8.0}))
+    assert (expected(folder)[0] - plain[0]).abs().max() > 0.1, "it must matter here"
+    assert_parity(folder)
+
+
 def test_gemma_attention_softcap(tmp_path, monkeypatch):
     """transformers reads ``attn_logit_softcapping`` and forgets it; with it passed on, both agree."""
     from transformers.models.gemma3 import modeling_gemma3

@@ -51,6 +51,11 @@ def test_sliding_windows():
     upper = build_spec(config("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=3))
     assert upper.cache_groups() == (CacheGroup("full", (0, 1, 2), 2, 8), CacheGroup("window-16", (3,), 2, 8, 16))
     assert all(build_spec(config("qwen2", sliding_window=16, max_window_layers=0)).layers[i].mixer.window is None for i in range(4))
+    for family in ("qwen2", "qwen3", "qwen3_moe"):
+        slides = dict(use_sliding_window=True, max_window_layers=0, max_position_embeddings=8192, num_experts=2, num_experts_per_tok=1,
+                      moe_intermediate_size=8)
+        assert build_spec(config(family, **slides)).layers[3].mixer.window == 4096, "absent is 4096 here, too"
+        assert build_spec(config(family, **slides, sliding_window=None)).layers[3].mixer.window is None
     given = build_spec(config("qwen3", use_sliding_window=True, sliding_window=16,
                               layer_types=["full_attention", "sliding_attention"] * 2))
     assert [layer.mixer.window for layer in given.layers] == [None, 16, None, 16]
@@ -123,6 +128,7 @@ def test_yarn_rope():
     ({"attention_bias": "yes"}, ["attention_bias", "'yes'"]),
     ({"tie_word_embeddings": 1}, ["tie_word_embeddings"]),
     ({"is_encoder_decoder": True}, ["is_encoder_decoder"]),
+    ({"is_causal": False}, ["is_causal", "bidirectional"]),
     ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, ["rope_parameters.partial_rotary_factor"]),
     ({"rope_scaling": "linear"}, ["rope_scaling", "'linear'"]),

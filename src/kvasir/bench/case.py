@@ -123,8 +123,8 @@ def parse(name: str, table: dict[str, Any]) -> Case:
     if taken := [n for n in others if n in arms]:
         raise ConfigError(f"an arm is named like the peer: {taken[0]}")
     cached, targets = table.get("cached", False), table.get("targets", {})
-    if traces and (cached or targets or peer and peer.variants):
-        raise ConfigError("traces go through servers: a case of traces has no cached prompts, no [targets] and no variants of the peer")
+    if traces and (cached or targets or "rounds" in table or peer and peer.variants):
+        raise ConfigError("traces go through servers: a case of traces has no cached prompts, no rounds, no [targets] and no variants of the peer")
     if cached and (odd := [w.batch.name for w in workloads if w.kinds != ("decode",) and w.kinds != KINDS]):
         raise ConfigError(f"workload {odd[0]}: in a case with cached prompts decoding is all that is measured")
     if table.get("on_disk") and not shape:

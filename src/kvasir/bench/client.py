@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from kvasir.bench.result import percentile
 from kvasir.errors import ConfigError
+from kvasir.logs import log
 
 _COMPLETION = re.compile(rb'"completion_tokens":\s*(\d+)')
 _CACHED = re.compile(rb'"cached_tokens":\s*(\d+)')
@@ -215,6 +216,8 @@ def capacity(replies: list[Reply]) -> float:
     good = [r for r in replies if r.status == 200 and r.events]
     if len(good) < 10:
         raise ConfigError(f"the capacity needs at least 10 good replies; there were {len(good)} of {len(replies)}")
+    if len(good) < len(replies):  # a server that turns some away gets through the rest sooner
+        log.warning("%d of %d requests failed while the capacity was measured: it is that of the others", len(replies) - len(good), len(replies))
     events = sorted(t for r in good for t in r.events)
     low, high = len(events) // 5, len(events) - len(events) // 5 - 1
     return len(good) * (high - low) / len(events) / max(events[high] - events[low], 1e-6)

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.errors import ConfigError
+from kvasir.layers.spec import RopeSpec
 from kvasir.models import checkpoint
+from kvasir.models.families import build_spec
 
 ARCHITECTURES = {"LlamaForCausalLM": "LLAMA", "Qwen3ForCausalLM": "QWEN3"}  # ours -> the package's
 FILE_TYPES = {"f32": "ALL_F32", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
@@ -31,11 +33,14 @@ def write(folder: Path, file: Path, file_type: str) -> None:
         raise ConfigError(f"no GGUF file type '{file_type}'; there are {', '.join(FILE_TYPES)}")
     if odd := [key for key in SPECIAL if config.get(key)]:
         raise ConfigError(f"no GGUF of a model with {odd[0]}={config[odd[0]]!r}")
+    rope = build_spec(config).layers[0].rope
+    if rope.kind != "default":
+        raise ConfigError(f"no GGUF of a model with rope_type '{rope.kind}'")
     architecture = gguf.MODEL_ARCH[ARCHITECTURES[name]]
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     matrices = getattr(gguf.GGMLQuantizationType, file_type.upper())
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
-    _describe(writer, config, gguf.LlamaFileType[FILE_TYPES[file_type]])
+    _describe(writer, config, rope, gguf.LlamaFileType[FILE_TYPES[file_type]])
     for part in sorted(folder.glob("*.safetensors")):
         for key, tensor in load_file(part).items():
             stem, _, end = key.rpartition(".")
@@ -51,9 +56,8 @@ def write(folder: Path, file: Path, file_type: str) -> None:
     writer.close()
 
 
-def _describe(writer: Any, config: dict[str, Any], file_type: int) -> None:
-    heads = config["num_attention_heads"]
-    dim = config.get("head_dim") or config["hidden_size"] // heads
+def _describe(writer: Any, config: dict[str, Any], rope: RopeSpec, file_type: int) -> None:
+    heads, dim = config["num_attention_heads"], rope.head_dim
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -63,7 +67,7 @@ def _describe(writer: Any, config: dict[str, Any], file_type: int) -> None:
     writer.add_key_length(dim)
     writer.add_value_length(dim)
     writer.add_rope_dimension_count(dim)
-    writer.add_rope_freq_base(config.get("rope_theta", 10000.0))
+    writer.add_rope_freq_base(rope.theta)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(file_type)

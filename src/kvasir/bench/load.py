@@ -44,6 +44,8 @@ class Load:
         load = cls(name, **table)
         if load.arrivals not in ("poisson", "recorded"):
             raise ConfigError(f"trace {name}: arrivals '{load.arrivals}' are neither poisson nor recorded")
+        if odd := [kind for kind in load.targets if kind not in NO_WORSE]:
+            raise ConfigError(f"trace {name}: targets are at_most or at_least, not '{odd[0]}'")
         if load.arrivals == "poisson" and load.rate is None and load.share is None:
             raise ConfigError(f"trace {name}: Poisson arrivals need a rate, or a share of the peer's capacity")
         return load

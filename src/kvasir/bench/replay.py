@@ -25,6 +25,7 @@ from kvasir.bench.compare import keeper, kept
 from kvasir.bench.load import Load
 from kvasir.bench.result import arm, finish, judged, ratios_of, result, spread
 from kvasir.bench.servers import SHARED, flags_of, serving
+from kvasir.bench.startup import random_checkpoint
 from kvasir.bench.worker import check_peer
 from kvasir.bench.workloads import shape_folder
 from kvasir.errors import ConfigError
@@ -88,8 +89,11 @@ def measure(case: Case, data: Path, *, with_peer: bool = True, site: str | None 
     measured: dict[str, dict[str, Measured]] = {}
     capacities: dict[tuple[Any, ...], dict[str, float]] = {load.stream: {} for load in loads.values()}  # stream -> arm -> requests a second
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(shape_folder(case.shape, tokenizer=True)) if case.shape else str(checkpoint.resolve(case.model))
-        dummy = {"load_format": "dummy", "served_model_name": case.shape} if case.shape else {}
+        if not case.shape:
+            folder, dummy = str(checkpoint.resolve(case.model)), {}
+        else:
+            folder = stack.enter_context(random_checkpoint(case.shape) if case.on_disk else shape_folder(case.shape, tokenizer=True))
+            dummy = {"served_model_name": case.shape} | ({} if case.on_disk else {"load_format": "dummy"})
 
         def visit(name: str, server: str, options: dict[str, Any], part: str, count: int) -> None:
             """One life of one server: every load, ``count`` windows each."""

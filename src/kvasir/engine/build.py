@@ -232,7 +232,10 @@ def _tokenizer_file(config: EngineConfig, path: Path) -> Path | None:
 def _info(config: EngineConfig, path: Path, hf: dict, model: Decoder, tokenizer_file: Path | None) -> ModelInfo:
     defaults = checkpoint.read_generation_config(path)
     eos = defaults.get("eos_token_id", hf.get("eos_token_id"))
-    eos_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    eos_ids, size = eos if isinstance(eos, list) else [] if eos is None else [eos], model.spec.vocab_size
+    if tokenizer_file:  # whoever trains a model to chat often leaves its base's end in config.json: the tokenizer's ends an answer, too
+        size, own = _tokenizer_facts(tokenizer_file)
+        eos_ids = [*eos_ids, *own]
     longest = model.spec.max_position
     wanted = config.model.max_model_len or longest
     if wanted > longest:
@@ -240,15 +243,16 @@ def _info(config: EngineConfig, path: Path, hf: dict, model: Decoder, tokenizer_
     vocab = model.spec.vocab_size
     return ModelInfo(
         name=config.model.served_model_name or config.model.model or "embedded", max_model_len=wanted, vocab_size=vocab,
-        tokenizer_size=min(vocab, _tokenizer_size(tokenizer_file)) if tokenizer_file else vocab,
-        eos_ids=tuple(i for i in eos_ids if 0 <= i < vocab), config=hf,
+        tokenizer_size=min(vocab, size), eos_ids=tuple(i for i in dict.fromkeys(eos_ids) if 0 <= i < vocab), config=hf,
         generation_defaults=defaults if config.model.generation_config == "auto" else {})
 
 
-def _tokenizer_size(file: Path) -> int:
+def _tokenizer_facts(file: Path) -> tuple[int, tuple[int, ...]]:
+    """How many ids it has, and which of them end an answer."""
     from kvasir.models.tokenizer import Tokenizer
 
-    return Tokenizer.load(file.parent).size
+    tokenizer = Tokenizer.load(file.parent)
+    return tokenizer.size, tokenizer.eos_ids
 
 
 def _attention_specs(model: Decoder) -> tuple[AttentionSpec, ...]:

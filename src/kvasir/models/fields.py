@@ -140,6 +140,11 @@ def attention(fields: Fields, *, head_dim: int | None = None, scale: float | Non
     return GQASpec(heads, kv_heads, dim, dim ** -0.5 if scale is None else scale, window, **quirks)
 
 
+def window(fields: Fields) -> int | None:
+    """Of layers that slide. Absent it is 4096, as in transformers; null: none."""
+    return fields.integer("sliding_window", 4096) if fields.raw.get("sliding_window", 4096) is not None else None
+
+
 def layer_types(fields: Fields, default: list[str]) -> tuple[str, ...]:
     """``full_attention`` or ``sliding_attention`` for every layer."""
     kinds = fields.names("layer_types", default, length=len(default))
@@ -151,17 +156,18 @@ def layer_types(fields: Fields, default: list[str]) -> tuple[str, ...]:
 
 def qwen_layer_types(fields: Fields) -> tuple[str, ...]:
     """Qwen 2 and 3: nothing slides unless ``use_sliding_window``, then the layers from ``max_window_layers`` on."""
-    slides = fields.flag("use_sliding_window", False) and fields.has("sliding_window")
+    slides = fields.flag("use_sliding_window", False) and window(fields) is not None
     first = fields.integer("max_window_layers", 28, least=0) if slides else fields.integer("num_hidden_layers")
     kinds = layer_types(fields, ["sliding_attention" if i >= first else "full_attention" for i in range(fields.integer("num_hidden_layers"))])
     if not slides and "sliding_attention" in kinds:
-        raise fields.fail("layer_types", "has sliding_attention, but use_sliding_window is not set or sliding_window is missing")
+        raise fields.fail("layer_types", "has sliding_attention, but use_sliding_window is not set or sliding_window is null")
     return kinds
 
 
 def model(fields: Fields, layers: list[LayerSpec], *, offset: float = 0.0, tied: bool = False, **quirks: Any) -> ModelSpec:
     """``tied``: the family's default where the config does not say."""
     fields.refuse("is_encoder_decoder", "encoder-decoder models are not served")
+    fields.refuse("is_causal", "bidirectional attention (embedding models) is not served", (None, True))
     return ModelSpec(
         family=fields.text("model_type"), hidden_size=fields.integer("hidden_size"), vocab_size=fields.integer("vocab_size"),
         max_position=fields.integer("max_position_embeddings"), layers=tuple(layers), final_norm=norm(fields, offset),

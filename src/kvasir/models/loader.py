@@ -16,6 +16,7 @@ import torch
 
 from kvasir.errors import ConfigError
 from kvasir.layers.weights import Placement
+from kvasir.logs import log
 from kvasir.models.checkpoint import read_json
 from kvasir.models.decoder import Decoder
 from kvasir.models.families import build_spec, find_family
@@ -70,23 +71,33 @@ def load_again(decoder: Decoder, path: Path) -> None:
 
 def read_headers(path: Path) -> list[Stored]:
     """All tensors of a checkpoint folder: one file, or the shards its index names."""
-    if (path / INDEX).is_file():
-        return _read_index(path)
-    if (path / SINGLE).is_file():
+    single, shards = (path / SINGLE).is_file(), _weight_map(path) if (path / INDEX).is_file() else {}
+    # transformers leaves the index behind when it saves one file over shards, and the file when it saves shards over it.
+    if shards and (not single or any((path / shard).is_file() for shard in shards.values())):
+        if single and SINGLE not in shards.values():
+            log.warning("%s holds both %s and shards: those that %s names are read", path, SINGLE, INDEX)
+        return _read_index(path, shards)
+    if single:
         return read_header(path / SINGLE)
     other = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors"))
     hint = f"; it holds {', '.join(other[:SHOWN])}, which is not served (convert it to safetensors)" if other else ""
     raise ConfigError(f"{path} has neither {SINGLE} nor {INDEX}{hint}")
 
 
-def _read_index(path: Path) -> list[Stored]:
+def _weight_map(path: Path) -> dict[str, str]:
+    """Which shard each tensor is in."""
     weight_map = read_json(path / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
         raise ConfigError(f"{path / INDEX}: weight_map is missing or not an object of tensor names to file names")
-    tensors: dict[str, Stored] = {}
-    for shard in sorted(set(weight_map.values())):
+    for shard in weight_map.values():
         if shard in ("", ".", "..") or "/" in shard or "\\" in shard or "\0" in shard:
             raise ConfigError(f"{path / INDEX}: shard '{shard}' is not a plain file name; an index may not point outside its folder")
+    return weight_map
+
+
+def _read_index(path: Path, weight_map: dict[str, str]) -> list[Stored]:
+    tensors: dict[str, Stored] = {}
+    for shard in sorted(set(weight_map.values())):
         if not (path / shard).is_file():
             missing = [name for name, file in weight_map.items() if file == shard]
             raise ConfigError(f"{path}: shard {shard} is missing ({list_names(missing)})")

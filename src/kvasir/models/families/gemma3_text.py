@@ -40,11 +40,13 @@ def _kinds(fields: hf.Fields) -> tuple[str, ...]:
 
 
 def _rope(fields: hf.Fields, kind: str, head_dim: int) -> RopeSpec:
-    """v5: ``rope_parameters`` by layer type. v4: ``rope_theta`` and ``rope_scaling`` for global layers, ``rope_local_base_freq``."""
+    """v5: ``rope_parameters`` by layer type. v4: ``rope_theta`` and ``rope_scaling`` for global layers, ``rope_local_base_freq``. Given
+    both, ``rope_scaling`` goes on top, as in transformers."""
     theta = fields.number("rope_theta", GLOBAL_THETA) if kind == "full_attention" else fields.number("rope_local_base_freq", LOCAL_THETA)
-    parameters = fields.section("rope_parameters")
+    parameters, scaling = fields.section("rope_parameters"), fields.section("rope_scaling") if kind == "full_attention" else None
     if parameters is not None:
         if not all(isinstance(v, dict) or v is None for v in parameters.raw.values()):
             raise fields.fail("rope_parameters", "is flat, expected one object for full_attention and one for sliding_attention")
-        return hf.rope_from(fields, parameters.section(kind), head_dim, theta)
-    return hf.rope_from(fields, fields.section("rope_scaling") if kind == "full_attention" else None, head_dim, theta)
+        own = parameters.section(kind)
+        scaling = hf.Fields({**own.raw, **scaling.raw}, own.where) if own and scaling else own or scaling
+    return hf.rope_from(fields, scaling, head_dim, theta)

@@ -11,7 +11,6 @@ stored_name = hf.stored_name
 
 def build(fields: hf.Fields) -> ModelSpec:
     fields.refuse("layer_types", "per-layer attention belongs to other model types than mistral", (None,))
-    window = fields.integer("sliding_window", 4096) if fields.raw.get("sliding_window", 4096) is not None else None
-    mixer = hf.attention(fields, window=window)
+    mixer = hf.attention(fields, window=hf.window(fields))
     layer = LayerSpec(mixer, hf.dense(fields), hf.rope(fields, mixer.head_dim), hf.norm(fields))
     return hf.model(fields, [layer] * fields.integer("num_hidden_layers"))

@@ -12,7 +12,7 @@ stored_name = hf.stored_name
 def build(fields: hf.Fields) -> ModelSpec:
     layers = []
     for kind in hf.qwen_layer_types(fields):
-        window = fields.integer("sliding_window") if kind == "sliding_attention" else None
+        window = hf.window(fields) if kind == "sliding_attention" else None
         mixer = hf.attention(fields, window=window, qkv_bias=True)
         layers.append(LayerSpec(mixer, hf.dense(fields), hf.rope(fields, mixer.head_dim), hf.norm(fields)))
     return hf.model(fields, layers)

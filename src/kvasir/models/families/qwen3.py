@@ -12,7 +12,7 @@ stored_name = hf.stored_name
 def build(fields: hf.Fields) -> ModelSpec:
     bias, layers = fields.flag("attention_bias", False), []
     for kind in hf.qwen_layer_types(fields):
-        window = fields.integer("sliding_window") if kind == "sliding_attention" else None
+        window = hf.window(fields) if kind == "sliding_attention" else None
         mixer = hf.attention(fields, head_dim=128, window=window, qk_norm=hf.norm(fields), qkv_bias=bias, o_bias=bias)
         layers.append(LayerSpec(mixer, hf.dense(fields), hf.rope(fields, mixer.head_dim), hf.norm(fields)))
     return hf.model(fields, layers)
