@@ -142,3 +142,14 @@ def test_doctor_names_what_is_missing(kvasir, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest))
     assert "not installed: plots" in " ".join(kvasir("doctor").out.split())
+
+
+def test_doctor_says_why_a_backend_was_chosen():
+    from kvasir.cli.doctor import _attention
+
+    facts = {"attention": {"a": [], "b": [], "c": ["no wings"]}, "attention_exact": {"a": [], "b": ["no"], "c": ["no"]}, "attention_chosen": "a",
+             "attention_only_named": {"a": [], "b": ["it compiles"], "c": []}, "attention_why": "by the clock: a 1, b 2", "attention_timed": True}
+    assert "(chosen), by the clock: a 1, b 2; 32 query and 8 KV heads" in _attention(facts, "a") and _attention(facts, "c") == "no: no wings"
+    assert _attention(facts, "b") == "ready; only when named: it compiles; not for batch_invariant"
+    facts.update(attention_timed=False, attention_why="the only candidate")
+    assert "(chosen), the only candidate; a start times candidates" in _attention(facts, "a")

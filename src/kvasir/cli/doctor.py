@@ -21,9 +21,11 @@ def examine() -> dict[str, Any]:
 
     from kvasir import __version__
     from kvasir.attention.backend import BACKENDS, AttentionBackend, AttentionSpec, Site
+    from kvasir.engine.attention_choice import choose_backend
     from kvasir.engine.policy import POLICIES
     from kvasir.kernels.native.library import native
     from kvasir.kv.codec import CODECS, Codec
+    from kvasir.kv.codecs.plain import PlainCodec
     from kvasir.scaling.strategy import STRATEGIES
     from kvasir.speculation.drafter import DRAFTERS
     from kvasir.technique import load, names, of_all
@@ -48,11 +50,25 @@ def examine() -> dict[str, Any]:
     ranked = sorted(of_all(BACKENDS, lambda name: load(BACKENDS, name, AttentionBackend)), key=lambda b: -b.rank)
     facts["attention"] = {backend.name: backend.why_not(site) for backend in ranked}
     facts["attention_exact"] = {backend.name: backend.why_not(dataclasses.replace(site, exact=True)) for backend in ranked}
-    facts["attention_chosen"] = next((name for name, reasons in facts["attention"].items() if not reasons), None)
+    facts["attention_only_named"] = {backend.name: backend.why_only_named(site) for backend in ranked}
+    choice = choose_backend("auto", site, PlainCodec())
+    facts["attention_chosen"], facts["attention_why"], facts["attention_timed"] = choice.backend.name, choice.why, choice.timed
     if not facts["gpus"]:
         facts["advice"].append("torch sees no GPU: everything runs on the CPU, in float32" +
                                ("" if torch.version.cuda else "; this torch is a CPU build, so a GPU would not be seen"))
     return facts
+
+
+def _attention(facts: dict[str, Any], name: str) -> str:
+    """What is said of a backend: what it lacks, or whether it is the choice, and why."""
+    if reasons := facts["attention"][name]:
+        return f"no: {'; '.join(reasons)}"
+    said = ["ready"]
+    if name == facts["attention_chosen"]:
+        said = [f"ready (chosen), {facts['attention_why']}", ("32 query and 8 KV heads of 128; " if facts["attention_timed"] else "") +
+                "a start times candidates, where it has several, with its model's own shapes"]
+    said += [f"only when named: {reason}" for reason in facts["attention_only_named"][name]]
+    return "; ".join([*said, "not for batch_invariant"] if facts["attention_exact"][name] else said)
 
 
 def run(as_json: bool) -> None:
@@ -75,10 +91,8 @@ def run(as_json: bool) -> None:
         table.add_row("gpu", "none")
     for package, state in facts["packages"].items():
         table.add_row(package, state)
-    for name, reasons in facts["attention"].items():
-        exact = "" if reasons or not facts["attention_exact"][name] else "; not for batch_invariant"
-        chosen = " (chosen), the fastest that is" if name == facts["attention_chosen"] else ""
-        table.add_row(f"attention {name}", f"no: {'; '.join(reasons)}" if reasons else f"ready{chosen}{exact}")
+    for name in facts["attention"]:
+        table.add_row(f"attention {name}", _attention(facts, name))
     table.add_row("kv codecs", ", ".join(facts["codecs"]))
     table.add_row("drafters", ", ".join(facts["drafters"]))
     table.add_row("scheduling", ", ".join(facts["scheduling_policies"]))

@@ -51,6 +51,20 @@ def test_killed_again_and_again():
     run(body())
 
 
+def test_what_the_clock_chose_is_kept():
+    async def body():
+        async with engine("TimingCore") as it:
+            chosen = it.info.timed_attention
+            assert chosen and it.info.name == "auto"
+            for _ in range(2):
+                os.kill(it._child.pid, signal.SIGKILL)
+                await until(lambda: not it.health().ready)
+                await until(lambda: it.health().ready)
+                assert it.info.name == chosen
+
+    run(body())
+
+
 def test_killed_while_it_restarts():
     async def body():
         async with engine("SlowCore") as it:
