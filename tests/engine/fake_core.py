@@ -172,16 +172,6 @@ class SlowCore(FakeCore):
     step_seconds = 0.003
 
 
-class TimingCore(SlowCore):
-    """Chooses its attention by the clock, which says something else in every process."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        name = config.runner.attention_backend
-        self.info.timed_attention = f"clock_{os.getpid()}" if name == "auto" else ""
-        self.info.name = name
-
-
 class SilentCore(SlowCore):
     """Never says what it launches, and counts no step that does nothing."""
 

@@ -59,9 +59,9 @@ class AttentionBackend(Technique):
         """Reasons why this backend cannot serve ``site``; empty means it can."""
         return []
 
-    def why_only_named(self, site: Site) -> list[str]:
-        """Reasons why ``auto`` leaves this backend alone although it can serve ``site``."""
-        return []
+    def why_only_named(self) -> str:
+        """Why ``auto`` leaves this backend alone although it can serve; empty: it does not."""
+        return ""
 
     def prepare(self, site: Site) -> None:
         """Once, after the choice: the place this backend will run at (``site.exact`` asks for batch-invariant rows)."""

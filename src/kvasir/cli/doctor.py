@@ -25,7 +25,6 @@ def examine() -> dict[str, Any]:
     from kvasir.engine.policy import POLICIES
     from kvasir.kernels.native.library import native
     from kvasir.kv.codec import CODECS, Codec
-    from kvasir.kv.codecs.plain import PlainCodec
     from kvasir.scaling.strategy import STRATEGIES
     from kvasir.speculation.drafter import DRAFTERS
     from kvasir.technique import load, names, of_all
@@ -50,9 +49,10 @@ def examine() -> dict[str, Any]:
     ranked = sorted(of_all(BACKENDS, lambda name: load(BACKENDS, name, AttentionBackend)), key=lambda b: -b.rank)
     facts["attention"] = {backend.name: backend.why_not(site) for backend in ranked}
     facts["attention_exact"] = {backend.name: backend.why_not(dataclasses.replace(site, exact=True)) for backend in ranked}
-    facts["attention_only_named"] = {backend.name: backend.why_only_named(site) for backend in ranked}
-    choice = choose_backend("auto", site, PlainCodec())
-    facts["attention_chosen"], facts["attention_why"], facts["attention_timed"] = choice.backend.name, choice.why, choice.timed
+    facts["attention_only_named"] = {backend.name: backend.why_only_named() for backend in ranked}
+    choice = choose_backend("auto", site, load(CODECS, "plain", Codec))
+    facts["attention_chosen"] = choice.backend.name
+    facts["attention_why"] = choice.why + (", with 32 query and 8 KV heads of 128" if choice.timed else "")
     if not facts["gpus"]:
         facts["advice"].append("torch sees no GPU: everything runs on the CPU, in float32" +
                                ("" if torch.version.cuda else "; this torch is a CPU build, so a GPU would not be seen"))
@@ -60,15 +60,13 @@ def examine() -> dict[str, Any]:
 
 
 def _attention(facts: dict[str, Any], name: str) -> str:
-    """What is said of a backend: what it lacks, or whether it is the choice, and why."""
+    """What a backend lacks, or whether it is chosen, and why."""
     if reasons := facts["attention"][name]:
         return f"no: {'; '.join(reasons)}"
-    said = ["ready"]
-    if name == facts["attention_chosen"]:
-        said = [f"ready (chosen), {facts['attention_why']}", ("32 query and 8 KV heads of 128; " if facts["attention_timed"] else "") +
-                "a start times candidates, where it has several, with its model's own shapes"]
-    said += [f"only when named: {reason}" for reason in facts["attention_only_named"][name]]
-    return "; ".join([*said, "not for batch_invariant"] if facts["attention_exact"][name] else said)
+    chosen = f" (chosen), {facts['attention_why']}; of several, a start times each with its model's shapes"
+    only = facts["attention_only_named"][name]
+    return ("ready" + (chosen if name == facts["attention_chosen"] else f", only when named: {only}" if only else "") +
+            ("; not for batch_invariant" if facts["attention_exact"][name] else ""))
 
 
 def run(as_json: bool) -> None:

@@ -256,7 +256,7 @@ class AsyncEngine:
     def _welcome(self, ready: messages.Ready) -> None:
         self._born = time.monotonic()
         self.info, self.startup = ready.info, ready.startup
-        if ready.info.timed_attention:  # the next process would time again, while streams wait, and might go on with other bits
+        if ready.info.timed_attention:  # timed again, it might go on with other bits
             self.config = self.config.replace(attention_backend=ready.info.timed_attention)
         self._connected, self._stuck, self._why_down = True, "", ""
 

@@ -7,9 +7,11 @@ import contextlib
 import os
 import random
 import signal
+from types import SimpleNamespace
 
 import pytest
 
+from kvasir.config import EngineConfig
 from kvasir.engine import client as client_module
 from kvasir.engine.client import AsyncEngine
 from kvasir.errors import RequestError
@@ -52,17 +54,10 @@ def test_killed_again_and_again():
 
 
 def test_what_the_clock_chose_is_kept():
-    async def body():
-        async with engine("TimingCore") as it:
-            chosen = it.info.timed_attention
-            assert chosen and it.info.name == "auto"
-            for _ in range(2):
-                os.kill(it._child.pid, signal.SIGKILL)
-                await until(lambda: not it.health().ready)
-                await until(lambda: it.health().ready)
-                assert it.info.name == chosen
-
-    run(body())
+    it = AsyncEngine(EngineConfig())
+    for timed in ("chosen", ""):
+        it._welcome(SimpleNamespace(info=SimpleNamespace(timed_attention=timed), startup={}))
+        assert it.config.runner.attention_backend == "chosen"
 
 
 def test_killed_while_it_restarts():

@@ -40,9 +40,8 @@ class FlashInferBackend(PagedBackend):
             reasons.append("takes head dims of 64, 128 and 256")
         return reasons
 
-    def why_only_named(self, site: Site) -> list[str]:
-        built = importlib.util.find_spec("flashinfer_jit_cache") is not None
-        return [] if built else ["it compiles for minutes at first use, without flashinfer-jit-cache"]
+    def why_only_named(self) -> str:
+        return "" if importlib.util.find_spec("flashinfer_jit_cache") else "without flashinfer-jit-cache it compiles for minutes"
 
     def prepare(self, site: Site) -> None:
         super().prepare(site)
