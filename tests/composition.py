@@ -266,7 +266,7 @@ Sliding windows free their pages whatever the codec; scales are planes of a page
 
 ## Attention backends on a GPU
 
-In the order in which `auto` tries them, bf16, heads of 128. `graphs`: decode steps are captured; `eager`: they are launched kernel by kernel. \
+By rank, which decides where times do not, bf16, heads of 128. `graphs`: decode steps are captured; `eager`: they are launched kernel by kernel. \
 On a CPU there is `torch`.
 """, table(["backend", *(f"`{c}`" for c in own(CODECS))], backend_rows()), """
 ## Strategies and endpoints

@@ -74,7 +74,7 @@ class SchedulerConfig:
 class RunnerConfig:
     """How a step is computed."""
 
-    attention_backend: str = opt("auto", "auto takes the fastest that can serve the model here; `kvasir doctor` says why.")
+    attention_backend: str = opt("auto", "auto takes what can serve the model here, the quickest of several; `kvasir doctor` says why.")
     cuda_graphs: bool = opt(True, "Capture decode steps in CUDA graphs.", off="enforce-eager")
     fused_kernels: bool = opt(True, "Own kernels for norms, RoPE, activations and products of a few rows, and whole steps on a CPU; off: torch's "
                               "(to measure).")

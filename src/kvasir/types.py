@@ -444,6 +444,7 @@ class ModelInfo:
     eos_ids: tuple[int, ...] = ()
     kv_capacity_tokens: int = 0
     drafters: tuple[str, ...] = ()  # by name
+    timed_attention: str = ""  # the backend chosen by the clock: a restarted process keeps it
     priorities: bool = False  # whether the scheduler looks at those of requests
     max_queued_requests: int = 0  # branches, and
     max_queued_tokens: int = 0  # prompt tokens that may wait at once; 0: no bound

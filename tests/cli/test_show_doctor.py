@@ -5,6 +5,7 @@ import json
 import pytest
 
 from kvasir.bench.workloads import SHAPES
+from kvasir.cli.doctor import _attention
 
 GEMMA = dict(architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", hidden_size=3840, intermediate_size=15360, num_hidden_layers=48,
              num_attention_heads=16, num_key_value_heads=8, head_dim=256, vocab_size=262208, max_position_embeddings=131072, sliding_window=1024,
@@ -131,7 +132,7 @@ def test_doctor_says_why_something_falls_back(kvasir):
     import torch
 
     done = kvasir("doctor")
-    assert done.code == 0 and "(chosen)" in done.out
+    assert done.code == 0 and "(chosen)," in done.out
     if not torch.cuda.is_available():
         assert "attention triton" in done.out and "no: needs a CUDA GPU" in " ".join(done.out.split()) and "note" in done.out
 
@@ -142,3 +143,8 @@ def test_doctor_names_what_is_missing(kvasir, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest))
     assert "not installed: plots" in " ".join(kvasir("doctor").out.split())
+
+
+def test_doctor_says_what_must_be_named():
+    facts = {"attention": {"b": ""}, "attention_exact": {"b": "no"}, "attention_only_named": {"b": "why"}, "attention_chosen": 0, "attention_why": ""}
+    assert _attention(facts, "b") == "ready, only when named: why; not for batch_invariant"

@@ -8,13 +8,19 @@ import pytest
 import torch
 
 from kvasir.attention.backend import AttentionSpec, Site
-from kvasir.engine.build import choose_backend, choose_codec
+from kvasir.engine import attention_choice
+from kvasir.engine.build import choose_codec
 from kvasir.errors import ConfigError
 from kvasir.kernels import _triton
 from kvasir.kv.codec import Codec
+from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.technique import load
 
 HEADS = AttentionSpec(4, 2, 64, 0.125)
+
+
+def choose_backend(name, site):
+    return attention_choice.choose_backend(name, site, PlainCodec()).backend
 
 
 @pytest.mark.parametrize("spec, dim, why, fix", [

@@ -52,12 +52,16 @@ class AttentionBackend(Technique):
     exact = False  # another order of summation than the reference's, even where it gives every row the same bits in any batch
     affects_kv = False
     codec_kernels: ClassVar[frozenset[str]] = frozenset({"plain"})  # layouts it reads directly; queries then come in the cache's basis
-    rank = 0  # among the backends that can run, ``auto`` takes the highest
+    rank = 0  # 0: for ``auto`` only where none with a rank can serve; among those as quick as each other it takes the highest
     graphs = False  # whether a decode-shaped step depends on its number of spans and on device tensors alone, never on ``starts``
 
     def why_not(self, site: Site) -> list[str]:
         """Reasons why this backend cannot serve ``site``; empty means it can."""
         return []
+
+    def why_only_named(self) -> str:
+        """Why ``auto`` leaves this backend alone although it can serve; empty: it does not."""
+        return ""
 
     def prepare(self, site: Site) -> None:
         """Once, after the choice: the place this backend will run at (``site.exact`` asks for batch-invariant rows)."""

@@ -21,6 +21,7 @@ def examine() -> dict[str, Any]:
 
     from kvasir import __version__
     from kvasir.attention.backend import BACKENDS, AttentionBackend, AttentionSpec, Site
+    from kvasir.engine.attention_choice import choose_backend
     from kvasir.engine.policy import POLICIES
     from kvasir.kernels.native.library import native
     from kvasir.kv.codec import CODECS, Codec
@@ -48,11 +49,24 @@ def examine() -> dict[str, Any]:
     ranked = sorted(of_all(BACKENDS, lambda name: load(BACKENDS, name, AttentionBackend)), key=lambda b: -b.rank)
     facts["attention"] = {backend.name: backend.why_not(site) for backend in ranked}
     facts["attention_exact"] = {backend.name: backend.why_not(dataclasses.replace(site, exact=True)) for backend in ranked}
-    facts["attention_chosen"] = next((name for name, reasons in facts["attention"].items() if not reasons), None)
+    facts["attention_only_named"] = {backend.name: backend.why_only_named() for backend in ranked}
+    choice = choose_backend("auto", site, load(CODECS, "plain", Codec))
+    facts["attention_chosen"] = choice.backend.name
+    facts["attention_why"] = choice.why + (", with 32 query and 8 KV heads of 128" if choice.timed else "")
     if not facts["gpus"]:
         facts["advice"].append("torch sees no GPU: everything runs on the CPU, in float32" +
                                ("" if torch.version.cuda else "; this torch is a CPU build, so a GPU would not be seen"))
     return facts
+
+
+def _attention(facts: dict[str, Any], name: str) -> str:
+    """What a backend lacks, or whether it is chosen, and why."""
+    if reasons := facts["attention"][name]:
+        return f"no: {'; '.join(reasons)}"
+    chosen = f" (chosen), {facts['attention_why']}; of several, a start times each with its model's shapes"
+    only = facts["attention_only_named"][name]
+    return ("ready" + (chosen if name == facts["attention_chosen"] else f", only when named: {only}" if only else "") +
+            ("; not for batch_invariant" if facts["attention_exact"][name] else ""))
 
 
 def run(as_json: bool) -> None:
@@ -75,10 +89,8 @@ def run(as_json: bool) -> None:
         table.add_row("gpu", "none")
     for package, state in facts["packages"].items():
         table.add_row(package, state)
-    for name, reasons in facts["attention"].items():
-        exact = "" if reasons or not facts["attention_exact"][name] else "; not for batch_invariant"
-        chosen = " (chosen), the fastest that is" if name == facts["attention_chosen"] else ""
-        table.add_row(f"attention {name}", f"no: {'; '.join(reasons)}" if reasons else f"ready{chosen}{exact}")
+    for name in facts["attention"]:
+        table.add_row(f"attention {name}", _attention(facts, name))
     table.add_row("kv codecs", ", ".join(facts["codecs"]))
     table.add_row("drafters", ", ".join(facts["drafters"]))
     table.add_row("scheduling", ", ".join(facts["scheduling_policies"]))

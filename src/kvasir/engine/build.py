@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from kvasir import technique
-from kvasir.attention.backend import BACKENDS, AttentionBackend, AttentionSpec, Site
+from kvasir.attention.backend import AttentionSpec, Site
 from kvasir.config import EngineConfig
 from kvasir.decoding.sampler import Sampler
+from kvasir.engine.attention_choice import choose_backend
 from kvasir.engine.graphs import CudaCapture
 from kvasir.engine.rehearsal import rehearse
 from kvasir.engine.runner import Runner
@@ -93,26 +94,6 @@ def check_layout(codec: Codec, head_dims: Iterable[int], dtype: torch.dtype) -> 
                               f"it stores {', '.join(stored)}. Give this layout a name of its own, such as kernel = '{codec.name}'.")
 
 
-def choose_backend(name: str, site: Site) -> AttentionBackend:
-    """The named backend, or the highest-ranked one that can serve ``site``. Raises ConfigError with every reason."""
-    if name != "auto":
-        backend = technique.load(BACKENDS, name, AttentionBackend)
-        if reasons := backend.why_not(site):
-            raise ConfigError(f"attention backend '{name}' cannot serve this model here: {'; '.join(reasons)}. Use --attention-backend auto.")
-    else:
-        found = technique.of_all(BACKENDS, lambda n: technique.load(BACKENDS, n, AttentionBackend))
-        able = [b for b in found if not b.why_not(site)]
-        if not able:
-            raise ConfigError("no attention backend can serve this model here: " +
-                              "; ".join(f"{b.name}: {', '.join(b.why_not(site))}" for b in found))
-        backend = max(able, key=lambda b: b.rank)
-        if site.device == "cuda" and backend.rank == 0:
-            nearest = min((b for b in found if b not in able), key=lambda b: len(b.why_not(site)))
-            log.warning("attention runs in plain torch, which is slow on a GPU: '%s' %s", nearest.name, "; ".join(nearest.why_not(site)))
-    backend.prepare(site)
-    return backend
-
-
 def build(config: EngineConfig, beside: Callable[[Decoder], int] = lambda model: 0, others: Iterable[technique.Technique] = ()) -> Built:
     """Start-up in order, timed. ``beside``: bytes of the device that somebody else will take, such as a drafter. ``others``: the techniques
     above the runner, which must agree with those it chooses. Raises ConfigError (what is wrong, why, the fix)."""
@@ -142,7 +123,9 @@ def build(config: EngineConfig, beside: Callable[[Decoder], int] = lambda model:
     groups = model.spec.cache_groups()
     check_layout(codec, {g.head_dim for g in groups}, dtype)
     site = Site(device=device.type, dtype=dtype, codec_kernel=codec.kernel, page_slots=page_slots, exact=exact, specs=_attention_specs(model))
-    backend = choose_backend(config.runner.attention_backend, site)
+    choice = choose_backend(config.runner.attention_backend, site, codec)
+    backend = choice.backend
+    info.timed_attention = backend.name if choice.timed else ""
     used = [codec, backend, *others]
     technique.check_conflicts(used)
     sampler = Sampler(info.vocab_size, info.tokenizer_size, config.scheduler.max_num_seqs, device, info.eos_ids)
@@ -187,8 +170,8 @@ def build(config: EngineConfig, beside: Callable[[Decoder], int] = lambda model:
         if part is not None and step_bytes:
             part.step_bytes = step_bytes
     clock.lap("pool")
-    log.info("%s: %s on %s, %s attention, %s for %s tokens of KV (%s); context %d, %d sequences, %d rows a step", info.name,
-             str(dtype).removeprefix("torch."), device.type, backend.name, gib(plan.total_bytes), f"{plan.capacity:,}", explain,
+    log.info("%s: %s on %s, %s attention (%s), %s for %s tokens of KV (%s); context %d, %d sequences, %d rows a step", info.name,
+             str(dtype).removeprefix("torch."), device.type, backend.name, choice.why, gib(plan.total_bytes), f"{plan.capacity:,}", explain,
              info.max_model_len, max_num_seqs, max_rows)
     token_bytes = sum(size for group, size in zip(groups, page_bytes) if group.window is None) / page_slots
     roofline = _roofline(model.spec, device, dtype, token_bytes)

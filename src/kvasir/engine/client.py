@@ -256,6 +256,8 @@ class AsyncEngine:
     def _welcome(self, ready: messages.Ready) -> None:
         self._born = time.monotonic()
         self.info, self.startup = ready.info, ready.startup
+        if ready.info.timed_attention:  # timed again, it might go on with other bits
+            self.config = self.config.replace(attention_backend=ready.info.timed_attention)
         self._connected, self._stuck, self._why_down = True, "", ""
 
     async def _supervise(self) -> None:

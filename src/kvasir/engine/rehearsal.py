@@ -89,10 +89,15 @@ def _draw(runner: Runner) -> None:
 
 def _batch(runner: Runner, spans: list[tuple[int, int]]) -> StepBatch:
     """Spans (positions before, rows) that all lie on the dummy page."""
+    table = torch.zeros(len(spans), pages_for(max(map(sum, spans)), runner.pool.page_slots), dtype=torch.int32, device=runner.device)
+    return batch_of(spans, (table,) * len(runner.pool.groups))
+
+
+def batch_of(spans: list[tuple[int, int]], tables: tuple[torch.Tensor, ...]) -> StepBatch:
+    """Spans (positions before, rows) of tokens and positions that mean nothing, over these page tables."""
     starts, lengths = map(list, zip(*spans))
-    ends, device, groups = list(accumulate(lengths, initial=0)), runner.device, len(runner.pool.groups)
+    ends, device = list(accumulate(lengths, initial=0)), tables[0].device
     row_start, context = (torch.tensor(words, dtype=torch.int32, device=device) for words in (ends, starts))
-    table = torch.zeros(len(spans), pages_for(max(map(sum, spans)), runner.pool.page_slots), dtype=torch.int32, device=device)
     zeros_T = torch.zeros(ends[-1], dtype=torch.int64, device=device)
-    return StepBatch(input_ids=zeros_T, positions=zeros_T, row_start=row_start, context=context, tables=(table,) * groups, slots=(zeros_T,) * groups,
+    return StepBatch(input_ids=zeros_T, positions=zeros_T, row_start=row_start, context=context, tables=tables, slots=(zeros_T,) * len(tables),
                      logit_rows=torch.arange(ends[-1], device=device), starts=starts, lengths=lengths)

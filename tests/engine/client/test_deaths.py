@@ -7,9 +7,11 @@ import contextlib
 import os
 import random
 import signal
+from types import SimpleNamespace
 
 import pytest
 
+from kvasir.config import EngineConfig
 from kvasir.engine import client as client_module
 from kvasir.engine.client import AsyncEngine
 from kvasir.errors import RequestError
@@ -49,6 +51,13 @@ def test_killed_again_and_again():
             assert it.num_restarts == 8 and it.num_quarantined == 0
 
     run(body())
+
+
+def test_what_the_clock_chose_is_kept():
+    it = AsyncEngine(EngineConfig())
+    for timed in ("chosen", ""):
+        it._welcome(SimpleNamespace(info=SimpleNamespace(timed_attention=timed), startup={}))
+        assert it.config.runner.attention_backend == "chosen"
 
 
 def test_killed_while_it_restarts():

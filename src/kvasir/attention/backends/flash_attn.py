@@ -21,7 +21,7 @@ from kvasir.types import StepBatch
 
 
 class FlashAttentionBackend(PagedBackend):
-    rank = 20
+    rank = 10
 
     def why_not(self, site: Site) -> list[str]:
         reasons = super().why_not(site)

@@ -2,7 +2,7 @@
 
 Facts about the package (docs.flashinfer.ai): ``BatchPrefillWithPagedKVCacheWrapper`` is planned on the host for a batch and
 then run for every layer of the same head layout; pages [N, G, P, D] are its layout HND; the log-sum-exp is to base 2, [L, H].
-Kernels are compiled at first use, which takes a CUDA toolkit and minutes: not chosen unless asked for.
+Kernels are compiled at first use, which takes a CUDA toolkit and minutes, but for those that `flashinfer-jit-cache` brings.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ class FlashInferBackend(PagedBackend):
         if any(s.head_dim not in (64, 128, 256) for s in site.specs):
             reasons.append("takes head dims of 64, 128 and 256")
         return reasons
+
+    def why_only_named(self) -> str:
+        return "" if importlib.util.find_spec("flashinfer_jit_cache") else "without flashinfer-jit-cache it compiles for minutes"
 
     def prepare(self, site: Site) -> None:
         super().prepare(site)

@@ -20,7 +20,7 @@ from kvasir.types import StepBatch
 
 
 class TritonBackend(PagedBackend):
-    rank = 10
+    rank = 20
     codec_kernels = frozenset({"plain", *FORMATS})
 
     def why_not(self, site: Site) -> list[str]:

@@ -1,0 +1,134 @@
+"""Which attention backend serves a model: the one that was named, the only candidate, or the quickest by the clock.
+
+Each of several attends a step of decodes and a chunk of a prompt, with the model's own shapes, over a small cache that is freed again. The
+least product of the two times wins: a tenth lost at one makes up for a tenth won at the other. Exact mode times nothing: its bits hold across
+restarts, and the clock does not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kvasir import technique
+from kvasir.attention.backend import BACKENDS, AttentionBackend, AttentionSpec, Site
+from kvasir.engine.rehearsal import batch_of
+from kvasir.engine.sizing import pages_for
+from kvasir.errors import ConfigError
+from kvasir.kernels.compile_ahead import compiling
+from kvasir.kv.codec import Codec
+from kvasir.kv.pool import KVPool
+from kvasir.logs import log
+from kvasir.types import CacheGroup
+
+DECODES, PROMPT = [(2047, 1)] * 8, [(2048, 2048)]  # spans (positions before, rows)
+LAYERS = 16  # a plan
+ROUNDS, LAPS = 3, 3  # candidates take turns: a GPU that was idle takes a while to run at its full clock
+CLOSE = 1.05  # between products that are no difference
+Times = dict[AttentionBackend, tuple[float, ...]]  # seconds a layer: decodes, rows of a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    backend: AttentionBackend  # prepared
+    why: str
+    timed: bool = False
+
+
+def choose_backend(name: str, site: Site, codec: Codec) -> Choice:
+    """Raises ConfigError with every reason, where the named backend, or none, can serve ``site``."""
+    choice = _automatic(site, codec) if name == "auto" else Choice(technique.load(BACKENDS, name, AttentionBackend), "as asked for")
+    if reasons := choice.backend.why_not(site):
+        raise ConfigError(f"attention backend '{name}' cannot serve this model here: {'; '.join(reasons)}. Use --attention-backend auto.")
+    choice.backend.prepare(site)
+    return choice
+
+
+def _automatic(site: Site, codec: Codec) -> Choice:
+    found = technique.of_all(BACKENDS, lambda n: technique.load(BACKENDS, n, AttentionBackend))
+    able = [b for b in found if not b.why_not(site)]
+    if not able:
+        raise ConfigError("no attention backend can serve this model here: " + "; ".join(f"{b.name}: {', '.join(b.why_not(site))}" for b in found))
+    ready = [b for b in able if b.rank and not b.why_only_named()]
+    first = max(ready or able, key=lambda b: b.rank)
+    if not ready:
+        if site.device == "cuda" and len(able) < len(found):
+            nearest = min((b for b in found if b not in able), key=lambda b: len(b.why_not(site)))
+            log.warning("attention runs in plain torch, which is slow on a GPU: '%s' %s", nearest.name, "; ".join(nearest.why_not(site)))
+        return Choice(first, "no other is a candidate")
+    if len(ready) == 1 or site.exact:
+        return Choice(first, "the only candidate" if len(ready) == 1 else "by rank, in exact mode")
+    return quickest(ready, time_all(ready, site, codec))
+
+
+def quickest(ready: list[AttentionBackend], times: Times) -> Choice:
+    """Of those as quick the highest rank; one without CUDA graphs, which save more than a kernel, where no other is left."""
+    if not times:
+        return Choice(max(ready, key=lambda b: b.rank), "by rank: none could be timed")
+    product = {b: times[b][0] * times[b][1] for b in times if b.graphs == any(b.graphs for b in times)}
+    chosen = max((b for b in product if product[b] <= CLOSE * min(product.values())), key=lambda b: b.rank)
+    told = ", ".join(f"{b.name} {1e6 * decode:.0f} and {1e6 * prompt:.0f}" for b, (decode, prompt) in times.items())
+    return Choice(chosen, f"by the clock, in us a layer for {len(DECODES)} decodes and {PROMPT[0][1]} rows of a prompt: {told}", timed=True)
+
+
+def time_all(backends: list[AttentionBackend], site: Site, codec: Codec) -> Times:
+    """Of those that can be timed; of the others the log says why not."""
+    times: Times = dict.fromkeys(backends, (torch.inf, torch.inf))
+    with compiling():
+        for backend in ROUNDS * backends:
+            if backend in times:
+                try:
+                    times[backend] = tuple(map(min, times[backend], seconds_of(backend, site, codec)))
+                except Exception as e:  # of a package that nobody asked for, or the device is full
+                    del times[backend]
+                    log.warning("attention backend '%s' is left out: it failed when it was timed (%s: %s)", backend.name, type(e).__name__, e)
+    if site.device == "cuda":
+        torch.cuda.empty_cache()  # what is left is measured next, for the pool
+    return times
+
+
+@torch.inference_mode()
+def seconds_of(backend: AttentionBackend, site: Site, codec: Codec) -> tuple[float, ...]:
+    """Where layers differ, of one of each kind together."""
+    backend.prepare(site)
+    return tuple(sum(_least(_step(backend, spec, codec, spans), site.device) for spec in site.specs) / LAYERS for spans in (DECODES, PROMPT))
+
+
+def _step(backend: AttentionBackend, spec: AttentionSpec, codec: Codec, spans: list[tuple[int, int]]) -> Callable[[], None]:
+    """Attention of a step. Every sequence has pages of its own, or they would be read once for all."""
+    device, dtype, slots = backend.site.device, backend.site.dtype, backend.site.page_slots
+    pages = len(spans) * pages_for(max(map(sum, spans)), slots)
+    group = CacheGroup("scratch", (0,), spec.num_kv_heads, spec.head_dim, spec.window)
+    cache = KVPool([group], codec, [pages], slots, device, dtype).layer(0)
+    batch = batch_of(spans, (torch.arange(pages, dtype=torch.int32, device=device).view(len(spans), -1),))
+    q_THD = torch.zeros(len(batch.input_ids), spec.num_heads, spec.head_dim, dtype=dtype, device=device)
+    sinks_H = torch.zeros(spec.num_heads, device=device) if spec.sinks else None
+
+    def step() -> None:
+        batch.scratch.clear()
+        backend.plan(batch)
+        for _ in range(LAYERS):
+            backend.run(q_THD, cache, spec, batch, sinks_H=sinks_H)
+    return step
+
+
+def _least(step: Callable[[], None], device: str) -> float:
+    """Seconds of the quickest lap, after one that compiles: others are longer for what else the start does."""
+    step()
+    return min(_lap(step, device) for _ in range(LAPS))
+
+
+def _lap(step: Callable[[], None], device: str) -> float:
+    if device != "cuda":
+        begun = time.perf_counter()
+        step()
+        return time.perf_counter() - begun
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e-3
