@@ -175,10 +175,11 @@ def test_replays_are_learnt_from_with_their_padding_and_captures_never():
     spans = [SimpleNamespace(start=10 + i, length=1) for i in range(5)]
     ready = set()
     graphs = SimpleNamespace(takes=lambda spans: all(s.length == 1 for s in spans), bucket=lambda n: 8, replays=lambda size: size in ready)
-    clock = StepClock(Model(), SimpleNamespace(graphs=graphs, native=None, device=torch.device("cpu")))
+    clock = StepClock(Model(), SimpleNamespace(graphs=graphs, native=None, device=torch.device("cpu"), captures=0))
 
-    def run(spans) -> bool:
+    def run(spans, captures=0) -> bool:
         lap = clock.start(spans)
+        clock._runner.captures += captures
         if lap is not None:
             clock.stop(lap)
             clock.learn(lap, spans)
@@ -187,7 +188,8 @@ def test_replays_are_learnt_from_with_their_padding_and_captures_never():
     assert not any(run(spans) for _ in range(2 * ALIKE_SHARE)), "the bucket is not captured"
     ready.add(8)
     assert sum(run(spans) for _ in range(2 * ALIKE_SHARE)) == 2
-    assert run([*spans, SimpleNamespace(start=0, length=30)])
+    mixed = [*spans, SimpleNamespace(start=0, length=30)]
+    assert run(mixed) and run(mixed, captures=1), "pieces of the second were captured before they ran"
     replay = (StepShape(8, 0.0, 60, 5), True)
     assert clock.model.seen == [replay, replay, (StepShape(35, 450.0, 60, 6), False)]
 
