@@ -245,10 +245,11 @@ def test_a_cached_prompt_is_not_counted():
     d.engine.pace.model = MODEL
     asked = []
     first_token = d.engine.pace.first_token
-    d.engine.pace.first_token = lambda *a: asked.append(a[2]) or first_token(*a)
+    d.engine.pace.first_token = lambda *a: asked.append(a[1:3]) or first_token(*a)
     d.engine.config = d.engine.config.replace(max_ttft=100.0)
-    d.submit(d.request("again", prompt, max_tokens=2, ignore_eos=True))
-    assert asked == [16], "the last page is computed again"
+    d.submit(d.request("again", prompt, n=8, max_tokens=2, ignore_eos=True))
+    d.submit(d.request("later", prompt, max_tokens=2, ignore_eos=True))
+    assert asked == [(0, 16), (16 + 7, 16)], "the last page is computed again, and of each further branch the last row"
     d.run([])
     d.close()
 
