@@ -175,10 +175,11 @@ def test_replays_are_learnt_from_with_their_padding_and_captures_never():
     spans = [SimpleNamespace(start=10 + i, length=1) for i in range(5)]
     ready = set()
     graphs = SimpleNamespace(takes=lambda spans: all(s.length == 1 for s in spans), bucket=lambda n: 8, replays=lambda size: size in ready)
-    clock = StepClock(Model(), SimpleNamespace(graphs=graphs, native=None, device=torch.device("cpu")))
+    clock = StepClock(Model(), SimpleNamespace(graphs=graphs, native=None, device=torch.device("cpu"), captures=0))
 
-    def run(spans) -> bool:
+    def run(spans, captures=0) -> bool:
         lap = clock.start(spans)
+        clock._runner.captures += captures
         if lap is not None:
             clock.stop(lap)
             clock.learn(lap, spans)
@@ -187,7 +188,8 @@ def test_replays_are_learnt_from_with_their_padding_and_captures_never():
     assert not any(run(spans) for _ in range(2 * ALIKE_SHARE)), "the bucket is not captured"
     ready.add(8)
     assert sum(run(spans) for _ in range(2 * ALIKE_SHARE)) == 2
-    assert run([*spans, SimpleNamespace(start=0, length=30)])
+    mixed = [*spans, SimpleNamespace(start=0, length=30)]
+    assert run(mixed) and run(mixed, captures=1), "pieces of the second were captured before they ran"
     replay = (StepShape(8, 0.0, 60, 5), True)
     assert clock.model.seen == [replay, replay, (StepShape(35, 450.0, 60, 6), False)]
 
@@ -243,10 +245,11 @@ def test_a_cached_prompt_is_not_counted():
     d.engine.pace.model = MODEL
     asked = []
     first_token = d.engine.pace.first_token
-    d.engine.pace.first_token = lambda *a: asked.append(a[2]) or first_token(*a)
+    d.engine.pace.first_token = lambda *a: asked.append(a[1:3]) or first_token(*a)
     d.engine.config = d.engine.config.replace(max_ttft=100.0)
-    d.submit(d.request("again", prompt, max_tokens=2, ignore_eos=True))
-    assert asked == [16], "the last page is computed again"
+    d.submit(d.request("again", prompt, n=8, max_tokens=2, ignore_eos=True))
+    d.submit(d.request("later", prompt, max_tokens=2, ignore_eos=True))
+    assert asked == [(0, 16), (16 + 7, 16)], "the last page is computed again, and of each further branch the last row"
     d.run([])
     d.close()
 

@@ -171,6 +171,26 @@ def test_with_prompts_first_decodes_go_on_where_prompts_find_no_pages_or_seats()
         d.assert_outputs()
 
 
+def test_with_prompts_first_decodes_do_not_sit_out_for_prompts_that_are_there():
+    """A branch computes one row of its prompt, and who finds it in the cache a page: that fills no step."""
+    d = driver(num_pages=80, max_rows=16, max_num_seqs=3)
+    d.scheduler.prompts_first = True
+    shared = request(42, n=5, max_tokens=9)
+    branches = [Sequence(shared, b) for b in range(5)]
+    for seq in branches:
+        seq.parent = branches[0] if seq.branch else None
+        d.add(seq)
+    again = d.add(sequence(42, name="again", arrival=1.0))
+    while not branches[2].num_output:
+        d.step()
+    for seq in branches[1:4]:
+        d.scheduler.finish(seq, "stop")
+        assert len(d.step().spans) == 3, "two decodes and who took the seat"
+    assert again.num_cached == 40
+    d.drain()
+    d.assert_outputs()
+
+
 def test_decodes_without_a_row_come_first_next_time():
     d = driver()
     running(d, 5)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvasir.engine.queue import Queue
-from kvasir.engine.scheduler import LOOK_AHEAD
+from kvasir.engine.scheduler import LOOK_AHEAD, MAX_VISITS
 from kvasir.engine.schedulers.fcfs import Fcfs
 from kvasir.engine.schedulers.priority import Config, Priority
 from kvasir.types import Sequence, Status
@@ -131,6 +131,17 @@ def test_branches_wait_for_the_prompt_and_compute_one_row():
     d.drain()
     d.assert_outputs()
     assert len({tuple(s.output) for s in [parent, *children]}) > 1, "branches have streams of their own"
+
+
+def test_however_many_branches_wait_they_hide_nobody():
+    d = driver(max_rows=8, page_slots=4)
+    shared = request(10, n=MAX_VISITS + 2, max_tokens=1)
+    for seq in (branches := [Sequence(shared, b) for b in range(MAX_VISITS + 2)]):
+        seq.parent = branches[0] if seq.branch else None
+        d.add(seq)
+    d.add(unique(3, "other", arrival=1.0))
+    d.step()
+    assert rows(d.step()) == {"r": 2, "other": 3}
 
 
 def test_an_overdue_branch_no_longer_waits():

@@ -173,7 +173,7 @@ class Engine:
         """Predicted seconds to the first token of a prompt of which ``num_tokens`` must be computed, if it came now."""
         rows = [(seq.num_computed, rows_left(seq)) for seq in self.scheduler.running]
         running = StepShape.of((start, 1) for start, left in rows if left <= 1)
-        ahead = self.scheduler.queued_tokens + sum(left for _, left in rows if left > 1)
+        ahead = self.scheduler.waiting.rows + sum(left for _, left in rows if left > 1)
         return self.pace.first_token(running, ahead, num_tokens, self.steps.max_rows)
 
     def _drain_seconds(self) -> float:

@@ -33,6 +33,7 @@ class Lap:
     end: Any
     rows: int = 0
     graph: bool = False
+    captures: int = 0  # of graphs: the runner's before the step, then those in it
 
 
 class StepClock:
@@ -62,7 +63,7 @@ class StepClock:
             if self._num_alike > 2 * ALIKE_SHARE and self._num_alike % ALIKE_SHARE:
                 return None
         lap = self._spare.pop() if self._spare else self._lap()
-        lap.rows, lap.graph = rows, graph
+        lap.rows, lap.graph, lap.captures = rows, graph, self._runner.captures
         if self._events:
             lap.begin.record()
         else:
@@ -71,6 +72,7 @@ class StepClock:
 
     def stop(self, lap: Lap) -> None:
         """After the launch."""
+        lap.captures = self._runner.captures - lap.captures
         if self._events:
             lap.end.record()
         else:
@@ -86,7 +88,8 @@ class StepClock:
         shape = StepShape.of((span.start, span.length) for span in spans)
         if lap.rows > shape.rows:
             shape = StepShape(lap.rows, shape.chunk_pairs, shape.decode_context, shape.sequences)
-        self.model.observe(shape, seconds, graph=lap.graph)
+        if not lap.captures:  # they are done once, and may take longer than the step
+            self.model.observe(shape, seconds, graph=lap.graph)
         self._spare.append(lap)
 
     def _lap(self) -> Lap:

@@ -9,12 +9,14 @@ from kvasir.types import Sequence
 
 
 class Queue:
-    """Sequences in policy order. Sorted when something new does not belong at the end; what left is filtered lazily."""
+    """Sequences in policy order. Sorted when something new does not belong at the end; what left is filtered lazily. ``rows``: that all of them
+    are to compute, as known when they came."""
 
     def __init__(self, order: Callable[[list[Sequence], float], list[Sequence]], static: bool) -> None:
         self._sort = order
         self._static = static
-        self._members: OrderedDict[Sequence, None] = OrderedDict()  # by entry
+        self.rows = 0
+        self._members: OrderedDict[Sequence, int] = OrderedDict()  # by entry, with their rows
         self._order: list[Sequence] = []
         self._gone = False
         self._dirty = False
@@ -28,8 +30,12 @@ class Queue:
     def __contains__(self, seq: Sequence) -> bool:
         return seq in self._members
 
-    def add(self, seq: Sequence, now: float) -> None:
-        self._members[seq] = None
+    def rows_of(self, seq: Sequence) -> int:
+        return self._members[seq]
+
+    def add(self, seq: Sequence, now: float, rows: int = 0) -> None:
+        self._members[seq] = rows
+        self.rows += rows
         if self._gone or (self._order and self._sort([self._order[-1], seq], now)[0] is seq):
             self._dirty = True
         elif not self._dirty:
@@ -37,7 +43,7 @@ class Queue:
 
     def discard(self, seq: Sequence) -> None:
         if seq in self._members:
-            del self._members[seq]
+            self.rows -= self._members.pop(seq)
             self._gone = True
 
     def ordered(self, now: float) -> list[Sequence]:

@@ -250,12 +250,14 @@ class Scheduler:
         return decodes, prompts
 
     def _prompts_fill(self, prompts: list[Sequence], budget: int) -> bool:
-        """Whether the prompts that run, and those in the queue that find a seat, have a whole step's rows."""
+        """Whether the prompts that run, and those in the queue that find a seat, have a whole step's rows to compute. What the cache has is looked
+        up for the first of those."""
         rows = sum(rows_left(seq) for seq in prompts)
-        for seq in islice(self.waiting, max(0, self._seats())):
+        for i, seq in enumerate(islice(self.waiting, max(0, self._seats()))):
             if rows >= budget:
                 break
-            rows += seq.num_tokens
+            if not self._waits_for_parent(seq):
+                rows += seq.num_tokens - self._start_point(seq)[1] if i < LOOK_AHEAD else self.waiting.rows_of(seq)
         return rows >= budget and self.pace.target is None
 
     def _awaits_result(self, seq: Sequence) -> bool:
@@ -363,11 +365,9 @@ class Scheduler:
         skipped: list[Sequence] = []  # did not fit, and a later one was admitted
         computing = PagesAhead(self.pages, self.running, step)
         promised: list[int] | None = None
-        for seq in islice(self._candidates(step.now), MAX_VISITS):
+        for seq in islice((s for s in self._candidates(step.now) if not self._waits_for_parent(s)), MAX_VISITS):
             if step.left <= 0:
                 break
-            if self._waits_for_parent(seq):
-                continue
             if promised is None:
                 promised = self._promised()
             source, hit = self._start_point(seq)
@@ -470,7 +470,8 @@ class Scheduler:
 
     def _enqueue(self, seq: Sequence) -> None:
         seq.status = Status.WAITING
-        self.waiting.add(seq, self._now)
+        known = self._start_point(seq)[1] if seq.parent is None else seq.num_prompt - 1  # a branch starts from its parent's prompt
+        self.waiting.add(seq, self._now, seq.num_tokens - known)
         self.queued_tokens += seq.num_tokens
 
     def _dequeue(self, seq: Sequence) -> None:
