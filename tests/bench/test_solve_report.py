@@ -100,6 +100,7 @@ def test_seeds_stand_together(found):
     second["right"] = {LARGE: "1" * 40, PLAIN: "0" * 40}
     second["arms"][0]["metrics"] |= {"right": 40, "exact": 1.0}
     second["arms"][1]["metrics"] |= {"right": 0, "exact": 0.0}
+    second["arms"][1]["config"] = {}  # as stored: that of the first
     both = pooled([second, first])
     metrics = {a["name"]: a["metrics"] for a in both["arms"]}
     assert metrics[LARGE]["right"] == 70 and metrics[LARGE]["problems"] == 80 and metrics[SHUFFLED]["problems"] == 40

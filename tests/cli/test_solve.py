@@ -25,6 +25,7 @@ def test_two_models_a_journal_and_a_report(kvasir, tmp_path):
     assert done.code == 0 and "on the frontier" in done.out
     found = json.loads(out.read_text())
     first, second = (a["metrics"] for a in found["arms"])
+    assert found["arms"][0]["config"]["task"] and not found["arms"][1]["config"], "all have the same"
     assert first["problems"] == 3 and first["calls"] == 3 and first["dollars"] == 0 < second["dollars"] and len(second["loops"]) == 2
     assert set(second["by_model"]) == {"nano", "base"} and set(found["frontier"]) >= {"tokens", "flops", "dollars"}
     assert found["differences"][0]["second"] == "squeeze_evolve:N=2,K=2,T=2"

@@ -3,7 +3,8 @@
 {"case", "machine", "commit", "date", "versions", "command", "arms": [{"name", "config", "metrics": {}}], "ratios": {}, "limits": {},
  "targets": {}}
 
-A metric is a number, a number per part, or a ``spread`` with its values. ``ratios``: "METRIC ARM/ARM" -> number.
+Where all arms have the same settings, they stand in the first one's ``config`` alone. A metric is a number, a number per part, or a ``spread``
+with its values. ``ratios``: "METRIC ARM/ARM" -> number.
 ``limits``: what the machine could do at most, by metric or "METRIC ARM" (and the rates that follow from). ``targets``, only where a case sets
 some: "METRIC ARM/ARM" -> {"ratio", "at_least" or "at_most", "met"}. Runs of ``kvasir solve`` also have ``frontier`` (the points of
 accuracy against each cost), ``differences`` (paired, with intervals), ``right`` (which problems each arm solved, as a row of 0 and 1),

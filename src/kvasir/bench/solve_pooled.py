@@ -25,7 +25,7 @@ def pooled(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     runs: dict[str, dict[int, tuple[dict[str, Any], str]]] = {}
     for found in results:
         for entry in found["arms"]:
-            config, name = entry["config"], entry["name"]
+            config, name = entry["config"] or found["arms"][0]["config"], entry["name"]
             if "right" not in found or any(config[key] != first[key] for key in SAME):
                 raise ConfigError(f"--together: `{name}` of {found['case']} is not comparable with {results[0]['case']}: "
                                   f"{', '.join(SAME)} must be the same")
@@ -36,7 +36,7 @@ def pooled(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     arms = [(name, _sum([metrics for metrics, _ in by_seed.values()], timed=len(machines) == 1)) for name, by_seed in runs.items()]
     config = {**first, "seed": ", ".join(map(str, seeds))}
     return {**{key: results[0][key] for key in ("case", "commit", "date")}, "machine": " and ".join(machines),
-            "arms": [{"name": name, "config": config, "metrics": metrics} for name, metrics in arms],
+            "arms": [{"name": name, "config": {} if i else config, "metrics": metrics} for i, (name, metrics) in enumerate(arms)],
             "frontier": {c: frontier(arms, c) for c in CURRENCIES if all(m["per_problem"].get(c) for _, m in arms)},
             "right": {name: "".join(by_seed[seed][1] if seed in by_seed else MISSING * first["n"] for seed in seeds)
                       for name, by_seed in runs.items()}}

@@ -155,10 +155,11 @@ def checker(task: Task, drawn: Sequence[LabProblem]) -> Callable[[int, str], boo
 
 
 def compared(job: Job, arms: Sequence[tuple[str, dict[str, Any]]], sampling: Sampling, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
-    """Arms as one result, with the frontiers."""
+    """Arms as one result, with the frontiers. All have the same settings, which stand at the first."""
     from kvasir.bench.result import arm, result
 
-    outcome = result(f"solve-{job.task}", [arm(spec, _described(job, sampling, endpoints), metrics) for spec, metrics in arms])
+    outcome = result(f"solve-{job.task}", [arm(spec, {} if i else _described(job, sampling, endpoints), metrics)
+                                           for i, (spec, metrics) in enumerate(arms)])
     outcome["frontier"] = {c: frontier(arms, c) for c in CURRENCIES if all(c in m["per_problem"] for _, m in arms)
                            and any(m["per_problem"][c] for _, m in arms)}
     return outcome
