@@ -293,6 +293,7 @@ def test_there_are_stored_cases():
     ({"cached": True, "workloads": {}, "traces": {"t": {"file": "f", "rate": 1.0}}}, "no cached prompts"),
     ({"rounds": 2, "workloads": {}, "traces": {"t": {"file": "f", "rate": 1.0}}}, "no rounds"),
     ({"workloads": {}, "traces": {"t": {"file": "f", "rate": 1.0, "targets": {"atmost": {"ttft_ms_p50": 1.0}}}}}, "not 'atmost'"),
+    ({"workloads": {}, "traces": {"t": {"file": "f", "rate": 1.0, "targets": {"at_most": {"ttft_p50": 1.0}}}}}, "'ttft_p50'.*'ttft_ms_p50'"),
     ({"workloads": {}, "traces": {"t": {"rate": 1.0}}}, "names no file"), ({"workloads": {}, "traces": {"t": {"file": "f"}}}, "need a rate"),
     ({"workloads": {}, "traces": {"t": {"file": "f", "rate": 1.0, "arrivals": "bursty"}}}, "neither poisson nor recorded"),
 ])

@@ -6,7 +6,7 @@ import pytest
 
 from kvasir.bench import replay
 from kvasir.bench.case import parse
-from kvasir.bench.load import Load
+from kvasir.bench.load import METRICS, Load
 from kvasir.bench.result import judged
 from kvasir.bench.workloads import SHAPES
 from kvasir.errors import ConfigError
@@ -44,6 +44,7 @@ def test_a_b_a_at_a_share_of_the_peers_capacity(data):
     assert all(a["metrics"]["half.capacity_requests_s"]["n"] == 1 for a in found["arms"]), "measured once a server"
     rate = 11 / vllm["metrics"]["half.window_s"]["median"]
     assert rate == pytest.approx(0.02 * vllm["metrics"]["half.capacity_requests_s"]["median"], rel=0.8)
+    assert {f"half.{metric}" for metric in METRICS} <= set(kvasir["metrics"]), "what targets may speak of is measured"
     judged = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p99", "output_tok_s", "capacity_requests_s")
     assert set(found["targets"]) == {f"half.{m} kvasir/vllm" for m in judged}
     assert kvasir["metrics"]["half.step_time_error_eager"]["min"] > 0, "as it is after the load"

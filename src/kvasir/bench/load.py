@@ -14,6 +14,10 @@ from kvasir.errors import ConfigError, nearest
 # Below its capacity every server puts out what comes in, the same requests on both sides, so throughput can only be lost: 1.0x is what
 # rounds to 1.00x. Throughput in the strict sense is the capacity.
 NO_WORSE = {"at_most": {"ttft_ms_p50": 1.0, "ttft_ms_p99": 1.0, "itl_ms_p99": 1.0}, "at_least": {"output_tok_s": 0.995, "capacity_requests_s": 1.0}}
+# What a target may speak of: another name would be met by never being judged.
+METRICS = (*(f"{name}_ms_p{share}" for name in ("ttft", "itl") for share in (50, 90, 99)),
+           *(f"{name}_ms_p{share}" for name in ("tpot", "e2e") for share in (50, 99)),
+           "output_tok_s", "requests_s", "cached_tokens", "capacity_requests_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,8 @@ class Load:
             raise ConfigError(f"trace {name}: arrivals '{load.arrivals}' are neither poisson nor recorded")
         if odd := [kind for kind in load.targets if kind not in NO_WORSE]:
             raise ConfigError(f"trace {name}: targets are at_most or at_least, not '{odd[0]}'")
+        if odd := [metric for metrics in load.targets.values() for metric in metrics if metric not in METRICS]:
+            raise ConfigError(f"trace {name}: no target can speak of '{odd[0]}'.{nearest(odd[0], METRICS)}")
         if load.arrivals == "poisson" and load.rate is None and load.share is None:
             raise ConfigError(f"trace {name}: Poisson arrivals need a rate, or a share of the peer's capacity")
         return load
