@@ -83,6 +83,24 @@ def test_every_request_is_sent_as_said(fake):  # noqa: F811
     assert (found["requests"], found["failed"], found["short"], found["tokens_per_event"]) == (4, 0, 0, 1.0)
 
 
+@pytest.mark.parametrize("url, to, line", [
+    ("https://some.host/v1/", ("some.host", 443, True), b"POST /v1/completions"),
+    ("https://h:8443/gate", ("h", 8443, True), b"POST /gate/v1/completions"),
+    ("http://h/gate/v1", ("h", 80, None), b"POST /gate/v1/completions"), ("http://[::1]:8000", ("::1", 8000, None), b"POST /v1/completions")])
+def test_addresses_of_every_form(monkeypatch, url, to, line):
+    met = []
+
+    async def connect(loop, protocol, host, port, *, ssl):
+        stream = protocol()
+        stream.connection_made(transport := Transport())
+        met.append(((host, port, ssl), transport.sent.split(b" HTTP")[0]))
+        stream.connection_lost(None)
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", connect)
+    asyncio.run(replay(client.root(url), "m", calls(1)))
+    assert met == [(to, line)]
+
+
 def test_failures(fake):  # noqa: F811
     answers = [503, [chunk("a"), {"error": {"message": "engine fell over"}}], [chunk("a"), "cut"]]
     fake.behaviour = lambda number: answers[number] if number < len(answers) else [chunk("a"), usage(1)]

@@ -115,7 +115,7 @@ def test_one_load_with_our_settings(data, capsys):
 
 
 def test_a_running_server(fake, data, capsys):  # noqa: F811
-    replay.run_url(Load.of("t", LOAD), fake.url, data=data, repeats=2, api_key=None, output=None, commit=None)
+    replay.run_url(Load.of("t", LOAD), f"{fake.url}/v1/", data=data, repeats=2, api_key=None, output=None, commit=None)
     found = json.loads(capsys.readouterr().out)
     check(found)
     assert found["arms"][0]["metrics"]["t.short"]["values"] == [12, 12], "three tokens of five"

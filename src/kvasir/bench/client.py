@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from kvasir.bench.result import percentile
 from kvasir.errors import ConfigError
@@ -104,7 +104,7 @@ class _Stream(asyncio.Protocol):
 async def replay(url: str, model: str, calls: list[Call], api_key: str | None = None) -> tuple[list[Reply], list[float]]:
     """Send every call when it is due and wait for all. Returns the replies in order, and how late the event loop ran, in seconds."""
     place = urlsplit(url)
-    requests = [_request(place.netloc, model, call, api_key) for call in calls]
+    requests = [_request(place, model, call, api_key) for call in calls]
     loop = asyncio.get_running_loop()
     lags: list[float] = []
     ticker = loop.create_task(_tick(lags))
@@ -115,26 +115,27 @@ async def replay(url: str, model: str, calls: list[Call], api_key: str | None = 
         for call, request in zip(calls, requests):
             await asyncio.sleep(max(0.0, started + call.due - time.perf_counter()))
             replies.append(Reply(started + call.due))
-            tasks.append(loop.create_task(_one(place.hostname or "", place.port or 80, request, replies[-1])))
+            tasks.append(loop.create_task(_one(place, request, replies[-1])))
         await asyncio.gather(*tasks)
     ticker.cancel()
     return replies, lags
 
 
-def _request(host: str, model: str, call: Call, api_key: str | None) -> bytes:
+def _request(place: SplitResult, model: str, call: Call, api_key: str | None) -> bytes:
     body = json.dumps({"model": model, "prompt": call.prompt, "max_tokens": call.output, "stream": True, "temperature": 0, "ignore_eos": True,
                        "stream_options": {"include_usage": True}}).encode()
     key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
-    head = (f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\n{key}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-            "Connection: close\r\n\r\n")
+    head = (f"POST {place.path}/v1/completions HTTP/1.1\r\nHost: {place.netloc}\r\n{key}Content-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n")
     return head.encode() + body
 
 
-async def _one(host: str, port: int, request: bytes, reply: Reply) -> None:
-    loop = asyncio.get_running_loop()
+async def _one(place: SplitResult, request: bytes, reply: Reply) -> None:
+    loop, secure = asyncio.get_running_loop(), place.scheme == "https"
     done = loop.create_future()
     try:
-        await loop.create_connection(lambda: _Stream(request, reply, done), host, port)
+        await loop.create_connection(lambda: _Stream(request, reply, done), place.hostname, place.port or (443 if secure else 80),
+                                     ssl=True if secure else None)
         await done
     except OSError:
         reply.status, reply.ended = 0, time.perf_counter()
@@ -161,6 +162,11 @@ def _undisturbed() -> Iterator[None]:
     finally:
         gc.enable()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def root(url: str) -> str:
+    """Where an API's /v1 is, from an address with it or without."""
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def served_model(url: str, api_key: str | None = None) -> str:

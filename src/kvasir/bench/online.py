@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvasir.bench.client import root
 from kvasir.bench.result import arm, finish, percentile, result
 from kvasir.errors import ConfigError
 
@@ -32,7 +33,7 @@ class Sample:
 
 def run(url: str, *, rate: float, num_requests: int, prompt_tokens: int, output_tokens: int, api_key: str | None, output: Path | None,
         commit: str | None = None) -> None:
-    metrics = asyncio.run(load(url.rstrip("/"), rate, num_requests, prompt_tokens, output_tokens, api_key))
+    metrics = asyncio.run(load(root(url), rate, num_requests, prompt_tokens, output_tokens, api_key))
     if not metrics["requests_by_status"].get("200"):
         raise ConfigError(f"no request succeeded; by status: {metrics['requests_by_status']} (0: the connection failed)")
     config = {"url": url, "rate": rate, "num_requests": num_requests, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens}

@@ -67,7 +67,7 @@ def run_url(load: Load, url: str, *, data: Path, repeats: int, api_key: str | No
     if load.share:
         raise ConfigError("a share of the peer's capacity needs the peer; give a rate instead")
     measured = Measured()
-    for metrics in windows(url.rstrip("/"), load.calls(load.trace(data), load.rate), repeats, api_key):
+    for metrics in windows(client.root(url), load.calls(load.trace(data), load.rate), repeats, api_key):
         for key, value in metrics.items():
             measured.values.setdefault(f"{load.name}.{key}", []).append(value)
     finish(result(f"trace-{load.name}", [_entry("server", {"url": url, "loads": _described({load.name: load})}, [measured])]), output, commit)

@@ -75,7 +75,7 @@ def offline(model: Model = "", shape: Shape = None, workload: Workloads = None,
 
 
 @app.command("serve", cls=Command)
-def serve(url: Annotated[str, typer.Option(help="A running server.")] = "http://127.0.0.1:8000",
+def serve(url: Annotated[str, typer.Option(help="A running server, with its /v1 or without.")] = "http://127.0.0.1:8000",
           rate: Annotated[float, typer.Option(min=0, help="Requests a second, Poisson arrivals; 0: all at once.")] = 4.0,
           num_requests: Annotated[int, typer.Option("--num-requests", "-n", min=1, help="Requests to send.")] = 100,
           prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
@@ -93,7 +93,7 @@ def serve(url: Annotated[str, typer.Option(help="A running server.")] = "http://
 @with_settings(EngineConfig, skip=("model",))
 def trace(file: Annotated[Path, typer.Argument(metavar="FILE", help="Azure's csv or Mooncake's JSON lines (.gz).")], model: Model = "",
           shape: Shape = None,
-          url: Annotated[str | None, typer.Option(help="A running server to send to, instead of starting one.")] = None,
+          url: Annotated[str | None, typer.Option(help="A running server to send to, with its /v1 or without, instead of starting one.")] = None,
           rate: Annotated[float | None, typer.Option(min=0.001, help="Requests a second; default with recorded arrivals: as recorded.")] = None,
           share: Annotated[float | None, typer.Option(min=0.01, help="Rate as a share of the peer's capacity, which is measured first.")] = None,
           capacity: Annotated[float | None, typer.Option(min=0, help="Requests a second the peer completed in an earlier run.")] = None,
