@@ -5,7 +5,7 @@
 #
 # STEP is one of the lines below: traces-azure and traces-mixed answer for all traces with windows of a minute, some ten minutes each,
 # traces-repeats with two more of every Azure load, 25 minutes (LIMIT=1600), traces-full with three windows of at least 1,000 requests of
-# each, in two halves of 20 and 10 minutes (LIMIT=1400 ONLY="conversation50 conversation80 conversation90", LIMIT=880 ONLY=code80); the
+# each, in two halves of 25 and 10 minutes (LIMIT=1560 ONLY="conversation50 conversation80 conversation90", LIMIT=880 ONLY=code80); the
 # steps after them are one full window each. Results are on disk after every load or life, so a run that is cut off keeps what it has.
 # LIMIT: seconds until it is told to end (default 530; ending a server may take a minute more). CAPACITY (requests a second that vLLM
 # completed, from an earlier step's result) saves the traces from measuring it again. ONLY: loads of a case of traces, such as "mooncake
