@@ -19,13 +19,14 @@ from kvasir.types import StepBatch
 @dataclass(slots=True)
 class CutOut:
     """``rows``: of the step, [L] or a slice. On the device: ``spans`` [B] int64, ``row_start`` [B + 1] and ``ends`` [B] int32.
-    On the host: ``spans_host``, ``ends_host``. ``state``: what the package planned."""
+    On the host: ``spans_host``, ``lengths_host``, ``ends_host``. ``state``: what the package planned."""
 
     rows: slice | torch.Tensor
     spans: torch.Tensor
     row_start: torch.Tensor
     ends: torch.Tensor
     spans_host: list[int]
+    lengths_host: list[int]
     ends_host: list[int]
     longest: int
     state: object = None
@@ -33,7 +34,8 @@ class CutOut:
 
 def cut_out(batch: StepBatch, spans: list[int]) -> CutOut:
     first = [0, *accumulate(batch.lengths)]
-    row_start = [0, *accumulate(batch.lengths[s] for s in spans)]
+    lengths = [batch.lengths[s] for s in spans]
+    row_start = [0, *accumulate(lengths)]
     ends = [batch.starts[s] + batch.lengths[s] for s in spans]
     device = batch.input_ids.device
     if spans == list(range(spans[0], spans[-1] + 1)):
@@ -41,5 +43,4 @@ def cut_out(batch: StepBatch, spans: list[int]) -> CutOut:
     else:
         rows = send(torch.cat([torch.arange(first[s], first[s + 1]) for s in spans]), device)
     both = send(torch.tensor([*row_start, *ends], dtype=torch.int32), device)
-    return CutOut(rows, send(torch.tensor(spans), device), both[:len(row_start)], both[len(row_start):], spans, ends,
-                  max(batch.lengths[s] for s in spans))
+    return CutOut(rows, send(torch.tensor(spans), device), both[:len(row_start)], both[len(row_start):], spans, lengths, ends, max(lengths))

@@ -53,8 +53,9 @@ class Wrapper:
         self.how = {"softcap": logits_soft_cap}
         self.scale = sm_scale
 
-    def run(self, q, kv, *, return_lse):
-        out, lse = paged.paged_attention_ref(q, *kv, self.table, self.starts, self.lengths, self.scale, **self.how)
+    def run(self, q, kv, *, out, return_lse):
+        found, lse = paged.paged_attention_ref(q, *kv, self.table, self.starts, self.lengths, self.scale, **self.how)
+        out = found if out is None else out.copy_(found)
         return (out, lse / math.log(2)) if return_lse else out
 
 

@@ -1,7 +1,8 @@
 """FlashInfer for long spans, where it is installed; own kernels for the rest.
 
-Facts about the package (docs.flashinfer.ai): ``BatchPrefillWithPagedKVCacheWrapper`` is planned on the host for a batch and
-then run for every layer of the same head layout; pages [N, G, P, D] are its layout HND; the log-sum-exp is to base 2, [L, H].
+Facts about the package (docs.flashinfer.ai): ``BatchPrefillWithPagedKVCacheWrapper`` is planned on the host for a batch, the plan copied from
+pinned memory of its own, and then run for every layer of the same head layout; pages [N, G, P, D] are its layout HND; the log-sum-exp is to
+base 2, [L, H].
 Kernels are compiled at first use, which takes a CUDA toolkit and minutes, but for those that `flashinfer-jit-cache` brings.
 """
 
@@ -10,6 +11,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+from functools import partial
+from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -46,6 +50,7 @@ class FlashInferBackend(PagedBackend):
     def prepare(self, site: Site) -> None:
         super().prepare(site)
         self._workspace: torch.Tensor | None = None
+        self._wrappers: dict[tuple[AttentionSpec, int], tuple[Any, torch.cuda.Event | None]] = {}
 
     def takes_long(self, spec: AttentionSpec, length: int) -> bool:
         return worth_it(length, spec.num_heads // spec.num_kv_heads)
@@ -63,22 +68,31 @@ class FlashInferBackend(PagedBackend):
         q_THD, k_NGPD, v_NGPD, table_SW, *_ = common
         key = table_SW.data_ptr(), spec
         if key not in plan.state:
-            plan.state[key] = self._wrapper(plan, spec, table_SW, k_NGPD.shape[2], q_THD.dtype)
-        found = plan.state[key].run(q_THD[plan.rows], (k_NGPD, v_NGPD), return_lse=lse_TH is not None)
+            plan.state[key] = self._planned(plan, spec, table_SW, k_NGPD.shape[2], q_THD.dtype)
+        out_LHD = out_THD[plan.rows] if isinstance(plan.rows, slice) else None  # else an index, whose rows are a copy
+        found = plan.state[key].run(q_THD[plan.rows], (k_NGPD, v_NGPD), out=out_LHD, return_lse=lse_TH is not None)
         if lse_TH is not None:
             lse_TH[plan.rows] = found[1] * math.log(2)
-        out_THD[plan.rows] = found if lse_TH is None else found[0]
+        if out_LHD is None:
+            out_THD[plan.rows] = found if lse_TH is None else found[0]
 
-    def _wrapper(self, plan: CutOut, spec: AttentionSpec, table_SW: torch.Tensor, size: int, dtype: torch.dtype):
+    def _planned(self, plan: CutOut, spec: AttentionSpec, table_SW: torch.Tensor, size: int, dtype: torch.dtype) -> Any:
+        """A wrapper, kept from step to step: each has 8 MiB of pinned memory, which its plan is copied from. What it is told is on the host,
+        or it would wait for the device to read it back."""
         counts = [cdiv(end, size) for end in plan.ends_host]
-        first = [0]
-        for count in counts:
-            first.append(first[-1] + count)
-        indices = torch.cat([table_SW[s, :count] for s, count in zip(plan.spans_host, counts)])
-        wrapper = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
-        device = table_SW.device
+        on_host = partial(torch.tensor, dtype=torch.int32)
+        key, on_gpu = (spec, len(plan.state)), table_SW.is_cuda
+        if key not in self._wrappers:
+            wrapper = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
+            self._wrappers[key] = wrapper, torch.cuda.Event() if on_gpu else None
+        wrapper, copied = self._wrappers[key]
+        if copied:
+            copied.synchronize()  # the plan of an earlier step: it may not be written over before it was copied
         wrapper.plan(
-            plan.row_start, torch.tensor(first, dtype=torch.int32, device=device), indices,
-            torch.tensor([(end - 1) % size + 1 for end in plan.ends_host], dtype=torch.int32, device=device), spec.num_heads, spec.num_kv_heads,
-            spec.head_dim, size, causal=True, sm_scale=spec.scale, logits_soft_cap=spec.softcap, q_data_type=dtype, kv_data_type=dtype)
+            on_host([0, *accumulate(plan.lengths_host)]), on_host([0, *accumulate(counts)]),
+            torch.cat([table_SW[s, :count] for s, count in zip(plan.spans_host, counts)]),
+            on_host([(end - 1) % size + 1 for end in plan.ends_host]), spec.num_heads, spec.num_kv_heads, spec.head_dim, size, causal=True,
+            sm_scale=spec.scale, logits_soft_cap=spec.softcap, q_data_type=dtype, kv_data_type=dtype)
+        if copied:
+            copied.record()
         return wrapper
