@@ -26,7 +26,7 @@ from kvasir.types import CacheGroup
 
 DECODES, PROMPT = [(2047, 1)] * 8, [(2048, 2048)]  # spans (positions before, rows)
 LAYERS = 16  # a plan
-ROUNDS, LAPS = 3, 3  # candidates take turns: a GPU that was idle takes a while to run at its full clock
+ROUNDS, LAPS = 3, 6  # candidates take turns: a GPU that was idle takes a while to run at its full clock
 CLOSE = 1.05  # between products that are no difference
 Times = dict[AttentionBackend, tuple[float, ...]]  # seconds a layer: decodes, rows of a prompt
 
