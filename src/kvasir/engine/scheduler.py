@@ -25,7 +25,7 @@ from kvasir.config import SchedulerConfig
 from kvasir.engine.pace import Pace
 from kvasir.engine.pages import PageManager
 from kvasir.engine.pages_ahead import PagesAhead
-from kvasir.engine.policy import MAX_SKIPS, SchedulerPolicy, checked
+from kvasir.engine.policy import MAX_SKIPS, Guarded, SchedulerPolicy
 from kvasir.engine.queue import Queue
 from kvasir.engine.room import Room
 from kvasir.engine.spans import ONE_SAMPLE, ROW_TILE, Step, next_span, page_aligned, room_to_start, round_down, rows_left, trim_draft, unscored_from
@@ -48,12 +48,12 @@ class Scheduler:
         assert max_rows > 0 and config.max_num_seqs > 0
         self.config = config
         self.pages = pages
-        self.policy = policy
+        self.policy = policy = Guarded(policy)
         self.pace = pace or Pace(None, None)
         self.max_rows = max_rows
         self.max_model_len = max_model_len
-        self.waiting = Queue(checked(policy, policy.order_waiting), policy.static)
-        self.running = Queue(checked(policy, policy.order_running), policy.static)
+        self.waiting = Queue(policy.order_waiting, policy.static)
+        self.running = Queue(policy.order_running, policy.static)
         self.blocked: dict[Sequence, None] = {}
         self.queued_tokens = 0  # known tokens of sequences that wait or are blocked
         self.prompts_first = False
