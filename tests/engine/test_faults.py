@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvasir.decoding.grammar import GrammarCompiler
+from kvasir.engine import messages, process
 from kvasir.types import Grammar
 from tests.engine.driver import Driver, Output
 
@@ -193,6 +197,21 @@ def test_a_bug_of_the_compiler_fails_its_request_alone(healthy, monkeypatch):
     driver.run(fleet(driver))
     assert driver.errors["bad"].status == 500 and "OverflowError" in driver.errors["bad"].message
     assert {key: out.tokens for key, out in driver.outputs.items()} == healthy
+    driver.close()
+
+
+def test_waiting_for_a_grammar_is_no_reason_to_restart(monkeypatch):
+    """However long the watchdog would let it: the grammar has a deadline of its own."""
+    driver, beats, sent, inbox = Driver(grammar_timeout=0.6), [], [], queue.SimpleQueue()
+    monkeypatch.setattr(GrammarCompiler, "compile", lambda self, grammar: time.sleep(1.2))
+    nothing = lambda *words: None  # noqa: E731
+    flight = SimpleNamespace(launch=nothing, idle=nothing, busy=nothing, stepped=nothing, beat=lambda: beats.append(time.monotonic()))
+    loop = process.Loop(driver.engine, SimpleNamespace(send=sent.append), inbox, flight, 0.1)
+    inbox.put(messages.Submit(1, driver.request("g", PROMPTS[2], max_tokens=50, grammar=Grammar("regex", "a"))))
+    threading.Timer(0.9, inbox.put, [messages.Stop()]).start()
+    began = time.monotonic()
+    loop.run()
+    assert max(b - a for a, b in zip([began, *beats], beats)) < 0.4 and any(b"grammar_timeout" in frame for frame in sent)
     driver.close()
 
 
