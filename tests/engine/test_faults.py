@@ -253,6 +253,19 @@ def test_the_queue_is_bounded():
     driver.close()
 
 
+def test_a_prompt_of_many_branches_is_queued_once():
+    driver = Driver(max_num_seqs=2, max_queued_tokens=60)
+    driver.submit(driver.request("many", PROMPTS[7], max_tokens=4, n=8))  # 25 tokens, and one for each further branch
+    driver.submit(driver.request("fits", PROMPTS[7], max_tokens=4))
+    driver.submit(driver.request("no", PROMPTS[7], max_tokens=4))
+    assert list(driver.errors) == ["no"] and driver.errors["no"].status == 429
+    while driver.engine.has_work():
+        driver.step()
+    driver.assert_clean()
+    assert driver.engine.scheduler.queued_tokens == 0
+    driver.close()
+
+
 def test_a_duplicate_id_is_refused_and_the_first_goes_on():
     driver = Driver()
     driver.submit(driver.request("same", PROMPTS[2], max_tokens=4, temperature=0, ignore_eos=True))
