@@ -188,6 +188,11 @@ class Sequence:
     def num_tokens(self) -> int:
         return len(self.tokens)
 
+    @property
+    def num_unshared(self) -> int:
+        """Known tokens that are not computed with its parent: of a branch, those behind the prompt, and its last."""
+        return len(self.tokens) if self.parent is None else len(self.tokens) - self.num_prompt + 1
+
     def drop_draft(self) -> None:
         """The next span verifies nothing, and has no guests."""
         self.draft, self.draft_parents, self.guests = [], [], {}

@@ -267,6 +267,63 @@ def test_a_library_failure_fails_one_request(compiler, tok):
     assert a.error == "grammar_error: out of fuel" and a.tokens == [] and len(b.tokens) == 1
 
 
+class Frail:
+    """A library that runs out of fuel, in ``call``, on any way but one."""
+
+    def __init__(self, inner, way, call, at=0):
+        self.inner, self.way, self.call, self.at, self.lost, self.failed = inner, way, call, at, 0, False
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def is_error(self):
+        return self.failed
+
+    def get_error(self):
+        return "out of fuel"
+
+    def deep_copy(self):
+        return Frail(self.inner.deep_copy(), self.way, self.call, self.at)
+
+    def try_consume_tokens(self, tokens):
+        if self.inner.try_consume_tokens(tokens) != 1:
+            return 0
+        self.lost += bool(self.lost) or self.way[self.at:self.at + 1] != tokens
+        self.at += 1
+        self.failed = self.failed or bool(self.lost) and self.call == "consume"
+        return int(not self.failed)
+
+    def unsafe_compute_mask_ptr(self, pointer, size):
+        self.failed = self.failed or bool(self.lost)
+        self.inner.unsafe_compute_mask_ptr(pointer, size)
+
+    def rollback(self, count):
+        self.at, self.lost = self.at - count, max(0, self.lost - count)
+        return not self.failed and self.inner.rollback(count)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("call", ["consume", "mask"])
+def test_a_library_failure_on_the_way_of_a_draft_costs_the_draft(compiler, tok, call, tree):
+    """The plain run never goes there, and what is right of the draft before it still counts."""
+    size, grammar = tok[2] + 9, Grammar("regex", "[a-d]{30}")
+    sampler, model = Sampler(size, tok[2], 1, "cpu", (EOS,)), TableModel(size)
+    plain, _, steps = decode(sampler, model, sequence(0, matcher=compiler.compile(grammar), grammar=grammar), 40)
+    matcher = compiler.compile(grammar)
+    matcher._inner = Frail(matcher._inner, plain, call)
+
+    def draft(seq):
+        """A right one and a wrong one; in a tree, more behind the latter, and a right one beside it."""
+        if seq.num_output + 2 > len(plain):
+            return [], None
+        first, second = plain[seq.num_output:seq.num_output + 2]
+        wrong = next(t for t in ids("abcd", tok[1]) if t != second)
+        return ([first, wrong, wrong, second], [-1, 0, 1, 2, 1]) if tree else ([first, wrong], None)
+
+    output, error, drafted = decode(sampler, model, sequence(0, matcher=matcher, grammar=grammar), 40, draft=draft)
+    assert error is None and output == plain and drafted < 0.6 * steps
+
+
 def test_min_tokens_against_a_finished_grammar_is_an_error_not_a_crash(compiler, tok):
     size = tok[2] + 9
     grammar = Grammar("regex", "ab")

@@ -46,6 +46,19 @@ def test_minus_infinity_is_only_a_token_that_is_never_drawn():
     assert results[2].error is None and results[2].tokens == [TOKENIZER - 1]
 
 
+@pytest.mark.parametrize("tokens", [V, TOKENIZER], ids=["all", "all but padding"])
+@pytest.mark.parametrize("params", [dict(), dict(temperature=0), dict(top_k=3, presence_penalty=1.0), dict(allowed_token_ids=[7])])
+def test_a_model_that_rules_out_every_token_is_not_the_requests_fault(params, tokens):
+    """Unless it forbids tokens itself, and the model allowed one that is not there."""
+    sampler = Sampler(V, TOKENIZER, 1, "cpu", (EOS,))
+    seq = sequence(0, **params)
+    sampler.open(seq)
+    logits = torch.zeros(1, V)
+    logits[:, :tokens] = float("-inf")
+    [result] = sampler.sample(logits, sampler.pack([decode_span(seq)])).read()
+    assert result.error == (MASKED_ERROR if "allowed_token_ids" in params and tokens < V else NUMERIC_ERROR) and not result.tokens
+
+
 @pytest.mark.parametrize("params,words", [
     (dict(allowed_token_ids=[EOS], min_tokens=5), []), (dict(allowed_token_ids=[7]), [[7]]), (dict(temperature=0, allowed_token_ids=[7]), [[7]]),
 ])

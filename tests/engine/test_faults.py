@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvasir.decoding.grammar import GrammarCompiler
+from kvasir.engine import messages, process
 from kvasir.types import Grammar
 from tests.engine.driver import Driver, Output
 
@@ -196,6 +200,21 @@ def test_a_bug_of_the_compiler_fails_its_request_alone(healthy, monkeypatch):
     driver.close()
 
 
+def test_waiting_for_a_grammar_is_no_reason_to_restart(monkeypatch):
+    """However long the watchdog would let it: the grammar has a deadline of its own."""
+    driver, beats, sent, inbox = Driver(grammar_timeout=0.6), [], [], queue.SimpleQueue()
+    monkeypatch.setattr(GrammarCompiler, "compile", lambda self, grammar: time.sleep(1.2))
+    nothing = lambda *words: None  # noqa: E731
+    flight = SimpleNamespace(launch=nothing, idle=nothing, busy=nothing, stepped=nothing, beat=lambda: beats.append(time.monotonic()))
+    loop = process.Loop(driver.engine, SimpleNamespace(send=sent.append), inbox, flight, 0.1)
+    inbox.put(messages.Submit(1, driver.request("g", PROMPTS[2], max_tokens=50, grammar=Grammar("regex", "a"))))
+    threading.Timer(0.9, inbox.put, [messages.Stop()]).start()
+    began = time.monotonic()
+    loop.run()
+    assert max(b - a for a, b in zip([began, *beats], beats)) < 0.4 and any(b"grammar_timeout" in frame for frame in sent)
+    driver.close()
+
+
 def test_a_grammar_is_accepted_when_it_is_compiled():
     """So that a refusal is a status, also of a stream, whose headers go out with the acceptance."""
     driver = Driver(max_num_seqs=4)
@@ -231,6 +250,19 @@ def test_the_queue_is_bounded():
     while driver.engine.has_work():
         driver.step()
     driver.assert_clean()
+    driver.close()
+
+
+def test_a_prompt_of_many_branches_is_queued_once():
+    driver = Driver(max_num_seqs=2, max_queued_tokens=60)
+    driver.submit(driver.request("many", PROMPTS[7], max_tokens=4, n=8))  # 25 tokens, and one for each further branch
+    driver.submit(driver.request("fits", PROMPTS[7], max_tokens=4))
+    driver.submit(driver.request("no", PROMPTS[7], max_tokens=4))
+    assert list(driver.errors) == ["no"] and driver.errors["no"].status == 429
+    while driver.engine.has_work():
+        driver.step()
+    driver.assert_clean()
+    assert driver.engine.scheduler.queued_tokens == 0
     driver.close()
 
 

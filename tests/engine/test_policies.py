@@ -165,6 +165,22 @@ def test_priority_displaces_only_from_the_threshold_on(difference, displaces):
     d.assert_outputs()
 
 
+@pytest.mark.parametrize("victim", [lambda running, incoming: 1 / 0, lambda running, incoming: incoming])
+def test_a_policy_that_names_no_victim_is_off(victim, caplog):
+    """Pages run out: who gives way is then the last by arrival."""
+    class Strange(Priority):
+        ours = False
+
+    policy = Strange(Config())
+    policy.victim = victim
+    d = Driver(scheduler(manager(14, 4), policy, max_num_seqs=8))
+    for i in range(8):
+        d.add(unique(6, f"{i}", arrival=float(i), max_tokens=30))
+    d.drain()
+    d.assert_outputs()
+    assert d.scheduler.preemptions and "is off until a restart" in caplog.text
+
+
 def test_displacing_frees_enough_pages_and_not_more():
     d = Driver(scheduler(manager(14, 4), Priority(Config()), max_num_seqs=8))
     low = [d.add(unique(6, f"low{i}", priority=50, arrival=float(i), max_tokens=3)) for i in range(4)]

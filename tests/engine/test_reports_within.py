@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvasir.decoding.sampler import MASKED_ERROR, NUMERIC_ERROR, Sampler, StepOutput
+from kvasir.decoding.sampler import NUMERIC_ERROR, Sampler, StepOutput
 from kvasir.engine import graphs as graphs_file
 from kvasir.engine.graphs import DECODES, ROW_BY_ROW, DecodeHandle, call_through
 from kvasir.engine.spans import ONE_SAMPLE
@@ -200,7 +200,7 @@ def test_rows_that_failed_have_no_report():
     numbers = np.array([[5, 6, 7, 8, 0], [np.nan, 1, -np.inf, 1, 0], [1, 1, -np.inf, 1, 0], [-1, -2, -3, -4, 0], [1, 2, 3, 4, 0], [9, 8, 7, 6, 0]],
                        np.float32)
     first, second, third, fourth = DecodeHandle(Read(numbers), 5, spans, None, True).read()
-    assert (first.error, third.error) == (NUMERIC_ERROR, MASKED_ERROR) and first.logprobs is None and third.logprobs is None
+    assert (first.error, third.error) == (NUMERIC_ERROR, NUMERIC_ERROR) and first.logprobs is None and third.logprobs is None
     entry, = second.logprobs
     assert (entry.id, entry.logprob, entry.rank, entry.top, entry.confidence) == (6, -2.0, 2, [], 8.0)
     assert isinstance(entry.rank, int) and fourth.tokens == [8] and fourth.logprobs is None

@@ -75,9 +75,10 @@ class World:
                           priority=rng.choice([0, 0, 3, 20]), arrival=self.driver.now, tenant=tenant, affinity=rng.choice(["", "p", "q"]))
         parent = None
         for branch in range(params.n):
-            seq = self.driver.add(Sequence(request, branch))
+            seq = Sequence(request, branch)
             seq.parent = parent
             parent = parent or seq
+            self.driver.add(seq)
 
     def disturb(self) -> None:
         """Cancel, block and unblock, in every state."""

@@ -69,7 +69,7 @@ class Matcher:
         """Write the allowed next tokens into ``mask``, int32 [ceil(V / 32)], bit i % 32 of word i // 32 for token i.
         Returns False, with ``error`` set and nothing allowed, when the library gave up."""
         assert mask.shape == (self._words,) and mask.dtype == np.int32 and mask.flags.c_contiguous
-        if self._failed():
+        if self.failed():
             mask[:] = 0
             return False
         if self._ended:
@@ -80,7 +80,7 @@ class Matcher:
             self._set_eos(mask, False)
         else:
             self._inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            if self._failed():
+            if self.failed():
                 mask[:] = 0
                 return False
             self._set_eos(mask, self._inner.is_accepting())
@@ -98,7 +98,7 @@ class Matcher:
         return len(tokens)
 
     def _accept_one(self, token: int) -> bool:
-        if self._failed():
+        if self.failed():
             return False
         if token in self._eos_ids:
             if not (self._ended or self.is_accepting()):
@@ -133,7 +133,8 @@ class Matcher:
         twin._free, twin._fed, twin._ended, twin.error = list(self._free), self._fed, self._ended, self.error
         return twin
 
-    def _failed(self) -> bool:
+    def failed(self) -> bool:
+        """Whether the library gave up, for good; ``error`` then says why."""
         if not self.error and self._inner.is_error():
             self.error = _reason(self._inner.get_error()) or "the grammar engine gave up"
         return bool(self.error)

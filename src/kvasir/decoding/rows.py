@@ -48,8 +48,7 @@ class RowState:
         self.error = ""
         self.matcher: Matcher | None = None
         if p.grammar is not None:
-            self.matcher = seq.state["grammar"].copy()
-            self._advance(seq.output)
+            self.start_matcher(seq)
         self.plain = self.bias is None and self.allowed is None and not self.words and self.history is None and self.matcher is None
         # What may be drawn depends on the tokens before: the next row cannot be packed until the host knows them.
         self.bound = bool(self.words) or self.history is not None or self.matcher is not None
@@ -61,6 +60,11 @@ class RowState:
         """Whether temperature, top-k, top-p, min-p and noise are all there is to a draw that follows ``num_output`` tokens; its own
         log-probability may be asked for."""
         return self.plain and (self.params.logprobs is None or self.reports) and (num_output >= self.min_tokens or not self.ends)
+
+    def start_matcher(self, seq: Sequence) -> None:
+        """At what the sequence has generated."""
+        self.matcher = seq.state["grammar"].copy()
+        self._advance(seq.output)
 
     def accepted(self, tokens: list[int]) -> None:
         if self.history is not None:
@@ -238,27 +242,28 @@ class Packer:
                 known = span.seq.tokens[max(state.num_prompt, span.seq.num_tokens - state.tail):] + path
                 self.banned.extend((m, i) for i in banned_by_words(state.words, known))
         if state.matcher is not None:
-            self._grammar_masks(state, paths, rows)
+            self._grammar_masks(span.seq, state, paths, rows)
         elif state.allowed is not None:
             self.masks.extend((m, state.allowed) for m in rows)
 
-    def _grammar_masks(self, state: RowState, paths: list[list[int]], rows: range | list[int]) -> None:
+    def _grammar_masks(self, seq: Sequence, state: RowState, paths: list[list[int]], rows: range | list[int]) -> None:
         """One mask a row, walking the matcher along each path and back. A row whose path leaves the grammar gets none: its
-        parent's draw obeys the parent's mask, so the walk never reaches it."""
+        parent's draw obeys the parent's mask, so the walk never reaches it. Where the library gives up behind a draft's token, which may
+        not even be drawn, the walk ends, not the request."""
         matcher = state.matcher
         at: list[int] = []  # the draft tokens that the matcher holds now
-        for m, path in zip(rows, paths):
-            shared = next((n for n, (a, b) in enumerate(zip(at, path)) if a != b), min(len(at), len(path)))
+        for n, (m, path) in enumerate(zip(rows, paths)):
+            shared = next((i for i, (a, b) in enumerate(zip(at, path)) if a != b), min(len(at), len(path)))
             matcher.rollback(len(at) - shared)
             at = path[:shared + matcher.try_accept(path[shared:])]
-            if len(at) < len(path):
-                continue
             bits = np.empty(-(-self.vocab_size // 32), np.int32)
-            if not matcher.fill(bits):
-                self.errors[m] = f"grammar_error: {matcher.error}"
-            if state.allowed is not None:
-                bits &= state.allowed
-            self.masks.append((m, bits))
+            if len(at) == len(path) and matcher.fill(bits):
+                self.masks.append((m, bits if state.allowed is None else bits & state.allowed))
+            if matcher.failed():
+                self.errors.update(dict.fromkeys(rows[n:], f"grammar_error: {matcher.error}"))
+                if path:
+                    state.start_matcher(seq)
+                return
         matcher.rollback(len(at))
 
     def _rows(self) -> Rows:

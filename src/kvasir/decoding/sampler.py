@@ -14,7 +14,7 @@ The order of the pipeline is fixed (a change of it changes what users get):
 Greedy rows (temperature below 1e-5) skip 6-10. Ids at or above ``tokenizer_size`` do not exist here. ``raw``
 log-probabilities are of the logits as they came; ``processed`` ones are of the distribution after 9 (after 5 when greedy).
 
-A row that holds NaN or +Inf, or that allows no token, fails its own sequence and no other.
+A row that holds NaN, +Inf or nothing but -Inf, or of which the request allows no token, fails its own sequence and no other.
 
 Legend: M rows, S sampled rows, R rows with temperature, Q reports, K sparse (row, id) pairs, V vocabulary, W mask words.
 """
@@ -51,7 +51,7 @@ from kvasir.kernels.sample import sample_rows
 from kvasir.types import Sequence, Span, SpanResult, TokenLogprob
 
 SLICE_BYTES = 64 << 20  # of fp32 logits at a time; scratch is a few times that
-NUMERIC_ERROR = "internal_numeric_error: the model's output holds NaN or infinity"
+NUMERIC_ERROR = "internal_numeric_error: the model's output holds NaN or infinity, or rules out every token"
 MASKED_ERROR = "no_token_allowed: the request's constraints leave no token to choose from"
 INF = float("inf")
 NEG_INF = -INF
@@ -290,8 +290,10 @@ class SampleOutput:
             self._done.synchronize()
         ids, largest, best = ([], [], []) if self._host_draws is None else self._host_draws.tolist()
         tokens = list(map(int, ids))
-        errors = {m: MASKED_ERROR for m, value in enumerate(best) if value == NEG_INF}
-        errors |= {m: NUMERIC_ERROR for m, value in enumerate(largest) if not value < INF}
+        errors = {m: NUMERIC_ERROR for m, values in enumerate(zip(largest, best)) if not (NEG_INF < values[0] < INF and values[1] > NEG_INF)}
+        if errors:  # what the model allows and the request forbids is the request's
+            forbidding = {*batch.rows.banned[0].tolist(), *batch.rows.masks[0].tolist()}
+            errors |= {m: MASKED_ERROR for m in errors if m in forbidding and NEG_INF < largest[m] < INF}
         for m, message in batch.errors.items():
             errors[m] = message
         drawn, scored = self._read_reports()

@@ -70,7 +70,7 @@ class Drafting:
         self._measured: dict[int, _Measured | None] = {}  # by step; None: it was drafted, and held more than decodes
         self._captures = 0  # of graphs, when the last step was launched
         self._drafting = False  # in the step that is being planned
-        self._failures = 0
+        self._failures = self._failures_before = 0  # in a row; when it last proposed
         self._since_drafted = 0  # plain steps launched
         self._after_drafted = -1  # the plain step behind the last drafted one: it waited for that one's end
         self._ended = 0.0  # when the last step did
@@ -132,7 +132,9 @@ class Drafting:
         trees = self._guarded(self._propose, asks)
         if trees is None:
             return
-        self._failures = 0
+        if self._failures == self._failures_before:  # nor was anything wrong since the proposal before
+            self._failures = 0
+        self._failures_before = self._failures
         for part in (trees,) if isinstance(trees, Forest) else trees:
             part.source = part.source or self.drafter.name
         graphs = self._runner.graphs
@@ -145,8 +147,8 @@ class Drafting:
 
     def _propose(self, asks: list[Ask]) -> Many[DraftTree]:
         trees = self.drafter.propose(asks)
-        if self._foreign:  # a token that the model does not have would fail the step, or a GPU
-            check_trees(asks, trees, self._runner.model.spec.vocab_size)
+        if self._foreign:
+            check_trees(asks, trees, self._runner.model.spec.vocab_size, 0 if self.drafter.guests is None else len(self.drafter.guests))
         return trees
 
     def _set(self, asks: list[Ask], trees: Many[DraftTree]) -> None:
@@ -176,7 +178,8 @@ class Drafting:
             return call(*args)
         except Exception:
             self._failures += 1
-            log.exception("drafter %s failed (%d times in a row)", self.drafter.name, self._failures)
+            log.exception("drafter %s failed (%d times in a row)%s", self.drafter.name, self._failures,
+                          ": it is off until a restart" if self._failures == MAX_FAILURES else "")
             return None
 
     def _open(self, seq: Sequence) -> None:

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from kvasir.attention.backend import AttentionBackend
-from kvasir.decoding.sampler import MASKED_ERROR, NUMERIC_ERROR, Sampler, StepOutput, resolve_span
+from kvasir.decoding.sampler import NUMERIC_ERROR, Sampler, StepOutput, resolve_span
 from kvasir.engine.batch import guest_rows
 from kvasir.engine.device_rows import ROW_WORDS, UNKNOWN, DeviceRows, draft_words
 from kvasir.engine.spans import ONE_SAMPLE
@@ -441,10 +441,8 @@ class DecodeHandle:
         results = [SpanResult([token]) for token in ids.astype(np.int64).tolist()]
         if not (np.isfinite(largest).all() and np.isfinite(best).all()):
             for i in range(len(results)):
-                if not largest[i] < np.inf:
+                if not largest[i] < np.inf or best[i] == -np.inf:  # under no constraint, or it would not be drawn here
                     results[i] = SpanResult(error=NUMERIC_ERROR)
-                elif best[i] == -np.inf:
-                    results[i] = SpanResult(error=MASKED_ERROR)
         return self._reported(results, range(len(results))) if self._reports else results
 
     def _walked(self, held_T: np.ndarray, place_T: np.ndarray) -> list[SpanResult]:
@@ -453,8 +451,7 @@ class DecodeHandle:
         ids, largest, best = self._stage.read(self._size)[:, :len(held_T)]
         ids = ids.astype(np.int64)
         tokens = ids.tolist()
-        errors = {m: MASKED_ERROR for m in np.flatnonzero(best == -np.inf).tolist()}
-        errors |= {m: NUMERIC_ERROR for m in np.flatnonzero(~(largest < np.inf)).tolist()}
+        errors = dict.fromkeys(np.flatnonzero(~(largest < np.inf) | (best == -np.inf)).tolist(), NUMERIC_ERROR)
         stops = place_T == 0
         firsts = np.flatnonzero(stops)
         stops[1:] |= held_T[1:] != ids[:-1]

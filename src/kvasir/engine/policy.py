@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import abc
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from kvasir.logs import log
 from kvasir.technique import Technique
 from kvasir.types import Sequence, Status
 
 POLICIES = "kvasir.engine.schedulers"
 MAX_SKIPS = 64
-Order = abc.Callable[[abc.Sequence[Sequence], float], list[Sequence]]
 
 
 class SchedulerPolicy(Technique):
@@ -27,7 +27,8 @@ class SchedulerPolicy(Technique):
     depends on ``now`` or on what a sequence has done: all are then sorted each step. ``priorities``: it looks at ``Request.priority``.
 
     What there is to rank by: ``request`` (``arrival`` on the clock of ``now``, ``priority``, ``affinity``, ``tenant``), ``num_prompt``,
-    ``max_output``, ``tokens``. It is not told when a sequence ends. A rank that is found once is kept in ``Sequence.state``."""
+    ``max_output``, ``tokens``. It is not told when a sequence ends. A rank that is found once is kept in ``Sequence.state``. One that raises
+    is off from then on (``Guarded``)."""
 
     exact = True
     affects_kv = False
@@ -53,15 +54,50 @@ class SchedulerPolicy(Technique):
         return running[-1] if running and incoming.status is Status.RUNNING else None
 
 
-def checked(policy: SchedulerPolicy, order: Order) -> Order:
-    """One that loses or doubles a sequence would show later, as another fault."""
-    if policy.ours:
-        return order
+class ByArrival(SchedulerPolicy):
+    """The branches of a request in turn."""
 
-    def ordered(seqs: abc.Sequence[Sequence], now: float) -> list[Sequence]:
-        found = order(seqs, now)
-        if not isinstance(found, list) or len(found) != len(seqs) or set(found) != set(seqs):
-            raise ValueError(f"scheduling policy '{policy.name}': of {len(seqs)} sequences it must return a list of all, each once, not {found!r}")
-        return found
+    def order_waiting(self, seqs: abc.Sequence[Sequence], now: float) -> list[Sequence]:
+        return sorted(seqs, key=lambda seq: (seq.request.arrival, seq.branch))
 
-    return ordered
+
+class Guarded(SchedulerPolicy):
+    """A policy in the step loop, where what it does wrong would end every request, and again after each restart: it is asked no more, and
+    they go by arrival. Of one that is not ours, answers are checked: a sequence lost or doubled would show later, as another fault."""
+
+    def __init__(self, policy: SchedulerPolicy) -> None:
+        super().__init__()
+        self._policy, self.static = policy, policy.static
+
+    def order_waiting(self, seqs: abc.Sequence[Sequence], now: float) -> list[Sequence]:
+        return self._ask("order_waiting", _check_order, seqs, now)
+
+    def order_running(self, seqs: abc.Sequence[Sequence], now: float) -> list[Sequence]:
+        return self._ask("order_running", _check_order, seqs, now)
+
+    def victim(self, running: abc.Sequence[Sequence], incoming: Sequence) -> Sequence | None:
+        return self._ask("victim", _check_victim, running, incoming)
+
+    def _ask(self, method: str, check: abc.Callable[[abc.Sequence[Sequence], Any], None], seqs: abc.Sequence[Sequence], other: Any) -> Any:
+        try:
+            found = getattr(self._policy, method)(list(seqs), other)
+            if not self._policy.ours:
+                check(seqs, found)
+            return found
+        except Exception:
+            if isinstance(self._policy, ByArrival):
+                raise
+            log.exception("scheduling policy '%s' failed and is off until a restart; requests go by arrival. Repair its %s, or choose another "
+                          "--scheduling-policy", self._policy.name, method)
+            self._policy = ByArrival()
+            return self._ask(method, check, seqs, other)
+
+
+def _check_order(seqs: abc.Sequence[Sequence], found: Any) -> None:
+    if not isinstance(found, list) or len(found) != len(seqs) or set(found) != set(seqs):
+        raise ValueError(f"of {len(seqs)} sequences it must return a list of all, each once, not {found!r}")
+
+
+def _check_victim(running: abc.Sequence[Sequence], found: Any) -> None:
+    if found is not None and found not in running:
+        raise ValueError(f"a victim is one of the {len(running)} sequences it is asked about, or None, not {found!r}")

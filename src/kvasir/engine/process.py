@@ -71,7 +71,7 @@ class Loop:
                 wait = 0.0
             else:
                 wait = min(BLOCKED_POLL_SECONDS, self._beat_seconds) if self._tickets else self._beat_seconds
-            if moved:
+            if moved or self._waits():
                 self._flight.beat()
             self._heartbeat()
 
@@ -83,6 +83,11 @@ class Loop:
         if moved:
             self._flight.stepped()
         return moved
+
+    def _waits(self) -> bool:
+        """Whether all requests are set aside until a time of their own, such as ``grammar_timeout``, which may be beyond the watchdog's."""
+        stats = self._core.stats()
+        return stats.num_blocked > 0 and not stats.num_running and not stats.num_waiting
 
     def _take(self, wait: float) -> bool:
         """Handle every message that is here, waiting up to ``wait`` seconds for the first. False: stop."""

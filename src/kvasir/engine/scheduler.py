@@ -25,7 +25,7 @@ from kvasir.config import SchedulerConfig
 from kvasir.engine.pace import Pace
 from kvasir.engine.pages import PageManager
 from kvasir.engine.pages_ahead import PagesAhead
-from kvasir.engine.policy import MAX_SKIPS, SchedulerPolicy, checked
+from kvasir.engine.policy import MAX_SKIPS, Guarded, SchedulerPolicy
 from kvasir.engine.queue import Queue
 from kvasir.engine.room import Room
 from kvasir.engine.spans import ONE_SAMPLE, ROW_TILE, Step, next_span, page_aligned, room_to_start, round_down, rows_left, trim_draft, unscored_from
@@ -48,14 +48,14 @@ class Scheduler:
         assert max_rows > 0 and config.max_num_seqs > 0
         self.config = config
         self.pages = pages
-        self.policy = policy
+        self.policy = policy = Guarded(policy)
         self.pace = pace or Pace(None, None)
         self.max_rows = max_rows
         self.max_model_len = max_model_len
-        self.waiting = Queue(checked(policy, policy.order_waiting), policy.static)
-        self.running = Queue(checked(policy, policy.order_running), policy.static)
+        self.waiting = Queue(policy.order_waiting, policy.static)
+        self.running = Queue(policy.order_running, policy.static)
         self.blocked: dict[Sequence, None] = {}
-        self.queued_tokens = 0  # known tokens of sequences that wait or are blocked
+        self.queued_tokens = 0  # of sequences that wait or are blocked; a prompt of several branches counts once
         self.prompts_first = False
         self._prompts_filled = True  # the last step that decodes sat out, at least half
         self._now = 0.0
@@ -91,7 +91,7 @@ class Scheduler:
             self._dequeue(seq)
         if seq not in self.blocked:
             self.blocked[seq] = None
-            self.queued_tokens += seq.num_tokens
+            self.queued_tokens += seq.num_unshared
         seq.status, seq.blocked_until = Status.BLOCKED, until
 
     def unblock(self, seq: Sequence) -> None:
@@ -472,16 +472,16 @@ class Scheduler:
         seq.status = Status.WAITING
         known = self._start_point(seq)[1] if seq.parent is None else seq.num_prompt - 1  # a branch starts from its parent's prompt
         self.waiting.add(seq, self._now, seq.num_tokens - known)
-        self.queued_tokens += seq.num_tokens
+        self.queued_tokens += seq.num_unshared
 
     def _dequeue(self, seq: Sequence) -> None:
         self.waiting.discard(seq)
         self._overdue.pop(seq, None)
-        self.queued_tokens -= seq.num_tokens
+        self.queued_tokens -= seq.num_unshared
 
     def _unblock(self, seq: Sequence) -> None:
         del self.blocked[seq]
-        self.queued_tokens -= seq.num_tokens
+        self.queued_tokens -= seq.num_unshared
         seq.blocked_until = 0.0
 
     def check(self) -> None:
@@ -495,6 +495,6 @@ class Scheduler:
                 assert self._in_flight() is not None or not (seq.num_ahead or seq.num_drawn), f"{seq} counts on a step that has ended"
         rows = [seq.row for seq in self.running] + self._free_rows + [row for _, row in self._limbo_rows]
         assert sorted(rows) == list(range(self.config.max_num_seqs)), "a row is in no place or in two"
-        assert self.queued_tokens == sum(seq.num_tokens for seq in chain(self.waiting, self.blocked)), "queued tokens are miscounted"
+        assert self.queued_tokens == sum(seq.num_unshared for seq in chain(self.waiting, self.blocked)), "queued tokens are miscounted"
         assert all(seq in self.waiting for seq in self._overdue), "an overdue sequence does not wait"
         self.pages.check(chain(self.running, self.room.leased()))

@@ -90,13 +90,15 @@ class ServedModel(Protocol):
         """Logits [..., V] of normed states [..., E]."""
 
 
-def check_trees(asks: Many[Ask], trees: Many[DraftTree], vocab_size: int) -> None:
-    """Raise ValueError for what ``Drafter.propose`` must not return."""
+def check_trees(asks: Many[Ask], trees: Many[DraftTree], vocab_size: int, num_guests: int = 0) -> None:
+    """Raise ValueError for what ``Drafter.propose`` must not return: later it would fail the step, or a GPU."""
     if len(trees) != len(asks):
         raise ValueError(f"{len(trees)} proposals for {len(asks)} sequences; where there is nothing to propose, an empty DraftTree")
     for ask, tree in zip(asks, trees):
         if not isinstance(tree, DraftTree):
             raise ValueError(f"a proposal is a DraftTree, not {tree!r}")
+        if not tree.is_whole(num_guests):
+            raise ValueError(f"{tree!r} is no tree: parts of nodes are missing, or a node stands before its parent. Build it with chain() and add()")
         if len(tree) > ask.max_nodes or max(tree.depths, default=-1) >= ask.max_depth:
             raise ValueError(f"{len(tree)} tokens proposed, {max(tree.depths) + 1} deep; asked were at most {ask.max_nodes}, {ask.max_depth} deep")
         for token, est in zip(tree.tokens, tree.est):

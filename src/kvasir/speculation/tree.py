@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 
 @dataclass(slots=True)
@@ -47,6 +48,18 @@ class DraftTree:
     @property
     def is_chain(self) -> bool:
         return self.parents == list(range(-1, len(self.parents) - 1))
+
+    def is_whole(self, num_guests: int) -> bool:
+        """Whether its parts agree with each other, for one that was not built by ``add``; ``num_guests``: embeddings that there are."""
+        nodes = range(len(self.tokens))
+        depths: list[int] = []
+        for node, parent in enumerate(self.parents):
+            if not -1 <= parent < node:
+                return False
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return (depths == self.depths and len(depths) == len(self.est) == len(nodes) and all(isinstance(token, Integral) for token in self.tokens)
+                and all((node in nodes or node == -1) and all(0 <= guest < num_guests for chain in chains for guest in chain)
+                        for node, chains in self.guests.items()))
 
     def add(self, parent: int, token: int, est: float) -> int:
         """The node of ``token`` below ``parent``: a new one, or the one that is there, which gets the larger estimate."""

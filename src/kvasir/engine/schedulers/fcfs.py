@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections import abc
-
-from kvasir.engine.policy import SchedulerPolicy
-from kvasir.types import Sequence
+from kvasir.engine.policy import ByArrival
 
 
-class Fcfs(SchedulerPolicy):
-    def order_waiting(self, seqs: abc.Sequence[Sequence], now: float) -> list[Sequence]:
-        return sorted(seqs, key=lambda seq: (seq.request.arrival, seq.branch))
+class Fcfs(ByArrival):
+    """The default, and what the engine goes on with where another policy fails."""
