@@ -109,6 +109,24 @@ def test_yarn_rope():
     assert (rope.attention_factor, rope.beta_fast, rope.beta_slow, rope.truncate, rope.original_max_position) == (0.5, 16.0, 2.0, False, 128)
 
 
+@pytest.mark.parametrize("scaling,longest", [
+    ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 96}, 384),
+    ({"rope_type": "yarn", "factor": 4.0}, 512),
+    ({"rope_type": "yarn", "original_max_position_embeddings": 32}, 128),
+    ({"rope_type": "linear", "factor": 2.5}, 320),
+    ({"rope_type": "llama3", **LLAMA3}, 128),
+    ({"rope_type": "default", "factor": 4.0}, 128),
+], ids=str)
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+def test_scaling_lengthens_the_context_as_in_vllm(field, scaling, longest):
+    """Qwen's model cards: add YaRN to config.json, and leave ``max_position_embeddings``."""
+    assert build_spec(config("qwen3", **{field: scaling})).max_position == longest
+    slides = build_spec(config("mistral", sliding_window=128, **{field: scaling}))
+    assert slides.layers[0].mixer.window == (128 if longest > 128 else None), "it hides positions beyond"
+    if field == "rope_scaling":
+        assert build_spec(config("gemma3_text", rope_scaling=scaling)).max_position == 128, "lengthened already"
+
+
 @pytest.mark.parametrize("changes,words", [
     ({"hidden_size": ...}, ["hidden_size", "missing"]),
     ({"vocab_size": None}, ["vocab_size", "missing"]),
@@ -150,6 +168,7 @@ def test_yarn_rope():
     ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 4}, ["layer_types", "use_sliding_window"]),
     ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
     ({"model_type": "gemma3_text", "rope_parameters": {"rope_type": "default"}}, ["rope_parameters", "flat"]),
+    ({"rope_scaling": {"type": "linear", "factor": 1e9}}, ["max_position_embeddings", "1e+09"]),
     ({"model_type": "gemma3_text", "query_pre_attn_scalar": 0}, ["query_pre_attn_scalar"]),
     ({"model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 8}, ["num_local_experts", "missing"]),
     ({"model_type": "qwen3_moe", "num_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 8}, ["num_experts_per_tok", "3"]),

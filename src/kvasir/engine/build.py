@@ -222,7 +222,8 @@ def _info(config: EngineConfig, path: Path, hf: dict, model: Decoder, tokenizer_
     longest = model.spec.max_position
     wanted = config.model.max_model_len or longest
     if wanted > longest:
-        raise ConfigError(f"max_model_len={wanted} is more than the {longest} positions this model was made for (max_position_embeddings).")
+        raise ConfigError(f"max_model_len={wanted} is more than the {longest} positions of this model (max_position_embeddings in "
+                          "config.json, or what linear or yarn scaling of RoPE makes of it).")
     vocab = model.spec.vocab_size
     return ModelInfo(
         name=config.model.served_model_name or config.model.model or "embedded", max_model_len=wanted, vocab_size=vocab,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvasir.errors import ConfigError
@@ -135,8 +136,6 @@ def attention(fields: Fields, *, head_dim: int | None = None, scale: float | Non
         dim = hidden // heads
     if dim % 2:
         raise fields.fail("head_dim", f"is {dim}, expected an even number (RoPE pairs dimensions)")
-    if window is not None and window >= fields.integer("max_position_embeddings"):
-        window = None  # it never hides a position
     return GQASpec(heads, kv_heads, dim, dim ** -0.5 if scale is None else scale, window, **quirks)
 
 
@@ -164,14 +163,29 @@ def qwen_layer_types(fields: Fields) -> tuple[str, ...]:
     return kinds
 
 
-def model(fields: Fields, layers: list[LayerSpec], *, offset: float = 0.0, tied: bool = False, **quirks: Any) -> ModelSpec:
-    """``tied``: the family's default where the config does not say."""
+def model(fields: Fields, layers: list[LayerSpec], *, offset: float = 0.0, tied: bool = False, lengthens: bool = True, **quirks: Any) -> ModelSpec:
+    """``tied``: the family's default where the config does not say. ``lengthens``: RoPE scaling goes beyond max_position_embeddings."""
     fields.refuse("is_encoder_decoder", "encoder-decoder models are not served")
     fields.refuse("is_causal", "bidirectional attention (embedding models) is not served", (None, True))
+    longest = max_position(fields, layers[0].rope) if lengthens else fields.integer("max_position_embeddings")
+    layers = [replace(layer, mixer=replace(layer.mixer, window=None)) if (layer.mixer.window or 0) >= longest else layer
+              for layer in layers]  # a window that long never hides a position
     return ModelSpec(
         family=fields.text("model_type"), hidden_size=fields.integer("hidden_size"), vocab_size=fields.integer("vocab_size"),
-        max_position=fields.integer("max_position_embeddings"), layers=tuple(layers), final_norm=norm(fields, offset),
+        max_position=longest, layers=tuple(layers), final_norm=norm(fields, offset),
         tied=fields.flag("tie_word_embeddings", tied), **quirks)
+
+
+def max_position(fields: Fields, rope: RopeSpec) -> int:
+    """The context that ``rope`` makes of ``max_position_embeddings``, as vLLM derives it: model cards say to add the scaling and leave
+    that field. Linear multiplies it; yarn starts from the length before it; what llama3 reaches is in the field already."""
+    given = fields.integer("max_position_embeddings")
+    if rope.kind not in ("linear", "yarn"):
+        return given
+    longest = int(rope.factor * (rope.original_max_position if rope.kind == "yarn" else given))
+    if not 1 <= longest < LARGEST:
+        raise fields.fail("max_position_embeddings", f"scaled by RoPE's factor of {rope.factor:g} makes a context of {longest} tokens")
+    return longest
 
 
 def stored_name(slot: str, parts: Mapping[str, str] = PARTS) -> str:

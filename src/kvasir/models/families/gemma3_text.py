@@ -28,7 +28,8 @@ def build(fields: hf.Fields) -> ModelSpec:
         mixer = hf.attention(fields, head_dim=256, scale=scale, window=window, softcap=fields.number("attn_logit_softcapping", None),
                              qk_norm=norm, qkv_bias=bias, o_bias=bias)
         layers.append(LayerSpec(mixer, ffn, _rope(fields, kind, mixer.head_dim), norm, "sandwich"))
-    return hf.model(fields, layers, offset=1.0, tied=True, embed_scale=fields.integer("hidden_size") ** 0.5,
+    # Its max_position_embeddings is the length after scaling.
+    return hf.model(fields, layers, offset=1.0, tied=True, lengthens=False, embed_scale=fields.integer("hidden_size") ** 0.5,
                     logit_softcap=fields.number("final_logit_softcapping", None))
 
 
