@@ -69,6 +69,8 @@ def test_gemma_layer_types(spelling):
     assert [layer.rope.theta for layer in spec.layers] == [1e4, 1e6] * 2
     assert spec.tied and spec.embed_scale == 32 ** 0.5 and spec.layers[0].mixer.scale == 1 / 8
     assert spec.final_norm.offset == spec.layers[0].norm.offset == spec.layers[0].mixer.qk_norm.offset == 1.0
+    full = build_spec(config("gemma3_text", sliding_window=None, layer_types=["full_attention"] * 4))
+    assert full.cache_groups()[0].window is None, "null where nothing slides"
     assert spec.layers[0].norms == "sandwich" and spec.layers[0].ffn.activation == "gelu_tanh"
 
 
@@ -168,6 +170,7 @@ def test_scaling_lengthens_the_context_as_in_vllm(field, scaling, longest):
     ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 4}, ["layer_types", "use_sliding_window"]),
     ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
     ({"model_type": "gemma3_text", "rope_parameters": {"rope_type": "default"}}, ["rope_parameters", "flat"]),
+    ({"model_type": "gemma3_text", "sliding_window": None}, ["sliding_window", "null", "layer_types"]),
     ({"rope_scaling": {"type": "linear", "factor": 1e9}}, ["max_position_embeddings", "1e+09"]),
     ({"model_type": "gemma3_text", "query_pre_attn_scalar": 0}, ["query_pre_attn_scalar"]),
     ({"model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 8}, ["num_local_experts", "missing"]),

@@ -24,7 +24,9 @@ def build(fields: hf.Fields) -> ModelSpec:
     scale = fields.number("query_pre_attn_scalar", 256.0) ** -0.5
     layers = []
     for kind in _kinds(fields):
-        window = fields.integer("sliding_window", 4096) if kind == "sliding_attention" else None
+        window = hf.window(fields) if kind == "sliding_attention" else None
+        if kind == "sliding_attention" and window is None:  # transformers fails, too: without a window it cannot make this layer's mask
+            raise fields.fail("sliding_window", "is null, but layers slide: give the window, or layer_types of full_attention only")
         mixer = hf.attention(fields, head_dim=256, scale=scale, window=window, softcap=fields.number("attn_logit_softcapping", None),
                              qk_norm=norm, qkv_bias=bias, o_bias=bias)
         layers.append(LayerSpec(mixer, ffn, _rope(fields, kind, mixer.head_dim), norm, "sandwich"))
