@@ -214,8 +214,8 @@ def _tokenizer_file(config: EngineConfig, path: Path) -> Path | None:
 
 def _info(config: EngineConfig, path: Path, hf: dict, model: Decoder, tokenizer_file: Path | None) -> ModelInfo:
     defaults = checkpoint.read_generation_config(path)
-    eos = defaults.get("eos_token_id", hf.get("eos_token_id"))
-    eos_ids, size = eos if isinstance(eos, list) else [] if eos is None else [eos], model.spec.vocab_size
+    given = (defaults, "generation_config.json") if "eos_token_id" in defaults else (hf, "config.json")
+    eos_ids, size = checkpoint.end_ids(*given), model.spec.vocab_size
     if tokenizer_file:  # whoever trains a model to chat often leaves its base's end in config.json: the tokenizer's ends an answer, too
         size, own = _tokenizer_facts(tokenizer_file)
         eos_ids = [*eos_ids, *own]
