@@ -61,7 +61,7 @@ def test_sliding_windows():
     assert [layer.mixer.window for layer in given.layers] == [None, 16, None, 16]
 
 
-@pytest.mark.parametrize("spelling", [{"sliding_window_pattern": 2}, {"_sliding_window_pattern": 2},
+@pytest.mark.parametrize("spelling", [{"sliding_window_pattern": 2},
                                       {"layer_types": ["sliding_attention", "full_attention"] * 2}], ids=str)
 def test_gemma_layer_types(spelling):
     spec = build_spec(config("gemma3_text", sliding_window=16, query_pre_attn_scalar=64, **spelling))
@@ -69,6 +69,8 @@ def test_gemma_layer_types(spelling):
     assert [layer.rope.theta for layer in spec.layers] == [1e4, 1e6] * 2
     assert spec.tied and spec.embed_scale == 32 ** 0.5 and spec.layers[0].mixer.scale == 1 / 8
     assert spec.final_norm.offset == spec.layers[0].norm.offset == spec.layers[0].mixer.qk_norm.offset == 1.0
+    unread = build_spec(config("gemma3_text", sliding_window=16, _sliding_window_pattern=2))
+    assert [layer.mixer.window for layer in unread.layers] == [16] * 4, "as in transformers"
     full = build_spec(config("gemma3_text", sliding_window=None, layer_types=["full_attention"] * 4))
     assert full.cache_groups()[0].window is None, "null where nothing slides"
     assert spec.layers[0].norms == "sandwich" and spec.layers[0].ffn.activation == "gelu_tanh"

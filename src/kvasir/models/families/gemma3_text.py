@@ -36,8 +36,9 @@ def build(fields: hf.Fields) -> ModelSpec:
 
 
 def _kinds(fields: hf.Fields) -> tuple[str, ...]:
-    """Every sixth layer is global, unless the config says otherwise (three spellings, newest first)."""
-    every = fields.integer("sliding_window_pattern", fields.integer("_sliding_window_pattern", 6))
+    """Every sixth layer is global, unless the config says otherwise. (``_sliding_window_pattern`` is written beside ``layer_types``, and
+    transformers does not read it.)"""
+    every = fields.integer("sliding_window_pattern", 6)
     return hf.layer_types(fields, ["full_attention" if (i + 1) % every == 0 else "sliding_attention"
                                    for i in range(fields.integer("num_hidden_layers"))])
 
