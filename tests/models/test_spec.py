@@ -175,7 +175,7 @@ def test_scaling_lengthens_the_context_as_in_vllm(field, scaling, longest):
     ({"model_type": "gemma3_text", "sliding_window": None}, ["sliding_window", "null", "layer_types"]),
     ({"rope_scaling": {"type": "linear", "factor": 1e9}}, ["max_position_embeddings", "1e+09"]),
     ({"model_type": "gemma3_text", "query_pre_attn_scalar": 0}, ["query_pre_attn_scalar"]),
-    ({"model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 8}, ["num_local_experts", "missing"]),
+    ({"model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 8}, ["num_experts", "missing"]),
     ({"model_type": "qwen3_moe", "num_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 8}, ["num_experts_per_tok", "3"]),
     ({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": 3}, ["mlp_only_layers"]),
 ], ids=str)
