@@ -6,6 +6,7 @@ Both spellings of RoPE are read: v4 (``rope_theta`` and ``rope_scaling``) and v5
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -58,7 +59,7 @@ class Fields:
         value = self._get(name, default)
         if value is default:
             return value
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or (positive and value <= 0):
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= sys.float_info.max or (positive and value <= 0):
             raise self.fail(name, f"is {value!r}, expected a {'positive ' if positive else ''}number")
         return float(value)
 
@@ -182,10 +183,10 @@ def max_position(fields: Fields, rope: RopeSpec) -> int:
     given = fields.integer("max_position_embeddings")
     if rope.kind not in ("linear", "yarn"):
         return given
-    longest = int(rope.factor * (rope.original_max_position if rope.kind == "yarn" else given))
+    longest = rope.factor * (rope.original_max_position if rope.kind == "yarn" else given)
     if not 1 <= longest < LARGEST:
-        raise fields.fail("max_position_embeddings", f"scaled by RoPE's factor of {rope.factor:g} makes a context of {longest} tokens")
-    return longest
+        raise fields.fail("max_position_embeddings", f"scaled by RoPE's factor of {rope.factor:g} makes a context of {longest:g} tokens")
+    return int(longest)
 
 
 def stored_name(slot: str, parts: Mapping[str, str] = PARTS) -> str:
@@ -228,6 +229,8 @@ def rope_from(fields: Fields, parameters: Fields | None, head_dim: int, theta: f
             raise p.fail("high_freq_factor", f"is {high}, expected more than low_freq_factor ({low})")
         return RopeSpec(theta, head_dim, "llama3", p.number("factor"), original, low, high)
     if kind == "yarn":
+        if theta == 1:
+            raise p.fail("rope_theta", "is 1: all dimensions turn alike, and yarn tells them apart by how they turn")
         factor = p.number("factor", None) or fields.integer("max_position_embeddings") / original
         return RopeSpec(theta, head_dim, "yarn", factor, original, beta_fast=p.number("beta_fast", 32.0), beta_slow=p.number("beta_slow", 1.0),
                         truncate=p.flag("truncate", True), attention_factor=_yarn_attention(p, factor))
