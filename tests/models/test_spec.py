@@ -104,6 +104,13 @@ def test_every_spelling_of_llama3_rope(fields):
     assert build_spec(config(**fields)).layers[0].rope == RopeSpec(5e5, 8, "llama3", 8.0, 64, 1.0, 4.0)
 
 
+def test_where_the_original_length_is_read():
+    outer, inner = {"original_max_position_embeddings": 32}, {"rope_type": "llama3", **LLAMA3}
+    assert build_spec(config(**outer, rope_parameters=inner)).layers[0].rope.original_max_position == 32, "as in Phi 3"
+    by_kind = build_spec(config("gemma3_text", **outer, rope_parameters={"full_attention": {"rope_type": "default"}, "sliding_attention": inner}))
+    assert by_kind.layers[0].rope.original_max_position == 64, "transformers reads the one of the layer type only"
+
+
 def test_yarn_rope():
     rope = build_spec(config(rope_theta=1e6, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32})).layers[0].rope
     assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 4.0, 32)

@@ -202,12 +202,15 @@ def stored_name(slot: str, parts: Mapping[str, str] = PARTS) -> str:
 
 
 def rope(fields: Fields, head_dim: int) -> RopeSpec:
-    """RoPE of a model whose layers all share it. As in transformers, ``rope_scaling`` wins where both are given."""
-    return rope_from(fields, fields.section("rope_scaling") or fields.section("rope_parameters"), head_dim, fields.number("rope_theta", 10000.0))
+    """RoPE of a model whose layers all share it. As in transformers, ``rope_scaling`` wins where both are given, and over it an
+    ``original_max_position_embeddings`` of the config itself (which is not read where RoPE goes by layer type)."""
+    return rope_from(fields, fields.section("rope_scaling") or fields.section("rope_parameters"), head_dim, fields.number("rope_theta", 10000.0),
+                     fields.integer("original_max_position_embeddings", None))
 
 
-def rope_from(fields: Fields, parameters: Fields | None, head_dim: int, theta: float) -> RopeSpec:
-    """``parameters``: the object with ``rope_type`` and what belongs to it; ``theta``: used where it has no ``rope_theta``."""
+def rope_from(fields: Fields, parameters: Fields | None, head_dim: int, theta: float, original: int | None = None) -> RopeSpec:
+    """``parameters``: the object with ``rope_type`` and what belongs to it; ``theta``: used where it has no ``rope_theta``; ``original``:
+    used instead of its ``original_max_position_embeddings``."""
     fields.refuse("partial_rotary_factor", "a partly rotated head is not served", (None, 1))
     if parameters is None:
         return RopeSpec(theta, head_dim)
@@ -221,8 +224,7 @@ def rope_from(fields: Fields, parameters: Fields | None, head_dim: int, theta: f
         return RopeSpec(theta, head_dim)
     if kind == "linear":
         return RopeSpec(theta, head_dim, "linear", factor=p.number("factor"))
-    original = fields.integer("original_max_position_embeddings", None) or p.integer("original_max_position_embeddings", None) or \
-        fields.integer("max_position_embeddings")
+    original = original or p.integer("original_max_position_embeddings", None) or fields.integer("max_position_embeddings")
     if kind == "llama3":
         low, high = p.number("low_freq_factor"), p.number("high_freq_factor")
         if high <= low:
