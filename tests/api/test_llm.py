@@ -97,6 +97,18 @@ def test_the_tokenizers_end_ends_an_answer(tmp_path):
         assert it.info.eos_ids == (2, 5) and out.outputs[0].finish_reason == "stop" and out.outputs[0].token_ids[-1] == 5
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_an_end_that_is_no_token_id_is_refused(name, tmp_path):
+    folder = shutil.copytree(embedded().parent / "nano", tmp_path / "nano")
+    file = folder / name
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": ["</s>"]}))
+    if name == "config.json":
+        (folder / "generation_config.json").unlink()
+    for skip in (True, False):
+        with pytest.raises(ConfigError, match=rf"^{name}: eos_token_id is \['</s>'\]"):
+            LLM(**OPTIONS | {"model": str(folder), "skip_tokenizer_init": skip})
+
+
 def test_branches(llm):
     params = SamplingParams(n=3, temperature=1, seed=4, max_tokens=20, ignore_eos=True, logprobs=0)
     [out] = llm.generate(PROMPT, params)

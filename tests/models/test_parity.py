@@ -100,6 +100,12 @@ def test_gemma_rope_in_both_spellings(tmp_path):
     assert_parity(folder)
 
 
+def test_yarn_as_model_cards_add_it(tmp_path):
+    """Prompts longer than the ``max_position_embeddings`` that the cards leave as it is."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    assert_parity(checkpoints.write(tmp_path, "qwen3", edit=lambda c: c.update(max_position_embeddings=20, rope_scaling=yarn)))
+
+
 def test_gemma_attention_softcap(tmp_path, monkeypatch):
     """transformers reads ``attn_logit_softcapping`` and forgets it; with it passed on, both agree."""
     from transformers.models.gemma3 import modeling_gemma3

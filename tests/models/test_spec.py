@@ -61,7 +61,7 @@ def test_sliding_windows():
     assert [layer.mixer.window for layer in given.layers] == [None, 16, None, 16]
 
 
-@pytest.mark.parametrize("spelling", [{"sliding_window_pattern": 2}, {"_sliding_window_pattern": 2},
+@pytest.mark.parametrize("spelling", [{"sliding_window_pattern": 2},
                                       {"layer_types": ["sliding_attention", "full_attention"] * 2}], ids=str)
 def test_gemma_layer_types(spelling):
     spec = build_spec(config("gemma3_text", sliding_window=16, query_pre_attn_scalar=64, **spelling))
@@ -69,6 +69,10 @@ def test_gemma_layer_types(spelling):
     assert [layer.rope.theta for layer in spec.layers] == [1e4, 1e6] * 2
     assert spec.tied and spec.embed_scale == 32 ** 0.5 and spec.layers[0].mixer.scale == 1 / 8
     assert spec.final_norm.offset == spec.layers[0].norm.offset == spec.layers[0].mixer.qk_norm.offset == 1.0
+    unread = build_spec(config("gemma3_text", sliding_window=16, _sliding_window_pattern=2))
+    assert [layer.mixer.window for layer in unread.layers] == [16] * 4, "as in transformers"
+    full = build_spec(config("gemma3_text", sliding_window=None, layer_types=["full_attention"] * 4))
+    assert full.cache_groups()[0].window is None, "null where nothing slides"
     assert spec.layers[0].norms == "sandwich" and spec.layers[0].ffn.activation == "gelu_tanh"
 
 
@@ -100,6 +104,13 @@ def test_every_spelling_of_llama3_rope(fields):
     assert build_spec(config(**fields)).layers[0].rope == RopeSpec(5e5, 8, "llama3", 8.0, 64, 1.0, 4.0)
 
 
+def test_where_the_original_length_is_read():
+    outer, inner = {"original_max_position_embeddings": 32}, {"rope_type": "llama3", **LLAMA3}
+    assert build_spec(config(**outer, rope_parameters=inner)).layers[0].rope.original_max_position == 32, "as in Phi 3"
+    by_kind = build_spec(config("gemma3_text", **outer, rope_parameters={"full_attention": {"rope_type": "default"}, "sliding_attention": inner}))
+    assert by_kind.layers[0].rope.original_max_position == 64, "transformers reads the one of the layer type only"
+
+
 def test_yarn_rope():
     rope = build_spec(config(rope_theta=1e6, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32})).layers[0].rope
     assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 4.0, 32)
@@ -107,6 +118,24 @@ def test_yarn_rope():
     explicit = {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.5, "beta_fast": 16, "beta_slow": 2, "truncate": False}
     rope = build_spec(config(rope_parameters=explicit)).layers[0].rope
     assert (rope.attention_factor, rope.beta_fast, rope.beta_slow, rope.truncate, rope.original_max_position) == (0.5, 16.0, 2.0, False, 128)
+
+
+@pytest.mark.parametrize("scaling,longest", [
+    ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 96}, 384),
+    ({"rope_type": "yarn", "factor": 4.0}, 512),
+    ({"rope_type": "yarn", "original_max_position_embeddings": 32}, 128),
+    ({"rope_type": "linear", "factor": 2.5}, 320),
+    ({"rope_type": "llama3", **LLAMA3}, 128),
+    ({"rope_type": "default", "factor": 4.0}, 128),
+], ids=str)
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+def test_scaling_lengthens_the_context_as_in_vllm(field, scaling, longest):
+    """Qwen's model cards: add YaRN to config.json, and leave ``max_position_embeddings``."""
+    assert build_spec(config("qwen3", **{field: scaling})).max_position == longest
+    slides = build_spec(config("mistral", sliding_window=128, **{field: scaling}))
+    assert slides.layers[0].mixer.window == (128 if longest > 128 else None), "it hides positions beyond"
+    if field == "rope_scaling":
+        assert build_spec(config("gemma3_text", rope_scaling=scaling)).max_position == 128, "lengthened already"
 
 
 @pytest.mark.parametrize("changes,words", [
@@ -123,6 +152,7 @@ def test_yarn_rope():
     ({"head_dim": 7}, ["head_dim", "7", "even"]),
     ({"rms_norm_eps": 0}, ["rms_norm_eps"]),
     ({"rms_norm_eps": float("nan")}, ["rms_norm_eps"]),
+    ({"rope_theta": 10 ** 400}, ["rope_theta"]),
     ({"hidden_act": "relu2"}, ["hidden_act", "relu2", "silu"]),
     ({"hidden_act": 3}, ["hidden_act"]),
     ({"attention_bias": "yes"}, ["attention_bias", "'yes'"]),
@@ -150,8 +180,12 @@ def test_yarn_rope():
     ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 4}, ["layer_types", "use_sliding_window"]),
     ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
     ({"model_type": "gemma3_text", "rope_parameters": {"rope_type": "default"}}, ["rope_parameters", "flat"]),
+    ({"model_type": "gemma3_text", "sliding_window": None}, ["sliding_window", "null", "layer_types"]),
+    ({"rope_scaling": {"type": "linear", "factor": 1e9}}, ["max_position_embeddings", "1e+09"]),
+    ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2.0}}, ["rope_theta", "is 1"]),
+    ({"rope_scaling": {"type": "linear", "factor": 1e308}}, ["max_position_embeddings", "1e+308"]),
     ({"model_type": "gemma3_text", "query_pre_attn_scalar": 0}, ["query_pre_attn_scalar"]),
-    ({"model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 8}, ["num_local_experts", "missing"]),
+    ({"model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 8}, ["num_experts", "missing"]),
     ({"model_type": "qwen3_moe", "num_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 8}, ["num_experts_per_tok", "3"]),
     ({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": 3}, ["mlp_only_layers"]),
 ], ids=str)

@@ -214,15 +214,16 @@ def _tokenizer_file(config: EngineConfig, path: Path) -> Path | None:
 
 def _info(config: EngineConfig, path: Path, hf: dict, model: Decoder, tokenizer_file: Path | None) -> ModelInfo:
     defaults = checkpoint.read_generation_config(path)
-    eos = defaults.get("eos_token_id", hf.get("eos_token_id"))
-    eos_ids, size = eos if isinstance(eos, list) else [] if eos is None else [eos], model.spec.vocab_size
+    given = (defaults, "generation_config.json") if "eos_token_id" in defaults else (hf, "config.json")
+    eos_ids, size = checkpoint.end_ids(*given), model.spec.vocab_size
     if tokenizer_file:  # whoever trains a model to chat often leaves its base's end in config.json: the tokenizer's ends an answer, too
         size, own = _tokenizer_facts(tokenizer_file)
         eos_ids = [*eos_ids, *own]
     longest = model.spec.max_position
     wanted = config.model.max_model_len or longest
     if wanted > longest:
-        raise ConfigError(f"max_model_len={wanted} is more than the {longest} positions this model was made for (max_position_embeddings).")
+        raise ConfigError(f"max_model_len={wanted} is more than the {longest} positions of this model (max_position_embeddings in "
+                          "config.json, or what linear or yarn scaling of RoPE makes of it).")
     vocab = model.spec.vocab_size
     return ModelInfo(
         name=config.model.served_model_name or config.model.model or "embedded", max_model_len=wanted, vocab_size=vocab,

@@ -133,6 +133,15 @@ def refuse_unserved(config: dict[str, Any]) -> None:
     find_family(model_type)
 
 
+def end_ids(config: dict[str, Any], file: str) -> list[int]:
+    """``eos_token_id``, of which files give none, one or several. Raises ConfigError naming the file."""
+    given = config.get("eos_token_id")
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ConfigError(f"{file}: eos_token_id is {given!r}, expected a token id or a list of them")
+    return ids
+
+
 def read_generation_config(path: Path) -> dict[str, Any]:
     """generation_config.json, or {} where there is none. Raises ConfigError when it is not a JSON object."""
     file = path / "generation_config.json"

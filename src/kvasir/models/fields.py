@@ -6,7 +6,9 @@ Both spellings of RoPE are read: v4 (``rope_theta`` and ``rope_scaling``) and v5
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvasir.errors import ConfigError
@@ -57,7 +59,7 @@ class Fields:
         value = self._get(name, default)
         if value is default:
             return value
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or (positive and value <= 0):
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= sys.float_info.max or (positive and value <= 0):
             raise self.fail(name, f"is {value!r}, expected a {'positive ' if positive else ''}number")
         return float(value)
 
@@ -135,8 +137,6 @@ def attention(fields: Fields, *, head_dim: int | None = None, scale: float | Non
         dim = hidden // heads
     if dim % 2:
         raise fields.fail("head_dim", f"is {dim}, expected an even number (RoPE pairs dimensions)")
-    if window is not None and window >= fields.integer("max_position_embeddings"):
-        window = None  # it never hides a position
     return GQASpec(heads, kv_heads, dim, dim ** -0.5 if scale is None else scale, window, **quirks)
 
 
@@ -164,14 +164,29 @@ def qwen_layer_types(fields: Fields) -> tuple[str, ...]:
     return kinds
 
 
-def model(fields: Fields, layers: list[LayerSpec], *, offset: float = 0.0, tied: bool = False, **quirks: Any) -> ModelSpec:
-    """``tied``: the family's default where the config does not say."""
+def model(fields: Fields, layers: list[LayerSpec], *, offset: float = 0.0, tied: bool = False, lengthens: bool = True, **quirks: Any) -> ModelSpec:
+    """``tied``: the family's default where the config does not say. ``lengthens``: RoPE scaling goes beyond max_position_embeddings."""
     fields.refuse("is_encoder_decoder", "encoder-decoder models are not served")
     fields.refuse("is_causal", "bidirectional attention (embedding models) is not served", (None, True))
+    longest = max_position(fields, layers[0].rope) if lengthens else fields.integer("max_position_embeddings")
+    layers = [replace(layer, mixer=replace(layer.mixer, window=None)) if (layer.mixer.window or 0) >= longest else layer
+              for layer in layers]  # a window that long never hides a position
     return ModelSpec(
         family=fields.text("model_type"), hidden_size=fields.integer("hidden_size"), vocab_size=fields.integer("vocab_size"),
-        max_position=fields.integer("max_position_embeddings"), layers=tuple(layers), final_norm=norm(fields, offset),
+        max_position=longest, layers=tuple(layers), final_norm=norm(fields, offset),
         tied=fields.flag("tie_word_embeddings", tied), **quirks)
+
+
+def max_position(fields: Fields, rope: RopeSpec) -> int:
+    """The context that ``rope`` makes of ``max_position_embeddings``, as vLLM derives it: model cards say to add the scaling and leave
+    that field. Linear multiplies it; yarn starts from the length before it; what llama3 reaches is in the field already."""
+    given = fields.integer("max_position_embeddings")
+    if rope.kind not in ("linear", "yarn"):
+        return given
+    longest = rope.factor * (rope.original_max_position if rope.kind == "yarn" else given)
+    if not 1 <= longest < LARGEST:
+        raise fields.fail("max_position_embeddings", f"scaled by RoPE's factor of {rope.factor:g} makes a context of {longest:g} tokens")
+    return int(longest)
 
 
 def stored_name(slot: str, parts: Mapping[str, str] = PARTS) -> str:
@@ -187,12 +202,15 @@ def stored_name(slot: str, parts: Mapping[str, str] = PARTS) -> str:
 
 
 def rope(fields: Fields, head_dim: int) -> RopeSpec:
-    """RoPE of a model whose layers all share it. As in transformers, ``rope_scaling`` wins where both are given."""
-    return rope_from(fields, fields.section("rope_scaling") or fields.section("rope_parameters"), head_dim, fields.number("rope_theta", 10000.0))
+    """RoPE of a model whose layers all share it. As in transformers, ``rope_scaling`` wins where both are given, and over it an
+    ``original_max_position_embeddings`` of the config itself (which is not read where RoPE goes by layer type)."""
+    return rope_from(fields, fields.section("rope_scaling") or fields.section("rope_parameters"), head_dim, fields.number("rope_theta", 10000.0),
+                     fields.integer("original_max_position_embeddings", None))
 
 
-def rope_from(fields: Fields, parameters: Fields | None, head_dim: int, theta: float) -> RopeSpec:
-    """``parameters``: the object with ``rope_type`` and what belongs to it; ``theta``: used where it has no ``rope_theta``."""
+def rope_from(fields: Fields, parameters: Fields | None, head_dim: int, theta: float, original: int | None = None) -> RopeSpec:
+    """``parameters``: the object with ``rope_type`` and what belongs to it; ``theta``: used where it has no ``rope_theta``; ``original``:
+    used instead of its ``original_max_position_embeddings``."""
     fields.refuse("partial_rotary_factor", "a partly rotated head is not served", (None, 1))
     if parameters is None:
         return RopeSpec(theta, head_dim)
@@ -206,14 +224,15 @@ def rope_from(fields: Fields, parameters: Fields | None, head_dim: int, theta: f
         return RopeSpec(theta, head_dim)
     if kind == "linear":
         return RopeSpec(theta, head_dim, "linear", factor=p.number("factor"))
-    original = fields.integer("original_max_position_embeddings", None) or p.integer("original_max_position_embeddings", None) or \
-        fields.integer("max_position_embeddings")
+    original = original or p.integer("original_max_position_embeddings", None) or fields.integer("max_position_embeddings")
     if kind == "llama3":
         low, high = p.number("low_freq_factor"), p.number("high_freq_factor")
         if high <= low:
             raise p.fail("high_freq_factor", f"is {high}, expected more than low_freq_factor ({low})")
         return RopeSpec(theta, head_dim, "llama3", p.number("factor"), original, low, high)
     if kind == "yarn":
+        if theta == 1:
+            raise p.fail("rope_theta", "is 1: all dimensions turn alike, and yarn tells them apart by how they turn")
         factor = p.number("factor", None) or fields.integer("max_position_embeddings") / original
         return RopeSpec(theta, head_dim, "yarn", factor, original, beta_fast=p.number("beta_fast", 32.0), beta_slow=p.number("beta_slow", 1.0),
                         truncate=p.flag("truncate", True), attention_factor=_yarn_attention(p, factor))

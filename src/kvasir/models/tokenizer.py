@@ -21,6 +21,7 @@ from tokenizers import Tokenizer as Backend
 from kvasir.errors import ConfigError, RequestError, nearest
 from kvasir.models.chat_messages import Marks, longest_first, normal, restore
 from kvasir.models.chat_template import RESERVED, ChatTemplate, render_isolated
+from kvasir.models.checkpoint import end_ids
 from kvasir.models.text_stream import TextStream, TokenBytes, TokenCodec, WindowStream
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -75,8 +76,8 @@ class Tokenizer:
             raise ConfigError(f"{file} cannot be read as a tokenizer: {str(e)[:300]}. Download it again, or save it anew with "
                               "transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)") from e
         config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
-        eos = _read_json(folder / "generation_config.json").get("eos_token_id")
-        return cls(backend, config, _templates(folder, config, chat_template), [eos] if isinstance(eos, int) else eos or [])
+        ends = end_ids(_read_json(folder / "generation_config.json"), "generation_config.json")
+        return cls(backend, config, _templates(folder, config, chat_template), ends)
 
     def _named_id(self, name: str) -> int | None:
         return self._backend.token_to_id(self.named_tokens[name]) if name in self.named_tokens else None

@@ -24,17 +24,21 @@ def build(fields: hf.Fields) -> ModelSpec:
     scale = fields.number("query_pre_attn_scalar", 256.0) ** -0.5
     layers = []
     for kind in _kinds(fields):
-        window = fields.integer("sliding_window", 4096) if kind == "sliding_attention" else None
+        window = hf.window(fields) if kind == "sliding_attention" else None
+        if kind == "sliding_attention" and window is None:  # transformers fails, too: without a window it cannot make this layer's mask
+            raise fields.fail("sliding_window", "is null, but layers slide: give the window, or layer_types of full_attention only")
         mixer = hf.attention(fields, head_dim=256, scale=scale, window=window, softcap=fields.number("attn_logit_softcapping", None),
                              qk_norm=norm, qkv_bias=bias, o_bias=bias)
         layers.append(LayerSpec(mixer, ffn, _rope(fields, kind, mixer.head_dim), norm, "sandwich"))
-    return hf.model(fields, layers, offset=1.0, tied=True, embed_scale=fields.integer("hidden_size") ** 0.5,
+    # Its max_position_embeddings is the length after scaling.
+    return hf.model(fields, layers, offset=1.0, tied=True, lengthens=False, embed_scale=fields.integer("hidden_size") ** 0.5,
                     logit_softcap=fields.number("final_logit_softcapping", None))
 
 
 def _kinds(fields: hf.Fields) -> tuple[str, ...]:
-    """Every sixth layer is global, unless the config says otherwise (three spellings, newest first)."""
-    every = fields.integer("sliding_window_pattern", fields.integer("_sliding_window_pattern", 6))
+    """Every sixth layer is global, unless the config says otherwise. (``_sliding_window_pattern`` is written beside ``layer_types``, and
+    transformers does not read it.)"""
+    every = fields.integer("sliding_window_pattern", 6)
     return hf.layer_types(fields, ["full_attention" if (i + 1) % every == 0 else "sliding_attention"
                                    for i in range(fields.integer("num_hidden_layers"))])
 

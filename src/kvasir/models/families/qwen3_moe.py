@@ -29,7 +29,7 @@ def build(fields: hf.Fields) -> ModelSpec:
 
 
 def _ffns(fields: hf.Fields) -> list[DenseSpec | MoESpec]:
-    num_experts = fields.integer("num_experts" if fields.has("num_experts") else "num_local_experts", least=0)
+    num_experts = fields.integer("num_local_experts" if fields.has("num_local_experts") else "num_experts", least=0)
     step, dense_layers = fields.integer("decoder_sparse_step", 1), fields.numbers("mlp_only_layers", ())
     sparse = [num_experts > 0 and i not in dense_layers and (i + 1) % step == 0 for i in range(fields.integer("num_hidden_layers"))]
     dense = None if all(sparse) else hf.dense(fields)
