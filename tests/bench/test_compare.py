@@ -146,6 +146,13 @@ def test_a_load_counts_what_ran_at_once(log, rated, monkeypatch):
     assert found["limits"]["load.decode_tok_s b"] > found["limits"]["load.decode_tok_s"], "fewer bytes to read"
 
 
+def test_a_count_of_nothing_has_no_drift(log, rated, monkeypatch):
+    still(monkeypatch)
+    table = TABLE | {"workloads": {"load": {"batch": 2, "prompt": 5, "output": 3, "measure": ["total"]}}}
+    ratios = compare.measure(parse("c", table), peer=True, site=SITE)["ratios"]
+    assert ratios["load.at_once vllm after/before"] == 1.0 and not any("preemptions" in r for r in ratios)
+
+
 def test_an_arm_that_fails_does_not_cost_the_others(log, rated, monkeypatch):
     lives = still(monkeypatch)
     seconds = compare.Worker.seconds

@@ -86,6 +86,14 @@ def test_loads_of_one_trace_share_a_life_and_a_capacity(data):
         check(so_far)
 
 
+def test_a_load_that_the_peers_first_life_did_not_reach(data):
+    table = {"shape": "small", "peer": {"name": "vllm", "repeats": [1, 1]}, "traces": {n: LOAD for n in ("one", "two")}}
+    case, whole = parse("c", table), replay.Measured({f"{n}.output_tok_s": [8.0] for n in ("one", "two")})
+    parts = {"before": {"vllm": replay.Measured({"one.output_tok_s": [4.0]})}, "own": {"kvasir": whole}, "after": {"vllm": whole}}
+    ratios = replay._result(case, case.traces, parts)["ratios"]
+    assert ratios == {"one.output_tok_s kvasir/vllm": 1.333, "two.output_tok_s kvasir/vllm": 1.0, "one.output_tok_s vllm after/before": 2.0}
+
+
 def test_a_load_may_have_fewer_windows_than_the_case_repeats(data):
     traces = {"twice": LOAD, "once": LOAD | {"windows": 1}}
     found = replay.measure(parse("c", {"shape": "small", "repeats": 2, "settings": {"num_threads": 1, "device": "cpu"}, "traces": traces}), data)

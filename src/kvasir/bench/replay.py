@@ -187,7 +187,7 @@ def _result(case: Case, loads: dict[str, Load], measured: dict[str, dict[str, Me
         pairs += [(name, peer) for name in case.arms]
         if len(parts) == 2:
             for key, values in parts[1].values.items():
-                before = statistics.median(parts[0].values[key])
+                before = statistics.median(parts[0].values.get(key, [0]))  # a life that failed midway lacks some
                 if before and ".client_" not in key:
                     drift[f"{key} {peer} after/before"] = round(statistics.median(values) / before, 3)
     ratios = ratios_of(entries, pairs)
