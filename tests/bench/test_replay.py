@@ -7,7 +7,7 @@ import pytest
 from kvasir.bench import replay
 from kvasir.bench.case import parse
 from kvasir.bench.load import METRICS, Load
-from kvasir.bench.result import judged
+from kvasir.bench.result import judged, verdict
 from kvasir.bench.workloads import SHAPES
 from kvasir.errors import ConfigError
 from tests.bench.helpers import SITE, SMALL, log_of
@@ -140,6 +140,13 @@ def test_nothing_succeeds(fake, data):  # noqa: F811
 def test_no_worse_is_what_rounds_to_one(kept, met):
     bounds = Load.of("t", LOAD).bounds()
     assert judged(bounds, {"t.output_tok_s kvasir/vllm": kept}, "kvasir/vllm")["t.output_tok_s kvasir/vllm"]["met"] is met
+
+
+@pytest.mark.parametrize("ratio, met", [(0.8, False), (1.0, True), (1.2, False)])
+def test_a_target_with_two_ends(ratio, met):
+    bounds = Load.of("t", LOAD | {"targets": {"at_least": {"requests_s": 0.9}, "at_most": {"requests_s": 1.1}}}).bounds()
+    (found,) = judged(bounds, {"t.requests_s kvasir/vllm": ratio}, "kvasir/vllm").values()
+    assert found["met"] is met and verdict(found).endswith(": at least 0.9 and at most 1.1")
 
 
 def test_refusals(data):

@@ -69,4 +69,5 @@ class Load:
         return [Call(at, traces.prompt_ids(r, i, self.scale), r.output) for i, (at, r) in enumerate(zip(due, trace))]
 
     def bounds(self) -> dict[str, dict[str, float]]:
-        return {f"{self.name}.{metric}": {kind: ratio} for kind, metrics in self.targets.items() for metric, ratio in metrics.items()}
+        metrics = dict.fromkeys(metric for bounds in self.targets.values() for metric in bounds)
+        return {f"{self.name}.{metric}": {kind: bounds[metric] for kind, bounds in self.targets.items() if metric in bounds} for metric in metrics}
