@@ -134,7 +134,7 @@ def _limits(case: Case, spec: ModelSpec, workloads: list[Workload], rates: dict[
     for name, settings in case.arms.items():
         if (codec := settings.get("kv_codec", "plain")) != "plain":
             found = roofline.limits(spec, batches, rates, kv_share=roofline.kv_share(spec, codec, int(rates["dtype_bytes"])))
-            limits |= {f"{metric} {name}": value for metric, value in found.items()}
+            limits |= {f"{metric} {name}": found.get(metric) for metric in plain}  # none, where a CPU's caches hold its step alone
     return limits | {f"{metric} {name}": None for name in (case.peer.variants if case.peer else ()) for metric in plain}
 
 
