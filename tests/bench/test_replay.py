@@ -7,6 +7,7 @@ import pytest
 from kvasir.bench import replay
 from kvasir.bench.case import parse
 from kvasir.bench.load import METRICS, Load
+from kvasir.bench.merge import merge
 from kvasir.bench.result import judged, verdict
 from kvasir.bench.workloads import SHAPES
 from kvasir.errors import ConfigError
@@ -140,6 +141,15 @@ def test_nothing_succeeds(fake, data):  # noqa: F811
 def test_no_worse_is_what_rounds_to_one(kept, met):
     bounds = Load.of("t", LOAD).bounds()
     assert judged(bounds, {"t.output_tok_s kvasir/vllm": kept}, "kvasir/vllm")["t.output_tok_s kvasir/vllm"]["met"] is met
+
+
+def test_what_a_target_speaks_of_is_shown_and_merged(data):
+    load = LOAD | {"targets": {"at_most": {"ttft_ms_p90": 1.5}}}
+    case = parse("c", {"shape": "small", "peer": {"name": "vllm", "repeats": [1, 0]}, "traces": {"t": load}})
+    parts = {part: {name: replay.Measured({"t.ttft_ms_p90": [value], "t.e2e_ms_p50": [value]})}
+             for part, name, value in (("before", "vllm", 4.0), ("own", "kvasir", 8.0))}
+    found = replay._result(case, case.traces, parts)
+    assert found["ratios"] == {"t.ttft_ms_p90 kvasir/vllm": 2.0} and merge([found, found])["targets"] == found["targets"] != {}
 
 
 @pytest.mark.parametrize("ratio, met", [(0.8, False), (1.0, True), (1.2, False)])
