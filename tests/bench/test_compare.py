@@ -306,6 +306,9 @@ def test_there_are_stored_cases():
     ({"workloads": {}, "traces": {"t": {"file": "f", "rate": 1.0, "targets": {"at_most": {"ttft_p50": 1.0}}}}}, "'ttft_p50'.*'ttft_ms_p50'"),
     ({"workloads": {}, "traces": {"t": {"rate": 1.0}}}, "names no file"), ({"workloads": {}, "traces": {"t": {"file": "f"}}}, "need a rate"),
     ({"workloads": {}, "traces": {"t": {"file": "f", "rate": 1.0, "arrivals": "bursty"}}}, "neither poisson nor recorded"),
+    ({"workloads": {}, "traces": {"t": {"file": "f", "rate": -1.0}}}, "rate=-1.0: expected a number above 0"),
+    ({"workloads": {}, "traces": {"t": {"file": "f", "rate": 1.0, "clip": 0}}}, "clip=0: expected"),
+    ({"workloads": {}, "traces": {"t": {"file": "f", "rate": 1.0, "share": 0.5}}}, "give one of them"),
 ])
 def test_bad_cases(change, message):
     with pytest.raises(ConfigError, match=message):

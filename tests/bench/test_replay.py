@@ -160,7 +160,7 @@ def test_a_target_with_two_ends(ratio, met):
 
 
 def test_refusals(data):
-    load = Load.of("t", LOAD | {"share": 0.5})
+    load = Load.of("t", LOAD | {"share": 0.5, "rate": None})
     with pytest.raises(ConfigError, match="give a rate instead"):
         replay.run_url(load, "http://127.0.0.1:1", data=data, repeats=1, api_key=None, output=None, commit=None)
     options = dict(model="", shape=None, data=data, repeats=1, output=None, commit=None)

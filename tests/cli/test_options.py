@@ -126,6 +126,7 @@ def test_vllm_spellings(settings, ours, vllms):
     (["serve", "--config", "/no/such.toml"], "cannot read the settings file"),
     (["bench", "serve", "-n", "0"], "num-requests"),
     (["bench", "offline", "--repeats", "0"], "repeats"),
+    (["bench", "trace", "f.csv", "--rate", "1", "--url", "http://127.0.0.1:1", "--max-num-seqs", "8"], "max_num_seqs is of a server that is started"),
     (["show", "--memory", "-1"], "memory"),
 ], ids=lambda a: " ".join(map(str, a)) if isinstance(a, list) else "")
 def test_mistakes_are_answered_with_the_fix(kvasir, args, message):

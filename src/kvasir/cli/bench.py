@@ -112,6 +112,9 @@ def trace(file: Annotated[Path, typer.Argument(metavar="FILE", help="Azure's csv
              "clip": clip, "scale": scale}
     load = replay.Load.of(file.name.split(".")[0], table)
     if url:
+        given = {"peer": peer, "shape": shape, "model": model}
+        if told := [*(name for name in given if given[name]), *_changed(options)]:
+            raise ConfigError(f"{told[0]} is of a server that is started here, and --url names one that runs")
         replay.run_url(load, url, data=file.parent, repeats=repeats, api_key=api_key, output=output, commit=commit)
         return
     replay.run_load(load, _changed(options), model=model, shape=shape, peer=peer, site=site, data=file.parent, repeats=repeats, capacity=capacity,
