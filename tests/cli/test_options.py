@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from kvasir.api.vllm_flags import ONLY_AT, SATISFIED, UNSERVED
+from kvasir.cli.bench import _given
 from kvasir.cli.options import build_settings
 from kvasir.config import EngineConfig, Settings
 from kvasir.errors import ConfigError
@@ -133,6 +134,14 @@ def test_mistakes_are_answered_with_the_fix(kvasir, args, message):
     done = kvasir(*args)
     assert done.code == 2 and done.out == ""
     assert message in done.err
+
+
+def test_benchmarks_know_what_is_given_and_which_model(tmp_path):
+    """Also what is our default: a peer that is told nothing has its own. The file's model is no flag of a server."""
+    (file := tmp_path / "s.toml").write_text('model = "nano"\nmax_model_len = 128\n[scheduler]\nmax_num_seqs = 256\n')
+    assert _given("", {"config": str(file), "dtype": "auto", "kv_codec": None}) == (
+        "nano", {"max_model_len": 128, "max_num_seqs": 256, "dtype": "auto"})
+    assert _given("other", {"config": str(file)})[0] == "other" and _given("", {"dtype": None}) == ("", {})
 
 
 @pytest.mark.parametrize("flag", UNSERVED)
