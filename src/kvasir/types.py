@@ -101,7 +101,7 @@ class SamplingParams:
 
         put("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
         put("stop_token_ids", tuple(self.stop_token_ids or ()))
-        put("bad_words", tuple(self.bad_words or ()))
+        put("bad_words", (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ()))
         put("logit_bias", dict(self.logit_bias or {}))
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", tuple(self.allowed_token_ids))

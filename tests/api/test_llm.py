@@ -416,7 +416,8 @@ def test_without_a_tokenizer_and_with_dummy_weights():
 
 
 def test_vllms_keywords_hold_or_are_refused_by_name():
-    holds = {"tensor_parallel_size": 1, "trust_remote_code": False, "quantization": None, "enable_lora": False, "disable_log_stats": True}
+    holds = {"tensor_parallel_size": 1, "trust_remote_code": False, "quantization": None, "enable_lora": False, "disable_log_stats": True,
+             "cpu_offload_gb": 0, "swap_space": 0.0, "hf_overrides": {}, "runner": None}
     assert settled({**holds, "max_model_len": 64}) == {"max_model_len": 64}
     for name, value, why in (("tensor_parallel_size", 2, "only 1 is"), ("trust_remote_code", True, "never run"),
                              ("quantization", "awq", "dtype bfloat16"), ("enable_chunked_prefill", False, "in chunks"),

@@ -1,6 +1,7 @@
 """The open-loop client: what it counts, whatever way the bytes are cut; failures; its own lateness; its own speed."""
 
 import asyncio
+import io
 import json
 import time
 import urllib.error
@@ -115,6 +116,12 @@ def test_no_server():
     replies, _ = asyncio.run(replay("http://127.0.0.1:1", "m", calls(2)))
     assert [r.status for r in replies] == [0, 0]
     with pytest.raises(ConfigError, match="no server"):
+        served_model("http://127.0.0.1:1")
+
+
+def test_another_server(monkeypatch):
+    monkeypatch.setattr("urllib.request.urlopen", lambda request, timeout: io.BytesIO(b"[]"))
+    with pytest.raises(ConfigError, match="no server with an OpenAI API"):
         served_model("http://127.0.0.1:1")
 
 

@@ -146,6 +146,13 @@ def test_a_load_counts_what_ran_at_once(log, rated, monkeypatch):
     assert found["limits"]["load.decode_tok_s b"] > found["limits"]["load.decode_tok_s"], "fewer bytes to read"
 
 
+def test_a_count_of_nothing_has_no_drift(log, rated, monkeypatch):
+    still(monkeypatch)
+    table = TABLE | {"workloads": {"load": {"batch": 2, "prompt": 5, "output": 3, "measure": ["total"]}}}
+    ratios = compare.measure(parse("c", table), peer=True, site=SITE)["ratios"]
+    assert ratios["load.at_once vllm after/before"] == 1.0 and not any("preemptions" in r for r in ratios)
+
+
 def test_an_arm_that_fails_does_not_cost_the_others(log, rated, monkeypatch):
     lives = still(monkeypatch)
     seconds = compare.Worker.seconds
@@ -290,12 +297,18 @@ def test_there_are_stored_cases():
     ({"targets": {"kvasir/vllm of": 1}}, "expected 'METRIC ARM/ARM'"),
     ({"cached": True, "workloads": {"w": {"batch": 1, "prompt": 8, "output": 8, "measure": ["total"]}}}, "decoding is all that is measured"),
     ({"workloads": {"w": {"batch": 1, "prompt": 8, "output": 8, "measure": ["ttft"]}}}, "has no key 'ttft'"),
+    ({"workloads": {"w": {"batch": 1, "prompt": 8, "output": 8, "measure": ["prefill"], "targets": {"decode": 1}}}}, "measured is prefill"),
+    ({"targets": {"too.decode_tok_s kvasir/vllm": 1}}, "'too.decode_tok_s' is not measured.*'two.decode_tok_s'"),
+    ({"cached": True}, "target speaks of prefill, but what is measured is decode"),
     ({"cached": True, "workloads": {}, "traces": {"t": {"file": "f", "rate": 1.0}}}, "no cached prompts"),
     ({"rounds": 2, "workloads": {}, "traces": {"t": {"file": "f", "rate": 1.0}}}, "no rounds"),
     ({"workloads": {}, "traces": {"t": {"file": "f", "rate": 1.0, "targets": {"atmost": {"ttft_ms_p50": 1.0}}}}}, "not 'atmost'"),
     ({"workloads": {}, "traces": {"t": {"file": "f", "rate": 1.0, "targets": {"at_most": {"ttft_p50": 1.0}}}}}, "'ttft_p50'.*'ttft_ms_p50'"),
     ({"workloads": {}, "traces": {"t": {"rate": 1.0}}}, "names no file"), ({"workloads": {}, "traces": {"t": {"file": "f"}}}, "need a rate"),
     ({"workloads": {}, "traces": {"t": {"file": "f", "rate": 1.0, "arrivals": "bursty"}}}, "neither poisson nor recorded"),
+    ({"workloads": {}, "traces": {"t": {"file": "f", "rate": -1.0}}}, "rate=-1.0: expected a number above 0"),
+    ({"workloads": {}, "traces": {"t": {"file": "f", "rate": 1.0, "clip": 0}}}, "clip=0: expected"),
+    ({"workloads": {}, "traces": {"t": {"file": "f", "rate": 1.0, "share": 0.5}}}, "give one of them"),
 ])
 def test_bad_cases(change, message):
     with pytest.raises(ConfigError, match=message):

@@ -33,6 +33,8 @@ def test_every_step_has_a_prompt(monkeypatch, capsys):
     assert found["arms"][0]["config"]["mixed"] == 20
     with pytest.raises(ConfigError, match="three are left free"):
         profile.run(EngineConfig.of(max_num_seqs=3), shape=None, batch=3, prompt=8, repeats=1, mixed=20, output=None, commit=None)
+    with pytest.raises(ConfigError, match="3 decodes and a prompt of 62 tokens do not fit a step of 64 rows"):
+        profile.run(EngineConfig.of(max_num_batched_tokens=64), shape=None, batch=3, prompt=8, repeats=1, mixed=62, output=None, commit=None)
 
 
 @pytest.mark.gpu

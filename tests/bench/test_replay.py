@@ -7,7 +7,8 @@ import pytest
 from kvasir.bench import replay
 from kvasir.bench.case import parse
 from kvasir.bench.load import METRICS, Load
-from kvasir.bench.result import judged
+from kvasir.bench.merge import merge
+from kvasir.bench.result import judged, verdict
 from kvasir.bench.workloads import SHAPES
 from kvasir.errors import ConfigError
 from tests.bench.helpers import SITE, SMALL, log_of
@@ -86,6 +87,14 @@ def test_loads_of_one_trace_share_a_life_and_a_capacity(data):
         check(so_far)
 
 
+def test_a_load_that_the_peers_first_life_did_not_reach(data):
+    table = {"shape": "small", "peer": {"name": "vllm", "repeats": [1, 1]}, "traces": {n: LOAD for n in ("one", "two")}}
+    case, whole = parse("c", table), replay.Measured({f"{n}.output_tok_s": [8.0] for n in ("one", "two")})
+    parts = {"before": {"vllm": replay.Measured({"one.output_tok_s": [4.0]})}, "own": {"kvasir": whole}, "after": {"vllm": whole}}
+    ratios = replay._result(case, case.traces, parts)["ratios"]
+    assert ratios == {"one.output_tok_s kvasir/vllm": 1.333, "two.output_tok_s kvasir/vllm": 1.0, "one.output_tok_s vllm after/before": 2.0}
+
+
 def test_a_load_may_have_fewer_windows_than_the_case_repeats(data):
     traces = {"twice": LOAD, "once": LOAD | {"windows": 1}}
     found = replay.measure(parse("c", {"shape": "small", "repeats": 2, "settings": {"num_threads": 1, "device": "cpu"}, "traces": traces}), data)
@@ -134,8 +143,24 @@ def test_no_worse_is_what_rounds_to_one(kept, met):
     assert judged(bounds, {"t.output_tok_s kvasir/vllm": kept}, "kvasir/vllm")["t.output_tok_s kvasir/vllm"]["met"] is met
 
 
+def test_what_a_target_speaks_of_is_shown_and_merged(data):
+    load = LOAD | {"targets": {"at_most": {"ttft_ms_p90": 1.5}}}
+    case = parse("c", {"shape": "small", "peer": {"name": "vllm", "repeats": [1, 0]}, "traces": {"t": load}})
+    parts = {part: {name: replay.Measured({"t.ttft_ms_p90": [value], "t.e2e_ms_p50": [value]})}
+             for part, name, value in (("before", "vllm", 4.0), ("own", "kvasir", 8.0))}
+    found = replay._result(case, case.traces, parts)
+    assert found["ratios"] == {"t.ttft_ms_p90 kvasir/vllm": 2.0} and merge([found, found])["targets"] == found["targets"] != {}
+
+
+@pytest.mark.parametrize("ratio, met", [(0.8, False), (1.0, True), (1.2, False)])
+def test_a_target_with_two_ends(ratio, met):
+    bounds = Load.of("t", LOAD | {"targets": {"at_least": {"requests_s": 0.9}, "at_most": {"requests_s": 1.1}}}).bounds()
+    (found,) = judged(bounds, {"t.requests_s kvasir/vllm": ratio}, "kvasir/vllm").values()
+    assert found["met"] is met and verdict(found).endswith(": at least 0.9 and at most 1.1")
+
+
 def test_refusals(data):
-    load = Load.of("t", LOAD | {"share": 0.5})
+    load = Load.of("t", LOAD | {"share": 0.5, "rate": None})
     with pytest.raises(ConfigError, match="give a rate instead"):
         replay.run_url(load, "http://127.0.0.1:1", data=data, repeats=1, api_key=None, output=None, commit=None)
     options = dict(model="", shape=None, data=data, repeats=1, output=None, commit=None)

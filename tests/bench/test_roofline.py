@@ -2,7 +2,9 @@
 
 import pytest
 
-from kvasir.bench import roofline
+from kvasir.bench import compare, roofline
+from kvasir.bench.case import parse
+from kvasir.bench.result import limit_of
 from kvasir.bench.workloads import SHAPES, Batch
 from kvasir.models.families import build_spec
 
@@ -32,6 +34,15 @@ def test_what_a_cpus_caches_hold_is_no_memory_limit(tmp_path, caplog):
     with caplog.at_level("INFO", "kvasir"):
         found = roofline.limits(spec, batch, RATES | {"cache_bytes": 2 * read})
     assert list(found) == ["one.prefill_tok_s"] and "fits the CPU's caches" in caplog.text
+
+
+def test_a_codec_whose_step_caches_hold_has_no_limit_not_that_of_others():
+    case = parse("c", {"shape": "qwen3-0.6b", "arms": {"plain": {}, "few_bits": {"kv_codec": "int4"}},
+                       "workloads": {"w": {"batch": 8, "prompt": 8192, "output": 2}}})
+    spec = build_spec(SHAPES["qwen3-0.6b"])
+    step = 8 * RATES["copy_bytes_s"] / compare._limits(case, spec, [*case.workloads], RATES)["w.decode_tok_s"]
+    found = compare._limits(case, spec, [*case.workloads], RATES | {"cache_bytes": 0.9 * step})
+    assert found["w.decode_tok_s"] and limit_of(found, "w.decode_tok_s", "few_bits") is None and found["w.prefill_tok_s few_bits"]
 
 
 def test_a_mixture_reads_the_experts_that_are_hit():

@@ -17,7 +17,7 @@ from tests.bench.test_result import check
 
 
 def test_options_become_flags_again():
-    options = {"max_num_seqs": 4, "device": None, "fit": True, "enable_prefix_caching": False, "kv_codec": "plain"}
+    options = {"max_num_seqs": 4, "device": None, "fit": True, "poison": False, "enable_prefix_caching": False, "kv_codec": "plain"}
     assert flags_of(options) == ["--max-num-seqs", "4", "--fit", "--no-enable-prefix-caching", "--kv-codec", "plain"]
 
 

@@ -35,13 +35,19 @@ def test_mooncake(tmp_path):
 
 
 @pytest.mark.parametrize("text, message", [
-    ("a,b\n1,2\n", "neither"), ("{1}", "neither"), ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "no request")])
+    ("a,b\n1,2\n", "neither"), ("{1}", "neither"),
+    ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,37", "neither"), ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "no request")])
 def test_other_files(tmp_path, text, message):
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read(tmp_path / "t.csv")
     with pytest.raises(ConfigError, match="cannot read the trace"):
         read(tmp_path / "no.csv")
+    whole = gzip.compress(AZURE.encode())
+    for damaged in (whole[:-20], whole[:30] + bytes(8) + whole[38:]):
+        (tmp_path / "t.csv.gz").write_bytes(damaged)
+        with pytest.raises(ConfigError, match="cannot read the trace"):
+            read(tmp_path / "t.csv.gz")
 
 
 def test_prompts_share_the_recorded_prefix(tmp_path):

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from kvasir.api.vllm_flags import ONLY_AT, SATISFIED, UNSERVED
+from kvasir.cli.bench import _given
 from kvasir.cli.options import build_settings
 from kvasir.config import EngineConfig, Settings
 from kvasir.errors import ConfigError
@@ -126,12 +127,21 @@ def test_vllm_spellings(settings, ours, vllms):
     (["serve", "--config", "/no/such.toml"], "cannot read the settings file"),
     (["bench", "serve", "-n", "0"], "num-requests"),
     (["bench", "offline", "--repeats", "0"], "repeats"),
+    (["bench", "trace", "f.csv", "--rate", "1", "--url", "http://127.0.0.1:1", "--max-num-seqs", "8"], "max_num_seqs is of a server that is started"),
     (["show", "--memory", "-1"], "memory"),
 ], ids=lambda a: " ".join(map(str, a)) if isinstance(a, list) else "")
 def test_mistakes_are_answered_with_the_fix(kvasir, args, message):
     done = kvasir(*args)
     assert done.code == 2 and done.out == ""
     assert message in done.err
+
+
+def test_benchmarks_know_what_is_given_and_which_model(tmp_path):
+    """Also what is our default: a peer that is told nothing has its own. The file's model is no flag of a server."""
+    (file := tmp_path / "s.toml").write_text('model = "nano"\nmax_model_len = 128\n[scheduler]\nmax_num_seqs = 256\n')
+    assert _given("", {"config": str(file), "dtype": "auto", "kv_codec": None}) == (
+        "nano", {"max_model_len": 128, "max_num_seqs": 256, "dtype": "auto"})
+    assert _given("other", {"config": str(file)})[0] == "other" and _given("", {"dtype": None}) == ("", {})
 
 
 @pytest.mark.parametrize("flag", UNSERVED)

@@ -164,7 +164,7 @@ def test_everything_else_is_carried_over():
 
 
 def test_bad_words_with_and_without_a_leading_space():
-    assert go(bad_words=["ab"]).bad_words == [encode("ab"), encode(" ab")]
+    assert go(bad_words=["ab"]).bad_words == go(bad_words="ab").bad_words == [encode("ab"), encode(" ab")]
     assert go(bad_words=[" ab", "ab"]).bad_words == [encode("ab"), encode(" ab")]
     assert go(bad_words=["x"], encode=lambda text: [7]).bad_words == [[7]]
     assert go(bad_words=["x"], encode=lambda text: []).bad_words == []

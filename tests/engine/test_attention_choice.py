@@ -74,6 +74,8 @@ def test_nothing_is_timed_without_a_choice(offered, monkeypatch):
     assert chosen(exact=True).backend is other
     offered()
     assert chosen().backend.name == "torch"
+    offered(Fake("minutes", rank=9, only_named="it compiles"))
+    assert chosen().backend.name == "torch", "the other was not named"
 
 
 def test_the_rule():

@@ -9,6 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvasir.engine import build
+from kvasir.engine.attention_choice import choose_backend
 from kvasir.kv.pool import KVPool
 from tests.speculation.helpers import Hostile, WithGuests, driver, install, plain, requests
 
@@ -81,6 +83,14 @@ def test_committed_slots_are_those_of_a_prefill(name, codec):
 def test_slots_that_stay_where_they_were_are_seen(monkeypatch):
     monkeypatch.setattr(KVPool, "move_slots", lambda self, group, sources, targets: None)
     assert differences("hostile", "plain")
+
+
+def test_a_draft_model_has_its_own_choice_of_attention(monkeypatch):
+    """What serves the target, or was chosen by the clock for it before a restart, may not serve the other."""
+    asked = []
+    monkeypatch.setattr(build, "choose_backend", lambda name, *at: asked.append(name) or choose_backend(name, *at))
+    driver("draft_model:model=nano", attention_backend="torch").close()
+    assert asked == ["auto", "torch"]
 
 
 def test_a_draft_models_own_slots_are_those_of_a_prefill():

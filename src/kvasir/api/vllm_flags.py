@@ -92,9 +92,9 @@ def settled(options: Mapping[str, Any]) -> dict[str, Any]:
         plain = "--" + name.replace("_", "-")
         flag = plain.replace("--", "--no-", 1) if value is False else plain
         only = next((served for flags, served in ONLY_AT.items() if flag in flags), ())
-        if only and str(value) not in only:
+        if only and value is not None and str(value) not in only:
             raise ConfigError(f"{name}={value!r} is not served yet; only {' or '.join(only)} is.")
-        if flag in UNSERVED and value is not None:
+        if flag in UNSERVED and (value or flag != plain):  # 0 GiB of offload and no overrides ask for nothing; what is turned off may be
             raise ConfigError(f"kvasir does not serve vLLM's {name}={value!r}: {UNSERVED[flag]}.")
         if only or flag in SATISFIED or plain in UNSERVED:  # what is unserved was not asked for
             del left[name]

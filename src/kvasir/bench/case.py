@@ -129,13 +129,20 @@ def parse(name: str, table: dict[str, Any]) -> Case:
         raise ConfigError(f"workload {odd[0]}: in a case with cached prompts decoding is all that is measured")
     if table.get("on_disk") and not shape:
         raise ConfigError("on_disk is for a shape, whose weights are made up: a model has its own")
+    rates: list[str] = []
     for w in workloads:
         if w.text != "random" and (cached or peer and peer.name != "vllm" or w.text != "repeated" and shape):
             raise ConfigError(f"workload {w.batch.name}: text = {w.text!r} needs prompts that are not cached, no other peer than vllm"
                               + (", and a model of the lab" if w.text != "repeated" else ""))
+        measured = w.kinds if w.text == "random" and not cached else ("decode",)
+        if odd := [kind for kind in w.targets if kind not in measured]:
+            raise ConfigError(f"workload {w.batch.name}: a target speaks of {odd[0]}, but what is measured is {' and '.join(measured)}")
+        rates += [f"{w.batch.name}.{kind}_tok_s" for kind in measured]
     for metric in targets:
         if not set(metric.rpartition(" ")[2].split("/")) <= {*arms, *others} or metric.count("/") != 1:
             raise ConfigError(f"target {metric!r}: expected 'METRIC ARM/ARM' with arms of the case: {', '.join([*arms, *others])}")
+        if (rate := metric.rpartition(" ")[0]).endswith("_tok_s") and rate not in rates:  # it would be met by never being judged
+            raise ConfigError(f"target {metric!r}: '{rate}' is not measured.{nearest(rate, rates)}")
     return Case(name, table.get("title", name), shape, model, table.get("repeats", 5), arms, workloads, traces, peer, table.get("rounds", 1), cached,
                 table.get("on_disk", False), {metric: float(ratio) for metric, ratio in targets.items()})
 

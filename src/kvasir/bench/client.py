@@ -181,7 +181,7 @@ def served_model(url: str, api_key: str | None = None) -> str:
     except urllib.error.HTTPError as e:
         hint = "; it wants a key: set KVASIR_API_KEY" if e.code in (401, 403) else ""
         raise ConfigError(f"the server at {url} answers {e.code} to GET /v1/models{hint}") from e
-    except (urllib.error.URLError, ValueError, LookupError, OSError) as e:
+    except (urllib.error.URLError, ValueError, LookupError, TypeError, OSError) as e:
         raise ConfigError(f"no server with an OpenAI API answers at {url}: {e}") from e
 
 

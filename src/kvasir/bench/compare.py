@@ -134,7 +134,7 @@ def _limits(case: Case, spec: ModelSpec, workloads: list[Workload], rates: dict[
     for name, settings in case.arms.items():
         if (codec := settings.get("kv_codec", "plain")) != "plain":
             found = roofline.limits(spec, batches, rates, kv_share=roofline.kv_share(spec, codec, int(rates["dtype_bytes"])))
-            limits |= {f"{metric} {name}": value for metric, value in found.items()}
+            limits |= {f"{metric} {name}": found.get(metric) for metric in plain}  # none, where a CPU's caches hold its step alone
     return limits | {f"{metric} {name}": None for name in (case.peer.variants if case.peer else ()) for metric in plain}
 
 
@@ -185,9 +185,10 @@ def _result(case: Case, samples: dict[str, Samples], facts: Facts, limits: dict[
         entries.append(_entry(peer, {"peer": case.peer.name, **peer_options[peer]}, facts[peer], both))
         pairs += [(name, peer) for name in case.arms]
         for key, values in samples.get("after", {}).get(peer, {}).items():
-            if key not in samples["before"][peer] or isinstance(values[0], dict):
+            if isinstance(values[0], dict):
                 continue
-            extra[f"{key} {peer} after/before"] = round(statistics.median(values) / statistics.median(samples["before"][peer][key]), 3)
+            if before := statistics.median(samples["before"][peer].get(key, [0])):  # none of a load's drafts may have been accepted
+                extra[f"{key} {peer} after/before"] = round(statistics.median(values) / before, 3)
     ratios = ratios_of(entries, pairs)
     if "before" in samples:
         bounds = {f"{w.batch.name}.{kind}_tok_s": {"at_least": ratio} for w in case.workloads if w.batch.name in names

@@ -45,7 +45,12 @@ class Load:
                 raise ConfigError(f"trace {name} has no key '{key}'.{nearest(key, keys)}")
         if "file" not in table:
             raise ConfigError(f"trace {name} names no file")
+        for key in ("rate", "share", "scale", "clip", "windows"):
+            if (value := table.get(key)) is not None and (type(value) not in (int, float) or not value > 0):
+                raise ConfigError(f"trace {name}: {key}={value!r}: expected a number above 0")
         load = cls(name, **table)
+        if load.rate and load.share:
+            raise ConfigError(f"trace {name}: a rate and a share of the peer's capacity, which is a rate, too: give one of them")
         if load.arrivals not in ("poisson", "recorded"):
             raise ConfigError(f"trace {name}: arrivals '{load.arrivals}' are neither poisson nor recorded")
         if odd := [kind for kind in load.targets if kind not in NO_WORSE]:
@@ -69,4 +74,5 @@ class Load:
         return [Call(at, traces.prompt_ids(r, i, self.scale), r.output) for i, (at, r) in enumerate(zip(due, trace))]
 
     def bounds(self) -> dict[str, dict[str, float]]:
-        return {f"{self.name}.{metric}": {kind: ratio} for kind, metrics in self.targets.items() for metric, ratio in metrics.items()}
+        metrics = dict.fromkeys(metric for bounds in self.targets.values() for metric in bounds)
+        return {f"{self.name}.{metric}": {kind: bounds[metric] for kind, bounds in self.targets.items() if metric in bounds} for metric in metrics}

@@ -63,6 +63,9 @@ def measure(config: EngineConfig, batch: int, prompt: int, repeats: int, mixed: 
             raise ConfigError(f"{batch} prompts of {prompt} tokens and {steps + 8} steps do not fit: the context is {llm.info.max_model_len}, "
                               f"max_num_seqs {config.scheduler.max_num_seqs}" + " (with --mixed, three are left free)" * bool(mixed))
         engine, gpu = llm.engine, choose_device(config).type == "cuda"
+        if mixed and batch + mixed > engine.steps.full_rows:  # prompts would queue up, and decodes sit out while they fill whole steps
+            raise ConfigError(f"{batch} decodes and a prompt of {mixed} tokens do not fit a step of {engine.steps.full_rows} rows: raise "
+                              "--max-num-batched-tokens, or lower --mixed")
         # The first sequences decode while the last prompts are computed: none may end before the last step is taken.
         params = SamplingParams(temperature=0.0, max_tokens=llm.info.max_model_len - prompt, ignore_eos=True, detokenize=False)
         for i, ids in enumerate(Batch("profile", batch, prompt, 2).prompts(llm.info.tokenizer_size, random.Random(0))):

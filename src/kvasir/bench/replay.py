@@ -187,7 +187,7 @@ def _result(case: Case, loads: dict[str, Load], measured: dict[str, dict[str, Me
         pairs += [(name, peer) for name in case.arms]
         if len(parts) == 2:
             for key, values in parts[1].values.items():
-                before = statistics.median(parts[0].values[key])
+                before = statistics.median(parts[0].values.get(key, [0]))  # a life that failed midway lacks some
                 if before and ".client_" not in key:
                     drift[f"{key} {peer} after/before"] = round(statistics.median(values) / before, 3)
     ratios = ratios_of(entries, pairs)
@@ -195,7 +195,7 @@ def _result(case: Case, loads: dict[str, Load], measured: dict[str, dict[str, Me
         bounds = {metric: bound for load in loads.values() for metric, bound in load.bounds().items()}
         targets = judged(bounds, ratios, f"{case.first}/{case.peer.name}")
     shown = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99", "tpot_ms_p50", "output_tok_s", "cached_tokens", "capacity_requests_s")
-    kept = {k: v for k, v in (ratios | drift).items() if k.split(" ")[0].rsplit(".", 1)[-1] in shown}
+    kept = {k: v for k, v in (ratios | drift).items() if k in targets or k.split(" ")[0].rsplit(".", 1)[-1] in shown}
     return result(case.name, entries, ratios=kept, limits={}, targets=targets)
 
 

@@ -151,8 +151,8 @@ def limit_of(limits: dict[str, Any], metric: str, arm: str) -> Any:
 
 
 def verdict(target: dict[str, Any]) -> str:
-    bound = f"at least {target['at_least']:g}" if "at_least" in target else f"at most {target['at_most']:g}"
-    return f"{'met' if target['met'] else 'MISSED'}: {bound}"
+    bounds = [f"{kind.replace('_', ' ')} {target[kind]:g}" for kind in ("at_least", "at_most") if kind in target]
+    return f"{'met' if target['met'] else 'MISSED'}: {' and '.join(bounds)}"
 
 
 def as_json(value: Any) -> str:

@@ -14,10 +14,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from kvasir.bench.worker import environment
+from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 
 LIMIT = 900.0  # seconds a start may take
@@ -25,6 +26,7 @@ END_SECONDS = 60.0
 STDERR = 2  # where a server's words go: stdout belongs to the result
 SHARED = ("max_model_len", "max_num_seqs", "dtype", "gpu_memory_utilization", "max_num_batched_tokens",
           "enable_prefix_caching")  # settings of ours that vLLM has by the same name
+OFF = {f.name for section in fields(EngineConfig) for f in fields(section.default_factory) if f.default is False}  # they have no --no-
 LIVE, READY = "/health/live", "/health/ready"
 
 
@@ -67,7 +69,7 @@ def flags_of(options: dict[str, Any]) -> list[str]:
     """Settings as command-line flags; vLLM and we spell them alike."""
     flags: list[str] = []
     for name, value in options.items():
-        if value is None:
+        if value is None or (value is False and name in OFF):
             continue
         flag = f"--{name.replace('_', '-')}"
         flags += ([flag] if value else [f"--no-{flag[2:]}"]) if isinstance(value, bool) else [flag, str(value)]

@@ -13,6 +13,7 @@ import gzip
 import io
 import json
 import random
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,9 +41,9 @@ def read(path: Path) -> list[Recorded]:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         text = data.decode()
         found = _mooncake(text) if text.lstrip().startswith("{") else _azure(text)
-    except OSError as e:
-        raise ConfigError(f"cannot read the trace {path}: {e.strerror or e}") from e
-    except (ValueError, KeyError) as e:
+    except (OSError, EOFError, zlib.error) as e:  # a copy that was cut off, or is damaged
+        raise ConfigError(f"cannot read the trace {path}: {getattr(e, 'strerror', None) or e}") from e
+    except (ValueError, KeyError, TypeError) as e:
         raise ConfigError(f"{path} is neither a trace of Azure's (csv) nor of Mooncake's (JSON lines): {e!r}") from e
     found = sorted((r for r in found if r.prompt > 0 and r.output > 0), key=lambda r: r.at)
     if not found:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvasir.cli.options import Command, build_settings, check_output, with_settings
-from kvasir.config import EngineConfig
+from kvasir.config import EngineConfig, read_toml
 from kvasir.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
@@ -34,11 +35,15 @@ def ended_in_order() -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
-def _changed(options: dict[str, Any]) -> dict[str, Any]:
-    """The settings that differ from the defaults, from the command line or its TOML file, checked."""
+def _given(model: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The model, and the settings that the command line or its TOML file gives, checked. Also those at our defaults: a peer's may be others."""
     from kvasir.bench.offline import described
 
-    return described(build_settings(options, EngineConfig), None)
+    config = build_settings({"model": model, **options}, EngineConfig)
+    named = {k for k, v in options.items() if v is not None} | set(read_toml(options["config"]) if options.get("config") else ())
+    settings = described(config, None) | {k: v for section in asdict(config).values() for k, v in section.items() if k in named}
+    settings.pop("model", None)
+    return config.model.model, settings
 
 
 @app.command("run", cls=Command)
@@ -111,10 +116,14 @@ def trace(file: Annotated[Path, typer.Argument(metavar="FILE", help="Azure's csv
     table = {"file": str(file.name), "rate": rate, "share": share, "arrivals": arrivals, "num_requests": num_requests, "seconds": seconds,
              "clip": clip, "scale": scale}
     load = replay.Load.of(file.name.split(".")[0], table)
+    model, settings = _given(model, options)
     if url:
+        given = {"peer": peer, "shape": shape, "model": model}
+        if told := [*(name for name in given if given[name]), *settings]:
+            raise ConfigError(f"{told[0]} is of a server that is started here, and --url names one that runs")
         replay.run_url(load, url, data=file.parent, repeats=repeats, api_key=api_key, output=output, commit=commit)
         return
-    replay.run_load(load, _changed(options), model=model, shape=shape, peer=peer, site=site, data=file.parent, repeats=repeats, capacity=capacity,
+    replay.run_load(load, settings, model=model, shape=shape, peer=peer, site=site, data=file.parent, repeats=repeats, capacity=capacity,
                     output=output, commit=commit)
 
 
@@ -128,8 +137,8 @@ def startup(model: Model = "", shape: Shape = None,
     from kvasir.bench import startup as command
 
     check_output(output, make=True)
-    command.run(build_settings({"model": model, **options}, EngineConfig), options, shape=shape, repeats=repeats, output=output,
-                on_disk=on_disk, peer=peer, site=site, commit=commit)
+    command.run(build_settings({"model": model, **options}, EngineConfig), _given(model, options)[1], shape=shape, repeats=repeats,
+                output=output, on_disk=on_disk, peer=peer, site=site, commit=commit)
 
 
 @app.command("ladder", cls=Command)
@@ -140,7 +149,8 @@ def ladder(model: Model = "", shape: Shape = None, workload: Workloads = None, r
     from kvasir.bench import ladder as command
 
     check_output(output, make=True)
-    command.run(_changed(options), model=model, shape=shape, workloads=workload, repeats=repeats, output=output, commit=commit)
+    model, settings = _given(model, options)
+    command.run(settings, model=model, shape=shape, workloads=workload, repeats=repeats, output=output, commit=commit)
 
 
 @app.command("profile", cls=Command)

@@ -52,8 +52,9 @@ def _automatic(site: Site, codec: Codec) -> Choice:
     able = [b for b in found if not b.why_not(site)]
     if not able:
         raise ConfigError("no attention backend can serve this model here: " + "; ".join(f"{b.name}: {', '.join(b.why_not(site))}" for b in found))
-    ready = [b for b in able if b.rank and not b.why_only_named()]
-    first = max(ready or able, key=lambda b: b.rank)
+    willing = [b for b in able if not b.why_only_named()] or able  # better one that was not named than none
+    ready = [b for b in willing if b.rank]
+    first = max(ready or willing, key=lambda b: b.rank)
     if not ready:
         if site.device == "cuda" and len(able) < len(found):
             nearest = min((b for b in found if b not in able), key=lambda b: len(b.why_not(site)))

@@ -52,8 +52,10 @@ class EngineHost:
             raise ConfigError("max_accept keeps the distribution of tokens and not the tokens, which --batch-invariant promises. "
                               "Leave out one of the two; without max_accept, drafts change no token.")
         longest, wanted = build_spec(checkpoint.read_config(checkpoint.resolve(model))).max_position, config.model.max_model_len
+        # Whoever reads the target's pages need not know this model's shapes; a restarted process names what the clock chose for the target.
         own = config.replace(model=model, max_model_len=wanted and min(wanted, longest), revision=None, served_model_name=None, tokenizer=None,
-                             kv_codec="plain", page_slots=None, drafter="", fit=True, batch_invariant=False, num_pages=pages_for(kv_tokens, 16))
+                             kv_codec="plain", page_slots=None, attention_backend="auto", drafter="", fit=True, batch_invariant=False,
+                             num_pages=pages_for(kv_tokens, 16))
         self._models.append(SecondModel(build(own)))
         return self._models[-1]
 
