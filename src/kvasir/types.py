@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -99,12 +99,15 @@ class SamplingParams:
         def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        put("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        put("stop_token_ids", tuple(self.stop_token_ids or ()))
-        put("bad_words", (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ()))
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, Iterable)):
+                raise TypeError(f"{name} is {value!r}, expected a list")
+            if value is not None or name != "allowed_token_ids":
+                put(name, (value,) if isinstance(value, str) and value else tuple(value or ()))
+        if not isinstance(self.logit_bias or {}, Mapping):
+            raise TypeError(f"logit_bias is {self.logit_bias!r}, expected token ids with their biases")
         put("logit_bias", dict(self.logit_bias or {}))
-        if self.allowed_token_ids is not None:
-            put("allowed_token_ids", tuple(self.allowed_token_ids))
 
 
 @dataclass(slots=True, kw_only=True)

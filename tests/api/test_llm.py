@@ -421,9 +421,15 @@ def test_vllms_keywords_hold_or_are_refused_by_name():
     assert settled({**holds, "max_model_len": 64}) == {"max_model_len": 64}
     for name, value, why in (("tensor_parallel_size", 2, "only 1 is"), ("trust_remote_code", True, "never run"),
                              ("quantization", "awq", "dtype bfloat16"), ("enable_chunked_prefill", False, "in chunks"),
-                             ("speculative_config", {"method": "ngram"}, "--drafter")):
+                             ("disable_log_stats", False, "/metrics"), ("speculative_config", {"method": "ngram"}, "--drafter")):
         with pytest.raises(ConfigError, match=f"{name}=.*{why}"):
             LLM(**OPTIONS, **{name: value})
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias"])
+def test_a_number_for_a_list_is_refused_by_name(name):
+    with pytest.raises(TypeError, match=f"{name} is 5, expected"):
+        SamplingParams(**{name: 5})
 
 
 @pytest.mark.parametrize("options, said", [({"max_num_sequences": 3}, "max_num_seqs"), ({"model": "/no/such/folder"}, "/no/such/folder"),

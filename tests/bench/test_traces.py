@@ -7,6 +7,7 @@ import statistics
 import pytest
 
 from kvasir.bench import traces
+from kvasir.bench.load import Load
 from kvasir.bench.traces import BLOCK, Recorded, prompt_ids, read, scaled, schedule
 from kvasir.errors import ConfigError
 
@@ -86,6 +87,13 @@ def test_a_window_has_enough_requests_and_is_long_enough():
     assert len(schedule(EVEN, arrivals="recorded", rate=None, num_requests=10, seconds=20.0)) == 41
     assert len(schedule(EVEN, arrivals="recorded", rate=None, num_requests=100, seconds=20.0)) == 100
     assert len(schedule(EVEN, arrivals="poisson", rate=10.0, num_requests=9999, seconds=1.0)) == 1000, "no more than there are"
+
+
+def test_a_trace_that_runs_out_says_so(caplog):
+    load = Load("even", "even.csv", rate=10.0, num_requests=10, seconds=20.0)
+    assert len(load.calls(EVEN, 10.0)) < len(EVEN) and not caplog.records
+    load.calls(EVEN[:50], 10.0)
+    assert "all of its 50 requests make a window of" in caplog.text
 
 
 @pytest.mark.parametrize("arrivals", ["poisson", "recorded"])

@@ -81,6 +81,7 @@ UNSERVED = {
     "--chat-template-content-format": "it is found by looking at the chat template", "--tool-parser-plugin": "use --tool-call-parser",
     "--enable-reasoning": "use --reasoning-parser", "--max-logprobs": "the limit is fixed", "--otlp-traces-endpoint": "see /metrics",
     "--enable-sleep-mode": "stop the server and start it again", "--enable-log-requests": "use --log-requests",
+    "--no-disable-log-stats": "steps are not logged; `kvasir serve` counts them in /metrics",
     "--max-log-len": "the text of requests is never logged",
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 from kvasir.bench import traces
 from kvasir.bench.client import Call
 from kvasir.errors import ConfigError, nearest
+from kvasir.logs import log
 
 # Below its capacity every server puts out what comes in, the same requests on both sides, so throughput can only be lost: 1.0x is what
 # rounds to 1.00x. Throughput in the strict sense is the capacity.
@@ -71,6 +72,9 @@ class Load:
 
     def calls(self, trace: list[traces.Recorded], rate: float | None) -> list[Call]:
         due = traces.schedule(trace, arrivals=self.arrivals, rate=rate, num_requests=self.num_requests, seconds=self.seconds)
+        if len(due) == len(trace) and due[-1] and (len(due) < self.num_requests or due[-1] < self.seconds):
+            log.warning("trace %s: all of its %d requests make a window of %.0f s, where %d requests and %.0f s were asked for", self.name, len(due),
+                        due[-1], self.num_requests, self.seconds)
         return [Call(at, traces.prompt_ids(r, i, self.scale), r.output) for i, (at, r) in enumerate(zip(due, trace))]
 
     def bounds(self) -> dict[str, dict[str, float]]:
