@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvasir.decoding.grammar import _LARK_BOUND, _LARK_REGEX, _REGEX_ITEM, MAX_ENUM_VALUES, GrammarCompiler, check_regex
+from kvasir.decoding.grammar import _LARK_BOUND, _LARK_REGEX, _REGEX_ITEM, MAX_ENUM_VALUES, GrammarCompiler, check_regex, check_schema
 from kvasir.decoding.sampler import Sampler
 from kvasir.errors import ConfigError, RequestError
 from kvasir.types import Grammar
@@ -400,6 +400,9 @@ BAD = {
     "lark repeats": ("lark", "start: /(a{1000}){1000}/"),
     "lark bound": ("lark", 'start: "a"{1000000}'),
     "lark bound of many digits": ("lark", 'start: "a"{1%s}' % ("0" * 5000)),
+    "lark schema": ("lark", 'start: %json {"type": "integer", "multipleOf": 99999989}'),
+    "lark regex in a schema": ("lark", 'start: %json // of a string\n {"type": "string", "pattern": "^((((a{99}){99}){99}){99})$"}'),
+    "lark half a schema": ("lark", 'start: %json {"type": "integer", "multipleOf": 9973'),
     "lark import": ("lark", "%import /etc/passwd\nstart: passwd"),
 }
 
@@ -453,6 +456,30 @@ def test_an_end_that_is_missing_is_looked_for_once(pattern, text):
 def test_bounds_and_regexes_are_found_beside_what_is_not_closed(text, compiler):
     with pytest.raises(RequestError, match="above the limit|larger than"):
         compiler.compile(Grammar("lark", text))
+
+
+@pytest.mark.parametrize("numbers, kind", [
+    ([99999989], "properties"), ([0.1000003], "properties"), ([-1e-3, 3e5 + 1], "properties"), ([1 << 70], "properties"),
+    ([9973 + i for i in range(11)], "properties"), ([97, 89, 83], "allOf"), ([97, 89, 83], "anyOf")])
+def test_multiples_are_bounded(numbers, kind):
+    """Seconds and gigabytes, in a thread that nobody can end: 9999991 took more than a minute and 3 GB."""
+    schemas = [{"type": "number", "multipleOf": number} for number in numbers]
+    given = {f"p{i}": schema for i, schema in enumerate(schemas)} if kind == "properties" else schemas
+    with pytest.raises(RequestError, match="multipleOf.* above the limit"):
+        check_schema({kind: given})
+    check_schema({"const": {"multipleOf": float("inf")}})
+
+
+@pytest.mark.parametrize("number", [1, 0.01, 1000000, 2.5, 0, 1e300, 9973])
+def test_multiples_that_people_ask_for_pass(number):
+    check_schema({"allOf": [{"type": "number", "multipleOf": number}] * 5})
+
+
+def test_a_schema_in_a_lark_grammar_is_no_repeat(compiler, tok):
+    matcher = compiler.compile(Grammar("lark", 'start: "a" %json {"type": "integer", "minimum": 20000, "maximum": 20001} "b"{1,2}')).copy()
+    assert matcher.accept(ids("a20001bb", tok[1])) and matcher.is_accepting()
+    with pytest.raises(RequestError, match="above the limit"):
+        compiler.compile(Grammar("lark", 'start: "a" %json {"type": "integer"} "b"{1,20000}'))
 
 
 def test_property_names_may_look_like_keywords(compiler):

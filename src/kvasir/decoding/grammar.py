@@ -11,7 +11,9 @@ nothing else. No failure here raises or asserts in the step loop; ``Matcher.erro
 from __future__ import annotations
 
 import json
+import math
 import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,13 @@ MAX_SCHEMA_DEPTH = 64  # of JSON; a level of "properties" takes two, so 32 level
 MAX_ENUM_VALUES = 2000
 MAX_REPEAT = 10_000
 MAX_EXPANDED = 50_000  # atoms of a regex after its repeats are written out
+MAX_MULTIPLE = 100_000  # of "multipleOf", zeros at its end aside: so many states, some 5 us and 1 KiB each, which no fuel bounds
 # Most whitespace between two JSON tokens. Without a bound a weak model can go on with blanks for ever.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 _LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000, "max_items_in_row": 2000,
            "max_lexer_states": 200_000, "max_grammar_size": 500_000, "verbose_errors": False}
 _SHOWN_REGEX = r'invalid regex ".*" \(in regex\): '
+_COMBINING = {"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "not", "if"}  # what stands apart may hold together
 _BOUNDS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 
 
@@ -224,11 +228,26 @@ def _from_choice(text: str, param: str) -> str:
 def _from_lark(text: str, param: str) -> str:
     if not text.strip():
         raise RequestError("the grammar is empty", param=param)
-    for pattern in filter(None, re.findall(_LARK_REGEX, text)):
+    rules = _without_schemas(text, param)
+    for pattern in filter(None, re.findall(_LARK_REGEX, rules)):
         check_regex(pattern, param)
-    for bound in re.findall(r"\d+", " ".join(re.findall(_LARK_BOUND, text))):
+    for bound in re.findall(r"\d+", " ".join(re.findall(_LARK_BOUND, rules))):
         _check_bound(float(bound), param)
     return llguidance.LLMatcher.grammar_from_lark(text)
+
+
+def _without_schemas(text: str, param: str) -> str:
+    """A Lark grammar but for the schemas it embeds, which are checked as others are."""
+    rules, at = [], 0
+    for found in re.finditer(r"%json(?:\s|//[^\n]*+)*+", text):
+        if found.start() >= at:  # not in a schema
+            rules.append(text[at:found.end()])
+            try:
+                schema, at = json.JSONDecoder().raw_decode(text, found.end())
+            except (ValueError, RecursionError) as e:
+                raise RequestError(f"the grammar cannot be used: no JSON schema that can be read stands behind %json: {e}", param=param) from e
+            check_schema(schema, param)
+    return "".join([*rules, text[at:]])
 
 
 _SOURCES = {
@@ -255,7 +274,7 @@ def _parse_json(text: str, param: str) -> Any:
 
 def check_schema(schema: Any, param: str | None = None) -> None:
     """Refuse a schema above the limits, with a reference that is not local, or with a regex above the limits."""
-    enums = 0
+    enums, multiples, combined = 0, [], False
     todo = [(schema, 1)]
     while todo:
         node, depth = todo.pop()
@@ -270,7 +289,11 @@ def check_schema(schema: Any, param: str | None = None) -> None:
         if enums > MAX_ENUM_VALUES:
             raise RequestError(f"the schema has more than {MAX_ENUM_VALUES} enum values", param=param)
         _check_keywords(node, param)
+        if type(multiple := node.get("multipleOf")) in (int, float) and math.isfinite(multiple):
+            multiples.append(multiple)
+        combined = combined or not _COMBINING.isdisjoint(node)
         todo.extend((value, depth + 1) for value in node.values())
+    _check_multiples(multiples, combined, param)
 
 
 def try_schema(schema: dict[str, Any], param: str) -> None:
@@ -298,6 +321,17 @@ def _check_keywords(node: dict[str, Any], param: str | None) -> None:
     if isinstance(node.get("patternProperties"), dict):
         for pattern in node["patternProperties"]:
             check_regex(pattern, param)
+
+
+def _check_multiples(multiples: list[float], combined: bool, param: str | None) -> None:
+    """Each is a machine of as many states; of several that may hold together, their least common multiple is one."""
+    total, common = 0, 1
+    for multiple in multiples:
+        size = int("".join(map(str, Decimal(repr(abs(multiple))).normalize().as_tuple().digits)))
+        total, common = total + size, math.lcm(common, size or 1) if combined else 1
+        if max(total, common) > MAX_MULTIPLE:
+            several = " of several values" if len(multiples) > 1 else ""
+            raise RequestError(f"multipleOf{several} is above the limit of {MAX_MULTIPLE}", param=param)
 
 
 def _check_bound(bound: float, param: str | None, name: str = "a repeat") -> None:
