@@ -480,6 +480,10 @@ def test_a_schema_in_a_lark_grammar_is_no_repeat(compiler, tok):
     assert matcher.accept(ids("a20001bb", tok[1])) and matcher.is_accepting()
     with pytest.raises(RequestError, match="above the limit"):
         compiler.compile(Grammar("lark", 'start: "a" %json {"type": "integer"} "b"{1,20000}'))
+    many = "".join(f'| %json {{"type": "integer", "multipleOf": {9973 + i}}}' for i in range(11))
+    for text, why in ((many, "multipleOf.* above"), ('| %json {"x-guidance": {"whitespace_pattern": "((a{999}){999})"}}', "larger than")):
+        with pytest.raises(RequestError, match=why):
+            compiler.compile(Grammar("lark", 'start: "a"' + text))
 
 
 def test_property_names_may_look_like_keywords(compiler):

@@ -238,7 +238,7 @@ def _from_lark(text: str, param: str) -> str:
 
 def _without_schemas(text: str, param: str) -> str:
     """A Lark grammar but for the schemas it embeds, which are checked as others are."""
-    rules, at = [], 0
+    rules, at, states = [], 0, 0
     for found in re.finditer(r"%json(?:\s|//[^\n]*+)*+", text):
         if found.start() >= at:  # not in a schema
             rules.append(text[at:found.end()])
@@ -246,7 +246,11 @@ def _without_schemas(text: str, param: str) -> str:
                 schema, at = json.JSONDecoder().raw_decode(text, found.end())
             except (ValueError, RecursionError) as e:
                 raise RequestError(f"the grammar cannot be used: no JSON schema that can be read stands behind %json: {e}", param=param) from e
-            check_schema(schema, param)
+            options = schema.pop("x-guidance", None) if isinstance(schema, dict) else None  # the library's, of white space and separators
+            for pattern in options.values() if isinstance(options, dict) else ():
+                if isinstance(pattern, str) and pattern:
+                    check_regex(pattern, param)
+            states = _check_multiple(states + check_schema(schema, param), param)
     return "".join([*rules, text[at:]])
 
 
@@ -272,8 +276,9 @@ def _parse_json(text: str, param: str) -> Any:
         raise RequestError(f"not valid JSON: {e}", param=param) from e
 
 
-def check_schema(schema: Any, param: str | None = None) -> None:
-    """Refuse a schema above the limits, with a reference that is not local, or with a regex above the limits."""
+def check_schema(schema: Any, param: str | None = None) -> int:
+    """Refuse a schema above the limits, with a reference that is not local, or with a regex above the limits. Returns what its "multipleOf"
+    add up to."""
     enums, multiples, combined = 0, [], False
     todo = [(schema, 1)]
     while todo:
@@ -293,7 +298,7 @@ def check_schema(schema: Any, param: str | None = None) -> None:
             multiples.append(multiple)
         combined = combined or not _COMBINING.isdisjoint(node)
         todo.extend((value, depth + 1) for value in node.values())
-    _check_multiples(multiples, combined, param)
+    return _check_multiples(multiples, combined, param)
 
 
 def try_schema(schema: dict[str, Any], param: str) -> None:
@@ -323,15 +328,20 @@ def _check_keywords(node: dict[str, Any], param: str | None) -> None:
             check_regex(pattern, param)
 
 
-def _check_multiples(multiples: list[float], combined: bool, param: str | None) -> None:
+def _check_multiples(multiples: list[float], combined: bool, param: str | None) -> int:
     """Each is a machine of as many states; of several that may hold together, their least common multiple is one."""
     total, common = 0, 1
     for multiple in multiples:
         size = int("".join(map(str, Decimal(repr(abs(multiple))).normalize().as_tuple().digits)))
         total, common = total + size, math.lcm(common, size or 1) if combined else 1
-        if max(total, common) > MAX_MULTIPLE:
-            several = " of several values" if len(multiples) > 1 else ""
-            raise RequestError(f"multipleOf{several} is above the limit of {MAX_MULTIPLE}", param=param)
+        _check_multiple(max(total, common), param)
+    return total
+
+
+def _check_multiple(states: int, param: str | None) -> int:
+    if states > MAX_MULTIPLE:
+        raise RequestError(f"multipleOf, by itself or of several values together, is above the limit of {MAX_MULTIPLE}", param=param)
+    return states
 
 
 def _check_bound(bound: float, param: str | None, name: str = "a repeat") -> None:
