@@ -29,7 +29,7 @@ MAX_SCHEMA_DEPTH = 64  # of JSON; a level of "properties" takes two, so 32 level
 MAX_ENUM_VALUES = 2000
 MAX_REPEAT = 10_000
 MAX_EXPANDED = 50_000  # atoms of a regex after its repeats are written out
-MAX_MULTIPLE = 100_000  # of "multipleOf", zeros at its end aside: so many states, some 5 us and 1 KiB each, which no fuel bounds
+MAX_MULTIPLE = 100_000  # of "multipleOf", zeros at its end aside: so many states, which no fuel bounds: as many take a second at most
 # Most whitespace between two JSON tokens. Without a bound a weak model can go on with blanks for ever.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 _LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000, "max_items_in_row": 2000,
