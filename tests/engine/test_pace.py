@@ -118,6 +118,23 @@ def test_prompts_beside_decodes_are_bounded_without_a_target():
     assert timed.pace.beside is None, "a target says what is too long"
 
 
+def test_what_the_cache_has_and_what_is_set_aside_does_not_wait():
+    """Nine prompts that differ in their last page: 500 tokens each, of which 20 are to be computed."""
+    s = make(None, FEW, BESIDE)
+    s.add(sequence(500, max_tokens=4, arrival=0.1, name="first"))
+    while step(s, 0.1).get("first") != 1:
+        pass
+    asked, most = [], s.pace.most
+    s.pace.most = lambda *a: asked.append(a[-1]) or most(*a)
+    for i in range(9):
+        s.add(sequence([*range(480), *[i] * 20], max_tokens=4, arrival=0.2, name=f"p{i}"))
+    away = sequence([9] * 400, max_tokens=4, arrival=0.3, name="its grammar is being compiled")
+    s.add(away)
+    s.block(away)
+    step(s, 0.3)
+    assert asked == [9 * 20]
+
+
 @pytest.mark.parametrize(("prompt", "long", "short"), [
     (160, [160], [160]),
     (300, [300], [160, 140]),  # equal shares, in whole tiles
