@@ -122,7 +122,7 @@ class Engine:
             seq.max_output = min(request.max_tokens, self.info.max_model_len - seq.num_prompt)
             if not request.params.ignore_eos:
                 seq.stop_ids |= self._eos_ids
-            seq.parent = live.branches.get(0)
+            seq.parent = next(iter(live.branches.values()), None)  # the first that has not ended
             live.branches[branch] = seq
             self.scheduler.add(seq)
         self._counts["prompt_tokens"] += len(request.prompt_ids)
