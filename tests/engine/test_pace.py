@@ -165,6 +165,7 @@ def test_rows_beside_decodes_follow_from_the_device():
     hopper = Roofline(4.8e12, 989e12, 15e9, 2 * 7e9, 4 * 32 * 128 * 32, 2 * 8 * 128 * 2 * 32)
     assert mixed_rows(hopper) == Beside(2048, 1152)
     assert mixed_rows(replace(hopper, weight_bytes=30e9, row_flops=4 * 7e9)) == Beside(2048, 1152), "of a model twice as large, too"
+    assert mixed_rows(replace(hopper, weight_bytes=120e9, routed=((0.875, 120e9),))) == Beside(2048, 1152), "of a mixture that reads as much a row"
     assert mixed_rows(replace(hopper, flops=hopper.flops / 2)) == Beside(1024, 512)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -185,7 +186,8 @@ def _roofline(spec: ModelSpec, device: torch.device, dtype: torch.dtype, token_b
     bandwidth, flops = rates(device, dtype)
     active = cost.active_params(spec)
     pairs = sum(4 * layer.mixer.num_heads * layer.mixer.head_dim for layer in spec.layers if layer.mixer.window is None)
-    return Roofline(bandwidth, flops, active * dtype.itemsize, 2.0 * (active - spec.vocab_size * spec.hidden_size), pairs, token_bytes)
+    return Roofline(bandwidth, flops, cost.touched_params(spec, math.inf) * dtype.itemsize, 2.0 * (active - spec.vocab_size * spec.hidden_size),
+                    pairs, token_bytes, cost.routed_bytes(spec, dtype.itemsize))
 
 
 def _default_rows(device: torch.device) -> int:
