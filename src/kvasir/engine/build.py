@@ -30,6 +30,7 @@ from kvasir.kv.pool import KVPool
 from kvasir.logs import log
 from kvasir.models import checkpoint, cost
 from kvasir.models.decoder import Decoder
+from kvasir.models.families import find_family
 from kvasir.models.fill import Filling
 from kvasir.models.loader import start_loading
 from kvasir.models.spec import ModelSpec
@@ -216,8 +217,12 @@ def _tokenizer_file(config: EngineConfig, path: Path) -> Path | None:
 
 def _info(config: EngineConfig, path: Path, hf: dict, model: Decoder, tokenizer_file: Path | None) -> ModelInfo:
     defaults = checkpoint.read_generation_config(path)
-    given = (defaults, "generation_config.json") if "eos_token_id" in defaults else (hf, "config.json")
-    eos_ids, size = checkpoint.end_ids(*given), model.spec.vocab_size
+    if "eos_token_id" in defaults:
+        eos_ids = checkpoint.end_ids(defaults, "generation_config.json")
+    else:
+        assumed = {} if defaults else {"eos_token_id": getattr(find_family(model.spec.family), "EOS_ID", None)}
+        eos_ids = checkpoint.end_ids({**assumed, **hf}, "config.json")
+    size = model.spec.vocab_size
     if tokenizer_file:  # whoever trains a model to chat often leaves its base's end in config.json: the tokenizer's ends an answer, too
         size, own = _tokenizer_facts(tokenizer_file)
         eos_ids = [*eos_ids, *own]
