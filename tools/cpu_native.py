@@ -4,7 +4,8 @@
 
 Workloads: a load whose steps are mixed (96 requests, 32 at once: 200 prompt tokens, 100 of output, each prompt read beside the
 others' decodes), prompts alone, and decoding at 1, 16 and 64. ``--model qwen3-0.6b``: that shape, with random weights. ``--small``: a
-dry run, to see that all of it runs. The result has the schema of ``kvasir bench``.
+dry run, to see that all of it runs. The result has the schema of ``kvasir bench``. A workload that the machine's other work leaves nothing to
+tell of is named at the end (exit status 1), and the rest is written.
 
 ``--kv-codec``: decoding alone instead, over prompts that are computed once and then cached, of 256, 2,000 and 4,000 tokens, 1 and 16 at once:
 the kernels with the plain cache, with this codec, and this codec without them, which is left out where a step would take seconds.
@@ -14,13 +15,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from kvasir.bench.offline import decoding, described, measure, own_engine, timed
+from kvasir.bench.offline import TooNoisy, decoding, described, measure, own_engine, timed
 from kvasir.bench.result import arm, finish, ratios_of, result, spread
 from kvasir.bench.workloads import SHAPES, Batch, shape_folder
 from kvasir.config import EngineConfig
 from kvasir.engine import runner
+from kvasir.logs import log
 
 WORKLOADS = ("mixed:96:200:100", "prompts:8:512:2", "decode1:1:64:128", "decode16:16:64:128", "decode64:64:64:64")
 SMALL = ("mixed:5:20:6", "prompts:2:40:2")
@@ -47,30 +51,49 @@ def main() -> None:
     shape = options.model if options.model in SHAPES else None
     usual = EngineConfig.of(device="cpu", max_num_seqs=max(32, *(b.batch for b in batches if b.name != "mixed"), 0), max_model_len=2048,
                             enable_prefix_caching=False, **({"num_threads": options.threads} if options.threads else {}))
+    noisy: list[str] = []
     with contextlib.ExitStack() as stack:
         if shape:
             usual = usual.replace(model=stack.enter_context(shape_folder(shape)), load_format="dummy", skip_tokenizer_init=True)
         else:
             usual = usual.replace(model=options.model)
         if options.kv_codec:
-            cached(usual.replace(max_model_len=None, enable_prefix_caching=True, cpu_cache_bytes=1536 << 20), batches, shape, options)
-            return
-        found = {}
-        for mixed in (True, False):  # the load runs 32 at once, the rest as many as it says
-            some = [b for b in batches if (b.name == "mixed") == mixed]
-            with contextlib.ExitStack() as inner:
-                config = usual.replace(max_num_seqs=32) if mixed else usual
-                arms, vocab = {}, 0
-                for name in (options.arms or ",".join(ARMS)).split(",") if some else ():
-                    generate, llm = own(config.replace(**ARMS[name]), name == "native", inner)
-                    arms[name], vocab = timed(generate), llm.info.tokenizer_size
-                for name, metrics in (measure(arms, some, vocab, options.repeats) if some else {}).items():
-                    found.setdefault(name, {}).update(metrics)
-        entries = [arm(name, described(usual.replace(**ARMS[name]), shape), metrics) for name, metrics in found.items()]
-        finish(result("cpu-native", entries, ratios=ratios_of(entries, [("native", other) for other in found if other != "native"])), options.out)
+            cached(usual.replace(max_model_len=None, enable_prefix_caching=True, cpu_cache_bytes=1536 << 20), batches, shape, options, noisy)
+        else:
+            plain(usual, batches, shape, options, noisy)
+    if noisy:
+        sys.exit(f"too noisy, so measured in part or not at all: {', '.join(noisy)}")
 
 
-def cached(config: EngineConfig, batches: list[Batch], shape: str | None, options: argparse.Namespace) -> None:
+@contextlib.contextmanager
+def unless_noisy(batch: Batch, noisy: list[str]) -> Iterator[None]:
+    """What was measured of other workloads took an hour: one that says nothing is noted, and they are kept."""
+    try:
+        yield
+    except TooNoisy as e:
+        log.error("%s", e)
+        noisy.append(batch.name)
+
+
+def plain(usual: EngineConfig, batches: list[Batch], shape: str | None, options: argparse.Namespace, noisy: list[str]) -> None:
+    found = {}
+    for mixed in (True, False):  # the load runs 32 at once, the rest as many as it says
+        some = [b for b in batches if (b.name == "mixed") == mixed]
+        with contextlib.ExitStack() as inner:
+            config = usual.replace(max_num_seqs=32) if mixed else usual
+            arms, vocab = {}, 0
+            for name in (options.arms or ",".join(ARMS)).split(",") if some else ():
+                generate, llm = own(config.replace(**ARMS[name]), name == "native", inner)
+                arms[name], vocab = timed(generate), llm.info.tokenizer_size
+            for batch in some:
+                with unless_noisy(batch, noisy):
+                    for name, metrics in measure(arms, [batch], vocab, options.repeats).items():
+                        found.setdefault(name, {}).update(metrics)
+    entries = [arm(name, described(usual.replace(**ARMS[name]), shape), metrics) for name, metrics in found.items()]
+    finish(result("cpu-native", entries, ratios=ratios_of(entries, [("native", other) for other in found if other != "native"])), options.out)
+
+
+def cached(config: EngineConfig, batches: list[Batch], shape: str | None, options: argparse.Namespace, noisy: list[str]) -> None:
     """Decoding with a quantised cache; arms take turns in every round."""
     codec = options.kv_codec
     settings = {"native-plain": {}, f"native-{codec}": {"kv_codec": codec}, f"torch-{codec}": {"kv_codec": codec}}
@@ -83,10 +106,11 @@ def cached(config: EngineConfig, batches: list[Batch], shape: str | None, option
             arms[name], vocab = timed(generate), llm.info.tokenizer_size
         for batch in batches:
             taking_part = [n for n in wanted if n.startswith("native") or batch.batch * batch.prompt <= TORCH_TOKENS]
-            for _ in range(options.repeats):
-                for name in taking_part:
-                    for metric, values in decoding(arms[name], batch, vocab, 1, 0).items():
-                        found[name].setdefault(metric, []).extend(values)
+            with unless_noisy(batch, noisy):
+                for _ in range(options.repeats):
+                    for name in taking_part:
+                        for metric, values in decoding(arms[name], batch, vocab, 1, 0).items():
+                            found[name].setdefault(metric, []).extend(values)
     entries = [arm(name, described(config.replace(**settings[name]), shape), {metric: spread(values) for metric, values in metrics.items()})
                for name, metrics in found.items()]
     pairs = [(f"native-{codec}", other) for other in ("native-plain", f"torch-{codec}") if {other, f"native-{codec}"} <= set(wanted)]

@@ -1,11 +1,17 @@
 """Limits of the machine, against figures worked out by hand."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from kvasir.bench import compare, roofline
 from kvasir.bench.case import parse
 from kvasir.bench.result import limit_of
 from kvasir.bench.workloads import SHAPES, Batch
+from kvasir.engine.build import _roofline
+from kvasir.engine.drafting import _roofline as drafting_roofline
+from kvasir.models import cost
 from kvasir.models.families import build_spec
 
 RATES = {"copy_bytes_s": 4.1e12, "matmul_flop_s": 795e12, "dtype_bytes": 2}
@@ -51,9 +57,15 @@ def test_a_mixture_reads_the_experts_that_are_hit():
                  moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
     spec = build_spec(table)
     expert = 3 * 1024 * 768 * 28
-    one = roofline.touched_params(spec, 1)
-    assert roofline.touched_params(spec, 64) - one == pytest.approx(expert * (128 * (1 - (15 / 16) ** 64) - 8))
-    assert roofline.touched_params(spec, 10 ** 6) - one == pytest.approx(expert * 120)
+    one = cost.touched_params(spec, 1)
+    assert cost.touched_params(spec, 64) - one == pytest.approx(expert * (128 * (1 - (15 / 16) ** 64) - 8))
+    assert cost.touched_params(spec, 10 ** 6) - one == pytest.approx(expert * 120)
+    place = SimpleNamespace(spec=spec, place=SimpleNamespace(dtype=torch.bfloat16))
+    unread = cost.num_params(spec) - cost.touched_params(spec, 10 ** 6)
+    for prior, more in ((_roofline(spec, torch.device("cpu"), torch.bfloat16, 1.0), 0),
+                        (drafting_roofline(SimpleNamespace(model=place, device=torch.device("cpu"))), unread)):
+        for rows in (1, 64, 10 ** 6):
+            assert prior.weight_bytes * prior.share_read(rows) == pytest.approx(2 * (cost.touched_params(spec, rows) + more)), "as step times begin"
 
 
 def test_rates_of_this_machine():

@@ -50,6 +50,23 @@ def test_the_slower_one_loses(offered):
     assert set(slow.met) == set(quick.met) == {(spec, *spans) for spec in SPECS for spans in (DECODES, PROMPT)}
 
 
+def test_other_work_on_the_device_has_to_last_to_mislead(monkeypatch):
+    """Candidates take turns, and each one's quickest lap of any round counts: whoever is held up in most of them, and in the mean is last, wins."""
+    slow, quick, asked = Fake("slow"), Fake("quick"), []
+    laps = {slow: [(2, 9), (9, 2), (2, 2)], quick: [(1, 99), (99, 99), (99, 1)]}
+
+    def seconds_of(backend, site, codec):
+        asked.append(backend)
+        return laps[backend][asked.count(backend) - 1]
+
+    monkeypatch.setattr(attention_choice, "seconds_of", seconds_of)
+    times = attention_choice.time_all([slow, quick], SITE, PlainCodec())
+    assert asked == [slow, quick] * 3 and times == {slow: (2, 2), quick: (1, 1)}
+    ran, ticks = [], iter([3.0, 7.0, 1.0, 8.0, 9.0, 2.0])
+    monkeypatch.setattr(attention_choice, "_lap", lambda step, device: next(ticks))
+    assert attention_choice._least(lambda: ran.append(1), "cpu") == 1.0 and ran == [1], "one that compiles is not timed"
+
+
 def test_seconds_are_of_a_layer_of_each_kind():
     decode, prompt = seconds_of(Fake("even", 1e-3, 4e-3), SITE, PlainCodec())
     assert 2e-3 <= decode < 16e-3 and 8e-3 <= prompt < 64e-3

@@ -290,6 +290,24 @@ def test_replay_continues_where_the_last_epoch_stopped(healthy, mode):
     driver.close()
 
 
+def test_a_replay_whose_first_branch_has_ended_computes_its_prompt_once():
+    params = dict(max_tokens=6, n=4, temperature=1, seed=3, ignore_eos=True)
+    driver = Driver(max_num_seqs=8, enable_prefix_caching=False)
+    whole = driver.run([driver.request("r", PROMPTS[7], **params)])
+    again = driver.request("again", PROMPTS[7], **params)
+    again.epoch, again.ended, again.emitted = 1, [0], [whole["r", 0].tokens, *(whole["r", b].tokens[:2] for b in (1, 2, 3))]
+    driver.outputs = {("again", b): Output(tokens=again.emitted[b][:]) for b in (1, 2, 3)}
+    driver.submit(again)
+    assert driver.engine.scheduler.queued_tokens == len(PROMPTS[7]) + 2 + 2 * 3, "and of each but the first the prompt's last"
+    rows = 0
+    while driver.engine.has_work():
+        driver.step()
+        rows += driver.engine._stats.step_rows
+    assert rows == len(PROMPTS[7]) + 2 + 2 * 3 + 3 * 3, "and each decodes three times"
+    assert all(driver.outputs["again", b].tokens == whole["r", b].tokens for b in (1, 2, 3))
+    driver.close()
+
+
 @pytest.mark.parametrize("where", ["copy", "forward"])
 def test_a_page_copy_survives_a_lack_of_memory(where, monkeypatch):
     """A fork's first span brings a page copy. Whether memory runs out in the copy or in the step around it, the branch that

@@ -118,6 +118,23 @@ def test_prompts_beside_decodes_are_bounded_without_a_target():
     assert timed.pace.beside is None, "a target says what is too long"
 
 
+def test_what_the_cache_has_and_what_is_set_aside_does_not_wait():
+    """Nine prompts that differ in their last page: 500 tokens each, of which 20 are to be computed."""
+    s = make(None, FEW, BESIDE)
+    s.add(sequence(500, max_tokens=4, arrival=0.1, name="first"))
+    while step(s, 0.1).get("first") != 1:
+        pass
+    asked, most = [], s.pace.most
+    s.pace.most = lambda *a: asked.append(a[-1]) or most(*a)
+    for i in range(9):
+        s.add(sequence([*range(480), *[i] * 20], max_tokens=4, arrival=0.2, name=f"p{i}"))
+    away = sequence([9] * 400, max_tokens=4, arrival=0.3, name="its grammar is being compiled")
+    s.add(away)
+    s.block(away)
+    step(s, 0.3)
+    assert asked == [9 * 20]
+
+
 @pytest.mark.parametrize(("prompt", "long", "short"), [
     (160, [160], [160]),
     (300, [300], [160, 140]),  # equal shares, in whole tiles
@@ -148,6 +165,7 @@ def test_rows_beside_decodes_follow_from_the_device():
     hopper = Roofline(4.8e12, 989e12, 15e9, 2 * 7e9, 4 * 32 * 128 * 32, 2 * 8 * 128 * 2 * 32)
     assert mixed_rows(hopper) == Beside(2048, 1152)
     assert mixed_rows(replace(hopper, weight_bytes=30e9, row_flops=4 * 7e9)) == Beside(2048, 1152), "of a model twice as large, too"
+    assert mixed_rows(replace(hopper, weight_bytes=120e9, routed=((0.875, 120e9),))) == Beside(2048, 1152), "of a mixture that reads as much a row"
     assert mixed_rows(replace(hopper, flops=hopper.flops / 2)) == Beside(1024, 512)
 
 
@@ -238,6 +256,36 @@ def test_requests_that_would_wait_too_long_are_refused_with_a_time():
     d.close()
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_who_goes_first_does_not_wait_for_the_queue(policy):
+    d = Driver(max_ttft=1.0, max_num_batched_tokens=64, scheduling_policy=policy)
+    d.engine.pace.model = MODEL
+    prompt = list(range(300, 700))
+
+    def send(name: str, priority: int) -> bool:
+        d.submit(replace(d.request(name, [len(name), *prompt], max_tokens=2, ignore_eos=True), priority=priority, arrival=len(d.outputs)))
+        return name not in d.errors
+
+    queued = sum(send(f"r{i:02}", 5) for i in range(40))
+    assert 1 < queued < 40 and not send("as the rest", 5)
+    assert send("urgent", 1) is (policy == "priority")
+    assert send("between", 3) is (policy == "priority"), "behind the urgent one only"
+    d.run([])
+    d.close()
+
+
+def test_those_that_are_refused_leave_no_trace_in_the_order():
+    """Each would count among those that wait, and for ever longer."""
+    d = Driver(max_ttft=0.1, max_num_batched_tokens=64, scheduling_policy="shortest")
+    d.engine.pace.model = MODEL
+    for i in range(4):
+        d.submit(d.request(f"r{i}", [*range(300, 700)], max_tokens=2, ignore_eos=True))
+        d.engine.scheduler.waiting.ordered(0.0)
+    assert len(d.errors) == 3 and [seq.request.id for seq in d.engine.scheduler.policy._policy._last] == ["r0"]
+    d.run([])
+    d.close()
+
+
 def test_a_cached_prompt_is_not_counted():
     d = Driver(max_num_batched_tokens=64)
     prompt = list(range(300, 700))
@@ -248,7 +296,7 @@ def test_a_cached_prompt_is_not_counted():
     d.engine.pace.first_token = lambda *a: asked.append(a[1:3]) or first_token(*a)
     d.engine.config = d.engine.config.replace(max_ttft=100.0)
     d.submit(d.request("again", prompt, n=8, max_tokens=2, ignore_eos=True))
-    d.submit(d.request("later", prompt, max_tokens=2, ignore_eos=True))
+    d.submit(replace(d.request("later", prompt, max_tokens=2, ignore_eos=True), arrival=d.steps + 1.0))
     assert asked == [(0, 16), (16 + 7, 16)], "the last page is computed again, and of each further branch the last row"
     d.run([])
     d.close()

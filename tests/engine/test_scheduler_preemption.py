@@ -7,7 +7,7 @@ import pytest
 from kvasir.engine.room import CAUTION_STEPS, MAX_PREEMPTIONS
 from kvasir.engine.schedulers.priority import Config, Priority
 from kvasir.types import Status
-from tests.engine.fake import expected_output
+from tests.engine.fake import FULL, expected_output, window_group
 from tests.engine.scheduling import crowd, driver, rows, unique, until_preemption
 
 # ------------------------------------------------------------------------------------------------------- preemption
@@ -157,6 +157,23 @@ def test_preemption_with_a_step_in_flight_waits_for_its_pages():
     s.complete(held)
     s.complete(plan)
     s.check()
+
+
+def test_nobody_waits_for_pages_of_another_group():
+    """Windows drop a page every other step, which is on its way back while the next is planned: no use to who lacks a page of the other group.
+    The first by rank waits only for pages of that group."""
+    d = driver([21, 60], 2, (FULL, window_group(2)), max_num_seqs=6)
+    s = d.scheduler
+    for i in range(8):
+        d.add(unique(3 + i % 2, f"s{i}", arrival=float(i), max_tokens=14))
+    while s.has_work(0.0) or d.unread:
+        first = next(iter(s.running.ordered(0.0)), None)
+        waits = first is None or first.num_drawn and s._awaits_result(first)
+        coming = bool(s.pages.pools[0].limbo)
+        plan = d.step(late=True)
+        assert waits or coming or plan.preempted or first in [span.seq for span in plan.spans]
+    assert s.preemptions > 1
+    d.assert_outputs()
 
 
 def test_blocked_sequences_are_never_in_the_way():

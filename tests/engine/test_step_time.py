@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ def shapes(count, rng, prefill=0.3):
 
 
 def truth(shape, coefficients=TRUE):
-    return float(shape.vector() @ coefficients)
+    return float(ROOFLINE.vector(shape) @ coefficients)
 
 
 def learn(model, found, rng, noise=0.02, coefficients=TRUE, outliers=0.0):
@@ -56,6 +57,19 @@ def test_the_prior_is_of_the_right_order_and_learning_beats_it(rng):
     after = mape(model, probe)
     assert after < 0.01 < before
     assert model.relative_error() == pytest.approx(0.016, abs=0.01)  # the mean of |2 % noise|
+
+
+def test_of_a_mixture_few_rows_read_few_experts():
+    """58 of 60 GB in experts, of which a row falls on a sixteenth; the clock agrees with the prior before it has told anything, and after."""
+    mixture = replace(ROOFLINE, weight_bytes=60e9, row_flops=6e9, routed=((15 / 16, 58e9),))
+    model, shape = StepTimeModel(mixture), {n: StepShape(rows=n, sequences=n) for n in (1, 8, 64)}
+    expected = {n: (2e9 + 58e9 * (1 - (15 / 16) ** n)) / (0.8 * 4.8e12) for n in shape}
+    for n in shape:
+        assert expected[n] < model.predict(shape[n]) < 1.1 * expected[n]
+    for _ in range(300):
+        model.observe(shape[64], 2 * expected[64])
+    assert model.predict(shape[1]) == pytest.approx(2 * expected[1], rel=0.1)
+    assert mixture.bound(shape[64]) < model.predict(shape[8]), "all rows may fall on the same experts"
 
 
 def test_graph_steps_have_their_own_coefficients(rng):

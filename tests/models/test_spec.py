@@ -4,10 +4,13 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from kvasir import technique
+from kvasir.config import EngineConfig
+from kvasir.engine.build import _info
 from kvasir.errors import ConfigError
 from kvasir.layers.spec import DenseSpec, MoESpec, RopeSpec
 from kvasir.models import cost
@@ -223,6 +226,26 @@ def test_cost_of_windows_and_experts():
     assert cost.kv_bytes(spec, 5, 1) * 2 == cost.kv_bytes(spec, 10, 1) == cost.kv_bytes(spec, 1000, 1)
     assert cost.num_params(spec) - cost.active_params(spec) == 96 * 32 + 4 * (6 * 3 * 32 * 16 + 2 * 32 + 2 * 8) + 32
     assert cost.flops_per_token(spec, 100) == cost.flops_per_token(spec, 10)
+
+
+@pytest.mark.parametrize("family", technique.own(FAMILIES))
+def test_what_a_config_leaves_out_means_what_it_means_to_transformers(family, tmp_path):
+    """All but the fields that must be there; and heads that are null."""
+    from transformers import CONFIG_MAPPING
+
+    def ends(hf):
+        return _info(EngineConfig(), tmp_path, hf, SimpleNamespace(spec=build_spec(hf)), None).eos_ids
+
+    bare = config(family, num_hidden_layers=32, num_attention_heads=64, hidden_size=2048, num_key_value_heads=..., rms_norm_eps=...,
+                  max_position_embeddings=8192, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+    for given in (bare, {**bare, "use_sliding_window": True}):
+        whole = CONFIG_MAPPING[family](**given).to_dict()
+        assert build_spec(given) == build_spec(whole)
+        assert ends(given) == ends(whole) == (() if whole["eos_token_id"] is None else (whole["eos_token_id"],))
+    assert ends({**bare, "eos_token_id": None}) == ()
+    assert build_spec({**bare, "num_key_value_heads": None}).layers[0].mixer.num_kv_heads == 64
+    (tmp_path / "generation_config.json").write_text('{"temperature": 1.0}')
+    assert ends(bare) == (), "it would be said there"
 
 
 def test_specs_need_no_torch():

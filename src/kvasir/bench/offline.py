@@ -75,6 +75,10 @@ def _compare(config: EngineConfig, shape: str | None, batches: list[Batch], peer
     return result(f"offline-{shape or config.model.model or 'embedded'}", entries, ratios=ratios)
 
 
+class TooNoisy(ConfigError):
+    """What else the machine does left nothing to tell of a workload."""
+
+
 def measure(arms: dict[str, Timed], batches: list[Batch], vocab_size: int, repeats: int) -> dict[str, dict[str, Any]]:
     """Spread of every metric by arm, over ``repeats`` rounds after one that warms caches up and does not count."""
     samples = {name: {} for name in arms}
@@ -124,13 +128,13 @@ def decoding(seconds: Timed, batch: Batch, vocab_size: int, repeats: int, life: 
 
 def _start_and_total(seconds: Timed, prompts: list[list[int]], batch: Batch) -> tuple[float, float]:
     """Seconds to the first tokens, and of the whole; both again where something held up the shorter run, so that their difference says
-    nothing. Raises ConfigError where it goes on."""
+    nothing. Raises TooNoisy where it goes on."""
     for _ in range(ATTEMPTS):
         start, total = seconds(prompts, 1), seconds(prompts, batch.output)
         if total > start:
             return start, total
         log.warning("%s: a run of one token took %.3g s, the whole %.3g s; both are run again", batch.name, start, total)
-    raise ConfigError(f"workload {batch.name}: {batch.output} tokens take no longer than one, {ATTEMPTS} times. Ask for more tokens, or look at "
+    raise TooNoisy(f"workload {batch.name}: {batch.output} tokens take no longer than one, {ATTEMPTS} times. Ask for more tokens, or look at "
                       "what else this machine does.")
 
 

@@ -18,7 +18,6 @@ from kvasir.bench.worker import environment
 from kvasir.bench.workloads import Batch
 from kvasir.engine.sizing import token_bytes
 from kvasir.errors import ConfigError
-from kvasir.layers.spec import MoESpec
 from kvasir.logs import log
 from kvasir.models import cost
 from kvasir.models.spec import ModelSpec
@@ -42,14 +41,14 @@ def limits(spec: ModelSpec, batches: list[Batch], rates: dict[str, float], kv_sh
     found = {}
     for b in batches:
         context = b.prompt + b.output // 2
-        moved = touched_params(spec, b.batch) * width + b.batch * kv_share * cost.kv_bytes(spec, context, width)
+        moved = cost.touched_params(spec, b.batch) * width + b.batch * kv_share * cost.kv_bytes(spec, context, width)
         computed = b.batch * cost.flops_per_token(spec, context)
         if moved > cached:
             found[f"{b.name}.decode_tok_s"] = b.batch / max((moved - cached) / rates["copy_bytes_s"], computed / rates["matmul_flop_s"])
         else:
             log.info("%s: what a decode step reads fits the CPU's caches (%.0f MiB), so no limit is given", b.name, cached / 2**20)
         computed = b.prompt * (cost.flops_per_token(spec, max(1, b.prompt // 2)) - head) + head
-        moved = max(0, touched_params(spec, b.batch * b.prompt) * width - cached)
+        moved = max(0, cost.touched_params(spec, b.batch * b.prompt) * width - cached)
         found[f"{b.name}.prefill_tok_s"] = b.batch * b.prompt / max(b.batch * computed / rates["matmul_flop_s"], moved / rates["copy_bytes_s"])
     return {name: round(value, 1) for name, value in found.items()}
 
@@ -57,17 +56,6 @@ def limits(spec: ModelSpec, batches: list[Batch], rates: dict[str, float], kv_sh
 def kv_share(spec: ModelSpec, codec: str, width: int) -> float:
     """Bytes of a token's keys and values in ``codec``, over those of a plain cache of numbers of ``width`` bytes."""
     return sum(token_bytes(spec.cache_groups(), codec, width).values()) / sum(cost.kv_bytes_per_token(spec, width).values())
-
-
-def touched_params(spec: ModelSpec, rows: int) -> float:
-    """Numbers of the matrices that a step over ``rows`` rows must read: of a mixture, the experts that rows fall on, by even chance."""
-    total = float(cost.active_params(spec))
-    for layer in spec.layers:
-        if isinstance(layer.ffn, MoESpec):
-            expert = 3 * spec.hidden_size * layer.ffn.intermediate_size
-            hit = layer.ffn.num_experts * (1 - (1 - layer.ffn.top_k / layer.ffn.num_experts) ** rows)
-            total += (hit - layer.ffn.top_k) * expert
-    return total
 
 
 def cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> int:

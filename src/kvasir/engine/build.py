@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from kvasir.kv.pool import KVPool
 from kvasir.logs import log
 from kvasir.models import checkpoint, cost
 from kvasir.models.decoder import Decoder
+from kvasir.models.families import find_family
 from kvasir.models.fill import Filling
 from kvasir.models.loader import start_loading
 from kvasir.models.spec import ModelSpec
@@ -185,7 +187,8 @@ def _roofline(spec: ModelSpec, device: torch.device, dtype: torch.dtype, token_b
     bandwidth, flops = rates(device, dtype)
     active = cost.active_params(spec)
     pairs = sum(4 * layer.mixer.num_heads * layer.mixer.head_dim for layer in spec.layers if layer.mixer.window is None)
-    return Roofline(bandwidth, flops, active * dtype.itemsize, 2.0 * (active - spec.vocab_size * spec.hidden_size), pairs, token_bytes)
+    return Roofline(bandwidth, flops, cost.touched_params(spec, math.inf) * dtype.itemsize, 2.0 * (active - spec.vocab_size * spec.hidden_size),
+                    pairs, token_bytes, cost.routed_bytes(spec, dtype.itemsize))
 
 
 def _default_rows(device: torch.device) -> int:
@@ -214,8 +217,12 @@ def _tokenizer_file(config: EngineConfig, path: Path) -> Path | None:
 
 def _info(config: EngineConfig, path: Path, hf: dict, model: Decoder, tokenizer_file: Path | None) -> ModelInfo:
     defaults = checkpoint.read_generation_config(path)
-    given = (defaults, "generation_config.json") if "eos_token_id" in defaults else (hf, "config.json")
-    eos_ids, size = checkpoint.end_ids(*given), model.spec.vocab_size
+    if "eos_token_id" in defaults:
+        eos_ids = checkpoint.end_ids(defaults, "generation_config.json")
+    else:
+        assumed = {} if defaults else {"eos_token_id": getattr(find_family(model.spec.family), "EOS_ID", None)}
+        eos_ids = checkpoint.end_ids({**assumed, **hf}, "config.json")
+    size = model.spec.vocab_size
     if tokenizer_file:  # whoever trains a model to chat often leaves its base's end in config.json: the tokenizer's ends an answer, too
         size, own = _tokenizer_facts(tokenizer_file)
         eos_ids = [*eos_ids, *own]

@@ -323,4 +323,4 @@ def _roofline(runner: Runner) -> Roofline:
     bandwidth, flops = BEST.get(runner.device.type, BEST["cpu"])
     pairs = sum(4 * layer.mixer.num_heads * layer.mixer.head_dim for layer in spec.layers)
     return Roofline(bandwidth, flops, cost.weight_bytes(spec, size), 2 * cost.active_params(spec), pairs,
-                    sum(cost.kv_bytes_per_token(spec, size).values()))
+                    sum(cost.kv_bytes_per_token(spec, size).values()), cost.routed_bytes(spec, size))

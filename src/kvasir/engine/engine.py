@@ -122,7 +122,7 @@ class Engine:
             seq.max_output = min(request.max_tokens, self.info.max_model_len - seq.num_prompt)
             if not request.params.ignore_eos:
                 seq.stop_ids |= self._eos_ids
-            seq.parent = live.branches.get(0)
+            seq.parent = next(iter(live.branches.values()), None)  # the first that has not ended
             live.branches[branch] = seq
             self.scheduler.add(seq)
         self._counts["prompt_tokens"] += len(request.prompt_ids)
@@ -164,16 +164,20 @@ class Engine:
         if self.scheduler.queued_tokens + len(request.prompt_ids) > self._max_queued_tokens:
             return refuse(429, "queue_full", f"{self._max_queued_tokens} prompt tokens are queued already", self._drain_seconds())
         if config.max_ttft is not None:
-            seconds = self._first_token_in(len(request.prompt_ids) - self.pages.match(Sequence(request)))
+            seq = Sequence(request)
+            seq.status = Status.FINISHED  # policies are only asked where it would stand
+            seconds = self._first_token_in(len(request.prompt_ids) - self.pages.match(seq), seq)
             if wait := retry_after(seconds, config.max_ttft):
                 return refuse(429, "overloaded", f"the first token would take about {seconds:.1f} s; max_ttft is {config.max_ttft:g} s", wait)
         return None
 
-    def _first_token_in(self, num_tokens: int) -> float:
-        """Predicted seconds to the first token of a prompt of which ``num_tokens`` must be computed, if it came now."""
+    def _first_token_in(self, num_tokens: int, seq: Sequence | None = None) -> float:
+        """Predicted seconds to the first token of a prompt of which ``num_tokens`` must be computed, if it came now: where ``seq`` stands
+        in the queue, by default last. Who waited too long and goes first is not looked for."""
+        waiting = self.scheduler.waiting
         rows = [(seq.num_computed, rows_left(seq)) for seq in self.scheduler.running]
         running = StepShape.of((start, 1) for start, left in rows if left <= 1)
-        ahead = self.scheduler.waiting.rows + sum(left for _, left in rows if left > 1)
+        ahead = (waiting.rows if seq is None else waiting.rows_before(seq, time.monotonic())) + sum(left for _, left in rows if left > 1)
         return self.pace.first_token(running, ahead, num_tokens, self.steps.max_rows)
 
     def _drain_seconds(self) -> float:

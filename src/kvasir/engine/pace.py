@@ -109,8 +109,9 @@ class Beside(NamedTuple):
 
 
 def mixed_rows(roofline: Roofline) -> Beside:
-    """More rows beside decodes make everybody's next token wait, and hardly cost less time a row."""
-    read, row = float(roofline.prior()[0]), float(roofline.prior()[1])
+    """More rows beside decodes make everybody's next token wait, and hardly cost less time a row. Of a mixture's weights those that one row
+    reads count: all of them would make steps many times as long."""
+    read, row = float(roofline.prior()[0]) * roofline.share_read(1), float(roofline.prior()[1])
     most, short = (max(TILE_ROWS, int(step * read / row) // TILE_ROWS * TILE_ROWS) for step in (MIXED_STEP, SHORT_STEP))
     return Beside(most, short)
 

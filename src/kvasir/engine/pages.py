@@ -38,6 +38,10 @@ class _Pool:
     def num_available(self) -> int:
         return len(self.free) + len(self.cached)
 
+    def wanted(self, table: list[int], first: int, end: int) -> tuple[list[int], int]:
+        """To write to pages ``first`` to ``end`` of ``table``: where it holds one that others hold, too, and how many it lacks."""
+        return [i for i in range(first, min(end, len(table))) if self.refs[table[i]] > 1], max(0, end - len(table))
+
     def take(self, count: int) -> list[int]:
         """``count`` pages, each with one holder. The caller has checked ``num_available``."""
         taken = [self.free.pop() for _ in range(min(count, len(self.free)))]
@@ -242,8 +246,7 @@ class PageManager:
         for pool, table in zip(self.pools, seq.tables):
             if end == first + 1 <= len(table) and pool.refs[table[first]] == 1 and pool.nodes[table[first]] is None:
                 continue  # the common case: one more token in a page of its own
-            shared = [i for i in range(first, min(end, len(table))) if pool.refs[table[i]] > 1]
-            fresh = max(0, end - len(table))
+            shared, fresh = pool.wanted(table, first, end)
             if fresh + len(shared) > pool.num_available:
                 return False
             wanted.append((pool, table, shared, fresh))
@@ -258,6 +261,15 @@ class PageManager:
                 copies.append(PageCopy(pool.group, source, table[i]))
                 pool.drop([source], None)
             table.extend(taken)
+        return True
+
+    def awaits(self, seq: Sequence, num_tokens: int) -> bool:
+        """Whether ``grow`` lacks only pages that are on their way back, each group's from its own limbo."""
+        first, end = (seq.num_computed + seq.num_ahead) // self.page_slots, -(-num_tokens // self.page_slots)
+        for pool, table in zip(self.pools, seq.tables):
+            shared, fresh = pool.wanted(table, first, end)
+            if fresh + len(shared) > pool.num_available + len(pool.limbo):
+                return False
         return True
 
     def commits_between(self, before: int, num_computed: int) -> bool:

@@ -38,7 +38,8 @@ class SchedulerPolicy(Technique):
     @abstractmethod
     def order_waiting(self, seqs: abc.Sequence[Sequence], now: float) -> list[Sequence]:
         """The queue, first to admit first. Must be a stable sort of ``seqs``, the same for any two whoever else is there (it is asked about
-        two alone, to place what is new), and change none of them. ``now``: monotonic seconds."""
+        two alone, to place what is new), and change none of them. ``now``: monotonic seconds. One that is FINISHED has not come
+        yet, and may be refused: who remembers sequences leaves it out."""
         raise NotImplementedError
 
     def order_running(self, seqs: abc.Sequence[Sequence], now: float) -> list[Sequence]:

@@ -33,6 +33,15 @@ class Queue:
     def rows_of(self, seq: Sequence) -> int:
         return self._members[seq]
 
+    def rows_before(self, seq: Sequence, now: float) -> int:
+        """Of those that would stand before ``seq``, which is not here. Looks first whether it would be the last: most that come are."""
+        ordered = self.ordered(now)
+        low, high, at = 0, len(ordered), len(ordered) - 1
+        while low < high:
+            low, high = (low, at) if self._sort([ordered[at], seq], now)[0] is seq else (at + 1, high)
+            at = (low + high) // 2
+        return self.rows - sum(self._members[other] for other in ordered[low:])
+
     def add(self, seq: Sequence, now: float, rows: int = 0) -> None:
         self._members[seq] = rows
         self.rows += rows

@@ -79,8 +79,8 @@ class Room:
         seq.drop_draft()
         lower: list[Sequence] | None = None
         while not self.pages.grow(seq, end, step.copies):
-            if self.pages.num_limbo:
-                return False  # pages are on their way back: sit this step out
+            if self.pages.awaits(seq, end):
+                return False  # what it lacks is on its way back: sit this step out
             if self._revoke() or self._drop_planned_draft(step):
                 continue
             if lower is None:
@@ -115,12 +115,12 @@ class Room:
         for seq in list(reversed(step.spans)):
             if not (seq.draft or seq.guests):
                 continue
-            before = self.pages.num_free
+            before = self.pages.num_free + self.pages.num_limbo
             seq.drop_draft()
             step.remove(seq)
             step.add(seq, 1)
             self.pages.truncate(seq, seq.num_tokens, self._in_flight())
-            if self.pages.num_free > before or self.pages.num_limbo:
+            if self.pages.num_free + self.pages.num_limbo > before:
                 return True
         return False
 

@@ -134,7 +134,7 @@ class Scheduler:
             return Plan(self._step, spans, step.copies)
         decodes, prompts = self._split(now)
         if not self.prompts_first:
-            ahead = self.queued_tokens + sum(rows_left(seq) for seq in prompts)
+            ahead = self.waiting.rows + sum(rows_left(seq) for seq in prompts)
             budget = step.left = self.pace.most(len(decodes), sum(1 + seq.num_look_ahead for seq in decodes), budget, ahead)
         claimant, claim = self._claim(prompts, now, budget)
 

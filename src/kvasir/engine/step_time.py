@@ -2,10 +2,11 @@
 
     T = c0 + c1 rows + c2 sum over chunks of q (context + q / 2) + c3 sum over decode rows of context + c4 sequences
 
-c0 is the weights' read and the launch, c1 the matmuls, c2 and c3 attention by arithmetic and by bytes, c4 what is done once a
-sequence. Steps replayed from CUDA graphs have coefficients of their own. The fit starts from a roofline, is recursive least
-squares with forgetting on *relative* errors (a step of 0.3 ms counts as much as one of 300 ms), bounds what one outlier can
-do, and keeps every coefficient at or above zero. Times are in seconds. Pure numpy; one update costs some 20 us.
+c0 is the weights' read (of a mixture of experts, of those that so many rows fall on) and the launch, c1 the matmuls, c2 and
+c3 attention by arithmetic and by bytes, c4 what is done once a sequence. Steps replayed from CUDA graphs have coefficients
+of their own. The fit starts from a roofline, is recursive least squares with forgetting on *relative* errors (a step of 0.3
+ms counts as much as one of 300 ms), bounds what one outlier can do, and keeps every coefficient at or above zero. Times are
+in seconds. Pure numpy; one update costs some 20 us.
 """
 
 from __future__ import annotations
@@ -54,9 +55,6 @@ class StepShape:
         return StepShape(self.rows + length, self.chunk_pairs + (length * (start + length / 2) if chunk else 0),
                          self.decode_context + (0 if chunk else start), self.sequences + 1)
 
-    def vector(self) -> np.ndarray:
-        return np.array([1.0, self.rows, self.chunk_pairs, self.decode_context, self.sequences])
-
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
@@ -64,10 +62,19 @@ class Roofline:
 
     bandwidth: float
     flops: float
-    weight_bytes: float
+    weight_bytes: float  # all that a step of many rows reads
     row_flops: float  # 2 x active parameters
     pair_flops: float  # 4 x heads x head dim x layers
     kv_bytes: float  # of one token in all layers
+    routed: tuple[tuple[float, float], ...] = ()  # of experts: the share that a row leaves alone, and the bytes of all
+
+    def share_read(self, rows: int) -> float:
+        """Of the weights, by even chance."""
+        return 1.0 - sum(size * alone ** rows for alone, size in self.routed) / self.weight_bytes
+
+    def vector(self, shape: StepShape) -> np.ndarray:
+        """What the coefficients belong to."""
+        return np.array([self.share_read(shape.rows), shape.rows, shape.chunk_pairs, shape.decode_context, shape.sequences])
 
     def prior(self) -> np.ndarray:
         """Coefficients as a good engine reaches them: 0.8 and 0.7 of the bandwidth, 0.6 of the arithmetic."""
@@ -76,7 +83,7 @@ class Roofline:
 
     def bound(self, shape: StepShape) -> float:
         """No step is faster."""
-        moved = (self.weight_bytes + self.kv_bytes * shape.decode_context) / self.bandwidth
+        moved = (self.weight_bytes * self.share_read(1) + self.kv_bytes * shape.decode_context) / self.bandwidth
         return max(moved, (self.row_flops * shape.rows + self.pair_flops * shape.chunk_pairs) / self.flops)
 
 
@@ -129,7 +136,7 @@ class StepTimeModel:
     def observe(self, shape: StepShape, seconds: float, *, graph: bool = False) -> None:
         """A step of this shape took ``seconds`` on the device."""
         if seconds > 0.0 and math.isfinite(seconds):
-            self._fits[graph].observe(shape.vector(), seconds)
+            self._fits[graph].observe(self.roofline.vector(shape), seconds)
 
     def start_from(self, known: StepTimeModel, *, graph: bool, other: bool) -> None:
         """Before the first observation of ``graph``: begin with what ``known`` has learnt of its steps of ``other``. What differs is
@@ -137,7 +144,7 @@ class StepTimeModel:
         self._fits[graph].start_from(known._fits[other].factors)
 
     def predict(self, shape: StepShape, *, graph: bool = False) -> float:
-        return max(float(shape.vector() @ self._fits[graph].coefficients), self.roofline.bound(shape))
+        return max(float(self.roofline.vector(shape) @ self._fits[graph].coefficients), self.roofline.bound(shape))
 
     def relative_error(self, *, graph: bool = False) -> float | None:
         """Mean of |predicted - measured| / measured over about the last 50 steps, each predicted before it was learnt from."""

@@ -5,6 +5,8 @@ Used by ``kvasir show`` and by rooflines. Sizes of a number are given in bytes; 
 
 from __future__ import annotations
 
+from collections import Counter
+
 from kvasir.layers.spec import DenseSpec, GQASpec, MoESpec
 from kvasir.models.spec import LayerSpec, ModelSpec
 
@@ -24,6 +26,21 @@ def active_params(spec: ModelSpec) -> int:
     """Numbers in the matrices that one row is multiplied with: its own experts only, the head, not the embedding table."""
     head = spec.vocab_size * spec.hidden_size
     return head + sum(_mixer_matrices(layer, spec.hidden_size) + _ffn_matrices(layer.ffn, spec.hidden_size)[1] for layer in spec.layers)
+
+
+def routed_bytes(spec: ModelSpec, dtype_bytes: int) -> tuple[tuple[float, float], ...]:
+    """Of experts: the share of a layer's that one row leaves alone, and the bytes of all in such layers."""
+    found: Counter[float] = Counter()
+    for layer in spec.layers:
+        if isinstance(layer.ffn, MoESpec):
+            experts = 3 * spec.hidden_size * layer.ffn.intermediate_size * layer.ffn.num_experts
+            found[1 - layer.ffn.top_k / layer.ffn.num_experts] += experts * dtype_bytes
+    return tuple(found.items())
+
+
+def touched_params(spec: ModelSpec, rows: float) -> float:
+    """Numbers of the matrices that a step over ``rows`` rows must read: of a mixture, the experts that rows fall on, by even chance."""
+    return active_params(spec) + sum(size * (alone - alone ** rows) for alone, size in routed_bytes(spec, 1))
 
 
 def weight_bytes(spec: ModelSpec, dtype_bytes: int) -> int:

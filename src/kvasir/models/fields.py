@@ -124,10 +124,12 @@ def dense(fields: Fields, bias: bool = False) -> DenseSpec:
     return DenseSpec(fields.integer("intermediate_size"), activation(fields), bias)
 
 
-def attention(fields: Fields, *, head_dim: int | None = None, scale: float | None = None, window: int | None = None, **quirks: Any) -> GQASpec:
-    """``head_dim``: the family's default where the config has none (None: hidden_size / heads)."""
+def attention(fields: Fields, *, kv_heads: int | None = None, head_dim: int | None = None, scale: float | None = None,
+              window: int | None = None, **quirks: Any) -> GQASpec:
+    """``head_dim``: the family's default where the config has none (None: hidden_size / heads). ``kv_heads``: where it does not name them;
+    null, and None here, are as many as heads."""
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    kv_heads = fields.integer("num_key_value_heads", heads)
+    kv_heads = fields.integer("num_key_value_heads", heads if "num_key_value_heads" in fields.raw else kv_heads or heads)
     if heads % kv_heads:
         raise fields.fail("num_attention_heads", f"is {heads}, not a multiple of num_key_value_heads ({kv_heads})")
     dim = fields.integer("head_dim", head_dim)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import abc, deque
 
 from kvasir.engine.policy import SchedulerPolicy
-from kvasir.types import Sequence
+from kvasir.types import Sequence, Status
 
 WEIGHT = 2.0
 LAST = 32  # requests before it that tell how long one waits
@@ -39,4 +39,5 @@ class Shortest(SchedulerPolicy):
                 seq.state[RANK] = parent.state[RANK]
             else:
                 seq.state[RANK] = seq.request.arrival + behind * seq.num_prompt
-                self._last.append(seq)
+                if seq.status is not Status.FINISHED:
+                    self._last.append(seq)

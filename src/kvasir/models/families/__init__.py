@@ -1,8 +1,10 @@
 """Model families, one module each, named as its ``model_type``: found by name, listed nowhere.
 
 A family gives ``ARCHITECTURES`` (the class names it serves), ``build(fields) -> ModelSpec`` and ``stored_name(slot) -> str``
-(the checkpoint's name of each of our weight slots: a tensor fills one slot, so fused ones are split by a converter first). An
-installed package may bring one, by an entry point of this group; a file may not: which module runs is not a checkpoint's to say.
+(the checkpoint's name of each of our weight slots: a tensor fills one slot, so fused ones are split by a converter first).
+``EOS_ID``, where it has one, ends an answer of a checkpoint that says nothing of ends. What a config leaves out means what it means to
+transformers. An installed package may bring one, by an entry point of this group; a file may not: which module runs is not a checkpoint's
+to say.
 """
 
 from __future__ import annotations

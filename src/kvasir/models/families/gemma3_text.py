@@ -8,6 +8,7 @@ from kvasir.models import fields as hf
 from kvasir.models.spec import LayerSpec, ModelSpec
 
 ARCHITECTURES = ("Gemma3ForCausalLM",)
+EOS_ID = 1
 PARTS = {**hf.PARTS, "mixer_post_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
          "ffn_post_norm": "post_feedforward_layernorm"}
 GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
@@ -27,7 +28,7 @@ def build(fields: hf.Fields) -> ModelSpec:
         window = hf.window(fields) if kind == "sliding_attention" else None
         if kind == "sliding_attention" and window is None:  # transformers fails, too: without a window it cannot make this layer's mask
             raise fields.fail("sliding_window", "is null, but layers slide: give the window, or layer_types of full_attention only")
-        mixer = hf.attention(fields, head_dim=256, scale=scale, window=window, softcap=fields.number("attn_logit_softcapping", None),
+        mixer = hf.attention(fields, kv_heads=4, head_dim=256, scale=scale, window=window, softcap=fields.number("attn_logit_softcapping", None),
                              qk_norm=norm, qkv_bias=bias, o_bias=bias)
         layers.append(LayerSpec(mixer, ffn, _rope(fields, kind, mixer.head_dim), norm, "sandwich"))
     # Its max_position_embeddings is the length after scaling.

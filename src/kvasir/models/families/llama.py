@@ -6,6 +6,7 @@ from kvasir.models import fields as hf
 from kvasir.models.spec import LayerSpec, ModelSpec
 
 ARCHITECTURES = ("LlamaForCausalLM",)
+EOS_ID = 2
 stored_name = hf.stored_name
 
 

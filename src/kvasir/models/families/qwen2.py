@@ -13,6 +13,6 @@ def build(fields: hf.Fields) -> ModelSpec:
     layers = []
     for kind in hf.qwen_layer_types(fields):
         window = hf.window(fields) if kind == "sliding_attention" else None
-        mixer = hf.attention(fields, window=window, qkv_bias=True)
+        mixer = hf.attention(fields, kv_heads=32, window=window, qkv_bias=True)
         layers.append(LayerSpec(mixer, hf.dense(fields), hf.rope(fields, mixer.head_dim), hf.norm(fields)))
     return hf.model(fields, layers)

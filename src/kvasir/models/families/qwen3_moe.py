@@ -22,7 +22,7 @@ def stored_name(slot: str) -> str:
 def build(fields: hf.Fields) -> ModelSpec:
     bias = fields.flag("attention_bias", False)
     window = hf.window(fields) if fields.flag("use_sliding_window", False) else None
-    mixer = hf.attention(fields, window=window, qk_norm=hf.norm(fields), qkv_bias=bias, o_bias=bias)
+    mixer = hf.attention(fields, kv_heads=4, window=window, qk_norm=hf.norm(fields), qkv_bias=bias, o_bias=bias)
     rope, norm = hf.rope(fields, mixer.head_dim), hf.norm(fields)
     layers = [LayerSpec(mixer, ffn, rope, norm) for ffn in _ffns(fields)]
     return hf.model(fields, layers)
