@@ -163,8 +163,8 @@ except ConfigError as e:
 """
 
 
-def serving(port: int, how: str) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", SERVE, str(port), how], stderr=subprocess.PIPE, text=True)
+def serving(port: int, how: str, **more) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", SERVE, str(port), how], stderr=subprocess.PIPE, text=True, **more)
 
 
 def listening_at(process: subprocess.Popen) -> str:
@@ -174,7 +174,8 @@ def listening_at(process: subprocess.Popen) -> str:
     raise AssertionError("it never listened")
 
 
-def test_serve_drains_on_sigterm():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])  # stopped, and its terminal closed
+def test_serve_drains_on(number):
     process = serving(0, "well")
     url = listening_at(process)
     with httpx.Client(base_url=url, timeout=20) as http:
@@ -182,10 +183,20 @@ def test_serve_drains_on_sigterm():
         with http.stream("POST", CHAT, json={**SAY, "stream": True}) as r:
             lines = r.iter_lines()
             next(lines)
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(number)
             assert [line for line in lines if line][-1] == "data: [DONE]"
     assert process.wait(10) == 0
     process.stderr.close()
+
+
+def test_a_closed_terminal_is_nothing_under_nohup():
+    process = serving(0, "well", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    with httpx.Client(base_url=listening_at(process), timeout=20) as http:
+        Running.until(lambda: http.get("/health/ready").status_code == 200)
+        process.send_signal(signal.SIGHUP)
+        assert http.get("/health/live").status_code == http.get("/health/ready").status_code == 200
+        process.send_signal(signal.SIGTERM)
+    assert "draining" in process.communicate(timeout=20)[1]
 
 
 def test_serve_says_why_it_cannot(server):
@@ -257,6 +268,12 @@ def test_the_guard_cannot_be_walked_around(guarded, method, path):
     connection.request(method, path)
     assert connection.getresponse().status == 401
     connection.close()
+
+
+def test_who_has_no_key_is_counted():
+    with running(api_key=("k",)) as server, httpx.Client(base_url=server.url) as http:
+        http.get("/v1/models")
+        assert 'kvasir:http_requests_total{route="none",status="401"} 1.0' in http.get("/metrics", headers=key("k")).text
 
 
 def test_tenants_come_from_keys_only(guarded):
