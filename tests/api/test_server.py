@@ -59,6 +59,19 @@ def test_liveness_answers_before_the_model_is_loaded():
         server.stop()
 
 
+def test_metrics_are_there_when_a_start_is_broken_off():
+    engine = FakeClient()
+    engine.start_gate.clear()
+    server = Running(engine)
+    try:
+        server.call(lambda: server.loop.create_task(server.service.stop(0.0)))
+        server.until(lambda: server.service.phase == "draining")
+        r = httpx.get(server.url + "/metrics")
+        assert r.status_code == 200 and "kvasir:build_info" in r.text
+    finally:
+        server.stop()
+
+
 def test_the_probes_of_vllm_work():
     """``/health``: nothing but the status, and no key, for a balancer that knows neither; ``/version``."""
     engine = FakeClient()
