@@ -142,15 +142,15 @@ def test_a_whole_reply_that_nobody_reads_is_given_up(monkeypatch):
 
 
 def test_more_connections_than_files():
-    """What may be opened is raised to what is allowed: 64 files are 32 connections. One more is refused, not left waiting, and neither it
+    """What may be opened is raised to what is allowed: 128 files are 96 connections. One more is refused, not left waiting, and neither it
     nor garbage fills the log."""
-    process = serving(0, "well", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (32, 64)))
+    process = serving(0, "well", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128)))
     url = listening_at(process)
-    connections = [socket.create_connection(("127.0.0.1", int(url.rsplit(":")[-1])), timeout=10) for _ in range(33)]
-    refused = connections[32].recv(1000)
+    connections = [socket.create_connection(("127.0.0.1", int(url.rsplit(":")[-1])), timeout=10) for _ in range(97)]
+    refused = connections[96].recv(1000)
     assert refused.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in refused
-    connections[31].sendall(b"\x16\x03\x01 garbage\r\n\r\n")
-    assert b" 400 " in connections[31].recv(100)
+    connections[95].sendall(b"\x16\x03\x01 garbage\r\n\r\n")
+    assert b" 400 " in connections[95].recv(100)
     for connection in connections:
         connection.close()
     Running.until(lambda: httpx.get(url + "/health/ready").status_code == 200)

@@ -298,7 +298,7 @@ async def _serve(settings: Settings, client: AsyncEngine) -> None:
     app = create_app(client, open_text(settings), options)
     service: Service = app.state.service
     files = raise_file_limit()
-    backlog = min(BACKLOG, files // 4)  # so many may be taken at once, and as many be on their way out; an engine process takes some, too
+    backlog = min(BACKLOG, files // 8)  # so many may be taken at once, and as many be on their way out; an engine process takes some, too
     server = Server(uvicorn.Config(app, host=options.host, port=options.port, uds=options.uds, http=Protocol, ws="none", lifespan="on",
                                    log_config=None, log_level="error", access_log=False, server_header=False, proxy_headers=False,
                                    backlog=backlog, limit_concurrency=files - 2 * backlog,
