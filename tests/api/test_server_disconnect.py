@@ -106,8 +106,7 @@ def test_half_closed_and_reset(slow):
 
 
 def test_a_reader_that_never_reads_is_cut_off(monkeypatch):
-    """The stream stalls when the socket's buffers are full; after ``request_timeout`` its request is cancelled, and after as long again what
-    it left unread is given up, with its connection."""
+    """The stream stalls when the socket's buffers are full; after ``request_timeout`` its request is cancelled, and its connection gone."""
     monkeypatch.setattr("kvasir.api.server.HEADER_SECONDS", 0.1)
     engine = FakeClient(max_model_len=1 << 20, kv_capacity_tokens=1 << 21)
     with running(engine, request_timeout=0.3) as server:

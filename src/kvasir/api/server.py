@@ -186,7 +186,7 @@ FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close
 
 class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """uvicorn's protocol, on httptools where that is installed, plus limits on how long a request's head may be, which httptools has
-    none for, how long it may take to arrive, how long the rest of a reply may lie unread, and how many connections there are."""
+    none for, how long it may take to arrive, how long a reply may lie unread, and how many connections there are."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -225,10 +225,9 @@ class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self._was_idle, self._last_cycle = idle or self.cycle is None, self.cycle
 
     def _check_reader(self) -> None:
-        """A closed connection stays until its client has read the rest. One that never does would keep memory and a descriptor for good."""
+        """Cut off who reads nothing: no stream runs for it, and no closed connection keeps memory and a descriptor for good."""
         unread, now = self.transport.get_write_buffer_size(), self.loop.time()
-        running = self.cycle is not None and not self.cycle.response_complete and not self.transport.is_closing()
-        if running or not unread or unread != self._unread:  # of a running reply, `EventStream` sees to it
+        if not unread or unread != self._unread:
             self._unread, self._stuck_since = unread, now
         elif now - self._stuck_since > self._service.settings.request_timeout:
             self.transport.abort()
