@@ -1,4 +1,5 @@
-"""A client that goes away, in whatever phase: what it asked for is cancelled and everything is given back."""
+"""A client that goes away, in whatever phase: what it asked for is cancelled and everything is given back. And those that are slow, read
+nothing, or are too many."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import json
 import resource
 import signal
 import socket
+import threading
 
 import httpx
 import pytest
@@ -103,6 +105,26 @@ def test_half_closed_and_reset(slow):
     reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     reset.close()
     fine(slow)
+
+
+def test_slow_heads_and_slow_bodies_are_cut_off(monkeypatch):
+    from kvasir.api import limits
+    from kvasir.api import server as module
+
+    monkeypatch.setattr(module, "HEADER_SECONDS", 0.1)
+    monkeypatch.setattr(limits, "CHUNK_TIMEOUT", 0.2)
+    with running() as server:
+        address = ("127.0.0.1", int(server.url.rsplit(":")[-1]))
+        with socket.create_connection(address, timeout=10) as slow:
+            slow.sendall(b"POST /v1/completions HT")
+            assert slow.recv(100) == b"", "closed without a word"
+        with socket.create_connection(address, timeout=10) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
+            assert b" 408 " in slow.recv(4000)
+        with httpx.Client(base_url=server.url) as http:  # a slow answer is not a slow head
+            server.call(server.engine.gate.clear)
+            threading.Timer(0.5, lambda: server.call(server.engine.gate.set)).start()
+            assert http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "say: hello world"}]}).status_code == 200
 
 
 def test_a_reader_that_never_reads_is_cut_off(monkeypatch):
