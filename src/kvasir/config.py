@@ -125,7 +125,7 @@ class ServerConfig:
     reasoning_parser: str = opt("auto", "Format of the model's reasoning; auto looks at the chat template.")
     enable_client_chat_template: bool = opt(False, "Let clients send a chat template (it runs in a sandbox).")
     scaling_runs: str | None = opt(None, "Folder that keeps background runs of /v1/scaling/runs, so that the next server goes on with them.")
-    request_timeout: float = opt(600.0, "Seconds a body may take to arrive, and a stream may stay unread, before the client is dropped. A body must "
+    request_timeout: float = opt(600.0, "Seconds a body may take to arrive, and a reply may stay unread, before the client is dropped. A body must "
                                  "also keep coming: 10 seconds without a byte are a 408.", low=0.01)
     log_requests: bool = opt(False, "Log one line a request.")
 

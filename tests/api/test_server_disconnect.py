@@ -1,15 +1,21 @@
-"""A client that goes away, in whatever phase: what it asked for is cancelled and everything is given back."""
+"""A client that goes away, in whatever phase: what it asked for is cancelled and everything is given back. And those that are slow, read
+nothing, or are too many."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import resource
+import signal
 import socket
+import threading
 
 import httpx
 import pytest
 
-from tests.api.fake_client import FakeClient
+from tests.api.fake_client import FakeClient, tokenizer
 from tests.api.running import Running, running
+from tests.api.test_server import listening_at, serving
 
 BODIES = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "n": 3, "max_tokens": 500, "ignore_eos": True},
@@ -101,16 +107,78 @@ def test_half_closed_and_reset(slow):
     fine(slow)
 
 
-def test_a_reader_that_never_reads_is_cut_off():
-    """The stream stalls when the socket's buffers are full; after ``request_timeout`` its request is cancelled."""
+def test_slow_heads_and_slow_bodies_are_cut_off(monkeypatch):
+    from kvasir.api import limits
+    from kvasir.api import server as module
+
+    monkeypatch.setattr(module, "HEADER_SECONDS", 0.1)
+    monkeypatch.setattr(limits, "CHUNK_TIMEOUT", 0.2)
+    with running() as server:
+        address = ("127.0.0.1", int(server.url.rsplit(":")[-1]))
+        with socket.create_connection(address, timeout=10) as slow:
+            slow.sendall(b"POST /v1/completions HT")
+            assert slow.recv(100) == b"", "closed without a word"
+        with socket.create_connection(address, timeout=10) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
+            assert b" 408 " in slow.recv(4000)
+        with httpx.Client(base_url=server.url) as http:  # a slow answer is not a slow head
+            server.call(server.engine.gate.clear)
+            threading.Timer(0.5, lambda: server.call(server.engine.gate.set)).start()
+            assert http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "say: hello world"}]}).status_code == 200
+
+
+def test_a_reader_that_never_reads_is_cut_off(monkeypatch):
+    """The stream stalls when the socket's buffers are full; after ``request_timeout`` its request is cancelled, and its connection gone."""
+    monkeypatch.setattr("kvasir.api.server.HEADER_SECONDS", 0.1)
     engine = FakeClient(max_model_len=1 << 20, kv_capacity_tokens=1 << 21)
     with running(engine, request_timeout=0.3) as server:
         connection = send(server, "/v1/completions", {"prompt": "x", "max_tokens": 20_000, "ignore_eos": True, "stream": True, "logprobs": 20})
         server.until(lambda: bool(engine.open))
         server.until(lambda: not engine.open, 30)
         assert engine.seen[-1].max_tokens == 20_000 and engine.num_ended == 1
+        server.until(lambda: not server.server.server_state.connections)
         connection.close()
         fine(server)
+
+
+def test_a_whole_reply_that_nobody_reads_is_given_up(monkeypatch):
+    """More than the kernel takes. Who reads it in time gets all of it."""
+    monkeypatch.setattr("kvasir.api.server.HEADER_SECONDS", 0.1)
+    word = max(range(tokenizer().size), key=lambda i: len(tokenizer().token_text(i)))
+    body = {"tokens": [word] * (1 << 20)}
+    with running() as server:
+        late, never = send(server, "/detokenize", body), send(server, "/detokenize", body)
+        server.until(lambda: server.service.metrics.registry.get_sample_value(
+            "kvasir:http_requests_total", {"route": "/detokenize", "status": "200"}) == 2)
+        got = b""
+        while piece := late.recv(1 << 20):
+            got += piece
+        assert len(got) > len(tokenizer().token_text(word)) << 20 and got.endswith(b'"}')
+        server.until(lambda: len(server.server.server_state.connections) == 1)
+        server.service.settings = dataclasses.replace(server.service.settings, request_timeout=0.3)
+        server.until(lambda: not server.server.server_state.connections)
+        for connection in (late, never):
+            connection.close()
+        fine(server)
+
+
+def test_more_connections_than_files():
+    """What may be opened is raised to what is allowed: 128 files are 96 connections. One more is refused, not left waiting, and neither it
+    nor garbage fills the log."""
+    process = serving(0, "well", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128)))
+    url = listening_at(process)
+    connections = [socket.create_connection(("127.0.0.1", int(url.rsplit(":")[-1])), timeout=10) for _ in range(97)]
+    refused = connections[96].recv(1000)
+    assert refused.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in refused
+    connections[95].sendall(b"\x16\x03\x01 garbage\r\n\r\n")
+    assert b" 400 " in connections[95].recv(100)
+    for connection in connections:
+        connection.close()
+    Running.until(lambda: httpx.get(url + "/health/ready").status_code == 200)
+    assert 'route="none",status="503"' in httpx.get(url + "/metrics").text
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=20)[1]
+    assert "Traceback" not in said and "Invalid" not in said, said
 
 
 def test_pipelined_requests_are_answered_in_order(slow):

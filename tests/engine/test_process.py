@@ -145,6 +145,16 @@ def test_it_ends_with_its_client_even_in_a_long_step_and_leaves_no_folder(start,
     assert not (tmp_path / "private").exists()
 
 
+def test_a_client_that_is_killed_during_the_start_leaves_no_folder(tmp_path):
+    folder = tmp_path / "private"
+    folder.mkdir()
+    ipc.Flight(folder / process.FLIGHT, create=True).close()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(folder / "socket"))
+    assert process.serve(str(folder / "socket"), "", messages.Hello(config=EngineConfig()), time.monotonic()) == process.CRASHED
+    assert not folder.exists()
+
+
 def test_it_ends_when_its_client_is_killed(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(ROOT / "src"))))
     code = """

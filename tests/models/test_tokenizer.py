@@ -328,3 +328,12 @@ def test_token_bytes_make_the_text(kind):
         joined = b"".join(tokenizer.token_bytes(i) for i in tokenizer.encode(text, add_special=False))
         assert joined.decode().lstrip(" ") == text
     assert tokenizer.token_bytes(10 ** 6) == b"" and tokenizer.token_bytes(tokenizer.token_to_id("<|im_end|>")) == b"<|im_end|>"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_of_a_token_is_found_without_keeping_it(kind):
+    """A server that kept the text of each token it was asked for would grow with its vocabulary for hours."""
+    t = make(kind)
+    ids = range(t.size + 2)
+    assert [t.token_text(i) for i in ids] == [t.decode([i], skip_special=False) for i in ids]
+    assert not t._texts or t._codec is None

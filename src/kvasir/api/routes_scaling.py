@@ -198,4 +198,4 @@ class ScalingRoutes:
         async def close() -> None:
             """The run goes on without its watcher."""
 
-        return EventStream(lines(), close, {}, self.service.settings.request_timeout)
+        return EventStream(lines(), close, {})

@@ -75,7 +75,7 @@ class StatusRoutes:
                 "max_model_len": info.max_model_len}
 
     async def metrics(self) -> Response:
-        started = self.service.phase in ("ready", "draining")
+        started = hasattr(self.service.client, "info")  # which a start that was broken off, and drains, never got
         stats, name = (self.service.client.stats(), self.service.info.name) if started else (None, "")
         return Response(self.service.metrics.render(stats, name), headers={"content-type": metrics.CONTENT_TYPE})
 

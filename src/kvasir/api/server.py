@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import resource
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
@@ -44,6 +45,8 @@ from kvasir.models.tokenizer import Tokenizer
 HEADER_SECONDS = 10.0  # a connection that sends no whole request head within one to two of these is closed
 CLOSE_SECONDS = 5  # for replies that are ready to leave when the engine has stopped
 MAX_HEAD_BYTES = 1 << 16
+BACKLOG = 2048  # connections that wait to be taken
+MAX_FILES = 1 << 16  # open at once; where shells and service managers allow 1024, all that may be taken beyond them is taken
 
 
 def create_app(client: EngineClient, text: Text, settings: ServerConfig) -> FastAPI:
@@ -64,9 +67,9 @@ def create_app(client: EngineClient, text: Text, settings: ServerConfig) -> Fast
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    # The last one added is the first to see a request: CORS answers preflights, then the guard, then the watch.
-    app.add_middleware(_Watch, service=service, log_requests=settings.log_requests)
+    # The last one added is the first to see a request: CORS answers preflights, then the watch, which counts what the guard refuses.
     app.add_middleware(KeyGuard, keys=settings.api_key)
+    app.add_middleware(_Watch, service=service, log_requests=settings.log_requests)
     if settings.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["GET", "POST", "DELETE"],
                            allow_headers=["*"], expose_headers=["x-request-id", "retry-after", "warning"])  # OpenAI's client has headers of its own
@@ -178,16 +181,25 @@ async def _on_http_exception(http: Request, error: Exception) -> Response:
 # ---------------------------------------------------------------------------------------------------------- the process
 
 
+FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
 class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """uvicorn's protocol, on httptools where that is installed, plus limits on how long a request's head may be, which httptools has
-    none for, and how long it may take to arrive."""
+    none for, how long it may take to arrive, how long a reply may lie unread, and how many connections there are."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self._service: Service = self.config.app.state.service  # type: ignore[union-attr]
         self._last_cycle: Any = None
         self._was_idle = False
         self._head_bytes = 0
-        self._watch = self.loop.call_later(HEADER_SECONDS, self._check_head)
+        self._unread, self._stuck_since = 0, self.loop.time()
+        self._watch = self.loop.call_later(HEADER_SECONDS, self._look)
+        if self.limit_concurrency is not None and len(self.connections) > self.limit_concurrency:
+            self._service.metrics.http("none", 503)
+            transport.write(FULL)
+            transport.close()
 
     def data_received(self, data: bytes) -> None:
         cycle = self.cycle
@@ -201,13 +213,24 @@ class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self._watch.cancel()
         super().connection_lost(exc)
 
+    def _look(self) -> None:
+        self._watch = self.loop.call_later(HEADER_SECONDS, self._look)
+        self._check_head()
+        self._check_reader()
+
     def _check_head(self) -> None:
         idle = (self.cycle is None or self.cycle.response_complete) and self.cycle is self._last_cycle
         if idle and self._was_idle:
             self.transport.close()
-            return
         self._was_idle, self._last_cycle = idle or self.cycle is None, self.cycle
-        self._watch = self.loop.call_later(HEADER_SECONDS, self._check_head)
+
+    def _check_reader(self) -> None:
+        """Cut off who reads nothing: no stream runs for it, and no closed connection keeps memory and a descriptor for good."""
+        unread, now = self.transport.get_write_buffer_size(), self.loop.time()
+        if not unread or unread != self._unread:
+            self._unread, self._stuck_since = unread, now
+        elif now - self._stuck_since > self._service.settings.request_timeout:
+            self.transport.abort()
 
 
 class Server(uvicorn.Server):
@@ -216,6 +239,17 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self):  # type: ignore[no-untyped-def]
         yield
+
+
+def raise_file_limit() -> int:
+    """Allow as many open files as may be, and return how many: each connection is one, and a refused `accept` makes asyncio write
+    thousands of tracebacks a second."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    return most if soft == resource.RLIM_INFINITY else soft
 
 
 def check_address(settings: ServerConfig) -> None:
@@ -243,7 +277,7 @@ def open_text(settings: Settings) -> Text:
 
 
 def serve(settings: Settings, client: AsyncEngine | None = None) -> None:
-    """Serve until SIGTERM or SIGINT, then drain: not ready at once, running streams get ``drain_timeout`` seconds, the rest
+    """Serve until SIGTERM, SIGINT or SIGHUP, then drain: not ready at once, running streams get ``drain_timeout`` seconds, the rest
     is journalled. A second signal drains no longer. Raises ConfigError when the server cannot start.
 
     ``client``: one whose process was started early, before this module was imported.
@@ -262,8 +296,11 @@ async def _serve(settings: Settings, client: AsyncEngine) -> None:
     options = settings.server
     app = create_app(client, open_text(settings), options)
     service: Service = app.state.service
+    files = raise_file_limit()
+    backlog = min(BACKLOG, files // 8)  # so many may be taken at once, and as many be on their way out; an engine process takes some, too
     server = Server(uvicorn.Config(app, host=options.host, port=options.port, uds=options.uds, http=Protocol, ws="none", lifespan="on",
-                                   log_config=None, access_log=False, server_header=False, proxy_headers=False,
+                                   log_config=None, log_level="error", access_log=False, server_header=False, proxy_headers=False,
+                                   backlog=backlog, limit_concurrency=files - 2 * backlog,
                                    h11_max_incomplete_event_size=MAX_HEAD_BYTES, timeout_graceful_shutdown=CLOSE_SECONDS))
     stopping: list[asyncio.Task] = []
 
@@ -272,7 +309,10 @@ async def _serve(settings: Settings, client: AsyncEngine) -> None:
         stopping.append(asyncio.ensure_future(_drain(service, server, drain)))
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    signals = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # the terminal is gone; under nohup that is nothing
+        signals.append(signal.SIGHUP)
+    for number in signals:
         loop.add_signal_handler(number, stop)
     announce = asyncio.ensure_future(_announce(service, server))
     try:
@@ -284,7 +324,7 @@ async def _serve(settings: Settings, client: AsyncEngine) -> None:
         announce.cancel()
         await asyncio.gather(announce, *stopping, return_exceptions=True)
         await service.stop(0.0)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in signals:
             loop.remove_signal_handler(number)
     if service.failure is not None:
         raise service.failure

@@ -192,7 +192,7 @@ class Service:
             if job.stream:
                 with renamed(job.names):
                     await unless_disconnected(http.receive, generation.open())
-                response = EventStream(_guarded(job, generation, caller.id), generation.close, headers, self.settings.request_timeout)
+                response = EventStream(_guarded(job, generation, caller.id), generation.close, headers)
                 return response
             with renamed(job.names):
                 result = await unless_disconnected(http.receive, _collected(job, generation))

@@ -21,7 +21,7 @@ def sse(value: Any, event: str | None = None) -> bytes:
 
 
 class Disconnected(Exception):
-    """The client is gone, or reads nothing; there is nobody to reply to."""
+    """The client is gone; there is nobody to reply to."""
 
 
 async def _gone(receive: Callable[[], Awaitable[dict]]) -> None:
@@ -29,10 +29,10 @@ async def _gone(receive: Callable[[], Awaitable[dict]]) -> None:
         pass
 
 
-async def unless_disconnected(receive: Callable[[], Awaitable[dict]], work: Awaitable[T], stalled: Awaitable[None] | None = None) -> T:
-    """Await ``work``, cancelling it when the client goes away first, or ``stalled`` returns. Raises Disconnected then."""
+async def unless_disconnected(receive: Callable[[], Awaitable[dict]], work: Awaitable[T]) -> T:
+    """Await ``work``, cancelling it when the client goes away first. Raises Disconnected then."""
     task = asyncio.ensure_future(work)
-    tasks = {task, asyncio.ensure_future(_gone(receive)), *([asyncio.ensure_future(stalled)] if stalled is not None else [])}
+    tasks = {task, asyncio.ensure_future(_gone(receive))}
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -46,17 +46,14 @@ async def unless_disconnected(receive: Callable[[], Awaitable[dict]], work: Awai
 
 
 class EventStream(Response):
-    """A reply whose body is a generator of events. ``close`` is awaited whatever happens: at the end, when the client goes
-    away, or when it has read nothing for ``stall`` seconds, and at most twice that, while the socket's buffer is full."""
+    """A reply whose body is a generator of events. ``close`` is awaited whatever happens: at the end, or when the client goes away (or is
+    cut off, since it reads nothing: ``server.Protocol``)."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]], headers: dict[str, str],
-                 stall: float) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]], headers: dict[str, str]) -> None:
         self.events = events
         self.close = close
-        self.stall = stall
-        self.sending: bytes | None = None  # the event that the socket has no room for yet
         self.status_code = 200
         self.background = None
         self.body = b""
@@ -65,7 +62,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         try:
-            await unless_disconnected(receive, self._stream(send), self._stalled())
+            await unless_disconnected(receive, self._stream(send))
         except Disconnected:
             return
         finally:
@@ -76,15 +73,5 @@ class EventStream(Response):
     async def _stream(self, send: Callable) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for data in self.events:
-            self.sending = data
             await send({"type": "http.response.body", "body": data, "more_body": True})
-            self.sending = None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _stalled(self) -> None:
-        """Return when one event has been on its way for ``stall`` seconds. A timeout for each would cost as much as the event."""
-        while True:
-            before = self.sending
-            await asyncio.sleep(self.stall)
-            if before is not None and self.sending is before:
-                return

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import time
 from collections.abc import AsyncIterator, Iterable
+from typing import Any
 
 from kvasir.config import EngineConfig
 from kvasir.engine import ipc, journal, messages
@@ -33,6 +35,9 @@ MAX_BACKOFF_SECONDS = 5.0
 MAX_TRIAL_TOKENS = 64
 RETRY_SECONDS = 5.0
 STOP_SECONDS = 10.0  # for an orderly end of the process
+COUNTERS = ("step", "prompt_tokens", "generation_tokens", "forwards", "cached_tokens", "prefix_queries", "preemptions", "failed", "busy_seconds",
+            "draft_steps", "drafts", "drafted_tokens", "drafted_by", "accepted_tokens", "accepted_by_depth", "drafted_by_depth",
+            "draft_saved_seconds")  # of EngineStats: they go on where an engine process ends
 TICKS = 20  # looks at the flight record per watchdog period
 
 
@@ -65,6 +70,7 @@ class AsyncEngine:
         self._stopped: asyncio.Future | None = None
         self._supervisor: asyncio.Task | None = None
         self._stats = EngineStats()
+        self._counted: dict[str, Any] = {}  # counters of the processes that ended
 
     # ----------------------------------------------------------------------------------------------------- life of it
 
@@ -322,6 +328,8 @@ class AsyncEngine:
         self._deaths = 1 if lived > LONG_LIFE_SECONDS and not self._stuck else self._deaths + 1
         self.num_restarts += 1
         self._recovering = True
+        self._counted = {name: _sum(self._counted.get(name), getattr(self._stats, name)) for name in COUNTERS}
+        self._stats = EngineStats()  # nothing runs, and no page is in use
         self._blame(child)
         for entry in self._journal:
             self._rewind(entry)
@@ -413,8 +421,20 @@ class AsyncEngine:
         return Health(live=not self._failed, ready=self._connected and not draining, reason=self._why_down or ("draining" if draining else ""))
 
     def stats(self) -> EngineStats:
-        """The latest heartbeat, with what this side knows of starts and restarts."""
-        return dataclasses.replace(self._stats, startup=self.startup, restarts=self.num_restarts, quarantined=self.num_quarantined)
+        """The latest heartbeat, with what this side knows of starts and restarts, of processes before this one, and of what waits here."""
+        counted = {name: _sum(value, getattr(self._stats, name)) for name, value in self._counted.items()}
+        held = sum(len(entry.live_branches) for entry in self._journal if not entry.submitted)
+        return dataclasses.replace(self._stats, startup=self.startup, restarts=self.num_restarts, quarantined=self.num_quarantined,
+                                   num_waiting=self._stats.num_waiting + held, **counted)
+
+
+def _sum(a: Any, b: Any) -> Any:
+    """Of two counters, of tables of them by name or place, or of one that is known (the other is None)."""
+    if a is None or b is None:
+        return b if a is None else a
+    if isinstance(a, dict):
+        return {key: _sum(a.get(key), b.get(key)) for key in a | b}
+    return [_sum(*pair) for pair in itertools.zip_longest(a, b)] if isinstance(a, list) else a + b
 
 
 def _is_later(event: Event) -> bool:

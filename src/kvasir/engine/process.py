@@ -183,11 +183,15 @@ def _read_forever(channel: ipc.BlockingChannel, inbox: queue.SimpleQueue, folder
     except ipc.FrameError as e:
         log.error("engine process: %s", e)
         code = CRASHED
+    _remove(folder)
+    os._exit(code)
+
+
+def _remove(folder: Path) -> None:
     for name in ("socket", FLIGHT):
         (folder / name).unlink(missing_ok=True)
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
-    os._exit(code)
 
 
 def collect_rarely() -> None:
@@ -220,8 +224,13 @@ def _build(hello: messages.Hello, factory: str, started: float) -> tuple[EngineC
 def serve(socket_path: str, factory: str, hello: messages.Hello, started: float) -> int:
     """Connect, build, serve until told to stop. Returns the exit code."""
     folder = Path(socket_path).parent
-    flight = ipc.Flight(folder / FLIGHT)
-    channel = ipc.BlockingChannel.connect(socket_path, messages.ToEngine)
+    try:
+        flight = ipc.Flight(folder / FLIGHT)
+        channel = ipc.BlockingChannel.connect(socket_path, messages.ToEngine)
+    except OSError as e:  # it was killed while this process imported what it needs
+        log.error("engine process: its client is gone (%s)", e)
+        _remove(folder)
+        return CRASHED
     inbox: queue.SimpleQueue = queue.SimpleQueue()
     reader = threading.Thread(target=_read_forever, args=(channel, inbox, folder), name="reader", daemon=True)
     reader.start()

@@ -60,7 +60,7 @@ class Tokenizer:
         self._tags = frozenset(c for c, i in self._control.items() if TAG.fullmatch(c) and (i not in self.special_ids or "think" in c))
         self._codec = TokenCodec.of(backend)
         self._bytes = TokenBytes(self.id_to_token, self._codec)
-        self._texts: dict[int, str] = {}  # of single tokens that were asked for
+        self._texts: dict[int, str] = {}  # of single tokens, where only the library can tell them
 
     @classmethod
     def load(cls, path: Path, chat_template: str | None = None) -> Tokenizer:
@@ -111,6 +111,9 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """The text of one token by itself, special or not."""
+        if self._codec is not None:  # from its bytes: a second table of the whole vocabulary would take 15 MiB where that is 128k
+            data = self._bytes[token_id]
+            return (data.removeprefix(b" ") if self._codec.strip else data).decode("utf-8", "replace")
         text = self._texts.get(token_id)
         if text is None:
             text = self._texts[token_id] = self.decode([token_id], skip_special=False)

@@ -15,6 +15,7 @@ from kvasir.config import EngineConfig
 from kvasir.engine import client as client_module
 from kvasir.engine.client import AsyncEngine
 from kvasir.errors import RequestError
+from kvasir.types import EngineStats
 from tests.engine.client.helpers import Reader, engine, request, run, until
 
 # ------------------------------------------------------------------------------------------------- death and restart
@@ -34,6 +35,34 @@ def test_a_killed_process_loses_no_token():
             assert it.num_restarts == it.stats().restarts == 1 and it.num_quarantined == it.stats().quarantined == 0 and it.health().ready
 
     run(body())
+
+
+def test_counters_go_on_where_a_process_ended():
+    """What a dashboard adds up does not fall, and what waits for the next process is said to wait."""
+    async def body():
+        async with engine("SlowCore") as it:
+            (await Reader(it, request(1, max_tokens=30)).task).check()
+            await until(lambda: it.stats().generation_tokens == 30 and not it.stats().num_running)
+            for life in (1, 2):
+                before = it.stats()
+                os.kill(it._child.pid, signal.SIGKILL)
+                await until(lambda: not it.health().ready)
+                reader = Reader(it, request(2, n=2, max_tokens=20))
+                await until(lambda: it.stats().num_waiting == 2)
+                assert it.stats().num_running == 0 and (it.stats().step, it.stats().generation_tokens) == (before.step, before.generation_tokens)
+                (await reader.task).check()
+                await until(lambda total=30 + 40 * life: it.stats().generation_tokens == total)
+                assert it.stats().step >= before.step + 20 and it.stats().num_waiting == 0
+
+    run(body())
+
+
+def test_every_kind_of_counter_is_added():
+    old = EngineStats(step=3, failed={"a": 1}, accepted_by_depth=[[4, 2]], drafted_by={"x": [5, 1]}, drafted_by_depth={"x": [[1, 1]]})
+    new = EngineStats(step=1, failed={"a": 1, "b": 2}, accepted_by_depth=[[1, 1], [1, 0]], drafted_by_depth={"y": [[2, 0]]}, draft_saved_seconds=0.5)
+    found = {name: client_module._sum(getattr(old, name), getattr(new, name)) for name in client_module.COUNTERS}
+    assert EngineStats(**found) == EngineStats(step=4, failed={"a": 2, "b": 2}, accepted_by_depth=[[5, 3], [1, 0]], drafted_by={"x": [5, 1]},
+                                               drafted_by_depth={"x": [[1, 1]], "y": [[2, 0]]}, draft_saved_seconds=0.5)
 
 
 def test_killed_again_and_again():
