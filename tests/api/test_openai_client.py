@@ -145,6 +145,18 @@ def test_truncated_tool_call_is_valid_and_ends_with_length(client):
     assert (whole.message.content or "") == part["content"]
 
 
+def test_a_call_that_a_stop_string_cuts_is_not_to_be_made(client):
+    body = say(CALL * 2, tools=[WEATHER], stop=['"}}</tool_call><'])
+    whole = client.chat.completions.create(**body).choices[0]
+    part = joined(client.chat.completions.create(**body, stream=True))[0]
+    assert whole.message.tool_calls[0].function.arguments == part["calls"][0]["arguments"] == '{"city": "Paris'
+    assert whole.finish_reason == part["finish"] == "stop", "who reads tool_calls runs what is no JSON"
+    tool = {"type": "function", **WEATHER["function"]}
+    asked = {"model": "fake", "input": f"say: {CALL * 2}", "tools": [tool], "extra_body": {"stop": body["stop"]}}
+    [call] = client.responses.create(**asked).output
+    assert (call.type, call.status, call.arguments) == ("function_call", "incomplete", '{"city": "Paris')
+
+
 def test_one_call_when_parallel_calls_are_off(client):
     r = client.chat.completions.create(**say(CALL + CALL, tools=[WEATHER], parallel_tool_calls=False))
     assert len(r.choices[0].message.tool_calls) == 1
