@@ -9,7 +9,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from kvasir.api.logprobs import prompt_offsets
+from kvasir.api.logprobs import completion_logprobs, prompt_offsets
+from kvasir.types import TokenLogprob
 from tests.api.fake_client import tokenizer
 from tests.api.running import Running
 
@@ -326,6 +327,14 @@ def test_offsets_of_an_echoed_prompt_point_into_its_text():
     text = tokenizer().decode(ids, skip_special=False)
     assert all(text[at:].startswith(tokenizer().decode([i], skip_special=False)[:1].strip("\ufffd")) for i, at in zip(ids, shown, strict=True))
     assert shown[number] == text.index("hello")
+
+
+def test_parts_of_characters_share_a_name_and_the_likeliest_still_shows():
+    first, other = tokenizer().encode("語", add_special=False)[0], tokenizer().encode("🎉", add_special=False)[0]
+    assert first != other and tokenizer().token_text(first) == tokenizer().token_text(other) == "\ufffd"
+    for own, likeliest in ((-5.0, -0.5), (-0.25, -4.0)):
+        told = completion_logprobs(tokenizer(), [TokenLogprob(first, own, 2, [(other, likeliest)])], [first], [0])
+        assert told["token_logprobs"] == [own] and told["top_logprobs"] == [{"\ufffd": max(own, likeliest)}]
 
 
 def test_echo_of_the_prompt_alone(client):
