@@ -240,6 +240,17 @@ def test_messages_name_the_parameter_as_it_was_sent(http):
         assert error["param"] == name and f" {name}=1048576 " in error["message"], error
 
 
+def test_what_says_nothing_is_nothing(http, server):
+    """Clients of vLLM send whole objects: nulls, and the one value that is served."""
+    body = {"messages": USER, "max_tokens": 4, "continue_final_message": False, "include_reasoning": True, "return_tokens_as_token_ids": False,
+            "structured_outputs": {"choice": ["a"], "json": None, "whitespace_pattern": None}}
+    assert http.post(CHAT, json=body).status_code == 200 and server.engine.seen[-1].params.grammar.kind == "choice"
+    for name in ("continue_final_message", "include_reasoning", "return_tokens_as_token_ids"):
+        refused(http.post(CHAT, json={**body, name: not body[name]}), 400, name)
+    body["structured_outputs"]["whitespace_pattern"] = " "
+    refused(http.post(CHAT, json=body), 400, "structured_outputs.whitespace_pattern")
+
+
 IN_TEXT = {
     "13-empty": ({"prompt": ""}, "prompt"),
     "13-list": ({"prompt": []}, "prompt"),
@@ -437,6 +448,7 @@ def test_tokenize_and_detokenize(http, server):
         ("/detokenize", {"tokens": "x"}, "tokens"),
         ("/detokenize", {"tokens": [True]}, None),
         ("/tokenize", {"prompt": "x", "foo": 1}, "foo"),
+        ("/tokenize", {"messages": USER, "tools": [{"bad": 1}]}, "tools[0]"),
         ("/detokenize", {}, "tokens"),
     ):
         refused(http.post(path, json=body), 400, param)
