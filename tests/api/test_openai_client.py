@@ -43,6 +43,7 @@ def joined(stream) -> dict:
             out = choices.setdefault(c.index, {"content": "", "reasoning": "", "calls": {}, "finish": None, "logprobs": [], "roles": 0})
             out["content"] += c.delta.content or ""
             out["reasoning"] += getattr(c.delta, "reasoning_content", None) or ""
+            assert getattr(c.delta, "reasoning", None) == getattr(c.delta, "reasoning_content", None), "vLLM's name for it"
             out["roles"] += c.delta.role is not None
             for call in c.delta.tool_calls or []:
                 held = out["calls"].setdefault(call.index, {"id": "", "name": "", "arguments": ""})
@@ -84,7 +85,7 @@ def test_stream_equals_collected_with_every_part(client, server):
         for choice in whole.choices:
             part, message = parts[choice.index], choice.message
             assert part["roles"] == 1
-            assert part["content"] == message.content and part["reasoning"] == message.reasoning_content == "first think"
+            assert part["content"] == message.content and part["reasoning"] == message.reasoning_content == message.reasoning == "first think"
             assert [(c["name"], json.loads(c["arguments"])) for c in part["calls"].values()] == [("weather", {"city": "Paris"})] * 2
             assert [(c.function.name, c.function.arguments) for c in message.tool_calls] == [
                 (c["name"], c["arguments"]) for c in part["calls"].values()
