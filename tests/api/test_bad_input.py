@@ -281,6 +281,12 @@ IN_TEXT = {
 }
 
 
+def test_of_many_prompts_the_error_says_which_is_too_long(http):
+    for prompt, tokens in (([1] * 1025, 1), ([1] * 1000, 25)):
+        error = refused(http.post(TEXT, json={"prompt": [[1], prompt], "max_tokens": tokens}), 400)
+        assert error["message"].startswith("prompt[1]: ") and error["code"] == "context_length_exceeded"
+
+
 @pytest.mark.parametrize("name", IN_TEXT)
 def test_completion_bodies(http, server, name):
     change, param = IN_TEXT[name]
