@@ -15,6 +15,14 @@ def test_flat_names_reach_their_section():
     assert config.replace(seed=1).scheduler.max_num_seqs == 8
 
 
+def test_origins_are_what_browsers_send_and_vllm_lists_them_as_json():
+    for given, origins in ((["*"], ("*",)), (['["*"]'], ("*",)), (['["https://a.b", "http://c:1"]', "null"], ("https://a.b", "http://c:1", "null"))):
+        assert compose(Settings, {"allowed_origins": given}).server.allowed_origins == origins
+    for given in ("https://a.b/", "a.b", "[*]", "[1]", ""):
+        with pytest.raises(ConfigError, match="no browser sends"):
+            compose(Settings, {"allowed_origins": [given]})
+
+
 def test_vllms_names_mean_the_same():
     config = EngineConfig.of(kv_cache_dtype="fp8", block_size=32, enforce_eager=True)
     assert (config.cache.kv_codec, config.cache.page_slots, config.runner.cuda_graphs) == ("fp8", 32, False)

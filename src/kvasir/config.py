@@ -7,6 +7,8 @@ max_num_seqs = 8`` in a TOML file mean the same. An unknown name is refused with
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvasir.errors import ConfigError, nearest
+
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it
 
 
 def opt(default: Any, help: str, *aliases: str, low: float | None = None, high: float | None = None, off: str = "") -> Any:
@@ -128,6 +132,21 @@ class ServerConfig:
     request_timeout: float = opt(600.0, "Seconds a body may take to arrive, and a reply may stay unread, before the client is dropped. A body must "
                                  "also keep coming: 10 seconds without a byte are a 408.", low=0.01)
     log_requests: bool = opt(False, "Log one line a request.")
+
+    def __post_init__(self) -> None:
+        origins = tuple(origin for text in self.allowed_origins for origin in _origins(text))
+        if (bad := next((o for o in origins if not ORIGIN.fullmatch(o)), None)) is not None:
+            raise ConfigError(f"allowed_origins: no browser sends {bad!r}. Write one as https://example.com, without a path or a last slash, or *")
+        object.__setattr__(self, "allowed_origins", origins)
+
+
+def _origins(text: str) -> list[str]:
+    """One origin, or vLLM's spelling: a JSON list of them."""
+    try:
+        listed = json.loads(text)
+    except ValueError:
+        return [text]
+    return listed if isinstance(listed, list) and all(isinstance(o, str) for o in listed) else [text]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

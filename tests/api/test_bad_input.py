@@ -240,6 +240,17 @@ def test_messages_name_the_parameter_as_it_was_sent(http):
         assert error["param"] == name and f" {name}=1048576 " in error["message"], error
 
 
+def test_what_says_nothing_is_nothing(http, server):
+    """Clients of vLLM send whole objects: nulls, and the one value that is served."""
+    body = {"messages": USER, "max_tokens": 4, "continue_final_message": False, "include_reasoning": True, "return_tokens_as_token_ids": False,
+            "structured_outputs": {"choice": ["a"], "json": None, "whitespace_pattern": None}}
+    assert http.post(CHAT, json=body).status_code == 200 and server.engine.seen[-1].params.grammar.kind == "choice"
+    for name in ("continue_final_message", "include_reasoning", "return_tokens_as_token_ids"):
+        refused(http.post(CHAT, json={**body, name: not body[name]}), 400, name)
+    body["structured_outputs"]["whitespace_pattern"] = " "
+    refused(http.post(CHAT, json=body), 400, "structured_outputs.whitespace_pattern")
+
+
 IN_TEXT = {
     "13-empty": ({"prompt": ""}, "prompt"),
     "13-list": ({"prompt": []}, "prompt"),
@@ -268,6 +279,12 @@ IN_TEXT = {
     "suffix": ({"suffix": "x"}, "suffix"),
     "chat-only": ({"messages": USER}, "messages"),
 }
+
+
+def test_of_many_prompts_the_error_says_which_is_too_long(http):
+    for prompt, tokens in (([1] * 1025, 1), ([1] * 1000, 25)):
+        error = refused(http.post(TEXT, json={"prompt": [[1], prompt], "max_tokens": tokens}), 400)
+        assert error["message"].startswith("prompt[1]: ") and error["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("name", IN_TEXT)
@@ -437,6 +454,7 @@ def test_tokenize_and_detokenize(http, server):
         ("/detokenize", {"tokens": "x"}, "tokens"),
         ("/detokenize", {"tokens": [True]}, None),
         ("/tokenize", {"prompt": "x", "foo": 1}, "foo"),
+        ("/tokenize", {"messages": USER, "tools": [{"bad": 1}]}, "tools[0]"),
         ("/detokenize", {}, "tokens"),
     ):
         refused(http.post(path, json=body), 400, param)

@@ -389,6 +389,18 @@ def test_a_conversation_without_messages(llm):
     for no_list in ("hi", {"role": "user", "content": "x"}):
         with pytest.raises(RequestError, match="expected a list of messages, .*, got (str|dict)$"):
             llm.chat(no_list)
+    for wrong, param in (("hi", "messages[0].role"), ({"role": "user"}, "messages[0].content"),
+                         ({"role": "user", "content": "x", "nme": "y"}, "messages[0].nme")):
+        with pytest.raises(RequestError) as refused:
+            llm.chat([[wrong]])
+        assert refused.value.param == param
+
+
+def test_a_keyword_that_nobody_reads_is_refused(llm):
+    for name in ("temperature", "lora_request", "continue_final_message"):
+        with pytest.raises(RequestError, match=f"chat\\(\\) takes no '{name}'"):
+            llm.chat([{"role": "user", "content": "x"}], GREEDY, **{name: 1})
+    assert llm.chat([{"role": "user", "content": "x"}], GREEDY, lora_request=None, chat_template_kwargs={"temperature": 1})
 
 
 def test_what_a_template_reads_may_be_said_as_for_vllm(llm):
@@ -396,6 +408,7 @@ def test_what_a_template_reads_may_be_said_as_for_vllm(llm):
     tokenizer = llm.get_tokenizer()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(tokenizer), "encode_chat", lambda self, messages, **options: told.append(options) or [5, 6])
+        patch.setattr(tokenizer.templates["default"], "reads", {"more"})
         llm.chat(message, GREEDY, chat_template_kwargs={"enable_thinking": False}, more=1)
     assert told == [{"tools": None, "add_generation_prompt": True, "enable_thinking": False, "more": 1}]
 

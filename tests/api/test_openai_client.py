@@ -9,7 +9,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from kvasir.api.logprobs import prompt_offsets
+from kvasir.api.logprobs import completion_logprobs, prompt_offsets
+from kvasir.types import TokenLogprob
 from tests.api.fake_client import tokenizer
 from tests.api.running import Running
 
@@ -42,6 +43,7 @@ def joined(stream) -> dict:
             out = choices.setdefault(c.index, {"content": "", "reasoning": "", "calls": {}, "finish": None, "logprobs": [], "roles": 0})
             out["content"] += c.delta.content or ""
             out["reasoning"] += getattr(c.delta, "reasoning_content", None) or ""
+            assert getattr(c.delta, "reasoning", None) == getattr(c.delta, "reasoning_content", None), "vLLM's name for it"
             out["roles"] += c.delta.role is not None
             for call in c.delta.tool_calls or []:
                 held = out["calls"].setdefault(call.index, {"id": "", "name": "", "arguments": ""})
@@ -83,7 +85,7 @@ def test_stream_equals_collected_with_every_part(client, server):
         for choice in whole.choices:
             part, message = parts[choice.index], choice.message
             assert part["roles"] == 1
-            assert part["content"] == message.content and part["reasoning"] == message.reasoning_content == "first think"
+            assert part["content"] == message.content and part["reasoning"] == message.reasoning_content == message.reasoning == "first think"
             assert [(c["name"], json.loads(c["arguments"])) for c in part["calls"].values()] == [("weather", {"city": "Paris"})] * 2
             assert [(c.function.name, c.function.arguments) for c in message.tool_calls] == [
                 (c["name"], c["arguments"]) for c in part["calls"].values()
@@ -143,6 +145,18 @@ def test_truncated_tool_call_is_valid_and_ends_with_length(client):
     part = joined(client.chat.completions.create(**body, stream=True))[0]
     assert whole.finish_reason == part["finish"] == "length"
     assert (whole.message.content or "") == part["content"]
+
+
+def test_a_call_that_a_stop_string_cuts_is_not_to_be_made(client):
+    body = say(CALL * 2, tools=[WEATHER], stop=['"}}</tool_call><'])
+    whole = client.chat.completions.create(**body).choices[0]
+    part = joined(client.chat.completions.create(**body, stream=True))[0]
+    assert whole.message.tool_calls[0].function.arguments == part["calls"][0]["arguments"] == '{"city": "Paris'
+    assert whole.finish_reason == part["finish"] == "stop", "who reads tool_calls runs what is no JSON"
+    tool = {"type": "function", **WEATHER["function"]}
+    asked = {"model": "fake", "input": f"say: {CALL * 2}", "tools": [tool], "extra_body": {"stop": body["stop"]}}
+    [call] = client.responses.create(**asked).output
+    assert (call.type, call.status, call.arguments) == ("function_call", "incomplete", '{"city": "Paris')
 
 
 def test_one_call_when_parallel_calls_are_off(client):
@@ -314,6 +328,14 @@ def test_offsets_of_an_echoed_prompt_point_into_its_text():
     text = tokenizer().decode(ids, skip_special=False)
     assert all(text[at:].startswith(tokenizer().decode([i], skip_special=False)[:1].strip("\ufffd")) for i, at in zip(ids, shown, strict=True))
     assert shown[number] == text.index("hello")
+
+
+def test_parts_of_characters_share_a_name_and_the_likeliest_still_shows():
+    first, other = tokenizer().encode("語", add_special=False)[0], tokenizer().encode("🎉", add_special=False)[0]
+    assert first != other and tokenizer().token_text(first) == tokenizer().token_text(other) == "\ufffd"
+    for own, likeliest in ((-5.0, -0.5), (-0.25, -4.0)):
+        told = completion_logprobs(tokenizer(), [TokenLogprob(first, own, 2, [(other, likeliest)])], [first], [0])
+        assert told["token_logprobs"] == [own] and told["top_logprobs"] == [{"\ufffd": max(own, likeliest)}]
 
 
 def test_echo_of_the_prompt_alone(client):

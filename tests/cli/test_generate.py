@@ -38,7 +38,8 @@ def test_several_branches_and_other_parameters(kvasir):
 
 BAD = [
     ("not json", "not a JSON object"), ("[1]", "got list"), ('{"prompt": 5}', "must be text"), ('{"messages": 5}', "must be a list"),
-    ('{"messages": [5]}', "messages[0]"), ('{"prompt_token_ids": "abc"}', "must be a list"), ('{"prompt_token_ids": [99999999]}', "out of range"),
+    ('{"messages": [5]}', "messages[0]"), ('{"messages": [{"role": "user"}]}', "messages[0].content"),
+    ('{"prompt_token_ids": "abc"}', "must be a list"), ('{"prompt_token_ids": [99999999]}', "out of range"),
     ('{"prompt_token_ids": ["a"]}', "prompt"), ('{"prompt": "a", "messages": []}', "exactly one of"), ("{}", "exactly one of"),
     ('{"error": "a"}', "exactly one of"), ('{"prompt": "a", "temprature": 1}', "Did you mean 'temperature'?"),
     ('{"prompt": "a", "grammar": {}}', "grammar"),

@@ -90,7 +90,7 @@ def test_every_setting_is_settable(settings, section, field):
     elif kind == "bool":
         want, args = values[kind][0], [flag if values[kind][0] else "--no-" + flag[2:]]
     elif kind.startswith("tuple"):
-        want, args = ("x", "y"), [flag, "x", flag, "y"]
+        want, args = ("http://x", "http://y"), [flag, "http://x", flag, "http://y"]  # such as an origin is
     else:
         want, args = values[kind][0], [flag, values[kind][1]]
     assert getattr(getattr(settings(*args), section), field.name) == want

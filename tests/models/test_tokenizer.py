@@ -164,6 +164,14 @@ def test_private_characters_of_the_user_survive():
     assert text in tokenizer.apply_chat_template([{"role": "user", "content": text}])
 
 
+def test_what_scripts_say_to_a_tokenizer_of_transformers():
+    tokenizer, messages = make("byte_level"), [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == tokenizer.apply_chat_template(messages)
+    with pytest.raises(RequestError, match="encode_chat"):
+        tokenizer.apply_chat_template(messages, tokenize=True)
+    assert tokenizer.eos_token_id == tokenizer.token_to_id("<|im_end|>")
+
+
 def test_tags_in_assistant_messages_are_still_tags():
     """Clients send thinking back inside the content; templates look for it."""
     text = make("byte_level").apply_chat_template([{"role": "assistant", "content": "<think>x<|im_end|></think>\n\nyes"}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -35,7 +36,7 @@ def texts(messages: list[dict[str, Any]]) -> Iterator[str]:
 
 def check_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     """One of them, at the place ``where``."""
-    role = message.get("role")
+    role = message.get("role") if isinstance(message, Mapping) else None
     if role not in ROLES:
         raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}.{nearest(str(role)[:40], ROLES)}", param=f"{where}.role")
     message = {k: v for k, v in message.items() if v is not None and not (k in EMPTY and not v)}
@@ -147,5 +148,14 @@ class Message:
         return len(self._tokens) if self.reasoning else 0
 
     def finish_reason(self, reason: str) -> str:
-        """``tool_calls`` when the message ended by itself and holds calls."""
-        return "tool_calls" if self.calls and reason == "stop" else reason
+        """``tool_calls`` when the message ended by itself and holds calls that can be made: a stop string may have cut the last one."""
+        return "tool_calls" if self.calls and reason == "stop" and all(whole(c.arguments) for c in self.calls) else reason
+
+
+def whole(arguments: str) -> bool:
+    """Whether a call's arguments are all there: what is cut short is no JSON."""
+    try:
+        json.loads(arguments)
+    except ValueError:
+        return False
+    return True

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvasir.api.chat import check_messages
 from kvasir.api.detokenize import Detokenizer
 from kvasir.api.vllm_flags import settled
 from kvasir.config import EngineConfig
 from kvasir.engine.admission import admit
 from kvasir.engine.engine import Engine
-from kvasir.errors import ConfigError, RequestError
+from kvasir.errors import ConfigError, RequestError, nearest
 from kvasir.models import checkpoint
 from kvasir.models.tokenizer import Tokenizer
 from kvasir.types import Event, PromptScore, Request, SamplingParams, TokenLogprob
@@ -151,15 +152,23 @@ class LLM:
              tools: list[dict] | None = None, add_generation_prompt: bool = True, chat_template_kwargs: dict[str, Any] | None = None,
              **template_options: Any) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or many (a list of such lists), through the chat template. What the template reads
-        (``enable_thinking=False``) is given as further keywords, or as vLLM's ``chat_template_kwargs``."""
+        (``enable_thinking=False``) is given as further keywords, or, where one that it does not read shall do no harm, as vLLM's
+        ``chat_template_kwargs``."""
         if not isinstance(messages, (list, tuple)):
             raise RequestError(f"messages: expected a list of messages, or a list of such lists, got {type(messages).__name__}", param="messages")
+        tokenizer = self._need_tokenizer()
+        reads = frozenset().union(*(t.reads for t in tokenizer.templates.values()))
+        given = {name for name, value in template_options.items() if value is not None}
+        if "chat_template" not in given and (unread := given - reads):  # a sampling parameter, say, or a LoRA: nobody would miss it
+            name = min(unread)
+            raise RequestError(f"chat() takes no '{name}', and the chat template does not read it.{nearest(name, reads)}", param=name,
+                               code="unsupported_parameter")
         template_options = {**(chat_template_kwargs or {}), **template_options}
         many = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         if not all(many):
             raise RequestError("a conversation has no messages", param="messages")
-        encode = self._need_tokenizer().encode_chat
-        ids = [encode(list(m), tools=tools, add_generation_prompt=add_generation_prompt, **template_options) for m in many]
+        ids = [tokenizer.encode_chat(check_messages(list(m)), tools=tools, add_generation_prompt=add_generation_prompt, **template_options)
+               for m in many]
         return self.generate([{"prompt_token_ids": i} for i in ids], sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:

@@ -35,7 +35,8 @@ def completion_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob | N
         top: dict[str, float] = {}
         if entry is not None:
             for other, logprob in [(token, entry.logprob), *entry.top]:
-                top.setdefault(tokenizer.token_text(other), _value(logprob))
+                name = tokenizer.token_text(other)  # parts of characters share one; whether the token was the likeliest must still show
+                top[name] = max(top.get(name, FLOOR), _value(logprob))
         out["tokens"].append(text)
         out["token_logprobs"].append(None if entry is None else _value(entry.logprob))
         out["top_logprobs"].append(None if entry is None else top)

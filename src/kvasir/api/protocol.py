@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvasir.errors import RequestError, nearest
@@ -24,6 +24,7 @@ METADATA = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 ONLY: dict[str, tuple[Any, ...]] = {
     "store": (False,), "service_tier": ("auto", "default"), "modalities": (["text"],), "background": (False,),
     "truncation": ("disabled",), "use_beam_search": (False,), "spaces_between_special_tokens": (True,),
+    "continue_final_message": (False,), "include_reasoning": (True,), "return_tokens_as_token_ids": (False,),
 }
 
 
@@ -109,6 +110,12 @@ class Part(BaseModel):
     """Base of nested objects: an unknown name is an error at once."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        """A null says nothing, under a name that is not served either: clients send whole objects, as at the top."""
+        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
 class StreamOptions(Part):

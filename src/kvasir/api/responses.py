@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from kvasir.api.chat import Piece, check_message, texts
+from kvasir.api.chat import Piece, check_message, texts, whole
 from kvasir.api.generation import Usage
 from kvasir.errors import RequestError
 
@@ -162,7 +162,7 @@ class Output:
             return
         kind, item = self._open[0], self.items[-1]
         self._open = None
-        item["status"] = status
+        item["status"] = status if kind != "call" or whole(item["arguments"]) else "incomplete"
         if kind == "call":
             yield "response.function_call_arguments.done", {**self._place(), "name": item["name"], "arguments": item["arguments"]}
         else:

@@ -171,10 +171,15 @@ def _logprobs(body: ChatBody) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
+def reasoning_fields(text: str) -> dict[str, str]:
+    """Under both names: DeepSeek's, which most clients read, and the one that vLLM has renamed it to."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
 def piece_delta(piece: Piece) -> dict[str, Any]:
     """A piece as the ``delta`` of a chunk."""
     if piece.kind == "reasoning":
-        return {"reasoning_content": piece.text}
+        return reasoning_fields(piece.text)
     if piece.kind == "content":
         return {"content": piece.text}
     if piece.started is None:
@@ -190,7 +195,7 @@ def message_object(message: Message) -> dict[str, Any]:
 
     out: dict[str, Any] = {"role": "assistant", "content": message.content or (None if message.calls else ""), "refusal": None}
     if message.reasoning:
-        out["reasoning_content"] = message.reasoning
+        out |= reasoning_fields(message.reasoning)
     if message.calls:
         out["tool_calls"] = [call(c) for c in message.calls]
     return out

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvasir import __version__
-from kvasir.api import metrics
+from kvasir.api import metrics, tools
 from kvasir.api.chat import check_messages, texts
 from kvasir.api.errors import error_response
 from kvasir.api.protocol import DetokenizeBody, TokenizeBody
@@ -95,6 +95,7 @@ class StatusRoutes:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("send either 'prompt' or 'messages'", param="prompt")
         self.service.text.check_size([body.prompt or "", *texts(body.messages or [])], self.service.info.max_model_len, TOKENIZE_FACTOR)
+        tools.validate(body.tools)
         if body.messages is None:
             ids = tokenizer.encode(body.prompt or "", add_special=body.add_special_tokens is not False)
         else:

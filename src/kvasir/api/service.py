@@ -156,8 +156,15 @@ class Service:
                                param="priority", code="unsupported_parameter")
         many = len(prompts) > 1
         with renamed(names):
-            requests = [admit(ids, own, self.info, id=f"{reply_id}.{i}" if many else reply_id, arrival=caller.arrival, tenant=caller.tenant,
-                              priority=priority or 0, encode=self.text.encode) for i, (ids, own) in enumerate(zip(prompts, params, strict=True))]
+            requests = []
+            for i, (ids, own) in enumerate(zip(prompts, params, strict=True)):
+                try:
+                    requests.append(admit(ids, own, self.info, id=f"{reply_id}.{i}" if many else reply_id, arrival=caller.arrival,
+                                          tenant=caller.tenant, priority=priority or 0, encode=self.text.encode))
+                except RequestError as e:
+                    if many and e.code == "context_length_exceeded":
+                        e.message = f"prompt[{i}]: {e.message}"  # which of a batch to shorten
+                    raise
             self._check_queue(requests)
         for request in requests:
             if not stream and not request.params.stop:  # stop strings are seen here; the engine should not run on for long until it hears of it

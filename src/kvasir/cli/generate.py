@@ -176,4 +176,8 @@ def _token_ids(llm: Any, kind: str, content: Any) -> list[int]:
         return content
     if llm.tokenizer is None:
         raise RequestError("without a tokenizer (--skip-tokenizer-init) only prompt_token_ids are served", param=kind)
-    return llm.tokenizer.encode(content) if kind == "prompt" else llm.tokenizer.encode_chat(content)
+    if kind == "prompt":
+        return llm.tokenizer.encode(content)
+    from kvasir.api.chat import check_messages
+
+    return llm.tokenizer.encode_chat(check_messages(content))

@@ -17,7 +17,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes, pass_context
+from jinja2 import meta, nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
@@ -140,6 +140,7 @@ class ChatTemplate:
             tree = environment.parse(source)
         except (jinja2.TemplateSyntaxError, RecursionError) as e:
             raise ConfigError(f"the chat template is not valid Jinja: {e}") from e
+        self.reads = frozenset(meta.find_undeclared_variables(tree))  # names that it expects to be given
         # What the template itself writes or compares with, as one text to look names and marks up in.
         self.literals = "\0".join([n.data for n in tree.find_all(nodes.TemplateData)]
                                   + [n.value for n in tree.find_all(nodes.Const) if isinstance(n.value, str)])

@@ -46,7 +46,7 @@ class Tokenizer:
         declared = [*self.named_tokens.values(), *_extra_specials(config)]
         special = {i for i, token in added.items() if token.special} | {backend.token_to_id(text) for text in declared}
         self.special_ids = frozenset(special - {None})
-        own_eos = self._named_id("eos_token")
+        own_eos = self.eos_token_id
         self.eos_ids = tuple(dict.fromkeys(([own_eos] if own_eos is not None else []) + list(eos_ids)))
         self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._added = frozenset(t.content for t in added.values())
@@ -78,6 +78,11 @@ class Tokenizer:
         config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
         ends = end_ids(_read_json(folder / "generation_config.json"), "generation_config.json")
         return cls(backend, config, _templates(folder, config, chat_template), ends)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """By transformers' name, for ``stop_token_ids``."""
+        return self._named_id("eos_token")
 
     def _named_id(self, name: str) -> int | None:
         return self._backend.token_to_id(self.named_tokens[name]) if name in self.named_tokens else None
@@ -148,9 +153,11 @@ class Tokenizer:
         return self.templates["default"].source if "default" in self.templates else None
 
     def apply_chat_template(self, messages: list[dict], tools: list[dict] | None = None, add_generation_prompt: bool = True,
-                            chat_template: str | None = None, **kwargs: Any) -> str:
-        """The prompt as text. ``chat_template``: the name of one of the folder's templates, or a template sent by a
-        client. Other ``kwargs`` go to the template. Raises RequestError 400."""
+                            chat_template: str | None = None, tokenize: bool = False, **kwargs: Any) -> str:
+        """The prompt as text. ``chat_template``: the name of one of the folder's templates, or a template sent by a client.
+        ``tokenize``: as scripts for transformers say it. Other ``kwargs`` go to the template. Raises RequestError 400."""
+        if tokenize:
+            raise RequestError("apply_chat_template gives text; encode_chat gives its ids", param="tokenize")
         text, originals = self._render(messages, tools, add_generation_prompt, chat_template, kwargs)
         return restore(text, originals)
 
