@@ -262,7 +262,7 @@ def test_a_prompt_of_many_branches_is_queued_once():
     while driver.engine.has_work():
         driver.step()
     driver.assert_clean()
-    assert driver.engine.scheduler.queued_tokens == 0
+    assert driver.engine.scheduler.backlog.prompt_tokens == 0
     driver.close()
 
 

@@ -161,7 +161,7 @@ class Engine:
             return refuse(400, "too_many_branches", f"n={request.params.n} is more than this server queues at all ({config.max_queued_requests})")
         if self.scheduler.num_waiting + self.scheduler.num_blocked + request.params.n > config.max_queued_requests:
             return refuse(429, "queue_full", f"{config.max_queued_requests} requests are queued already", self._drain_seconds())
-        if self.scheduler.queued_tokens + len(request.prompt_ids) > self._max_queued_tokens:
+        if self.scheduler.backlog.prompt_tokens + len(request.prompt_ids) > self._max_queued_tokens:
             return refuse(429, "queue_full", f"{self._max_queued_tokens} prompt tokens are queued already", self._drain_seconds())
         if config.max_ttft is not None:
             seconds = self._first_token_in(len(request.prompt_ids) - self.pages.match(Sequence(request)))
@@ -173,7 +173,7 @@ class Engine:
         """Predicted seconds to the first token of a prompt of which ``num_tokens`` must be computed, if it came now."""
         rows = [(seq.num_computed, rows_left(seq)) for seq in self.scheduler.running]
         running = StepShape.of((start, 1) for start, left in rows if left <= 1)
-        ahead = self.scheduler.waiting.rows + sum(left for _, left in rows if left > 1)
+        ahead = self.scheduler.backlog.waiting.rows + sum(left for _, left in rows if left > 1)
         return self.pace.first_token(running, ahead, num_tokens, self.steps.max_rows)
 
     def _drain_seconds(self) -> float:
