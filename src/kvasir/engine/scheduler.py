@@ -116,18 +116,30 @@ class Scheduler:
         self._now = now
         self._step += 1
         self.room.begin(now)
-        budget = min(self.max_rows, max_rows or self.max_rows)
-        step = Step(now, budget)
+        step = Step(now, left=min(self.max_rows, max_rows or self.max_rows))
         if not len(self.backlog.waiting) and not self._deferred and (spans := self._only_decodes(step)):
             self._launched = self._step
             return Plan(self._step, spans, step.copies)
-        decodes, prompts = self._split(now)
+        self._fill(step)
+        if step.spans:
+            self._launched = self._step
+        for seq, span in step.spans.items():
+            seq.num_ahead += span.length
+            if "sample" in span.want:
+                seq.num_drawn += 1
+        return Plan(step=self._step, spans=list(step.spans.values()), copies=step.copies, preempted=step.preempted)
+
+    def _fill(self, step: Step) -> None:
+        """Give the rows away: to decodes, but for what is kept for the oldest prompt; to prompts that hold pages; to the queue, unless somebody
+        just gave way; what is left, to decodes that found none."""
+        decodes, prompts = self._split(step.now)
         if not self.prompts_first:
             ahead = self.backlog.prompt_tokens + sum(rows_left(seq) for seq in prompts)
-            budget = step.left = self.pace.most(len(decodes), sum(1 + seq.num_look_ahead for seq in decodes), budget, ahead)
-        claimant, claim = self._claim(prompts, now, budget)
-
+            step.left = self.pace.most(len(decodes), sum(1 + seq.num_look_ahead for seq in decodes), step.left, ahead)
+        budget = step.left
+        claimant, claim = self._claim(prompts, step.now, budget)
         sit_out = self.prompts_first and self._prompts_filled and bool(decodes) and self._prompts_fill(prompts, budget)
+
         step.left -= claim
         deferred = [] if sit_out else self._plan_decodes(step, decodes)
         step.left += claim
@@ -140,13 +152,6 @@ class Scheduler:
         self._deferred = self._use_leftover(step, deferred)
         if not claim and self.pace.target is None:  # a pace counts in whole tiles itself
             round_down(step, budget, self.pages.page_slots)
-        if step.spans:
-            self._launched = self._step
-        for seq, span in step.spans.items():
-            seq.num_ahead += span.length
-            if "sample" in span.want:
-                seq.num_drawn += 1
-        return Plan(step=self._step, spans=list(step.spans.values()), copies=step.copies, preempted=step.preempted)
 
     def _only_decodes(self, step: Step) -> list[Span] | None:
         """The plan, the hot path: all that run decode, with a draft or without, and there are rows and pages for it. None: this is another
@@ -289,21 +294,21 @@ class Scheduler:
                 continue
             if seq is claimant:
                 kept = 0
-            length = self._chunk(seq, self._room(step, seq, seq.num_computed + seq.num_ahead, claim if seq is claimant else 0, kept))
+            length = self._chunk(seq, self._rows_for(step, seq, seq.num_computed + seq.num_ahead, claim if seq is claimant else 0, kept))
             if not length:
                 continue
             end = seq.num_computed + seq.num_ahead + length
             if self.pages.grow(seq, end, step.copies) or self.room.make(step, seq, end):
                 step.add(seq, length)
 
-    def _room(self, step: Step, seq: Sequence, start: int, claim: int, kept: int = 0) -> int:
+    def _rows_for(self, step: Step, seq: Sequence, start: int, claim: int, kept: int = 0) -> int:
         """Rows for a chunk from position ``start``; ``kept``: of them for another. Behind another prompt, what would not end a page of one
         that goes on is left, but for who has a claim: a few rows more cost a step another launch in every layer."""
-        room, size = self.pace.room(step, start, claim) - kept, self.pages.page_slots
-        few = self.max_rows >= size and room < size - start % size and seq.num_tokens - start > room
+        rows, size = self.pace.room(step, start, claim) - kept, self.pages.page_slots
+        few = self.max_rows >= size and rows < size - start % size and seq.num_tokens - start > rows
         last = next(reversed(step.spans), None)  # decodes come first
         behind = last is not None and step.spans[last].length > 1 + last.num_look_ahead
-        return 0 if few and behind and not claim else room
+        return 0 if few and behind and not claim else rows
 
     def _chunk(self, seq: Sequence, left: int) -> int:
         """How many rows of its prompt a sequence gets; it ends at the end of a page when more follows."""
@@ -334,19 +339,17 @@ class Scheduler:
 
     def _admit(self, step: Step, claimant: Sequence | None, claim: int) -> None:
         """Fill the step from the queue. Requests that do not fit are looked past, LOOK_AHEAD of them."""
-        if not len(self.backlog.waiting):
+        if not len(self.backlog.waiting) or step.left <= 0:
             return
         oldest = next(iter(self.backlog.waiting))
         passed: list[Sequence] = []  # did not fit
         admitted: list[Sequence] = []
         skipped: list[Sequence] = []  # did not fit, and a later one was admitted
         computing = PagesAhead(self.pages, self.running, step)
-        promised: list[int] | None = None
+        promised = self._promised()
         for seq in islice(self.backlog.candidates(step.now), MAX_VISITS):
             if step.left <= 0:
                 break
-            if promised is None:
-                promised = self._promised()
             source, hit = self._start_point(seq)
             if source is None and computing.hold_next_of(seq, hit):
                 continue
@@ -361,10 +364,10 @@ class Scheduler:
                 if self._seats() <= 0 or len(passed) > LOOK_AHEAD or seq in self.backlog.overdue:
                     break
                 continue
-            if (room := self._room(step, seq, hit, claim if seq is claimant else 0)) <= 0:
+            if (rows := self._rows_for(step, seq, hit, claim if seq is claimant else 0)) <= 0:
                 break
             skipped = passed[:]
-            self._start(step, seq, hit, source, promised, room)
+            self._start(step, seq, hit, source, promised, rows)
             admitted.append(seq)
             computing.add(seq, step.spans[seq].length)
         self.backlog.age(oldest, skipped, admitted)
@@ -393,14 +396,14 @@ class Scheduler:
             return seq.parent, prompt
         return None, hit
 
-    def _start(self, step: Step, seq: Sequence, hit: int, source: Sequence | None, promised: list[int], room: int) -> None:
+    def _start(self, step: Step, seq: Sequence, hit: int, source: Sequence | None, promised: list[int], rows: int) -> None:
         if source is None:
             self.pages.admit(seq, hit)
         elif source is seq.parent:
             self.pages.fork(source, seq, hit)
         else:
             self.pages.resume(source, seq, hit)
-        length = self._chunk(seq, room)
+        length = self._chunk(seq, rows)
         grown = self.pages.grow(seq, seq.num_computed + length, step.copies)
         assert grown, f"{seq} was admitted without room for its first span"
         for g, pages in enumerate(self.pages.missing(seq, seq.num_tokens, self.max_rows)):
