@@ -32,7 +32,7 @@ from kvasir.kernels import decode_attention as decode  # noqa: E402
 from kvasir.kernels import dense_attention as dense  # noqa: E402
 from kvasir.kernels import paged_attention as paged  # noqa: E402
 from tests.kernels.check import check_decode_attention, check_dense_attention, check_paged_attention  # noqa: E402
-from tools.gpu_kernels import DIM, GROUPS, HEADS, SIZE, SPEC, copy_bandwidth, make_pool, matmul_rate, timed  # noqa: E402
+from tools.gpu_kernels import DIM, GROUPS, HEADS, SIZE, SPEC, copy_bandwidth, graph_of, make_pool, matmul_rate, timed  # noqa: E402
 
 MIXED = [(int(32767 * (i / 31) ** 3), 1) for i in range(32)]  # 1 .. 32k, most of them short
 DECODES = {"1 x 128": [(127, 1)], "1 x 32k": [(32767, 1)], "8 x 1k": [(1023, 1)] * 8, "64 x 1k": [(1023, 1)] * 64, "256 x 1k": [(1023, 1)] * 256,
@@ -175,14 +175,7 @@ def run_general(q: torch.Tensor, pool, batch, tiles: list, layers: int) -> None:
 def graph_us(run, layers: int) -> float | None:
     """Microseconds a layer of ``run()``, replayed as a CUDA graph. None: it does not run."""
     try:
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        return timed(graph.replay, 5) / layers * 1e6
+        return timed(graph_of(run).replay, 5) / layers * 1e6
     except Exception as e:
         print("does not run:", type(e).__name__, str(e)[:200], flush=True)
         return None

@@ -41,6 +41,7 @@ from kvasir.models.families import build_spec  # noqa: E402
 from kvasir.models.loader import fill_random  # noqa: E402
 from kvasir.types import Request, SamplingParams, Sequence, Span  # noqa: E402
 from tests.kernels.check_fused import CHECKS  # noqa: E402
+from tools.gpu_kernels import graph_of  # noqa: E402
 
 BF16 = torch.bfloat16
 PROCESSES = 14
@@ -107,18 +108,6 @@ def checks(processes: ProcessPoolExecutor) -> list[dict]:
 
 
 # ------------------------------------------------------------------------------------------------------------- timings
-
-
-def graph_of(run) -> torch.cuda.CUDAGraph:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
 
 
 def seconds(graph: torch.cuda.CUDAGraph, repeats: int = 7) -> float:

@@ -118,16 +118,22 @@ def check_large_pool() -> dict:
     return arm("pool past 2^31 elements", {"elements": elements}, {"failed": int(not stored or not error < 2e-2), "worst_error": error})
 
 
-def graph_seconds(run, repeats: int) -> tuple[float, float]:
-    """Median seconds of ``run()`` replayed as a CUDA graph, and of calling it."""
+def graph_of(run) -> torch.cuda.CUDAGraph:
+    """``run()``, captured after it has run once."""
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return timed(graph.replay, repeats), timed(run, repeats)
+    return graph
+
+
+def graph_seconds(run, repeats: int) -> tuple[float, float]:
+    """Median seconds of ``run()`` replayed as a CUDA graph, and of calling it."""
+    return timed(graph_of(run).replay, repeats), timed(run, repeats)
 
 
 def timed(run, repeats: int) -> float:

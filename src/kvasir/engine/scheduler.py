@@ -173,7 +173,7 @@ class Scheduler:
                 spare -= len(seq.draft)
             if not self.pages.grow(seq, num_tokens + len(seq.draft), step.copies):
                 return None  # the pages that others got meanwhile are found in their tables
-            spans.append(next_span(seq, 1 + len(seq.draft)) if seq.draft else Span(seq, start, 1, "causal", ONE_SAMPLE, row=seq.row))
+            spans.append(next_span(seq, 1 + len(seq.draft)) if seq.draft else Span(seq, start, 1, ONE_SAMPLE, row=seq.row))
         for span in spans:
             span.seq.num_ahead += span.length
             span.seq.num_drawn += 1

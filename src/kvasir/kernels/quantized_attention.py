@@ -304,7 +304,7 @@ def quantized_together_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Te
     block_m = max(COLUMNS, next_power_of_2(share))
     rows = block_m // share
     shape = shape or Shape.of(format, dim_pad, q_THD.dtype, block_m)
-    wave, budget = chunks_of(shape, count, groups, q_THD.device)
+    wave, budget = chunks_of(shape, groups, q_THD.device)
     part = torch.empty((count + budget, groups, rows * share, dim), dtype=torch.float32, device=q_THD.device)
     part_lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=q_THD.device)
     cuts = torch.empty((count, 2), dtype=torch.int32, device=q_THD.device)
