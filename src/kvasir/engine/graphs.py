@@ -322,8 +322,8 @@ class DecodeGraphs:
         """Capture one more bucket while nothing is in flight, those first that stand in for many others. False: none is left. Reporting
         ones once a step reported."""
         outputs = [StepOutput.DRAWS, *([StepOutput.REPORTS] if self._reported else [])]
-        kinds = (DECODES, self._plain), (self._usual, self._drafted)
-        keys = [(size, output, form) for form, sizes in kinds for output in outputs for size in sorted(sizes, key=lambda size: size & (size - 1) > 0)]
+        keys = ((size, output, form) for form, sizes in ((DECODES, self._plain), (self._usual, self._drafted)) for output in outputs
+                for size in sorted(sizes, key=lambda size: size & (size - 1) > 0))  # powers of two stand in for all others
         key = next((key for key in keys if key not in self._ready), None)
         if key is None or self._capture is None:
             return False
