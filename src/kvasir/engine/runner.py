@@ -1,4 +1,4 @@
-"""Runs a plan on the device: copy pages, pack, forward, sample. It holds the model, the pool and nothing of any request
+"""Runs a plan on the device: pack, forward, sample. It holds the model, the pool and nothing of any request
 but its row.
 
 ``launch`` does not wait for the device; the handle's ``read`` does, and for its own step only. Between the two the next

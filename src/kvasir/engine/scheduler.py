@@ -11,7 +11,7 @@ A plan may be made while the one before it is in flight. It counts on that one's
 row (``num_drawn``). A sequence that is certain to end with the token in flight, or whose draft is being verified, sits out.
 Everything else, the prefix index above all, knows committed rows only.
 
-When pages run out somebody gives way: see ``room.py``.
+Who waits is in ``backlog.py``; when pages run out somebody gives way: see ``room.py``.
 """
 
 from __future__ import annotations
