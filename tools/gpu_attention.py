@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -79,17 +79,23 @@ def in_parallel() -> list[dict]:
                      if shape.programs == 12] + [processes.submit(compile_dense, shape) for shape in DENSE_SHAPES]
         checking = {processes.submit(check_case, op, dtype, i): (op, dtype) for op, (cases, _) in CHECKS.items()
                     for dtype in (torch.bfloat16, torch.float16, *([] if op == "dense" else [torch.float32])) for i in range(len(list(cases())))}
-        outcome: dict[tuple, list[tuple[float, str]]] = {}
-        for done in as_completed(checking):
-            outcome.setdefault(checking[done], []).append(done.result())
-        for done in compiling:
-            if done.exception() is not None:
-                print("does not run:", str(done.exception())[:300], flush=True)
+        return gathered(checking, compiling)
+
+
+def gathered(checking: dict[Future, tuple[str, torch.dtype]], compiling: list[Future]) -> list[dict]:
+    """Wait for the cases of grids (``check_case``) and for what is compiled. An arm of each grid and type; printed, too."""
+    outcome: dict[tuple, list[tuple[float, str]]] = {}
+    for done in as_completed(checking):
+        outcome.setdefault(checking[done], []).append(done.result())
+    for done in compiling:
+        if done.exception() is not None:
+            print("does not run:", str(done.exception())[:300], flush=True)
     arms = []
     for (op, dtype), found in outcome.items():
         failed = [text for _, text in found if text]
-        arms.append(arm(f"{op} grid", {"dtype": str(dtype)}, {"cases": len(found), "failed": len(failed), "worst_error": max(e for e, _ in found)}))
-        print(arms[-1]["name"], dtype, arms[-1]["metrics"], *failed, sep="\n  ", flush=True)
+        arms.append(arm(f"{op} grid", {"dtype": str(dtype)}, {"cases": len(found), "failed": len(failed),
+                                                             "worst_error": max((e for e, text in found if not text), default=None)}))
+        print(arms[-1]["name"], dtype, arms[-1]["metrics"], *failed[:6], sep="\n  ", flush=True)
     return arms
 
 
