@@ -73,6 +73,6 @@ class Backlog:
                 self.overdue[seq] = None
 
     def check(self) -> None:
-        """Assert every invariant of its own. Slow: for tests and debugging."""
+        """As ``Scheduler.check``, of what is here."""
         assert self.prompt_tokens == sum(seq.num_unshared for seq in chain(self.waiting, self.blocked)), "queued tokens are miscounted"
         assert all(seq in self.waiting for seq in self.overdue), "an overdue sequence does not wait"

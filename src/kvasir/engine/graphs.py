@@ -456,8 +456,8 @@ class DecodeHandle:
         return self._reported(results, range(len(results))) if self._reports else results
 
     def _walked(self, held_T: np.ndarray, place_T: np.ndarray) -> list[SpanResult]:
-        """``held``: the token of each row; ``place``: the row's in its span. Chains are walked all at once: from a span's first row to before
-        the next row, its own or another span's first, that does not hold what was drawn from the row before it."""
+        """``held``: the token of each row; ``place``: the row's in its span. Chains are walked all at once: as far as a row holds what was
+        drawn from the row before it."""
         ids, largest, best = self._stage.read(self._size)[:, :len(held_T)]
         ids = ids.astype(np.int64)
         tokens = ids.tolist()

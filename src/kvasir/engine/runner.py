@@ -149,7 +149,7 @@ class Runner:
         return handle if hidden_TLE is None else TappedHandle(handle, spans, hidden_TLE)
 
     def _launch(self, spans: list[Span]) -> tuple[Handle, torch.Tensor | None]:
-        """The handle, and what was tapped [T, layers, E]: in the first of the ways to run a step, by what a launch costs, that takes these spans."""
+        """The handle, and what was tapped [T, layers, E]: by the first way to run a step that takes these spans, the cheapest launch first."""
         if self.graphs is not None and self.graphs.takes(spans):
             return self._replay(self.graphs, spans)
         taped_SV = None if self.tapes is None else self.tapes.logits(spans)
