@@ -20,11 +20,11 @@ LAYERS = [
     ["kernels"],
     ["layers", "attention", "kv"],
     ["models"],
-    ["decoding", "speculation", "steering"],
+    ["decoding", "speculation"],
     ["engine", "convert"],
     ["scaling"],
     ["api"],
-    ["learn", "lab", "bench"],
+    ["lab", "bench"],
     ["cli"],
     ["__main__"],
 ]

@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -32,7 +32,7 @@ from kvasir.kernels import decode_attention as decode  # noqa: E402
 from kvasir.kernels import dense_attention as dense  # noqa: E402
 from kvasir.kernels import paged_attention as paged  # noqa: E402
 from tests.kernels.check import check_decode_attention, check_dense_attention, check_paged_attention  # noqa: E402
-from tools.gpu_kernels import DIM, GROUPS, HEADS, SIZE, SPEC, copy_bandwidth, make_pool, matmul_rate, timed  # noqa: E402
+from tools.gpu_kernels import DIM, GROUPS, HEADS, SIZE, SPEC, copy_bandwidth, graph_of, make_pool, matmul_rate, timed  # noqa: E402
 
 MIXED = [(int(32767 * (i / 31) ** 3), 1) for i in range(32)]  # 1 .. 32k, most of them short
 DECODES = {"1 x 128": [(127, 1)], "1 x 32k": [(32767, 1)], "8 x 1k": [(1023, 1)] * 8, "64 x 1k": [(1023, 1)] * 64, "256 x 1k": [(1023, 1)] * 256,
@@ -79,17 +79,23 @@ def in_parallel() -> list[dict]:
                      if shape.programs == 12] + [processes.submit(compile_dense, shape) for shape in DENSE_SHAPES]
         checking = {processes.submit(check_case, op, dtype, i): (op, dtype) for op, (cases, _) in CHECKS.items()
                     for dtype in (torch.bfloat16, torch.float16, *([] if op == "dense" else [torch.float32])) for i in range(len(list(cases())))}
-        outcome: dict[tuple, list[tuple[float, str]]] = {}
-        for done in as_completed(checking):
-            outcome.setdefault(checking[done], []).append(done.result())
-        for done in compiling:
-            if done.exception() is not None:
-                print("does not run:", str(done.exception())[:300], flush=True)
+        return gathered(checking, compiling)
+
+
+def gathered(checking: dict[Future, tuple[str, torch.dtype]], compiling: list[Future]) -> list[dict]:
+    """Wait for the cases of grids (``check_case``) and for what is compiled. An arm of each grid and type; printed, too."""
+    outcome: dict[tuple, list[tuple[float, str]]] = {}
+    for done in as_completed(checking):
+        outcome.setdefault(checking[done], []).append(done.result())
+    for done in compiling:
+        if done.exception() is not None:
+            print("does not run:", str(done.exception())[:300], flush=True)
     arms = []
     for (op, dtype), found in outcome.items():
         failed = [text for _, text in found if text]
-        arms.append(arm(f"{op} grid", {"dtype": str(dtype)}, {"cases": len(found), "failed": len(failed), "worst_error": max(e for e, _ in found)}))
-        print(arms[-1]["name"], dtype, arms[-1]["metrics"], *failed, sep="\n  ", flush=True)
+        arms.append(arm(f"{op} grid", {"dtype": str(dtype)}, {"cases": len(found), "failed": len(failed),
+                                                             "worst_error": max((e for e, text in found if not text), default=None)}))
+        print(arms[-1]["name"], dtype, arms[-1]["metrics"], *failed[:6], sep="\n  ", flush=True)
     return arms
 
 
@@ -175,14 +181,7 @@ def run_general(q: torch.Tensor, pool, batch, tiles: list, layers: int) -> None:
 def graph_us(run, layers: int) -> float | None:
     """Microseconds a layer of ``run()``, replayed as a CUDA graph. None: it does not run."""
     try:
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        return timed(graph.replay, 5) / layers * 1e6
+        return timed(graph_of(run).replay, 5) / layers * 1e6
     except Exception as e:
         print("does not run:", type(e).__name__, str(e)[:200], flush=True)
         return None

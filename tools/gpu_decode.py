@@ -42,7 +42,7 @@ from kvasir.kernels.gemv import Config  # noqa: E402
 from kvasir.kernels.hopper_attention import HopperShape  # noqa: E402
 from kvasir.kernels.sample import sample_rows  # noqa: E402
 from tools import gpu_fused  # noqa: E402
-from tools.gpu_kernels import DIM, GROUPS, HEADS, SPEC, make_pool  # noqa: E402
+from tools.gpu_kernels import DIM, GROUPS, HEADS, SPEC, graph_of, make_pool  # noqa: E402
 
 BF16, PROCESSES = torch.bfloat16, 14
 CONTEXTS = {f"{n} x 1k": [1087] * n for n in (8, 16, 32, 48, 64, 96, 128, 256)} | {
@@ -63,7 +63,7 @@ def in_turns(runs: dict, rounds: int = 9) -> dict:
     graphs = {}
     for name, run in runs.items():
         try:
-            graphs[name] = gpu_fused.graph_of(run)
+            graphs[name] = graph_of(run)
         except Exception as e:
             print("does not run:", name, type(e).__name__, str(e)[:200], flush=True)
             torch.cuda.synchronize()
@@ -238,11 +238,11 @@ def time_steps(shapes: list[str]) -> Iterator[list[dict]]:
                 arms.append(arm(f"step {shape} {batch} x 1k", {"variant": name}, metrics))
                 print(f"step {shape:10} {batch:3} {name:40}", metrics, flush=True)
             if shape == "qwen3-30b-a3b":
-                arms.append(table(f"{shape} {batch} x 1k", gpu_fused.graph_of(lambda: step(sliced))))
+                arms.append(table(f"{shape} {batch} x 1k", graph_of(lambda: step(sliced))))
             with ExitStack() as stack:
                 for patch in no_overlap:
                     stack.enter_context(patch)
-                arms.append(table(f"{shape} {batch} x 1k", gpu_fused.graph_of(lambda: step(sliced))))
+                arms.append(table(f"{shape} {batch} x 1k", graph_of(lambda: step(sliced))))
             run = runs = logits = None
             torch.cuda.empty_cache()
             yield arms

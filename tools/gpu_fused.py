@@ -41,6 +41,7 @@ from kvasir.models.families import build_spec  # noqa: E402
 from kvasir.models.loader import fill_random  # noqa: E402
 from kvasir.types import Request, SamplingParams, Sequence, Span  # noqa: E402
 from tests.kernels.check_fused import CHECKS  # noqa: E402
+from tools.gpu_kernels import check_cases, graph_of, grid_arm  # noqa: E402
 
 BF16 = torch.bfloat16
 PROCESSES = 14
@@ -75,13 +76,7 @@ def matrices() -> list[tuple[str, int, int, dict]]:
 
 def check_share(op: str, dtype: torch.dtype, share: int, shares: int) -> tuple[int, float, list[str]]:
     cases, check = CHECKS[op]
-    mine, worst, failed = list(cases())[share::shares], 0.0, []
-    for case in mine:
-        try:
-            worst = max(worst, check(case, dtype, "cuda"))
-        except Exception as e:  # a failed compile or launch is a result, too
-            failed.append(f"{op} {dtype} {case}: {type(e).__name__}: {str(e)[:400]}")
-    return len(mine), worst, failed
+    return check_cases(op, dtype, list(cases())[share::shares], lambda case: check(case, dtype, "cuda"))
 
 
 def compile_gemv(shapes: list[tuple[int, int, int, dict, Config]]) -> None:
@@ -95,30 +90,13 @@ def compile_gemv(shapes: list[tuple[int, int, int, dict, Config]]) -> None:
 
 
 def checks(processes: ProcessPoolExecutor) -> list[dict]:
-    arms, shares = [], 4
+    shares = 4
     work = {(op, dtype): [processes.submit(check_share, op, dtype, i, shares) for i in range(shares)]
             for op in CHECKS for dtype in (BF16, torch.float32)}
-    for (op, dtype), parts in work.items():
-        counts, worst, failed = zip(*(p.result() for p in parts))
-        lines = [line for part in failed for line in part]
-        arms.append(arm(f"check {op}", {"dtype": str(dtype)}, {"cases": sum(counts), "failed": len(lines), "worst_error": max(worst)}))
-        print(arms[-1]["name"], dtype, arms[-1]["metrics"], *lines, sep="\n  ", flush=True)
-    return arms
+    return [grid_arm(f"check {op}", dtype, [part.result() for part in parts]) for (op, dtype), parts in work.items()]
 
 
 # ------------------------------------------------------------------------------------------------------------- timings
-
-
-def graph_of(run) -> torch.cuda.CUDAGraph:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
 
 
 def seconds(graph: torch.cuda.CUDAGraph, repeats: int = 7) -> float:

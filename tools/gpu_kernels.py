@@ -44,29 +44,37 @@ SHAPES = {
 
 
 def check_share(dtype: torch.dtype, op: str, share: int) -> tuple[int, float, list[str]]:
-    """Every ``SHARES``-th case of a grid: how many, the worst error, and what failed."""
+    """Every ``SHARES``-th case of a grid."""
     cases, check = {"paged_attention": (paged.grid, check_paged_attention), "store_kv": (store.grid, check_store_kv)}[op]
-    mine, worst, failed = list(cases())[share::SHARES], 0.0, []
-    for case in mine:
+    return check_cases(op, dtype, list(cases())[share::SHARES], lambda case: (check(case, dtype, "cuda") or {}).get("kernel", 0.0))
+
+
+def check_cases(op: str, dtype: torch.dtype, cases: list, error) -> tuple[int, float, list[str]]:
+    """How many, the worst ``error(case)``, and what failed."""
+    worst, failed = 0.0, []
+    for case in cases:
         try:
-            worst = max(worst, (check(case, dtype, "cuda") or {}).get("kernel", 0.0))
+            worst = max(worst, error(case))
         except Exception as e:  # a failed compile or launch is a result, too
             failed.append(f"{op} {dtype} {case}: {type(e).__name__}: {str(e)[:400]}")
-    return len(mine), worst, failed
+    return len(cases), worst, failed
 
 
 def check_grids() -> list[dict]:
     """Each share in a process of its own: most of the time goes into compiling."""
-    arms = []
     with ProcessPoolExecutor(3 * SHARES, mp_context=multiprocessing.get_context("spawn")) as processes:
         work = {(dtype, op): [processes.submit(check_share, dtype, op, share) for share in range(SHARES)]
                 for op in ("paged_attention", "store_kv") for dtype in (torch.bfloat16, torch.float16, torch.float32)}
-        for (dtype, op), shares in work.items():
-            counts, worst, failed = zip(*(s.result() for s in shares))
-            lines = [line for part in failed for line in part]
-            arms.append(arm(f"{op} grid", {"dtype": str(dtype)}, {"cases": sum(counts), "failed": len(lines), "worst_error": max(worst)}))
-            print(arms[-1]["name"], dtype, arms[-1]["metrics"], *lines, sep="\n  ", flush=True)
-    return arms
+        return [grid_arm(f"{op} grid", dtype, [share.result() for share in shares]) for (dtype, op), shares in work.items()]
+
+
+def grid_arm(name: str, dtype: torch.dtype, shares: list[tuple[int, float, list[str]]]) -> dict:
+    """Of what ``check_cases`` found in each share; printed, too."""
+    counts, worst, failed = zip(*shares)
+    lines = [line for part in failed for line in part]
+    made = arm(name, {"dtype": str(dtype)}, {"cases": sum(counts), "failed": len(lines), "worst_error": max(worst)})
+    print(name, dtype, made["metrics"], *lines, sep="\n  ", flush=True)
+    return made
 
 
 def make_batch(spans: list[tuple[int, int]], tables: torch.Tensor, size: int = SIZE) -> StepBatch:
@@ -118,16 +126,22 @@ def check_large_pool() -> dict:
     return arm("pool past 2^31 elements", {"elements": elements}, {"failed": int(not stored or not error < 2e-2), "worst_error": error})
 
 
-def graph_seconds(run, repeats: int) -> tuple[float, float]:
-    """Median seconds of ``run()`` replayed as a CUDA graph, and of calling it."""
+def graph_of(run) -> torch.cuda.CUDAGraph:
+    """``run()``, captured after it has run once."""
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return timed(graph.replay, repeats), timed(run, repeats)
+    return graph
+
+
+def graph_seconds(run, repeats: int) -> tuple[float, float]:
+    """Median seconds of ``run()`` replayed as a CUDA graph, and of calling it."""
+    return timed(graph_of(run).replay, repeats), timed(run, repeats)
 
 
 def timed(run, repeats: int) -> float:

@@ -24,7 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -49,6 +49,7 @@ from kvasir.layers.spec import RopeSpec  # noqa: E402
 from kvasir.technique import load  # noqa: E402
 from kvasir.types import CacheGroup, StepBatch, Together  # noqa: E402
 from tests.kernels.check_quantized import check_quantized_attention, check_quantized_decode, check_quantized_qkv  # noqa: E402
+from tools.gpu_attention import gathered  # noqa: E402
 from tools.gpu_kernels import DIM, GROUPS, HEADS, SPEC, copy_bandwidth, make_batch  # noqa: E402
 
 Spans = list[tuple[int, int]]
@@ -110,19 +111,7 @@ def in_parallel(with_checks: bool, only_write: bool) -> list[dict]:
         ops = {op: checks for op, checks in CHECKS.items() if op == "write" or not only_write} if with_checks else {}
         checking = {processes.submit(check_case, op, dtype, i): (op, dtype) for op, (cases, _) in ops.items()
                     for dtype, step in ((torch.bfloat16, 1), (torch.float16, 2)) for i in range(0, len(list(cases())), step)}
-        outcome: dict[tuple, list[tuple[float, str]]] = {}
-        for done in as_completed(checking):
-            outcome.setdefault(checking[done], []).append(done.result())
-        for done in compiling:
-            if done.exception() is not None:
-                print("does not run:", str(done.exception())[:300], flush=True)
-    arms = []
-    for (op, dtype), found in outcome.items():
-        failed = [text for _, text in found if text]
-        arms.append(arm(f"{op} grid", {"dtype": str(dtype)}, {"cases": len(found), "failed": len(failed),
-                                                             "worst_error": max((e for e, text in found if not text), default=None)}))
-        print(arms[-1]["name"], dtype, arms[-1]["metrics"], *failed[:6], sep="\n  ", flush=True)
-    return arms
+        return gathered(checking, compiling)
 
 
 # ------------------------------------------------------------------------------------------------------ what is computed

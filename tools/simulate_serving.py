@@ -70,7 +70,7 @@ class Simulation:
     def run(self) -> dict[str, float]:
         scheduler = self.scheduler
         while self.done < len(self.requests):
-            if not self.flight and not len(scheduler.waiting) and not len(scheduler.running):
+            if not self.flight and not len(scheduler.backlog.waiting) and not len(scheduler.running):
                 self.now = max(self.now, self.requests[self.taken][0] + RECEIVE)
             self._take()
             plan = scheduler.plan(self.now)

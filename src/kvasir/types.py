@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     import torch
 
-Mask = Literal["causal", "tree", "block", "full"]
-Want = Literal["sample", "score", "hidden"]
-Commit = Literal["all", "walk", "none"]
+Want = Literal["sample", "score"]
+Commit = Literal["all", "walk"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 U64 = (1 << 64) - 1
 
@@ -252,7 +251,8 @@ class Span:
     Row ``i`` holds token ``start + i`` of ``seq.tokens + seq.draft`` and predicts the token after it.
     ``want`` maps a kind to the range of rows (0-based in the span) it is wanted of; rows in no range want nothing:
     ``sample`` draws the next token, ``score`` gives the log-probability of the known next token.
-    ``parents`` is set for tree masks only: index in the span of each row's parent, -1 for the first row.
+    ``commit``: all its rows, or of those that verify a draft the ones on the walk that is accepted.
+    ``parents`` is set for trees only: index in the span of each row's parent, -1 for the first row.
     ``row``: the sequence's row when this was planned; a span whose sequence has another by now is void (``valid``).
     ``landed``: it was resolved, so ``seq`` no longer counts on it.
     ``guests``: of the last ``len(guests)`` rows, which hold no token but an embedding of the drafter's, its number there. A guest
@@ -266,7 +266,6 @@ class Span:
     seq: Sequence
     start: int
     length: int
-    mask: Mask = "causal"
     want: Mapping[Want, range] = field(default_factory=dict)
     commit: Commit = "all"
     parents: list[int] | None = None

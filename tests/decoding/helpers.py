@@ -29,7 +29,7 @@ def sequence(row: int, prompt=(3, 4), *, seed: int = 7, branch: int = 0, bad_wor
 def decode_span(seq: Sequence, parents: list[int] | None = None) -> Span:
     """The last known token and the whole draft, every row sampled."""
     length = 1 + len(seq.draft)
-    return Span(seq, seq.num_tokens - 1, length, mask="tree" if parents else "causal", want={"sample": range(length)}, commit="walk", parents=parents)
+    return Span(seq, seq.num_tokens - 1, length, want={"sample": range(length)}, commit="walk", parents=parents)
 
 
 class TableModel:

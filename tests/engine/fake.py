@@ -202,7 +202,7 @@ class Driver:
     def drain(self, limit: int = 5000) -> None:
         """Run until nothing is left to do."""
         idle = 0
-        while len(self.scheduler.waiting) or len(self.scheduler.running) or self.unread:
+        while len(self.scheduler.backlog.waiting) or len(self.scheduler.running) or self.unread:
             self.now += 0.1
             plan = self.step()
             idle = 0 if plan.spans else idle + 1

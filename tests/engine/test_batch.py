@@ -14,7 +14,7 @@ def span(number: int, start: int, length: int, tree: bool = False) -> Span:
     if not tree:
         return Span(seq, start, length, want={"sample": range(length - 1, length)})
     seq.draft = [1] * (length - 1)
-    return Span(seq, start, length, "tree", {"sample": range(length)}, "walk", [-1, 0, 0, *range(1, length - 2)])
+    return Span(seq, start, length, {"sample": range(length)}, "walk", [-1, 0, 0, *range(1, length - 2)])
 
 
 @pytest.mark.parametrize("lengths", [(1,), (3,), (1, 1, 1), (5, 1, 2), (1, 7, 4, 1, 6), (2,) * 9])

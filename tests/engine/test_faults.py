@@ -262,7 +262,7 @@ def test_a_prompt_of_many_branches_is_queued_once():
     while driver.engine.has_work():
         driver.step()
     driver.assert_clean()
-    assert driver.engine.scheduler.queued_tokens == 0
+    assert driver.engine.scheduler.backlog.prompt_tokens == 0
     driver.close()
 
 
@@ -298,7 +298,7 @@ def test_a_replay_whose_first_branch_has_ended_computes_its_prompt_once():
     again.epoch, again.ended, again.emitted = 1, [0], [whole["r", 0].tokens, *(whole["r", b].tokens[:2] for b in (1, 2, 3))]
     driver.outputs = {("again", b): Output(tokens=again.emitted[b][:]) for b in (1, 2, 3)}
     driver.submit(again)
-    assert driver.engine.scheduler.queued_tokens == len(PROMPTS[7]) + 2 + 2 * 3, "and of each but the first the prompt's last"
+    assert driver.engine.scheduler.backlog.prompt_tokens == len(PROMPTS[7]) + 2 + 2 * 3, "and of each but the first the prompt's last"
     rows = 0
     while driver.engine.has_work():
         driver.step()

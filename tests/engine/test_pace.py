@@ -280,7 +280,7 @@ def test_those_that_are_refused_leave_no_trace_in_the_order():
     d.engine.pace.model = MODEL
     for i in range(4):
         d.submit(d.request(f"r{i}", [*range(300, 700)], max_tokens=2, ignore_eos=True))
-        d.engine.scheduler.waiting.ordered(0.0)
+        d.engine.scheduler.backlog.waiting.ordered(0.0)
     assert len(d.errors) == 3 and [seq.request.id for seq in d.engine.scheduler.policy._policy._last] == ["r0"]
     d.run([])
     d.close()

@@ -294,7 +294,7 @@ def forget(s, seq):
 
 
 def miscount(s, seq):
-    s.queued_tokens += 1
+    s.backlog.prompt_tokens += 1
 
 
 def compute_too_much(s, seq):

@@ -94,7 +94,7 @@ def test_the_overdue_is_admitted_once_and_others_with_it():
     d = driver(num_pages=40, prefix_root=None)
     seqs = [d.add(unique(5, f"s{i}", arrival=float(i))) for i in range(4)]
     seqs[2].num_skipped = 64
-    d.scheduler._overdue[seqs[2]] = None
+    d.scheduler.backlog.overdue[seqs[2]] = None
     assert list(rows(d.step())) == ["s2", "s0", "s1", "s3"]
     d.drain()
     d.assert_outputs()

@@ -118,7 +118,7 @@ def test_finish_in_every_state():
         d.scheduler.finish(seq, "error")
         assert seq.status is Status.FINISHED and seq.finish_reason == "cancelled" and not seq.tables and seq.row == -1
         d.scheduler.check()
-    assert not d.scheduler.has_work(0.0) and d.scheduler.queued_tokens == 0
+    assert not d.scheduler.has_work(0.0) and d.scheduler.backlog.prompt_tokens == 0
     assert d.scheduler.pages.num_free == d.scheduler.pages.num_total
 
 
@@ -182,10 +182,10 @@ def test_blocked_sequences_are_never_in_the_way():
     d.scheduler.block(blocked, until=10.0)
     assert not d.scheduler.has_work(9.0) and d.scheduler.has_work(10.0)
     other = d.add(unique(5, "b", arrival=3.0, max_tokens=1))
-    assert d.scheduler.num_blocked == 1 and d.scheduler.queued_tokens == 10
+    assert d.scheduler.num_blocked == 1 and d.scheduler.backlog.prompt_tokens == 10
     assert [s.seq for s in d.step().spans] == [other] and not d.step().spans
     d.scheduler.block(blocked, until=20.0)
-    assert d.scheduler.queued_tokens == 5
+    assert d.scheduler.backlog.prompt_tokens == 5
     d.scheduler.unblock(blocked)
     d.scheduler.unblock(blocked)
     assert [s.seq for s in d.step().spans] == [blocked]

@@ -91,7 +91,7 @@ class World:
             assert seq.finish_reason == "cancelled"
         if alive and rng.random() < 0.05:
             self.scheduler.block(rng.choice(alive), self.driver.now + 3)
-        for seq in list(self.scheduler.blocked):
+        for seq in list(self.scheduler.backlog.blocked):
             if rng.random() < 0.2:
                 self.scheduler.unblock(seq)
         if alive and rng.random() < 0.02:
@@ -107,7 +107,7 @@ class World:
             max_rows = rng.randint(1, self.scheduler.max_rows) if rng.random() < 0.1 else None
             self.driver.step(max_rows=max_rows, between=self.disturb, delay=self.delayed and rng.random() < 0.7,
                              late=rng.random() < self.late)
-        for seq in list(self.scheduler.blocked):
+        for seq in list(self.scheduler.backlog.blocked):
             self.scheduler.unblock(seq)
         self.driver.drain()
         assert all(seq.status is Status.FINISHED for seq in self.driver.sequences)

@@ -4,20 +4,15 @@ import pytest
 import torch
 
 from kvasir.kernels.native.library import native
-from kvasir.kv.codec import Codec
 from kvasir.models.native_decoder import why_not
-from kvasir.technique import load
 from kvasir.types import Span
 from tests import checkpoints
+from tests.kv.test_codecs import codec_of
 from tests.models.test_native_decoder import DENSE, NativePaged
 from tests.models.test_parity import Paged
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=f"no native kernels: {native().reason}")
 CODECS = ["fp8", "int8", "int4", "int4_bdr", "int4_bdr:order=4,rotate_v=true", "int4_bdr:signs=false"]
-
-
-def codec_of(spec: str) -> Codec:
-    return load("kvasir.kv.codecs", spec, Codec)
 
 
 def apart(a, b) -> float:

@@ -14,7 +14,7 @@ from kvasir.errors import ConfigError
 from kvasir.scaling.endpoint import Caps, Sampling
 from kvasir.scaling.journal import Journal
 from kvasir.scaling.ledger import Budget, BudgetExceeded, Charge, Ledger, Price
-from kvasir.scaling.primitives import Context, EndpointDown, Run, cancelled
+from kvasir.scaling.primitives import Context, EndpointDown, Run
 from kvasir.scaling.solve import solve
 from kvasir.scaling.strategy import Strategy, load_strategy
 from kvasir.technique import own
@@ -359,7 +359,8 @@ def test_cancelling_the_task_cancels_the_call_and_charges_what_was_seen():
         task = asyncio.ensure_future(c.sample(endpoint, problem().messages, 3))
         for _ in range(8):
             await asyncio.sleep(0)
-        await cancelled(task)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
         seen = endpoint.counts["generated"]
         for _ in range(20):
             await asyncio.sleep(0)

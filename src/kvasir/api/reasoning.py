@@ -43,11 +43,6 @@ class ReasoningParser(Technique):
         self._held = ""
         self._fresh = True  # nothing of the present text was given out yet: line breaks at its start are dropped
 
-    @property
-    def thinking(self) -> bool:
-        """Whether the last text pushed ended inside the thinking."""
-        return self._mode == "inside"
-
     def end_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """Token ids after which a grammar starts (``Grammar.after``); empty when this answer does not think."""
         return () if self.disabled else tuple(tokenizer.encode(self.end, add_special=False, parse_special=True))

@@ -1,6 +1,6 @@
 """A case: a TOML file that says what is compared, on which workloads, how often, and which ratios are the target.
 
-    title = "..."                      what the table is about
+    title = "..."                      what the table is about, for who reads the file
     shape = "llama-8b"                 a known shape with random weights; or model = "..." (a folder or hub id; empty: the model in the package)
     repeats = 5                        rounds that count; with several arms, lives of each: they take turns
     rounds = 1                         of each life, where several arms take turns
@@ -67,7 +67,6 @@ class Peer:
 @dataclass(frozen=True, slots=True)
 class Case:
     name: str
-    title: str
     shape: str | None
     model: str
     repeats: int
@@ -143,7 +142,7 @@ def parse(name: str, table: dict[str, Any]) -> Case:
             raise ConfigError(f"target {metric!r}: expected 'METRIC ARM/ARM' with arms of the case: {', '.join([*arms, *others])}")
         if (rate := metric.rpartition(" ")[0]).endswith("_tok_s") and rate not in rates:  # it would be met by never being judged
             raise ConfigError(f"target {metric!r}: '{rate}' is not measured.{nearest(rate, rates)}")
-    return Case(name, table.get("title", name), shape, model, table.get("repeats", 5), arms, workloads, traces, peer, table.get("rounds", 1), cached,
+    return Case(name, shape, model, table.get("repeats", 5), arms, workloads, traces, peer, table.get("rounds", 1), cached,
                 table.get("on_disk", False), {metric: float(ratio) for metric, ratio in targets.items()})
 
 

@@ -13,7 +13,7 @@ import random
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,20 +156,6 @@ class Load:
     spread: float = 0.0
 
 
-@dataclass
-class Outcome:
-    """``seconds`` beside compiling and capturing, which are ``once``."""
-
-    seconds: float
-    tokens: int
-    once: float
-    steps: int
-    draft_steps: int
-    drafted: int = 0
-    accepted: int = 0
-    by_source: dict[str, list[int]] = field(default_factory=dict)
-
-
 class _Runner(SimpleNamespace):
     captures = property(lambda self: self.graphs.captures)
 
@@ -195,12 +181,11 @@ class Simulation:
         self._compiled: Counter[tuple] = Counter()
         self._flight: deque[tuple[Plan, bool, float]] = deque()  # with whether it verifies drafts, and when it ends
 
-    def run(self, load: Load) -> Outcome:
-        began, once, steps = self.clock.now, self._once, self._step
-        before = (0, 0, 0) if self.drafting is None else self._counts()
+    def run(self, load: Load) -> float:
+        """Seconds, but for what compiling and capturing took."""
+        began, once = self.clock.now, self._once
         total = load.count or load.batch
         waiting = deque((began + i * load.spread, self._sequence(load, i)) for i in range(total))
-        tokens = sum(seq.max_output for _, seq in waiting)
         running: list[Sequence] = []
         while waiting or running or self._flight:
             while waiting and len(running) < load.batch and waiting[0][0] <= self.clock.now:
@@ -212,14 +197,7 @@ class Simulation:
                 continue
             self._turn(running)
             running = [seq for seq in running if seq.status is Status.RUNNING]
-        done = before if self.drafting is None else self._counts()
-        stats = None if self.drafting is None else self.drafting.controller.stats
-        return Outcome(self.clock.now - began - (self._once - once), tokens, self._once - once, self._step - steps,
-                       *(b - a for a, b in zip(before, done)), by_source={} if stats is None else stats.by_source)
-
-    def _counts(self) -> tuple[int, int, int]:
-        stats = self.drafting.controller.stats
-        return stats.steps, stats.drafted, stats.accepted
+        return self.clock.now - began - (self._once - once)
 
     def _sequence(self, load: Load, i: int) -> Sequence:
         length = load.outputs[i % len(load.outputs)]
@@ -347,11 +325,11 @@ def compare(load: Load, drafter: Callable[[Clock], Drafter], *, seed: int = 0, r
     """The controller, fixed depths and no drafts on the same tokens. ``options``: of ``Simulation``."""
     def seconds(made: Callable[[Clock], Drafter] | None, number: int, times: int = 1, **more: Any) -> list[float]:
         simulation = Simulation(load.batch, made, seed=100 * seed + number, **more, **options)
-        return [simulation.run(load).seconds - prompts for _ in range(times)]
+        return [simulation.run(load) - prompts for _ in range(times)]
 
     prompts = 0.0
     if not load.spread and load.count in (0, load.batch):
-        prompts = Simulation(load.batch, None, **options).run(replace(load, outputs=(1,))).seconds
+        prompts = Simulation(load.batch, None, **options).run(replace(load, outputs=(1,)))
     plain = sum(seconds(None, number)[0] for number in range(4)) / 4
     controlled = seconds(drafter, 10, rounds)
     fixed = {depth: plain / seconds(drafter, 20 + depth, depth=depth, control="fixed")[0] for depth in depths}

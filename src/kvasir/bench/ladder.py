@@ -53,7 +53,7 @@ def run(settings: dict[str, object], *, model: str, shape: str | None, workloads
     rungs = reachable(settings, rungs)
     batches = [Batch.parse(w) for w in workloads or (DEFAULT if shape else offline.DEFAULT)]
     climbed, lives = arms(settings, rungs), min(LIVES, repeats)
-    case = Case(f"ladder-{shape or model or 'embedded'}", "what each optimisation adds", shape, model, lives, climbed,
+    case = Case(f"ladder-{shape or model or 'embedded'}", shape, model, lives, climbed,
                 tuple(Workload(b, b, {}) for b in batches), rounds=-(-repeats // lives), cached=True)
     outcome = compare.measure(case, peer=False, site=None, keep=compare.keeper(output, commit))
     names = list(climbed)

@@ -58,7 +58,7 @@ def run_load(load: Load, settings: dict[str, Any], *, model: str, shape: str | N
     """One load without a case file. The peer gets those of our settings that it knows by the same name."""
     against = Peer(peer, {k: v for k, v in settings.items() if k in SHARED}, (repeats, repeats)) if peer else None
     name = f"trace-{load.name}-{shape or model or 'embedded'}"
-    case = Case(name, load.file, shape, model, repeats, {"kvasir": settings}, (), {load.name: load}, against)
+    case = Case(name, shape, model, repeats, {"kvasir": settings}, (), {load.name: load}, against)
     run_case(case, peer=peer is not None, site=site, repeats=repeats, only=None, output=output, commit=commit, data=data, capacity=capacity)
 
 

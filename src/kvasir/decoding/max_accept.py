@@ -24,8 +24,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvasir.decoding.rows import GREEDY_BELOW, SampleBatch
+from kvasir.decoding.rows import SampleBatch
 from kvasir.kernels.noise import gumbel
+from kvasir.kernels.sample import GREEDY_BELOW
 from kvasir.types import Sequence, Span
 
 DRAWN = "drawn_from"  # in ``Sequence.state``: position of the last known token, and log-weights [G, V] that each draft was drawn from

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvasir.decoding.penalties import History, banned_by_words
+from kvasir.kernels.sample import GREEDY_BELOW
 from kvasir.types import Sequence, Span
 
 if TYPE_CHECKING:
     from kvasir.decoding.grammar import Matcher
 
-GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it would leave nothing but overflow
 NUM_PARAMS = 7  # temperature, top-p, log(min-p), repetition, frequency, presence, top-k
 TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, FREQUENCY, PRESENCE, TOP_K = range(NUM_PARAMS)
 _NONE, _NO_VALUES, _NO_MASKS = np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros((0, 1), np.int32)

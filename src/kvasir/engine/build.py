@@ -222,7 +222,7 @@ def _info(config: EngineConfig, path: Path, hf: dict, model: Decoder, tokenizer_
     else:
         assumed = {} if defaults else {"eos_token_id": getattr(find_family(model.spec.family), "EOS_ID", None)}
         eos_ids = checkpoint.end_ids({**assumed, **hf}, "config.json")
-    size = model.spec.vocab_size
+    vocab = size = model.spec.vocab_size
     if tokenizer_file:  # whoever trains a model to chat often leaves its base's end in config.json: the tokenizer's ends an answer, too
         size, own = _tokenizer_facts(tokenizer_file)
         eos_ids = [*eos_ids, *own]
@@ -231,7 +231,6 @@ def _info(config: EngineConfig, path: Path, hf: dict, model: Decoder, tokenizer_
     if wanted > longest:
         raise ConfigError(f"max_model_len={wanted} is more than the {longest} positions of this model (max_position_embeddings in "
                           "config.json, or what linear or yarn scaling of RoPE makes of it).")
-    vocab = model.spec.vocab_size
     return ModelInfo(
         name=config.model.served_model_name or config.model.model or "embedded", max_model_len=wanted, vocab_size=vocab,
         tokenizer_size=min(vocab, size), eos_ids=tuple(i for i in dict.fromkeys(eos_ids) if 0 <= i < vocab), config=hf,

@@ -100,7 +100,6 @@ class Engine:
         self._seen_kinds: set[tuple] = set()
         self._max_queued_tokens = config.scheduler.max_queued_tokens or 4 * max(self.info.kv_capacity_tokens, self.info.max_model_len)
         self.info.max_queued_requests, self.info.max_queued_tokens = config.scheduler.max_queued_requests, self._max_queued_tokens
-        self._counts: Counter[str] = Counter()
         self._num_generated = self._num_forwards = 0
         self._failed: Counter[str] = Counter()
         self._stats = EngineStats(num_pages=self.pages.num_total, startup=built.startup, weight_bytes=built.weight_bytes)
@@ -125,7 +124,7 @@ class Engine:
             seq.parent = next(iter(live.branches.values()), None)  # the first that has not ended
             live.branches[branch] = seq
             self.scheduler.add(seq)
-        self._counts["prompt_tokens"] += len(request.prompt_ids)
+        self._stats.prompt_tokens += len(request.prompt_ids)
         if request.params.grammar is not None:
             self._start_compiling(live)
         for seq in list(live.branches.values()):
@@ -161,7 +160,7 @@ class Engine:
             return refuse(400, "too_many_branches", f"n={request.params.n} is more than this server queues at all ({config.max_queued_requests})")
         if self.scheduler.num_waiting + self.scheduler.num_blocked + request.params.n > config.max_queued_requests:
             return refuse(429, "queue_full", f"{config.max_queued_requests} requests are queued already", self._drain_seconds())
-        if self.scheduler.queued_tokens + len(request.prompt_ids) > self._max_queued_tokens:
+        if self.scheduler.backlog.prompt_tokens + len(request.prompt_ids) > self._max_queued_tokens:
             return refuse(429, "queue_full", f"{self._max_queued_tokens} prompt tokens are queued already", self._drain_seconds())
         if config.max_ttft is not None:
             seq = Sequence(request)
@@ -174,7 +173,7 @@ class Engine:
     def _first_token_in(self, num_tokens: int, seq: Sequence | None = None) -> float:
         """Predicted seconds to the first token of a prompt of which ``num_tokens`` must be computed, if it came now: where ``seq`` stands
         in the queue, by default last. Who waited too long and goes first is not looked for."""
-        waiting = self.scheduler.waiting
+        waiting = self.scheduler.backlog.waiting
         rows = [(seq.num_computed, rows_left(seq)) for seq in self.scheduler.running]
         running = StepShape.of((start, 1) for start, left in rows if left <= 1)
         ahead = (waiting.rows if seq is None else waiting.rows_before(seq, time.monotonic())) + sum(left for _, left in rows if left > 1)
@@ -270,32 +269,6 @@ class Engine:
         return self._fail(request_id, status=500, code="internal_error", param="grammar",
                           message=f"internal_error: {type(error).__name__} while compiling the grammar")
 
-    def draft_with(self, speculation: SpeculationConfig) -> Drafter | None:
-        """Go on with another drafter, or none, that needs nothing of the device: to measure several with one set of weights.
-        Nothing may be running. Raises ConfigError for a drafter that is a model."""
-        assert not self._live, "requests are running"
-        self._drafting = None
-        self.runner.sampler.num_top, self.runner.sampler.by_blocks = 0, False  # what the one before has asked of every step
-        if not speculation.drafter:
-            return None
-        drafter = load_drafter(speculation.drafter)
-        if drafter.place != "cpu":
-            raise ConfigError(f"{drafter.name} must be there from the start: --drafter {speculation.drafter}")
-        self._drafting = Drafting(speculation, drafter, self.runner, self.steps.full_rows, self.info.max_model_len)
-        return drafter
-
-    def update_weights(self, model: str) -> None:
-        """The weights of another checkpoint of the same model, in place. Nothing may be running; prefixes are forgotten,
-        drafters keep what they know. Raises ConfigError."""
-        assert not self._live, "requests are running"
-        load_again(self.runner.model, checkpoint.resolve(model))
-        self.weights_changed()
-
-    def weights_changed(self) -> None:
-        """To call after weights were written to: copies of them are made anew and prefixes forgotten. Nothing may be running."""
-        self.runner.weights_changed()
-        self.pages.forget_prefixes()
-
     # ----------------------------------------------------------------------------------------------------------- steps
 
     def has_work(self) -> bool:
@@ -307,6 +280,7 @@ class Engine:
         began = time.perf_counter()
         drafting = self._drafting is not None and self._drafting.wanted(self.scheduler.running)
         verifying = self._drafting is not None and bool(self._plans) and holds_draft(self._plans[0][0])
+        # Where the next plan, draft or draw depends on the tokens in flight, they are read before anything is launched behind them.
         if self._plans and (self.runner.sampler.num_bound or self.steps.stalled or drafting or verifying):
             self._resolve(events)
         if drafting:
@@ -315,7 +289,7 @@ class Engine:
         for seq in plan.preempted:
             self._close_row(seq)
         if plan.spans:
-            self._launch(plan, began if drafting else time.perf_counter())
+            self._launch(plan, began if drafting else time.perf_counter())  # drafting is part of the step that verifies
         elif not self._plans:
             self._wait_for_compiling()
         depth = 1 if plan.spans and self._overlap else 0
@@ -452,6 +426,34 @@ class Engine:
                 return sampled[:i + 1], "length", None
         return sampled, None, None
 
+    # ------------------------------------------------------------------------------------------ while nothing is running
+
+    def draft_with(self, speculation: SpeculationConfig) -> Drafter | None:
+        """Go on with another drafter, or none, that needs nothing of the device: to measure several with one set of weights.
+        Nothing may be running. Raises ConfigError for a drafter that is a model."""
+        assert not self._live, "requests are running"
+        self._drafting = None
+        self.runner.sampler.num_top, self.runner.sampler.by_blocks = 0, False  # what the one before has asked of every step
+        if not speculation.drafter:
+            return None
+        drafter = load_drafter(speculation.drafter)
+        if drafter.place != "cpu":
+            raise ConfigError(f"{drafter.name} must be there from the start: --drafter {speculation.drafter}")
+        self._drafting = Drafting(speculation, drafter, self.runner, self.steps.full_rows, self.info.max_model_len)
+        return drafter
+
+    def update_weights(self, model: str) -> None:
+        """The weights of another checkpoint of the same model, in place. Nothing may be running; prefixes are forgotten,
+        drafters keep what they know. Raises ConfigError."""
+        assert not self._live, "requests are running"
+        load_again(self.runner.model, checkpoint.resolve(model))
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """To call after weights were written to: copies of them are made anew and prefixes forgotten. Nothing may be running."""
+        self.runner.weights_changed()
+        self.pages.forget_prefixes()
+
     # ----------------------------------------------------------------------------------------------------------- state
 
     def stats(self) -> EngineStats:
@@ -461,7 +463,7 @@ class Engine:
         s.num_free_pages, s.num_cached_pages = self.pages.num_free, self.pages.num_cached
         s.preemptions = scheduler.preemptions
         s.prefix_queries, s.cached_tokens = self.pages.queried_tokens, self.pages.cached_tokens
-        s.prompt_tokens, s.generation_tokens, s.forwards = self._counts["prompt_tokens"], self._num_generated, self._num_forwards
+        s.generation_tokens, s.forwards = self._num_generated, self._num_forwards
         s.failed = dict(self._failed)
         s.step_time_error = self.clock.errors()
         if self._drafting is not None:

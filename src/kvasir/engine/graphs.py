@@ -35,7 +35,7 @@ from kvasir.engine.batch import guest_rows
 from kvasir.engine.device_rows import ROW_WORDS, UNKNOWN, DeviceRows, draft_words
 from kvasir.engine.spans import ONE_SAMPLE
 from kvasir.engine.taps import Tapped, Taps
-from kvasir.kernels.decode_rows import close_rows, open_rows
+from kvasir.kernels.decode_rows import Opened, close_rows, open_rows
 from kvasir.kernels.hardware import send
 from kvasir.kernels.report import report_rows
 from kvasir.kernels.sample import sample_rows
@@ -127,8 +127,8 @@ class DecodeGraphs:
         self._device = device
         self._page_slots = caches[0].page_slots
         self._words = ROW_WORDS if self._forms else 3
-        self._inbox = torch.zeros(self._words * most, dtype=torch.int64, device=device)  # of a bucket: rows, starts, draft tokens or -1, or
-        # ``draft_words``
+        # Of a bucket: rows and starts; with drafts their tokens (or -1) behind them, or all ``draft_words``.
+        self._inbox = torch.zeros(self._words * most, dtype=torch.int64, device=device)
         self._row_start = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._logit_rows = torch.arange(most, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(most, model.spec.hidden_size, dtype=model.place.dtype, device=device)
@@ -284,24 +284,25 @@ class DecodeGraphs:
         words = self._inbox[:len(self._inbox) // size * size].view(-1, size)
         rows_B, starts_B = words[0], words[1]  # places in the cache, and positions but in trees
         opened = open_rows(self.rows.kept, rows_B, starts_B, self._page_slots, words[2] if form else None)
-        positions_B = words[3] if form > ROW_BY_ROW else starts_B
         batch = StepBatch(
-            input_ids=opened.ids, positions=positions_B, row_start=self._row_start[:size + 1], context=opened.context,
-            tables=tuple(opened.tables), slots=tuple(opened.slots), logit_rows=self._logit_rows[:size], starts=self._host_starts,
-            lengths=[1] * size)
-        guests = self._guests is not None and form > ROW_BY_ROW
+            input_ids=opened.ids, positions=words[3] if form > ROW_BY_ROW else starts_B, row_start=self._row_start[:size + 1],
+            context=opened.context, tables=tuple(opened.tables), slots=tuple(opened.slots), logit_rows=self._logit_rows[:size],
+            starts=self._host_starts, lengths=[1] * size)
         if form > ROW_BY_ROW:
             batch.together, batch.ancestors = Together(words[4], words[5], form), words[6][:, None]
-        if guests:
-            batch.guests = batch.logit_rows, words[7]
-            batch.inputs = torch.where(words[7][:, None] < 0, self.model.embed(opened.ids), self._guests.index_select(0, words[7].clamp(min=0)))
+            if self._guests is not None:
+                batch.guests = batch.logit_rows, words[7]
+                batch.inputs = torch.where(words[7][:, None] < 0, self.model.embed(opened.ids), self._guests.index_select(0, words[7].clamp(min=0)))
         self.backend.plan(batch)
         hidden_BE = self.model.forward(batch, self.caches, self.backend, None if self._tapped is None else self._tapped.by_layer)
-        if guests or not output:
+        if batch.guests is not None or not output:
             self._hidden[:size].copy_(hidden_BE)
-        if not output:
-            return
-        reports = output == StepOutput.REPORTS
+        if output:
+            self._draw(hidden_BE, opened, rows_B, batch.positions, output == StepOutput.REPORTS)
+
+    def _draw(self, hidden_BE: torch.Tensor, opened: Opened, rows_B: torch.Tensor, positions_B: torch.Tensor, reports: bool) -> None:
+        """A token for every row, left where the row's next step and the host look for it; with what is to be reported of it."""
+        size = len(rows_B)
         draws_3B, reports_3B = self._draws[:6 * size].view(2, 3, size)
         sure_B = self.rows.sure.index_select(0, rows_B) if reports else None
         step = max(1, LOGIT_BYTES // (4 * self.sampler.vocab_size))
@@ -321,8 +322,8 @@ class DecodeGraphs:
         """Capture one more bucket while nothing is in flight, those first that stand in for many others. False: none is left. Reporting
         ones once a step reported."""
         outputs = [StepOutput.DRAWS, *([StepOutput.REPORTS] if self._reported else [])]
-        kinds = (DECODES, self._plain), (self._usual, self._drafted)
-        keys = [(size, output, form) for form, sizes in kinds for output in outputs for size in sorted(sizes, key=lambda size: size & (size - 1) > 0)]
+        keys = ((size, output, form) for form, sizes in ((DECODES, self._plain), (self._usual, self._drafted)) for output in outputs
+                for size in sorted(sizes, key=lambda size: size & (size - 1) > 0))  # powers of two stand in for all others
         key = next((key for key in keys if key not in self._ready), None)
         if key is None or self._capture is None:
             return False
@@ -359,15 +360,15 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def measure(self) -> tuple[int, int]:
-        """Bytes of ``step_bytes``, and with the graphs of all buckets: what the largest step needs beside the static buffers,
-        with a quarter on top for fragments. The buckets share it: they run one after the other."""
-        held = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        for size, form in [(self.buckets[-1], DECODES), *((size, self._usual) for size in self._drafted[-1:])]:
-            self._pad(size)
-            self._compute(size, StepOutput.REPORTS, form)  # all that a step may do
-        torch.cuda.synchronize(self._device)
-        step = (torch.cuda.max_memory_allocated(self._device) - held) * 5 // 4
+        """Bytes of ``step_bytes``, and with the graphs of all buckets: what the largest step needs beside the static buffers. The buckets
+        share it: they run one after the other."""
+
+        def largest() -> None:
+            for size, form in [(self.buckets[-1], DECODES), *((size, self._usual) for size in self._drafted[-1:])]:
+                self._pad(size)
+                self._compute(size, StepOutput.REPORTS, form)  # all that a step may do
+
+        step = peak_bytes(self._device, largest)
         drawing, reporting = len(self.buckets) + len(self._drafted) * max(1, len(self._forms)), len(self._plain) + len(self._drafted)
         return step, step + GRAPH_BYTES * (drawing + reporting)
 
@@ -382,6 +383,15 @@ def check_memory(device: torch.device, step_bytes: int) -> None:
         torch.cuda.empty_cache()
     if torch.cuda.mem_get_info(device)[0] < needed:
         raise torch.OutOfMemoryError(f"less than {needed >> 20} MiB of device memory are left")
+
+
+def peak_bytes(device: torch.device, work: Work) -> int:
+    """Of device memory that ``work`` takes for a while, with a quarter on top for fragments."""
+    held = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    torch.cuda.synchronize(device)
+    return (torch.cuda.max_memory_allocated(device) - held) * 5 // 4
 
 
 class _Stage:
@@ -455,7 +465,7 @@ class DecodeHandle:
         stops = place_T == 0
         firsts = np.flatnonzero(stops)
         stops[1:] |= held_T[1:] != ids[:-1]
-        ends = np.append(np.flatnonzero(stops), len(tokens))
+        ends = np.append(np.flatnonzero(stops), len(tokens))  # the firsts are among them: a walk ends at the one behind its own
         results = []
         for span, first, end in zip(self._spans, firsts.tolist(), ends[np.searchsorted(ends, firsts) + 1].tolist()):
             if errors or span.parents:

@@ -25,7 +25,7 @@ import torch
 
 from kvasir.attention.backend import AttentionBackend, AttentionSpec
 from kvasir.engine.batch import ALIGNED, Frame
-from kvasir.engine.graphs import EAGER_STEPS, GRAPH_BYTES, Work, check_memory
+from kvasir.engine.graphs import EAGER_STEPS, GRAPH_BYTES, Work, check_memory, peak_bytes
 from kvasir.kernels.hardware import rates
 from kvasir.kv.codec import LayerCache
 from kvasir.logs import log
@@ -204,10 +204,5 @@ class MixedSteps:
 
     def measure(self) -> tuple[int, int]:
         """Bytes of ``step_bytes``, and with the graphs of all sizes: as ``DecodeGraphs.measure``."""
-        device = self.model.place.device
-        held = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        self.rehearse(self.sizes[-1])
-        torch.cuda.synchronize(device)
-        step = (torch.cuda.max_memory_allocated(device) - held) * 5 // 4
+        step = peak_bytes(self.model.place.device, lambda: self.rehearse(self.sizes[-1]))
         return step, step + GRAPH_BYTES * len(self.sizes)

@@ -242,7 +242,7 @@ class PageManager:
         cached ones; a page that others hold, too, is replaced by a copy (appended to ``copies``, which run in order before
         the forward). All or nothing: False leaves everything as it was."""
         first, end = (seq.num_computed + seq.num_ahead) // self.page_slots, -(-num_tokens // self.page_slots)
-        wanted = []
+        wanted = []  # per group that lacks something; nothing is taken before all of them are known to have it
         for pool, table in zip(self.pools, seq.tables):
             if end == first + 1 <= len(table) and pool.refs[table[first]] == 1 and pool.nodes[table[first]] is None:
                 continue  # the common case: one more token in a page of its own
@@ -257,7 +257,7 @@ class PageManager:
             taken = pool.take(len(shared) + fresh)
             for i in shared:
                 source, table[i] = table[i], taken.pop()
-                seq.num_sent = min(seq.num_sent, i)
+                seq.num_sent = min(seq.num_sent, i)  # the device's copy of the table is out of date from here on
                 copies.append(PageCopy(pool.group, source, table[i]))
                 pool.drop([source], None)
             table.extend(taken)

@@ -1,4 +1,4 @@
-"""Runs a plan on the device: copy pages, pack, forward, sample. It holds the model, the pool and nothing of any request
+"""Runs a plan on the device: pack, forward, sample. It holds the model, the pool and nothing of any request
 but its row.
 
 ``launch`` does not wait for the device; the handle's ``read`` does, and for its own step only. Between the two the next
@@ -25,7 +25,7 @@ from kvasir.engine.taps import GuestHandle, TappedHandle, Taps
 from kvasir.kv.pool import KVPool
 from kvasir.models.decoder import Decoder
 from kvasir.models.native_decoder import NativeDecoder, why_not
-from kvasir.types import Handle, Plan, Sequence, Span
+from kvasir.types import Handle, Plan, Sequence, Span, StepBatch
 
 
 class Runner:
@@ -149,48 +149,61 @@ class Runner:
         return handle if hidden_TLE is None else TappedHandle(handle, spans, hidden_TLE)
 
     def _launch(self, spans: list[Span]) -> tuple[Handle, torch.Tensor | None]:
-        """The handle, and what was tapped [T, layers, E]."""
-        graphs, taps = self.graphs, self.taps
-        if graphs is not None and graphs.takes(spans):
-            guests = any(span.guests for span in spans)
-            output = self.sampler.output(spans)
-            if output:
-                handle = graphs.decode(spans, output)
-            else:
-                hidden_ME = graphs.forward(spans)
-                if guests:
-                    hidden_ME = hidden_ME.index_select(0, self.packer.send(torch.tensor(graphs.outputs(spans)[0])))
-                handle = self._sample(spans, lambda a, b: self.model.logits(hidden_ME[a:b]))
-            return GuestHandle(handle, spans, graphs.outputs(spans)[1]) if guests else handle, graphs.hidden(spans)
+        """The handle, and what was tapped [T, layers, E]: by the first way to run a step that takes these spans, the cheapest launch first."""
+        if self.graphs is not None and self.graphs.takes(spans):
+            return self._replay(self.graphs, spans)
         taped_SV = None if self.tapes is None else self.tapes.logits(spans)
         if taped_SV is not None:
             return self._sample(spans, taped_SV), self.tapes.hidden(len(spans))
-        frame = None if self.mixed is None or taps is not None else self.mixed.frame(spans)
+        frame = None if self.mixed is None or self.taps is not None else self.mixed.frame(spans)
         batch = self.packer.pack(spans, frame)
         if batch.borrowed is not None:
             at, rows = batch.borrowed
             batch.input_ids.index_copy_(0, at, self.rows.token.index_select(0, rows).long())
         if frame is not None:
             self.backend.plan(batch)
-            hidden_WE = self.mixed.forward(frame, batch)
-            return self._sample(spans, lambda a, b: self.model.logits(hidden_WE[a:b])), None
-        count, total = batch.logit_rows.shape[0], batch.input_ids.shape[0]
+            return self._sample_from(spans, self.mixed.forward(frame, batch)), None
         if self.native is not None and self.native.takes(batch):
-            tapped = taps.memory(total) if taps is not None and (taps.on or total > len(spans)) else None
-            logits = self.native.logits(batch, None if tapped is None else tapped.by_layer)
-            return self._sample(spans, logits), None if tapped is None else tapped.hidden_TLE
+            return self._call_native(self.native, spans, batch)
+        return self._forward(spans, batch)
+
+    def _replay(self, graphs: DecodeGraphs, spans: list[Span]) -> tuple[Handle, torch.Tensor | None]:
+        """Decodes and drafts to verify, over static buffers."""
+        guests = any(span.guests for span in spans)
+        if output := self.sampler.output(spans):
+            handle = graphs.decode(spans, output)
+        else:
+            hidden_ME = graphs.forward(spans)
+            if guests:
+                hidden_ME = hidden_ME.index_select(0, self.packer.send(torch.tensor(graphs.outputs(spans)[0])))
+            handle = self._sample_from(spans, hidden_ME)
+        return GuestHandle(handle, spans, graphs.outputs(spans)[1]) if guests else handle, graphs.hidden(spans)
+
+    def _call_native(self, native: NativeDecoder, spans: list[Span], batch: StepBatch) -> tuple[Handle, torch.Tensor | None]:
+        """One call for the whole step, on a CPU. Prompts are tapped whether taps are on or not: no later step shows them again."""
+        total = batch.input_ids.shape[0]
+        tapped = self.taps.memory(total) if self.taps is not None and (self.taps.on or total > len(spans)) else None
+        logits = native.logits(batch, None if tapped is None else tapped.by_layer)
+        return self._sample(spans, logits), None if tapped is None else tapped.hidden_TLE
+
+    def _forward(self, spans: list[Span], batch: StepBatch) -> tuple[Handle, torch.Tensor | None]:
+        """Layer by layer, kernel by kernel: takes every step."""
+        count, total = batch.logit_rows.shape[0], batch.input_ids.shape[0]
         self.backend.plan(batch)
         wanted_M = None if count == total else batch.logit_rows if count else self.first_row  # of a step that wants none, any
         if batch.guests is not None:
             batch.inputs = self.guest_inputs.index_select(0, batch.guests[1])
             wanted_M = torch.cat([batch.logit_rows, batch.guests[0]])
-        tapped = None if taps is None else taps.memory(total)
+        tapped = None if self.taps is None else self.taps.memory(total)
         hidden_ME = self.model.forward(batch, self.caches, self.backend, None if tapped is None else tapped.by_layer, wanted_M=wanted_M)
-        # The sampler asks for logits slice by slice, so that a long scored prompt never needs [T, V] at once.
-        handle = self._sample(spans, lambda a, b: self.model.logits(hidden_ME[a:b]))
+        handle = self._sample_from(spans, hidden_ME)
         if batch.guests is not None:
             handle = GuestHandle(handle, spans, hidden_ME[count:])
         return handle, None if tapped is None else tapped.hidden_TLE
+
+    def _sample_from(self, spans: list[Span], hidden_ME: torch.Tensor) -> SampleOutput:
+        """The sampler asks for logits slice by slice, so that a long scored prompt never needs [T, V] at once."""
+        return self._sample(spans, lambda a, b: self.model.logits(hidden_ME[a:b]))
 
     def _sample(self, spans: list[Span], logits: torch.Tensor | Callable[[int, int], torch.Tensor]) -> SampleOutput:
         """Draw from the rows whose logits are wanted, and leave the tokens where the next step looks for them."""

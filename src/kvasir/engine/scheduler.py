@@ -11,21 +11,20 @@ A plan may be made while the one before it is in flight. It counts on that one's
 row (``num_drawn``). A sequence that is certain to end with the token in flight, or whose draft is being verified, sits out.
 Everything else, the prefix index above all, knows committed rows only.
 
-When pages run out somebody gives way: see ``room.py``.
+Who waits is in ``backlog.py``; when pages run out somebody gives way: see ``room.py``.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Iterator
 from itertools import chain, islice
 
 from kvasir.config import SchedulerConfig
+from kvasir.engine.backlog import Backlog
 from kvasir.engine.pace import Pace
 from kvasir.engine.pages import PageManager
 from kvasir.engine.pages_ahead import PagesAhead
-from kvasir.engine.policy import MAX_SKIPS, Guarded, SchedulerPolicy
+from kvasir.engine.policy import Guarded, SchedulerPolicy
 from kvasir.engine.queue import Queue
 from kvasir.engine.room import Room
 from kvasir.engine.spans import ONE_SAMPLE, ROW_TILE, Step, next_span, page_aligned, room_to_start, round_down, rows_left, trim_draft, unscored_from
@@ -52,10 +51,8 @@ class Scheduler:
         self.pace = pace or Pace(None, None)
         self.max_rows = max_rows
         self.max_model_len = max_model_len
-        self.waiting = Queue(policy.order_waiting, policy.static)
+        self.backlog = Backlog(policy)
         self.running = Queue(policy.order_running, policy.static)
-        self.blocked: dict[Sequence, None] = {}
-        self.queued_tokens = 0  # of sequences that wait or are blocked; a prompt of several branches counts once
         self.prompts_first = False
         self._prompts_filled = True  # the last step that decodes sat out, at least half
         self._now = 0.0
@@ -65,19 +62,18 @@ class Scheduler:
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._limbo_rows: list[tuple[int, int]] = []  # (step that may still use it, row)
         self._deferred: list[Sequence] = []  # decodes for which no row was left; they come first next time
-        self._overdue: OrderedDict[Sequence, None] = OrderedDict()  # passed over so often that they now come first
         self.room = Room(pages, policy, self.running, config.max_num_seqs, give_up=self._give_up, in_flight=self._in_flight)
 
     # --------------------------------------------------------------------------------------------------------- states
 
-    num_waiting = property(lambda self: len(self.waiting))
-    num_blocked = property(lambda self: len(self.blocked))
+    num_waiting = property(lambda self: len(self.backlog.waiting))
+    num_blocked = property(lambda self: len(self.backlog.blocked))
     num_running = property(lambda self: len(self.running))
     preemptions = property(lambda self: self.room.preemptions)
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
-        assert seq.status is Status.WAITING and not seq.tables and seq not in self.waiting, seq
+        assert seq.status is Status.WAITING and not seq.tables and seq not in self.backlog.waiting, seq
         self._enqueue(seq)
 
     def block(self, seq: Sequence, until: float = math.inf) -> None:
@@ -87,17 +83,12 @@ class Scheduler:
             return
         if seq.status is Status.RUNNING:
             self._stop(seq)
-        elif seq.status is Status.WAITING:
-            self._dequeue(seq)
-        if seq not in self.blocked:
-            self.blocked[seq] = None
-            self.queued_tokens += seq.num_unshared
-        seq.status, seq.blocked_until = Status.BLOCKED, until
+        self.backlog.block(seq, until)
 
     def unblock(self, seq: Sequence) -> None:
         """Back to the queue. Of a sequence that is not blocked (any more), nothing."""
         if seq.status is Status.BLOCKED:
-            self._unblock(seq)
+            self.backlog.remove(seq)
             self._enqueue(seq)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
@@ -109,16 +100,14 @@ class Scheduler:
             if reason != "error":
                 self.room.lease(seq, self._now)
             self._stop(seq)
-        elif seq.status is Status.BLOCKED:
-            self._unblock(seq)
-        elif seq in self.waiting:
-            self._dequeue(seq)
+        elif seq.status is Status.BLOCKED or seq in self.backlog.waiting:
+            self.backlog.remove(seq)
         seq.status, seq.finish_reason, seq.parent = Status.FINISHED, reason, None
         seq.drop_draft()
 
     def has_work(self, now: float) -> bool:
         """Whether a plan made now could have spans, or a blocked sequence's deadline has come."""
-        return bool(len(self.waiting) or len(self.running)) or any(seq.blocked_until <= now for seq in self.blocked)
+        return bool(len(self.backlog.waiting) or len(self.running)) or any(seq.blocked_until <= now for seq in self.backlog.blocked)
 
     # ------------------------------------------------------------------------------------------------------ one step
 
@@ -127,18 +116,30 @@ class Scheduler:
         self._now = now
         self._step += 1
         self.room.begin(now)
-        budget = min(self.max_rows, max_rows or self.max_rows)
-        step = Step(now, budget)
-        if not len(self.waiting) and not self._deferred and (spans := self._only_decodes(step)):
+        step = Step(now, left=min(self.max_rows, max_rows or self.max_rows))
+        if not len(self.backlog.waiting) and not self._deferred and (spans := self._only_decodes(step)):
             self._launched = self._step
             return Plan(self._step, spans, step.copies)
-        decodes, prompts = self._split(now)
-        if not self.prompts_first:
-            ahead = self.waiting.rows + sum(rows_left(seq) for seq in prompts)
-            budget = step.left = self.pace.most(len(decodes), sum(1 + seq.num_look_ahead for seq in decodes), budget, ahead)
-        claimant, claim = self._claim(prompts, now, budget)
+        self._fill(step)
+        if step.spans:
+            self._launched = self._step
+        for seq, span in step.spans.items():
+            seq.num_ahead += span.length
+            if "sample" in span.want:
+                seq.num_drawn += 1
+        return Plan(step=self._step, spans=list(step.spans.values()), copies=step.copies, preempted=step.preempted)
 
+    def _fill(self, step: Step) -> None:
+        """Give the rows away: to decodes, but for what is kept for the oldest prompt; to prompts that hold pages; to the queue, unless somebody
+        just gave way; what is left, to decodes that found none."""
+        decodes, prompts = self._split(step.now)
+        if not self.prompts_first:
+            ahead = self.backlog.waiting.rows + sum(rows_left(seq) for seq in prompts)
+            step.left = self.pace.most(len(decodes), sum(1 + seq.num_look_ahead for seq in decodes), step.left, ahead)
+        budget = step.left
+        claimant, claim = self._claim(prompts, step.now, budget)
         sit_out = self.prompts_first and self._prompts_filled and bool(decodes) and self._prompts_fill(prompts, budget)
+
         step.left -= claim
         deferred = [] if sit_out else self._plan_decodes(step, decodes)
         step.left += claim
@@ -151,13 +152,6 @@ class Scheduler:
         self._deferred = self._use_leftover(step, deferred)
         if not claim and self.pace.target is None:  # a pace counts in whole tiles itself
             round_down(step, budget, self.pages.page_slots)
-        if step.spans:
-            self._launched = self._step
-        for seq, span in step.spans.items():
-            seq.num_ahead += span.length
-            if "sample" in span.want:
-                seq.num_drawn += 1
-        return Plan(step=self._step, spans=list(step.spans.values()), copies=step.copies, preempted=step.preempted)
 
     def _only_decodes(self, step: Step) -> list[Span] | None:
         """The plan, the hot path: all that run decode, with a draft or without, and there are rows and pages for it. None: this is another
@@ -179,7 +173,7 @@ class Scheduler:
                 spare -= len(seq.draft)
             if not self.pages.grow(seq, num_tokens + len(seq.draft), step.copies):
                 return None  # the pages that others got meanwhile are found in their tables
-            spans.append(next_span(seq, 1 + len(seq.draft)) if seq.draft else Span(seq, start, 1, "causal", ONE_SAMPLE, row=seq.row))
+            spans.append(next_span(seq, 1 + len(seq.draft)) if seq.draft else Span(seq, start, 1, ONE_SAMPLE, row=seq.row))
         for span in spans:
             span.seq.num_ahead += span.length
             span.seq.num_drawn += 1
@@ -253,11 +247,11 @@ class Scheduler:
         """Whether the prompts that run, and those in the queue that find a seat, have a whole step's rows to compute. What the cache has is looked
         up for the first of those."""
         rows = sum(rows_left(seq) for seq in prompts)
-        for i, seq in enumerate(islice(self.waiting, max(0, self._seats()))):
+        for i, seq in enumerate(islice(self.backlog.waiting, max(0, self._seats()))):
             if rows >= budget:
                 break
-            if not self._waits_for_parent(seq):
-                rows += seq.num_tokens - self._start_point(seq)[1] if i < LOOK_AHEAD else self.waiting.rows_of(seq)
+            if not self.backlog.waits_for_parent(seq):
+                rows += seq.num_tokens - self._start_point(seq)[1] if i < LOOK_AHEAD else self.backlog.waiting.rows_of(seq)
         return rows >= budget and self.pace.target is None
 
     def _awaits_result(self, seq: Sequence) -> bool:
@@ -268,8 +262,8 @@ class Scheduler:
         """The oldest unfinished prompt and the rows kept for it: none before it has waited for PROMPT_PATIENCE, then a
         page (with a pace: a tile) or a tenth of the budget, whichever is more, but never more than half."""
         oldest = list(prompts)
-        if len(self.waiting) and self._seats() > 0:
-            oldest += islice((s for s in self._candidates(now) if not self._waits_for_parent(s)), 1)
+        if len(self.backlog.waiting) and self._seats() > 0:
+            oldest += islice(self.backlog.candidates(now), 1)
         seq = min(oldest, key=lambda s: s.request.arrival, default=None)
         if seq is None or now - seq.request.arrival <= PROMPT_PATIENCE:
             return None, 0
@@ -300,21 +294,21 @@ class Scheduler:
                 continue
             if seq is claimant:
                 kept = 0
-            length = self._chunk(seq, self._room(step, seq, seq.num_computed + seq.num_ahead, claim if seq is claimant else 0, kept))
+            length = self._chunk(seq, self._rows_for(step, seq, seq.num_computed + seq.num_ahead, claim if seq is claimant else 0, kept))
             if not length:
                 continue
             end = seq.num_computed + seq.num_ahead + length
             if self.pages.grow(seq, end, step.copies) or self.room.make(step, seq, end):
                 step.add(seq, length)
 
-    def _room(self, step: Step, seq: Sequence, start: int, claim: int, kept: int = 0) -> int:
+    def _rows_for(self, step: Step, seq: Sequence, start: int, claim: int, kept: int = 0) -> int:
         """Rows for a chunk from position ``start``; ``kept``: of them for another. Behind another prompt, what would not end a page of one
         that goes on is left, but for who has a claim: a few rows more cost a step another launch in every layer."""
-        room, size = self.pace.room(step, start, claim) - kept, self.pages.page_slots
-        few = self.max_rows >= size and room < size - start % size and seq.num_tokens - start > room
+        rows, size = self.pace.room(step, start, claim) - kept, self.pages.page_slots
+        few = self.max_rows >= size and rows < size - start % size and seq.num_tokens - start > rows
         last = next(reversed(step.spans), None)  # decodes come first
         behind = last is not None and step.spans[last].length > 1 + last.num_look_ahead
-        return 0 if few and behind and not claim else room
+        return 0 if few and behind and not claim else rows
 
     def _chunk(self, seq: Sequence, left: int) -> int:
         """How many rows of its prompt a sequence gets; it ends at the end of a page when more follows."""
@@ -339,37 +333,23 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------------ admission
 
-    def _candidates(self, now: float) -> Iterator[Sequence]:
-        """The queue in the order of admission, as it is now."""
-        overdue = self._overdue.copy()
-        return chain(overdue, (seq for seq in self.waiting.ordered(now) if seq not in overdue))
-
     def _seats(self) -> int:
         """How many more sequences may run."""
         return min(self.room.max_running - len(self.running), len(self._free_rows))
 
-    def _waits_for_parent(self, seq: Sequence) -> bool:
-        """A branch starts when its parent has the prompt's pages. It does not wait for ever, nor for a blocked parent."""
-        parent = seq.parent
-        if parent is None or parent.status not in (Status.WAITING, Status.RUNNING) or seq in self._overdue:
-            return False
-        return parent.num_computed < seq.num_prompt - 1
-
     def _admit(self, step: Step, claimant: Sequence | None, claim: int) -> None:
         """Fill the step from the queue. Requests that do not fit are looked past, LOOK_AHEAD of them."""
-        if not len(self.waiting):
+        if not len(self.backlog.waiting) or step.left <= 0:
             return
-        oldest = next(iter(self.waiting))
+        oldest = next(iter(self.backlog.waiting))
         passed: list[Sequence] = []  # did not fit
         admitted: list[Sequence] = []
         skipped: list[Sequence] = []  # did not fit, and a later one was admitted
         computing = PagesAhead(self.pages, self.running, step)
-        promised: list[int] | None = None
-        for seq in islice((s for s in self._candidates(step.now) if not self._waits_for_parent(s)), MAX_VISITS):
+        promised = self._promised()
+        for seq in islice(self.backlog.candidates(step.now), MAX_VISITS):
             if step.left <= 0:
                 break
-            if promised is None:
-                promised = self._promised()
             source, hit = self._start_point(seq)
             if source is None and computing.hold_next_of(seq, hit):
                 continue
@@ -381,26 +361,16 @@ class Scheduler:
                 if not passed and not admitted and self.room.displace(step, seq, lacking, self._seats()):
                     break
                 passed.append(seq)
-                if self._seats() <= 0 or len(passed) > LOOK_AHEAD or seq in self._overdue:
+                if self._seats() <= 0 or len(passed) > LOOK_AHEAD or seq in self.backlog.overdue:
                     break
                 continue
-            if (room := self._room(step, seq, hit, claim if seq is claimant else 0)) <= 0:
+            if (rows := self._rows_for(step, seq, hit, claim if seq is claimant else 0)) <= 0:
                 break
             skipped = passed[:]
-            self._start(step, seq, hit, source, promised, room)
+            self._start(step, seq, hit, source, promised, rows)
             admitted.append(seq)
             computing.add(seq, step.spans[seq].length)
-        self._age(oldest, skipped, admitted)
-
-    def _age(self, oldest: Sequence, skipped: list[Sequence], admitted: list[Sequence]) -> None:
-        """Count the step for who was passed: the oldest in the queue, wherever the policy ranks it, and who did not fit."""
-        latest = max((seq.request.arrival for seq in admitted), default=-math.inf)
-        if oldest not in skipped and oldest in self.waiting and oldest.request.arrival <= latest:
-            skipped.append(oldest)
-        for seq in skipped:
-            seq.num_skipped += 1
-            if seq.num_skipped >= MAX_SKIPS:
-                self._overdue[seq] = None
+        self.backlog.age(oldest, skipped, admitted)
 
     def _promised(self) -> list[int]:
         """Per group, the pages that prompts being computed will still take."""
@@ -426,19 +396,19 @@ class Scheduler:
             return seq.parent, prompt
         return None, hit
 
-    def _start(self, step: Step, seq: Sequence, hit: int, source: Sequence | None, promised: list[int], room: int) -> None:
+    def _start(self, step: Step, seq: Sequence, hit: int, source: Sequence | None, promised: list[int], rows: int) -> None:
         if source is None:
             self.pages.admit(seq, hit)
         elif source is seq.parent:
             self.pages.fork(source, seq, hit)
         else:
             self.pages.resume(source, seq, hit)
-        length = self._chunk(seq, room)
+        length = self._chunk(seq, rows)
         grown = self.pages.grow(seq, seq.num_computed + length, step.copies)
         assert grown, f"{seq} was admitted without room for its first span"
         for g, pages in enumerate(self.pages.missing(seq, seq.num_tokens, self.max_rows)):
             promised[g] += pages
-        self._dequeue(seq)
+        self.backlog.remove(seq)
         seq.status, seq.row, seq.num_skipped = Status.RUNNING, self._free_rows.pop(), 0
         if seq.first_scheduled is None:
             seq.first_scheduled = step.now
@@ -469,24 +439,12 @@ class Scheduler:
         self._enqueue(seq)
 
     def _enqueue(self, seq: Sequence) -> None:
-        seq.status = Status.WAITING
         known = self._start_point(seq)[1] if seq.parent is None else seq.num_prompt - 1  # a branch starts from its parent's prompt
-        self.waiting.add(seq, self._now, seq.num_tokens - known)
-        self.queued_tokens += seq.num_unshared
-
-    def _dequeue(self, seq: Sequence) -> None:
-        self.waiting.discard(seq)
-        self._overdue.pop(seq, None)
-        self.queued_tokens -= seq.num_unshared
-
-    def _unblock(self, seq: Sequence) -> None:
-        del self.blocked[seq]
-        self.queued_tokens -= seq.num_unshared
-        seq.blocked_until = 0.0
+        self.backlog.add(seq, self._now, seq.num_tokens - known)
 
     def check(self) -> None:
         """Assert every invariant, those of the pages included. Slow: for tests and debugging."""
-        for status, seqs in ((Status.WAITING, self.waiting), (Status.RUNNING, self.running), (Status.BLOCKED, self.blocked)):
+        for status, seqs in ((Status.WAITING, self.backlog.waiting), (Status.RUNNING, self.running), (Status.BLOCKED, self.backlog.blocked)):
             for seq in seqs:
                 assert seq.status is status, f"{seq} is listed as {status}"
                 assert (seq.row >= 0) == bool(seq.tables) == (status is Status.RUNNING), f"{seq} holds what it should not"
@@ -495,6 +453,5 @@ class Scheduler:
                 assert self._in_flight() is not None or not (seq.num_ahead or seq.num_drawn), f"{seq} counts on a step that has ended"
         rows = [seq.row for seq in self.running] + self._free_rows + [row for _, row in self._limbo_rows]
         assert sorted(rows) == list(range(self.config.max_num_seqs)), "a row is in no place or in two"
-        assert self.queued_tokens == sum(seq.num_unshared for seq in chain(self.waiting, self.blocked)), "queued tokens are miscounted"
-        assert all(seq in self.waiting for seq in self._overdue), "an overdue sequence does not wait"
+        self.backlog.check()
         self.pages.check(chain(self.running, self.room.leased()))

@@ -63,8 +63,7 @@ def next_span(seq: Sequence, length: int) -> Span:
             for chain in chains:
                 parents += [first + 1 + node, *range(len(parents), len(parents) + len(chain) - 1)]
                 guests += chain
-    return Span(seq, start, length + len(guests), mask="tree" if parents else "causal", want=want, commit="walk", parents=parents, row=seq.row,
-                guests=guests)
+    return Span(seq, start, length + len(guests), want, "walk", parents, row=seq.row, guests=guests)
 
 
 def rows_left(seq: Sequence) -> int:

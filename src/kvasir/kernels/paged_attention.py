@@ -476,8 +476,8 @@ class TogetherShape:
         return TogetherShape(block_m, *_blocks(block_m, dim, dtype), at_once, programs)
 
 
-def chunks_of(shape: Any, count: int, groups: int, device: torch.device) -> tuple[int, int]:
-    """``wave`` and ``budget`` of ``key_chunks`` for tiles of ``count`` rows: at most ``count + budget`` chunks."""
+def chunks_of(shape: Any, groups: int, device: torch.device) -> tuple[int, int]:
+    """``wave`` and ``budget`` of ``key_chunks``: at most as many chunks as rows, and ``budget`` more."""
     wave = max(1, shape.at_once * multiprocessors(device) // groups)
     return wave, max(wave, shape.programs * multiprocessors(device) // groups)
 
@@ -527,7 +527,7 @@ def paged_together_triton(q_THD: torch.Tensor, k_NGPD: torch.Tensor, v_NGPD: tor
     share, dim_pad = heads // groups, max(16, next_power_of_2(dim))
     shape = shape or TogetherShape.of(most, share, dim_pad, q_THD.dtype)
     rows = shape.block_m // share
-    wave, budget = chunks_of(shape, count, groups, q_THD.device)
+    wave, budget = chunks_of(shape, groups, q_THD.device)
     part = torch.empty((count + budget, groups, rows * share, dim), dtype=torch.float32, device=q_THD.device)
     part_lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=q_THD.device)
     cuts = torch.empty((count, 2), dtype=torch.int32, device=q_THD.device)

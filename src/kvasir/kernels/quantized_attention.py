@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvasir.kernels import paged_attention
 from kvasir.kernels._triton import INTERPRETED, jit, next_power_of_2, tl
 from kvasir.kernels.hardware import multiprocessors, send
 from kvasir.kernels.key_chunks import SHORT_CHUNK, find_tile_chunk
@@ -304,7 +305,7 @@ def quantized_together_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Te
     block_m = max(COLUMNS, next_power_of_2(share))
     rows = block_m // share
     shape = shape or Shape.of(format, dim_pad, q_THD.dtype, block_m)
-    wave, budget = chunks_of(shape, count, groups, q_THD.device)
+    wave, budget = chunks_of(shape, groups, q_THD.device)
     part = torch.empty((count + budget, groups, rows * share, dim), dtype=torch.float32, device=q_THD.device)
     part_lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=q_THD.device)
     cuts = torch.empty((count, 2), dtype=torch.int32, device=q_THD.device)
@@ -325,19 +326,11 @@ def quantized_together_triton(q_THD: torch.Tensor, planes: Mapping[str, torch.Te
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """One point of the test grid: ``spans`` as (start, length), ``trees`` as (span, parents of its rows)."""
+class Case(paged_attention.Case):
+    """One point of the test grid. ``splits``: none: chosen."""
 
-    spans: tuple[tuple[int, int], ...]
     format: Format = "int4"
-    heads: int = 2
-    kv_heads: int = 1
-    dim: int = 64
     page_slots: int = 64
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    trees: tuple[tuple[int, tuple[int, ...]], ...] = ()
     splits: int | None = None
 
 

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvasir.kernels import decode_attention
 from kvasir.kernels._triton import INTERPRETED, jit, next_power_of_2, pdl, tl
 from kvasir.kernels.decode_attention import Rows, Shape
 from kvasir.kernels.hardware import multiprocessors
@@ -404,19 +405,11 @@ def gather_codes_triton(planes: Mapping[str, torch.Tensor], format: Format, k_GL
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """One point of the test grid, as in ``decode_attention``."""
+class Case(decode_attention.Case):
+    """One point of the test grid."""
 
-    contexts: tuple[int, ...]
     format: Format = "int4"
-    heads: int = 2
-    kv_heads: int = 1
-    dim: int = 64
     page_slots: int = 32
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    programs: int | None = None
 
 
 def grid() -> Iterator[Case]:

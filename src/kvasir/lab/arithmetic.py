@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvasir.errors import ConfigError
-from kvasir.lab.sheet import Drawn
+from kvasir.lab.sheet import Drawn, Sheet
 
 SIGNS = ("+", "-", "*")
+ASKED = tuple(f"; {sign}" for sign in SIGNS)
 LONGER = 8  # the split ``longer`` has up to this many steps more than the longest in training
 
 
@@ -61,6 +62,14 @@ def draw_chains(rng: np.random.Generator, count: int, steps: tuple[int, int], mo
         value = values[:, k] = apply(value, signs[:, k], operands[:, k], modulus)
     values[beyond] = -1
     return Chains(length, start, signs, operands, values, np.full(count, modulus))
+
+
+def put_chain(sheet: Sheet, chains: Chains) -> None:
+    """The start and the steps, as a question names them."""
+    sheet.put_number(chains.start)
+    for k in range(chains.signs.shape[1]):
+        sheet.put_choice(ASKED, chains.signs[:, k])
+        sheet.put_number(chains.operands[:, k])
 
 
 def slipped(chains: Chains, rng: np.random.Generator, wrong: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from kvasir.api.llm import LLM, RequestOutput
 
 SAMPLING_TEMPERATURE = 0.8
-STOPS = ("<|im_end|>", "<eos>")
 END = "<|im_end|>"
 STRETCH = 32  # tokens of a stretch of prose; the same stretch in two documents is counted as said again
 MOST_REPEATED = 1.5  # times a stretch may stand in the documents on average: n draws with replacement from n give 1.58
@@ -201,7 +200,7 @@ def run(llm: LLM, exam: Exam, plan: Plan, tokenizer: Tokenizer, *, progress: boo
     if exam.trained is not None:
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0, detokenize=False)
         return _losses(exam, llm.generate(prompts, params, use_tqdm=progress), tokenizer, started)
-    stops = tuple(tokenizer.token_to_id(t) for t in STOPS)
+    stops = tuple(tokenizer.token_to_id(t) for t in lab_tokenizer.STOPS)
     params = [SamplingParams(n=plan.samples, temperature=plan.heat, seed=noise_seed(plan.seed, exam.spec, i), stop_token_ids=stops,
                              max_tokens=min(exam.limit, context - len(prompt)), detokenize=False) for i, prompt in enumerate(exam.prompts)]
     return _answers(exam, llm.generate(prompts, params, use_tqdm=progress), tokenizer, started)

@@ -14,7 +14,7 @@ import numpy as np
 from kvasir.lab.forms import FormTask
 from kvasir.lab.model import Model
 from kvasir.lab.own import Replies, choose, sample_replies
-from kvasir.lab.recipe import Curves, Recipe
+from kvasir.lab.recipe import Recipe
 from kvasir.lab.sample import complete_all
 from kvasir.lab.statistics import majority_at_k, pass_at_k, wilson
 from kvasir.lab.task import load_task
@@ -36,12 +36,12 @@ def curves(model: Model, tokenizer: Tokenizer, recipe: Recipe) -> Iterator[dict[
                f"majority@{k}": float(np.mean([majority_at_k(r.answers, r.right, k) for r in pool]))}
         for form, count in (("aggregate", plan.candidates), ("judge_pair", 2), ("judge_one", 1), ("refine", 1)):
             for right in range(count + 1):
-                row = _asked(model, tokenizer, FormTask(form, task), pool, right, count, plan, recipe)
+                row = _asked(model, tokenizer, FormTask(form, task), pool, right, count, recipe)
                 if row is not None:
                     yield {"what": form, "task": spec, **row}
 
 
-def _asked(model: Model, tokenizer: Tokenizer, task: FormTask, pool: list[Replies], right: int, count: int, plan: Curves,
+def _asked(model: Model, tokenizer: Tokenizer, task: FormTask, pool: list[Replies], right: int, count: int,
            recipe: Recipe) -> dict[str, Any] | None:
     """One form with ``right`` of ``count`` candidates right, on every problem of the pool that has them."""
     rng = np.random.default_rng([recipe.seed, right, count])

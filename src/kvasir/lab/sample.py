@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvasir.lab.model import Model
+from kvasir.lab.tokenizer import STOPS
 from kvasir.logs import log
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-STOPS = ("<|im_end|>", "<eos>")
 LOOK = 16  # tokens between two looks at which rows are done
 # On a GPU a batch is as large as memory allows, on a CPU as the cache likes: positions (rows x length) held at once.
 POSITIONS = {"cuda": 1 << 21, "cpu": 1 << 15}

@@ -36,8 +36,8 @@ def wilson(right: int, total: int, confidence: float = 0.95) -> Interval:
 
 
 def bootstrap(amounts: Sequence[float] | np.ndarray, weights: Sequence[float] | np.ndarray | None = None, *, seed: int = 0,
-              resamples: int = 10_000, confidence: float = 0.95) -> Interval:
-    """Percentile interval of sum(amounts) / sum(weights) when problems are drawn anew; without ``weights``: of the mean.
+              resamples: int = 10_000) -> Interval:
+    """95 % percentile interval of sum(amounts) / sum(weights) when problems are drawn anew; without ``weights``: of the mean.
 
     amounts, weights [N]. Pairing is in the amounts: give the difference of the two arms on each problem.
     """
@@ -50,8 +50,7 @@ def bootstrap(amounts: Sequence[float] | np.ndarray, weights: Sequence[float] | 
     for first in range(0, resamples, chunk):
         index = rng.integers(0, total, (min(chunk, resamples - first), total))
         drawn.append(amounts_N[index].sum(1) / weights_N[index].sum(1))
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(np.concatenate(drawn), [tail, 1 - tail])
+    low, high = np.quantile(np.concatenate(drawn), [0.025, 0.975])
     return float(low), float(high)
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 VOCAB_SIZE = 2048
 # Control tokens vanish from decoded text; tags are ordinary text to a reader, as in Qwen3's tokenizer.
 CONTROL = ("<pad>", "<bos>", "<eos>", "<mask>", "<|im_start|>", "<|im_end|>")
+STOPS = ("<|im_end|>", "<eos>")  # either ends a reply
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<summary>",
         *(f"<think{i}>" for i in range(1, 9)))
 SPARE = tuple(f"<spare{i}>" for i in range(32 - len(CONTROL) - len(TAGS)))

@@ -337,12 +337,6 @@ class Seq:
         return Sample(index, self.text, self.tokens, finish, self.endpoint.name, self.endpoint.vocabulary, tuple(self.ids), sure, logprob)
 
 
-async def cancelled(task: asyncio.Task) -> None:
-    """Cancel a call under way and wait until it has ended; what it had generated is charged as lost."""
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
 @asynccontextmanager
 async def opened(endpoints: Sequence[Endpoint]) -> AsyncIterator[None]:
     """Start endpoints, and close them whatever happens."""

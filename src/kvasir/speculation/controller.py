@@ -125,7 +125,6 @@ class DraftStats:
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
-    emitted: int = 0  # tokens of sequences with a draft, the model's own included
     verified: int = 0  # sequences times steps in which they had a draft
     by_depth: list[list[int]] = field(default_factory=list)
     by_source: dict[str, list[int]] = field(default_factory=dict)  # [drafted, accepted] by drafter
@@ -298,7 +297,6 @@ class Controller:
         stats.add_depths(tree.source, depths)
         stats.drafted += len(tree)
         stats.accepted += len(path)
-        stats.emitted += len(path) + 1
         stats.verified += 1
         counts = stats.by_source.setdefault(tree.source, [0, 0])
         counts[0] += len(tree)
@@ -320,7 +318,6 @@ class Controller:
         counts[1] += accepted
         stats.drafted += drafted
         stats.accepted += accepted
-        stats.emitted += accepted + len(paths)
         stats.verified += len(paths)
         self._accepted += accepted
         self._tried += len(paths)

@@ -8,24 +8,19 @@ from kvasir.kernels.native.library import native
 from kvasir.kernels.native.program import Planes, Program, StepInputs
 from kvasir.kernels.norm import rms_norm_reference
 from kvasir.kernels.rope import rotate
-from kvasir.kv.codec import Codec
 from kvasir.kv.pool import KVPool
 from kvasir.layers.rope import RopeTable
 from kvasir.layers.spec import RopeSpec
 from kvasir.models.native_decoder import planes_of
-from kvasir.technique import load
 from kvasir.types import CacheGroup
 from tests.attention.helpers import make_world, truth
 from tests.kernels.check import FLOOR
 from tests.kernels.native.test_program import SPANS, WIDE_TREE
+from tests.kv.test_codecs import codec_of
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=f"no native kernels: {native().reason}")
 CODECS = ["int8", "int4", "int4_bdr", "int4_bdr:rotate_v=true,signs=false", "int4_bdr:order=2", "int4_bdr:order=16,rotate_v=true", "fp8"]
 DIMS = [16, 48, 64, 80, 128, 512]
-
-
-def codec_of(spec: str) -> Codec:
-    return load("kvasir.kv.codecs", spec, Codec)
 
 
 def still(dim: int) -> torch.Tensor:

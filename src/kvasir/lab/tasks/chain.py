@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvasir.lab.arithmetic import LONGER, SIGNS, Chains, check_dial, draw_chains, slipped
+from kvasir.lab.arithmetic import LONGER, SIGNS, Chains, check_dial, draw_chains, put_chain, slipped
 from kvasir.lab.sheet import Sheet, SheetTask
 from kvasir.lab.task import Split
-
-ASKED = tuple(f"; {sign}" for sign in SIGNS)
 
 
 @dataclass(frozen=True)
@@ -50,10 +48,7 @@ class Chain(SheetTask):
 
     def ask(self, sheet: Sheet, drawn: Chains) -> None:
         sheet.put(f"Compute modulo {self.config.modulus}: start ")
-        sheet.put_number(drawn.start)
-        for k in range(drawn.signs.shape[1]):
-            sheet.put_choice(ASKED, drawn.signs[:, k])
-            sheet.put_number(drawn.operands[:, k])
+        put_chain(sheet, drawn)
 
     def solve(self, sheet: Sheet, drawn: Chains, rng: np.random.Generator, wrong: np.ndarray) -> None:
         values, _ = slipped(drawn, rng, wrong)

@@ -17,11 +17,10 @@ from typing import Literal
 import numpy as np
 
 from kvasir.errors import ConfigError
-from kvasir.lab.arithmetic import LONGER, SIGNS, Chains, apply, check_dial, draw_chains, slipped
+from kvasir.lab.arithmetic import LONGER, SIGNS, Chains, apply, check_dial, draw_chains, put_chain, slipped
 from kvasir.lab.sheet import Drawn, Sheet, SheetTask
 from kvasir.lab.task import Problem, Split
 
-ASKED = tuple(f"; {sign}" for sign in SIGNS)
 LINE = re.compile(r"(Wait, )?(\d{1,6})([+*-])(\d{1,6})=(\d{1,6})")
 
 
@@ -61,10 +60,7 @@ class Reflect(SheetTask):
 
     def ask(self, sheet: Sheet, drawn: Chains) -> None:
         sheet.put(f"Compute modulo {self.config.modulus} and check yourself: start ")
-        sheet.put_number(drawn.start)
-        for k in range(drawn.signs.shape[1]):
-            sheet.put_choice(ASKED, drawn.signs[:, k])
-            sheet.put_number(drawn.operands[:, k])
+        put_chain(sheet, drawn)
 
     def left_wrong(self, rng: np.random.Generator, drawn: Drawn) -> np.ndarray:
         kept = self.config.slip * (1 - self.config.repair)
