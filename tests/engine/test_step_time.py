@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -164,13 +163,3 @@ def test_budget_and_admission():
     assert step_budget(0.1, []) == pytest.approx(0.09) and step_budget(0.1, [0.02, 0.06]) == pytest.approx(0.036)
     assert step_budget(0.1, [0.2]) == 0.0
     assert retry_after(1.0, 1.0) is None and retry_after(1.1, 1.0) == 1 and retry_after(9.2, 1.0) == 9
-
-
-def test_an_update_is_cheap(rng):
-    model, found = StepTimeModel(ROOFLINE), shapes(300, rng)
-    best = float("inf")
-    for _ in range(5):
-        started = time.perf_counter()
-        learn(model, found, rng)
-        best = min(best, (time.perf_counter() - started) / len(found))
-    assert best < 1e-3
