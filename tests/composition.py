@@ -15,8 +15,8 @@ from typing import Any, get_args, get_type_hints
 import torch
 
 from kvasir.attention.backend import BACKENDS, AttentionBackend, AttentionSpec, Site
+from kvasir.client.admission import admit
 from kvasir.config import EngineConfig, SpeculationConfig
-from kvasir.engine.admission import admit
 from kvasir.engine.policy import POLICIES
 from kvasir.errors import ConfigError, RequestError
 from kvasir.kv.codec import CODECS, Codec

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from kvasir.engine.admission import admit
+from kvasir.client.admission import admit
 from kvasir.models.checkpoint import resolve
 from kvasir.speculation import heads
 from kvasir.types import Request, SamplingParams

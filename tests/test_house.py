@@ -17,6 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     ["types", "errors", "logs"],
     ["config", "technique"],
+    ["client"],
     ["kernels"],
     ["layers", "attention", "kv"],
     ["models"],
@@ -175,7 +176,7 @@ def test_readme_api_lines_run():
 
 def test_importing_kvasir_needs_no_torch_and_is_quick():
     """Front ends start in their own process: nothing they import may pull torch in."""
-    code = ("import sys, kvasir, kvasir.config, kvasir.types, kvasir.cli.main, kvasir.api.server, kvasir.engine.client, kvasir.engine.admission;"
+    code = ("import sys, kvasir, kvasir.config, kvasir.types, kvasir.cli.main, kvasir.api.server, kvasir.client.engine_client, kvasir.client.admission;"
             "assert 'torch' not in sys.modules and 'transformers' not in sys.modules")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

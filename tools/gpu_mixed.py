@@ -28,8 +28,8 @@ import torch  # noqa: E402
 from kvasir.api.llm import LLM  # noqa: E402
 from kvasir.bench.result import arm, as_json, ratios_of, result  # noqa: E402
 from kvasir.bench.workloads import Batch, shape_folder  # noqa: E402
+from kvasir.client.admission import admit  # noqa: E402
 from kvasir.config import EngineConfig  # noqa: E402
-from kvasir.engine.admission import admit  # noqa: E402
 from kvasir.types import SamplingParams  # noqa: E402
 
 STEPS = 12  # of a round

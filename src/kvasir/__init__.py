@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvasir.api.llm import LLM as LLM
+    from kvasir.client.engine_client import AsyncEngine as AsyncEngine
     from kvasir.config import EngineConfig as EngineConfig
-    from kvasir.engine.client import AsyncEngine as AsyncEngine
     from kvasir.types import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 _HOMES = {"LLM": "kvasir.api.llm", "SamplingParams": "kvasir.types", "EngineConfig": "kvasir.config",
-          "AsyncEngine": "kvasir.engine.client", "RequestError": "kvasir.errors", "ConfigError": "kvasir.errors"}
+          "AsyncEngine": "kvasir.client.engine_client", "RequestError": "kvasir.errors", "ConfigError": "kvasir.errors"}
 __all__ = ["__version__", *_HOMES]
 
 

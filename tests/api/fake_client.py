@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from kvasir.engine.interface import Health
+from kvasir.client.interface import Health
 from kvasir.errors import ConfigError, RequestError
 from kvasir.models.tokenizer import Tokenizer
 from kvasir.types import EngineStats, Event, ModelInfo, Request, TokenLogprob

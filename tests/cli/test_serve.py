@@ -110,7 +110,7 @@ def test_zz_sigterm_ends_it_cleanly(server):
     (["--journal", "/no/such/folder/journal.jsonl"], "cannot write /no/such/folder/journal.jsonl"),
 ], ids=lambda a: " ".join(a) if isinstance(a, list) else "")
 def test_refused_before_a_process_is_started(kvasir, monkeypatch, args, message):
-    from kvasir.engine.client import AsyncEngine
+    from kvasir.client.engine_client import AsyncEngine
 
     monkeypatch.setattr(AsyncEngine, "start_process", lambda self: pytest.fail("a process was started"))
     done = kvasir("serve", *args)

@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from kvasir.decoding.grammar import _LARK_BOUND, _LARK_REGEX, _REGEX_ITEM, MAX_ENUM_VALUES, GrammarCompiler, check_regex, check_schema
+from kvasir.decoding.grammar import (
+    _LARK_BOUND,
+    _LARK_REGEX,
+    _REGEX_ITEM,
+    MAX_ENUM_VALUES,
+    GrammarCompiler,
+    check_regex,
+    check_schema,
+)
 from kvasir.decoding.sampler import Sampler
 from kvasir.errors import ConfigError, RequestError
 from kvasir.types import Grammar

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvasir.client.admission import admit
 from kvasir.config import EngineConfig
-from kvasir.engine.admission import admit
 from kvasir.engine.engine import Engine
 from kvasir.engine.graphs import call_through
 from kvasir.types import Event, Request, SamplingParams

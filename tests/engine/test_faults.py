@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvasir.client import engine_process as process
+from kvasir.client import messages
 from kvasir.decoding.grammar import GrammarCompiler
-from kvasir.engine import messages, process
 from kvasir.types import Grammar
 from tests.engine.driver import Driver, Output
 

@@ -10,8 +10,9 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 
+from kvasir.client import engine_process as process
 from kvasir.config import EngineConfig
-from kvasir.engine import engine, process, rehearsal
+from kvasir.engine import engine, rehearsal
 from tests.engine.driver import Driver
 
 pytest.importorskip("triton")

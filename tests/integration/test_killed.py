@@ -12,9 +12,9 @@ import os
 import signal
 import time
 
+from kvasir.client.admission import admit
+from kvasir.client.engine_client import AsyncEngine
 from kvasir.config import EngineConfig
-from kvasir.engine.admission import admit
-from kvasir.engine.client import AsyncEngine
 from kvasir.types import Event, Grammar, ModelInfo, Request, SamplingParams
 
 OUTPUT = 70

@@ -16,7 +16,18 @@ from kvasir.errors import ConfigError
 from kvasir.lab import export
 from kvasir.lab import statistics as stats
 from kvasir.lab.evaluate import evaluate
-from kvasir.lab.evaluator import Answers, Exam, Losses, Plan, noise_seed, prepare, read_tokenizer, repetition, run, run_own
+from kvasir.lab.evaluator import (
+    Answers,
+    Exam,
+    Losses,
+    Plan,
+    noise_seed,
+    prepare,
+    read_tokenizer,
+    repetition,
+    run,
+    run_own,
+)
 from kvasir.lab.scores import compare, figures, pass_values, pool_sizes
 from kvasir.lab.task import Problem, load_task
 from kvasir.models import checkpoint

@@ -6,10 +6,10 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Iterable, Iterator
 
-from kvasir.engine import ipc, messages
-from kvasir.engine.journal import Journal
-from kvasir.engine.outbox import Outbox
-from kvasir.engine.pieces import Pieces
+from kvasir.client import ipc, messages
+from kvasir.client.journal import Journal
+from kvasir.client.outbox import Outbox
+from kvasir.client.pieces import Pieces
 from kvasir.types import Event, ModelInfo, Request, TokenLogprob, branch_stream
 
 LONGEST = 90

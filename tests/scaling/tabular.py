@@ -8,7 +8,21 @@ import math
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from kvasir.scaling.endpoint import Caps, Chunk, Draw, Endpoint, EndpointError, Group, Prompt, Refused, Sample, Sampling, Score, Usage, confidence_of
+from kvasir.scaling.endpoint import (
+    Caps,
+    Chunk,
+    Draw,
+    Endpoint,
+    EndpointError,
+    Group,
+    Prompt,
+    Refused,
+    Sample,
+    Sampling,
+    Score,
+    Usage,
+    confidence_of,
+)
 from kvasir.scaling.ledger import Price
 from kvasir.scaling.problem import Problem, Prompts
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvasir.api.detokenize import Detokenizer
 from kvasir.api.metrics import Metrics
-from kvasir.engine.interface import EngineClient
+from kvasir.client.interface import EngineClient
 from kvasir.errors import RequestError
 from kvasir.types import Event, Request, TokenLogprob
 

@@ -16,8 +16,8 @@ from typing import Any
 from kvasir.api.chat import check_messages
 from kvasir.api.detokenize import Detokenizer
 from kvasir.api.vllm_flags import settled
+from kvasir.client.admission import admit
 from kvasir.config import EngineConfig
-from kvasir.engine.admission import admit
 from kvasir.engine.engine import Engine
 from kvasir.errors import ConfigError, RequestError, nearest
 from kvasir.models import checkpoint

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvasir.api.chat import check_messages, texts
 from kvasir.api.protocol import ScalingBudget
 from kvasir.api.service import Service
-from kvasir.engine.admission import stream_of
+from kvasir.client.admission import stream_of
 from kvasir.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:

@@ -33,10 +33,10 @@ from kvasir.api.routes_scaling import ScalingRoutes, chat_job
 from kvasir.api.routes_status import StatusRoutes
 from kvasir.api.service import Service
 from kvasir.api.text import Text
+from kvasir.client.engine_client import AsyncEngine
+from kvasir.client.engine_process import collect_rarely
+from kvasir.client.interface import EngineClient
 from kvasir.config import ServerConfig, Settings
-from kvasir.engine.client import AsyncEngine
-from kvasir.engine.interface import EngineClient
-from kvasir.engine.process import collect_rarely
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import log
 from kvasir.models import checkpoint

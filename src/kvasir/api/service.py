@@ -18,10 +18,10 @@ from kvasir.api.metrics import Metrics
 from kvasir.api.protocol import Body, parse
 from kvasir.api.streaming import Disconnected, EventStream, encode, sse, unless_disconnected
 from kvasir.api.text import Text
+from kvasir.client.admission import admit
+from kvasir.client.interface import EngineClient
+from kvasir.client.pieces import PIECE
 from kvasir.config import ServerConfig
-from kvasir.engine.admission import admit
-from kvasir.engine.interface import EngineClient
-from kvasir.engine.pieces import PIECE
 from kvasir.errors import RequestError
 from kvasir.logs import log
 from kvasir.types import ModelInfo, Request, SamplingParams

@@ -19,7 +19,14 @@ from kvasir.attention.backend import AttentionBackend, AttentionSpec, Site
 from kvasir.kernels import _triton
 from kvasir.kernels._triton import Launches
 from kvasir.kernels.decode_attention import Rows, decode_attention_triton, kinds_of
-from kvasir.kernels.dense_attention import SCRATCH_BYTES, can_serve, dense_attention_triton, plan_long, shape_for, worth_it
+from kvasir.kernels.dense_attention import (
+    SCRATCH_BYTES,
+    can_serve,
+    dense_attention_triton,
+    plan_long,
+    shape_for,
+    worth_it,
+)
 from kvasir.kernels.hardware import multiprocessors, send
 from kvasir.kernels.paged_attention import (
     TREE_ROWS,

@@ -24,9 +24,9 @@ import torch
 
 from kvasir.bench.result import arm, finish, percentile, result
 from kvasir.bench.speculation import TASKS
+from kvasir.client.engine_process import collect_rarely
 from kvasir.config import SpeculationConfig
 from kvasir.engine.drafting import Drafting
-from kvasir.engine.process import collect_rarely
 from kvasir.errors import ConfigError
 from kvasir.models.checkpoint import read_config, resolve
 from kvasir.models.families import build_spec

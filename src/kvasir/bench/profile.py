@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from kvasir.bench.offline import described
 from kvasir.bench.result import arm, finish, result, spread
 from kvasir.bench.workloads import Batch, shape_folder
+from kvasir.client.admission import admit
 from kvasir.config import EngineConfig
-from kvasir.engine.admission import admit
 from kvasir.errors import ConfigError
 from kvasir.types import SamplingParams
 

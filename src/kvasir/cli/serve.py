@@ -19,7 +19,7 @@ def run(settings: Settings) -> None:
     build_spec(checkpoint.read_config(checkpoint.resolve(settings.model.model, settings.model.revision)))
     check_free(settings.server)
     check_output(Path(settings.service.journal) if settings.service.journal else None)  # when it is needed, it is too late
-    from kvasir.engine.client import AsyncEngine
+    from kvasir.client.engine_client import AsyncEngine
 
     client = AsyncEngine(settings)
     client.start_process()  # torch loads there while FastAPI loads here

@@ -27,7 +27,18 @@ from kvasir.engine.pages_ahead import PagesAhead
 from kvasir.engine.policy import Guarded, SchedulerPolicy
 from kvasir.engine.queue import Queue
 from kvasir.engine.room import Room
-from kvasir.engine.spans import ONE_SAMPLE, ROW_TILE, Step, next_span, page_aligned, room_to_start, round_down, rows_left, trim_draft, unscored_from
+from kvasir.engine.spans import (
+    ONE_SAMPLE,
+    ROW_TILE,
+    Step,
+    next_span,
+    page_aligned,
+    room_to_start,
+    round_down,
+    rows_left,
+    trim_draft,
+    unscored_from,
+)
 from kvasir.types import FinishReason, Plan, Sequence, Span, Status
 
 LOOK_AHEAD = 8  # requests that do not fit and are looked past, a step

@@ -222,7 +222,14 @@ class _Progress:
         if total < PROGRESS_BYTES or not sys.stderr.isatty():
             return
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
 
         columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         self._bar = Progress(*columns, console=Console(stderr=True), transient=True)

@@ -20,7 +20,18 @@ from kvasir.attention.backend import AttentionBackend
 from kvasir.attention.backends.torch import TorchBackend
 from kvasir.kernels.decode_rows import Kept
 from kvasir.kernels.native.library import native
-from kvasir.kernels.native.program import CACHES, LINE, MAX_DIM, UNDRAWN, Decodes, Packed, Planes, Program, StepInputs, pack
+from kvasir.kernels.native.program import (
+    CACHES,
+    LINE,
+    MAX_DIM,
+    UNDRAWN,
+    Decodes,
+    Packed,
+    Planes,
+    Program,
+    StepInputs,
+    pack,
+)
 from kvasir.kv.codec import LayerCache
 from kvasir.kv.codecs.plain import PlainCodec
 from kvasir.kv.quantized import QuantizedCodec

@@ -16,19 +16,33 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
+from kvasir.client.admission import MAX_LOGPROBS, MAX_N, admit
+from kvasir.client.engine_client import AsyncEngine
+from kvasir.client.interface import EngineClient
+from kvasir.client.pieces import PIECE
 from kvasir.config import EngineConfig
 from kvasir.decoding.confidence import summed_up
-from kvasir.engine.admission import MAX_LOGPROBS, MAX_N, admit
-from kvasir.engine.client import AsyncEngine
-from kvasir.engine.interface import EngineClient
-from kvasir.engine.pieces import PIECE
 from kvasir.errors import ConfigError, RequestError
 from kvasir.models import checkpoint
 from kvasir.models.cost import active_params
 from kvasir.models.families import build_spec
 from kvasir.models.text_stream import TextStream, WindowStream
 from kvasir.models.tokenizer import Tokenizer
-from kvasir.scaling.endpoint import Caps, Chunk, Draw, Endpoint, EndpointError, Group, Prompt, Refused, Sample, Sampling, Score, Usage, confidence_of
+from kvasir.scaling.endpoint import (
+    Caps,
+    Chunk,
+    Draw,
+    Endpoint,
+    EndpointError,
+    Group,
+    Prompt,
+    Refused,
+    Sample,
+    Sampling,
+    Score,
+    Usage,
+    confidence_of,
+)
 from kvasir.scaling.ledger import Price
 from kvasir.types import Event, PromptScore, Request, SamplingParams, TokenLogprob, branch_stream
 

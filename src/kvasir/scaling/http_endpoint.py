@@ -14,7 +14,19 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from kvasir.errors import ConfigError
-from kvasir.scaling.endpoint import Caps, Chunk, Draw, Endpoint, EndpointError, Group, Prompt, Refused, Sampling, Usage, confidence_of
+from kvasir.scaling.endpoint import (
+    Caps,
+    Chunk,
+    Draw,
+    Endpoint,
+    EndpointError,
+    Group,
+    Prompt,
+    Refused,
+    Sampling,
+    Usage,
+    confidence_of,
+)
 from kvasir.scaling.ledger import Price
 
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)

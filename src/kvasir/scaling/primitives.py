@@ -19,7 +19,19 @@ from typing import Any, TypeVar
 
 from kvasir.errors import ConfigError, nearest
 from kvasir.scaling import endpoint as io
-from kvasir.scaling.endpoint import Draft, Endpoint, EndpointError, Group, Messages, Prompt, Refused, Sample, Sampling, Score, Usage
+from kvasir.scaling.endpoint import (
+    Draft,
+    Endpoint,
+    EndpointError,
+    Group,
+    Messages,
+    Prompt,
+    Refused,
+    Sample,
+    Sampling,
+    Score,
+    Usage,
+)
 from kvasir.scaling.journal import Journal, digest
 from kvasir.scaling.ledger import Budget, BudgetExceeded, Charge, Ledger
 from kvasir.scaling.problem import Problem, Result

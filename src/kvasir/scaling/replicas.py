@@ -11,7 +11,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from kvasir.errors import ConfigError
-from kvasir.scaling.endpoint import Caps, Chunk, Draw, Endpoint, EndpointError, Group, Prompt, Sample, Sampling, Score, Usage
+from kvasir.scaling.endpoint import (
+    Caps,
+    Chunk,
+    Draw,
+    Endpoint,
+    EndpointError,
+    Group,
+    Prompt,
+    Sample,
+    Sampling,
+    Score,
+    Usage,
+)
 
 T = TypeVar("T")
 

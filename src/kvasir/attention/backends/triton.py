@@ -12,7 +12,12 @@ from kvasir.attention.backend import AttentionSpec, Site
 from kvasir.attention.paged import DEEP, PagedBackend, Step, key_of
 from kvasir.kernels.dense_attention import dense_attention_triton
 from kvasir.kernels.gathered import gathered_attention, plan_gathered
-from kvasir.kernels.quantized_attention import most_rows, quantized_attention_triton, quantized_together_triton, worth_it
+from kvasir.kernels.quantized_attention import (
+    most_rows,
+    quantized_attention_triton,
+    quantized_together_triton,
+    worth_it,
+)
 from kvasir.kernels.quantized_decode import gather_codes_triton, quantized_decode_triton
 from kvasir.kernels.quantized_qkv import FORMATS
 from kvasir.kv.codec import LayerCache

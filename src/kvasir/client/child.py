@@ -18,9 +18,9 @@ from typing import Any
 
 import msgspec
 
+from kvasir.client import ipc, messages
+from kvasir.client.engine_process import FLIGHT
 from kvasir.config import EngineConfig
-from kvasir.engine import ipc, messages
-from kvasir.engine.process import FLIGHT
 from kvasir.errors import ConfigError
 from kvasir.logs import log
 
@@ -61,7 +61,7 @@ class Child:
     def _spawn(self, path: str, factory: str) -> subprocess.Popen:
         # -P: the working folder must not shadow the modules that the process imports. Output goes to stderr: stdout may
         # belong to a program that prints results. A session of its own keeps Ctrl-C in the terminal away from it.
-        command = [sys.executable, "-P", "-m", "kvasir.engine.process", "--socket", path, "--factory", factory]
+        command = [sys.executable, "-P", "-m", "kvasir.client.engine_process", "--socket", path, "--factory", factory]
         hello = messages.Hello(config=self.config.engine_only(), log_level=logging.getLevelName(log.getEffectiveLevel()), spawned=time.monotonic())
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True)
         with contextlib.suppress(BrokenPipeError):  # it died already; ``ready`` finds out

@@ -1,4 +1,4 @@
-"""The engine process: ``python -m kvasir.engine.process --socket PATH``, started and watched by the client.
+"""The engine process: ``python -m kvasir.client.engine_process --socket PATH``, started and watched by the client.
 
 It reads its configuration from standard input, connects, builds the engine, says ``Ready`` and then loops: take messages,
 run a step, send the step's events. A reader thread takes messages off the socket, so that a long step delays no receipt
@@ -26,9 +26,9 @@ from typing import Any
 import msgspec
 
 from kvasir import logs
-from kvasir.engine import ipc, messages
-from kvasir.engine.interface import EngineCore
-from kvasir.engine.pieces import Pieces
+from kvasir.client import ipc, messages
+from kvasir.client.interface import EngineCore
+from kvasir.client.pieces import Pieces
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import log
 from kvasir.types import Event, Request
@@ -263,7 +263,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    parser = argparse.ArgumentParser(prog="kvasir.engine.process", description="The engine process; `kvasir serve` starts it.")
+    parser = argparse.ArgumentParser(prog="kvasir.client.engine_process", description="The engine process; `kvasir serve` starts it.")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--factory", default=ENGINE)
     arguments = parser.parse_args()

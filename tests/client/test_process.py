@@ -18,13 +18,14 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from kvasir.client import engine_process as process
+from kvasir.client import ipc, messages
 from kvasir.config import EngineConfig
-from kvasir.engine import ipc, messages, process
 from kvasir.types import EngineStats, Event, Request, SamplingParams
 from tests.engine.fake_core import expected
 
 ROOT = Path(__file__).parents[2]
-PROCESS = [sys.executable, "-m", "kvasir.engine.process", "--socket"]
+PROCESS = [sys.executable, "-m", "kvasir.client.engine_process", "--socket"]
 
 
 @pytest.fixture
@@ -160,7 +161,7 @@ def test_it_ends_when_its_client_is_killed(tmp_path, monkeypatch):
     code = """
 import asyncio, sys
 from kvasir.config import EngineConfig
-from kvasir.engine.client import AsyncEngine
+from kvasir.client.engine_client import AsyncEngine
 async def main():
     it = AsyncEngine(EngineConfig(), factory="tests.engine.fake_core:FakeCore")
     await it.start()

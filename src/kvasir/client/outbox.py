@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from kvasir.engine.pieces import join
+from kvasir.client.pieces import join
 from kvasir.types import Event
 
 

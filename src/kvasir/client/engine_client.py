@@ -18,13 +18,13 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
+from kvasir.client import ipc, journal, messages
+from kvasir.client.child import Child, ChildError
+from kvasir.client.engine_process import ENGINE
+from kvasir.client.interface import Health
+from kvasir.client.journal import Entry, Journal
+from kvasir.client.outbox import Outbox
 from kvasir.config import EngineConfig
-from kvasir.engine import ipc, journal, messages
-from kvasir.engine.child import Child, ChildError
-from kvasir.engine.interface import Health
-from kvasir.engine.journal import Entry, Journal
-from kvasir.engine.outbox import Outbox
-from kvasir.engine.process import ENGINE
 from kvasir.errors import ConfigError, RequestError
 from kvasir.logs import log
 from kvasir.types import EngineStats, Event, ModelInfo, Request

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvasir.engine import journal
-from kvasir.engine.journal import Entry, GapError, Journal
-from kvasir.engine.outbox import Outbox
+from kvasir.client import journal
+from kvasir.client.journal import Entry, GapError, Journal
+from kvasir.client.outbox import Outbox
 from kvasir.errors import RequestError
 from kvasir.types import BareLogprobs, Event, Grammar, Request, SamplingParams, TokenLogprob
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvasir.client import ipc, messages
 from kvasir.config import EngineConfig
-from kvasir.engine import ipc, messages
 from kvasir.types import EngineStats, Event, Grammar, ModelInfo, Request, SamplingParams, TokenLogprob
 
 REQUEST = Request(id="a\x00ß", prompt_ids=[0, 1, 1 << 40], seed=(1 << 64) - 1, max_tokens=7, tenant="t", epoch=2, emitted=[[1], []], ended=[1],

@@ -11,12 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvasir.client import engine_client as client_module
+from kvasir.client.engine_client import AsyncEngine
 from kvasir.config import EngineConfig
-from kvasir.engine import client as client_module
-from kvasir.engine.client import AsyncEngine
 from kvasir.errors import RequestError
 from kvasir.types import EngineStats
-from tests.engine.client.helpers import Reader, engine, request, run, until
+from tests.client.helpers import Reader, engine, request, run, until
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 # ------------------------------------------------------------------------------------------------- death and restart
 

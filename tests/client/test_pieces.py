@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from kvasir.engine.outbox import Outbox
-from kvasir.engine.pieces import Pieces
+from kvasir.client.outbox import Outbox
+from kvasir.client.pieces import Pieces
 from kvasir.types import BareLogprobs, Event, Request, SamplingParams, TokenLogprob
 
 

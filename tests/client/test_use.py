@@ -12,12 +12,14 @@ import sys
 import msgspec
 import pytest
 
+from kvasir.client.engine_client import AsyncEngine
 from kvasir.config import EngineConfig, Settings
-from kvasir.engine.client import AsyncEngine
 from kvasir.errors import ConfigError, RequestError
 from kvasir.types import Grammar, Request, SamplingParams
-from tests.engine.client.helpers import Reader, engine, request, run, until
+from tests.client.helpers import Reader, engine, request, run, until
 from tests.engine.fake_core import expected
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 # ------------------------------------------------------------------------------------------------------------ plain use
 
@@ -54,7 +56,7 @@ def test_the_process_can_start_before_the_event_loop():
 
 
 def test_the_client_needs_no_torch():
-    code = "import sys, kvasir.engine.client; assert not {'torch', 'numpy', 'transformers', 'fastapi'} & set(sys.modules), sys.modules"
+    code = "import sys, kvasir.client.engine_client; assert not {'torch', 'numpy', 'transformers', 'fastapi'} & set(sys.modules), sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -126,7 +128,7 @@ def test_refusals_of_the_core_and_bad_values():
 
 
 def test_a_request_too_long_for_a_frame_is_413(monkeypatch):
-    monkeypatch.setattr("kvasir.engine.ipc.MAX_FRAME_BYTES", 20_000)
+    monkeypatch.setattr("kvasir.client.ipc.MAX_FRAME_BYTES", 20_000)
 
     async def body():
         async with engine() as it:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+from kvasir.client.engine_client import AsyncEngine
 from kvasir.config import EngineConfig
-from kvasir.engine.client import AsyncEngine
 from kvasir.errors import RequestError
 from kvasir.types import Event, Request, SamplingParams
 from tests.engine.fake_core import expected

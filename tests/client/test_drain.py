@@ -9,13 +9,15 @@ import stat
 
 import pytest
 
+from kvasir.client import engine_client as client_module
+from kvasir.client import journal
+from kvasir.client.engine_client import AsyncEngine
 from kvasir.config import EngineConfig
-from kvasir.engine import client as client_module
-from kvasir.engine import journal
-from kvasir.engine.client import AsyncEngine
 from kvasir.errors import RequestError
-from tests.engine.client.helpers import Reader, engine, request, run, until
+from tests.client.helpers import Reader, engine, request, run, until
 from tests.engine.fake_core import expected
+
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 # --------------------------------------------------------------------------------------------------------------- drain
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kvasir.engine.admission import admit
+from kvasir.client.admission import admit
 from kvasir.errors import RequestError
 from kvasir.types import Grammar, ModelInfo, SamplingParams
 
@@ -196,5 +196,5 @@ def test_importing_the_validator_needs_no_torch():
     import subprocess
     import sys
 
-    code = "import kvasir.engine.admission, sys; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    code = "import kvasir.client.admission, sys; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,47 @@
+"""Fixtures of the client's tests: child processes can import the fake core, and tests of the client clean up after themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    """Let child processes import this checkout and its tests."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(ROOT / "src"))))
+
+
+def engine_processes() -> dict[int, str]:
+    """Engine processes that this very process started, with their status. Other children, and other people's engines on
+    a busy machine, do not count."""
+    found = {}
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            status = child.status()  # a zombie has no command line any more
+            if status == psutil.STATUS_ZOMBIE or "kvasir.client.engine_process" in child.cmdline():
+                found[child.pid] = status
+    return found
+
+
+@pytest.fixture
+def nothing_left_behind(tmp_path, monkeypatch):
+    """Fail a test after which a descriptor, an engine process or a private folder is left."""
+    folder = tmp_path / "private"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    gc.collect()
+    descriptors, processes = len(os.listdir("/proc/self/fd")), engine_processes()
+    yield
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    assert list(folder.iterdir()) == []
+    left = {pid: status for pid, status in engine_processes().items() if pid not in processes}
+    assert not left, f"engine processes are left, or not reaped: {left}"
