@@ -12,14 +12,32 @@ from pathlib import Path
 from typing import Any
 
 VOCAB = 97
-SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-             max_position_embeddings=256, pad_token_id=None, bos_token_id=None, eos_token_id=0)
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
-          "rope_theta": 500.0}
+SHAPE = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=56,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    pad_token_id=None,
+    bos_token_id=None,
+    eos_token_id=0,
+)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 500.0,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1000.0}
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0}
-GEMMA_ROPE = {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
-              "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+GEMMA_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
 MOE = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24)
 
 # name: (config class, model class, what differs from SHAPE)
@@ -28,27 +46,77 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama_llama3": ("LlamaConfig", "LlamaForCausalLM", dict(rope_parameters=LLAMA3, tie_word_embeddings=True)),
     "llama_linear": ("LlamaConfig", "LlamaForCausalLM", dict(rope_parameters=LINEAR, hidden_act="gelu")),
     "llama_yarn": ("LlamaConfig", "LlamaForCausalLM", dict(rope_parameters=YARN)),
-    "llama_bias": ("LlamaConfig", "LlamaForCausalLM", dict(attention_bias=True, mlp_bias=True, head_dim=12, num_key_value_heads=1)),
+    "llama_bias": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        dict(attention_bias=True, mlp_bias=True, head_dim=12, num_key_value_heads=1),
+    ),
     "mistral": ("MistralConfig", "MistralForCausalLM", dict(sliding_window=9)),
     "mistral_full": ("MistralConfig", "MistralForCausalLM", dict(sliding_window=None, head_dim=16)),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", dict(tie_word_embeddings=True)),
-    "qwen2_window": ("Qwen2Config", "Qwen2ForCausalLM", dict(use_sliding_window=True, sliding_window=11, max_window_layers=1)),
+    "qwen2_window": (
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        dict(use_sliding_window=True, sliding_window=11, max_window_layers=1),
+    ),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", dict(head_dim=16)),
-    "qwen3_window": ("Qwen3Config", "Qwen3ForCausalLM", dict(head_dim=16, use_sliding_window=True, sliding_window=10, max_window_layers=2,
-                                                             attention_bias=True)),
+    "qwen3_window": (
+        "Qwen3Config",
+        "Qwen3ForCausalLM",
+        dict(head_dim=16, use_sliding_window=True, sliding_window=10, max_window_layers=2, attention_bias=True),
+    ),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", dict(head_dim=16, norm_topk_prob=True, **MOE)),
-    "qwen3_moe_mixed": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", dict(head_dim=12, decoder_sparse_step=2, num_hidden_layers=4, mlp_only_layers=[3],
-                                                                      use_sliding_window=True, sliding_window=13, attention_bias=True, **MOE)),
-    "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM", dict(head_dim=16, sliding_window=8, query_pre_attn_scalar=20, num_hidden_layers=4,
-                                                                  layer_types=["sliding_attention", "full_attention"] * 2)),
-    "gemma3_text_caps": ("Gemma3TextConfig", "Gemma3ForCausalLM", dict(
-        head_dim=16, sliding_window=8, query_pre_attn_scalar=20, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2,
-        rope_parameters=GEMMA_ROPE, attention_bias=True, tie_word_embeddings=False, final_logit_softcapping=6.0)),
+    "qwen3_moe_mixed": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        dict(
+            head_dim=12,
+            decoder_sparse_step=2,
+            num_hidden_layers=4,
+            mlp_only_layers=[3],
+            use_sliding_window=True,
+            sliding_window=13,
+            attention_bias=True,
+            **MOE,
+        ),
+    ),
+    "gemma3_text": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        dict(
+            head_dim=16,
+            sliding_window=8,
+            query_pre_attn_scalar=20,
+            num_hidden_layers=4,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+        ),
+    ),
+    "gemma3_text_caps": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        dict(
+            head_dim=16,
+            sliding_window=8,
+            query_pre_attn_scalar=20,
+            num_hidden_layers=4,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            rope_parameters=GEMMA_ROPE,
+            attention_bias=True,
+            tie_word_embeddings=False,
+            final_logit_softcapping=6.0,
+        ),
+    ),
 }
 
 
-def write(folder: Path, variant: str, seed: int = 0, edit: Callable[[dict[str, Any]], None] | None = None, shards: bool = False,
-          **changes: Any) -> Path:
+def write(
+    folder: Path,
+    variant: str,
+    seed: int = 0,
+    edit: Callable[[dict[str, Any]], None] | None = None,
+    shards: bool = False,
+    **changes: Any,
+) -> Path:
     """Write a checkpoint of ``variant`` into ``folder``; ``changes`` go to its config, ``edit`` to the config.json written."""
     import torch
     import transformers
@@ -91,4 +159,6 @@ def reference(folder: Path) -> Any:
     import torch
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()

@@ -31,15 +31,43 @@ from kvasir.types import Grammar, ModelInfo, SamplingParams
 
 PAGE = Path(__file__).parents[1] / "docs" / "methods" / "composition.md"
 VOCAB = 2048  # of the smallest shipped tokenizer
-SHAPE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=VOCAB,
-             max_position_embeddings=256, rms_norm_eps=1e-6, tie_word_embeddings=True, eos_token_id=0)
+SHAPE = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=VOCAB,
+    max_position_embeddings=256,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=True,
+    eos_token_id=0,
+)
 MODELS = {  # their config.json
     "full attention": SHAPE | {"model_type": "qwen3"},
-    "sliding window": SHAPE | {"model_type": "gemma3_text", "sliding_window": 8, "query_pre_attn_scalar": 32,
-                               "layer_types": ["sliding_attention", "full_attention"]},
-    "experts": SHAPE | {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "sliding window": SHAPE
+    | {
+        "model_type": "gemma3_text",
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 32,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "experts": SHAPE
+    | {
+        "model_type": "qwen3_moe",
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
 }
-NEEDS_FOLDER = {"draft_model": "a smaller model", "medusa": "heads", "eagle": "a head", "ppd": "prompt tokens"}  # for the model it drafts for
+NEEDS_FOLDER = {
+    "draft_model": "a smaller model",
+    "medusa": "heads",
+    "eagle": "a head",
+    "ppd": "prompt tokens",
+}  # for the model it drafts for
 FACTORS: dict[str, list[Any]] = {
     "drafter": ["none", *own(DRAFTERS), "suffix+token_recycling+layer_skip"],
     "codec": own(CODECS),
@@ -60,7 +88,9 @@ REQUESTS: dict[str, dict[str, Any]] = {  # all of them in every run
     "grammar": dict(grammar=Grammar("regex", "(ab|ba|c)*")),
     "penalties": dict(presence_penalty=0.8, frequency_penalty=0.5, repetition_penalty=1.3),
     "filters, bias": dict(top_k=20, top_p=0.9, min_p=0.01, logit_bias={311: 2.0}),
-    "bans, stops": dict(bad_words=("ab",), min_tokens=4, stop_token_ids=(312,), ignore_eos=False, allowed_token_ids=(310, 311, 312, 313)),
+    "bans, stops": dict(
+        bad_words=("ab",), min_tokens=4, stop_token_ids=(312,), ignore_eos=False, allowed_token_ids=(310, 311, 312, 313)
+    ),
     "logprobs": dict(logprobs=3, logprobs_mode="processed"),
     "prompt logprobs": dict(prompt_logprobs=1),
     "score, confidence": dict(score_from=3, confidence=5),
@@ -119,7 +149,10 @@ def without_tokenizer() -> Any:
 def backend_of(name: str, codec: str, exact: bool) -> Callable[[], Any]:
     def attempt() -> None:
         if found := reasons(load(BACKENDS, name, AttentionBackend), gpu(load(CODECS, codec, Codec), exact)):
-            raise ConfigError(f"attention backend '{name}' cannot serve this model here: {'; '.join(found)}. Use --attention-backend auto.")
+            raise ConfigError(
+                f"attention backend '{name}' cannot serve this model here: {'; '.join(found)}. Use --attention-backend auto."
+            )
+
     return attempt
 
 
@@ -129,14 +162,21 @@ def checked(strategy: str, caps: Caps) -> Callable[[], Any]:
     return lambda: load_strategy(strategy).check([small, large], SimpleNamespace(most=64))  # type: ignore[list-item]
 
 
-ENDPOINTS = {"our engine": EngineEndpoint.caps, "HTTP with log-probabilities": Caps(logprobs=True, choose=True), "HTTP without": Caps(),
-             "a pool of replies": PoolEndpoint.caps}
+ENDPOINTS = {
+    "our engine": EngineEndpoint.caps,
+    "HTTP with log-probabilities": Caps(logprobs=True, choose=True),
+    "HTTP without": Caps(),
+    "a pool of replies": PoolEndpoint.caps,
+}
+
 
 def engine(**options: Any) -> Callable[[], Any]:
     """A whole start-up."""
     from kvasir.engine.engine import Engine
 
-    return lambda: Engine(EngineConfig.of(model="nano", device="cpu", num_pages=16, max_model_len=128, **options)).close()
+    return lambda: Engine(
+        EngineConfig.of(model="nano", device="cpu", num_pages=16, max_model_len=128, **options)
+    ).close()
 
 
 # What must not start, or not be admitted: (what, with what) -> how it is tried. The message is the code's.
@@ -145,27 +185,44 @@ REFUSED: dict[tuple[str, str], Callable[[], Any]] = {
     ("`--drafter draft_model`", "no model"): lambda: load_drafter("draft_model"),
     ("`--drafter layer_skip:exits=a`", "any model"): lambda: load_drafter("layer_skip:exits=a"),
     ("`--drafter layer_skip:exits=99`", "a model of 4 layers"): engine(drafter="layer_skip:exits=99"),
-    ("`--drafter draft_model:max_accept=true`", "`--batch-invariant`"): engine(drafter="draft_model:model=nano,max_accept=true",
-                                                                               batch_invariant=True),
-    ("`--drafter draft_model:max_accept=true`", "another drafter"): engine(drafter="draft_model:model=nano,max_accept=true+suffix"),
+    ("`--drafter draft_model:max_accept=true`", "`--batch-invariant`"): engine(
+        drafter="draft_model:model=nano,max_accept=true", batch_invariant=True
+    ),
+    ("`--drafter draft_model:max_accept=true`", "another drafter"): engine(
+        drafter="draft_model:model=nano,max_accept=true+suffix"
+    ),
     ("`--kv-codec bfloat16`", "a model in float32"): engine(kv_codec="bfloat16"),
     ("`--no-fused-kernels`", "`--batch-invariant`"): engine(batch_invariant=True, fused_kernels=False),
     ("request: `drafter`", "a server without it"): admitted(drafter="suffix"),
     ("request: `confidence=1`", "any model"): admitted(confidence=1),
-    ("request: `confidence`", "`logprobs_mode=processed`"): admitted(confidence=5, logprobs=1, logprobs_mode="processed"),
+    ("request: `confidence`", "`logprobs_mode=processed`"): admitted(
+        confidence=5, logprobs=1, logprobs_mode="processed"
+    ),
     ("request: `confidence_window`", "no confidence"): admitted(confidence_window=4),
     ("request: `score_from`", "`prompt_logprobs`"): admitted(score_from=2, prompt_logprobs=1),
     ("request: `stop`", "`detokenize=False`"): admitted(stop=("x",), detokenize=False),
     ("request: `bad_words`", "no tokenizer"): without_tokenizer,
     ("request: `finish_after` above `n`", "any model"): admitted(n=2, finish_after=3),
     ("codec `nvfp4`", "heads of 80"): lambda: load(CODECS, "nvfp4", Codec).planes(80, torch.bfloat16),
-    ("codec `int4_bdr:order=64`", "heads of 80"): lambda: load(CODECS, "int4_bdr:order=64", Codec).planes(80, torch.bfloat16),
+    ("codec `int4_bdr:order=64`", "heads of 80"): lambda: load(CODECS, "int4_bdr:order=64", Codec).planes(
+        80, torch.bfloat16
+    ),
     ("codec `int4`", "heads of 33"): lambda: load(CODECS, "int4", Codec).planes(33, torch.bfloat16),
-    **{(f"`--attention-backend {name}`", f"codec `{codec}`" + (", exact mode" if exact else "")): backend_of(name, codec, exact)
-       for name in own(BACKENDS) for exact in (False, True) for codec in own(CODECS)
-       if refusal(backend_of(name, codec, exact)) and not (exact and refusal(backend_of(name, codec, False)))},
-    **{(f"strategy `{name}`", where): checked(name, caps) for name in own(STRATEGIES) for where, caps in ENDPOINTS.items()
-       if refusal(checked(name, caps))},
+    **{
+        (f"`--attention-backend {name}`", f"codec `{codec}`" + (", exact mode" if exact else "")): backend_of(
+            name, codec, exact
+        )
+        for name in own(BACKENDS)
+        for exact in (False, True)
+        for codec in own(CODECS)
+        if refusal(backend_of(name, codec, exact)) and not (exact and refusal(backend_of(name, codec, False)))
+    },
+    **{
+        (f"strategy `{name}`", where): checked(name, caps)
+        for name in own(STRATEGIES)
+        for where, caps in ENDPOINTS.items()
+        if refusal(checked(name, caps))
+    },
 }
 
 
@@ -173,7 +230,10 @@ def started(drafter: str = "none", codec: str = "plain", policy: str = "fcfs", *
     """The refusals of a start-up and of an admission that need no weights. Raises what they raise."""
     spec = "" if drafter in ("none", *NEEDS_FOLDER) else drafter
     config = EngineConfig.of(drafter=spec, kv_codec=codec, scheduling_policy=policy)
-    used: list[Technique] = [load(CODECS, config.cache.kv_codec, Codec), load(POLICIES, policy, of(POLICIES, policy, Technique))]
+    used: list[Technique] = [
+        load(CODECS, config.cache.kv_codec, Codec),
+        load(POLICIES, policy, of(POLICIES, policy, Technique)),
+    ]
     check_conflicts(used + ([load_drafter(spec)] if spec else []))
     used[0].planes(SHAPE["head_dim"], torch.float32)  # type: ignore[attr-defined]
     admitted(**params)()
@@ -198,7 +258,9 @@ def mark(exact: bool, attempt: Callable[[], Any]) -> str:
 def drafter_rows() -> Iterable[list[str]]:
     for name in own(DRAFTERS):
         cls = of(DRAFTERS, name, Drafter)
-        marks = [mark(cls.exact, lambda name=name, params=params: started(name, **params)) for params in REQUESTS.values()]
+        marks = [
+            mark(cls.exact, lambda name=name, params=params: started(name, **params)) for params in REQUESTS.values()
+        ]
         codecs = [mark(cls.exact, lambda name=name, codec=codec: started(name, codec)) for codec in own(CODECS)]
         yield [f"`{name}`", *system_marks(cls.exact, cls.affects_kv), *marks, *codecs]
 
@@ -206,7 +268,10 @@ def drafter_rows() -> Iterable[list[str]]:
 def codec_rows() -> Iterable[list[str]]:
     for name in own(CODECS):
         codec = load(CODECS, name, Codec)
-        marks = [mark(codec.exact, lambda name=name, params=params: started(codec=name, **params)) for params in REQUESTS.values()]
+        marks = [
+            mark(codec.exact, lambda name=name, params=params: started(codec=name, **params))
+            for params in REQUESTS.values()
+        ]
         yield [f"`{name}`", *system_marks(codec.exact, codec.affects_kv), *marks]
 
 
@@ -233,7 +298,8 @@ def strategy_rows() -> Iterable[list[str]]:
 def page() -> str:
     asked = list(REQUESTS)
     dims = (33, 64, 80, 96, 128, 256)
-    parts = ["""# What works with what
+    parts = [
+        """# What works with what
 
 Written by `python -m tests.composition` from what the code declares; `tests/test_composition.py` holds it to that. A cell is one of:
 
@@ -247,39 +313,85 @@ What is not exact mode gives the same up to ties. Speculation by rejection (`max
 by "typical" acceptance is no part of this page: it has no `=`.
 
 ## Drafters
-""", table(["drafter", *SYSTEM, *asked, *(f"codec `{c}`" for c in own(CODECS))], drafter_rows()), f"""
-Controls ({', '.join(f'`{c}`' for c in FACTORS['control'])}) and scheduling policies ({', '.join(f'`{p}`' for p in FACTORS['policy'])}) compose \
+""",
+        table(["drafter", *SYSTEM, *asked, *(f"codec `{c}`" for c in own(CODECS))], drafter_rows()),
+        f"""
+Controls ({", ".join(f"`{c}`" for c in FACTORS["control"])}) and scheduling policies ({", ".join(f"`{p}`" for p in FACTORS["policy"])}) compose \
 with all of them and change no token. Several drafters may be joined by `+`, each once; two whose rows are guests are refused.
-""", table(["drafter", "exact", "in the prefix key", "proposes", "hears", "runs on", "needs"],
-           ([f"`{n}`", "yes" if c.exact else "no", {True: "yes", False: "no", None: "no caching"}[c.affects_kv], c.topology, hears(c),
-             c.place.replace("_", " "), NEEDS_FOLDER.get(n, "nothing")] for n in own(DRAFTERS) for c in [of(DRAFTERS, n, Drafter)])), """
+""",
+        table(
+            ["drafter", "exact", "in the prefix key", "proposes", "hears", "runs on", "needs"],
+            (
+                [
+                    f"`{n}`",
+                    "yes" if c.exact else "no",
+                    {True: "yes", False: "no", None: "no caching"}[c.affects_kv],
+                    c.topology,
+                    hears(c),
+                    c.place.replace("_", " "),
+                    NEEDS_FOLDER.get(n, "nothing"),
+                ]
+                for n in own(DRAFTERS)
+                for c in [of(DRAFTERS, n, Drafter)]
+            ),
+        ),
+        """
 A step that verifies drafts is read before the next one is planned: it does not overlap. Penalties, bad words and grammars do the same without \
 a drafter. Steps of decodes, chains, trees and guests run in CUDA graphs ([which](speculation.md#in-the-engine)).
 
 ## Codecs
-""", table(["codec", *SYSTEM, *asked], codec_rows()), "",
-             table(["codec", "exact", "in the prefix key", "one kernel for norm, RoPE and write", *(f"heads of {d}" for d in dims)],
-                   ([f"`{n}`", "yes" if c.exact else "no", "yes" if c.affects_kv else "no", "yes" if c.fuses else "no",
-                     *("refused" if refusal(lambda c=c, d=d: c.planes(d, torch.bfloat16)) else "yes" for d in dims)]
-                    for n in own(CODECS) for c in [load(CODECS, n, Codec)])), """
+""",
+        table(["codec", *SYSTEM, *asked], codec_rows()),
+        "",
+        table(
+            [
+                "codec",
+                "exact",
+                "in the prefix key",
+                "one kernel for norm, RoPE and write",
+                *(f"heads of {d}" for d in dims),
+            ],
+            (
+                [
+                    f"`{n}`",
+                    "yes" if c.exact else "no",
+                    "yes" if c.affects_kv else "no",
+                    "yes" if c.fuses else "no",
+                    *("refused" if refusal(lambda c=c, d=d: c.planes(d, torch.bfloat16)) else "yes" for d in dims),
+                ]
+                for n in own(CODECS)
+                for c in [load(CODECS, n, Codec)]
+            ),
+        ),
+        """
 Sliding windows free their pages whatever the codec; scales are planes of a page, so copies and forks carry them.
 
 ## Attention backends on a GPU
 
 By rank, which decides where times do not, bf16, heads of 128. `graphs`: decode steps are captured; `eager`: they are launched kernel by kernel. \
 On a CPU there is `torch`.
-""", table(["backend", *(f"`{c}`" for c in own(CODECS))], backend_rows()), """
+""",
+        table(["backend", *(f"`{c}`" for c in own(CODECS))], backend_rows()),
+        """
 ## Strategies and endpoints
 
 On two models of one vocabulary, with default options (`best_of_n` needs what its score does); what is refused is so before the first call. Any \
 drafter, codec and policy may run below an endpoint.
-""", table(["strategy", "needs", *ENDPOINTS], strategy_rows()), """
+""",
+        table(["strategy", "needs", *ENDPOINTS], strategy_rows()),
+        """
 A pool serves strategies that ask the problem's own prompt alone.
 
 ## Refused
 
 The words are the code's.
-""", table(["what", "with", "says"], ([what, other, refusal(attempt).replace("|", "\\|")] for (what, other), attempt in REFUSED.items())), ""]
+""",
+        table(
+            ["what", "with", "says"],
+            ([what, other, refusal(attempt).replace("|", "\\|")] for (what, other), attempt in REFUSED.items()),
+        ),
+        "",
+    ]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts))
 
 

@@ -11,7 +11,12 @@ def pairwise(factors: dict[str, list[Any]], seed: int = 0) -> list[dict[str, Any
     """Greedy: each new case is the best of many random fillings around one pair that is still uncovered."""
     rng = random.Random(seed)
     names = list(factors)
-    open_pairs = {((a, i), (b, j)) for a, b in itertools.combinations(names, 2) for i in range(len(factors[a])) for j in range(len(factors[b]))}
+    open_pairs = {
+        ((a, i), (b, j))
+        for a, b in itertools.combinations(names, 2)
+        for i in range(len(factors[a]))
+        for j in range(len(factors[b]))
+    }
     cases = []
     while open_pairs:
         best: dict[str, int] = {}

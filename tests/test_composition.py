@@ -18,9 +18,11 @@ from tests.engine.driver import Driver
 from tests.pairwise import label, pairwise, product
 
 OUTPUT = 6
-KINDS = {"medusa": lambda: heads.Medusa(heads.MedusaShape(SHAPE["hidden_size"], (1,), 2)),
-         "eagle": lambda: heads.Eagle(heads.EagleShape(SHAPE["hidden_size"], (0, 1), heads=2, head_dim=16, ffn=32)),
-         "ppd": lambda: heads.Prompts(heads.PromptShape(SHAPE["hidden_size"]))}
+KINDS = {
+    "medusa": lambda: heads.Medusa(heads.MedusaShape(SHAPE["hidden_size"], (1,), 2)),
+    "eagle": lambda: heads.Eagle(heads.EagleShape(SHAPE["hidden_size"], (0, 1), heads=2, head_dim=16, ffn=32)),
+    "ppd": lambda: heads.Prompts(heads.PromptShape(SHAPE["hidden_size"])),
+}
 
 
 # ------------------------------------------------------------------------------------------------------------- the page
@@ -47,7 +49,13 @@ def folders(tmp_path_factory) -> dict[str, str]:
     for name, config in MODELS.items():
         (root / name).mkdir()
         (root / name / "config.json").write_text(json.dumps(config))
-    target = {"name": "any", "hidden_size": SHAPE["hidden_size"], "vocab_size": VOCAB, "num_layers": SHAPE["num_hidden_layers"], "weights": "none"}
+    target = {
+        "name": "any",
+        "hidden_size": SHAPE["hidden_size"],
+        "vocab_size": VOCAB,
+        "num_layers": SHAPE["num_hidden_layers"],
+        "weights": "none",
+    }
     torch.manual_seed(0)
     for kind, make in KINDS.items():
         head = make()
@@ -61,9 +69,25 @@ def folders(tmp_path_factory) -> dict[str, str]:
 def driver(case: dict, folders: dict[str, str], **options) -> Driver:
     spec = case["drafter"]
     folder = folders[case["model"] if spec == "draft_model" else spec] if spec in composition.NEEDS_FOLDER else ""
-    spec = "" if spec == "none" else f"{spec}:model={folder}" if folder else spec.replace("layer_skip", "layer_skip:exits=1")
-    return Driver(folders[case["model"]], load_format="dummy", tokenizer="nano", max_model_len=96, drafter=spec, kv_codec=case["codec"],
-                  page_slots=None, num_pages=64, max_draft_tokens=4, **options)
+    spec = (
+        ""
+        if spec == "none"
+        else f"{spec}:model={folder}"
+        if folder
+        else spec.replace("layer_skip", "layer_skip:exits=1")
+    )
+    return Driver(
+        folders[case["model"]],
+        load_format="dummy",
+        tokenizer="nano",
+        max_model_len=96,
+        drafter=spec,
+        kv_codec=case["codec"],
+        page_slots=None,
+        num_pages=64,
+        max_draft_tokens=4,
+        **options,
+    )
 
 
 def requests(d: Driver) -> list[Request]:
@@ -73,7 +97,16 @@ def requests(d: Driver) -> list[Request]:
     for k, (name, params) in enumerate(REQUESTS.items()):
         given = dict(max_tokens=OUTPUT, ignore_eos=True, seed=7 + k, logprobs=0) | params
         info = dataclasses.replace(d.engine.info, drafters=())
-        found.append(admit([*text[:8 + k], 330 + k], SamplingParams(**given), info, id=name, arrival=0.0, encode=composition.encode))
+        found.append(
+            admit(
+                [*text[: 8 + k], 330 + k],
+                SamplingParams(**given),
+                info,
+                id=name,
+                arrival=0.0,
+                encode=composition.encode,
+            )
+        )
     return found
 
 
@@ -81,7 +114,10 @@ def outputs(d: Driver) -> dict:
     """All that a reader gets, to the bit."""
     assert not d.errors, d.errors
     assert d.engine._drafting is None or not d.engine._drafting._failures, "the drafter failed: see the log"
-    return {key: (out.tokens, out.logprobs, out.prompt_logprobs, out.score, out.finish_reason) for key, out in d.outputs.items()}
+    return {
+        key: (out.tokens, out.logprobs, out.prompt_logprobs, out.score, out.finish_reason)
+        for key, out in d.outputs.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +127,12 @@ def reference(folders):
 
     def get(model: str, codec: str) -> dict:
         if (model, codec) not in found:
-            d = driver({"model": model, "codec": codec, "drafter": "none"}, folders, enable_prefix_caching=False, max_num_batched_tokens=512)
+            d = driver(
+                {"model": model, "codec": codec, "drafter": "none"},
+                folders,
+                enable_prefix_caching=False,
+                max_num_batched_tokens=512,
+            )
             d.run(requests(d))
             found[model, codec] = outputs(d)
             d.close()
@@ -105,9 +146,17 @@ accepted: dict[str, int] = {}
 
 def run_case(case: dict, folders, reference) -> None:
     expected = reference(case["model"], case["codec"])
-    d = driver(case, folders, scheduling_policy=case["policy"], draft_control=case["control"], overlap=case["overlap"],
-               static=case["decode over static buffers"], enable_prefix_caching=case["prefix cache"], max_num_seqs=4 if case["few rows"] else 16,
-               max_num_batched_tokens=24 if case["chunked prefill"] else 512)
+    d = driver(
+        case,
+        folders,
+        scheduling_policy=case["policy"],
+        draft_control=case["control"],
+        overlap=case["overlap"],
+        static=case["decode over static buffers"],
+        enable_prefix_caching=case["prefix cache"],
+        max_num_seqs=4 if case["few rows"] else 16,
+        max_num_batched_tokens=24 if case["chunked prefill"] else 512,
+    )
     if d.engine._drafting is not None:
         d.engine._drafting.controller._rest = 0  # from the first step on
     given = requests(d)
@@ -131,7 +180,9 @@ def test_drafts_were_right_at_times():
     """Else the cases above say little of drafters."""
     if len(accepted) < len(FACTORS["drafter"]):
         pytest.skip("only meaningful after all cases in one process")
-    assert not accepted["none"] and sum(accepted.values()) > 50 and accepted["replay"] and accepted["draft_model"], accepted
+    assert not accepted["none"] and sum(accepted.values()) > 50 and accepted["replay"] and accepted["draft_model"], (
+        accepted
+    )
 
 
 def test_a_wrong_token_is_seen(folders, reference):
@@ -149,7 +200,11 @@ CORE = ("drafter", "codec", "model", "chunked prefill", "preemption", "few rows"
 @pytest.mark.parametrize("place, case", list(enumerate(product({name: FACTORS[name] for name in CORE}))), ids=str)
 def test_the_product_gives_the_plain_tokens(place, case, folders, reference):
     """The other factors take turns."""
-    run_case(case | {name: values[place % len(values)] for name, values in FACTORS.items() if name not in CORE}, folders, reference)
+    run_case(
+        case | {name: values[place % len(values)] for name, values in FACTORS.items() if name not in CORE},
+        folders,
+        reference,
+    )
 
 
 def test_the_dummy_models_speak_the_tokenizer(folders):

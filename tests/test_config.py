@@ -16,7 +16,11 @@ def test_flat_names_reach_their_section():
 
 
 def test_origins_are_what_browsers_send_and_vllm_lists_them_as_json():
-    for given, origins in ((["*"], ("*",)), (['["*"]'], ("*",)), (['["https://a.b", "http://c:1"]', "null"], ("https://a.b", "http://c:1", "null"))):
+    for given, origins in (
+        (["*"], ("*",)),
+        (['["*"]'], ("*",)),
+        (['["https://a.b", "http://c:1"]', "null"], ("https://a.b", "http://c:1", "null")),
+    ):
         assert compose(Settings, {"allowed_origins": given}).server.allowed_origins == origins
     for given in ("https://a.b/", "a.b", "[*]", "[1]", ""):
         with pytest.raises(ConfigError, match="no browser sends"):
@@ -31,14 +35,17 @@ def test_vllms_names_mean_the_same():
             EngineConfig.of(**options)
 
 
-@pytest.mark.parametrize("options, message", [
-    (dict(max_num_seq=8), "Did you mean 'max_num_seqs'"),
-    (dict(max_num_seqs="8"), "expected int"),
-    (dict(max_num_seqs=True), "expected int"),
-    (dict(dtype="bf16"), "bfloat16"),
-    (dict(fit="yes"), "expected bool"),
-    (dict(enforce_eager="yes"), "cuda_graphs='yes': expected bool"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(max_num_seq=8), "Did you mean 'max_num_seqs'"),
+        (dict(max_num_seqs="8"), "expected int"),
+        (dict(max_num_seqs=True), "expected int"),
+        (dict(dtype="bf16"), "bfloat16"),
+        (dict(fit="yes"), "expected bool"),
+        (dict(enforce_eager="yes"), "cuda_graphs='yes': expected bool"),
+    ],
+)
 def test_bad_settings_are_refused_by_name(options, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig.of(**options)
@@ -51,11 +58,14 @@ def test_toml_takes_sections_and_flat_names(tmp_path):
     assert (settings.server.port, settings.server.api_key, settings.scheduler.max_num_seqs) == (9, ("a", "b"), 3)
 
 
-@pytest.mark.parametrize("text, message", [
-    ("[schedule]\nmax_num_seqs=1", r"Did you mean 'scheduler'"),
-    ("[scheduler]\nport=1", "unknown setting 'port'"),
-    ("port = ", "not valid TOML"),
-])
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("[schedule]\nmax_num_seqs=1", r"Did you mean 'scheduler'"),
+        ("[scheduler]\nport=1", "unknown setting 'port'"),
+        ("port = ", "not valid TOML"),
+    ],
+)
 def test_bad_toml_says_what_and_where(tmp_path, text, message):
     file = tmp_path / "kvasir.toml"
     file.write_text(text)

@@ -87,7 +87,9 @@ def test_no_module_stands_on_itself():
             if isinstance(node, ast.ImportFrom) and node.module:
                 named = {m if (m := f"{node.module}.{a.name}") in modules else node.module for a in node.names}
                 stands_on[module_name(file)] |= named & modules
-    stands_on["kvasir.lab.task"].remove("kvasir.lab.forms")  # `load_task` knows "form/task" by name; forms stand on tasks
+    stands_on["kvasir.lab.task"].remove(
+        "kvasir.lab.forms"
+    )  # `load_task` knows "form/task" by name; forms stand on tasks
     TopologicalSorter(stands_on).prepare()  # raises CycleError with the circle
 
 
@@ -95,13 +97,25 @@ def test_types_import_nothing_of_ours():
     assert imports(PACKAGE / "types.py") == []
 
 
-@pytest.mark.parametrize("family", ["kv/codecs", "attention/backends", "engine/schedulers", "models/families", "convert/converters",
-                                    "scaling/strategies", "speculation/drafters"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "kv/codecs",
+        "attention/backends",
+        "engine/schedulers",
+        "models/families",
+        "convert/converters",
+        "scaling/strategies",
+        "speculation/drafters",
+    ],
+)
 def test_a_technique_imports_no_sibling(family):
     package = "kvasir." + family.replace("/", ".")
     for file in (PACKAGE / family).glob("*.py"):
         for target in imports(file):
-            assert not target.startswith(package + "."), f"{file.name} imports {target}: shared code moves up to the seam"
+            assert not target.startswith(package + "."), (
+                f"{file.name} imports {target}: shared code moves up to the seam"
+            )
 
 
 @pytest.mark.parametrize("file", FILES, ids=module_name)
@@ -158,7 +172,11 @@ def test_the_tour_is_true():
     for path, words in stops:
         file = PACKAGE / path
         assert file.exists(), f"the tour stops at {path}"
-        defined = {n.name for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+        defined = {
+            n.name
+            for n in ast.walk(ast.parse(file.read_text()))
+            if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        }
         for name in re.findall(r"`(\w+)\(\)`", words):
             assert name in defined, f"the tour says {path} has {name}()"
 
@@ -176,8 +194,10 @@ def test_readme_api_lines_run():
 
 def test_importing_kvasir_needs_no_torch_and_is_quick():
     """Front ends start in their own process: nothing they import may pull torch in."""
-    code = ("import sys, kvasir, kvasir.config, kvasir.types, kvasir.cli.main, kvasir.api.server, kvasir.client.engine_client, kvasir.client.admission;"
-            "assert 'torch' not in sys.modules and 'transformers' not in sys.modules")
+    code = (
+        "import sys, kvasir, kvasir.config, kvasir.types, kvasir.cli.main, kvasir.api.server, kvasir.client.engine_client, kvasir.client.admission;"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     done = subprocess.run([sys.executable, "-X", "importtime", "-c", "import kvasir"], capture_output=True, text=True)
@@ -189,7 +209,11 @@ def test_no_machine_paths_in_the_tree():
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
     for name in tracked:
         file = ROOT / name
-        if file.suffix in (".py", ".md", ".toml", ".sh", ".json", ".txt", "") and file.is_file() and file.stat().st_size < 2_000_000:
+        if (
+            file.suffix in (".py", ".md", ".toml", ".sh", ".json", ".txt", "")
+            and file.is_file()
+            and file.stat().st_size < 2_000_000
+        ):
             if file == Path(__file__):
                 continue
             text = file.read_text(errors="ignore")

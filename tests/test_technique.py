@@ -71,29 +71,48 @@ def test_a_file_is_configured_like_any_other(tmp_path, monkeypatch):
     assert type(technique.load(POLICIES, file, SchedulerPolicy)) is type(policy), "the file runs once"
     monkeypatch.chdir(tmp_path)
     assert type(technique.load(POLICIES, "my-methods/last-first.py", SchedulerPolicy)) is type(policy)
-    for option, why in (("wieght=1", "no option 'wieght'.*Did you mean 'weight'"), ("ways=3", "expected one of 1, 2"),
-                        ("weight=x", "expected float")):
+    for option, why in (
+        ("wieght=1", "no option 'wieght'.*Did you mean 'weight'"),
+        ("ways=3", "expected one of 1, 2"),
+        ("weight=x", "expected float"),
+    ):
         with pytest.raises(ConfigError, match=why):
             technique.load(POLICIES, f"{file}:{option}", SchedulerPolicy)
 
 
-@pytest.mark.parametrize("name, text, why", [
-    ("gone.py", None, "there is no file .*gone.py"),
-    ("fcfs.py", POLICY, "kvasir's own schedulers have a 'fcfs' already.*Rename the file"),
-    ("empty.py", "x = 1\n", "exactly one subclass of kvasir.engine.policy.SchedulerPolicy, and defines none"),
-    ("two.py", POLICY + "class Other(Lifo): ...\n", "defines Lifo, Other"),
-    ("thawed.py", POLICY.replace("frozen=True", ""), "must be a frozen dataclass"),
-    ("bare.py", POLICY.replace("weight: float = 1.0", "weight: float"), "weight has no default"),
-    ("lists.py", POLICY.replace("weight: float = 1.0", "weight: tuple[int, ...] = ()"), "which a string can fill; weight is")])
+@pytest.mark.parametrize(
+    "name, text, why",
+    [
+        ("gone.py", None, "there is no file .*gone.py"),
+        ("fcfs.py", POLICY, "kvasir's own schedulers have a 'fcfs' already.*Rename the file"),
+        ("empty.py", "x = 1\n", "exactly one subclass of kvasir.engine.policy.SchedulerPolicy, and defines none"),
+        ("two.py", POLICY + "class Other(Lifo): ...\n", "defines Lifo, Other"),
+        ("thawed.py", POLICY.replace("frozen=True", ""), "must be a frozen dataclass"),
+        ("bare.py", POLICY.replace("weight: float = 1.0", "weight: float"), "weight has no default"),
+        (
+            "lists.py",
+            POLICY.replace("weight: float = 1.0", "weight: tuple[int, ...] = ()"),
+            "which a string can fill; weight is",
+        ),
+    ],
+)
 def test_a_file_that_is_no_technique_is_told_why(tmp_path, name, text, why):
     file = str(tmp_path / name) if text is None else written(tmp_path, name, text)
     with pytest.raises(ConfigError, match=why):
         technique.load(POLICIES, file, SchedulerPolicy)
 
 
-@pytest.mark.parametrize("package, base, lacks", [
-    (DRAFTERS, Drafter, "propose"), (CODECS, QuantizedCodec, "decode, encode, side"), (POLICIES, SchedulerPolicy, "order_waiting"),
-    (BACKENDS, AttentionBackend, "run"), (tools.PACKAGE, tools.ToolParser, "feed, finish, grammar"), ("kvasir.lab.tasks", Task, "draw")])
+@pytest.mark.parametrize(
+    "package, base, lacks",
+    [
+        (DRAFTERS, Drafter, "propose"),
+        (CODECS, QuantizedCodec, "decode, encode, side"),
+        (POLICIES, SchedulerPolicy, "order_waiting"),
+        (BACKENDS, AttentionBackend, "run"),
+        (tools.PACKAGE, tools.ToolParser, "feed, finish, grammar"),
+        ("kvasir.lab.tasks", Task, "draw"),
+    ],
+)
 def test_what_it_does_not_define_is_named(tmp_path, package, base, lacks):
     text = f"from {base.__module__} import {base.__name__}\nclass Empty({base.__name__}):\n    pass\n"
     with pytest.raises(ConfigError, match=f"empty.py: Empty must define {lacks}, as"):
@@ -116,8 +135,12 @@ def test_files_join_others(tmp_path):
 
 
 def test_a_task_in_a_file(tmp_path):
-    file = written(tmp_path / "tasks", "echo.py", '"""Say it again."""\nfrom kvasir.lab.task import Task\n'
-                   "class Echo(Task):\n    def draw(self, rng, split): ...\n")
+    file = written(
+        tmp_path / "tasks",
+        "echo.py",
+        '"""Say it again."""\nfrom kvasir.lab.task import Task\n'
+        "class Echo(Task):\n    def draw(self, rng, split): ...\n",
+    )
     assert load_task(file).name == "echo"
     with pytest.raises(ConfigError, match="'echo' has no prompt forms"):
         load_task(f"judge_pair/{file}")
@@ -127,12 +150,23 @@ def test_a_task_in_a_file(tmp_path):
 
 
 def test_an_installed_package_brings_names(tmp_path, monkeypatch):
-    install(tmp_path, "some_lab", f"[{DRAFTERS}]", "pairs = some_lab.drafts", "suffix = some_lab.drafts", f"[{FAMILIES}]", "mine = some_lab.family",
-            drafts=DRAFTER, family="ARCHITECTURES, build, stored_name = ('Mine',), None, None\n")
+    install(
+        tmp_path,
+        "some_lab",
+        f"[{DRAFTERS}]",
+        "pairs = some_lab.drafts",
+        "suffix = some_lab.drafts",
+        f"[{FAMILIES}]",
+        "mine = some_lab.family",
+        drafts=DRAFTER,
+        family="ARCHITECTURES, build, stored_name = ('Mine',), None, None\n",
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert "pairs" in technique.names(DRAFTERS) and "pairs" not in technique.own(DRAFTERS)
     assert load_drafter("pairs").name == "pairs" and set(load_drafter("ngram+pairs").names) == {"ngram", "pairs"}
-    assert technique.find(DRAFTERS, "suffix", Drafter)[0].__module__ == "kvasir.speculation.drafters.suffix", "kvasir's own go first"
+    assert technique.find(DRAFTERS, "suffix", Drafter)[0].__module__ == "kvasir.speculation.drafters.suffix", (
+        "kvasir's own go first"
+    )
     with pytest.raises(ConfigError, match="Did you mean 'pairs'"):
         load_drafter("pair")
     assert find_family("mine").ARCHITECTURES == ("Mine",)
@@ -149,7 +183,10 @@ def test_a_package_that_cannot_be_imported_stops_nobody_else(tmp_path, monkeypat
     for command in ("doctor", "show nano", "lab tasks"):
         assert CliRunner().invoke(app, command.split()).exit_code == 0
     tools.choose("auto", make("byte_level"))
-    assert "'gone' (kvasir.attention.backends) is left out: ModuleNotFoundError" in caplog.text and "repair or uninstall it" in caplog.text
+    assert (
+        "'gone' (kvasir.attention.backends) is left out: ModuleNotFoundError" in caplog.text
+        and "repair or uninstall it" in caplog.text
+    )
     with pytest.raises(ModuleNotFoundError) as fault:
         load_drafter("gone")
     assert "their_lab.gone is what an installed package offers as 'gone'" in fault.value.__notes__[0]
@@ -177,7 +214,11 @@ def outputs(**options) -> tuple[dict, int, bool]:
     text = [310 + (3 * i) % 7 for i in range(30)]
     d.run([d.request(str(t), text, max_tokens=16, temperature=float(t), seed=3, ignore_eos=True) for t in (0, 1)])
     assert not d.errors
-    found = {key: out.tokens for key, out in d.outputs.items()}, d.engine.stats().drafted_tokens, d.engine.pages.index is not None
+    found = (
+        {key: out.tokens for key, out in d.outputs.items()},
+        d.engine.stats().drafted_tokens,
+        d.engine.pages.index is not None,
+    )
     d.close()
     return found
 
@@ -189,14 +230,29 @@ def test_the_engine_keeps_its_tokens(tmp_path):
     assert drafted == plain and number
 
 
-@pytest.mark.parametrize("proposal", ["DraftTree.chain([10**6])", "DraftTree.chain([-3])", "DraftTree.chain([5] * 60)", "None",
-                                      "DraftTree.chain([5], 2.0)", "1 / 0", "DraftTree([5], [3], [.5], [0])", "DraftTree([5, 6], [-1], [.5], [0])",
-                                      "DraftTree([5.5], [-1], [.5], [0])", "DraftTree([5, 6], [-1, 0], [.5, .5], [0, 0])",
-                                      "DraftTree(guests={-1: ((0,),)})", "DraftTree([5], [-1], [.5], [0], guests={1: ()})"])
+@pytest.mark.parametrize(
+    "proposal",
+    [
+        "DraftTree.chain([10**6])",
+        "DraftTree.chain([-3])",
+        "DraftTree.chain([5] * 60)",
+        "None",
+        "DraftTree.chain([5], 2.0)",
+        "1 / 0",
+        "DraftTree([5], [3], [.5], [0])",
+        "DraftTree([5, 6], [-1], [.5], [0])",
+        "DraftTree([5.5], [-1], [.5], [0])",
+        "DraftTree([5, 6], [-1, 0], [.5, .5], [0, 0])",
+        "DraftTree(guests={-1: ((0,),)})",
+        "DraftTree([5], [-1], [.5], [0], guests={1: ()})",
+    ],
+)
 def test_what_a_drafter_does_wrong_costs_no_request(tmp_path, proposal, caplog):
     """A token that the model does not have would fail its step; the request does not notice."""
-    bad = "from kvasir.speculation.drafter import Drafter\nfrom kvasir.speculation.tree import DraftTree\nclass Bad(Drafter):\n" \
-          f"    def propose(self, asks):\n        return [{proposal} for _ in asks]\n"
+    bad = (
+        "from kvasir.speculation.drafter import Drafter\nfrom kvasir.speculation.tree import DraftTree\nclass Bad(Drafter):\n"
+        f"    def propose(self, asks):\n        return [{proposal} for _ in asks]\n"
+    )
     tokens, number, _ = outputs(drafter=written(tmp_path, "bad.py", bad), draft_control="fixed")
     assert tokens == outputs()[0] and not number and "drafter bad failed (8 times in a row)" in caplog.text
 
@@ -209,46 +265,66 @@ def test_a_drafter_that_cannot_open_a_sequence_costs_no_request(tmp_path, caplog
 
 def test_a_drafter_that_cannot_learn_is_off_in_the_end(tmp_path, caplog):
     """It proposes, but raises at every answer: not with a traceback a step for ever."""
-    bad = "from kvasir.speculation.drafter import Drafter\nfrom kvasir.speculation.tree import DraftTree\nclass Deaf(Drafter):\n" \
-          "    def propose(self, asks):\n        return [DraftTree.chain([5]) for _ in asks]\n    def observe(self, *what):\n        1 / 0\n"
+    bad = (
+        "from kvasir.speculation.drafter import Drafter\nfrom kvasir.speculation.tree import DraftTree\nclass Deaf(Drafter):\n"
+        "    def propose(self, asks):\n        return [DraftTree.chain([5]) for _ in asks]\n    def observe(self, *what):\n        1 / 0\n"
+    )
     tokens, number, _ = outputs(drafter=written(tmp_path, "deaf.py", bad), draft_control="fixed")
     assert tokens == outputs()[0] and number and 8 <= caplog.text.count("drafter deaf failed") < 16
     assert "(8 times in a row): it is off until a restart" in caplog.text
 
 
-@pytest.mark.parametrize("order, says", [
-    *((order, "of 2 sequences it must return a list of all, each once") for order in ("list(seqs).sort(key=id)", "list(seqs)[:1]", "list(seqs) * 2")),
-    ("seqs.pop() and seqs", "of 2 sequences"), ("sorted(seqs, key=lambda s: s.request.deadline)", "no attribute 'deadline'")])
+@pytest.mark.parametrize(
+    "order, says",
+    [
+        *(
+            (order, "of 2 sequences it must return a list of all, each once")
+            for order in ("list(seqs).sort(key=id)", "list(seqs)[:1]", "list(seqs) * 2")
+        ),
+        ("seqs.pop() and seqs", "of 2 sequences"),
+        ("sorted(seqs, key=lambda s: s.request.deadline)", "no attribute 'deadline'"),
+    ],
+)
 def test_what_a_policy_does_wrong_costs_no_request(tmp_path, order, says, caplog):
-    text = POLICY.replace("sorted(seqs, key=lambda s: -s.request.arrival)", order).replace("def order", "static = False\n    def order")
+    text = POLICY.replace("sorted(seqs, key=lambda s: -s.request.arrival)", order).replace(
+        "def order", "static = False\n    def order"
+    )
     assert outputs(scheduling_policy=written(tmp_path, "odd.py", text)) == outputs()
     assert caplog.text.count("scheduling policy 'odd' failed and is off") == 1 and says in caplog.text
 
 
-CONFLICT = '''
+CONFLICT = """
     def conflicts(self, others):
         return [f"'lifo' cannot run with {o.name}. Leave it out." for o in others if o.name in ("pairs", "ngram")]
-'''
+"""
 
 
 def test_every_technique_is_heard_before_the_model_is_there(tmp_path):
     """A policy hears of the drafters, one by one, and they of it."""
     drafter, policy = written(tmp_path, "pairs.py", DRAFTER), written(tmp_path, "lifo.py", POLICY + CONFLICT)
-    with pytest.raises(ConfigError, match="not supported:\n.*cannot run with pairs. Leave it out.\n.*cannot run with ngram"):
+    with pytest.raises(
+        ConfigError, match="not supported:\n.*cannot run with pairs. Leave it out.\n.*cannot run with ngram"
+    ):
         outputs(drafter=f"{drafter}+ngram", scheduling_policy=policy)
     outputs(scheduling_policy=policy)
 
 
 def test_what_does_not_say_whether_it_changes_the_cache_turns_prefixes_off(tmp_path):
-    silent = written(tmp_path, "silent.py", POLICY.replace("(SchedulerPolicy):\n", "(SchedulerPolicy):\n    affects_kv = None\n"))
+    silent = written(
+        tmp_path, "silent.py", POLICY.replace("(SchedulerPolicy):\n", "(SchedulerPolicy):\n    affects_kv = None\n")
+    )
     file = written(tmp_path, "lifo.py", POLICY)
     assert outputs(scheduling_policy=file)[2] and not outputs(scheduling_policy=silent)[2]
 
 
 def test_a_codec_in_a_file(tmp_path):
     """The plain codec by another name: the same tokens, by way of the reference attention."""
-    file = written(tmp_path, "copy.py", '"""As they are. Exact."""\nfrom kvasir.kv.codecs.plain import PlainCodec\n\n\n'
-                   'class Copy(PlainCodec):\n    kernel = "copy"\n    fuses = False\n')
+    file = written(
+        tmp_path,
+        "copy.py",
+        '"""As they are. Exact."""\nfrom kvasir.kv.codecs.plain import PlainCodec\n\n\n'
+        'class Copy(PlainCodec):\n    kernel = "copy"\n    fuses = False\n',
+    )
     assert technique.load(CODECS, file, Codec).name == "copy"
     assert outputs(kv_codec=file)[0] == outputs()[0]
 
@@ -258,7 +334,9 @@ def test_a_codec_that_takes_a_kernels_name_must_store_its_planes(tmp_path):
     head = '"""Integers."""\nfrom kvasir.kv.quantized import IntegerCodec\n\n\nclass Mine(IntegerCodec):\n    kernel = "int8"\n    bits = '
     same = written(tmp_path, "same.py", head + "8\n")
     assert outputs(kv_codec=same)[0] == outputs(kv_codec="int8")[0]
-    with pytest.raises(ConfigError, match=r"'other' says kernel = 'int8'.* k: \d+ x uint8.* stores k: .*such as kernel = 'other'"):
+    with pytest.raises(
+        ConfigError, match=r"'other' says kernel = 'int8'.* k: \d+ x uint8.* stores k: .*such as kernel = 'other'"
+    ):
         outputs(kv_codec=written(tmp_path, "other.py", head + "4\n"))
     outputs(kv_codec=written(tmp_path, "own.py", head.replace('"int8"', '"own"') + "4\n"))
 
@@ -266,5 +344,11 @@ def test_a_codec_that_takes_a_kernels_name_must_store_its_planes(tmp_path):
 def test_the_page_holds_what_it_shows(tmp_path):
     """Its example is a drafter, and its check of exactness passes, in a process of its own, as a reader would run it."""
     written(tmp_path, "bigram.py", DRAFTER)
-    done = subprocess.run([sys.executable, written(tmp_path, "check.py", EXACTNESS)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, written(tmp_path, "check.py", EXACTNESS)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr

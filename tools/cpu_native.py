@@ -28,8 +28,14 @@ from kvasir.logs import log
 
 WORKLOADS = ("mixed:96:200:100", "prompts:8:512:2", "decode1:1:64:128", "decode16:16:64:128", "decode64:64:64:64")
 SMALL = ("mixed:5:20:6", "prompts:2:40:2")
-CONTEXTS = ("decode1:1:256:64", "decode1-2k:1:2000:64", "decode1-4k:1:4000:64",
-            "decode16:16:256:64", "decode16-2k:16:2000:32", "decode16-4k:16:4000:32")
+CONTEXTS = (
+    "decode1:1:256:64",
+    "decode1-2k:1:2000:64",
+    "decode1-4k:1:4000:64",
+    "decode16:16:256:64",
+    "decode16-2k:16:2000:32",
+    "decode16-4k:16:4000:32",
+)
 SMALL_CONTEXTS = ("decode1:1:50:4", "decode2:2:90:4")
 TORCH_TOKENS = 8000  # in all sequences: the most that the torch arm reads
 ARMS = {"native": {}, "plain": {}, "bf16": {"dtype": "bfloat16"}}
@@ -46,19 +52,34 @@ def main() -> None:
     parser.add_argument("--kv-codec")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
-    usually = (SMALL_CONTEXTS if options.small else CONTEXTS) if options.kv_codec else SMALL if options.small else WORKLOADS
+    usually = (
+        (SMALL_CONTEXTS if options.small else CONTEXTS) if options.kv_codec else SMALL if options.small else WORKLOADS
+    )
     batches = [Batch.parse(w) for w in options.workload or usually]
     shape = options.model if options.model in SHAPES else None
-    usual = EngineConfig.of(device="cpu", max_num_seqs=max(32, *(b.batch for b in batches if b.name != "mixed"), 0), max_model_len=2048,
-                            enable_prefix_caching=False, **({"num_threads": options.threads} if options.threads else {}))
+    usual = EngineConfig.of(
+        device="cpu",
+        max_num_seqs=max(32, *(b.batch for b in batches if b.name != "mixed"), 0),
+        max_model_len=2048,
+        enable_prefix_caching=False,
+        **({"num_threads": options.threads} if options.threads else {}),
+    )
     noisy: list[str] = []
     with contextlib.ExitStack() as stack:
         if shape:
-            usual = usual.replace(model=stack.enter_context(shape_folder(shape)), load_format="dummy", skip_tokenizer_init=True)
+            usual = usual.replace(
+                model=stack.enter_context(shape_folder(shape)), load_format="dummy", skip_tokenizer_init=True
+            )
         else:
             usual = usual.replace(model=options.model)
         if options.kv_codec:
-            cached(usual.replace(max_model_len=None, enable_prefix_caching=True, cpu_cache_bytes=1536 << 20), batches, shape, options, noisy)
+            cached(
+                usual.replace(max_model_len=None, enable_prefix_caching=True, cpu_cache_bytes=1536 << 20),
+                batches,
+                shape,
+                options,
+                noisy,
+            )
         else:
             plain(usual, batches, shape, options, noisy)
     if noisy:
@@ -75,7 +96,9 @@ def unless_noisy(batch: Batch, noisy: list[str]) -> Iterator[None]:
         noisy.append(batch.name)
 
 
-def plain(usual: EngineConfig, batches: list[Batch], shape: str | None, options: argparse.Namespace, noisy: list[str]) -> None:
+def plain(
+    usual: EngineConfig, batches: list[Batch], shape: str | None, options: argparse.Namespace, noisy: list[str]
+) -> None:
     found = {}
     for mixed in (True, False):  # the load runs 32 at once, the rest as many as it says
         some = [b for b in batches if (b.name == "mixed") == mixed]
@@ -90,10 +113,19 @@ def plain(usual: EngineConfig, batches: list[Batch], shape: str | None, options:
                     for name, metrics in measure(arms, [batch], vocab, options.repeats).items():
                         found.setdefault(name, {}).update(metrics)
     entries = [arm(name, described(usual.replace(**ARMS[name]), shape), metrics) for name, metrics in found.items()]
-    finish(result("cpu-native", entries, ratios=ratios_of(entries, [("native", other) for other in found if other != "native"])), options.out)
+    finish(
+        result(
+            "cpu-native",
+            entries,
+            ratios=ratios_of(entries, [("native", other) for other in found if other != "native"]),
+        ),
+        options.out,
+    )
 
 
-def cached(config: EngineConfig, batches: list[Batch], shape: str | None, options: argparse.Namespace, noisy: list[str]) -> None:
+def cached(
+    config: EngineConfig, batches: list[Batch], shape: str | None, options: argparse.Namespace, noisy: list[str]
+) -> None:
     """Decoding with a quantised cache; arms take turns in every round."""
     codec = options.kv_codec
     settings = {"native-plain": {}, f"native-{codec}": {"kv_codec": codec}, f"torch-{codec}": {"kv_codec": codec}}
@@ -102,7 +134,9 @@ def cached(config: EngineConfig, batches: list[Batch], shape: str | None, option
         arms, vocab, found = {}, 0, {name: {} for name in wanted}
         for name in wanted:
             generate, llm = own(config.replace(**settings[name]), name.startswith("native"), stack)
-            assert (llm.engine.runner.native is not None) == name.startswith("native"), f"{name}: not the path that it is named after"
+            assert (llm.engine.runner.native is not None) == name.startswith("native"), (
+                f"{name}: not the path that it is named after"
+            )
             arms[name], vocab = timed(generate), llm.info.tokenizer_size
         for batch in batches:
             taking_part = [n for n in wanted if n.startswith("native") or batch.batch * batch.prompt <= TORCH_TOKENS]
@@ -111,9 +145,19 @@ def cached(config: EngineConfig, batches: list[Batch], shape: str | None, option
                     for name in taking_part:
                         for metric, values in decoding(arms[name], batch, vocab, 1, 0).items():
                             found[name].setdefault(metric, []).extend(values)
-    entries = [arm(name, described(config.replace(**settings[name]), shape), {metric: spread(values) for metric, values in metrics.items()})
-               for name, metrics in found.items()]
-    pairs = [(f"native-{codec}", other) for other in ("native-plain", f"torch-{codec}") if {other, f"native-{codec}"} <= set(wanted)]
+    entries = [
+        arm(
+            name,
+            described(config.replace(**settings[name]), shape),
+            {metric: spread(values) for metric, values in metrics.items()},
+        )
+        for name, metrics in found.items()
+    ]
+    pairs = [
+        (f"native-{codec}", other)
+        for other in ("native-plain", f"torch-{codec}")
+        if {other, f"native-{codec}"} <= set(wanted)
+    ]
     finish(result(f"cpu-native-{codec.split(':')[0]}", entries, ratios=ratios_of(entries, pairs)), options.out)
 
 

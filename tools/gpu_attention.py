@@ -35,15 +35,52 @@ from tests.kernels.check import check_decode_attention, check_dense_attention, c
 from tools.gpu_kernels import DIM, GROUPS, HEADS, SIZE, SPEC, copy_bandwidth, graph_of, make_pool, matmul_rate, timed  # noqa: E402
 
 MIXED = [(int(32767 * (i / 31) ** 3), 1) for i in range(32)]  # 1 .. 32k, most of them short
-DECODES = {"1 x 128": [(127, 1)], "1 x 32k": [(32767, 1)], "8 x 1k": [(1023, 1)] * 8, "64 x 1k": [(1023, 1)] * 64, "256 x 1k": [(1023, 1)] * 256,
-           "16 x 32k": [(32767, 1)] * 16, "32 mixed to 32k": MIXED}
+DECODES = {
+    "1 x 128": [(127, 1)],
+    "1 x 32k": [(32767, 1)],
+    "8 x 1k": [(1023, 1)] * 8,
+    "64 x 1k": [(1023, 1)] * 64,
+    "256 x 1k": [(1023, 1)] * 256,
+    "16 x 32k": [(32767, 1)] * 16,
+    "32 mixed to 32k": MIXED,
+}
 PREFILLS = {"1 x 1k": [(0, 1024)], "1 x 8k": [(0, 8192)], "4 x 8k": [(0, 8192)] * 4, "2k at 30k": [(30720, 2048)]}
-DECODE_SHAPES = [decode.Shape(*shape) for shape in (  # the first ones differ in how work is cut only
-    (64, 4, 3, 12, 3), (64, 4, 3, 3, 3), (64, 4, 3, 6, 3), (64, 4, 3, 24, 3), (64, 4, 3, 12, 6), (64, 4, 2, 12, 4), (64, 4, 4, 12, 2),
-    (64, 2, 3, 12, 3), (32, 2, 4, 12, 4), (32, 4, 4, 12, 3), (128, 4, 2, 12, 2), (128, 8, 3, 12, 1), (128, 8, 2, 12, 2))]
-DENSE_SHAPES = [dense.Shape(*shape) for shape in (
-    (128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 3), (64, 128, 4, 2), (128, 32, 4, 3), (128, 64, 4, 2))]
-CHECKS = {"decode": (decode.grid, check_decode_attention), "dense": (dense.grid, check_dense_attention), "paged": (paged.grid, check_paged_attention)}
+DECODE_SHAPES = [
+    decode.Shape(*shape)
+    for shape in (  # the first ones differ in how work is cut only
+        (64, 4, 3, 12, 3),
+        (64, 4, 3, 3, 3),
+        (64, 4, 3, 6, 3),
+        (64, 4, 3, 24, 3),
+        (64, 4, 3, 12, 6),
+        (64, 4, 2, 12, 4),
+        (64, 4, 4, 12, 2),
+        (64, 2, 3, 12, 3),
+        (32, 2, 4, 12, 4),
+        (32, 4, 4, 12, 3),
+        (128, 4, 2, 12, 2),
+        (128, 8, 3, 12, 1),
+        (128, 8, 2, 12, 2),
+    )
+]
+DENSE_SHAPES = [
+    dense.Shape(*shape)
+    for shape in (
+        (128, 128, 8, 2),
+        (128, 64, 8, 2),
+        (128, 64, 8, 3),
+        (128, 64, 8, 4),
+        (64, 64, 4, 3),
+        (64, 128, 4, 2),
+        (128, 32, 4, 3),
+        (128, 64, 4, 2),
+    )
+]
+CHECKS = {
+    "decode": (decode.grid, check_decode_attention),
+    "dense": (dense.grid, check_dense_attention),
+    "paged": (paged.grid, check_paged_attention),
+}
 
 
 # ------------------------------------------------------------------------------------------------------- checks, in parallel
@@ -74,11 +111,21 @@ def compile_dense(shape: dense.Shape) -> None:
 
 def in_parallel() -> list[dict]:
     """All grids, and the compiling of what is timed later."""
-    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as processes:
-        compiling = [processes.submit(compile_decode, shape, count) for shape in DECODE_SHAPES for count in (1, 64, 256)
-                     if shape.programs == 12] + [processes.submit(compile_dense, shape) for shape in DENSE_SHAPES]
-        checking = {processes.submit(check_case, op, dtype, i): (op, dtype) for op, (cases, _) in CHECKS.items()
-                    for dtype in (torch.bfloat16, torch.float16, *([] if op == "dense" else [torch.float32])) for i in range(len(list(cases())))}
+    with ProcessPoolExecutor(
+        min(16, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")
+    ) as processes:
+        compiling = [
+            processes.submit(compile_decode, shape, count)
+            for shape in DECODE_SHAPES
+            for count in (1, 64, 256)
+            if shape.programs == 12
+        ] + [processes.submit(compile_dense, shape) for shape in DENSE_SHAPES]
+        checking = {
+            processes.submit(check_case, op, dtype, i): (op, dtype)
+            for op, (cases, _) in CHECKS.items()
+            for dtype in (torch.bfloat16, torch.float16, *([] if op == "dense" else [torch.float32]))
+            for i in range(len(list(cases())))
+        }
         return gathered(checking, compiling)
 
 
@@ -93,8 +140,17 @@ def gathered(checking: dict[Future, tuple[str, torch.dtype]], compiling: list[Fu
     arms = []
     for (op, dtype), found in outcome.items():
         failed = [text for _, text in found if text]
-        arms.append(arm(f"{op} grid", {"dtype": str(dtype)}, {"cases": len(found), "failed": len(failed),
-                                                             "worst_error": max((e for e, text in found if not text), default=None)}))
+        arms.append(
+            arm(
+                f"{op} grid",
+                {"dtype": str(dtype)},
+                {
+                    "cases": len(found),
+                    "failed": len(failed),
+                    "worst_error": max((e for e, text in found if not text), default=None),
+                },
+            )
+        )
         print(arms[-1]["name"], dtype, arms[-1]["metrics"], *failed[:6], sep="\n  ", flush=True)
     return arms
 
@@ -117,12 +173,18 @@ def check_replays() -> dict:
         batch.context.copy_(contexts)
         want = chosen.run(q, pool.layer(0), SPEC, batch)
         cache = pool.layer(0).planes
-        right, _ = paged.paged_attention_ref(q.float(), cache["k"], cache["v"], batch.tables[0], contexts.tolist(), [1] * len(spans), SPEC.scale)
+        right, _ = paged.paged_attention_ref(
+            q.float(), cache["k"], cache["v"], batch.tables[0], contexts.tolist(), [1] * len(spans), SPEC.scale
+        )
         worst = max(worst, float((want.float() - right).abs().max()))
         for _ in range(50):
             graph.replay()
             failed += int(not torch.equal(out, want))
-    return arm("replays of a captured step", {"replays": 1000}, {"failed": failed + int(not worst < 2e-2), "worst_error": worst})
+    return arm(
+        "replays of a captured step",
+        {"replays": 1000},
+        {"failed": failed + int(not worst < 2e-2), "worst_error": worst},
+    )
 
 
 def check_exact() -> dict:
@@ -139,10 +201,22 @@ def check_exact() -> dict:
     for start, length in ((0, 700), (700, 1), (701, 299), (1000, 2000)):
         context, row_start = (torch.tensor(x, dtype=torch.int32).cuda() for x in ([start], [0, length]))
         alone = dataclasses.replace(
-            batch, starts=[start], lengths=[length], scratch={}, tables=(batch.tables[0][:1, :-(-(start + length) // SIZE)],), context=context,
-            row_start=row_start, input_ids=batch.input_ids[:length], positions=batch.positions[start:start + length])
+            batch,
+            starts=[start],
+            lengths=[length],
+            scratch={},
+            tables=(batch.tables[0][:1, : -(-(start + length) // SIZE)],),
+            context=context,
+            row_start=row_start,
+            input_ids=batch.input_ids[:length],
+            positions=batch.positions[start : start + length],
+        )
         chosen.plan(alone)
-        failed += int(not torch.equal(chosen.run(q[start:start + length], pool.layer(0), SPEC, alone), whole[start:start + length]))
+        failed += int(
+            not torch.equal(
+                chosen.run(q[start : start + length], pool.layer(0), SPEC, alone), whole[start : start + length]
+            )
+        )
     return arm("exact mode: same bits", {"comparisons": 5}, {"failed": failed})
 
 
@@ -164,7 +238,9 @@ def common(q: torch.Tensor, pool, layer: int, batch) -> tuple:
 def run_decode(q: torch.Tensor, pool, prepared: TritonBackend, batch, shape: decode.Shape, layers: int = 1) -> None:
     (step,) = batch.scratch.values()
     for layer in range(layers):
-        decode.decode_attention_triton(*common(q, pool, layer, batch), step.rows, SPEC.scale, torch.empty_like(q), shape=shape)
+        decode.decode_attention_triton(
+            *common(q, pool, layer, batch), step.rows, SPEC.scale, torch.empty_like(q), shape=shape
+        )
 
 
 def run_dense(q: torch.Tensor, pool, batch, shape: dense.Shape, layers: int = 1) -> None:
@@ -204,12 +280,20 @@ def decode_arms(name: str, spans: list[tuple[int, int]]) -> list[dict]:
     def engine(exact: bool) -> None:
         chosen = backend(exact)
         chosen.plan(batch)
-        add("exact" if exact else "as chosen", {}, graph_us(lambda: [chosen.run(q, pool.layer(i), SPEC, batch) for i in range(layers)], layers))
+        add(
+            "exact" if exact else "as chosen",
+            {},
+            graph_us(lambda: [chosen.run(q, pool.layer(i), SPEC, batch) for i in range(layers)], layers),
+        )
 
     engine(exact=True)
     engine(exact=False)
     for shape in DECODE_SHAPES:
-        add("decode", dataclasses.asdict(shape), graph_us(lambda: run_decode(q, pool, None, batch, shape, layers), layers))
+        add(
+            "decode",
+            dataclasses.asdict(shape),
+            graph_us(lambda: run_decode(q, pool, None, batch, shape, layers), layers),
+        )
     tiles = paged.plan_tiles(batch.starts, batch.lengths, HEADS, GROUPS, torch.bfloat16, "cuda")
     add("general", {}, graph_us(lambda: run_general(q, pool, batch, tiles, layers), layers))
     return arms
@@ -228,13 +312,21 @@ def layout_arms(spans: list[tuple[int, int]]) -> list[dict]:
 
     def built(shape: decode.Shape | None) -> None:
         for layer in range(0, 32, 4):
-            decode.decode_attention_triton(*common(q, pool, layer, batch), rows, SPEC.scale, torch.empty_like(q), shape=shape)
+            decode.decode_attention_triton(
+                *common(q, pool, layer, batch), rows, SPEC.scale, torch.empty_like(q), shape=shape
+            )
 
     for shape in (None, *DECODE_SHAPES):
         us = graph_us(lambda: built(shape), 8)
         if us is not None:
             config = {"variant": "as chosen"} if shape is None else {"variant": "decode", **dataclasses.asdict(shape)}
-            arms.append(arm("decode 16 x 32k, pages of 32 layers", config, {"us": round(us, 2), "TB_per_s": round(kv_bytes / us / 1e6, 3)}))
+            arms.append(
+                arm(
+                    "decode 16 x 32k, pages of 32 layers",
+                    config,
+                    {"us": round(us, 2), "TB_per_s": round(kv_bytes / us / 1e6, 3)},
+                )
+            )
             print(arms[-1], flush=True)
     return arms
 
@@ -259,11 +351,21 @@ def prefill_arms(name: str, spans: list[tuple[int, int]]) -> list[dict]:
     for shape in DENSE_SHAPES:
         # The plan copies tiles to the device, which a graph may not: it is made outside.
         long = dense.plan_long(batch.starts, batch.lengths, list(range(len(spans))), HEADS // GROUPS, "cuda", shape)
-        add("dense", dataclasses.asdict(shape), graph_us(lambda: dense.dense_attention_triton(
-            *common(q, pool, 0, batch), long, SPEC.scale, torch.empty_like(q)), 1))
+        add(
+            "dense",
+            dataclasses.asdict(shape),
+            graph_us(
+                lambda: dense.dense_attention_triton(*common(q, pool, 0, batch), long, SPEC.scale, torch.empty_like(q)),
+                1,
+            ),
+        )
     long = dense.plan_long(batch.starts, batch.lengths, list(range(len(spans))), HEADS // GROUPS, "cuda", dense.Shape())
     k, v = torch.empty(2, GROUPS * long.slots, DIM, device="cuda", dtype=torch.bfloat16)
-    add("the copy alone", {}, graph_us(lambda: dense.gather_pages(*common(q, pool, 0, batch)[1:], long, 0, GROUPS, k, v), 1))
+    add(
+        "the copy alone",
+        {},
+        graph_us(lambda: dense.gather_pages(*common(q, pool, 0, batch)[1:], long, 0, GROUPS, k, v), 1),
+    )
     tiles = paged.plan_tiles(batch.starts, batch.lengths, HEADS, GROUPS, torch.bfloat16, "cuda")
     add("general", {}, graph_us(lambda: run_general(q, pool, batch, tiles, 1), 1))
     start, length = spans[0]
@@ -271,11 +373,15 @@ def prefill_arms(name: str, spans: list[tuple[int, int]]) -> list[dict]:
     k_B = torch.randn(len(spans), GROUPS, length, DIM, device="cuda", dtype=torch.bfloat16)
     context_B = torch.randn(len(spans), GROUPS, start, DIM, device="cuda", dtype=torch.bfloat16) if start else None
     for kind in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
-        def sdpa(kind=kind) -> None:  # the context apart from the chunk, as a backend would have to; without the copy and the merge
+
+        def sdpa(
+            kind=kind,
+        ) -> None:  # the context apart from the chunk, as a backend would have to; without the copy and the merge
             with sdpa_kernel([kind]):
                 scaled_dot_product_attention(q_B, k_B, k_B, is_causal=True, enable_gqa=True)
                 if context_B is not None:
                     scaled_dot_product_attention(q_B, context_B, context_B, enable_gqa=True)
+
         add(f"torch {kind.name} over dense keys", {}, graph_us(sdpa, 1))
     return arms
 
@@ -295,7 +401,9 @@ def main() -> int:
     bandwidth, rate = copy_bandwidth(), matmul_rate()
     failed = sum(a["metrics"].get("failed", 0) for a in arms)
     limits = {"copy_GB_per_s": round(bandwidth / 1e9), "bf16_TFLOP_per_s": round(rate / 1e12), "failed_checks": failed}
-    work = [lambda n=n, s=s: decode_arms(n, s) for n, s in DECODES.items()] + [lambda n=n, s=s: prefill_arms(n, s) for n, s in PREFILLS.items()]
+    work = [lambda n=n, s=s: decode_arms(n, s) for n, s in DECODES.items()] + [
+        lambda n=n, s=s: prefill_arms(n, s) for n, s in PREFILLS.items()
+    ]
     for part in [*work, lambda: layout_arms(DECODES["16 x 32k"])]:
         arms += part()
         # After every part, so that a time limit costs the rest only.

@@ -46,13 +46,29 @@ from tools.gpu_kernels import DIM, GROUPS, HEADS, SPEC, graph_of, make_pool  # n
 
 BF16, PROCESSES = torch.bfloat16, 14
 CONTEXTS = {f"{n} x 1k": [1087] * n for n in (8, 16, 32, 48, 64, 96, 128, 256)} | {
-    "64 mixed": [200 + 29 * (i * 37 % 64) for i in range(64)], "128 mixed": [100 + 15 * (i * 37 % 128) for i in range(128)], "32 x 4k": [4095] * 32}
-SHAPES = {"64w2s3 x3": decode.Shape(64, 2, 3, 12, 3), "64w2s2 x4": decode.Shape(64, 2, 2, 12, 4), "32w2s4 x4": decode.Shape(32, 2, 4, 12, 4),
-          "32w1s4 x4": decode.Shape(32, 1, 4, 12, 4)}
+    "64 mixed": [200 + 29 * (i * 37 % 64) for i in range(64)],
+    "128 mixed": [100 + 15 * (i * 37 % 128) for i in range(128)],
+    "32 x 4k": [4095] * 32,
+}
+SHAPES = {
+    "64w2s3 x3": decode.Shape(64, 2, 3, 12, 3),
+    "64w2s2 x4": decode.Shape(64, 2, 2, 12, 4),
+    "32w2s4 x4": decode.Shape(32, 2, 4, 12, 4),
+    "32w1s4 x4": decode.Shape(32, 1, 4, 12, 4),
+}
 ROWS = (8, 16, 32, 64)
 STEPS = {"qwen3-0.6b": (8, 16, 32, 64, 256), "llama-8b": (8, 64, 256), "qwen3-30b-a3b": (1, 8)}
-CONFIGS = [Config(64, 128, 4, 3, 4), Config(64, 64, 4, 4, 4), Config(64, 128, 4, 3, 8), Config(32, 128, 4, 4, 8), Config(64, 128, 4, 3, 16),
-           Config(64, 128, 4, 2, 8), Config(64, 64, 4, 4, 8), Config(32, 128, 4, 3, 4), Config(64, 128, 4, 3, 2)]
+CONFIGS = [
+    Config(64, 128, 4, 3, 4),
+    Config(64, 64, 4, 4, 4),
+    Config(64, 128, 4, 3, 8),
+    Config(32, 128, 4, 4, 8),
+    Config(64, 128, 4, 3, 16),
+    Config(64, 128, 4, 2, 8),
+    Config(64, 64, 4, 4, 8),
+    Config(32, 128, 4, 3, 4),
+    Config(64, 128, 4, 3, 2),
+]
 
 
 # ---------------------------------------------------------------------------------------------------------------- timing
@@ -86,7 +102,10 @@ def attention_runs(contexts: list[int], pool, batch, layers: int) -> dict:
     count = len(contexts)
     qkv = torch.randn(count, HEADS + 2 * GROUPS, DIM, dtype=BF16, device="cuda")
     ops = fused_qkv.HeadOps(HEADS, torch.randn(4096, DIM, device="cuda"), batch.positions)
-    rows = decode.Rows(torch.arange(count, dtype=torch.int32, device="cuda"), torch.zeros(count, GROUPS, dtype=torch.int32, device="cuda"))
+    rows = decode.Rows(
+        torch.arange(count, dtype=torch.int32, device="cuda"),
+        torch.zeros(count, GROUPS, dtype=torch.int32, device="cuda"),
+    )
     outs = {}
 
     def run(name: str, shape: decode.Shape) -> None:
@@ -94,8 +113,18 @@ def attention_runs(contexts: list[int], pool, batch, layers: int) -> dict:
             planes = pool.layer(layer).planes
             q = fused_qkv.fused_qkv(qkv, ops, planes["k"], planes["v"], batch.slots[0])
             out = torch.empty_like(q)
-            decode.decode_attention_triton(q, planes["k"], planes["v"], batch.tables[0], batch.context, batch.row_start, rows, SPEC.scale, out,
-                                           shape=shape)
+            decode.decode_attention_triton(
+                q,
+                planes["k"],
+                planes["v"],
+                batch.tables[0],
+                batch.context,
+                batch.row_start,
+                rows,
+                SPEC.scale,
+                out,
+                shape=shape,
+            )
         outs[name] = q, out
 
     return {label: functools.partial(run, label, shape) for label, shape in SHAPES.items()}, outs
@@ -111,11 +140,18 @@ def time_attention() -> list[dict]:
         moved = 4 * sum(c + 1 for c in contexts) * GROUPS * DIM
         q = next(iter(outs.values()))[0]
         planes = pool.layer(layers - 1).planes
-        want, _ = paged_attention.paged_attention_ref(q.float(), planes["k"], planes["v"], batch.tables[0], contexts, [1] * len(contexts), SPEC.scale)
+        want, _ = paged_attention.paged_attention_ref(
+            q.float(), planes["k"], planes["v"], batch.tables[0], contexts, [1] * len(contexts), SPEC.scale
+        )
         for name, spent in sorted(times.items(), key=lambda item: item[1]):
             gap = float((outs[name][1].float() - want).abs().max())
             us = spent / layers * 1e6
-            metrics = {"us": round(us, 2), "TB_per_s": round(moved / us / 1e6, 3), "gap": round(gap, 5), "failed": int(not gap < 2e-2)}
+            metrics = {
+                "us": round(us, 2),
+                "TB_per_s": round(moved / us / 1e6, 3),
+                "gap": round(gap, 5),
+                "failed": int(not gap < 2e-2),
+            }
             arms.append(arm(f"attention {case}", {"shape": name, "layers": layers}, metrics))
             print(f"attention {case:9}", name, metrics, flush=True)
         del pool, batch, runs, outs
@@ -142,18 +178,30 @@ def time_gemv() -> list[dict]:
         if name.endswith("head") or (name.startswith("llama") and fused.get("activation")):
             continue
         size = 2 * n * k
-        copies = [torch.empty(n, k, dtype=BF16, device="cuda").normal_() for _ in range(min(16, -(-(120 << 20) // size)))]
+        copies = [
+            torch.empty(n, k, dtype=BF16, device="cuda").normal_() for _ in range(min(16, -(-(120 << 20) // size)))
+        ]
         for rows in ROWS:
             chosen = gemv.choose(rows, n, k)
-            configs = dict.fromkeys([*([] if chosen is None else [chosen]), *(c for c in CONFIGS if k // c.splits >= c.block_k)])
+            configs = dict.fromkeys(
+                [*([] if chosen is None else [chosen]), *(c for c in CONFIGS if k // c.splits >= c.block_k)]
+            )
             variants = [None, *configs]
             calls = {v: [product(rows, w, fused, v) for w in copies] for v in variants}
             times = in_turns({v: (lambda c=c: [call() for call in c]) for v, c in calls.items()}, 5)
             ranked = sorted(times, key=times.get)
-            us = {("plain" if c is None else f"{c.block_n}x{c.block_k}w{c.warps}s{c.stages}k{c.splits}{'*' if c == chosen else ''}"):
-                  round(times[c] / len(copies) * 1e6, 2) for c in ranked}
+            us = {
+                (
+                    "plain"
+                    if c is None
+                    else f"{c.block_n}x{c.block_k}w{c.warps}s{c.stages}k{c.splits}{'*' if c == chosen else ''}"
+                ): round(times[c] / len(copies) * 1e6, 2)
+                for c in ranked
+            }
             arms.append(arm(f"product {name}", {"rows": rows, "N": n, "K": k, **fused}, {"us": us}))
-            print(f"product {name:18} {rows:3}", dict(itertools.islice(us.items(), 7)), "plain", us["plain"], flush=True)
+            print(
+                f"product {name:18} {rows:3}", dict(itertools.islice(us.items(), 7)), "plain", us["plain"], flush=True
+            )
         del copies, calls
         torch.cuda.empty_cache()
     return arms
@@ -172,30 +220,58 @@ def nothing(*_, **__) -> None:
 
 def step_variants() -> dict[str, list]:
     def attention(label: str) -> mock._patch:
-        return mock.patch.object(paged_backend, "decode_attention_triton", functools.partial(decode.decode_attention_triton, shape=SHAPES[label]))
+        return mock.patch.object(
+            paged_backend,
+            "decode_attention_triton",
+            functools.partial(decode.decode_attention_triton, shape=SHAPES[label]),
+        )
 
     def table(splits: int, rows: tuple[int, ...]) -> mock._patch:
         """More splits where the outputs are few."""
-        return mock.patch.object(gemv, "MEASURED", {key: Config(64, 128, 4, 3, splits) if key[0] in rows and key[1] == 1024 else value
-                                                    for key, value in gemv.MEASURED.items()})
+        return mock.patch.object(
+            gemv,
+            "MEASURED",
+            {
+                key: Config(64, 128, 4, 3, splits) if key[0] in rows and key[1] == 1024 else value
+                for key, value in gemv.MEASURED.items()
+            },
+        )
 
-    apart = mock.patch.object(gemv, "MEASURED", {**gemv.MEASURED, (16, 4096, 1024): Config(64, 256, 4, 3, 1),
-                                                 **{(16, 1024, k): Config(32, 128, 4, 4, 4) for k in (2048, 3072)}})
+    apart = mock.patch.object(
+        gemv,
+        "MEASURED",
+        {
+            **gemv.MEASURED,
+            (16, 4096, 1024): Config(64, 256, 4, 3, 1),
+            **{(16, 1024, k): Config(32, 128, 4, 4, 4) for k in (2048, 3072)},
+        },
+    )
+
     def by_hand(**change: int) -> mock._patch:
-        return mock.patch.object(hopper_gemv, "MEASURED", {shape: replace(ring, **change) for shape, ring in hopper_gemv.MEASURED.items()})
+        return mock.patch.object(
+            hopper_gemv, "MEASURED", {shape: replace(ring, **change) for shape, ring in hopper_gemv.MEASURED.items()}
+        )
 
-    return {"as it is": [], "16 rows, tiles of their own": [apart],
-            "products by hand: none": [mock.patch.object(hopper_gemv, "MEASURED", {})],
-            "products by hand from 1 row on": [mock.patch.object(hopper_gemv, "MIN_ROWS", 1)],
-            "products by hand, two blocks of each at a time": [by_hand(w_blocks=2, x_blocks=2)],
-            "products by hand, blocks of 64": [by_hand(block_k=64, w_blocks=16, x_blocks=11)],
-            "no attention": [mock.patch.object(paged_backend, "decode_attention_triton", nothing)],
-            **{label: [attention(label)] for label in SHAPES}, "4 splits": [table(4, (8, 64))], "as it is, again": []}
+    return {
+        "as it is": [],
+        "16 rows, tiles of their own": [apart],
+        "products by hand: none": [mock.patch.object(hopper_gemv, "MEASURED", {})],
+        "products by hand from 1 row on": [mock.patch.object(hopper_gemv, "MIN_ROWS", 1)],
+        "products by hand, two blocks of each at a time": [by_hand(w_blocks=2, x_blocks=2)],
+        "products by hand, blocks of 64": [by_hand(block_k=64, w_blocks=16, x_blocks=11)],
+        "no attention": [mock.patch.object(paged_backend, "decode_attention_triton", nothing)],
+        **{label: [attention(label)] for label in SHAPES},
+        "4 splits": [table(4, (8, 64))],
+        "as it is, again": [],
+    }
 
 
 def time_steps(shapes: list[str]) -> Iterator[list[dict]]:
     """Of one number of rows after the other: a run that is cut off keeps what it has."""
-    no_overlap = [mock.patch.object(m, "pdl", never) for m in (norm, activation, fused_qkv, gemv, hopper_gemv, decode, moe, moe_routing, sample)]
+    no_overlap = [
+        mock.patch.object(m, "pdl", never)
+        for m in (norm, activation, fused_qkv, gemv, hopper_gemv, decode, moe, moe_routing, sample)
+    ]
     for shape, batches in ((shape, STEPS[shape]) for shape in shapes):
         made = gpu_fused.Model(shape)
         for batch in batches:
@@ -211,7 +287,10 @@ def time_steps(shapes: list[str]) -> Iterator[list[dict]]:
                 """As ``engine/graphs.py``: logits and draws of so many rows at a time."""
                 with mock.patch.object(made.model, "logits", lambda h: h), torch.inference_mode():
                     hidden = run()
-                    return [sample_rows(full_logits(hidden[a:a + rows]), *(g[a:a + rows] for g in given), vocab) for a in range(0, batch, rows)]
+                    return [
+                        sample_rows(full_logits(hidden[a : a + rows]), *(g[a : a + rows] for g in given), vocab)
+                        for a in range(0, batch, rows)
+                    ]
 
             sliced = max(1, LOGIT_BYTES // (4 * vocab))
             runs, logits = {}, {}
@@ -233,8 +312,17 @@ def time_steps(shapes: list[str]) -> Iterator[list[dict]]:
             runs["without head and draws"] = lambda: mock_forward(made, run)
             times = in_turns(runs)
             for name, spent in sorted(times.items(), key=lambda item: item[1]):
-                gap = float((logits[name] - logits["as it is"]).abs().max() / logits["as it is"].abs().max()) if name in logits else 0.0
-                metrics = {"us": round(spent * 1e6, 1), "tokens_per_s": round(batch / spent, 1), "gap": round(gap, 4), "failed": int(not gap < 0.15)}
+                gap = (
+                    float((logits[name] - logits["as it is"]).abs().max() / logits["as it is"].abs().max())
+                    if name in logits
+                    else 0.0
+                )
+                metrics = {
+                    "us": round(spent * 1e6, 1),
+                    "tokens_per_s": round(batch / spent, 1),
+                    "gap": round(gap, 4),
+                    "failed": int(not gap < 0.15),
+                }
                 arms.append(arm(f"step {shape} {batch} x 1k", {"variant": name}, metrics))
                 print(f"step {shape:10} {batch:3} {name:40}", metrics, flush=True)
             if shape == "qwen3-30b-a3b":
@@ -268,7 +356,10 @@ def table(name: str, graph: torch.cuda.CUDAGraph) -> dict:
         if str(event.device_type).endswith("CUDA"):
             spent[event.name[:70]] += (event.time_range.end - event.time_range.start) / 3
             count[event.name[:70]] += 1
-    found = {f"{kernel} x{count[kernel] / 3:g}": round(us, 1) for kernel, us in sorted(spent.items(), key=lambda item: -item[1])[:20]}
+    found = {
+        f"{kernel} x{count[kernel] / 3:g}": round(us, 1)
+        for kernel, us in sorted(spent.items(), key=lambda item: -item[1])[:20]
+    }
     print(f"kernels {name}, no overlap:", json.dumps(found, indent=1), flush=True)
     return arm(f"kernels {name}, no overlap", {}, {"us": found, "sum_us": round(sum(spent.values()), 1)})
 
@@ -286,7 +377,9 @@ def plan_dense(batch, shape: dense.Shape | HopperShape) -> dense.LongSpans:
 
 def run_dense(q: torch.Tensor, pool, batch, long: dense.LongSpans, out: torch.Tensor) -> None:
     planes = pool.layer(0).planes
-    dense.dense_attention_triton(q, planes["k"], planes["v"], batch.tables[0], batch.context, batch.row_start, long, SPEC.scale, out)
+    dense.dense_attention_triton(
+        q, planes["k"], planes["v"], batch.tables[0], batch.context, batch.row_start, long, SPEC.scale, out
+    )
 
 
 def gap_to(base: torch.Tensor, out: torch.Tensor) -> float:
@@ -339,7 +432,7 @@ def time_prefill() -> list[dict]:
     shapes = (DENSE, BY_HAND) if sound() else (DENSE,)
     arms = [arm("prefill by hand", {"shape": str(BY_HAND)}, {"failed": int(BY_HAND not in shapes)})]
     for case, spans in PREFILLS.items():
-        (start, length), = spans
+        ((start, length),) = spans
         pool, batch = make_pool(spans, 1)
         q = torch.randn(length, HEADS, DIM, device="cuda", dtype=BF16)
         flops = 4 * HEADS * DIM * (length * start + length * (length + 1) // 2)
@@ -365,7 +458,12 @@ def time_prefill() -> list[dict]:
             else:
                 base = outs[DENSE] if base is None else base
                 done, gap = flops, gap_to(base, outs[name])
-            metrics = {"us": round(spent * 1e6, 1), "TFLOP_per_s": round(done / spent / 1e12, 1), "gap": round(gap, 5), "failed": int(not gap < 2e-2)}
+            metrics = {
+                "us": round(spent * 1e6, 1),
+                "TFLOP_per_s": round(done / spent / 1e12, 1),
+                "gap": round(gap, 5),
+                "failed": int(not gap < 2e-2),
+            }
             arms.append(arm(f"prefill {case}", {"shape": str(name)}, metrics))
             print(f"prefill {case:10}", name, metrics, flush=True)
         del pool, batch, runs, outs
@@ -386,7 +484,9 @@ def warm_prefill(shape: dense.Shape) -> None:
 def check_moe_share(share: int) -> tuple[int, list[str]]:
     from tests.kernels.check_moe import check_moe
 
-    cases = [*moe.grid(), *(moe.Case(rows=rows, experts=128, top_k=8, dim=2048, width=768) for rows in (1, 2, 8, 64))][share::PROCESSES]
+    cases = [*moe.grid(), *(moe.Case(rows=rows, experts=128, top_k=8, dim=2048, width=768) for rows in (1, 2, 8, 64))][
+        share::PROCESSES
+    ]
     failed = []
     for case in cases:
         try:
@@ -417,10 +517,23 @@ def warm_attention(work: list) -> None:
     for label, count in work:
         pool, batch = make_pool([(40, 1)] * count, 1)
         planes = pool.layer(0).planes
-        rows = decode.Rows(torch.arange(count, dtype=torch.int32, device="cuda"), torch.zeros(count, GROUPS, dtype=torch.int32, device="cuda"))
+        rows = decode.Rows(
+            torch.arange(count, dtype=torch.int32, device="cuda"),
+            torch.zeros(count, GROUPS, dtype=torch.int32, device="cuda"),
+        )
         q = torch.zeros(count, HEADS, DIM, dtype=BF16, device="cuda")
-        decode.decode_attention_triton(q, planes["k"], planes["v"], batch.tables[0], batch.context, batch.row_start, rows, SPEC.scale,
-                                       torch.empty_like(q), shape=SHAPES[label])
+        decode.decode_attention_triton(
+            q,
+            planes["k"],
+            planes["v"],
+            batch.tables[0],
+            batch.context,
+            batch.row_start,
+            rows,
+            SPEC.scale,
+            torch.empty_like(q),
+            shape=SHAPES[label],
+        )
     torch.cuda.synchronize()
 
 
@@ -461,7 +574,13 @@ def main() -> int:
     warm(parts)
     print(f"warm after {time.monotonic() - started:.0f} s", flush=True)
     steps = functools.partial(time_steps, options.shapes.split(","))
-    for name, part in (("steps", steps), ("attention", time_attention), ("gemv", time_gemv), ("prefill", time_prefill), ("moe", time_moe)):
+    for name, part in (
+        ("steps", steps),
+        ("attention", time_attention),
+        ("gemv", time_gemv),
+        ("prefill", time_prefill),
+        ("moe", time_moe),
+    ):
         if name in parts:
             for found in part() if part is steps else [part()]:
                 arms += found

@@ -46,15 +46,55 @@ from tools.gpu_kernels import check_cases, graph_of, grid_arm  # noqa: E402
 BF16 = torch.bfloat16
 PROCESSES = 14
 COLD_BYTES = 256 << 20  # five times the L2 cache
-ONE = [Config(n, k, warps) for n, k, warps in ((1, 4096, 4), (1, 2048, 4), (1, 1024, 4), (2, 2048, 4), (2, 1024, 4), (2, 512, 2), (4, 1024, 4),
-                                                (4, 512, 4), (4, 1024, 8), (8, 512, 4), (8, 512, 8), (8, 256, 4))]
-FEW = [Config(16, 256, 1, 4), Config(16, 256, 2, 4), Config(16, 512, 2, 3), Config(32, 256, 4, 3), Config(32, 128, 2, 5), Config(64, 128, 4, 4),
-       Config(64, 256, 4, 3), Config(128, 64, 8, 4), Config(16, 256, 1, 4, 4), Config(32, 128, 4, 4, 4), Config(64, 128, 4, 4, 4)]
-MANY = [Config(64, 128, 4, 3), Config(64, 128, 4, 4), Config(64, 256, 8, 3), Config(64, 64, 4, 5), Config(128, 64, 4, 4), Config(128, 64, 8, 4),
-        Config(128, 128, 8, 3), Config(64, 128, 4, 3, 2), Config(64, 128, 4, 3, 4), Config(64, 64, 4, 4, 4), Config(128, 64, 8, 4, 2),
-        Config(32, 128, 4, 4, 4)]
+ONE = [
+    Config(n, k, warps)
+    for n, k, warps in (
+        (1, 4096, 4),
+        (1, 2048, 4),
+        (1, 1024, 4),
+        (2, 2048, 4),
+        (2, 1024, 4),
+        (2, 512, 2),
+        (4, 1024, 4),
+        (4, 512, 4),
+        (4, 1024, 8),
+        (8, 512, 4),
+        (8, 512, 8),
+        (8, 256, 4),
+    )
+]
+FEW = [
+    Config(16, 256, 1, 4),
+    Config(16, 256, 2, 4),
+    Config(16, 512, 2, 3),
+    Config(32, 256, 4, 3),
+    Config(32, 128, 2, 5),
+    Config(64, 128, 4, 4),
+    Config(64, 256, 4, 3),
+    Config(128, 64, 8, 4),
+    Config(16, 256, 1, 4, 4),
+    Config(32, 128, 4, 4, 4),
+    Config(64, 128, 4, 4, 4),
+]
+MANY = [
+    Config(64, 128, 4, 3),
+    Config(64, 128, 4, 4),
+    Config(64, 256, 8, 3),
+    Config(64, 64, 4, 5),
+    Config(128, 64, 4, 4),
+    Config(128, 64, 8, 4),
+    Config(128, 128, 8, 3),
+    Config(64, 128, 4, 3, 2),
+    Config(64, 128, 4, 3, 4),
+    Config(64, 64, 4, 4, 4),
+    Config(128, 64, 8, 4, 2),
+    Config(32, 128, 4, 4, 4),
+]
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-STEPS = {**{f"decode {b} x 128": [(127, 1)] * b for b in (1, 2, 4, 8, 16, 64)}, "prefill 1 x 8k": [(0, 8192)]}  # (start, length) of spans
+STEPS = {
+    **{f"decode {b} x 128": [(127, 1)] * b for b in (1, 2, 4, 8, 16, 64)},
+    "prefill 1 x 8k": [(0, 8192)],
+}  # (start, length) of spans
 
 
 def matrices() -> list[tuple[str, int, int, dict]]:
@@ -65,9 +105,13 @@ def matrices() -> list[tuple[str, int, int, dict]]:
             continue
         e, f, d = s["hidden_size"], s["intermediate_size"], s["head_dim"]
         heads, groups = s["num_attention_heads"], s["num_key_value_heads"]
-        found += [(f"{name} qkv", (heads + 2 * groups) * d, e, {"norm": True}), (f"{name} o", e, heads * d, {"residual": True}),
-                  (f"{name} gate_up", 2 * f, e, {"norm": True, "activation": "silu"}), (f"{name} down", e, f, {"residual": True}),
-                  (f"{name} head", s["vocab_size"], e, {"norm": True})]
+        found += [
+            (f"{name} qkv", (heads + 2 * groups) * d, e, {"norm": True}),
+            (f"{name} o", e, heads * d, {"residual": True}),
+            (f"{name} gate_up", 2 * f, e, {"norm": True, "activation": "silu"}),
+            (f"{name} down", e, f, {"residual": True}),
+            (f"{name} head", s["vocab_size"], e, {"norm": True}),
+        ]
     return found
 
 
@@ -91,8 +135,11 @@ def compile_gemv(shapes: list[tuple[int, int, int, dict, Config]]) -> None:
 
 def checks(processes: ProcessPoolExecutor) -> list[dict]:
     shares = 4
-    work = {(op, dtype): [processes.submit(check_share, op, dtype, i, shares) for i in range(shares)]
-            for op in CHECKS for dtype in (BF16, torch.float32)}
+    work = {
+        (op, dtype): [processes.submit(check_share, op, dtype, i, shares) for i in range(shares)]
+        for op in CHECKS
+        for dtype in (BF16, torch.float32)
+    }
     return [grid_arm(f"check {op}", dtype, [part.result() for part in parts]) for (op, dtype), parts in work.items()]
 
 
@@ -124,7 +171,9 @@ def run_gemv(rows: int, w: torch.Tensor, fused: dict, config: Config | None):
     residual = torch.zeros(rows, n, dtype=BF16, device=w.device) if fused.get("residual") else None
     kind = fused.get("activation")
     if config is not None:
-        return lambda: gemv.gemv(x, w, config, norm=scale if fused.get("norm") else None, activation=kind, residual_TO=residual)
+        return lambda: gemv.gemv(
+            x, w, config, norm=scale if fused.get("norm") else None, activation=kind, residual_TO=residual
+        )
 
     def plain() -> torch.Tensor:
         y = norm.rms_norm(x, *scale) if fused.get("norm") else x
@@ -140,17 +189,26 @@ def configs(rows: int) -> list[Config]:
 
 
 def time_gemv(processes: ProcessPoolExecutor, all_rows: list[int]) -> tuple[list[dict], dict]:
-    shapes = [(rows, n, k, fused, config) for _, n, k, fused in matrices() for rows in {min(r, 2) if r <= 16 else r for r in all_rows}
-              for config in configs(rows)]
+    shapes = [
+        (rows, n, k, fused, config)
+        for _, n, k, fused in matrices()
+        for rows in {min(r, 2) if r <= 16 else r for r in all_rows}
+        for config in configs(rows)
+    ]
     list(processes.map(compile_gemv, [shapes[i::PROCESSES] for i in range(PROCESSES)]))
     arms, table = [], {}
     for name, n, k, fused in matrices():
         size = 2 * n * k
-        copies = [torch.empty(n, k, dtype=BF16, device="cuda").normal_() for _ in range(min(64, -(-COLD_BYTES // size)))]
+        copies = [
+            torch.empty(n, k, dtype=BF16, device="cuda").normal_() for _ in range(min(64, -(-COLD_BYTES // size)))
+        ]
         copies = copies * (1 if len(copies) > 3 else 3)
         for rows in all_rows:
             x = torch.randn(rows, k, dtype=BF16, device="cuda")
-            times = {"blas": each([lambda w=w: x @ w.t() for w in copies]), "plain": each([run_gemv(rows, w, fused, None) for w in copies])}
+            times = {
+                "blas": each([lambda w=w: x @ w.t() for w in copies]),
+                "plain": each([run_gemv(rows, w, fused, None) for w in copies]),
+            }
             own: dict[Config, float] = {}
             for config in configs(rows):
                 try:
@@ -161,16 +219,31 @@ def time_gemv(processes: ProcessPoolExecutor, all_rows: list[int]) -> tuple[list
             ranked = sorted(own, key=own.get)
             best = ranked[0] if ranked else None
             table[rows, n, k] = best if best is not None and own[best] < times["plain"] else None
-            metrics = {"blas_us": round(times["blas"] * 1e6, 2), "plain_us": round(times["plain"] * 1e6, 2),
-                       "own_us": {str(c): round(own[c] * 1e6, 2) for c in ranked},
-                       "TB_per_s": {"blas": round(size / times["blas"] / 1e12, 2), "plain": round(size / times["plain"] / 1e12, 2),
-                                    "own": round(size / own[best] / 1e12, 2) if best else 0.0}}
+            metrics = {
+                "blas_us": round(times["blas"] * 1e6, 2),
+                "plain_us": round(times["plain"] * 1e6, 2),
+                "own_us": {str(c): round(own[c] * 1e6, 2) for c in ranked},
+                "TB_per_s": {
+                    "blas": round(size / times["blas"] / 1e12, 2),
+                    "plain": round(size / times["plain"] / 1e12, 2),
+                    "own": round(size / own[best] / 1e12, 2) if best else 0.0,
+                },
+            }
             arms.append(arm(f"gemv {name}", {"rows": rows, "N": n, "K": k, **fused}, metrics))
-            top = ", ".join(f"{c.block_n}x{c.block_k} w{c.warps} s{c.stages} k{c.splits}: {own[c] * 1e6:.2f}" for c in ranked[:4])
-            print(f"{name:20} {rows:2} rows, us: blas {metrics['blas_us']}, plain {metrics['plain_us']}", metrics["TB_per_s"], top, flush=True)
+            top = ", ".join(
+                f"{c.block_n}x{c.block_k} w{c.warps} s{c.stages} k{c.splits}: {own[c] * 1e6:.2f}" for c in ranked[:4]
+            )
+            print(
+                f"{name:20} {rows:2} rows, us: blas {metrics['blas_us']}, plain {metrics['plain_us']}",
+                metrics["TB_per_s"],
+                top,
+                flush=True,
+            )
     print("MEASURED: dict[tuple[int, int, int], Config | None] = {")
     for key, config in table.items():
-        fields = None if config is None else (config.block_n, config.block_k, config.warps, config.stages, config.splits)
+        fields = (
+            None if config is None else (config.block_n, config.block_k, config.warps, config.stages, config.splits)
+        )
         print(f"    {key}: {None if fields is None else f'Config{fields}'},")
     print("}", flush=True)
     return arms, table
@@ -184,7 +257,11 @@ def time_kernels() -> list[dict]:
     def note(name: str, rows: int, moved: int, own, torch_calls) -> None:
         count = max(4, min(64, COLD_BYTES // max(1, moved)))
         mine, theirs = each([own] * count), each([torch_calls] * count)
-        metrics = {"us": round(mine * 1e6, 2), "us_torch": round(theirs * 1e6, 2), "GB_per_s": round(moved / mine / 1e9)}
+        metrics = {
+            "us": round(mine * 1e6, 2),
+            "us_torch": round(theirs * 1e6, 2),
+            "GB_per_s": round(moved / mine / 1e9),
+        }
         arms.append(arm(name, {"rows": rows}, metrics))
         print(f"{name:22} {rows:5} rows {metrics}", flush=True)
 
@@ -193,12 +270,29 @@ def time_kernels() -> list[dict]:
     for rows in (1, 16, 64, 256, 2048, 8192):
         x, h = torch.randn(2, rows, e, dtype=BF16, device="cuda")
         rms = torch.nn.functional.rms_norm
-        note("rms_norm", rows, 4 * rows * e, lambda: norm.rms_norm(x, weight, 1e-5), lambda: rms(x, weight.shape, weight, 1e-5))
-        note("add_rms_norm", rows, 8 * rows * e, lambda: norm.add_rms_norm(x, h, weight, 1e-5),
-             lambda: rms(h.add_(x), weight.shape, weight, 1e-5))
+        note(
+            "rms_norm",
+            rows,
+            4 * rows * e,
+            lambda: norm.rms_norm(x, weight, 1e-5),
+            lambda: rms(x, weight.shape, weight, 1e-5),
+        )
+        note(
+            "add_rms_norm",
+            rows,
+            8 * rows * e,
+            lambda: norm.add_rms_norm(x, h, weight, 1e-5),
+            lambda: rms(h.add_(x), weight.shape, weight, 1e-5),
+        )
         gate_up = torch.randn(rows, 2 * f, dtype=BF16, device="cuda")
         silu = ACTIVATIONS["silu"]
-        note("silu_mul", rows, 6 * rows * f, lambda: activation.gated(gate_up, silu), lambda: activation.gated_reference(gate_up, silu))
+        note(
+            "silu_mul",
+            rows,
+            6 * rows * f,
+            lambda: activation.gated(gate_up, silu),
+            lambda: activation.gated_reference(gate_up, silu),
+        )
         qkv = torch.randn(rows, heads + 2 * groups, d, dtype=BF16, device="cuda")
         pages = torch.zeros(2, -(-rows // 16), groups, 16, d, dtype=BF16, device="cuda")
         at = torch.arange(rows, device="cuda")
@@ -210,7 +304,13 @@ def time_kernels() -> list[dict]:
                 with mock.patch.object(fused_qkv, "store_kv_ref", fused_qkv_store):
                     fused_qkv.fused_qkv_reference(qkv, ops, pages[0], pages[1], at)
 
-            note(name, rows, 4 * qkv.numel(), lambda ops=ops: fused_qkv.fused_qkv(qkv, ops, pages[0], pages[1], at), plain)
+            note(
+                name,
+                rows,
+                4 * qkv.numel(),
+                lambda ops=ops: fused_qkv.fused_qkv(qkv, ops, pages[0], pages[1], at),
+                plain,
+            )
     return arms
 
 
@@ -258,6 +358,7 @@ class Model:
 
 def variants(table: dict):
     """(name, patches): the plain torch path with our attention, then each step up."""
+
     def none(*_):
         return None
 
@@ -268,7 +369,12 @@ def variants(table: dict):
     torch_only = [*blas, *(mock.patch.object(m, "use_triton", never) for m in (norm, activation, fused_qkv))]
     measured = mock.patch.object(gemv, "MEASURED", {**gemv.MEASURED, **table})
     no_overlap = [mock.patch.object(m, "pdl", never) for m in (norm, activation, fused_qkv, gemv)]
-    return {"torch": torch_only, "fused": blas, "fused + gemv, no overlap": [measured, *no_overlap], "fused + gemv": [measured]}
+    return {
+        "torch": torch_only,
+        "fused": blas,
+        "fused + gemv, no overlap": [measured, *no_overlap],
+        "fused + gemv": [measured],
+    }
 
 
 def time_steps(table: dict) -> list[dict]:
@@ -289,7 +395,9 @@ def time_steps(table: dict) -> list[dict]:
                         logits[variant] = run().float()
                     spent = seconds(graph, 15 if len(spans) > 1 or spans[0][1] == 1 else 5)
                     same = True
-                    if variant == "fused + gemv" and spans[0][1] == 1:  # an early start must not read what is not there yet
+                    if (
+                        variant == "fused + gemv" and spans[0][1] == 1
+                    ):  # an early start must not read what is not there yet
                         kept = []
                         replayed = torch.cuda.CUDAGraph()
                         with torch.cuda.graph(replayed):
@@ -297,14 +405,21 @@ def time_steps(table: dict) -> list[dict]:
                         for _ in range(20):
                             replayed.replay()
                             kept.append(out.clone())
-                        same = all(torch.equal(kept[0], k) for k in kept) and torch.equal(kept[0].float(), logits["fused + gemv, no overlap"])
+                        same = all(torch.equal(kept[0], k) for k in kept) and torch.equal(
+                            kept[0].float(), logits["fused + gemv, no overlap"]
+                        )
                 finally:
                     for patch in patches:
                         patch.stop()
                 rows = sum(n for _, n in spans)
                 gap = float((logits[variant] - logits["torch"]).abs().max() / logits["torch"].abs().max())
-                metrics = {"us": round(spent * 1e6, 1), "tokens_per_s": round(rows / spent, 1), "weights_TB_per_s": round(weights / spent / 1e12, 2),
-                           "gap_to_torch": round(gap, 4), "failed": int(not same or not gap < 0.15)}
+                metrics = {
+                    "us": round(spent * 1e6, 1),
+                    "tokens_per_s": round(rows / spent, 1),
+                    "weights_TB_per_s": round(weights / spent / 1e12, 2),
+                    "gap_to_torch": round(gap, 4),
+                    "failed": int(not same or not gap < 0.15),
+                }
                 arms.append(arm(f"{shape} {name}", {"variant": variant}, metrics))
                 print(f"{shape:10} {name:16} {variant:26} {metrics}", flush=True)
         del made, run
@@ -325,7 +440,9 @@ def main() -> int:
         if "checks" not in skip:
             arms += checks(processes)
         if "gemv" not in skip:
-            found, table = time_gemv(processes, [int(r) for r in options.rows.split(",")] if options.rows else list(ROWS))
+            found, table = time_gemv(
+                processes, [int(r) for r in options.rows.split(",")] if options.rows else list(ROWS)
+            )
             arms += found
     if "kernels" not in skip:
         arms += time_kernels()

@@ -31,7 +31,7 @@ from tests.kernels.check import check_paged_attention, check_store_kv  # noqa: E
 
 HEADS, GROUPS, DIM, SIZE = 32, 8, 128, 16
 SHARES = 5  # of a grid, checked side by side
-SPEC = AttentionSpec(HEADS, GROUPS, DIM, DIM ** -0.5)
+SPEC = AttentionSpec(HEADS, GROUPS, DIM, DIM**-0.5)
 SHAPES = {
     **{f"decode {n} x 1k": [(1023, 1)] * n for n in (1, 8, 64, 256)},
     "decode 16 x 32k": [(32767, 1)] * 16,
@@ -45,8 +45,12 @@ SHAPES = {
 
 def check_share(dtype: torch.dtype, op: str, share: int) -> tuple[int, float, list[str]]:
     """Every ``SHARES``-th case of a grid."""
-    cases, check = {"paged_attention": (paged.grid, check_paged_attention), "store_kv": (store.grid, check_store_kv)}[op]
-    return check_cases(op, dtype, list(cases())[share::SHARES], lambda case: (check(case, dtype, "cuda") or {}).get("kernel", 0.0))
+    cases, check = {"paged_attention": (paged.grid, check_paged_attention), "store_kv": (store.grid, check_store_kv)}[
+        op
+    ]
+    return check_cases(
+        op, dtype, list(cases())[share::SHARES], lambda case: (check(case, dtype, "cuda") or {}).get("kernel", 0.0)
+    )
 
 
 def check_cases(op: str, dtype: torch.dtype, cases: list, error) -> tuple[int, float, list[str]]:
@@ -63,9 +67,14 @@ def check_cases(op: str, dtype: torch.dtype, cases: list, error) -> tuple[int, f
 def check_grids() -> list[dict]:
     """Each share in a process of its own: most of the time goes into compiling."""
     with ProcessPoolExecutor(3 * SHARES, mp_context=multiprocessing.get_context("spawn")) as processes:
-        work = {(dtype, op): [processes.submit(check_share, dtype, op, share) for share in range(SHARES)]
-                for op in ("paged_attention", "store_kv") for dtype in (torch.bfloat16, torch.float16, torch.float32)}
-        return [grid_arm(f"{op} grid", dtype, [share.result() for share in shares]) for (dtype, op), shares in work.items()]
+        work = {
+            (dtype, op): [processes.submit(check_share, dtype, op, share) for share in range(SHARES)]
+            for op in ("paged_attention", "store_kv")
+            for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        }
+        return [
+            grid_arm(f"{op} grid", dtype, [share.result() for share in shares]) for (dtype, op), shares in work.items()
+        ]
 
 
 def grid_arm(name: str, dtype: torch.dtype, shares: list[tuple[int, float, list[str]]]) -> dict:
@@ -84,8 +93,16 @@ def make_batch(spans: list[tuple[int, int]], tables: torch.Tensor, size: int = S
     span_of = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(lengths)).cuda()
     slots = tables[span_of, positions // size].long() * size + positions % size
     return StepBatch(
-        input_ids=positions, positions=positions, row_start=row_start, context=torch.tensor(starts, dtype=torch.int32).cuda(),
-        tables=(tables,), slots=(slots,), logit_rows=positions[:0], starts=starts, lengths=lengths)
+        input_ids=positions,
+        positions=positions,
+        row_start=row_start,
+        context=torch.tensor(starts, dtype=torch.int32).cuda(),
+        tables=(tables,),
+        slots=(slots,),
+        logit_rows=positions[:0],
+        starts=starts,
+        lengths=lengths,
+    )
 
 
 def make_pool(spans: list[tuple[int, int]], layers: int, extra: int = 0) -> tuple[KVPool, StepBatch]:
@@ -120,10 +137,16 @@ def check_large_pool() -> dict:
     q = torch.randn(rows, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     chosen.plan(batch)
     out = chosen.run(q, cache, SPEC, batch)
-    want, _ = paged.paged_attention_ref(q.float(), cache.planes["k"], cache.planes["v"], batch.tables[0], batch.starts, batch.lengths, SPEC.scale)
+    want, _ = paged.paged_attention_ref(
+        q.float(), cache.planes["k"], cache.planes["v"], batch.tables[0], batch.starts, batch.lengths, SPEC.scale
+    )
     error = float((out.float() - want).abs().max())
     elements = pool.pages[0].numel() // 2
-    return arm("pool past 2^31 elements", {"elements": elements}, {"failed": int(not stored or not error < 2e-2), "worst_error": error})
+    return arm(
+        "pool past 2^31 elements",
+        {"elements": elements},
+        {"failed": int(not stored or not error < 2e-2), "worst_error": error},
+    )
 
 
 def graph_of(run) -> torch.cuda.CUDAGraph:
@@ -164,7 +187,7 @@ def copy_bandwidth() -> float:
 
 def matmul_rate() -> float:
     a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
-    return 2 * 8192 ** 3 / timed(lambda: a @ b, 10)
+    return 2 * 8192**3 / timed(lambda: a @ b, 10)
 
 
 def time_shape(name: str, spans: list[tuple[int, int]], bandwidth: float, rate: float) -> dict:
@@ -183,8 +206,13 @@ def time_shape(name: str, spans: list[tuple[int, int]], bandwidth: float, rate: 
 
     graph, eager = (x / layers for x in graph_seconds(run, 10))
     moved = kv_bytes + 2 * q.nbytes
-    metrics = {"us": round(graph * 1e6, 2), "us_eager": round(eager * 1e6, 2), "GB_per_s": round(moved / graph / 1e9),
-               "TFLOP_per_s": round(flops / graph / 1e12, 1), "share_of_limit": round(max(moved / bandwidth, flops / rate) / graph, 3)}
+    metrics = {
+        "us": round(graph * 1e6, 2),
+        "us_eager": round(eager * 1e6, 2),
+        "GB_per_s": round(moved / graph / 1e9),
+        "TFLOP_per_s": round(flops / graph / 1e12, 1),
+        "share_of_limit": round(max(moved / bandwidth, flops / rate) / graph, 3),
+    }
     if len(spans) == 1 and spans[0][0] == 0:
         q_1HTD = q.transpose(0, 1).unsqueeze(0).contiguous()
         k, v = torch.randn(2, 1, GROUPS, rows, DIM, device="cuda", dtype=torch.bfloat16)

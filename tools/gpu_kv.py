@@ -54,26 +54,82 @@ from tools.gpu_kernels import DIM, GROUPS, HEADS, SPEC, copy_bandwidth, make_bat
 
 Spans = list[tuple[int, int]]
 DECODES: dict[str, Spans] = {
-    "1 x 128": [(127, 1)], "8 x 1k": [(1023, 1)] * 8, "64 x 1k": [(1023, 1)] * 64, "256 x 1k": [(1023, 1)] * 256, "16 x 32k": [(32767, 1)] * 16,
-    "1 x 32k": [(32767, 1)]}
+    "1 x 128": [(127, 1)],
+    "8 x 1k": [(1023, 1)] * 8,
+    "64 x 1k": [(1023, 1)] * 64,
+    "256 x 1k": [(1023, 1)] * 256,
+    "16 x 32k": [(32767, 1)] * 16,
+    "1 x 32k": [(32767, 1)],
+}
 ROWS: dict[str, Spans] = {
-    "1 x 8 rows x 32k": [(32760, 8)], "16 x 8 rows x 4k": [(4088, 8)] * 16, "64 x 4 rows x 1k": [(1020, 4)] * 64,
-    "1 x tree of 16 x 32k": [(32752, 16)], "1 x 64 rows x 32k": [(32704, 64)], "16 x 32 rows x 4k": [(4064, 32)] * 16}
+    "1 x 8 rows x 32k": [(32760, 8)],
+    "16 x 8 rows x 4k": [(4088, 8)] * 16,
+    "64 x 4 rows x 1k": [(1020, 4)] * 64,
+    "1 x tree of 16 x 32k": [(32752, 16)],
+    "1 x 64 rows x 32k": [(32704, 64)],
+    "16 x 32 rows x 4k": [(4064, 32)] * 16,
+}
 CHUNKS: dict[str, Spans] = {"8k": [(0, 8192)], "2k at 30k": [(30720, 2048)], "256 rows at 8k": [(7936, 256)]}
 CODECS = ("plain", "fp8", "int8", "int4_bdr")
 SIZE = {"plain": 16, "fp8": 32, "int8": 32, "int4": 64, "int4_bdr": 64}
 KERNEL = {"fp8": "fp8", "int8": "int8", "int4_bdr": "int4"}
 WORDS = {  # block_n, warps, stages, programs, at_once: of 4-bit and of 8-bit codes
-    4: [(64, 1, 4, 16, 8), (64, 1, 4, 8, 8), (64, 1, 4, 12, 8), (64, 1, 4, 32, 8), (64, 1, 5, 12, 6), (32, 1, 3, 24, 12), (32, 1, 4, 24, 12),
-        (32, 1, 4, 12, 12), (32, 1, 5, 20, 10), (64, 1, 3, 10, 10), (128, 4, 3, 6, 2), (128, 2, 3, 8, 4)],
-    8: [(32, 1, 4, 14, 7), (32, 1, 4, 7, 7), (32, 1, 4, 28, 7), (32, 1, 5, 10, 5), (32, 1, 3, 10, 10), (32, 1, 3, 20, 10), (32, 1, 2, 24, 12),
-        (16, 1, 4, 24, 12), (64, 4, 3, 9, 3), (64, 4, 3, 6, 3), (128, 4, 3, 4, 2), (128, 4, 3, 6, 2)]}
-TILES = [(16, 32, 1, 3, 8), (16, 32, 1, 3, 4), (16, 32, 1, 3, 6), (16, 32, 1, 4, 8), (16, 16, 1, 4, 10), (16, 64, 1, 3, 6), (16, 32, 2, 3, 6),
-         (16, 64, 2, 3, 4), (32, 32, 1, 3, 8), (32, 64, 2, 3, 4)]  # block_m, block_n, warps, stages, at_once
-TOGETHER = [(64, 64, 4, 3, 1, 4), (64, 64, 4, 2, 2, 4), (64, 32, 4, 4, 2, 4), (64, 32, 4, 3, 3, 6), (32, 64, 2, 3, 3, 6), (32, 32, 2, 4, 4, 8),
-            (16, 64, 4, 3, 3, 6), (16, 64, 2, 3, 3, 6)]  # block_m, block_n, warps, stages, at_once, programs: of plain pages
-CHECKS = {"write": (quantized_qkv.grid, check_quantized_qkv), "decode": (quantized_decode.grid, check_quantized_decode),
-          "rows": (quantized_attention.grid, check_quantized_attention)}
+    4: [
+        (64, 1, 4, 16, 8),
+        (64, 1, 4, 8, 8),
+        (64, 1, 4, 12, 8),
+        (64, 1, 4, 32, 8),
+        (64, 1, 5, 12, 6),
+        (32, 1, 3, 24, 12),
+        (32, 1, 4, 24, 12),
+        (32, 1, 4, 12, 12),
+        (32, 1, 5, 20, 10),
+        (64, 1, 3, 10, 10),
+        (128, 4, 3, 6, 2),
+        (128, 2, 3, 8, 4),
+    ],
+    8: [
+        (32, 1, 4, 14, 7),
+        (32, 1, 4, 7, 7),
+        (32, 1, 4, 28, 7),
+        (32, 1, 5, 10, 5),
+        (32, 1, 3, 10, 10),
+        (32, 1, 3, 20, 10),
+        (32, 1, 2, 24, 12),
+        (16, 1, 4, 24, 12),
+        (64, 4, 3, 9, 3),
+        (64, 4, 3, 6, 3),
+        (128, 4, 3, 4, 2),
+        (128, 4, 3, 6, 2),
+    ],
+}
+TILES = [
+    (16, 32, 1, 3, 8),
+    (16, 32, 1, 3, 4),
+    (16, 32, 1, 3, 6),
+    (16, 32, 1, 4, 8),
+    (16, 16, 1, 4, 10),
+    (16, 64, 1, 3, 6),
+    (16, 32, 2, 3, 6),
+    (16, 64, 2, 3, 4),
+    (32, 32, 1, 3, 8),
+    (32, 64, 2, 3, 4),
+]  # block_m, block_n, warps, stages, at_once
+TOGETHER = [
+    (64, 64, 4, 3, 1, 4),
+    (64, 64, 4, 2, 2, 4),
+    (64, 32, 4, 4, 2, 4),
+    (64, 32, 4, 3, 3, 6),
+    (32, 64, 2, 3, 3, 6),
+    (32, 32, 2, 4, 4, 8),
+    (16, 64, 4, 3, 3, 6),
+    (16, 64, 2, 3, 3, 6),
+]  # block_m, block_n, warps, stages, at_once, programs: of plain pages
+CHECKS = {
+    "write": (quantized_qkv.grid, check_quantized_qkv),
+    "decode": (quantized_decode.grid, check_quantized_decode),
+    "rows": (quantized_attention.grid, check_quantized_attention),
+}
 WRITTEN = (1, 8, 64, 256, 2048)  # rows
 ROUNDS, PATIENCE_S = 3, 165
 
@@ -102,15 +158,29 @@ def compile_rows(name: str, numbers: tuple) -> None:
 
 
 def in_parallel(with_checks: bool, only_write: bool) -> list[dict]:
-    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as processes:
+    with ProcessPoolExecutor(
+        min(16, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")
+    ) as processes:
         compiling = [processes.submit(compile_write, place) for place in range(len(written(1)))]
         if not only_write:
-            compiling += [processes.submit(compile_decode, name, numbers, count) for name in KERNEL
-                          for numbers in {n[:3]: n for n in WORDS[4 if name == "int4_bdr" else 8]}.values() for count in (1, 64, 256)]
-            compiling += [processes.submit(compile_rows, name, numbers) for name in KERNEL for numbers in {n[:4]: n for n in TILES}.values()]
+            compiling += [
+                processes.submit(compile_decode, name, numbers, count)
+                for name in KERNEL
+                for numbers in {n[:3]: n for n in WORDS[4 if name == "int4_bdr" else 8]}.values()
+                for count in (1, 64, 256)
+            ]
+            compiling += [
+                processes.submit(compile_rows, name, numbers)
+                for name in KERNEL
+                for numbers in {n[:4]: n for n in TILES}.values()
+            ]
         ops = {op: checks for op, checks in CHECKS.items() if op == "write" or not only_write} if with_checks else {}
-        checking = {processes.submit(check_case, op, dtype, i): (op, dtype) for op, (cases, _) in ops.items()
-                    for dtype, step in ((torch.bfloat16, 1), (torch.float16, 2)) for i in range(0, len(list(cases())), step)}
+        checking = {
+            processes.submit(check_case, op, dtype, i): (op, dtype)
+            for op, (cases, _) in ops.items()
+            for dtype, step in ((torch.bfloat16, 1), (torch.float16, 2))
+            for i in range(0, len(list(cases())), step)
+        }
         return gathered(checking, compiling)
 
 
@@ -124,7 +194,14 @@ class World:
         size, codec = SIZE[name], load("kvasir.kv.codecs", name, Codec)
         counts = [-(-(s + n) // size) for s, n in spans]
         self.name, self.spans = name, spans
-        self.pool = KVPool([CacheGroup("full", tuple(range(layers)), GROUPS, DIM)], codec, [1 + sum(counts)], size, "cuda", torch.bfloat16)
+        self.pool = KVPool(
+            [CacheGroup("full", tuple(range(layers)), GROUPS, DIM)],
+            codec,
+            [1 + sum(counts)],
+            size,
+            "cuda",
+            torch.bfloat16,
+        )
         self.caches = [self.pool.layer(i) for i in range(layers)]
         for cache in self.caches:
             fill(name, cache.planes)
@@ -134,8 +211,10 @@ class World:
         if tree:
             self.batch = dataclasses.replace(self.batch, **ancestry(spans))
         self.q = torch.randn(sum(n for _, n in spans), HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-        self.rows = Rows(torch.arange(len(spans), dtype=torch.int32, device="cuda"),
-                         torch.zeros(len(spans), GROUPS, dtype=torch.int32, device="cuda"))
+        self.rows = Rows(
+            torch.arange(len(spans), dtype=torch.int32, device="cuda"),
+            torch.zeros(len(spans), GROUPS, dtype=torch.int32, device="cuda"),
+        )
         row_bytes = sum(p.width * p.dtype.itemsize for p in codec.planes(DIM, torch.bfloat16))
         self.kv_bytes = sum(s + n for s, n in spans) * GROUPS * row_bytes
 
@@ -154,22 +233,34 @@ class World:
 
     def row_by_row(self) -> StepBatch:
         """Each row as a span of its own, as a captured step has its drafts."""
-        return make_batch([(s + i, 1) for s, n in self.spans for i in range(n)],
-                          self.batch.tables[0].repeat_interleave(torch.tensor([n for _, n in self.spans]).cuda(), 0), SIZE[self.name])
+        return make_batch(
+            [(s + i, 1) for s, n in self.spans for i in range(n)],
+            self.batch.tables[0].repeat_interleave(torch.tensor([n for _, n in self.spans]).cuda(), 0),
+            SIZE[self.name],
+        )
 
     def truth(self) -> torch.Tensor:
         """Layer 0 in fp32, span by span."""
         cache, batch, out, row = self.caches[0], self.batch, [], 0
         for s, (start, length) in enumerate(self.spans):
-            pages = batch.tables[0][s:s + 1, :-(-(start + length) // SIZE[self.name])]
+            pages = batch.tables[0][s : s + 1, : -(-(start + length) // SIZE[self.name])]
             if self.name == "plain":
                 k, v = (cache.planes[x][pages[0].long()].float() for x in "kv")
             else:
-                k, v = (cache.codec.decode({n[1:]: p[pages[0].long()] for n, p in cache.planes.items() if n[0] == x}, DIM) for x in "kv")
+                k, v = (
+                    cache.codec.decode({n[1:]: p[pages[0].long()] for n, p in cache.planes.items() if n[0] == x}, DIM)
+                    for x in "kv"
+                )
             table = torch.arange(pages.shape[1], device="cuda")[None]
             mine = slice(row, row + length)
-            trees = {} if batch.ancestors is None else {"ancestors_TA": batch.ancestors[mine], "positions_T": batch.positions[mine]}
-            out.append(paged_attention_ref(self.q[mine].float(), k, v, table, [start], [length], SPEC.scale, **trees)[0])
+            trees = (
+                {}
+                if batch.ancestors is None
+                else {"ancestors_TA": batch.ancestors[mine], "positions_T": batch.positions[mine]}
+            )
+            out.append(
+                paged_attention_ref(self.q[mine].float(), k, v, table, [start], [length], SPEC.scale, **trees)[0]
+            )
             row += length
         return torch.cat(out)
 
@@ -201,8 +292,18 @@ def ancestry(spans: Spans) -> dict[str, torch.Tensor]:
 
 def decode_once(world: World, shape: DecodeShape, layer: int) -> torch.Tensor:
     batch, out = world.batch, torch.empty_like(world.q)
-    quantized_decode.quantized_decode_triton(world.q, world.caches[layer].planes, KERNEL[world.name], batch.tables[0], batch.context,
-                                             batch.row_start, world.rows, SPEC.scale, out, shape=shape)
+    quantized_decode.quantized_decode_triton(
+        world.q,
+        world.caches[layer].planes,
+        KERNEL[world.name],
+        batch.tables[0],
+        batch.context,
+        batch.row_start,
+        world.rows,
+        SPEC.scale,
+        out,
+        shape=shape,
+    )
     return out
 
 
@@ -215,8 +316,20 @@ def tiles_of(world: World, block_m: int):
 def rows_once(world: World, numbers: tuple, tiles, layer: int, splits: int | None = None) -> torch.Tensor:
     batch, out = world.batch, torch.empty_like(world.q)
     quantized_attention.quantized_attention_triton(
-        world.q, world.caches[layer].planes, KERNEL[world.name], batch.tables[0], batch.context, batch.row_start, tiles, SPEC.scale, out,
-        ancestors_TA=batch.ancestors, positions_T=batch.positions, shape=RowsShape(*numbers[1:]), num_splits=splits)
+        world.q,
+        world.caches[layer].planes,
+        KERNEL[world.name],
+        batch.tables[0],
+        batch.context,
+        batch.row_start,
+        tiles,
+        SPEC.scale,
+        out,
+        ancestors_TA=batch.ancestors,
+        positions_T=batch.positions,
+        shape=RowsShape(*numbers[1:]),
+        num_splits=splits,
+    )
     return out
 
 
@@ -229,8 +342,17 @@ def outside(world: World) -> Iterator[tuple[str, Callable[[int], torch.Tensor]]]
 
         def third(layer: int) -> torch.Tensor:
             k, v = (world.caches[layer].planes[x].transpose(1, 2) for x in "kv")
-            found = fa3(world.q, k, v, cache_seqlens=ends, page_table=batch.tables[0], cu_seqlens_q=batch.row_start, max_seqlen_q=max(lengths),
-                        softmax_scale=SPEC.scale, causal=True)
+            found = fa3(
+                world.q,
+                k,
+                v,
+                cache_seqlens=ends,
+                page_table=batch.tables[0],
+                cu_seqlens_q=batch.row_start,
+                max_seqlen_q=max(lengths),
+                softmax_scale=SPEC.scale,
+                causal=True,
+            )
             return found if isinstance(found, torch.Tensor) else found[0]
 
         yield "flash_attn 3", third
@@ -240,9 +362,15 @@ def outside(world: World) -> Iterator[tuple[str, Callable[[int], torch.Tensor]]]
         from flash_attn import flash_attn_with_kvcache as fa2
 
         if len(set(world.spans)) == 1:
-            dense = [torch.randn(2, len(starts), starts[0] + lengths[0], GROUPS, DIM, device="cuda", dtype=torch.bfloat16) for _ in world.caches]
+            dense = [
+                torch.randn(2, len(starts), starts[0] + lengths[0], GROUPS, DIM, device="cuda", dtype=torch.bfloat16)
+                for _ in world.caches
+            ]
             q = world.q.view(len(starts), lengths[0], HEADS, DIM)
-            yield "flash_attn 2, dense", lambda layer: fa2(q, *dense[layer], cache_seqlens=ends, softmax_scale=SPEC.scale, causal=True)
+            yield (
+                "flash_attn 2, dense",
+                lambda layer: fa2(q, *dense[layer], cache_seqlens=ends, softmax_scale=SPEC.scale, causal=True),
+            )
     except ImportError:
         pass
     try:
@@ -320,8 +448,13 @@ def in_turns(case: str, variants: list[Variant]) -> list[dict]:
             want = truths[world]
             error = float((out.reshape(want.shape).float() - want).abs().max() / want.abs().max())
         us = statistics.median(times[i]) / len(world.caches)
-        metrics = {"us": round(us, 2), "us_least": round(min(times[i]) / len(world.caches), 2), "TB_per_s": round(world.kv_bytes / us / 1e6, 3),
-                   "error": round(error, 5), "failed": int(not error < 2e-2 or not right())}
+        metrics = {
+            "us": round(us, 2),
+            "us_least": round(min(times[i]) / len(world.caches), 2),
+            "TB_per_s": round(world.kv_bytes / us / 1e6, 3),
+            "error": round(error, 5),
+            "failed": int(not error < 2e-2 or not right()),
+        }
         arms.append(arm(case, {"codec": world.name, **variant.config}, metrics))
         print(case, arms[-1]["config"], metrics, flush=True)
     return arms
@@ -340,7 +473,9 @@ def decode_arms(case: str, spans: Spans) -> list[dict]:
     for world in worlds(spans):
         variants.append(Variant(world, {"variant": "as chosen"}, world.run(world.backend())))
         if world.name == "plain":
-            variants += [Variant(world, {"variant": name}, run, checked="dense" not in name) for name, run in outside(world)]
+            variants += [
+                Variant(world, {"variant": name}, run, checked="dense" not in name) for name, run in outside(world)
+            ]
         else:
             for numbers in WORDS[4 if world.name == "int4_bdr" else 8]:
                 shape = DecodeShape(*numbers)
@@ -354,7 +489,9 @@ def rows_arms(case: str, spans: Spans) -> list[dict]:
         variants.append(Variant(world, {"variant": "as chosen"}, world.run(world.backend())))
         if world.name == "plain":
             if not tree:
-                variants += [Variant(world, {"variant": name}, run, checked="dense" not in name) for name, run in outside(world)]
+                variants += [
+                    Variant(world, {"variant": name}, run, checked="dense" not in name) for name, run in outside(world)
+                ]
             continue
         variants.append(Variant(world, {"variant": "numbers in scratch"}, world.run(world.backend(short=False))))
         if not tree:
@@ -374,14 +511,31 @@ def together_of(world: World) -> StepBatch:
     alone = world.row_by_row()
     chain = torch.tensor([(2 << i) - 1 - (1 << 64) * (i == 63) for i in place.tolist()]).cuda()[:, None]
     most = next(form for form in world.backend().together() if form >= max(n for _, n in world.spans))
-    return dataclasses.replace(alone, ancestors=chain if world.batch.ancestors is None else world.batch.ancestors, positions=world.batch.positions,
-                               together=Together(place, lengths.repeat_interleave(lengths), most))
+    return dataclasses.replace(
+        alone,
+        ancestors=chain if world.batch.ancestors is None else world.batch.ancestors,
+        positions=world.batch.positions,
+        together=Together(place, lengths.repeat_interleave(lengths), most),
+    )
 
 
 def together_once(world: World, batch: StepBatch, shape: TogetherShape, layer: int) -> torch.Tensor:
     out, planes, rows = torch.empty_like(world.q), world.caches[layer].planes, batch.together
-    paged_together_triton(world.q, planes["k"], planes["v"], batch.tables[0], batch.context, rows.place, rows.length, batch.ancestors,
-                          batch.positions, rows.most, SPEC.scale, out, shape=shape)
+    paged_together_triton(
+        world.q,
+        planes["k"],
+        planes["v"],
+        batch.tables[0],
+        batch.context,
+        rows.place,
+        rows.length,
+        batch.ancestors,
+        batch.positions,
+        rows.most,
+        SPEC.scale,
+        out,
+        shape=shape,
+    )
     return out
 
 
@@ -399,23 +553,41 @@ def together_arms(case: str, spans: Spans) -> list[dict]:
         variants.append(Variant(world, {"variant": "together"}, world.run(world.backend(), batch)))
         for numbers in TOGETHER if world.name == "plain" else ():
             shape = TogetherShape(*numbers)
-            variants.append(Variant(world, dataclasses.asdict(shape), functools.partial(together_once, world, batch, shape)))
+            variants.append(
+                Variant(world, dataclasses.asdict(shape), functools.partial(together_once, world, batch, shape))
+            )
     return in_turns("together " + case, variants)
 
 
 def chunk_arms(case: str, spans: Spans) -> list[dict]:
     """Long spans: numbers are made of the codes once a layer."""
-    return in_turns("chunk " + case, [Variant(world, {"variant": "as chosen"}, world.run(world.backend()))
-                                      for world in (World(name, spans, 2) for name in CODECS)])
+    return in_turns(
+        "chunk " + case,
+        [
+            Variant(world, {"variant": "as chosen"}, world.run(world.backend()))
+            for world in (World(name, spans, 2) for name in CODECS)
+        ],
+    )
 
 
 WRITES = {  # heads, blocks, width, stages, warps
-    "turned": [(8, 4, 16, 2, 1), (16, 4, 16, 2, 1), (4, 4, 16, 2, 1), (8, 2, 32, 1, 1), (8, 4, 16, 2, 2), (16, 4, 16, 2, 4), (16, 1, 64, 0, 4),
-               (16, 1, 64, 0, 8)],
-    "plain codes": [(16, 1, 64, 0, 4), (8, 1, 64, 0, 1), (4, 1, 64, 0, 1), (8, 1, 64, 0, 2), (16, 1, 64, 0, 8)]}
+    "turned": [
+        (8, 4, 16, 2, 1),
+        (16, 4, 16, 2, 1),
+        (4, 4, 16, 2, 1),
+        (8, 2, 32, 1, 1),
+        (8, 4, 16, 2, 2),
+        (16, 4, 16, 2, 4),
+        (16, 1, 64, 0, 4),
+        (16, 1, 64, 0, 8),
+    ],
+    "plain codes": [(16, 1, 64, 0, 4), (8, 1, 64, 0, 1), (4, 1, 64, 0, 1), (8, 1, 64, 0, 2), (16, 1, 64, 0, 8)],
+}
 
 
-def write_once(world: World, heads: torch.Tensor, ops: HeadOps, slots: torch.Tensor, numbers: tuple | None, layer: int) -> torch.Tensor:
+def write_once(
+    world: World, heads: torch.Tensor, ops: HeadOps, slots: torch.Tensor, numbers: tuple | None, layer: int
+) -> torch.Tensor:
     cache = world.caches[layer]
     if numbers is None:
         return cache.codec.write_fused(cache, heads, ops, slots)
@@ -444,7 +616,12 @@ def compile_write(place: int) -> None:
 
 def ratios_of(arms: list[dict]) -> dict[str, float]:
     """By case and codec: ours in bf16 over as chosen, the fastest in bf16 over as chosen, as chosen over the best shape."""
-    found, cases = {}, dict.fromkeys(a["name"] for a in arms if a["name"].startswith(("decode", "rows", "chunk")) and "codec" in a["config"])
+    found, cases = (
+        {},
+        dict.fromkeys(
+            a["name"] for a in arms if a["name"].startswith(("decode", "rows", "chunk")) and "codec" in a["config"]
+        ),
+    )
     for case in cases:
         mine = [a for a in arms if a["name"] == case]
         plain = [a for a in mine if a["config"]["codec"] == "plain"]
@@ -472,14 +649,20 @@ def main() -> int:
 
     def save() -> int:
         failed = sum(a["metrics"].get("failed", 0) for a in arms)
-        limits = {"copy_GB_per_s": round(copy_bandwidth() / 1e9), "failed_checks": failed, "left_out": late,
-                  "seconds": round(time.perf_counter() - began, 1)}
+        limits = {
+            "copy_GB_per_s": round(copy_bandwidth() / 1e9),
+            "failed_checks": failed,
+            "left_out": late,
+            "seconds": round(time.perf_counter() - began, 1),
+        }
         options.output.write_text(as_json(result("kv-codec-kernels", arms, ratios=ratios_of(arms), limits=limits)))
         return failed
 
     print(f"compiled and checked in {time.perf_counter() - began:.0f} s", flush=True)
     save()
-    work = [(decode_arms, case, spans) for case, spans in DECODES.items()] + [(rows_arms, case, spans) for case, spans in ROWS.items()]
+    work = [(decode_arms, case, spans) for case, spans in DECODES.items()] + [
+        (rows_arms, case, spans) for case, spans in ROWS.items()
+    ]
     work += [(chunk_arms, case, spans) for case, spans in CHUNKS.items()]
     if options.write:
         work = []

@@ -90,19 +90,37 @@ def main() -> int:
     parser.add_argument("--host", action="store_true")
     options = parser.parse_args()
     numbers, arms = [int(n) for n in options.rows.split(",")], []
-    with shape_folder(options.shape) as folder, LLM(config=EngineConfig.of(
-            model=folder, load_format="dummy", skip_tokenizer_init=True, served_model_name=options.shape, max_model_len=16384,
-            enable_prefix_caching=False, gpu_memory_utilization=0.85)) as llm:
+    with (
+        shape_folder(options.shape) as folder,
+        LLM(
+            config=EngineConfig.of(
+                model=folder,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                served_model_name=options.shape,
+                max_model_len=16384,
+                enable_prefix_caching=False,
+                gpu_memory_utilization=0.85,
+            )
+        ) as llm,
+    ):
         bench = Bench(llm.engine, llm.info)
         bench.alone(16, True)
         began, captured = time.perf_counter(), 0
         while llm.engine.idle():
             captured += 1
-        print(f"{captured} captures in {time.perf_counter() - began:.1f} s, {torch.cuda.mem_get_info()[0] >> 20} MiB left", flush=True)
+        print(
+            f"{captured} captures in {time.perf_counter() - began:.1f} s, {torch.cuda.mem_get_info()[0] >> 20} MiB left",
+            flush=True,
+        )
         print(f"{len(bench.mixed._ready)} sizes up to {bench.mixed.sizes[-1]} of mixed steps", flush=True)
         for rows in numbers:  # compiles
             bench.alone(rows, False), bench.alone(rows, True)
-        alone = {(rows, pieces): [bench.alone(rows, pieces) for _ in range(5)] for rows in numbers for pieces in (False, True)}
+        alone = {
+            (rows, pieces): [bench.alone(rows, pieces) for _ in range(5)]
+            for rows in numbers
+            for pieces in (False, True)
+        }
         for _ in range(options.batch):
             bench.submit(512, 12000)
         for _ in range(24):
@@ -120,7 +138,11 @@ def main() -> int:
                 steps, launches = zip(*found[rows, pieces])
                 taken = {"step_ms": steps, "launch_ms": launches, "alone_ms": alone[rows, pieces]}
                 metrics = {name: round(statistics.median(values), 3) for name, values in taken.items()}
-                arms.append(arm(f"{'pieces' if pieces else 'kernels'}-{rows}", {"batch": options.batch, "prompt": rows}, metrics))
+                arms.append(
+                    arm(
+                        f"{'pieces' if pieces else 'kernels'}-{rows}", {"batch": options.batch, "prompt": rows}, metrics
+                    )
+                )
                 print(arms[-1]["name"], metrics, flush=True)
         if options.host:
             for pieces in (True, False):

@@ -38,17 +38,39 @@ WORKERS = 14
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SWEEP = {
     1: [moe.STREAM],
-    8: [Tiling(Tile(16, n, d, warps, stages), Tile(16, 2 * n, down_d, warps, stages))
-        for n, d, down_d, warps, stages in ((16, 128, 128, 4, 4), (32, 64, 64, 4, 6), (32, 256, 256, 4, 3), (64, 128, 128, 4, 3),
-                                            (32, 128, 128, 8, 4), (16, 256, 256, 2, 4), (32, 128, 256, 4, 5))],
-    64: [Tiling(Tile(16, 64, 128, 4, 3), Tile(16, 128, 128, 4, 3)), Tiling(Tile(32, 32, 128, 4, 3), Tile(32, 64, 128, 4, 3)),
-         Tiling(Tile(16, 32, 256, 4, 3), Tile(16, 64, 256, 4, 3))],
-    512: [Tiling(Tile(32, 64, 128, 4, 3), Tile(32, 128, 128, 4, 3)), Tiling(Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
-          Tiling(Tile(64, 64, 128, 4, 3), Tile(64, 128, 128, 4, 3)), Tiling(Tile(64, 32, 128, 4, 4), Tile(64, 64, 128, 4, 4)),
-          Tiling(Tile(64, 128, 64, 8, 3), Tile(64, 256, 64, 8, 3)), moe.LARGE],
-    8192: [Tiling(Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 4)), Tiling(Tile(128, 64, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
-           Tiling(Tile(128, 64, 64, 4, 4), Tile(128, 128, 64, 8, 4)), Tiling(Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3)),
-           Tiling(Tile(64, 128, 64, 8, 3), Tile(64, 256, 64, 8, 3)), Tiling(Tile(128, 128, 32, 8, 4), Tile(128, 128, 32, 4, 5))],
+    8: [
+        Tiling(Tile(16, n, d, warps, stages), Tile(16, 2 * n, down_d, warps, stages))
+        for n, d, down_d, warps, stages in (
+            (16, 128, 128, 4, 4),
+            (32, 64, 64, 4, 6),
+            (32, 256, 256, 4, 3),
+            (64, 128, 128, 4, 3),
+            (32, 128, 128, 8, 4),
+            (16, 256, 256, 2, 4),
+            (32, 128, 256, 4, 5),
+        )
+    ],
+    64: [
+        Tiling(Tile(16, 64, 128, 4, 3), Tile(16, 128, 128, 4, 3)),
+        Tiling(Tile(32, 32, 128, 4, 3), Tile(32, 64, 128, 4, 3)),
+        Tiling(Tile(16, 32, 256, 4, 3), Tile(16, 64, 256, 4, 3)),
+    ],
+    512: [
+        Tiling(Tile(32, 64, 128, 4, 3), Tile(32, 128, 128, 4, 3)),
+        Tiling(Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
+        Tiling(Tile(64, 64, 128, 4, 3), Tile(64, 128, 128, 4, 3)),
+        Tiling(Tile(64, 32, 128, 4, 4), Tile(64, 64, 128, 4, 4)),
+        Tiling(Tile(64, 128, 64, 8, 3), Tile(64, 256, 64, 8, 3)),
+        moe.LARGE,
+    ],
+    8192: [
+        Tiling(Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 4)),
+        Tiling(Tile(128, 64, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
+        Tiling(Tile(128, 64, 64, 4, 4), Tile(128, 128, 64, 8, 4)),
+        Tiling(Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3)),
+        Tiling(Tile(64, 128, 64, 8, 3), Tile(64, 256, 64, 8, 3)),
+        Tiling(Tile(128, 128, 32, 8, 4), Tile(128, 128, 32, 4, 5)),
+    ],
 }
 
 
@@ -57,8 +79,12 @@ SWEEP = {
 
 def check_share(op: str, dtype: torch.dtype, share: int) -> tuple[str, str, int, float, list[str]]:
     """Every ``WORKERS``-th case of a grid (float16 and float32: of every third case)."""
-    cases, check = {"moe": (moe.grid, check_moe), "matmul": (matmul.grid, check_matmul), "bits": (bit_cases, check_bits),
-                    "qwen": (qwen_cases, check_moe)}[op]
+    cases, check = {
+        "moe": (moe.grid, check_moe),
+        "matmul": (matmul.grid, check_matmul),
+        "bits": (bit_cases, check_bits),
+        "qwen": (qwen_cases, check_moe),
+    }[op]
     every = list(cases())
     mine = (every if dtype == torch.bfloat16 else every[::3])[share::WORKERS]
     worst, failed = 0.0, []
@@ -87,7 +113,10 @@ def check_bits(case: tuple[int, int] | str, dtype: torch.dtype, device: str) -> 
 
 def qwen_cases() -> list[moe.Case]:
     """The model's own widths, at each of its tilings."""
-    return [moe.Case(rows=rows, experts=16, top_k=8, dim=DIM, width=SPEC.intermediate_size) for rows in (1, 4, 16, 40, 150, 400)]
+    return [
+        moe.Case(rows=rows, experts=16, top_k=8, dim=DIM, width=SPEC.intermediate_size)
+        for rows in (1, 4, 16, 40, 150, 400)
+    ]
 
 
 def warm(rows: int, tiling: Tiling | None) -> str:
@@ -118,7 +147,9 @@ def run_layers(layers: list[FFN], x_TE: torch.Tensor, tiling: Tiling | None = No
         if tiling is None:
             layer.forward(x_TE)
         else:
-            moe.moe_triton(x_TE, layer.router(x_TE), layer.gate_up_XFE, layer.down_XEF, SPEC.top_k, SPEC.renormalize, tiling=tiling)
+            moe.moe_triton(
+                x_TE, layer.router(x_TE), layer.gate_up_XFE, layer.down_XEF, SPEC.top_k, SPEC.renormalize, tiling=tiling
+            )
 
 
 def kernel_us(run, count: int) -> dict[str, float]:
@@ -139,16 +170,26 @@ def time_rows(rows: int, layers: list[FFN], bandwidth: float, rate: float, tilin
     flops = 2 * rows * (weight * SPEC.top_k + SPEC.num_experts * DIM)
     seconds, eager = (t / len(layers) for t in graph_seconds(lambda: run_layers(layers, x), 10))
     chosen = moe.tiling_for(rows * SPEC.top_k, SPEC.num_experts, torch.bfloat16) if rows > 1 else None
-    metrics = {"us": round(seconds * 1e6, 2), "us_eager": round(eager * 1e6, 2), "active_experts": active, "GB_per_s": round(moved / seconds / 1e9),
-               "TFLOP_per_s": round(flops / seconds / 1e12, 1), "share_of_limit": round(max(moved / bandwidth, flops / rate) / seconds, 3),
-               "kernels_us": kernel_us(lambda: run_layers(layers, x), len(layers))}
+    metrics = {
+        "us": round(seconds * 1e6, 2),
+        "us_eager": round(eager * 1e6, 2),
+        "active_experts": active,
+        "GB_per_s": round(moved / seconds / 1e9),
+        "TFLOP_per_s": round(flops / seconds / 1e12, 1),
+        "share_of_limit": round(max(moved / bandwidth, flops / rate) / seconds, 3),
+        "kernels_us": kernel_us(lambda: run_layers(layers, x), len(layers)),
+    }
     for tiling in tilings:
         try:
-            metrics[f"us {describe(tiling)}"] = round(graph_seconds(lambda t=tiling: run_layers(layers, x, t), 5)[0] / len(layers) * 1e6, 2)
+            metrics[f"us {describe(tiling)}"] = round(
+                graph_seconds(lambda t=tiling: run_layers(layers, x, t), 5)[0] / len(layers) * 1e6, 2
+            )
         except Exception as e:
             metrics[f"us {describe(tiling)}"] = f"{type(e).__name__}: {str(e)[:120]}"
     print(rows, json.dumps(metrics), flush=True)
-    return arm(f"moe layer, {rows} rows", {"width": width, "tiling": describe(chosen) if chosen else "one row"}, metrics)
+    return arm(
+        f"moe layer, {rows} rows", {"width": width, "tiling": describe(chosen) if chosen else "one row"}, metrics
+    )
 
 
 def describe(tiling: Tiling) -> str:
@@ -157,15 +198,22 @@ def describe(tiling: Tiling) -> str:
 
 def time_matmul(name: str, outputs: int, inputs: int, bandwidth: float, rate: float) -> dict:
     copies = max(1, (256 << 20) // (2 * outputs * inputs))
-    weights = torch.randn(copies, outputs, inputs, device="cuda", dtype=torch.bfloat16) * inputs ** -0.5
+    weights = torch.randn(copies, outputs, inputs, device="cuda", dtype=torch.bfloat16) * inputs**-0.5
     metrics = {}
     for rows in (1, 8, 64, 512, 8192):
         x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
-        own, blas = (graph_seconds(lambda f=f, x=x: [f(x, w) for w in weights], 5)[0] / copies
-                     for f in (matmul.matmul_invariant, torch.nn.functional.linear))
+        own, blas = (
+            graph_seconds(lambda f=f, x=x: [f(x, w) for w in weights], 5)[0] / copies
+            for f in (matmul.matmul_invariant, torch.nn.functional.linear)
+        )
         limit = max(weights[0].nbytes / bandwidth, 2 * rows * outputs * inputs / rate)
-        metrics[f"{rows} rows"] = {"us": round(own * 1e6, 2), "us_cublas": round(blas * 1e6, 2), "ratio": round(blas / own, 3),
-                                   "TFLOP_per_s": round(2e-12 * rows * outputs * inputs / own, 1), "share_of_limit": round(limit / own, 3)}
+        metrics[f"{rows} rows"] = {
+            "us": round(own * 1e6, 2),
+            "us_cublas": round(blas * 1e6, 2),
+            "ratio": round(blas / own, 3),
+            "TFLOP_per_s": round(2e-12 * rows * outputs * inputs / own, 1),
+            "share_of_limit": round(limit / own, 3),
+        }
     print(name, json.dumps(metrics), flush=True)
     runs, _ = matmul.split_runs(outputs, inputs, matmul.tile_for(torch.bfloat16))
     return arm(f"invariant product, {name}", {"outputs": outputs, "inputs": inputs, "runs": runs}, metrics)
@@ -182,13 +230,23 @@ def main() -> int:
     sweep = SWEEP if options.sweep else {}
     with ProcessPoolExecutor(WORKERS, mp_context=multiprocessing.get_context("spawn")) as processes:
         compiled = [processes.submit(warm, rows, tiling) for rows in ROWS for tiling in (None, *sweep.get(rows, ()))]
-        checks = [] if options.skip_checks else [(op, dtype) for op in ("bits", "qwen", "moe", "matmul") for dtype in DTYPES]
-        checked = {check: [processes.submit(check_share, *check, share) for share in range(WORKERS)] for check in checks}
+        checks = (
+            [] if options.skip_checks else [(op, dtype) for op in ("bits", "qwen", "moe", "matmul") for dtype in DTYPES]
+        )
+        checked = {
+            check: [processes.submit(check_share, *check, share) for share in range(WORKERS)] for check in checks
+        }
         problems = [p for p in (c.result() for c in compiled) if p]
         for (op, dtype), shares in checked.items():
             _, _, counts, worst, failed = zip(*(s.result() for s in shares))
             lines = [line for part in failed for line in part]
-            arms.append(arm(f"{op} grid", {"dtype": str(dtype)}, {"cases": sum(counts), "failed": len(lines), "worst_error": max(worst)}))
+            arms.append(
+                arm(
+                    f"{op} grid",
+                    {"dtype": str(dtype)},
+                    {"cases": sum(counts), "failed": len(lines), "worst_error": max(worst)},
+                )
+            )
             print(arms[-1]["name"], dtype, arms[-1]["metrics"], *lines, sep="\n  ", flush=True)
     print(*problems, sep="\n", flush=True)
     bandwidth, rate = copy_bandwidth(), matmul_rate()

@@ -29,8 +29,14 @@ from tests.kernels.test_sample import by_the_sampler  # noqa: E402
 LLAMA, QWEN = 128_256, 151_936
 COLD_BYTES = 200 << 20
 # temperature, top_k, top_p, min_p
-MIXES = {"greedy": (0.0, 0, 1.0, 0.0), "temperature": (1.0, 0, 1.0, 0.0), "top-k 20, top-p 0.95": (0.6, 20, 0.95, 0.0),
-         "top-p 0.9": (1.0, 0, 0.9, 0.0), "top-k 1000": (1.0, 1000, 1.0, 0.0), "min-p 0.05": (1.0, 0, 1.0, 0.05)}
+MIXES = {
+    "greedy": (0.0, 0, 1.0, 0.0),
+    "temperature": (1.0, 0, 1.0, 0.0),
+    "top-k 20, top-p 0.95": (0.6, 20, 0.95, 0.0),
+    "top-p 0.9": (1.0, 0, 0.9, 0.0),
+    "top-k 1000": (1.0, 1000, 1.0, 0.0),
+    "min-p 0.05": (1.0, 0, 1.0, 0.05),
+}
 # Logits of random weights are nearly flat (0.6); a trained model's have long tails (3).
 INPUTS = (("fp32_flat", torch.float32, 0.6), ("fp32_tails", torch.float32, 3.0), ("bf16_tails", torch.bfloat16, 3.0))
 
@@ -38,7 +44,9 @@ INPUTS = (("fp32_flat", torch.float32, 0.6), ("fp32_tails", torch.float32, 3.0),
 def check() -> dict:
     """Kernel against eager sampler: how many rows, how many differ."""
     rows = failed = 0
-    for seed, (kind, (count, vocab_size, width)) in enumerate((k, s) for k in KINDS for s in ((64, 100, 128), (64, 5000, 5000), (48, LLAMA, LLAMA))):
+    for seed, (kind, (count, vocab_size, width)) in enumerate(
+        (k, s) for k in KINDS for s in ((64, 100, 128), (64, 5000, 5000), (48, LLAMA, LLAMA))
+    ):
         draw = torch.Generator().manual_seed(seed)
         x, given = logits(kind, count, width, draw), parameters(count, vocab_size, draw)
         found = kernel.sample_rows(x.cuda(), *(a.cuda() for a in given), vocab_size).cpu()
@@ -51,9 +59,14 @@ def check() -> dict:
 
 def given_of(mix: tuple, rows: int, vocab_size: int) -> tuple[torch.Tensor, ...]:
     temperature, top_k, top_p, min_p = mix
-    return (torch.full((rows,), temperature, device="cuda"), torch.full((rows,), top_k or vocab_size, dtype=torch.int32, device="cuda"),
-            torch.full((rows,), top_p, dtype=torch.float64, device="cuda"), torch.full((rows,), min_p, device="cuda"),
-            torch.arange(rows, device="cuda"), torch.arange(rows, device="cuda"))
+    return (
+        torch.full((rows,), temperature, device="cuda"),
+        torch.full((rows,), top_k or vocab_size, dtype=torch.int32, device="cuda"),
+        torch.full((rows,), top_p, dtype=torch.float64, device="cuda"),
+        torch.full((rows,), min_p, device="cuda"),
+        torch.arange(rows, device="cuda"),
+        torch.arange(rows, device="cuda"),
+    )
 
 
 def graph_us(calls: list) -> float:
@@ -83,7 +96,9 @@ def buffers(rows: int, vocab_size: int, dtype: torch.dtype, scale: float) -> lis
 
 def kernel_us(mix: tuple, rows: int, vocab_size: int, dtype: torch.dtype, scale: float) -> float:
     given = given_of(mix, rows, vocab_size)
-    return graph_us([lambda x=x: kernel.sample_rows(x, *given, vocab_size) for x in buffers(rows, vocab_size, dtype, scale)])
+    return graph_us(
+        [lambda x=x: kernel.sample_rows(x, *given, vocab_size) for x in buffers(rows, vocab_size, dtype, scale)]
+    )
 
 
 def eager_us(mix: tuple, rows: int, vocab_size: int, scale: float) -> float:
@@ -116,17 +131,31 @@ def time_mixes() -> list[dict]:
             metrics["us_eager_sampler"] = eager_us(mix, rows, LLAMA, 3.0)
             print(f"{name}, {rows} rows x {LLAMA}", metrics, flush=True)
             arms.append(arm(f"{name}, {rows} rows", {"vocab_size": LLAMA}, metrics))
-    metrics = {f"us_{rows}_rows": kernel_us(MIXES["greedy"], rows, QWEN, torch.bfloat16, 3.0) for rows in (1, 8, 64, 256)}
+    metrics = {
+        f"us_{rows}_rows": kernel_us(MIXES["greedy"], rows, QWEN, torch.bfloat16, 3.0) for rows in (1, 8, 64, 256)
+    }
     print("greedy", QWEN, metrics, flush=True)
     return [*arms, arm("greedy", {"vocab_size": QWEN}, metrics)]
 
 
 def tune() -> None:
-    for block, pivots, warps in ((2048, 8, 16), (2048, 4, 16), (1024, 8, 8), (1024, 8, 16), (2048, 8, 32), (4096, 4, 32)):
-        with mock.patch.multiple(kernel, CHUNK=block, PIVOTS=pivots, CUT_WARPS=warps), \
-             mock.patch.object(kernel.sample_rows_triton, "__kwdefaults__", {"block": block}):
-            found = {f"{name} x {rows}": kernel_us(MIXES[name], rows, LLAMA, torch.float32, scale)
-                     for name in ("greedy", "top-p 0.9", "top-k 20, top-p 0.95") for rows, scale in ((1, 3.0), (256, 0.6))}
+    for block, pivots, warps in (
+        (2048, 8, 16),
+        (2048, 4, 16),
+        (1024, 8, 8),
+        (1024, 8, 16),
+        (2048, 8, 32),
+        (4096, 4, 32),
+    ):
+        with (
+            mock.patch.multiple(kernel, CHUNK=block, PIVOTS=pivots, CUT_WARPS=warps),
+            mock.patch.object(kernel.sample_rows_triton, "__kwdefaults__", {"block": block}),
+        ):
+            found = {
+                f"{name} x {rows}": kernel_us(MIXES[name], rows, LLAMA, torch.float32, scale)
+                for name in ("greedy", "top-p 0.9", "top-k 20, top-p 0.95")
+                for rows, scale in ((1, 3.0), (256, 0.6))
+            }
         print(dict(block=block, pivots=pivots, warps=warps), found, flush=True)
 
 

@@ -57,7 +57,11 @@ def main() -> int:
     parser.add_argument("--tool", choices=TOOLS, default="memcheck")
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=500)
-    parser.add_argument("--commit", default=os.environ.get("KVASIR_COMMIT"), help="what is measured, where there is no repository to ask")
+    parser.add_argument(
+        "--commit",
+        default=os.environ.get("KVASIR_COMMIT"),
+        help="what is measured, where there is no repository to ask",
+    )
     args = parser.parse_args()
     until = time.monotonic() + args.seconds
     sanitizer = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
@@ -65,7 +69,10 @@ def main() -> int:
         parser.error("compute-sanitizer is not installed: it comes with the CUDA toolkit")
     parts = divided(collected(args.files))
     command = [sanitizer, "--tool", args.tool, "--error-exitcode", str(MARK), "--print-limit", "20", *PYTEST]
-    config, file = {"tool": args.tool, "jobs": args.jobs, "seconds": args.seconds}, args.output / f"sanitize-{args.tool}.json"
+    config, file = (
+        {"tool": args.tool, "jobs": args.jobs, "seconds": args.seconds},
+        args.output / f"sanitize-{args.tool}.json",
+    )
     args.output.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(args.jobs) as pool:
         for _ in pool.map(lambda part: run(part, command, until), parts):
@@ -76,7 +83,10 @@ def main() -> int:
 
 
 def outcome(parts: list[Part], config: dict[str, Any]) -> dict[str, Any]:
-    arms = [arm(name, config, metrics([p for p in parts if p.file == name])) for name in dict.fromkeys(p.file for p in parts)]
+    arms = [
+        arm(name, config, metrics([p for p in parts if p.file == name]))
+        for name in dict.fromkeys(p.file for p in parts)
+    ]
     return result(f"sanitize-{config['tool']}", arms)
 
 
@@ -90,7 +100,9 @@ def environment(file: str = "") -> dict[str, str]:
 def collected(files: list[str]) -> dict[str, list[str]]:
     """The tests of each file."""
     asked = [str(FOLDER / file) for file in files] or [str(FOLDER)]
-    done = subprocess.run([*PYTEST, "--collect-only", *asked], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        [*PYTEST, "--collect-only", *asked], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
     found: dict[str, list[str]] = {}
     for line in done.stdout.splitlines():
         if "::" in line and line.startswith(f"{FOLDER}/"):
@@ -102,7 +114,9 @@ def collected(files: list[str]) -> dict[str, list[str]]:
 
 def divided(tests: dict[str, list[str]], size: int = SIZE) -> list[Part]:
     """First parts of all files first, so that time which runs out costs every file a little instead of one all."""
-    parts = [Part(file, ids[at:at + size], at // size) for file, ids in tests.items() for at in range(0, len(ids), size)]
+    parts = [
+        Part(file, ids[at : at + size], at // size) for file, ids in tests.items() for at in range(0, len(ids), size)
+    ]
     return sorted(parts, key=lambda part: part.number)
 
 
@@ -110,8 +124,16 @@ def run(part: Part, command: list[str], until: float) -> None:
     started = time.monotonic()
     if started >= until:
         return
-    process = subprocess.Popen([*command, *part.ids], cwd=ROOT, env=environment(part.file), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               text=True, errors="replace", start_new_session=True)
+    process = subprocess.Popen(
+        [*command, *part.ids],
+        cwd=ROOT,
+        env=environment(part.file),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
     try:
         part.log, _ = process.communicate(timeout=until - started)
         part.status = process.returncode
@@ -119,22 +141,35 @@ def run(part: Part, command: list[str], until: float) -> None:
         os.killpg(process.pid, signal.SIGKILL)
         part.log, _ = process.communicate()
     part.seconds, part.counts = time.monotonic() - started, read(part.log)
-    print(f"{part.file} {part.number}: exit {part.status}, {part.counts}, {part.seconds:.0f} s", file=sys.stderr, flush=True)
+    print(
+        f"{part.file} {part.number}: exit {part.status}, {part.counts}, {part.seconds:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def read(log: str) -> dict[str, int]:
     """What the sanitizer and pytest counted."""
     errors = re.findall(r"^========= (?:ERROR|RACECHECK) SUMMARY: (\d+)", log, re.M)
-    words = {word: re.findall(rf"^(?:=+ )?(?:.*, )?(\d+) {word}\b", log, re.M) for word in ("passed", "skipped", "failed")}
-    return ({"errors": sum(map(int, errors))} if errors else {}) | {word: int(counts[-1]) for word, counts in words.items() if counts}
+    words = {
+        word: re.findall(rf"^(?:=+ )?(?:.*, )?(\d+) {word}\b", log, re.M) for word in ("passed", "skipped", "failed")
+    }
+    return ({"errors": sum(map(int, errors))} if errors else {}) | {
+        word: int(counts[-1]) for word, counts in words.items() if counts
+    }
 
 
 def metrics(parts: list[Part]) -> dict[str, Any]:
     """Of one file. ``unclear``: parts that ended with neither a report of the sanitizer's nor a good exit."""
     ended = [p for p in parts if p.status is not None]
     totals = {name: sum(p.counts.get(name, 0) for p in ended) for name in ("passed", "skipped", "failed", "errors")}
-    return {"tests": sum(len(p.ids) for p in parts), **totals, "not_reached": sum(len(p.ids) for p in parts if p.status is None),
-            "unclear": sum("errors" not in p.counts for p in ended), "seconds": round(sum(p.seconds for p in parts), 1)}
+    return {
+        "tests": sum(len(p.ids) for p in parts),
+        **totals,
+        "not_reached": sum(len(p.ids) for p in parts if p.status is None),
+        "unclear": sum("errors" not in p.counts for p in ended),
+        "seconds": round(sum(p.seconds for p in parts), 1),
+    }
 
 
 def report(part: Part) -> str:
@@ -144,7 +179,9 @@ def report(part: Part) -> str:
     if part.status is None:
         return f"# {part.file} part {part.number}: not reached\n" + "\n".join(part.ids)
     lines = [line for line in part.log.splitlines() if line.startswith(("=========", "E  ", "FAILED", "ERROR"))]
-    return f"# {part.file} part {part.number}: exit {part.status}, {part.counts}\n" + ("\n".join(lines) or part.log)[:KEPT]
+    return (
+        f"# {part.file} part {part.number}: exit {part.status}, {part.counts}\n" + ("\n".join(lines) or part.log)[:KEPT]
+    )
 
 
 if __name__ == "__main__":

@@ -43,10 +43,16 @@ def main() -> int:
     parser.add_argument("model", nargs="?", default="")
     parser.add_argument("--shape")
     parser.add_argument("--seconds", type=float, default=540)
-    parser.add_argument("--clients", type=int, help="that ask again and again, and in each burst; default 96, without a shape 24")
-    parser.add_argument("--commit", default=os.environ.get("KVASIR_COMMIT"), help="what is measured, where there is no repository to ask")
+    parser.add_argument(
+        "--clients", type=int, help="that ask again and again, and in each burst; default 96, without a shape 24"
+    )
+    parser.add_argument(
+        "--commit",
+        default=os.environ.get("KVASIR_COMMIT"),
+        help="what is measured, where there is no repository to ask",
+    )
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    args, options = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1:]
+    args, options = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server must end with this process
     flags, clients = [*(LARGE if args.shape else SMALL), *options], args.clients or (96 if args.shape else 24)
     with contextlib.ExitStack() as stack:
@@ -57,13 +63,26 @@ def main() -> int:
             flags += ["--load-format", "dummy", "--served-model-name", args.shape]
         server = stack.enter_context(serving("kvasir", model, flags))
         start = server.wait()
-        found = soak(server.url, server.process.pid, seconds=args.seconds, clients=clients,
-                     tie=TIE if args.shape and "--batch-invariant" not in options and torch.cuda.is_available() else 0.0)
+        found = soak(
+            server.url,
+            server.process.pid,
+            seconds=args.seconds,
+            clients=clients,
+            tie=TIE if args.shape and "--batch-invariant" not in options and torch.cuda.is_available() else 0.0,
+        )
         if server.process.poll() is not None:
             found.reasons.append(f"the server ended with code {server.process.returncode}")
-    config = {"flags": flags, "clients": clients, "allowed": ALLOWED, "gpu_of": found.gpu_of} | ({"shape": args.shape} if args.shape else {})
-    finish(result(f"soak-{args.shape or args.model or 'embedded'}", [arm("kvasir", config, {"start_s": start, **measured(found)})]), args.output,
-           args.commit)
+    config = {"flags": flags, "clients": clients, "allowed": ALLOWED, "gpu_of": found.gpu_of} | (
+        {"shape": args.shape} if args.shape else {}
+    )
+    finish(
+        result(
+            f"soak-{args.shape or args.model or 'embedded'}",
+            [arm("kvasir", config, {"start_s": start, **measured(found)})],
+        ),
+        args.output,
+        args.commit,
+    )
     for reason in found.reasons:
         print(reason, file=sys.stderr)
     return bool(found.reasons)
@@ -72,21 +91,36 @@ def main() -> int:
 def joined_words(file: Path) -> None:
     """Grammars need to know how a shape's words make a text: one after the other, byte by byte."""
     tokenizer = json.loads(file.read_text())
-    file.write_text(json.dumps(tokenizer | {"decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}}))
+    file.write_text(
+        json.dumps(
+            tokenizer
+            | {"decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}}
+        )
+    )
 
 
 def measured(found: Soaked) -> dict[str, Any]:
     """Memory in MiB, by quarters of the time."""
-    levels = {name: {**{f"q{i + 1}": round(q, 1) for i, q in enumerate(quarters(values))}, "most": round(max(values), 1)}
-              for name, values in found.series.items() if name not in ("pages_free", "running", "waiting")}
+    levels = {
+        name: {**{f"q{i + 1}": round(q, 1) for i, q in enumerate(quarters(values))}, "most": round(max(values), 1)}
+        for name, values in found.series.items()
+        if name not in ("pages_free", "running", "waiting")
+    }
     ends = {how: sum(c[how] for c in found.counts.values()) for how in ("ok", "left", "refused", "invalid", "failed")}
-    return {"failed_checks": len(found.reasons), "reasons": found.reasons, "seconds": round(found.seconds, 1),
-            "output_tok_s": round(found.totals["generation_tokens"] / found.seconds, 1),
-            "prompt_tok_s": round(found.totals["prompt_tokens"] / found.seconds, 1), "requests": ends,
-            **{f"requests.{kind}": dict(sorted(counts.items())) for kind, counts in found.counts.items()},
-            **{name: int(value) for name, value in found.totals.items()}, **levels,
-            "pages_free_least": min(found.series["pages_free"]), "running_most": max(found.series["running"]),
-            "waiting_most": max(found.series["waiting"])}
+    return {
+        "failed_checks": len(found.reasons),
+        "reasons": found.reasons,
+        "seconds": round(found.seconds, 1),
+        "output_tok_s": round(found.totals["generation_tokens"] / found.seconds, 1),
+        "prompt_tok_s": round(found.totals["prompt_tokens"] / found.seconds, 1),
+        "requests": ends,
+        **{f"requests.{kind}": dict(sorted(counts.items())) for kind, counts in found.counts.items()},
+        **{name: int(value) for name, value in found.totals.items()},
+        **levels,
+        "pages_free_least": min(found.series["pages_free"]),
+        "running_most": max(found.series["running"]),
+        "waiting_most": max(found.series["waiting"]),
+    }
 
 
 if __name__ == "__main__":

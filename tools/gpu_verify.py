@@ -43,8 +43,15 @@ STEPS = [(1, 8), (4, 8), (16, 5), (64, 3)]  # sequences, rows of each
 CONTEXTS = (1024, 32768)
 MOST_TOKENS = 600_000  # of keys, in bf16 beside the weights
 ROUNDS, WARM = 9, 2
-SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-         "vocab_size": 300}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 300,
+}
 
 
 class Steps:
@@ -63,15 +70,30 @@ class Steps:
                 else:
                     plane.view(torch.uint8).random_(0, 120)
         backend = load("kvasir.attention.backends", "triton" if device.type == "cuda" else "torch", AttentionBackend)
-        backend.prepare(Site(device.type, dtype, codec.kernel, size, tuple({layer.mixer.attention() for layer in spec.layers})))
+        backend.prepare(
+            Site(device.type, dtype, codec.kernel, size, tuple({layer.mixer.attention() for layer in spec.layers}))
+        )
         if device.type == "cpu":
             backend = FromTheDevice(backend)
-        self.runner = Runner(model, pool, backend, Sampler(spec.vocab_size, spec.vocab_size, count, device, ()), device, max_model_len=context + 64)
+        self.runner = Runner(
+            model,
+            pool,
+            backend,
+            Sampler(spec.vocab_size, spec.vocab_size, count, device, ()),
+            device,
+            max_model_len=context + 64,
+        )
         self.seqs = []
         for i in range(count):
             prompt = [(7 * i + j) % spec.vocab_size for j in range(context + 1)]
-            seq = Sequence(Request(id=str(i), prompt_ids=prompt, params=SamplingParams(temperature=0.0), seed=i, max_tokens=1))
-            seq.tables, seq.row, seq.status = [list(range(1 + i * pages, 1 + (i + 1) * pages)) for _ in groups], i, Status.RUNNING
+            seq = Sequence(
+                Request(id=str(i), prompt_ids=prompt, params=SamplingParams(temperature=0.0), seed=i, max_tokens=1)
+            )
+            seq.tables, seq.row, seq.status = (
+                [list(range(1 + i * pages, 1 + (i + 1) * pages)) for _ in groups],
+                i,
+                Status.RUNNING,
+            )
             self.runner.open(seq)
             self.seqs.append(seq)
         self.runner.use_graphs(CudaCapture(device) if device.type == "cuda" else call_through, 8)
@@ -82,13 +104,24 @@ class Steps:
         for seq in self.seqs:
             start = len(seq.tokens) - 1
             seq.draft = [(start + j) % 200 for j in range(rows - 1)]
-            found.append(Span(seq, start, rows, want={"sample": range(rows)}, commit="walk", row=seq.row,
-                              parents=[(i - 1) // 2 if i else -1 for i in range(rows)] if tree else None))
+            found.append(
+                Span(
+                    seq,
+                    start,
+                    rows,
+                    want={"sample": range(rows)},
+                    commit="walk",
+                    row=seq.row,
+                    parents=[(i - 1) // 2 if i else -1 for i in range(rows)] if tree else None,
+                )
+            )
         return found
 
     def ways(self, rows: int, tree: bool) -> dict[str, int | None]:
         """How a step may be launched: the form of its graph, or None for one by one."""
-        forms = {"one by one": None} | ({} if tree or rows * len(self.seqs) > self.runner.graphs.buckets[-1] else {"graph, row by row": ROW_BY_ROW})
+        forms = {"one by one": None} | (
+            {} if tree or rows * len(self.seqs) > self.runner.graphs.buckets[-1] else {"graph, row by row": ROW_BY_ROW}
+        )
         shared = next((form for form in self.runner.graphs._forms if form >= rows), None)
         return forms | ({} if shared is None else {"graph, shared": shared})
 
@@ -121,7 +154,10 @@ def eager_hidden(steps: Steps, spans: list[Span]) -> torch.Tensor:
 def time_case(steps: Steps, codec: str, rows: int, context: int, tree: bool) -> list[dict]:
     spans, ways = steps.spans(rows, tree), steps.ways(rows, tree)
     want = eager_hidden(steps, spans).float()
-    gaps = {name: float((steps.hidden(spans, form).float() - want).abs().max() / want.abs().max()) if form else 0.0 for name, form in ways.items()}
+    gaps = {
+        name: float((steps.hidden(spans, form).float() - want).abs().max() / want.abs().max()) if form else 0.0
+        for name, form in ways.items()
+    }
     spent: dict[str, list[float]] = {name: [] for name in ways}
     steps.runner.rows.forget()
     for turn in range(ROUNDS + WARM + 4):  # a bucket is captured after a few uses
@@ -134,9 +170,20 @@ def time_case(steps: Steps, codec: str, rows: int, context: int, tree: bool) -> 
                 spent[name].append(time.perf_counter() - began)
     arms = []
     for name, times in spent.items():
-        metrics = {"ms": round(1e3 * statistics.median(times), 3), "ms_least": round(1e3 * min(times), 3), "gap": round(gaps[name], 5),
-                   "failed": int(not gaps[name] < 5e-2)}
-        config = {"codec": codec, "sequences": len(steps.seqs), "rows": rows, "context": context, "shape": "tree" if tree else "chain", "way": name}
+        metrics = {
+            "ms": round(1e3 * statistics.median(times), 3),
+            "ms_least": round(1e3 * min(times), 3),
+            "gap": round(gaps[name], 5),
+            "failed": int(not gaps[name] < 5e-2),
+        }
+        config = {
+            "codec": codec,
+            "sequences": len(steps.seqs),
+            "rows": rows,
+            "context": context,
+            "shape": "tree" if tree else "chain",
+            "way": name,
+        }
         arms.append(arm(f"{len(steps.seqs)} x {rows} rows at {context // 1024}k", config, metrics))
         print(arms[-1]["name"], config, metrics, flush=True)
     return arms
@@ -151,7 +198,9 @@ def main() -> int:
     device = torch.device("cpu" if given.small else "cuda")
     contexts = (40, 70) if given.small else CONTEXTS
     dtype = torch.float32 if given.small else torch.bfloat16
-    model = Decoder(build_spec(SHAPES["llama-8b"] | (SMALL if given.small else {})), Placement(device, dtype), max(contexts) + 64)
+    model = Decoder(
+        build_spec(SHAPES["llama-8b"] | (SMALL if given.small else {})), Placement(device, dtype), max(contexts) + 64
+    )
     fill_random(model, 0)
     arms, began = [], time.perf_counter()
     for codec in given.codec or ["plain", "int4_bdr"]:
@@ -164,8 +213,24 @@ def main() -> int:
                     try:
                         arms += time_case(steps, codec, rows, context, tree)
                     except Exception as error:  # the others are still worth their figures
-                        print("does not run:", codec, count, rows, context, tree, type(error).__name__, str(error)[:300], flush=True)
-                        arms.append(arm(f"{count} x {rows} rows at {context // 1024}k", {"codec": codec, "tree": tree}, {"failed": 1}))
+                        print(
+                            "does not run:",
+                            codec,
+                            count,
+                            rows,
+                            context,
+                            tree,
+                            type(error).__name__,
+                            str(error)[:300],
+                            flush=True,
+                        )
+                        arms.append(
+                            arm(
+                                f"{count} x {rows} rows at {context // 1024}k",
+                                {"codec": codec, "tree": tree},
+                                {"failed": 1},
+                            )
+                        )
                 del steps
                 gc.collect()  # graphs and what they hold refer to each other
                 if device.type == "cuda":

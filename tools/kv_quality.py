@@ -70,8 +70,10 @@ def main() -> None:
         prompts = [p for task in stories for _, exam in study.exams(task, options.seeds[0]) for p in exam.prompts][:8]
         if prompts:
             names = [c for c in (*FIRST[1:], *REST) if options.codecs is None or c in options.codecs]
-            errors = [arm(f"error of {name}", {}, {f"relative_squared_error_{side}": value for side, value in sides.items()})
-                      for name, sides in row_errors(folder, options.device, prompts, names).items()]
+            errors = [
+                arm(f"error of {name}", {}, {f"relative_squared_error_{side}": value for side, value in sides.items()})
+                for name, sides in row_errors(folder, options.device, prompts, names).items()
+            ]
         answer(study, jobs(options.tasks, options.seeds, options.outliers, options.codecs), save)
 
 

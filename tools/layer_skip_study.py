@@ -32,7 +32,7 @@ def fade(engine: Any, share: float) -> None:
 
     blocks = engine.runner.model.blocks
     with torch.inference_mode():
-        for block in blocks[len(blocks) // 2:]:
+        for block in blocks[len(blocks) // 2 :]:
             for layer in (block.mixer.o, block.ffn.down):
                 layer.weight_NK.mul_(share)
     engine.runner.weights_changed()
@@ -59,25 +59,47 @@ def count_layers(model: Any) -> dict[str, float]:
     return found
 
 
-def run(name: str, batch: int, temperature: float, count: int, output_tokens: int, drafter: str) -> tuple[dict[str, Any], list[list[int]]]:
+def run(
+    name: str, batch: int, temperature: float, count: int, output_tokens: int, drafter: str
+) -> tuple[dict[str, Any], list[list[int]]]:
     model = "base" if name == FADED else name
     load = task_loads(model, TASKS, count, 1, output_tokens, temperature)[0]
-    config = EngineConfig.of(model=model, max_num_seqs=batch, enable_prefix_caching=False, batch_invariant=True, drafter=drafter,
-                             draft_control="fixed")
+    config = EngineConfig.of(
+        model=model,
+        max_num_seqs=batch,
+        enable_prefix_caching=False,
+        batch_invariant=True,
+        drafter=drafter,
+        draft_control="fixed",
+    )
     with LLM(config=config) as llm:
         if name == FADED:
             fade(llm.engine, SHARE)
         found = count_layers(llm.engine._drafting.drafter._model) if drafter else {}
-        outputs = [list(out.outputs[0].token_ids) for out in llm.generate([{"prompt_token_ids": p} for p in load.prompts], load.params)]
+        outputs = [
+            list(out.outputs[0].token_ids)
+            for out in llm.generate([{"prompt_token_ids": p} for p in load.prompts], load.params)
+        ]
         stats, tokens = llm.engine.stats(), sum(map(len, outputs))
-        metrics: dict[str, Any] = {"tokens": tokens, "forwards": stats.step, "tokens_per_forward": round(tokens / stats.step, 4)}
+        metrics: dict[str, Any] = {
+            "tokens": tokens,
+            "forwards": stats.step,
+            "tokens_per_forward": round(tokens / stats.step, 4),
+        }
         if drafter:
             exits = llm.engine._drafting.drafter._model
             step = exits.num_layers + exits.head_layers
             layers = stats.step * step + found["draft_layers"] + found["judge_layers"]
-            metrics |= {"layers_per_token": round(layers / tokens, 4), "drafted": stats.drafted_tokens, "accepted": stats.accepted_tokens,
-                        "draft_calls": found["draft_calls"], "judge_calls": found["judge_calls"], "head_layers": round(exits.head_layers, 4),
-                        "exits": list(exits.exits), "num_layers": exits.num_layers}
+            metrics |= {
+                "layers_per_token": round(layers / tokens, 4),
+                "drafted": stats.drafted_tokens,
+                "accepted": stats.accepted_tokens,
+                "draft_calls": found["draft_calls"],
+                "judge_calls": found["judge_calls"],
+                "head_layers": round(exits.head_layers, 4),
+                "exits": list(exits.exits),
+                "num_layers": exits.num_layers,
+            }
     return metrics, outputs
 
 
@@ -93,18 +115,32 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=96)
     parser.add_argument("--drafter", default="layer_skip")
     given = parser.parse_args()
-    arms = [a for a in json.loads(given.out.read_text())["arms"] if a["config"]["label"] != given.label] if given.out.exists() else []
+    arms = (
+        [a for a in json.loads(given.out.read_text())["arms"] if a["config"]["label"] != given.label]
+        if given.out.exists()
+        else []
+    )
     for name in given.model or ["nano", "base", FADED]:
         for batch in given.batch or [1, 4]:
             for temperature in given.temperature or [0.0, 1.0]:
                 plain, expected = run(name, batch, temperature, given.count, given.output_tokens, "")
                 metrics, outputs = run(name, batch, temperature, given.count, given.output_tokens, given.drafter)
                 step = metrics["num_layers"] + metrics["head_layers"]
-                metrics["of_plain"] = round(metrics["layers_per_token"] / (step * plain["forwards"] / plain["tokens"]), 4)
+                metrics["of_plain"] = round(
+                    metrics["layers_per_token"] / (step * plain["forwards"] / plain["tokens"]), 4
+                )
                 metrics["forwards_of_plain"] = round(metrics["forwards"] / plain["forwards"], 4)
                 metrics["same_outputs"] = round(sum(a == b for a, b in zip(outputs, expected)) / len(expected), 4)
-                config = {"label": given.label, "version": given.version, "model": name, "batch": batch, "temperature": temperature,
-                          "drafter": given.drafter, "tasks": list(TASKS), "problems": given.count * len(TASKS)}
+                config = {
+                    "label": given.label,
+                    "version": given.version,
+                    "model": name,
+                    "batch": batch,
+                    "temperature": temperature,
+                    "drafter": given.drafter,
+                    "tasks": list(TASKS),
+                    "problems": given.count * len(TASKS),
+                }
                 arms.append(arm(f"{name} batch {batch} T {temperature:g} {given.label}", config, metrics))
                 print(arms[-1]["name"], metrics, flush=True)
                 given.out.parent.mkdir(parents=True, exist_ok=True)

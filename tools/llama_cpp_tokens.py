@@ -20,7 +20,12 @@ from kvasir.models import checkpoint
 from kvasir.types import SamplingParams
 
 ROWS, PROMPT, OUTPUT = 16, 64, 128
-FILES = {"f32, f32 cache": ("f32", "f32", True), "f32": ("f32", "f16", True), "bf16": ("bf16", "f16", True), "q8_0": ("q8_0", "f16", False)}
+FILES = {
+    "f32, f32 cache": ("f32", "f32", True),
+    "f32": ("f32", "f16", True),
+    "bf16": ("bf16", "f16", True),
+    "q8_0": ("q8_0", "f16", False),
+}
 
 
 def shared(one: list[int], other: list[int]) -> int:
@@ -36,7 +41,9 @@ def lead(step: dict[int, Any]) -> float:
 def main() -> None:
     arms = []
     for name in ("base", "nano"):
-        prompts = [[random.Random(f"{name} {row} {at}").randrange(32, 2016) for at in range(PROMPT)] for row in range(ROWS)]
+        prompts = [
+            [random.Random(f"{name} {row} {at}").randrange(32, 2016) for at in range(PROMPT)] for row in range(ROWS)
+        ]
         with LLM(model=name, device="cpu", num_threads=1) as llm:
             params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True, detokenize=False, logprobs=2)
             outs = [o.outputs[0] for o in llm.generate([{"prompt_token_ids": p} for p in prompts], params)]
@@ -45,12 +52,23 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / "model.gguf"
                 gguf.write(checkpoint.resolve(name), file, file_type)
-                engine = LlamaCpp(file, num_threads=1, max_num_seqs=ROWS, max_model_len=256, kv_type=kv_type, extra_buffers=extra)
+                engine = LlamaCpp(
+                    file, num_threads=1, max_num_seqs=ROWS, max_model_len=256, kv_type=kv_type, extra_buffers=extra
+                )
                 theirs = engine.generate(prompts, OUTPUT)
             same = [shared(one, other) for one, other in zip(theirs, ours)]
-            arms.append(arm(f"{name} {label}", {"model": name, "peer": "llama_cpp", "file_type": file_type, "kv_type": kv_type},
-                            {"answers": ROWS, "equal_answers": sum(s == OUTPUT for s in same), "tokens_alike": same,
-                             "gaps": [round(leads[row][at], 6) for row, at in enumerate(same) if at < OUTPUT]}))
+            arms.append(
+                arm(
+                    f"{name} {label}",
+                    {"model": name, "peer": "llama_cpp", "file_type": file_type, "kv_type": kv_type},
+                    {
+                        "answers": ROWS,
+                        "equal_answers": sum(s == OUTPUT for s in same),
+                        "tokens_alike": same,
+                        "gaps": [round(leads[row][at], 6) for row, at in enumerate(same) if at < OUTPUT],
+                    },
+                )
+            )
     finish(result("llama-cpp-tokens", arms), Path(sys.argv[1]))
 
 

@@ -38,10 +38,34 @@ BOOKS = {
     7277: ("green-fairy-book", "The Blue Bird", "Once upon a time there lived a King"),
     27826: ("olive-fairy-book", "Madschun", "Once upon a time there lived, in a small cottage"),
 }
-SMALL_WORDS = {"a", "an", "and", "as", "at", "but", "by", "for", "from", "how", "in", "into", "of", "on", "or", "that", "the", "to", "who", "with"}
+SMALL_WORDS = {
+    "a",
+    "an",
+    "and",
+    "as",
+    "at",
+    "but",
+    "by",
+    "for",
+    "from",
+    "how",
+    "in",
+    "into",
+    "of",
+    "on",
+    "or",
+    "that",
+    "the",
+    "to",
+    "who",
+    "with",
+}
 ASCII = str.maketrans({"‘": "'", "’": "'", "“": '"', "”": '"', "—": "--", "–": "-", "\u00a0": " ", "\ufeff": ""})
 CHAPTER = re.compile(r"^(chapter\s+)?([0-9]+|[ivxlc]+)\s*[.:]?\s*", re.IGNORECASE)
-NOTE = re.compile(r"^[\[(*{]|^(translated|adapted|from the) |^from '|^by the comte|line-art|illustration|hrchen$|^chorus$", re.IGNORECASE)
+NOTE = re.compile(
+    r"^[\[(*{]|^(translated|adapted|from the) |^from '|^by the comte|line-art|illustration|hrchen$|^chorus$",
+    re.IGNORECASE,
+)
 
 
 def heading(text: str, lines: int) -> str | None:
@@ -94,7 +118,9 @@ def clean(text: str, title: str, start: str) -> str:
         raise SystemExit(f"cannot find the first words '{start}'; another edition of this book?")
     body = ["## " + title, *body[first:]]
     before_heading = [after.startswith("## ") for after in body[1:]] + [True]
-    kept = [p for p, last in zip(body, before_heading, strict=True) if not (last and (p.startswith("## ") or is_credit(p)))]
+    kept = [
+        p for p, last in zip(body, before_heading, strict=True) if not (last and (p.startswith("## ") or is_credit(p)))
+    ]
     return "\n".join(re.sub(r"^([A-Z])([A-Z]{1,4}) ", lambda m: m[1] + m[2].lower() + " ", p) for p in kept) + "\n"
 
 

@@ -20,17 +20,30 @@ def main(output: Path, seeds: int, first: int) -> None:
     arms, ratios = [], {}
     for batch in BATCHES:
         for accept in ACCEPTS:
-            found = [compare(Load(batch), coins(accept, seed=seed), seed=seed, depths=(1, 2, 4, 8) if accept else ())
-                     for seed in range(first, first + (seeds if batch < 256 else max(1, seeds // 2)))]
+            found = [
+                compare(Load(batch), coins(accept, seed=seed), seed=seed, depths=(1, 2, 4, 8) if accept else ())
+                for seed in range(first, first + (seeds if batch < 256 else max(1, seeds // 2)))
+            ]
             metrics = {f"round{i}.of_plain": spread([f.rounds[i] for f in found]) for i in range(2)}
             metrics |= {f"round{i}.of_best_fixed": spread([f.rounds[i] / f.best for f in found]) for i in range(2)}
             metrics |= {f"fixed{depth}.of_plain": spread([f.fixed[depth] for f in found]) for depth in found[0].fixed}
             name = f"simulated goodput accept={accept:g} {batch}"
-            arms.append(arm(name, {"batch": batch, "accept": accept, "prompt": 256, "output": 192, "shape": "llama-8b"}, metrics))
-            ratios |= {f"{key} {name}": metrics[key]["median"] for key in ("round0.of_plain", "round1.of_plain", "round1.of_best_fixed")}
+            arms.append(
+                arm(
+                    name, {"batch": batch, "accept": accept, "prompt": 256, "output": 192, "shape": "llama-8b"}, metrics
+                )
+            )
+            ratios |= {
+                f"{key} {name}": metrics[key]["median"]
+                for key in ("round0.of_plain", "round1.of_plain", "round1.of_best_fixed")
+            }
             print(name, {key: value["median"] for key, value in metrics.items()}, file=sys.stderr, flush=True)
-    finish(result("drafting-simulated", arms, ratios=ratios) | {"machine": "simulated: step times of an H200, nothing was measured"}, output)
+    finish(
+        result("drafting-simulated", arms, ratios=ratios)
+        | {"machine": "simulated: step times of an H200, nothing was measured"},
+        output,
+    )
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, [*sys.argv[2:], *(4, 0)[len(sys.argv) - 2:]]))
+    main(Path(sys.argv[1]), *map(int, [*sys.argv[2:], *(4, 0)[len(sys.argv) - 2 :]]))

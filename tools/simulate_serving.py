@@ -34,32 +34,56 @@ from kvasir.engine.scheduler import Scheduler  # noqa: E402
 from kvasir.engine.schedulers.fcfs import Fcfs  # noqa: E402
 from kvasir.types import CacheGroup, Plan, Request, SamplingParams, Sequence, Span, Status  # noqa: E402
 
-TRACES = {"conversation": "azure2023/AzureLLMInferenceTrace_conv.csv.gz", "code": "azure2023/AzureLLMInferenceTrace_code.csv.gz",
-          "mooncake": "mooncake/conversation_trace.jsonl.gz"}
+TRACES = {
+    "conversation": "azure2023/AzureLLMInferenceTrace_conv.csv.gz",
+    "code": "azure2023/AzureLLMInferenceTrace_code.csv.gz",
+    "mooncake": "mooncake/conversation_trace.jsonl.gz",
+}
 SHARES = {"conversation": (0.5, 0.8, 0.9), "code": (0.8,)}
-RATE, MINUTE, LONGEST = 18.0, 60.0, 32_768  # of the conversation, as it was measured once; of Mooncake's recorded arrivals; prompts are cut
+RATE, MINUTE, LONGEST = (
+    18.0,
+    60.0,
+    32_768,
+)  # of the conversation, as it was measured once; of Mooncake's recorded arrivals; prompts are cut
 # Milliseconds on the GPU by rows: steps with prompts, and decodes without their keys.
-MIXED = [1, 64, 128, 256, 512, 768, 1056, 1536, 2048, 4096, 8192], [4.1, 5.5, 6.5, 8.7, 14.6, 19.9, 27.5, 37.5, 48.0, 93.0, 182.0]
+MIXED = (
+    [1, 64, 128, 256, 512, 768, 1056, 1536, 2048, 4096, 8192],
+    [4.1, 5.5, 6.5, 8.7, 14.6, 19.9, 27.5, 37.5, 48.0, 93.0, 182.0],
+)
 DECODES = [1, 8, 64, 256], [4.05, 4.13, 4.63, 6.86]
 KV_BYTES, BANDWIDTH, PAIR_FLOPS, FLOPS = 131072, 4.2e12, 4 * 32 * 128 * 32, 6.5e14
 PIECES, LAUNCH_PIECES, LAUNCH_KERNELS, LAUNCH_GRAPH = 1152, 7.5e-3, 17e-3, 1.2e-3  # rows; seconds of the host
-RECEIVE, SEND, COMMIT = 3e-3, 1e-3, 6e-4  # seconds until a request is in the queue; until a token is out; of a step's bookkeeping
+RECEIVE, SEND, COMMIT = (
+    3e-3,
+    1e-3,
+    6e-4,
+)  # seconds until a request is in the queue; until a token is out; of a step's bookkeeping
 
 
 def gpu_seconds(spans: list[Span]) -> float:
     rows, keys = sum(s.length for s in spans), sum(s.start for s in spans if s.length == 1)
     if rows == len(spans):
         return float(np.interp(rows, *DECODES)) * 1e-3 + KV_BYTES * keys / BANDWIDTH
-    pairs = sum(s.length * (s.start + s.length / 2 - 512) for s in spans if s.length > 1)  # the table's prompts had about 512 keys a row
+    pairs = sum(
+        s.length * (s.start + s.length / 2 - 512) for s in spans if s.length > 1
+    )  # the table's prompts had about 512 keys a row
     return float(np.interp(rows, *MIXED)) * 1e-3 + max(0.0, pairs) * PAIR_FLOPS / FLOPS + KV_BYTES * keys / BANDWIDTH
 
 
 class Simulation:
-    def __init__(self, requests: list[tuple[float, list[int], int]], beside: Beside | None, policy: SchedulerPolicy) -> None:
+    def __init__(
+        self, requests: list[tuple[float, list[int], int]], beside: Beside | None, policy: SchedulerPolicy
+    ) -> None:
         """``requests``: seconds of arrival, prompts, output tokens."""
         pages = PageManager([CacheGroup("full", (0,), 1, 8)], [45_000], 16, b"root")
-        self.scheduler = Scheduler(SchedulerConfig(max_num_seqs=256), pages, policy, max_rows=8192, max_model_len=40_000,
-                                   pace=Pace(None, None, beside))
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=256),
+            pages,
+            policy,
+            max_rows=8192,
+            max_model_len=40_000,
+            pace=Pace(None, None, beside),
+        )
         self.requests, self.now, self.gpu_free = requests, 0.0, 0.0
         self.flight: list[tuple[Plan, float]] = []
         self.first: dict[Sequence, float] = {}
@@ -88,7 +112,16 @@ class Simulation:
     def _take(self) -> None:
         while self.taken < len(self.requests) and self.requests[self.taken][0] + RECEIVE <= self.now:
             at, ids, output = self.requests[self.taken]
-            seq = Sequence(Request(id=str(self.taken), prompt_ids=ids, params=SamplingParams(ignore_eos=True), seed=0, max_tokens=output, arrival=at))
+            seq = Sequence(
+                Request(
+                    id=str(self.taken),
+                    prompt_ids=ids,
+                    params=SamplingParams(ignore_eos=True),
+                    seed=0,
+                    max_tokens=output,
+                    arrival=at,
+                )
+            )
             seq.max_output = output
             self.scheduler.add(seq)
             self.taken += 1
@@ -126,10 +159,15 @@ def load(trace: str, count: int, rate: float | None) -> list[tuple[float, list[i
     """The trace's lengths at Poisson arrivals; ``rate`` 0: all at once; None: a minute as it was recorded, with its shared prefixes."""
     found = read(ROOT / "bench/traces" / TRACES[trace])
     if rate is None:
-        return [(r.at, prompt_ids(r, i), r.output) for i, r in enumerate(r for r in scaled(found, 1.0, LONGEST) if r.at <= MINUTE)]
+        return [
+            (r.at, prompt_ids(r, i), r.output)
+            for i, r in enumerate(r for r in scaled(found, 1.0, LONGEST) if r.at <= MINUTE)
+        ]
     arrivals, ids, at, calls = random.Random(1), random.Random(0), 0.0, []
     for request in found[:count]:
-        calls.append((at, [ids.randrange(1 << 40) for _ in range(min(request.prompt, 15_000))], request.output))  # shares nothing with another
+        calls.append(
+            (at, [ids.randrange(1 << 40) for _ in range(min(request.prompt, 15_000))], request.output)
+        )  # shares nothing with another
         at += arrivals.expovariate(rate) if rate else 0.0
     return calls
 
@@ -138,19 +176,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path)
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--beside", default="none,2048,2048:1152", help="Rows of prompts beside decodes: at most, and in a short step.")
+    parser.add_argument(
+        "--beside", default="none,2048,2048:1152", help="Rows of prompts beside decodes: at most, and in a short step."
+    )
     parser.add_argument("--policies", default="fcfs,shortest")
     options = parser.parse_args()
     texts, arms = options.beside.split(","), []
     gc.disable()
-    loads: list[tuple[str, str, float | None]] = [("mooncake", "mooncake", None), (f"conversation-{RATE:g}s", "conversation", RATE)]
+    loads: list[tuple[str, str, float | None]] = [
+        ("mooncake", "mooncake", None),
+        (f"conversation-{RATE:g}s", "conversation", RATE),
+    ]
     for trace, shares in SHARES.items():
         capacity = Simulation(load(trace, options.requests // 2, 0.0), None, Fcfs()).run()["requests_s"]
         loads += [(f"{trace}{share * 100:.0f}", trace, round(share * capacity, 2)) for share in shares]
     for (label, trace, rate), text, name in product(loads, texts, options.policies.split(",")):
         most, _, short = text.partition(":")
         beside = None if most == "none" else Beside(int(most), int(short or 1))  # of 1: none is short
-        metrics = Simulation(load(trace, options.requests, rate), beside, technique.load(POLICIES, name, SchedulerPolicy)).run()
+        metrics = Simulation(
+            load(trace, options.requests, rate), beside, technique.load(POLICIES, name, SchedulerPolicy)
+        ).run()
         arms.append(arm(f"{label}-{text}-{name}", {"rate": rate, "beside": beside, "policy": name}, metrics))
         print(arms[-1]["name"], metrics, flush=True)
         gc.collect()

@@ -37,14 +37,26 @@ from kvasir.types import SamplingParams
 def recipe_of(name: str, options: argparse.Namespace) -> Recipe:
     """The model's recipe on the rollouts' tasks alone, at a small rate that does not fall."""
     mix = dict.fromkeys(VERIFIABLE, 1.0)
-    return find(name).replace(rows=(Rows(options.rows, 512, mix),), validate=(Rows(1, 512, mix),), phases=(), own=None, lr=options.lr, final=1.0,
-                              warmup=options.steps // 4, steps=options.steps * (options.count - 1), seed=options.seed, pool=256)
+    return find(name).replace(
+        rows=(Rows(options.rows, 512, mix),),
+        validate=(Rows(1, 512, mix),),
+        phases=(),
+        own=None,
+        lr=options.lr,
+        final=1.0,
+        warmup=options.steps // 4,
+        steps=options.steps * (options.count - 1),
+        seed=options.seed,
+        pool=256,
+    )
 
 
 def moved(before: list[torch.Tensor], trainer: Trainer) -> float:
     """How far the weights moved, as a share of their size."""
     now = [p.detach() for p in trainer.model.parameters()]
-    return math.sqrt(sum(float((a - b).square().sum()) for a, b in zip(now, before)) / sum(float(b.square().sum()) for b in before))
+    return math.sqrt(
+        sum(float((a - b).square().sum()) for a, b in zip(now, before)) / sum(float(b.square().sum()) for b in before)
+    )
 
 
 def train(folder: Path, options: argparse.Namespace, tokenizer: Any) -> list[dict[str, Any]]:
@@ -58,8 +70,16 @@ def train(folder: Path, options: argparse.Namespace, tokenizer: Any) -> list[dic
         for batches in itertools.islice(stream, options.steps):
             loss += float(trainer.step(batches)[0]) / options.steps
         export.export(trainer.model, tokenizer, options.out / str(number))
-        rows.append({"checkpoint": number, "steps": trainer.done, "tokens": trainer.tokens, "loss": round(loss, 4),
-                     "weights_moved": round(moved(before, trainer), 5), "seconds": round(time.monotonic() - began, 1)})
+        rows.append(
+            {
+                "checkpoint": number,
+                "steps": trainer.done,
+                "tokens": trainer.tokens,
+                "loss": round(loss, 4),
+                "weights_moved": round(moved(before, trainer), 5),
+                "seconds": round(time.monotonic() - began, 1),
+            }
+        )
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -70,14 +90,20 @@ def judge(rows: list[dict[str, Any]], options: argparse.Namespace, tokenizer: An
     asked = [(task, problem) for task in tasks for problem in task.problems("test", 0, options.problems)]
     prompts = [{"prompt_token_ids": tokenizer.encode(p.prompt, add_special_tokens=False).ids} for _, p in asked]
     stop = tokenizer.token_to_id("<|im_end|>")
-    params = [SamplingParams(temperature=1.0, max_tokens=384, stop_token_ids=(stop,), seed=i, detokenize=False) for i in range(len(asked))]
+    params = [
+        SamplingParams(temperature=1.0, max_tokens=384, stop_token_ids=(stop,), seed=i, detokenize=False)
+        for i in range(len(asked))
+    ]
     settings = {"device": options.device, "max_num_seqs": 64, "enable_prefix_caching": False}
     before: list[list[int]] | None = None
     with LLM(config=EngineConfig.of(model=str(options.out / "0"), **settings)) as llm:
         for row in rows:
             llm.engine.update_weights(str(options.out / str(row["checkpoint"])))
             found = [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params)]
-            right = [task.check(problem, tokenizer.decode(ids, skip_special_tokens=True)) for (task, problem), ids in zip(asked, found)]
+            right = [
+                task.check(problem, tokenizer.decode(ids, skip_special_tokens=True))
+                for (task, problem), ids in zip(asked, found)
+            ]
             row |= {"right": round(sum(right) / len(right), 4), "samples": len(found)}
             if before is not None:
                 row["changed"] = round(sum(a != b for a, b in zip(found, before)) / len(found), 4)
@@ -104,8 +130,17 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = lab_tokenizer.load(folder)
     rows = train(folder, options, tokenizer)
     judge(rows, options, tokenizer)
-    setting = {name: value for name, value in vars(options).items() if name not in ("out", "model", "commit")} | {"tasks": list(VERIFIABLE)}
-    arms = [arm(f"checkpoint {row['checkpoint']}", setting, {name: value for name, value in row.items() if name != "checkpoint"}) for row in rows]
+    setting = {name: value for name, value in vars(options).items() if name not in ("out", "model", "commit")} | {
+        "tasks": list(VERIFIABLE)
+    }
+    arms = [
+        arm(
+            f"checkpoint {row['checkpoint']}",
+            setting,
+            {name: value for name, value in row.items() if name != "checkpoint"},
+        )
+        for row in rows
+    ]
     finish(result(f"successive-checkpoints-{options.recipe}", arms), options.out / "report.json", options.commit)
 
 

@@ -49,11 +49,22 @@ def watch(out: TextIO) -> None:
         sort = "unmeasured" if step == 0 else "mixed" if step is None else "drafted" if step.drafted else "plain"
         completed(self, plan)
         before, accepted[self] = accepted.get(self, 0), controller.stats.accepted
-        line = {"step": plan.step, "sort": sort, "sequences": len(plan.spans), "rows": plan.num_rows, "ms": 1e3 * (self._ended - ended),
-                "accepted": controller.stats.accepted - before, "credit": None if controller._credit is None else 1e3 * controller._credit,
-                "rest": controller.rest_left, **seen}
+        line = {
+            "step": plan.step,
+            "sort": sort,
+            "sequences": len(plan.spans),
+            "rows": plan.num_rows,
+            "ms": 1e3 * (self._ended - ended),
+            "accepted": controller.stats.accepted - before,
+            "credit": None if controller._credit is None else 1e3 * controller._credit,
+            "rest": controller.rest_left,
+            **seen,
+        }
         seen.clear()
-        out.write(json.dumps({key: round(value, 3) if isinstance(value, float) else value for key, value in line.items()}) + "\n")
+        out.write(
+            json.dumps({key: round(value, 3) if isinstance(value, float) else value for key, value in line.items()})
+            + "\n"
+        )
 
     Drafting.__init__, Drafting.completed = watched_init, watched_completed
     DraftTimes.observe, Controller._gain = watched_observe, watched_gain

@@ -49,7 +49,10 @@ class Size:
     kv_heads: int
 
 
-SIZES = {"1b": Size(2048, 16, 8192, 32, 8), "8b": Size(4096, 32, 14336, 32, 8)}  # the layers of Llama 3.2 1B and of Llama 3 8B
+SIZES = {
+    "1b": Size(2048, 16, 8192, 32, 8),
+    "8b": Size(4096, 32, 14336, 32, 8),
+}  # the layers of Llama 3.2 1B and of Llama 3 8B
 
 
 def wider_config(config: dict[str, Any], size: Size) -> dict[str, Any]:
@@ -57,53 +60,96 @@ def wider_config(config: dict[str, Any], size: Size) -> dict[str, Any]:
     if config.get("model_type") != "qwen3" or not config.get("tie_word_embeddings") or config.get("use_sliding_window"):
         raise ConfigError("widened are Qwen3 models with tied embeddings and without windows, as those of the lab")
     config = {name: value for name, value in config.items() if name != "layer_types"}
-    small = Size(*(config[name] for name in ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads")))
-    if (any(getattr(small, name) > getattr(size, name) for name in ("hidden", "layers", "ffn", "kv_heads"))
-            or small.heads // small.kv_heads > size.heads // size.kv_heads):
+    small = Size(
+        *(
+            config[name]
+            for name in (
+                "hidden_size",
+                "num_hidden_layers",
+                "intermediate_size",
+                "num_attention_heads",
+                "num_key_value_heads",
+            )
+        )
+    )
+    if (
+        any(getattr(small, name) > getattr(size, name) for name in ("hidden", "layers", "ffn", "kv_heads"))
+        or small.heads // small.kv_heads > size.heads // size.kv_heads
+    ):
         raise ConfigError(f"{small} is no part of {size}")
-    return config | {"hidden_size": size.hidden, "num_hidden_layers": size.layers, "intermediate_size": size.ffn, "num_attention_heads": size.heads,
-                     "num_key_value_heads": size.kv_heads, "max_window_layers": size.layers,
-                     "rms_norm_eps": config["rms_norm_eps"] * small.hidden / size.hidden}
+    return config | {
+        "hidden_size": size.hidden,
+        "num_hidden_layers": size.layers,
+        "intermediate_size": size.ffn,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "max_window_layers": size.layers,
+        "rms_norm_eps": config["rms_norm_eps"] * small.hidden / size.hidden,
+    }
 
 
 class Widened:
     """The tensors of a widened model, layer by layer. ``small``: by stored name; ``config``: the small model's."""
 
-    def __init__(self, small: dict[str, torch.Tensor], config: dict[str, Any], size: Size, device: torch.device, seed: int = 0) -> None:
+    def __init__(
+        self, small: dict[str, torch.Tensor], config: dict[str, Any], size: Size, device: torch.device, seed: int = 0
+    ) -> None:
         self.small, self.size, self.head_dim = small, size, config["head_dim"]
-        self.layers, self.hidden, self.ffn = config["num_hidden_layers"], config["hidden_size"], config["intermediate_size"]
+        self.layers, self.hidden, self.ffn = (
+            config["num_hidden_layers"],
+            config["hidden_size"],
+            config["intermediate_size"],
+        )
         self.dtype, self.device = next(iter(small.values())).dtype, device
         self.noise = torch.Generator(device).manual_seed(seed)
         group, wide = config["num_attention_heads"] // config["num_key_value_heads"], size.heads // size.kv_heads
-        heads = [head // group * wide + head % group for head in range(config["num_attention_heads"])]  # where a query head of the small one lies
-        self.query_rows = torch.cat([torch.arange(head * self.head_dim, (head + 1) * self.head_dim) for head in heads]).to(device)
+        heads = [
+            head // group * wide + head % group for head in range(config["num_attention_heads"])
+        ]  # where a query head of the small one lies
+        self.query_rows = torch.cat(
+            [torch.arange(head * self.head_dim, (head + 1) * self.head_dim) for head in heads]
+        ).to(device)
 
     def outer(self) -> dict[str, torch.Tensor]:
-        embed = torch.zeros(len(self.small["model.embed_tokens.weight"]), self.size.hidden, dtype=self.dtype, device=self.device)
-        embed[:, :self.hidden] = self.small["model.embed_tokens.weight"].to(self.device)
+        embed = torch.zeros(
+            len(self.small["model.embed_tokens.weight"]), self.size.hidden, dtype=self.dtype, device=self.device
+        )
+        embed[:, : self.hidden] = self.small["model.embed_tokens.weight"].to(self.device)
         return {"model.embed_tokens.weight": embed, "model.norm.weight": self._norm("model.norm.weight")}
 
     def layer(self, i: int) -> dict[str, torch.Tensor]:
         """Of layer ``i``; of one that the small model does not have, one that adds nothing."""
         prefix, size, part = f"model.layers.{i}.", self.size, i < self.layers
-        found = {prefix + name: self._norm(prefix + name) for name in ("input_layernorm.weight", "post_attention_layernorm.weight")}
+        found = {
+            prefix + name: self._norm(prefix + name)
+            for name in ("input_layernorm.weight", "post_attention_layernorm.weight")
+        }
         for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
             head_norm = self.small[prefix + name] if part else torch.ones(self.head_dim, dtype=self.dtype)
             found[prefix + name] = head_norm.to(self.device)
-        reads = {"self_attn.q_proj": (size.heads * self.head_dim, self.query_rows), "self_attn.k_proj": (size.kv_heads * self.head_dim, None),
-                 "self_attn.v_proj": (size.kv_heads * self.head_dim, None), "mlp.gate_proj": (size.ffn, None), "mlp.up_proj": (size.ffn, None)}
+        reads = {
+            "self_attn.q_proj": (size.heads * self.head_dim, self.query_rows),
+            "self_attn.k_proj": (size.kv_heads * self.head_dim, None),
+            "self_attn.v_proj": (size.kv_heads * self.head_dim, None),
+            "mlp.gate_proj": (size.ffn, None),
+            "mlp.up_proj": (size.ffn, None),
+        }
         for name, (rows, where) in reads.items():
-            weight = torch.randn(rows, size.hidden, generator=self.noise, device=self.device, dtype=self.dtype).mul_(SPREAD)
+            weight = torch.randn(rows, size.hidden, generator=self.noise, device=self.device, dtype=self.dtype).mul_(
+                SPREAD
+            )
             if part:
                 stored = self.small[f"{prefix}{name}.weight"].to(self.device)
-                weight[torch.arange(len(stored), device=self.device) if where is None else where, :self.hidden] = stored
+                weight[torch.arange(len(stored), device=self.device) if where is None else where, : self.hidden] = (
+                    stored
+                )
             found[f"{prefix}{name}.weight"] = weight
         for name, columns in (("self_attn.o_proj", size.heads * self.head_dim), ("mlp.down_proj", size.ffn)):
             weight = torch.zeros(size.hidden, columns, dtype=self.dtype, device=self.device)
             if part:
                 stored = self.small[f"{prefix}{name}.weight"].to(self.device)
                 where = self.query_rows if name == "self_attn.o_proj" else torch.arange(self.ffn, device=self.device)
-                weight[:self.hidden, where] = stored
+                weight[: self.hidden, where] = stored
             found[f"{prefix}{name}.weight"] = weight
         return found
 
@@ -111,7 +157,9 @@ class Widened:
         """The mean over the wide stream is smaller by the share that is not zero."""
         weight = torch.ones(self.size.hidden, dtype=self.dtype, device=self.device)
         if name in self.small:
-            weight[:self.hidden] = self.small[name].to(self.device).float().mul(math.sqrt(self.hidden / self.size.hidden)).to(self.dtype)
+            weight[: self.hidden] = (
+                self.small[name].to(self.device).float().mul(math.sqrt(self.hidden / self.size.hidden)).to(self.dtype)
+            )
         return weight
 
     def shards(self) -> Iterator[tuple[str, bool, dict[str, torch.Tensor]]]:
@@ -131,14 +179,20 @@ def widen(folder: Path, out: Path, size: Size, *, like: Path | None = None, devi
             shutil.copy(file, out)
     (out / "config.json").write_text(json.dumps(wider, indent=1))
     place: dict[str, str] = {}
-    model = Widened({stored.name: read_tensor(stored) for stored in read_headers(folder)}, config, size, torch.device(device), seed)
+    model = Widened(
+        {stored.name: read_tensor(stored) for stored in read_headers(folder)}, config, size, torch.device(device), seed
+    )
     for name, holds, tensors in model.shards():
         place |= dict.fromkeys(tensors, name)
         (out / name).unlink(missing_ok=True)
         if like is not None and not holds:
             os.symlink((like / name).resolve(), out / name)
         else:
-            save_file({key: tensor.contiguous().cpu() for key, tensor in tensors.items()}, str(out / name), metadata={"format": "pt"})
+            save_file(
+                {key: tensor.contiguous().cpu() for key, tensor in tensors.items()},
+                str(out / name),
+                metadata={"format": "pt"},
+            )
     (out / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": place}, indent=1))
 
 

@@ -11,8 +11,14 @@ if TYPE_CHECKING:
     from kvasir.types import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
-_HOMES = {"LLM": "kvasir.api.llm", "SamplingParams": "kvasir.types", "EngineConfig": "kvasir.config",
-          "AsyncEngine": "kvasir.client.engine_client", "RequestError": "kvasir.errors", "ConfigError": "kvasir.errors"}
+_HOMES = {
+    "LLM": "kvasir.api.llm",
+    "SamplingParams": "kvasir.types",
+    "EngineConfig": "kvasir.config",
+    "AsyncEngine": "kvasir.client.engine_client",
+    "RequestError": "kvasir.errors",
+    "ConfigError": "kvasir.errors",
+}
 __all__ = ["__version__", *_HOMES]
 
 

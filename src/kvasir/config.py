@@ -20,7 +20,9 @@ from kvasir.errors import ConfigError, nearest
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it
 
 
-def opt(default: Any, help: str, *aliases: str, low: float | None = None, high: float | None = None, off: str = "") -> Any:
+def opt(
+    default: Any, help: str, *aliases: str, low: float | None = None, high: float | None = None, off: str = ""
+) -> Any:
     """A setting with its help line, vLLM's spelling of it if that differs, the smallest and largest value allowed, and
     vLLM's flag that turns it off."""
     return field(default=default, metadata={"help": help, "aliases": aliases, "low": low, "high": high, "off": off})
@@ -35,12 +37,20 @@ class ModelConfig:
     tokenizer: str | None = opt(None, "Folder or hub id of the tokenizer, if it is not the model's.")
     served_model_name: str | None = opt(None, "The name the API answers to; default: the model as given.")
     device: Literal["auto", "cpu", "cuda"] = opt("auto", "Where to run; auto takes a GPU when torch sees one.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = opt("auto", "Type of weights and KV; auto: as stored on a GPU, float32 on a CPU.")
-    load_format: Literal["auto", "safetensors", "dummy"] = opt("auto", "dummy fills the shape with random weights, to measure speed.")
-    max_model_len: int | None = opt(None, "Longest prompt plus output, in tokens; default: what the model was made for.", low=1)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = opt(
+        "auto", "Type of weights and KV; auto: as stored on a GPU, float32 on a CPU."
+    )
+    load_format: Literal["auto", "safetensors", "dummy"] = opt(
+        "auto", "dummy fills the shape with random weights, to measure speed."
+    )
+    max_model_len: int | None = opt(
+        None, "Longest prompt plus output, in tokens; default: what the model was made for.", low=1
+    )
     skip_tokenizer_init: bool = opt(False, "Load no tokenizer; prompts are token ids only.")
     chat_template: str | None = opt(None, "A Jinja file (or text) to use instead of the checkpoint's chat template.")
-    generation_config: Literal["auto", "none"] = opt("auto", "Whether sampling defaults come from the checkpoint's generation_config.json.")
+    generation_config: Literal["auto", "none"] = opt(
+        "auto", "Whether sampling defaults come from the checkpoint's generation_config.json."
+    )
     seed: int = opt(0, "Seed of dummy weights.", low=0)
 
 
@@ -48,12 +58,21 @@ class ModelConfig:
 class CacheConfig:
     """The KV pool."""
 
-    gpu_memory_utilization: float = opt(0.9, "Share of the GPU memory free at start for weights, one step and the KV pool.", low=0.01, high=1)
+    gpu_memory_utilization: float = opt(
+        0.9, "Share of the GPU memory free at start for weights, one step and the KV pool.", low=0.01, high=1
+    )
     cpu_cache_bytes: int = opt(1 << 29, "Bytes of the KV pool on a CPU.", low=1)
-    kv_codec: str = opt("plain", "How keys and values are stored: a name that `kvasir doctor` lists, or a file; then :key=value,key=value.",
-                        "kv-cache-dtype")
-    page_slots: int | None = opt(None, "Tokens a page holds; default: as the codec says, 16 to 64.", "block-size", low=1)
-    num_pages: int | None = opt(None, "Pages in the pool, instead of what was measured to fit.", "num-gpu-blocks-override", low=1)
+    kv_codec: str = opt(
+        "plain",
+        "How keys and values are stored: a name that `kvasir doctor` lists, or a file; then :key=value,key=value.",
+        "kv-cache-dtype",
+    )
+    page_slots: int | None = opt(
+        None, "Tokens a page holds; default: as the codec says, 16 to 64.", "block-size", low=1
+    )
+    num_pages: int | None = opt(
+        None, "Pages in the pool, instead of what was measured to fit.", "num-gpu-blocks-override", low=1
+    )
     enable_prefix_caching: bool = opt(True, "Share the KV of equal prompt beginnings.")
     fit: bool = opt(False, "Shorten the context to what fits instead of refusing to start, and say why.")
 
@@ -63,28 +82,49 @@ class SchedulerConfig:
     """How steps are filled."""
 
     max_num_seqs: int = opt(256, "Most sequences that run at once.", low=1)
-    max_num_batched_tokens: int | None = opt(None, "Most rows a step; default 8192 on a GPU of 80 GB or more, 2048 on others, 256 on a CPU.", low=1)
+    max_num_batched_tokens: int | None = opt(
+        None, "Most rows a step; default 8192 on a GPU of 80 GB or more, 2048 on others, 256 on a CPU.", low=1
+    )
     long_prefill_token_threshold: int = opt(0, "Most rows of one sequence a step; 0: no bound.", low=0)
-    scheduling_policy: str = opt("fcfs", "fcfs (by arrival), shortest (by arrival, but where prompts wait short ones sooner), priority (lower "
-                                 "numbers first), affinity (calls of one problem together), another that `kvasir doctor` lists, or a file.")
-    target_itl: float | None = opt(None, "Most seconds between two tokens of a request; prompts then come in smaller chunks. Default: no bound.",
-                                   low=0.0001)
-    max_ttft: float | None = opt(None, "Most seconds to the first token; a request predicted to wait longer gets 429. Default: none.", low=0.001)
+    scheduling_policy: str = opt(
+        "fcfs",
+        "fcfs (by arrival), shortest (by arrival, but where prompts wait short ones sooner), priority (lower "
+        "numbers first), affinity (calls of one problem together), another that `kvasir doctor` lists, or a file.",
+    )
+    target_itl: float | None = opt(
+        None,
+        "Most seconds between two tokens of a request; prompts then come in smaller chunks. Default: no bound.",
+        low=0.0001,
+    )
+    max_ttft: float | None = opt(
+        None, "Most seconds to the first token; a request predicted to wait longer gets 429. Default: none.", low=0.001
+    )
     max_queued_requests: int = opt(4096, "Requests that may wait before new ones get 429.", low=1)
-    max_queued_tokens: int | None = opt(None, "Prompt tokens that may wait before new requests get 429; default 4x the KV pool.", low=1)
+    max_queued_tokens: int | None = opt(
+        None, "Prompt tokens that may wait before new requests get 429; default 4x the KV pool.", low=1
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerConfig:
     """How a step is computed."""
 
-    attention_backend: str = opt("auto", "auto takes what can serve the model here, the quickest of several; `kvasir doctor` says why.")
+    attention_backend: str = opt(
+        "auto", "auto takes what can serve the model here, the quickest of several; `kvasir doctor` says why."
+    )
     cuda_graphs: bool = opt(True, "Capture decode steps in CUDA graphs.", off="enforce-eager")
-    fused_kernels: bool = opt(True, "Own kernels for norms, RoPE, activations and products of a few rows, and whole steps on a CPU; off: torch's "
-                              "(to measure).")
+    fused_kernels: bool = opt(
+        True,
+        "Own kernels for norms, RoPE, activations and products of a few rows, and whole steps on a CPU; off: torch's "
+        "(to measure).",
+    )
     overlap: bool | None = opt(None, "Launch a step before the one before it is read; default: on a GPU.")
-    batch_invariant: bool = opt(False, "Exact mode: a request's tokens do not depend on what else is in the batch (slower).")
-    num_threads: int | None = opt(None, "CPU threads of the computation; default: one a core, one fewer in a server.", low=1)
+    batch_invariant: bool = opt(
+        False, "Exact mode: a request's tokens do not depend on what else is in the batch (slower)."
+    )
+    num_threads: int | None = opt(
+        None, "CPU threads of the computation; default: one a core, one fewer in a server.", low=1
+    )
     check: bool = opt(False, "Check every invariant after every step (for debugging).")
     poison: bool = opt(False, "Fill freed pages with NaN, so that a read of stale state is seen (for debugging).")
 
@@ -93,22 +133,34 @@ class RunnerConfig:
 class SpeculationConfig:
     """Drafts that a step verifies beside the tokens it draws. They change no token, only how many a step gives."""
 
-    drafter: str = opt("", "Who proposes tokens: a name that `kvasir doctor` lists, or a file; then :key=value,key=value; several joined by +; "
-                       "empty: nobody.")
+    drafter: str = opt(
+        "",
+        "Who proposes tokens: a name that `kvasir doctor` lists, or a file; then :key=value,key=value; several joined by +; "
+        "empty: nobody.",
+    )
     max_draft_tokens: int = opt(8, "Most tokens proposed for a sequence a step.", low=1, high=256)
-    draft_control: Literal["goodput", "length", "fixed"] = opt("goodput", "How much of a proposal is verified: what pays; of sequences that "
-                                                               "will run long, what pays (rollouts); or all of it (to measure).")
+    draft_control: Literal["goodput", "length", "fixed"] = opt(
+        "goodput",
+        "How much of a proposal is verified: what pays; of sequences that "
+        "will run long, what pays (rollouts); or all of it (to measure).",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
     """The engine process. Times in seconds."""
 
-    watchdog: float = opt(60.0, "A step that takes longer than this many seconds means the engine process hangs: it is restarted.", low=0.1)
+    watchdog: float = opt(
+        60.0,
+        "A step that takes longer than this many seconds means the engine process hangs: it is restarted.",
+        low=0.1,
+    )
     startup_timeout: float = opt(900.0, "Seconds the engine process may take to start.", low=0.1)
     drain_timeout: float = opt(30.0, "Seconds running requests get to finish after SIGTERM.", low=0)
     grammar_timeout: float = opt(5.0, "Seconds a grammar may take to compile.", low=0.01)
-    max_crashes_per_request: int = opt(2, "A request seen in this many crashes of the engine process is refused.", low=1)
+    max_crashes_per_request: int = opt(
+        2, "A request seen in this many crashes of the engine process is refused.", low=1
+    )
     journal: str | None = opt(None, "File that unfinished requests are written to at shutdown (JSON lines).")
 
 
@@ -128,15 +180,23 @@ class ServerConfig:
     tool_call_parser: str = opt("auto", "Format of the model's tool calls; auto looks at the chat template.")
     reasoning_parser: str = opt("auto", "Format of the model's reasoning; auto looks at the chat template.")
     enable_client_chat_template: bool = opt(False, "Let clients send a chat template (it runs in a sandbox).")
-    scaling_runs: str | None = opt(None, "Folder that keeps background runs of /v1/scaling/runs, so that the next server goes on with them.")
-    request_timeout: float = opt(600.0, "Seconds a body may take to arrive, and a reply may stay unread, before the client is dropped. A body must "
-                                 "also keep coming: 10 seconds without a byte are a 408.", low=0.01)
+    scaling_runs: str | None = opt(
+        None, "Folder that keeps background runs of /v1/scaling/runs, so that the next server goes on with them."
+    )
+    request_timeout: float = opt(
+        600.0,
+        "Seconds a body may take to arrive, and a reply may stay unread, before the client is dropped. A body must "
+        "also keep coming: 10 seconds without a byte are a 408.",
+        low=0.01,
+    )
     log_requests: bool = opt(False, "Log one line a request.")
 
     def __post_init__(self) -> None:
         origins = tuple(origin for text in self.allowed_origins for origin in _origins(text))
         if (bad := next((o for o in origins if not ORIGIN.fullmatch(o)), None)) is not None:
-            raise ConfigError(f"allowed_origins: no browser sends {bad!r}. Write one as https://example.com, without a path or a last slash, or *")
+            raise ConfigError(
+                f"allowed_origins: no browser sends {bad!r}. Write one as https://example.com, without a path or a last slash, or *"
+            )
         object.__setattr__(self, "allowed_origins", origins)
 
 
@@ -168,7 +228,9 @@ class EngineConfig:
 
     def engine_only(self) -> EngineConfig:
         """All sections of the engine, and no others: a server's settings hold its keys."""
-        return EngineConfig(**{section.name: getattr(self, section.name) for section in dataclasses.fields(EngineConfig)})
+        return EngineConfig(
+            **{section.name: getattr(self, section.name) for section in dataclasses.fields(EngineConfig)}
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +268,12 @@ def compose(cls: type, options: Mapping[str, Any], base: Any = None) -> Any:
 def _by_our_names(options: Mapping[str, Any], owners: Mapping[str, tuple[str, dataclasses.Field]]) -> dict[str, Any]:
     """``kv_cache_dtype`` is ``kv_codec``, ``enforce_eager=True`` is ``cuda_graphs=False``: the names of the command line. Raises ConfigError
     where one setting has two values."""
-    ours = {alias.replace("-", "_"): name for name, (_, f) in owners.items() for alias in f.metadata["aliases"] if len(alias) > 1}
+    ours = {
+        alias.replace("-", "_"): name
+        for name, (_, f) in owners.items()
+        for alias in f.metadata["aliases"]
+        if len(alias) > 1
+    }
     off = {f.metadata["off"].replace("-", "_"): name for name, (_, f) in owners.items() if f.metadata["off"]}
     found: dict[str, Any] = {}
     as_given: dict[str, str] = {}
@@ -240,7 +307,9 @@ def _checked(name: str, value: Any, f: dataclasses.Field) -> Any:
             raise ConfigError(f"{name}={value!r}: expected {kind}, got {type(value).__name__}")
     low, high = f.metadata["low"], f.metadata["high"]
     if not (low is None or value >= low) or not (high is None or value <= high):
-        raise ConfigError(f"{name}={value!r} is out of range: " + (f"at least {low}" if high is None else f"from {low} to {high}"))
+        raise ConfigError(
+            f"{name}={value!r} is out of range: " + (f"at least {low}" if high is None else f"from {low} to {high}")
+        )
     return value
 
 

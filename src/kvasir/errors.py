@@ -17,8 +17,15 @@ class RequestError(Exception):
     ``code`` a short machine-readable reason and ``retry_after`` (seconds) is set when the client should try again.
     """
 
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None,
-                 retry_after: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.status = status
@@ -32,7 +39,9 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     letter; names that share only their ends ("length_penalty", "presence_penalty") mean different things."""
     choices = list(choices)
     alike = [c for c in choices if _first(c) == _first(word)]
-    found = difflib.get_close_matches(word, alike, n=1, cutoff=0.75) or difflib.get_close_matches(word, choices, n=1, cutoff=0.9)
+    found = difflib.get_close_matches(word, alike, n=1, cutoff=0.75) or difflib.get_close_matches(
+        word, choices, n=1, cutoff=0.9
+    )
     return f" Did you mean '{found[0]}'?" if found else ""
 
 

@@ -83,7 +83,9 @@ def module(package: str, name: str) -> ModuleType | None:
         return importlib.import_module(f"{package}.{name}")
     found = {e.module for e in importlib.metadata.entry_points(group=package, name=name)}
     if len(found) > 1:
-        raise ConfigError(f"'{name}' is offered by several installed packages ({', '.join(sorted(found))}): uninstall all but one")
+        raise ConfigError(
+            f"'{name}' is offered by several installed packages ({', '.join(sorted(found))}): uninstall all but one"
+        )
     if not found:
         return None
     target = found.pop()
@@ -103,7 +105,12 @@ def of_all(package: str, get: Callable[[str], R]) -> list[R]:
         except Exception as e:
             if name in ours:
                 raise
-            log.warning("'%s' (%s) is left out: %s", name, package, "; ".join([f"{type(e).__name__}: {e}", *getattr(e, "__notes__", ())]))
+            log.warning(
+                "'%s' (%s) is left out: %s",
+                name,
+                package,
+                "; ".join([f"{type(e).__name__}: {e}", *getattr(e, "__notes__", ())]),
+            )
     return found
 
 
@@ -115,7 +122,9 @@ def find(package: str, name: str, base: type[T]) -> tuple[type[T], type | None]:
         path = Path(name).expanduser()
         name = path.stem.replace("-", "_")
         if name in own(package):
-            raise ConfigError(f"{path}: kvasir's own {kind} have a '{name}' already, and a name says which method it was. Rename the file.")
+            raise ConfigError(
+                f"{path}: kvasir's own {kind} have a '{name}' already, and a name says which method it was. Rename the file."
+            )
         found = _from_file(path)
     else:
         name = name.replace("-", "_")
@@ -123,12 +132,20 @@ def find(package: str, name: str, base: type[T]) -> tuple[type[T], type | None]:
     if found is None:
         choices = names(package)
         raise ConfigError(f"no {kind} named '{name}'; there are {', '.join(choices)}.{nearest(name, choices)}")
-    classes = [c for c in vars(found).values() if isinstance(c, type) and issubclass(c, base) and c.__module__ == found.__name__]
+    classes = [
+        c
+        for c in vars(found).values()
+        if isinstance(c, type) and issubclass(c, base) and c.__module__ == found.__name__
+    ]
     if len(classes) != 1:
-        raise ConfigError(f"{found.__file__} must define exactly one subclass of {base.__module__}.{base.__name__}, and defines "
-                          f"{', '.join(c.__name__ for c in classes) or 'none'}. Bases and helpers belong into another module.")
+        raise ConfigError(
+            f"{found.__file__} must define exactly one subclass of {base.__module__}.{base.__name__}, and defines "
+            f"{', '.join(c.__name__ for c in classes) or 'none'}. Bases and helpers belong into another module."
+        )
     if lacking := [n for n in dir(classes[0]) if getattr(getattr(classes[0], n), "__isabstractmethod__", False)]:
-        raise ConfigError(f"{found.__file__}: {classes[0].__name__} must define {', '.join(lacking)}, as {base.__module__}.{base.__name__} says")
+        raise ConfigError(
+            f"{found.__file__}: {classes[0].__name__} must define {', '.join(lacking)}, as {base.__module__}.{base.__name__} says"
+        )
     classes[0].name = name
     return classes[0], getattr(found, "Config", None)
 
@@ -158,7 +175,9 @@ def options(config: type, name: str) -> dict[str, Any]:
     kinds = get_type_hints(config)
     for f in dataclasses.fields(config):
         if kinds[f.name] not in (bool, int, float, str) and get_origin(kinds[f.name]) is not Literal:
-            raise ConfigError(f"{wanted} of bool, int, float, str and Literal, which a string can fill; {f.name} is {f.type}")
+            raise ConfigError(
+                f"{wanted} of bool, int, float, str and Literal, which a string can fill; {f.name} is {f.type}"
+            )
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{wanted} that can be made without options: {f.name} has no default")
     return {f.name: kinds[f.name] for f in dataclasses.fields(config)}

@@ -26,7 +26,9 @@ U64 = (1 << 64) - 1
 
 def branch_stream(parent: int, branch: int) -> int:
     """The noise stream of branch ``branch`` > 0 forked from stream ``parent``: a hash, so that streams never meet."""
-    digest = hashlib.blake2b(parent.to_bytes(8, "little") + branch.to_bytes(8, "little"), digest_size=8, person=b"kvasir-branch")
+    digest = hashlib.blake2b(
+        parent.to_bytes(8, "little") + branch.to_bytes(8, "little"), digest_size=8, person=b"kvasir-branch"
+    )
     return int.from_bytes(digest.digest(), "little")
 
 
@@ -151,10 +153,35 @@ class Sequence:
     Invariants: ``num_computed <= len(tokens)``; RUNNING holds a row; FINISHED and WAITING hold no page and no row.
     """
 
-    __slots__ = ("request", "branch", "stream", "tokens", "num_prompt", "num_computed", "num_ahead", "num_drawn", "draft", "draft_parents", "guests",
-                 "tables", "num_sent", "page_keys", "row", "open_row", "stop_ids", "max_output",
-                 "status", "blocked_until", "num_cached", "num_preempted", "num_skipped", "parent", "finish_reason",
-                 "state", "first_scheduled")
+    __slots__ = (
+        "request",
+        "branch",
+        "stream",
+        "tokens",
+        "num_prompt",
+        "num_computed",
+        "num_ahead",
+        "num_drawn",
+        "draft",
+        "draft_parents",
+        "guests",
+        "tables",
+        "num_sent",
+        "page_keys",
+        "row",
+        "open_row",
+        "stop_ids",
+        "max_output",
+        "status",
+        "blocked_until",
+        "num_cached",
+        "num_preempted",
+        "num_skipped",
+        "parent",
+        "finish_reason",
+        "state",
+        "first_scheduled",
+    )
 
     def __init__(self, request: Request, branch: int = 0) -> None:
         emitted = request.emitted[branch] if branch < len(request.emitted) else []
@@ -164,12 +191,20 @@ class Sequence:
         self.tokens: list[int] = [*request.prompt_ids, *emitted]  # known: prompt, then committed output
         self.num_prompt = len(request.prompt_ids)
         self.num_computed = 0  # positions whose state is in the cache and committed
-        self.num_ahead = 0  # rows planned after those, of steps that are not resolved yet; the next span starts behind them
+        self.num_ahead = (
+            0  # rows planned after those, of steps that are not resolved yet; the next span starts behind them
+        )
         self.num_drawn = 0  # how many of these rows draw a token that will follow ``tokens``
         self.draft: list[int] = []  # tokens proposed for the positions after ``tokens``, verified by the next span
-        self.draft_parents: list[int] = []  # of a draft tree: place in ``draft`` of each token's parent, -1 for the last known token
-        self.guests: dict[int, tuple[tuple[int, ...], ...]] = {}  # by node of the draft: chains of guest rows behind it (see ``Span``)
-        self.tables: list[list[int]] = []  # page ids by cache group; table[i] holds positions [i*P, (i+1)*P); 0 = dropped
+        self.draft_parents: list[
+            int
+        ] = []  # of a draft tree: place in ``draft`` of each token's parent, -1 for the last known token
+        self.guests: dict[
+            int, tuple[tuple[int, ...], ...]
+        ] = {}  # by node of the draft: chains of guest rows behind it (see ``Span``)
+        self.tables: list[
+            list[int]
+        ] = []  # page ids by cache group; table[i] holds positions [i*P, (i+1)*P); 0 = dropped
         self.num_sent = 0  # leading entries of each table that the device's copy of row ``row`` holds
         self.page_keys: list[bytes] = []  # prefix keys of the full pages of ``tokens``, filled by the prefix index
         self.row = -1  # row of the per-sequence state of sampler and device
@@ -215,7 +250,7 @@ class Sequence:
 
     @property
     def output(self) -> list[int]:
-        return self.tokens[self.num_prompt:]
+        return self.tokens[self.num_prompt :]
 
     def __repr__(self) -> str:
         return f"Sequence({self.request.id}/{self.branch}, {self.status.value}, {self.num_computed}/{len(self.tokens)})"
@@ -282,8 +317,8 @@ class Span:
         """Of its rows but the guests."""
         known, end = self.seq.tokens, self.start + self.length
         if end <= len(known):
-            return known[self.start:end]
-        return known[self.start:] + self.seq.draft[max(0, self.start - len(known)):end - len(known)]
+            return known[self.start : end]
+        return known[self.start :] + self.seq.draft[max(0, self.start - len(known)) : end - len(known)]
 
 
 @dataclass(slots=True)
@@ -490,7 +525,11 @@ class EngineStats:
     accepted_tokens: int = 0  # drafted ones that were right; each verification emits one more
     accepted_by_depth: list[list[int]] = field(default_factory=list)  # [tried, accepted]; tried: its parent was right
     drafted_by_depth: dict[str, list[list[int]]] = field(default_factory=dict)  # the same of each drafter
-    draft_saved_seconds: float | None = None  # by drafts, an estimate (engine/draft_savings.py); below 0: lost; None: not known yet
+    draft_saved_seconds: float | None = (
+        None  # by drafts, an estimate (engine/draft_savings.py); below 0: lost; None: not known yet
+    )
     startup: dict[str, float] = field(default_factory=dict)  # by phase; "fill", of the weights, lies beside others
     weight_bytes: int = 0  # that were read and copied in it
-    step_time_error: dict[str, float] = field(default_factory=dict)  # of the predictions of late, relative, by kind of step: eager, graph
+    step_time_error: dict[str, float] = field(
+        default_factory=dict
+    )  # of the predictions of late, relative, by kind of step: eager, graph

@@ -59,7 +59,9 @@ def tokenizer() -> Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(CORPUS, trainer)
-    backend.add_tokens([AddedToken(t, normalized=False) for t in ("<think>", "</think>", "<tool_call>", "</tool_call>")])
+    backend.add_tokens(
+        [AddedToken(t, normalized=False) for t in ("<think>", "</think>", "<tool_call>", "</tool_call>")]
+    )
     return Tokenizer(backend, {"eos_token": "<|im_end|>"}, {"default": TEMPLATE})
 
 
@@ -113,7 +115,9 @@ class FakeClient:
         pass
 
     async def stop(self, drain: float | None = None) -> None:
-        self.refusal = self.refusal or RequestError("the server is shutting down", status=503, code="shutting_down", retry_after=5.0)
+        self.refusal = self.refusal or RequestError(
+            "the server is shutting down", status=503, code="shutting_down", retry_after=5.0
+        )
         end = asyncio.get_running_loop().time() + (drain or 0.0)
         while self.open and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.01)
@@ -137,7 +141,9 @@ class FakeClient:
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            forwards=4, draft_saved_seconds=-0.5, step_time_error={"eager": 0.25, "graph": 0.125},
+            forwards=4,
+            draft_saved_seconds=-0.5,
+            step_time_error={"eager": 0.25, "graph": 0.125},
             step=7,
             restarts=2,
             quarantined=1,
@@ -185,7 +191,9 @@ class FakeClient:
                     raise self.failure
                 if (request.id, branch) in self._ended_branches:
                     places[branch] = None
-                    yield Event(kind="tokens", request_id=request.id, branch=branch, index=place, finish_reason="cancelled")
+                    yield Event(
+                        kind="tokens", request_id=request.id, branch=branch, index=place, finish_reason="cancelled"
+                    )
                     continue
                 piece = tokens[place : place + self.group]
                 last = place + len(piece) >= len(tokens)
@@ -247,7 +255,9 @@ class FakeClient:
             if token in params.stop_token_ids and i + 1 >= params.min_tokens:
                 return tokens[: i + 1], "stop", token
         return (
-            (tokens, "stop", None) if len(tokens) <= request.max_tokens and not params.ignore_eos else (tokens[: request.max_tokens], "length", None)
+            (tokens, "stop", None)
+            if len(tokens) <= request.max_tokens and not params.ignore_eos
+            else (tokens[: request.max_tokens], "length", None)
         )
 
     def answer(self, request: Request, branch: int) -> list[int]:
@@ -263,5 +273,8 @@ class FakeClient:
 
 def fake_logprob(token: int, top: int) -> TokenLogprob:
     return TokenLogprob(
-        token, -0.25 * (token % 4), 1, [((token + k) % 256, -0.25 * (token % 4) - k if k < 15 else float("-inf")) for k in range(top)]
+        token,
+        -0.25 * (token % 4),
+        1,
+        [((token + k) % 256, -0.25 * (token % 4) - k if k < 15 else float("-inf")) for k in range(top)],
     )

@@ -13,7 +13,10 @@ def run(kind, ids, cuts=(), prompt=(), finished=True, stopped=False, **params):
     """All deltas of ``ids`` pushed in groups that end at ``cuts``."""
     detokenizer = Detokenizer(make(kind), prompt, SamplingParams(**params))
     edges = [0, *sorted(set(cuts) & set(range(1, len(ids)))), len(ids)]
-    deltas = [detokenizer.push(ids[a:b], finished and b == len(ids), stopped and b == len(ids)) for a, b in zip(edges, edges[1:])]
+    deltas = [
+        detokenizer.push(ids[a:b], finished and b == len(ids), stopped and b == len(ids))
+        for a, b in zip(edges, edges[1:])
+    ]
     return deltas or [detokenizer.push([], finished)]
 
 
@@ -34,7 +37,9 @@ def ids_of(kind):
 def test_deltas_add_up(kind, data):
     tokenizer, ids, cuts = make(kind), data.draw(ids_of(kind)), data.draw(st.sets(st.integers(1, 25)))
     for skip in (True, False):
-        assert text(run(kind, ids, cuts, skip_special_tokens=skip, ignore_eos=True)) == tokenizer.decode(ids, skip_special=skip)
+        assert text(run(kind, ids, cuts, skip_special_tokens=skip, ignore_eos=True)) == tokenizer.decode(
+            ids, skip_special=skip
+        )
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "unigram", "wordpiece"])
@@ -43,7 +48,9 @@ def test_deltas_add_up(kind, data):
 def test_decode_equals_the_library(kind, data):
     tokenizer, ids = make(kind), data.draw(ids_of(kind))
     assert tokenizer.decode(ids, skip_special=False) == tokenizer._backend.decode(ids, skip_special_tokens=False)
-    assert tokenizer.decode(ids) == tokenizer._backend.decode([i for i in ids if i not in tokenizer.special_ids], skip_special_tokens=False)
+    assert tokenizer.decode(ids) == tokenizer._backend.decode(
+        [i for i in ids if i not in tokenizer.special_ids], skip_special_tokens=False
+    )
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "sentencepiece_first"])
@@ -119,7 +126,7 @@ def plain_stop(tokenizer, ids, stops, include, min_tokens=0):
         found = [(at, len(s), s) for s in stops if (at := so_far.find(s, since)) >= 0]
         if found:
             at, length, stop = min(found)
-            return so_far[:at + length * include], stop, count
+            return so_far[: at + length * include], stop, count
     return so_far, None, len(ids)
 
 
@@ -131,10 +138,19 @@ def test_stop_strings(kind, data):
     ids = [i for i in data.draw(ids_of(kind)) if i not in tokenizer.eos_ids]
     full = tokenizer.decode(ids)
     ends = st.integers(0, len(full))
-    cut_out = st.tuples(ends, ends).map(lambda e: full[min(e):max(e)]).filter(bool) if full else st.nothing()
-    stops = data.draw(st.lists(st.one_of(cut_out, st.sampled_from(["the", "aa", "ab", " ", "\ufffd"])), min_size=1, max_size=3))
+    cut_out = st.tuples(ends, ends).map(lambda e: full[min(e) : max(e)]).filter(bool) if full else st.nothing()
+    stops = data.draw(
+        st.lists(st.one_of(cut_out, st.sampled_from(["the", "aa", "ab", " ", "\ufffd"])), min_size=1, max_size=3)
+    )
     include, min_tokens = data.draw(st.booleans()), data.draw(st.sampled_from([0, 0, 3]))
-    deltas = run(kind, ids, data.draw(st.sets(st.integers(1, 25))), stop=tuple(stops), include_stop_str_in_output=include, min_tokens=min_tokens)
+    deltas = run(
+        kind,
+        ids,
+        data.draw(st.sets(st.integers(1, 25))),
+        stop=tuple(stops),
+        include_stop_str_in_output=include,
+        min_tokens=min_tokens,
+    )
     expected, stop, count = plain_stop(tokenizer, ids, stops, include, min_tokens)
     assert text(deltas) == expected
     assert next((d.stop for d in deltas if d.stop), None) == stop
@@ -147,7 +163,13 @@ def test_stop_across_tokens_is_held_back_and_trimmed():
     seen = [detokenizer.push(tokenizer.encode(c, add_special=False)) for c in "xEEN."]
     assert [d.text for d in seen] == ["x", "", "E", "", "EN."]
     seen = [detokenizer.push(tokenizer.encode(c, add_special=False)) for c in "yENDz"]
-    assert [(d.text, d.stop, d.num_tokens) for d in seen] == [("y", None, 1), ("", None, 1), ("", None, 1), ("", "END", 1), ("", None, 0)]
+    assert [(d.text, d.stop, d.num_tokens) for d in seen] == [
+        ("y", None, 1),
+        ("", None, 1),
+        ("", None, 1),
+        ("", "END", 1),
+        ("", None, 0),
+    ]
     assert detokenizer.push([5], True).text == ""
 
 

@@ -26,7 +26,12 @@ HEALTHY = {  # few of the schema's own examples are: most carry some field that 
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
 }
-QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
+QUIET = [
+    HealthCheck.too_slow,
+    HealthCheck.filter_too_much,
+    HealthCheck.data_too_large,
+    HealthCheck.function_scoped_fixture,
+]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +55,14 @@ def check(server: Running, http: httpx.Client, path: str, body) -> int:
 def fuzz(server, http, schema, path: str, examples: int) -> None:
     modes = [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE]
 
-    @settings(max_examples=examples, deadline=None, suppress_health_check=QUIET, derandomize=True, database=None, phases=[Phase.generate])
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=QUIET,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+    )
     @given(st.one_of(*(body_cases(schema, path, mode) for mode in modes)))
     def run(case) -> None:
         if _is_json(case.body):  # not the placeholder for "no body at all"
@@ -82,10 +94,16 @@ def test_many_requests_from_the_schema(server, http, schema, path):
 
 
 SCALARS = st.one_of(
-    st.none(), st.booleans(), st.integers(-(1 << 70), 1 << 70), st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=12)
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 70), 1 << 70),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=12),
 )
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)), max_leaves=12
+    SCALARS,
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)),
+    max_leaves=12,
 )
 
 
@@ -106,7 +124,14 @@ def mutate(server, http, examples: int) -> None:
     for path, (model, healthy) in routes.items():
         fields = mutations(model)
 
-        @settings(max_examples=examples, deadline=None, suppress_health_check=QUIET, derandomize=True, database=None, phases=[Phase.generate])
+        @settings(
+            max_examples=examples,
+            deadline=None,
+            suppress_health_check=QUIET,
+            derandomize=True,
+            database=None,
+            phases=[Phase.generate],
+        )
         @given(st.just(path), st.just(healthy), fields)
         def run(path, healthy, change) -> None:
             check(server, http, path, {**healthy, **change})
@@ -131,7 +156,9 @@ def depth_of(value) -> int:
 
 
 TRICKY = st.text(alphabet='[]{}"\\,: a', max_size=12)
-NESTED = st.recursive(TRICKY | st.integers(), lambda v: st.lists(v, max_size=3) | st.dictionaries(TRICKY, v, max_size=3), max_leaves=20)
+NESTED = st.recursive(
+    TRICKY | st.integers(), lambda v: st.lists(v, max_size=3) | st.dictionaries(TRICKY, v, max_size=3), max_leaves=20
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -156,7 +183,9 @@ def balanced(body: bytes) -> bool:
     return not brackets
 
 
-MARKS = st.lists(st.sampled_from([b'"', b"\\", b"[", b"]", b"{", b"}", b"e", b" ", b"[" * 64, b"]" * 64, b"\xff"]), max_size=16).map(b"".join)
+MARKS = st.lists(
+    st.sampled_from([b'"', b"\\", b"[", b"]", b"{", b"}", b"e", b" ", b"[" * 64, b"]" * 64, b"\xff"]), max_size=16
+).map(b"".join)
 
 
 @pytest.mark.parametrize("piece", [2, 3, limits.PIECE])
@@ -179,7 +208,9 @@ def test_depth_is_that_of_the_plain_form_however_a_body_is_cut(monkeypatch, piec
     assert seen == {True, False}
 
 
-@pytest.mark.parametrize(("part", "count"), [(b"[]", 1), (b"{}", 1), (b'"a"', 1), (rb'"\"[]\\"', 1), (b'{"a":[]}', 3), (b"5", 0)])
+@pytest.mark.parametrize(
+    ("part", "count"), [(b"[]", 1), (b"{}", 1), (b'"a"', 1), (rb'"\"[]\\"', 1), (b'{"a":[]}', 3), (b"5", 0)]
+)
 def test_a_body_has_a_bounded_number_of_parts(monkeypatch, part, count):
     """Strings, arrays and objects are counted exactly; numbers are not."""
     body = b'{"a":[' + b",".join([part] * 20) + b"]}"
@@ -202,7 +233,10 @@ def test_the_largest_body_of_many_parts_never_reaches_the_decoder(monkeypatch, u
 
 @settings(max_examples=500, deadline=None)
 @given(
-    st.one_of(st.binary(max_size=60), st.text(alphabet='[]{}"\\,:0eE.-+ntfu\ud800a ', max_size=40).map(lambda t: t.encode("utf-8", "surrogatepass")))
+    st.one_of(
+        st.binary(max_size=60),
+        st.text(alphabet='[]{}"\\,:0eE.-+ntfu\ud800a ', max_size=40).map(lambda t: t.encode("utf-8", "surrogatepass")),
+    )
 )
 def test_any_bytes_decode_or_are_refused(body):
     try:
@@ -215,11 +249,20 @@ def test_any_bytes_decode_or_are_refused(body):
 
 @given(st.text())
 def test_request_ids_are_always_safe(text):
-    assert 1 <= len(clean_id(text)) <= 64 and clean_id(text).isascii() and not set(clean_id(text)) & set("\r\n \t\0/<>\"'")
+    assert (
+        1 <= len(clean_id(text)) <= 64 and clean_id(text).isascii() and not set(clean_id(text)) & set("\r\n \t\0/<>\"'")
+    )
 
 
 def test_bad_bytes_by_the_thousand_reach_no_5xx(server, http):
-    @settings(max_examples=150, deadline=None, suppress_health_check=QUIET, derandomize=True, database=None, phases=[Phase.generate])
+    @settings(
+        max_examples=150,
+        deadline=None,
+        suppress_health_check=QUIET,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+    )
     @given(st.binary(max_size=80), st.sampled_from(POSTS))
     def run(body, path) -> None:
         check(server, http, path, body)

@@ -20,7 +20,9 @@ from kvasir.errors import ConfigError, RequestError
 from kvasir.models.checkpoint import embedded
 from kvasir.types import Grammar
 
-OPTIONS = dict(model="nano", batch_invariant=True, num_threads=1, max_model_len=512, cpu_cache_bytes=1 << 25, page_slots=16)
+OPTIONS = dict(
+    model="nano", batch_invariant=True, num_threads=1, max_model_len=512, cpu_cache_bytes=1 << 25, page_slots=16
+)
 PROMPT = "Once upon a time there was a king who had"
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
@@ -41,15 +43,30 @@ def test_the_shape_of_a_result(llm):
     [branch] = out.outputs
     assert out.prompt == PROMPT and out.prompt_token_ids == llm.tokenizer.encode(PROMPT) and out.finished
     assert out.prompt_logprobs is None and out.num_cached_tokens == 0 and out.request_id
-    assert branch.index == 0 and len(branch.token_ids) == 24 and branch.finish_reason == "length" and branch.stop_reason is None
+    assert (
+        branch.index == 0
+        and len(branch.token_ids) == 24
+        and branch.finish_reason == "length"
+        and branch.stop_reason is None
+    )
     assert branch.logprobs is None and branch.cumulative_logprob is None
     assert branch.text and branch.text == llm.tokenizer.decode(out.prompt_token_ids + branch.token_ids).removeprefix(
-        llm.tokenizer.decode(out.prompt_token_ids))
+        llm.tokenizer.decode(out.prompt_token_ids)
+    )
 
 
 def test_prompts_of_every_form_and_their_order(llm):
     ids = llm.tokenizer.encode(PROMPT)
-    outs = llm.generate([PROMPT, {"prompt_token_ids": ids}, {"prompt": PROMPT}, "The fox said", {"prompt_token_ids": ids, "prompt": "shown"}], GREEDY)
+    outs = llm.generate(
+        [
+            PROMPT,
+            {"prompt_token_ids": ids},
+            {"prompt": PROMPT},
+            "The fox said",
+            {"prompt_token_ids": ids, "prompt": "shown"},
+        ],
+        GREEDY,
+    )
     assert [o.prompt for o in outs] == [PROMPT, None, PROMPT, "The fox said", "shown"]
     texts = [o.outputs[0].text for o in outs]
     assert texts[0] == texts[1] == texts[2] == texts[4] != texts[3]
@@ -73,8 +90,10 @@ def test_stop_strings_across_tokens(llm):
     end = free.text.index(stop)
     cut = llm.generate(PROMPT, greedy(max_tokens=40, stop=stop, logprobs=0))[0].outputs[0]
     assert (cut.text, cut.finish_reason, cut.stop_reason) == (free.text[:end], "stop", stop)
-    assert len(cut.token_ids) == len(cut.logprobs) < 40 and cut.token_ids == free.token_ids[:len(cut.token_ids)]
-    shown = llm.generate(PROMPT, greedy(max_tokens=40, stop=[stop, "zzz"], include_stop_str_in_output=True))[0].outputs[0]
+    assert len(cut.token_ids) == len(cut.logprobs) < 40 and cut.token_ids == free.token_ids[: len(cut.token_ids)]
+    shown = llm.generate(PROMPT, greedy(max_tokens=40, stop=[stop, "zzz"], include_stop_str_in_output=True))[0].outputs[
+        0
+    ]
     assert shown.text == free.text[:end] + stop
 
 
@@ -82,8 +101,10 @@ def test_stop_ids_and_the_end_of_an_answer(llm):
     free = llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
     at = next(i for i in range(3, 20) if free[i] not in free[:i])
     out = llm.generate(PROMPT, greedy(stop_token_ids=[free[at]]))[0].outputs[0]
-    assert out.token_ids == free[:at + 1] and (out.finish_reason, out.stop_reason) == ("stop", free[at])
-    assert out.text == llm.generate(PROMPT, greedy(max_tokens=at))[0].outputs[0].text, "the stop token is no part of the text"
+    assert out.token_ids == free[: at + 1] and (out.finish_reason, out.stop_reason) == ("stop", free[at])
+    assert out.text == llm.generate(PROMPT, greedy(max_tokens=at))[0].outputs[0].text, (
+        "the stop token is no part of the text"
+    )
 
 
 def test_the_tokenizers_end_ends_an_answer(tmp_path):
@@ -93,8 +114,12 @@ def test_the_tokenizers_end_ends_an_answer(tmp_path):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|im_end|>"}))
     with LLM(**OPTIONS | {"model": str(folder)}) as it:
-        [out] = it.chat([{"role": "user", "content": "Compute modulo 97: start 12; +45; *3; -7; *2."}], greedy(max_tokens=200))
-        assert it.info.eos_ids == (2, 5) and out.outputs[0].finish_reason == "stop" and out.outputs[0].token_ids[-1] == 5
+        [out] = it.chat(
+            [{"role": "user", "content": "Compute modulo 97: start 12; +45; *3; -7; *2."}], greedy(max_tokens=200)
+        )
+        assert (
+            it.info.eos_ids == (2, 5) and out.outputs[0].finish_reason == "stop" and out.outputs[0].token_ids[-1] == 5
+        )
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
@@ -121,14 +146,24 @@ def test_logprobs(llm):
     branch = out.outputs[0]
     assert len(branch.logprobs) == 24
     for token, table in zip(branch.token_ids, branch.logprobs):
-        assert len(table) == 3 and table[token].rank == 1 and table[token].decoded_token == llm.tokenizer.decode([token], skip_special=False)
-        assert sorted(e.rank for e in table.values()) == [1, 2, 3] and all(e.logprob <= table[token].logprob <= 0 for e in table.values())
-    assert branch.cumulative_logprob == pytest.approx(sum(table[t].logprob for t, table in zip(branch.token_ids, branch.logprobs)))
+        assert (
+            len(table) == 3
+            and table[token].rank == 1
+            and table[token].decoded_token == llm.tokenizer.decode([token], skip_special=False)
+        )
+        assert sorted(e.rank for e in table.values()) == [1, 2, 3] and all(
+            e.logprob <= table[token].logprob <= 0 for e in table.values()
+        )
+    assert branch.cumulative_logprob == pytest.approx(
+        sum(table[t].logprob for t, table in zip(branch.token_ids, branch.logprobs))
+    )
     assert len(out.prompt_logprobs) == len(out.prompt_token_ids) and out.prompt_logprobs[0] is None
     for token, table in zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:]):
         assert token in table and len(table) in (2, 3) and math.isfinite(table[token].logprob)
     # What was generated, scored as a prompt, has the same log-probabilities.
-    again = llm.generate({"prompt_token_ids": out.prompt_token_ids + branch.token_ids}, greedy(max_tokens=1, prompt_logprobs=0))[0]
+    again = llm.generate(
+        {"prompt_token_ids": out.prompt_token_ids + branch.token_ids}, greedy(max_tokens=1, prompt_logprobs=0)
+    )[0]
     for a, b, token in zip(again.prompt_logprobs[-24:], branch.logprobs, branch.token_ids):
         assert a[token].logprob == b[token].logprob, "not one bit may differ"
 
@@ -138,8 +173,10 @@ def test_a_text_is_scored_as_it_was_drawn(llm):
     out = llm.generate(PROMPT, greedy(confidence=20))[0]
     branch = out.outputs[0]
     assert out.score is None and len(branch.confidences) == 24 and branch.confidences[0] > 0
-    again = llm.generate({"prompt_token_ids": out.prompt_token_ids + branch.token_ids},
-                         greedy(max_tokens=1, score_from=len(out.prompt_token_ids), confidence=20, confidence_window=8))[0].score
+    again = llm.generate(
+        {"prompt_token_ids": out.prompt_token_ids + branch.token_ids},
+        greedy(max_tokens=1, score_from=len(out.prompt_token_ids), confidence=20, confidence_window=8),
+    )[0].score
     assert again.tokens == 24 and again.logprob == pytest.approx(branch.cumulative_logprob)
     assert (again.confidence, again.lowest) == pytest.approx(summed_up(branch.confidences, 8))
 
@@ -147,16 +184,29 @@ def test_a_text_is_scored_as_it_was_drawn(llm):
 def test_chat_works_out_a_chain(llm):
     question = [{"role": "user", "content": "Compute modulo 97: start 12; +45; *3; -7; *2; +30"}]
     [out] = llm.chat(question, greedy(max_tokens=100))
-    assert out.outputs[0].text == "12+45=57\n57*3=74\n74-7=67\n67*2=37\n37+30=67\nAnswer: 67" and out.outputs[0].finish_reason == "stop"
+    assert (
+        out.outputs[0].text == "12+45=57\n57*3=74\n74-7=67\n67*2=37\n37+30=67\nAnswer: 67"
+        and out.outputs[0].finish_reason == "stop"
+    )
     assert out.prompt_token_ids == llm.tokenizer.encode_chat(question)
     many = llm.chat([question, [{"role": "user", "content": "Hello!"}]], greedy(max_tokens=100))
     assert many[0].outputs[0].text == out.outputs[0].text and many[1].outputs[0].text
 
 
 def test_a_grammar(llm):
-    schema = {"type": "object", "properties": {"kind": {"enum": ["fox", "king"]}}, "required": ["kind"], "additionalProperties": False}
-    outs = llm.generate([PROMPT] * 4, [SamplingParams(temperature=1, seed=s, max_tokens=60, grammar=Grammar("json_schema", json.dumps(schema)))
-                                       for s in range(4)])
+    schema = {
+        "type": "object",
+        "properties": {"kind": {"enum": ["fox", "king"]}},
+        "required": ["kind"],
+        "additionalProperties": False,
+    }
+    outs = llm.generate(
+        [PROMPT] * 4,
+        [
+            SamplingParams(temperature=1, seed=s, max_tokens=60, grammar=Grammar("json_schema", json.dumps(schema)))
+            for s in range(4)
+        ],
+    )
     assert all(json.loads(o.outputs[0].text)["kind"] in ("fox", "king") for o in outs)
 
 
@@ -165,7 +215,7 @@ def test_stream(llm):
     pieces = list(llm.stream(PROMPT, greedy(max_tokens=40)))
     assert "".join(pieces) == whole and len(pieces) > 10
     stop = whole[20:24]
-    assert "".join(llm.stream(PROMPT, greedy(max_tokens=40, stop=stop))) == whole[:whole.index(stop)]
+    assert "".join(llm.stream(PROMPT, greedy(max_tokens=40, stop=stop))) == whole[: whole.index(stop)]
 
 
 def test_prompts_come_first_unless_somebody_reads_along(llm):
@@ -291,21 +341,24 @@ def test_an_interrupted_call_leaves_nothing_behind(llm, monkeypatch):
     assert not llm.engine.has_work()
 
 
-@pytest.mark.parametrize("prompt, params, param", [
-    (PROMPT, {"temperature": -1}, "temperature"),
-    (PROMPT, {"n": 0}, "n"),
-    (PROMPT, {"max_tokens": 5000}, "max_tokens"),
-    (PROMPT, {"logit_bias": {99999: 1}}, "logit_bias"),
-    (PROMPT, {"stop": [""]}, "stop"),
-    ("word " * 3000, {}, "prompt"),
-    ({"prompt_token_ids": []}, {}, "prompt"),
-    ({"prompt_token_ids": [99999]}, {}, "prompt"),
-    ({"prompt_token_ids": ["a"]}, {}, "prompt"),
-    ({}, {}, "prompts"),
-    ({"prompt": 3}, {}, "prompts"),
-    ([1, 2], {}, "prompts"),
-    (3, {}, "prompts"),
-])
+@pytest.mark.parametrize(
+    "prompt, params, param",
+    [
+        (PROMPT, {"temperature": -1}, "temperature"),
+        (PROMPT, {"n": 0}, "n"),
+        (PROMPT, {"max_tokens": 5000}, "max_tokens"),
+        (PROMPT, {"logit_bias": {99999: 1}}, "logit_bias"),
+        (PROMPT, {"stop": [""]}, "stop"),
+        ("word " * 3000, {}, "prompt"),
+        ({"prompt_token_ids": []}, {}, "prompt"),
+        ({"prompt_token_ids": [99999]}, {}, "prompt"),
+        ({"prompt_token_ids": ["a"]}, {}, "prompt"),
+        ({}, {}, "prompts"),
+        ({"prompt": 3}, {}, "prompts"),
+        ([1, 2], {}, "prompts"),
+        (3, {}, "prompts"),
+    ],
+)
 def test_refusals_name_the_parameter(llm, prompt, params, param):
     with pytest.raises(RequestError) as refused:
         llm.generate([PROMPT, prompt], greedy(**params))
@@ -336,8 +389,12 @@ def test_progress_bar(llm, capsys):
 
 def test_more_prompts_than_the_queue_holds():
     with LLM(**OPTIONS, max_queued_requests=4, max_num_seqs=2) as llm:
-        outs = llm.generate([{"prompt_token_ids": [300 + i] * 3} for i in range(20)], greedy(max_tokens=3, ignore_eos=True))
-    assert [o.prompt_token_ids[0] for o in outs] == [300 + i for i in range(20)] and all(len(o.outputs[0].token_ids) == 3 for o in outs)
+        outs = llm.generate(
+            [{"prompt_token_ids": [300 + i] * 3} for i in range(20)], greedy(max_tokens=3, ignore_eos=True)
+        )
+    assert [o.prompt_token_ids[0] for o in outs] == [300 + i for i in range(20)] and all(
+        len(o.outputs[0].token_ids) == 3 for o in outs
+    )
 
 
 def test_two_engines_in_one_process(llm):
@@ -370,13 +427,17 @@ def test_threads_take_turns(llm):
     alone = [llm.generate(p, GREEDY)[0].outputs[0].text for p in prompts]
 
     def ask(i: int) -> list[str]:
-        return [llm.generate(prompts[i], GREEDY)[0].outputs[0].text for _ in range(3)] + ["".join(llm.stream(prompts[i], GREEDY))]
+        return [llm.generate(prompts[i], GREEDY)[0].outputs[0].text for _ in range(3)] + [
+            "".join(llm.stream(prompts[i], GREEDY))
+        ]
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(ask, range(4))) == [[text] * 4 for text in alone]
 
 
-@pytest.mark.parametrize("prompts, params", [(None, GREEDY), (5, GREEDY), ("a", {"max_tokens": 2}), ("a", "x"), ("a", 5)])
+@pytest.mark.parametrize(
+    "prompts, params", [(None, GREEDY), (5, GREEDY), ("a", {"max_tokens": 2}), ("a", "x"), ("a", 5)]
+)
 def test_what_is_no_prompt_or_no_parameters(llm, prompts, params):
     with pytest.raises(RequestError, match="expected .*, got (NoneType|int|dict|str)$"):
         llm.generate(prompts, params)
@@ -389,8 +450,11 @@ def test_a_conversation_without_messages(llm):
     for no_list in ("hi", {"role": "user", "content": "x"}):
         with pytest.raises(RequestError, match="expected a list of messages, .*, got (str|dict)$"):
             llm.chat(no_list)
-    for wrong, param in (("hi", "messages[0].role"), ({"role": "user"}, "messages[0].content"),
-                         ({"role": "user", "content": "x", "nme": "y"}, "messages[0].nme")):
+    for wrong, param in (
+        ("hi", "messages[0].role"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": "x", "nme": "y"}, "messages[0].nme"),
+    ):
         with pytest.raises(RequestError) as refused:
             llm.chat([[wrong]])
         assert refused.value.param == param
@@ -400,7 +464,9 @@ def test_a_keyword_that_nobody_reads_is_refused(llm):
     for name in ("temperature", "lora_request", "continue_final_message"):
         with pytest.raises(RequestError, match=f"chat\\(\\) takes no '{name}'"):
             llm.chat([{"role": "user", "content": "x"}], GREEDY, **{name: 1})
-    assert llm.chat([{"role": "user", "content": "x"}], GREEDY, lora_request=None, chat_template_kwargs={"temperature": 1})
+    assert llm.chat(
+        [{"role": "user", "content": "x"}], GREEDY, lora_request=None, chat_template_kwargs={"temperature": 1}
+    )
 
 
 def test_what_a_template_reads_may_be_said_as_for_vllm(llm):
@@ -416,7 +482,9 @@ def test_what_a_template_reads_may_be_said_as_for_vllm(llm):
 def test_without_a_tokenizer_and_with_dummy_weights():
     with LLM(**OPTIONS, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", device="cpu") as llm:
         assert llm.tokenizer is None
-        [out] = llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=5, ignore_eos=True, logprobs=1, detokenize=False))
+        [out] = llm.generate(
+            {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=5, ignore_eos=True, logprobs=1, detokenize=False)
+        )
         assert len(out.outputs[0].token_ids) == 5 and out.outputs[0].text == "" and out.prompt is None
         assert out.outputs[0].logprobs[0][out.outputs[0].token_ids[0]].decoded_token is None
         with pytest.raises(ConfigError, match="tokenizer"):
@@ -429,12 +497,26 @@ def test_without_a_tokenizer_and_with_dummy_weights():
 
 
 def test_vllms_keywords_hold_or_are_refused_by_name():
-    holds = {"tensor_parallel_size": 1, "trust_remote_code": False, "quantization": None, "enable_lora": False, "disable_log_stats": True,
-             "cpu_offload_gb": 0, "swap_space": 0.0, "hf_overrides": {}, "runner": None}
+    holds = {
+        "tensor_parallel_size": 1,
+        "trust_remote_code": False,
+        "quantization": None,
+        "enable_lora": False,
+        "disable_log_stats": True,
+        "cpu_offload_gb": 0,
+        "swap_space": 0.0,
+        "hf_overrides": {},
+        "runner": None,
+    }
     assert settled({**holds, "max_model_len": 64}) == {"max_model_len": 64}
-    for name, value, why in (("tensor_parallel_size", 2, "only 1 is"), ("trust_remote_code", True, "never run"),
-                             ("quantization", "awq", "dtype bfloat16"), ("enable_chunked_prefill", False, "in chunks"),
-                             ("disable_log_stats", False, "/metrics"), ("speculative_config", {"method": "ngram"}, "--drafter")):
+    for name, value, why in (
+        ("tensor_parallel_size", 2, "only 1 is"),
+        ("trust_remote_code", True, "never run"),
+        ("quantization", "awq", "dtype bfloat16"),
+        ("enable_chunked_prefill", False, "in chunks"),
+        ("disable_log_stats", False, "/metrics"),
+        ("speculative_config", {"method": "ngram"}, "--drafter"),
+    ):
         with pytest.raises(ConfigError, match=f"{name}=.*{why}"):
             LLM(**OPTIONS, **{name: value})
 
@@ -445,8 +527,15 @@ def test_a_number_for_a_list_is_refused_by_name(name):
         SamplingParams(**{name: 5})
 
 
-@pytest.mark.parametrize("options, said", [({"max_num_sequences": 3}, "max_num_seqs"), ({"model": "/no/such/folder"}, "/no/such/folder"),
-                                           ({"max_model_len": 8192}, "4096"), ({"dtype": "int8"}, "dtype")])
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"max_num_sequences": 3}, "max_num_seqs"),
+        ({"model": "/no/such/folder"}, "/no/such/folder"),
+        ({"max_model_len": 8192}, "4096"),
+        ({"dtype": "int8"}, "dtype"),
+    ],
+)
 def test_a_wrong_set_up_says_so(options, said):
     with pytest.raises(ConfigError, match=said):
         LLM(**{**OPTIONS, **options})

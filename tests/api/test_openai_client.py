@@ -40,10 +40,14 @@ def joined(stream) -> dict:
     choices: dict[int, dict] = {}
     for chunk in stream:
         for c in chunk.choices:
-            out = choices.setdefault(c.index, {"content": "", "reasoning": "", "calls": {}, "finish": None, "logprobs": [], "roles": 0})
+            out = choices.setdefault(
+                c.index, {"content": "", "reasoning": "", "calls": {}, "finish": None, "logprobs": [], "roles": 0}
+            )
             out["content"] += c.delta.content or ""
             out["reasoning"] += getattr(c.delta, "reasoning_content", None) or ""
-            assert getattr(c.delta, "reasoning", None) == getattr(c.delta, "reasoning_content", None), "vLLM's name for it"
+            assert getattr(c.delta, "reasoning", None) == getattr(c.delta, "reasoning_content", None), (
+                "vLLM's name for it"
+            )
             out["roles"] += c.delta.role is not None
             for call in c.delta.tool_calls or []:
                 held = out["calls"].setdefault(call.index, {"id": "", "name": "", "arguments": ""})
@@ -73,7 +77,13 @@ def test_chat(client):
 
 
 def test_stream_equals_collected_with_every_part(client, server):
-    body = say(f"<think>first think\n</think>\n\nhello wörld 日本 {CALL} {CALL}", tools=[WEATHER], n=3, logprobs=True, top_logprobs=2)
+    body = say(
+        f"<think>first think\n</think>\n\nhello wörld 日本 {CALL} {CALL}",
+        tools=[WEATHER],
+        n=3,
+        logprobs=True,
+        top_logprobs=2,
+    )
     whole = client.chat.completions.create(**body)
     for group in (1, 3, 50):
         server.engine.group = group
@@ -85,8 +95,13 @@ def test_stream_equals_collected_with_every_part(client, server):
         for choice in whole.choices:
             part, message = parts[choice.index], choice.message
             assert part["roles"] == 1
-            assert part["content"] == message.content and part["reasoning"] == message.reasoning_content == message.reasoning == "first think"
-            assert [(c["name"], json.loads(c["arguments"])) for c in part["calls"].values()] == [("weather", {"city": "Paris"})] * 2
+            assert (
+                part["content"] == message.content
+                and part["reasoning"] == message.reasoning_content == message.reasoning == "first think"
+            )
+            assert [(c["name"], json.loads(c["arguments"])) for c in part["calls"].values()] == [
+                ("weather", {"city": "Paris"})
+            ] * 2
             assert [(c.function.name, c.function.arguments) for c in message.tool_calls] == [
                 (c["name"], c["arguments"]) for c in part["calls"].values()
             ]
@@ -96,11 +111,15 @@ def test_stream_equals_collected_with_every_part(client, server):
 
 
 def test_usage_in_streams(client):
-    chunks = list(client.chat.completions.create(**say("hello world"), stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        client.chat.completions.create(**say("hello world"), stream=True, stream_options={"include_usage": True})
+    )
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 4
     assert all(c.usage is None for c in chunks[:-1])
     running = list(
-        client.chat.completions.create(**say("hello world"), stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
+        client.chat.completions.create(
+            **say("hello world"), stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}
+        )
     )
     assert [c.usage.completion_tokens for c in running][0] == 1 and running[-1].usage.completion_tokens == 4
     assert all(c.usage is None for c in client.chat.completions.create(**say("hello"), stream=True))
@@ -125,11 +144,17 @@ def test_thinking_switched_off(client):
 def test_stop_string_ends_and_cancels(client, server):
     server.engine.cancelled.clear()
     r = client.chat.completions.create(**say("hello world of several words"), stop=[" of", "xyz"])
-    assert (r.choices[0].message.content, r.choices[0].finish_reason, r.choices[0].stop_reason) == ("hello world", "stop", " of")
+    assert (r.choices[0].message.content, r.choices[0].finish_reason, r.choices[0].stop_reason) == (
+        "hello world",
+        "stop",
+        " of",
+    )
     assert [branch for _, branch in server.engine.cancelled] == [0], "the engine must be told"
     tokens = tokenizer().encode("hello world of", add_special=False)
     assert r.usage.completion_tokens == len(tokens), "every token up to the one that completed the stop"
-    kept = client.chat.completions.create(**say("hello world of words"), stop=" of", extra_body={"include_stop_str_in_output": True})
+    kept = client.chat.completions.create(
+        **say("hello world of words"), stop=" of", extra_body={"include_stop_str_in_output": True}
+    )
     assert kept.choices[0].message.content == "hello world of"
 
 
@@ -165,7 +190,13 @@ def test_one_call_when_parallel_calls_are_off(client):
 
 
 @pytest.mark.parametrize(
-    ("choice", "kind"), [("auto", None), ("none", None), ("required", "lark"), ({"type": "function", "function": {"name": "weather"}}, "lark")]
+    ("choice", "kind"),
+    [
+        ("auto", None),
+        ("none", None),
+        ("required", "lark"),
+        ({"type": "function", "function": {"name": "weather"}}, "lark"),
+    ],
 )
 def test_tool_choice(client, server, choice, kind):
     r = client.chat.completions.create(**say(CALL, tools=[WEATHER], tool_choice=choice))
@@ -184,13 +215,18 @@ def test_tool_conversation_goes_back_in(client):
             "annotations": [],
             "audio": None,
             "function_call": None,
-            "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}],
+            "tool_calls": [
+                {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+            ],
         },
         {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
         {"role": "developer", "content": [{"type": "text", "text": "be nice"}]},
         {"role": "user", "content": [{"type": "text", "text": "say: thanks"}]},
     ]
-    assert client.chat.completions.create(model="fake", messages=messages, tools=[WEATHER]).choices[0].message.content == "thanks"
+    assert (
+        client.chat.completions.create(model="fake", messages=messages, tools=[WEATHER]).choices[0].message.content
+        == "thanks"
+    )
 
 
 @pytest.mark.parametrize(
@@ -206,7 +242,9 @@ def test_response_format(client, server, response_format, kind):
     grammar = server.engine.seen[-1].params.grammar
     assert (grammar.kind if grammar else None) == kind
     if grammar:
-        assert grammar.after == tuple(tokenizer().encode("</think>", parse_special=True)), "the grammar starts after the reasoning"
+        assert grammar.after == tuple(tokenizer().encode("</think>", parse_special=True)), (
+            "the grammar starts after the reasoning"
+        )
 
 
 def test_parse_helper_of_the_client(client):
@@ -260,7 +298,12 @@ def test_sampling_parameters_reach_the_engine(client, server):
     p = request.params
     assert (p.temperature, p.top_p, p.top_k, p.min_p, p.repetition_penalty) == (0.5, 0.9, 7, 0.1, 1.5)
     assert (p.presence_penalty, p.frequency_penalty, p.n, p.min_tokens, p.stop_token_ids) == (1, -1, 2, 1, (5,))
-    assert (p.logit_bias, p.allowed_token_ids, p.skip_special_tokens, p.logprobs_mode) == ({5: 1.0}, (1, 2), False, "processed")
+    assert (p.logit_bias, p.allowed_token_ids, p.skip_special_tokens, p.logprobs_mode) == (
+        {5: 1.0},
+        (1, 2),
+        False,
+        "processed",
+    )
     assert request.priority == 3 and request.seed == (1 << 64) - 1 and request.bad_words and p.prompt_logprobs == 1
 
 
@@ -268,7 +311,9 @@ def test_completion_forms_of_prompt(client):
     ids = tokenizer().encode("say: hello world")
     for prompt, number in (("say: hello world", 1), (["say: hello world"] * 3, 3), (ids, 1), ([ids, ids], 2)):
         r = client.completions.create(model="fake", prompt=prompt, n=2, max_tokens=30)
-        assert [(c.index, c.text, c.finish_reason) for c in r.choices] == [(i, "hello world", "stop") for i in range(2 * number)]
+        assert [(c.index, c.text, c.finish_reason) for c in r.choices] == [
+            (i, "hello world", "stop") for i in range(2 * number)
+        ]
         assert r.usage.prompt_tokens == len(ids) * number, "a prompt counts once, however many branches"
         chunks = list(client.completions.create(model="fake", prompt=prompt, n=2, max_tokens=30, stream=True))
         for i in range(2 * number):
@@ -326,7 +371,10 @@ def test_offsets_of_an_echoed_prompt_point_into_its_text():
     hidden, shown = (prompt_offsets(tokenizer(), ids, show_special=flag) for flag in (False, True))
     assert hidden[: number + 1] == [0] * (number + 1), "special tokens that are not in the text take no room in it"
     text = tokenizer().decode(ids, skip_special=False)
-    assert all(text[at:].startswith(tokenizer().decode([i], skip_special=False)[:1].strip("\ufffd")) for i, at in zip(ids, shown, strict=True))
+    assert all(
+        text[at:].startswith(tokenizer().decode([i], skip_special=False)[:1].strip("\ufffd"))
+        for i, at in zip(ids, shown, strict=True)
+    )
     assert shown[number] == text.index("hello")
 
 
@@ -340,15 +388,21 @@ def test_parts_of_characters_share_a_name_and_the_likeliest_still_shows():
 
 def test_echo_of_the_prompt_alone(client):
     r = client.completions.create(model="fake", prompt="say: hello", echo=True, logprobs=1, max_tokens=0)
-    assert r.choices[0].text == "say: hello" and r.usage.completion_tokens == 0 and r.choices[0].finish_reason == "length"
+    assert (
+        r.choices[0].text == "say: hello" and r.usage.completion_tokens == 0 and r.choices[0].finish_reason == "length"
+    )
     assert "".join(r.choices[0].logprobs.tokens) == "say: hello"
 
 
 def test_prompt_logprobs(client):
-    r = client.completions.create(model="fake", prompt="say: hello", extra_body={"prompt_logprobs": 1, "return_token_ids": True}).choices[0]
+    r = client.completions.create(
+        model="fake", prompt="say: hello", extra_body={"prompt_logprobs": 1, "return_token_ids": True}
+    ).choices[0]
     ids = tokenizer().encode("say: hello")
     assert r.prompt_token_ids == ids and r.prompt_logprobs[0] is None
-    assert all(str(i) in table and table[str(i)]["rank"] == 1 for i, table in zip(ids[1:], r.prompt_logprobs[1:], strict=True))
+    assert all(
+        str(i) in table and table[str(i)]["rank"] == 1 for i, table in zip(ids[1:], r.prompt_logprobs[1:], strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -381,32 +435,61 @@ def test_structured_outputs(client, server, extra):
 
 
 def test_responses(client):
-    r = client.responses.create(model="fake", input="say: <think>hm</think>hello world", instructions="be nice", max_output_tokens=60, store=False)
-    assert r.output_text == "hello world" and r.status == "completed" and [o.type for o in r.output] == ["reasoning", "message"]
+    r = client.responses.create(
+        model="fake",
+        input="say: <think>hm</think>hello world",
+        instructions="be nice",
+        max_output_tokens=60,
+        store=False,
+    )
+    assert (
+        r.output_text == "hello world"
+        and r.status == "completed"
+        and [o.type for o in r.output] == ["reasoning", "message"]
+    )
     assert r.output[0].content[0].text == "hm" and r.usage.output_tokens_details.reasoning_tokens > 0
     short = client.responses.create(model="fake", input="say: hello world hello", max_output_tokens=2)
     assert short.status == "incomplete" and short.incomplete_details.reason == "max_output_tokens"
 
 
 def test_responses_logprobs_cover_the_text_and_nothing_else(client):
-    wanted = dict(model="fake", input="say: <think>hm</think>hello wörld", include=["message.output_text.logprobs"], top_logprobs=3)
+    wanted = dict(
+        model="fake",
+        input="say: <think>hm</think>hello wörld",
+        include=["message.output_text.logprobs"],
+        top_logprobs=3,
+    )
     r = client.responses.create(**wanted)
     part = r.output[1].content[0]
     covered = b"".join(bytes(t.bytes) for t in part.logprobs).decode()
-    assert covered.endswith(part.text) and len(covered) <= len("</think>") + len(part.text), "but for a token that ends the reasoning"
+    assert covered.endswith(part.text) and len(covered) <= len("</think>") + len(part.text), (
+        "but for a token that ends the reasoning"
+    )
     assert all(len(t.top_logprobs) == 3 for t in part.logprobs)
     events = list(client.responses.create(**wanted, stream=True))
     streamed = [t for e in events if e.type == "response.output_text.delta" for t in e.logprobs]
     done = next(e for e in events if e.type == "response.output_text.done")
-    assert [(t.token, t.logprob) for t in streamed] == [(t.token, t.logprob) for t in done.logprobs] == [(t.token, t.logprob) for t in part.logprobs]
+    assert (
+        [(t.token, t.logprob) for t in streamed]
+        == [(t.token, t.logprob) for t in done.logprobs]
+        == [(t.token, t.logprob) for t in part.logprobs]
+    )
     assert client.responses.create(model="fake", input="say: hello").output[0].content[0].logprobs == []
 
 
-@pytest.mark.parametrize("more", [{}, {"extra_body": {"stop": ["wör", "zz"]}}, {"max_output_tokens": 9}], ids=["", "stop string", "cut"])
+@pytest.mark.parametrize(
+    "more", [{}, {"extra_body": {"stop": ["wör", "zz"]}}, {"max_output_tokens": 9}], ids=["", "stop string", "cut"]
+)
 def test_responses_logprobs_do_not_depend_on_how_many_tokens_come_at_once(client, server, more):
     """A reply that nobody reads along comes in pieces: of thinking, text, calls and the end together."""
     tool = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}
-    asked = dict(model="fake", input=f"say: <think>hm</think>hello wörld {CALL}", tools=[tool], include=["message.output_text.logprobs"], **more)
+    asked = dict(
+        model="fake",
+        input=f"say: <think>hm</think>hello wörld {CALL}",
+        tools=[tool],
+        include=["message.output_text.logprobs"],
+        **more,
+    )
     found = []
     for group in (1, 3, 50):
         server.engine.group = group
@@ -416,16 +499,32 @@ def test_responses_logprobs_do_not_depend_on_how_many_tokens_come_at_once(client
         finally:
             server.engine.group = 1
         for output in (whole, events[-1].response.output):
-            found.append([(o.type, [(p.text, [(t.token, t.logprob) for t in getattr(p, "logprobs", ())]) for p in getattr(o, "content", ())])
-                          for o in output])
+            found.append(
+                [
+                    (
+                        o.type,
+                        [
+                            (p.text, [(t.token, t.logprob) for t in getattr(p, "logprobs", ())])
+                            for p in getattr(o, "content", ())
+                        ],
+                    )
+                    for o in output
+                ]
+            )
         deltas = [e for e in events if e.type == "response.output_text.delta"]
         assert [[("".join(e.delta for e in deltas), [(t.token, t.logprob) for e in deltas for t in e.logprobs])]] == [
-            parts for kind, parts in found[-1] if kind == "message"]
+            parts for kind, parts in found[-1] if kind == "message"
+        ]
     assert all(other == found[0] for other in found) and found[0][1][1][0][1], "all alike, and there are some"
 
 
 def test_responses_stream_tells_the_same_story(client):
-    tool = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}, "strict": False}
+    tool = {
+        "type": "function",
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        "strict": False,
+    }
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
         {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
@@ -435,19 +534,29 @@ def test_responses_stream_tells_the_same_story(client):
     whole = client.responses.create(model="fake", input=items, tools=[tool])
     events = list(client.responses.create(model="fake", input=items, tools=[tool], stream=True))
     assert [e.sequence_number for e in events] == list(range(len(events)))
-    assert [e.type for e in events][:2] == ["response.created", "response.in_progress"] and events[-1].type == "response.completed"
+    assert [e.type for e in events][:2] == ["response.created", "response.in_progress"] and events[
+        -1
+    ].type == "response.completed"
     final = events[-1].response
     assert [o.type for o in final.output] == [o.type for o in whole.output] == ["reasoning", "message", "function_call"]
-    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == whole.output_text == final.output_text
+    assert (
+        "".join(e.delta for e in events if e.type == "response.output_text.delta")
+        == whole.output_text
+        == final.output_text
+    )
     arguments = "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta")
     assert json.loads(arguments) == json.loads(whole.output[2].arguments) == {"city": "Paris"}
-    added, done = ([e.item.id for e in events if e.type == f"response.output_item.{word}"] for word in ("added", "done"))
+    added, done = (
+        [e.item.id for e in events if e.type == f"response.output_item.{word}"] for word in ("added", "done")
+    )
     assert added == done == [o.id for o in final.output]
 
 
 def test_responses_output_goes_back_in(client, server):
     first = client.responses.create(
-        model="fake", input=f"say: <think>hm</think>calling {CALL}", tools=[{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
+        model="fake",
+        input=f"say: <think>hm</think>calling {CALL}",
+        tools=[{"type": "function", "name": "weather", "parameters": {"type": "object"}}],
     )
     again = [
         {"role": "user", "content": "x"},

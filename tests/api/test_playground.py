@@ -26,20 +26,36 @@ kvasir:pages_total 1000.0
 kvasir:pages_free 600.0
 kvasir:pages_cached 250.0
 """
-USAGE = {"prompt_tokens": 12, "completion_tokens": 6, "total_tokens": 18, "prompt_tokens_details": {"cached_tokens": 8},
-         "completion_tokens_details": {"reasoning_tokens": 2}}
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; install it (Debian, Ubuntu: apt-get install chromium)")
+USAGE = {
+    "prompt_tokens": 12,
+    "completion_tokens": 6,
+    "total_tokens": 18,
+    "prompt_tokens_details": {"cached_tokens": 8},
+    "completion_tokens_details": {"reasoning_tokens": 2},
+}
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium on PATH; install it (Debian, Ubuntu: apt-get install chromium)"
+)
 
 
 def call(index, name=None, arguments=""):
     function = {"arguments": arguments} | ({"name": name} if name else {})
-    return {"tool_calls": [{"index": index, "function": function} | ({"id": f"call_{index}", "type": "function"} if name else {})]}
+    return {
+        "tool_calls": [
+            {"index": index, "function": function} | ({"id": f"call_{index}", "type": "function"} if name else {})
+        ]
+    }
 
 
 SCRIPTS = {
     "hello": [{"content": "Hello "}, {"content": "there."}],
     "think": [{"reasoning_content": "Let me "}, {"reasoning_content": "see."}, {"content": "Done."}],
-    "tool": [{"content": "Looking."}, call(0, "get_weather", '{"city": '), call(0, arguments='"Oslo"}'), call(1, "add", "{}")],
+    "tool": [
+        {"content": "Looking."},
+        call(0, "get_weather", '{"city": '),
+        call(0, arguments='"Oslo"}'),
+        call(1, "add", "{}"),
+    ],
     "evil": [{"content": EVIL}, {"reasoning_content": EVIL}, call(0, EVIL, EVIL)],
     "slow": [{"content": f"{i} "} for i in range(400)],
     "break": [{"content": "begun"}],
@@ -63,7 +79,11 @@ class Api(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def error(self, status, message, **extra):
-        self.reply(status, json.dumps({"error": {"message": message, "type": "x", "param": extra.pop("param", None), "code": None}}), **extra)
+        self.reply(
+            status,
+            json.dumps({"error": {"message": message, "type": "x", "param": extra.pop("param", None), "code": None}}),
+            **extra,
+        )
 
     def allowed(self):
         if self.server.key and self.headers.get("Authorization") != f"Bearer {self.server.key}":
@@ -138,20 +158,39 @@ class Browser:
     def __init__(self, profile):
         to_child, self._write = os.pipe()
         self._read, from_child = os.pipe()
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync",
-                   "--no-first-run", "--disable-extensions", "--disable-dev-shm-usage", "--hide-scrollbars", f"--user-data-dir={profile}",
-                   "--remote-debugging-pipe"]
+        options = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+            "--no-first-run",
+            "--disable-extensions",
+            "--disable-dev-shm-usage",
+            "--hide-scrollbars",
+            f"--user-data-dir={profile}",
+            "--remote-debugging-pipe",
+        ]
         # The pipe is file descriptors 3 and 4 by definition.
-        start = f"import os, sys; os.dup2({to_child}, 3); os.dup2({from_child}, 4); os.execvp(sys.argv[1], sys.argv[1:])"
-        self._process = subprocess.Popen([sys.executable, "-c", start, CHROMIUM, *options, "about:blank"], pass_fds=(to_child, from_child),
-                                         stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        start = (
+            f"import os, sys; os.dup2({to_child}, 3); os.dup2({from_child}, 4); os.execvp(sys.argv[1], sys.argv[1:])"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", start, CHROMIUM, *options, "about:blank"],
+            pass_fds=(to_child, from_child),
+            stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
         os.close(to_child)
         os.close(from_child)
         self._count, self._session, self._target, self._rest = 0, None, None, b""
 
     def command(self, method, **params):
         self._count += 1
-        message = {"id": self._count, "method": method, "params": params} | ({"sessionId": self._session} if self._session else {})
+        message = {"id": self._count, "method": method, "params": params} | (
+            {"sessionId": self._session} if self._session else {}
+        )
         os.write(self._write, json.dumps(message).encode() + b"\0")
         while True:
             while b"\0" not in self._rest:
@@ -168,8 +207,13 @@ class Browser:
         self.leave()
         self._target = self.command("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.command("Target.attachToTarget", targetId=self._target, flatten=True)["sessionId"]
-        self.command("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
-        self.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
+        self.command(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile
+        )
+        self.command(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}],
+        )
         self.command("Page.navigate", url=url)
         self.until("document.readyState === 'complete' && typeof send === 'function'")
         return self
@@ -189,7 +233,9 @@ class Browser:
     def until(self, condition, seconds=20):
         end = time.monotonic() + seconds
         while not self.js(condition):
-            assert time.monotonic() < end, f"never true: {condition}\n{self.js('document.body && document.body.innerText')}"
+            assert time.monotonic() < end, (
+                f"never true: {condition}\n{self.js('document.body && document.body.innerText')}"
+            )
             time.sleep(0.03)
 
     def screenshot(self, path):
@@ -218,6 +264,7 @@ def browser(tmp_path_factory):
 def page(browser, server):
     def open_page(query="", **options):
         return browser.open(f"http://127.0.0.1:{server.server_port}/{query}", **options)
+
     yield open_page
     browser.leave()
 
@@ -230,16 +277,22 @@ def text_of(browser, selector):
 
 
 def test_the_page_needs_nothing_from_elsewhere():
-    assert not re.search(r"(?:src|href|action)\s*=\s*[\"']?(?!data:)(?:https?:)?//|@import|\burl\(\s*[\"']?(?!data:)|\bimport\b\s*[({\"']", PAGE)
+    assert not re.search(
+        r"(?:src|href|action)\s*=\s*[\"']?(?!data:)(?:https?:)?//|@import|\burl\(\s*[\"']?(?!data:)|\bimport\b\s*[({\"']",
+        PAGE,
+    )
 
 
 def test_the_page_makes_no_html_from_text():
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser|srcdoc|localStorage", PAGE)
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser|srcdoc|localStorage",
+        PAGE,
+    )
 
 
 def test_every_control_has_a_name():
     for tag in re.findall(r"<(?:input|select|textarea)\b[^>]*>", PAGE):
-        before = PAGE[:PAGE.index(tag)]
+        before = PAGE[: PAGE.index(tag)]
         inside_label = before.rfind("<label") > before.rfind("</label>")
         assert inside_label or f'for="{re.search("id=.([a-z_]+)", tag)[1]}"' in PAGE, tag
 
@@ -251,34 +304,61 @@ def test_every_control_has_a_name():
 def test_a_demo_message_streams(page, server):
     browser = page("?demo=hello")
     browser.until("document.body.dataset.state === 'stop'")
-    assert text_of(browser, "article.user") == ["hello"] and text_of(browser, "article.assistant .body") == ["Hello there."]
+    assert text_of(browser, "article.user") == ["hello"] and text_of(browser, "article.assistant .body") == [
+        "Hello there."
+    ]
     foot = text_of(browser, "article.assistant .foot")[0]
     assert "first token" in foot and "12 prompt tokens (8 cached)" in foot and "6 made (2 thinking)" in foot
     assert text_of(browser, "#model option") == ["one", "two"]
     [body] = server.bodies
     assert body["messages"] == [{"role": "user", "content": "hello"}] and body["model"] == "one" and body["stream"]
-    assert not {"temperature", "top_p", "top_k", "seed", "max_tokens", "stop", "tools"} & body.keys()  # what is not set is not sent
+    assert (
+        not {"temperature", "top_p", "top_k", "seed", "max_tokens", "stop", "tools"} & body.keys()
+    )  # what is not set is not sent
 
 
 @needs_chromium
 def test_controls_and_history_are_sent(page, server):
     browser = page()
     browser.until("document.querySelectorAll('#model option').length === 2")
-    values = {"system": "Be brief.", "temperature": "0", "top_p": "0.9", "top_k": "40", "max_tokens": "5", "seed": "7", "stop": "END\\n\nX",
-              "thinking": "off", "model": "two", "tools": '[{"type": "function", "function": {"name": "add"}}]'}
+    values = {
+        "system": "Be brief.",
+        "temperature": "0",
+        "top_p": "0.9",
+        "top_k": "40",
+        "max_tokens": "5",
+        "seed": "7",
+        "stop": "END\\n\nX",
+        "thinking": "off",
+        "model": "two",
+        "tools": '[{"type": "function", "function": {"name": "add"}}]',
+    }
     for name, value in values.items():
         browser.js(f"document.getElementById('{name}').value = {json.dumps(value)}")
     browser.js("document.getElementById('prompt').value = 'think'")
-    browser.js("document.getElementById('prompt').dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true, cancelable: true}))")
+    browser.js(
+        "document.getElementById('prompt').dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true, cancelable: true}))"
+    )
     browser.until("document.body.dataset.state === 'stop'")
     assert text_of(browser, ".thought .body") == ["Let me see."]
     browser.js("delete document.body.dataset.state; send('hello')")
     browser.until("document.body.dataset.state === 'stop'")
     body = server.bodies[-1]
-    assert body["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "think"},
-                                {"role": "assistant", "content": "Done.", "reasoning_content": "Let me see."}, {"role": "user", "content": "hello"}]
+    assert body["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "think"},
+        {"role": "assistant", "content": "Done.", "reasoning_content": "Let me see."},
+        {"role": "user", "content": "hello"},
+    ]
     assert {k: body[k] for k in ("temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "model")} == {
-        "temperature": 0, "top_p": 0.9, "top_k": 40, "max_tokens": 5, "seed": 7, "stop": ["END\n", "X"], "model": "two"}
+        "temperature": 0,
+        "top_p": 0.9,
+        "top_k": 40,
+        "max_tokens": 5,
+        "seed": 7,
+        "stop": ["END\n", "X"],
+        "model": "two",
+    }
     assert body["tools"][0]["function"]["name"] == "add" and body["chat_template_kwargs"] == {"enable_thinking": False}
     browser.js("document.getElementById('clear').click()")
     assert browser.js("document.querySelectorAll('article').length") == 0
@@ -288,20 +368,32 @@ def test_controls_and_history_are_sent(page, server):
 def test_tool_calls_and_their_results(page, server):
     browser = page("?demo=tool")
     browser.until("document.body.dataset.state === 'tool_calls'")
-    assert text_of(browser, ".call > b") == ["get_weather", "add"] and text_of(browser, ".call > pre") == ['{"city": "Oslo"}', "{}"]
-    browser.js("delete document.body.dataset.state; document.querySelector('.call input').value = 'rain';"
-               "document.querySelector('article.assistant > button').click()")
+    assert text_of(browser, ".call > b") == ["get_weather", "add"] and text_of(browser, ".call > pre") == [
+        '{"city": "Oslo"}',
+        "{}",
+    ]
+    browser.js(
+        "delete document.body.dataset.state; document.querySelector('.call input').value = 'rain';"
+        "document.querySelector('article.assistant > button').click()"
+    )
     browser.until("document.body.dataset.state === 'stop'")
     assistant, *results = server.bodies[-1]["messages"][1:]
     assert assistant["content"] == "Looking." and [c["function"] for c in assistant["tool_calls"]] == [
-        {"name": "get_weather", "arguments": '{"city": "Oslo"}'}, {"name": "add", "arguments": "{}"}]
-    assert results == [{"role": "tool", "tool_call_id": "call_0", "content": "rain"}, {"role": "tool", "tool_call_id": "call_1", "content": ""}]
+        {"name": "get_weather", "arguments": '{"city": "Oslo"}'},
+        {"name": "add", "arguments": "{}"},
+    ]
+    assert results == [
+        {"role": "tool", "tool_call_id": "call_0", "content": "rain"},
+        {"role": "tool", "tool_call_id": "call_1", "content": ""},
+    ]
 
 
 @needs_chromium
 def test_stop_aborts(page, server):
     browser = page("?demo=slow")
-    browser.until("document.querySelector('article.assistant .body')?.textContent.length > 10 && document.getElementById('speed').textContent")
+    browser.until(
+        "document.querySelector('article.assistant .body')?.textContent.length > 10 && document.getElementById('speed').textContent"
+    )
     assert "tokens/s" in browser.js("document.getElementById('speed').textContent")
     browser.js("document.getElementById('stop-button').click()")
     browser.until("document.body.dataset.state === 'stopped'")
@@ -321,8 +413,14 @@ def test_nothing_the_model_says_becomes_html(page):
 
 
 @needs_chromium
-@pytest.mark.parametrize("script, message", [("full", "the queue is full. Try again in 7 s."), ("bad", "must be between 0 and 10 (temperature)."),
-                                             ("break", "the engine gave up.")])
+@pytest.mark.parametrize(
+    "script, message",
+    [
+        ("full", "the queue is full. Try again in 7 s."),
+        ("bad", "must be between 0 and 10 (temperature)."),
+        ("break", "the engine gave up."),
+    ],
+)
 def test_errors_are_shown(page, script, message):
     browser = page(f"?demo={script}")
     browser.until("document.body.dataset.state === 'error'")
@@ -346,8 +444,10 @@ def test_api_key(page, server):
     browser = page("?demo=hello")
     browser.until("!!document.querySelector('.error')")
     assert "API key" in text_of(browser, ".error")[0]
-    browser.js("const box = document.getElementById('key'); box.value = 'secret';"
-               "box.dispatchEvent(new Event('change')); delete document.body.dataset.state")
+    browser.js(
+        "const box = document.getElementById('key'); box.value = 'secret';"
+        "box.dispatchEvent(new Event('change')); delete document.body.dataset.state"
+    )
     browser.until("document.querySelectorAll('#model option').length === 2")
     browser.js("send('hello')")
     browser.until("document.body.dataset.state === 'stop'")
@@ -358,18 +458,24 @@ def test_api_key(page, server):
 def test_engine_picture(page):
     browser = page()
     browser.until("document.getElementById('running').textContent === '2'")
-    assert [browser.js(f"document.getElementById('{i}').textContent") for i in ("waiting", "used", "cached", "free")] == ["3", "400", "250", "350"]
+    assert [
+        browser.js(f"document.getElementById('{i}').textContent") for i in ("waiting", "used", "cached", "free")
+    ] == ["3", "400", "250", "350"]
     cells = browser.js("[...document.querySelectorAll('#pool i')].map(c => c.className)")
     assert [cells.count(k) for k in ("used", "cached", "")] == [58, 36, 50]  # 40 %, 25 % and the rest of 144
     assert "40 % in use" in browser.js("document.getElementById('pool-title').textContent")
 
 
 @needs_chromium
-@pytest.mark.parametrize("width, height, dark", [(1280, 800, False), (1280, 800, True), (390, 844, False), (390, 844, True)])
+@pytest.mark.parametrize(
+    "width, height, dark", [(1280, 800, False), (1280, 800, True), (390, 844, False), (390, 844, True)]
+)
 def test_looks(page, tmp_path, width, height, dark):
     """Nothing sticks out sideways, text is readable against its ground; the picture is kept for whoever wants to look."""
     browser = page("?demo=tool", width=width, height=height, dark=dark, mobile=width < 500)
-    browser.until("document.body.dataset.state === 'tool_calls' && document.getElementById('running').textContent === '2'")
+    browser.until(
+        "document.body.dataset.state === 'tool_calls' && document.getElementById('running').textContent === '2'"
+    )
     assert browser.js("document.documentElement.scrollWidth") <= width
     for selector in ("body", "article.user .body", "article.assistant .foot", "#send"):
         assert browser.js(CONTRAST.replace("SELECTOR", selector)) >= 4.5, selector

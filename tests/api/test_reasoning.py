@@ -11,7 +11,11 @@ from kvasir.errors import ConfigError
 from tests.models.small_tokenizers import make
 
 PARSERS = {"qwen3": Qwen3, "deepseek_r1": DeepSeekR1}
-OPENED, CLOSED, PLAIN = "<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think>\n\n</think>\n\n", "<|im_start|>assistant\n"
+OPENED, CLOSED, PLAIN = (
+    "<|im_start|>assistant\n<think>\n",
+    "<|im_start|>assistant\n<think>\n\n</think>\n\n",
+    "<|im_start|>assistant\n",
+)
 
 
 def split(kind, pieces, prompt=PLAIN):
@@ -24,25 +28,28 @@ def split(kind, pieces, prompt=PLAIN):
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-@pytest.mark.parametrize("prompt, text, expected", [
-    (PLAIN, "<think>\nhm, 1 < 2\n</think>\n\nYes.\n", ("hm, 1 < 2", "Yes.\n")),
-    (PLAIN, "\n<think>a</think>b", ("a", "b")),
-    (PLAIN, "Yes.", ("", "Yes.")),
-    (PLAIN, "\n\n Yes.", ("", "\n\n Yes.")),
-    (PLAIN, "<thin air", ("", "<thin air")),
-    (PLAIN, "<think>never ends\n", ("never ends", "")),
-    (PLAIN, "<think>a</thi", ("a</thi", "")),
-    (PLAIN, "a </think> b", ("", "a </think> b")),
-    (PLAIN, "<think>a</think>b<think>c</think>d", ("a", "b<think>c</think>d")),
-    (PLAIN, "<think>\n\n</think>\n\nb", ("", "b")),
-    (PLAIN, "", ("", "")),
-    (OPENED, "hm\n\nwell\n</think>\n\nYes.", ("hm\n\nwell", "Yes.")),
-    (OPENED, "<think>\nhm</think>Yes.", ("hm", "Yes.")),
-    (OPENED, "</think>Yes.", ("", "Yes.")),
-    (PLAIN, "<think><think>a</think>b", ("<think>a", "b")),
-    (CLOSED, "<think>no</think>Yes.", ("", "<think>no</think>Yes.")),
-    (CLOSED, "Yes.", ("", "Yes.")),
-])
+@pytest.mark.parametrize(
+    "prompt, text, expected",
+    [
+        (PLAIN, "<think>\nhm, 1 < 2\n</think>\n\nYes.\n", ("hm, 1 < 2", "Yes.\n")),
+        (PLAIN, "\n<think>a</think>b", ("a", "b")),
+        (PLAIN, "Yes.", ("", "Yes.")),
+        (PLAIN, "\n\n Yes.", ("", "\n\n Yes.")),
+        (PLAIN, "<thin air", ("", "<thin air")),
+        (PLAIN, "<think>never ends\n", ("never ends", "")),
+        (PLAIN, "<think>a</thi", ("a</thi", "")),
+        (PLAIN, "a </think> b", ("", "a </think> b")),
+        (PLAIN, "<think>a</think>b<think>c</think>d", ("a", "b<think>c</think>d")),
+        (PLAIN, "<think>\n\n</think>\n\nb", ("", "b")),
+        (PLAIN, "", ("", "")),
+        (OPENED, "hm\n\nwell\n</think>\n\nYes.", ("hm\n\nwell", "Yes.")),
+        (OPENED, "<think>\nhm</think>Yes.", ("hm", "Yes.")),
+        (OPENED, "</think>Yes.", ("", "Yes.")),
+        (PLAIN, "<think><think>a</think>b", ("<think>a", "b")),
+        (CLOSED, "<think>no</think>Yes.", ("", "<think>no</think>Yes.")),
+        (CLOSED, "Yes.", ("", "Yes.")),
+    ],
+)
 def test_formats(kind, prompt, text, expected):
     assert split(kind, [text], prompt) == expected
     assert split(kind, [*text, ""], prompt) == expected
@@ -58,7 +65,11 @@ SCRAPS = ["<think>", "</think>", "<th", "ink>", "</", "think", ">", "<", "\n", "
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-@given(st.lists(st.sampled_from(SCRAPS), max_size=14).map("".join), st.sampled_from([PLAIN, OPENED, CLOSED, None]), st.data())
+@given(
+    st.lists(st.sampled_from(SCRAPS), max_size=14).map("".join),
+    st.sampled_from([PLAIN, OPENED, CLOSED, None]),
+    st.data(),
+)
 @settings(max_examples=200, deadline=None)
 def test_any_cut_gives_the_same_texts(kind, text, prompt, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
@@ -66,7 +77,9 @@ def test_any_cut_gives_the_same_texts(kind, text, prompt, data):
     assert split(kind, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])], prompt) == expected
     assert split(kind, [*text, ""], prompt) == expected
     kept = "".join(expected).replace("\n", "")
-    assert kept in (text.replace("\n", "").strip(), text.replace("\n", "")) or "think>" in text  # nothing but marks and line breaks is lost
+    assert (
+        kept in (text.replace("\n", "").strip(), text.replace("\n", "")) or "think>" in text
+    )  # nothing but marks and line breaks is lost
 
 
 def test_thinking_streams():
@@ -82,13 +95,20 @@ def test_thinking_streams():
 def test_end_ids():
     tokenizer = make("byte_level")
     end = tokenizer.token_to_id("</think>")
-    assert Qwen3(PLAIN).end_ids(tokenizer) == (end,) and Qwen3(OPENED).end_ids(tokenizer) == (end,) and Qwen3(CLOSED).end_ids(tokenizer) == ()
+    assert (
+        Qwen3(PLAIN).end_ids(tokenizer) == (end,)
+        and Qwen3(OPENED).end_ids(tokenizer) == (end,)
+        and Qwen3(CLOSED).end_ids(tokenizer) == ()
+    )
 
 
 def test_choose():
     assert reasoning.choose("auto", make("byte_level")) is Qwen3
     assert reasoning.choose("auto", make("byte_level", "{{ messages[0].content }}")) is None
-    assert reasoning.choose("auto", make("byte_level", None)) is None and reasoning.choose("none", make("byte_level")) is None
+    assert (
+        reasoning.choose("auto", make("byte_level", None)) is None
+        and reasoning.choose("none", make("byte_level")) is None
+    )
     assert reasoning.choose("auto", make("byte_level", "{{ '<｜Assistant｜><think>' }}")) is DeepSeekR1
     assert reasoning.choose("deepseek-r1", make("byte_level")) is DeepSeekR1
     with pytest.raises(ConfigError, match="qwen3"):

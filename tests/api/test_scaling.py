@@ -22,18 +22,34 @@ def ask(http, scaling, **body):
 def test_a_strategy_answers_a_chat(http, server):
     body = ask(http, {"strategy": "majority:n=4", "answer": "last_line"}, seed=3).json()
     choice, usage = body["choices"][0], body["usage"]
-    assert body["object"] == "chat.completion" and choice["message"]["content"] == "hello\nAnswer: 7" and choice["finish_reason"] == "stop"
+    assert (
+        body["object"] == "chat.completion"
+        and choice["message"]["content"] == "hello\nAnswer: 7"
+        and choice["finish_reason"] == "stop"
+    )
     told = usage["scaling"]
     assert told["votes"] == {"answer: 7": 4} and told["agreement"] == 1.0 and told["calls"] == 1 and told["why"] == ""
     # Every generated token counts, of all four replies.
     request = server.engine.seen[-1]
-    assert usage["completion_tokens"] == told["generated"] + told["discarded"] == 4 * len(server.engine.plan(request, 0)[0])
+    assert (
+        usage["completion_tokens"]
+        == told["generated"] + told["discarded"]
+        == 4 * len(server.engine.plan(request, 0)[0])
+    )
     assert usage["prompt_tokens"] == len(request.prompt_ids) and request.params.n == 4
 
 
 def test_streamed_progress_is_for_those_who_look(http):
-    with http.stream("POST", CHAT, json={"messages": SAY, "stream": True, "stream_options": {"include_usage": True},
-                                         "scaling": {"strategy": "majority:n=2"}}) as reply:
+    with http.stream(
+        "POST",
+        CHAT,
+        json={
+            "messages": SAY,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "scaling": {"strategy": "majority:n=2"},
+        },
+    ) as reply:
         lines = [line for line in reply.iter_lines() if line]
     comments = [json.loads(line.removeprefix(": scaling ")) for line in lines if line.startswith(": scaling ")]
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: ") and line != "data: [DONE]"]
@@ -70,14 +86,30 @@ BAD = {
     "tools": ({"strategy": "majority"}, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     "logprobs": ({"strategy": "majority"}, {"logprobs": True}, "logprobs"),
     "too long": ({"strategy": "majority"}, {"max_tokens": 100_000}, "max_tokens"),
-    "too long by its newer name": ({"strategy": "majority"}, {"max_tokens": None, "max_completion_tokens": 100_000}, "max_completion_tokens"),
+    "too long by its newer name": (
+        {"strategy": "majority"},
+        {"max_tokens": None, "max_completion_tokens": 100_000},
+        "max_completion_tokens",
+    ),
     "no tokens": ({"strategy": "majority"}, {"max_tokens": 0}, "max_tokens"),
-    "fewer than none": ({"strategy": "majority"}, {"max_tokens": None, "max_completion_tokens": -5, "stream": True}, "max_completion_tokens"),
+    "fewer than none": (
+        {"strategy": "majority"},
+        {"max_tokens": None, "max_completion_tokens": -5, "stream": True},
+        "max_completion_tokens",
+    ),
     "a seed of too many bits": ({"strategy": "majority"}, {"seed": -1 << 64}, "seed"),
     "hot": ({"strategy": "majority"}, {"temperature": 11.0}, "temperature"),
     "another model served": ({"strategy": "majority"}, {"model": "gpt"}, "model"),
-    "a prompt that cannot fit": ({"strategy": "majority"}, {"messages": [{"role": "user", "content": "fox " * 100_000}]}, "messages"),
-    "an image": ({"strategy": "majority"}, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    "a prompt that cannot fit": (
+        {"strategy": "majority"},
+        {"messages": [{"role": "user", "content": "fox " * 100_000}]},
+        "messages",
+    ),
+    "an image": (
+        {"strategy": "majority"},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0].type",
+    ),
 }
 
 
@@ -95,7 +127,13 @@ def test_a_client_that_leaves_cancels_everything(server):
     server.engine.delay = 0.05
     try:
         with httpx.Client(base_url=server.url, timeout=0.4) as http, pytest.raises(httpx.ReadTimeout):
-            http.post(CHAT, json={"messages": [{"role": "user", "content": "say: " + "fox " * 200}], "scaling": {"strategy": "majority:n=4"}})
+            http.post(
+                CHAT,
+                json={
+                    "messages": [{"role": "user", "content": "say: " + "fox " * 200}],
+                    "scaling": {"strategy": "majority:n=4"},
+                },
+            )
         server.idle()
     finally:
         server.engine.delay = 0.0
@@ -105,7 +143,12 @@ def test_a_client_that_leaves_cancels_everything(server):
 
 
 def problems(count, **extra):
-    return {"strategy": "majority:n=3", "seed": 5, "max_tokens": 40, "problems": [{"messages": SAY} for _ in range(count)]} | extra
+    return {
+        "strategy": "majority:n=3",
+        "seed": 5,
+        "max_tokens": 40,
+        "problems": [{"messages": SAY} for _ in range(count)],
+    } | extra
 
 
 def ended(http, name, seconds=10.0):
@@ -127,7 +170,11 @@ def test_a_run_from_start_to_end(http, server):
     with http.stream("GET", f"{RUNS}/{name}/events") as reply:
         lines = [line for line in reply.iter_lines() if line.startswith("data: ")]
     events = [json.loads(line[6:]) for line in lines[:-1]]
-    assert [e["event"] for e in events].count("end") == 3 and events[-1] == {"event": "run.end", "status": "done"} and lines[-1] == "data: [DONE]"
+    assert (
+        [e["event"] for e in events].count("end") == 3
+        and events[-1] == {"event": "run.end", "status": "done"}
+        and lines[-1] == "data: [DONE]"
+    )
     again = http.delete(f"{RUNS}/{name}").json()
     assert again["status"] == "done", "ending what has ended changes nothing"
     server.idle()
@@ -137,7 +184,9 @@ def test_events_come_while_it_runs_and_deleting_ends_it(http, server):
     server.engine.delay = 0.02
     try:
         slow = problems(40)
-        slow["problems"] = [{"id": f"q{i}", "messages": [{"role": "user", "content": "say: " + "fox " * 30}]} for i in range(40)]
+        slow["problems"] = [
+            {"id": f"q{i}", "messages": [{"role": "user", "content": "say: " + "fox " * 30}]} for i in range(40)
+        ]
         name = http.post(RUNS, json=slow).json()["id"]
         with http.stream("GET", f"{RUNS}/{name}/events") as reply:
             assert "begin" in next(reply.iter_lines())
@@ -150,7 +199,11 @@ def test_events_come_while_it_runs_and_deleting_ends_it(http, server):
 
 def test_a_run_within_its_budget(http):
     run = ended(http, http.post(RUNS, json=problems(6, budget={"calls": 2}, max_tokens=30)).json()["id"])
-    assert run["status"] == "done" and sum(bool(r["why"]) for r in run["results"]) == 4 and sum(r["cost"]["calls"] for r in run["results"]) == 2
+    assert (
+        run["status"] == "done"
+        and sum(bool(r["why"]) for r in run["results"]) == 4
+        and sum(r["cost"]["calls"] for r in run["results"]) == 2
+    )
 
 
 def test_a_dead_engine_fails_the_run(http, server):
@@ -164,16 +217,33 @@ def test_a_dead_engine_fails_the_run(http, server):
         server.engine.refusal = None
 
 
-@pytest.mark.parametrize(("change", "param"), [
-    ({"problems": []}, "problems"), ({"problems": [{"messages": []}]}, "problems[0].messages"), ({"strategy": "magic"}, "strategy"),
-    ({"problems": [{"id": "a b", "messages": SAY}]}, "problems[0].id"), ({"max_tokens": 0}, "max_tokens"), ({"temperature": 99}, "temperature"),
-    ({"problems": [{"id": "a", "messages": SAY}] * 2}, "problems"), ({"budget": {"tokens": 0}}, "budget.tokens"), ({"seed": "x"}, "seed"),
-    ({"seed": 1 << 70}, "seed"),
-    ({"problems": [{"messages": SAY}] * 257}, "problems"), ({"stream": True}, "stream"),
-    ({"problems": [{"messages": SAY}, {"messages": [{"role": "x"}]}]}, "problems[1].messages[0].role"),
-    ({"problems": [{"messages": SAY}, {"messages": [{"role": "user", "content": "fox " * 100_000}]}]}, "problems[1].messages"),
-    ({"problems": [{"messages": SAY}, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}]},
-     "problems[1].messages[0].content[0].type"), ({"problem_budget": {"calls": 5000}}, "problem_budget.calls")])
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"problems": []}, "problems"),
+        ({"problems": [{"messages": []}]}, "problems[0].messages"),
+        ({"strategy": "magic"}, "strategy"),
+        ({"problems": [{"id": "a b", "messages": SAY}]}, "problems[0].id"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": 99}, "temperature"),
+        ({"problems": [{"id": "a", "messages": SAY}] * 2}, "problems"),
+        ({"budget": {"tokens": 0}}, "budget.tokens"),
+        ({"seed": "x"}, "seed"),
+        ({"seed": 1 << 70}, "seed"),
+        ({"problems": [{"messages": SAY}] * 257}, "problems"),
+        ({"stream": True}, "stream"),
+        ({"problems": [{"messages": SAY}, {"messages": [{"role": "x"}]}]}, "problems[1].messages[0].role"),
+        (
+            {"problems": [{"messages": SAY}, {"messages": [{"role": "user", "content": "fox " * 100_000}]}]},
+            "problems[1].messages",
+        ),
+        (
+            {"problems": [{"messages": SAY}, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}]},
+            "problems[1].messages[0].content[0].type",
+        ),
+        ({"problem_budget": {"calls": 5000}}, "problem_budget.calls"),
+    ],
+)
 def test_bad_runs(http, change, param):
     reply = http.post(RUNS, json=problems(1) | change)
     assert 400 <= reply.status_code < 500, reply.text
@@ -182,6 +252,7 @@ def test_bad_runs(http, change, param):
 
 def test_runs_of_others_are_nobodys_business():
     with running(api_key=("one", "two")) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+
         def key(name):
             return {"headers": {"authorization": f"Bearer {name}"}}
 

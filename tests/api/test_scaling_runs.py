@@ -14,8 +14,13 @@ from kvasir.errors import ConfigError
 from tests.api.running import running
 
 RUNS = "/v1/scaling/runs"
-BODY = {"strategy": "adaptive_consistency:n=4,wave=1,threshold=1", "seed": 5, "max_tokens": 40, "answer": "text",
-        "problems": [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(3)]}
+BODY = {
+    "strategy": "adaptive_consistency:n=4,wave=1,threshold=1",
+    "seed": 5,
+    "max_tokens": 40,
+    "answer": "text",
+    "problems": [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(3)],
+}
 CALLS = 12  # of the run
 
 
@@ -29,7 +34,9 @@ def ended(http, name):
 
 def same(run):
     """What must not depend on how often the server died: a new one's prefix cache is cold."""
-    results = [r | {"cost": {k: v for k, v in r["cost"].items() if k not in ("cached", "uncached")}} for r in run["results"]]
+    results = [
+        r | {"cost": {k: v for k, v in r["cost"].items() if k not in ("cached", "uncached")}} for r in run["results"]
+    ]
     return {k: v for k, v in run.items() if k not in ("id", "created")} | {"results": results}
 
 
@@ -45,7 +52,9 @@ def left(tmp_path_factory):
             time.sleep(0.001)
         lines = calls.read_bytes().splitlines(keepends=True)
         run = ended(http, name)
-        assert run["status"] == "done" and sum(r["cost"]["calls"] for r in run["results"]) == CALLS and not calls.exists()
+        assert (
+            run["status"] == "done" and sum(r["cost"]["calls"] for r in run["results"]) == CALLS and not calls.exists()
+        )
         asked = (folder / "kept" / f"{name}.run.json").read_bytes()
     return name, asked, lines, run
 
@@ -56,7 +65,7 @@ def test_a_killed_server_costs_no_call_twice(left, known, tmp_path):
     name, asked, lines, run = left
     (tmp_path / f"{name}.run.json").write_bytes(asked)
     if known is not None:
-        (tmp_path / f"{name}.calls.jsonl").write_bytes(b"".join(lines[:1 + known]) + b'{"key": ":p0#9", "torn')
+        (tmp_path / f"{name}.calls.jsonl").write_bytes(b"".join(lines[: 1 + known]) + b'{"key": ":p0#9", "torn')
     with running(scaling_runs=str(tmp_path)) as server, httpx.Client(base_url=server.url, timeout=20) as http:
         again = ended(http, name)
         assert same(again) == same(run)
@@ -79,9 +88,13 @@ def test_a_server_that_stops_leaves_the_run_to_the_next(left, tmp_path):
     with running(scaling_runs=str(tmp_path)) as server, httpx.Client(base_url=server.url, timeout=20) as http:
         again = ended(http, name)
         assert len(server.engine.seen) <= CALLS - 3 and same(again)["results"] == same(run)["results"]
-        assert again["usage"]["completion_tokens"] >= run["usage"]["completion_tokens"], "what an orderly stop cut off was seen, and is paid"
+        assert again["usage"]["completion_tokens"] >= run["usage"]["completion_tokens"], (
+            "what an orderly stop cut off was seen, and is paid"
+        )
     with running(scaling_runs=str(tmp_path)) as server, httpx.Client(base_url=server.url, timeout=20) as http:
-        assert http.get(f"{RUNS}/{name}").json() == again and not server.engine.seen, "what has ended is known, not run again"
+        assert http.get(f"{RUNS}/{name}").json() == again and not server.engine.seen, (
+            "what has ended is known, not run again"
+        )
         with http.stream("GET", f"{RUNS}/{name}/events") as reply:
             assert "run.end" in next(line for line in reply.iter_lines() if line.startswith("data: "))
 
@@ -101,7 +114,10 @@ def test_what_was_cancelled_stays_so_and_belongs_to_its_key(tmp_path):
 def test_what_cannot_go_on_fails_or_is_left_alone(left, tmp_path):
     """Another question under the same journal, a model that is not there, and a file that is no run."""
     name, asked, lines, _ = left
-    for other, change in (("changed", ("question", "quest")), ("elsewhere", ('\\"strategy\\"', '\\"model\\": \\"nobody\\", \\"strategy\\"'))):
+    for other, change in (
+        ("changed", ("question", "quest")),
+        ("elsewhere", ('\\"strategy\\"', '\\"model\\": \\"nobody\\", \\"strategy\\"')),
+    ):
         assert change[0] in asked.decode()
         (tmp_path / f"{other}.run.json").write_text(asked.decode().replace(*change))
         (tmp_path / f"{other}.calls.jsonl").write_bytes(b"".join(lines[:3]))

@@ -41,9 +41,18 @@ def test_liveness_answers_before_the_model_is_loaded():
     try:
         with httpx.Client(base_url=server.url) as http:
             assert http.get("/health/live").status_code == 200
-            for method, path in (("GET", "/health/ready"), ("GET", "/v1/models"), ("POST", CHAT), ("POST", "/tokenize")):
+            for method, path in (
+                ("GET", "/health/ready"),
+                ("GET", "/v1/models"),
+                ("POST", CHAT),
+                ("POST", "/tokenize"),
+            ):
                 r = http.request(method, path, json=SAY if method == "POST" else None)
-                assert r.status_code == 503 and int(r.headers["retry-after"]) >= 1 and r.json()["error"]["code"] == "not_ready", path
+                assert (
+                    r.status_code == 503
+                    and int(r.headers["retry-after"]) >= 1
+                    and r.json()["error"]["code"] == "not_ready"
+                ), path
             assert http.get("/metrics").status_code == 200
             server.call(engine.start_gate.set)
             server.wait_ready()
@@ -224,7 +233,11 @@ def test_serve_says_why_it_cannot(server):
 
 def all_routes(server: Running) -> set[tuple[str, str]]:
     """Every route of the app, whatever kind it is: a new one is in the table without anybody adding it."""
-    return {(method, route.path.replace("{name:path}", "fake")) for route in server.app.routes for method in route.methods or {"GET"}}
+    return {
+        (method, route.path.replace("{name:path}", "fake"))
+        for route in server.app.routes
+        for method in route.methods or {"GET"}
+    }
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +299,9 @@ def test_the_guard_cannot_be_walked_around(guarded, method, path):
 def test_who_has_no_key_is_counted():
     with running(api_key=("k",)) as server, httpx.Client(base_url=server.url) as http:
         http.get("/v1/models")
-        assert 'kvasir:http_requests_total{route="none",status="401"} 1.0' in http.get("/metrics", headers=key("k")).text
+        assert (
+            'kvasir:http_requests_total{route="none",status="401"} 1.0' in http.get("/metrics", headers=key("k")).text
+        )
 
 
 def test_tenants_come_from_keys_only(guarded):
@@ -312,11 +327,19 @@ def test_one_key_is_no_tenant():
 def test_cors_is_off_unless_asked_for(http):
     origin = {"origin": "https://evil.example", "access-control-request-method": "POST"}
     assert "access-control-allow-origin" not in http.options(CHAT, headers=origin).headers
-    with running(api_key=("alpha",), allowed_origins=("https://good.example",)) as server, httpx.Client(base_url=server.url) as own:
+    with (
+        running(api_key=("alpha",), allowed_origins=("https://good.example",)) as server,
+        httpx.Client(base_url=server.url) as own,
+    ):
         good = own.options(CHAT, headers={**origin, "origin": "https://good.example"})
         assert good.status_code == 200 and good.headers["access-control-allow-origin"] == "https://good.example"
-        asked = own.options(CHAT, headers={**origin, "origin": "https://good.example", "access-control-request-headers": "x-stainless-os"})
-        assert asked.status_code == 200 and "x-stainless-os" in asked.headers["access-control-allow-headers"], "OpenAI's own client sends it"
+        asked = own.options(
+            CHAT,
+            headers={**origin, "origin": "https://good.example", "access-control-request-headers": "x-stainless-os"},
+        )
+        assert asked.status_code == 200 and "x-stainless-os" in asked.headers["access-control-allow-headers"], (
+            "OpenAI's own client sends it"
+        )
         seen = own.get("/health", headers={"origin": "https://good.example"}).headers["access-control-expose-headers"]
         assert {"x-request-id", "retry-after", "warning"} <= set(seen.split(", "))
         assert "access-control-allow-origin" not in own.options(CHAT, headers=origin).headers
@@ -352,16 +375,25 @@ def test_refusals_of_the_engine_stay_statuses(http, server):
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses"])
 def test_an_error_after_the_first_tokens(http, server, path):
-    body = {CHAT: SAY, "/v1/completions": {"prompt": ["say: hello world", "x"], "n": 2}, "/v1/responses": {"input": "say: hello world"}}[path]
+    body = {
+        CHAT: SAY,
+        "/v1/completions": {"prompt": ["say: hello world", "x"], "n": 2},
+        "/v1/responses": {"input": "say: hello world"},
+    }[path]
     server.engine.failure, server.engine.fail_after = RequestError("NaN", status=500, code="internal_numeric_error"), 2
     try:
         r = http.post(path, json=body)
         assert r.status_code == 500 and r.json()["error"]["code"] == "internal_numeric_error"
         streamed = http.post(path, json={**body, "stream": True})
         assert streamed.status_code == 200
-        events = [json.loads(line.removeprefix("data: ")) for line in streamed.text.splitlines() if line.startswith("data: ")]
+        events = [
+            json.loads(line.removeprefix("data: ")) for line in streamed.text.splitlines() if line.startswith("data: ")
+        ]
         if path == "/v1/responses":
-            assert events[-1]["type"] == "response.failed" and events[-1]["response"]["error"]["code"] == "internal_numeric_error"
+            assert (
+                events[-1]["type"] == "response.failed"
+                and events[-1]["response"]["error"]["code"] == "internal_numeric_error"
+            )
         else:
             assert events[-1]["error"]["code"] == "internal_numeric_error" and "[DONE]" not in streamed.text
             assert sum("error" in e for e in events) == 1
@@ -372,13 +404,21 @@ def test_an_error_after_the_first_tokens(http, server, path):
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses"])
 def test_an_error_after_the_headers_names_what_the_client_wrote(http, server, path):
-    body = {CHAT: SAY, "/v1/completions": {"prompt": "say: hello world"}, "/v1/responses": {"input": "say: hello world"}}[path]
-    server.engine.failure = RequestError("grammar='(' does not compile", status=400, param="grammar", code="invalid_grammar")
+    body = {
+        CHAT: SAY,
+        "/v1/completions": {"prompt": "say: hello world"},
+        "/v1/responses": {"input": "say: hello world"},
+    }[path]
+    server.engine.failure = RequestError(
+        "grammar='(' does not compile", status=400, param="grammar", code="invalid_grammar"
+    )
     server.engine.fail_after = 0
     try:
         streamed = http.post(path, json={**body, "guided_regex": "(", "stream": True})
         assert streamed.status_code == 200
-        events = [json.loads(line.removeprefix("data: ")) for line in streamed.text.splitlines() if line.startswith("data: ")]
+        events = [
+            json.loads(line.removeprefix("data: ")) for line in streamed.text.splitlines() if line.startswith("data: ")
+        ]
         error = next(e for e in events if e["type"] == "error") if path == "/v1/responses" else events[-1]["error"]
         assert error["param"] == "guided_regex" and error["message"] == "guided_regex='(' does not compile"
     finally:
@@ -397,15 +437,25 @@ def test_a_bug_is_a_logged_500(http, server, monkeypatch, caplog):
 
 
 def test_requests_at_once_per_key():
-    with running(max_concurrent_per_key=2, api_key=("alpha", "beta")) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+    with (
+        running(max_concurrent_per_key=2, api_key=("alpha", "beta")) as server,
+        httpx.Client(base_url=server.url, timeout=20) as http,
+    ):
         server.call(server.engine.gate.clear)
-        held = [threading.Thread(target=httpx.post, args=(server.url + CHAT,), kwargs={"json": SAY, "headers": key("alpha")}) for _ in range(2)]
+        held = [
+            threading.Thread(
+                target=httpx.post, args=(server.url + CHAT,), kwargs={"json": SAY, "headers": key("alpha")}
+            )
+            for _ in range(2)
+        ]
         for thread in held:
             thread.start()
         server.until(lambda: len(server.engine.open) == 2)
         r = http.post(CHAT, json=SAY, headers=key("alpha"))
         assert r.status_code == 429 and r.headers["retry-after"]
-        other = threading.Thread(target=httpx.post, args=(server.url + CHAT,), kwargs={"json": SAY, "headers": key("beta")})
+        other = threading.Thread(
+            target=httpx.post, args=(server.url + CHAT,), kwargs={"json": SAY, "headers": key("beta")}
+        )
         other.start()
         server.until(lambda: len(server.engine.open) == 3)
         server.call(server.engine.gate.set)
@@ -420,7 +470,10 @@ def test_the_help_and_the_docs_say_how_long_a_body_may_pause():
 
     [help] = [f.metadata["help"] for f in dataclasses.fields(ServerConfig) if f.name == "request_timeout"]
     docs = Path(__file__).parents[2].joinpath("docs", "serving.md").read_text()
-    assert f"{CHUNK_TIMEOUT:g} seconds without a byte are a 408" in help and f"{CHUNK_TIMEOUT:g} s without a byte are a 408" in docs
+    assert (
+        f"{CHUNK_TIMEOUT:g} seconds without a byte are a 408" in help
+        and f"{CHUNK_TIMEOUT:g} s without a byte are a 408" in docs
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- small routes
@@ -454,7 +507,10 @@ def test_metrics():
         assert value["vllm:request_prompt_tokens_count"] == value["vllm:request_max_num_generation_tokens_count"] == 3
         assert value["vllm:request_generation_tokens_sum"] == value["vllm:request_max_num_generation_tokens_sum"] == 12
         assert found["vllm:num_requests_running"][0].labels == {"model_name": "fake"}
-        assert {s.labels["reason"]: s.value for s in found["kvasir:requests_ended_total"]} == {"finished": 3, "queue_full": 1}
+        assert {s.labels["reason"]: s.value for s in found["kvasir:requests_ended_total"]} == {
+            "finished": 3,
+            "queue_full": 1,
+        }
         assert {s.labels["finished_reason"]: s.value for s in found["vllm:request_success_total"]} == {"stop": 3}
         http_counts = {(s.labels["route"], s.labels["status"]): s.value for s in found["kvasir:http_requests_total"]}
         assert (
@@ -474,7 +530,9 @@ def test_metrics_of_choices_and_of_the_phases():
     """Two prompts, two choices each, one choice's output cut by a stop string that only the front end sees."""
     with running() as server, httpx.Client(base_url=server.url) as http:
         server.engine.delay = 0.01
-        answer = http.post("/v1/completions", json={"prompt": ["say: hello world to everyone", "say: hello"], "n": 2, "stop": " to"}).json()
+        answer = http.post(
+            "/v1/completions", json={"prompt": ["say: hello world to everyone", "say: hello"], "n": 2, "stop": " to"}
+        ).json()
         http.post(CHAT, json={**SAY, "stream": True})
         value = {name: s[0].value for name, s in samples(http).items()}
     usage = answer["usage"]
@@ -482,23 +540,35 @@ def test_metrics_of_choices_and_of_the_phases():
     assert value["kvasir:prefill_seconds_count"] == value["vllm:request_prefill_time_seconds_count"] == 3
     chat_prompt = value["vllm:request_prompt_tokens_sum"] - 2 * usage["prompt_tokens"]
     assert value["vllm:request_prompt_tokens_count"] == 5 and chat_prompt > 0
-    assert value["vllm:request_generation_tokens_count"] == 5 and value["vllm:request_generation_tokens_sum"] == usage["completion_tokens"] + 4
+    assert (
+        value["vllm:request_generation_tokens_count"] == 5
+        and value["vllm:request_generation_tokens_sum"] == usage["completion_tokens"] + 4
+    )
     assert value["vllm:request_max_num_generation_tokens_count"] == 3
     assert value["vllm:request_max_num_generation_tokens_sum"] == usage["completion_tokens"] / 2 + 4
     phases = value["vllm:request_prefill_time_seconds_sum"] + value["vllm:request_queue_time_seconds_sum"]
-    assert value["vllm:request_prefill_time_seconds_sum"] > 0.02 and phases == pytest.approx(value["vllm:time_to_first_token_seconds_sum"])
+    assert value["vllm:request_prefill_time_seconds_sum"] > 0.02 and phases == pytest.approx(
+        value["vllm:time_to_first_token_seconds_sum"]
+    )
     assert value["vllm:request_decode_time_seconds_sum"] == pytest.approx(value["vllm:inter_token_latency_seconds_sum"])
 
 
 def test_vllms_names_are_listed():
     text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
-    listed = next(line for line in text.splitlines() if line.startswith("vLLM's names in `/metrics`")).split("Of a request")[0]
-    assert re.findall(r"`(\w+)`", listed) == [name.removeprefix("vllm:") for names in ALIASES.values() for name in names]
+    listed = next(line for line in text.splitlines() if line.startswith("vLLM's names in `/metrics`")).split(
+        "Of a request"
+    )[0]
+    assert re.findall(r"`(\w+)`", listed) == [
+        name.removeprefix("vllm:") for names in ALIASES.values() for name in names
+    ]
 
 
 def test_openapi_names_every_route_and_schema(http, server):
     document = http.get("/openapi.json").json()
-    served = {path for method, path in all_routes(server) if method in ("GET", "POST")} - {"/openapi.json", "/v1/models/fake"}
+    served = {path for method, path in all_routes(server) if method in ("GET", "POST")} - {
+        "/openapi.json",
+        "/v1/models/fake",
+    }
     assert served <= set(document["paths"])
     text = json.dumps(document)
     names = set(document["components"]["schemas"])
@@ -524,27 +594,44 @@ def test_a_priority_that_nobody_looks_at_is_refused():
     with running(FakeClient(priorities=False)) as server:
         for path, body in ((CHAT, SAY), ("/v1/completions", {"prompt": "x"}), ("/v1/responses", {"input": "x"})):
             r = httpx.post(server.url + path, json={**body, "priority": 2})
-            assert r.status_code == 400 and r.json()["error"]["param"] == "priority" and "--scheduling-policy" in r.json()["error"]["message"]
+            assert (
+                r.status_code == 400
+                and r.json()["error"]["param"] == "priority"
+                and "--scheduling-policy" in r.json()["error"]["message"]
+            )
             assert httpx.post(server.url + path, json={**body, "priority": 0}).status_code == 200
 
 
 def test_what_the_queue_can_never_hold_is_not_told_to_come_back():
     """429 is for what may fit later. A body that is larger than the whole queue is the client's to split."""
     with running(FakeClient(max_queued_requests=8, max_queued_tokens=100)) as server:
+
         def ask(path: str, **body) -> httpx.Response:
             return httpx.post(server.url + path, json=body)
 
         fewer, shorter = "Send fewer prompts at a time.", "Shorten it."
-        for path, body, param, cure in (("/v1/completions", {"prompt": ["x"] * 3, "n": 3}, "n", "Lower 'n' or send fewer prompts."),
-                                        ("/v1/completions", {"prompt": ["x"] * 9}, "prompt", fewer),
-                                        ("/v1/completions", {"prompt": ["x"] * 9, "n": 2}, "prompt", fewer),
-                                        ("/v1/completions", {"prompt": [[300] * 60] * 2}, "prompt", fewer),
-                                        ("/v1/completions", {"prompt": [300] * 101}, "prompt", shorter), (CHAT, {**SAY, "n": 9}, "n", "Lower 'n'."),
-                                        (CHAT, {"messages": [{"role": "user", "content": "word " * 150}]}, "messages", shorter)):
+        for path, body, param, cure in (
+            ("/v1/completions", {"prompt": ["x"] * 3, "n": 3}, "n", "Lower 'n' or send fewer prompts."),
+            ("/v1/completions", {"prompt": ["x"] * 9}, "prompt", fewer),
+            ("/v1/completions", {"prompt": ["x"] * 9, "n": 2}, "prompt", fewer),
+            ("/v1/completions", {"prompt": [[300] * 60] * 2}, "prompt", fewer),
+            ("/v1/completions", {"prompt": [300] * 101}, "prompt", shorter),
+            (CHAT, {**SAY, "n": 9}, "n", "Lower 'n'."),
+            (CHAT, {"messages": [{"role": "user", "content": "word " * 150}]}, "messages", shorter),
+        ):
             r = ask(path, **body)
             error = r.json()["error"]
-            assert r.status_code == 400 and error["param"] == param and "at once" in error["message"] and error["message"].endswith(cure), r.text
-        assert ask("/v1/completions", prompt=["x"] * 2, n=4).status_code == ask("/v1/completions", prompt=[[300] * 50] * 2).status_code == 200
+            assert (
+                r.status_code == 400
+                and error["param"] == param
+                and "at once" in error["message"]
+                and error["message"].endswith(cure)
+            ), r.text
+        assert (
+            ask("/v1/completions", prompt=["x"] * 2, n=4).status_code
+            == ask("/v1/completions", prompt=[[300] * 50] * 2).status_code
+            == 200
+        )
 
 
 def test_requests_are_logged_only_when_asked_and_without_the_query(http, caplog):

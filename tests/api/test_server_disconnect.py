@@ -18,7 +18,12 @@ from tests.api.running import Running, running
 from tests.api.test_server import listening_at, serving
 
 BODIES = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "n": 3, "max_tokens": 500, "ignore_eos": True},
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": "x"}],
+        "n": 3,
+        "max_tokens": 500,
+        "ignore_eos": True,
+    },
     "/v1/completions": {"prompt": ["a", "b", "c"], "n": 2, "max_tokens": 500, "ignore_eos": True},
     "/v1/responses": {"input": "x", "max_output_tokens": 500, "ignore_eos": True},
 }
@@ -87,7 +92,9 @@ def test_in_the_middle_of_a_head_and_of_a_body(slow):
 
 
 def test_many_requests_and_all_hang_up(slow):
-    connections = [send(slow, "/v1/completions", {**BODIES["/v1/completions"], "stream": bool(i % 2)}) for i in range(30)]
+    connections = [
+        send(slow, "/v1/completions", {**BODIES["/v1/completions"], "stream": bool(i % 2)}) for i in range(30)
+    ]
     slow.until(lambda: len(slow.engine.open) >= 60)
     for connection in connections:
         connection.close()
@@ -119,12 +126,19 @@ def test_slow_heads_and_slow_bodies_are_cut_off(monkeypatch):
             slow.sendall(b"POST /v1/completions HT")
             assert slow.recv(100) == b"", "closed without a word"
         with socket.create_connection(address, timeout=10) as slow:
-            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
+            slow.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+            )
             assert b" 408 " in slow.recv(4000)
         with httpx.Client(base_url=server.url) as http:  # a slow answer is not a slow head
             server.call(server.engine.gate.clear)
             threading.Timer(0.5, lambda: server.call(server.engine.gate.set)).start()
-            assert http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "say: hello world"}]}).status_code == 200
+            assert (
+                http.post(
+                    "/v1/chat/completions", json={"messages": [{"role": "user", "content": "say: hello world"}]}
+                ).status_code
+                == 200
+            )
 
 
 def test_a_reader_that_never_reads_is_cut_off(monkeypatch):
@@ -132,7 +146,11 @@ def test_a_reader_that_never_reads_is_cut_off(monkeypatch):
     monkeypatch.setattr("kvasir.api.server.HEADER_SECONDS", 0.1)
     engine = FakeClient(max_model_len=1 << 20, kv_capacity_tokens=1 << 21)
     with running(engine, request_timeout=0.3) as server:
-        connection = send(server, "/v1/completions", {"prompt": "x", "max_tokens": 20_000, "ignore_eos": True, "stream": True, "logprobs": 20})
+        connection = send(
+            server,
+            "/v1/completions",
+            {"prompt": "x", "max_tokens": 20_000, "ignore_eos": True, "stream": True, "logprobs": 20},
+        )
         server.until(lambda: bool(engine.open))
         server.until(lambda: not engine.open, 30)
         assert engine.seen[-1].max_tokens == 20_000 and engine.num_ended == 1
@@ -148,8 +166,14 @@ def test_a_whole_reply_that_nobody_reads_is_given_up(monkeypatch):
     body = {"tokens": [word] * (1 << 20)}
     with running() as server:
         late, never = send(server, "/detokenize", body), send(server, "/detokenize", body)
-        server.until(lambda: server.service.metrics.registry.get_sample_value(
-            "kvasir:http_requests_total", {"route": "/detokenize", "status": "200"}) == 2)
+        server.until(
+            lambda: (
+                server.service.metrics.registry.get_sample_value(
+                    "kvasir:http_requests_total", {"route": "/detokenize", "status": "200"}
+                )
+                == 2
+            )
+        )
         got = b""
         while piece := late.recv(1 << 20):
             got += piece

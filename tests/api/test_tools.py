@@ -23,8 +23,19 @@ NAMES = {"add", "get_weather"}
 
 
 def tool(name="add", **parameters):
-    return {"type": "function", "function": {"name": name, "parameters": parameters or {
-        "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}, "required": ["a"], "additionalProperties": False}}}
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": parameters
+            or {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
+                "required": ["a"],
+                "additionalProperties": False,
+            },
+        },
+    }
 
 
 def message(parser, pieces):
@@ -51,68 +62,146 @@ def whole(kind, text, names=NAMES):
 # -------------------------------------------------------------------------------------------------------------- formats
 
 
-@pytest.mark.parametrize("text, expected", [
-    ("Hello.", ("Hello.", [])),
-    (" Hello. \n", (" Hello. \n", [])),
-    ('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', ("", [("add", '{"a": 1}')])),
-    ('Wait.\n\n<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>\n<tool_call>\n{"name": "x", "arguments": {}}\n</tool_call>\n',
-     ("Wait.", [("add", '{"a":1}'), ("x", "{}")])),
-    ('<tool_call>{"arguments": {"a": [1, {"b": "}</tool_call>"}]}, "id": 3, "name": "add"}</tool_call> Done.',
-     ("Done.", [("add", '{"a": [1, {"b": "}</tool_call>"}]}')])),
-    ('<tool_call>{"name": "add"}</tool_call>', ("", [("add", "{}")])),
-    ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', ("", [("add", '{"a": 1}')])),
-    ('<tool_call>{"name": "add", "parameters": {"a": -1.5e3}}', ("", [("add", '{"a": -1.5e3}')])),
-    ('<tool_call>{"name": "add", "arguments": {"a": "é\\u00e9🙂"}}</tool_call>', ("", [("add", '{"a": "é\\u00e9🙂"}')])),
-])
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("Hello.", ("Hello.", [])),
+        (" Hello. \n", (" Hello. \n", [])),
+        ('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', ("", [("add", '{"a": 1}')])),
+        (
+            'Wait.\n\n<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>\n<tool_call>\n{"name": "x", "arguments": {}}\n</tool_call>\n',
+            ("Wait.", [("add", '{"a":1}'), ("x", "{}")]),
+        ),
+        (
+            '<tool_call>{"arguments": {"a": [1, {"b": "}</tool_call>"}]}, "id": 3, "name": "add"}</tool_call> Done.',
+            ("Done.", [("add", '{"a": [1, {"b": "}</tool_call>"}]}')]),
+        ),
+        ('<tool_call>{"name": "add"}</tool_call>', ("", [("add", "{}")])),
+        ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', ("", [("add", '{"a": 1}')])),
+        ('<tool_call>{"name": "add", "parameters": {"a": -1.5e3}}', ("", [("add", '{"a": -1.5e3}')])),
+        (
+            '<tool_call>{"name": "add", "arguments": {"a": "é\\u00e9🙂"}}</tool_call>',
+            ("", [("add", '{"a": "é\\u00e9🙂"}')]),
+        ),
+    ],
+)
 def test_hermes(text, expected):
     assert whole("hermes", text) == expected
 
 
-@pytest.mark.parametrize("text", [
-    "Use `<tool_call>` for that.", "<tool_call>", "<tool_c", "a <tool_call>{", '<tool_call>\n{"name": 5, "arguments": {}}</tool_call>',
-    '<tool_call>{"name": "add", "argum', '<tool_call>{"name": "add", "arguments": 5}</tool_call>',
-    '<tool_call>{"name": "add", "arguments": null}</tool_call>',
-    '<tool_call>["add"]</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"name": "a b", "arguments": {}}</tool_call>',
-    '<tool_call>{"name": "add", "arguments": "[1]"}</tool_call>', '<tool_call>{"name": "add", "arguments": "{\\"a\\": \\ud800}"}</tool_call>',
-    "<tool_call>{'name': 'add'}</tool_call>", "</tool_call>", "<tool_call></tool_call>", "<tool_call> \n \n<tool_call> x",
-    '<tool_call>{"name": "add" "arguments": {}}</tool_call>', '<tool_call>{"name": "add", "name": "x", "arguments": {}}</tool_call>'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Use `<tool_call>` for that.",
+        "<tool_call>",
+        "<tool_c",
+        "a <tool_call>{",
+        '<tool_call>\n{"name": 5, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "add", "argum',
+        '<tool_call>{"name": "add", "arguments": 5}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": null}</tool_call>',
+        '<tool_call>["add"]</tool_call>',
+        '<tool_call>{"arguments": {}}</tool_call>',
+        '<tool_call>{"name": "a b", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": "[1]"}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": "{\\"a\\": \\ud800}"}</tool_call>',
+        "<tool_call>{'name': 'add'}</tool_call>",
+        "</tool_call>",
+        "<tool_call></tool_call>",
+        "<tool_call> \n \n<tool_call> x",
+        '<tool_call>{"name": "add" "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "add", "name": "x", "arguments": {}}</tool_call>',
+    ],
+)
 def test_hermes_malformed_is_content(text):
     assert whole("hermes", text) == (text, [])
 
 
 def test_hermes_broken_inside_the_arguments():
     """What was announced stays announced; the rest is content."""
-    assert whole("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1]}}</tool_call>') == (']}}</tool_call>', [("add", '{"a": 1')])
-    assert whole("hermes", '<tool_call>{"name": "add", "arguments": {"a": "hal') == ("", [("add", '{"a": "hal')])  # cut by max_tokens
+    assert whole("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1]}}</tool_call>') == (
+        "]}}</tool_call>",
+        [("add", '{"a": 1')],
+    )
+    assert whole("hermes", '<tool_call>{"name": "add", "arguments": {"a": "hal') == (
+        "",
+        [("add", '{"a": "hal')],
+    )  # cut by max_tokens
 
 
-@pytest.mark.parametrize("text, expected", [
-    ('{"name": "add", "parameters": {"a": 1}}', ("", [("add", '{"a": 1}')])),
-    ('\n<|python_tag|>{"name": "add", "arguments": {"a": 1}} ', ("", [("add", '{"a": 1}')])),
-    ('{"type": "function", "name": "add", "parameters": {}}; {"name": "get_weather", "parameters": {"x": ";"}}',
-     ("", [("add", "{}"), ("get_weather", '{"x": ";"}')])),
-    ('{"name": "add"}', ("", [("add", "{}")])),
-    ('{"name": "add", "parameters": {"a": 1}}; {"name": "Bob"}', ('; {"name": "Bob"}', [("add", '{"a": 1}')])),
-    ('{"name": "add", "parameters": {"a": 1}} and so on', (" and so on", [("add", '{"a": 1}')])),
-    ('{"name": "add", "parameters": {"a": 1, }}', ("}}", [("add", '{"a": 1, ')])),
-])
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ('{"name": "add", "parameters": {"a": 1}}', ("", [("add", '{"a": 1}')])),
+        ('\n<|python_tag|>{"name": "add", "arguments": {"a": 1}} ', ("", [("add", '{"a": 1}')])),
+        (
+            '{"type": "function", "name": "add", "parameters": {}}; {"name": "get_weather", "parameters": {"x": ";"}}',
+            ("", [("add", "{}"), ("get_weather", '{"x": ";"}')]),
+        ),
+        ('{"name": "add"}', ("", [("add", "{}")])),
+        ('{"name": "add", "parameters": {"a": 1}}; {"name": "Bob"}', ('; {"name": "Bob"}', [("add", '{"a": 1}')])),
+        ('{"name": "add", "parameters": {"a": 1}} and so on', (" and so on", [("add", '{"a": 1}')])),
+        ('{"name": "add", "parameters": {"a": 1, }}', ("}}", [("add", '{"a": 1, ')])),
+    ],
+)
 def test_llama3(text, expected):
     assert whole("llama3_json", text) == expected
 
 
-@pytest.mark.parametrize("text", ["Hi {", '{"name": "Bob", "parameters": {}}', "{}", '{"answer": 42}', " \n ",
-                                  '[{"name": "add", "parameters": {}}]', "<|python_tag|>x()",
-                                  '{"name": "add", "param', "<|pyth", "; ", "{{", '{"name": "add", "parameters": 3}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Hi {",
+        '{"name": "Bob", "parameters": {}}',
+        "{}",
+        '{"answer": 42}',
+        " \n ",
+        '[{"name": "add", "parameters": {}}]',
+        "<|python_tag|>x()",
+        '{"name": "add", "param',
+        "<|pyth",
+        "; ",
+        "{{",
+        '{"name": "add", "parameters": 3}',
+    ],
+)
 def test_llama3_other_text_is_content(text):
     assert whole("llama3_json", text) == (text, [])
 
 
 # ------------------------------------------------------------------------------------------- streaming == not streaming
 
-SCRAPS = ["<tool_call>", "</tool_call>", "<tool_", "<|python_tag|>", "\n", " ", ";", "{", "}", '"name"', ": ", ", ", '"add"',
-          '"arguments"', '"parameters"',
-          '{"a": 1}', '{"name": "add", "arguments": {"a": "x\\n"}}', '{"name": "get_weather", "parameters": {"b": [true, null]}}', "[", "]",
-          '"', "\\", "\\u12", "text", "🙂", "1.5", "-", "tru", "</think>"]
+SCRAPS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_",
+    "<|python_tag|>",
+    "\n",
+    " ",
+    ";",
+    "{",
+    "}",
+    '"name"',
+    ": ",
+    ", ",
+    '"add"',
+    '"arguments"',
+    '"parameters"',
+    '{"a": 1}',
+    '{"name": "add", "arguments": {"a": "x\\n"}}',
+    '{"name": "get_weather", "parameters": {"b": [true, null]}}',
+    "[",
+    "]",
+    '"',
+    "\\",
+    "\\u12",
+    "text",
+    "🙂",
+    "1.5",
+    "-",
+    "tru",
+    "</think>",
+]
 
 
 @pytest.mark.parametrize("kind", PARSERS)
@@ -130,16 +219,38 @@ def test_any_cut_gives_the_same_message(kind, text, data):
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-@given(st.lists(st.tuples(st.sampled_from(sorted(NAMES)), st.dictionaries(st.text(max_size=5), st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3), max_leaves=5), max_size=3)),
-    min_size=1, max_size=3), st.booleans(), st.integers(1, 7))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(sorted(NAMES)),
+            st.dictionaries(
+                st.text(max_size=5),
+                st.recursive(
+                    st.none()
+                    | st.booleans()
+                    | st.integers()
+                    | st.floats(allow_nan=False, allow_infinity=False)
+                    | st.text(max_size=8),
+                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+                    max_leaves=5,
+                ),
+                max_size=3,
+            ),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    st.booleans(),
+    st.integers(1, 7),
+)
 @settings(max_examples=60, deadline=None)
 def test_every_right_call_is_found(kind, calls, ascii_only, width):
     key = PARSERS[kind].arguments_key
     written = [json.dumps({"name": name, key: arguments}, ensure_ascii=ascii_only) for name, arguments in calls]
-    text = "; ".join(written) if kind == "llama3_json" else "\n".join(f"<tool_call>\n{w}\n</tool_call>" for w in written)
-    content, found = message(PARSERS[kind](NAMES), [text[i:i + width] for i in range(0, len(text), width)])
+    text = (
+        "; ".join(written) if kind == "llama3_json" else "\n".join(f"<tool_call>\n{w}\n</tool_call>" for w in written)
+    )
+    content, found = message(PARSERS[kind](NAMES), [text[i : i + width] for i in range(0, len(text), width)])
     assert content == "" and [(name, json.loads(arguments)) for name, arguments in found] == calls
 
 
@@ -163,6 +274,7 @@ def test_the_scanner_agrees_with_json(text):
         except Malformed:
             return False
         return scan.done
+
     try:
         json.loads(text)
         right = True
@@ -182,9 +294,19 @@ def test_deep_nesting_is_content_not_an_error():
 
 def test_choose():
     assert tools.choose("auto", make("byte_level")) is Hermes
-    assert tools.choose("auto", make("byte_level", "{{ messages[0].content }}")).__name__ == "Hermes"  # by its added tokens
-    assert tools.choose("auto", make(
-        "wordpiece", 'Respond with {"name": function name, "parameters": dictionary of argument name and its value}')) is Llama3Json
+    assert (
+        tools.choose("auto", make("byte_level", "{{ messages[0].content }}")).__name__ == "Hermes"
+    )  # by its added tokens
+    assert (
+        tools.choose(
+            "auto",
+            make(
+                "wordpiece",
+                'Respond with {"name": function name, "parameters": dictionary of argument name and its value}',
+            ),
+        )
+        is Llama3Json
+    )
     assert tools.choose("auto", make("byte_level", None)) is None and tools.choose("none", make("byte_level")) is None
     assert tools.choose("llama3-json", make("byte_level")) is Llama3Json
     assert tools.parser(Hermes, [tool()]).names == {"add"} and tools.parser(None, [tool()]) is None
@@ -202,22 +324,32 @@ def test_an_answer_does_not_look_for_its_parsers(monkeypatch):
     assert message is not None and text.tool_format is Hermes
 
 
-@pytest.mark.parametrize("given_tools, choice, param", [
-    ([tool(f"t{i}") for i in range(129)], None, "tools"),
-    ([tool("a"), tool("a")], None, "tools[1].function.name"),
-    ([tool('x", "evil": "')], None, "tools[0].function.name"), ([tool("a\nb")], None, "tools[0].function.name"),
-    ([tool("")], None, "tools[0].function.name"),
-    ([tool("a" * 65)], None, "tools[0].function.name"), ([tool(5)], None, "tools[0].function.name"),
-    ({}, None, "tools"), ([7], None, "tools[0]"), ([{"type": "function"}], None, "tools[0]"),
-    ([{"type": "web_search", "function": {"name": "a"}}], None, "tools[0].type"),
-    ([{"type": "function", "function": {"name": "a", "parameters": []}}], None, "tools[0].function.parameters"),
-    ([tool("a", type="array")], None, "tools[0].function.parameters"),
-    ([{"type": "function", "function": {"name": "a", "description": 5}}], None, "tools[0].function.description"),
-    ([{"type": "function", "function": {"name": "a", "strict": "yes"}}], None, "tools[0].function.strict"),
-    ([tool()], {"type": "function", "function": {"name": "ad"}}, "tool_choice.function.name"),
-    ([tool()], {"type": "function"}, "tool_choice"), ([tool()], "always", "tool_choice"), ([tool()], {"function": {"name": "add"}}, "tool_choice"),
-    (None, "required", "tool_choice"), ([], {"type": "function", "function": {"name": "add"}}, "tool_choice"),
-])
+@pytest.mark.parametrize(
+    "given_tools, choice, param",
+    [
+        ([tool(f"t{i}") for i in range(129)], None, "tools"),
+        ([tool("a"), tool("a")], None, "tools[1].function.name"),
+        ([tool('x", "evil": "')], None, "tools[0].function.name"),
+        ([tool("a\nb")], None, "tools[0].function.name"),
+        ([tool("")], None, "tools[0].function.name"),
+        ([tool("a" * 65)], None, "tools[0].function.name"),
+        ([tool(5)], None, "tools[0].function.name"),
+        ({}, None, "tools"),
+        ([7], None, "tools[0]"),
+        ([{"type": "function"}], None, "tools[0]"),
+        ([{"type": "web_search", "function": {"name": "a"}}], None, "tools[0].type"),
+        ([{"type": "function", "function": {"name": "a", "parameters": []}}], None, "tools[0].function.parameters"),
+        ([tool("a", type="array")], None, "tools[0].function.parameters"),
+        ([{"type": "function", "function": {"name": "a", "description": 5}}], None, "tools[0].function.description"),
+        ([{"type": "function", "function": {"name": "a", "strict": "yes"}}], None, "tools[0].function.strict"),
+        ([tool()], {"type": "function", "function": {"name": "ad"}}, "tool_choice.function.name"),
+        ([tool()], {"type": "function"}, "tool_choice"),
+        ([tool()], "always", "tool_choice"),
+        ([tool()], {"function": {"name": "add"}}, "tool_choice"),
+        (None, "required", "tool_choice"),
+        ([], {"type": "function", "function": {"name": "add"}}, "tool_choice"),
+    ],
+)
 def test_bad_tools(given_tools, choice, param):
     with pytest.raises(RequestError) as e:
         tools.validate(given_tools, choice)
@@ -246,66 +378,110 @@ def compiler(tmp_path_factory):
 def accepts(compiler, grammar, text):
     """Whether ``text`` is a complete output under ``grammar``."""
     matcher = compiler.compile(grammar)
-    return matcher.accept(make("byte_level").encode(text, add_special=False, parse_special=True)) and matcher.is_accepting()
+    return (
+        matcher.accept(make("byte_level").encode(text, add_special=False, parse_special=True))
+        and matcher.is_accepting()
+    )
 
 
 def test_no_grammar_unless_a_call_is_asked_for():
-    assert tools.grammar([tool()], "auto", Hermes, make("byte_level")) is None and tools.grammar([tool()], None, make("byte_level"), Hermes) is None
-    assert tools.grammar([tool()], "none", Hermes, make("byte_level")) is None and tools.grammar(None, "none", Hermes, make("byte_level")) is None
+    assert (
+        tools.grammar([tool()], "auto", Hermes, make("byte_level")) is None
+        and tools.grammar([tool()], None, make("byte_level"), Hermes) is None
+    )
+    assert (
+        tools.grammar([tool()], "none", Hermes, make("byte_level")) is None
+        and tools.grammar(None, "none", Hermes, make("byte_level")) is None
+    )
     with pytest.raises(RequestError, match="--tool-call-parser"):
         tools.grammar([tool()], "required", None, make("byte_level"))
 
 
 @pytest.mark.parametrize("kind", PARSERS)
 def test_required(kind, compiler):
-    key, wrap = PARSERS[kind].arguments_key, (lambda t: t) if kind == "llama3_json" else (lambda t: f"<tool_call>\n{t}\n</tool_call>")
+    key, wrap = (
+        PARSERS[kind].arguments_key,
+        (lambda t: t) if kind == "llama3_json" else (lambda t: f"<tool_call>\n{t}\n</tool_call>"),
+    )
     both = [tool(), {"type": "function", "function": {"name": "get_weather"}}]
     grammar = tools.grammar(both, "required", PARSERS[kind], make("byte_level"), after=(7,))
     assert isinstance(grammar, Grammar) and grammar.kind == "lark" and grammar.after == (7,)
     grammar = tools.grammar(both, "required", PARSERS[kind], make("byte_level"))
-    add, weather = (wrap(f'{{"name": "{n}", "{key}": {a}}}') for n, a in (("add", '{"a": 1, "b": "x\\"y"}'), ("get_weather", "{}")))
+    add, weather = (
+        wrap(f'{{"name": "{n}", "{key}": {a}}}') for n, a in (("add", '{"a": 1, "b": "x\\"y"}'), ("get_weather", "{}"))
+    )
     two = (";" if kind == "llama3_json" else "").join([add, ("\n" if kind == "hermes" else " ") + weather])
     assert accepts(compiler, grammar, add) and accepts(compiler, grammar, weather) and accepts(compiler, grammar, two)
     assert whole(kind, two) == ("", [("add", '{"a": 1, "b": "x\\"y"}'), ("get_weather", "{}")])
-    for wrong in ("Hello", "", wrap(f'{{"name": "other", "{key}": {{}}}}'), wrap(f'{{"name": "add", "{key}": {{"b": 1}}}}'), add[:-2],
-                  wrap(f'{{"name": "get_weather", "{key}": {{"x": 1}}}}')):
+    for wrong in (
+        "Hello",
+        "",
+        wrap(f'{{"name": "other", "{key}": {{}}}}'),
+        wrap(f'{{"name": "add", "{key}": {{"b": 1}}}}'),
+        add[:-2],
+        wrap(f'{{"name": "get_weather", "{key}": {{"x": 1}}}}'),
+    ):
         assert not accepts(compiler, grammar, wrong), wrong
-    assert not accepts(compiler, tools.grammar(both, "required", PARSERS[kind], make("byte_level"), parallel=False), two)
-    named = tools.grammar(both, {"type": "function", "function": {"name": "get_weather"}}, PARSERS[kind], make("byte_level"))
+    assert not accepts(
+        compiler, tools.grammar(both, "required", PARSERS[kind], make("byte_level"), parallel=False), two
+    )
+    named = tools.grammar(
+        both, {"type": "function", "function": {"name": "get_weather"}}, PARSERS[kind], make("byte_level")
+    )
     assert accepts(compiler, named, weather) and not accepts(compiler, named, add)
 
 
 def test_schemas_in_a_grammar(compiler):
     """Slashes, tildes, braces and large numbers of a schema are not Lark; what the schema limits refuse is refused here."""
-    odd = tool(type="object", properties={"speed/max": {"type": "integer", "maximum": 1000000, "description": "km/h (?=x)/ {2,999999} ~5..99999"}},
-               required=["speed/max"])
+    odd = tool(
+        type="object",
+        properties={
+            "speed/max": {"type": "integer", "maximum": 1000000, "description": "km/h (?=x)/ {2,999999} ~5..99999"}
+        },
+        required=["speed/max"],
+    )
     grammar = tools.grammar([odd], "required", Llama3Json, make("byte_level"))
     assert accepts(compiler, grammar, '{"name": "add", "parameters": {"speed/max": 999999}}')
     assert not accepts(compiler, grammar, '{"name": "add", "parameters": {"speed/max": 1000001}}')
-    for bad in ({"$ref": "http://169.254.169.254/"}, {"x-guidance": {}}, {"minItems": 10 ** 9}):
+    for bad in ({"$ref": "http://169.254.169.254/"}, {"x-guidance": {}}, {"minItems": 10**9}):
         with pytest.raises(RequestError) as e:
             tools.grammar([tool(type="object", properties={"a": bad})], "required", Llama3Json, make("byte_level"))
         assert e.value.param == "tools[0].function.parameters"
 
 
-@pytest.mark.parametrize("bad, why", [
-    ({"type": "strng"}, "Invalid type: strng"), ({"type": "string", "pattern": "(?=a)b"}, "regex parse error: look-around"),
-    ({"not": {}}, "Unimplemented keys"), ({"$ref": "#/$defs/none"}, "does not exist"), ({"const": "\ud800"}, "cannot be used"),
-])
+@pytest.mark.parametrize(
+    "bad, why",
+    [
+        ({"type": "strng"}, "Invalid type: strng"),
+        ({"type": "string", "pattern": "(?=a)b"}, "regex parse error: look-around"),
+        ({"not": {}}, "Unimplemented keys"),
+        ({"$ref": "#/$defs/none"}, "does not exist"),
+        ({"const": "\ud800"}, "cannot be used"),
+    ],
+)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "bad"}}])
 def test_the_schema_that_does_not_compile_is_named(bad, why, choice):
     offered = [tool(), tool("bad", type="object", properties={"type": {"type": "string"}, "a": bad}, required=["a"])]
     with pytest.raises(RequestError, match=why) as e:
         tools.grammar(offered, choice, Hermes, make("byte_level"))
-    assert (e.value.param, e.value.code, "\n" in e.value.message) == ("tools[1].function.parameters", "invalid_grammar", False)
-    tools.grammar(offered, {"type": "function", "function": {"name": "add"}}, Hermes, make("byte_level"))  # not asked for, not compiled
+    assert (e.value.param, e.value.code, "\n" in e.value.message) == (
+        "tools[1].function.parameters",
+        "invalid_grammar",
+        False,
+    )
+    tools.grammar(
+        offered, {"type": "function", "function": {"name": "add"}}, Hermes, make("byte_level")
+    )  # not asked for, not compiled
 
 
 def test_a_grammar_of_all_tools_is_blamed_on_them():
     forced = Grammar("lark", "start: x")
     assert grammar_of(SamplingBody(), {"tool_choice": forced}) == ("tools", forced)
     large = [tool(f"f{i}", type="object", description="x" * 20_000) for i in range(4)]
-    for offered, param in ((large, "tools"), ([tool(type="object", description="x" * 70_000)], "tools[0].function.parameters")):
+    for offered, param in (
+        (large, "tools"),
+        ([tool(type="object", description="x" * 70_000)], "tools[0].function.parameters"),
+    ):
         with pytest.raises(RequestError, match="bytes, more than") as e:
             tools.grammar(offered, "required", Hermes, make("byte_level"))
         assert e.value.param == param
@@ -338,7 +514,12 @@ def test_whatever_a_grammar_allows_is_parsed(kind, compiler):
     import numpy as np
 
     tokenizer = make("byte_level")
-    small = tool(type="object", properties={"a": {"enum": [1, "two"]}, "b": {"type": "boolean"}}, required=["a"], additionalProperties=False)
+    small = tool(
+        type="object",
+        properties={"a": {"enum": [1, "two"]}, "b": {"type": "boolean"}},
+        required=["a"],
+        additionalProperties=False,
+    )
     grammar = tools.grammar([small], "required", PARSERS[kind], tokenizer, parallel=False)
     for seed in range(8):
         rng, matcher, ids = random.Random(seed), compiler.compile(grammar), []

@@ -51,15 +51,28 @@ class World:
         return Site(device, self.q.dtype, "plain", self.pool.page_slots, (self.spec,), exact)
 
 
-def make_world(spans: list[tuple[int, int]], *, heads: int = 4, kv_heads: int = 2, dim: int = 16, page_slots: int = 16,
-               window: int | None = None, softcap: float | None = None, sinks: bool = False, trees: dict[int, list[int]] | None = None,
-               dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0,
-               content: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None, codec: Codec | None = None) -> World:
+def make_world(
+    spans: list[tuple[int, int]],
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 16,
+    page_slots: int = 16,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+    trees: dict[int, list[int]] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+    content: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None,
+    codec: Codec | None = None,
+) -> World:
     """``spans``: (start, length) each. Pages are shuffled, pages that fell out of the window are dropped (table entry 0),
     and every slot that no span owns is NaN, page 0 included. ``content``: q [length, H, D] and k, v [2, start + length, G, D]
     of spans that are not to be random."""
     draw = torch.Generator().manual_seed(seed)
-    spec = AttentionSpec(heads, kv_heads, dim, dim ** -0.5, window, softcap, sinks)
+    spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, window, softcap, sinks)
     group = CacheGroup("g", (0, 1), kv_heads, dim, window)
     counts = [-(-(start + length) // page_slots) for start, length in spans]
     total = 4 + sum(counts)
@@ -97,14 +110,22 @@ def make_world(spans: list[tuple[int, int]], *, heads: int = 4, kv_heads: int = 
         row += length
     lengths = [length for _, length in spans]
     batch = StepBatch(
-        input_ids=torch.zeros(rows, dtype=torch.int64, device=device), positions=torch.tensor(positions, dtype=torch.int64, device=device),
-        row_start=torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32, device=device),
-        context=torch.tensor([s for s, _ in spans], dtype=torch.int32, device=device), tables=(table.to(device),),
-        slots=(torch.tensor(slots, dtype=torch.int64, device=device),), logit_rows=torch.zeros(0, dtype=torch.int64, device=device),
-        starts=[s for s, _ in spans], lengths=lengths, ancestors=bits.to(device) if words else None)
+        input_ids=torch.zeros(rows, dtype=torch.int64, device=device),
+        positions=torch.tensor(positions, dtype=torch.int64, device=device),
+        row_start=torch.tensor(
+            [0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32, device=device
+        ),
+        context=torch.tensor([s for s, _ in spans], dtype=torch.int32, device=device),
+        tables=(table.to(device),),
+        slots=(torch.tensor(slots, dtype=torch.int64, device=device),),
+        logit_rows=torch.zeros(0, dtype=torch.int64, device=device),
+        starts=[s for s, _ in spans],
+        lengths=lengths,
+        ancestors=bits.to(device) if words else None,
+    )
     q = torch.randn(rows, heads, dim, generator=draw).to(dtype).to(device)
     for s, (known, _) in (content or {}).items():
-        q[sum(lengths[:s]):sum(lengths[:s + 1])] = known
+        q[sum(lengths[:s]) : sum(lengths[: s + 1])] = known
     learned = torch.randn(heads, generator=draw).to(device) if sinks else None
     return World(spec, pool, batch, q, keys, values, forest, learned)
 
@@ -122,7 +143,9 @@ def truth(world: World) -> tuple[torch.Tensor, torch.Tensor]:
         for i in range(length):
             inside = tree.ancestors()[i] if tree else range(i + 1)
             seen = [(p, p) for p in range(start)] + [(start + j, start + depths[j]) for j in sorted(inside)]
-            seen = [slot for slot, position in seen if spec.window is None or position > start + depths[i] - spec.window]
+            seen = [
+                slot for slot, position in seen if spec.window is None or position > start + depths[i] - spec.window
+            ]
             for h in range(spec.num_heads):
                 scores = spec.scale * (world.keys[s][seen, h // share].double() @ q[row, h])
                 if spec.softcap:

@@ -21,16 +21,18 @@ class Text:
         self.q = torch.randn(LENGTH, HEADS, DIM, generator=draw).to(dtype)
         self.kv = torch.randn(2, LENGTH, GROUPS, DIM, generator=draw).to(dtype)
 
-    def rows(self, start: int, length: int, before: tuple = (), after: tuple = (), **how) -> tuple[torch.Tensor, torch.Tensor]:
+    def rows(
+        self, start: int, length: int, before: tuple = (), after: tuple = (), **how
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and log-sum-exp of rows start .. start + length, beside other spans."""
         place = len(before)
-        content = {place: (self.q[start:start + length], self.kv[:, :start + length])}
+        content = {place: (self.q[start : start + length], self.kv[:, : start + length])}
         world = make_world([*before, (start, length), *after], content=content, **{**self.kind, **how})
         if world.sinks is not None:
             world.sinks = torch.linspace(-1, 1, HEADS)
         out, lse = attention(world, exact=True, lse=True)
         first = sum(n for _, n in before)
-        return out[first:first + length], lse[first:first + length]
+        return out[first : first + length], lse[first : first + length]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -41,7 +43,7 @@ def test_bits_do_not_depend_on_chunks_pages_or_company(kind, dtype):
 
     def check(got: tuple[torch.Tensor, torch.Tensor], start: int, what: str) -> None:
         for x, y in zip(got, want):
-            assert torch.equal(x, y[start:start + len(x)]), what
+            assert torch.equal(x, y[start : start + len(x)]), what
 
     for chunk, step in ((1, 5), (7, 7), (64, 64)):
         for start in range(0, LENGTH, step):

@@ -62,7 +62,10 @@ def test_agrees_with_scalar_loops(spans, kind, exact):
 def test_tree_rows_see_their_ancestors(kind, exact):
     """A bushy tree, a chain as a tree, causal spans beside them, and a tree of more than 64 rows."""
     trees = {1: [-1, 0, 0, 1, 1, 2, 5], 3: [-1, 0, 1]}
-    for spans, forest in (([(40, 1), (31, 7), (0, 9), (5, 3)], trees), ([(3, 1), (10, 70)], {1: [-1, *((i - 1) // 2 for i in range(1, 70))]})):
+    for spans, forest in (
+        ([(40, 1), (31, 7), (0, 9), (5, 3)], trees),
+        ([(3, 1), (10, 70)], {1: [-1, *((i - 1) // 2 for i in range(1, 70))]}),
+    ):
         world = make_world(spans, trees=forest, **KINDS[kind])
         want, want_lse = truth(world)
         torch.testing.assert_close(attention(world, exact).double(), want, atol=3e-6, rtol=1e-5)

@@ -45,13 +45,15 @@ def fed(data, size):
     stream = _Stream(b"GET", reply, Done())
     stream.connection_made(Transport())
     for i in range(0, len(data), size):
-        stream.data_received(data[i:i + size])
+        stream.data_received(data[i : i + size])
     stream.connection_lost(None)
     return reply, stream.transport
 
 
 USAGE = {"choices": [], "usage": {"completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 16}}}
-TEXT = framed({"choices": [{"text": 'a "usage" and a data: {'}], "usage": None}, chunk("b"), chunk("\n\n"), USAGE, "[DONE]")
+TEXT = framed(
+    {"choices": [{"text": 'a "usage" and a data: {'}], "usage": None}, chunk("b"), chunk("\n\n"), USAGE, "[DONE]"
+)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 50, 10_000])
@@ -78,16 +80,24 @@ def test_every_request_is_sent_as_said(fake):  # noqa: F811
     replies, lags = asyncio.run(replay(fake.url, "m", made, "k"))
     assert [r.status for r in replies] == [200] * 4 and lags
     assert sorted(b["prompt"] for b in fake.bodies) == sorted(c.prompt for c in made)
-    assert all((b["model"], b["max_tokens"], b["stream"], b["ignore_eos"], b["temperature"]) == ("m", 3, True, True, 0) for b in fake.bodies)
+    assert all(
+        (b["model"], b["max_tokens"], b["stream"], b["ignore_eos"], b["temperature"]) == ("m", 3, True, True, 0)
+        for b in fake.bodies
+    )
     assert set(fake.keys) == {b"Bearer k"}
     found = summarise(replies, made, lags)
     assert (found["requests"], found["failed"], found["short"], found["tokens_per_event"]) == (4, 0, 0, 1.0)
 
 
-@pytest.mark.parametrize("url, to, line", [
-    ("https://some.host/v1/", ("some.host", 443, True), b"POST /v1/completions"),
-    ("https://h:8443/gate", ("h", 8443, True), b"POST /gate/v1/completions"),
-    ("http://h/gate/v1", ("h", 80, None), b"POST /gate/v1/completions"), ("http://[::1]:8000", ("::1", 8000, None), b"POST /v1/completions")])
+@pytest.mark.parametrize(
+    "url, to, line",
+    [
+        ("https://some.host/v1/", ("some.host", 443, True), b"POST /v1/completions"),
+        ("https://h:8443/gate", ("h", 8443, True), b"POST /gate/v1/completions"),
+        ("http://h/gate/v1", ("h", 80, None), b"POST /gate/v1/completions"),
+        ("http://[::1]:8000", ("::1", 8000, None), b"POST /v1/completions"),
+    ],
+)
 def test_addresses_of_every_form(monkeypatch, url, to, line):
     met = []
 
@@ -145,6 +155,7 @@ def test_arrivals_do_not_wait_for_answers(fake):  # noqa: F811
 
 def test_a_client_that_is_held_up_says_so(fake):  # noqa: F811
     """A task that hogs the loop makes the client late: the figures that tell must move."""
+
     async def hogged():
         async def hog():
             for _ in range(3):
@@ -162,7 +173,12 @@ def test_a_client_that_is_held_up_says_so(fake):  # noqa: F811
 
 def test_it_reads_far_more_events_than_an_engine_makes():
     """20,000 tokens a second of one GPU leave most of a core idle."""
-    data = framed(*[chunk(f" word{i}") | {"id": "cmpl-12345678", "object": "text_completion", "created": 1, "model": "m"} for i in range(20_000)])
+    data = framed(
+        *[
+            chunk(f" word{i}") | {"id": "cmpl-12345678", "object": "text_completion", "created": 1, "model": "m"}
+            for i in range(20_000)
+        ]
+    )
     started = time.process_time()
     reply, _ = fed(data, 400)
     assert len(reply.events) == 20_000
@@ -176,7 +192,13 @@ def test_summary_by_hand():
         reply.events.extend(events)
         reply.completion, reply.cached, reply.ended = completion, 4 * (completion > 1), max(events, default=12.5)
     found = summarise(replies, made, [0.0, 0.01])
-    assert (found["requests"], found["failed"], found["window_s"], found["prompt_tokens"], found["cached_tokens"]) == (4, 1, 4.0, 32, 8)
+    assert (found["requests"], found["failed"], found["window_s"], found["prompt_tokens"], found["cached_tokens"]) == (
+        4,
+        1,
+        4.0,
+        32,
+        8,
+    )
     assert found["output_tok_s"] == 1.0, "four of the six tokens came before the last request was due"
     assert (found["ttft_ms_p50"], found["itl_ms_p50"], found["tpot_ms_p50"]) == pytest.approx((200.0, 200.0, 1925.0))
     assert found["client_late_ms_p50"] == pytest.approx(1.0, abs=0.01) and found["client_lag_ms_p50"] == 5.0
@@ -186,7 +208,11 @@ def test_several_tokens_an_event():
     reply = Reply(0.0, 0.0, 200, completion=4, ended=2.0)
     reply.events.extend([1.0, 2.0])
     found = summarise([reply], [Call(0.0, [1], 4)], [])
-    assert found["tokens_per_event"] == 2.0 and found["output_tok_s"] == 2.0 and found["tpot_ms_p50"] == pytest.approx(333.333)
+    assert (
+        found["tokens_per_event"] == 2.0
+        and found["output_tok_s"] == 2.0
+        and found["tpot_ms_p50"] == pytest.approx(333.333)
+    )
 
 
 def test_capacity_is_the_rate_while_the_server_is_full(caplog):
@@ -196,7 +222,9 @@ def test_capacity_is_the_rate_while_the_server_is_full(caplog):
     for i, t in enumerate(times):
         replies[i % 50].events.append(t)
     assert capacity(replies) == pytest.approx(10.0) and not caplog.records
-    assert capacity([*replies, Reply(0.0, 0.0, 429)]) == pytest.approx(10.0) and "1 of 51 requests failed" in caplog.text
+    assert (
+        capacity([*replies, Reply(0.0, 0.0, 429)]) == pytest.approx(10.0) and "1 of 51 requests failed" in caplog.text
+    )
     with pytest.raises(ConfigError, match="at least 10 good replies"):
         capacity([Reply(0.0, 0.0, 429, ended=1.0)] * 20)
 

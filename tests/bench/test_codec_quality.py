@@ -29,7 +29,9 @@ def study(monkeypatch):
         if config.cache.kv_codec == "fp8":
             raise ConfigError("no such kernel here")
         codec = SimpleNamespace(fuses=config.cache.kv_codec != "nvfp4")
-        yield SimpleNamespace(config=config, engine=SimpleNamespace(runner=SimpleNamespace(pool=SimpleNamespace(codec=codec))))
+        yield SimpleNamespace(
+            config=config, engine=SimpleNamespace(runner=SimpleNamespace(pool=SimpleNamespace(codec=codec)))
+        )
 
     def put(llm, exam, plan, tokenizer):
         clock.now += 1
@@ -49,14 +51,20 @@ def study(monkeypatch):
 
 def test_seeds_are_pooled_and_paired_to_the_plain_cache(study):
     kept = []
-    codec_quality.answer(study, [Job(codec, 0, ("chain", "story"), (1, 2)) for codec in ("plain", "fp8", "int4")], kept.append)
+    codec_quality.answer(
+        study, [Job(codec, 0, ("chain", "story"), (1, 2)) for codec in ("plain", "fp8", "int4")], kept.append
+    )
     check(result("c", kept[-1]))
     plain, int4 = kept[-1]
     assert (plain["name"], int4["name"]) == ("plain", "int4"), "a codec that cannot run costs its own arm only"
     chain = plain["metrics"]["chain"]
     assert chain["problems"] == 16 and chain["seeds"] == [1, 2] and "against_plain" not in chain
     chain = int4["metrics"]["chain"]
-    assert chain["exact"] == 0.5 and chain["against_plain"]["only_first"] == 8 and chain["against_plain"]["difference"] == -0.5
+    assert (
+        chain["exact"] == 0.5
+        and chain["against_plain"]["only_first"] == 8
+        and chain["against_plain"]["difference"] == -0.5
+    )
     story = int4["metrics"]["story"]
     assert story["documents"] == 8 and story["seeds"] == [1], "prose is drawn once"
     assert story["against_plain"]["difference"] == pytest.approx(4 / np.log(2) / 9)
@@ -88,22 +96,31 @@ def test_a_codec_without_a_kernel_gets_fewer_problems(study, monkeypatch):
 def test_the_clock_ends_the_list_and_keeps_what_was_measured(study):
     study.limit = 3.5
     kept = []
-    codec_quality.answer(study, [Job("plain", 0, ("chain",), (1, 2)), Job("int4", 0, ("chain",), (1, 2)), Job("int4_bdr", 0, ("chain",), (1,))],
-                         kept.append)
+    codec_quality.answer(
+        study,
+        [Job("plain", 0, ("chain",), (1, 2)), Job("int4", 0, ("chain",), (1, 2)), Job("int4_bdr", 0, ("chain",), (1,))],
+        kept.append,
+    )
     assert [a["name"] for a in kept[-1]] == ["plain", "int4"] and kept[-1][1]["metrics"]["chain"]["seeds"] == [1]
     assert study.clock.now <= study.limit
 
 
 def test_twins_are_paired_to_the_model_itself(study):
     kept = []
-    codec_quality.answer(study, [Job("plain", 0, ("chain",), (1,)), Job("int4", 8, ("chain",), (1,)), Job("int4", 0, ("chain",), (1,))], kept.append)
+    codec_quality.answer(
+        study,
+        [Job("plain", 0, ("chain",), (1,)), Job("int4", 8, ("chain",), (1,)), Job("int4", 0, ("chain",), (1,))],
+        kept.append,
+    )
     assert [a["config"] for a in kept[-1]] == [{}, {"outliers": 8}, {}]
     assert kept[-1][1]["metrics"]["chain"]["against_plain"]["only_first"] == 4
 
 
 def test_what_matters_most_comes_first():
     todo = jobs(("chain", "needle"), (7, 8, 9), (8, 2))
-    assert [j.codec for j in todo[:4]] == ["plain", "int4_bdr", "int4", "fp8"] and all(j.tasks == ("chain", "needle") for j in todo[:4])
+    assert [j.codec for j in todo[:4]] == ["plain", "int4_bdr", "int4", "fp8"] and all(
+        j.tasks == ("chain", "needle") for j in todo[:4]
+    )
     assert [(j.codec, j.outliers) for j in todo[4:8]] == [("int4", 8), ("int4_bdr", 8), ("int4", 2), ("int4_bdr", 2)]
     orders = {j.codec for j in todo if j.codec.startswith("int4_bdr") and not j.outliers}
     assert len(orders) == 8, "four orders, keys alone and both"
@@ -112,34 +129,66 @@ def test_what_matters_most_comes_first():
 
 def test_how_many_problems():
     assert len(task_specs("needle", 1000)) == 12 and set(task_specs("needle", 1000).values()) == {84}
-    assert task_specs("story:form=prose,length=512", 1000) == {"story:form=prose,length=512": 48} and task_specs("chain", 1000) == {"chain": 1000}
+    assert task_specs("story:form=prose,length=512", 1000) == {"story:form=prose,length=512": 48} and task_specs(
+        "chain", 1000
+    ) == {"chain": 1000}
 
 
 def test_pooled_outcomes_hold_everything_once(study):
-    parts = [codec_quality.put(SimpleNamespace(config=SimpleNamespace(cache=SimpleNamespace(kv_codec="int4"))), exam, plan, None)
-             for seed in (1, 2) for plan, exam in study.exams("chain", seed)]
+    parts = [
+        codec_quality.put(
+            SimpleNamespace(config=SimpleNamespace(cache=SimpleNamespace(kv_codec="int4"))), exam, plan, None
+        )
+        for seed in (1, 2)
+        for plan, exam in study.exams("chain", seed)
+    ]
     both = pooled(parts)
-    assert both.right.shape == (16, 1) and both.exam.problems == parts[0].exam.problems + parts[1].exam.problems and both.num_cut == 0
+    assert (
+        both.right.shape == (16, 1)
+        and both.exam.problems == parts[0].exam.problems + parts[1].exam.problems
+        and both.num_cut == 0
+    )
     assert pooled(parts[:1]) is parts[0] and len(first(both, 3).exam.prompts) == 3 and first(both, 3).right.sum() == 0
     assert beginning(both.exam, 2).problems == both.exam.problems[:2]
 
 
 def test_errors_of_cached_rows():
-    found = row_errors(NANO, "cpu", [list(range(20, 60)), list(range(30, 50))], ["plain", "int8", "int4", "int4_bdr:order=16"])
+    found = row_errors(
+        NANO, "cpu", [list(range(20, 60)), list(range(30, 50))], ["plain", "int8", "int4", "int4_bdr:order=16"]
+    )
     assert found["plain"] == {"keys": 0.0, "values": 0.0}
-    assert 0 < found["int8"]["keys"] < 1e-4 < found["int4"]["keys"] < 0.1 and found["int4"]["values"] == found["int4_bdr:order=16"]["values"]
+    assert (
+        0 < found["int8"]["keys"] < 1e-4 < found["int4"]["keys"] < 0.1
+        and found["int4"]["values"] == found["int4_bdr:order=16"]["values"]
+    )
 
 
 def test_verdicts():
     def asked(codec, size, share, perplexity=3.0):
-        return arm(codec, {"outliers": size} if size else {}, {"chain": {"exact": share}, "story": {"perplexity": perplexity}})
+        return arm(
+            codec, {"outliers": size} if size else {}, {"chain": {"exact": share}, "story": {"perplexity": perplexity}}
+        )
 
-    arms = [asked("plain", 0, 1.0), asked("int4_bdr", 0, 0.995, 3.06), asked("int4", 2, 0.9), asked("int4_bdr", 2, 1.0), asked("int4", 8, 0.5),
-            asked("int4_bdr", 8, 0.96), asked("int4", 32, 0.0), asked("int4_bdr", 32, 0.1)]
-    arms += [arm(f"error of {name}", {}, {"relative_squared_error_keys": error}) for name, error in (("nvfp4", 0.8), ("nvfp4:search=false", 1.0))]
+    arms = [
+        asked("plain", 0, 1.0),
+        asked("int4_bdr", 0, 0.995, 3.06),
+        asked("int4", 2, 0.9),
+        asked("int4_bdr", 2, 1.0),
+        asked("int4", 8, 0.5),
+        asked("int4_bdr", 8, 0.96),
+        asked("int4", 32, 0.0),
+        asked("int4_bdr", 32, 0.1),
+    ]
+    arms += [
+        arm(f"error of {name}", {}, {"relative_squared_error_keys": error})
+        for name, error in (("nvfp4", 0.8), ("nvfp4:search=false", 1.0))
+    ]
     ratios, targets = verdicts(arms)
     check(result("c", arms, ratios=ratios, targets=targets))
     assert {name: (t["ratio"], t["met"]) for name, t in targets.items()} == {
-        "chain.exact int4_bdr/plain": (0.995, True), "story.perplexity int4_bdr/plain": (1.02, False),
-        "chain.exact int4_bdr:outliers=8/plain": (0.96, False), "relative_squared_error_keys nvfp4/nvfp4:search=false": (0.8, True)}
+        "chain.exact int4_bdr/plain": (0.995, True),
+        "story.perplexity int4_bdr/plain": (1.02, False),
+        "chain.exact int4_bdr:outliers=8/plain": (0.96, False),
+        "relative_squared_error_keys nvfp4/nvfp4:search=false": (0.8, True),
+    }
     assert verdicts([asked("int4", 0, 1.0)]) == ({}, {})

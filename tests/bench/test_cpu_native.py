@@ -12,12 +12,19 @@ import pytest
 from tools import cpu_native as tool
 
 
-@pytest.mark.parametrize(("codec", "arms"), [
-    ((), {"native", "plain", "bf16"}), (("--kv-codec", "int4"), {"native-plain", "native-int4", "torch-int4"}),
-])
+@pytest.mark.parametrize(
+    ("codec", "arms"),
+    [
+        ((), {"native", "plain", "bf16"}),
+        (("--kv-codec", "int4"), {"native-plain", "native-int4", "torch-int4"}),
+    ],
+)
 def test_a_workload_that_is_too_noisy_costs_none_of_the_others(codec, arms, tmp_path, monkeypatch):
     def own(config, native, stack):
-        return None, SimpleNamespace(info=SimpleNamespace(tokenizer_size=500), engine=SimpleNamespace(runner=SimpleNamespace(native=native or None)))
+        return None, SimpleNamespace(
+            info=SimpleNamespace(tokenizer_size=500),
+            engine=SimpleNamespace(runner=SimpleNamespace(native=native or None)),
+        )
 
     def seconds(prompts, num_tokens):
         return 1.0 if len(prompts) == 2 else 1.0 + num_tokens / next(clock)
@@ -25,10 +32,26 @@ def test_a_workload_that_is_too_noisy_costs_none_of_the_others(codec, arms, tmp_
     clock = count(10)
     monkeypatch.setattr(tool, "own", own)
     monkeypatch.setattr(tool, "timed", lambda generate: seconds)
-    monkeypatch.setattr(sys, "argv", ["cpu_native.py", str(tmp_path / "r.json"), "--repeats", "2", *codec,
-                                      "--workload", "held-up:2:8:4", "--workload", "quiet:3:8:4"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "cpu_native.py",
+            str(tmp_path / "r.json"),
+            "--repeats",
+            "2",
+            *codec,
+            "--workload",
+            "held-up:2:8:4",
+            "--workload",
+            "quiet:3:8:4",
+        ],
+    )
     with pytest.raises(SystemExit, match="too noisy.*: held-up$"):
         tool.main()
     found = {arm["name"]: arm["metrics"] for arm in json.loads((tmp_path / "r.json").read_text())["arms"]}
     assert set(found) == arms
-    assert all(metrics["quiet.decode_tok_s"]["n"] == 2 and not any(name.startswith("held-up") for name in metrics) for metrics in found.values())
+    assert all(
+        metrics["quiet.decode_tok_s"]["n"] == 2 and not any(name.startswith("held-up") for name in metrics)
+        for metrics in found.values()
+    )

@@ -16,7 +16,10 @@ def test_times_and_memory(capsys):
     suffix, *reference, recycling = (a["metrics"] for a in arms)
     for plain in reference:  # where there is native code
         assert "without native code" in arms[1]["name"]
-        assert all(plain[name] == suffix[name] for name in ("steps", "tokens", "drafted", "accepted")) and plain["held_mb"] > 2 * suffix["held_mb"]
+        assert (
+            all(plain[name] == suffix[name] for name in ("steps", "tokens", "drafted", "accepted"))
+            and plain["held_mb"] > 2 * suffix["held_mb"]
+        )
     assert suffix["tokens"] >= 6000 and suffix["accepted"] > 0 and recycling["accepted"] > 0
     assert 0 < suffix["held_mb"] <= 2 * 2 * 1500 * 420 * 1.1 / 1e6, "two generations of at most two states a token"
     assert all(0 < suffix[f"{part}_ms_p50"] <= suffix[f"{part}_ms_p99"] for part in ("propose", "cut", "around"))

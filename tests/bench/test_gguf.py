@@ -26,15 +26,48 @@ def test_the_small_model(tmp_path, file_type, kind):
     found = json.loads((tmp_path / "m").read_text())
     tensors = found["tensors"]
     assert found["architecture"] == "qwen3" and len(tensors) == 2 + 4 * 11, "tied: no tensor of the head"
-    assert tensors["model.layers.3.mlp.down_proj.weight"] | {"sum": 0, "column": 0} == {"shape": [192, 640], "type": kind, "sum": 0, "column": 0}
+    assert tensors["model.layers.3.mlp.down_proj.weight"] | {"sum": 0, "column": 0} == {
+        "shape": [192, 640],
+        "type": kind,
+        "sum": 0,
+        "column": 0,
+    }
     assert {t["type"] for name, t in tensors.items() if "norm" in name} == {"F32"}
-    told = {k: found[k] for k in ("block_count", "head_count", "head_count_kv", "key_length", "rope_freq_base", "vocab_size", "tokenizer_model")}
-    assert told == {"block_count": 4, "head_count": 4, "head_count_kv": 2, "key_length": 64, "rope_freq_base": 10000.0, "vocab_size": 2048,
-                    "tokenizer_model": "none"}
+    told = {
+        k: found[k]
+        for k in (
+            "block_count",
+            "head_count",
+            "head_count_kv",
+            "key_length",
+            "rope_freq_base",
+            "vocab_size",
+            "tokenizer_model",
+        )
+    }
+    assert told == {
+        "block_count": 4,
+        "head_count": 4,
+        "head_count_kv": 2,
+        "key_length": 64,
+        "rope_freq_base": 10000.0,
+        "vocab_size": 2048,
+        "tokenizer_model": "none",
+    }
 
 
-LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-         "hidden_size": 8, "intermediate_size": 8, "max_position_embeddings": 16, "rms_norm_eps": 1e-5, "vocab_size": 4}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "max_position_embeddings": 16,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 4,
+}
 
 
 def folder(path, tensors, **changes):
@@ -45,7 +78,11 @@ def folder(path, tensors, **changes):
 
 def test_llama_heads_are_rearranged_and_others_are_not(tmp_path):
     rows = torch.arange(8.0)[:, None].repeat(1, 8)
-    gguf.write(folder(tmp_path, {f"model.layers.0.self_attn.{p}.weight": rows.clone() for p in ("q_proj", "v_proj")}), tmp_path / "m", "f32")
+    gguf.write(
+        folder(tmp_path, {f"model.layers.0.self_attn.{p}.weight": rows.clone() for p in ("q_proj", "v_proj")}),
+        tmp_path / "m",
+        "f32",
+    )
     tensors = json.loads((tmp_path / "m").read_text())["tensors"]
     assert tensors["model.layers.0.self_attn.v_proj.weight"]["column"] == list(range(8))
     assert tensors["model.layers.0.self_attn.q_proj.weight"]["column"] == [0, 2, 1, 3, 4, 6, 5, 7], "two heads of four"
@@ -62,18 +99,34 @@ def test_rotating_neighbours_of_rows_in_turns_is_rotating_halves():
     heads, dim, columns = 3, 8, 16
     weight, x, angle = torch.randn(heads * dim, columns), torch.randn(columns), torch.rand(dim // 2)
     plain = (weight @ x).view(heads, 2, dim // 2)
-    halves = torch.stack([plain[:, 0] * angle.cos() - plain[:, 1] * angle.sin(), plain[:, 1] * angle.cos() + plain[:, 0] * angle.sin()], 1)
+    halves = torch.stack(
+        [plain[:, 0] * angle.cos() - plain[:, 1] * angle.sin(), plain[:, 1] * angle.cos() + plain[:, 0] * angle.sin()],
+        1,
+    )
     turned = (gguf._interleaved(weight, heads) @ x).view(heads, dim // 2, 2)
-    neighbours = torch.stack([turned[..., 0] * angle.cos() - turned[..., 1] * angle.sin(),
-                              turned[..., 1] * angle.cos() + turned[..., 0] * angle.sin()], 2)
+    neighbours = torch.stack(
+        [
+            turned[..., 0] * angle.cos() - turned[..., 1] * angle.sin(),
+            turned[..., 1] * angle.cos() + turned[..., 0] * angle.sin(),
+        ],
+        2,
+    )
     torch.testing.assert_close(neighbours.transpose(1, 2), halves)
 
 
-@pytest.mark.parametrize("changes, file_type, words", [
-    ({"architectures": ["MixtralForCausalLM"]}, "f32", "no GGUF of a MixtralForCausalLM"), ({}, "q2_k", "no GGUF file type 'q2_k'"),
-    ({"rope_scaling": {"factor": 2}}, "f32", "rope_scaling"), ({"sliding_window": 8}, "f32", "sliding_window=8"),
-    ({"rope_parameters": {"rope_type": "linear", "factor": 2}}, "f32", "'linear'"),
-    ({}, "f32", "llama.cpp has no tensor for model.layers.0.odd.weight")])
+@pytest.mark.parametrize(
+    "changes, file_type, words",
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "f32", "no GGUF of a MixtralForCausalLM"),
+        ({}, "q2_k", "no GGUF file type 'q2_k'"),
+        ({"rope_scaling": {"factor": 2}}, "f32", "rope_scaling"),
+        ({"sliding_window": 8}, "f32", "sliding_window=8"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2}}, "f32", "'linear'"),
+        ({}, "f32", "llama.cpp has no tensor for model.layers.0.odd.weight"),
+    ],
+)
 def test_what_it_cannot_write(tmp_path, changes, file_type, words):
     with pytest.raises(ConfigError, match=words):
-        gguf.write(folder(tmp_path, {"model.layers.0.odd.weight": torch.zeros(2, 2)}, **changes), tmp_path / "m", file_type)
+        gguf.write(
+            folder(tmp_path, {"model.layers.0.odd.weight": torch.zeros(2, 2)}, **changes), tmp_path / "m", file_type
+        )

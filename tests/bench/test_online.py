@@ -44,11 +44,15 @@ class Fake:
         for part in answer:
             if part == "cut":
                 raise ConnectionError("as the test asked")
-            await send({"type": "http.response.body", "body": f"data: {json.dumps(part)}\n\n".encode(), "more_body": True})
+            await send(
+                {"type": "http.response.body", "body": f"data: {json.dumps(part)}\n\n".encode(), "more_body": True}
+            )
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def reply(self, send, status, value):
-        await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
+        await send(
+            {"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]}
+        )
         await send({"type": "http.response.body", "body": json.dumps(value).encode()})
 
 
@@ -85,7 +89,13 @@ def test_every_request_is_sent_as_said(fake):
     assert found["requests_by_status"] == {"200": 4}
     assert set(fake.keys) == {b"Bearer k"}
     for body in fake.bodies:
-        assert (body["model"], len(body["prompt"]), body["max_tokens"], body["stream"], body["ignore_eos"]) == ("m", 5, 3, True, True)
+        assert (body["model"], len(body["prompt"]), body["max_tokens"], body["stream"], body["ignore_eos"]) == (
+            "m",
+            5,
+            3,
+            True,
+            True,
+        )
     assert len({tuple(b["prompt"]) for b in fake.bodies}) == 4, "no two prompts are the same"
     assert found["output_tok_s"] / found["requests_s"] == pytest.approx(3, rel=0.02)
     assert {f"{m}_p{p}" for m in ("ttft_ms", "itl_ms", "e2e_ms") for p in (50, 90, 99)} <= set(found)
@@ -106,10 +116,16 @@ def test_arrivals_do_not_wait_for_answers(fake):
     assert found["requests_by_status"] == {"200": 20}
 
 
-@pytest.mark.parametrize("models, message", [
-    ((401, {}), "--api-key"), ((404, {}), "answers 404"), ((500, {}), "answers 500"), ((200, {"hello": 1}), "not with the OpenAI API"),
-    ((200, []), "not with the OpenAI API"),
-])
+@pytest.mark.parametrize(
+    "models, message",
+    [
+        ((401, {}), "--api-key"),
+        ((404, {}), "answers 404"),
+        ((500, {}), "answers 500"),
+        ((200, {"hello": 1}), "not with the OpenAI API"),
+        ((200, []), "not with the OpenAI API"),
+    ],
+)
 def test_another_kind_of_server(fake, models, message):
     fake.models = models
     with pytest.raises(ConfigError, match=message):
@@ -129,7 +145,13 @@ def test_nothing_succeeded(fake):
 
 
 def test_summary_by_hand():
-    samples = [Sample(200, 0.1, [0.01, 0.03], 0.2, 3), Sample(200, 0.3, [0.02], 0.4, 2), Sample(429), Sample(0), Sample(200)]
+    samples = [
+        Sample(200, 0.1, [0.01, 0.03], 0.2, 3),
+        Sample(200, 0.3, [0.02], 0.4, 2),
+        Sample(429),
+        Sample(0),
+        Sample(200),
+    ]
     found = summarise(samples, 2.0)
     assert found["requests_by_status"] == {"200": 3, "429": 1, "0": 1}
     assert (found["seconds"], found["output_tok_s"], found["requests_s"]) == (2.0, 2.5, 1.0)

@@ -11,8 +11,17 @@ from kvasir.bench.result import arm, result, spread
 from kvasir.cli.bench import app
 from kvasir.errors import ConfigError
 
-SPEEDS = result("long", [arm(name, {}, {f"context{k}k.decode_tok_s": spread([rate / k, rate / k + 1]) for k in (32, 2, 8)} | {"start_s": 1.0})
-                         for name, rate in (("plain", 20000.0), ("int4_bdr", 40000.0))])
+SPEEDS = result(
+    "long",
+    [
+        arm(
+            name,
+            {},
+            {f"context{k}k.decode_tok_s": spread([rate / k, rate / k + 1]) for k in (32, 2, 8)} | {"start_s": 1.0},
+        )
+        for name, rate in (("plain", 20000.0), ("int4_bdr", 40000.0))
+    ],
+)
 
 
 def answers(codec, size, share):
@@ -20,12 +29,26 @@ def answers(codec, size, share):
     return arm(codec, {"outliers": size} if size else {}, metric)
 
 
-QUALITY = result("codecs", [answers("plain", 0, 1.0), answers("int4", 0, 0.9), answers("int8", 0, 1.0), answers("int4", 32, 0.0),
-                            answers("int4", 8, 0.25), answers("plain", 32, 1.0), arm("error of int4", {}, {"relative_squared_error_keys": 0.1})])
+QUALITY = result(
+    "codecs",
+    [
+        answers("plain", 0, 1.0),
+        answers("int4", 0, 0.9),
+        answers("int8", 0, 1.0),
+        answers("int4", 32, 0.0),
+        answers("int4", 8, 0.25),
+        answers("plain", 32, 1.0),
+        arm("error of int4", {}, {"relative_squared_error_keys": 0.1}),
+    ],
+)
 
 
 def test_curves():
-    assert plots.over_context(SPEEDS)["plain"] == [(2.0, 10000.5, 10000.0, 10001.0), (8.0, 2500.5, 2500.0, 2501.0), (32.0, 625.5, 625.0, 626.0)]
+    assert plots.over_context(SPEEDS)["plain"] == [
+        (2.0, 10000.5, 10000.0, 10001.0),
+        (8.0, 2500.5, 2500.0, 2501.0),
+        (32.0, 625.5, 625.0, 626.0),
+    ]
     curves = plots.over_outliers(QUALITY)
     assert set(curves) == {"plain", "int4"}, "a codec without twins has no curve"
     assert [(x, y) for x, y, *_ in curves["int4"]] == [(1.0, 90.0), (8.0, 25.0), (32.0, 0.0)]
@@ -35,7 +58,9 @@ def test_curves():
 def test_both_pictures_with_one_command(tmp_path):
     for outcome in (SPEEDS, QUALITY):
         (tmp_path / f"{outcome['case']}.json").write_text(json.dumps(outcome))
-    done = CliRunner().invoke(app, ["plot", str(tmp_path / "long.json"), str(tmp_path / "codecs.json"), "-o", str(tmp_path / "img")])
+    done = CliRunner().invoke(
+        app, ["plot", str(tmp_path / "long.json"), str(tmp_path / "codecs.json"), "-o", str(tmp_path / "img")]
+    )
     assert done.exit_code == 0, done.exception
     drawn = sorted((tmp_path / "img").iterdir())
     assert [f.name for f in drawn] == ["codecs-outliers.png", "long.png"]

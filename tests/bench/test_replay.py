@@ -24,23 +24,33 @@ def data(tmp_path, monkeypatch):
     monkeypatch.setitem(SHAPES, "small", SMALL)
     monkeypatch.setattr("kvasir.bench.replay.REST", 0.1)
     monkeypatch.setenv("FAKE_VLLM_LOG", str(tmp_path / "log"))
-    rows = [{"timestamp": 100 * i, "input_length": 1000, "output_length": 80, "hash_ids": [0, i + 1]} for i in range(12)]
+    rows = [
+        {"timestamp": 100 * i, "input_length": 1000, "output_length": 80, "hash_ids": [0, i + 1]} for i in range(12)
+    ]
     (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return tmp_path
 
 
 def test_a_b_a_at_a_share_of_the_peers_capacity(data):
-    table = {"shape": "small", "repeats": 2, "settings": {"num_threads": 1, "device": "cpu"},
-             "peer": {"name": "vllm", "repeats": [2, 1], "options": {"max_model_len": 128}},
-             "traces": {"half": {**{k: v for k, v in LOAD.items() if k != "rate"}, "share": 0.02}}}
+    table = {
+        "shape": "small",
+        "repeats": 2,
+        "settings": {"num_threads": 1, "device": "cpu"},
+        "peer": {"name": "vllm", "repeats": [2, 1], "options": {"max_model_len": 128}},
+        "traces": {"half": {**{k: v for k, v in LOAD.items() if k != "rate"}, "share": 0.02}},
+    }
     found = replay.measure(parse("c", table), data, site=SITE)
     check(found)
     kvasir, vllm = found["arms"]
     assert kvasir["metrics"]["half.ttft_ms_p50"]["n"] == 2 and vllm["metrics"]["half.ttft_ms_p50"]["n"] == 3
     for entry in found["arms"]:
-        assert set(entry["metrics"]["half.failed"]["values"]) == {0} and set(entry["metrics"]["half.short"]["values"]) == {0}
+        assert set(entry["metrics"]["half.failed"]["values"]) == {0} and set(
+            entry["metrics"]["half.short"]["values"]
+        ) == {0}
     assert vllm["metrics"]["half.tokens_per_event"]["median"] == 1.0, "every token of a shape has text"
-    assert kvasir["metrics"]["half.tokens_per_event"]["median"] >= 1.0, "where the server falls behind, tokens leave together"
+    assert kvasir["metrics"]["half.tokens_per_event"]["median"] >= 1.0, (
+        "where the server falls behind, tokens leave together"
+    )
     assert kvasir["metrics"]["half.cached_tokens"]["min"] >= 16 * 10, "the shared block is found again"
     assert all(a["metrics"]["half.capacity_requests_s"]["n"] == 1 for a in found["arms"]), "measured once a server"
     rate = 11 / vllm["metrics"]["half.window_s"]["median"]
@@ -56,33 +66,53 @@ def test_a_b_a_at_a_share_of_the_peers_capacity(data):
     served = [e["options"] for e in asked if e["op"] == "serve"]
     assert len(served) == 2 and served[0]["max_model_len"] == "128" and served[0]["load_format"] == "dummy"
     sent = [tuple(e["prompt"]) for e in asked if e["op"] == "request"]
-    first_life = sent[8:8 + 12 + 8 + 2 * 12]
+    first_life = sent[8 : 8 + 12 + 8 + 2 * 12]
     windows = [first_life[20:32], first_life[32:44]]
-    assert len(sent) == 8 + 12 + 8 + 24 + 8 + 8 + 12, "first requests, capacity, warm-up and two windows; then the same with one"
+    assert len(sent) == 8 + 12 + 8 + 24 + 8 + 8 + 12, (
+        "first requests, capacity, warm-up and two windows; then the same with one"
+    )
     assert all(len({p[:32] for p in w}) == 1 and len(set(w)) == 12 for w in windows), "one shared block"
     known = [{p[:16] for p in part} for part in (first_life[:12], first_life[12:20], *windows)]
-    assert all(not a & b for i, a in enumerate(known) for b in known[:i]), "no window finds the prefixes of another in a cache"
+    assert all(not a & b for i, a in enumerate(known) for b in known[:i]), (
+        "no window finds the prefixes of another in a cache"
+    )
 
 
 def test_loads_of_one_trace_share_a_life_and_a_capacity(data):
-    table = {"shape": "small", "repeats": 1, "settings": {"num_threads": 1, "device": "cpu"},
-             "peer": {"name": "vllm", "repeats": [1, 0], "options": {"max_model_len": 128}},
-             "traces": {n: {**{k: v for k, v in LOAD.items() if k != "rate"}, "share": s} for n, s in (("more", 0.04), ("half", 0.02))}}
+    table = {
+        "shape": "small",
+        "repeats": 1,
+        "settings": {"num_threads": 1, "device": "cpu"},
+        "peer": {"name": "vllm", "repeats": [1, 0], "options": {"max_model_len": 128}},
+        "traces": {
+            n: {**{k: v for k, v in LOAD.items() if k != "rate"}, "share": s}
+            for n, s in (("more", 0.04), ("half", 0.02))
+        },
+    }
     steps = []
     found = replay.measure(parse("c", table), data, site=SITE, keep=steps.append)
     check(found)
     kvasir, vllm = found["arms"]
     for entry in found["arms"]:
         assert entry["metrics"]["half.capacity_requests_s"] == entry["metrics"]["more.capacity_requests_s"]
-    assert vllm["metrics"]["more.window_s"]["median"] == pytest.approx(vllm["metrics"]["half.window_s"]["median"] / 2, rel=0.05)
+    assert vllm["metrics"]["more.window_s"]["median"] == pytest.approx(
+        vllm["metrics"]["half.window_s"]["median"] / 2, rel=0.05
+    )
     assert 150 < kvasir["metrics"]["half.cached_tokens"]["median"] < 12 * 32, "the shared block, not the window before"
     asked = log_of(data / "log")
     sent = [tuple(e["prompt"]) for e in asked if e["op"] == "request"]
     assert len([e for e in asked if e["op"] == "serve"]) == 1 and len(sent) == 8 + 12 + 2 * (8 + 12)
     assert not {p[:16] for p in sent[28:40]} & {p[:16] for p in sent[48:]}, "other prompts in every window of a life"
 
-    assert [[a["name"] for a in s["arms"]] for s in steps] == [["vllm"], ["vllm"], ["kvasir", "vllm"], ["kvasir", "vllm"]]
-    assert not any("half" in m for m in steps[0]["arms"][0]["metrics"]) and any("half" in m for m in steps[1]["arms"][0]["metrics"])
+    assert [[a["name"] for a in s["arms"]] for s in steps] == [
+        ["vllm"],
+        ["vllm"],
+        ["kvasir", "vllm"],
+        ["kvasir", "vllm"],
+    ]
+    assert not any("half" in m for m in steps[0]["arms"][0]["metrics"]) and any(
+        "half" in m for m in steps[1]["arms"][0]["metrics"]
+    )
     for so_far in steps:
         check(so_far)
 
@@ -90,23 +120,43 @@ def test_loads_of_one_trace_share_a_life_and_a_capacity(data):
 def test_a_load_that_the_peers_first_life_did_not_reach(data):
     table = {"shape": "small", "peer": {"name": "vllm", "repeats": [1, 1]}, "traces": {n: LOAD for n in ("one", "two")}}
     case, whole = parse("c", table), replay.Measured({f"{n}.output_tok_s": [8.0] for n in ("one", "two")})
-    parts = {"before": {"vllm": replay.Measured({"one.output_tok_s": [4.0]})}, "own": {"kvasir": whole}, "after": {"vllm": whole}}
+    parts = {
+        "before": {"vllm": replay.Measured({"one.output_tok_s": [4.0]})},
+        "own": {"kvasir": whole},
+        "after": {"vllm": whole},
+    }
     ratios = replay._result(case, case.traces, parts)["ratios"]
-    assert ratios == {"one.output_tok_s kvasir/vllm": 1.333, "two.output_tok_s kvasir/vllm": 1.0, "one.output_tok_s vllm after/before": 2.0}
+    assert ratios == {
+        "one.output_tok_s kvasir/vllm": 1.333,
+        "two.output_tok_s kvasir/vllm": 1.0,
+        "one.output_tok_s vllm after/before": 2.0,
+    }
 
 
 def test_a_load_may_have_fewer_windows_than_the_case_repeats(data):
     traces = {"twice": LOAD, "once": LOAD | {"windows": 1}}
-    found = replay.measure(parse("c", {"shape": "small", "repeats": 2, "settings": {"num_threads": 1, "device": "cpu"}, "traces": traces}), data)
+    found = replay.measure(
+        parse("c", {"shape": "small", "repeats": 2, "settings": {"num_threads": 1, "device": "cpu"}, "traces": traces}),
+        data,
+    )
     (only,) = found["arms"]
     assert (only["metrics"]["twice.ttft_ms_p50"]["n"], only["metrics"]["once.ttft_ms_p50"]["n"]) == (2, 1)
-    assert (only["metrics"]["twice.step_time_error_eager"]["n"], only["metrics"]["once.step_time_error_eager"]["n"]) == (1, 1)
+    assert (
+        only["metrics"]["twice.step_time_error_eager"]["n"],
+        only["metrics"]["once.step_time_error_eager"]["n"],
+    ) == (1, 1)
 
 
 def test_weights_on_disk_are_the_same_for_both(data):
     """Not what each engine fills in: on a GPU the clocks depend on the numbers."""
-    table = {"shape": "small", "on_disk": True, "repeats": 1, "settings": {"num_threads": 1, "device": "cpu"}, "traces": {"t": LOAD},
-             "peer": {"name": "vllm", "repeats": [1, 0], "options": {"max_model_len": 128}}}
+    table = {
+        "shape": "small",
+        "on_disk": True,
+        "repeats": 1,
+        "settings": {"num_threads": 1, "device": "cpu"},
+        "traces": {"t": LOAD},
+        "peer": {"name": "vllm", "repeats": [1, 0], "options": {"max_model_len": 128}},
+    }
     found = replay.measure(parse("c", table), data, site=SITE)
     assert all(set(a["metrics"]["t.failed"]["values"]) == {0} for a in found["arms"]) and len(found["arms"]) == 2
     (served,) = [e["options"] for e in log_of(data / "log") if e["op"] == "serve"]
@@ -114,12 +164,27 @@ def test_weights_on_disk_are_the_same_for_both(data):
 
 
 def test_one_load_with_our_settings(data, capsys):
-    replay.run_load(Load.of("t", LOAD | {"arrivals": "recorded"}), {"num_threads": 1}, model="", shape=None, peer=None, site=None, data=data,
-                    repeats=1, capacity=None, output=None, commit="abc1234")
+    replay.run_load(
+        Load.of("t", LOAD | {"arrivals": "recorded"}),
+        {"num_threads": 1},
+        model="",
+        shape=None,
+        peer=None,
+        site=None,
+        data=data,
+        repeats=1,
+        capacity=None,
+        output=None,
+        commit="abc1234",
+    )
     found = json.loads(capsys.readouterr().out)
     check(found)
     (only,) = found["arms"]
-    assert only["metrics"]["t.requests"]["median"] == 12 and only["metrics"]["t.failed"]["median"] == 0 and found["commit"] == "abc1234"
+    assert (
+        only["metrics"]["t.requests"]["median"] == 12
+        and only["metrics"]["t.failed"]["median"] == 0
+        and found["commit"] == "abc1234"
+    )
     assert only["config"]["loads"]["t"]["rate"] == 60.0 and only["config"]["num_threads"] == 1
 
 
@@ -140,21 +205,30 @@ def test_nothing_succeeds(fake, data):  # noqa: F811
 @pytest.mark.parametrize("kept, met", [(1.0, True), (0.995, True), (0.994, False), (0.99, False)])
 def test_no_worse_is_what_rounds_to_one(kept, met):
     bounds = Load.of("t", LOAD).bounds()
-    assert judged(bounds, {"t.output_tok_s kvasir/vllm": kept}, "kvasir/vllm")["t.output_tok_s kvasir/vllm"]["met"] is met
+    assert (
+        judged(bounds, {"t.output_tok_s kvasir/vllm": kept}, "kvasir/vllm")["t.output_tok_s kvasir/vllm"]["met"] is met
+    )
 
 
 def test_what_a_target_speaks_of_is_shown_and_merged(data):
     load = LOAD | {"targets": {"at_most": {"ttft_ms_p90": 1.5}}}
     case = parse("c", {"shape": "small", "peer": {"name": "vllm", "repeats": [1, 0]}, "traces": {"t": load}})
-    parts = {part: {name: replay.Measured({"t.ttft_ms_p90": [value], "t.e2e_ms_p50": [value]})}
-             for part, name, value in (("before", "vllm", 4.0), ("own", "kvasir", 8.0))}
+    parts = {
+        part: {name: replay.Measured({"t.ttft_ms_p90": [value], "t.e2e_ms_p50": [value]})}
+        for part, name, value in (("before", "vllm", 4.0), ("own", "kvasir", 8.0))
+    }
     found = replay._result(case, case.traces, parts)
-    assert found["ratios"] == {"t.ttft_ms_p90 kvasir/vllm": 2.0} and merge([found, found])["targets"] == found["targets"] != {}
+    assert (
+        found["ratios"] == {"t.ttft_ms_p90 kvasir/vllm": 2.0}
+        and merge([found, found])["targets"] == found["targets"] != {}
+    )
 
 
 @pytest.mark.parametrize("ratio, met", [(0.8, False), (1.0, True), (1.2, False)])
 def test_a_target_with_two_ends(ratio, met):
-    bounds = Load.of("t", LOAD | {"targets": {"at_least": {"requests_s": 0.9}, "at_most": {"requests_s": 1.1}}}).bounds()
+    bounds = Load.of(
+        "t", LOAD | {"targets": {"at_least": {"requests_s": 0.9}, "at_most": {"requests_s": 1.1}}}
+    ).bounds()
     (found,) = judged(bounds, {"t.requests_s kvasir/vllm": ratio}, "kvasir/vllm").values()
     assert found["met"] is met and verdict(found).endswith(": at least 0.9 and at most 1.1")
 

@@ -16,11 +16,19 @@ from tests.bench.test_result import STORED, check
 
 
 def outcome(values, peer, **changes):
-    arms = [arm("kvasir", {"shape": "<s>"}, {"w.decode_tok_s": spread(values), "start_s": 1.0}), arm("vllm", {}, {"w.decode_tok_s": spread(peer)})]
+    arms = [
+        arm("kvasir", {"shape": "<s>"}, {"w.decode_tok_s": spread(values), "start_s": 1.0}),
+        arm("vllm", {}, {"w.decode_tok_s": spread(peer)}),
+    ]
     ratio = round(spread(values)["median"] / spread(peer)["median"], 3)
     ratios = {"w.decode_tok_s kvasir/vllm": ratio, "w.decode_tok_s vllm after/before": 1.01}
-    found = result("c", arms, ratios=ratios, limits={"w.decode_tok_s": 100.0},
-                   targets={"w.decode_tok_s kvasir/vllm": {"ratio": ratio, "at_least": 1.5, "met": ratio >= 1.5}})
+    found = result(
+        "c",
+        arms,
+        ratios=ratios,
+        limits={"w.decode_tok_s": 100.0},
+        targets={"w.decode_tok_s kvasir/vllm": {"ratio": ratio, "at_least": 1.5, "met": ratio >= 1.5}},
+    )
     return found | {"commit": "abc1234"} | changes
 
 
@@ -94,7 +102,9 @@ def test_merged_runs_judge_anew(tmp_path):
     found = merge([outcome([50.0], [50.0]), outcome([90.0, 100.0], [60.0], limits={"x": 1.0})])
     check(found)
     kvasir, vllm = found["arms"]
-    assert kvasir["metrics"]["w.decode_tok_s"] == spread([50.0, 90.0, 100.0]) and vllm["metrics"]["w.decode_tok_s"] == spread([50.0, 60.0])
+    assert kvasir["metrics"]["w.decode_tok_s"] == spread([50.0, 90.0, 100.0]) and vllm["metrics"][
+        "w.decode_tok_s"
+    ] == spread([50.0, 60.0])
     assert kvasir["metrics"]["start_s"] == spread([1.0, 1.0])
     assert found["ratios"] == {"w.decode_tok_s kvasir/vllm": 1.636, "w.decode_tok_s vllm after/before": 1.01}
     assert found["targets"] == {"w.decode_tok_s kvasir/vllm": {"ratio": 1.636, "at_least": 1.5, "met": True}}

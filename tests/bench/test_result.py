@@ -17,12 +17,20 @@ STORED = sorted((ROOT / "bench" / "results").rglob("*.json"))
 def check(found):
     """Raises AssertionError where ``found`` is not exactly of the schema."""
     assert KEYS <= set(found) <= KEYS | {"targets", "differences", "frontier", "right", "left_out", "pool"}
-    assert all(set(t) in ({"ratio", "at_least", "met"}, {"ratio", "at_most", "met"}) for t in found.get("targets", {}).values())
+    assert all(
+        set(t) in ({"ratio", "at_least", "met"}, {"ratio", "at_most", "met"}) for t in found.get("targets", {}).values()
+    )
     assert without_paths(found) == found, "a path of one machine"
-    assert all(isinstance(found[k], str) for k in ("case", "machine", "commit", "date", "command")) and found["case"] and found["machine"]
+    assert (
+        all(isinstance(found[k], str) for k in ("case", "machine", "commit", "date", "command"))
+        and found["case"]
+        and found["machine"]
+    )
     assert datetime.datetime.fromisoformat(found["date"]).tzinfo is not None
     assert all(isinstance(v, str) for v in found["versions"].values()) and {"python", "torch"} <= set(found["versions"])
-    assert found["arms"] and all(set(a) == {"name", "config", "metrics"} and a["name"] and a["metrics"] for a in found["arms"])
+    assert found["arms"] and all(
+        set(a) == {"name", "config", "metrics"} and a["name"] and a["metrics"] for a in found["arms"]
+    )
     assert all(isinstance(v, (int, float)) for v in found["ratios"].values()) and isinstance(found["limits"], dict)
     names = [a["name"] for a in found["arms"]]
     assert set(found.get("right", {})) <= set(names) and not set(found.get("left_out", [])) & set(names)
@@ -42,8 +50,17 @@ def test_there_are_stored_results():
     assert STORED
 
 
-@pytest.mark.parametrize("change", [{"extra": 1}, {"arms": []}, {"arms": [{"name": "a", "config": {}}]}, {"date": "2026-01-01T00:00:00"},
-                                    {"ratios": {"a": "2x"}}, {"limits": {"x": float("nan")}}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"extra": 1},
+        {"arms": []},
+        {"arms": [{"name": "a", "config": {}}]},
+        {"date": "2026-01-01T00:00:00"},
+        {"ratios": {"a": "2x"}},
+        {"limits": {"x": float("nan")}},
+    ],
+)
 def test_the_check_can_fail(change):
     good = result("case", [arm("a", {}, {"m": 1})])
     check(good)
@@ -52,7 +69,12 @@ def test_the_check_can_fail(change):
 
 
 def test_finish_shows_a_table_writes_the_file_and_prints_one_line(tmp_path, capsys):
-    metrics = {"speed": spread([1000.5, 2000.5, 3000.5]), "once": spread([2.0]), "start": 0.51234, "parts": {"a_s": 1.0}}
+    metrics = {
+        "speed": spread([1000.5, 2000.5, 3000.5]),
+        "once": spread([2.0]),
+        "start": 0.51234,
+        "parts": {"a_s": 1.0},
+    }
     outcome = result("case", [arm("a", {"x": 1}, metrics)], ratios={"speed a/b": 1.5}, limits={"GB/s": 3})
     file = tmp_path / "new" / "result.json"
     finish(outcome, file)
@@ -72,22 +94,40 @@ def test_the_command_is_what_was_typed(monkeypatch):
     assert result("c", [])["command"] == "tools/x.py out.json"
 
 
-@pytest.mark.parametrize("text, want", [
-    ("kvasir bench run bench/cases/a.toml --json /tmp/out/a.json", "kvasir bench run bench/cases/a.toml --json a.json"),
-    ("--json=/tmp/out/a.json", "--json=a.json"), ("/opt/models/llama", "llama"), ("~/models/llama", "llama"), ("/data/run/", ""),
-    ("http://127.0.0.1:8000/v1/completions", "http://127.0.0.1:8000/v1/completions"), ("12 GB/s, tok/s", "12 GB/s, tok/s"),
-    ("decode1.decode_tok_s kvasir/vllm", "decode1.decode_tok_s kvasir/vllm"), ("../shared/data/traces", "../shared/data/traces")])
+@pytest.mark.parametrize(
+    "text, want",
+    [
+        (
+            "kvasir bench run bench/cases/a.toml --json /tmp/out/a.json",
+            "kvasir bench run bench/cases/a.toml --json a.json",
+        ),
+        ("--json=/tmp/out/a.json", "--json=a.json"),
+        ("/opt/models/llama", "llama"),
+        ("~/models/llama", "llama"),
+        ("/data/run/", ""),
+        ("http://127.0.0.1:8000/v1/completions", "http://127.0.0.1:8000/v1/completions"),
+        ("12 GB/s, tok/s", "12 GB/s, tok/s"),
+        ("decode1.decode_tok_s kvasir/vllm", "decode1.decode_tok_s kvasir/vllm"),
+        ("../shared/data/traces", "../shared/data/traces"),
+    ],
+)
 def test_paths_are_cut_to_their_last_part(text, want):
     assert without_paths({"a": [text]}) == {"a": [want]}
 
 
 def test_a_result_names_no_path_and_takes_a_commit(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["/some/where/kvasir", "bench", "run", str(tmp_path / "case.toml")])
-    outcome = result("c", [arm("a", {"model": str(tmp_path / "model"), "flags": ["--config", str(tmp_path / "x.toml")]}, {"m": 1})])
+    outcome = result(
+        "c", [arm("a", {"model": str(tmp_path / "model"), "flags": ["--config", str(tmp_path / "x.toml")]}, {"m": 1})]
+    )
     finish(outcome, None, "abcdef123456")
     found = json.loads(capsys.readouterr().out)
     check(found)
-    assert str(tmp_path) not in json.dumps(found) and found["commit"] == "abcdef123456" and found["command"] == "kvasir bench run case.toml"
+    assert (
+        str(tmp_path) not in json.dumps(found)
+        and found["commit"] == "abcdef123456"
+        and found["command"] == "kvasir bench run case.toml"
+    )
 
 
 def test_ratios_and_targets():
@@ -98,12 +138,19 @@ def test_ratios_and_targets():
     assert judged({"x": {"at_least": 1.5}}, ratios, "a/b") == {"x a/b": {"ratio": 1.5, "at_least": 1.5, "met": True}}
     assert judged({"x": {"at_least": 1.51}}, ratios, "a/b")["x a/b"]["met"] is False
     assert judged({"x": {"at_most": 1.4}}, ratios, "a/b")["x a/b"]["met"] is False
-    assert judged({"x": {"at_most": 1.5}, "other": {"at_most": 1.0}}, ratios, "a/b") == {"x a/b": {"ratio": 1.5, "at_most": 1.5, "met": True}}
+    assert judged({"x": {"at_most": 1.5}, "other": {"at_most": 1.0}}, ratios, "a/b") == {
+        "x a/b": {"ratio": 1.5, "at_most": 1.5, "met": True}
+    }
 
 
 def test_the_table_shows_verdicts_and_shares(capsys):
-    outcome = result("c", [arm("a", {}, {"x": 50.0})], ratios={"x a/b": 1.2}, limits={"x": 200},
-                     targets={"x a/b": {"ratio": 1.2, "at_least": 1.5, "met": False}})
+    outcome = result(
+        "c",
+        [arm("a", {}, {"x": 50.0})],
+        ratios={"x a/b": 1.2},
+        limits={"x": 200},
+        targets={"x a/b": {"ratio": 1.2, "at_least": 1.5, "met": False}},
+    )
     check(outcome)
     finish(outcome, None)
     err = capsys.readouterr().err
@@ -115,8 +162,16 @@ def test_spread():
     assert spread([1.0, 2.0])["median"] == 1.5
 
 
-@pytest.mark.parametrize("values, share, want", [
-    ([5.0], 0.99, 5.0), ([1.0, 2.0], 0.5, 1.5), ([4.0, 1.0, 3.0, 2.0], 0.0, 1.0), ([4.0, 1.0, 3.0, 2.0], 1.0, 4.0), (list(range(101)), 0.9, 90.0),
-    ([0.0, 10.0], 0.99, 9.9)])
+@pytest.mark.parametrize(
+    "values, share, want",
+    [
+        ([5.0], 0.99, 5.0),
+        ([1.0, 2.0], 0.5, 1.5),
+        ([4.0, 1.0, 3.0, 2.0], 0.0, 1.0),
+        ([4.0, 1.0, 3.0, 2.0], 1.0, 4.0),
+        (list(range(101)), 0.9, 90.0),
+        ([0.0, 10.0], 0.99, 9.9),
+    ],
+)
 def test_percentile(values, share, want):
     assert percentile(values, share) == pytest.approx(want)

@@ -9,8 +9,18 @@ from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.types import SamplingParams
 
-COMMON = dict(problems=2, samples=2, rounds=2, tasks=["chain"], max_tokens=24, checkpoints=[], noise=0.0, only=["suffix fixed"], output=None,
-              commit="x")
+COMMON = dict(
+    problems=2,
+    samples=2,
+    rounds=2,
+    tasks=["chain"],
+    max_tokens=24,
+    checkpoints=[],
+    noise=0.0,
+    only=["suffix fixed"],
+    output=None,
+    commit="x",
+)
 
 
 def config(**options):
@@ -30,7 +40,9 @@ def test_perturbed_weights_change_the_policy_and_come_back(capsys):
     rollouts.run(config(), **COMMON | {"noise": 0.5, "only": ["suffix length"]})
     found = json.loads(capsys.readouterr().out)
     assert "stand-in" in found["arms"][0]["config"]["weights"]
-    assert found["arms"][1]["metrics"]["rounds"]["same_outputs"] == [1, 1], "every arm sees the same weights in the same round"
+    assert found["arms"][1]["metrics"]["rounds"]["same_outputs"] == [1, 1], (
+        "every arm sees the same weights in the same round"
+    )
 
 
 def test_every_step_reads_the_noise(monkeypatch):
@@ -40,7 +52,9 @@ def test_every_step_reads_the_noise(monkeypatch):
     for native in (True, False):
         if not native:
             monkeypatch.setattr("kvasir.engine.runner.why_not", lambda *_: "not wanted")
-        bench = rollouts.Rollouts(config(), [prompt], [prompt[::-1]], 1, samples=1, rounds=2, max_tokens=24, checkpoints=[], noise=0.2)
+        bench = rollouts.Rollouts(
+            config(), [prompt], [prompt[::-1]], 1, samples=1, rounds=2, max_tokens=24, checkpoints=[], noise=0.2
+        )
         try:
             for r in (0, 1, 0):
                 bench.weights(r)

@@ -10,8 +10,21 @@ from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from tests.bench.helpers import SMALL
 
-COMMON = dict(shape=None, drafters=None, tasks=["chain"], accepts=None, batch=[2], count=2, prompt=16, output_tokens=24, temperature=0.0,
-              repeats=1, seconds=60.0, output=None, commit="x")
+COMMON = dict(
+    shape=None,
+    drafters=None,
+    tasks=["chain"],
+    accepts=None,
+    batch=[2],
+    count=2,
+    prompt=16,
+    output_tokens=24,
+    temperature=0.0,
+    repeats=1,
+    seconds=60.0,
+    output=None,
+    commit="x",
+)
 
 
 def test_repeated_grams_are_counted_within_an_output():
@@ -35,12 +48,17 @@ def test_a_shape_is_measured_in_one_process(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(SHAPES, "small", SMALL)
     config = EngineConfig.of(num_threads=1, num_pages=64, max_num_batched_tokens=64)
     file = tmp_path / "speculation.json"
-    speculation.run(config, **COMMON | dict(shape="small", tasks=None, accepts=[0.0, 1.0], batch=[1, 2], output_tokens=40, output=file))
+    speculation.run(
+        config,
+        **COMMON | dict(shape="small", tasks=None, accepts=[0.0, 1.0], batch=[1, 2], output_tokens=40, output=file),
+    )
     found = json.loads(capsys.readouterr().out)
     assert json.loads(file.read_text())["arms"] == found["arms"]
     arms = {a["name"]: a["metrics"] for a in found["arms"]}
     for batch in (1, 2):
-        assert arms[f"plain {batch}"]["decode_tok_s"]["n"] == 2 and arms[f"plain {batch}"]["tokens_per_forward"] <= batch
+        assert (
+            arms[f"plain {batch}"]["decode_tok_s"]["n"] == 2 and arms[f"plain {batch}"]["tokens_per_forward"] <= batch
+        )
         assert arms[f"fixed8 accept=1 {batch}"]["tokens_per_forward"] > 4 * batch
         assert arms[f"fixed8 accept=1 {batch}"]["same_outputs"] == 1
         assert {"of_plain", "of_best_fixed", "draft_steps"} <= set(arms[f"goodput accept=0 {batch}"])
@@ -65,7 +83,9 @@ def test_a_call_goes_on_from_the_one_before(capsys, monkeypatch, tmp_path):
     file.write_text(json.dumps(cut))
     second = call(batch=[1, 2])
     assert list(second) == list(first)
-    assert [name for name in first if second[name] == first[name]] == speculation.names_of(1, [1.0]), "half a batch is none"
+    assert [name for name in first if second[name] == first[name]] == speculation.names_of(1, [1.0]), (
+        "half a batch is none"
+    )
     monkeypatch.setattr(speculation, "Sweep", None)
     assert call(batch=[1, 2]) == second, "nothing is left to do: not even a model is loaded"
     for other in (dict(commit="y"), dict(output_tokens=30), dict(repeats=2)):

@@ -17,7 +17,14 @@ from tests.bench.test_result import check
 
 
 def test_options_become_flags_again():
-    options = {"max_num_seqs": 4, "device": None, "fit": True, "poison": False, "enable_prefix_caching": False, "kv_codec": "plain"}
+    options = {
+        "max_num_seqs": 4,
+        "device": None,
+        "fit": True,
+        "poison": False,
+        "enable_prefix_caching": False,
+        "kv_codec": "plain",
+    }
     assert flags_of(options) == ["--max-num-seqs", "4", "--fit", "--no-enable-prefix-caching", "--kv-codec", "plain"]
 
 
@@ -36,10 +43,23 @@ def test_a_shape_on_disk_beside_a_peer(tmp_path, monkeypatch, capfd):
     monkeypatch.setitem(SHAPES, "small", SMALL)
     monkeypatch.setenv("FAKE_VLLM_LOG", str(tmp_path / "log"))
     weights, begin = [], startup.start_once
-    monkeypatch.setattr(startup, "start_once", lambda model, *rest: weights.append(
-        sum(t.num_bytes for t in read_headers(Path(model)))) or begin(model, *rest))
+    monkeypatch.setattr(
+        startup,
+        "start_once",
+        lambda model, *rest: weights.append(sum(t.num_bytes for t in read_headers(Path(model)))) or begin(model, *rest),
+    )
     options = {"num_threads": 1, "max_model_len": 64, "device": "cpu"}
-    run(EngineConfig(), options, shape="small", repeats=2, output=tmp_path / "r.json", on_disk=True, peer="vllm", site=SITE, commit="abc1234")
+    run(
+        EngineConfig(),
+        options,
+        shape="small",
+        repeats=2,
+        output=tmp_path / "r.json",
+        on_disk=True,
+        peer="vllm",
+        site=SITE,
+        commit="abc1234",
+    )
     found = json.loads((tmp_path / "r.json").read_text())
     check(found)
     kvasir, vllm = found["arms"]
@@ -54,7 +74,9 @@ def test_a_shape_on_disk_beside_a_peer(tmp_path, monkeypatch, capfd):
     assert [o["max_model_len"] for o in served] == ["64", "64"] and not Path(served[0]["model"]).exists()
 
 
-@pytest.mark.parametrize("options, message", [(dict(on_disk=True), "pass --shape"), (dict(peer="vlm"), "no peer named")])
+@pytest.mark.parametrize(
+    "options, message", [(dict(on_disk=True), "pass --shape"), (dict(peer="vlm"), "no peer named")]
+)
 def test_refusals(options, message):
     with pytest.raises(ConfigError, match=message):
         run(EngineConfig(), {}, shape=None, repeats=1, output=None, **options)

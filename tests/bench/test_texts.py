@@ -15,16 +15,26 @@ from tests.bench.test_result import check
 
 DRAFTING = {"method": "ngram_gpu", "num_speculative_tokens": 4}
 TABLE = {
-    "model": "nano", "repeats": 1, "rounds": 2, "settings": {"num_threads": 1, "device": "cpu", "max_model_len": 512},
+    "model": "nano",
+    "repeats": 1,
+    "rounds": 2,
+    "settings": {"num_threads": 1, "device": "cpu", "max_model_len": 512},
     "arms": {"off": {}, "ngram": {"drafter": "ngram", "draft_control": "fixed"}},
-    "peer": {"name": "vllm", "repeats": [2, 0], "options": {"max_model_len": 512}, "variants": {"vllm_ngram": {"speculative_config": DRAFTING}}},
+    "peer": {
+        "name": "vllm",
+        "repeats": [2, 0],
+        "options": {"max_model_len": 512},
+        "variants": {"vllm_ngram": {"speculative_config": DRAFTING}},
+    },
     "workloads": {"problems": {"batch": 4, "prompt": 300, "output": 24, "text": "tasks"}},
 }
 
 
 @pytest.fixture(autouse=True)
 def rated(monkeypatch, tmp_path):
-    monkeypatch.setattr(roofline, "machine_rates", lambda device, dtype: {"copy_bytes_s": 1e10, "matmul_flop_s": 1e11, "dtype_bytes": 4})
+    monkeypatch.setattr(
+        roofline, "machine_rates", lambda device, dtype: {"copy_bytes_s": 1e10, "matmul_flop_s": 1e11, "dtype_bytes": 4}
+    )
     monkeypatch.setenv("FAKE_VLLM_LOG", str(tmp_path / "log"))
     monkeypatch.setitem(SHAPES, "small", SMALL)
 
@@ -44,7 +54,9 @@ def test_problems_for_both_engines(tmp_path):
     starts = [e["options"] for e in asked if e["op"] == "start"]
     assert [s.get("disable_log_stats") for s in starts] == [None, False] and starts[1]["speculative_config"] == DRAFTING
     sent = [(e["prompts"], e["count"]) for e in asked if e["op"] == "generate"]
-    assert len(sent) == 16 and sent[:8] == sent[8:] and len({p for p, _ in sent}) == 4, "two lives of two rounds that warm up, and two"
+    assert len(sent) == 16 and sent[:8] == sent[8:] and len({p for p, _ in sent}) == 4, (
+        "two lives of two rounds that warm up, and two"
+    )
     assert [count for _, count in sent[:4]] == [1, 24, 1, 24]
 
 
@@ -75,20 +87,36 @@ def test_random_weights_that_both_read(monkeypatch):
     found = compare.measure(parse("c", table), peer=True, site=SITE)
     check(found)
     assert found["arms"][0]["metrics"]["again.drafts"] == {
-        "tokens": 16, "repeated_4grams": 0.6, "same_outputs": 1, "drafted": 8, "accepted": 6, "verified": 2, "acceptance": 0.75,
-        "tokens_per_verification": 4}
+        "tokens": 16,
+        "repeated_4grams": 0.6,
+        "same_outputs": 1,
+        "drafted": 8,
+        "accepted": 6,
+        "verified": 2,
+        "acceptance": 0.75,
+        "tokens_per_verification": 4,
+    }
     assert found["arms"][0]["metrics"]["again.decode_tok_s"]["median"] == pytest.approx(14 / 0.007)
-    assert [name for name, _, _ in lives] == ["vllm", "vllm", "kvasir", "kvasir"] and len({model for _, model, _ in lives}) == 1
+    assert [name for name, _, _ in lives] == ["vllm", "vllm", "kvasir", "kvasir"] and len(
+        {model for _, model, _ in lives}
+    ) == 1
     assert not any("load_format" in options for _, _, options in lives) and lives[2][2]["skip_tokenizer_init"]
 
 
 def test_prompts():
     made = texts.Texts("nano", 640)
     prompts, stop = made.prompts("repeated", Batch("a", 3, 100, 2), 0)
-    assert stop == [] and all(len(p) == 100 and p[:52] == p[48:] and len(set(p)) > 30 for p in prompts) and prompts[0] != prompts[1]
+    assert (
+        stop == []
+        and all(len(p) == 100 and p[:52] == p[48:] and len(set(p)) > 30 for p in prompts)
+        and prompts[0] != prompts[1]
+    )
     problems, stop = made.prompts("tasks", Batch("a", 8, 400, 2), 0)
     assert stop == [made._tokenizer.token_to_id("<|im_end|>")] and len({tuple(p) for p in problems}) == 8
-    assert problems == made.prompts("tasks", Batch("b", 8, 400, 2), 0)[0] and problems != made.prompts("tasks", Batch("a", 8, 400, 2), 1)[0]
+    assert (
+        problems == made.prompts("tasks", Batch("b", 8, 400, 2), 0)[0]
+        and problems != made.prompts("tasks", Batch("a", 8, 400, 2), 1)[0]
+    )
     edits, _ = made.prompts("edits", Batch("a", 8, 1000, 2), 0)
     assert min(map(len, edits)) > 60
     with pytest.raises(ConfigError, match="let prompts be longer than 20"):
@@ -103,11 +131,19 @@ def test_vllms_ngram_needs_its_package():
         compare.measure(parse("c", table), peer=True, site=SITE)
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"workloads": {"w": {"batch": 1, "prompt": 8, "output": 8, "text": "poems"}}}, "'poems' is none of random, repeated, tasks, edits"),
-    ({"cached": True}, "prompts that are not cached"), ({"peer": {"name": "transformers"}}, "no other peer than vllm"),
-    ({"model": "", "shape": "small"}, "a model of the lab"), ({"on_disk": True}, "on_disk is for a shape"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"workloads": {"w": {"batch": 1, "prompt": 8, "output": 8, "text": "poems"}}},
+            "'poems' is none of random, repeated, tasks, edits",
+        ),
+        ({"cached": True}, "prompts that are not cached"),
+        ({"peer": {"name": "transformers"}}, "no other peer than vllm"),
+        ({"model": "", "shape": "small"}, "a model of the lab"),
+        ({"on_disk": True}, "on_disk is for a shape"),
+    ],
+)
 def test_what_cannot_be(change, message):
     with pytest.raises(ConfigError, match=message):
         parse("c", TABLE | change)

@@ -13,12 +13,16 @@ PROBLEM, ANSWER = "Compute modulo 97: start 12; +45; *3; -7; *2; +30.", "Answer:
 def test_a_conversation_in_this_process(kvasir):
     done = kvasir("chat", "--temperature", "0", "--max-tokens", "60", stdin=f"{PROBLEM}\n\n/new\nHello!\n")
     assert done.code == 0
-    assert ANSWER in done.out and "Hello" in done.out and done.out.count("you ") >= 5, "a prompt for each of the four lines and the end"
+    assert ANSWER in done.out and "Hello" in done.out and done.out.count("you ") >= 5, (
+        "a prompt for each of the four lines and the end"
+    )
 
 
 def test_a_message_that_is_refused_ends_nothing(kvasir):
     long = "word " * 400
-    done = kvasir("chat", "--temperature", "0", "--max-model-len", "192", "--max-tokens", "80", stdin=f"{long}\n{PROBLEM}\n")
+    done = kvasir(
+        "chat", "--temperature", "0", "--max-model-len", "192", "--max-tokens", "80", stdin=f"{long}\n{PROBLEM}\n"
+    )
     assert done.code == 0 and "refused: " in done.out and ANSWER in done.out
 
 
@@ -42,7 +46,10 @@ def server():
             if isinstance(answer, int):
                 self.reply(answer, b'{"error": {"message": "no thanks"}}')
             else:
-                self.reply(200, b"".join(f"data: {chunk if chunk == END else json.dumps(chunk)}\n\n".encode() for chunk in answer))
+                self.reply(
+                    200,
+                    b"".join(f"data: {chunk if chunk == END else json.dumps(chunk)}\n\n".encode() for chunk in answer),
+                )
 
         def reply(self, status, data):
             self.send_response(status)
@@ -70,10 +77,23 @@ def says(*texts):
 
 def test_a_conversation_with_a_server(kvasir, server):
     server.answers += [says("Good ", "day"), says("Fine")]
-    done = kvasir("chat", "--url", server.url + "/", "--system", "Be kind.", "--api-key", "k", "--max-tokens", "9", stdin="hi\nhow?\n")
+    done = kvasir(
+        "chat",
+        "--url",
+        server.url + "/",
+        "--system",
+        "Be kind.",
+        "--api-key",
+        "k",
+        "--max-tokens",
+        "9",
+        stdin="hi\nhow?\n",
+    )
     assert done.code == 0 and "Good day" in done.out and "Fine" in done.out
     (_, _), (body, key) = server.seen
-    assert key == "Bearer k" and body["max_tokens"] == 9 and "temperature" not in body, "what is not given is the server's to choose"
+    assert key == "Bearer k" and body["max_tokens"] == 9 and "temperature" not in body, (
+        "what is not given is the server's to choose"
+    )
     assert [m["role"] for m in body["messages"]] == ["system", "user", "assistant", "user"]
     assert body["messages"][2]["content"] == "Good day"
 
@@ -84,10 +104,16 @@ def test_new_forgets_all_but_the_system_prompt(kvasir, server):
     assert [m["content"] for m in server.seen[1][0]["messages"]] == ["S", "two"]
 
 
-@pytest.mark.parametrize("answer, message", [
-    (429, "answered 429: no thanks"), (500, "no thanks"), ([*says("half")[:-1], {"error": {"message": "engine fell over"}}], "engine fell over"),
-    (says("half")[:-1], "connection broke off"),
-], ids=["busy", "error", "error in the stream", "broken off"])
+@pytest.mark.parametrize(
+    "answer, message",
+    [
+        (429, "answered 429: no thanks"),
+        (500, "no thanks"),
+        ([*says("half")[:-1], {"error": {"message": "engine fell over"}}], "engine fell over"),
+        (says("half")[:-1], "connection broke off"),
+    ],
+    ids=["busy", "error", "error in the stream", "broken off"],
+)
 def test_a_failing_answer_is_told_and_taken_back(kvasir, server, answer, message):
     server.answers += [answer, says("better")]
     done = kvasir("chat", "--url", server.url, stdin="one\ntwo\n")

@@ -19,7 +19,9 @@ def test_a_prompt(kvasir):
 
 
 def test_chat_template_and_default_length(kvasir):
-    done = kvasir("generate", "--chat", "-p", "Compute modulo 97: start 12; +45; *3; -7; *2; +30.", "--temperature", "0")
+    done = kvasir(
+        "generate", "--chat", "-p", "Compute modulo 97: start 12; +45; *3; -7; *2; +30.", "--temperature", "0"
+    )
     assert done.code == 0 and "Answer: 67" in done.out, "an answer of usual length is not cut off"
 
 
@@ -32,30 +34,55 @@ def test_text_from_a_file_and_from_stdin(kvasir, tmp_path):
 
 
 def test_several_branches_and_other_parameters(kvasir):
-    done = kvasir("generate", "-p", "Once", "--params", '{"n": 2, "seed": 7, "logit_bias": {"20": -5}}', "--max-tokens", "3", "-o", "/dev/stdout")
+    done = kvasir(
+        "generate",
+        "-p",
+        "Once",
+        "--params",
+        '{"n": 2, "seed": 7, "logit_bias": {"20": -5}}',
+        "--max-tokens",
+        "3",
+        "-o",
+        "/dev/stdout",
+    )
     assert done.code == 0, done.err
 
 
 BAD = [
-    ("not json", "not a JSON object"), ("[1]", "got list"), ('{"prompt": 5}', "must be text"), ('{"messages": 5}', "must be a list"),
-    ('{"messages": [5]}', "messages[0]"), ('{"messages": [{"role": "user"}]}', "messages[0].content"),
-    ('{"prompt_token_ids": "abc"}', "must be a list"), ('{"prompt_token_ids": [99999999]}', "out of range"),
-    ('{"prompt_token_ids": ["a"]}', "prompt"), ('{"prompt": "a", "messages": []}', "exactly one of"), ("{}", "exactly one of"),
-    ('{"error": "a"}', "exactly one of"), ('{"prompt": "a", "temprature": 1}', "Did you mean 'temperature'?"),
+    ("not json", "not a JSON object"),
+    ("[1]", "got list"),
+    ('{"prompt": 5}', "must be text"),
+    ('{"messages": 5}', "must be a list"),
+    ('{"messages": [5]}', "messages[0]"),
+    ('{"messages": [{"role": "user"}]}', "messages[0].content"),
+    ('{"prompt_token_ids": "abc"}', "must be a list"),
+    ('{"prompt_token_ids": [99999999]}', "out of range"),
+    ('{"prompt_token_ids": ["a"]}', "prompt"),
+    ('{"prompt": "a", "messages": []}', "exactly one of"),
+    ("{}", "exactly one of"),
+    ('{"error": "a"}', "exactly one of"),
+    ('{"prompt": "a", "temprature": 1}', "Did you mean 'temperature'?"),
     ('{"prompt": "a", "grammar": {}}', "grammar"),
-    ('{"prompt": "a", "temperature": "hot"}', "temperature"), ('{"prompt": "a", "temperature": NaN}', "temperature"),
+    ('{"prompt": "a", "temperature": "hot"}', "temperature"),
+    ('{"prompt": "a", "temperature": NaN}', "temperature"),
     ('{"prompt": "a", "stop": 5}', "sampling"),
-    ('{"prompt": "a", "logit_bias": {"x": 1}}', "sampling"), ('{"prompt": "a", "logit_bias": [1]}', "sampling"),
-    ('{"prompt": "a", "max_tokens": 0}', "max_tokens"), (r'{"prompt": "a", "\ud800": 1}', "unknown parameter"),
-    ('{"prompt": "a", "max_tokens": 100000}', "max_tokens"), ('{"prompt": "a", "n": true}', "n"), ("[" * 100_000, "not a JSON object"),
+    ('{"prompt": "a", "logit_bias": {"x": 1}}', "sampling"),
+    ('{"prompt": "a", "logit_bias": [1]}', "sampling"),
+    ('{"prompt": "a", "max_tokens": 0}', "max_tokens"),
+    (r'{"prompt": "a", "\ud800": 1}', "unknown parameter"),
+    ('{"prompt": "a", "max_tokens": 100000}', "max_tokens"),
+    ('{"prompt": "a", "n": true}', "n"),
+    ("[" * 100_000, "not a JSON object"),
 ]
 
 
 def test_json_lines_keep_their_order_and_bad_ones_stop_nothing(kvasir, tmp_path):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     good = [
-        '{"prompt": "Once upon"}', '{"messages": [{"role": "user", "content": "hello\u2028you"}]}',
-        '{"prompt_token_ids": [300, 301], "max_tokens": 2}', '{"prompt": "the king", "logit_bias": {"5": 1.0}, "n": 2}',
+        '{"prompt": "Once upon"}',
+        '{"messages": [{"role": "user", "content": "hello\u2028you"}]}',
+        '{"prompt_token_ids": [300, 301], "max_tokens": 2}',
+        '{"prompt": "the king", "logit_bias": {"5": 1.0}, "n": 2}',
     ]
     lines = [good[0], "", *(line for line, _ in BAD), *good[1:]]
     source.write_text("\n".join(lines))
@@ -79,7 +106,13 @@ def test_what_is_done_survives_an_interrupt(kvasir, tmp_path, monkeypatch, to_fi
 
     output, step, put = tmp_path / "out.jsonl", Engine.step, Answers.put
     line, ended, seen = {"prompt": "Once", "ignore_eos": True}, [], []
-    asked = [line | {"max_tokens": 2}, line | {"max_tokens": 60}, {}, line | {"max_tokens": 5}, line | {"max_tokens": 60}]
+    asked = [
+        line | {"max_tokens": 2},
+        line | {"max_tokens": 60},
+        {},
+        line | {"max_tokens": 5},
+        line | {"max_tokens": 60},
+    ]
 
     def interrupted(engine):
         if len(ended) == 3:  # 2 is refused at once, 0 and 3 have ended, 1 and 4 run on
@@ -90,7 +123,9 @@ def test_what_is_done_survives_an_interrupt(kvasir, tmp_path, monkeypatch, to_fi
     monkeypatch.setattr(Answers, "put", lambda self, index, **row: (ended.append(index), put(self, index, **row)))
     monkeypatch.setattr(Engine, "step", interrupted)
     where = ("-o", output) if to_file else ()
-    done = kvasir("generate", "-i", "-", "--jsonl", *where, "--temperature", "0", stdin="\n".join(map(json.dumps, asked)))
+    done = kvasir(
+        "generate", "-i", "-", "--jsonl", *where, "--temperature", "0", stdin="\n".join(map(json.dumps, asked))
+    )
     assert done.code == 130 and f"3 of 5 lines are in {output if to_file else 'the output'}" in done.err
     assert len(seen) == 1 and (not to_file or [r["index"] for r in rows(seen[0])] == [0])
     assert [r["index"] for r in rows(output.read_text() if to_file else done.out)] == [0, 2, 3]
@@ -111,7 +146,9 @@ def test_json_lines_through_a_pipe(kvasir):
 
 
 def test_a_long_prompt_gets_what_room_there_is(kvasir):
-    done = kvasir("generate", "--max-model-len", "64", "-i", "-", "--jsonl", stdin=json.dumps({"prompt_token_ids": [300] * 60}))
+    done = kvasir(
+        "generate", "--max-model-len", "64", "-i", "-", "--jsonl", stdin=json.dumps({"prompt_token_ids": [300] * 60})
+    )
     assert done.code == 0 and len(rows(done.out)[0]["outputs"][0]["token_ids"]) <= 4
 
 
@@ -120,25 +157,34 @@ def test_fit_says_what_it_chose_and_which_flag_overrides_it(kvasir):
     done = kvasir(*small)
     assert done.code == 2 and "pass --fit" in done.err and "--max-model-len" in done.err
     done = kvasir(*small, "--fit")
-    assert done.code == 0 and "The context is shortened to" in done.err and "--max-model-len" in done.err and "--cpu-cache-bytes" in done.err
+    assert (
+        done.code == 0
+        and "The context is shortened to" in done.err
+        and "--max-model-len" in done.err
+        and "--cpu-cache-bytes" in done.err
+    )
     done = kvasir("generate", "-p", "a", "--cpu-cache-bytes", "1000", "--fit")
     assert done.code == 2 and "--cpu-cache-bytes" in done.err
 
 
-@pytest.mark.parametrize("args, code, message", [
-    ([], 2, "--prompt"),
-    (["-p", "a", "-i", "b"], 2, "--prompt"),
-    (["-i", "/no/such/file"], 2, "cannot read /no/such/file: No such file"),
-    (["-i", "/"], 2, "cannot read /"),
-    (["-p", "a", "-o", "/no/such/folder/x"], 2, "cannot write"),
-    (["-p", "a", "--params", "{"], 2, "--params is not JSON"),
-    (["-p", "a", "--params", "[]"], 2, "must be a JSON object"),
-    (["-p", "a", "--params", '{"temprature": 1}'], 2, "Did you mean 'temperature'?"),
-    (["/no/such/model", "-p", "a"], 2, "no such folder"),
-    (["-p", "a", "--kv-codec", "zip"], 2, "no codecs named 'zip'; there are"),
-    (["-p", "a", "--params", '{"temperature": -1}'], 3, "temperature=-1 is out of range"),
-    (["-p", "a", "--skip-tokenizer-init"], 3, "only prompt_token_ids"),
-], ids=lambda a: " ".join(a) if isinstance(a, list) else "")
+@pytest.mark.parametrize(
+    "args, code, message",
+    [
+        ([], 2, "--prompt"),
+        (["-p", "a", "-i", "b"], 2, "--prompt"),
+        (["-i", "/no/such/file"], 2, "cannot read /no/such/file: No such file"),
+        (["-i", "/"], 2, "cannot read /"),
+        (["-p", "a", "-o", "/no/such/folder/x"], 2, "cannot write"),
+        (["-p", "a", "--params", "{"], 2, "--params is not JSON"),
+        (["-p", "a", "--params", "[]"], 2, "must be a JSON object"),
+        (["-p", "a", "--params", '{"temprature": 1}'], 2, "Did you mean 'temperature'?"),
+        (["/no/such/model", "-p", "a"], 2, "no such folder"),
+        (["-p", "a", "--kv-codec", "zip"], 2, "no codecs named 'zip'; there are"),
+        (["-p", "a", "--params", '{"temperature": -1}'], 3, "temperature=-1 is out of range"),
+        (["-p", "a", "--skip-tokenizer-init"], 3, "only prompt_token_ids"),
+    ],
+    ids=lambda a: " ".join(a) if isinstance(a, list) else "",
+)
 def test_mistakes(kvasir, args, code, message):
     done = kvasir("generate", *args)
     assert (done.code, done.out) == (code, "") and message in done.err
@@ -160,7 +206,9 @@ def test_a_progress_bar_in_a_terminal_only(kvasir, monkeypatch):
     from kvasir.cli import generate
 
     seen = []
-    monkeypatch.setattr(generate, "complete", lambda *_, progress: seen.append(progress) or [{"index": 0, "outputs": []}])
+    monkeypatch.setattr(
+        generate, "complete", lambda *_, progress: seen.append(progress) or [{"index": 0, "outputs": []}]
+    )
     for terminal in (True, False):
         with monkeypatch.context() as patch:
             patch.setattr("sys.stderr.isatty", lambda answer=terminal: answer, raising=False)

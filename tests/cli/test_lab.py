@@ -28,8 +28,13 @@ def test_samples_of_every_task_are_shown(kvasir, name):
 @pytest.mark.parametrize("form", [f for f in FORMS if f != "solve"])
 def test_samples_of_every_form_are_shown(kvasir, form):
     done = kvasir("lab", "show", "chain:max_steps=4", "--form", form, "--split", "validation", "-n", "1")
-    assert done.code == 0 and load_task(f"{form}/chain:max_steps=4").problems("validation", 7, 1)[0].solution in done.out
-    assert "candidates " in done.out and done.out == kvasir("lab", "show", f"{form}/chain:max_steps=4", "--split", "validation", "-n", "1").out
+    assert (
+        done.code == 0 and load_task(f"{form}/chain:max_steps=4").problems("validation", 7, 1)[0].solution in done.out
+    )
+    assert (
+        "candidates " in done.out
+        and done.out == kvasir("lab", "show", f"{form}/chain:max_steps=4", "--split", "validation", "-n", "1").out
+    )
 
 
 def test_labels_and_entropies_are_shown_and_long_texts_cut(kvasir):
@@ -39,11 +44,20 @@ def test_labels_and_entropies_are_shown_and_long_texts_cut(kvasir):
     assert "characters ..." in cut and len(cut) < 3000
 
 
-@pytest.mark.parametrize("args, named", [(["chian"], "Did you mean 'chain'"), (["chain", "--form", "agregate"], "Did you mean 'aggregate'"),
-                                         (["chain", "--split", "tset"], "Did you mean 'test'"), (["chain:max_step=3"], "Did you mean 'max_steps'"),
-                                         (["judge_one/chain", "--form", "refine"], "leave out --form"),
-                                         (["story", "--form", "refine"], "no prompt forms"),
-                                         (["chain", "-n", "0"], "-n"), ([], "TASK"), (["chain", "--seed", "-1"], "seed")])
+@pytest.mark.parametrize(
+    "args, named",
+    [
+        (["chian"], "Did you mean 'chain'"),
+        (["chain", "--form", "agregate"], "Did you mean 'aggregate'"),
+        (["chain", "--split", "tset"], "Did you mean 'test'"),
+        (["chain:max_step=3"], "Did you mean 'max_steps'"),
+        (["judge_one/chain", "--form", "refine"], "leave out --form"),
+        (["story", "--form", "refine"], "no prompt forms"),
+        (["chain", "-n", "0"], "-n"),
+        ([], "TASK"),
+        (["chain", "--seed", "-1"], "seed"),
+    ],
+)
 def test_what_is_wrong_is_named(kvasir, args, named):
     done = kvasir("lab", "show", *args)
     assert done.code == 2 and named in done.err

@@ -12,8 +12,15 @@ from kvasir.cli.options import build_settings
 from kvasir.config import EngineConfig, Settings
 from kvasir.errors import ConfigError
 
-FIELDS = [(section.name, f) for section in dataclasses.fields(Settings) for f in dataclasses.fields(section.default_factory)]
-OURS = {f"--{name}" for _, f in FIELDS for name in (f.name.replace("_", "-"), *f.metadata["aliases"], f.metadata["off"]) if name}
+FIELDS = [
+    (section.name, f) for section in dataclasses.fields(Settings) for f in dataclasses.fields(section.default_factory)
+]
+OURS = {
+    f"--{name}"
+    for _, f in FIELDS
+    for name in (f.name.replace("_", "-"), *f.metadata["aliases"], f.metadata["off"])
+    if name
+}
 BENCH = ["run", "offline", "serve", "trace", "startup", "ladder", "profile", "merge", "report"]
 COMMANDS = [["serve"], ["chat"], ["generate"], ["doctor"], ["show"], *(["bench", c] for c in BENCH)]
 
@@ -67,19 +74,29 @@ def test_version(kvasir):
 
 
 def test_it_is_a_module_too():
-    done = subprocess.run([sys.executable, "-m", "kvasir", "--version"], check=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "kvasir", "--version"], check=True, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.strip()
 
 
 def test_help_needs_no_torch():
-    code = "import sys; sys.argv = ['kvasir', 'serve', '--help']\nfrom kvasir.cli.main import main\ntry: main()\nexcept SystemExit: pass\n" \
-           "assert not {'torch', 'transformers', 'fastapi'} & set(sys.modules)"
+    code = (
+        "import sys; sys.argv = ['kvasir', 'serve', '--help']\nfrom kvasir.cli.main import main\ntry: main()\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'fastapi'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
 @pytest.mark.parametrize("section, field", FIELDS, ids=[f.name for _, f in FIELDS])
 def test_every_setting_is_settable(settings, section, field):
-    values = {"bool": (not field.default, None), "int": (7, "7"), "float": (0.5, "0.5"), "str": ("x", "x"), "tuple[str, ...]": (("x", "y"), None)}
+    values = {
+        "bool": (not field.default, None),
+        "int": (7, "7"),
+        "float": (0.5, "0.5"),
+        "str": ("x", "x"),
+        "tuple[str, ...]": (("x", "y"), None),
+    }
     kind = str(field.type).removesuffix(" | None")
     flag = f"--{field.name.replace('_', '-')}"
     if field.name == "model":
@@ -96,9 +113,14 @@ def test_every_setting_is_settable(settings, section, field):
     assert getattr(getattr(settings(*args), section), field.name) == want
 
 
-@pytest.mark.parametrize("ours, vllms", [
-    ("kv_codec", "--kv-cache-dtype"), ("page_slots", "--block-size"), ("num_pages", "--num-gpu-blocks-override"),
-])
+@pytest.mark.parametrize(
+    "ours, vllms",
+    [
+        ("kv_codec", "--kv-cache-dtype"),
+        ("page_slots", "--block-size"),
+        ("num_pages", "--num-gpu-blocks-override"),
+    ],
+)
 def test_vllm_spellings(settings, ours, vllms):
     value = "plain" if ours == "kv_codec" else 32
     assert getattr(settings(vllms, value).cache, ours) == value
@@ -107,29 +129,36 @@ def test_vllm_spellings(settings, ours, vllms):
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("args, message", [
-    (["serve", "--max-num-seq", "3"], "no option --max-num-seq. Did you mean '--max-num-seqs'?"),
-    (["serve", "--gpu-memory-utilisation=0.5"], "Did you mean '--gpu-memory-utilization'?"),
-    (["generate", "--promt", "x"], "Did you mean '--prompt'?"),
-    (["show", "--jason"], "Did you mean '--json'?"),
-    (["serve", "--zzzz"], "no option --zzzz. All are listed by kvasir serve --help."),
-    (["serv"], "serv"),
-    (["serve", "a", "b"], "unexpected extra argument"),
-    (["serve", "--max-num-seqs", "many"], "--max-num-seqs"),
-    (["serve", "--dtype", "bf16"], "bfloat16"),
-    (["serve", "--max-num-seqs"], "requires an argument"),
-    (["serve", "--port", "70000"], "port=70000 is out of range: from 0 to 65535"),
-    (["serve", "--max-num-seqs", "0"], "max_num_seqs=0 is out of range: at least 1"),
-    (["serve", "--max-model-len", "-5"], "max_model_len=-5 is out of range"),
-    (["serve", "--gpu-memory-utilization", "nan"], "out of range"),
-    (["serve", "--watchdog", "0"], "watchdog=0.0 is out of range"),
-    (["generate", "-p", "x", "--num-threads", "-2"], "num_threads=-2 is out of range"),
-    (["serve", "--config", "/no/such.toml"], "cannot read the settings file"),
-    (["bench", "serve", "-n", "0"], "num-requests"),
-    (["bench", "offline", "--repeats", "0"], "repeats"),
-    (["bench", "trace", "f.csv", "--rate", "1", "--url", "http://127.0.0.1:1", "--max-num-seqs", "8"], "max_num_seqs is of a server that is started"),
-    (["show", "--memory", "-1"], "memory"),
-], ids=lambda a: " ".join(map(str, a)) if isinstance(a, list) else "")
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["serve", "--max-num-seq", "3"], "no option --max-num-seq. Did you mean '--max-num-seqs'?"),
+        (["serve", "--gpu-memory-utilisation=0.5"], "Did you mean '--gpu-memory-utilization'?"),
+        (["generate", "--promt", "x"], "Did you mean '--prompt'?"),
+        (["show", "--jason"], "Did you mean '--json'?"),
+        (["serve", "--zzzz"], "no option --zzzz. All are listed by kvasir serve --help."),
+        (["serv"], "serv"),
+        (["serve", "a", "b"], "unexpected extra argument"),
+        (["serve", "--max-num-seqs", "many"], "--max-num-seqs"),
+        (["serve", "--dtype", "bf16"], "bfloat16"),
+        (["serve", "--max-num-seqs"], "requires an argument"),
+        (["serve", "--port", "70000"], "port=70000 is out of range: from 0 to 65535"),
+        (["serve", "--max-num-seqs", "0"], "max_num_seqs=0 is out of range: at least 1"),
+        (["serve", "--max-model-len", "-5"], "max_model_len=-5 is out of range"),
+        (["serve", "--gpu-memory-utilization", "nan"], "out of range"),
+        (["serve", "--watchdog", "0"], "watchdog=0.0 is out of range"),
+        (["generate", "-p", "x", "--num-threads", "-2"], "num_threads=-2 is out of range"),
+        (["serve", "--config", "/no/such.toml"], "cannot read the settings file"),
+        (["bench", "serve", "-n", "0"], "num-requests"),
+        (["bench", "offline", "--repeats", "0"], "repeats"),
+        (
+            ["bench", "trace", "f.csv", "--rate", "1", "--url", "http://127.0.0.1:1", "--max-num-seqs", "8"],
+            "max_num_seqs is of a server that is started",
+        ),
+        (["show", "--memory", "-1"], "memory"),
+    ],
+    ids=lambda a: " ".join(map(str, a)) if isinstance(a, list) else "",
+)
 def test_mistakes_are_answered_with_the_fix(kvasir, args, message):
     done = kvasir(*args)
     assert done.code == 2 and done.out == ""
@@ -140,7 +169,9 @@ def test_benchmarks_know_what_is_given_and_which_model(tmp_path):
     """Also what is our default: a peer that is told nothing has its own. The file's model is no flag of a server."""
     (file := tmp_path / "s.toml").write_text('model = "nano"\nmax_model_len = 128\n[scheduler]\nmax_num_seqs = 256\n')
     assert _given("", {"config": str(file), "dtype": "auto", "kv_codec": None}) == (
-        "nano", {"max_model_len": 128, "max_num_seqs": 256, "dtype": "auto"})
+        "nano",
+        {"max_model_len": 128, "max_num_seqs": 256, "dtype": "auto"},
+    )
     assert _given("other", {"config": str(file)})[0] == "other" and _given("", {"dtype": None}) == ("", {})
 
 
@@ -151,7 +182,9 @@ def test_vllm_flags_we_do_not_serve_are_refused_by_name(kvasir, flag):
     assert f"kvasir does not serve vLLM's {flag}: " in done.err and len(done.err) > len(flag) + 50
 
 
-@pytest.mark.parametrize("command", [["chat"], ["generate"], ["bench", "offline"], ["bench", "startup"], ["bench", "profile"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [["chat"], ["generate"], ["bench", "offline"], ["bench", "startup"], ["bench", "profile"]], ids=" ".join
+)
 def test_every_command_with_settings_knows_vllms_flags(kvasir, command):
     assert "quantised" in kvasir(*command, "--quantization=awq").err
 
@@ -180,7 +213,9 @@ def test_the_tables_of_vllm_flags_agree():
 
 def test_vllms_eager_mode_turns_the_graphs_off(settings):
     assert settings().runner.cuda_graphs and settings("--cuda-graphs") == settings()
-    assert not settings("--enforce-eager").runner.cuda_graphs and settings("--no-cuda-graphs") == settings("--enforce-eager")
+    assert not settings("--enforce-eager").runner.cuda_graphs and settings("--no-cuda-graphs") == settings(
+        "--enforce-eager"
+    )
 
 
 def test_overlap_is_on_off_or_left_to_the_device(settings):
@@ -213,10 +248,17 @@ def test_a_servers_file_serves_the_other_commands(tmp_path):
     assert build_settings({"config": file}, EngineConfig).scheduler.max_num_seqs == 3
 
 
-@pytest.mark.parametrize("text, message", [
-    (b"max_num_seqs = = 3", "not valid TOML"), (b"\xff\xfe", "not valid TOML"), (b'max_num_seqs = "x"', "expected int"),
-    (b"[scheduler]\nmax_num_seq = 3", "Did you mean 'max_num_seqs'"), (b"port = -1", "out of range"), (b"api_key = 'k'", "expected tuple"),
-])
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (b"max_num_seqs = = 3", "not valid TOML"),
+        (b"\xff\xfe", "not valid TOML"),
+        (b'max_num_seqs = "x"', "expected int"),
+        (b"[scheduler]\nmax_num_seq = 3", "Did you mean 'max_num_seqs'"),
+        (b"port = -1", "out of range"),
+        (b"api_key = 'k'", "expected tuple"),
+    ],
+)
 def test_bad_files(kvasir, tmp_path, text, message):
     file = tmp_path / "kvasir.toml"
     file.write_bytes(text)

@@ -15,14 +15,27 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "kvasir"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-NEEDED = [*(f"assets/{model}/{name}" for model in ("base", "nano") for name in ("config.json", "tokenizer.json", "chat_template.jinja")),
-          "assets/base/model.safetensors.index.json", "assets/base/model-00003-of-00003.safetensors", "assets/nano/model.safetensors",
-          "api/playground/index.html", "lab/text/alice-in-wonderland.txt.bz2"]
+NEEDED = [
+    *(
+        f"assets/{model}/{name}"
+        for model in ("base", "nano")
+        for name in ("config.json", "tokenizer.json", "chat_template.jinja")
+    ),
+    "assets/base/model.safetensors.index.json",
+    "assets/base/model-00003-of-00003.safetensors",
+    "assets/nano/model.safetensors",
+    "api/playground/index.html",
+    "lab/text/alice-in-wonderland.txt.bz2",
+]
 
 
 def data_files():
     """Files of the package that are no modules and no leftovers."""
-    return [str(f.relative_to(PACKAGE)) for f in PACKAGE.rglob("*") if f.is_file() and f.suffix not in (".py", ".pyc") and not f.name.startswith(".")]
+    return [
+        str(f.relative_to(PACKAGE))
+        for f in PACKAGE.rglob("*")
+        if f.is_file() and f.suffix not in (".py", ".pyc") and not f.name.startswith(".")
+    ]
 
 
 @pytest.mark.parametrize("name", NEEDED)
@@ -59,7 +72,16 @@ def imported(file):
 
 def test_what_the_package_imports_is_declared():
     declared = {re.split(r"[<>=\[; ]", d)[0].replace("-", "_") for d in PROJECT["project"]["dependencies"]}
-    optional = {"triton", "matplotlib", "PIL", "transformers", "httpx", "vllm", "gguf", "llama_cpp"}  # each asked for by name where it is missing
+    optional = {
+        "triton",
+        "matplotlib",
+        "PIL",
+        "transformers",
+        "httpx",
+        "vllm",
+        "gguf",
+        "llama_cpp",
+    }  # each asked for by name where it is missing
     comes_with = {"starlette": "fastapi", "pydantic": "fastapi", "pydantic_core": "fastapi"}
     for file in PACKAGE.rglob("*.py"):
         for module in imported(file):
@@ -81,15 +103,40 @@ def test_an_installed_wheel_works_on_its_own(tmp_path):
     """Build the wheel from a copy, unpack it elsewhere, and complete a prompt with nothing of the source tree in reach."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     copy = tmp_path / "copy"
-    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "pyproject.toml", "README.md", "LICENSE*", "src"]
+    listing = [
+        "git",
+        "ls-files",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE*",
+        "src",
+    ]
     tracked = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
     for name in filter(None, tracked):
         if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes((ROOT / name).read_bytes())
     # Like --no-build-isolation, when this environment has the build back end; else pip fetches it.
-    have = subprocess.run([sys.executable, "-c", "import setuptools; assert int(setuptools.__version__.split('.')[0]) >= 77"], capture_output=True)
-    subprocess.run([*pip, "wheel", "-q", "--no-deps", *(["--no-build-isolation"] if have.returncode == 0 else []), "-w", tmp_path, copy], check=True)
+    have = subprocess.run(
+        [sys.executable, "-c", "import setuptools; assert int(setuptools.__version__.split('.')[0]) >= 77"],
+        capture_output=True,
+    )
+    subprocess.run(
+        [
+            *pip,
+            "wheel",
+            "-q",
+            "--no-deps",
+            *(["--no-build-isolation"] if have.returncode == 0 else []),
+            "-w",
+            tmp_path,
+            copy,
+        ],
+        check=True,
+    )
     (wheel,) = tmp_path.glob("kvasir-*.whl")
     assert wheel.name.endswith("-py3-none-any.whl"), "nothing is compiled"
     inside = {n.removeprefix("kvasir/") for n in zipfile.ZipFile(wheel).namelist()}
@@ -97,8 +144,16 @@ def test_an_installed_wheel_works_on_its_own(tmp_path):
     assert (modules | set(data_files()) | set(NEEDED)) <= inside
     assert not any(n.startswith("tests") for n in inside)
     subprocess.run([*pip, "install", "-q", "--no-deps", "--target", tmp_path / "site", wheel], check=True)
-    code = ("import sys, kvasir, kvasir.cli.main as m; assert kvasir.__file__.startswith(sys.argv[1]), kvasir.__file__; sys.argv[:] = "
-            "['kvasir', 'generate', '-p', 'Once upon a time', '--max-tokens', '8']; m.main()")
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "site")], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
-                          capture_output=True, text=True, timeout=120)
+    code = (
+        "import sys, kvasir, kvasir.cli.main as m; assert kvasir.__file__.startswith(sys.argv[1]), kvasir.__file__; sys.argv[:] = "
+        "['kvasir', 'generate', '-p', 'Once upon a time', '--max-tokens', '8']; m.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "site")],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0 and done.stdout.strip(), done.stderr

@@ -16,7 +16,20 @@ from kvasir.cli.serve import check_free
 from kvasir.config import ServerConfig
 from kvasir.errors import ConfigError
 
-COMMAND = [sys.executable, "-m", "kvasir.cli.main", "serve", "--port", "0", "--num-threads", "1", "--max-model-len", "256", "--api-key", "k"]
+COMMAND = [
+    sys.executable,
+    "-m",
+    "kvasir.cli.main",
+    "serve",
+    "--port",
+    "0",
+    "--num-threads",
+    "1",
+    "--max-model-len",
+    "256",
+    "--api-key",
+    "k",
+]
 
 
 class Server:
@@ -60,15 +73,38 @@ def test_it_answers_with_the_key_only(server):
 
 
 def test_chat_talks_to_it(kvasir, server):
-    done = kvasir("chat", "--url", server.url, "--api-key", "k", "--temperature", "0", "--max-tokens", "80",
-                  stdin="Compute modulo 97: start 12; +45; *3; -7; *2; +30.\n" + "word " * 300 + "\n")
+    done = kvasir(
+        "chat",
+        "--url",
+        server.url,
+        "--api-key",
+        "k",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "80",
+        stdin="Compute modulo 97: start 12; +45; *3; -7; *2; +30.\n" + "word " * 300 + "\n",
+    )
     assert done.code == 0 and "Answer: 67" in done.out and "answered 400" in done.out
     assert "401" in kvasir("chat", "--url", server.url, stdin="hi\n").err
 
 
 def test_bench_serve_measures_it(kvasir, server, tmp_path):
     file = tmp_path / "deep" / "result.json"
-    args = ("bench", "serve", "--url", server.url, "--rate", "0", "-n", "5", "--prompt-tokens", "9", "--output-tokens", "6")
+    args = (
+        "bench",
+        "serve",
+        "--url",
+        server.url,
+        "--rate",
+        "0",
+        "-n",
+        "5",
+        "--prompt-tokens",
+        "9",
+        "--output-tokens",
+        "6",
+    )
     done = kvasir(*args, "--api-key", "k", "--json", file)
     assert done.code == 0, done.err
     found = json.loads(file.read_text())
@@ -86,7 +122,12 @@ def test_bench_serve_measures_it(kvasir, server, tmp_path):
 def test_a_second_one_on_its_port_is_refused(kvasir, server):
     port = server.url.rsplit(":", 1)[1]
     done = kvasir("serve", "--port", port)
-    assert done.code == 2 and f"cannot listen on 127.0.0.1:{port}: " in done.err and "in use" in done.err and "--port" in done.err
+    assert (
+        done.code == 2
+        and f"cannot listen on 127.0.0.1:{port}: " in done.err
+        and "in use" in done.err
+        and "--port" in done.err
+    )
 
 
 def test_zz_sigterm_ends_it_cleanly(server):
@@ -100,15 +141,19 @@ def test_zz_sigterm_ends_it_cleanly(server):
 # ------------------------------------------------------------------------------------------------------ it does not start
 
 
-@pytest.mark.parametrize("args, message", [
-    (["/no/such/folder"], "no such folder"),
-    (["--host", "not.a.host.invalid", "--insecure"], "cannot listen on not.a.host.invalid"),
-    (["--host", "203.0.113.1", "--insecure"], "cannot listen on 203.0.113.1"),
-    (["--uds", "/no/such/folder/socket"], "cannot listen on --uds /no/such/folder/socket"),
-    (["--uds", "/tmp/" + 120 * "x"], "path too long"),
-    (["--uds", __file__], "is no socket"),
-    (["--journal", "/no/such/folder/journal.jsonl"], "cannot write /no/such/folder/journal.jsonl"),
-], ids=lambda a: " ".join(a) if isinstance(a, list) else "")
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["/no/such/folder"], "no such folder"),
+        (["--host", "not.a.host.invalid", "--insecure"], "cannot listen on not.a.host.invalid"),
+        (["--host", "203.0.113.1", "--insecure"], "cannot listen on 203.0.113.1"),
+        (["--uds", "/no/such/folder/socket"], "cannot listen on --uds /no/such/folder/socket"),
+        (["--uds", "/tmp/" + 120 * "x"], "path too long"),
+        (["--uds", __file__], "is no socket"),
+        (["--journal", "/no/such/folder/journal.jsonl"], "cannot write /no/such/folder/journal.jsonl"),
+    ],
+    ids=lambda a: " ".join(a) if isinstance(a, list) else "",
+)
 def test_refused_before_a_process_is_started(kvasir, monkeypatch, args, message):
     from kvasir.client.engine_client import AsyncEngine
 
@@ -140,9 +185,13 @@ def test_open_to_the_network_without_a_key(kvasir):
     assert done.code == 2 and "--api-key KEY" in done.err
 
 
-@pytest.mark.parametrize("args, message", [
-    (["--tool-call-parser", "bogus"], "there are hermes"), (["--skip-tokenizer-init"], "--skip-tokenizer-init"),
-])
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--tool-call-parser", "bogus"], "there are hermes"),
+        (["--skip-tokenizer-init"], "--skip-tokenizer-init"),
+    ],
+)
 def test_refused_by_the_server_itself(kvasir, args, message):
     done = kvasir("serve", "--port", "0", *args)
     assert done.code == 2 and message in done.err

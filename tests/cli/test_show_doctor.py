@@ -7,13 +7,44 @@ import pytest
 from kvasir.bench.workloads import SHAPES
 from kvasir.cli.doctor import _attention
 
-GEMMA = dict(architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", hidden_size=3840, intermediate_size=15360, num_hidden_layers=48,
-             num_attention_heads=16, num_key_value_heads=8, head_dim=256, vocab_size=262208, max_position_embeddings=131072, sliding_window=1024,
-             query_pre_attn_scalar=256, rms_norm_eps=1e-6, rope_theta=1e6, rope_local_base_freq=1e4)
-MOE = dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
-           num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
-           head_dim=128, vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=False,
-           decoder_sparse_step=1, mlp_only_layers=[])
+GEMMA = dict(
+    architectures=["Gemma3ForCausalLM"],
+    model_type="gemma3_text",
+    hidden_size=3840,
+    intermediate_size=15360,
+    num_hidden_layers=48,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=256,
+    vocab_size=262208,
+    max_position_embeddings=131072,
+    sliding_window=1024,
+    query_pre_attn_scalar=256,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    rope_local_base_freq=1e4,
+)
+MOE = dict(
+    architectures=["Qwen3MoeForCausalLM"],
+    model_type="qwen3_moe",
+    hidden_size=2048,
+    intermediate_size=6144,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    norm_topk_prob=True,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    vocab_size=151936,
+    max_position_embeddings=40960,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    tie_word_embeddings=False,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+)
 GIB = 1 << 30
 
 
@@ -38,30 +69,44 @@ def test_the_embedded_model(kvasir):
     assert found["max_model_len"] == max(map(int, next(iter(found["fits"].values()))))
     assert len(found["fits"]) >= 4, "this machine and common GPUs"
     done = kvasir("show")
-    assert done.code == 0 and "embedded (qwen3, 16.1M parameters)" in done.out and "H200" in done.out and "10" in done.out
+    assert (
+        done.code == 0 and "embedded (qwen3, 16.1M parameters)" in done.out and "H200" in done.out and "10" in done.out
+    )
 
 
 def test_llama_8b_by_hand(kvasir, shape):
     found = facts(kvasir, shape(SHAPES["llama-8b"]), "--memory", "80")
     assert found["parameters"] == 8_030_261_248
-    assert found["cache_groups"] == [{"name": "full", "layers": 32, "window": None, "kv_bytes_per_token": 2 * 8 * 128 * 2 * 32}]
+    assert found["cache_groups"] == [
+        {"name": "full", "layers": 32, "window": None, "kv_bytes_per_token": 2 * 8 * 128 * 2 * 32}
+    ]
     pool = 0.9 * 80 * GIB - 2 * 8_030_261_248
-    assert found["fits"] == {"80 GiB": {n: int(pool // (131072 * int(n))) for n in ("1024", "4096", "16384", "32768", "131072")}}
+    assert found["fits"] == {
+        "80 GiB": {n: int(pool // (131072 * int(n))) for n in ("1024", "4096", "16384", "32768", "131072")}
+    }
     assert found["layers"] == ["0-31: 32 query / 8 KV heads of 128; FFN 14336"]
-    assert facts(kvasir, shape(SHAPES["llama-8b"]), "--memory", "80", "--dtype", "float32")["weight_bytes"] == 2 * found["weight_bytes"]
+    assert (
+        facts(kvasir, shape(SHAPES["llama-8b"]), "--memory", "80", "--dtype", "float32")["weight_bytes"]
+        == 2 * found["weight_bytes"]
+    )
 
 
 def test_codecs_of_llama_8b_by_hand(kvasir, shape):
     found = facts(kvasir, shape(SHAPES["llama-8b"]), "--memory", "80")["codecs"]
     heads = 2 * 8 * 32
     bits = {"plain": 16, "int8": 8.25, "fp8": 8.25, "nvfp4": 4.5, "int4": 4.25, "int4_bdr": 4.25}
-    assert {name: found[name]["kv_bytes_per_token"] for name in bits} == {name: heads * 128 * size / 8 for name, size in bits.items()}
+    assert {name: found[name]["kv_bytes_per_token"] for name in bits} == {
+        name: heads * 128 * size / 8 for name, size in bits.items()
+    }
     assert found["int4_bdr"]["ratio"] == 64 / 17 and found["plain"]["ratio"] == 1 and list(found)[0] == "plain"
     pool = 0.9 * 80 * GIB - 2 * 8_030_261_248
     assert found["int4_bdr"]["fits"]["80 GiB"]["16384"] == int(pool // (34816 * 16384))
     text = kvasir("show", shape(SHAPES["llama-8b"]), "--memory", "80").out
     (line,) = [line for line in text.splitlines() if line.startswith("int4_bdr")]
-    assert line.split() == ["int4_bdr", "34,816", "3.76x", str(int(pool // (34816 * 16384)))] and "sequences of 16,384 tokens" in text
+    assert (
+        line.split() == ["int4_bdr", "34,816", "3.76x", str(int(pool // (34816 * 16384)))]
+        and "sequences of 16,384 tokens" in text
+    )
 
 
 def test_codecs_with_windows_and_odd_heads(kvasir, shape):
@@ -69,14 +114,22 @@ def test_codecs_with_windows_and_odd_heads(kvasir, shape):
     share = 1 / found["codecs"]["fp8"]["ratio"]
     sizes = {g["name"]: g["kv_bytes_per_token"] * share for g in found["cache_groups"]}
     pool = 0.9 * 80 * GIB - found["weight_bytes"]
-    assert found["codecs"]["fp8"]["fits"]["80 GiB"]["131072"] == int(pool // (sizes["full"] * 131072 + sizes["window-1024"] * 1024))
+    assert found["codecs"]["fp8"]["fits"]["80 GiB"]["131072"] == int(
+        pool // (sizes["full"] * 131072 + sizes["window-1024"] * 1024)
+    )
     odd = shape({**SHAPES["llama-8b"], "head_dim": 80})
-    assert "multiple of 32" in facts(kvasir, odd)["codecs"]["nvfp4"]["cannot"] and "nvfp4: 'nvfp4' has blocks" in kvasir("show", odd).out
+    assert (
+        "multiple of 32" in facts(kvasir, odd)["codecs"]["nvfp4"]["cannot"]
+        and "nvfp4: 'nvfp4' has blocks" in kvasir("show", odd).out
+    )
 
 
 def test_windows_keep_their_window_only(kvasir, shape):
     found = facts(kvasir, shape(GEMMA), "--memory", "80")
-    assert {g["name"]: (g["layers"], g["window"]) for g in found["cache_groups"]} == {"window-1024": (40, 1024), "full": (8, None)}
+    assert {g["name"]: (g["layers"], g["window"]) for g in found["cache_groups"]} == {
+        "window-1024": (40, 1024),
+        "full": (8, None),
+    }
     pool = 0.9 * 80 * GIB - found["weight_bytes"]
     a_token = {g["name"]: g["kv_bytes_per_token"] for g in found["cache_groups"]}
     assert found["fits"]["80 GiB"]["131072"] == int(pool // (a_token["full"] * 131072 + a_token["window-1024"] * 1024))
@@ -92,10 +145,15 @@ def test_experts(kvasir, shape):
     assert "at work for each token" in kvasir("show", shape(MOE), "--memory", "80").out
 
 
-@pytest.mark.parametrize("config, message", [
-    ({**MOE, "model_type": "qwen9_moe"}, "Did you mean 'qwen3_moe'"), ({**MOE, "quantization_config": {"quant_method": "fp8"}}, "fp8"),
-    ({k: v for k, v in MOE.items() if k != "hidden_size"}, "hidden_size"), ([], "JSON object"),
-])
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({**MOE, "model_type": "qwen9_moe"}, "Did you mean 'qwen3_moe'"),
+        ({**MOE, "quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({k: v for k, v in MOE.items() if k != "hidden_size"}, "hidden_size"),
+        ([], "JSON object"),
+    ],
+)
 def test_what_is_not_served_is_said(kvasir, shape, config, message):
     done = kvasir("show", shape(config))
     assert done.code == 2 and message in done.err
@@ -113,7 +171,18 @@ def test_doctor_for_programs(kvasir):
     done = kvasir("doctor", "--json")
     found = json.loads(done.out)
     assert done.code == 0
-    assert {"kvasir", "python", "torch", "cpu", "gpus", "packages", "attention", "attention_chosen", "codecs", "advice"} <= set(found)
+    assert {
+        "kvasir",
+        "python",
+        "torch",
+        "cpu",
+        "gpus",
+        "packages",
+        "attention",
+        "attention_chosen",
+        "codecs",
+        "advice",
+    } <= set(found)
     assert found["attention"][found["attention_chosen"]] == [] and "plain" in found["codecs"]
     assert "suffix" in found["drafters"] and "majority" in found["strategies"]
     assert set(found["scheduling_policies"]) == {"affinity", "fcfs", "priority", "shortest"}
@@ -134,17 +203,29 @@ def test_doctor_says_why_something_falls_back(kvasir):
     done = kvasir("doctor")
     assert done.code == 0 and "(chosen)," in done.out
     if not torch.cuda.is_available():
-        assert "attention triton" in done.out and "no: needs a CUDA GPU" in " ".join(done.out.split()) and "note" in done.out
+        assert (
+            "attention triton" in done.out
+            and "no: needs a CUDA GPU" in " ".join(done.out.split())
+            and "note" in done.out
+        )
 
 
 def test_doctor_names_what_is_missing(kvasir, monkeypatch):
     import importlib.util
 
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest)
+    )
     assert "not installed: plots" in " ".join(kvasir("doctor").out.split())
 
 
 def test_doctor_says_what_must_be_named():
-    facts = {"attention": {"b": ""}, "attention_exact": {"b": "no"}, "attention_only_named": {"b": "why"}, "attention_chosen": 0, "attention_why": ""}
+    facts = {
+        "attention": {"b": ""},
+        "attention_exact": {"b": "no"},
+        "attention_only_named": {"b": "why"},
+        "attention_chosen": 0,
+        "attention_why": "",
+    }
     assert _attention(facts, "b") == "ready, only when named: why; not for batch_invariant"

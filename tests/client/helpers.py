@@ -13,8 +13,14 @@ from tests.engine.fake_core import expected
 
 
 def request(number: int = 0, *, max_tokens: int = 20, n: int = 1, faults: str = "", prompt: int = 3, **more) -> Request:
-    return Request(id=f"r{number}", prompt_ids=[number] * prompt, params=SamplingParams(n=n, **more), seed=number, max_tokens=max_tokens,
-                   tenant=faults)
+    return Request(
+        id=f"r{number}",
+        prompt_ids=[number] * prompt,
+        params=SamplingParams(n=n, **more),
+        seed=number,
+        max_tokens=max_tokens,
+        tenant=faults,
+    )
 
 
 @contextlib.asynccontextmanager
@@ -65,7 +71,7 @@ class Reader:
 
     def check_prefix(self) -> None:
         for mine, right in zip(self.tokens, expected(self.wanted)):
-            assert mine == right[:len(mine)]
+            assert mine == right[: len(mine)]
 
 
 async def until(condition, seconds: float = 20.0) -> None:

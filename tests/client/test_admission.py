@@ -23,7 +23,9 @@ def encode(text: str) -> list[int]:
 
 def go(prompt=None, info=INFO, encode=encode, priority=0, **params):
     prompt = PROMPT if prompt is None else prompt
-    return admit(prompt, SamplingParams(**params), info, id="r1", arrival=1.5, tenant="t", priority=priority, encode=encode)
+    return admit(
+        prompt, SamplingParams(**params), info, id="r1", arrival=1.5, tenant="t", priority=priority, encode=encode
+    )
 
 
 BAD_PARAMS = {
@@ -47,8 +49,25 @@ BAD_PARAMS = {
     "seed": [2**64, -(2**63) - 1, BIG, 1.0, True, "x", math.nan],
     "stop": [[""], ["a"] * 17, ["x" * 257], ["x" * 1_000_000], [3], [None], [b"a"], ["\ud800"], ["ok", ""]],
     "stop_token_ids": [[-1], [120], [128], [2**31], [1.0], [True], ["1"], [3] * 129, [None]],
-    "logit_bias": [{"abc": 1.0}, {-1: 1.0}, {"-1": 1.0}, {120: 1.0}, {128: 1.0}, {3: math.inf}, {3: math.nan}, {3: 101.0}, {3: -100.5}, {3: "1"},
-                   {3: True}, {3: None}, {True: 1.0}, {1.5: 1.0}, {"1" * 5000: 1.0}, {"٣": 1.0}, {i: 0.0 for i in range(100_000)}],
+    "logit_bias": [
+        {"abc": 1.0},
+        {-1: 1.0},
+        {"-1": 1.0},
+        {120: 1.0},
+        {128: 1.0},
+        {3: math.inf},
+        {3: math.nan},
+        {3: 101.0},
+        {3: -100.5},
+        {3: "1"},
+        {3: True},
+        {3: None},
+        {True: 1.0},
+        {1.5: 1.0},
+        {"1" * 5000: 1.0},
+        {"٣": 1.0},
+        {i: 0.0 for i in range(100_000)},
+    ],
     "allowed_token_ids": [[], [120], [-1], [1.5], [True], ["3"], list(range(5000)), [2**40]],
     "bad_words": [[""], ["  "], ["x" * 10_000], ["a"] * 257, [3], [None], ["\udc00"], ["x" * 65]],
     "logprobs_mode": ["both", "", None, 1],
@@ -56,8 +75,16 @@ BAD_PARAMS = {
     "detokenize": [1, None],
     "skip_special_tokens": [0, "no"],
     "include_stop_str_in_output": [1, None],
-    "grammar": ["abc", {"kind": "regex"}, Grammar("xml", "a"), Grammar("regex", 3), Grammar("regex", "x" * 65537), Grammar("regex", "\ud800"),
-                Grammar("regex", "é" * 40_000), Grammar("regex", "a", after=tuple(range(65)))],
+    "grammar": [
+        "abc",
+        {"kind": "regex"},
+        Grammar("xml", "a"),
+        Grammar("regex", 3),
+        Grammar("regex", "x" * 65537),
+        Grammar("regex", "\ud800"),
+        Grammar("regex", "é" * 40_000),
+        Grammar("regex", "a", after=tuple(range(65))),
+    ],
 }
 
 
@@ -65,7 +92,9 @@ def label(name, value):
     return f"{name}=huge" if value is BIG else f"{name}={value!r:.40}"
 
 
-@pytest.mark.parametrize("name,value", [pytest.param(n, v, id=label(n, v)) for n, values in BAD_PARAMS.items() for v in values])
+@pytest.mark.parametrize(
+    "name,value", [pytest.param(n, v, id=label(n, v)) for n, values in BAD_PARAMS.items() for v in values]
+)
 def test_bad_parameters(name, value):
     with pytest.raises(RequestError) as caught:
         go(**{name: value})
@@ -73,8 +102,27 @@ def test_bad_parameters(name, value):
     assert len(caught.value.message) < 500
 
 
-BAD_PROMPTS = [[], "text", None, b"\x03", [3, -1], [128], [120], [2**31], [2**63], [BIG], [1.0], [True], ["3"], [[3]], [None], {3: 4},
-               [3] * 64, [3] * 65, [3] * 100_000]
+BAD_PROMPTS = [
+    [],
+    "text",
+    None,
+    b"\x03",
+    [3, -1],
+    [128],
+    [120],
+    [2**31],
+    [2**63],
+    [BIG],
+    [1.0],
+    [True],
+    ["3"],
+    [[3]],
+    [None],
+    {3: 4},
+    [3] * 64,
+    [3] * 65,
+    [3] * 100_000,
+]
 
 
 @pytest.mark.parametrize("prompt", BAD_PROMPTS, ids=lambda p: "huge" if p == [BIG] else f"{p!r:.30}")
@@ -124,12 +172,32 @@ def test_min_tokens_is_compared_after_defaults_are_resolved():
 
 
 GOOD = [
-    ("temperature", 0, 0.0), ("temperature", 10, 10.0), ("temperature", 1e-30, 1e-30), ("top_p", 1, 1.0), ("top_p", 1e-9, 1e-9), ("top_k", -1, 0),
-    ("top_k", 0, 0), ("top_k", 1, 1), ("top_k", 121, 120), ("top_k", 2**63 - 1, 120), ("min_p", 1, 1.0), ("presence_penalty", -2, -2.0),
-    ("frequency_penalty", 2, 2.0), ("repetition_penalty", 10, 10.0), ("repetition_penalty", 1e-3, 1e-3), ("n", 16, 16), ("logprobs", 0, 0),
-    ("logprobs", 20, 20), ("prompt_logprobs", 20, 20), ("stop", "end", ("end",)), ("stop", ["x" * 256] * 16, ("x" * 256,) * 16),
-    ("stop", ["\x00"], ("\x00",)), ("stop_token_ids", [5, 119, 5], (5, 119)), ("logit_bias", {3: 100, "4": -100.0}, {3: 100.0, 4: -100.0}),
-    ("allowed_token_ids", [5, 6, 5], (5, 6)), ("logprobs_mode", "processed", "processed"),
+    ("temperature", 0, 0.0),
+    ("temperature", 10, 10.0),
+    ("temperature", 1e-30, 1e-30),
+    ("top_p", 1, 1.0),
+    ("top_p", 1e-9, 1e-9),
+    ("top_k", -1, 0),
+    ("top_k", 0, 0),
+    ("top_k", 1, 1),
+    ("top_k", 121, 120),
+    ("top_k", 2**63 - 1, 120),
+    ("min_p", 1, 1.0),
+    ("presence_penalty", -2, -2.0),
+    ("frequency_penalty", 2, 2.0),
+    ("repetition_penalty", 10, 10.0),
+    ("repetition_penalty", 1e-3, 1e-3),
+    ("n", 16, 16),
+    ("logprobs", 0, 0),
+    ("logprobs", 20, 20),
+    ("prompt_logprobs", 20, 20),
+    ("stop", "end", ("end",)),
+    ("stop", ["x" * 256] * 16, ("x" * 256,) * 16),
+    ("stop", ["\x00"], ("\x00",)),
+    ("stop_token_ids", [5, 119, 5], (5, 119)),
+    ("logit_bias", {3: 100, "4": -100.0}, {3: 100.0, 4: -100.0}),
+    ("allowed_token_ids", [5, 6, 5], (5, 6)),
+    ("logprobs_mode", "processed", "processed"),
     ("grammar", Grammar("json_object"), Grammar("json_object")),
     ("seed", 2**64 - 1, 2**64 - 1),
 ]

@@ -34,13 +34,18 @@ def test_a_killed_process_loses_no_token():
             late = Reader(it, request(99))
             for reader in [*readers, late]:
                 (await reader.task).check()
-            assert it.num_restarts == it.stats().restarts == 1 and it.num_quarantined == it.stats().quarantined == 0 and it.health().ready
+            assert (
+                it.num_restarts == it.stats().restarts == 1
+                and it.num_quarantined == it.stats().quarantined == 0
+                and it.health().ready
+            )
 
     run(body())
 
 
 def test_counters_go_on_where_a_process_ended():
     """What a dashboard adds up does not fall, and what waits for the next process is said to wait."""
+
     async def body():
         async with engine("SlowCore") as it:
             (await Reader(it, request(1, max_tokens=30)).task).check()
@@ -51,7 +56,10 @@ def test_counters_go_on_where_a_process_ended():
                 await until(lambda: not it.health().ready)
                 reader = Reader(it, request(2, n=2, max_tokens=20))
                 await until(lambda: it.stats().num_waiting == 2)
-                assert it.stats().num_running == 0 and (it.stats().step, it.stats().generation_tokens) == (before.step, before.generation_tokens)
+                assert it.stats().num_running == 0 and (it.stats().step, it.stats().generation_tokens) == (
+                    before.step,
+                    before.generation_tokens,
+                )
                 (await reader.task).check()
                 await until(lambda total=30 + 40 * life: it.stats().generation_tokens == total)
                 assert it.stats().step >= before.step + 20 and it.stats().num_waiting == 0
@@ -60,11 +68,25 @@ def test_counters_go_on_where_a_process_ended():
 
 
 def test_every_kind_of_counter_is_added():
-    old = EngineStats(step=3, failed={"a": 1}, accepted_by_depth=[[4, 2]], drafted_by={"x": [5, 1]}, drafted_by_depth={"x": [[1, 1]]})
-    new = EngineStats(step=1, failed={"a": 1, "b": 2}, accepted_by_depth=[[1, 1], [1, 0]], drafted_by_depth={"y": [[2, 0]]}, draft_saved_seconds=0.5)
+    old = EngineStats(
+        step=3, failed={"a": 1}, accepted_by_depth=[[4, 2]], drafted_by={"x": [5, 1]}, drafted_by_depth={"x": [[1, 1]]}
+    )
+    new = EngineStats(
+        step=1,
+        failed={"a": 1, "b": 2},
+        accepted_by_depth=[[1, 1], [1, 0]],
+        drafted_by_depth={"y": [[2, 0]]},
+        draft_saved_seconds=0.5,
+    )
     found = {name: client_module._sum(getattr(old, name), getattr(new, name)) for name in client_module.COUNTERS}
-    assert EngineStats(**found) == EngineStats(step=4, failed={"a": 2, "b": 2}, accepted_by_depth=[[5, 3], [1, 0]], drafted_by={"x": [5, 1]},
-                                               drafted_by_depth={"x": [[1, 1]], "y": [[2, 0]]}, draft_saved_seconds=0.5)
+    assert EngineStats(**found) == EngineStats(
+        step=4,
+        failed={"a": 2, "b": 2},
+        accepted_by_depth=[[5, 3], [1, 0]],
+        drafted_by={"x": [5, 1]},
+        drafted_by_depth={"x": [[1, 1]], "y": [[2, 0]]},
+        draft_saved_seconds=0.5,
+    )
 
 
 def test_killed_again_and_again():
@@ -139,8 +161,10 @@ def test_an_event_that_cannot_be_sent_fails_one_request_only():
     run(body())
 
 
-@pytest.mark.parametrize(("how", "core"), [("exit", "SlowCore"), ("raise", "SilentCore"),
-                                           pytest.param("abort", "SilentCore", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("how", "core"),
+    [("exit", "SlowCore"), ("raise", "SilentCore"), pytest.param("abort", "SilentCore", marks=pytest.mark.slow)],
+)
 def test_a_poisonous_request_is_quarantined_alone(how, core):
     async def body():
         async with engine(core) as it:
@@ -171,6 +195,7 @@ def test_a_request_that_crashes_while_it_is_queued_is_quarantined():
 
 def test_a_request_that_gets_the_process_killed_is_quarantined():
     """Like one that makes the kernel run out of memory. A kill is weaker evidence, so it takes longer."""
+
     async def body():
         async with engine("SlowCore") as it:
             healthy = [Reader(it, request(i, max_tokens=30)) for i in range(6)]
@@ -198,7 +223,10 @@ def test_a_request_that_crashes_now_and_then_is_quarantined_in_the_end():
 def test_a_crash_that_happens_once_costs_nobody_anything(tmp_path):
     async def body():
         async with engine("SlowCore") as it:
-            readers = [Reader(it, request(i, max_tokens=30, faults=f"exit@{5 + 9 * i}!{tmp_path / str(i)}" if i < 3 else "")) for i in range(8)]
+            readers = [
+                Reader(it, request(i, max_tokens=30, faults=f"exit@{5 + 9 * i}!{tmp_path / str(i)}" if i < 3 else ""))
+                for i in range(8)
+            ]
             for reader in readers:
                 (await reader.task).check()
             assert it.num_restarts == 3 and it.num_quarantined == 0
@@ -262,7 +290,9 @@ def test_the_queue_is_bounded_while_the_engine_restarts():
             for reader in readers:
                 await reader.task
             refused = [r.error for r in readers if r.error]
-            assert len(refused) == 4 and all((e.status, e.code) == (503, "overloaded") and e.retry_after for e in refused)
+            assert len(refused) == 4 and all(
+                (e.status, e.code) == (503, "overloaded") and e.retry_after for e in refused
+            )
             [r.check() for r in readers if not r.error]
 
     run(body())
@@ -275,7 +305,9 @@ def test_a_burst_at_a_live_engine_is_a_full_queue():
             for reader in readers:
                 await reader.task
             refused = [r.error for r in readers if r.error]
-            assert len(refused) >= 4 and all((e.status, e.code) == (429, "queue_full") and e.retry_after for e in refused)
+            assert len(refused) >= 4 and all(
+                (e.status, e.code) == (429, "queue_full") and e.retry_after for e in refused
+            )
             [r.check() for r in readers if not r.error]
 
     run(body())
@@ -362,8 +394,16 @@ def test_every_request_ends_in_exactly_one_terminal_reply(seed, tmp_path):
 
     async def body():
         async with engine("SlowCore", max_num_seqs=6) as it:
-            wanted = [request(i, n=rng.randrange(1, 4), max_tokens=rng.randrange(5, 40), prompt=rng.randrange(1, 200), faults=fault(i))
-                      for i in range(20)]
+            wanted = [
+                request(
+                    i,
+                    n=rng.randrange(1, 4),
+                    max_tokens=rng.randrange(5, 40),
+                    prompt=rng.randrange(1, 200),
+                    faults=fault(i),
+                )
+                for i in range(20)
+            ]
             readers, cancelled, closed = [], set(), set()
             for i, one in enumerate(wanted):
                 readers.append(Reader(it, one))
@@ -383,7 +423,11 @@ def test_every_request_ends_in_exactly_one_terminal_reply(seed, tmp_path):
                 await reader.task
                 reader.check_prefix()
                 if reader.error:
-                    assert (i % 8 == 0 or i % 5 == 0) and reader.error.code == "quarantined", (i, reader.wanted.tenant, reader.error.code)
+                    assert (i % 8 == 0 or i % 5 == 0) and reader.error.code == "quarantined", (
+                        i,
+                        reader.wanted.tenant,
+                        reader.error.code,
+                    )
                     continue
                 assert sorted(reader.reasons) == list(range(reader.wanted.params.n))
                 if "cancelled" not in reader.reasons.values():

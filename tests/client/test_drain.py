@@ -49,7 +49,10 @@ def test_what_the_drain_leaves_is_journalled_answered_and_can_be_resumed(tmp_pat
             short = Reader(it, request(8, max_tokens=5))
             await until(lambda: all(r.events for r in readers))
             (await short.task).check()
-            slow, hasty = asyncio.create_task(it.stop(60.0)), asyncio.create_task(it.stop(0.1))  # a second SIGTERM shortens it
+            slow, hasty = (
+                asyncio.create_task(it.stop(60.0)),
+                asyncio.create_task(it.stop(0.1)),
+            )  # a second SIGTERM shortens it
             await asyncio.gather(slow, hasty)
             for reader in readers:
                 assert ((await reader.task).error.status, reader.error.code) == (503, "shutting_down")

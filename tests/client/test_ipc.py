@@ -18,17 +18,59 @@ from kvasir.client import ipc, messages
 from kvasir.config import EngineConfig
 from kvasir.types import EngineStats, Event, Grammar, ModelInfo, Request, SamplingParams, TokenLogprob
 
-REQUEST = Request(id="a\x00ß", prompt_ids=[0, 1, 1 << 40], seed=(1 << 64) - 1, max_tokens=7, tenant="t", epoch=2, emitted=[[1], []], ended=[1],
-                  params=SamplingParams(n=2, stop=["x"], logit_bias={3: -1.5, 4: 2}, seed=-5, allowed_token_ids=[1], min_p=1e-300,
-                                        grammar=Grammar("regex", "a+", after=(9, 8))), bad_words=[[1, 2]], priority=-3, arrival=1.25)
-TO_ENGINE = [messages.Submit((1 << 60), REQUEST), messages.Cancel("x", 3), messages.Cancel("x"), messages.CancelMany([("x", 3), ("y", None)]),
-             messages.Stop()]
+REQUEST = Request(
+    id="a\x00ß",
+    prompt_ids=[0, 1, 1 << 40],
+    seed=(1 << 64) - 1,
+    max_tokens=7,
+    tenant="t",
+    epoch=2,
+    emitted=[[1], []],
+    ended=[1],
+    params=SamplingParams(
+        n=2,
+        stop=["x"],
+        logit_bias={3: -1.5, 4: 2},
+        seed=-5,
+        allowed_token_ids=[1],
+        min_p=1e-300,
+        grammar=Grammar("regex", "a+", after=(9, 8)),
+    ),
+    bad_words=[[1, 2]],
+    priority=-3,
+    arrival=1.25,
+)
+TO_ENGINE = [
+    messages.Submit((1 << 60), REQUEST),
+    messages.Cancel("x", 3),
+    messages.Cancel("x"),
+    messages.CancelMany([("x", 3), ("y", None)]),
+    messages.Stop(),
+]
 LOGPROB = TokenLogprob(id=5, logprob=-math.inf, rank=1, top=[(5, -0.25)])
-MODEL = ModelInfo(name="m", max_model_len=1, vocab_size=2, tokenizer_size=2, eos_ids=(1,), config={"a": [None, {"b": 0.5}]})
-TO_CLIENT = [messages.Ready(MODEL, {"x": 1.0}),
-             messages.Refused("no"), messages.Crash("Traceback\n"), messages.Heartbeat(EngineStats(step=3, failed={"x": 1})),
-             messages.Events([Event(kind="tokens", request_id="r", token_ids=[1], logprobs=[LOGPROB], prompt_logprobs=[None, LOGPROB],
-                                    finish_reason="stop", stop_reason="x"), Event(kind="error", request_id="r", status=429, retry_after=1.5)])]
+MODEL = ModelInfo(
+    name="m", max_model_len=1, vocab_size=2, tokenizer_size=2, eos_ids=(1,), config={"a": [None, {"b": 0.5}]}
+)
+TO_CLIENT = [
+    messages.Ready(MODEL, {"x": 1.0}),
+    messages.Refused("no"),
+    messages.Crash("Traceback\n"),
+    messages.Heartbeat(EngineStats(step=3, failed={"x": 1})),
+    messages.Events(
+        [
+            Event(
+                kind="tokens",
+                request_id="r",
+                token_ids=[1],
+                logprobs=[LOGPROB],
+                prompt_logprobs=[None, LOGPROB],
+                finish_reason="stop",
+                stop_reason="x",
+            ),
+            Event(kind="error", request_id="r", status=429, retry_after=1.5),
+        ]
+    ),
+]
 
 
 class Pair:
@@ -83,7 +125,7 @@ def test_many_frames_in_one_write_and_one_frame_in_many():
     with Pair() as pair:
         pair.other.sendall(data)
         assert [pair.channel.receive() for _ in TO_ENGINE] == TO_ENGINE
-        writer = threading.Thread(target=lambda: [pair.other.sendall(data[i:i + 1]) for i in range(len(data))])
+        writer = threading.Thread(target=lambda: [pair.other.sendall(data[i : i + 1]) for i in range(len(data))])
         writer.start()
         assert [pair.channel.receive() for _ in TO_ENGINE] == TO_ENGINE
         writer.join()
@@ -92,7 +134,9 @@ def test_many_frames_in_one_write_and_one_frame_in_many():
 
 
 def test_a_large_frame_comes_through_both_ways():
-    big = messages.Submit(1, Request(id="big", prompt_ids=list(range(300_000)), params=SamplingParams(), seed=0, max_tokens=1))
+    big = messages.Submit(
+        1, Request(id="big", prompt_ids=list(range(300_000)), params=SamplingParams(), seed=0, max_tokens=1)
+    )
     with Pair() as pair:
         writer = threading.Thread(target=lambda: pair.other.sendall(ipc.encode(big)))
         writer.start()
@@ -117,8 +161,12 @@ BAD = {
     "nested too deep": ipc.HEADER.pack(100_000) + b"\x91" * 100_000,
     "a pickle": ipc.HEADER.pack(16) + b"\x80\x04\x95\x05\0\0\0\0\0\0\0\x8c\x01a\x94.",
     "a message for the other side": ipc.encode(messages.Refused("x")),
-    "a field of the wrong type": ipc.HEADER.pack(len(b := msgspec.msgpack.encode({"type": "Cancel", "request_id": 5}))) + b,
-    "a value out of range": ipc.HEADER.pack(len(b := ipc.encode(messages.Submit(1, REQUEST))[4:].replace(b"regex", b"roger"))) + b,
+    "a field of the wrong type": ipc.HEADER.pack(len(b := msgspec.msgpack.encode({"type": "Cancel", "request_id": 5})))
+    + b,
+    "a value out of range": ipc.HEADER.pack(
+        len(b := ipc.encode(messages.Submit(1, REQUEST))[4:].replace(b"regex", b"roger"))
+    )
+    + b,
 }
 
 

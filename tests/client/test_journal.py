@@ -44,7 +44,9 @@ def test_tokens_pass_once_and_overlaps_are_trimmed():
     assert it.request.emitted == [[5, 6, 7, 8]] and it.fresh == 4
     bare = entry()
     bare.admit(tokens(0, [5], bare=BareLogprobs([-5.0], [])))
-    assert bare.admit(tokens(0, [5, 6], bare=BareLogprobs([-5.0, -6.0], [1.0, 2.0]))).bare == BareLogprobs([-6.0], [2.0])
+    assert bare.admit(tokens(0, [5, 6], bare=BareLogprobs([-5.0, -6.0], [1.0, 2.0]))).bare == BareLogprobs(
+        [-6.0], [2.0]
+    )
     last = it.admit(tokens(2, [7, 8], finish_reason="stop", stop_reason=8))
     assert (last.index, last.token_ids, last.finish_reason, last.stop_reason) == (4, [], "stop", 8)
     assert it.done and it.admit(tokens(4, [9])) is None and it.admit(Event(kind="error", request_id="r")) is None
@@ -125,10 +127,16 @@ def test_any_resending_gives_each_token_once(data, sizes):
             it.rewind()
         for _ in range(data.draw(st.integers(0, 2))):
             old = data.draw(st.integers(0, len(read)))
-            late = it.admit(tokens(old, ids[old:data.draw(st.integers(old, sent))], epoch=data.draw(st.integers(0, it.request.epoch))))
+            late = it.admit(
+                tokens(
+                    old, ids[old : data.draw(st.integers(old, sent))], epoch=data.draw(st.integers(0, it.request.epoch))
+                )
+            )
             read += late.token_ids if late else []
         start = data.draw(st.integers(0, len(read)))
-        news = it.admit(tokens(start, ids[start:sent], epoch=it.request.epoch, finish_reason="length" if sent == len(ids) else None))
+        news = it.admit(
+            tokens(start, ids[start:sent], epoch=it.request.epoch, finish_reason="length" if sent == len(ids) else None)
+        )
         if news:
             assert news.index == len(read)
             read += news.token_ids
@@ -138,9 +146,22 @@ def test_any_resending_gives_each_token_once(data, sizes):
 # --------------------------------------------------------------------------------------------------------------- file
 
 
-FULL = Request(id="ß\n\u2028 ", prompt_ids=[1, 2], seed=(1 << 64) - 1, max_tokens=9, priority=-1, arrival=12.5, tenant="t", epoch=3,
-               emitted=[[4], []], ended=[1], bad_words=[[1]],
-               params=SamplingParams(n=2, logit_bias={7: -2.5}, stop=("a\nb",), allowed_token_ids=(1, 2), grammar=Grammar("choice", '["x"]', (5,))))
+FULL = Request(
+    id="ß\n\u2028 ",
+    prompt_ids=[1, 2],
+    seed=(1 << 64) - 1,
+    max_tokens=9,
+    priority=-1,
+    arrival=12.5,
+    tenant="t",
+    epoch=3,
+    emitted=[[4], []],
+    ended=[1],
+    bad_words=[[1]],
+    params=SamplingParams(
+        n=2, logit_bias={7: -2.5}, stop=("a\nb",), allowed_token_ids=(1, 2), grammar=Grammar("choice", '["x"]', (5,))
+    ),
+)
 
 
 def test_a_file_gives_the_requests_back(tmp_path):
@@ -228,7 +249,12 @@ def test_the_outbox_keeps_ends_errors_and_prompt_scores():
         box.put(tokens(1, [2], finish_reason="stop", stop_reason=2, num_cached=3))
         box.put(Event(kind="error", request_id="r"))
         first, second = await box.get(), await box.get()
-        assert (first.token_ids, first.finish_reason, first.stop_reason, first.num_cached) == ([1, 2], "stop", 2, 3) and second.kind == "error"
+        assert (first.token_ids, first.finish_reason, first.stop_reason, first.num_cached) == (
+            [1, 2],
+            "stop",
+            2,
+            3,
+        ) and second.kind == "error"
         box.put(tokens(0, [1], prompt_logprobs=[None]))
         box.put(tokens(1, [2], logprobs=[logprob(2)]))
         box.put(tokens(2, [3], prompt_logprobs=[None]))

@@ -81,13 +81,18 @@ def sure(name: str, index: int, ids: list[int], finish: str | None = None, confi
 def test_log_probabilities_go_as_plain_numbers_where_no_more_is_wanted(confidence):
     pieces = Pieces()
     pieces.open(request("r", 3, bare=True))
-    sent = [e for i, finish in enumerate((None, None, None, None, None, "stop"))
-            for e in pieces.ready([sure("r", i, [i], finish, confidence)])]
+    sent = [
+        e
+        for i, finish in enumerate((None, None, None, None, None, "stop"))
+        for e in pieces.ready([sure("r", i, [i], finish, confidence)])
+    ]
     assert [e.token_ids for e in sent] == [[0], [1, 2, 3], [4, 5]] and all(e.logprobs is None for e in sent)
     assert sent[1].bare == BareLogprobs([-1.0, -2.0, -3.0], [0.5, 1.0, 1.5] if confidence else [])
     pieces.close("r")
     pieces.open(request("r", 1, bare=True))
-    assert [pieces.ready([sure("r", i, [i])])[0].bare.logprobs for i in (1, 2)] == [[-1.0], [-2.0]], "one by one as well"
+    assert [pieces.ready([sure("r", i, [i])])[0].bare.logprobs for i in (1, 2)] == [[-1.0], [-2.0]], (
+        "one by one as well"
+    )
 
 
 def test_ranks_and_alternatives_stay_where_they_are_wanted():
@@ -110,6 +115,9 @@ def test_an_end_without_tokens_joins_what_has_log_probabilities():
 
 def test_an_outbox_joins_plain_numbers():
     outbox = Outbox()
-    for event in (Event(kind="tokens", request_id="r", index=i, token_ids=[i], bare=BareLogprobs([-float(i)], [i + 0.5])) for i in range(3)):
+    for event in (
+        Event(kind="tokens", request_id="r", index=i, token_ids=[i], bare=BareLogprobs([-float(i)], [i + 0.5]))
+        for i in range(3)
+    ):
         outbox.put(event)
     assert len(outbox) == 1 and outbox._events[0].bare == BareLogprobs([0.0, -1.0, -2.0], [0.5, 1.5, 2.5])

@@ -33,6 +33,7 @@ def start(tmp_path, monkeypatch):
     """Start engine processes on sockets of this test; returns (process, connection, channel)."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(ROOT / "src"))))
     with contextlib.ExitStack() as stack:
+
         def begin(core: str = "FakeCore", **options):
             folder = tmp_path / "private"
             folder.mkdir()
@@ -41,8 +42,12 @@ def start(tmp_path, monkeypatch):
             listener.bind(str(folder / "socket"))
             listener.listen(1)
             listener.settimeout(20)
-            child = stack.enter_context(subprocess.Popen([*PROCESS, str(folder / "socket"), "--factory", f"tests.engine.fake_core:{core}"],
-                                                         stdin=subprocess.PIPE))
+            child = stack.enter_context(
+                subprocess.Popen(
+                    [*PROCESS, str(folder / "socket"), "--factory", f"tests.engine.fake_core:{core}"],
+                    stdin=subprocess.PIPE,
+                )
+            )
             stack.callback(child.kill)
             child.stdin.write(msgspec.msgpack.encode(messages.Hello(config=EngineConfig.of(**options))))
             child.stdin.close()
@@ -69,7 +74,11 @@ def request(name: str = "r", faults: str = "", n: int = 1) -> Request:
 def test_a_request_on_the_wire_and_an_orderly_stop(start):
     child, _, channel = start()
     ready = channel.receive()
-    assert isinstance(ready, messages.Ready) and ready.info.name == "fake" and {"spawn", "import", "build"} <= set(ready.startup)
+    assert (
+        isinstance(ready, messages.Ready)
+        and ready.info.name == "fake"
+        and {"spawn", "import", "build"} <= set(ready.startup)
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(child.pid, number)  # the client decides when it ends
     channel.send(ipc.encode(messages.Submit(1, request())))
@@ -84,8 +93,20 @@ def test_a_request_on_the_wire_and_an_orderly_stop(start):
 def test_messages_in_one_batch_are_taken_in_order(start):
     _, _, channel = start("SlowCore")
     channel.receive()
-    channel.send(b"".join(map(ipc.encode, [messages.Submit(1, request("a", n=2)), messages.Cancel("a", 1), messages.Submit(2, request("b")),
-                                           messages.Cancel("b"), messages.Submit(3, request("b"))])))
+    channel.send(
+        b"".join(
+            map(
+                ipc.encode,
+                [
+                    messages.Submit(1, request("a", n=2)),
+                    messages.Cancel("a", 1),
+                    messages.Submit(2, request("b")),
+                    messages.Cancel("b"),
+                    messages.Submit(3, request("b")),
+                ],
+            )
+        )
+    )
     got = events(channel, 3 + 2 + 10)
     ends = {(e.request_id, e.branch, e.finish_reason) for e in got if e.finish_reason}
     assert ends == {("a", 1, "cancelled"), ("b", 0, "cancelled"), ("a", 0, "length"), ("b", 0, "length")}
@@ -95,24 +116,41 @@ def test_tokens_and_a_cancel_in_one_step_end_a_branch_once():
     """As where the first m of n branches count: both events become one, and the other branches still run."""
     sent: list = []
     core, flight = SimpleNamespace(stats=EngineStats), SimpleNamespace(launch=lambda tickets: None, idle=lambda: None)
-    channel, decode = SimpleNamespace(send=lambda frame: sent.extend(decode(frame[ipc.HEADER.size:]).events)), ipc.Decoder(messages.ToClient).body
+    channel, decode = (
+        SimpleNamespace(send=lambda frame: sent.extend(decode(frame[ipc.HEADER.size :]).events)),
+        ipc.Decoder(messages.ToClient).body,
+    )
     loop = process.Loop(core, channel, queue.SimpleQueue(), flight, 1.0)
     core.submit = lambda request: []
     loop._handle(messages.Submit(1, dataclasses.replace(request(n=3), piece=32)))
 
     def tokens(branch: int, index: int, reason: str | None = None) -> Event:
-        return Event(kind="tokens", request_id="r", branch=branch, index=index, token_ids=[] if reason else [7], finish_reason=reason)
+        return Event(
+            kind="tokens",
+            request_id="r",
+            branch=branch,
+            index=index,
+            token_ids=[] if reason else [7],
+            finish_reason=reason,
+        )
 
     loop._send([tokens(branch, 0) for branch in range(3)])
-    loop._send([tokens(2, 1), *(event for branch in range(2) for event in (tokens(branch, 1), tokens(branch, 2, "cancelled")))])
+    loop._send(
+        [tokens(2, 1), *(event for branch in range(2) for event in (tokens(branch, 1), tokens(branch, 2, "cancelled")))]
+    )
     assert loop._tickets == {"r": 1}
     loop._send([tokens(2, 2, "length")])
     assert [sum(len(event.token_ids) for event in sent if event.branch == branch) for branch in range(3)] == [2, 2, 2]
     assert not loop._tickets and not loop._branches
 
 
-@pytest.mark.parametrize(("core", "kind", "words", "code"), [("refusing", messages.Refused, "no memory left", process.REFUSED),
-                                                             ("broken", messages.Crash, "a bug in the loader", process.CRASHED)])
+@pytest.mark.parametrize(
+    ("core", "kind", "words", "code"),
+    [
+        ("refusing", messages.Refused, "no memory left", process.REFUSED),
+        ("broken", messages.Crash, "a bug in the loader", process.CRASHED),
+    ],
+)
 def test_a_failed_start_says_why(start, core, kind, words, code):
     child, _, channel = start(core)
     message = channel.receive()
@@ -123,7 +161,9 @@ def test_a_failed_start_says_why(start, core, kind, words, code):
 def test_a_crash_says_why_and_the_flight_record_who(start, tmp_path):
     child, _, channel = start()
     channel.receive()
-    channel.send(b"".join(ipc.encode(messages.Submit(10 + i, request(str(i), "raise@3" if i == 1 else ""))) for i in range(3)))
+    channel.send(
+        b"".join(ipc.encode(messages.Submit(10 + i, request(str(i), "raise@3" if i == 1 else ""))) for i in range(3))
+    )
     while not isinstance(message := channel.receive(), messages.Crash):
         assert message is not None
     assert "ZeroDivisionError: a bug in the engine" in message.traceback and "_advance" in message.traceback
@@ -152,7 +192,10 @@ def test_a_client_that_is_killed_during_the_start_leaves_no_folder(tmp_path):
     ipc.Flight(folder / process.FLIGHT, create=True).close()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(folder / "socket"))
-    assert process.serve(str(folder / "socket"), "", messages.Hello(config=EngineConfig()), time.monotonic()) == process.CRASHED
+    assert (
+        process.serve(str(folder / "socket"), "", messages.Hello(config=EngineConfig()), time.monotonic())
+        == process.CRASHED
+    )
     assert not folder.exists()
 
 
@@ -184,7 +227,9 @@ asyncio.run(main())
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", ipc.encode(messages.Refused("for the other side"))])
+@pytest.mark.parametrize(
+    "data", [b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", ipc.encode(messages.Refused("for the other side"))]
+)
 def test_a_malformed_frame_ends_it(start, data):
     child, connection, channel = start()
     channel.receive()

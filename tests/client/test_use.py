@@ -87,7 +87,9 @@ def test_a_server_key_does_not_reach_the_engine_process(monkeypatch):
     monkeypatch.setattr("msgspec.msgpack.encode", lambda message: sent.append(encode(message)) or sent[-1])
 
     async def body():
-        it = AsyncEngine(Settings.of(api_key=["secret"], served_model_name="needle"), factory="tests.engine.fake_core:FakeCore")
+        it = AsyncEngine(
+            Settings.of(api_key=["secret"], served_model_name="needle"), factory="tests.engine.fake_core:FakeCore"
+        )
         await it.start()
         (await Reader(it, request()).task).check()
         await it.stop(0)
@@ -105,13 +107,20 @@ def test_refusals_of_the_core_and_bad_values():
             with pytest.raises(RequestError) as caught:
                 await anext(it.generate(request(1, faults="refuse")))
             assert (caught.value.status, caught.value.param, caught.value.code) == (422, "tenant", "refused")
-            for bad in (request(2, seed="x"), request(2, temperature="hot"), request(2, grammar=Grammar(kind="lisp")), request(2, stop=["\ud800"])):
+            for bad in (
+                request(2, seed="x"),
+                request(2, temperature="hot"),
+                request(2, grammar=Grammar(kind="lisp")),
+                request(2, stop=["\ud800"]),
+            ):
                 with pytest.raises(RequestError) as caught:
                     await anext(it.generate(bad))
                 assert caught.value.status == 400
             for ids in ([1.5], [True], ["1"], [1 << 70], None):
                 with pytest.raises(RequestError) as caught:
-                    await anext(it.generate(Request(id="r2", prompt_ids=ids, params=SamplingParams(), seed=0, max_tokens=1)))
+                    await anext(
+                        it.generate(Request(id="r2", prompt_ids=ids, params=SamplingParams(), seed=0, max_tokens=1))
+                    )
                 assert caught.value.status == 400
             readers = []
             for i in range(10, 16):
@@ -174,12 +183,23 @@ def test_a_reused_id_never_sees_the_events_of_its_predecessor():
     run(body())
 
 
-@pytest.mark.parametrize(("core", "words"), [("refusing", "Try --gpu-memory-utilization 0.8"), ("broken", "a bug in the loader"),
-                                             ("vanishing", "exited with status 9"), ("babbling", "frame"), ("no_such_core", "no_such_core"),
-                                             ("sleeping", "not ready within 1.5 s")])
+@pytest.mark.parametrize(
+    ("core", "words"),
+    [
+        ("refusing", "Try --gpu-memory-utilization 0.8"),
+        ("broken", "a bug in the loader"),
+        ("vanishing", "exited with status 9"),
+        ("babbling", "frame"),
+        ("no_such_core", "no_such_core"),
+        ("sleeping", "not ready within 1.5 s"),
+    ],
+)
 def test_a_failed_start_is_a_config_error(core, words):
     async def body():
-        it = AsyncEngine(EngineConfig.of(startup_timeout=1.5 if core == "sleeping" else 60.0), factory=f"tests.engine.fake_core:{core}")
+        it = AsyncEngine(
+            EngineConfig.of(startup_timeout=1.5 if core == "sleeping" else 60.0),
+            factory=f"tests.engine.fake_core:{core}",
+        )
         with pytest.raises(ConfigError, match=words):
             await it.start()
         with pytest.raises(RequestError) as caught:
@@ -247,7 +267,10 @@ def test_many_are_cancelled_in_one_message():
             await until(lambda: 0 in second.reasons)
             await it.cancel_many([("r2", 0), ("r2", 1)])
             await asyncio.gather(first.task, second.task, third.task)
-            assert first.reasons == second.reasons == {0: "cancelled", 1: "cancelled"} and third.reasons == {0: "length", 1: "length"}
+            assert first.reasons == second.reasons == {0: "cancelled", 1: "cancelled"} and third.reasons == {
+                0: "length",
+                1: "length",
+            }
 
     run(body())
 
@@ -288,12 +311,16 @@ def test_closing_the_iterator_cancels():
 
 def test_first_tokens_come_ahead_of_their_step():
     """The core tells of the newest request last; its reader gets the first token before the others get theirs, and the next ones after."""
+
     async def body():
         async with engine("SlowCore") as it:
             old, order = [Reader(it, request(i, max_tokens=4000)) for i in range(3)], []
             await until(lambda: all(r.events > 2 for r in old))
             deliver = it._deliver
-            it._deliver = lambda event: (order.append(f"{event.request_id}.{event.index}" if event.kind == "tokens" else ""), deliver(event))
+            it._deliver = lambda event: (
+                order.append(f"{event.request_id}.{event.index}" if event.kind == "tokens" else ""),
+                deliver(event),
+            )
             (await Reader(it, request(9, max_tokens=3)).task).check()
             first, second, third = (order.index(f"r9.{i}") for i in range(3))
             assert (second - first, third - second) == (7, 4)

@@ -24,11 +24,21 @@ from kvasir.speculation.drafter import Drafter
 from kvasir.technique import Technique
 
 ROOT = Path(__file__).parents[2]
-SEAMS = {"kvasir.kv.codecs": Codec, "kvasir.attention.backends": AttentionBackend, "kvasir.engine.schedulers": SchedulerPolicy,
-         "kvasir.speculation.drafters": Drafter, "kvasir.scaling.strategies": Strategy, "kvasir.convert.converters": Converter,
-         "kvasir.lab.tasks": Task, "kvasir.api.tool_parsers": ToolParser, "kvasir.api.reasoning_parsers": ReasoningParser}
-PROMISES = {"exact": {Codec, AttentionBackend, SchedulerPolicy, Drafter, Converter},  # the others compute nothing in a step
-            "affects_kv": {Codec, AttentionBackend, SchedulerPolicy, Drafter}}  # a converter's result is another checkpoint
+SEAMS = {
+    "kvasir.kv.codecs": Codec,
+    "kvasir.attention.backends": AttentionBackend,
+    "kvasir.engine.schedulers": SchedulerPolicy,
+    "kvasir.speculation.drafters": Drafter,
+    "kvasir.scaling.strategies": Strategy,
+    "kvasir.convert.converters": Converter,
+    "kvasir.lab.tasks": Task,
+    "kvasir.api.tool_parsers": ToolParser,
+    "kvasir.api.reasoning_parsers": ReasoningParser,
+}
+PROMISES = {
+    "exact": {Codec, AttentionBackend, SchedulerPolicy, Drafter, Converter},  # the others compute nothing in a step
+    "affects_kv": {Codec, AttentionBackend, SchedulerPolicy, Drafter},
+}  # a converter's result is another checkpoint
 SAYS = {Codec, Drafter, Converter}  # their docstrings say whether they are exact or lossy
 FOUND = [(package, name) for package in SEAMS for name in technique.names(package)]
 DOCS = "\n".join(file.read_text() for file in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))])
@@ -61,10 +71,14 @@ def test_it_declares_what_it_promises(package, name):
     cls, _, doc = of(package, name)
     for trait, seams in PROMISES.items():
         if SEAMS[package] in seams:
-            assert any(trait in vars(c) for c in cls.__mro__ if c is not Technique), f"{name} and its seam leave {trait} to chance"
+            assert any(trait in vars(c) for c in cls.__mro__ if c is not Technique), (
+                f"{name} and its seam leave {trait} to chance"
+            )
             assert getattr(cls, trait) is not None
     if SEAMS[package] in SAYS:
-        assert re.search(r"\b(exact|lossless)\b" if cls.exact else r"\blossy\b", doc, re.I), f"{name} is {'exact' if cls.exact else 'lossy'}: say so"
+        assert re.search(r"\b(exact|lossless)\b" if cls.exact else r"\blossy\b", doc, re.I), (
+            f"{name} is {'exact' if cls.exact else 'lossy'}: say so"
+        )
 
 
 @every
@@ -74,9 +88,13 @@ def test_its_options_are_frozen_and_have_defaults(package, name):
         return
     assert dataclasses.is_dataclass(config) and config.__dataclass_params__.frozen
     for f in dataclasses.fields(config):
-        assert f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING, f"{name}:{f.name} has no default"
+        assert f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING, (
+            f"{name}:{f.name} has no default"
+        )
     for option, kind in get_type_hints(config).items():
-        assert kind in (bool, int, float, str) or get_origin(kind) is Literal, f"{name}:{option} is a {kind}, which no word on a command line is"
+        assert kind in (bool, int, float, str) or get_origin(kind) is Literal, (
+            f"{name}:{option} is a {kind}, which no word on a command line is"
+        )
     assert config() == config()
 
 
@@ -91,19 +109,30 @@ def test_what_it_does_not_know_is_refused(package, name):
         return
     for option, kind in get_type_hints(config).items():
         typo = option + "x" if len(option) > 1 else option + option
-        with pytest.raises(ConfigError, match=f"has no option '{typo}'.*Did you mean '{option}'" if len(option) > 1 else f"has no option '{typo}'"):
+        with pytest.raises(
+            ConfigError,
+            match=f"has no option '{typo}'.*Did you mean '{option}'" if len(option) > 1 else f"has no option '{typo}'",
+        ):
             technique.load(package, f"{name}:{typo}=1", seam)
         words = [f"{get_args(kind)[0]}x"] if get_args(kind) else []
         wrong = {bool: ["maybe"], int: ["x", "1.5"], float: ["x", "nan", "inf"]}.get(kind, words)
         for text in wrong:
-            with pytest.raises(ConfigError, match=f"{option}='{text}': expected" + (".*Did you mean" if get_args(kind) else "")):
+            with pytest.raises(
+                ConfigError, match=f"{option}='{text}': expected" + (".*Did you mean" if get_args(kind) else "")
+            ):
                 technique.load(package, f"{name}:{option}={text}", seam)
 
 
-@pytest.mark.parametrize("package, spec", [
-    ("kvasir.speculation.drafters", "ngram:min_match=0"), ("kvasir.speculation.drafters", "ngram:min_match=3,max_match=2"),
-    ("kvasir.speculation.drafters", "medusa:width=0"), ("kvasir.speculation.drafters", "replay:accept=1.5"),
-    ("kvasir.scaling.strategies", "adaptive_consistency:threshold=2")])
+@pytest.mark.parametrize(
+    "package, spec",
+    [
+        ("kvasir.speculation.drafters", "ngram:min_match=0"),
+        ("kvasir.speculation.drafters", "ngram:min_match=3,max_match=2"),
+        ("kvasir.speculation.drafters", "medusa:width=0"),
+        ("kvasir.speculation.drafters", "replay:accept=1.5"),
+        ("kvasir.scaling.strategies", "adaptive_consistency:threshold=2"),
+    ],
+)
 def test_numbers_that_mean_nothing_are_refused(package, spec):
     with pytest.raises(ConfigError, match=spec.split("=")[0]):
         technique.load(package, spec, SEAMS[package])
@@ -118,11 +147,17 @@ def test_its_neighbours_hear_why_it_cannot_run_with_them(package, name):
     except ConfigError as refused:  # it needs an option, such as a model's folder: that is said with the option
         assert f"{name}:" in str(refused)
         return
-    for reason in one.conflicts([technique.load(p, "plain" if p.endswith("codecs") else "fcfs", SEAMS[p]) for p in
-                                 ("kvasir.kv.codecs", "kvasir.engine.schedulers")]):
+    for reason in one.conflicts(
+        [
+            technique.load(p, "plain" if p.endswith("codecs") else "fcfs", SEAMS[p])
+            for p in ("kvasir.kv.codecs", "kvasir.engine.schedulers")
+        ]
+    ):
         assert reason[0].isupper() and reason.endswith(".")
 
 
 @every
 def test_the_docs_name_it(package, name):
-    assert name not in technique.own(package) or re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", DOCS), f"no page of docs/ names `{name}`"
+    assert name not in technique.own(package) or re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", DOCS), (
+        f"no page of docs/ names `{name}`"
+    )

@@ -48,8 +48,11 @@ def test_a_copy_is_equal_and_loads(shards, limit, tmp_path):
     copy = tmp_path / "deep" / "copy"
     before, after = dict(read_tensors(source)), dict(read_tensors(copy))
     assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
-    assert record == json.loads((copy / RECORD).read_text()) == {"converter": "copy", "exact": True, "source": "source",
-                                                                  "bytes": sum(t.nbytes for t in before.values())}
+    assert (
+        record
+        == json.loads((copy / RECORD).read_text())
+        == {"converter": "copy", "exact": True, "source": "source", "bytes": sum(t.nbytes for t in before.values())}
+    )
     files = {t.file for t in read_headers(copy)}
     assert (len(files) > 1) == (limit == 20_000) == (copy / INDEX).exists()
     assert all(f.stat().st_size < 30_000 for f in files if limit == 20_000)
@@ -61,7 +64,13 @@ def test_a_copy_is_equal_and_loads(shards, limit, tmp_path):
 def test_the_rest_of_the_folder_comes_along(tmp_path):
     convert(Copy(), "copy", checkpoint.resolve("nano"), tmp_path / "copy")
     names = {p.name for p in (tmp_path / "copy").iterdir()}
-    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json"} <= names
+    assert {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+        "config.json",
+    } <= names
     assert not names & {"README.md", "training.json"}, "the source's card is not the copy's"
 
 
@@ -104,7 +113,11 @@ def test_a_tensor_given_twice_is_our_bug(tmp_path):
 def test_stored_names_follow_the_family(tmp_path):
     source = write(tmp_path / "source", "qwen3_moe")
     about = Source.of(source, checkpoint.read_config(source))
-    assert about.stored("layers.1.mixer.q.weight") == "model.layers.1.self_attn.q_proj.weight" in dict(read_tensors(source))
+    assert (
+        about.stored("layers.1.mixer.q.weight")
+        == "model.layers.1.self_attn.q_proj.weight"
+        in dict(read_tensors(source))
+    )
 
 
 def test_the_command(tmp_path, capsys):

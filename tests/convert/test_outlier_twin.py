@@ -18,7 +18,18 @@ from kvasir.lab.stress import LEVELS, damage, round_trip, with_rounded_cache
 from kvasir.models import checkpoint
 from tests.checkpoints import write
 
-SERVED = ["llama", "llama_bias", "llama_yarn", "mistral", "qwen2", "qwen2_window", "qwen3", "qwen3_window", "qwen3_moe", "qwen3_moe_mixed"]
+SERVED = [
+    "llama",
+    "llama_bias",
+    "llama_yarn",
+    "mistral",
+    "qwen2",
+    "qwen2_window",
+    "qwen3",
+    "qwen3_window",
+    "qwen3_moe",
+    "qwen3_moe_mixed",
+]
 SPEC = "outlier_twin:keys=32,values=8,pairs=2"
 
 
@@ -32,8 +43,9 @@ def logits(folder: Path, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """[1, T, V] by transformers."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager",
-                                                              experts_implementation="eager").eval()  # the fused experts take no float64
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    ).eval()  # the fused experts take no float64
     ids = torch.randint(0, model.config.vocab_size, (1, 40), generator=torch.Generator().manual_seed(3))
     return model(ids).logits
 
@@ -54,7 +66,11 @@ def test_the_comparison_can_fail(missing, tmp_path):
     source = write(tmp_path / "source", "qwen3")
     file = twin(source, tmp_path) / "model.safetensors"
     original = dict(read_tensors(source))
-    save_file({name: original[name] if missing in name else t for name, t in load_file(file).items()}, file, metadata={"format": "pt"})
+    save_file(
+        {name: original[name] if missing in name else t for name, t in load_file(file).items()},
+        file,
+        metadata={"format": "pt"},
+    )
     assert (logits(source) - logits(tmp_path / "twin")).abs().max() > 1e-3
 
 
@@ -101,15 +117,18 @@ def test_a_factor_of_one_changes_nothing(tmp_path):
     assert all(torch.equal(t, same[name]) for name, t in read_tensors(source))
 
 
-@pytest.mark.parametrize("spec,words", [
-    ("outlier_twin:keys=3", ["keys=3", "power of two"]),
-    ("outlier_twin:values=0", ["values=0", "power of two"]),
-    ("outlier_twin:keys=4096", ["1..1024"]),
-    ("outlier_twin:pairs=0", ["pairs=0"]),
-    ("outlier_twin:scale=3", ["no option 'scale'", "keys, values, pairs"]),
-    ("outlier_twin:keys=big", ["expected int"]),
-    ("outlier_twins", ["no converters named", "Did you mean 'outlier_twin'"]),
-])
+@pytest.mark.parametrize(
+    "spec,words",
+    [
+        ("outlier_twin:keys=3", ["keys=3", "power of two"]),
+        ("outlier_twin:values=0", ["values=0", "power of two"]),
+        ("outlier_twin:keys=4096", ["1..1024"]),
+        ("outlier_twin:pairs=0", ["pairs=0"]),
+        ("outlier_twin:scale=3", ["no option 'scale'", "keys, values, pairs"]),
+        ("outlier_twin:keys=big", ["expected int"]),
+        ("outlier_twins", ["no converters named", "Did you mean 'outlier_twin'"]),
+    ],
+)
 def test_bad_options(spec, words):
     with pytest.raises(ConfigError) as e:
         load_converter(spec)
@@ -159,7 +178,10 @@ def test_a_plain_4_bit_cache_breaks_on_the_twin_only(tmp_path):
     source = checkpoint.resolve("nano")
     tokenizer = lab_tokenizer.load(source)
     model, stressed = load(source), load(twin(source, tmp_path, "outlier_twin:keys=8"))
-    scores = [evaluate(m, tokenizer, EASY, 40, seed=7, max_new=100) for m in (model, with_rounded_cache(model), with_rounded_cache(stressed))]
+    scores = [
+        evaluate(m, tokenizer, EASY, 40, seed=7, max_new=100)
+        for m in (model, with_rounded_cache(model), with_rounded_cache(stressed))
+    ]
     plain, rounded, broken = (s.share for s in scores)
     assert plain >= 0.95 and rounded >= 0.85
     assert broken <= rounded - 0.2

@@ -14,10 +14,18 @@ from kvasir.types import Request, SamplingParams, Sequence, Span, SpanResult
 EOS = 1
 
 
-def sequence(row: int, prompt=(3, 4), *, seed: int = 7, branch: int = 0, bad_words=(), emitted=(), matcher=None, **params) -> Sequence:
+def sequence(
+    row: int, prompt=(3, 4), *, seed: int = 7, branch: int = 0, bad_words=(), emitted=(), matcher=None, **params
+) -> Sequence:
     params = SamplingParams(**params)
-    request = Request(id=f"r{row}", prompt_ids=list(prompt), params=params, seed=seed, max_tokens=params.max_tokens or 16,
-                      bad_words=[list(w) for w in bad_words])
+    request = Request(
+        id=f"r{row}",
+        prompt_ids=list(prompt),
+        params=params,
+        seed=seed,
+        max_tokens=params.max_tokens or 16,
+        bad_words=[list(w) for w in bad_words],
+    )
     seq = Sequence(request, branch)
     seq.tokens.extend(emitted)
     seq.row = row
@@ -52,7 +60,7 @@ class TableModel:
                 while at >= 0:
                     path.append(tokens[at])
                     at = span.parents[at] if span.parents else at - 1
-                rows.append(self.row(span.seq.tokens[:span.start] + path[::-1]))
+                rows.append(self.row(span.seq.tokens[: span.start] + path[::-1]))
         return torch.stack(rows)
 
 
@@ -66,7 +74,9 @@ def commit(sampler: Sampler, seq: Sequence, result: SpanResult, room: int) -> bo
     tokens = []
     for token in result.tokens[:room]:
         tokens.append(token)
-        if seq.num_output + len(tokens) >= params.min_tokens and (token in params.stop_token_ids or (token == EOS and not params.ignore_eos)):
+        if seq.num_output + len(tokens) >= params.min_tokens and (
+            token in params.stop_token_ids or (token == EOS and not params.ignore_eos)
+        ):
             going = False
             break
     seq.tokens.extend(tokens)
@@ -75,7 +85,9 @@ def commit(sampler: Sampler, seq: Sequence, result: SpanResult, room: int) -> bo
     return going and len(tokens) < room
 
 
-def decode(sampler: Sampler, model: TableModel, seq: Sequence, length: int, draft=None, reopen_every: int = 0) -> tuple[list[int], str | None, int]:
+def decode(
+    sampler: Sampler, model: TableModel, seq: Sequence, length: int, draft=None, reopen_every: int = 0
+) -> tuple[list[int], str | None, int]:
     """Run one sequence alone for at most ``length`` tokens; ``draft(seq) -> (tokens, parents)`` proposes.
     Returns the output, the error and the number of steps."""
     sampler.open(seq)
@@ -114,7 +126,9 @@ def gumbel_scalar(stream: int, position: int, token: int) -> float:
     return -math.log(-math.log1p(-min((word + 0.5) / 2**32, 1 - 2**-24)))
 
 
-def processed_scalar(logits: list[float], seq: Sequence, path: list[int], eos_ids: tuple[int, ...], tokenizer_size: int) -> tuple[list[float], bool]:
+def processed_scalar(
+    logits: list[float], seq: Sequence, path: list[int], eos_ids: tuple[int, ...], tokenizer_size: int
+) -> tuple[list[float], bool]:
     """Log-weights after stage 9 (after 5 when greedy), and whether a threshold was met so nearly that rounding decides."""
     p, close = seq.request.params, False
     x = [float(v) for v in logits[:tokenizer_size]]
@@ -124,7 +138,9 @@ def processed_scalar(logits: list[float], seq: Sequence, path: list[int], eos_id
     if p.allowed_token_ids is not None:
         x = [v if i in p.allowed_token_ids else -math.inf for i, v in enumerate(x)]
     for word in seq.request.bad_words:
-        if (output[len(output) - len(word) + 1:] if len(word) > 1 else []) == word[:-1] and len(output) >= len(word) - 1:
+        if (output[len(output) - len(word) + 1 :] if len(word) > 1 else []) == word[:-1] and len(output) >= len(
+            word
+        ) - 1:
             x[word[-1]] = -math.inf
     if len(output) < p.min_tokens:
         for token in {*p.stop_token_ids, *(() if p.ignore_eos else eos_ids)}:
@@ -141,7 +157,7 @@ def processed_scalar(logits: list[float], seq: Sequence, path: list[int], eos_id
     x = [(v - top) / p.temperature for v in x]
     order = sorted(range(len(x)), key=lambda i: (-x[i], i))
     if p.top_k > 0:
-        order = order[:p.top_k]
+        order = order[: p.top_k]
     total, kept, mass = sum(math.exp(x[i]) for i in order), [], 0.0
     for i in order:
         close |= abs(mass / total - p.top_p) < 1e-5

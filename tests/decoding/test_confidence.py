@@ -23,7 +23,13 @@ def by_definition(logits, k):
 
 def test_each_row_gets_its_own_k_whatever_its_neighbours_ask():
     """Rows of k = 0, 2, 5 and 20 in one batch, beside one with alternatives: each as alone."""
-    asked = [dict(), dict(confidence=2, logprobs=0), dict(confidence=5, logprobs=0), dict(confidence=20, logprobs=1), dict(logprobs=7)]
+    asked = [
+        dict(),
+        dict(confidence=2, logprobs=0),
+        dict(confidence=5, logprobs=0),
+        dict(confidence=20, logprobs=1),
+        dict(logprobs=7),
+    ]
     sampler = Sampler(V, TOKENIZER, len(asked), "cpu", ())
     logits = torch.randn(len(asked), V, generator=torch.Generator().manual_seed(2)) * 4
     spans = []
@@ -33,14 +39,18 @@ def test_each_row_gets_its_own_k_whatever_its_neighbours_ask():
         spans.append(Span(seq, 1, 1, want={"sample": range(1)}, row=row))
     together = sampler.sample(logits, sampler.pack(spans)).read()
     for row, (params, result) in enumerate(zip(asked, together)):
-        alone = sampler.sample(logits[row:row + 1], sampler.pack(spans[row:row + 1])).read()[0]
+        alone = sampler.sample(logits[row : row + 1], sampler.pack(spans[row : row + 1])).read()[0]
         k = params.get("confidence", 0)
         if "logprobs" not in params:
             assert result.logprobs is None
             continue
         entry = result.logprobs[0]
         assert len(entry.top) == params["logprobs"] and entry.confidence == alone.logprobs[0].confidence
-        assert entry.confidence is None if not k else math.isclose(entry.confidence, by_definition(logits[row], k), rel_tol=1e-6)
+        assert (
+            entry.confidence is None
+            if not k
+            else math.isclose(entry.confidence, by_definition(logits[row], k), rel_tol=1e-6)
+        )
 
 
 def test_a_flat_row_is_unsure_and_a_sharp_one_sure():
@@ -48,7 +58,10 @@ def test_a_flat_row_is_unsure_and_a_sharp_one_sure():
     flat, sharp = torch.zeros(100), torch.zeros(100)
     sharp[7] = 12.0
     for k, surer in ((20, True), (1, False)):
-        values = [mean_surprise(torch.log_softmax(row, -1).topk(k).values[None], torch.tensor([k])).item() for row in (flat, sharp)]
+        values = [
+            mean_surprise(torch.log_softmax(row, -1).topk(k).values[None], torch.tensor([k])).item()
+            for row in (flat, sharp)
+        ]
         assert (values[1] > values[0]) == surer
         assert math.isclose(values[0], math.log(100), rel_tol=1e-5)
 
@@ -58,5 +71,7 @@ def test_the_window_against_brute_force(window):
     values = [float(v) for v in torch.rand(17, generator=torch.Generator().manual_seed(window))]
     mean, lowest = summed_up(values, window)
     width = min(window, len(values))
-    assert math.isclose(mean, sum(values) / 17) and math.isclose(lowest, min(sum(values[i:i + width]) / width for i in range(17 - width + 1)))
+    assert math.isclose(mean, sum(values) / 17) and math.isclose(
+        lowest, min(sum(values[i : i + width]) / width for i in range(17 - width + 1))
+    )
     assert summed_up([], window) == (None, None) and summed_up(values)[1] is None

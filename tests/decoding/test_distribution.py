@@ -26,7 +26,9 @@ CASES = {
     "min_p": dict(min_p=0.15),
     "all filters": dict(temperature=1.3, top_k=8, top_p=0.9, min_p=0.05),
     "penalties": dict(repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.4),
-    "bias and bans": dict(logit_bias={8: 3.0, 0: -1.0}, allowed_token_ids=[0, 1, 2, 3, 8, 9], min_tokens=5, stop_token_ids=[2]),
+    "bias and bans": dict(
+        logit_bias={8: 3.0, 0: -1.0}, allowed_token_ids=[0, 1, 2, 3, 8, 9], min_tokens=5, stop_token_ids=[2]
+    ),
 }
 
 
@@ -62,7 +64,7 @@ def p_value(counts, p):
     have, small = counts[p > 0].double(), want < 5
     if small.any():
         want, have = (torch.cat([x[~small], x[small].sum()[None]]) for x in (want, have))
-    statistic = ((have - want)**2 / want).sum()
+    statistic = ((have - want) ** 2 / want).sum()
     return float(torch.special.gammaincc(torch.tensor((len(want) - 1) / 2, dtype=torch.float64), statistic / 2))
 
 

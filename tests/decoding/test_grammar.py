@@ -72,18 +72,47 @@ def random_walk(matcher, tok, rng, most=400):
 
 
 SCHEMAS = [
-    {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
-     "required": ["name", "age"], "additionalProperties": False},
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 8},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        },
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
     {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4},
     {"enum": ["red", "green", 3, None, {"a": [1]}]},
     {"type": "string", "pattern": "^[a-f]{2,5}$"},
-    {"anyOf": [{"type": "integer"}, {"type": "object", "properties": {"x": {"type": "null"}}, "required": ["x"], "additionalProperties": False}]},
-    {"$defs": {"list": {"type": "object", "properties": {"v": {"type": "boolean"}, "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/list"}]}},
-                        "required": ["v", "next"], "additionalProperties": False}}, "$ref": "#/$defs/list"},
+    {
+        "anyOf": [
+            {"type": "integer"},
+            {"type": "object", "properties": {"x": {"type": "null"}}, "required": ["x"], "additionalProperties": False},
+        ]
+    },
+    {
+        "$defs": {
+            "list": {
+                "type": "object",
+                "properties": {
+                    "v": {"type": "boolean"},
+                    "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/list"}]},
+                },
+                "required": ["v", "next"],
+                "additionalProperties": False,
+            }
+        },
+        "$ref": "#/$defs/list",
+    },
     {"type": "number", "minimum": -1.5, "maximum": 2.5},
-    {"const": "x/y\"z"},
+    {"const": 'x/y"z'},
     {"type": "string", "format": "date"},
-    {"type": "object", "properties": {"kind": {"const": "π"}}, "required": ["kind"], "additionalProperties": {"type": "integer"}},
+    {
+        "type": "object",
+        "properties": {"kind": {"const": "π"}},
+        "required": ["kind"],
+        "additionalProperties": {"type": "integer"},
+    },
     {},
     True,
 ]
@@ -108,7 +137,16 @@ def test_json_object(compiler, tok):
     assert found and all(isinstance(json.loads(decode_bytes(out, tok[1])), dict) for out in found)
 
 
-REGEXES = [r"[a-c]{3,6}", r"(yes|no)(, (yes|no)){0,3}", r"\d{1,3}\.\d+", r"^abc$", "π+e?", r"a/b\"c", r"[^a]{2}x", "(a|ab)(c|bcd)"]
+REGEXES = [
+    r"[a-c]{3,6}",
+    r"(yes|no)(, (yes|no)){0,3}",
+    r"\d{1,3}\.\d+",
+    r"^abc$",
+    "π+e?",
+    r"a/b\"c",
+    r"[^a]{2}x",
+    "(a|ab)(c|bcd)",
+]
 
 
 @pytest.mark.parametrize("pattern", REGEXES)
@@ -124,7 +162,9 @@ CHOICES = ["yes", "no", "no way", "a/b", 'quo"te', "back\\slash", "new\nline", "
 
 def test_choices(compiler, tok):
     pristine = compiler.compile(Grammar("choice", json.dumps(CHOICES)))
-    found = {decode_bytes(random_walk(pristine.copy(), tok, random.Random(salt)), tok[1]).decode() for salt in range(200)}
+    found = {
+        decode_bytes(random_walk(pristine.copy(), tok, random.Random(salt)), tok[1]).decode() for salt in range(200)
+    }
     assert found == set(CHOICES)
 
 
@@ -154,13 +194,17 @@ def test_accept_rollback_and_copy_agree_with_a_fresh_matcher(compiler, tok):
         elif move < 0.85:
             n = rng.randrange(len(held) + 1) if rng.random() < 0.2 else min(len(held), rng.randrange(3))
             matcher.rollback(n)
-            held = held[:len(held) - n]
+            held = held[: len(held) - n]
         else:
             matcher = matcher.copy()
         fresh = pristine.copy()
         assert fresh.accept(held)
         assert allowed(fresh, tok[2] + 9) == allowed(matcher, tok[2] + 9)
-        assert fresh.is_accepting() == matcher.is_accepting() and fresh.is_stopped() == matcher.is_stopped() and not matcher.error
+        assert (
+            fresh.is_accepting() == matcher.is_accepting()
+            and fresh.is_stopped() == matcher.is_stopped()
+            and not matcher.error
+        )
 
 
 def test_an_illegal_token_changes_nothing(compiler, tok):
@@ -296,7 +340,7 @@ class Frail:
     def try_consume_tokens(self, tokens):
         if self.inner.try_consume_tokens(tokens) != 1:
             return 0
-        self.lost += bool(self.lost) or self.way[self.at:self.at + 1] != tokens
+        self.lost += bool(self.lost) or self.way[self.at : self.at + 1] != tokens
         self.at += 1
         self.failed = self.failed or bool(self.lost) and self.call == "consume"
         return int(not self.failed)
@@ -324,7 +368,7 @@ def test_a_library_failure_on_the_way_of_a_draft_costs_the_draft(compiler, tok, 
         """A right one and a wrong one; in a tree, more behind the latter, and a right one beside it."""
         if seq.num_output + 2 > len(plain):
             return [], None
-        first, second = plain[seq.num_output:seq.num_output + 2]
+        first, second = plain[seq.num_output : seq.num_output + 2]
         wrong = next(t for t in ids("abcd", tok[1]) if t != second)
         return ([first, wrong, wrong, second], [-1, 0, 1, 2, 1]) if tree else ([first, wrong], None)
 
@@ -360,7 +404,10 @@ BAD = {
     "unsatisfiable": ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 4}'),
     "contradiction": ("json_schema", '{"allOf": [{"type": "string"}, {"type": "integer"}]}'),
     "only itself": ("json_schema", '{"$ref": "#"}'),
-    "only each other": ("json_schema", '{"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}'),
+    "only each other": (
+        "json_schema",
+        '{"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}',
+    ),
     "remote": ("json_schema", '{"$ref": "http://127.0.0.1:9/schema.json"}'),
     "remote inside": ("json_schema", '{"properties": {"a": {"items": {"$ref": "file:///etc/passwd"}}}}'),
     "missing": ("json_schema", '{"$ref": "#/$defs/none"}'),
@@ -371,7 +418,10 @@ BAD = {
     "deeper json": ("json_schema", '{"a":' * 9000 + "1" + "}" * 9000),
     "deep schema": ("json_schema", json.dumps(eval('{"properties": {"a": ' * 40 + "{}" + "}}" * 40))),
     "enum": ("json_schema", json.dumps({"enum": list(range(MAX_ENUM_VALUES + 1))})),
-    "enums together": ("json_schema", json.dumps({"anyOf": [{"enum": list(range(1001))}, {"enum": list(range(1001))}]})),
+    "enums together": (
+        "json_schema",
+        json.dumps({"anyOf": [{"enum": list(range(1001))}, {"enum": list(range(1001))}]}),
+    ),
     "64 KiB": ("json_schema", json.dumps({"description": "x" * (64 << 10)})),
     "minItems": ("json_schema", '{"type": "array", "minItems": 1000000000}'),
     "maxItems": ("json_schema", '{"type": "array", "maxItems": 1e9}'),
@@ -409,7 +459,10 @@ BAD = {
     "lark bound": ("lark", 'start: "a"{1000000}'),
     "lark bound of many digits": ("lark", 'start: "a"{1%s}' % ("0" * 5000)),
     "lark schema": ("lark", 'start: %json {"type": "integer", "multipleOf": 99999989}'),
-    "lark regex in a schema": ("lark", 'start: %json // of a string\n {"type": "string", "pattern": "^((((a{99}){99}){99}){99})$"}'),
+    "lark regex in a schema": (
+        "lark",
+        'start: %json // of a string\n {"type": "string", "pattern": "^((((a{99}){99}){99}){99})$"}',
+    ),
     "lark half a schema": ("lark", 'start: %json {"type": "integer", "multipleOf": 9973'),
     "lark import": ("lark", "%import /etc/passwd\nstart: passwd"),
 }
@@ -423,17 +476,25 @@ def test_bad_grammars_are_refused(name, compiler):
     assert caught.value.status == 400 and caught.value.param and len(caught.value.message) < 2000
 
 
-@pytest.mark.parametrize("pattern, reason", [
-    ("(", "unclosed group"), ("[z-a]", "invalid character class range, the start must be <= the end"),
-    ("a{2,1}", "invalid repetition count range, the start must be <= the end"), (r"(?<n>a)\1", "backreferences are not supported"),
-    ("(?=a)b", "look-around, including look-ahead and look-behind, is not supported"), ("error: a\n(?x)\n(", "unclosed group"),
-])
+@pytest.mark.parametrize(
+    "pattern, reason",
+    [
+        ("(", "unclosed group"),
+        ("[z-a]", "invalid character class range, the start must be <= the end"),
+        ("a{2,1}", "invalid repetition count range, the start must be <= the end"),
+        (r"(?<n>a)\1", "backreferences are not supported"),
+        ("(?=a)b", "look-around, including look-ahead and look-behind, is not supported"),
+        ("error: a\n(?x)\n(", "unclosed group"),
+    ],
+)
 def test_a_bad_regex_is_refused_with_the_reason_in_one_line(pattern, reason, compiler):
     for kind, text in (("regex", pattern), ("json_schema", json.dumps({"type": "string", "pattern": pattern}))):
         with pytest.raises(RequestError) as caught:
             compiler.compile(Grammar(kind, text))
         assert caught.value.message == f"the grammar cannot be used: regex parse error: {reason}"
-    with pytest.raises(RequestError, match=r"^the grammar cannot be used: at 2\(4\): regex parse error: unclosed group$"):
+    with pytest.raises(
+        RequestError, match=r"^the grammar cannot be used: at 2\(4\): regex parse error: unclosed group$"
+    ):
         compiler.compile(Grammar("lark", "start: a\na: /x(/"))
 
 
@@ -444,7 +505,16 @@ def test_a_good_grammar_compiles_after_all_of_them(compiler, tok):
     assert allowed(compiler.compile(Grammar("regex", "a")), tok[2] + 9) == ids("a", tok[1])
 
 
-HARMLESS = ["a{10000}", r"[a{9999}\]{77777}]", r"\{99999\}", "(?:ab){0,400}", ".{0,10000}\n", "((a+)+)+$", "x{,99999}", "{12}"]
+HARMLESS = [
+    "a{10000}",
+    r"[a{9999}\]{77777}]",
+    r"\{99999\}",
+    "(?:ab){0,400}",
+    ".{0,10000}\n",
+    "((a+)+)+$",
+    "x{,99999}",
+    "{12}",
+]
 
 
 @pytest.mark.parametrize("pattern", HARMLESS)
@@ -452,23 +522,47 @@ def test_harmless_repeats_pass_the_size_check(pattern):
     check_regex(pattern)
 
 
-@pytest.mark.parametrize("pattern, text", [
-    (_REGEX_ITEM, "[" * 99), (_REGEX_ITEM, "[a" * 99 + "\\"), (_LARK_BOUND, "{" * 99), (_LARK_BOUND, "{~" * 99), (_LARK_REGEX, "/\\" * 99),
-    (_LARK_REGEX, "/" + "\\/" * 99)])
+@pytest.mark.parametrize(
+    "pattern, text",
+    [
+        (_REGEX_ITEM, "[" * 99),
+        (_REGEX_ITEM, "[a" * 99 + "\\"),
+        (_LARK_BOUND, "{" * 99),
+        (_LARK_BOUND, "{~" * 99),
+        (_LARK_REGEX, "/\\" * 99),
+        (_LARK_REGEX, "/" + "\\/" * 99),
+    ],
+)
 def test_an_end_that_is_missing_is_looked_for_once(pattern, text):
     assert len(re.findall(pattern, text, re.DOTALL)) <= 2
 
 
-@pytest.mark.parametrize("text", ['start: /a/ | /(a{1000}){1000}/', 'start: "a" // {\n  | "b"{1000000}', 'start: "a"{1,2}{ ~1000000',
-                                  'start: /a\\/(b{999}){999}/'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "start: /a/ | /(a{1000}){1000}/",
+        'start: "a" // {\n  | "b"{1000000}',
+        'start: "a"{1,2}{ ~1000000',
+        "start: /a\\/(b{999}){999}/",
+    ],
+)
 def test_bounds_and_regexes_are_found_beside_what_is_not_closed(text, compiler):
     with pytest.raises(RequestError, match="above the limit|larger than"):
         compiler.compile(Grammar("lark", text))
 
 
-@pytest.mark.parametrize("numbers, kind", [
-    ([99999989], "properties"), ([0.1000003], "properties"), ([-1e-3, 3e5 + 1], "properties"), ([1 << 70], "properties"),
-    ([9973 + i for i in range(11)], "properties"), ([97, 89, 83], "allOf"), ([97, 89, 83], "anyOf")])
+@pytest.mark.parametrize(
+    "numbers, kind",
+    [
+        ([99999989], "properties"),
+        ([0.1000003], "properties"),
+        ([-1e-3, 3e5 + 1], "properties"),
+        ([1 << 70], "properties"),
+        ([9973 + i for i in range(11)], "properties"),
+        ([97, 89, 83], "allOf"),
+        ([97, 89, 83], "anyOf"),
+    ],
+)
 def test_multiples_are_bounded(numbers, kind):
     """Seconds and gigabytes, in a thread that nobody can end: 9999991 took more than a minute and 3 GB."""
     schemas = [{"type": "number", "multipleOf": number} for number in numbers]
@@ -484,12 +578,17 @@ def test_multiples_that_people_ask_for_pass(number):
 
 
 def test_a_schema_in_a_lark_grammar_is_no_repeat(compiler, tok):
-    matcher = compiler.compile(Grammar("lark", 'start: "a" %json {"type": "integer", "minimum": 20000, "maximum": 20001} "b"{1,2}')).copy()
+    matcher = compiler.compile(
+        Grammar("lark", 'start: "a" %json {"type": "integer", "minimum": 20000, "maximum": 20001} "b"{1,2}')
+    ).copy()
     assert matcher.accept(ids("a20001bb", tok[1])) and matcher.is_accepting()
     with pytest.raises(RequestError, match="above the limit"):
         compiler.compile(Grammar("lark", 'start: "a" %json {"type": "integer"} "b"{1,20000}'))
     many = "".join(f'| %json {{"type": "integer", "multipleOf": {9973 + i}}}' for i in range(11))
-    for text, why in ((many, "multipleOf.* above"), ('| %json {"x-guidance": {"whitespace_pattern": "((a{999}){999})"}}', "larger than")):
+    for text, why in (
+        (many, "multipleOf.* above"),
+        ('| %json {"x-guidance": {"whitespace_pattern": "((a{999}){999})"}}', "larger than"),
+    ):
         with pytest.raises(RequestError, match=why):
             compiler.compile(Grammar("lark", 'start: "a"' + text))
 
@@ -540,4 +639,6 @@ def test_the_mask_reaches_the_sampler_at_every_width(tok):
         seq = sequence(0, matcher=matcher, grammar=Grammar("choice", '["yes"]'), temperature=0)
         sampler = Sampler(size, tok[2], 1, "cpu", (EOS,))
         sampler.open(seq)
-        assert sampler.sample(torch.zeros(1, size), sampler.pack([decode_span(seq)])).read()[0].tokens == ids("y", tok[1])
+        assert sampler.sample(torch.zeros(1, size), sampler.pack([decode_span(seq)])).read()[0].tokens == ids(
+            "y", tok[1]
+        )

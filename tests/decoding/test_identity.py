@@ -14,10 +14,17 @@ from tests.decoding.helpers import EOS, TableModel, decode, decode_span, sequenc
 
 V, TOKENIZER = 96, 90
 KINDS = [
-    dict(temperature=0), dict(), dict(temperature=0.7, top_p=0.9), dict(top_k=7), dict(min_p=0.1, temperature=1.5),
-    dict(top_k=20, top_p=0.6, logprobs=3), dict(repetition_penalty=1.2, frequency_penalty=0.3, logprobs=0),
-    dict(presence_penalty=-0.5, min_tokens=6, stop_token_ids=[5, 6, 7]), dict(logit_bias={3: 4.0, 8: -100.0}),
-    dict(allowed_token_ids=list(range(2, 40)), logprobs=2, logprobs_mode="processed"), dict(bad_words=[[9], [3, 4], [8, 8, 8]]),
+    dict(temperature=0),
+    dict(),
+    dict(temperature=0.7, top_p=0.9),
+    dict(top_k=7),
+    dict(min_p=0.1, temperature=1.5),
+    dict(top_k=20, top_p=0.6, logprobs=3),
+    dict(repetition_penalty=1.2, frequency_penalty=0.3, logprobs=0),
+    dict(presence_penalty=-0.5, min_tokens=6, stop_token_ids=[5, 6, 7]),
+    dict(logit_bias={3: 4.0, 8: -100.0}),
+    dict(allowed_token_ids=list(range(2, 40)), logprobs=2, logprobs_mode="processed"),
+    dict(bad_words=[[9], [3, 4], [8, 8, 8]]),
     dict(temperature=0, logprobs=5, bad_words=[[2, 3]]),
 ]
 
@@ -62,10 +69,15 @@ def test_scored_prompts_in_the_batch_change_nothing():
     spans = []
     for n, seq in enumerate(requests()):
         seq.draft = [rng.randrange(2, TOKENIZER) for _ in range(n % 4)]
-        scored = sequence(len(KINDS) + n, [n + 2, 3, 4, 5], seed=n, prompt_logprobs=n % 3, repetition_penalty=1.5, logprobs=1)
+        scored = sequence(
+            len(KINDS) + n, [n + 2, 3, 4, 5], seed=n, prompt_logprobs=n % 3, repetition_penalty=1.5, logprobs=1
+        )
         for each in (scored, seq):
             s.open(each)
-        spans += [Span(scored, 0, 4, want={"score": range(3), "sample": range(3, 4)} if n % 2 else {"score": range(3)}), decode_span(seq)]
+        spans += [
+            Span(scored, 0, 4, want={"score": range(3), "sample": range(3, 4)} if n % 2 else {"score": range(3)}),
+            decode_span(seq),
+        ]
     results = step(s, model, spans)
     assert {span.seq.request.id: r for span, r in zip(spans[1::2], results[1::2])} == want
     for n, result in enumerate(results[::2]):
@@ -104,7 +116,7 @@ def test_reopening_changes_nothing(kind):
     assert decode(sampler(), model, requests()[kind], 24, reopen_every=3)[0] == plain[0]
     for cut in (1, 5, 11):
         replayed = sequence(kind, [kind + 2, 3, 4], seed=1000 + kind, emitted=plain[0][:cut], **KINDS[kind])
-        assert decode(sampler(), model, replayed, 24)[0][:len(plain[0])] == plain[0] or len(plain[0]) < cut
+        assert decode(sampler(), model, replayed, 24)[0][: len(plain[0])] == plain[0] or len(plain[0]) < cut
 
 
 def test_streams_decide():
@@ -115,7 +127,13 @@ def test_streams_decide():
         return decode(sampler(), model, sequence(0, [2, 3], ignore_eos=True, **kind), 20)[0]
 
     assert output(seed=4) == output(seed=4)
-    different = [output(seed=4), output(seed=5), output(seed=4 + (1 << 63)), output(seed=4, branch=1), output(seed=4, branch=2)]
+    different = [
+        output(seed=4),
+        output(seed=5),
+        output(seed=4 + (1 << 63)),
+        output(seed=4, branch=1),
+        output(seed=4, branch=2),
+    ]
     assert len({tuple(d) for d in different}) == len(different)
 
 
@@ -141,7 +159,7 @@ def test_bits_of_the_draw_do_not_depend_on_threads_or_batch(threads):
             spans.append(decode_span(seq))
         whole = wide.sample(logits, wide.pack(spans)).read()
         for row in range(3):
-            assert wide.sample(logits[row:row + 1], wide.pack([spans[row]])).read() == [whole[row]]
+            assert wide.sample(logits[row : row + 1], wide.pack([spans[row]])).read() == [whole[row]]
     finally:
         torch.set_num_threads(before)
 
@@ -149,7 +167,14 @@ def test_bits_of_the_draw_do_not_depend_on_threads_or_batch(threads):
 @pytest.mark.parametrize("vocab_size, tokenizer_size", [(64, 64), (200, 187)])
 def test_draws_on_the_device_are_those_of_the_pipeline(vocab_size, tokenizer_size):
     """``sample_rows`` gives, bit for bit, what the pipeline gives for rows with nothing but numbers; ties and NaN included."""
-    kinds = [dict(temperature=0), dict(), dict(temperature=0.3, top_p=0.7), dict(top_k=5), dict(min_p=0.2), dict(top_k=9, top_p=0.5, min_p=0.05)]
+    kinds = [
+        dict(temperature=0),
+        dict(),
+        dict(temperature=0.3, top_p=0.7),
+        dict(top_k=5),
+        dict(min_p=0.2),
+        dict(top_k=9, top_p=0.5, min_p=0.05),
+    ]
     sampler = Sampler(vocab_size, tokenizer_size, 60, "cpu", ())
     spans = []
     for row in range(60):

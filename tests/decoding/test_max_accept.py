@@ -25,7 +25,9 @@ def table(depth: int, seed: int, near: Table | None = None) -> Table:
     return found
 
 
-def of_one(p: Table, q: Table, drafts: tuple[int, ...], pad: int = 0, rule=max_accept.verify) -> tuple[torch.Tensor, torch.Tensor]:
+def of_one(
+    p: Table, q: Table, drafts: tuple[int, ...], pad: int = 0, rule=max_accept.verify
+) -> tuple[torch.Tensor, torch.Tensor]:
     count = len(drafts)
     rows = [drafts[:i] for i in range(count + 1)]
     p_HV = torch.stack([p[r] for r in rows] + [torch.full((V,), math.nan, dtype=torch.float64)] * pad)
@@ -44,7 +46,9 @@ def joint(p: Table, q: Table, length, depth: int, rule=max_accept.verify) -> tup
     def emit(prefix: tuple[int, ...], chance: float) -> None:
         rest = depth + 1 - len(prefix)
         for tail in itertools.product(range(V), repeat=rest):
-            found[prefix + tail] += chance * math.prod(float(p[(prefix + tail)[:len(prefix) + i]][t]) for i, t in enumerate(tail))
+            found[prefix + tail] += chance * math.prod(
+                float(p[(prefix + tail)[: len(prefix) + i]][t]) for i, t in enumerate(tail)
+            )
 
     def end(drafts: tuple[int, ...], chance: float) -> None:
         nonlocal mean
@@ -70,7 +74,9 @@ def joint(p: Table, q: Table, length, depth: int, rule=max_accept.verify) -> tup
 
 
 def error(p: Table, found: dict) -> float:
-    return max(abs(chance - math.prod(float(p[out[:i]][t]) for i, t in enumerate(out))) for out, chance in found.items())
+    return max(
+        abs(chance - math.prod(float(p[out[:i]][t]) for i, t in enumerate(out))) for out, chance in found.items()
+    )
 
 
 def whole(depth: int):
@@ -81,7 +87,11 @@ def one_by_one(p: Table, q: Table, depth: int) -> float:
     """Mean accepted drafts of the rule that looks at one draft at a time."""
     mean, level = 0.0, {(): 1.0}
     for _ in range(depth):
-        level = {(*prefix, t): chance * min(float(p[prefix][t]), float(q[prefix][t])) for prefix, chance in level.items() for t in range(V)}
+        level = {
+            (*prefix, t): chance * min(float(p[prefix][t]), float(q[prefix][t]))
+            for prefix, chance in level.items()
+            for t in range(V)
+        }
         mean += sum(level.values())
     return mean
 
@@ -111,8 +121,10 @@ def test_a_length_that_is_known_before_the_draw_bends_nothing(seed):
 
 def test_golden_pair():
     """One draft: accepted with 1 - TV, as by any optimal rule."""
-    p, q = ({prefix: torch.tensor(row, dtype=torch.float64) for prefix in [(), *((i,) for i in range(V))]}
-            for row in ((.5, .3, .15, .05), (.35, .4, .05, .2)))
+    p, q = (
+        {prefix: torch.tensor(row, dtype=torch.float64) for prefix in [(), *((i,) for i in range(V))]}
+        for row in ((0.5, 0.3, 0.15, 0.05), (0.35, 0.4, 0.05, 0.2))
+    )
     assert joint(p, q, whole(1), 1)[1] == pytest.approx(0.75)
 
 
@@ -122,7 +134,9 @@ def rest_of_p(p, q, drafts, lengths):
 
 def rest_not_scaled(p, q, drafts, lengths):
     h, weights = max_accept.verify(p, q, drafts, lengths)
-    return h, torch.cat([torch.where(weights[:, :-1] == p[:, :-1], p[:, :-1], (p[:, :-1] - q).clamp(min=1e-300)), weights[:, -1:]], 1)
+    return h, torch.cat(
+        [torch.where(weights[:, :-1] == p[:, :-1], p[:, :-1], (p[:, :-1] - q).clamp(min=1e-300)), weights[:, -1:]], 1
+    )
 
 
 def q_of_another_temperature(p, q, drafts, lengths):
@@ -139,7 +153,9 @@ def token_wise_coins(p, q, drafts, lengths):
     return (p[:, :-1].gather(2, drafts[..., None]) / q.gather(2, drafts[..., None]))[..., 0].clamp(max=1), weights
 
 
-@pytest.mark.parametrize("mutant", [rest_of_p, rest_not_scaled, q_of_another_temperature, row_off_by_one, token_wise_coins])
+@pytest.mark.parametrize(
+    "mutant", [rest_of_p, rest_not_scaled, q_of_another_temperature, row_off_by_one, token_wise_coins]
+)
 def test_what_is_nearly_right_is_seen(mutant):
     p, q = table(2, 7), table(2, 8)
     assert error(p, joint(p, q, whole(2), 2, rule=mutant)[0]) > 1e-3
@@ -170,12 +186,14 @@ def test_padding_and_impossible_drafts():
 
 def emitted(device: str) -> list[int]:
     rng, vocab = torch.Generator().manual_seed(4), 500
-    seqs = [Sequence(Request(id=str(i), prompt_ids=[1], params=SamplingParams(), seed=i, max_tokens=4)) for i in range(20)]
+    seqs = [
+        Sequence(Request(id=str(i), prompt_ids=[1], params=SamplingParams(), seed=i, max_tokens=4)) for i in range(20)
+    ]
     lengths = [1 + i % 5 for i in range(20)]
     final = torch.randn(sum(lengths) + 20, vocab, generator=rng)
     found, rows, at = [], [], 0
     for seq, count in zip(seqs, lengths):
-        weights = final[at:at + count] + 0.3 * torch.randn(count, vocab, generator=rng)
+        weights = final[at : at + count] + 0.3 * torch.randn(count, vocab, generator=rng)
         drafts = weights.softmax(-1).multinomial(1, generator=rng)[:, 0].tolist()
         found.append(max_accept.Block(seq, at, 7, drafts, torch.cat([weights, weights[:1]]).to(device)))
         rows.append(at)
@@ -183,9 +201,9 @@ def emitted(device: str) -> list[int]:
     tokens = torch.full((at,), -1, device=device)
     max_accept.accept(found, rows, final.to(device), tokens)
     for block in found:  # drafts, then one token, then what was there
-        own = tokens[block.first:block.first + len(block.drafts) + 1].tolist()
+        own = tokens[block.first : block.first + len(block.drafts) + 1].tolist()
         tau = next((i for i, (a, b) in enumerate(zip(own, block.drafts)) if a != b), len(block.drafts))
-        assert own[tau] >= 0 and set(own[tau + 1:]) <= {-1}
+        assert own[tau] >= 0 and set(own[tau + 1 :]) <= {-1}
     return tokens.tolist()
 
 

@@ -13,7 +13,11 @@ from tests.decoding.helpers import gumbel_scalar, philox_scalar
 KNOWN = [
     ([0, 0, 0, 0], [0, 0], [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
     ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
-    ([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xA4093822, 0x299F31D0], [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]),
+    (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ),
 ]
 
 
@@ -44,7 +48,7 @@ def test_a_row_is_the_same_in_any_batch_and_vocabulary(vocab_size):
     assert torch.equal(gumbel(streams[order], positions[order], vocab_size), whole[order])
     wider = gumbel(streams, positions, vocab_size + 6)
     for m in range(9):
-        alone = gumbel(streams[m:m + 1], positions[m:m + 1], vocab_size)
+        alone = gumbel(streams[m : m + 1], positions[m : m + 1], vocab_size)
         assert torch.equal(alone[0], whole[m])
         assert torch.equal(wider[m, :vocab_size], whole[m])
 
@@ -57,8 +61,10 @@ def test_distribution_is_gumbel():
     noise = gumbel(i64(*range(64)), torch.zeros(64, dtype=torch.int64), 4096).double().flatten()
     uniform = torch.exp(-torch.exp(-noise)).sort().values
     grid = (torch.arange(len(uniform), dtype=torch.float64) + 0.5) / len(uniform)
-    assert (uniform - grid).abs().max() < 1.95 / len(uniform)**0.5  # Kolmogorov-Smirnov at p = 1e-3
-    assert noise.mean().item() == pytest.approx(0.5772, abs=0.01) and noise.var().item() == pytest.approx(1.6449, rel=0.02)
+    assert (uniform - grid).abs().max() < 1.95 / len(uniform) ** 0.5  # Kolmogorov-Smirnov at p = 1e-3
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.01) and noise.var().item() == pytest.approx(
+        1.6449, rel=0.02
+    )
 
 
 def test_neighbouring_keys_are_unrelated():

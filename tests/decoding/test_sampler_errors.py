@@ -10,7 +10,13 @@ from kvasir.types import Span
 from tests.decoding.helpers import EOS, decode_span, sequence
 
 V, TOKENIZER = 24, 20
-KINDS = [dict(temperature=0), dict(), dict(top_p=0.7, top_k=4), dict(repetition_penalty=1.3, logprobs=2), dict(min_tokens=3, min_p=0.2)]
+KINDS = [
+    dict(temperature=0),
+    dict(),
+    dict(top_p=0.7, top_k=4),
+    dict(repetition_penalty=1.3, logprobs=2),
+    dict(min_tokens=3, min_p=0.2),
+]
 
 
 def run(poison=None, bad=2, drafts=None, logits=None):
@@ -47,7 +53,9 @@ def test_minus_infinity_is_only_a_token_that_is_never_drawn():
 
 
 @pytest.mark.parametrize("tokens", [V, TOKENIZER], ids=["all", "all but padding"])
-@pytest.mark.parametrize("params", [dict(), dict(temperature=0), dict(top_k=3, presence_penalty=1.0), dict(allowed_token_ids=[7])])
+@pytest.mark.parametrize(
+    "params", [dict(), dict(temperature=0), dict(top_k=3, presence_penalty=1.0), dict(allowed_token_ids=[7])]
+)
 def test_a_model_that_rules_out_every_token_is_not_the_requests_fault(params, tokens):
     """Unless it forbids tokens itself, and the model allowed one that is not there."""
     sampler = Sampler(V, TOKENIZER, 1, "cpu", (EOS,))
@@ -56,12 +64,20 @@ def test_a_model_that_rules_out_every_token_is_not_the_requests_fault(params, to
     logits = torch.zeros(1, V)
     logits[:, :tokens] = float("-inf")
     [result] = sampler.sample(logits, sampler.pack([decode_span(seq)])).read()
-    assert result.error == (MASKED_ERROR if "allowed_token_ids" in params and tokens < V else NUMERIC_ERROR) and not result.tokens
+    assert (
+        result.error == (MASKED_ERROR if "allowed_token_ids" in params and tokens < V else NUMERIC_ERROR)
+        and not result.tokens
+    )
 
 
-@pytest.mark.parametrize("params,words", [
-    (dict(allowed_token_ids=[EOS], min_tokens=5), []), (dict(allowed_token_ids=[7]), [[7]]), (dict(temperature=0, allowed_token_ids=[7]), [[7]]),
-])
+@pytest.mark.parametrize(
+    "params,words",
+    [
+        (dict(allowed_token_ids=[EOS], min_tokens=5), []),
+        (dict(allowed_token_ids=[7]), [[7]]),
+        (dict(temperature=0, allowed_token_ids=[7]), [[7]]),
+    ],
+)
 def test_nothing_left_to_draw_fails_one_request(params, words):
     sampler = Sampler(V, TOKENIZER, 2, "cpu", (EOS,))
     stuck, healthy = sequence(0, bad_words=words, **params), sequence(1)
@@ -88,7 +104,9 @@ def test_a_bad_scored_row_fails_the_request():
     sampler.open(seq)
     logits = torch.zeros(3, V)
     logits[1, 2] = float("nan")
-    [result] = sampler.sample(logits, sampler.pack([Span(seq, 0, 3, want={"score": range(2), "sample": range(2, 3)})])).read()
+    [result] = sampler.sample(
+        logits, sampler.pack([Span(seq, 0, 3, want={"score": range(2), "sample": range(2, 3)})])
+    ).read()
     assert result.error == NUMERIC_ERROR
 
 

@@ -12,10 +12,17 @@ from tests.decoding.helpers import EOS, decode_span, sequence
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 KINDS = [
-    dict(temperature=0), dict(), dict(temperature=0.7, top_p=0.9), dict(top_k=7), dict(min_p=0.1, temperature=1.5),
-    dict(top_k=20, top_p=0.6, logprobs=3), dict(repetition_penalty=1.2, frequency_penalty=0.3, logprobs=0),
-    dict(presence_penalty=-0.5, min_tokens=6, stop_token_ids=[5, 6, 7]), dict(logit_bias={3: 4.0, 8: -100.0}),
-    dict(allowed_token_ids=list(range(2, 40)), logprobs=2, logprobs_mode="processed"), dict(bad_words=[[9], [3, 4], [8, 8, 8]]),
+    dict(temperature=0),
+    dict(),
+    dict(temperature=0.7, top_p=0.9),
+    dict(top_k=7),
+    dict(min_p=0.1, temperature=1.5),
+    dict(top_k=20, top_p=0.6, logprobs=3),
+    dict(repetition_penalty=1.2, frequency_penalty=0.3, logprobs=0),
+    dict(presence_penalty=-0.5, min_tokens=6, stop_token_ids=[5, 6, 7]),
+    dict(logit_bias={3: 4.0, 8: -100.0}),
+    dict(allowed_token_ids=list(range(2, 40)), logprobs=2, logprobs_mode="processed"),
+    dict(bad_words=[[9], [3, 4], [8, 8, 8]]),
 ]
 
 
@@ -27,9 +34,11 @@ def test_same_draws_as_on_the_cpu_and_no_host_read(vocab_size, copies):
         spans = []
         for row in range(copies * len(KINDS)):
             seq = sequence(row, [row + 2, 3, 4, 5], seed=row, prompt_logprobs=2, **KINDS[row % len(KINDS)])
-            seq.draft = [7, 8][:row % 3]
+            seq.draft = [7, 8][: row % 3]
             sampler.open(seq)
-            spans += [decode_span(seq)] if row % 4 else [Span(seq, 0, 4, want={"score": range(3), "sample": range(3, 4)})]
+            spans += (
+                [decode_span(seq)] if row % 4 else [Span(seq, 0, 4, want={"score": range(3), "sample": range(3, 4)})]
+            )
         batch = sampler.pack(spans)
         if logits is None:
             logits = torch.randn(batch.num_rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 3

@@ -38,7 +38,9 @@ def requests(draw):
     words = draw(st.lists(st.lists(TOKEN, min_size=1, max_size=3), max_size=3))
     prompt, emitted = draw(st.lists(TOKEN, min_size=1, max_size=5)), draw(st.lists(TOKEN, max_size=5))
     seed, branch = draw(st.integers(0, 2**64 - 1)), draw(st.integers(0, 2))
-    return dict(prompt=prompt, emitted=emitted, seed=seed, branch=branch, bad_words=words, **params), draw(st.lists(TOKEN, max_size=3))
+    return dict(prompt=prompt, emitted=emitted, seed=seed, branch=branch, bad_words=words, **params), draw(
+        st.lists(TOKEN, max_size=3)
+    )
 
 
 def check_row(result_token, entry, logits, seq, path):
@@ -57,7 +59,11 @@ def check_row(result_token, entry, logits, seq, path):
 
 def check_report(entry, token, logprobs, count):
     assert entry.id == token and entry.logprob == pytest.approx(logprobs[token], abs=1e-3)
-    assert sum(v > logprobs[token] + 1e-4 for v in logprobs) < entry.rank <= 1 + sum(v > logprobs[token] - 1e-4 for v in logprobs)
+    assert (
+        sum(v > logprobs[token] + 1e-4 for v in logprobs)
+        < entry.rank
+        <= 1 + sum(v > logprobs[token] - 1e-4 for v in logprobs)
+    )
     best = sorted((v for v in logprobs if v > -math.inf), reverse=True)[:count]
     assert [v for _, v in entry.top] == pytest.approx(best, abs=1e-3)
     assert all(v == pytest.approx(logprobs[i], abs=1e-3) for i, v in entry.top)
@@ -79,7 +85,7 @@ def test_random_requests_in_one_batch(cases, salt):
     assert torch.equal(logits, before)
     first = 0
     for span, result in zip(spans, results):
-        rows = logits[first:first + span.length].tolist()
+        rows = logits[first : first + span.length].tolist()
         first += span.length
         check_span(span, result, rows)
 
@@ -97,7 +103,9 @@ def check_span(span, result, rows):
         if not check_row(token, result.logprobs[i] if wants else None, rows[i], seq, seq.draft[:i]):
             return
     n = len(result.tokens)
-    if n <= len(seq.draft) and result.tokens[-1] == seq.draft[n - 1]:  # stopped although the draft was right: an error follows
+    if (
+        n <= len(seq.draft) and result.tokens[-1] == seq.draft[n - 1]
+    ):  # stopped although the draft was right: an error follows
         assert max(processed_scalar(rows[n], seq, seq.draft[:n], (EOS,), TOKENIZER)[0]) == -math.inf
 
 
@@ -107,7 +115,9 @@ def test_prompt_scores(alternatives):
     seq = sequence(0, [3, 4, 5, 6, 7], prompt_logprobs=alternatives, logprobs=1)
     sampler.open(seq)
     logits = torch.randn(5, V, generator=torch.Generator().manual_seed(1))
-    [result] = sampler.sample(logits, sampler.pack([Span(seq, 0, 5, want={"score": range(4), "sample": range(4, 5)})])).read()
+    [result] = sampler.sample(
+        logits, sampler.pack([Span(seq, 0, 5, want={"score": range(4), "sample": range(4, 5)})])
+    ).read()
     assert len(result.scores) == 4 and len(result.tokens) == len(result.logprobs) == 1
     for i, entry in enumerate(result.scores):
         check_report(entry, seq.tokens[i + 1], log_softmax_scalar(logits[i, :TOKENIZER].tolist()), alternatives)
@@ -127,12 +137,16 @@ def test_spans_that_want_nothing_have_empty_results():
     a, b = sequence(0, [3, 4, 5]), sequence(1, [3, 4, 5], temperature=0)
     for seq in (a, b):
         sampler.open(seq)
-    results = sampler.sample(torch.eye(V)[6:7], sampler.pack([Span(a, 0, 2), Span(b, 2, 1, want={"sample": range(1)})])).read()
+    results = sampler.sample(
+        torch.eye(V)[6:7], sampler.pack([Span(a, 0, 2), Span(b, 2, 1, want={"sample": range(1)})])
+    ).read()
     assert results[0].tokens == [] and results[0].error is None and results[1].tokens == [6]
     assert sampler.sample(torch.zeros(0, V), sampler.pack([Span(a, 0, 2)])).read()[0].tokens == []
 
 
-@pytest.mark.parametrize("params", [dict(temperature=0), dict(temperature=1e-30), dict(temperature=0, repetition_penalty=1.5), dict(top_k=1)])
+@pytest.mark.parametrize(
+    "params", [dict(temperature=0), dict(temperature=1e-30), dict(temperature=0, repetition_penalty=1.5), dict(top_k=1)]
+)
 def test_ties_take_the_lowest_id(params):
     sampler = Sampler(40, 40, 1, "cpu", (EOS,))
     seq = sequence(0, [0], **params)

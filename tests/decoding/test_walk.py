@@ -33,7 +33,7 @@ def chain(right, rng, wrong=0.35):
     """Proposes what plain decoding will give, some of it wrong, of random length."""
 
     def draft(seq):
-        tokens = right[seq.num_output:seq.num_output + rng.randrange(6)]
+        tokens = right[seq.num_output : seq.num_output + rng.randrange(6)]
         return [rng.randrange(1, V) if rng.random() < wrong else t for t in tokens], None
 
     return draft
@@ -67,7 +67,9 @@ def test_any_draft_gives_the_plain_output(kind, shape):
         model = TableModel(V, seed=salt)
         plain, error, steps = decode(sampler(), model, sequence(0, seed=salt, **KINDS[kind]), LENGTH)
         assert error is None and plain
-        drafted, error, fewer = decode(sampler(), model, sequence(0, seed=salt, **KINDS[kind]), LENGTH, shape(plain, random.Random(salt)))
+        drafted, error, fewer = decode(
+            sampler(), model, sequence(0, seed=salt, **KINDS[kind]), LENGTH, shape(plain, random.Random(salt))
+        )
         assert drafted == plain and error is None
         saved += steps - fewer
     assert saved > 0, "no draft was ever accepted: the test shows nothing"
@@ -76,7 +78,13 @@ def test_any_draft_gives_the_plain_output(kind, shape):
 def test_a_perfect_draft_is_accepted_whole():
     model = TableModel(V)
     plain, _, _ = decode(sampler(), model, sequence(0, ignore_eos=True), LENGTH)
-    drafted, _, steps = decode(sampler(), model, sequence(0, ignore_eos=True), LENGTH, lambda seq: (plain[seq.num_output:seq.num_output + 4], None))
+    drafted, _, steps = decode(
+        sampler(),
+        model,
+        sequence(0, ignore_eos=True),
+        LENGTH,
+        lambda seq: (plain[seq.num_output : seq.num_output + 4], None),
+    )
     assert drafted == plain and steps == LENGTH // 5
 
 
@@ -97,12 +105,15 @@ def test_logprobs_follow_the_path():
         s.accepted(seq, [token])
 
 
-@pytest.mark.parametrize("parents,draft,want", [
-    ([-1, 0, 0, 0], [5, 5, 5], 2),  # duplicates: any one of them will do
-    ([-1, 0, 1, 0, 3], [9, 5, 5, 6], 3),  # the second branch is the right one
-    ([-1] + [0] * 20, [t for t in range(20)], 2),  # fan-out over the vocabulary
-    ([-1, 0, 1], [6, 5], 1),  # the right token under the wrong parent
-])
+@pytest.mark.parametrize(
+    "parents,draft,want",
+    [
+        ([-1, 0, 0, 0], [5, 5, 5], 2),  # duplicates: any one of them will do
+        ([-1, 0, 1, 0, 3], [9, 5, 5, 6], 3),  # the second branch is the right one
+        ([-1] + [0] * 20, [t for t in range(20)], 2),  # fan-out over the vocabulary
+        ([-1, 0, 1], [6, 5], 1),  # the right token under the wrong parent
+    ],
+)
 def test_hostile_trees(parents, draft, want):
     """A model that draws 5 after any prompt, then 6, 7, ..."""
     import torch
@@ -132,7 +143,9 @@ def test_masked_rows_past_a_wrong_draft_do_not_matter():
     assert error in (None, MASKED_ERROR)
 
 
-SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["abc", "x"]}}, "required": ["a", "b"]}'
+SCHEMA = (
+    '{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["abc", "x"]}}, "required": ["a", "b"]}'
+)
 
 
 @pytest.mark.parametrize("after", [False, True])

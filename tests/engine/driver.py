@@ -25,8 +25,16 @@ class Output:
 
 class Driver:
     def __init__(self, model: str = "nano", static: bool = False, pieces: bool = False, **options) -> None:
-        options = {"batch_invariant": True, "page_slots": 16, "num_pages": 256, "max_model_len": 512, "check": True, "poison": True,
-                   "max_queued_tokens": 1 << 20, "num_threads": 1} | options
+        options = {
+            "batch_invariant": True,
+            "page_slots": 16,
+            "num_pages": 256,
+            "max_model_len": 512,
+            "check": True,
+            "poison": True,
+            "max_queued_tokens": 1 << 20,
+            "num_threads": 1,
+        } | options
         self.engine = Engine(EngineConfig.of(model=model, **options))
         if static:
             self.engine.runner.use_graphs(call_through)
@@ -37,7 +45,9 @@ class Driver:
         self.steps = 0
 
     def request(self, name: str, prompt: list[int], **params) -> Request:
-        return admit(prompt, SamplingParams(**params), self.engine.info, id=name, arrival=float(self.steps), encode=None)
+        return admit(
+            prompt, SamplingParams(**params), self.engine.info, id=name, arrival=float(self.steps), encode=None
+        )
 
     def submit(self, request: Request) -> None:
         self._take(self.engine.submit(request))
@@ -74,7 +84,9 @@ class Driver:
         self.engine.scheduler.block(seq)
         self.engine.scheduler.unblock(seq)
 
-    def run(self, requests: list[Request], *, gap: int = 0, preempt_every: int = 0, limit: int = 20_000) -> dict[tuple[str, int], Output]:
+    def run(
+        self, requests: list[Request], *, gap: int = 0, preempt_every: int = 0, limit: int = 20_000
+    ) -> dict[tuple[str, int], Output]:
         """Submit one request every ``gap`` steps (0: all at once) and step until all is done."""
         waiting = list(requests)
         while waiting or self.engine.has_work():

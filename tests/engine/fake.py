@@ -26,8 +26,16 @@ def window_group(window: int) -> CacheGroup:
 
 def request(prompt, *, max_tokens=8, arrival=0.0, priority=0, tenant="", name="r", seed=0, **params) -> Request:
     prompt = list(range(prompt)) if isinstance(prompt, int) else list(prompt)
-    return Request(id=name, prompt_ids=prompt, params=SamplingParams(**params), seed=seed, max_tokens=max_tokens, arrival=arrival,
-                   priority=priority, tenant=tenant)
+    return Request(
+        id=name,
+        prompt_ids=prompt,
+        params=SamplingParams(**params),
+        seed=seed,
+        max_tokens=max_tokens,
+        arrival=arrival,
+        priority=priority,
+        tenant=tenant,
+    )
 
 
 def sequence(prompt, branch=0, **options) -> Sequence:
@@ -41,7 +49,9 @@ def manager(num_pages=20, page_slots=4, groups=(FULL,), prefix_root=b"root", on_
 
 def scheduler(pages: PageManager | None = None, policy=None, *, max_rows=64, max_model_len=1000, **config) -> Scheduler:
     config.setdefault("max_num_seqs", 8)
-    return Scheduler(SchedulerConfig(**config), pages or manager(), policy or Fcfs(), max_rows=max_rows, max_model_len=max_model_len)
+    return Scheduler(
+        SchedulerConfig(**config), pages or manager(), policy or Fcfs(), max_rows=max_rows, max_model_len=max_model_len
+    )
 
 
 def extend(state: int, token: int) -> int:
@@ -93,7 +103,7 @@ class FakeModel:
         packed = [(span, tokens or [self.drawn[span.row]], tables) for span, tokens, tables in packed]
         rows = [self._states_of(span, tokens) for span, tokens, _ in packed]
         for (span, _, tables), states in zip(packed, rows):
-            self._write(span.start, states[span.start:], tables)
+            self._write(span.start, states[span.start :], tables)
         results = [self._read(span, tokens, states, tables) for (span, tokens, tables), states in zip(packed, rows)]
         self.drawn |= {span.row: emitted[-1] for (span, *_), emitted in zip(packed, results) if emitted}
         return results
@@ -101,9 +111,9 @@ class FakeModel:
     def _states_of(self, span, tokens: list[int]) -> list[int]:
         """The prefix hash of every position up to the span's end, from the tokens alone."""
         known = self._states.setdefault(span.seq, [])
-        for token in span.seq.tokens[len(known):span.start]:
+        for token in span.seq.tokens[len(known) : span.start]:
             known.append(extend(known[-1] if known else 0, token))
-        states = known[:span.start]
+        states = known[: span.start]
         for token in tokens:
             states.append(extend(states[-1] if states else 0, token))
         return states
@@ -150,7 +160,9 @@ class Driver:
         self.scheduler.add(seq)
         return seq
 
-    def step(self, *, max_rows: int | None = None, between=lambda: None, delay: bool = False, late: bool = False) -> Plan:
+    def step(
+        self, *, max_rows: int | None = None, between=lambda: None, delay: bool = False, late: bool = False
+    ) -> Plan:
         """One step; ``between`` runs while it is in flight; ``delay``: it ends only after the next was planned; ``late``: it is
         read only after the next was launched."""
         scheduler = self.scheduler
@@ -220,6 +232,6 @@ class Driver:
         """Everything that ran to its end gave what it gives alone; what was cut short gave the first part of it."""
         for seq in self.sequences:
             whole = expected_output(seq)
-            assert seq.output == whole[:seq.num_output], f"{seq}: wrong tokens"
+            assert seq.output == whole[: seq.num_output], f"{seq}: wrong tokens"
             if seq.status is Status.FINISHED and seq.finish_reason == "length":
                 assert seq.output == whole

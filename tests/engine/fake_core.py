@@ -36,8 +36,11 @@ def expected(request: Request) -> list[list[int]]:
 class Running:
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.tokens = {b: list(request.emitted[b]) if b < len(request.emitted) else []
-                       for b in range(request.params.n) if b not in request.ended}
+        self.tokens = {
+            b: list(request.emitted[b]) if b < len(request.emitted) else []
+            for b in range(request.params.n)
+            if b not in request.ended
+        }
         self.uncomputed = len(request.prompt_ids)
         self.blocked_until = 0.0
         for what, place, _ in faults(request):
@@ -86,7 +89,9 @@ class FakeCore:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.info = ModelInfo(name="fake", max_model_len=4096, vocab_size=VOCAB, tokenizer_size=VOCAB, config={"layers": [1, None, "x"]})
+        self.info = ModelInfo(
+            name="fake", max_model_len=4096, vocab_size=VOCAB, tokenizer_size=VOCAB, config={"layers": [1, None, "x"]}
+        )
         self.on_launch = lambda ids, slow: None
         self._live: dict[str, Running] = {}
         self._counts = Counter()
@@ -97,7 +102,16 @@ class FakeCore:
         if request.tenant == "refuse":
             raise RequestError("not this one", status=422, param="tenant", code="refused")
         if request.epoch == 0 and len(self._live) - len(self._scheduled()) >= self.config.scheduler.max_queued_requests:
-            return [Event(kind="error", request_id=request.id, epoch=request.epoch, status=429, code="queue_full", retry_after=2.0)]
+            return [
+                Event(
+                    kind="error",
+                    request_id=request.id,
+                    epoch=request.epoch,
+                    status=429,
+                    code="queue_full",
+                    retry_after=2.0,
+                )
+            ]
         assert request.id not in self._live, "the client must not reuse an id"
         self._live[request.id] = Running(request)
         return [Event(kind="accepted", request_id=request.id, epoch=request.epoch)]
@@ -106,19 +120,30 @@ class FakeCore:
         if request_id not in self._live:
             return []
         running = self._live[request_id]
-        return [self._event(running, b, len(running.tokens[b]), [], "cancelled") for b in list(running.tokens) if branch in (None, b)]
+        return [
+            self._event(running, b, len(running.tokens[b]), [], "cancelled")
+            for b in list(running.tokens)
+            if branch in (None, b)
+        ]
 
     def _event(self, running: Running, branch: int, index: int, tokens: list[int], reason: str | None) -> Event:
         if reason is not None:
             del running.tokens[branch]
             if not running.tokens:
                 del self._live[running.request.id]
-        return Event(kind="tokens", request_id=running.request.id, epoch=running.request.epoch, branch=branch, index=index,
-                     token_ids=tokens, finish_reason=reason)
+        return Event(
+            kind="tokens",
+            request_id=running.request.id,
+            epoch=running.request.epoch,
+            branch=branch,
+            index=index,
+            token_ids=tokens,
+            finish_reason=reason,
+        )
 
     def _scheduled(self) -> list[Running]:
         now = time.monotonic()
-        return [r for r in self._live.values() if r.blocked_until <= now][:self.config.scheduler.max_num_seqs]
+        return [r for r in self._live.values() if r.blocked_until <= now][: self.config.scheduler.max_num_seqs]
 
     def has_work(self) -> bool:
         return bool(self._scheduled())

@@ -26,7 +26,11 @@ class Fake(AttentionBackend):
     def run(self, q_THD, cache, spec, batch, *, sinks_H=None, **_):
         if self.fault:
             raise self.fault
-        assert (sinks_H is not None) == spec.sinks and q_THD.shape == (sum(batch.lengths), spec.num_heads, spec.head_dim)
+        assert (sinks_H is not None) == spec.sinks and q_THD.shape == (
+            sum(batch.lengths),
+            spec.num_heads,
+            spec.head_dim,
+        )
         assert batch.tables[0].unique().numel() == batch.tables[0].numel() == len(cache.planes["k"]), "pages of its own"
         self.met.append((spec, *zip(batch.starts, batch.lengths)))
         time.sleep(self.seconds[batch.lengths[0] > 1])

@@ -35,7 +35,9 @@ def references(**options):
     def get(codec: str, temperature: float, n: int) -> dict:
         key = codec, temperature, n
         if key not in found:
-            driver = Driver(max_num_batched_tokens=512, max_num_seqs=32, enable_prefix_caching=False, kv_codec=codec, **options)
+            driver = Driver(
+                max_num_batched_tokens=512, max_num_seqs=32, enable_prefix_caching=False, kv_codec=codec, **options
+            )
             for request in requests(driver, temperature, n):
                 driver.run([request])
             found[key] = {k: (out.tokens, [p.logprob for p in out.logprobs]) for k, out in driver.outputs.items()}
@@ -54,8 +56,16 @@ def run_case(case: dict, reference, **options) -> None:
     # A tight pool holds the longest request and a page more, of six requests: hardly a page is not another's next.
     size = case["page"] or load("kvasir.kv.codecs", case["codec"], Codec).page_slots
     num_pages = 256 if case["pool"] == "roomy" else -(-112 // size) + 2
-    driver = Driver(max_num_batched_tokens=case["chunk"], max_num_seqs=4, enable_prefix_caching=case["cache"], num_pages=num_pages,
-                    max_model_len=112, kv_codec=case["codec"], page_slots=case["page"], **options)
+    driver = Driver(
+        max_num_batched_tokens=case["chunk"],
+        max_num_seqs=4,
+        enable_prefix_caching=case["cache"],
+        num_pages=num_pages,
+        max_model_len=112,
+        kv_codec=case["codec"],
+        page_slots=case["page"],
+        **options,
+    )
     assert driver.engine.runner.pool.page_slots == size
     if case["cache"]:
         driver.run(requests(driver, 0.0, 1, tag="warm"))

@@ -48,8 +48,15 @@ class FromTheDevice:
             assert max(lengths) <= rows.most and sum(lengths) == len(batch.input_ids)
             self.seen.append((rows.most, lengths))
             batch.scratch["plain"] = plain_batch = replace(
-                batch, together=None, context=batch.context[firsts], starts=starts, lengths=lengths, tables=tuple(t[firsts] for t in batch.tables),
-                row_start=torch.tensor([*firsts, len(batch.input_ids)], dtype=torch.int32), scratch={})
+                batch,
+                together=None,
+                context=batch.context[firsts],
+                starts=starts,
+                lengths=lengths,
+                tables=tuple(t[firsts] for t in batch.tables),
+                row_start=torch.tensor([*firsts, len(batch.input_ids)], dtype=torch.int32),
+                scratch={},
+            )
             batch = plain_batch
         self._backend.plan(batch)
 
@@ -70,10 +77,14 @@ def expected():
 
 
 @pytest.mark.parametrize("guests", [False, True])
-@pytest.mark.parametrize("params", [dict(logprobs=None), dict(repetition_penalty=1.3)], ids=["drawn within", "sampled outside"])
+@pytest.mark.parametrize(
+    "params", [dict(logprobs=None), dict(repetition_penalty=1.3)], ids=["drawn within", "sampled outside"]
+)
 def test_same_tokens_from_static_buffers(params, guests, expected):
     """Trees, guests and decodes beside them, padded to buckets and some of them in wider forms; preempted at times."""
-    wanted = {key: tokens for key, (tokens, _) in (expected if "logprobs" in params else plain(1.0, 2, **params)).items()}
+    wanted = {
+        key: tokens for key, (tokens, _) in (expected if "logprobs" in params else plain(1.0, 2, **params)).items()
+    }
     d = driver("replay", max_num_batched_tokens=96, max_num_seqs=5)
     install(d, WithGuests(wanted, d.engine.runner.model.spec.hidden_size) if guests else Hostile(wanted))
     backend = use_graphs(d)
@@ -107,7 +118,16 @@ def random_spans(d: Driver, seqs: list[Sequence], rng: random.Random) -> list[Sp
         seq.draft = [rng.randrange(300, 900) for _ in range(length - 1)]
         parents = [-1, *(rng.randrange(i) for i in range(1, length))] if tree and length > 2 else None
         guests = [rng.randrange(5)] * rng.randint(0, 1) if parents else []
-        span = Span(seq, start, length, want={"sample": range(length - len(guests))}, commit="walk", parents=parents, row=seq.row, guests=guests)
+        span = Span(
+            seq,
+            start,
+            length,
+            want={"sample": range(length - len(guests))},
+            commit="walk",
+            parents=parents,
+            row=seq.row,
+            guests=guests,
+        )
         if guests:
             seq.draft.pop()
         spans.append(span)
@@ -122,7 +142,9 @@ def test_a_chain_of_more_rows_than_a_word_has_bits_runs_row_by_row():
     d.engine._drafting.drafter.load({tuple(prompt): tokens}, 1)
     use_graphs(d, 100)
     assert d.run([d.request("r", prompt, **given)])["r", 0].tokens == tokens
-    assert d.engine.stats().accepted_tokens > 64 and d.engine.runner.graphs._uses.keys() >= {(104, StepOutput.DRAWS, ROW_BY_ROW)}
+    assert d.engine.stats().accepted_tokens > 64 and d.engine.runner.graphs._uses.keys() >= {
+        (104, StepOutput.DRAWS, ROW_BY_ROW)
+    }
 
 
 def test_the_buffers_hold_what_the_eager_step_computes():
@@ -132,7 +154,10 @@ def test_the_buffers_hold_what_the_eager_step_computes():
     engine, runner = d.engine, d.engine.runner
     runner.guest_inputs = torch.randn(5, runner.model.spec.hidden_size, generator=torch.Generator().manual_seed(1))
     backend = use_graphs(d, 16)
-    for request in [d.request(f"r{i}", [300 + (i + 7 * j) % 900 for j in range(9 + 11 * i)], max_tokens=40, ignore_eos=True) for i in range(4)]:
+    for request in [
+        d.request(f"r{i}", [300 + (i + 7 * j) % 900 for j in range(9 + 11 * i)], max_tokens=40, ignore_eos=True)
+        for i in range(4)
+    ]:
         d.submit(request)
     for _ in range(3):
         d.step()
@@ -153,7 +178,9 @@ def test_the_buffers_hold_what_the_eager_step_computes():
         want = runner.model.forward(batch, runner.caches, runner.backend)
         assert torch.equal(found, want), [(span.length, span.parents) for span in spans]
         rows, outputs_GE = runner.graphs.outputs(spans)
-        assert len(rows) + len(outputs_GE) == count and torch.equal(outputs_GE, want[[i for i in range(count) if i not in rows]])
+        assert len(rows) + len(outputs_GE) == count and torch.equal(
+            outputs_GE, want[[i for i in range(count) if i not in rows]]
+        )
     assert any(size > count for size, count in sizes) and backend.seen
     for seq in seqs:
         seq.draft = []
@@ -167,9 +194,23 @@ def test_chains_walked_at_once_end_where_each_alone_does():
         for row in range(rng.randint(1, 6)):
             seq = Sequence(Request(id=str(row), prompt_ids=[1, 2, 3], params=SamplingParams(), seed=0, max_tokens=20))
             seq.draft = [rng.randrange(2) for _ in range(rng.randint(0, 5))]
-            parents = [-1, *(rng.randrange(i) for i in range(1, 1 + len(seq.draft)))] if len(seq.draft) > 1 and rng.random() < 0.3 else None
+            parents = (
+                [-1, *(rng.randrange(i) for i in range(1, 1 + len(seq.draft)))]
+                if len(seq.draft) > 1 and rng.random() < 0.3
+                else None
+            )
             want = {"sample": range(1 + len(seq.draft))} if seq.draft else ONE_SAMPLE
-            spans.append(Span(seq, 2, 1 + len(seq.draft), want=want, commit="walk" if seq.draft else "all", parents=parents, row=row))
+            spans.append(
+                Span(
+                    seq,
+                    2,
+                    1 + len(seq.draft),
+                    want=want,
+                    commit="walk" if seq.draft else "all",
+                    parents=parents,
+                    row=row,
+                )
+            )
             held.append([3, *seq.draft])
         count = sum(map(len, held))
         size = count + rng.choice([0, 3])
@@ -196,7 +237,9 @@ def test_chains_walked_at_once_end_where_each_alone_does():
 
 def test_steps_that_no_graph_takes_are_booked_apart():
     """A router that mixes guests with chains, where only chains are captured: the one's time is not the other's."""
-    graphs = mock.Mock(most_drafted=128, buckets=[1, 2, 4, 8, 16], bucket=lambda n: 1 << (n - 1).bit_length(), replays=lambda *_: True)
+    graphs = mock.Mock(
+        most_drafted=128, buckets=[1, 2, 4, 8, 16], bucket=lambda n: 1 << (n - 1).bit_length(), replays=lambda *_: True
+    )
     times = DraftTimes(Roofline(5e12, 1e15, 1e9, 1e9, 1e3, 1e3), graphs)
     for _ in range(12):
         times.observe(2, 100, 0, False, 1e-3)

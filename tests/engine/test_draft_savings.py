@@ -30,14 +30,24 @@ def test_a_run_counts_forwards_and_crosses_depth_with_drafter():
     d = driver("ngram:min_match=1+suffix:min_match=1")
     d.run(requests(d, 0.0, 2))
     stats = d.engine.stats()
-    assert stats.accepted_tokens > 10 and stats.forwards + stats.accepted_tokens >= stats.generation_tokens > stats.forwards
+    assert (
+        stats.accepted_tokens > 10
+        and stats.forwards + stats.accepted_tokens >= stats.generation_tokens > stats.forwards
+    )
     assert set(stats.drafted_by_depth) == set(stats.drafted_by) and len(stats.drafted_by) == 2
     for depth, counts in enumerate(stats.accepted_by_depth):
-        assert counts == [sum(of[depth][i] for of in stats.drafted_by_depth.values() if depth < len(of)) for i in (0, 1)]
-    assert {name: sum(right for _, right in of) for name, of in stats.drafted_by_depth.items()} == {n: c[1] for n, c in stats.drafted_by.items()}
+        assert counts == [
+            sum(of[depth][i] for of in stats.drafted_by_depth.values() if depth < len(of)) for i in (0, 1)
+        ]
+    assert {name: sum(right for _, right in of) for name, of in stats.drafted_by_depth.items()} == {
+        n: c[1] for n, c in stats.drafted_by.items()
+    }
     assert stats.draft_saved_seconds is None, "every step drafts: nothing is known of plain ones"
     page = Metrics().render(stats, "nano").decode()
-    assert f"kvasir:tokens_per_forward {stats.generation_tokens / stats.forwards}" in page and "draft_saved_seconds" not in page
+    assert (
+        f"kvasir:tokens_per_forward {stats.generation_tokens / stats.forwards}" in page
+        and "draft_saved_seconds" not in page
+    )
     assert 'kvasir:draft_tokens_by_drafter_and_depth_total{drafter="suffix",position="0",right="yes"}' in page
     d.close()
 

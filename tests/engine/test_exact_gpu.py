@@ -14,10 +14,22 @@ from tests.engine.driver import Driver
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 COUNT, SHARED = 256, 64  # requests; tokens of the beginning that a third of them have in common
-WIDE = dict(vocab_size=1000, hidden_size=512, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
-            max_position_embeddings=1024)
-MODELS = {"base": None, "dense": ("qwen3", WIDE), "experts": ("qwen3_moe", {**WIDE, "num_experts": 16, "moe_intermediate_size": 192}),
-          "window": ("gemma3_text", {**WIDE, "sliding_window": 100})}
+WIDE = dict(
+    vocab_size=1000,
+    hidden_size=512,
+    intermediate_size=768,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=1024,
+)
+MODELS = {
+    "base": None,
+    "dense": ("qwen3", WIDE),
+    "experts": ("qwen3_moe", {**WIDE, "num_experts": 16, "moe_intermediate_size": 192}),
+    "window": ("gemma3_text", {**WIDE, "sliding_window": 100}),
+}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -30,8 +42,14 @@ def model(request, tmp_path_factory) -> str:
 
 
 def driver(model: str, **options) -> Driver:
-    return Driver(model, device="cuda", dtype="bfloat16", check=False, overlap=True,
-                  **{"max_num_seqs": COUNT, "num_pages": 8192, "max_num_batched_tokens": 2048, "poison": False} | options)
+    return Driver(
+        model,
+        device="cuda",
+        dtype="bfloat16",
+        check=False,
+        overlap=True,
+        **{"max_num_seqs": COUNT, "num_pages": 8192, "max_num_batched_tokens": 2048, "poison": False} | options,
+    )
 
 
 def fleet(d: Driver) -> list[Request]:
@@ -41,7 +59,12 @@ def fleet(d: Driver) -> list[Request]:
     requests = []
     for i in range(COUNT):
         prompt = [draw.randrange(3, vocab) for _ in range(draw.choice((1, 2, 15, 16, 17, 60, 130, 400)))]
-        how = (dict(temperature=0), dict(temperature=1.0), dict(temperature=0.8, top_p=0.9), dict(temperature=1.2, top_k=20))[i % 4]
+        how = (
+            dict(temperature=0),
+            dict(temperature=1.0),
+            dict(temperature=0.8, top_p=0.9),
+            dict(temperature=1.2, top_k=20),
+        )[i % 4]
         prompt = shared + prompt if i % 3 == 0 else prompt
         requests.append(d.request(f"r{i}", prompt, max_tokens=draw.randint(8, 24), ignore_eos=True, seed=i, **how))
     return requests
@@ -97,7 +120,9 @@ def test_shuffled_with_aborts_prefix_hits_and_preemption(model, alone):
         d.run([])
         found = tokens(d)
         assert all(found[name] == alone[name] for name in found.keys() - cancelled)
-        assert all(alone[name][:len(t)] == t for name, t in found.items()), "what a cancelled request had was right, too"
+        assert all(alone[name][: len(t)] == t for name, t in found.items()), (
+            "what a cancelled request had was right, too"
+        )
         assert len(found.keys() - cancelled) > COUNT // 2
         cancelled.clear()
     assert any(out.num_cached for out in d.outputs.values()), "no prefix was shared"
@@ -110,7 +135,7 @@ def test_beside_requests_that_the_step_cannot_draw_for(model, alone):
     requests = fleet(d)[:64]
     other = dict(max_tokens=20, ignore_eos=True, logprobs=3, repetition_penalty=1.1)
     company = [d.request(f"c{i}", list(range(3, 40 + i)), seed=i, **other) for i in range(8)]
-    d.run([r for i, request in enumerate(requests) for r in (request, *company[i // 8:i // 8 + (i % 8 == 0)])])
+    d.run([r for i, request in enumerate(requests) for r in (request, *company[i // 8 : i // 8 + (i % 8 == 0)])])
     found = tokens(d)
     assert all(found[r.id] == alone[r.id] for r in requests)
     d.close()
@@ -138,8 +163,15 @@ def test_over_a_quantised_cache(codec, model):
     size = d.engine.runner.pool.page_slots
     d.close()
 
-    d = driver(model, num_pages=-(-(SHARED + 400 + 24) // size) + 3, max_num_batched_tokens=150, max_num_seqs=12, max_model_len=512,
-               poison=True, **options)
+    d = driver(
+        model,
+        num_pages=-(-(SHARED + 400 + 24) // size) + 3,
+        max_num_batched_tokens=150,
+        max_num_seqs=12,
+        max_model_len=512,
+        poison=True,
+        **options,
+    )
     hits = 0
     for order in range(2):
         shuffled = requests(d)

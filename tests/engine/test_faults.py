@@ -30,7 +30,10 @@ BAD = 5
 
 
 def fleet(driver: Driver):
-    return [driver.request(f"r{i}", p, temperature=1.0, seed=i, max_tokens=12, ignore_eos=True) for i, p in enumerate(PROMPTS)]
+    return [
+        driver.request(f"r{i}", p, temperature=1.0, seed=i, max_tokens=12, ignore_eos=True)
+        for i, p in enumerate(PROMPTS)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +72,11 @@ def holds_bad(plan) -> bool:
 def test_an_exception_fails_its_request_alone(healthy, monkeypatch, mode):
     driver = Driver(**mode, max_num_seqs=8)
     with monkeypatch.context() as m:
+
         def fault(plan):
             if holds_bad(plan):
                 raise ValueError("injected")
+
         inject(driver, m, fault)
         driver.run(fleet(driver))
     error = driver.errors[f"r{BAD}"]
@@ -112,10 +117,12 @@ def test_out_of_memory_shrinks_the_step_and_goes_on(healthy, monkeypatch, mode):
     driver = Driver(**mode, max_num_seqs=8)
     largest = []
     with monkeypatch.context() as m:
+
         def fault(plan):
             if plan.num_rows > 20:
                 raise torch.OutOfMemoryError("injected")
             largest.append(plan.num_rows)
+
         inject(driver, m, fault)
         driver.run(fleet(driver))
     assert not driver.errors and max(largest) <= 20
@@ -126,9 +133,11 @@ def test_out_of_memory_shrinks_the_step_and_goes_on(healthy, monkeypatch, mode):
 def test_hopeless_lack_of_memory_ends_one_request_not_the_engine(healthy, monkeypatch, mode):
     driver = Driver(**mode, max_num_seqs=8)
     with monkeypatch.context() as m:
+
         def fault(plan):
             if any(s.seq.request.id == f"r{BAD}" for s in plan.spans):
                 raise torch.OutOfMemoryError("injected")
+
         inject(driver, m, fault)
         driver.run(fleet(driver))
     assert driver.errors[f"r{BAD}"].code == "out_of_memory"
@@ -206,13 +215,17 @@ def test_waiting_for_a_grammar_is_no_reason_to_restart(monkeypatch):
     driver, beats, sent, inbox = Driver(grammar_timeout=0.6), [], [], queue.SimpleQueue()
     monkeypatch.setattr(GrammarCompiler, "compile", lambda self, grammar: time.sleep(1.2))
     nothing = lambda *words: None  # noqa: E731
-    flight = SimpleNamespace(launch=nothing, idle=nothing, busy=nothing, stepped=nothing, beat=lambda: beats.append(time.monotonic()))
+    flight = SimpleNamespace(
+        launch=nothing, idle=nothing, busy=nothing, stepped=nothing, beat=lambda: beats.append(time.monotonic())
+    )
     loop = process.Loop(driver.engine, SimpleNamespace(send=sent.append), inbox, flight, 0.1)
     inbox.put(messages.Submit(1, driver.request("g", PROMPTS[2], max_tokens=50, grammar=Grammar("regex", "a"))))
     threading.Timer(0.9, inbox.put, [messages.Stop()]).start()
     began = time.monotonic()
     loop.run()
-    assert max(b - a for a, b in zip([began, *beats], beats)) < 0.4 and any(b"grammar_timeout" in frame for frame in sent)
+    assert max(b - a for a, b in zip([began, *beats], beats)) < 0.4 and any(
+        b"grammar_timeout" in frame for frame in sent
+    )
     driver.close()
 
 
@@ -221,7 +234,9 @@ def test_a_grammar_is_accepted_when_it_is_compiled():
     driver = Driver(max_num_seqs=4)
 
     def events(pattern: str, of: list) -> list[str]:
-        first = driver.engine.submit(driver.request(pattern, PROMPTS[2], max_tokens=4, grammar=Grammar("regex", pattern)))
+        first = driver.engine.submit(
+            driver.request(pattern, PROMPTS[2], max_tokens=4, grammar=Grammar("regex", pattern))
+        )
         while driver.engine._live:
             of += driver.engine.step()
         return [e.kind for e in first]
@@ -234,7 +249,9 @@ def test_a_grammar_is_accepted_when_it_is_compiled():
     assert [e.kind for e in driver.engine.cancel("left")] == ["accepted", "tokens", "tokens"]
     again = driver.request("again", PROMPTS[2], max_tokens=4, grammar=Grammar("regex", "a*"))
     again.epoch = 1
-    assert driver.engine.submit(again) == driver.engine.cancel("again", 7) == [], "the engine's process died before it was compiled"
+    assert driver.engine.submit(again) == driver.engine.cancel("again", 7) == [], (
+        "the engine's process died before it was compiled"
+    )
     driver.engine.cancel("again")
     again.emitted = [[5]]
     assert [e.kind for e in driver.engine.submit(again)] == ["accepted"], "or after its first token"
@@ -296,10 +313,16 @@ def test_a_replay_whose_first_branch_has_ended_computes_its_prompt_once():
     driver = Driver(max_num_seqs=8, enable_prefix_caching=False)
     whole = driver.run([driver.request("r", PROMPTS[7], **params)])
     again = driver.request("again", PROMPTS[7], **params)
-    again.epoch, again.ended, again.emitted = 1, [0], [whole["r", 0].tokens, *(whole["r", b].tokens[:2] for b in (1, 2, 3))]
+    again.epoch, again.ended, again.emitted = (
+        1,
+        [0],
+        [whole["r", 0].tokens, *(whole["r", b].tokens[:2] for b in (1, 2, 3))],
+    )
     driver.outputs = {("again", b): Output(tokens=again.emitted[b][:]) for b in (1, 2, 3)}
     driver.submit(again)
-    assert driver.engine.scheduler.backlog.prompt_tokens == len(PROMPTS[7]) + 2 + 2 * 3, "and of each but the first the prompt's last"
+    assert driver.engine.scheduler.backlog.prompt_tokens == len(PROMPTS[7]) + 2 + 2 * 3, (
+        "and of each but the first the prompt's last"
+    )
     rows = 0
     while driver.engine.has_work():
         driver.step()
@@ -313,11 +336,14 @@ def test_a_replay_whose_first_branch_has_ended_computes_its_prompt_once():
 def test_a_page_copy_survives_a_lack_of_memory(where, monkeypatch):
     """A fork's first span brings a page copy. Whether memory runs out in the copy or in the step around it, the branch that
     goes on has its page; one whose copy never fits fails, and alone."""
+
     def run(fault) -> dict:
         driver = Driver(max_num_seqs=8)
         with monkeypatch.context() as m:
             fault(driver, m)
-            driver.run([driver.request("forked", PROMPTS[6], temperature=1.0, seed=3, max_tokens=12, ignore_eos=True, n=3)])
+            driver.run(
+                [driver.request("forked", PROMPTS[6], temperature=1.0, seed=3, max_tokens=12, ignore_eos=True, n=3)]
+            )
         assert not driver.errors
         driver.close()
         return {key: out.tokens for key, out in driver.outputs.items()}
@@ -332,6 +358,7 @@ def test_a_page_copy_survives_a_lack_of_memory(where, monkeypatch):
                 raised.append(len(copies))
                 raise torch.OutOfMemoryError("injected")
             real(copies)
+
         m.setattr(driver.engine.runner.pool, "copy", copy)
 
     def in_forward(driver, m):
@@ -339,6 +366,7 @@ def test_a_page_copy_survives_a_lack_of_memory(where, monkeypatch):
             if len(raised) < 3 and any(s.seq.branch for s in plan.spans):  # the plan with the copies, and its halves
                 raised.append(len(plan.spans))
                 raise torch.OutOfMemoryError("injected")
+
         # A span of one row that does not fit is hopeless, so only the first tries fail.
         inject(driver, m, lambda plan: len(plan.spans) > 1 and fault(plan))
 
@@ -349,11 +377,15 @@ def test_a_page_copy_survives_a_lack_of_memory(where, monkeypatch):
 def test_a_page_copy_that_never_fits_fails_its_request_alone(healthy, monkeypatch, mode):
     driver = Driver(**mode, max_num_seqs=12)
     with monkeypatch.context() as m:
+
         def copy(copies):
             if copies:
                 raise torch.OutOfMemoryError("injected")
+
         m.setattr(driver.engine.runner.pool, "copy", copy)
-        driver.run([*fleet(driver), driver.request("forked", PROMPTS[6], temperature=1.0, max_tokens=12, ignore_eos=True, n=3)])
+        driver.run(
+            [*fleet(driver), driver.request("forked", PROMPTS[6], temperature=1.0, max_tokens=12, ignore_eos=True, n=3)]
+        )
     assert {name: e.code for name, e in driver.errors.items()} == {"forked": "out_of_memory"}
     assert {key: driver.outputs[key].tokens for key in healthy} == healthy
     driver.close()
@@ -370,11 +402,19 @@ def test_a_failed_branch_takes_its_siblings_along(monkeypatch, mode):
             raise ValueError("injected")
 
     inject(driver, monkeypatch, fault)
-    driver.run([driver.request("forked", PROMPTS[6], max_tokens=12, ignore_eos=True, n=3, seed=1),
-                driver.request("other", PROMPTS[5], max_tokens=12, ignore_eos=True, seed=2)])
+    driver.run(
+        [
+            driver.request("forked", PROMPTS[6], max_tokens=12, ignore_eos=True, n=3, seed=1),
+            driver.request("other", PROMPTS[5], max_tokens=12, ignore_eos=True, seed=2),
+        ]
+    )
     assert list(driver.errors) == ["forked"] and len(driver.outputs["other", 0].tokens) == 12
-    alone = next(i for i, seqs in enumerate(launched) if len(seqs) == 1 and seqs[0].request.id == "forked" and seqs[0].num_output >= 3)
-    assert all(seq.request.id == "other" for seqs in launched[alone + 1:] for seq in seqs)
+    alone = next(
+        i
+        for i, seqs in enumerate(launched)
+        if len(seqs) == 1 and seqs[0].request.id == "forked" and seqs[0].num_output >= 3
+    )
+    assert all(seq.request.id == "other" for seqs in launched[alone + 1 :] for seq in seqs)
     driver.close()
 
 

@@ -12,15 +12,24 @@ from tests.engine.test_mixed_steps import forced
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-PROMPTS = [[300 + (7 * i) % 900 for i in range(40)][:length] + [300 + k, 301 + 2 * k] for k, length in enumerate([3, 14, 15, 30, 31, 38, 20, 9, 5])]
+PROMPTS = [
+    [300 + (7 * i) % 900 for i in range(40)][:length] + [300 + k, 301 + 2 * k]
+    for k, length in enumerate([3, 14, 15, 30, 31, 38, 20, 9, 5])
+]
 
 
 def driver(**options) -> Driver:
-    return Driver(**{"device": "cuda", "dtype": "float32", "batch_invariant": False, "max_num_seqs": 16, "num_pages": 128} | options)
+    return Driver(
+        **{"device": "cuda", "dtype": "float32", "batch_invariant": False, "max_num_seqs": 16, "num_pages": 128}
+        | options
+    )
 
 
 def fleet(d: Driver, temperature: float, n: int = 1, **params) -> list:
-    return [d.request(f"r{k}", p, temperature=temperature, max_tokens=24, ignore_eos=True, seed=k, n=n, **params) for k, p in enumerate(PROMPTS)]
+    return [
+        d.request(f"r{k}", p, temperature=temperature, max_tokens=24, ignore_eos=True, seed=k, n=n, **params)
+        for k, p in enumerate(PROMPTS)
+    ]
 
 
 def tokens(d: Driver) -> dict:
@@ -43,7 +52,9 @@ def plain():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("graphs, overlap", [(True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("how", [dict(), dict(gap=2), dict(gap=1, preempt_every=4)], ids=["together", "arrivals", "preempted"])
+@pytest.mark.parametrize(
+    "how", [dict(), dict(gap=2), dict(gap=1, preempt_every=4)], ids=["together", "arrivals", "preempted"]
+)
 def test_same_tokens(graphs, overlap, how, temperature, plain):
     d = driver(cuda_graphs=graphs, overlap=overlap)
     d.run(fleet(d, temperature, top_p=0.95, top_k=50), **how)
@@ -81,7 +92,9 @@ def test_cancels_leave_the_others_alone(plain):
         d._take(d.engine.cancel(name))
     d.run([])
     cancelled = {(name, 0) for name in ("r3", "r0", "r8")}
-    assert {key: value for key, value in tokens(d).items() if key not in cancelled} == {k: v for k, v in plain[1.0].items() if k not in cancelled}
+    assert {key: value for key, value in tokens(d).items() if key not in cancelled} == {
+        k: v for k, v in plain[1.0].items() if k not in cancelled
+    }
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -96,9 +109,13 @@ def test_reports_of_captured_steps(dtype, invariant, temperature):
             requests[k] = d.request(f"r{k}", PROMPTS[k], max_tokens=24, ignore_eos=True, seed=k, logprobs=logprobs)
         d.run(requests)
         if d.engine.runner.graphs is not None:
-            assert any(output == StepOutput.REPORTS for _, output, _ in d.engine.runner.graphs._ready), "nothing was captured"
+            assert any(output == StepOutput.REPORTS for _, output, _ in d.engine.runner.graphs._ready), (
+                "nothing was captured"
+            )
         entries = {key: [e.id for e in out.logprobs] for key, out in d.outputs.items()}
-        values = {key: [(e.logprob, e.confidence or 0.0, e.rank) for e in out.logprobs] for key, out in d.outputs.items()}
+        values = {
+            key: [(e.logprob, e.confidence or 0.0, e.rank) for e in out.logprobs] for key, out in d.outputs.items()
+        }
         found.append((tokens(d), entries, values))
     (ids, entries, values), (ids_2, entries_2, values_2) = found
     assert ids == ids_2 and entries == entries_2
@@ -111,7 +128,9 @@ def test_reports_of_captured_steps(dtype, invariant, temperature):
         assert ((a - b)[:, 2].abs() <= 1).all(), "two logits that rounding may swap, at most"
 
 
-@pytest.mark.parametrize("kind", [dict(logprobs=2), dict(repetition_penalty=1.2), dict(n=2), dict(min_tokens=4)], ids=lambda k: next(iter(k)))
+@pytest.mark.parametrize(
+    "kind", [dict(logprobs=2), dict(repetition_penalty=1.2), dict(n=2), dict(min_tokens=4)], ids=lambda k: next(iter(k))
+)
 def test_requests_the_step_cannot_draw_for(kind):
     """Forward from the graph, the rest from the sampler."""
     found = []
@@ -133,7 +152,7 @@ def test_a_replay_is_bit_for_bit_the_captured_step():
 
         def kept(spans, output, decode=decode, seen=seen, graphs=runner.graphs):
             handle = decode(spans, output)
-            seen.append(graphs._draws[:6 * handle._size].view(6, -1)[:, :len(spans)].clone())
+            seen.append(graphs._draws[: 6 * handle._size].view(6, -1)[:, : len(spans)].clone())
             return handle
 
         runner.graphs.decode = kept
@@ -171,15 +190,28 @@ def test_a_launch_waits_for_nothing(graphs, params):
 @pytest.mark.parametrize("drafter", ["", "ngram:min_match=1"])
 def test_captures_fit_the_memory_plan(drafter, params):
     """Every bucket, after serving at full width, in a pool that was sized by measurement."""
-    d = Driver(device="cuda", dtype="bfloat16", batch_invariant=False, num_pages=None, max_num_seqs=256, check=False, poison=False,
-               gpu_memory_utilization=0.9, drafter=drafter)
-    d.run([d.request(f"w{i}", [300 + i % 900] * 64, max_tokens=12, ignore_eos=True, seed=i, **params) for i in range(256)])
+    d = Driver(
+        device="cuda",
+        dtype="bfloat16",
+        batch_invariant=False,
+        num_pages=None,
+        max_num_seqs=256,
+        check=False,
+        poison=False,
+        gpu_memory_utilization=0.9,
+        drafter=drafter,
+    )
+    d.run(
+        [d.request(f"w{i}", [300 + i % 900] * 64, max_tokens=12, ignore_eos=True, seed=i, **params) for i in range(256)]
+    )
     while d.engine.idle():
         pass
     graphs = d.engine.runner.graphs
     assert {size for size, *_ in graphs._ready} == set(graphs.buckets)
     assert any(output == StepOutput.REPORTS for _, output, _ in graphs._ready) == bool(params)
     d.outputs.clear()
-    d.run([d.request(f"w{i}", [300 + i % 900] * 64, max_tokens=12, ignore_eos=True, seed=i, **params) for i in range(256)])
+    d.run(
+        [d.request(f"w{i}", [300 + i % 900] * 64, max_tokens=12, ignore_eos=True, seed=i, **params) for i in range(256)]
+    )
     assert not d.errors
     d.close()

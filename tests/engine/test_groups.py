@@ -42,7 +42,7 @@ def test_the_first_m_are_those_of_the_free_run(world, m):
     stopped = sorted((len(o.tokens), b) for b, o in enumerate(found) if o.finish_reason == "stop")
     assert stopped[:m] == kept, "others came first"
     for b, (ours, all_) in enumerate(zip(found, free)):
-        assert ours.tokens == all_.tokens[:len(ours.tokens)], "a branch lost its noise"
+        assert ours.tokens == all_.tokens[: len(ours.tokens)], "a branch lost its noise"
         if ours.finish_reason == "cancelled":
             # It was beaten: its next token would have put it behind the last that counts. And it went no further.
             assert kept[-1] < (len(ours.tokens) + 1, b)
@@ -90,7 +90,16 @@ def test_overlap_and_preemption_choose_the_same(world):
 def test_ends_of_an_earlier_engine_count():
     """After a crash the request comes back with what was delivered: branch 1 had ended by itself, branch 2 was cut short."""
     params = SamplingParams(n=3, finish_after=1)
-    again = Request(id="r", prompt_ids=[1], params=params, seed=0, max_tokens=9, epoch=1, emitted=[[4], [4, 4, 2], [4, 4, 4]], ended=[1, 2])
+    again = Request(
+        id="r",
+        prompt_ids=[1],
+        params=params,
+        seed=0,
+        max_tokens=9,
+        epoch=1,
+        emitted=[[4], [4, 4, 2], [4, 4, 4]],
+        ended=[1, 2],
+    )
     groups = Groups()
     for branch in (1, 2):
         groups.replayed(Sequence(again, branch), frozenset({2}))
@@ -108,7 +117,12 @@ def test_cancelling_does_not_decide(world):
     d._take(d.engine.cancel("c", 0))
     d.run([])
     kept = [(length, b) for length, b in first(free, N) if b][:1]
-    assert sorted((len(o.tokens), b) for (name, b), o in d.outputs.items() if name == "c" and o.finish_reason == "stop")[:1] == kept
+    assert (
+        sorted((len(o.tokens), b) for (name, b), o in d.outputs.items() if name == "c" and o.finish_reason == "stop")[
+            :1
+        ]
+        == kept
+    )
 
 
 def test_too_many_branches():

@@ -13,7 +13,9 @@ PROMPT = [3 + i % 50 for i in range(3 * PAGE)]
 
 
 def others(d: Driver, count: int, length: int = 5 * PAGE) -> list:
-    return [d.request(f"other{count}-{i}", [60 + i] * length, max_tokens=4, seed=i, ignore_eos=True) for i in range(count)]
+    return [
+        d.request(f"other{count}-{i}", [60 + i] * length, max_tokens=4, seed=i, ignore_eos=True) for i in range(count)
+    ]
 
 
 def paused(d: Driver, lease: float):
@@ -46,7 +48,9 @@ def test_pages_outlive_the_traffic_under_a_lease_only(lease, hit):
         assert found == hit
         whole = Driver()
         whole.run([whole.request("whole", PROMPT, max_tokens=2 * (PAGE + 4), seed=1, ignore_eos=True)])
-        assert begun[len(PROMPT):] + d.outputs["next", 0].tokens == whole.outputs["whole", 0].tokens, "the pieces are the whole"
+        assert begun[len(PROMPT) :] + d.outputs["next", 0].tokens == whole.outputs["whole", 0].tokens, (
+            "the pieces are the whole"
+        )
         whole.close()
     finally:
         d.close()
@@ -59,19 +63,23 @@ def test_a_paused_sequence_goes_on_as_a_decode(cut, overlap):
     try:
         run(d, "piece", PROMPT, 500.0)
         begun = PROMPT + d.outputs["piece", 0].tokens
-        begun = begun[:len(begun) - cut]
+        begun = begun[: len(begun) - cut]
         before = len(begun) - len(PROMPT)
         requests = [d.request(f"next{i}", begun, n=3, max_tokens=PAGE, seed=i, ignore_eos=True) for i in (1, 2)]
         for request in requests:
             d.submit(request)
         d.step()
-        assert d.engine.scheduler.num_running == 6 and all(s.num_computed + s.num_ahead >= len(begun) - 1 for s in d.engine.scheduler.running)
+        assert d.engine.scheduler.num_running == 6 and all(
+            s.num_computed + s.num_ahead >= len(begun) - 1 for s in d.engine.scheduler.running
+        )
         plan = d.engine._stats.step_rows if not overlap else d.engine._plans[0][0].num_rows
         assert plan == 6, "a row a branch"
         drain(d)
         whole = Driver()
-        whole.run([whole.request("whole", PROMPT, max_tokens=before + PAGE, seed=1, ignore_eos=True)]
-                  + [whole.request(f"fresh{i}", begun, n=3, max_tokens=PAGE, seed=i, ignore_eos=True) for i in (1, 2)])
+        whole.run(
+            [whole.request("whole", PROMPT, max_tokens=before + PAGE, seed=1, ignore_eos=True)]
+            + [whole.request(f"fresh{i}", begun, n=3, max_tokens=PAGE, seed=i, ignore_eos=True) for i in (1, 2)]
+        )
         assert d.outputs["next1", 0].tokens == whole.outputs["whole", 0].tokens[before:]
         for i in (1, 2):
             for branch in range(3):

@@ -40,8 +40,17 @@ def alone():
     return outcome(driver)
 
 
-@pytest.mark.parametrize("options", [dict(overlap=False), dict(overlap=True), dict(overlap=True, static=True),
-                                     dict(overlap=True, kv_codec="int8"), dict(overlap=True, max_num_batched_tokens=33)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(overlap=False),
+        dict(overlap=True),
+        dict(overlap=True, static=True),
+        dict(overlap=True, kv_codec="int8"),
+        dict(overlap=True, max_num_batched_tokens=33),
+    ],
+    ids=str,
+)
 def test_same_tokens(options, alone):
     driver = Driver(**{"pieces": True, "max_num_seqs": 8, "max_num_batched_tokens": 64} | options)
     if "kv_codec" in options:
@@ -55,7 +64,9 @@ def test_same_tokens(options, alone):
 
 
 def test_preemption_and_a_tight_pool(alone):
-    driver = Driver(pieces=True, overlap=True, max_num_seqs=8, num_pages=14, max_model_len=112, max_num_batched_tokens=40)
+    driver = Driver(
+        pieces=True, overlap=True, max_num_seqs=8, num_pages=14, max_model_len=112, max_num_batched_tokens=40
+    )
     ran = forced(driver)
     driver.run(fleet(driver, KINDS), gap=1, preempt_every=5)
     assert outcome(driver) == alone and ran
@@ -63,6 +74,7 @@ def test_preemption_and_a_tight_pool(alone):
 
 def test_padding_reads_and_harms_nothing(alone):
     """Whatever the dummy page and the last step's rows hold. The counterpart: padding that writes to a page that is in use is seen."""
+
     def run(harm: bool) -> dict:
         driver = Driver(pieces=True, overlap=False, max_num_seqs=8, max_num_batched_tokens=64)
         forced(driver)
@@ -72,18 +84,21 @@ def test_padding_reads_and_harms_nothing(alone):
         def poisoned(frame, batch):
             runner.pool.poison(0, [0])
             for out in runner.mixed._outs.values():
-                out[sum(batch.lengths):] = float("nan")
+                out[sum(batch.lengths) :] = float("nan")
             return forward(frame, batch)
 
         def packed(spans, frame=None):
             batch = pack(spans, frame)
             if harm and frame is not None:
-                batch.slots[0][sum(batch.lengths):] = batch.slots[0][0]
+                batch.slots[0][sum(batch.lengths) :] = batch.slots[0][0]
             return batch
 
         runner.mixed.forward, runner.packer.pack = poisoned, packed
         driver.run(fleet(driver, KINDS), gap=1)
-        found = {key: (out.tokens, out.finish_reason, out.logprobs, out.prompt_logprobs) for key, out in driver.outputs.items()}
+        found = {
+            key: (out.tokens, out.finish_reason, out.logprobs, out.prompt_logprobs)
+            for key, out in driver.outputs.items()
+        }
         driver.close()
         return found
 
@@ -95,10 +110,25 @@ def test_padding_reads_and_harms_nothing(alone):
 def test_windows_and_experts(variant, tmp_path):
     folder, found = str(checkpoints.write(tmp_path, variant)), []
     for pieces in (False, True):
-        driver = Driver(folder, pieces=pieces, overlap=True, max_num_seqs=8, max_num_batched_tokens=64, num_pages=64, max_model_len=96)
+        driver = Driver(
+            folder,
+            pieces=pieces,
+            overlap=True,
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            num_pages=64,
+            max_model_len=96,
+        )
         ran = forced(driver) if pieces else None
-        driver.run([driver.request(f"r{i}", [3 + (7 * i + 3 * j) % 90 for j in range(3 + 9 * i)], temperature=1.0, max_tokens=9, seed=i)
-                    for i in range(6)], gap=1)
+        driver.run(
+            [
+                driver.request(
+                    f"r{i}", [3 + (7 * i + 3 * j) % 90 for j in range(3 + 9 * i)], temperature=1.0, max_tokens=9, seed=i
+                )
+                for i in range(6)
+            ],
+            gap=1,
+        )
         assert ran is None or len(ran) >= 5
         found.append({key: out.tokens for key, out in driver.outputs.items()})
         driver.close()
@@ -160,7 +190,9 @@ def test_large_models_are_launched_as_they_are():
     gpu = torch.device("cuda")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvasir.engine.mixed_steps.rates", lambda device, dtype: (4.8e12, 989e12))
-        most = {name: most_rows(build_spec(SHAPES[name]), gpu, torch.bfloat16, 8192) for name in ("qwen3-0.6b", "llama-8b")}
+        most = {
+            name: most_rows(build_spec(SHAPES[name]), gpu, torch.bfloat16, 8192) for name in ("qwen3-0.6b", "llama-8b")
+        }
     assert most["qwen3-0.6b"] == 8192 and 900 < most["llama-8b"] < 1300
 
 
@@ -173,8 +205,11 @@ def test_a_framed_batch_lies_where_the_frame_says():
     batch = Packer(16, 1, "cpu").pack([seq_span], frame)
     plain = Packer(16, 1, "cpu").pack([seq_span])
     ids, positions, slots, wanted = frame.parts(1)
-    for framed, held, bare in ((batch.input_ids, ids, plain.input_ids), (batch.positions, positions, plain.positions),
-                               (batch.slots[0], slots[0], plain.slots[0])):
+    for framed, held, bare in (
+        (batch.input_ids, ids, plain.input_ids),
+        (batch.positions, positions, plain.positions),
+        (batch.slots[0], slots[0], plain.slots[0]),
+    ):
         assert framed.data_ptr() == held.data_ptr() and torch.equal(framed[:40], bare) and not framed[40:].any()
     assert batch.logit_rows.data_ptr() == wanted.data_ptr() and wanted.tolist() == [39] + [0] * (frame.wanted - 1)
     driver.close()

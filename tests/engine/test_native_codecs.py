@@ -17,7 +17,9 @@ from tests.engine.test_codec_equality import FACTORS, references, run_case
 from tests.pairwise import label, pairwise, product
 from tests.speculation import helpers
 
-pytestmark = pytest.mark.skipif(native().library is None or native().library.kvasir_lanes() < 8, reason="steps of any size need wide vectors")
+pytestmark = pytest.mark.skipif(
+    native().library is None or native().library.kvasir_lanes() < 8, reason="steps of any size need wide vectors"
+)
 CODECS = ["fp8", "int8", "int4", "int4_bdr", "int4_bdr:order=16,rotate_v=true", "int4_bdr:signs=false"]
 CASES = FACTORS | {"codec": CODECS}
 
@@ -73,8 +75,13 @@ def test_random_loads_under_pressure(seed, one_way):
     """Requests of random lengths at random times, with tokens for a third of them: every output is that of the request alone."""
     rng = random.Random(seed)
     codec, rows = rng.choice(CODECS), rng.choice([5, 24, 200])
-    given = [([300 + (13 * i + 5 * rng.randint(0, 2)) % 1500 for i in range(rng.randint(1, 90))],
-              dict(max_tokens=rng.randint(1, 20), seed=k, temperature=k % 2, ignore_eos=True, logprobs=0)) for k in range(12)]
+    given = [
+        (
+            [300 + (13 * i + 5 * rng.randint(0, 2)) % 1500 for i in range(rng.randint(1, 90))],
+            dict(max_tokens=rng.randint(1, 20), seed=k, temperature=k % 2, ignore_eos=True, logprobs=0),
+        )
+        for k in range(12)
+    ]
 
     def run(together, **options):
         driver = Driver(batch_invariant=False, kv_codec=codec, max_model_len=112, **options)

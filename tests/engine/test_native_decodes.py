@@ -11,21 +11,48 @@ from kvasir.types import Grammar
 from tests.engine.driver import Driver
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=f"no native kernels: {native().reason}")
-DRAWN_HERE = [dict(temperature=0.0), dict(temperature=1.0), dict(temperature=0.7, top_k=20), dict(temperature=0.8, top_p=0.9),
-              dict(temperature=1.3, top_k=50, top_p=0.95, min_p=0.02), dict(temperature=1.0, min_p=0.1)]
-NOT_HERE = [dict(temperature=1.0, logprobs=3), dict(temperature=0.9, frequency_penalty=0.5, repetition_penalty=1.2),
-            dict(temperature=1.0, min_tokens=9), dict(temperature=1.0, logit_bias={77: 8.0, 78: -8.0})]
-GRAMMAR = [dict(temperature=1.0, grammar=Grammar("regex", "[a-z ]{60}"))]  # alone: when it is compiled is a matter of time
+DRAWN_HERE = [
+    dict(temperature=0.0),
+    dict(temperature=1.0),
+    dict(temperature=0.7, top_k=20),
+    dict(temperature=0.8, top_p=0.9),
+    dict(temperature=1.3, top_k=50, top_p=0.95, min_p=0.02),
+    dict(temperature=1.0, min_p=0.1),
+]
+NOT_HERE = [
+    dict(temperature=1.0, logprobs=3),
+    dict(temperature=0.9, frequency_penalty=0.5, repetition_penalty=1.2),
+    dict(temperature=1.0, min_tokens=9),
+    dict(temperature=1.0, logit_bias={77: 8.0, 78: -8.0}),
+]
+GRAMMAR = [
+    dict(temperature=1.0, grammar=Grammar("regex", "[a-z ]{60}"))
+]  # alone: when it is compiled is a matter of time
 
 
 def outputs(every, num_pages=256, max_tokens=30, gap=2, n=1, **options):
     """Tokens and reports of requests with these parameters, and how many were preempted."""
-    driver = Driver(**{"batch_invariant": False, "max_num_batched_tokens": 128, "max_num_seqs": 24, "num_pages": num_pages} | options)
+    driver = Driver(
+        **{"batch_invariant": False, "max_num_batched_tokens": 128, "max_num_seqs": 24, "num_pages": num_pages}
+        | options
+    )
     assert driver.engine.runner.decodes is not None
-    reqs = [driver.request(f"r{k}", [300 + (13 * i + 5 * k) % 1500 for i in range(20 + 9 * k)], max_tokens=max_tokens, seed=k, n=n,
-                           **{"ignore_eos": True} | params) for k, params in enumerate(every)]
+    reqs = [
+        driver.request(
+            f"r{k}",
+            [300 + (13 * i + 5 * k) % 1500 for i in range(20 + 9 * k)],
+            max_tokens=max_tokens,
+            seed=k,
+            n=n,
+            **{"ignore_eos": True} | params,
+        )
+        for k, params in enumerate(every)
+    ]
     driver.run(reqs, gap=gap)
-    found = {key: (out.tokens, [(e.id, e.logprob, e.rank, e.top) for e in out.logprobs], out.finish_reason) for key, out in driver.outputs.items()}
+    found = {
+        key: (out.tokens, [(e.id, e.logprob, e.rank, e.top) for e in out.logprobs], out.finish_reason)
+        for key, out in driver.outputs.items()
+    }
     errors, preempted = driver.errors, driver.engine.stats().preemptions
     driver.close()
     assert not errors
@@ -40,9 +67,17 @@ def counted(monkeypatch):
     return steps
 
 
-LOADS = {"alone": (DRAWN_HERE[4:5], {}), "many": (DRAWN_HERE * 3, {}), "beside others": (DRAWN_HERE + NOT_HERE, {}), "others": (NOT_HERE, {}),
-         "a grammar": (GRAMMAR, {}), "branches": (DRAWN_HERE[1:3], dict(n=3)), "overlapping": (DRAWN_HERE, dict(overlap=True)),
-         "short of pages": (DRAWN_HERE * 2, dict(num_pages=26, gap=0, max_model_len=200)), "drafts": (DRAWN_HERE, dict(drafter="ngram"))}
+LOADS = {
+    "alone": (DRAWN_HERE[4:5], {}),
+    "many": (DRAWN_HERE * 3, {}),
+    "beside others": (DRAWN_HERE + NOT_HERE, {}),
+    "others": (NOT_HERE, {}),
+    "a grammar": (GRAMMAR, {}),
+    "branches": (DRAWN_HERE[1:3], dict(n=3)),
+    "overlapping": (DRAWN_HERE, dict(overlap=True)),
+    "short of pages": (DRAWN_HERE * 2, dict(num_pages=26, gap=0, max_model_len=200)),
+    "drafts": (DRAWN_HERE, dict(drafter="ngram")),
+}
 
 
 @pytest.mark.parametrize("load", LOADS)
@@ -89,7 +124,9 @@ def test_the_comparison_can_fail(monkeypatch):
 
     def other(self, kept, num_tokens):
         keep(self, kept, num_tokens)
-        self._kept = program.Kept(kept.token, kept.temperature, kept.top_k, kept.top_p, kept.min_p, kept.stream.clone(), kept.tables)
+        self._kept = program.Kept(
+            kept.token, kept.temperature, kept.top_k, kept.top_p, kept.min_p, kept.stream.clone(), kept.tables
+        )
 
     monkeypatch.setattr(native_decoder.NativeDecoder, "keep", other)
     wrong = outputs(DRAWN_HERE)[0]
@@ -99,7 +136,10 @@ def test_the_comparison_can_fail(monkeypatch):
 def test_a_row_of_nan_fails_alone(monkeypatch):
     """Its request has the error that it has elsewhere; the others go on."""
     driver = Driver(batch_invariant=False, max_num_seqs=8)
-    reqs = [driver.request(f"r{k}", [300 + k, 301, 302], max_tokens=20, temperature=k % 2, seed=k, ignore_eos=True) for k in range(3)]
+    reqs = [
+        driver.request(f"r{k}", [300 + k, 301, 302], max_tokens=20, temperature=k % 2, seed=k, ignore_eos=True)
+        for k in range(3)
+    ]
     for request in reqs:
         driver.submit(request)
     for _ in range(4):

@@ -8,12 +8,24 @@ from kvasir.engine.graphs import DECODES, ROW_BY_ROW, STAND_INS
 from kvasir.types import Grammar
 from tests.engine.driver import Driver
 
-MODES = {"depth0": dict(overlap=False), "static0": dict(overlap=False, static=True), "depth1": dict(overlap=True),
-         "static1": dict(overlap=True, static=True)}
+MODES = {
+    "depth0": dict(overlap=False),
+    "static0": dict(overlap=False, static=True),
+    "depth1": dict(overlap=True),
+    "static1": dict(overlap=True, static=True),
+}
 KINDS = [
-    dict(temperature=0), dict(temperature=0, max_tokens=1), dict(top_p=0.9), dict(top_k=7, temperature=0.7), dict(min_p=0.1),
-    dict(stop_token_ids=list(range(300, 428))), dict(stop_token_ids=list(range(50, 178)), min_tokens=5), dict(logprobs=2),
-    dict(n=3), dict(prompt_logprobs=1, logprobs=0), dict(top_p=0.8, top_k=30, min_p=0.02, temperature=1.3),
+    dict(temperature=0),
+    dict(temperature=0, max_tokens=1),
+    dict(top_p=0.9),
+    dict(top_k=7, temperature=0.7),
+    dict(min_p=0.1),
+    dict(stop_token_ids=list(range(300, 428))),
+    dict(stop_token_ids=list(range(50, 178)), min_tokens=5),
+    dict(logprobs=2),
+    dict(n=3),
+    dict(prompt_logprobs=1, logprobs=0),
+    dict(top_p=0.8, top_k=30, min_p=0.02, temperature=1.3),
 ]
 BOUND = [dict(repetition_penalty=1.3), dict(bad_words=True), dict(grammar=Grammar("regex", "[ab]{3,9}"))]
 
@@ -31,7 +43,9 @@ def fleet(driver: Driver, kinds: list[dict]):
 
 def outcome(driver: Driver, **how) -> dict:
     assert not driver.errors
-    found = {key: (out.tokens, out.finish_reason, out.logprobs, out.prompt_logprobs) for key, out in driver.outputs.items()}
+    found = {
+        key: (out.tokens, out.finish_reason, out.logprobs, out.prompt_logprobs) for key, out in driver.outputs.items()
+    }
     driver.close()
     return found
 
@@ -80,6 +94,7 @@ def record(driver: Driver, holds: str = "") -> list[tuple[str, int]]:
             def read(self):
                 calls.append(("read", plan.step))
                 return handle.read()
+
         return Handle()
 
     runner.launch = recorded
@@ -91,8 +106,11 @@ def test_the_next_step_is_launched_before_a_step_is_read():
     calls = record(driver)
     driver.run(fleet(driver, [dict(max_tokens=6)]))
     launched = [step for what, step in calls if what == "launch"]
-    assert calls == [("launch", launched[0]), *(call for a, b in zip(launched, launched[1:]) for call in (("launch", b), ("read", a))),
-                     ("read", launched[-1])]
+    assert calls == [
+        ("launch", launched[0]),
+        *(call for a, b in zip(launched, launched[1:]) for call in (("launch", b), ("read", a))),
+        ("read", launched[-1]),
+    ]
     assert len(launched) == 6, "no step is launched for a token that cannot come"
     driver.close()
 
@@ -102,7 +120,9 @@ def test_a_step_that_needs_the_last_token_is_launched_after_the_read(kind):
     driver = Driver(overlap=True, max_num_seqs=4)
     calls, of_bound = record(driver), record(driver, "r1")
     driver.run(fleet(driver, [dict(max_tokens=24), kind]))
-    assert [what for what, _ in of_bound] == ["launch", "read"] * (len(of_bound) // 2), "each is read before the next is launched"
+    assert [what for what, _ in of_bound] == ["launch", "read"] * (len(of_bound) // 2), (
+        "each is read before the next is launched"
+    )
     assert any(a == b == "launch" for (a, _), (b, _) in zip(calls, calls[1:])), "the plain request alone overlaps"
     driver.close()
 
@@ -123,7 +143,7 @@ def test_cancel_while_a_step_is_in_flight(mode, after, alone):
     for key, (tokens, reason, _, _) in alone.items():
         if key[0] in ("r2",) or key == ("r8", 1):
             got = driver.outputs[key].tokens
-            assert got == tokens[:len(got)]
+            assert got == tokens[: len(got)]
         elif key in driver.outputs:
             assert (driver.outputs[key].tokens, driver.outputs[key].finish_reason) == (tokens, reason), key
     driver.close()
@@ -146,6 +166,7 @@ def test_a_step_that_fails_when_it_is_read_is_run_again_and_so_is_the_next(mode,
             def read(self):
                 runner.rows.token.fill_(3)  # what the step drew is lost
                 raise ValueError("injected")
+
         return Broken()
 
     runner.launch = launched
@@ -204,7 +225,13 @@ def test_a_failed_capture_leaves_the_engine_running(alone, caplog):
 def test_buckets_are_captured_when_used_often_or_when_idle():
     driver = Driver(overlap=True, static=True, max_num_seqs=20, check=False)
     graphs, captured = driver.engine.runner.graphs, []
-    assert graphs.buckets == [1, 2, 4, 8, 16, 20] and [graphs.bucket(n) for n in (1, 3, 9, 17, 20)] == [1, 4, 16, 20, 20]
+    assert graphs.buckets == [1, 2, 4, 8, 16, 20] and [graphs.bucket(n) for n in (1, 3, 9, 17, 20)] == [
+        1,
+        4,
+        16,
+        20,
+        20,
+    ]
     assert not driver.engine.idle(), "never before the first request"
 
     def capture(work):
@@ -220,7 +247,9 @@ def test_buckets_are_captured_when_used_often_or_when_idle():
     assert len(captured) == 1 and list(graphs._ready) == [(4, True, False)]
     fits = [graphs._fit(2, True, DECODES)[0] for _ in range(STAND_INS + 1)]
     assert fits == [4] * STAND_INS + [2], "a captured bucket stands in until the rows have come often"
-    assert [graphs._fit(n, True, DECODES)[0] for n in (1, 3, 5)] == [1, 4, 8] and graphs._fit(2, True, ROW_BY_ROW)[0] == 2, "but not any"
+    assert [graphs._fit(n, True, DECODES)[0] for n in (1, 3, 5)] == [1, 4, 8] and graphs._fit(2, True, ROW_BY_ROW)[
+        0
+    ] == 2, "but not any"
     graphs._stood_in.clear()
     left = 0
     while driver.engine.idle():

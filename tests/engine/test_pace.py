@@ -26,7 +26,14 @@ ROWS = 1024
 def make(target: float | None, num_decodes: int = 20, beside: Beside | None = None) -> Scheduler:
     """With sequences that draw a token a step."""
     pages = manager(4000, page_slots=16)
-    s = Scheduler(SchedulerConfig(max_num_seqs=64), pages, Fcfs(), max_rows=ROWS, max_model_len=50_000, pace=Pace(MODEL, target, beside))
+    s = Scheduler(
+        SchedulerConfig(max_num_seqs=64),
+        pages,
+        Fcfs(),
+        max_rows=ROWS,
+        max_model_len=50_000,
+        pace=Pace(MODEL, target, beside),
+    )
     for i in range(num_decodes):
         s.add(sequence([i, 1], max_tokens=1000, name=f"d{i}"))
     if num_decodes:
@@ -107,7 +114,9 @@ def test_prompts_beside_decodes_are_bounded_without_a_target():
     crowd = make(None, FEW, BESIDE)
     for i in range(9):
         crowd.add(sequence([i] * 500, max_tokens=4, arrival=0.1, name=f"p{i}"))
-    assert sorted(step(crowd, 0.1).values())[FEW:] == [48, 500], "more where so many wait; not for a dozen rows of a third"
+    assert sorted(step(crowd, 0.1).values())[FEW:] == [48, 500], (
+        "more where so many wait; not for a dozen rows of a third"
+    )
     s.prompts_first = True
     s.add(sequence([7] * 900, max_tokens=4, arrival=0.4, name="r"))
     assert step(s, 0.4).get("r", 0) > 304, "nobody waits for a token"
@@ -135,13 +144,16 @@ def test_what_the_cache_has_and_what_is_set_aside_does_not_wait():
     assert asked == [9 * 20]
 
 
-@pytest.mark.parametrize(("prompt", "long", "short"), [
-    (160, [160], [160]),
-    (300, [300], [160, 140]),  # equal shares, in whole tiles
-    (480, [304, 176], [160, 160, 160]),
-    (500, [304, 196], [304, 128, 68]),  # more than three short steps: a long one, then less waits
-    (1000, [304, 304, 304, 88], [304, 304, 160, 128, 104]),
-])
+@pytest.mark.parametrize(
+    ("prompt", "long", "short"),
+    [
+        (160, [160], [160]),
+        (300, [300], [160, 140]),  # equal shares, in whole tiles
+        (480, [304, 176], [160, 160, 160]),
+        (500, [304, 196], [304, 128, 68]),  # more than three short steps: a long one, then less waits
+        (1000, [304, 304, 304, 88], [304, 304, 160, 128, 104]),
+    ],
+)
 def test_several_decodes_wait_for_shorter_steps(monkeypatch, prompt, long, short):
     monkeypatch.setattr("kvasir.engine.pace.TILE_ROWS", 32)
     for num_decodes, expected in ((FEW, long), (SEVERAL, short), (MANY, long)):
@@ -154,9 +166,21 @@ def test_several_decodes_wait_for_shorter_steps(monkeypatch, prompt, long, short
         assert lengths == expected
 
 
-@pytest.mark.parametrize(("ahead", "expected"), [
-    (0, 1212), (1, 1212), (1152, 1212), (1153, 700), (2304, 1212), (3456, 1212), (3457, 2108), (16_384, 2108), (20_000, 2560), (100_000, 8192),
-])
+@pytest.mark.parametrize(
+    ("ahead", "expected"),
+    [
+        (0, 1212),
+        (1, 1212),
+        (1152, 1212),
+        (1153, 700),
+        (2304, 1212),
+        (3456, 1212),
+        (3457, 2108),
+        (16_384, 2108),
+        (20_000, 2560),
+        (100_000, 8192),
+    ],
+)
 def test_rows_of_a_step_by_what_waits(ahead, expected):
     assert Pace(None, None, Beside(2048, 1152)).most(30, 60, 8192, ahead) == expected
 
@@ -164,8 +188,12 @@ def test_rows_of_a_step_by_what_waits(ahead, expected):
 def test_rows_beside_decodes_follow_from_the_device():
     hopper = Roofline(4.8e12, 989e12, 15e9, 2 * 7e9, 4 * 32 * 128 * 32, 2 * 8 * 128 * 2 * 32)
     assert mixed_rows(hopper) == Beside(2048, 1152)
-    assert mixed_rows(replace(hopper, weight_bytes=30e9, row_flops=4 * 7e9)) == Beside(2048, 1152), "of a model twice as large, too"
-    assert mixed_rows(replace(hopper, weight_bytes=120e9, routed=((0.875, 120e9),))) == Beside(2048, 1152), "of a mixture that reads as much a row"
+    assert mixed_rows(replace(hopper, weight_bytes=30e9, row_flops=4 * 7e9)) == Beside(2048, 1152), (
+        "of a model twice as large, too"
+    )
+    assert mixed_rows(replace(hopper, weight_bytes=120e9, routed=((0.875, 120e9),))) == Beside(2048, 1152), (
+        "of a mixture that reads as much a row"
+    )
     assert mixed_rows(replace(hopper, flops=hopper.flops / 2)) == Beside(1024, 512)
 
 
@@ -173,11 +201,17 @@ def test_the_wait_for_a_first_token_knows_the_pace():
     running = StepShape.of([(100, 1)] * 20)
     free, paced = Pace(MODEL, None), Pace(MODEL, 0.02)
     assert free.first_token(running, 0, 100, ROWS) == MODEL.time_to_first_token(0, 100, running, ROWS)
-    assert paced.first_token(running, 5000, 100, ROWS) > free.first_token(running, 5000, 100, ROWS) > free.first_token(running, 0, 100, ROWS)
+    assert (
+        paced.first_token(running, 5000, 100, ROWS)
+        > free.first_token(running, 5000, 100, ROWS)
+        > free.first_token(running, 0, 100, ROWS)
+    )
     bounded = Pace(MODEL, None, beside=Beside(200, 200))
     assert bounded.first_token(running, 5000, 100, ROWS) > free.first_token(running, 5000, 100, ROWS)
     full = StepShape.of([(100, 1)] * ROWS)
-    assert free.first_token(full, 0, 1020, ROWS) < 11 * MODEL.predict(StepShape(ROWS + 102, 102 * 1020, 100 * ROWS, ROWS + 1)), "a tenth a step"
+    assert free.first_token(full, 0, 1020, ROWS) < 11 * MODEL.predict(
+        StepShape(ROWS + 102, 102 * 1020, 100 * ROWS, ROWS + 1)
+    ), "a tenth a step"
 
 
 class Model:
@@ -192,7 +226,9 @@ class Model:
 def test_replays_are_learnt_from_with_their_padding_and_captures_never():
     spans = [SimpleNamespace(start=10 + i, length=1) for i in range(5)]
     ready = set()
-    graphs = SimpleNamespace(takes=lambda spans: all(s.length == 1 for s in spans), bucket=lambda n: 8, replays=lambda size: size in ready)
+    graphs = SimpleNamespace(
+        takes=lambda spans: all(s.length == 1 for s in spans), bucket=lambda n: 8, replays=lambda size: size in ready
+    )
     clock = StepClock(Model(), SimpleNamespace(graphs=graphs, native=None, device=torch.device("cpu"), captures=0))
 
     def run(spans, captures=0) -> bool:
@@ -235,7 +271,9 @@ def test_replays_have_coefficients_of_their_own():
     d = Driver(static=True, overlap=True)
     assert d.engine.runner.graphs._capture is call_through
     d.run([d.request(f"r{i}", [300 + i] * 9, max_tokens=60, ignore_eos=True) for i in range(4)])
-    assert d.engine.stats().step_time_error.keys() == {"eager", "graph"} or d.engine.stats().step_time_error.keys() == {"graph"}
+    assert d.engine.stats().step_time_error.keys() == {"eager", "graph"} or d.engine.stats().step_time_error.keys() == {
+        "graph"
+    }
     d.close()
 
 
@@ -246,7 +284,9 @@ def test_requests_that_would_wait_too_long_are_refused_with_a_time():
     for i in range(40):
         d.submit(d.request(f"r{i}", [300 + i, *prompt], max_tokens=2, ignore_eos=True))
     refused = list(d.errors.values())
-    assert 0 < len(refused) < 40 and all((e.status, e.code) == (429, "overloaded") and e.retry_after >= 1 for e in refused)
+    assert 0 < len(refused) < 40 and all(
+        (e.status, e.code) == (429, "overloaded") and e.retry_after >= 1 for e in refused
+    )
     assert "max_ttft" in refused[0].message
     d.run([])
     assert len(d.outputs) == 40 - len(refused)
@@ -263,7 +303,13 @@ def test_who_goes_first_does_not_wait_for_the_queue(policy):
     prompt = list(range(300, 700))
 
     def send(name: str, priority: int) -> bool:
-        d.submit(replace(d.request(name, [len(name), *prompt], max_tokens=2, ignore_eos=True), priority=priority, arrival=len(d.outputs)))
+        d.submit(
+            replace(
+                d.request(name, [len(name), *prompt], max_tokens=2, ignore_eos=True),
+                priority=priority,
+                arrival=len(d.outputs),
+            )
+        )
         return name not in d.errors
 
     queued = sum(send(f"r{i:02}", 5) for i in range(40))
@@ -306,22 +352,37 @@ def test_a_target_changes_no_token():
     found = []
     for target in (None, 1e-3, 0.02):
         d = Driver(target_itl=target, max_num_batched_tokens=64)
-        d.run([d.request(f"r{i}", [300 + i + j for j in range(10 + 20 * i)], max_tokens=12, ignore_eos=True, seed=i) for i in range(6)], gap=3)
+        d.run(
+            [
+                d.request(f"r{i}", [300 + i + j for j in range(10 + 20 * i)], max_tokens=12, ignore_eos=True, seed=i)
+                for i in range(6)
+            ],
+            gap=3,
+        )
         assert not d.errors
         found.append({key: out.tokens for key, out in d.outputs.items()})
         d.close()
     assert found[0] == found[1] == found[2] and len(found[0]) == 6
 
 
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_device_times_are_predicted_on_a_gpu():
-    d = Driver(device="cuda", dtype="bfloat16", batch_invariant=False, max_num_seqs=32, num_pages=2048, check=False, poison=False)
+    d = Driver(
+        device="cuda",
+        dtype="bfloat16",
+        batch_invariant=False,
+        max_num_seqs=32,
+        num_pages=2048,
+        check=False,
+        poison=False,
+    )
     for turn in range(4):
         prompts = [[300 + (i * j) % 900 for j in range(20 + 9 * i)] for i in range(32)]
-        d.run([d.request(f"r{turn}.{i}", prompt, max_tokens=200, ignore_eos=True) for i, prompt in enumerate(prompts)], gap=3)
+        d.run(
+            [d.request(f"r{turn}.{i}", prompt, max_tokens=200, ignore_eos=True) for i, prompt in enumerate(prompts)],
+            gap=3,
+        )
     assert not d.errors
     error, model = d.engine.stats().step_time_error, d.engine.clock.model
     assert error.keys() == {"eager", "graph"}

@@ -84,7 +84,9 @@ def test_on_free_hears_of_content_that_died_and_of_nothing_else():
     pages.release(seq)
     assert freed == [tail], "full pages live on in the cache"
     other = start(pages, [50 + i for i in range(17)])
-    assert sorted(other.tables[0]) == [1, 2, 3, 4, 5] and len(freed) == 3, "two cached pages were taken, three were free"
+    assert sorted(other.tables[0]) == [1, 2, 3, 4, 5] and len(freed) == 3, (
+        "two cached pages were taken, three were free"
+    )
     pages.release(other)
     assert len(freed) == 4
     pages.check([])
@@ -272,7 +274,12 @@ def test_window_hits_take_what_the_next_row_sees_and_no_more():
     start(pages, 16)
     seq = sequence(17)
     pages.admit(seq, pages.match(seq))
-    assert seq.num_computed == 16 and [bool(p) for p in seq.tables[0]] == [False, False, False, True]  # positions 12..15
+    assert seq.num_computed == 16 and [bool(p) for p in seq.tables[0]] == [
+        False,
+        False,
+        False,
+        True,
+    ]  # positions 12..15
 
 
 def test_room_of_a_window_group_is_bounded_by_its_window():
@@ -478,8 +485,20 @@ def leaked_holder(pages, seq):
     pages.index.tenant(seq).holds += 1
 
 
-@pytest.mark.parametrize("damage", [freed_early, in_two_places, lost, wrong_tokens, dropped_from_a_table, miscounted, stale_node,
-                                    indexed_too_early, leaked_holder])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        freed_early,
+        in_two_places,
+        lost,
+        wrong_tokens,
+        dropped_from_a_table,
+        miscounted,
+        stale_node,
+        indexed_too_early,
+        leaked_holder,
+    ],
+)
 def test_check_sees(damage):
     pages = manager(10, 4)
     seq = start(pages, 12)
@@ -558,7 +577,9 @@ def test_random_forks_and_writes(seed):
             pages.commit(seq, step)
             if rng.random() < 0.7:
                 pages.truncate(seq, seq.num_tokens, step)
-            seq.tokens += [rng.randrange(2) for _ in range(rng.randint(0, 3) if seq.num_computed == seq.num_tokens else 0)]
+            seq.tokens += [
+                rng.randrange(2) for _ in range(rng.randint(0, 3) if seq.num_computed == seq.num_tokens else 0)
+            ]
         pages.check(alive)
         while len(alive) > 4 or (alive and (rng.random() < 0.1 or pages.num_free < 8)):
             pages.release(alive.pop(rng.randrange(len(alive))), rng.choice([None, step]))

@@ -62,14 +62,18 @@ def test_short_prompts_go_first_as_far_as_there_is_a_queue():
     for i in range(40):  # waits of one second, 100 tokens in the mean
         policy.order_waiting([call(100, 1.0 + i, waited=1.0)], 50.0)
     long, short, late = call(500, 60.0), call(10, 69.0), call(10, 71.0)
-    assert policy.order_waiting([long, late, short], 72.0) == [short, long, late], "five times the mean length: ten seconds behind"
+    assert policy.order_waiting([long, late, short], 72.0) == [short, long, late], (
+        "five times the mean length: ten seconds behind"
+    )
     assert policy.order_waiting([late, short, long], 99.0) == [short, long, late], "ranks never change"
     branches = [call(300, 80.0)]
     branches += [call(300, 80.0, branch=b) for b in (1, 2)]
     for seq in branches[1:]:
         seq.parent = branches[0]
     between = call(10, 80.0)
-    assert policy.order_waiting([branches[2], between, branches[0], branches[1]], 90.0) == [between, *branches], "branches stand together"
+    assert policy.order_waiting([branches[2], between, branches[0], branches[1]], 90.0) == [between, *branches], (
+        "branches stand together"
+    )
     queue = technique.load(PACKAGE, "shortest", SchedulerPolicy)
     waiting = [call(100, float(i), waited=None) for i in range(4)]
     assert queue.order_waiting(waiting, 4.0) == waiting
@@ -101,16 +105,30 @@ class TestEveryPolicy:
 
     def test_everything_ends_with_the_tokens_it_has_alone(self, name):
         rng = random.Random(2)
-        d = Driver(scheduler(manager(14, 4), technique.load(PACKAGE, name, SchedulerPolicy), max_rows=16, max_num_seqs=4))
-        seqs = [d.add(sequence([rng.randrange(3) for _ in range(rng.randint(1, 25))], arrival=i, priority=rng.choice([0, 4, 30]),
-                               name=str(i), max_tokens=rng.randint(1, 20))) for i in range(40)]
+        d = Driver(
+            scheduler(manager(14, 4), technique.load(PACKAGE, name, SchedulerPolicy), max_rows=16, max_num_seqs=4)
+        )
+        seqs = [
+            d.add(
+                sequence(
+                    [rng.randrange(3) for _ in range(rng.randint(1, 25))],
+                    arrival=i,
+                    priority=rng.choice([0, 4, 30]),
+                    name=str(i),
+                    max_tokens=rng.randint(1, 20),
+                )
+            )
+            for i in range(40)
+        ]
         d.drain()
         assert all(s.finish_reason == "length" and s.output == expected_output(s) for s in seqs)
 
     def test_starvation_bound(self, name):
         """With k older ones in the queue, a sequence is passed in at most (k + 1) * MAX_SKIPS steps, however urgent and
         many the later ones are."""
-        d = Driver(scheduler(manager(12, 4), technique.load(PACKAGE, name, SchedulerPolicy), max_rows=16, max_num_seqs=3))
+        d = Driver(
+            scheduler(manager(12, 4), technique.load(PACKAGE, name, SchedulerPolicy), max_rows=16, max_num_seqs=3)
+        )
         for i in range(3):
             d.add(unique(4, f"w{i}", max_tokens=6))
         d.step()
@@ -146,7 +164,11 @@ def test_fcfs_goes_by_arrival_and_never_displaces():
 
 
 def test_priority_goes_lower_first_then_by_arrival():
-    a, b, c = sequence(1, arrival=1.0, priority=5), sequence(1, arrival=3.0, priority=-1), sequence(1, arrival=2.0, priority=5)
+    a, b, c = (
+        sequence(1, arrival=1.0, priority=5),
+        sequence(1, arrival=3.0, priority=-1),
+        sequence(1, arrival=2.0, priority=5),
+    )
     assert Priority(Config()).order_waiting([c, a, b], 0.0) == [b, a, c]
 
 
@@ -168,6 +190,7 @@ def test_priority_displaces_only_from_the_threshold_on(difference, displaces):
 @pytest.mark.parametrize("victim", [lambda running, incoming: 1 / 0, lambda running, incoming: incoming])
 def test_a_policy_that_names_no_victim_is_off(victim, caplog):
     """Pages run out: who gives way is then the last by arrival."""
+
     class Strange(Priority):
         ours = False
 

@@ -61,7 +61,11 @@ def test_walk_finds_the_common_part():
 def test_a_collision_never_gives_a_hit(equal_for):
     x = index()
     whole = x.digest
-    x.digest = (lambda data: b"same") if equal_for == "every page" else (lambda data: whole(data)[:8] * 2 if len(data) < 40 else b"same")
+    x.digest = (
+        (lambda data: b"same")
+        if equal_for == "every page"
+        else (lambda data: whole(data)[:8] * 2 if len(data) < 40 else b"same")
+    )
     a, b = sequence([1] * 8), sequence([2] * 8)
     enlist(x, a, 2)
     assert not list(x.walk(b, 2)), "a hash alone must not be believed"
@@ -71,7 +75,9 @@ def test_equal_tokens_below_another_prefix_are_no_hit_even_when_keys_collide():
     x = index()
     a, b = sequence([1, 1, 1, 1, 5, 5, 5, 5]), sequence([2, 2, 2, 2, 5, 5, 5, 5])
     secrets = {}
-    x.digest = lambda data: secrets.setdefault(bytes(data[-32:]) if data[-32:] == a_tail else bytes(data), len(secrets).to_bytes(16, "big"))
+    x.digest = lambda data: secrets.setdefault(
+        bytes(data[-32:]) if data[-32:] == a_tail else bytes(data), len(secrets).to_bytes(16, "big")
+    )
     a_tail = b"".join(t.to_bytes(8, "little") for t in [5, 5, 5, 5])
     enlist(x, a, 2)
     enlist(x, b, 1)

@@ -102,8 +102,13 @@ CODES = {"_quantized_decode", "_quantized_attention", "_gather_codes", "_quantiz
 
 def rehearsed(codec, tmp_path, *helping, **extra):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | extra
-    run = subprocess.run([sys.executable, "-c", REHEARSE, codec, tmp_path / "launchers", *helping], capture_output=True, text=True, timeout=300,
-                         env=environment)
+    run = subprocess.run(
+        [sys.executable, "-c", REHEARSE, codec, tmp_path / "launchers", *helping],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     assert "compiled ahead" not in run.stderr, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
@@ -113,8 +118,21 @@ def rehearsed(codec, tmp_path, *helping, **extra):
 def test_the_first_steps_are_compiled_once_and_never_run(codec, attention, tmp_path):
     """The driver here cannot launch: a kernel that ran would raise, and be warned of."""
     found = rehearsed(codec, tmp_path)
-    assert attention | {"_one_row", "_stream_rows", "_join", "_add_rms_norm", "_gated", "_chunk_tops", "_cut", "_draw", "_chunk_parts",
-                        "_merge_parts", "_open_rows", "_close_rows", "_gumbel_kernel"} <= set(found["first"])
+    assert attention | {
+        "_one_row",
+        "_stream_rows",
+        "_join",
+        "_add_rms_norm",
+        "_gated",
+        "_chunk_tops",
+        "_cut",
+        "_draw",
+        "_chunk_parts",
+        "_merge_parts",
+        "_open_rows",
+        "_close_rows",
+        "_gumbel_kernel",
+    } <= set(found["first"])
     assert found["named"] and found["again"] == 0, "what is compiled once is known"
     assert found["launchers"] == found["first"], "each has its launcher made beside it"
     assert found["launched"] is not True, "outside a rehearsal kernels are launched"
@@ -122,10 +140,14 @@ def test_the_first_steps_are_compiled_once_and_never_run(codec, attention, tmp_p
 
 def test_other_processes_compile_all_of_it(tmp_path):
     found = rehearsed("plain", tmp_path, "helping", TRITON_CACHE_DIR=str(tmp_path / "cache"))
-    assert not found["here"] and found["elsewhere"] == found["first"] == found["launchers"], "it finds kernels and launchers made"
+    assert not found["here"] and found["elsewhere"] == found["first"] == found["launchers"], (
+        "it finds kernels and launchers made"
+    )
     (tmp_path / "launchers").unlink()
     again = rehearsed("plain", tmp_path, "helping", TRITON_CACHE_DIR=str(tmp_path / "cache"))
-    assert not again["here"] and not again["elsewhere"] and again["first"] == found["first"], "what is cached is not asked for"
+    assert not again["here"] and not again["elsewhere"] and again["first"] == found["first"], (
+        "what is cached is not asked for"
+    )
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda", "cpu"])
@@ -159,7 +181,7 @@ def test_what_fails_ends_nothing(monkeypatch, caplog):
     monkeypatch.setattr(rehearsal, "_draw", lambda runner: met.append("draw"))
     driver = Driver()
     try:
-        assert met[:len(rehearsal.ROWS) + 1] == ["draw", *rehearsal.ROWS]
+        assert met[: len(rehearsal.ROWS) + 1] == ["draw", *rehearsal.ROWS]
         assert caplog.text.count("not compiled ahead") == 1 and "(8,)" in caplog.text
     finally:
         driver.close()

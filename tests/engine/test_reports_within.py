@@ -19,19 +19,39 @@ from tests.engine.test_draft_graphs import use_graphs
 from tests.speculation.helpers import Hostile, driver, install, plain, requests
 
 HIDDEN, DRAWS, REPORTS = StepOutput
-ASKED = [dict(logprobs=0), dict(confidence=20), dict(confidence=2, top_p=0.9), dict(confidence=5, temperature=0), dict(),
-         dict(logprobs=0, n=2, top_k=5), dict(confidence=20, stop_token_ids=list(range(300, 428)), min_tokens=3)]
+ASKED = [
+    dict(logprobs=0),
+    dict(confidence=20),
+    dict(confidence=2, top_p=0.9),
+    dict(confidence=5, temperature=0),
+    dict(),
+    dict(logprobs=0, n=2, top_k=5),
+    dict(confidence=20, stop_token_ids=list(range(300, 428)), min_tokens=3),
+]
 
 
 def fleet(d: Driver, kinds: list[dict], **params) -> list:
-    return [d.request(f"r{i}", [300 + (7 * i + 3 * j) % 900 for j in range(3 + 5 * i)],
-                      **dict(temperature=1.0, max_tokens=12, ignore_eos=True, seed=i) | kind | params) for i, kind in enumerate(kinds)]
+    return [
+        d.request(
+            f"r{i}",
+            [300 + (7 * i + 3 * j) % 900 for j in range(3 + 5 * i)],
+            **dict(temperature=1.0, max_tokens=12, ignore_eos=True, seed=i) | kind | params,
+        )
+        for i, kind in enumerate(kinds)
+    ]
 
 
 def outcome(d: Driver) -> dict:
     assert not d.errors
-    found = {key: (out.tokens, out.finish_reason, [(e.id, e.rank, e.top, e.confidence is None) for e in out.logprobs],
-                   [(e.logprob, e.confidence or 0.0) for e in out.logprobs]) for key, out in d.outputs.items()}
+    found = {
+        key: (
+            out.tokens,
+            out.finish_reason,
+            [(e.id, e.rank, e.top, e.confidence is None) for e in out.logprobs],
+            [(e.logprob, e.confidence or 0.0) for e in out.logprobs],
+        )
+        for key, out in d.outputs.items()
+    }
     d.close()
     return found
 
@@ -94,8 +114,16 @@ def test_logits_a_slice_at_a_time(alone, monkeypatch):
     same(outcome(d), alone)
 
 
-@pytest.mark.parametrize("other", [dict(logprobs=2), dict(logprobs=0, logprobs_mode="processed"), dict(repetition_penalty=1.3, logprobs=0),
-                                   dict(allowed_token_ids=list(range(300, 400)), confidence=5)], ids=lambda kind: next(iter(kind)))
+@pytest.mark.parametrize(
+    "other",
+    [
+        dict(logprobs=2),
+        dict(logprobs=0, logprobs_mode="processed"),
+        dict(repetition_penalty=1.3, logprobs=0),
+        dict(allowed_token_ids=list(range(300, 400)), confidence=5),
+    ],
+    ids=lambda kind: next(iter(kind)),
+)
 def test_a_request_that_needs_the_pipeline_takes_the_others_along(other):
     """As long as it runs."""
     want = Driver(overlap=False)
@@ -132,7 +160,9 @@ def test_reporting_buckets_are_captured_once_a_step_reported():
     assert not graphs.replays(4), "those of the last kind"
     while d.engine.idle():
         pass
-    assert set(graphs._ready) == {(size, output, DECODES) for size in (1, 2, 4) for output in (DRAWS, REPORTS)} and graphs.replays(4)
+    assert set(graphs._ready) == {
+        (size, output, DECODES) for size in (1, 2, 4) for output in (DRAWS, REPORTS)
+    } and graphs.replays(4)
     d.close()
 
 
@@ -151,20 +181,31 @@ def test_drafted_steps_report_the_path(trees):
     run = graphs._run
     graphs._run = lambda *key: seen.add(key[1:]) or run(*key)
     d.run(requests(d, 1.0, 2, **free), preempt_every=7)
-    assert {output for output, _ in seen} == {REPORTS} and {form for _, form in seen} >= ({4, 16} if trees else {ROW_BY_ROW})
+    assert {output for output, _ in seen} == {REPORTS} and {form for _, form in seen} >= (
+        {4, 16} if trees else {ROW_BY_ROW}
+    )
     assert not d.errors and d.engine.stats().accepted_tokens > 20
     for key, (tokens, entries) in wanted.items():
         out = d.outputs[key]
         assert out.tokens == tokens and [(e.id, e.rank) for e in out.logprobs] == [(i, rank) for i, _, rank in entries]
-        np.testing.assert_allclose([e.logprob for e in out.logprobs], [logprob for _, logprob, _ in entries], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            [e.logprob for e in out.logprobs], [logprob for _, logprob, _ in entries], rtol=1e-5, atol=1e-5
+        )
         assert all(e.confidence > 0 for e in out.logprobs)
     d.close()
 
 
 def test_what_a_step_must_put_out():
     sampler = Sampler(64, 60, 8, "cpu", (1,))
-    kinds = [dict(), dict(logprobs=0), dict(logprobs=0, confidence=20), dict(logprobs=1), dict(logprobs=0, logprobs_mode="processed"),
-             dict(logprobs=0, min_tokens=2), dict(logprobs=0, bad_words=("x",))]
+    kinds = [
+        dict(),
+        dict(logprobs=0),
+        dict(logprobs=0, confidence=20),
+        dict(logprobs=1),
+        dict(logprobs=0, logprobs_mode="processed"),
+        dict(logprobs=0, min_tokens=2),
+        dict(logprobs=0, bad_words=("x",)),
+    ]
     spans = []
     for row, kind in enumerate(kinds):
         seq = sequence(row, **kind)
@@ -195,12 +236,35 @@ class Read:
 
 
 def test_rows_that_failed_have_no_report():
-    spans = [Span(Sequence(Request(id=str(row), prompt_ids=[1, 2, 3], params=SamplingParams(**params), seed=0, max_tokens=20)), 2, 1, want=ONE_SAMPLE,
-                  row=row) for row, params in enumerate([dict(logprobs=0), dict(logprobs=0, confidence=4), dict(logprobs=0), dict()])]
-    numbers = np.array([[5, 6, 7, 8, 0], [np.nan, 1, -np.inf, 1, 0], [1, 1, -np.inf, 1, 0], [-1, -2, -3, -4, 0], [1, 2, 3, 4, 0], [9, 8, 7, 6, 0]],
-                       np.float32)
+    spans = [
+        Span(
+            Sequence(
+                Request(id=str(row), prompt_ids=[1, 2, 3], params=SamplingParams(**params), seed=0, max_tokens=20)
+            ),
+            2,
+            1,
+            want=ONE_SAMPLE,
+            row=row,
+        )
+        for row, params in enumerate([dict(logprobs=0), dict(logprobs=0, confidence=4), dict(logprobs=0), dict()])
+    ]
+    numbers = np.array(
+        [
+            [5, 6, 7, 8, 0],
+            [np.nan, 1, -np.inf, 1, 0],
+            [1, 1, -np.inf, 1, 0],
+            [-1, -2, -3, -4, 0],
+            [1, 2, 3, 4, 0],
+            [9, 8, 7, 6, 0],
+        ],
+        np.float32,
+    )
     first, second, third, fourth = DecodeHandle(Read(numbers), 5, spans, None, True).read()
-    assert (first.error, third.error) == (NUMERIC_ERROR, NUMERIC_ERROR) and first.logprobs is None and third.logprobs is None
-    entry, = second.logprobs
+    assert (
+        (first.error, third.error) == (NUMERIC_ERROR, NUMERIC_ERROR)
+        and first.logprobs is None
+        and third.logprobs is None
+    )
+    (entry,) = second.logprobs
     assert (entry.id, entry.logprob, entry.rank, entry.top, entry.confidence) == (6, -2.0, 2, [], 8.0)
     assert isinstance(entry.rank, int) and fourth.tokens == [8] and fourth.logprobs is None

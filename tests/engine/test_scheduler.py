@@ -18,7 +18,13 @@ def test_a_prompt_is_computed_in_chunks_that_end_at_pages_and_then_decodes():
     seq = d.add(unique(23, "a", max_tokens=3))
     spans = [d.step().spans[0] for _ in range(5)]
     assert [(s.start, s.length) for s in spans] == [(0, 8), (8, 8), (16, 7), (23, 1), (24, 1)]
-    assert [dict(s.want) for s in spans] == [{}, {}, {"sample": range(6, 7)}, {"sample": range(1)}, {"sample": range(1)}]
+    assert [dict(s.want) for s in spans] == [
+        {},
+        {},
+        {"sample": range(6, 7)},
+        {"sample": range(1)},
+        {"sample": range(1)},
+    ]
     assert seq.finish_reason == "length" and seq.output == expected_output(seq) and not d.scheduler.has_work(0)
 
 
@@ -100,7 +106,12 @@ def test_prompt_rows_are_scored_once():
     d = driver(max_rows=8)
     seq = d.add(unique(19, "a", prompt_logprobs=0, max_tokens=2))
     wants = [dict(d.step().spans[0].want) for _ in range(4)]
-    assert wants == [{"score": range(8)}, {"score": range(8)}, {"score": range(2), "sample": range(2, 3)}, {"sample": range(1)}]
+    assert wants == [
+        {"score": range(8)},
+        {"score": range(8)},
+        {"score": range(2), "sample": range(2, 3)},
+        {"sample": range(1)},
+    ]
     assert seq.state["num_scored"] == 18
 
 
@@ -153,8 +164,12 @@ def test_with_prompts_first_decodes_sit_out_while_prompts_fill_whole_steps():
     d.scheduler.prompts_first = True
     for i in range(5):
         d.add(unique(10, f"p{i}", arrival=float(i), max_tokens=3))
-    assert [rows(d.step()) for _ in range(4)] == [{"p0": 10, "p1": 10}, {"p2": 10, "p3": 10}, {"p4": 10, **{f"p{i}": 1 for i in range(4)}},
-                                                  {f"p{i}": 1 for i in range(5)}], "what does not fill a step takes the decodes along"
+    assert [rows(d.step()) for _ in range(4)] == [
+        {"p0": 10, "p1": 10},
+        {"p2": 10, "p3": 10},
+        {"p4": 10, **{f"p{i}": 1 for i in range(4)}},
+        {f"p{i}": 1 for i in range(5)},
+    ], "what does not fill a step takes the decodes along"
     d.drain()
     d.assert_outputs()
 
@@ -196,7 +211,9 @@ def test_decodes_without_a_row_come_first_next_time():
     running(d, 5)
     served = [set(rows(d.step(max_rows=2))) for _ in range(30)]
     assert served[:3] == [{"d0", "d1"}, {"d2", "d3"}, {"d4", "d0"}]
-    assert all(set().union(*served[i:i + 4]) == set(served[0] | served[1] | {"d4"}) for i in range(26)), "nobody waits four steps"
+    assert all(set().union(*served[i : i + 4]) == set(served[0] | served[1] | {"d4"}) for i in range(26)), (
+        "nobody waits four steps"
+    )
 
 
 def test_the_oldest_prompt_has_a_claim_once_it_has_waited():

@@ -226,7 +226,12 @@ def test_the_queue_is_always_in_policy_order(policy):
         if members and rng.random() < 0.45:
             queue.discard(members.pop(rng.choice([0, -1, rng.randrange(len(members))])))
         else:
-            seq = sequence(1, arrival=float(rng.choice([i, rng.randrange(i + 1), i // 100])), priority=rng.randrange(3), name=str(i))
+            seq = sequence(
+                1,
+                arrival=float(rng.choice([i, rng.randrange(i + 1), i // 100])),
+                priority=rng.randrange(3),
+                name=str(i),
+            )
             members.append(seq)
             queue.add(seq, 0.0)
         if members and rng.random() < 0.1:

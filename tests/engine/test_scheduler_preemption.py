@@ -109,8 +109,12 @@ def test_who_was_preempted_often_is_spared_while_there_is_another():
 
 def test_finish_in_every_state():
     d = driver(max_num_seqs=1)
-    states = {"running": d.add(unique(5, "a")), "waiting": d.add(unique(5, "b", arrival=1.0)), "blocked": d.add(unique(5, "c", arrival=2.0)),
-              "new": unique(5, "d")}
+    states = {
+        "running": d.add(unique(5, "a")),
+        "waiting": d.add(unique(5, "b", arrival=1.0)),
+        "blocked": d.add(unique(5, "c", arrival=2.0)),
+        "new": unique(5, "d"),
+    }
     d.scheduler.block(states["blocked"])
     d.step()
     for seq in states.values():
@@ -197,7 +201,11 @@ def test_blocking_a_running_sequence_gives_up_its_pages():
     d.step()
     d.scheduler.block(seq)
     d.scheduler.check()
-    assert d.scheduler.num_running == 0 and d.scheduler.pages.num_free == d.scheduler.pages.num_total and seq.num_preempted == 0
+    assert (
+        d.scheduler.num_running == 0
+        and d.scheduler.pages.num_free == d.scheduler.pages.num_total
+        and seq.num_preempted == 0
+    )
     d.scheduler.unblock(seq)
     d.drain()
     assert seq.output == expected_output(seq)

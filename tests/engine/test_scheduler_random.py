@@ -31,11 +31,23 @@ class World:
         max_rows = rng.choice([1, 3, 8, 16, 40])
         self.longest = rng.choice([12, 30, 48])
         enough = -(-self.longest // self.page_slots) + rng.choice([0, 1, 4, 30])
-        pages = manager([1 + max(enough, rng.choice([0, (12 + max_rows) // self.page_slots + 3])) for _ in groups], self.page_slots, groups,
-                        None if rng.random() < 0.2 else b"root")
-        policy = rng.choice([Fcfs(), Affinity(), Shortest(), Priority(Config(threshold=1)), Priority(Config(threshold=10))])
-        self.scheduler = scheduler(pages, policy, max_rows=max_rows, max_model_len=self.longest, max_num_seqs=rng.choice([1, 2, 4, 8]),
-                                   long_prefill_token_threshold=rng.choice([0, 0, 5]))
+        pages = manager(
+            [1 + max(enough, rng.choice([0, (12 + max_rows) // self.page_slots + 3])) for _ in groups],
+            self.page_slots,
+            groups,
+            None if rng.random() < 0.2 else b"root",
+        )
+        policy = rng.choice(
+            [Fcfs(), Affinity(), Shortest(), Priority(Config(threshold=1)), Priority(Config(threshold=10))]
+        )
+        self.scheduler = scheduler(
+            pages,
+            policy,
+            max_rows=max_rows,
+            max_model_len=self.longest,
+            max_num_seqs=rng.choice([1, 2, 4, 8]),
+            long_prefill_token_threshold=rng.choice([0, 0, 5]),
+        )
         self.scheduler.prompts_first = rng.random() < 0.4
         self.scheduler.pace.beside = rng.choice([None, None, Beside(1, 1), Beside(6, 3)])
         model = FakeModel(pages)
@@ -60,19 +72,40 @@ class World:
         rng = self.rng
         shared = rng.randint(0, self.longest - 2) * (rng.random() < 0.7)
         prompt = rng.choice(self.roots)[:shared]
-        prompt = prompt + [rng.randrange(7) for _ in range(rng.randint(0 if prompt else 1, max(1, (self.longest - 1 - len(prompt)) // 2)))]
+        prompt = prompt + [
+            rng.randrange(7)
+            for _ in range(rng.randint(0 if prompt else 1, max(1, (self.longest - 1 - len(prompt)) // 2)))
+        ]
         tenant = rng.choice(["", "", "a"])
-        paused = [s for s in self.driver.sequences[-24:] if s.status is Status.FINISHED and s.request.params.lease and s.num_tokens < self.longest]
+        paused = [
+            s
+            for s in self.driver.sequences[-24:]
+            if s.status is Status.FINISHED and s.request.params.lease and s.num_tokens < self.longest
+        ]
         if paused and rng.random() < 0.4:  # go on from it, all of it or cut
             before = rng.choice(paused)
-            prompt, tenant = before.tokens[:rng.randint(max(1, before.num_tokens - 4), before.num_tokens)], before.request.tenant
+            prompt, tenant = (
+                before.tokens[: rng.randint(max(1, before.num_tokens - 4), before.num_tokens)],
+                before.request.tenant,
+            )
         max_tokens = rng.randint(1, self.longest - len(prompt))
         if not self.scheduler.pages.fits(len(prompt) + max_tokens - 1, self.scheduler.max_rows):
             return
         lease = rng.choice([0.0, 0.0, 2.0, 50.0]) if self.scheduler.pages.index is not None else 0.0
-        params = SamplingParams(n=rng.choice([1, 1, 1, 2, 4]), prompt_logprobs=rng.choice([None] * 5 + [0]), lease=lease)
-        request = Request(id=str(len(self.driver.sequences)), prompt_ids=prompt, params=params, seed=rng.getrandbits(64), max_tokens=max_tokens,
-                          priority=rng.choice([0, 0, 3, 20]), arrival=self.driver.now, tenant=tenant, affinity=rng.choice(["", "p", "q"]))
+        params = SamplingParams(
+            n=rng.choice([1, 1, 1, 2, 4]), prompt_logprobs=rng.choice([None] * 5 + [0]), lease=lease
+        )
+        request = Request(
+            id=str(len(self.driver.sequences)),
+            prompt_ids=prompt,
+            params=params,
+            seed=rng.getrandbits(64),
+            max_tokens=max_tokens,
+            priority=rng.choice([0, 0, 3, 20]),
+            arrival=self.driver.now,
+            tenant=tenant,
+            affinity=rng.choice(["", "p", "q"]),
+        )
         parent = None
         for branch in range(params.n):
             seq = Sequence(request, branch)
@@ -105,13 +138,19 @@ class World:
                 self.arrive()
             self.disturb()
             max_rows = rng.randint(1, self.scheduler.max_rows) if rng.random() < 0.1 else None
-            self.driver.step(max_rows=max_rows, between=self.disturb, delay=self.delayed and rng.random() < 0.7,
-                             late=rng.random() < self.late)
+            self.driver.step(
+                max_rows=max_rows,
+                between=self.disturb,
+                delay=self.delayed and rng.random() < 0.7,
+                late=rng.random() < self.late,
+            )
         for seq in list(self.scheduler.backlog.blocked):
             self.scheduler.unblock(seq)
         self.driver.drain()
         assert all(seq.status is Status.FINISHED for seq in self.driver.sequences)
-        assert self.scheduler.pages.num_free == self.scheduler.pages.num_total, "the pool is not as full as at the start"
+        assert self.scheduler.pages.num_free == self.scheduler.pages.num_total, (
+            "the pool is not as full as at the start"
+        )
         self.driver.assert_outputs()
 
 
@@ -128,4 +167,10 @@ def test_random_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         seen["hits"] += world.scheduler.pages.cached_tokens
         seen["resumed"] += world.resumed
         seen["finished"] += sum(seq.finish_reason == "length" for seq in world.driver.sequences)
-    assert seen["steps"] >= EPISODES * STEPS and seen["preemptions"] and seen["hits"] and seen["finished"] and seen["resumed"], seen
+    assert (
+        seen["steps"] >= EPISODES * STEPS
+        and seen["preemptions"]
+        and seen["hits"]
+        and seen["finished"]
+        and seen["resumed"]
+    ), seen

@@ -15,7 +15,13 @@ OFFSETS = sorted({1, 2, LENGTH - 1, *(b * PAGE + d for b in range(1, 5) for d in
 
 
 def score(driver: Driver, name: str, at: int, *, tenant: str = "", prompt=PROMPT, **params):
-    request = driver.request(name, prompt, max_tokens=1, temperature=0.0, **{"score_from": at, "confidence": K, "confidence_window": WINDOW} | params)
+    request = driver.request(
+        name,
+        prompt,
+        max_tokens=1,
+        temperature=0.0,
+        **{"score_from": at, "confidence": K, "confidence_window": WINDOW} | params,
+    )
     request.max_tokens, request.tenant = 0, tenant
     driver.run([request])
     return driver.outputs[name, 0]
@@ -35,7 +41,9 @@ def whole(driver):
     request.tenant = "alone"
     driver.run([request])
     entries = driver.outputs["whole", 0].prompt_logprobs
-    assert entries[0] is None and all(math.isclose(e.confidence, -sum(p for _, p in e.top) / K, rel_tol=1e-6) for e in entries[1:])
+    assert entries[0] is None and all(
+        math.isclose(e.confidence, -sum(p for _, p in e.top) / K, rel_tol=1e-6) for e in entries[1:]
+    )
     return entries
 
 
@@ -44,7 +52,9 @@ def test_cold_and_warm_say_the_same(driver, whole, at):
     sure = [e.confidence for e in whole[at:]]
     cold = score(driver, f"cold{at}", at, tenant=f"t{at}")
     warm = score(driver, f"warm{at}", at, tenant=f"t{at}")
-    assert cold.num_cached == 0 and warm.num_cached == (at - 1) // PAGE * PAGE, "the row before the first scored token must run again"
+    assert cold.num_cached == 0 and warm.num_cached == (at - 1) // PAGE * PAGE, (
+        "the row before the first scored token must run again"
+    )
     for found in (cold.score, warm.score):
         assert found.tokens == LENGTH - at
         assert found.logprob == sum(e.logprob for e in whole[at:])
@@ -86,7 +96,9 @@ def test_decoding_gives_the_confidence_that_scoring_gives(driver):
         assert all(e.top == [] for e in drawn.logprobs), "one number a token, no list"
         found = score(driver, f"again{branch}", LENGTH, prompt=PROMPT + drawn.tokens).score
         assert found.logprob == pytest.approx(sum(e.logprob for e in drawn.logprobs), rel=1e-6)
-        assert (found.confidence, found.lowest) == pytest.approx(summed_up([e.confidence for e in drawn.logprobs], WINDOW), rel=1e-6)
+        assert (found.confidence, found.lowest) == pytest.approx(
+            summed_up([e.confidence for e in drawn.logprobs], WINDOW), rel=1e-6
+        )
 
 
 def test_a_score_without_confidence(driver, whole):

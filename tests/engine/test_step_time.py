@@ -141,7 +141,9 @@ def test_steps_held_up_now_and_then_do_not_drive_it_away(rng):
     model = StepTimeModel(ROOFLINE)
     for i in range(3000):
         sequences = rng.choice((64, 64, 64, 60, 48, 30, 8, 1))
-        shape = StepShape(rows=-(-sequences // 8) * 8, decode_context=int(sequences * rng.uniform(60, 140)), sequences=sequences)
+        shape = StepShape(
+            rows=-(-sequences // 8) * 8, decode_context=int(sequences * rng.uniform(60, 140)), sequences=sequences
+        )
         model.observe(shape, rng.uniform(0.0043, 0.0047) if i % 12 else 0.02, graph=True)
         if i > 50:
             assert model.predict(shape, graph=True) < 0.04, i
@@ -150,12 +152,15 @@ def test_steps_held_up_now_and_then_do_not_drive_it_away(rng):
 def test_the_wait_for_a_first_token_is_the_sum_of_its_steps(rng):
     model, running = StepTimeModel(ROOFLINE), StepShape.of([(500, 1)] * 8)
     learn(model, shapes(300, rng), rng)
+
     def alone(start, length):
         return model.predict(running.plus(start, length))
 
     assert model.time_to_first_token(0, 100, running, 2048) == alone(0, 100)
     assert model.time_to_first_token(0, 3000, running, 2048) == pytest.approx(alone(0, 2040) + alone(2040, 960))
-    assert model.time_to_first_token(5000, 100, running, 2048) == pytest.approx(2 * alone(0, 2040) + alone(0, 920) + alone(0, 100))
+    assert model.time_to_first_token(5000, 100, running, 2048) == pytest.approx(
+        2 * alone(0, 2040) + alone(0, 920) + alone(0, 100)
+    )
     assert model.time_to_first_token(0, 0, running, 4) > 0
 
 

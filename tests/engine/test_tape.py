@@ -25,7 +25,11 @@ def block(x, w, pool, at):
     z = (y * scale).flip(1).transpose(0, 1).reshape(-1, 8)
     z = torch.nn.functional.scaled_dot_product_attention(z[None], z[None], z[None])[0]
     torch.exp(z)
-    return torch.cat([torch.nn.functional.silu(z), pool.index_select(0, at).repeat(2, 1)], 1).add_(best.repeat(2)[:, None]).double()
+    return (
+        torch.cat([torch.nn.functional.silu(z), pool.index_select(0, at).repeat(2, 1)], 1)
+        .add_(best.repeat(2)[:, None])
+        .double()
+    )
 
 
 @torch.inference_mode()
@@ -83,8 +87,17 @@ def run(lengths, monkeypatch, taped: bool, **options):
     monkeypatch.setattr(runner, "why_not", lambda *args: "tapes are for where there are no native kernels")
     monkeypatch.setattr(decode_tapes, "MAX_ROWS", 32 if taped else 0)
     driver = Driver(batch_invariant=False, max_num_batched_tokens=64, max_num_seqs=32, **options)
-    reqs = [driver.request(f"r{k}", [300 + (11 * i + 7 * k) % 1500 for i in range(n)], temperature=k % 2, max_tokens=40, seed=k, ignore_eos=True)
-            for k, n in enumerate(lengths)]
+    reqs = [
+        driver.request(
+            f"r{k}",
+            [300 + (11 * i + 7 * k) % 1500 for i in range(n)],
+            temperature=k % 2,
+            max_tokens=40,
+            seed=k,
+            ignore_eos=True,
+        )
+        for k, n in enumerate(lengths)
+    ]
     driver.run(reqs)
     used = len(driver.engine.runner.tapes._steps)
     tokens = {key: out.tokens for key, out in driver.outputs.items()}

@@ -57,11 +57,19 @@ def truth(ids: list[int], layers: tuple[int, ...] = LAYERS) -> torch.Tensor:
     return torch.stack(found, 1)
 
 
-@pytest.mark.parametrize("options, drafts", [
-    (dict(), False), (dict(), True), (dict(static=True), True), (dict(max_num_batched_tokens=6), True),
-    (dict(batch_invariant=False, enable_prefix_caching=False), False),  # decode steps from tapes
-    (dict(batch_invariant=False, enable_prefix_caching=False, native=True), True),
-    (dict(static=True, overlap=True), False)], ids=["eager", "trees", "static", "chunks", "tapes", "native", "overlap"])
+@pytest.mark.parametrize(
+    "options, drafts",
+    [
+        (dict(), False),
+        (dict(), True),
+        (dict(static=True), True),
+        (dict(max_num_batched_tokens=6), True),
+        (dict(batch_invariant=False, enable_prefix_caching=False), False),  # decode steps from tapes
+        (dict(batch_invariant=False, enable_prefix_caching=False, native=True), True),
+        (dict(static=True, overlap=True), False),
+    ],
+    ids=["eager", "trees", "static", "chunks", "tapes", "native", "overlap"],
+)
 def test_every_committed_row_is_handed_over(options, drafts, expected):
     native = options.get("native")
     layers = LAYERS[:2] if native else LAYERS  # the native steps hold no last layer but for rows that are drawn from
@@ -75,14 +83,18 @@ def test_every_committed_row_is_handed_over(options, drafts, expected):
     if not options.get("max_num_batched_tokens") and options.get("batch_invariant", True):
         assert outputs(d) == expected, "who looks on changes a token"
     if native:
-        assert d.engine.runner.tapes is None and d.engine.runner.native._program is not None and d.engine.stats().accepted_tokens > 0
+        assert (
+            d.engine.runner.tapes is None
+            and d.engine.runner.native._program is not None
+            and d.engine.stats().accepted_tokens > 0
+        )
     elif not options.get("batch_invariant", True):
         assert any(step.tape is not None for step in d.engine.runner.tapes._steps.values())
     for key, rows in recorder.rows.items():
         ids = recorder.ids[key]
         cached = d.outputs[key].num_cached
         assert sorted(rows) == list(range(cached, max(rows) + 1)) and max(rows) >= len(ids) - 2
-        right = truth(ids[:max(rows) + 1], layers)
+        right = truth(ids[: max(rows) + 1], layers)
         for position, row in rows.items():
             torch.testing.assert_close(row, right[position], rtol=2e-3, atol=2e-3)
     assert not d.engine._drafting._failures
@@ -110,7 +122,7 @@ def test_drafts_over_static_buffers_larger_than_they_need(expected):
     own = {key for key in runner.graphs._ready if key[2]} - large
     assert own and all(runner.graphs._uses[key] > EAGER_STEPS for key in own), "they stood in first"
     for key, rows in recorder.rows.items():
-        right = truth(recorder.ids[key][:max(rows) + 1])
+        right = truth(recorder.ids[key][: max(rows) + 1])
         torch.testing.assert_close(torch.stack([*rows.values()]), right[[*rows]], rtol=2e-3, atol=2e-3)
     assert not d.engine._drafting._failures
     d.close()

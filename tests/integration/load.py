@@ -21,25 +21,54 @@ import httpx
 import psutil
 
 MIB = 1 << 20
-KINDS = {"plain": {}, "n": {"n": 3}, "logprobs": {"logprobs": 5}, "penalty": {"frequency_penalty": 1.0}, "stop": {"stop": ["nevermore", "t77"]},
-         "grammar": {"guided_regex": "[a-z0-9 ]{200,400}"}, "prompt_logprobs": {"prompt_logprobs": 2, "stream": False}, "prefix": {}, "long": {},
-         "bad": {}}
-BAD = ({"prompt": []}, {"prompt": [1 << 30]}, {"temperature": -1}, {"n": 0}, {"max_tokens": -3}, {"guided_regex": "("}, {"warp_drive": 1},
-       {"max_tokens": 1 << 20}, {"model": "another"})
+KINDS = {
+    "plain": {},
+    "n": {"n": 3},
+    "logprobs": {"logprobs": 5},
+    "penalty": {"frequency_penalty": 1.0},
+    "stop": {"stop": ["nevermore", "t77"]},
+    "grammar": {"guided_regex": "[a-z0-9 ]{200,400}"},
+    "prompt_logprobs": {"prompt_logprobs": 2, "stream": False},
+    "prefix": {},
+    "long": {},
+    "bad": {},
+}
+BAD = (
+    {"prompt": []},
+    {"prompt": [1 << 30]},
+    {"temperature": -1},
+    {"n": 0},
+    {"max_tokens": -3},
+    {"guided_regex": "("},
+    {"warp_drive": 1},
+    {"max_tokens": 1 << 20},
+    {"model": "another"},
+)
 HEADS = 4  # beginnings that requests of the kind "prefix" share
 LEAVE = 0.33  # share of the clients that leave in the middle
 # How much more, in the last quarter than in the second, is not a leak. Memory in MiB. Files come and go with bursts: they are counted at the end.
 ALLOWED = {"rss_server": 24, "rss_engine": 64, "gpu": 256, "threads": 4}
 PATIENCE, IDLE_SECONDS = 20.0, 60.0  # after the end: until all clients leave, and until the server must be idle
-PROBE = {"prompt": list(range(300, 312)), "max_tokens": 48, "temperature": 0, "ignore_eos": True, "return_token_ids": True}  # less than a page
+PROBE = {
+    "prompt": list(range(300, 312)),
+    "max_tokens": 48,
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}  # less than a page
 
 
 # ------------------------------------------------------------------------------------------------------------- requests
 
 
 def body(rng: random.Random, shortest: int = 4, longest: int = 60, **more) -> dict:
-    return {"prompt": tokens(rng, rng.randrange(shortest, longest)), "temperature": rng.choice([0, 1]), "seed": rng.getrandbits(32),
-            "ignore_eos": True, **more}
+    return {
+        "prompt": tokens(rng, rng.randrange(shortest, longest)),
+        "temperature": rng.choice([0, 1]),
+        "seed": rng.getrandbits(32),
+        "ignore_eos": True,
+        **more,
+    }
 
 
 def tokens(rng: random.Random, count: int) -> list[int]:
@@ -79,7 +108,9 @@ async def ask(http: httpx.AsyncClient, request: dict, leave_after: int | None = 
             elif line.startswith("data: "):
                 assert not done, "an event after the end"
                 event = json.loads(line[6:])
-                if "error" in event:  # what the engine finds only once the stream has begun, such as a grammar that does not compile
+                if (
+                    "error" in event
+                ):  # what the engine finds only once the stream has begun, such as a grammar that does not compile
                     assert event["error"]["type"] == "invalid_request_error", event
                     return "invalid"
                 for choice in event.get("choices", ()):
@@ -123,9 +154,15 @@ class Watch:
     def sample(self) -> dict[str, float]:
         server, *others = [psutil.Process(pid) for pid in self.pids()]
         both = [server, *others]
-        found = {"rss_server": server.memory_info().rss / MIB, "rss_engine": sum(p.memory_info().rss for p in others) / MIB,
-                 "files": sum(p.num_fds() for p in both), "threads": sum(p.num_threads() for p in both)}
-        return found | ({} if self.gpu_of == "nobody" else {"gpu": gpu_mib(self.pids() if self.gpu_of == "the server" else [])})
+        found = {
+            "rss_server": server.memory_info().rss / MIB,
+            "rss_engine": sum(p.memory_info().rss for p in others) / MIB,
+            "files": sum(p.num_fds() for p in both),
+            "threads": sum(p.num_threads() for p in both),
+        }
+        return found | (
+            {} if self.gpu_of == "nobody" else {"gpu": gpu_mib(self.pids() if self.gpu_of == "the server" else [])}
+        )
 
     def keep(self, found: dict[str, float]) -> None:
         for name, value in found.items():
@@ -151,7 +188,7 @@ def gpu_mib(pids: list[int]) -> float | None:
 def quarters(values: list[float]) -> list[float]:
     """The median of each quarter of the time."""
     size = max(1, len(values) // 4)
-    return [statistics.median(values[i * size:(i + 1) * size if i < 3 else None] or values[-1:]) for i in range(4)]
+    return [statistics.median(values[i * size : (i + 1) * size if i < 3 else None] or values[-1:]) for i in range(4)]
 
 
 def leaks(series: dict[str, list[float]], allowed: dict[str, float] = ALLOWED) -> list[str]:
@@ -212,8 +249,10 @@ def soak(url: str, pid: int, *, seconds: float, clients: int, tie: float = 0.0) 
         after = watch.sample()
         last = _probe(http)
         other = last != first and (not tie or max(_lost(http, first), _lost(http, last)) > tie)
-    totals = {name: ended[f"kvasir:{name}_total"] - begun[f"kvasir:{name}_total"] for name in (
-        "prompt_tokens", "generation_tokens", "cached_tokens", "preemptions", "steps", "engine_restarts")}
+    totals = {
+        name: ended[f"kvasir:{name}_total"] - begun[f"kvasir:{name}_total"]
+        for name in ("prompt_tokens", "generation_tokens", "cached_tokens", "preemptions", "steps", "engine_restarts")
+    }
     reasons = [*wrong, *leaks(watch.series)]
     if held:
         reasons.append(f"{IDLE_SECONDS:.0f} s after the last request there are still {held}")
@@ -226,7 +265,11 @@ def soak(url: str, pid: int, *, seconds: float, clients: int, tie: float = 0.0) 
     for name in ("preemptions", "cached_tokens"):
         if not totals[name]:
             reasons.append(f"no {name}: the load was not what it is meant to be")
-    reasons += [f"no request of the kind {kind} came to its end" for kind in KINDS if not counts[kind]["invalid" if kind == "bad" else "ok"]]
+    reasons += [
+        f"no request of the kind {kind} came to its end"
+        for kind in KINDS
+        if not counts[kind]["invalid" if kind == "bad" else "ok"]
+    ]
     return Soaked(spent, counts, watch.series, totals, reasons, watch.gpu_of)
 
 
@@ -237,16 +280,25 @@ def _probe(http: httpx.Client) -> list[int]:
 def _lost(http: httpx.Client, ids: list[int]) -> float:
     """How much less likely than the best one a token of a reply to the probe is, at most, by the server as it is now."""
     asked = {**PROBE, "prompt": [*PROBE["prompt"], *ids], "max_tokens": 1, "prompt_logprobs": 1}
-    scored = http.post("/v1/completions", json=asked).raise_for_status().json()["choices"][0]["prompt_logprobs"][-len(ids):]
-    return max(max(e["logprob"] for e in of.values()) - of[str(token)]["logprob"] for of, token in zip(scored, ids, strict=True))
+    scored = (
+        http.post("/v1/completions", json=asked).raise_for_status().json()["choices"][0]["prompt_logprobs"][-len(ids) :]
+    )
+    return max(
+        max(e["logprob"] for e in of.values()) - of[str(token)]["logprob"]
+        for of, token in zip(scored, ids, strict=True)
+    )
 
 
 def _engine_sample(now: dict[str, float]) -> dict[str, float]:
-    return {"pages_free": now["kvasir:pages_free"], **{k: now[f"kvasir:num_requests_{k}"] for k in ("running", "waiting")}}
+    return {
+        "pages_free": now["kvasir:pages_free"],
+        **{k: now[f"kvasir:num_requests_{k}"] for k in ("running", "waiting")},
+    }
 
 
-async def _load(url: str, watch: Watch, more: Callable[[], dict[str, float]], context: int, seconds: float,
-                clients: int) -> tuple[dict[str, Counter], list[str]]:
+async def _load(
+    url: str, watch: Watch, more: Callable[[], dict[str, float]], context: int, seconds: float, clients: int
+) -> tuple[dict[str, Counter], list[str]]:
     counts, wrong = {kind: Counter() for kind in KINDS}, Counter()
     end = time.monotonic() + seconds
 
@@ -255,9 +307,13 @@ async def _load(url: str, watch: Watch, more: Callable[[], dict[str, float]], co
         leaves = rng.random() < LEAVE
         after = rng.randrange(1, 30) if leaves and request.get("stream") else None
         try:
-            async with asyncio.timeout(rng.uniform(0.01, 1.0) if leaves and after is None else end + PATIENCE - time.monotonic()):
+            async with asyncio.timeout(
+                rng.uniform(0.01, 1.0) if leaves and after is None else end + PATIENCE - time.monotonic()
+            ):
                 how = await ask(http, request, after)
-            assert how == "refused" or (how == "invalid") == (kind == "bad"), f"a {kind} request was {how}"  # a full server may not look at it
+            assert how == "refused" or (how == "invalid") == (kind == "bad"), (
+                f"a {kind} request was {how}"
+            )  # a full server may not look at it
         except TimeoutError:
             how = "left"
         except (AssertionError, httpx.HTTPError, ValueError, LookupError) as e:

@@ -23,8 +23,22 @@ class Served:
     def __init__(self, folder: Path, *options: str) -> None:
         self._log = folder / "server.log"
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen([sys.executable, "-m", "kvasir.cli.main", "serve", "nano", "--port", "0", "--num-threads", "1", *options],
-                                            stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "kvasir.cli.main",
+                    "serve",
+                    "nano",
+                    "--port",
+                    "0",
+                    "--num-threads",
+                    "1",
+                    *options,
+                ],
+                stdout=log,
+                stderr=log,
+            )
         self.url = ""
         try:
             self.url = self._wait(lambda: re.search(r"listening on (http://\S+)", self.log))[1]
@@ -48,15 +62,20 @@ class Served:
 
     def metrics(self) -> dict[str, float]:
         """Every sample without labels (or with any, by its whole name)."""
-        return {name: float(value) for name, value in re.findall(r"^([^#\s].*) (\S+)$", self.http.get("/metrics").text, re.M)}
+        return {
+            name: float(value)
+            for name, value in re.findall(r"^([^#\s].*) (\S+)$", self.http.get("/metrics").text, re.M)
+        }
 
     def until_idle(self, seconds: float = 10.0) -> dict[str, float]:
         """Wait until nothing runs, waits or holds a page; returns the metrics."""
         end = time.monotonic() + seconds
         while True:
             now = self.metrics()
-            if not any(now[f"kvasir:num_requests_{k}"] for k in ("running", "waiting", "blocked")) \
-                    and now["kvasir:pages_free"] == now["kvasir:pages_total"]:
+            if (
+                not any(now[f"kvasir:num_requests_{k}"] for k in ("running", "waiting", "blocked"))
+                and now["kvasir:pages_free"] == now["kvasir:pages_total"]
+            ):
                 return now
             assert time.monotonic() < end, f"the server is not idle: {now}"
             time.sleep(0.05)

@@ -18,9 +18,17 @@ HEALTHY = 31
 LATE = {
     "grammar-without-tokens": (TEXT, {"prompt": "x", "guided_regex": "[0-9]+", "allowed_token_ids": [5]}),
     "grammar-that-does-not-compile": (TEXT, {"prompt": "x", "guided_regex": "("}),
-    "schema-with-a-missing-reference": (CHAT, {"messages": USER, "response_format": {"type": "json_schema", "json_schema": {
-        "name": "x", "schema": {"$ref": "#/nowhere"}}}}),
-    "nothing-but-a-ban": (TEXT, {"prompt": "x", "allowed_token_ids": [400], "bad_words": ["x"], "logit_bias": {"400": -100}, "stream": True}),
+    "schema-with-a-missing-reference": (
+        CHAT,
+        {
+            "messages": USER,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/nowhere"}}},
+        },
+    ),
+    "nothing-but-a-ban": (
+        TEXT,
+        {"prompt": "x", "allowed_token_ids": [400], "bad_words": ["x"], "logit_bias": {"400": -100}, "stream": True},
+    ),
 }
 # Fine here: ids at the end of the catalogue's own vocabulary, and an empty text, which has a BOS. The context is as long as there.
 HARMLESS = {"15-logits-width", "16-padding", "34-above", "35-range", "38-range", "13-empty"}
@@ -29,8 +37,11 @@ HARMLESS = {"15-logits-width", "16-padding", "34-above", "35-range", "38-range",
 def catalogue() -> list[tuple[str, dict]]:
     """(path, arguments of a POST) of every bad request."""
     bad = [(path, {"content": body, "headers": JSON}) for path in (CHAT, TEXT) for body, _ in RAW.values()]
-    for path, base, changes in ((CHAT, {"messages": USER, "max_tokens": 4}, IN_CHAT), (TEXT, {"prompt": "x"}, IN_TEXT),
-                                (RESPONSES, {"input": "x"}, IN_RESPONSES)):
+    for path, base, changes in (
+        (CHAT, {"messages": USER, "max_tokens": 4}, IN_CHAT),
+        (TEXT, {"prompt": "x"}, IN_TEXT),
+        (RESPONSES, {"input": "x"}, IN_RESPONSES),
+    ):
         for name, (change, _) in changes.items():
             if name not in HARMLESS:
                 body = {**base, **change}
@@ -42,13 +53,28 @@ def catalogue() -> list[tuple[str, dict]]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with served(tmp_path_factory.mktemp("server"), "--batch-invariant", "--max-num-batched-tokens", "64", "--max-model-len", "1024") as it:
+    with served(
+        tmp_path_factory.mktemp("server"),
+        "--batch-invariant",
+        "--max-num-batched-tokens",
+        "64",
+        "--max-model-len",
+        "1024",
+    ) as it:
         yield it
 
 
 async def healthy(http: httpx.AsyncClient, i: int) -> tuple:
-    body = {"prompt": [300 + (i * 29 + j * 3) % 900 for j in range(4 + 2 * i)], "temperature": i % 2, "seed": i, "max_tokens": 40,
-            "ignore_eos": True, "n": 1 + (i % 8 == 7), "logprobs": 1 if i % 5 == 0 else None, "frequency_penalty": 0.5 * (i % 3 == 2)}
+    body = {
+        "prompt": [300 + (i * 29 + j * 3) % 900 for j in range(4 + 2 * i)],
+        "temperature": i % 2,
+        "seed": i,
+        "max_tokens": 40,
+        "ignore_eos": True,
+        "n": 1 + (i % 8 == 7),
+        "logprobs": 1 if i % 5 == 0 else None,
+        "frequency_penalty": 0.5 * (i % 3 == 2),
+    }
     if i % 10 == 9:
         body |= {"guided_regex": "[a-z ]{60,80}", "max_tokens": 100}
     r = await http.post(TEXT, json={k: v for k, v in body.items() if v is not None})
@@ -58,7 +84,9 @@ async def healthy(http: httpx.AsyncClient, i: int) -> tuple:
 
 async def hung_up(http: httpx.AsyncClient) -> None:
     """A client that leaves in the middle of its stream."""
-    async with http.stream("POST", TEXT, json={"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 4}) as r:
+    async with http.stream(
+        "POST", TEXT, json={"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 4}
+    ) as r:
         async for _ in r.aiter_raw():
             return
 

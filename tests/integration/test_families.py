@@ -24,8 +24,10 @@ def prompts() -> list[list[int]]:
 
 
 def greedy(model, prompt: list[int]) -> list[int]:
-    out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=OUTPUT, eos_token_id=None, pad_token_id=0)
-    return out[0, len(prompt):].tolist()
+    out = model.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=OUTPUT, eos_token_id=None, pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()
 
 
 def log_softmax(model, ids: list[int]) -> torch.Tensor:
@@ -67,7 +69,9 @@ def test_tokens_and_prefix_hits(served, rows, exact):
     outputs = [serve(driver, f"p{i}", p) for i, p in enumerate(prompts())]
     again = serve(driver, "again", prompts()[0])
     assert [o.tokens for o in outputs] == wanted and again.tokens == wanted[0]
-    assert [o.num_cached for o in outputs] == [0, 36, 20] and again.num_cached == 40, "whole pages of the shared beginning"
+    assert [o.num_cached for o in outputs] == [0, 36, 20] and again.num_cached == 40, (
+        "whole pages of the shared beginning"
+    )
     driver.close()
 
 
@@ -81,7 +85,7 @@ def test_log_probabilities(served, rows, exact):
         out = serve(driver, name, prompts()[0], logprobs=3, prompt_logprobs=None if cached else 3)
         assert (out.num_cached, out.tokens) == (cached, wanted[0])
         table = log_softmax(model, prompts()[0] + out.tokens)
-        assert_logprobs(out.logprobs, out.tokens, table[PROMPT - 1:])
+        assert_logprobs(out.logprobs, out.tokens, table[PROMPT - 1 :])
         if not cached:
             assert out.prompt_logprobs[0] is None
             assert_logprobs(out.prompt_logprobs[1:], prompts()[0][1:], table)
@@ -94,16 +98,26 @@ def test_all_at_once(served):
     """The three prompts in one batch, staggered, with preemptions: still the reference's tokens."""
     folder, _, wanted = served
     driver = Driver(folder, page_slots=PAGE, max_num_batched_tokens=16, max_model_len=128, max_num_seqs=4)
-    driver.run([driver.request(f"p{i}", p, temperature=0.0, max_tokens=OUTPUT, ignore_eos=True) for i, p in enumerate(prompts())],
-               gap=2, preempt_every=5)
+    driver.run(
+        [
+            driver.request(f"p{i}", p, temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
+            for i, p in enumerate(prompts())
+        ],
+        gap=2,
+        preempt_every=5,
+    )
     assert [driver.outputs[f"p{i}", 0].tokens for i in range(3)] == wanted
     driver.close()
 
 
-@pytest.mark.parametrize("variant", [v for v, (_, _, quirks) in checkpoints.VARIANTS.items() if quirks.get("sliding_window")])
+@pytest.mark.parametrize(
+    "variant", [v for v, (_, _, quirks) in checkpoints.VARIANTS.items() if quirks.get("sliding_window")]
+)
 def test_window_groups_let_go_of_pages(variant, tmp_path):
     """A long generation holds no more pages of a window group than the window and one step's rows need."""
-    driver = Driver(str(checkpoints.write(tmp_path, variant)), page_slots=PAGE, max_num_batched_tokens=16, max_model_len=220)
+    driver = Driver(
+        str(checkpoints.write(tmp_path, variant)), page_slots=PAGE, max_num_batched_tokens=16, max_model_len=220
+    )
     driver.submit(driver.request("long", prompts()[0], temperature=0.0, max_tokens=170, ignore_eos=True))
     pools, most = driver.engine.pages.pools, {}
     while driver.engine.has_work():

@@ -24,16 +24,32 @@ def canary(driver: Driver, slot: int, generation: int, rng: random.Random) -> Re
     mine = own_range(slot)
     shared = [40 + j for j in range(20)] if slot % 2 else []
     prompt = shared + [mine[rng.randrange(WIDTH)] for _ in range(rng.randrange(1, 40))]
-    extra = [{}, {"frequency_penalty": 1.5, "presence_penalty": 0.5}, {"top_k": 5, "repetition_penalty": 1.3}, {"top_p": 0.7, "min_p": 0.02},
-             {"logit_bias": {mine[3]: 4.0}, "logprobs": 2}][slot % 5]
-    return driver.request(f"c{slot}.{generation}", prompt, allowed_token_ids=tuple(mine), temperature=1.0, seed=rng.getrandbits(40),
-                          max_tokens=rng.randrange(5, 40), ignore_eos=True, n=1 + slot % 3 // 2, **extra)
+    extra = [
+        {},
+        {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+        {"top_k": 5, "repetition_penalty": 1.3},
+        {"top_p": 0.7, "min_p": 0.02},
+        {"logit_bias": {mine[3]: 4.0}, "logprobs": 2},
+    ][slot % 5]
+    return driver.request(
+        f"c{slot}.{generation}",
+        prompt,
+        allowed_token_ids=tuple(mine),
+        temperature=1.0,
+        seed=rng.getrandbits(40),
+        max_tokens=rng.randrange(5, 40),
+        ignore_eos=True,
+        n=1 + slot % 3 // 2,
+        **extra,
+    )
 
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_no_token_leaves_its_range(exact):
     rng = random.Random(7)
-    driver = Driver(num_pages=60, page_slots=8, max_model_len=128, max_num_seqs=24, max_num_batched_tokens=48, batch_invariant=exact)
+    driver = Driver(
+        num_pages=60, page_slots=8, max_model_len=128, max_num_seqs=24, max_num_batched_tokens=48, batch_invariant=exact
+    )
     generation = [0] * CROWD
     for slot in range(CROWD):
         driver.submit(canary(driver, slot, 0, rng))
@@ -71,6 +87,10 @@ def test_the_canary_can_sing():
     requests = [canary(driver, slot, 0, rng) for slot in range(4)]
     requests[2].params = driver.request("x", [300], temperature=1.0, max_tokens=40, ignore_eos=True).params
     driver.run(requests)
-    strays = {name for (name, _), out in driver.outputs.items() if set(out.tokens) - set(own_range(int(name[1:].split(".")[0])))}
+    strays = {
+        name
+        for (name, _), out in driver.outputs.items()
+        if set(out.tokens) - set(own_range(int(name[1:].split(".")[0])))
+    }
     assert strays == {"c2.0"}
     driver.close()

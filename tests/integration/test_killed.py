@@ -53,9 +53,13 @@ class Read:
         if event.kind != "tokens":
             return
         mine = self.tokens.setdefault(event.branch, [])
-        assert event.index == len(mine) and event.branch not in self.ends, "a gap, a duplicate, or an event after the end"
+        assert event.index == len(mine) and event.branch not in self.ends, (
+            "a gap, a duplicate, or an event after the end"
+        )
         mine += event.token_ids
-        self.logprobs.setdefault(event.branch, []).extend((p.id, p.logprob, p.rank, p.top) for p in event.logprobs or [])
+        self.logprobs.setdefault(event.branch, []).extend(
+            (p.id, p.logprob, p.rank, p.top) for p in event.logprobs or []
+        )
         self.prompt = self.prompt or event.prompt_logprobs
         if event.finish_reason:
             self.ends[event.branch] = event.finish_reason
@@ -81,8 +85,17 @@ async def read_all(engine: AsyncEngine, kill_at: tuple[int, ...] = ()) -> list[R
 
 def test_a_killed_engine_loses_nothing():
     async def run() -> None:
-        engine = AsyncEngine(EngineConfig.of(model="nano", batch_invariant=True, num_threads=1, max_num_batched_tokens=64, cpu_cache_bytes=1 << 24,
-                                             page_slots=16, max_model_len=512))
+        engine = AsyncEngine(
+            EngineConfig.of(
+                model="nano",
+                batch_invariant=True,
+                num_threads=1,
+                max_num_batched_tokens=64,
+                cpu_cache_bytes=1 << 24,
+                page_slots=16,
+                max_model_len=512,
+            )
+        )
         await engine.start()
         try:
             calm = await read_all(engine)
@@ -93,7 +106,9 @@ def test_a_killed_engine_loses_nothing():
             for params, a, b in zip(PARAMS, calm, stormy):
                 assert a == b, params
                 assert sorted(a.ends) == list(range(params.get("n", 1)))
-            assert calm[2].tokens[0] == calm[2].tokens[1] and calm[3].tokens[0] != calm[3].tokens[1], "the seeds do matter"
+            assert calm[2].tokens[0] == calm[2].tokens[1] and calm[3].tokens[0] != calm[3].tokens[1], (
+                "the seeds do matter"
+            )
             assert [len(p) for p in calm[3].logprobs.values()] == [OUTPUT] * 3 and len(calm[6].prompt) == 64
         finally:
             await engine.stop(0.0)

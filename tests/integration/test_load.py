@@ -20,7 +20,14 @@ from tests.integration.serving import Served, served
 OVERLOAD_SECONDS = 60
 SOAK_SECONDS = 3600  # `tools/gpu_soak.py` is the same for minutes, and on a GPU
 STORM_KILLS = 8
-SMALL = ("--max-model-len", "1024", "--cpu-cache-bytes", str(24 << 20), "--max-num-seqs", "32")  # the pool is soon touched all over
+SMALL = (
+    "--max-model-len",
+    "1024",
+    "--cpu-cache-bytes",
+    str(24 << 20),
+    "--max-num-seqs",
+    "32",
+)  # the pool is soon touched all over
 pytestmark = pytest.mark.slow
 
 
@@ -67,7 +74,7 @@ def test_overload(tmp_path):
         results = asyncio.run(run(server))
         assert results["ok"] > 5 and results["refused"] > results["ok"] and set(results) == {"ok", "refused"}, results
         end = server.until_idle()
-        assert end["kvasir:choices_finished_total{finished_reason=\"length\"}"] >= results["ok"]
+        assert end['kvasir:choices_finished_total{finished_reason="length"}'] >= results["ok"]
 
 
 def test_soak(tmp_path):
@@ -80,10 +87,13 @@ def test_soak(tmp_path):
 
 def test_kill_storm(tmp_path):
     """The engine process is killed again and again under load. Every answer is the one an undisturbed server gives."""
-    requests = [body(random.Random(i), max_tokens=100, logprobs=1 if i % 4 == 0 else None, n=1 + i % 5 // 4) for i in range(12)]
+    requests = [
+        body(random.Random(i), max_tokens=100, logprobs=1 if i % 4 == 0 else None, n=1 + i % 5 // 4) for i in range(12)
+    ]
     for request in requests:
         request["frequency_penalty"] = 0.5
     with served(tmp_path, *SMALL, "--batch-invariant") as server:
+
         async def answer(http: httpx.AsyncClient, request: dict) -> str:
             r = await http.post("/v1/completions", json={k: v for k, v in request.items() if v is not None})
             assert r.status_code == 200, r.text
@@ -104,8 +114,11 @@ def test_kill_storm(tmp_path):
                 async def killer() -> None:
                     for _ in range(STORM_KILLS):
                         # Once tokens flow again, a little later: somewhere in the middle of everything.
-                        before = server.metrics().get("kvasir:choices_finished_total{finished_reason=\"length\"}", 0)
-                        while server.metrics().get("kvasir:choices_finished_total{finished_reason=\"length\"}", 0) < before + 14:
+                        before = server.metrics().get('kvasir:choices_finished_total{finished_reason="length"}', 0)
+                        while (
+                            server.metrics().get('kvasir:choices_finished_total{finished_reason="length"}', 0)
+                            < before + 14
+                        ):
                             await asyncio.sleep(0.05)
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(server.engine_pid(), signal.SIGKILL)

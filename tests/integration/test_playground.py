@@ -31,7 +31,9 @@ def test_the_page_talks_to_the_real_server(server, browser, tmp_path):
     reply = server.http.get("/")
     assert "default-src 'none'" in reply.headers["content-security-policy"]
     browser.open(f"{server.url}/")
-    browser.js("window.violations = []; document.addEventListener('securitypolicyviolation', e => window.violations.push(e.violatedDirective))")
+    browser.js(
+        "window.violations = []; document.addEventListener('securitypolicyviolation', e => window.violations.push(e.violatedDirective))"
+    )
     browser.until("document.querySelectorAll('#model option').length === 1")
     assert text_of(browser, "#model option") == ["nano"]
     for name, value in {"temperature": "0", "max_tokens": "150"}.items():
@@ -44,7 +46,10 @@ def test_the_page_talks_to_the_real_server(server, browser, tmp_path):
     assert "first token" in foot and "prompt tokens" in foot
     pool = server.metrics()["kvasir:pages_total"]
     browser.until("Number(document.getElementById('cached').textContent.replace(/\\D/g, '')) > 0")
-    shown = [browser.js(f"Number(document.getElementById('{i}').textContent.replace(/\\D/g, ''))") for i in ("used", "cached", "free")]
+    shown = [
+        browser.js(f"Number(document.getElementById('{i}').textContent.replace(/\\D/g, ''))")
+        for i in ("used", "cached", "free")
+    ]
     assert sum(shown) == pool
     assert browser.js("window.violations") == []
     # The style and the script are inline: had the policy refused them, nothing above would run, and this would be unstyled.

@@ -21,15 +21,24 @@ from tests.integration.serving import Served, served
 
 PROMPT = "Once upon a time there was a king who had"
 CHAT = [{"role": "user", "content": "Tell me a story about a fox."}]
-SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 120},
-                                           "kind": {"enum": ["king", "fox", "witch"]}}, "required": ["name", "age", "kind"],
-          "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "kind": {"enum": ["king", "fox", "witch"]},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     # Exact mode: what is asked twice must come out the same, whatever else runs.
-    with served(tmp_path_factory.mktemp("server"), "--batch-invariant", "--page-slots", "16", "--max-model-len", "2048") as it:
+    with served(
+        tmp_path_factory.mktemp("server"), "--batch-invariant", "--page-slots", "16", "--max-model-len", "2048"
+    ) as it:
         yield it
         it.until_idle()
 
@@ -40,7 +49,9 @@ def client(server: Served) -> openai.OpenAI:
 
 
 def chat(client, messages=CHAT, **more):
-    return client.chat.completions.create(**{"model": "nano", "messages": messages, "max_tokens": 24, "temperature": 0, **more})
+    return client.chat.completions.create(
+        **{"model": "nano", "messages": messages, "max_tokens": 24, "temperature": 0, **more}
+    )
 
 
 def complete(client, prompt=PROMPT, **more):
@@ -138,15 +149,28 @@ def test_seeds_hold_in_a_crowd(client):
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_json_schema(client, temperature):
     for seed in range(3):
-        r = chat(client, [{"role": "user", "content": "Describe somebody as JSON."}], temperature=temperature, seed=seed, max_tokens=160,
-                 response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}})
+        r = chat(
+            client,
+            [{"role": "user", "content": "Describe somebody as JSON."}],
+            temperature=temperature,
+            seed=seed,
+            max_tokens=160,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "person", "schema": SCHEMA, "strict": True},
+            },
+        )
         assert r.choices[0].finish_reason == "stop"
         jsonschema.validate(json.loads(r.choices[0].message.content), SCHEMA)
 
 
 def test_json_object(client):
-    r = chat(client, [{"role": "user", "content": "Give me a JSON record with the fields name (string), age (integer)."}], max_tokens=100,
-             response_format={"type": "json_object"})
+    r = chat(
+        client,
+        [{"role": "user", "content": "Give me a JSON record with the fields name (string), age (integer)."}],
+        max_tokens=100,
+        response_format={"type": "json_object"},
+    )
     assert isinstance(json.loads(r.choices[0].message.content), dict)
 
 
@@ -160,7 +184,10 @@ def test_regex(client, pattern):
 
 def test_choice(client):
     choices = ["a golden ring", "a golden rose", "nothing"]
-    texts = {complete(client, temperature=1, seed=s, extra_body={"structured_outputs": {"choice": choices}}).choices[0].text for s in range(8)}
+    texts = {
+        complete(client, temperature=1, seed=s, extra_body={"structured_outputs": {"choice": choices}}).choices[0].text
+        for s in range(8)
+    }
     assert texts <= set(choices)
 
 
@@ -171,22 +198,35 @@ def test_required_tool_calls_parse(client, stream):
         problem = Tool().draw(rng, "test")
         function = problem.tools[0]["function"]
         for choice in ("required", {"type": "function", "function": {"name": function["name"]}}):
-            r = chat(client, list(problem.messages[:1]), tools=list(problem.tools), tool_choice=choice, max_tokens=120, stream=stream)
+            r = chat(
+                client,
+                list(problem.messages[:1]),
+                tools=list(problem.tools),
+                tool_choice=choice,
+                max_tokens=120,
+                stream=stream,
+            )
             if stream:
                 pieces = [c.delta.tool_calls for chunk in r for c in chunk.choices if c.delta.tool_calls]
                 calls = [call.function for piece in pieces for call in piece if call.index == 0]
                 name, arguments = "".join(c.name or "" for c in calls), "".join(c.arguments or "" for c in calls)
             else:
                 assert r.choices[0].finish_reason in ("tool_calls", "stop")
-                name, arguments = r.choices[0].message.tool_calls[0].function.name, r.choices[0].message.tool_calls[0].function.arguments
+                name, arguments = (
+                    r.choices[0].message.tool_calls[0].function.name,
+                    r.choices[0].message.tool_calls[0].function.arguments,
+                )
             tool = next(t["function"] for t in problem.tools if t["function"]["name"] == name)
             jsonschema.validate(json.loads(arguments), tool["parameters"])
             assert choice == "required" or name == function["name"]
 
 
 def test_a_bad_grammar_is_a_400(client):
-    for body in ({"guided_regex": "(unclosed"}, {"guided_grammar": "start: nonsense"},
-                 {"guided_json": {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}}):
+    for body in (
+        {"guided_regex": "(unclosed"},
+        {"guided_grammar": "start: nonsense"},
+        {"guided_json": {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}},
+    ):
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError) as caught:
                 complete(client, extra_body=body, stream=stream)
@@ -200,10 +240,12 @@ def test_stop_strings(client):
     free = complete(client, max_tokens=40).choices[0].text
     stop = free[12:17]  # wherever the tokens' borders are
     r = complete(client, max_tokens=40, stop=[stop, "never to be seen"]).choices[0]
-    assert (r.text, r.finish_reason, r.stop_reason) == (free[:free.index(stop)], "stop", stop)
+    assert (r.text, r.finish_reason, r.stop_reason) == (free[: free.index(stop)], "stop", stop)
     shown = complete(client, max_tokens=40, stop=stop, extra_body={"include_stop_str_in_output": True}).choices[0]
-    assert shown.text == free[:free.index(stop) + len(stop)]
-    streamed = "".join(c.text for chunk in complete(client, max_tokens=40, stop=stop, stream=True) for c in chunk.choices)
+    assert shown.text == free[: free.index(stop) + len(stop)]
+    streamed = "".join(
+        c.text for chunk in complete(client, max_tokens=40, stop=stop, stream=True) for c in chunk.choices
+    )
     assert streamed == r.text
 
 
@@ -211,7 +253,7 @@ def test_stop_token_ids(client):
     ids = complete(client, extra_body={"return_token_ids": True}).choices[0].token_ids
     at = next(i for i in range(3, 24) if ids[i] not in ids[:i])
     r = complete(client, extra_body={"stop_token_ids": [ids[at]], "return_token_ids": True}).choices[0]
-    assert r.token_ids == ids[:at + 1] and (r.finish_reason, r.stop_reason) == ("stop", ids[at])
+    assert r.token_ids == ids[: at + 1] and (r.finish_reason, r.stop_reason) == ("stop", ids[at])
 
 
 def test_min_tokens(client):
@@ -269,8 +311,11 @@ def test_usage_tells_what_was_cached(client, server):
     after = server.counted()
     names = ("cached_tokens", "prefix_query_tokens", "prompt_tokens")
     grown = {name: after[f"kvasir:{name}_total"] - before[f"kvasir:{name}_total"] for name in names}
-    assert grown == {"cached_tokens": second.prompt_tokens_details.cached_tokens, "prefix_query_tokens": 2 * first.prompt_tokens,
-                     "prompt_tokens": 2 * first.prompt_tokens}
+    assert grown == {
+        "cached_tokens": second.prompt_tokens_details.cached_tokens,
+        "prefix_query_tokens": 2 * first.prompt_tokens,
+        "prompt_tokens": 2 * first.prompt_tokens,
+    }
 
 
 def test_the_queue_histogram_is_filled(client, server):
@@ -284,8 +329,14 @@ def test_responses(client):
     body = dict(model="nano", input="Hello!", temperature=0, max_output_tokens=40)
     whole = client.responses.create(**body)
     assert whole.status == "completed" and whole.output_text
-    text = "".join(e.delta for e in client.responses.create(**body, stream=True) if e.type == "response.output_text.delta")
-    assert text == whole.output_text == chat(client, [{"role": "user", "content": "Hello!"}], max_tokens=40).choices[0].message.content
+    text = "".join(
+        e.delta for e in client.responses.create(**body, stream=True) if e.type == "response.output_text.delta"
+    )
+    assert (
+        text
+        == whole.output_text
+        == chat(client, [{"role": "user", "content": "Hello!"}], max_tokens=40).choices[0].message.content
+    )
 
 
 def test_tokenize_agrees_with_usage(client, server):
@@ -301,7 +352,9 @@ def test_the_context_limit(client):
     with pytest.raises(openai.BadRequestError) as caught:
         complete(client, [300] * 2040, max_tokens=9)
     assert caught.value.param == "max_tokens"
-    to_the_end = complete(client, [300 + i % 900 for i in range(2030)], max_tokens=None, extra_body={"ignore_eos": True})
+    to_the_end = complete(
+        client, [300 + i % 900 for i in range(2030)], max_tokens=None, extra_body={"ignore_eos": True}
+    )
     assert to_the_end.usage.completion_tokens == 16, "OpenAI's default"
 
 

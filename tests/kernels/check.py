@@ -17,8 +17,19 @@ FLOOR = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # wher
 
 
 def world_of(case: paged.Case, dtype: torch.dtype, device: str) -> World:
-    return make_world(list(case.spans), heads=case.heads, kv_heads=case.kv_heads, dim=case.dim, page_slots=case.page_slots, window=case.window,
-                      softcap=case.softcap, sinks=case.sinks, trees={s: list(p) for s, p in case.trees}, dtype=dtype, device=device)
+    return make_world(
+        list(case.spans),
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        dim=case.dim,
+        page_slots=case.page_slots,
+        window=case.window,
+        softcap=case.softcap,
+        sinks=case.sinks,
+        trees={s: list(p) for s, p in case.trees},
+        dtype=dtype,
+        device=device,
+    )
 
 
 def reference(world: World, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,8 +37,19 @@ def reference(world: World, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Ten
     spec, batch, planes = world.spec, world.batch, world.cache.planes
     sinks = None if world.sinks is None else world.sinks.to(dtype)
     return paged.paged_attention_ref(
-        world.q.to(dtype), planes["k"].to(dtype), planes["v"].to(dtype), batch.tables[0], batch.starts, batch.lengths, spec.scale,
-        window=spec.window, softcap=spec.softcap, sinks_H=sinks, ancestors_TA=batch.ancestors, positions_T=batch.positions)
+        world.q.to(dtype),
+        planes["k"].to(dtype),
+        planes["v"].to(dtype),
+        batch.tables[0],
+        batch.starts,
+        batch.lengths,
+        spec.scale,
+        window=spec.window,
+        softcap=spec.softcap,
+        sinks_H=sinks,
+        ancestors_TA=batch.ancestors,
+        positions_T=batch.positions,
+    )
 
 
 def attend_low(q, k, v, scale, seen=None, softcap=None, sinks=None):
@@ -39,7 +61,7 @@ def attend_low(q, k, v, scale, seen=None, softcap=None, sinks=None):
         scores = scores.masked_fill(~seen, -paged.INF)
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(q.dtype).unsqueeze(-1).expand(*scores.shape[:-1], 1)], -1)
-    weights = torch.softmax(scores, -1)[..., :k.shape[-2]]
+    weights = torch.softmax(scores, -1)[..., : k.shape[-2]]
     return torch.matmul(weights, v), torch.logsumexp(scores.float(), -1)
 
 
@@ -55,10 +77,23 @@ def check_paged_attention(case: paged.Case, dtype: torch.dtype, device: str) -> 
     spec, batch, planes = world.spec, world.batch, world.cache.planes
     out, lse = blank(world)
     paged.paged_attention_triton(
-        world.q, planes["k"], planes["v"], batch.tables[0], batch.context, batch.row_start,
-        paged.plan_tiles(batch.starts, batch.lengths, case.heads, case.kv_heads, dtype, device), spec.scale, out, window=spec.window,
-        softcap=spec.softcap, sinks_H=world.sinks, ancestors_TA=batch.ancestors, positions_T=batch.positions, lse_TH=lse,
-        num_splits=case.splits)
+        world.q,
+        planes["k"],
+        planes["v"],
+        batch.tables[0],
+        batch.context,
+        batch.row_start,
+        paged.plan_tiles(batch.starts, batch.lengths, case.heads, case.kv_heads, dtype, device),
+        spec.scale,
+        out,
+        window=spec.window,
+        softcap=spec.softcap,
+        sinks_H=world.sinks,
+        ancestors_TA=batch.ancestors,
+        positions_T=batch.positions,
+        lse_TH=lse,
+        num_splits=case.splits,
+    )
     return compare(world, out, lse, case)
 
 
@@ -84,11 +119,33 @@ def check_together(case: paged.Case, dtype: torch.dtype, device: str, min_keys: 
     if device == "cpu":  # in the interpreter idle programs take time
         shape = dataclasses.replace(shape, at_once=1, programs=case.splits)
     with mock.patch.object(paged, "SPLIT_KEYS", min_keys):
-        paged.paged_together_triton(world.q, planes["k"], planes["v"], *rows, most, spec.scale, out, window=spec.window,
-                                    softcap=spec.softcap, sinks_H=world.sinks, lse_TH=lse, shape=shape)
-    same, _ = paged.together_ref(world.q, planes["k"], planes["v"], *rows, spec.scale, window=spec.window, softcap=spec.softcap,
-                                 sinks_H=world.sinks)
-    assert dtype != torch.float32 or torch.equal(same, reference(world, dtype)[0]), "the reference of rows is that of their spans"
+        paged.paged_together_triton(
+            world.q,
+            planes["k"],
+            planes["v"],
+            *rows,
+            most,
+            spec.scale,
+            out,
+            window=spec.window,
+            softcap=spec.softcap,
+            sinks_H=world.sinks,
+            lse_TH=lse,
+            shape=shape,
+        )
+    same, _ = paged.together_ref(
+        world.q,
+        planes["k"],
+        planes["v"],
+        *rows,
+        spec.scale,
+        window=spec.window,
+        softcap=spec.softcap,
+        sinks_H=world.sinks,
+    )
+    assert dtype != torch.float32 or torch.equal(same, reference(world, dtype)[0]), (
+        "the reference of rows is that of their spans"
+    )
     return compare(world, out, lse, case)
 
 
@@ -96,8 +153,10 @@ def decode_world(case: decode.Case, dtype: torch.dtype, device: str) -> tuple[Wo
     fields = {f.name: getattr(case, f.name) for f in dataclasses.fields(case) if f.name not in ("contexts", "programs")}
     world = make_world([(context, 1) for context in case.contexts], dtype=dtype, device=device, **fields)
     count = len(case.contexts)
-    return world, decode.Rows(torch.arange(count, dtype=torch.int32, device=device),
-                              torch.zeros(count, case.kv_heads, dtype=torch.int32, device=device))
+    return world, decode.Rows(
+        torch.arange(count, dtype=torch.int32, device=device),
+        torch.zeros(count, case.kv_heads, dtype=torch.int32, device=device),
+    )
 
 
 def run_decode(world: World, rows: decode.Rows, case: decode.Case) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,8 +166,21 @@ def run_decode(world: World, rows: decode.Rows, case: decode.Case) -> tuple[torc
     if case.programs is not None:
         shape = dataclasses.replace(shape, programs=case.programs, at_once=1)
     decode.decode_attention_triton(
-        world.q, planes["k"], planes["v"], batch.tables[0], batch.context, batch.row_start, rows, spec.scale, out, window=spec.window,
-        softcap=spec.softcap, sinks_H=world.sinks, lse_TH=lse, shape=shape)
+        world.q,
+        planes["k"],
+        planes["v"],
+        batch.tables[0],
+        batch.context,
+        batch.row_start,
+        rows,
+        spec.scale,
+        out,
+        window=spec.window,
+        softcap=spec.softcap,
+        sinks_H=world.sinks,
+        lse_TH=lse,
+        shape=shape,
+    )
     return out, lse
 
 
@@ -117,9 +189,13 @@ def check_decode_attention(case: decode.Case, dtype: torch.dtype, device: str) -
     return compare(world, *run_decode(world, rows, case), case)
 
 
-def check_dense_attention(case: dense.Case, dtype: torch.dtype, device: str, shape: dense.Shape | None = None) -> dict[str, float]:
+def check_dense_attention(
+    case: dense.Case, dtype: torch.dtype, device: str, shape: dense.Shape | None = None
+) -> dict[str, float]:
     """The long spans of the case; the others' rows must stay untouched, and are then filled in from the reference."""
-    fields = {f.name: getattr(case, f.name) for f in dataclasses.fields(case) if f.name not in ("spans", "scratch_bytes")}
+    fields = {
+        f.name: getattr(case, f.name) for f in dataclasses.fields(case) if f.name not in ("spans", "scratch_bytes")
+    }
     world = make_world(list(case.spans), dtype=dtype, device=device, **fields)
     spec, batch, planes = world.spec, world.batch, world.cache.planes
     chosen = [s for s, length in enumerate(batch.lengths) if length >= dense.SHORTEST]
@@ -127,9 +203,20 @@ def check_dense_attention(case: dense.Case, dtype: torch.dtype, device: str, sha
     share = case.heads // case.kv_heads
     shape = shape or dense.shape_for(dtype, case.dim, share, device, softcap=case.softcap, sinks=case.sinks)
     dense.dense_attention_triton(
-        world.q, planes["k"], planes["v"], batch.tables[0], batch.context, batch.row_start,
-        dense.plan_long(batch.starts, batch.lengths, chosen, share, device, shape), spec.scale, out,
-        softcap=spec.softcap, sinks_H=world.sinks, lse_TH=lse, scratch_bytes=case.scratch_bytes)
+        world.q,
+        planes["k"],
+        planes["v"],
+        batch.tables[0],
+        batch.context,
+        batch.row_start,
+        dense.plan_long(batch.starts, batch.lengths, chosen, share, device, shape),
+        spec.scale,
+        out,
+        softcap=spec.softcap,
+        sinks_H=world.sinks,
+        lse_TH=lse,
+        scratch_bytes=case.scratch_bytes,
+    )
     want, want_lse = reference(world, torch.float64)
     for s, (a, b) in enumerate(zip(batch.row_start.tolist(), batch.row_start.tolist()[1:])):
         if s not in chosen:
@@ -163,10 +250,13 @@ def check_store_kv(case: store.Case, dtype: torch.dtype, device: str) -> None:
     draw = torch.Generator().manual_seed(case.rows)
     pages = 3 + case.rows
     qkv = torch.randn(case.rows, 3 * case.heads, case.dim, generator=draw).to(dtype).to(device)
-    k, v = qkv[:, case.heads:2 * case.heads], qkv[:, 2 * case.heads:]  # strided, as a fused projection hands them out
-    slots = torch.randperm(pages * case.page_slots, generator=draw)[:case.rows]
+    k, v = (
+        qkv[:, case.heads : 2 * case.heads],
+        qkv[:, 2 * case.heads :],
+    )  # strided, as a fused projection hands them out
+    slots = torch.randperm(pages * case.page_slots, generator=draw)[: case.rows]
     if case.skip:
-        slots[::case.skip] = -1
+        slots[:: case.skip] = -1
     shape = (pages, 2, 2, case.heads, case.page_slots, case.dim)
     stored = []
     for write in (store.store_kv_ref, store.store_kv_triton):

@@ -9,7 +9,11 @@ from kvasir.kernels.activation import ACTIVATIONS
 from kvasir.layers.rope import RopeTable
 from kvasir.layers.spec import RopeSpec
 
-FLOOR = {torch.float32: 4e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}  # of the largest value: where plain torch happens to be exact
+FLOOR = {
+    torch.float32: 4e-6,
+    torch.float16: 5e-4,
+    torch.bfloat16: 4e-3,
+}  # of the largest value: where plain torch happens to be exact
 TRUNCATED = 4  # Triton's interpreter cuts fp32 off to bf16 instead of rounding, up to twice in a kernel
 
 
@@ -43,10 +47,12 @@ def norm64(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def check_norm(case: norm.Case, dtype: torch.dtype, device: str) -> float:
     draw = Draw(case.rows + case.width, dtype, device)
     # Rows of a wider tensor, as slices of one are.
-    x, h = draw(case.rows, case.width + 8, scale=3.0)[:, :case.width], draw(case.rows, case.width + 16)[:, 8:-8]
+    x, h = draw(case.rows, case.width + 8, scale=3.0)[:, : case.width], draw(case.rows, case.width + 16)[:, 8:-8]
     weight, after = (draw(case.width, dtype=torch.float32 if case.wide else dtype) for _ in range(2))
     post = (after, 1e-3) if case.post else None
-    worst = hold(case, norm.rms_norm(x, weight, 1e-5), norm.rms_norm_reference(x, weight, 1e-5), norm64(x, weight, 1e-5))
+    worst = hold(
+        case, norm.rms_norm(x, weight, 1e-5), norm.rms_norm_reference(x, weight, 1e-5), norm64(x, weight, 1e-5)
+    )
     plain, plain_sum = norm.add_rms_norm_reference(x, h, weight, 1e-5, post)
     want_sum = (norm64(x, *post) if post else x.double()) + h.double()
     got, got_sum = norm.add_rms_norm(x, held := h.clone(), weight, 1e-5, post)
@@ -61,8 +67,12 @@ def check_activation(case: activation.Case, dtype: torch.dtype, device: str) -> 
     draw = Draw(case.rows + case.width, dtype, device)
     x = draw(case.rows, 2 * case.width + 4, scale=4.0)[:, 2:-2]
     function = ACTIVATIONS[case.activation]
-    return hold(case, activation.gated_triton(x, function), activation.gated_reference(x, function),
-                activation.gated_reference(x.double(), function))
+    return hold(
+        case,
+        activation.gated_triton(x, function),
+        activation.gated_reference(x, function),
+        activation.gated_reference(x.double(), function),
+    )
 
 
 def check_fused_qkv(case: fused_qkv.Case, dtype: torch.dtype, device: str) -> float:
@@ -73,14 +83,18 @@ def check_fused_qkv(case: fused_qkv.Case, dtype: torch.dtype, device: str) -> fl
     table = RopeTable(RopeSpec(1000.0, case.dim), 300, torch.device(device)).table
     positions = torch.randint(0, 300, (case.rows,), generator=draw.generator).to(device)
     weight = draw(case.heads + case.groups, case.dim)
-    slots = torch.randperm(pages * case.page_slots, generator=draw.generator)[:case.rows]
+    slots = torch.randperm(pages * case.page_slots, generator=draw.generator)[: case.rows]
     if case.skip:
-        slots[::case.skip] = -1
+        slots[:: case.skip] = -1
     shape = (pages, 2, 2, max(1, case.groups), case.page_slots, case.dim)
 
     def run(function, precision: torch.dtype) -> list[torch.Tensor]:
-        ops = fused_qkv.HeadOps(case.heads, table.to(torch.promote_types(precision, torch.float32)), positions,
-                                (weight.to(precision), 1e-5) if case.norm else None)
+        ops = fused_qkv.HeadOps(
+            case.heads,
+            table.to(torch.promote_types(precision, torch.float32)),
+            positions,
+            (weight.to(precision), 1e-5) if case.norm else None,
+        )
         if not case.groups:
             return [function(heads.to(precision), ops)]
         pool = torch.full(shape, 7.0, dtype=precision, device=device)
@@ -94,12 +108,18 @@ def check_fused_qkv(case: fused_qkv.Case, dtype: torch.dtype, device: str) -> fl
 def check_gemv(case: gemv.Case, dtype: torch.dtype, device: str) -> float:
     draw = Draw(case.rows + case.width, dtype, device)
     num_rows = case.outputs * (1 if case.activation is None else 2)
-    x, w = draw(case.rows, case.width + 8)[:, :case.width], draw(num_rows, case.width, scale=case.width ** -0.5)
-    extra = {"norm": (draw(case.width), 1e-5) if case.norm else None, "bias_N": draw(num_rows) if case.bias else None,
-             "residual_TO": draw(case.rows, case.outputs) if case.residual else None}
+    x, w = draw(case.rows, case.width + 8)[:, : case.width], draw(num_rows, case.width, scale=case.width**-0.5)
+    extra = {
+        "norm": (draw(case.width), 1e-5) if case.norm else None,
+        "bias_N": draw(num_rows) if case.bias else None,
+        "residual_TO": draw(case.rows, case.outputs) if case.residual else None,
+    }
 
     def run(precision: torch.dtype) -> torch.Tensor:
-        wide = {k: v if v is None else (v[0].to(precision), v[1]) if k == "norm" else v.to(precision) for k, v in extra.items()}
+        wide = {
+            k: v if v is None else (v[0].to(precision), v[1]) if k == "norm" else v.to(precision)
+            for k, v in extra.items()
+        }
         return gemv.gemv_reference(x.to(precision), w.to(precision), activation=case.activation, **wide)
 
     want, plain = run(torch.float64), run(dtype)
@@ -111,13 +131,17 @@ def check_gemv(case: gemv.Case, dtype: torch.dtype, device: str) -> float:
 def check_hopper_gemv(case: hopper_gemv.Case, dtype: torch.dtype, device: str) -> float:
     draw = Draw(case.rows + case.width, dtype, device)
     num_rows = case.outputs * (1 + case.gated)
-    x, w = draw(case.rows, case.width + 8)[:, :case.width], draw(num_rows, case.width, scale=case.width ** -0.5)
+    x, w = draw(case.rows, case.width + 8)[:, : case.width], draw(num_rows, case.width, scale=case.width**-0.5)
     residual = draw(case.rows, case.outputs) if case.residual else None
     activation = "silu" if case.gated else None
 
     def run(precision: torch.dtype) -> torch.Tensor:
-        return gemv.gemv_reference(x.to(precision), w.to(precision), activation=activation,
-                                   residual_TO=None if residual is None else residual.to(precision))
+        return gemv.gemv_reference(
+            x.to(precision),
+            w.to(precision),
+            activation=activation,
+            residual_TO=None if residual is None else residual.to(precision),
+        )
 
     want, plain = run(torch.float64), run(dtype)
     got = hopper_gemv.stream_rows(x, w, case.ring, gated=case.gated, residual_TO=residual)
@@ -125,5 +149,9 @@ def check_hopper_gemv(case: hopper_gemv.Case, dtype: torch.dtype, device: str) -
     return hold(case, got, plain, want)
 
 
-CHECKS = {"norm": (norm.grid, check_norm), "activation": (activation.grid, check_activation),
-          "fused_qkv": (fused_qkv.grid, check_fused_qkv), "gemv": (gemv.grid, check_gemv)}
+CHECKS = {
+    "norm": (norm.grid, check_norm),
+    "activation": (activation.grid, check_activation),
+    "fused_qkv": (fused_qkv.grid, check_fused_qkv),
+    "gemv": (gemv.grid, check_gemv),
+}

@@ -14,10 +14,14 @@ def draw_case(case: moe.Case, dtype: torch.dtype, device: str) -> tuple[torch.Te
     draw = torch.Generator().manual_seed(case.rows)
     x = torch.randn(case.rows, case.dim, generator=draw)
     # Every logit of a row is different in every dtype: which of two equal experts is taken would be anybody's guess.
-    order = torch.stack([torch.randperm(case.experts, generator=draw) for _ in range(case.rows)]) if case.rows else torch.zeros(0, case.experts)
+    order = (
+        torch.stack([torch.randperm(case.experts, generator=draw) for _ in range(case.rows)])
+        if case.rows
+        else torch.zeros(0, case.experts)
+    )
     logits = order[:1].expand(case.rows, -1) if case.routing == "same" else order
-    gate_up = torch.randn(case.experts, 2 * case.width, case.dim, generator=draw) * case.dim ** -0.5
-    down = torch.randn(case.experts, case.dim, case.width, generator=draw) * case.width ** -0.5
+    gate_up = torch.randn(case.experts, 2 * case.width, case.dim, generator=draw) * case.dim**-0.5
+    down = torch.randn(case.experts, case.dim, case.width, generator=draw) * case.width**-0.5
     return tuple(t.to(dtype).to(device) for t in (x, logits.float() / 16, gate_up, down))
 
 
@@ -64,8 +68,16 @@ def check_moe(case: moe.Case, dtype: torch.dtype, device: str) -> dict[str, floa
     return worst
 
 
-def check_row(x: torch.Tensor, logits: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, residual: torch.Tensor, top_k: int,
-              renormalize: bool, activation: str) -> None:
+def check_row(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    residual: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    activation: str,
+) -> None:
     """The single row's kernels, by themselves, after a norm, before a residual add, and between both as in a decoder, where x is the
     residual; with a router that gives these logits up to rounding, twice over: ``arrived`` is zero again."""
     arrived = torch.zeros(1, dtype=torch.int32, device=x.device)
@@ -73,12 +85,18 @@ def check_row(x: torch.Tensor, logits: torch.Tensor, gate_up: torch.Tensor, down
     for norm, joined in ((None, None), ((scale, 0.25), None), (None, residual), ((scale.float(), 0.25), x)):
         normed = x.double() if norm is None else rms_norm_reference(x.double(), norm[0].double(), norm[1])
         router = (logits.T.double() * normed / normed.square().sum()).to(x.dtype)
-        want = moe.moe_reference(normed, normed @ router.double().T, gate_up.double(), down.double(), top_k, renormalize, activation)
+        want = moe.moe_reference(
+            normed, normed @ router.double().T, gate_up.double(), down.double(), top_k, renormalize, activation
+        )
         found = []
         for _ in range(2):
             stream = None if joined is None else joined.clone()
             row = x if joined is not x else stream
-            found.append(moe.moe_row_triton(row, router, gate_up, down, top_k, renormalize, arrived, activation, norm=norm, residual_1E=stream))
+            found.append(
+                moe.moe_row_triton(
+                    row, router, gate_up, down, top_k, renormalize, arrived, activation, norm=norm, residual_1E=stream
+                )
+            )
             assert (stream is None or found[-1] is stream) and int(arrived) == 0
         assert torch.equal(*found)
         addend = torch.zeros_like(want) if joined is None else joined.double()
@@ -89,8 +107,10 @@ def check_row(x: torch.Tensor, logits: torch.Tensor, gate_up: torch.Tensor, down
 def check_matmul(case: matmul.Case, dtype: torch.dtype, device: str) -> dict[str, float]:
     """Errors of the batch-invariant product, runs apart and together, and of torch's own."""
     draw = torch.Generator().manual_seed(case.rows)
-    x, w, bias = (torch.randn(*shape, generator=draw).to(dtype).to(device)
-                  for shape in ((case.rows, case.inputs), (case.outputs, case.inputs), (case.outputs,)))
+    x, w, bias = (
+        torch.randn(*shape, generator=draw).to(dtype).to(device)
+        for shape in ((case.rows, case.inputs), (case.outputs, case.inputs), (case.outputs,))
+    )
     bias = bias if case.bias else None
     out, apart, together = (matmul.matmul_invariant(x, w, bias, apart=flag) for flag in (None, True, False))
     assert torch.equal(apart, together) and torch.equal(out, apart), (case, dtype)
@@ -100,19 +120,27 @@ def check_matmul(case: matmul.Case, dtype: torch.dtype, device: str) -> dict[str
         return {"kernel": 0.0, "plain": 0.0}
     plain = torch.nn.functional.linear(x, w, bias)
     errors = {name: float((y.double() - want).abs().max()) for name, y in (("kernel", out), ("plain", plain))}
-    assert errors["kernel"] <= 2 * errors["plain"] + FLOOR[dtype] * case.inputs ** 0.5, (case, dtype, errors)
+    assert errors["kernel"] <= 2 * errors["plain"] + FLOOR[dtype] * case.inputs**0.5, (case, dtype, errors)
     return errors
 
 
 def check_row_bits(inputs: int, outputs: int, counts: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     """A row alone, at any place of a batch of any size, runs apart or together: the same bits."""
     draw = torch.Generator().manual_seed(inputs)
-    x, w, bias = (torch.randn(*shape, generator=draw).to(dtype).to(device) for shape in ((max(counts), inputs), (outputs, inputs), (outputs,)))
+    x, w, bias = (
+        torch.randn(*shape, generator=draw).to(dtype).to(device)
+        for shape in ((max(counts), inputs), (outputs, inputs), (outputs,))
+    )
     want = matmul.matmul_invariant(x, w, bias)
     for row in sorted({0, 1, max(counts) // 2, max(counts) - 1}):
-        assert torch.equal(matmul.matmul_invariant(x[row:row + 1], w, bias), want[row:row + 1]), (inputs, outputs, row, dtype)
+        assert torch.equal(matmul.matmul_invariant(x[row : row + 1], w, bias), want[row : row + 1]), (
+            inputs,
+            outputs,
+            row,
+            dtype,
+        )
     for count in counts:
         first = (max(counts) - count) // 2
         for apart in (True, False):
-            got = matmul.matmul_invariant(x[first:first + count], w, bias, apart=apart)
-            assert torch.equal(got, want[first:first + count]), (inputs, outputs, count, first, apart, dtype)
+            got = matmul.matmul_invariant(x[first : first + count], w, bias, apart=apart)
+            assert torch.equal(got, want[first : first + count]), (inputs, outputs, count, first, apart, dtype)

@@ -36,16 +36,22 @@ def check_quantized_qkv(case: quantized_qkv.Case, dtype: torch.dtype, device: st
     table = RopeTable(RopeSpec(1000.0, case.dim), 300, torch.device(device)).table
     positions = torch.randint(0, 300, (case.rows,), generator=draw.generator).to(device)
     norm = (draw(case.heads + case.groups, case.dim), 1e-5) if case.norm else None
-    slots = torch.randperm(pages * case.page_slots, generator=draw.generator)[:case.rows].to(device)
+    slots = torch.randperm(pages * case.page_slots, generator=draw.generator)[: case.rows].to(device)
     if case.skip:
-        slots[::case.skip] = -1
+        slots[:: case.skip] = -1
     codec = codec_of(case.format, 0 if case.format != "int4" else case.order, case.values)
     basis = basis_of(case.order, case.dim, case.values, dtype, device) if case.order else None
     pool = KVPool([CacheGroup("full", (0,), case.groups, case.dim)], codec, [pages], case.page_slots, device, dtype)
     pool.pages[0].fill_(0xAB)
     before, cache = pool.pages[0].clone(), pool.layer(0)
-    q = quantized_qkv.quantized_qkv(heads, HeadOps(case.heads, table, positions, norm), cache.planes, slots, case.format, basis)
-    wide = None if basis is None else dataclasses.replace(basis, matrix=basis.matrix.double(), signs_D=basis.signs_D.double())
+    q = quantized_qkv.quantized_qkv(
+        heads, HeadOps(case.heads, table, positions, norm), cache.planes, slots, case.format, basis
+    )
+    wide = (
+        None
+        if basis is None
+        else dataclasses.replace(basis, matrix=basis.matrix.double(), signs_D=basis.signs_D.double())
+    )
     ops = HeadOps(case.heads, table.double(), positions, None if norm is None else (norm[0].double(), norm[1]))
     want_q, want_k, want_v = quantized_qkv.quantized_qkv_reference(heads.double(), ops, wide)
     rough = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype] * (4 if device == "cpu" else 1)
@@ -62,7 +68,12 @@ def check_quantized_qkv(case: quantized_qkv.Case, dtype: torch.dtype, device: st
         step = scale if case.format != "fp8" else want.abs() / 8 + scale
         error = ((found - want).abs() - rough * want.abs().amax(-1, keepdim=True)) / step
         worst = max(worst, float(error.max()))
-        assert worst <= 0.52, (case, dtype, side, worst)  # the nearest point of the grid, whose fp16 ends may cut a little off
+        assert worst <= 0.52, (
+            case,
+            dtype,
+            side,
+            worst,
+        )  # the nearest point of the grid, whose fp16 ends may cut a little off
     pool.pages[0][page.unique()] = before[page.unique()]
     assert torch.equal(pool.pages[0], before), "other pages were touched"
     return worst
@@ -72,10 +83,13 @@ def written(rows: int, at: range, exact: bool, format: str, device: str) -> list
     """Queries and planes of the rows ``at`` among ``rows``, written together: 8 + 2 x 4 heads of 128, normed."""
     dtype, dim = torch.bfloat16 if device == "cuda" else torch.float16, 128
     draw = Draw(0, dtype, device)
-    heads = draw(rows, 16, dim)[at.start:at.stop]
+    heads = draw(rows, 16, dim)[at.start : at.stop]
     norm = (draw(12, dim), 1e-6)
     table = RopeTable(RopeSpec(1000.0, dim), 300, torch.device(device)).table
-    positions, slots = torch.arange(rows, device=device)[at.start:at.stop] % 300, torch.arange(rows, device=device)[at.start:at.stop]
+    positions, slots = (
+        torch.arange(rows, device=device)[at.start : at.stop] % 300,
+        torch.arange(rows, device=device)[at.start : at.stop],
+    )
     codec = codec_of(format, dim if format == "int4" else 0, True)
     cache = KVPool([CacheGroup("full", (0,), 4, dim)], codec, [2 + rows // 64], 64, device, dtype).layer(0)
     basis = basis_of(dim, dim, True, dtype, device) if format == "int4" else None
@@ -108,7 +122,10 @@ def check_quantized_decode(case: quantized_decode.Case, dtype: torch.dtype, devi
         k, v = draw(context + 1, kv_heads, dim), draw(context + 1, kv_heads, dim)
         at = torch.arange(context + 1)
         cache.codec.write(cache, k, v, (table[s, at // size].long() * size + at % size).to(device))
-        found = [{n[1:]: p[table[s, at // size].long(), :, at % size] for n, p in cache.planes.items() if n[0] == side} for side in "kv"]
+        found = [
+            {n[1:]: p[table[s, at // size].long(), :, at % size] for n, p in cache.planes.items() if n[0] == side}
+            for side in "kv"
+        ]
         keys.append(codec.decode(found[0], dim))
         values.append(codec.decode(found[1], dim))
 
@@ -116,33 +133,58 @@ def check_quantized_decode(case: quantized_decode.Case, dtype: torch.dtype, devi
         out = []
         for s, context in enumerate(case.contexts):
             low = 0 if case.window is None else max(0, context + 1 - case.window)
-            k, v = (x[s][low:].to(precision).transpose(0, 1).repeat_interleave(heads // kv_heads, 0) for x in (keys, values))
+            k, v = (
+                x[s][low:].to(precision).transpose(0, 1).repeat_interleave(heads // kv_heads, 0) for x in (keys, values)
+            )
             scores = (q[s].to(precision).unsqueeze(1) @ k.transpose(1, 2) * dim**-0.5).squeeze(1)
             if case.softcap:
                 scores = case.softcap * torch.tanh(scores / case.softcap)
             full = scores if sinks is None else torch.cat([scores, sinks.to(precision)[:, None]], -1)
-            out.append((torch.softmax(full, -1)[:, None, :scores.shape[-1]] @ v).squeeze(1))
+            out.append((torch.softmax(full, -1)[:, None, : scores.shape[-1]] @ v).squeeze(1))
         return torch.stack(out)
 
-    rows = Rows(torch.arange(count, dtype=torch.int32, device=device), torch.zeros(count, kv_heads, dtype=torch.int32, device=device))
+    rows = Rows(
+        torch.arange(count, dtype=torch.int32, device=device),
+        torch.zeros(count, kv_heads, dtype=torch.int32, device=device),
+    )
     out = torch.full_like(q, float("nan"))
     shape = quantized_decode.shape_of(case.format, max(16, dim), dtype, count, heads // kv_heads)
     if case.programs is not None:
         shape = dataclasses.replace(shape, programs=case.programs, at_once=1)
     quantized_decode.quantized_decode_triton(
-        q, cache.planes, case.format, table.to(device), torch.tensor(case.contexts, dtype=torch.int32, device=device),
-        torch.arange(count + 1, dtype=torch.int32, device=device), rows, dim**-0.5, out, window=case.window, softcap=case.softcap,
-        sinks_H=sinks, shape=shape)
+        q,
+        cache.planes,
+        case.format,
+        table.to(device),
+        torch.tensor(case.contexts, dtype=torch.int32, device=device),
+        torch.arange(count + 1, dtype=torch.int32, device=device),
+        rows,
+        dim**-0.5,
+        out,
+        window=case.window,
+        softcap=case.softcap,
+        sinks_H=sinks,
+        shape=shape,
+    )
     assert not rows.arrived.any()
     return hold(case, out, attention(dtype), attention(torch.float64))
 
 
 def quantized_world(case: quantized_attention.Case, dtype: torch.dtype, device: str) -> tuple[World, KVPool]:
     """A world over codes in a poisoned pool; its own pages hold what the codes stand for, in the codes' basis."""
-    fields = {f.name: getattr(case, f.name) for f in dataclasses.fields(case) if f.name not in ("spans", "format", "trees", "splits")}
-    world = make_world(list(case.spans), dtype=dtype, device=device, trees={s: list(p) for s, p in case.trees}, **fields)
+    fields = {
+        f.name: getattr(case, f.name)
+        for f in dataclasses.fields(case)
+        if f.name not in ("spans", "format", "trees", "splits")
+    }
+    world = make_world(
+        list(case.spans), dtype=dtype, device=device, trees={s: list(p) for s, p in case.trees}, **fields
+    )
     codec, size, table = codec_of(case.format, 0, False), case.page_slots, world.batch.tables[0].long().cpu()
-    pools = [KVPool(world.pool.groups, c, world.pool.num_pages, size, device, t) for c, t in ((codec, dtype), (world.pool.codec, torch.float32))]
+    pools = [
+        KVPool(world.pool.groups, c, world.pool.num_pages, size, device, t)
+        for c, t in ((codec, dtype), (world.pool.codec, torch.float32))
+    ]
     for pool in pools:
         pool.poison(0, range(pool.num_pages[0]))
     codes, plain = (pool.layer(1) for pool in pools)
@@ -156,7 +198,9 @@ def quantized_world(case: quantized_attention.Case, dtype: torch.dtype, device: 
     return world, pools[0]
 
 
-def check_quantized_attention(case: quantized_attention.Case, dtype: torch.dtype, device: str, together: bool = False) -> float:
+def check_quantized_attention(
+    case: quantized_attention.Case, dtype: torch.dtype, device: str, together: bool = False
+) -> float:
     """Rows of spans and trees (``together``: told apart on the device) over what the codes stand for, against the paged reference in fp64."""
     world, pool = quantized_world(case, dtype, device)
     spec, batch = world.spec, world.batch
@@ -168,13 +212,33 @@ def check_quantized_attention(case: quantized_attention.Case, dtype: torch.dtype
         if device == "cpu":  # in the interpreter idle programs take time
             shape = dataclasses.replace(shape, at_once=1, programs=case.splits or 1)
         with mock.patch.object(quantized_attention, "SPLIT_KEYS", 32):  # so that there are several chunks
-            quantized_attention.quantized_together_triton(world.q, pool.layer(1).planes, case.format, *rows_of(world), max(batch.lengths),
-                                                          spec.scale, out, shape=shape, **how)
+            quantized_attention.quantized_together_triton(
+                world.q,
+                pool.layer(1).planes,
+                case.format,
+                *rows_of(world),
+                max(batch.lengths),
+                spec.scale,
+                out,
+                shape=shape,
+                **how,
+            )
     else:
         quantized_attention.quantized_attention_triton(
-            world.q, pool.layer(1).planes, case.format, batch.tables[0], batch.context, batch.row_start,
-            quantized_attention.plan_rows(batch.starts, batch.lengths, spans, case.heads // case.kv_heads, device), spec.scale,
-            out, ancestors_TA=batch.ancestors, positions_T=batch.positions, num_splits=case.splits, **how)
+            world.q,
+            pool.layer(1).planes,
+            case.format,
+            batch.tables[0],
+            batch.context,
+            batch.row_start,
+            quantized_attention.plan_rows(batch.starts, batch.lengths, spans, case.heads // case.kv_heads, device),
+            spec.scale,
+            out,
+            ancestors_TA=batch.ancestors,
+            positions_T=batch.positions,
+            num_splits=case.splits,
+            **how,
+        )
     want, want_lse = reference(world, torch.float64)
     with mock.patch.object(paged_attention, "attend", attend_low):
         plain, _ = reference(world, dtype)
@@ -193,14 +257,26 @@ def check_gather(format: str, dim: int, dtype: torch.dtype, device: str) -> None
         cache.codec.write(cache, draw(length, 3, dim), draw(length, 3, dim), table[s, at // 16].long() * 16 + at % 16)
     k, v = torch.full((2, 2, 80, dim), 7.0, dtype=dtype, device=device)
     spans = torch.tensor([[1, 0], [0, 32]], dtype=torch.int32, device=device)
-    context, row_start = torch.tensor([38, 20 - 5], dtype=torch.int32, device=device), torch.tensor([0, 2, 7], dtype=torch.int32, device=device)
+    context, row_start = (
+        torch.tensor([38, 20 - 5], dtype=torch.int32, device=device),
+        torch.tensor([0, 2, 7], dtype=torch.int32, device=device),
+    )
     quantized_decode.gather_codes_triton(cache.planes, format, k, v, table, context, row_start, spans, 3, 16, 1)
     for side, dense in enumerate((k, v)):
         for span, first, length in ((1, 0, 20), (0, 32, 40)):
             want = cache.codec.read(cache, table[span])[side][1:, :length]
-            assert torch.allclose(dense[:, first:first + length].float(), want.float(), rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-5)
+            assert torch.allclose(
+                dense[:, first : first + length].float(),
+                want.float(),
+                rtol=1e-2 if dtype != torch.float32 else 1e-5,
+                atol=1e-5,
+            )
         assert bool((dense[:, 20:32] == 0).all()) and bool((dense[:, 72:] == 0).all())
     windowed = torch.full_like(k, 7.0)
-    quantized_decode.gather_codes_triton(cache.planes, format, windowed, windowed.clone(), table, context, row_start, spans, 3, 16, 1, window=10)
-    assert bool((windowed[:, :32 + 16] == 7.0).flatten(1).any(1).all()), "blocks out of the first row's window are left out"
-    assert torch.equal(windowed[:, 32 + 32:], k[:, 32 + 32:]) and bool((windowed[:, 32:48] == 7.0).all())
+    quantized_decode.gather_codes_triton(
+        cache.planes, format, windowed, windowed.clone(), table, context, row_start, spans, 3, 16, 1, window=10
+    )
+    assert bool((windowed[:, : 32 + 16] == 7.0).flatten(1).any(1).all()), (
+        "blocks out of the first row's window are left out"
+    )
+    assert torch.equal(windowed[:, 32 + 32 :], k[:, 32 + 32 :]) and bool((windowed[:, 32:48] == 7.0).all())

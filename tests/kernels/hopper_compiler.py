@@ -30,8 +30,9 @@ def _prepared() -> ModuleType:
     return triton
 
 
-def compile_for_hopper(module: str, kernel: str, options: dict[str, Any], constants: dict[str, Any],
-                       pointers: dict[str, Any]) -> dict[str, Any]:
+def compile_for_hopper(
+    module: str, kernel: str, options: dict[str, Any], constants: dict[str, Any], pointers: dict[str, Any]
+) -> dict[str, Any]:
     """``pointers``: element types of those whose names do not say them, shapes of descriptors."""
     triton = _prepared()
     from triton.backends.compiler import GPUTarget
@@ -51,28 +52,60 @@ def compile_for_hopper(module: str, kernel: str, options: dict[str, Any], consta
         elif name in pointers:
             types[name], attributes[(i,)] = "*" + pointers[name], [["tt.divisibility", 16]]
         elif name.endswith("_ptr"):
-            kind = "fp32" if "lse" in name or "part" in name else "bf16" if name in ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "sinks_ptr") else "i32"
+            kind = (
+                "fp32"
+                if "lse" in name or "part" in name
+                else "bf16"
+                if name in ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "sinks_ptr")
+                else "i32"
+            )
             types[name], attributes[(i,)] = "*" + kind, [["tt.divisibility", 16]]
         else:
             types[name] = "fp32" if name in ("scale", "softcap", "eps", "factor") else "i32"
-            if name in ("q_row", "q_head", "page_stride", "head_stride", "meta_page", "meta_head", "out_row", "row_stride", "group_stride",
-                        "meta_group"):
+            if name in (
+                "q_row",
+                "q_head",
+                "page_stride",
+                "head_stride",
+                "meta_page",
+                "meta_head",
+                "out_row",
+                "row_stride",
+                "group_stride",
+                "meta_group",
+            ):
                 attributes[(i,)] = [["tt.divisibility", 16]]
     places = {(function.arg_names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource if function.is_gluon() else ASTSource
-    done = triton.compile(source(function, types, places, attributes), target=GPUTarget("cuda", 90, 32), options=options)
+    done = triton.compile(
+        source(function, types, places, attributes), target=GPUTarget("cuda", 90, 32), options=options
+    )
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(done.asm["cubin"])
-        usage, code = (subprocess.run([tools / tool, option, path], capture_output=True, text=True, check=True).stdout
-                       for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c")))
-    waits = "".join(name[-1] for name in re.findall("HGMMA|DEPBAR.LE gsb0, 0x[01]|MUFU.EX2", code))  # for all products, or for all but the last: 0, 1
+        usage, code = (
+            subprocess.run([tools / tool, option, path], capture_output=True, text=True, check=True).stdout
+            for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
+        )
+    waits = "".join(
+        name[-1] for name in re.findall("HGMMA|DEPBAR.LE gsb0, 0x[01]|MUFU.EX2", code)
+    )  # for all products, or for all but the last: 0, 1
     ptx = done.asm["ptx"]
-    return {"shared": done.metadata.shared, "spilled": "STACK:0" not in usage, "copies": ptx.count("cp.async.cg"),
-            "words": ptx.count("cp.async.ca"), "tiles": ptx.count("cp.async.bulk.tensor"), "wgmma": ptx.count("wgmma.mma_async"),
-            "shuffles": ptx.count("shfl.sync"), "under": [len(run) for run in re.findall("(?<=1)2+", waits)],
-            "warps": done.metadata.num_warps, "registers": re.findall("setmaxnreg.*?([0-9]+);", ptx),
-            "arrivals": ptx.count("mbarrier.arrive.shared"),
-            "early": ptx.split("griddepcontrol.wait")[0].count("cp.async.bulk.tensor"), "barriers": ptx.count("bar.sync"),
-            "mma": ptx.count("mma.sync"), "lop3": ptx.count("lop3.b32")}
+    return {
+        "shared": done.metadata.shared,
+        "spilled": "STACK:0" not in usage,
+        "copies": ptx.count("cp.async.cg"),
+        "words": ptx.count("cp.async.ca"),
+        "tiles": ptx.count("cp.async.bulk.tensor"),
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "shuffles": ptx.count("shfl.sync"),
+        "under": [len(run) for run in re.findall("(?<=1)2+", waits)],
+        "warps": done.metadata.num_warps,
+        "registers": re.findall("setmaxnreg.*?([0-9]+);", ptx),
+        "arrivals": ptx.count("mbarrier.arrive.shared"),
+        "early": ptx.split("griddepcontrol.wait")[0].count("cp.async.bulk.tensor"),
+        "barriers": ptx.count("bar.sync"),
+        "mma": ptx.count("mma.sync"),
+        "lop3": ptx.count("lop3.b32"),
+    }

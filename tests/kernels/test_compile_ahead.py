@@ -49,8 +49,12 @@ def test_a_launcher_is_made_beside_its_kernel(monkeypatch):
             raise RuntimeError("no C compiler")
 
     own = SimpleNamespace(triton_key=lambda: "own")
-    runtime = SimpleNamespace(driver=SimpleNamespace(active=SimpleNamespace(launcher_cls=launcher)), cache=own, build=SimpleNamespace())
-    monkeypatch.setattr(compile_ahead, "triton", SimpleNamespace(AsyncCompileMode=triton.AsyncCompileMode, runtime=runtime))
+    runtime = SimpleNamespace(
+        driver=SimpleNamespace(active=SimpleNamespace(launcher_cls=launcher)), cache=own, build=SimpleNamespace()
+    )
+    monkeypatch.setattr(
+        compile_ahead, "triton", SimpleNamespace(AsyncCompileMode=triton.AsyncCompileMode, runtime=runtime)
+    )
     with compile_ahead.compiling():
         _async_compile.active_mode.get().submit("a", lambda: kernels["a"], done.append)
     assert done == [kernels["a"]] and not made, "a Triton that may load launchers in another way makes them itself"
@@ -61,10 +65,18 @@ def test_a_launcher_is_made_beside_its_kernel(monkeypatch):
         mode = _async_compile.active_mode.get()
         for x, kernel in kernels.items():
             mode.submit(x, lambda kernel=kernel: kernel, done.append)
-        assert mode.submit("a", None, None).result() is kernels["a"] and ("a", "m", False) in made, "whoever waits for it finds a launcher"
+        assert mode.submit("a", None, None).result() is kernels["a"] and ("a", "m", False) in made, (
+            "whoever waits for it finds a launcher"
+        )
     loads = runtime.build._load_module_from_path
-    assert isinstance(loads, compile_ahead.EachItsOwn) and compile_ahead.quicken() and runtime.build._load_module_from_path is loads
-    assert sorted(made) == [(x, "m", False) for x in "abc"] and len(done) == 3, "without one it says so where it is launched"
+    assert (
+        isinstance(loads, compile_ahead.EachItsOwn)
+        and compile_ahead.quicken()
+        and runtime.build._load_module_from_path is loads
+    )
+    assert sorted(made) == [(x, "m", False) for x in "abc"] and len(done) == 3, (
+        "without one it says so where it is launched"
+    )
 
 
 def test_another_triton_has_another_fingerprint(monkeypatch, tmp_path):
@@ -73,7 +85,9 @@ def test_another_triton_has_another_fingerprint(monkeypatch, tmp_path):
     library, source = tmp_path / "_C" / "libtriton.so", tmp_path / "compiler" / "code_generator.py"
     library.write_bytes(b"0" * 100)
     source.write_text("x = 1\n")
-    monkeypatch.setattr(compile_ahead, "triton", SimpleNamespace(__file__=str(tmp_path / "__init__.py"), __version__="3.6.0"))
+    monkeypatch.setattr(
+        compile_ahead, "triton", SimpleNamespace(__file__=str(tmp_path / "__init__.py"), __version__="3.6.0")
+    )
     monkeypatch.setattr(compile_ahead, "LIBRARY_END", 10)
     names = lambda: compile_ahead.fingerprint.__wrapped__()  # noqa: E731
     found = [names()]

@@ -18,7 +18,9 @@ import pytest
 from kvasir.kernels import compile_ahead, compile_helpers
 from kvasir.kernels.compile_helpers import Helpers, job_of
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are counted as Linux shows them")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="processes are counted as Linux shows them"
+)
 
 
 def work(job: bytes) -> None:
@@ -157,10 +159,18 @@ def test_a_worker_outlives_no_first_helper():
 @pytest.mark.parametrize("asked", ["", "write", "hang"])
 def test_none_outlives_a_start_that_is_killed(asked, tmp_path):
     """Nor one that compiles, and looks at no pipe."""
-    job = f"threading.Thread(target=helpers.do, args=(b'{asked} {tmp_path / 'a'}',), daemon=True).start()" if asked else ""
-    code = ("import threading, time\nfrom tests.kernels.test_compile_helpers import Helpers, rest, work\nhelpers = Helpers(2, rest, work)\n"
-            f"{job}\nprint(helpers._pid, flush=True)\ntime.sleep(600)")
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    job = (
+        f"threading.Thread(target=helpers.do, args=(b'{asked} {tmp_path / 'a'}',), daemon=True).start()"
+        if asked
+        else ""
+    )
+    code = (
+        "import threading, time\nfrom tests.kernels.test_compile_helpers import Helpers, rest, work\nhelpers = Helpers(2, rest, work)\n"
+        f"{job}\nprint(helpers._pid, flush=True)\ntime.sleep(600)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    )
     pgid = int(process.stdout.readline())
     assert comes(lambda: len(group(pgid)) == (3 if asked else 1)), "one of them may still be about to be forked"
     process.send_signal(signal.SIGKILL)
@@ -172,7 +182,12 @@ def test_none_outlives_a_start_that_is_killed(asked, tmp_path):
 def test_where_they_are_of_no_use_there_are_none(monkeypatch):
     monkeypatch.setattr(compile_ahead, "Helpers", lambda *_: pytest.fail("forked"))
     able = SimpleNamespace(AsyncCompileMode=None)
-    for triton, interpreted, cores in ((None, False, 16), (able, True, 16), (able, False, 3), (SimpleNamespace(), False, 16)):
+    for triton, interpreted, cores in (
+        (None, False, 16),
+        (able, True, 16),
+        (able, False, 3),
+        (SimpleNamespace(), False, 16),
+    ):
         monkeypatch.setattr(compile_ahead, "triton", triton)
         monkeypatch.setattr(compile_ahead, "INTERPRETED", interpreted)
         monkeypatch.setattr("os.sched_getaffinity", lambda process, cores=cores: range(cores))

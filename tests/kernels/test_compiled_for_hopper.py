@@ -54,17 +54,36 @@ def test_decode(rows, share):
     """192 KiB on their way where there are few rows, 128 where there are many, in as many programs as are counted on to fit on a
     multiprocessor."""
     shape = decode_attention.Shape.of(128, torch.bfloat16, rows, share, rows * 8 / 132)
-    found = compiled("decode_attention", "_decode_attention", {"num_warps": shape.warps, "num_stages": shape.stages}, {
-        **PAGED, "BLOCK_N": shape.block_n, "BLOCK_M": 16, "COUNT_PAD": rows, "MIN_KEYS": 128, "SHORT_KEYS": 1024, "R_PAD": 4,
-        "MERGE": merged_at_once(4, 128, shape.warps)})
+    found = compiled(
+        "decode_attention",
+        "_decode_attention",
+        {"num_warps": shape.warps, "num_stages": shape.stages},
+        {
+            **PAGED,
+            "BLOCK_N": shape.block_n,
+            "BLOCK_M": 16,
+            "COUNT_PAD": rows,
+            "MIN_KEYS": 128,
+            "SHORT_KEYS": 1024,
+            "R_PAD": 4,
+            "MERGE": merged_at_once(4, 128, shape.warps),
+        },
+    )
     assert found["copies"] and not found["spilled"]
-    assert shape.at_once * found["shared"] >= (6 if rows == 16 else 4) * BLOCK and shape.at_once * (found["shared"] + 1024) <= 228 * 1024
+    assert (
+        shape.at_once * found["shared"] >= (6 if rows == 16 else 4) * BLOCK
+        and shape.at_once * (found["shared"] + 1024) <= 228 * 1024
+    )
 
 
 @pytest.mark.parametrize("block_m, warps", [(16, 4), (128, 8)])
 def test_paged(block_m, warps):
-    found = compiled("paged_attention", "_paged_attention", {"num_warps": warps, "num_stages": 3},
-                     {**PAGED, **SPANS, "BLOCK_M": block_m, "TREE": False, "SPLIT": False, "CHUNKED": 0})
+    found = compiled(
+        "paged_attention",
+        "_paged_attention",
+        {"num_warps": warps, "num_stages": 3},
+        {**PAGED, **SPANS, "BLOCK_M": block_m, "TREE": False, "SPLIT": False, "CHUNKED": 0},
+    )
     assert found["copies"] and not found["spilled"] and 2 * BLOCK <= found["shared"] <= 227 * 1024
     assert (found["wgmma"] > 0) == (block_m >= 64)
 
@@ -73,71 +92,204 @@ def test_paged(block_m, warps):
 def test_paged_together(most):
     """Rows whose spans are known on the device alone: pipelined as the tiles of a host's plan are."""
     shape = TogetherShape.of(most, 4, 128, torch.bfloat16)
-    found = compiled("paged_attention", "_paged_attention", {"num_warps": shape.warps, "num_stages": shape.stages}, {
-        **PAGED, "BLOCK_N": shape.block_n, "BLOCK_M": shape.block_m, "TREE": True, "SPLIT": False, "CHUNKED": 0, "ROWS": shape.block_m // 4,
-        "COUNT_PAD": 256, "MIN_KEYS": 256, "SHORT_KEYS": 1024}, TOGETHER)
-    assert found["copies"] and not found["spilled"] and shape.at_once * (found["shared"] + 1024) <= 228 * 1024 and found["shared"] >= 2 * BLOCK
+    found = compiled(
+        "paged_attention",
+        "_paged_attention",
+        {"num_warps": shape.warps, "num_stages": shape.stages},
+        {
+            **PAGED,
+            "BLOCK_N": shape.block_n,
+            "BLOCK_M": shape.block_m,
+            "TREE": True,
+            "SPLIT": False,
+            "CHUNKED": 0,
+            "ROWS": shape.block_m // 4,
+            "COUNT_PAD": 256,
+            "MIN_KEYS": 256,
+            "SHORT_KEYS": 1024,
+        },
+        TOGETHER,
+    )
+    assert (
+        found["copies"]
+        and not found["spilled"]
+        and shape.at_once * (found["shared"] + 1024) <= 228 * 1024
+        and found["shared"] >= 2 * BLOCK
+    )
 
 
 def test_reports():
     """The chunks that hold a row's largest logits stay in registers."""
-    found = compiled("report", "_merge_parts", {"num_warps": report.MERGE_WARPS}, {
-        "P2": 64, "C2": 256, "K": report.MOST, "B": report.CHUNK, "PDL": True},
-        {"logits": "bf16", "tokens": "fp32", "most": "i32", "tops": "i32", "parts": "fp64", "out": "fp32"})
+    found = compiled(
+        "report",
+        "_merge_parts",
+        {"num_warps": report.MERGE_WARPS},
+        {"P2": 64, "C2": 256, "K": report.MOST, "B": report.CHUNK, "PDL": True},
+        {"logits": "bf16", "tokens": "fp32", "most": "i32", "tops": "i32", "parts": "fp64", "out": "fp32"},
+    )
     assert not found["spilled"] and found["shared"] <= 8192
 
 
 def test_merging_tiles():
-    merged = compiled("key_chunks", "_merge_tiles", {"num_warps": 4}, {
-        **{k: v for k, v in LLAMA.items() if k != "CAPPED"}, "D_PAD": 128, "R_PAD": 4, "ROWS": 16, "MERGE": merged_at_once(4, 128, 4)}, TOGETHER)
+    merged = compiled(
+        "key_chunks",
+        "_merge_tiles",
+        {"num_warps": 4},
+        {
+            **{k: v for k, v in LLAMA.items() if k != "CAPPED"},
+            "D_PAD": 128,
+            "R_PAD": 4,
+            "ROWS": 16,
+            "MERGE": merged_at_once(4, 128, 4),
+        },
+        TOGETHER,
+    )
     assert not merged["spilled"]
 
 
-@pytest.mark.parametrize("format, dim, share, rows", [
-    ("int4", 128, 4, 16), ("int4", 128, 4, 1), ("int4", 128, 16, 16), ("int4", 64, 4, 16), ("int4", 80, 4, 16), ("int4", 256, 16, 16),
-    ("int8", 128, 4, 16), ("int8", 256, 4, 16), ("fp8", 128, 4, 16), ("fp8", 128, 16, 1)])
+@pytest.mark.parametrize(
+    "format, dim, share, rows",
+    [
+        ("int4", 128, 4, 16),
+        ("int4", 128, 4, 1),
+        ("int4", 128, 16, 16),
+        ("int4", 64, 4, 16),
+        ("int4", 80, 4, 16),
+        ("int4", 256, 16, 16),
+        ("int8", 128, 4, 16),
+        ("int8", 256, 4, 16),
+        ("fp8", 128, 4, 16),
+        ("fp8", 128, 16, 1),
+    ],
+)
 def test_quantized_decode(format, dim, share, rows):
     """Codes and their scales are fetched two blocks ahead, and 4-bit codes become numbers by one logical operation each, for
     every product once. Rows of 80 are no multiples of 16 bytes."""
     shape, bits = shape_of(format, dim, torch.bfloat16, rows, share), {"int4": 4, "int8": 8, "fp8": 0}[format]
     words, pad = dim // 4 if bits == 4 else dim // 2, 1 << (dim - 1).bit_length()
     words_pad = 1 << (words - 1).bit_length()
-    found = compiled("quantized_decode", "_quantized_decode", {"num_warps": shape.warps, "num_stages": shape.stages}, {
-        **LLAMA, "R": share, "D": dim, "P": 64, "W": words, "W_PAD": words_pad, "D_PAD": pad, "BLOCK_M": max(8, share), "BLOCK_N": shape.block_n,
-        "COUNT_PAD": 64, "MIN_KEYS": 128, "SHORT_KEYS": 1024, "R_PAD": share, "MERGE": merged_at_once(share, pad, shape.warps), "BITS": bits,
-        "TRICK": True, "ASM": True, "WINDOWED": False, "PDL": True}, {"k_ptr": "i16", "v_ptr": "i16", "k_meta": "i32", "v_meta": "i32"})
+    found = compiled(
+        "quantized_decode",
+        "_quantized_decode",
+        {"num_warps": shape.warps, "num_stages": shape.stages},
+        {
+            **LLAMA,
+            "R": share,
+            "D": dim,
+            "P": 64,
+            "W": words,
+            "W_PAD": words_pad,
+            "D_PAD": pad,
+            "BLOCK_M": max(8, share),
+            "BLOCK_N": shape.block_n,
+            "COUNT_PAD": 64,
+            "MIN_KEYS": 128,
+            "SHORT_KEYS": 1024,
+            "R_PAD": share,
+            "MERGE": merged_at_once(share, pad, shape.warps),
+            "BITS": bits,
+            "TRICK": True,
+            "ASM": True,
+            "WINDOWED": False,
+            "PDL": True,
+        },
+        {"k_ptr": "i16", "v_ptr": "i16", "k_meta": "i32", "v_meta": "i32"},
+    )
     assert not found["spilled"] and found["words" if dim == 80 else "copies"] and found["words"]
-    assert found["shared"] >= 2 * 2 * shape.block_n * (2 * words_pad + 4) and shape.at_once * (found["shared"] + 1024) <= 228 * 1024
+    assert (
+        found["shared"] >= 2 * 2 * shape.block_n * (2 * words_pad + 4)
+        and shape.at_once * (found["shared"] + 1024) <= 228 * 1024
+    )
     if bits == 4 and shape.warps == 1:
         pairs = shape.block_n * words_pad // 32  # of words, keys and values, a thread
         assert found["lop3"] == 4 * pairs and found["mma"] == 4 * pairs * 2 * 32 * max(8, share) // (16 * 16 * 8)
 
 
-@pytest.mark.parametrize("format, dim, block_m, tree", [
-    ("int4", 128, 16, True), ("int4", 64, 16, False), ("int4", 256, 16, False), ("int4", 128, 32, False), ("int8", 128, 16, True),
-    ("fp8", 128, 16, False)])
+@pytest.mark.parametrize(
+    "format, dim, block_m, tree",
+    [
+        ("int4", 128, 16, True),
+        ("int4", 64, 16, False),
+        ("int4", 256, 16, False),
+        ("int4", 128, 32, False),
+        ("int8", 128, 16, True),
+        ("fp8", 128, 16, False),
+    ],
+)
 def test_quantized_rows(format, dim, block_m, tree):
     """Codes are fetched two blocks ahead. 8-bit codes spill a little on one warp, and are fastest so all the same."""
     shape, bits = RowsShape.of(format, dim, torch.bfloat16, block_m), {"int4": 4, "int8": 8, "fp8": 0}[format]
     words = dim // 4 if bits == 4 else dim // 2
-    found = compiled("quantized_attention", "_quantized_attention", {"num_warps": shape.warps, "num_stages": shape.stages}, {
-        **LLAMA, **SPANS, "D": dim, "P": 64, "W": words, "W_PAD": words, "BLOCK_M": block_m, "BLOCK_N": shape.block_n, "BITS": bits, "TRICK": True,
-        "ASM": True, "WINDOWED": False, "TREE": tree, "SPLIT": True},
-        {"k_ptr": "i16", "v_ptr": "i16", "k_meta": "i32", "v_meta": "i32", "out_ptr": "fp32", "ancestors_ptr": "i64", "positions_ptr": "i64"})
+    found = compiled(
+        "quantized_attention",
+        "_quantized_attention",
+        {"num_warps": shape.warps, "num_stages": shape.stages},
+        {
+            **LLAMA,
+            **SPANS,
+            "D": dim,
+            "P": 64,
+            "W": words,
+            "W_PAD": words,
+            "BLOCK_M": block_m,
+            "BLOCK_N": shape.block_n,
+            "BITS": bits,
+            "TRICK": True,
+            "ASM": True,
+            "WINDOWED": False,
+            "TREE": tree,
+            "SPLIT": True,
+        },
+        {
+            "k_ptr": "i16",
+            "v_ptr": "i16",
+            "k_meta": "i32",
+            "v_meta": "i32",
+            "out_ptr": "fp32",
+            "ancestors_ptr": "i64",
+            "positions_ptr": "i64",
+        },
+    )
     assert found["copies"] and (not found["spilled"] or bits != 4 and shape.warps == 1)
-    assert found["shared"] >= 2 * 2 * shape.block_n * (2 * words + 4) and shape.at_once * (found["shared"] + 1024) <= 228 * 1024
+    assert (
+        found["shared"] >= 2 * 2 * shape.block_n * (2 * words + 4)
+        and shape.at_once * (found["shared"] + 1024) <= 228 * 1024
+    )
 
 
 @pytest.mark.parametrize("format", ["int4", "fp8"])
 def test_quantized_together(format):
     shape, bits = RowsShape.of(format, 128, torch.bfloat16, 16), {"int4": 4, "fp8": 0}[format]
     words = 32 if bits == 4 else 64
-    found = compiled("quantized_attention", "_quantized_attention", {"num_warps": shape.warps, "num_stages": shape.stages}, {
-        **LLAMA, "P": 64, "W": words, "W_PAD": words, "BLOCK_M": 16, "BLOCK_N": shape.block_n, "BITS": bits, "TRICK": True, "ASM": True,
-        "WINDOWED": False, "TREE": True, "SPLIT": False, "ROWS": 4, "COUNT_PAD": 256, "MIN_KEYS": 256, "SHORT_KEYS": 1024},
-        {**TOGETHER, "k_ptr": "i16", "v_ptr": "i16", "k_meta": "i32", "v_meta": "i32"})
+    found = compiled(
+        "quantized_attention",
+        "_quantized_attention",
+        {"num_warps": shape.warps, "num_stages": shape.stages},
+        {
+            **LLAMA,
+            "P": 64,
+            "W": words,
+            "W_PAD": words,
+            "BLOCK_M": 16,
+            "BLOCK_N": shape.block_n,
+            "BITS": bits,
+            "TRICK": True,
+            "ASM": True,
+            "WINDOWED": False,
+            "TREE": True,
+            "SPLIT": False,
+            "ROWS": 4,
+            "COUNT_PAD": 256,
+            "MIN_KEYS": 256,
+            "SHORT_KEYS": 1024,
+        },
+        {**TOGETHER, "k_ptr": "i16", "v_ptr": "i16", "k_meta": "i32", "v_meta": "i32"},
+    )
     assert found["copies"] and (not found["spilled"] or bits != 4)
-    assert found["shared"] >= 2 * 2 * shape.block_n * (2 * words + 4) and shape.at_once * (found["shared"] + 1024) <= 228 * 1024
+    assert (
+        found["shared"] >= 2 * 2 * shape.block_n * (2 * words + 4)
+        and shape.at_once * (found["shared"] + 1024) <= 228 * 1024
+    )
 
 
 @pytest.mark.parametrize("format", ["int4", "int8", "fp8"])
@@ -147,18 +299,51 @@ def test_quantized_write(format):
     pages, meta = ("u8", "fp16") if bits else ("fp8e4nv", "fp32")
     basis = Rotation(128, 128, True).basis(torch.bfloat16, torch.device("cpu"), False) if bits == 4 else None
     shape = WriteShape.of(64, 128, basis)
-    found = compiled("quantized_qkv", "_quantized_qkv", {"num_warps": shape.warps}, {
-        "H": 32, "G": 8, "P": 64, "D": 128, "HEADS": shape.heads, "BLOCKS": shape.blocks, "WIDTH": shape.width, "STAGES": shape.stages,
-        "NORM": False, "BITS": bits, "TURN": bits == 4, "TURN_VALUES": False, "PARTS": "cross" if bits == 4 else "", "PDL": True}, {
-        "heads_ptr": "bf16", "weight_ptr": "bf16", "matrix_ptr": "bf16", "signs_ptr": "bf16", "k_pages": pages, "v_pages": pages, "k_meta": meta,
-        "v_meta": meta, "slots_ptr": "i64", "positions_ptr": "i64", "table_ptr": "fp32"})
+    found = compiled(
+        "quantized_qkv",
+        "_quantized_qkv",
+        {"num_warps": shape.warps},
+        {
+            "H": 32,
+            "G": 8,
+            "P": 64,
+            "D": 128,
+            "HEADS": shape.heads,
+            "BLOCKS": shape.blocks,
+            "WIDTH": shape.width,
+            "STAGES": shape.stages,
+            "NORM": False,
+            "BITS": bits,
+            "TURN": bits == 4,
+            "TURN_VALUES": False,
+            "PARTS": "cross" if bits == 4 else "",
+            "PDL": True,
+        },
+        {
+            "heads_ptr": "bf16",
+            "weight_ptr": "bf16",
+            "matrix_ptr": "bf16",
+            "signs_ptr": "bf16",
+            "k_pages": pages,
+            "v_pages": pages,
+            "k_meta": meta,
+            "v_meta": meta,
+            "slots_ptr": "i64",
+            "positions_ptr": "i64",
+            "table_ptr": "fp32",
+        },
+    )
     assert not found["spilled"] and found["mma"] == (8 if bits == 4 else 0)
     assert bits != 4 or found["shuffles"] <= 8
 
 
 def compiled_dense(shape: Shape, dim: int) -> dict:
-    return compiled("dense_attention", "_dense_attention", {"num_warps": shape.warps, "num_stages": shape.stages}, {
-        **LLAMA, "D": dim, "R_PAD": 4, "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n})
+    return compiled(
+        "dense_attention",
+        "_dense_attention",
+        {"num_warps": shape.warps, "num_stages": shape.stages},
+        {**LLAMA, "D": dim, "R_PAD": 4, "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n},
+    )
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -173,8 +358,21 @@ def test_by_hand(dim):
     """In both loops of both consumers all exponentials of a block are taken while the product of the values is under way. Registers
     change hands, and a consumer tells of every block that it has read, of keys and of values, but for the last one of values."""
     shape = HopperShape()
-    found = compiled("hopper_attention", "_hopper_attention", {"num_warps": 4}, {
-        "H": 32, "R": 4, "R_PAD": 4, "D": dim, "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "STAGES": shape.stages, "WANT_LSE": dim == 64})
+    found = compiled(
+        "hopper_attention",
+        "_hopper_attention",
+        {"num_warps": 4},
+        {
+            "H": 32,
+            "R": 4,
+            "R_PAD": 4,
+            "D": dim,
+            "BLOCK_M": shape.block_m,
+            "BLOCK_N": shape.block_n,
+            "STAGES": shape.stages,
+            "WANT_LSE": dim == 64,
+        },
+    )
     assert found["tiles"] and found["wgmma"] and not found["spilled"] and found["shared"] <= 227 * 1024
     assert len([n for n in found["under"] if n >= shape.block_n // 2]) == 2 * 2, found["under"]
     assert {"24", "240"} <= set(found["registers"]) and found["warps"] == 12 and found["arrivals"] == 2 * (1 + 2 * 2)
@@ -182,8 +380,13 @@ def test_by_hand(dim):
 
 def test_routing_waits_for_no_other_warp():
     """A row's experts are picked within a warp, by one reduction of an int64 each and one for the weights."""
-    found = compiled("moe_routing", "_route", {"num_warps": 1}, {"X": 128, "X_PAD": 128, "TOP_K": 8, "K_PAD": 8, "RENORMALIZE": True, "PDL": True},
-                     {"logits_ptr": "bf16", "weights_ptr": "fp32", "ids_ptr": "i32"})
+    found = compiled(
+        "moe_routing",
+        "_route",
+        {"num_warps": 1},
+        {"X": 128, "X_PAD": 128, "TOP_K": 8, "K_PAD": 8, "RENORMALIZE": True, "PDL": True},
+        {"logits_ptr": "bf16", "weights_ptr": "fp32", "ids_ptr": "i32"},
+    )
     assert not found["spilled"] and not found["barriers"] and found["shuffles"] <= 8 * 5 * 2 + 5
 
 
@@ -193,10 +396,29 @@ def test_products_of_few_rows_by_hand(num_rows, width, gated):
     for 64 inputs, and nothing waits for a product but the last, where every block has a slot."""
     ring = hopper_gemv.MEASURED[num_rows, width, gated]
     blocks, parts = width // (ring.block_k * ring.splits), 1 + gated
-    found = compiled("hopper_gemv", "_stream_rows", {"num_warps": 4}, {
-        "OUT": num_rows // parts, "N": num_rows, "BLOCK_N": ring.block_n, "BLOCKS": blocks, "W_RING": min(ring.w_blocks, blocks),
-        "X_RING": min(ring.x_blocks, blocks), "SPLIT": ring.splits > 1, "GATED": gated, "RESIDUAL": False, "PDL": True},
-        {"y_ptr": "bf16", "part_ptr": "fp32", "w_desc": (ring.block_n, ring.block_k), "x_desc": (hopper_gemv.MAX_ROWS, ring.block_k)})
+    found = compiled(
+        "hopper_gemv",
+        "_stream_rows",
+        {"num_warps": 4},
+        {
+            "OUT": num_rows // parts,
+            "N": num_rows,
+            "BLOCK_N": ring.block_n,
+            "BLOCKS": blocks,
+            "W_RING": min(ring.w_blocks, blocks),
+            "X_RING": min(ring.x_blocks, blocks),
+            "SPLIT": ring.splits > 1,
+            "GATED": gated,
+            "RESIDUAL": False,
+            "PDL": True,
+        },
+        {
+            "y_ptr": "bf16",
+            "part_ptr": "fp32",
+            "w_desc": (ring.block_n, ring.block_k),
+            "x_desc": (hopper_gemv.MAX_ROWS, ring.block_k),
+        },
+    )
     assert not found["spilled"] and found["shared"] <= 227 * 1024
     assert found["early"] == parts * min(ring.w_blocks, blocks) and found["tiles"] == (parts + 1) * blocks
     assert found["wgmma"] == parts * blocks * ring.block_k // 16 and found["barriers"] <= 10 * blocks
@@ -204,10 +426,36 @@ def test_products_of_few_rows_by_hand(num_rows, width, gated):
 
 def test_the_ends_of_a_decode_step():
     """The launch form of a GPU, which the interpreter leaves out: the early start of the last kernel, tokens of drafts."""
-    words = {name: "i32" for name in ("token_ptr", "top_k_ptr", "stream_ptr", "tables_ptr", "context_out", "tables_out", "top_k_out", "stream_out")}
+    words = {
+        name: "i32"
+        for name in (
+            "token_ptr",
+            "top_k_ptr",
+            "stream_ptr",
+            "tables_ptr",
+            "context_out",
+            "tables_out",
+            "top_k_out",
+            "stream_out",
+        )
+    }
     wide = {name: "i64" for name in ("rows_ptr", "starts_ptr", "given_ptr", "ids_out", "slots_out")}
-    single = {name: "fp32" for name in ("temperature_ptr", "top_p_ptr", "min_p_ptr", "temperature_out", "top_p_out", "min_p_out")}
-    opened = compiled("decode_rows", "_open_rows", {"num_warps": 4}, {"K": 2, "P": 16, "BLOCK": 1024, "GIVEN": True}, {**words, **wide, **single})
-    closed = compiled("decode_rows", "_close_rows", {"num_warps": 4}, {"BLOCK": 256, "PDL": True},
-                      {"draws_ptr": "fp32", "out_ptr": "fp32", "token_ptr": "i32", "rows_ptr": "i64"})
+    single = {
+        name: "fp32"
+        for name in ("temperature_ptr", "top_p_ptr", "min_p_ptr", "temperature_out", "top_p_out", "min_p_out")
+    }
+    opened = compiled(
+        "decode_rows",
+        "_open_rows",
+        {"num_warps": 4},
+        {"K": 2, "P": 16, "BLOCK": 1024, "GIVEN": True},
+        {**words, **wide, **single},
+    )
+    closed = compiled(
+        "decode_rows",
+        "_close_rows",
+        {"num_warps": 4},
+        {"BLOCK": 256, "PDL": True},
+        {"draws_ptr": "fp32", "out_ptr": "fp32", "token_ptr": "i32", "rows_ptr": "i64"},
+    )
     assert not opened["spilled"] and not closed["spilled"]

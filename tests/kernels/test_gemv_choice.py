@@ -40,7 +40,11 @@ def test_products_placed_by_hand(monkeypatch):
     w = torch.empty(4096, 1024, device="meta")
     assert choose_ring(64, w, False) is None, "runs on Hopper alone"
     monkeypatch.setattr(hopper_gemv, "by_hand", lambda device: True)
-    assert choose_ring(64, w, False) == choose_ring(hopper_gemv.MIN_ROWS, w, False) == hopper_gemv.MEASURED[4096, 1024, False]
+    assert (
+        choose_ring(64, w, False)
+        == choose_ring(hopper_gemv.MIN_ROWS, w, False)
+        == hopper_gemv.MEASURED[4096, 1024, False]
+    )
     assert choose_ring(hopper_gemv.MIN_ROWS - 1, w, False) is choose_ring(65, w, False) is None
     assert choose_ring(64, w, True) is None, "as gate and up it would not fit"
     assert choose_ring(64, torch.empty(4096, 1536, device="meta"), False) is None, "nobody measured it"
@@ -51,7 +55,9 @@ def test_products_placed_by_hand_fit(num_rows, width, gated):
     """Into the 227 KiB of shared memory that a program can have, with a KiB for barriers and what the result passes through."""
     ring = hopper_gemv.MEASURED[num_rows, width, gated]
     blocks, left = divmod(width, ring.block_k * ring.splits)
-    assert not left and ring.block_n % 8 == 0 and min(ring.w_blocks, ring.x_blocks) > 1 and not (gated and ring.splits > 1)
+    assert (
+        not left and ring.block_n % 8 == 0 and min(ring.w_blocks, ring.x_blocks) > 1 and not (gated and ring.splits > 1)
+    )
     held = min(ring.w_blocks, blocks) * (1 + gated) * ring.block_n + min(ring.x_blocks, blocks) * hopper_gemv.MAX_ROWS
     assert held * ring.block_k * 2 <= 226 << 10
 

@@ -19,6 +19,12 @@ FOLDER = Path(__file__).parent / "triton"
 @pytest.mark.parametrize("file", sorted(p.name for p in FOLDER.glob("test_*.py")))
 def test_kernels_in_the_interpreter(file):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(FOLDER / file)]
-    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True,
-                         cwd=FOLDER.parents[2], timeout=600)
+    run = subprocess.run(
+        command,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        cwd=FOLDER.parents[2],
+        timeout=600,
+    )
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]

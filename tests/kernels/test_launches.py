@@ -15,7 +15,9 @@ class Kernel:
         def function(x, y, size, BLOCK, EVEN, ROWS=0):
             """Its signature is what counts."""
 
-        self.params = [SimpleNamespace(name=p.name, default=p.default) for p in inspect.signature(function).parameters.values()]
+        self.params = [
+            SimpleNamespace(name=p.name, default=p.default) for p in inspect.signature(function).parameters.values()
+        ]
         self.bound, self.direct, self._compiles = [], [], compiles
 
     def __getitem__(self, grid):
@@ -39,7 +41,9 @@ def test_the_first_binds_and_the_others_do_not():
     for x in "abc":
         launches(kernel, (4, 2, 1), x, "y", 7, EVEN=True, BLOCK=16, num_warps=4)
     assert kernel.bound == [((4, 2, 1), ("a", "y", 7), {"EVEN": True, "BLOCK": 16, "num_warps": 4})]
-    assert kernel.direct == [((4, 2, 1), (x, "y", 7, 16, True, 0)) for x in "bc"], "in the order of the signature, defaults included"
+    assert kernel.direct == [((4, 2, 1), (x, "y", 7, 16, True, 0)) for x in "bc"], (
+        "in the order of the signature, defaults included"
+    )
 
 
 def test_another_grid_or_variant_is_bound_for_itself():

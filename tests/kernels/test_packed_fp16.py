@@ -8,12 +8,16 @@ from kvasir.layers.linear import Linear
 from kvasir.layers.weights import Placement
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="this torch build has no FBGEMM")
+pytestmark = pytest.mark.skipif(
+    "fbgemm" not in torch.backends.quantized.supported_engines, reason="this torch build has no FBGEMM"
+)
 
 
 def stored(*shape: int) -> torch.Tensor:
     """Weights as a bf16 checkpoint holds them."""
-    return (torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + shape[0])) * 0.05).bfloat16().float()
+    return (
+        (torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + shape[0])) * 0.05).bfloat16().float()
+    )
 
 
 @pytest.mark.parametrize("case", list(packed_fp16.grid()), ids=str)

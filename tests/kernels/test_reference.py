@@ -28,9 +28,9 @@ def test_store_kv(case):
     draw = torch.Generator().manual_seed(case.rows)
     k, v = torch.randn(2, case.rows, case.heads, case.dim, generator=draw)
     pages = 2 + case.rows
-    slots = torch.randperm(pages * case.page_slots, generator=draw)[:case.rows]
+    slots = torch.randperm(pages * case.page_slots, generator=draw)[: case.rows]
     if case.skip:
-        slots[::case.skip] = -1
+        slots[:: case.skip] = -1
     got, want = torch.zeros(2, 2, pages, case.heads, case.page_slots, case.dim)
     store.store_kv(k, v, got[0], got[1], slots)
     for plane, rows in ((0, k), (1, v)):
@@ -43,7 +43,12 @@ def test_store_kv(case):
 def test_store_kv_refuses_rows_that_do_not_fit():
     pages, slots = torch.zeros(2, 1, 16, 8), torch.zeros(3, dtype=torch.int64)
     fits = torch.zeros(3, 1, 8)
-    for rows, where in ((torch.zeros(3, 2, 8), slots), (torch.zeros(3, 1, 4), slots), (fits, slots[:2]), (fits, slots.int())):
+    for rows, where in (
+        (torch.zeros(3, 2, 8), slots),
+        (torch.zeros(3, 1, 4), slots),
+        (fits, slots[:2]),
+        (fits, slots.int()),
+    ):
         with pytest.raises(AssertionError):
             store.store_kv(rows, rows, pages, pages, where)
 
@@ -68,7 +73,10 @@ def test_moe(renormalize):
     """Against scalar loops over rows, choices and experts."""
     draw = torch.Generator().manual_seed(0)
     x, logits = (torch.randn(4, n, generator=draw, dtype=torch.float64) for n in (6, 5))
-    gate_up, down = torch.randn(5, 8, 6, generator=draw, dtype=torch.float64), torch.randn(5, 6, 4, generator=draw, dtype=torch.float64)
+    gate_up, down = (
+        torch.randn(5, 8, 6, generator=draw, dtype=torch.float64),
+        torch.randn(5, 6, 4, generator=draw, dtype=torch.float64),
+    )
     want = torch.zeros(4, 6, dtype=torch.float64)
     for t in range(4):
         share = logits[t].exp() / logits[t].exp().sum()
@@ -77,7 +85,9 @@ def test_moe(renormalize):
         for e in best:
             gate, up = gate_up[e, :4] @ x[t], gate_up[e, 4:] @ x[t]
             want[t] += share[e] / whole * (down[e] @ (gate / (1 + (-gate).exp()) * up))
-    torch.testing.assert_close(moe.moe_reference(x, logits, gate_up, down, 2, renormalize), want, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(
+        moe.moe_reference(x, logits, gate_up, down, 2, renormalize), want, atol=1e-12, rtol=1e-12
+    )
 
 
 def test_moe_max_tiles_bounds_every_routing():

@@ -8,7 +8,9 @@ import torch
 from kvasir.kernels.report import report_rows
 from tests.kernels.sampling import KINDS, logits
 
-ON_GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")])
+ON_GPU = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+)
 
 
 def exact(x, tokens, most):
@@ -16,7 +18,9 @@ def exact(x, tokens, most):
     logprobs = torch.log_softmax(x.double(), -1)
     chosen = logprobs.gather(1, tokens[:, None])
     sure = [-row[:k].mean() if k else 0.0 for row, k in zip(logprobs.sort(-1, descending=True).values, most.tolist())]
-    return torch.stack([chosen[:, 0], (x > x.gather(1, tokens[:, None])).sum(-1) + 1.0, torch.tensor(sure, dtype=torch.float64)])
+    return torch.stack(
+        [chosen[:, 0], (x > x.gather(1, tokens[:, None])).sum(-1) + 1.0, torch.tensor(sure, dtype=torch.float64)]
+    )
 
 
 def close(found, want, tolerance=1e-5):
@@ -33,9 +37,14 @@ def test_as_by_hand(kind, vocab_size, width, device):
     tokens[0], most = x[0, :vocab_size].argmax(), torch.tensor([20, 0, 2], dtype=torch.int32)
     x[:, vocab_size:] = 60.0
     found = report_rows(x.to(device), tokens.to(device), most.to(device), vocab_size).cpu()
-    close(found, exact(x[:, :vocab_size], tokens, most), 1e-5 if device == "cuda" else 1e-4)  # torch adds 150k terms in fp32, eight at a time
+    close(
+        found, exact(x[:, :vocab_size], tokens, most), 1e-5 if device == "cuda" else 1e-4
+    )  # torch adds 150k terms in fp32, eight at a time
     with pytest.raises(AssertionError):  # the columns beyond would show
-        close(report_rows(x.to(device), tokens.to(device), most.to(device), width).cpu(), exact(x[:, :vocab_size], tokens, most))
+        close(
+            report_rows(x.to(device), tokens.to(device), most.to(device), width).cpu(),
+            exact(x[:, :vocab_size], tokens, most),
+        )
 
 
 @pytest.mark.gpu
@@ -44,13 +53,19 @@ def test_as_by_hand(kind, vocab_size, width, device):
 def test_captured_and_alone(dtype):
     """A full batch, replayed with other logits than it was captured with; each row as if it were the only one."""
     draw, rows, vocab_size = torch.Generator().manual_seed(1), 256, 128_256
-    static = [torch.zeros(rows, vocab_size, dtype=dtype, device="cuda"), torch.zeros(rows, device="cuda"),
-              torch.zeros(rows, dtype=torch.int32, device="cuda")]
+    static = [
+        torch.zeros(rows, vocab_size, dtype=dtype, device="cuda"),
+        torch.zeros(rows, device="cuda"),
+        torch.zeros(rows, dtype=torch.int32, device="cuda"),
+    ]
     report_rows(*static, vocab_size)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = report_rows(*static, vocab_size)
-    x, tokens = logits("normal", rows, vocab_size, draw).to(dtype), torch.randint(0, vocab_size, (rows,), generator=draw)
+    x, tokens = (
+        logits("normal", rows, vocab_size, draw).to(dtype),
+        torch.randint(0, vocab_size, (rows,), generator=draw),
+    )
     most = torch.tensor([0, 20, 5, 32] * 64, dtype=torch.int32)
     for to, value in zip(static, (x, tokens, most)):
         to.copy_(value)
@@ -59,5 +74,8 @@ def test_captured_and_alone(dtype):
     for row in range(0, rows, 37):
         part = slice(row, row + 1)
         assert torch.equal(report_rows(*(a[part] for a in static), vocab_size).cpu(), found[:, part])
-        assert torch.equal(report_rows(static[0][part].float(), static[1][part].long(), static[2][part], vocab_size).cpu(), found[:, part])
+        assert torch.equal(
+            report_rows(static[0][part].float(), static[1][part].long(), static[2][part], vocab_size).cpu(),
+            found[:, part],
+        )
         close(found[:, part], exact(x[part].float(), tokens[part], most[part]))

@@ -11,7 +11,9 @@ from tests.decoding.helpers import decode_span, sequence
 from tests.decoding.test_distribution import p_value
 from tests.kernels.sampling import KINDS, logits, parameters
 
-ON_GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")])
+ON_GPU = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+)
 
 
 def by_the_sampler(x, given, vocab_size, device):
@@ -20,7 +22,13 @@ def by_the_sampler(x, given, vocab_size, device):
     sampler = Sampler(x.shape[1], vocab_size, len(x), device, ())
     spans = []
     for row in range(len(x)):
-        seq = sequence(row, temperature=float(temperature[row]), top_k=int(top_k[row]), top_p=float(top_p[row]), min_p=float(min_p[row]))
+        seq = sequence(
+            row,
+            temperature=float(temperature[row]),
+            top_k=int(top_k[row]),
+            top_p=float(top_p[row]),
+            min_p=float(min_p[row]),
+        )
         sampler.open(seq)
         spans.append(decode_span(seq))
     batch = sampler.pack(spans)
@@ -39,7 +47,10 @@ def test_same_draws_as_the_sampler(kind, rows, vocab_size, width, device):
     found = sample_rows(x.to(device), *(a.to(device) for a in given), vocab_size).cpu()
     assert torch.equal(found, want), (found != want).any(0).nonzero()
     if kind == "normal":  # another position, other noise: the comparison can fail
-        assert not torch.equal(sample_rows(x.to(device), *(a.to(device) for a in given[:5]), given[5].to(device) + 1, vocab_size).cpu(), want)
+        assert not torch.equal(
+            sample_rows(x.to(device), *(a.to(device) for a in given[:5]), given[5].to(device) + 1, vocab_size).cpu(),
+            want,
+        )
 
 
 @pytest.mark.gpu
@@ -71,8 +82,12 @@ def draws(device, temperature=1.0, top_k=V, top_p=1.0, min_p=0.0):
     counts = torch.zeros(V, dtype=torch.int64)
     for block in range(BLOCKS):
         numbers = torch.arange(block * ROWS, (block + 1) * ROWS, device=device)
-        given = (torch.full((ROWS,), temperature, device=device), torch.full((ROWS,), top_k, dtype=torch.int32, device=device),
-                 torch.full((ROWS,), top_p, dtype=torch.float64, device=device), torch.full((ROWS,), min_p, device=device))
+        given = (
+            torch.full((ROWS,), temperature, device=device),
+            torch.full((ROWS,), top_k, dtype=torch.int32, device=device),
+            torch.full((ROWS,), top_p, dtype=torch.float64, device=device),
+            torch.full((ROWS,), min_p, device=device),
+        )
         found = sample_rows(LOGITS.to(device).repeat(ROWS, 1), *given, numbers * 7919, numbers, V)
         counts += torch.bincount(found[0].long().cpu(), minlength=V)
     return counts
@@ -86,9 +101,18 @@ def exact(temperature=1.0, keep=range(V)):
 
 # Kept, by hand: the order is 0, 1, 2, 7, 9, 3, 11, 4, ...; masses of the first four 0.37, 0.22, 0.22, 0.14 of their sum.
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
-@pytest.mark.parametrize("given, temperature, keep", [
-    ({}, 1.0, range(V)), ({"temperature": 1.7}, 1.7, range(V)), ({"top_k": 2}, 1.0, (0, 1)), ({"top_k": 4, "top_p": 0.7}, 1.0, (0, 1, 2)),
-    ({"min_p": 0.3}, 1.0, (0, 1, 2, 7)), ({"temperature": 0.5, "min_p": 0.3}, 0.5, (0, 1, 2))], ids=str)
+@pytest.mark.parametrize(
+    "given, temperature, keep",
+    [
+        ({}, 1.0, range(V)),
+        ({"temperature": 1.7}, 1.7, range(V)),
+        ({"top_k": 2}, 1.0, (0, 1)),
+        ({"top_k": 4, "top_p": 0.7}, 1.0, (0, 1, 2)),
+        ({"min_p": 0.3}, 1.0, (0, 1, 2, 7)),
+        ({"temperature": 0.5, "min_p": 0.3}, 0.5, (0, 1, 2)),
+    ],
+    ids=str,
+)
 def test_exact_distribution(given, temperature, keep, device):
     assert p_value(draws(device, **given), exact(temperature, keep)) > 1e-3
 

@@ -28,8 +28,12 @@ def sanitize(tmp_path, monkeypatch):
     """Runs the tool over made-up tests of a folder of their own. Returns its exit status, the metrics of each file, and its report."""
     folder = tmp_path / "tests"
     folder.mkdir()
-    (folder / "test_a.py").write_text("import pytest\n\n@pytest.mark.parametrize('i', range(5))\ndef test_one(i):\n    assert i != 9\n")
-    (folder / "test_b.py").write_text("def test_keys_differ():\n    pass\n\ndef test_wrong():\n    assert False, 'indeed'\n")
+    (folder / "test_a.py").write_text(
+        "import pytest\n\n@pytest.mark.parametrize('i', range(5))\ndef test_one(i):\n    assert i != 9\n"
+    )
+    (folder / "test_b.py").write_text(
+        "def test_keys_differ():\n    pass\n\ndef test_wrong():\n    assert False, 'indeed'\n"
+    )
     stand_in = tmp_path / "compute-sanitizer"
     stand_in.write_text(STAND_IN)
     stand_in.chmod(0o755)
@@ -53,20 +57,35 @@ def test_clean(sanitize, capfd):
     status, files, report = sanitize("test_a.py")
     del files["test_a.py"]["seconds"]
     assert status == 0 and not report.strip()
-    assert files == {"test_a.py": {"tests": 5, "passed": 5, "skipped": 0, "failed": 0, "errors": 0, "not_reached": 0, "unclear": 0}}
+    assert files == {
+        "test_a.py": {"tests": 5, "passed": 5, "skipped": 0, "failed": 0, "errors": 0, "not_reached": 0, "unclear": 0}
+    }
 
 
 def test_what_is_found_is_counted_and_said(sanitize, capfd, monkeypatch):
     monkeypatch.setenv("FOUND", "1")
     status, files, report = sanitize()
-    assert status == 1 and files["test_a.py"]["errors"] == 0 and files["test_b.py"]["errors"] == 2 and files["test_b.py"]["failed"] == 1
-    assert "# test_b.py part 0: exit 99" in report and "Invalid __global__ read" in report and "AssertionError: indeed" in report
+    assert (
+        status == 1
+        and files["test_a.py"]["errors"] == 0
+        and files["test_b.py"]["errors"] == 2
+        and files["test_b.py"]["failed"] == 1
+    )
+    assert (
+        "# test_b.py part 0: exit 99" in report
+        and "Invalid __global__ read" in report
+        and "AssertionError: indeed" in report
+    )
     assert "test_a.py" not in report
 
 
 def test_a_test_that_fails_is_no_success(sanitize, capfd):
     status, files, _ = sanitize("test_b.py")
-    assert status == 1 and files["test_b.py"]["errors"] == 0 and (files["test_b.py"]["passed"], files["test_b.py"]["failed"]) == (1, 1)
+    assert (
+        status == 1
+        and files["test_b.py"]["errors"] == 0
+        and (files["test_b.py"]["passed"], files["test_b.py"]["failed"]) == (1, 1)
+    )
 
 
 def test_what_time_did_not_reach_is_named(sanitize, capfd):

@@ -17,7 +17,15 @@ from kvasir.technique import load
 from kvasir.types import CacheGroup
 from tests.engine.driver import Driver
 
-SPECS = ["fp8", "int8", "int4", "int4_bdr", "int4_bdr:order=16,rotate_v=true,signs=false", "nvfp4", "nvfp4:search=false,order=32"]
+SPECS = [
+    "fp8",
+    "int8",
+    "int4",
+    "int4_bdr",
+    "int4_bdr:order=16,rotate_v=true,signs=false",
+    "nvfp4",
+    "nvfp4:search=false,order=32",
+]
 
 
 def codec_of(spec: str) -> Codec:
@@ -56,7 +64,9 @@ def test_a_rotation_is_orthonormal_and_undone(order, dim, signs):
     x = gaussian(5, 3, dim)
     assert torch.allclose(rotation.undo(rotation.apply(x)), x, atol=1e-5)
     assert torch.allclose(rotation.apply(x), x @ rotation.matrix_DD, atol=1e-5)
-    assert not torch.allclose(rotation.matrix_DD.T, rotation.matrix_DD) or not signs, "with signs it is not its own inverse"
+    assert not torch.allclose(rotation.matrix_DD.T, rotation.matrix_DD) or not signs, (
+        "with signs it is not its own inverse"
+    )
     blocks = rotation.matrix_DD.reshape(dim // order, order, dim // order, order).permute(0, 2, 1, 3)
     assert all(not blocks[i, j].any() for i in range(dim // order) for j in range(dim // order) if i != j)
 
@@ -93,7 +103,12 @@ def test_codes_stay_in_range_whatever_comes(bits):
     assert int(codes.max()) < 1 << bits and meta.dtype == torch.float16 and bool(meta.isfinite().all())
     sane = slice(50, 200)
     step = meta[sane, :1].float()
-    assert bool(((dequantize(codes, meta, bits)[sane] - x[sane]).abs() <= 0.6 * step + 2e-3 * x[sane].abs().amax(-1, keepdim=True)).all())
+    assert bool(
+        (
+            (dequantize(codes, meta, bits)[sane] - x[sane]).abs()
+            <= 0.6 * step + 2e-3 * x[sane].abs().amax(-1, keepdim=True)
+        ).all()
+    )
 
 
 def test_nibbles_are_split_by_halves():
@@ -117,7 +132,16 @@ def test_e2m1_is_the_nearest_number_and_even_on_a_tie():
     grid = torch.tensor([*(-v for v in reversed(E2M1)), *E2M1])
     nearest = (x[:, None] - grid).abs().amin(1)
     assert torch.allclose((e2m1_value(e2m1(x)) - x).abs(), nearest, atol=1e-6)
-    assert e2m1_value(e2m1(torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 9.0]))).tolist() == [0, 1, 1, 2, 2, 4, 4, 6]
+    assert e2m1_value(e2m1(torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 9.0]))).tolist() == [
+        0,
+        1,
+        1,
+        2,
+        2,
+        4,
+        4,
+        6,
+    ]
 
 
 def test_scale_search_never_loses_and_gains_a_quarter_on_gaussian_blocks():
@@ -171,7 +195,7 @@ def test_a_rows_bytes_do_not_depend_on_its_batch(spec):
     k, v = gaussian(33, 2, 64), gaussian(33, 2, 64, seed=1)
     whole = round_trip(spec, k, v)
     for row in (0, 7, 32):
-        alone = round_trip(spec, k[row:row + 1], v[row:row + 1])
+        alone = round_trip(spec, k[row : row + 1], v[row : row + 1])
         assert all(torch.equal(a[0], w[row]) for a, w in zip(alone, whole))
 
 
@@ -183,7 +207,9 @@ def test_encoding_what_was_decoded_changes_nothing_much(spec):
     assert relative_error(round_trip(spec, once)[0], once) < (1e-3 if "bdr" not in spec else 0.02)
 
 
-@pytest.mark.parametrize("spec, bits", [("fp8", 8.25), ("int8", 8.25), ("int4", 4.25), ("int4_bdr", 4.25), ("nvfp4", 4.5)])
+@pytest.mark.parametrize(
+    "spec, bits", [("fp8", 8.25), ("int8", 8.25), ("int4", 4.25), ("int4_bdr", 4.25), ("nvfp4", 4.5)]
+)
 def test_bits_an_element(spec, bits):
     group = CacheGroup("full", tuple(range(32)), 8, 128)
     codec = codec_of(spec)
@@ -207,7 +233,9 @@ def test_a_rotation_saves_what_an_outlier_channel_costs():
 
 def test_signs_save_a_constant_offset():
     k = gaussian(200, 1, 128) + 10
-    assert relative_error(round_trip("int4_bdr", k)[0], k) < 0.3 * relative_error(round_trip("int4_bdr:signs=false", k)[0], k)
+    assert relative_error(round_trip("int4_bdr", k)[0], k) < 0.3 * relative_error(
+        round_trip("int4_bdr:signs=false", k)[0], k
+    )
 
 
 @pytest.mark.parametrize("spec, dim", [("nvfp4", 48), ("int4", 33)])

@@ -47,11 +47,14 @@ def test_planes_are_aligned_disjoint_and_where_the_contract_says(codec, page_slo
             assert (cache.group, cache.page_slots, cache.codec) == (i, page_slots, codec)
             for plane in codec.planes(group.head_dim, torch.bfloat16):
                 view = cache.planes[plane.name]
-                assert view.shape == (pool.num_pages[i], group.num_kv_heads, page_slots, plane.width) and view.dtype == plane.dtype
+                assert (
+                    view.shape == (pool.num_pages[i], group.num_kv_heads, page_slots, plane.width)
+                    and view.dtype == plane.dtype
+                )
                 at = view.data_ptr() - pool.pages[i].data_ptr()
                 assert at % 16 == 0 and place * layer_bytes <= at < (place + 1) * layer_bytes
                 assert view.stride(0) * plane.dtype.itemsize == pool.page_bytes(i)
-                owner[at:at + view[0].numel() * plane.dtype.itemsize] += 1
+                owner[at : at + view[0].numel() * plane.dtype.itemsize] += 1
         assert int(owner.max()) == 1
 
 

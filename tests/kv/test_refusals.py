@@ -23,31 +23,51 @@ def choose_backend(name, site):
     return attention_choice.choose_backend(name, site, PlainCodec()).backend
 
 
-@pytest.mark.parametrize("spec, dim, why, fix", [
-    ("int4_bdr:order=64", 80, "order 64 does not fit heads of 80", "such as 16"),
-    ("int4_bdr:order=48", 96, "order 48 does not fit heads of 96", "such as 32"),
-    ("int4_bdr:order=256", 128, "order 256 does not fit heads of 128", "such as 128"),
-    ("nvfp4", 80, "a multiple of 32, not 80", "Use --kv-codec int4_bdr"),
-    ("nvfp4:order=64", 96, "order 64 does not fit heads of 96", "such as 32"),
-    ("int4", 33, "needs an even head dim, not 33", "Use --kv-codec plain"),
-    ("int8", 33, "needs an even head dim, not 33", "Use --kv-codec plain"),
-    ("int4_bdr", 33, "such as|power of two|even head dim", "")])
+@pytest.mark.parametrize(
+    "spec, dim, why, fix",
+    [
+        ("int4_bdr:order=64", 80, "order 64 does not fit heads of 80", "such as 16"),
+        ("int4_bdr:order=48", 96, "order 48 does not fit heads of 96", "such as 32"),
+        ("int4_bdr:order=256", 128, "order 256 does not fit heads of 128", "such as 128"),
+        ("nvfp4", 80, "a multiple of 32, not 80", "Use --kv-codec int4_bdr"),
+        ("nvfp4:order=64", 96, "order 64 does not fit heads of 96", "such as 32"),
+        ("int4", 33, "needs an even head dim, not 33", "Use --kv-codec plain"),
+        ("int8", 33, "needs an even head dim, not 33", "Use --kv-codec plain"),
+        ("int4_bdr", 33, "such as|power of two|even head dim", ""),
+    ],
+)
 def test_head_dims(spec, dim, why, fix):
     with pytest.raises(ConfigError, match=why) as refused:
         load("kvasir.kv.codecs", spec, Codec).planes(dim, torch.float32)
     assert fix in str(refused.value)
 
 
-@pytest.mark.parametrize("spec, why", [
-    ("int5", "there are .*int4.*Did you mean"), ("int4_bdr:ordr=64", "no option 'ordr'.*Did you mean 'order'"), ("int4:order=64", "takes no options"),
-    ("int4_bdr:order=big", "expected int"), ("nvfp4:unit=0", "must be positive")])
+@pytest.mark.parametrize(
+    "spec, why",
+    [
+        ("int5", "there are .*int4.*Did you mean"),
+        ("int4_bdr:ordr=64", "no option 'ordr'.*Did you mean 'order'"),
+        ("int4:order=64", "takes no options"),
+        ("int4_bdr:order=big", "expected int"),
+        ("nvfp4:unit=0", "must be positive"),
+    ],
+)
 def test_names_and_options(spec, why):
     with pytest.raises(ConfigError, match=why):
         load("kvasir.kv.codecs", spec, Codec)
 
 
-@pytest.mark.parametrize("name, ours", [("auto", "plain"), ("bf16", "plain"), ("bfloat16", "plain"), ("fp8_e4m3", "fp8"), ("fp8", "fp8"),
-                                        ("int4_bdr:order=64", "int4_bdr")])
+@pytest.mark.parametrize(
+    "name, ours",
+    [
+        ("auto", "plain"),
+        ("bf16", "plain"),
+        ("bfloat16", "plain"),
+        ("fp8_e4m3", "fp8"),
+        ("fp8", "fp8"),
+        ("int4_bdr:order=64", "int4_bdr"),
+    ],
+)
 def test_vllms_names_of_types(name, ours):
     assert choose_codec(name, torch.bfloat16).name == ours
 
@@ -64,10 +84,14 @@ def test_backends_of_packages_read_plain_pages_only(backend, codec):
         choose_backend(backend, Site("cuda", torch.bfloat16, codec, 64, (HEADS,)))
 
 
-@pytest.mark.parametrize("site, why", [
-    (Site("cuda", torch.bfloat16, "nvfp4", 32, (HEADS,)), "not 'nvfp4'"),
-    (Site("cuda", torch.bfloat16, "int4", 48, (HEADS,)), "pages of 16, 32, 64"),
-    (Site("cuda", torch.bfloat16, "int4", 64, (AttentionSpec(4, 2, 66, 0.125),)), "multiples of 4")])
+@pytest.mark.parametrize(
+    "site, why",
+    [
+        (Site("cuda", torch.bfloat16, "nvfp4", 32, (HEADS,)), "not 'nvfp4'"),
+        (Site("cuda", torch.bfloat16, "int4", 48, (HEADS,)), "pages of 16, 32, 64"),
+        (Site("cuda", torch.bfloat16, "int4", 64, (AttentionSpec(4, 2, 66, 0.125),)), "multiples of 4"),
+    ],
+)
 def test_a_gpu_without_kernels_for_it_is_told(site, why, caplog, monkeypatch):
     """It works, by the reference, and the log says why it is slow."""
     monkeypatch.setattr(_triton, "AVAILABLE", True)

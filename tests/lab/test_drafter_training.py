@@ -40,7 +40,9 @@ def texts() -> Texts:
     rng = np.random.default_rng(0)
     parts = [np.resize(rng.integers(10, 40, 5), int(n)) for n in rng.integers(6, 40, 24)]
     sizes = [len(part) for part in parts]
-    return Texts(np.concatenate(parts).astype(np.int32), np.cumsum([0, *sizes]), np.full(24, 3), np.arange(24) % 2, ("a", "b"))
+    return Texts(
+        np.concatenate(parts).astype(np.int32), np.cumsum([0, *sizes]), np.full(24, 3), np.arange(24) % 2, ("a", "b")
+    )
 
 
 def trainer(target, texts, kind, **options) -> Trainer:
@@ -65,14 +67,22 @@ def test_the_losses_are_those_of_each_row_alone(kind, target, texts):
             for j, x in enumerate(t.head.unroll(features, normed, following)):
                 log_q = target.logits(x[0]).log_softmax(-1)
                 for root in range(begin - 1, length - 2 - j):
-                    wanted[j].append(float(F.kl_div(log_q[root], log_p[root + 1 + j], log_target=True, reduction="sum")))
-    torch.testing.assert_close(found, torch.tensor([np.mean(rows) for rows in wanted], dtype=torch.float32), rtol=1e-3, atol=1e-4)
+                    wanted[j].append(
+                        float(F.kl_div(log_q[root], log_p[root + 1 + j], log_target=True, reduction="sum"))
+                    )
+    torch.testing.assert_close(
+        found, torch.tensor([np.mean(rows) for rows in wanted], dtype=torch.float32), rtol=1e-3, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("ensemble", [1, 2])
 def test_prompt_tokens_are_rows_of_the_model_like_others(ensemble, target, texts, monkeypatch):
     """Against the model run over a text that ends in them, once for each root, number and member of the ensemble."""
-    monkeypatch.setattr(drafter_training.heads, "shape_for", lambda kind, dim, layers: heads.PromptShape(dim, depth=2, ensemble=ensemble))
+    monkeypatch.setattr(
+        drafter_training.heads,
+        "shape_for",
+        lambda kind, dim, layers: heads.PromptShape(dim, depth=2, ensemble=ensemble),
+    )
     t = trainer(target, texts, "ppd")
     batch = next(batches(texts, 256, 0, 0))
     assert len(batch.ids) > 1
@@ -85,13 +95,15 @@ def test_prompt_tokens_are_rows_of_the_model_like_others(ensemble, target, texts
                 for root in range(begin - 1, length - 2 - j):
                     logits = []
                     for member in t.head.weight:
-                        x = torch.cat([trunk.embed_tokens(ids[:root + 1]), member[:j + 1]])[None]
+                        x = torch.cat([trunk.embed_tokens(ids[: root + 1]), member[: j + 1]])[None]
                         for layer in trunk.layers:
                             x = layer(x, target.model.rope(x.shape[1]), None)
                         logits.append(target.model.logits(x[0, -1]))
                     log_q = torch.stack(logits).mean(0).log_softmax(-1)
                     wanted[j].append(float(F.kl_div(log_q, log_p[root + 1 + j], log_target=True, reduction="sum")))
-    torch.testing.assert_close(found, torch.tensor([np.mean(rows) for rows in wanted], dtype=torch.float32), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        found, torch.tensor([np.mean(rows) for rows in wanted], dtype=torch.float32), rtol=1e-3, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -140,7 +152,9 @@ def test_acceptance_of_a_head_that_knows_and_of_one_that_does_not(kind, forwards
     for _ in range(60):
         t.step(next(stream))
     after = acceptance(t.head, target, own)
-    assert after["tokens"] == before["tokens"] == 23 and after["tokens_per_forward"] > max(forwards, before["tokens_per_forward"])
+    assert after["tokens"] == before["tokens"] == 23 and after["tokens_per_forward"] > max(
+        forwards, before["tokens_per_forward"]
+    )
     assert after["by_task"] == {"own": after["tokens_per_forward"]}
 
 
@@ -168,7 +182,14 @@ def test_the_command_from_end_to_end(tmp_path, monkeypatch, capsys):
     export.export(Model(SHAPE, 1), shipped_tokenizer(), tmp_path / "model")
     out = tmp_path / "out"
     plan = Plan("eagle", steps=3, replies=8, held_out=4, reply_tokens=6, mix=TINY)
-    main(plan, str(tmp_path / "model"), out, samples=tmp_path / "s.safetensors", device="cpu", command="kvasir train drafter eagle")
+    main(
+        plan,
+        str(tmp_path / "model"),
+        out,
+        samples=tmp_path / "s.safetensors",
+        device="cpu",
+        command="kvasir train drafter eagle",
+    )
     assert "tokens a forward" in capsys.readouterr().out
     head, facts = heads.read("eagle", out)
     assert head.shape.layers == (0, 1, 2) and facts["hidden_size"] == 32 and facts["name"] == "model"
@@ -182,7 +203,11 @@ def test_the_command_from_end_to_end(tmp_path, monkeypatch, capsys):
     with pytest.raises(ConfigError, match="--resume"):
         main(plan, str(tmp_path / "model"), out, device="cpu")
     with pytest.raises(ConfigError, match="no trained drafter named 'egle'.*eagle"):
-        Trainer(Target(Model(SHAPE, 1), "x"), load_texts(tmp_path / "s.safetensors", facts["weights"])["train"], Plan("egle"))
+        Trainer(
+            Target(Model(SHAPE, 1), "x"),
+            load_texts(tmp_path / "s.safetensors", facts["weights"])["train"],
+            Plan("egle"),
+        )
 
 
 def test_batches_hold_every_text_once(texts):
@@ -191,7 +216,7 @@ def test_batches_hold_every_text_once(texts):
         assert batch.ids.numel() <= 256 or len(batch.ids) == 1
         for row, number in zip(batch.ids, batch.texts):
             text = texts.text(number)
-            assert row[:len(text)].tolist() == text.tolist()
+            assert row[: len(text)].tolist() == text.tolist()
         seen += batch.texts.tolist()
     assert sorted(seen) == list(range(24))
     assert drafter_data.PADDED == 64

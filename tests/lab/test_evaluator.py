@@ -62,7 +62,11 @@ def test_exact_match_is_that_of_plain_torch(llm, tokenizer):
     for outcome in answered(llm, tokenizer, EASY, HARD, count=24, seed=3):
         wanted = evaluate(model, tokenizer, outcome.exam.spec, 24, seed=3, max_new=outcome.exam.limit)
         found = figures(outcome)
-        assert found["right"] == wanted.right and found["exact"] == wanted.share and tuple(found["interval"]) == wanted.interval
+        assert (
+            found["right"] == wanted.right
+            and found["exact"] == wanted.share
+            and tuple(found["interval"]) == wanted.interval
+        )
         assert found["problems"] == 24 and found["samples"] == 1 and found["cut_replies"] == 0
         assert found["output_tokens"] == outcome.tokens.sum() > 24 * 10 and found["prompt_tokens"] > 24 * 10
         assert sum(group["problems"] for group in found["by_difficulty"].values()) == 24
@@ -149,7 +153,9 @@ def test_forms_on_candidates_of_the_models_own(llm, tokenizer):
     assert [o.exam.spec for o in forms] == [f"{form}/{HARD}" for form in plan.forms]
     written = {text for texts in solved.texts for text in texts}
     for outcome, count in zip(forms, (4, 2, 1)):
-        assert outcome.right.shape == (len(outcome.alone), 1) and {len(p.candidates) for p in outcome.exam.problems} == {count}
+        assert outcome.right.shape == (len(outcome.alone), 1) and {
+            len(p.candidates) for p in outcome.exam.problems
+        } == {count}
         seen = set()
         for problem, alone in zip(outcome.exam.problems, outcome.alone):
             assert set(problem.candidates) <= written and problem.difficulty == sum(problem.right)
@@ -169,7 +175,13 @@ def test_own_candidates_that_cannot_be(llm):
     with pytest.raises(ConfigError, match="no prompt form named 'agregate'"):
         Plan((HARD,), own=True, samples=8, form="agregate")
     with pytest.raises(ConfigError, match="do not go together"):
-        command.run(CONFIG, Plan((HARD,), own=True, samples=8, form="aggregate"), against="--dtype bfloat16", output=None, plot=None)
+        command.run(
+            CONFIG,
+            Plan((HARD,), own=True, samples=8, form="aggregate"),
+            against="--dtype bfloat16",
+            output=None,
+            plot=None,
+        )
 
 
 def test_rechecks_are_counted(llm, tokenizer):
@@ -182,7 +194,13 @@ def test_rechecks_are_counted(llm, tokenizer):
     problem = next(p for p in task.problems("test", 0, 50) if not p.answer.endswith("#types"))
     other = problem.solution.replace(":", " :")
     values = json.dumps({k: type(v)() for k, v in json.loads(problem.solution).items()})
-    assert [task.tally(problem, text)["valid"] for text in (problem.solution, other, values, "{}", "no")] == [1, 1, 1, 0, 0]
+    assert [task.tally(problem, text)["valid"] for text in (problem.solution, other, values, "{}", "no")] == [
+        1,
+        1,
+        1,
+        0,
+        0,
+    ]
     assert task.check(problem, other) and not task.check(problem, values)
     assert "tally" not in figures(answered(llm, tokenizer, EASY, count=2, max_tokens=4)[0])
 
@@ -200,8 +218,10 @@ def outcome_of(right, votes=None, tokens=10):
 def test_figures_by_hand():
     found = figures(outcome_of([[1], [1], [0], [1]]))
     assert found["exact"] == 0.75 and tuple(found["interval"]) == stats.wilson(3, 4)
-    assert found["by_difficulty"] == {"0": {"problems": 2, "exact": 0.5, "interval": list(stats.wilson(1, 2))},
-                                      "1": {"problems": 2, "exact": 1.0, "interval": list(stats.wilson(2, 2))}}
+    assert found["by_difficulty"] == {
+        "0": {"problems": 2, "exact": 0.5, "interval": list(stats.wilson(1, 2))},
+        "1": {"problems": 2, "exact": 1.0, "interval": list(stats.wilson(2, 2))},
+    }
     assert "pass" not in found
     pool = outcome_of([[1, 0], [0, 0]], votes=[["5", "6"], [None, None]])
     assert figures(pool)["pass"]["2"]["share"] == 0.5 and figures(pool)["majority"]["2"]["share"] == 0.25
@@ -235,7 +255,9 @@ def test_comparison_by_hand():
 
 def test_comparison_of_losses_by_hand():
     def losses(nats, known=None):
-        return Losses(Exam("made", load_task("story"), [], []), np.array(nats), np.array([10, 20]), np.array([30, 50]), 1.0, known)
+        return Losses(
+            Exam("made", load_task("story"), [], []), np.array(nats), np.array([10, 20]), np.array([30, 50]), 1.0, known
+        )
 
     assert figures(losses([8.0, 16.0], np.array([4.0, 12.0])))["source_bits_per_byte"] == 0.2
 
@@ -249,9 +271,19 @@ def test_comparison_of_losses_by_hand():
 
 def test_the_command_writes_table_json_and_plot(tmp_path, capsys):
     plan = Plan((HARD, "story:form=prose,length=64"), count=8, samples=2, temperature=1.0)
-    command.run(CONFIG, plan, against="--max-num-seqs 4 --dtype bfloat16", output=tmp_path / "r.json", plot=tmp_path / "r.png")
+    command.run(
+        CONFIG, plan, against="--max-num-seqs 4 --dtype bfloat16", output=tmp_path / "r.json", plot=tmp_path / "r.png"
+    )
     text = capsys.readouterr().out
-    for words in ("exact %", "pass@k", "bits a byte", "source", "B - A", "A: nano", "B: --max-num-seqs 4 --dtype bfloat16"):
+    for words in (
+        "exact %",
+        "pass@k",
+        "bits a byte",
+        "source",
+        "B - A",
+        "A: nano",
+        "B: --max-num-seqs 4 --dtype bfloat16",
+    ):
         assert words in text, words
     outcome = json.loads((tmp_path / "r.json").read_text())
     assert set(outcome) == {"case", "machine", "commit", "date", "versions", "command", "arms", "ratios", "limits"}
@@ -269,12 +301,23 @@ def test_from_the_command_line(tmp_path):
 
     from kvasir.cli.main import app
 
-    switches = ["--device", "cpu", "--cpu-cache-bytes", str(1 << 25), "--against", "--max-num-seqs 1 --no-enable-prefix-caching"]
-    done = CliRunner().invoke(app, ["eval", "nano", "--tasks", f"{EASY},{HARD}", "-n", "3", "--json", str(tmp_path / "r.json"), *switches])
+    switches = [
+        "--device",
+        "cpu",
+        "--cpu-cache-bytes",
+        str(1 << 25),
+        "--against",
+        "--max-num-seqs 1 --no-enable-prefix-caching",
+    ]
+    done = CliRunner().invoke(
+        app, ["eval", "nano", "--tasks", f"{EASY},{HARD}", "-n", "3", "--json", str(tmp_path / "r.json"), *switches]
+    )
     assert done.exit_code == 0, done.output
     outcome = json.loads((tmp_path / "r.json").read_text())
     assert set(outcome["arms"][0]["metrics"]) == {EASY, HARD} and outcome["arms"][0]["name"] == "nano"
-    assert {d["difference"] for d in outcome["arms"][-1]["metrics"].values()} == {0.0}, "neither switch may change a greedy answer"
+    assert {d["difference"] for d in outcome["arms"][-1]["metrics"].values()} == {0.0}, (
+        "neither switch may change a greedy answer"
+    )
     assert outcome["arms"][0]["config"]["plan"]["seed"] == 7
 
 
@@ -314,17 +357,29 @@ def test_the_plot_says_what_it_needs(monkeypatch, tmp_path):
 def test_tasks_are_split_where_a_name_begins():
     assert command.split_tasks("chain,needle") == ("chain", "needle")
     assert command.split_tasks("chain:modulus=11,max_steps=4, needle ,story:form=prose,length=9") == (
-        "chain:modulus=11,max_steps=4", "needle", "story:form=prose,length=9")
+        "chain:modulus=11,max_steps=4",
+        "needle",
+        "story:form=prose,length=9",
+    )
     assert command.split_tasks("a,b=1") == ("a", "b=1")  # no dial was opened: the task's own error names it
     assert command.split_tasks(" , ") == ()
 
 
 def test_the_second_configuration():
-    second = command.second_config(CONFIG, "--max-num-seqs 8 --no-enable-prefix-caching --model 'some folder' --block-size=32")
+    second = command.second_config(
+        CONFIG, "--max-num-seqs 8 --no-enable-prefix-caching --model 'some folder' --block-size=32"
+    )
     assert second == CONFIG.replace(max_num_seqs=8, enable_prefix_caching=False, model="some folder", page_slots=32)
-    for switches, words in (("", "changes nothing"), ("--device cpu", "changes nothing"), ("--max-num-sequences 8", "Did you mean '--max-num-seqs'"),
-                            ("--dtype int8", "int8"), ("--max-num-seqs", "requires an argument"), ("'--open", "No closing quotation"),
-                            ("stray", "unexpected extra argument"), ("--help", "holds no configuration")):
+    for switches, words in (
+        ("", "changes nothing"),
+        ("--device cpu", "changes nothing"),
+        ("--max-num-sequences 8", "Did you mean '--max-num-seqs'"),
+        ("--dtype int8", "int8"),
+        ("--max-num-seqs", "requires an argument"),
+        ("'--open", "No closing quotation"),
+        ("stray", "unexpected extra argument"),
+        ("--help", "holds no configuration"),
+    ):
         with pytest.raises(ConfigError) as e:
             command.second_config(CONFIG, switches)
         assert words.lower() in str(e.value).lower(), (switches, str(e.value))
@@ -333,31 +388,40 @@ def test_the_second_configuration():
 # ----------------------------------------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize("options,words", [
-    (dict(tasks=()), "at least one task"),
-    (dict(tasks=("chain", "chain")), "each once"),
-    (dict(count=0), "n=0"),
-    (dict(samples=0), "samples=0"),
-    (dict(max_tokens=0), "max_tokens=0"),
-    (dict(seed=-1), "seed=-1"),
-    (dict(split="tset"), "no split named 'tset'"),
-    (dict(samples=4, temperature=0.0), "greedy replies are all the same"),
-    (dict(temperature=-1.0), "temperature=-1"),
-])
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        (dict(tasks=()), "at least one task"),
+        (dict(tasks=("chain", "chain")), "each once"),
+        (dict(count=0), "n=0"),
+        (dict(samples=0), "samples=0"),
+        (dict(max_tokens=0), "max_tokens=0"),
+        (dict(seed=-1), "seed=-1"),
+        (dict(split="tset"), "no split named 'tset'"),
+        (dict(samples=4, temperature=0.0), "greedy replies are all the same"),
+        (dict(temperature=-1.0), "temperature=-1"),
+    ],
+)
 def test_bad_plans(options, words):
     with pytest.raises(ConfigError, match=words):
         Plan(**{"tasks": ("chain",), **options})
 
 
-@pytest.mark.parametrize("plan,words", [
-    (Plan(("chian",)), ["no tasks named 'chian'", "Did you mean 'chain'"]),
-    (Plan(("chain:steps=3",)), ["no option 'steps'"]),
-    (Plan(("chain:modulus=5,max_factor=2,min_steps=1,max_steps=1",), count=200), ["different problems, too few for n=200"]),
-    (Plan(("story",), count=800), ["split 'test' of 'story' is small", "times; take n="]),
-    (Plan(("story:form=prose,length=512",), count=400), ["is small"]),
-    (Plan(("chain",), form="aggregat"), ["no prompt form named 'aggregat'", "Did you mean 'aggregate'"]),
-    (Plan(("story",), form="aggregate"), ["'story' has no prompt forms"]),
-])
+@pytest.mark.parametrize(
+    "plan,words",
+    [
+        (Plan(("chian",)), ["no tasks named 'chian'", "Did you mean 'chain'"]),
+        (Plan(("chain:steps=3",)), ["no option 'steps'"]),
+        (
+            Plan(("chain:modulus=5,max_factor=2,min_steps=1,max_steps=1",), count=200),
+            ["different problems, too few for n=200"],
+        ),
+        (Plan(("story",), count=800), ["split 'test' of 'story' is small", "times; take n="]),
+        (Plan(("story:form=prose,length=512",), count=400), ["is small"]),
+        (Plan(("chain",), form="aggregat"), ["no prompt form named 'aggregat'", "Did you mean 'aggregate'"]),
+        (Plan(("story",), form="aggregate"), ["'story' has no prompt forms"]),
+    ],
+)
 def test_what_cannot_be_prepared(plan, words, tokenizer):
     with pytest.raises(ConfigError) as e:
         prepare(plan, tokenizer)
@@ -383,8 +447,17 @@ def test_a_model_with_another_vocabulary(where, tmp_path):
 
     Tokenizer(models.BPE({"a": 0, "b": 1}, [])).save(str(tmp_path / "tokenizer.json"))
     config = CONFIG.replace(model=str(tmp_path)) if where == "model" else CONFIG
-    with pytest.raises(ConfigError, match=f"lab's vocabulary, and {tmp_path.name} is none: the tokenizer has 2 entries, the lab's has 2048"):
-        command.run(config, Plan((EASY,), count=1), against=f"--model {tmp_path}" if where == "against" else None, output=None, plot=None)
+    with pytest.raises(
+        ConfigError,
+        match=f"lab's vocabulary, and {tmp_path.name} is none: the tokenizer has 2 entries, the lab's has 2048",
+    ):
+        command.run(
+            config,
+            Plan((EASY,), count=1),
+            against=f"--model {tmp_path}" if where == "against" else None,
+            output=None,
+            plot=None,
+        )
 
 
 def test_repetition():
@@ -393,7 +466,7 @@ def test_repetition():
     halves = [text[:1600], text[1600:]]
     assert repetition(halves) == 1.0
     assert repetition(halves * 3) == 3.0
-    assert repetition([text[i:i + 320] for i in range(0, 2880, 80)]) == pytest.approx(3.3, abs=0.4)
+    assert repetition([text[i : i + 320] for i in range(0, 2880, 80)]) == pytest.approx(3.3, abs=0.4)
     assert repetition([text[:5], text[:5], text[:6], text[9:12]]) == pytest.approx(4 / 3)  # shorter than a stretch
 
 

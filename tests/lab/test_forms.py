@@ -46,20 +46,32 @@ def test_targets_are_right_for_every_mix_of_candidates(name, form):
                 a, b = ratings(case.solution)
                 assert (a > b) == (mix == (True, False)) and (a == b) == (mix[0] == mix[1]) and (a > 5) == mix[0]
             else:
-                assert verdict(case.solution) == ("Yes" if mix[0] else "No") and not asks.check(case, "No" if mix[0] else "Yes")
+                assert verdict(case.solution) == ("Yes" if mix[0] else "No") and not asks.check(
+                    case, "No" if mix[0] else "Yes"
+                )
             if FORMS[form].names:  # the check comes first, and a model may leave it out
-                check, said = task.verify(problem, case.candidates, FORMS[form].names), target(form, problem, case.candidates, mix)
-                if name == "countdown" and form in SOLVING and not any(mix):  # nothing was worked out: the question is said again
+                check, said = (
+                    task.verify(problem, case.candidates, FORMS[form].names),
+                    target(form, problem, case.candidates, mix),
+                )
+                if (
+                    name == "countdown" and form in SOLVING and not any(mix)
+                ):  # nothing was worked out: the question is said again
                     check += f"\n{problem.messages[-1]['content']}"
                 assert case.solution == check + ("\n\n" if form in SOLVING else "\n") + said and asks.check(case, said)
-                assert asks.answer(said) == case.answer and solution(case.solution) == (said if form in SOLVING else case.solution)
+                assert asks.answer(said) == case.answer and solution(case.solution) == (
+                    said if form in SOLVING else case.solution
+                )
 
 
 @pytest.mark.parametrize("form", JUDGED)
 def test_the_problems_of_a_form_hold_every_mix_and_pass_their_own_check(form):
     task = load_task(f"{form}/chain:max_steps=6")
     problems = task.problems("test", 0, 200)
-    assert all(task.check(p, p.solution) and p.right == tuple(task.inner.check(p.origin, c) for c in p.candidates) for p in problems)
+    assert all(
+        task.check(p, p.solution) and p.right == tuple(task.inner.check(p.origin, c) for c in p.candidates)
+        for p in problems
+    )
     seen = collections.Counter((len(p.right), p.difficulty) for p in problems)
     least, most = FORMS[form].least, min(FORMS[form].most, 4)
     assert set(seen) == {(size, right) for size in range(least, most + 1) for right in range(size + 1)}
@@ -100,7 +112,7 @@ def test_documents_read_as_the_problems_do(tokenizer, form, name):
     origins = task.inner.as_problems(task.inner.drawn(rng, "train", 20), np.random.default_rng(0))
     heads = FORMS[form].heads
     for i, origin in enumerate(origins):
-        text = tokenizer.decode(made.ids[made.bounds[i]:made.bounds[i + 1]].tolist(), skip_special_tokens=False)
+        text = tokenizer.decode(made.ids[made.bounds[i] : made.bounds[i + 1]].tolist(), skip_special_tokens=False)
         prompt, reply = text.rsplit("<|im_start|>assistant\n", 1)
         asked = prompt.split("<|im_start|>user\n", 1)[1]
         if form == "self_evaluate":
@@ -112,7 +124,9 @@ def test_documents_read_as_the_problems_do(tokenizer, form, name):
                     body, last = body.split(f"\n\n{head}\n")
                     texts.insert(0, last)
         case = task.case(origin, texts)
-        assert case.prompt.split("<|im_start|>user\n", 1)[1] == text.removesuffix(reply).split("<|im_start|>user\n", 1)[1]
+        assert (
+            case.prompt.split("<|im_start|>user\n", 1)[1] == text.removesuffix(reply).split("<|im_start|>user\n", 1)[1]
+        )
         assert case.solution + "<|im_end|>" == reply
 
 
@@ -126,9 +140,13 @@ def test_real_replies_become_cases_whatever_they_say():
     case = FormTask("aggregate", task).case(problem, replies[1:])
     assert case.difficulty == 0 and solution(case.solution) == problem.solution
     other = load_task("countdown")
-    game = type(problem)(({"role": "user", "content": "Make 22 from 7, 4, 3, 9."},), "4*7=28\n28-9=19\n19+3=22\nAnswer: 22", "")
+    game = type(problem)(
+        ({"role": "user", "content": "Make 22 from 7, 4, 3, 9."},), "4*7=28\n28-9=19\n19+3=22\nAnswer: 22", ""
+    )
     way = "7*4=28\n9-3=6\n28-6=22\nAnswer: 22"
-    assert solution(FormTask("refine", other).case(game, [way]).solution) == way  # a right candidate stands, whatever its way
+    assert (
+        solution(FormTask("refine", other).case(game, [way]).solution) == way
+    )  # a right candidate stands, whatever its way
 
 
 def test_what_was_wrong_is_not_learnt():
@@ -142,8 +160,19 @@ def test_pairs_are_checked_by_order_alone_when_mixed():
     task = load_task("judge_pair/chain")
     problem, wrong = candidates_of(task.inner)
     mixed = task.case(problem, [wrong[0], problem.solution])
-    for reply, ok in (("A: 1\nB: 2", True), ("A: 8\nB: 9", True), ("A: 9\nB: 8", False), ("A: 5\nB: 5", False), ("A: 2, B: 9", False),
-                      ("A: 2\nB: 10", False), ("B: 9\nA: 2", False), ("A: 2\nB: 9\n", True), ("2\n9", False), ("A: ²\nB: 9", False), ("", False)):
+    for reply, ok in (
+        ("A: 1\nB: 2", True),
+        ("A: 8\nB: 9", True),
+        ("A: 9\nB: 8", False),
+        ("A: 5\nB: 5", False),
+        ("A: 2, B: 9", False),
+        ("A: 2\nB: 10", False),
+        ("B: 9\nA: 2", False),
+        ("A: 2\nB: 9\n", True),
+        ("2\n9", False),
+        ("A: ²\nB: 9", False),
+        ("", False),
+    ):
         assert task.check(mixed, reply) == ok, reply
     both = task.case(problem, [problem.solution, problem.solution])
     for reply, ok in (("A: 9\nB: 7", True), ("A: 9\nB: 5", False), ("A: 2\nB: 2", False), ("A: 5\nB: 9", False)):
@@ -164,15 +193,28 @@ def test_seeds_splits_and_dials_reach_the_inner_task(tokenizer):
     assert load_task("solve/chain:max_steps=5").config == load_task("chain:max_steps=5").config
 
 
-@pytest.mark.parametrize("spec, named", [("agregate/chain", "aggregate"), ("aggregate/chian", "chain"), ("aggregate/story", "no prompt forms"),
-                                         ("judge_one/template", "no prompt forms"), ("aggregate/judge_one/chain", "no prompt forms"),
-                                         ("aggregate/chain:stpes=1", "steps"), ("/chain", "prompt form"), ("aggregate/", "no tasks named")])
+@pytest.mark.parametrize(
+    "spec, named",
+    [
+        ("agregate/chain", "aggregate"),
+        ("aggregate/chian", "chain"),
+        ("aggregate/story", "no prompt forms"),
+        ("judge_one/template", "no prompt forms"),
+        ("aggregate/judge_one/chain", "no prompt forms"),
+        ("aggregate/chain:stpes=1", "steps"),
+        ("/chain", "prompt form"),
+        ("aggregate/", "no tasks named"),
+    ],
+)
 def test_bad_forms_are_refused_by_name(spec, named):
     with pytest.raises(ConfigError, match=named):
         load_task(spec)
 
 
-@pytest.mark.parametrize("form, count", [("aggregate", 1), ("aggregate", 9), ("judge_one", 0), ("judge_one", 2), ("judge_pair", 1), ("solve", 1)])
+@pytest.mark.parametrize(
+    "form, count",
+    [("aggregate", 1), ("aggregate", 9), ("judge_one", 0), ("judge_one", 2), ("judge_pair", 1), ("solve", 1)],
+)
 def test_a_wrong_number_of_candidates_is_refused(form, count):
     problem = load_task("chain").problems("test", 0, 1)[0]
     with pytest.raises(ConfigError, match="candidates"):
@@ -183,7 +225,9 @@ def test_a_wrong_number_of_candidates_is_refused(form, count):
 # ------------------------------------------------------------------------------------------------------- written checks
 
 
-@pytest.mark.parametrize("name", [*TASKS, "path:form=star", "state:kind=parity", "chain:modulus=499,max_factor=30,max_steps=10"])
+@pytest.mark.parametrize(
+    "name", [*TASKS, "path:form=star", "state:kind=parity", "chain:modulus=499,max_factor=30,max_steps=10"]
+)
 def test_the_verdict_follows_from_the_check(name):
     """Each candidate has one line, with its name before and the exact checker's word behind; the word can be read off the lines."""
     task = load_task(name)
@@ -215,27 +259,57 @@ def test_a_check_by_hand():
         return Problem(({"role": "user", "content": question},), solution, answer)
 
     game = asked("Make 22 from 7, 4, 3, 9.")
+
     def verify(task, problem, *candidates):
         return load_task(task).verify(problem, candidates, "AB")
 
-    assert verify("countdown", game, "7*4=28\n9-3=6\n28-6=22\nAnswer: 22") == "A: 7*4=28, 3 9 28; 9-3=6, 28 6; 28-6=22, 22; 22 of 22 good"
-    for reply, said in (("7*4=28\nAnswer: 22", "A: 7*4=28, 3 9 28; 28 of 22 bad"), ("7*4=27\nAnswer: 22", "A: 7*4=28 bad"),
-                        ("7*7=49\nAnswer: 22", "A: 7*7 bad"), ("7*5=35\nAnswer: 22", "A: 7*5 bad"), ("7/4=1\nAnswer: 22", "A: 7/4 bad"),
-                        ("seven\nAnswer: 22", "A: none bad"), ("", "A: bad"), ("Answer: 7*4-(9-3)", "A: good"),
-                        ("9+9=18\n18+4=22\nAnswer: 22", "A: 9+9 bad")):
+    assert (
+        verify("countdown", game, "7*4=28\n9-3=6\n28-6=22\nAnswer: 22")
+        == "A: 7*4=28, 3 9 28; 9-3=6, 28 6; 28-6=22, 22; 22 of 22 good"
+    )
+    for reply, said in (
+        ("7*4=28\nAnswer: 22", "A: 7*4=28, 3 9 28; 28 of 22 bad"),
+        ("7*4=27\nAnswer: 22", "A: 7*4=28 bad"),
+        ("7*7=49\nAnswer: 22", "A: 7*7 bad"),
+        ("7*5=35\nAnswer: 22", "A: 7*5 bad"),
+        ("7/4=1\nAnswer: 22", "A: 7/4 bad"),
+        ("seven\nAnswer: 22", "A: none bad"),
+        ("", "A: bad"),
+        ("Answer: 7*4-(9-3)", "A: good"),
+        ("9+9=18\n18+4=22\nAnswer: 22", "A: 9+9 bad"),
+    ):
         assert verify("countdown", game, reply) == said, reply
     roads = asked("Roads: A B, C A, D B, C E. Shortest way from D to E?")
-    assert verify("path", roads, "Answer: D B A C E", "Answer: D A C E") == "D B\nB A\nA C\nC E\n4\nA: D B, A B, C A, C E: 4 good\nB: D A bad"
-    for reply, last in (("Answer: D B", "A: D B to B bad"), ("Answer: B A", "A: from B bad"), ("none", "A: from bad"),
-                        ("Answer: D B D B A C E", "A: D B, D B, D B, A B, C A, C E: 6 bad"), ("Answer: " + "D B " * 40 + "E", None)):
+    assert (
+        verify("path", roads, "Answer: D B A C E", "Answer: D A C E")
+        == "D B\nB A\nA C\nC E\n4\nA: D B, A B, C A, C E: 4 good\nB: D A bad"
+    )
+    for reply, last in (
+        ("Answer: D B", "A: D B to B bad"),
+        ("Answer: B A", "A: from B bad"),
+        ("none", "A: from bad"),
+        ("Answer: D B D B A C E", "A: D B, D B, D B, A B, C A, C E: 6 bad"),
+        ("Answer: " + "D B " * 40 + "E", None),
+    ):
         line = verify("path", roads, reply).split("\n")[-1]
         assert line.endswith("bad") and (last is None or line == last) and len(line) < 100, line
     row = asked("Row C A B. Swap 1 2, 2 3, 1 3. Write the row after every 2 swaps.", "C B A")
     assert verify("state:items=3", row, "A C B\nAnswer: C A B", "A B C\nAnswer: C B A").split("\n") == [
-        "A C B", "A B C", "C B A", "Answer: C B A", "A: C A B bad", "B: C B A good"]
+        "A C B",
+        "A B C",
+        "C B A",
+        "Answer: C B A",
+        "A: C A B bad",
+        "B: C B A good",
+    ]
     chain = asked("", "67", "12+45=57\n57+10=67\nAnswer: 67")
     assert verify("chain", chain, "12+45=57\n57+10=66\nAnswer: 66", "Answer: " + "6" * 500).split("\n") == [
-        "12+45=57", "57+10=67", "Answer: 67", "A: 66 bad", f"B: {'6' * 64} bad"]
+        "12+45=57",
+        "57+10=67",
+        "Answer: 67",
+        "A: 66 bad",
+        f"B: {'6' * 64} bad",
+    ]
 
 
 def test_a_check_of_slips_and_repairs_is_the_plain_chain():
@@ -257,9 +331,13 @@ def test_aggregates_of_aggregates_show_solutions_only(name):
     again = asks.case(problem, first)
     assert again.right == (True, False, False) and again.candidates == (problem.solution, *wrong[1:3])
     shown = "\n".join(m["content"] for m in again.messages)
-    assert not any(line.endswith((" good", " bad")) for line in shown.split("\n")) and all(text in shown for text in again.candidates)
+    assert not any(line.endswith((" good", " bad")) for line in shown.split("\n")) and all(
+        text in shown for text in again.candidates
+    )
     assert asks.check(again, first[0]) and not asks.check(again, first[1]) and not asks.check(again, check)
-    assert asks.answer(first[0]) == task.answer(problem.solution) and asks.answer(problem.solution) == task.answer(problem.solution)
+    assert asks.answer(first[0]) == task.answer(problem.solution) and asks.answer(problem.solution) == task.answer(
+        problem.solution
+    )
 
 
 def test_a_fresh_solution_begins_where_it_does_alone():
@@ -271,12 +349,14 @@ def test_a_fresh_solution_begins_where_it_does_alone():
         for form, count in (("aggregate", 3), ("refine", 1)):
             asks = FormTask(form, task)
             none = asks.case(problem, wrong[:count]).solution
-            one = asks.case(problem, [*wrong[:count - 1], problem.solution]).solution
+            one = asks.case(problem, [*wrong[: count - 1], problem.solution]).solution
             assert (f" bad\n{question}\n\n" in none) == (name == "countdown") and question not in one
             assert solution(none) == problem.solution == solution(one)
 
 
-@pytest.mark.parametrize("name", [*TASKS[:1], "chain:modulus=499,max_factor=30,max_steps=10", "long_add", "countdown", "path", "state"])
+@pytest.mark.parametrize(
+    "name", [*TASKS[:1], "chain:modulus=499,max_factor=30,max_steps=10", "long_add", "countdown", "path", "state"]
+)
 def test_checks_fit_in_a_training_row_and_in_the_room_for_replies(tokenizer, name):
     made = load_task(f"aggregate/{name}").documents(tokenizer, np.random.default_rng(6), 200)
     replies = [made.trained[a:b].sum() for a, b in zip(made.bounds, made.bounds[1:], strict=False)]

@@ -27,15 +27,36 @@ SHAPE = Shape(dim=16, layers=1, ffn=32, heads=2, kv_heads=1, head_dim=8, positio
 
 def tiny(recipe, rows=2, **changes):
     """The recipe itself with a model, batches and counts that a CPU runs in seconds."""
+
     def small(parts):
         # Without plain prose, which takes seconds to tokenise (test_train.py has it), and with short needles.
-        return tuple(Rows(rows if part.length == 1024 else 1, 512,
-                          {k.replace("min_length=512,length=4064", "length=400"): v for k, v in part.mix.items() if "prose,length" not in k})
-                     for part in parts)
+        return tuple(
+            Rows(
+                rows if part.length == 1024 else 1,
+                512,
+                {
+                    k.replace("min_length=512,length=4064", "length=400"): v
+                    for k, v in part.mix.items()
+                    if "prose,length" not in k
+                },
+            )
+            for part in parts
+        )
 
     phases = tuple(Phase(p.start, small(p.rows), p.own) for p in recipe.phases)
-    return recipe.replace(name="tiny", shape=SHAPE, rows=small(recipe.rows), phases=phases, steps=30, minutes=None, pool=12, reply_tokens=6,
-                          validate=(Rows(1, 512, {EASY: 1.0}),), evaluate=((EASY, 3), ("judge_pair/chain", 2)), **changes)
+    return recipe.replace(
+        name="tiny",
+        shape=SHAPE,
+        rows=small(recipe.rows),
+        phases=phases,
+        steps=30,
+        minutes=None,
+        pool=12,
+        reply_tokens=6,
+        validate=(Rows(1, 512, {EASY: 1.0}),),
+        evaluate=((EASY, 3), ("judge_pair/chain", 2)),
+        **changes,
+    )
 
 
 OWN = Own(((EASY, 1.0), ("countdown", 1.3)), problems=6, samples=4, reply_tokens=8)
@@ -48,20 +69,55 @@ def test_the_recipes_keep_their_promises(recipe, parameters):
     assert Model(recipe.shape).num_parameters == pytest.approx(parameters, rel=0.01) and recipe.shape.positions == 4096
     mixed = {spec for rows in (recipe.rows, *(p.rows for p in recipe.phases)) for part in rows for spec in part.mix}
     names = {spec.split("/")[-1].split(":")[0] for spec in mixed if not spec.startswith("own/")}
-    assert names == {"chain", "long_add", "reflect", "countdown", "path", "facts", "needle", "state", "template", "schema", "story", "chat", "tool"}
-    assert {spec.split("/")[0] for spec in mixed if "/" in spec} == {"aggregate", "judge_one", "judge_pair", "self_evaluate", "refine", "own"}
-    for spec in mixed | {spec for spec, _ in recipe.evaluate} | set(recipe.curves.tasks) | {spec for spec, _ in recipe.own.tasks}:
+    assert names == {
+        "chain",
+        "long_add",
+        "reflect",
+        "countdown",
+        "path",
+        "facts",
+        "needle",
+        "state",
+        "template",
+        "schema",
+        "story",
+        "chat",
+        "tool",
+    }
+    assert {spec.split("/")[0] for spec in mixed if "/" in spec} == {
+        "aggregate",
+        "judge_one",
+        "judge_pair",
+        "self_evaluate",
+        "refine",
+        "own",
+    }
+    for spec in (
+        mixed
+        | {spec for spec, _ in recipe.evaluate}
+        | set(recipe.curves.tasks)
+        | {spec for spec, _ in recipe.own.tasks}
+    ):
         if not spec.startswith("own/"):
             load_task(spec)
     prose = 0.0
-    for (start, rows), end in zip([(0, recipe.rows), *((p.start, p.rows) for p in recipe.phases)],
-                                  [*(p.start for p in recipe.phases), 1.0], strict=True):
-        prose += sum(part.count * part.length * share / sum(part.mix.values()) * (end - start) * recipe.steps
-                     for part in rows for spec, share in part.mix.items() if spec.startswith("story"))
+    for (start, rows), end in zip(
+        [(0, recipe.rows), *((p.start, p.rows) for p in recipe.phases)],
+        [*(p.start for p in recipe.phases), 1.0],
+        strict=True,
+    ):
+        prose += sum(
+            part.count * part.length * share / sum(part.mix.values()) * (end - start) * recipe.steps
+            for part in rows
+            for spec, share in part.mix.items()
+            if spec.startswith("story")
+        )
     assert prose < 5.5 * 2.6e6  # passes over all the prose there is
 
 
-@pytest.mark.parametrize("recipe, rows", [(NANO, 4), pytest.param(BASE, 5, marks=pytest.mark.slow)], ids=["nano", "base"])
+@pytest.mark.parametrize(
+    "recipe, rows", [(NANO, 4), pytest.param(BASE, 5, marks=pytest.mark.slow)], ids=["nano", "base"]
+)
 def test_the_whole_recipe_runs_resumes_and_writes_its_card(recipe, rows, tmp_path, capsys, monkeypatch):
     small = tiny(recipe, rows, own=OWN, curves=Curves((EASY,), 4, samples=4, candidates=2))
     monkeypatch.setitem(RECIPES, "tiny", small)
@@ -84,26 +140,49 @@ def test_the_whole_recipe_runs_resumes_and_writes_its_card(recipe, rows, tmp_pat
     assert printed.count("own replies: countdown") == 2 * sum(p.own for p in recipe.phases)
     a, b = (json.loads((f / "training.json").read_text()) for f in folders)
     timed = ("seconds",)
-    assert [{k: v for k, v in row.items() if k not in timed} for row in a["history"]] == [{k: v for k, v in row.items() if k not in timed}
-                                                                                          for row in b["history"]]
+    assert [{k: v for k, v in row.items() if k not in timed} for row in a["history"]] == [
+        {k: v for k, v in row.items() if k not in timed} for row in b["history"]
+    ]
     assert (folders[0] / "model.safetensors").read_bytes() == (folders[1] / "model.safetensors").read_bytes()
     assert a["scores"] == b["scores"] and len(a["scores"]) == 2
     assert a["command"].endswith("--out whole") and str(tmp_path) not in (folders[0] / "README.md").read_text()
-    assert sorted(f.name for f in folders[1].iterdir()) == ["README.md", "chat_template.jinja", "config.json", "generation_config.json",
-                                                           "model.safetensors", "tokenizer.json", "tokenizer_config.json", "training.json"]
+    assert sorted(f.name for f in folders[1].iterdir()) == [
+        "README.md",
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "training.json",
+    ]
     text = (folders[1] / "README.md").read_text()
-    assert all(part in text for part in ("own/aggregate", "from 6% of the run on", "pass@4", "majority@4", "judge_pair/chain", recipe.about[:40]))
+    assert all(
+        part in text
+        for part in (
+            "own/aggregate",
+            "from 6% of the run on",
+            "pass@4",
+            "majority@4",
+            "judge_pair/chain",
+            recipe.about[:40],
+        )
+    )
 
 
 def test_a_lost_or_foreign_file_of_own_replies_is_refused(tokenizer, tmp_path):
     recipe = tiny(NANO, own=OWN).replace(
-        rows=(Rows(1, 256, {EASY: 1.0}),), phases=(Phase(0.3, (Rows(1, 256, {EASY: 0.5, "own/aggregate": 0.5}),), True),))
+        rows=(Rows(1, 256, {EASY: 1.0}),),
+        phases=(Phase(0.3, (Rows(1, 256, {EASY: 0.5, "own/aggregate": 0.5}),), True),),
+    )
     t = train.Trainer(recipe, tokenizer, "cpu", workers=0)
     t.done = 20
     assert t.advance(tmp_path, print) and not t.advance(tmp_path, print) and t.phase == 1
     again = train.Trainer(recipe, tokenizer, "cpu", workers=0)
     again.restore(tmp_path)
-    assert again.phase == 1 and np.array_equal(again.mixture.pools["own/aggregate"].ids, t.mixture.pools["own/aggregate"].ids)
+    assert again.phase == 1 and np.array_equal(
+        again.mixture.pools["own/aggregate"].ids, t.mixture.pools["own/aggregate"].ids
+    )
     assert np.array_equal(again.mixture.batch(7, 1)[0].ids, t.mixture.batch(7, 1)[0].ids)
     made = state.load_own(tmp_path, 1)
     state.save_own(tmp_path, 2, made)
@@ -117,10 +196,16 @@ def test_a_lost_or_foreign_file_of_own_replies_is_refused(tokenizer, tmp_path):
         again.restore(tmp_path)
 
 
-@pytest.mark.parametrize("change, said", [
-    ({"phases": (Phase(0.5, NANO.rows), Phase(0.2, NANO.rows))}, "one after another"), ({"phases": (Phase(1.0, NANO.rows),)}, "before 1"),
-    ({"phases": (Phase(0.5, NANO.rows[:1]),)}, "same counts and lengths"), ({"own": None}, "own"),
-    ({"shape": Shape(positions=1024)}, "exceed")])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"phases": (Phase(0.5, NANO.rows), Phase(0.2, NANO.rows))}, "one after another"),
+        ({"phases": (Phase(1.0, NANO.rows),)}, "before 1"),
+        ({"phases": (Phase(0.5, NANO.rows[:1]),)}, "same counts and lengths"),
+        ({"own": None}, "own"),
+        ({"shape": Shape(positions=1024)}, "exceed"),
+    ],
+)
 def test_a_recipe_that_cannot_work_is_refused(change, said):
     with pytest.raises(ConfigError, match=said):
         NANO.replace(**change)
@@ -128,7 +213,15 @@ def test_a_recipe_that_cannot_work_is_refused(change, said):
 
 def test_the_fingerprint_is_of_the_training_and_not_of_the_measuring():
     assert NANO.replace(curves=Curves(), evaluate=(), about="x", minutes=1.0).fingerprint() == NANO.fingerprint()
-    assert len({r.fingerprint() for r in (NANO, BASE, NANO.replace(seed=1), NANO.replace(own=OWN), NANO.replace(phases=NANO.phases[:1]))}) == 5
+    assert (
+        len(
+            {
+                r.fingerprint()
+                for r in (NANO, BASE, NANO.replace(seed=1), NANO.replace(own=OWN), NANO.replace(phases=NANO.phases[:1]))
+            }
+        )
+        == 5
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ own replies
@@ -155,7 +248,9 @@ def test_cases_show_every_mix_and_learn_what_the_checker_says():
                 assert formed.check(case, case.solution)
                 assert case.right == tuple(task.check(case.origin, c) for c in case.candidates)
     assert {n for form, n in seen if form == "aggregate"} == {0, 1, 2, 3}
-    assert {n for form, n in seen if form == "judge_pair"} == {0, 1, 2} and {n for form, n in seen if form == "self_evaluate"} == {0, 1}
+    assert {n for form, n in seen if form == "judge_pair"} == {0, 1, 2} and {
+        n for form, n in seen if form == "self_evaluate"
+    } == {0, 1}
 
 
 def test_choosing_keeps_the_count_of_right_ones_and_leaves_out_empty_replies():
@@ -178,18 +273,40 @@ def test_curves_of_a_model_that_always_copies_candidate_one(tokenizer, monkeypat
     monkeypatch.setattr(report, "sample_replies", lambda *a, **k: pool)
 
     def copy(model, tokenizer, prompts, max_new):
-        return [m.group(1) if (m := re.search(r"Candidate 1:\n(.*?)\n\nCandidate 2:", p, re.S)) else "A: 9\nB: 2" for p in prompts]
+        return [
+            m.group(1) if (m := re.search(r"Candidate 1:\n(.*?)\n\nCandidate 2:", p, re.S)) else "A: 9\nB: 2"
+            for p in prompts
+        ]
 
     monkeypatch.setattr(report, "complete_all", copy)
     rows = list(curves(None, tokenizer, NANO.replace(curves=Curves(("chain",), 60, samples=8, candidates=4))))
     samples, *rest = rows
     assert samples["pass@1"] == 0.5 and samples["pass@8"] == 1.0 and 0.5 <= samples["majority@8"] <= 1.0
     shares = [row["correct"] for row in rest if row["what"] == "aggregate"]
-    assert shares[0] == 0.0 and shares[4] == 1.0 and all(abs(s - n / 4) < 0.25 for n, s in enumerate(shares)) and shares == sorted(shares)
+    assert (
+        shares[0] == 0.0
+        and shares[4] == 1.0
+        and all(abs(s - n / 4) < 0.25 for n, s in enumerate(shares))
+        and shares == sorted(shares)
+    )
     mixed = next(row for row in rest if row["what"] == "judge_pair" and row["right candidates"] == "1 of 2")
     assert 0.25 < mixed["correct"] < 0.75 and all(row["alone"] == 0.5 for row in rest)
-    record = {"scores": [], "curves": rows, "history": [], "parameters": 1, "tokens": 1, "train_seconds": 1, "own_seconds": 0, "total_seconds": 1,
-              "steps": 1, "device": "x", "command": "c", "commit": "c", "versions": {}, "date": "d"}
+    record = {
+        "scores": [],
+        "curves": rows,
+        "history": [],
+        "parameters": 1,
+        "tokens": 1,
+        "train_seconds": 1,
+        "own_seconds": 0,
+        "total_seconds": 1,
+        "steps": 1,
+        "device": "x",
+        "command": "c",
+        "commit": "c",
+        "versions": {},
+        "date": "d",
+    }
     text = card(NANO, record)
     assert "| 2 of 4 | 60 |" in text and "evaluation was cut off" in text
 
@@ -220,10 +337,15 @@ def test_sampling_follows_the_model_and_its_seed():
     prompt = [1, 50, 60]
     with torch.no_grad():
         wanted = model(torch.tensor([prompt]))[0, -1].softmax(-1)
-    draws = [complete(model, [prompt] * 2000, 1, [], temperature=1.0, generator=torch.Generator().manual_seed(s)) for s in (0, 1, 0)]
+    draws = [
+        complete(model, [prompt] * 2000, 1, [], temperature=1.0, generator=torch.Generator().manual_seed(s))
+        for s in (0, 1, 0)
+    ]
     assert draws[0] == draws[2] != draws[1]
     counts = np.bincount([row[0] for row in draws[0] + draws[1]], minlength=2048) / 4000
-    assert np.abs(counts - wanted.numpy()).sum() / 2 < np.sqrt(2048 / 4000)  # total variation, far below that of another distribution
+    assert np.abs(counts - wanted.numpy()).sum() / 2 < np.sqrt(
+        2048 / 4000
+    )  # total variation, far below that of another distribution
     top = int(wanted.argmax())
     assert abs(counts[top] - float(wanted[top])) < 4 * np.sqrt(float(wanted[top]) / 4000) + 1e-3
 
@@ -243,7 +365,11 @@ def test_all_prompts_get_a_reply_in_batches_that_fit(tokenizer, monkeypatch):
 
 
 def test_workers_give_everything_in_order_and_pass_errors_on():
-    assert all_of(lambda n: n * n, list(range(23)), 3) == [n * n for n in range(23)] == all_of(lambda n: n * n, list(range(23)), 0)
+    assert (
+        all_of(lambda n: n * n, list(range(23)), 3)
+        == [n * n for n in range(23)]
+        == all_of(lambda n: n * n, list(range(23)), 0)
+    )
     assert all_of(lambda n: n, [], 2) == []
 
     def fail(n):
@@ -311,8 +437,16 @@ def test_the_command_passes_its_options_on(monkeypatch):
 
     seen = []
     monkeypatch.setattr(train, "main", lambda argv: seen.append(train.arguments(argv)))
-    result = CliRunner().invoke(app, ["train", "nano", "--stop-after", "8m", "--resume", "--device", "cpu", "--workers", "0"])
-    assert result.exit_code == 0 and seen[0].recipe == "nano" and seen[0].stop_after == 480 and seen[0].resume and str(seen[0].out) == "lab-nano"
+    result = CliRunner().invoke(
+        app, ["train", "nano", "--stop-after", "8m", "--resume", "--device", "cpu", "--workers", "0"]
+    )
+    assert (
+        result.exit_code == 0
+        and seen[0].recipe == "nano"
+        and seen[0].stop_after == 480
+        and seen[0].resume
+        and str(seen[0].out) == "lab-nano"
+    )
     monkeypatch.undo()
     result = CliRunner().invoke(app, ["train", "nanno"])
     assert isinstance(result.exception, ConfigError) and "nano" in str(result.exception)
@@ -344,7 +478,9 @@ def test_the_shards_of_base_stay_small():
 
 def test_a_finished_model_goes_on_with_the_last_phase(tokenizer, tmp_path, monkeypatch, capsys):
     small = tiny(NANO, own=OWN, curves=Curves()).replace(
-        rows=(Rows(1, 256, {EASY: 1.0}),), phases=(Phase(0.5, (Rows(1, 256, {EASY: 0.5, "own/judge_pair": 0.5}),), True),))
+        rows=(Rows(1, 256, {EASY: 1.0}),),
+        phases=(Phase(0.5, (Rows(1, 256, {EASY: 0.5, "own/judge_pair": 0.5}),), True),),
+    )
     monkeypatch.setitem(RECIPES, "tiny", small)
     monkeypatch.setattr(train, "LOOK", 5)
     argv = ["--recipe", "tiny", "--device", "cpu", "--commit", "abc", "--out"]
@@ -380,12 +516,16 @@ def test_another_models_mistakes_are_learnt_from(tokenizer, monkeypatch):
     right = task.problems("train", 1000, 3)[0].solution
     assert own.own_documents(right, tokenizer, plan, 1, 0, lambda text: None, others=["nonsense"]) == {}
     pool = [replies for _, chunk in kept for _, replies in chunk]
-    assert [r.texts for r in pool] == [(right,) * 8 + ("nonsense",) * 2] * 3 and pool[0].right == (True,) * 8 + (False,) * 2
+    assert [r.texts for r in pool] == [(right,) * 8 + ("nonsense",) * 2] * 3 and pool[0].right == (True,) * 8 + (
+        False,
+    ) * 2
 
 
 def test_own_pairs_to_judge_are_mostly_mixed_and_checked():
     rng, task = np.random.default_rng(0), load_task("countdown")
-    pairs = [case for _ in range(100) for case in own.cases(rng, FormTask("judge_pair", task), replies(task, rng, 3, 3))]
+    pairs = [
+        case for _ in range(100) for case in own.cases(rng, FormTask("judge_pair", task), replies(task, rng, 3, 3))
+    ]
     mixed = sum(case.difficulty == 1 for case in pairs)
     assert 0.55 < mixed / len(pairs) < 0.8
     assert all("good" in case.solution or "bad" in case.solution for case in pairs)

@@ -24,10 +24,15 @@ def test_transformers_and_kvasir_agree(name):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ours = export.load(folder)
     with LLM(str(folder), device="cpu", dtype="float32", max_model_len=1024, cpu_cache_bytes=1 << 26) as llm:
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts],
+            SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0),
+        )
     for ids, output in zip(prompts, outputs, strict=True):
         with torch.no_grad():
             wanted = theirs(torch.tensor([ids])).logits[0]
             torch.testing.assert_close(ours(torch.tensor([ids]))[0], wanted, atol=1e-4, rtol=1e-4)
         told = torch.tensor([output.prompt_logprobs[i][token].logprob for i, token in enumerate(ids) if i])
-        torch.testing.assert_close(told, wanted[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            told, wanted[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0], atol=1e-4, rtol=1e-4
+        )

@@ -16,13 +16,16 @@ from kvasir.lab import statistics as stats
 # ------------------------------------------------------------------------------------------------------------- Wilson
 
 
-@pytest.mark.parametrize("right,total,low,high", [
-    (10, 20, 0.2993, 0.7007),  # published examples (Newcombe 1998 gives 81/263, 15/148, 0/20 and 1/29)
-    (81, 263, 0.2553, 0.3662),
-    (15, 148, 0.0624, 0.1605),
-    (0, 20, 0.0000, 0.1611),
-    (1, 29, 0.0061, 0.1718),
-])
+@pytest.mark.parametrize(
+    "right,total,low,high",
+    [
+        (10, 20, 0.2993, 0.7007),  # published examples (Newcombe 1998 gives 81/263, 15/148, 0/20 and 1/29)
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0000, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
 def test_wilson_as_published(right, total, low, high):
     assert stats.wilson(right, total) == pytest.approx((low, high), abs=6e-5)
 
@@ -57,7 +60,9 @@ def test_wilson_covers(p):
 # ------------------------------------------------------------------------------------------------------------ McNemar
 
 
-@pytest.mark.parametrize("b,c,p", [(0, 0, 1.0), (5, 5, 1.0), (0, 5, 0.0625), (1, 9, 0.021484375), (6, 16, 0.0524787902832), (0, 1, 1.0)])
+@pytest.mark.parametrize(
+    "b,c,p", [(0, 0, 1.0), (5, 5, 1.0), (0, 5, 0.0625), (1, 9, 0.021484375), (6, 16, 0.0524787902832), (0, 1, 1.0)]
+)
 def test_mcnemar_is_the_sign_test(b, c, p):
     assert stats.mcnemar(b, c) == pytest.approx(p) == stats.mcnemar(c, b)
 
@@ -198,7 +203,12 @@ def test_majority_of_64_is_quick_and_a_chance():
 
 
 def test_bad_k():
-    for call in (lambda: stats.pass_at_k(1, 4, 5), lambda: stats.pass_at_k(5, 4, 1), lambda: stats.majority_at_k(["a"], [True], 2),
-                 lambda: stats.majority_at_k(["a"], [True, False], 1), lambda: stats.pass_at_k(0, 4, 0)):
+    for call in (
+        lambda: stats.pass_at_k(1, 4, 5),
+        lambda: stats.pass_at_k(5, 4, 1),
+        lambda: stats.majority_at_k(["a"], [True], 2),
+        lambda: stats.majority_at_k(["a"], [True, False], 1),
+        lambda: stats.pass_at_k(0, 4, 0),
+    ):
         with pytest.raises(ValueError, match="k="):
             call()

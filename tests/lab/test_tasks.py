@@ -41,7 +41,11 @@ def test_a_small_space_of_chains_is_split_without_overlap():
     task = load_task("chain:modulus=7,max_factor=3,min_steps=3,max_steps=3")
     seen = {split: {p.prompt for p in task.problems(split, 0, 4000)} for split in ("train", "validation", "test")}
     assert all(len(s) > 200 for s in seen.values())
-    assert not seen["train"] & seen["test"] and not seen["train"] & seen["validation"] and not seen["validation"] & seen["test"]
+    assert (
+        not seen["train"] & seen["test"]
+        and not seen["train"] & seen["validation"]
+        and not seen["validation"] & seen["test"]
+    )
 
 
 def test_longer_chains_are_longer_than_any_in_training():
@@ -56,7 +60,17 @@ def test_the_checker_takes_the_solution_and_refuses_what_is_wrong(name):
     problems = task.problems("test", 1, 40)
     for problem in problems:
         assert task.check(problem, problem.solution)
-        for wrong in ("", "Answer:", problem.solution[:-1], problem.solution + "1", "{", "[1]", "<tool_call>\n</tool_call>", "\0", "nan"):
+        for wrong in (
+            "",
+            "Answer:",
+            problem.solution[:-1],
+            problem.solution + "1",
+            "{",
+            "[1]",
+            "<tool_call>\n</tool_call>",
+            "\0",
+            "nan",
+        ):
             assert not task.check(problem, wrong), (problem.solution, wrong)
 
 
@@ -65,7 +79,11 @@ def test_another_problems_solution_is_refused(name):
     """The negative control of every score: shuffled replies must not pass."""
     task = load_task(name)
     problems = task.problems("test", 2, 60)
-    passed = sum(task.check(p, q.solution) for p, q in zip(problems, problems[1:] + problems[:1], strict=True) if p.answer != q.answer)
+    passed = sum(
+        task.check(p, q.solution)
+        for p, q in zip(problems, problems[1:] + problems[:1], strict=True)
+        if p.answer != q.answer
+    )
     assert passed <= 3
 
 
@@ -88,7 +106,9 @@ def test_an_answer_hidden_among_others_does_not_count():
 
 def test_schema_checks_types_and_fields():
     task = load_task("schema")
-    problem = next(p for p in task.problems("test", 0, 50) if p.answer.endswith("#types") and len(json.loads(p.solution)) > 1)
+    problem = next(
+        p for p in task.problems("test", 0, 50) if p.answer.endswith("#types") and len(json.loads(p.solution)) > 1
+    )
     record = json.loads(problem.solution)
     assert not task.check(problem, json.dumps({**record, "more": 1}))
     assert not task.check(problem, json.dumps(dict(list(record.items())[1:])))
@@ -96,7 +116,9 @@ def test_schema_checks_types_and_fields():
     assert task.check(problem, json.dumps(dict(reversed(record.items()))))
 
 
-@pytest.mark.parametrize("spec", ["chain", "chain:modulus=101,max_factor=100,min_steps=1,max_steps=3", "chain:modulus=7,max_factor=6"])
+@pytest.mark.parametrize(
+    "spec", ["chain", "chain:modulus=101,max_factor=100,min_steps=1,max_steps=3", "chain:modulus=7,max_factor=6"]
+)
 def test_vectorised_chain_documents_are_the_tokenised_text(tokenizer, spec):
     task = load_task(spec)
     made = task.documents(tokenizer, np.random.default_rng(0), 60)
@@ -119,7 +141,9 @@ def test_training_documents_hold_no_test_problem(tokenizer):
     task = load_task("chain:modulus=7,max_factor=3,min_steps=2,max_steps=2")
     test = {p.messages[-1]["content"] for p in task.problems("test", 0, 500)}
     made = task.documents(tokenizer, np.random.default_rng(1), 3000)
-    texts = tokenizer.decode_batch([made.ids[a:b].tolist() for a, b in zip(made.bounds, made.bounds[1:], strict=False)], skip_special_tokens=False)
+    texts = tokenizer.decode_batch(
+        [made.ids[a:b].tolist() for a, b in zip(made.bounds, made.bounds[1:], strict=False)], skip_special_tokens=False
+    )
     asked = {t.split("user\n")[1].split("<|im_end|>")[0] for t in texts}
     assert len(asked) > 500 and not asked & test
 
@@ -167,11 +191,21 @@ def test_stories_are_about_what_was_asked():
             assert "fox" in problem.solution.lower()
 
 
-@pytest.mark.parametrize("spec, named", [
-    ("chian", "chain"), ("chain:stesp=3", "stesp"), ("chain:modulus=3", "modulus"), ("chain:min_steps=9,max_steps=3", "min_steps"),
-    ("chain:max_factor=97", "max_factor"), ("chain:modulus=x", "modulus"),
-    ("story:form=poem", "form"), ("story:length=1", "length"), ("schema:fields=0", "fields"),
-    ("chat:a=1", "options")])
+@pytest.mark.parametrize(
+    "spec, named",
+    [
+        ("chian", "chain"),
+        ("chain:stesp=3", "stesp"),
+        ("chain:modulus=3", "modulus"),
+        ("chain:min_steps=9,max_steps=3", "min_steps"),
+        ("chain:max_factor=97", "max_factor"),
+        ("chain:modulus=x", "modulus"),
+        ("story:form=poem", "form"),
+        ("story:length=1", "length"),
+        ("schema:fields=0", "fields"),
+        ("chat:a=1", "options"),
+    ],
+)
 def test_bad_specs_are_refused_by_name(spec, named):
     with pytest.raises(ConfigError, match=named):
         load_task(spec)

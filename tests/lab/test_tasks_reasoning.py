@@ -32,7 +32,7 @@ def test_long_sums_are_right_and_so_is_every_column():
         assert len(lines) == problem.difficulty
         for d, line in enumerate(lines):
             left, right = line.split("=")
-            digits = [carry, *(t // 10 ** d % 10 for t in terms)]
+            digits = [carry, *(t // 10**d % 10 for t in terms)]
             assert left == "+".join(map(str, digits)) and int(right) == sum(digits)
             carry = int(right) // 10
 
@@ -60,13 +60,32 @@ def test_countdown_takes_any_right_way_and_no_wrong_one():
     task = load_task("countdown")
     problem = task.problems("test", 0, 1)[0]
     game = type(problem)(({"role": "user", "content": "Make 22 from 7, 4, 3, 9."},), "", "")
-    for right in ("7*4=28\n9-3=6\n28-6=22\nAnswer: 22", "Answer: 7*4-(9-3)", "Answer: 4*7-9+3", "4*7=28\n28-9=19\n19+3=22\nAnswer: 22"):
+    for right in (
+        "7*4=28\n9-3=6\n28-6=22\nAnswer: 22",
+        "Answer: 7*4-(9-3)",
+        "Answer: 4*7-9+3",
+        "4*7=28\n28-9=19\n19+3=22\nAnswer: 22",
+    ):
         assert task.check(game, right), right
-    for wrong in ("7*4=28\n28-6=22\nAnswer: 22", "7*4=27\nAnswer: 22", "7*4=28\n9-3=6\n28-6=22\nAnswer: 21", "Answer: 22", "Answer: 11+11",
-                  "Answer: 7*4-6",
-                  "Answer: 7*4-(9-3)+0", "Answer: 7*4-(9-3)-(7-7)", "Answer: --22", "7*4=28\n28-9=19\n19+3=22", "9-9=0\n7*3=21\nAnswer: 22",
-                  "7/0=22\nAnswer: 22",
-                  "3-7=4\nAnswer: 22", "Answer: __import__('os')", "Answer: 7*4-(9-3) # yes\nAnswer: 22", "Answer: 22.0", "Answer: 7*True"):
+    for wrong in (
+        "7*4=28\n28-6=22\nAnswer: 22",
+        "7*4=27\nAnswer: 22",
+        "7*4=28\n9-3=6\n28-6=22\nAnswer: 21",
+        "Answer: 22",
+        "Answer: 11+11",
+        "Answer: 7*4-6",
+        "Answer: 7*4-(9-3)+0",
+        "Answer: 7*4-(9-3)-(7-7)",
+        "Answer: --22",
+        "7*4=28\n28-9=19\n19+3=22",
+        "9-9=0\n7*3=21\nAnswer: 22",
+        "7/0=22\nAnswer: 22",
+        "3-7=4\nAnswer: 22",
+        "Answer: __import__('os')",
+        "Answer: 7*4-(9-3) # yes\nAnswer: 22",
+        "Answer: 22.0",
+        "Answer: 7*True",
+    ):
         assert not task.check(game, wrong), wrong
 
 
@@ -74,8 +93,10 @@ def test_the_same_numbers_in_another_order_stay_in_one_split():
     task = load_task("countdown:max_number=6,max_numbers=3")
 
     def games(split):
-        return {tuple(sorted(map(int, re.findall(r"\d+", asked(p).split("from")[1])))) + (re.findall(r"\d+", asked(p))[0],)
-                for p in task.problems(split, 0, 150)}
+        return {
+            tuple(sorted(map(int, re.findall(r"\d+", asked(p).split("from")[1])))) + (re.findall(r"\d+", asked(p))[0],)
+            for p in task.problems(split, 0, 150)
+        }
 
     assert not games("train") & games("test")
 
@@ -95,7 +116,10 @@ def shortest(question: str, *, both: bool) -> list[list[str]]:
     return [way for way in ways if way[-1] == goal]
 
 
-@pytest.mark.parametrize("spec", ["path", "path:extra=8", "path:form=star", "path:form=star,arms=7,max_depth=3", "path:min_depth=5,max_depth=5"])
+@pytest.mark.parametrize(
+    "spec",
+    ["path", "path:extra=8", "path:form=star", "path:form=star,arms=7,max_depth=3", "path:min_depth=5,max_depth=5"],
+)
 def test_the_way_is_the_only_shortest_one(spec):
     task = load_task(spec)
     depths = collections.Counter()
@@ -148,13 +172,23 @@ def test_facts_are_followed_through_the_store(spec):
 @pytest.mark.parametrize("length, depth", [(300, 0.0), (600, 0.5), (2000, 1.0), (4096, 0.25)])
 def test_the_needle_lies_as_deep_and_the_text_is_as_long_as_asked(filler, length, depth):
     tokenizer = shipped_tokenizer()
-    for problem in load_task(f"needle:min_length={length},length={length},depth={depth},filler={filler}").problems("test", 0, 3):
+    for problem in load_task(f"needle:min_length={length},length={length},depth={depth},filler={filler}").problems(
+        "test", 0, 3
+    ):
         size = len(tokenizer.encode(problem.prompt, add_special_tokens=False).ids)
         assert length - 30 < size <= length == problem.difficulty
         body = asked(problem)
-        secret = body.rsplit("\n", 1)[1].removeprefix("Tell the secret number of ").removeprefix("Tell key ").rstrip(".")
-        needle = f"secret number of {secret} is {problem.answer}." if filler == "prose" else f"Key {secret} is {problem.answer}."
-        assert body.count(needle) == 1 and body.count(f"of {secret} is" if filler == "prose" else f"Key {secret} is") == 1
+        secret = (
+            body.rsplit("\n", 1)[1].removeprefix("Tell the secret number of ").removeprefix("Tell key ").rstrip(".")
+        )
+        needle = (
+            f"secret number of {secret} is {problem.answer}."
+            if filler == "prose"
+            else f"Key {secret} is {problem.answer}."
+        )
+        assert (
+            body.count(needle) == 1 and body.count(f"of {secret} is" if filler == "prose" else f"Key {secret} is") == 1
+        )
         at = body.index(needle) / len(body)
         assert abs(at - depth) < 60 / length + 0.07, (at, depth)
 
@@ -175,7 +209,9 @@ def test_several_secrets_are_asked_for_and_all_differ():
 
 def test_swaps_are_followed_and_written_as_often_as_asked():
     for problem in load_task("state").problems("test", 0, 80):
-        row, swaps, often = re.fullmatch(r"Row ([A-Z ]+)\. Swap ([\d, ]+)\. Write the row after every (\d) swaps\.", asked(problem)).groups()
+        row, swaps, often = re.fullmatch(
+            r"Row ([A-Z ]+)\. Swap ([\d, ]+)\. Write the row after every (\d) swaps\.", asked(problem)
+        ).groups()
         state, lines = row.split(" "), []
         pairs = [tuple(int(n) - 1 for n in pair.split(" ")) for pair in swaps.split(", ")]
         for k, (a, b) in enumerate(pairs, 1):
@@ -183,7 +219,9 @@ def test_swaps_are_followed_and_written_as_often_as_asked():
             state[a], state[b] = state[b], state[a]
             if k % int(often) == 0 and k < len(pairs):
                 lines.append(" ".join(state))
-        assert problem.solution == "\n".join([*lines, "Answer: " + " ".join(state)]) and len(pairs) == problem.difficulty
+        assert (
+            problem.solution == "\n".join([*lines, "Answer: " + " ".join(state)]) and len(pairs) == problem.difficulty
+        )
 
 
 def test_parity_is_counted():
@@ -215,7 +253,12 @@ def test_every_step_of_a_reflection_has_its_true_label():
             kinds[step.kind, step.right] += 1
             before = (left, truth)
         assert linear == problem.difficulty
-    assert min(kinds.values()) > 50 and set(kinds) == {("linear", True), ("linear", False), ("useful", True), ("needless", True)}
+    assert min(kinds.values()) > 50 and set(kinds) == {
+        ("linear", True),
+        ("linear", False),
+        ("useful", True),
+        ("needless", True),
+    }
     assert kinds["linear", False] == kinds["useful", True]
 
 
@@ -224,13 +267,17 @@ def test_reflections_slip_and_recheck_at_the_dialled_rates():
     task = load_task("reflect:min_steps=8,max_steps=8,slip=0.2,repair=0.8,needless=0.1")
     tokenizer = shipped_tokenizer()
     made = task.documents(tokenizer, np.random.default_rng(0), 3000)
-    texts = tokenizer.decode_batch([made.ids[a:b].tolist() for a, b in zip(made.bounds, made.bounds[1:], strict=False)], skip_special_tokens=False)
+    texts = tokenizer.decode_batch(
+        [made.ids[a:b].tolist() for a, b in zip(made.bounds, made.bounds[1:], strict=False)], skip_special_tokens=False
+    )
     kinds, wrong, linear = collections.Counter(), 0, 0
     for text in texts:
         steps = task.steps(None, text.split("assistant\n")[1].removesuffix("<|im_end|>"))
         kinds.update(step.kind for step in steps)
         linear += sum(step.kind == "linear" for step in steps)
-        wrong += any(not step.right and (i + 1 == len(steps) or steps[i + 1].kind != "useful") for i, step in enumerate(steps))
+        wrong += any(
+            not step.right and (i + 1 == len(steps) or steps[i + 1].kind != "useful") for i, step in enumerate(steps)
+        )
     assert linear == 3000 * 8
 
     def near(seen: float, rate: float, trials: int) -> bool:
@@ -245,9 +292,18 @@ def test_reflections_slip_and_recheck_at_the_dialled_rates():
 def test_labels_of_a_models_own_reply():
     task = load_task("reflect")
     problem = task.problems("test", 0, 1)[0]
-    steps = task.steps(problem, "1+1=2\n\nWait, 1+1=2\n\n2*3=7\n\nWait, 2*3=7\n\nWait, 2*3=6\n\nhm\n\nWait\n\nAnswer: 6")
-    assert [(s.kind, s.right) for s in steps] == [("linear", True), ("needless", True), ("linear", False), ("useful", False), ("useful", True),
-                                                  ("linear", False), ("useful", False)]
+    steps = task.steps(
+        problem, "1+1=2\n\nWait, 1+1=2\n\n2*3=7\n\nWait, 2*3=7\n\nWait, 2*3=6\n\nhm\n\nWait\n\nAnswer: 6"
+    )
+    assert [(s.kind, s.right) for s in steps] == [
+        ("linear", True),
+        ("needless", True),
+        ("linear", False),
+        ("useful", False),
+        ("useful", True),
+        ("linear", False),
+        ("useful", False),
+    ]
     assert task.steps(problem, "") == [type(steps[0])("", "linear", False)]
 
 
@@ -269,8 +325,15 @@ def test_words_of_a_template_are_drawn_evenly():
 
     task = load_task("template")
     lines = [s for p in task.problems("longer", 1, 800) for s in p.solution.split("\n")]
-    firsts = collections.Counter(next(i for i, t in enumerate(PATTERNS) if s.split(" ")[0].rstrip(",") == t.split(" ")[0] and
-                                      (t.split(" ")[0] != "The" or ("met at" in s) == ("met at" in t))) for s in lines)
+    firsts = collections.Counter(
+        next(
+            i
+            for i, t in enumerate(PATTERNS)
+            if s.split(" ")[0].rstrip(",") == t.split(" ")[0]
+            and (t.split(" ")[0] != "The" or ("met at" in s) == ("met at" in t))
+        )
+        for s in lines
+    )
     places = collections.Counter(re.match(r"At the (\w+)", s).group(1) for s in lines if s.startswith("At the"))
     assert set(places) == set(PLACES) and len(firsts) == len(PATTERNS)
     for counts, limit in ((firsts, 30), (places, 45)):
@@ -289,7 +352,7 @@ def test_the_probabilities_of_all_sentences_sum_to_one():
         for words in itertools.product(*(WORDS[kind][:3] for kind in parts[1::2])):
             sentence = "".join(f" {words[i // 2]}" if i % 2 else part for i, part in enumerate(parts))
             bits = task.surprisal(sentence)
-            total += 0.0 if bits is None else 2.0 ** -bits
+            total += 0.0 if bits is None else 2.0**-bits
     assert total == pytest.approx(1.0)
 
 
@@ -297,7 +360,12 @@ def test_only_sentences_of_the_source_pass():
     task = load_task("template")
     problem = task.problems("test", 0, 1)[0]
     assert task.check(problem, problem.solution)
-    for wrong in ("", problem.solution + "\nThe king slept.", problem.solution.rsplit("\n", 1)[0], problem.solution.replace(".", "!")):
+    for wrong in (
+        "",
+        problem.solution + "\nThe king slept.",
+        problem.solution.rsplit("\n", 1)[0],
+        problem.solution.replace(".", "!"),
+    ):
         assert not task.check(problem, wrong)
     assert task.surprisal("The king, the king and the wolf met at the river.") is None
     assert task.scored == "loss" and task.answer(problem.solution) is None
@@ -323,11 +391,17 @@ def test_countdowns_mistakes_do_not_give_the_right_way_away():
     rng = np.random.default_rng(8)
     drawn = task.drawn(rng, "train", 400)
     near = 0
-    for problem, text in zip(task.as_problems(drawn, rng), task.written(drawn, rng, np.ones(400, dtype=bool)), strict=True):
+    for problem, text in zip(
+        task.as_problems(drawn, rng), task.written(drawn, rng, np.ones(400, dtype=bool)), strict=True
+    ):
         assert not task.check(problem, text)
         target = int(problem.messages[-1]["content"].split(" ")[1])
         *before, last, _ = text.split("\n")
         a, b = (int(n) for n in re.split(r"[-+*/]", last.split("=")[0]))
-        ends = [(sign, value) for sign, value in (("+", a + b), ("-", a - b), ("*", a * b), ("/", a / b)) if value == target]
-        near += any(task.check(problem, "\n".join([*before, f"{a}{sign}{b}={target}", f"Answer: {target}"])) for sign, _ in ends)
+        ends = [
+            (sign, value) for sign, value in (("+", a + b), ("-", a - b), ("*", a * b), ("/", a / b)) if value == target
+        ]
+        near += any(
+            task.check(problem, "\n".join([*before, f"{a}{sign}{b}={target}", f"Answer: {target}"])) for sign, _ in ends
+        )
     assert near < 0.3 * 400

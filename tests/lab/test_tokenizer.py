@@ -18,7 +18,10 @@ from kvasir.lab.task import load_task
 
 SHIPPED = str(files("kvasir").joinpath("assets/nano"))
 PARAMETERS = {"type": "object", "properties": {}}
-TOOL = {"type": "function", "function": {"name": "get_weather", "description": "It's <b>bold</b> & über", "parameters": PARAMETERS}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "It's <b>bold</b> & über", "parameters": PARAMETERS},
+}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "é", "b": [1]}}}
 CALLS = [{"function": {"name": "f", "arguments": '{"a": 1}'}}, {"name": "g", "arguments": {}}]
 
@@ -56,7 +59,10 @@ def test_special_tokens_come_first_and_tags_stay_visible(tokenizer):
     for i, token in enumerate(lab.SPECIAL):
         assert tokenizer.encode(f"a{token}b", add_special_tokens=False).ids[1] == i
     text = "<think>a</think><tool_call>b</tool_call><mask><|im_end|>"
-    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == "<think>a</think><tool_call>b</tool_call>"
+    assert (
+        tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids)
+        == "<think>a</think><tool_call>b</tool_call>"
+    )
     assert tokenizer.encode("Hi").tokens == ["<bos>", "H", "i"]
 
 
@@ -79,14 +85,27 @@ def test_a_foreign_tokenizer_is_refused(tokenizer, tmp_path):
 
 CHATS = [
     ([{"role": "user", "content": "Hi"}], []),
-    ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a\n\nb"}, {"role": "assistant", "content": "c"},
-      {"role": "user", "content": "<d> & 'e'"}], []),
+    (
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "a\n\nb"},
+            {"role": "assistant", "content": "c"},
+            {"role": "user", "content": "<d> & 'e'"},
+        ],
+        [],
+    ),
     ([{"role": "user", "content": "weather?"}], [TOOL, TOOL]),
-    ([{"role": "system", "content": "S"}, {"role": "user", "content": "u"},
-      {"role": "assistant", "content": None, "tool_calls": [CALL]},
-      {"role": "tool", "content": "12", "tool_call_id": "1"}, {"role": "assistant", "content": "It is 12."}], [TOOL]),
-    ([{"role": "user", "content": "u"},
-      {"role": "assistant", "content": "Let me see.", "tool_calls": CALLS}], []),
+    (
+        [
+            {"role": "system", "content": "S"},
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "content": "12", "tool_call_id": "1"},
+            {"role": "assistant", "content": "It is 12."},
+        ],
+        [TOOL],
+    ),
+    ([{"role": "user", "content": "u"}, {"role": "assistant", "content": "Let me see.", "tool_calls": CALLS}], []),
 ]
 
 
@@ -98,8 +117,10 @@ def test_the_template_and_the_renderer_write_the_same(case, generate):
     hf = transformers.AutoTokenizer.from_pretrained(SHIPPED)
     text = "".join(t for t, _ in segments(messages, tools, generate=generate))
     assert hf.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=generate) == text
-    assert hf.apply_chat_template(messages, tools=tools or None, add_generation_prompt=generate)["input_ids"] == \
-        _TOKENIZER.encode(text, add_special_tokens=False).ids
+    assert (
+        hf.apply_chat_template(messages, tools=tools or None, add_generation_prompt=generate)["input_ids"]
+        == _TOKENIZER.encode(text, add_special_tokens=False).ids
+    )
 
 
 def test_content_parts_are_read_as_text():
@@ -117,7 +138,9 @@ def test_unknown_roles_are_refused():
         raise ValueError(message)
 
     with pytest.raises(ValueError, match="alien"):
-        jinja2.Environment().from_string(TEMPLATE).render(messages=[{"role": "alien", "content": "x"}], raise_exception=refuse)
+        jinja2.Environment().from_string(TEMPLATE).render(
+            messages=[{"role": "alien", "content": "x"}], raise_exception=refuse
+        )
 
 
 def test_segments_split_where_no_token_spans_both(tokenizer):

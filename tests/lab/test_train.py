@@ -20,9 +20,19 @@ from kvasir.lab.task import Documents
 
 TINY = "chain:modulus=5,max_factor=2,min_steps=1,max_steps=1"
 SHAPE = Shape(dim=32, layers=2, ffn=64, heads=2, kv_heads=1, head_dim=16, positions=128)
-RECIPE = SMOKE.replace(name="tiny", shape=SHAPE, phases=(), own=None, curves=Curves(),
-                       rows=(Rows(4, 96, {TINY: 0.8, "chat": 0.2}), Rows(1, 128, {"schema": 1.0})),
-                       validate=(Rows(2, 96, {TINY: 1.0}),), evaluate=((TINY, 4),), steps=40, pool=10, reply_tokens=12)
+RECIPE = SMOKE.replace(
+    name="tiny",
+    shape=SHAPE,
+    phases=(),
+    own=None,
+    curves=Curves(),
+    rows=(Rows(4, 96, {TINY: 0.8, "chat": 0.2}), Rows(1, 128, {"schema": 1.0})),
+    validate=(Rows(2, 96, {TINY: 1.0}),),
+    evaluate=((TINY, 4),),
+    steps=40,
+    pool=10,
+    reply_tokens=12,
+)
 
 PROSE = Rows(1, 128, {"story:form=prose,length=128": 1.0}, whole=True)
 
@@ -74,7 +84,9 @@ def test_worker_processes_change_nothing(tokenizer):
     assert not np.array_equal(again[0].ids, next(mixture.stream(5, 0))[0].ids)
 
 
-@pytest.mark.parametrize("broken", ["missing", "garbage", "cut", "no_state", "other_recipe", "other_shape", "lacks_a_tensor"])
+@pytest.mark.parametrize(
+    "broken", ["missing", "garbage", "cut", "no_state", "other_recipe", "other_shape", "lacks_a_tensor"]
+)
 def test_a_state_that_cannot_be_resumed_is_refused(tokenizer, tmp_path, broken):
     t = trainer(tokenizer, steps=1)
     go(t, tmp_path)
@@ -110,12 +122,23 @@ def test_the_whole_command_writes_a_checkpoint_and_a_card(tmp_path, capsys, monk
     train.main([*argv, "--resume"])
     printed = capsys.readouterr().out
     assert "exact" in printed and "done" in printed
-    assert sorted(f.name for f in out.iterdir()) == ["README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
-                                                     "tokenizer.json", "tokenizer_config.json", "training.json"]
+    assert sorted(f.name for f in out.iterdir()) == [
+        "README.md",
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "training.json",
+    ]
     record = json.loads((out / "training.json").read_text())
     assert record["steps"] == 40 and record["commit"] == "abc123" and len(record["scores"]) == 1
     card = (out / "README.md").read_text()
-    assert all(part in card for part in ("abc123", "Wilson", TINY, "0.08M-parameter", "| story loss |", f"| {record['steps']} |"))
+    assert all(
+        part in card
+        for part in ("abc123", "Wilson", TINY, "0.08M-parameter", "| story loss |", f"| {record['steps']} |")
+    )
 
 
 @pytest.mark.slow
@@ -141,8 +164,14 @@ def test_a_loss_that_is_no_number_stops_the_run(tokenizer, tmp_path):
 def test_the_learning_rate_warms_up_and_falls(tokenizer):
     t = trainer(tokenizer, steps=1000, warmup=50)
     rates = [t.rate(s) for s in range(1000)]
-    assert rates[0] == pytest.approx(RECIPE.lr / 50) and max(rates) == pytest.approx(RECIPE.lr) and rates.index(max(rates)) in (49, 50)
-    assert rates[50:] == sorted(rates[50:], reverse=True) and rates[-1] == pytest.approx(RECIPE.lr * RECIPE.final, rel=0.05)
+    assert (
+        rates[0] == pytest.approx(RECIPE.lr / 50)
+        and max(rates) == pytest.approx(RECIPE.lr)
+        and rates.index(max(rates)) in (49, 50)
+    )
+    assert rates[50:] == sorted(rates[50:], reverse=True) and rates[-1] == pytest.approx(
+        RECIPE.lr * RECIPE.final, rel=0.05
+    )
 
 
 def noisy_model(seed=0, shape=SHAPE):
@@ -173,7 +202,11 @@ def test_the_export_is_read_back_and_bad_folders_are_refused(tokenizer, tmp_path
     for a, b in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(a.to(torch.bfloat16).float(), b)
     config = json.loads((tmp_path / "config.json").read_text())
-    for change, named in (({"model_type": "llama"}, "llama"), ({"hidden_size": 64}, "weights"), ({"head_dim": None}, "head_dim")):
+    for change, named in (
+        ({"model_type": "llama"}, "llama"),
+        ({"hidden_size": 64}, "weights"),
+        ({"head_dim": None}, "head_dim"),
+    ):
         altered = {k: v for k, v in {**config, **change}.items() if v is not None or k != "head_dim"}
         (tmp_path / "config.json").write_text(json.dumps(altered))
         with pytest.raises(ConfigError, match=named):
@@ -186,7 +219,9 @@ def test_the_export_is_read_back_and_bad_folders_are_refused(tokenizer, tmp_path
         export.load(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("recipe,parameters,size", [(NANO, (2.4e6, 2.6e6), 6e6), (BASE, (16e6, 16.5e6), 33e6)], ids=["nano", "base"])
+@pytest.mark.parametrize(
+    "recipe,parameters,size", [(NANO, (2.4e6, 2.6e6), 6e6), (BASE, (16e6, 16.5e6), 33e6)], ids=["nano", "base"]
+)
 def test_the_recipes_have_the_promised_sizes(recipe, parameters, size, tokenizer, tmp_path):
     model = Model(recipe.shape)
     assert parameters[0] < model.num_parameters < parameters[1]
@@ -202,7 +237,9 @@ def test_documents_in_a_row_do_not_see_each_other():
         packed = model(ids, document_mask(numbers))
         torch.testing.assert_close(packed[:, :25], model(ids[:, :25]), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(packed[:, 25:], model(ids[:, 25:]), atol=1e-4, rtol=1e-4)  # RoPE is relative
-        assert not torch.allclose(model(ids)[:, 25:], packed[:, 25:], atol=1e-2)  # negative control: without the mask they do
+        assert not torch.allclose(
+            model(ids)[:, 25:], packed[:, 25:], atol=1e-2
+        )  # negative control: without the mask they do
 
 
 def test_losses_match_torch_and_count_trained_targets_only():
@@ -242,8 +279,12 @@ def test_the_mixture_keeps_its_shares(tokenizer):
     mixture = Mixture((Rows(64, 256, {"chain": 0.5, "schema": 0.5}),), tokenizer, 0, pool=50)
     batch = mixture.batch(0)[0]
     compute = tokenizer.token_to_id("Compute")
-    chain_tokens = sum((batch.documents[r] == d).sum() for r, row in enumerate(batch.ids) for d in set(batch.documents[r]) - {-1}
-                       if compute in row[batch.documents[r] == d])
+    chain_tokens = sum(
+        (batch.documents[r] == d).sum()
+        for r, row in enumerate(batch.ids)
+        for d in set(batch.documents[r]) - {-1}
+        if compute in row[batch.documents[r] == d]
+    )
     assert 0.4 < chain_tokens / batch.num_tokens < 0.6 and batch.num_tokens > 0.9 * batch.ids.size
 
 
@@ -256,7 +297,7 @@ def test_greedy_with_a_cache_equals_greedy_without():
         with torch.no_grad():
             for _ in range(12):
                 ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-        assert reply == ids[len(prompt):]
+        assert reply == ids[len(prompt) :]
     stop = got[1][3]
     assert greedy(model, prompts, 12, [stop])[1] == got[1][: got[1].index(stop)]
     with pytest.raises(ValueError, match="no room"):
@@ -267,7 +308,10 @@ def test_evaluation_counts_what_the_checker_accepts(tokenizer, monkeypatch):
     from kvasir.lab import evaluate as module
     from kvasir.lab.task import load_task
 
-    problems = {tuple(tokenizer.encode(p.prompt, add_special_tokens=False).ids): p for p in load_task(TINY).problems("test", 0, 30)}
+    problems = {
+        tuple(tokenizer.encode(p.prompt, add_special_tokens=False).ids): p
+        for p in load_task(TINY).problems("test", 0, 30)
+    }
 
     def oracle(_, prompts, *args, **options):
         return [tokenizer.encode(problems[tuple(p)].solution, add_special_tokens=False).ids for p in prompts]
@@ -327,16 +371,30 @@ def test_the_fused_mask_visits_exactly_the_tiles_that_hold_something(length):
     assert torch.equal(mask.mask_mod(b, 0, q, k), dense[b, 0, q, k])
 
 
-@pytest.mark.parametrize("argv, said", [
-    (["--recipe", "nanno"], "nano"), (["--recipe", "smoke", "--resume"], "nothing to resume"),
-    (["--recipe", "smoke", "--tokenizer", "/nowhere"], "tokenizer.json")])
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--recipe", "nanno"], "nano"),
+        (["--recipe", "smoke", "--resume"], "nothing to resume"),
+        (["--recipe", "smoke", "--tokenizer", "/nowhere"], "tokenizer.json"),
+    ],
+)
 def test_bad_settings_are_refused_before_training(tmp_path, argv, said):
     with pytest.raises(ConfigError, match=said):
         train.main([*argv, "--out", str(tmp_path / "o"), "--device", "cpu"])
 
 
-@pytest.mark.parametrize("argv", [["--minutes", "0"], ["--steps", "-1"], ["--minutes", "1", "--steps", "2"],
-                                  ["--stop-after", "soon"], ["--stop-after", "-3m"], ["--minutes", "nan"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--minutes", "0"],
+        ["--steps", "-1"],
+        ["--minutes", "1", "--steps", "2"],
+        ["--stop-after", "soon"],
+        ["--stop-after", "-3m"],
+        ["--minutes", "nan"],
+    ],
+)
 def test_bad_arguments_are_refused(tmp_path, argv, capsys):
     with pytest.raises(SystemExit):
         train.main(["--out", str(tmp_path), *argv])

@@ -87,7 +87,9 @@ def test_exact_linear_is_the_plain_one_in_other_bits():
         slot.fill(torch.randn(slot.shape))
     x = torch.randn(37, 40)
     torch.testing.assert_close(layer(x), x @ layer.weight_NK.T + layer.bias_N)
-    torch.testing.assert_close(layer(x)[:, 16:], x @ layer.slots()["b.weight"].target.T + layer.slots()["b.bias"].target)
+    torch.testing.assert_close(
+        layer(x)[:, 16:], x @ layer.slots()["b.weight"].target.T + layer.slots()["b.bias"].target
+    )
 
 
 @pytest.mark.parametrize("width", [8, 30, 250, 1024, 3002])

@@ -30,7 +30,11 @@ def test_rms_norm(dtype, bound):
 
 def test_rms_norm_of_zeros_and_of_large_values():
     assert torch.equal(rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-6), torch.zeros(2, 8))
-    assert rms_norm(torch.full((2, 8), 6e4, dtype=torch.float16), torch.ones(8, dtype=torch.float16), 1e-6).isfinite().all()
+    assert (
+        rms_norm(torch.full((2, 8), 6e4, dtype=torch.float16), torch.ones(8, dtype=torch.float16), 1e-6)
+        .isfinite()
+        .all()
+    )
 
 
 def test_shifted_norm_keeps_small_weights_in_low_precision():
@@ -40,8 +44,14 @@ def test_shifted_norm_keeps_small_weights_in_low_precision():
     assert (norm.weight > 1.0005).all()
 
 
-@pytest.mark.parametrize("name,fn", [("silu", lambda v: v / (1 + math.exp(-v))), ("gelu", lambda v: v * 0.5 * (1 + math.erf(v / math.sqrt(2)))),
-                                     ("gelu_tanh", lambda v: 0.5 * v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v ** 3))))])
+@pytest.mark.parametrize(
+    "name,fn",
+    [
+        ("silu", lambda v: v / (1 + math.exp(-v))),
+        ("gelu", lambda v: v * 0.5 * (1 + math.erf(v / math.sqrt(2)))),
+        ("gelu_tanh", lambda v: 0.5 * v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)))),
+    ],
+)
 @pytest.mark.parametrize("exact", [False, True])
 def test_gated(name, fn, exact):
     x = torch.randn(4, 14)
@@ -58,7 +68,9 @@ def test_rotation_is_a_complex_product(dtype, bound):
     positions = torch.tensor([0, 1, 63, 5])
     x = torch.randn(4, 3, 8).to(dtype)
     angle = positions.double()[:, None] * 100.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
-    turned = torch.complex(x[..., :4].double(), x[..., 4:].double()) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    turned = (
+        torch.complex(x[..., :4].double(), x[..., 4:].double()) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    )
     got = rotate(x, *RopeTable(spec, 64, torch.device("cpu")).rows(positions))
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), torch.cat((turned.real, turned.imag), -1), atol=bound, rtol=bound)

@@ -7,8 +7,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 SPECIAL = ["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"]
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
-TEXT = ["The quick brown fox jumps over the lazy dog. ", "Hello there, world! How are you today? I am fine.",
-        "naïve café 🙂 привет мир 你好", "def f(x):\n    return {\"a\": [1, 2, 3]}\n", "user system assistant tool im_start im_end think"] * 4
+TEXT = [
+    "The quick brown fox jumps over the lazy dog. ",
+    "Hello there, world! How are you today? I am fine.",
+    "naïve café 🙂 привет мир 你好",
+    'def f(x):\n    return {"a": [1, 2, 3]}\n',
+    "user system assistant tool im_start im_end think",
+] * 4
 
 # ChatML with tools and thinking, written for these tests in the manner of the Qwen templates.
 CHATML = """
@@ -47,7 +52,9 @@ def byte_level() -> Tokenizer:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     backend.train_from_iterator(TEXT, trainer)
     return _finish(backend)
 
@@ -72,7 +79,9 @@ def sentencepiece(legacy: bool = True) -> Tokenizer:
         backend.normalizer = trained.normalizer
     else:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return _finish(backend)
 
@@ -92,12 +101,19 @@ def wordpiece() -> Tokenizer:
     backend = Tokenizer(models.WordPiece(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece(cleanup=False)
-    backend.train_from_iterator(TEXT, trainers.WordPieceTrainer(vocab_size=200, special_tokens=["<unk>"], show_progress=False))
+    backend.train_from_iterator(
+        TEXT, trainers.WordPieceTrainer(vocab_size=200, special_tokens=["<unk>"], show_progress=False)
+    )
     return _finish(backend)
 
 
-TRAINERS = {"byte_level": byte_level, "sentencepiece": sentencepiece, "sentencepiece_first": lambda: sentencepiece(legacy=False),
-            "unigram": unigram, "wordpiece": wordpiece}
+TRAINERS = {
+    "byte_level": byte_level,
+    "sentencepiece": sentencepiece,
+    "sentencepiece_first": lambda: sentencepiece(legacy=False),
+    "unigram": unigram,
+    "wordpiece": wordpiece,
+}
 KINDS = tuple(TRAINERS)
 
 
@@ -116,4 +132,6 @@ def make(kind: str, template: str | None = CHATML):
     """The named kind as a kvasir Tokenizer."""
     from kvasir.models.tokenizer import Tokenizer as Ours
 
-    return Ours(backend(kind), {"bos_token": "<s>", "eos_token": "<|im_end|>"}, {"default": template} if template else {})
+    return Ours(
+        backend(kind), {"bos_token": "<s>", "eos_token": "<|im_end|>"}, {"default": template} if template else {}
+    )

@@ -24,24 +24,38 @@ def test_a_good_config(tmp_path):
     assert checkpoint.read_config(folder(tmp_path, LLAMA)) == LLAMA
 
 
-@pytest.mark.parametrize("config,words", [
-    ("{", ["config.json", "not valid JSON"]),
-    ("", ["config.json", "not valid JSON"]),
-    ("[" * 100_000, ["config.json", "not valid JSON"]),
-    ("[1]", ["config.json", "object", "list"]),
-    ({}, ["model_type is missing", "architectures"]),
-    ({"architectures": ["LlamaForCausalLM"]}, ["model_type is missing"]),
-    ({"model_type": 3}, ["model_type is missing"]),
-    ({"model_type": "gpt2"}, ["'gpt2' is not served", "llama", "gemma3_text"]),
-    ({"model_type": "qwen3moe"}, ["Did you mean 'qwen3_moe'"]),
-    ({**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config", "'gptq'", "not served"]),
-    ({**LLAMA, "quantization_config": {"load_in_4bit": True}}, ["quantization_config", "unknown"]),
-    ({**LLAMA, "compression_config": {"quant_method": "compressed-tensors"}}, ["'compressed-tensors'"]),
-    ({"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"model_type": "gemma3_text"},
-      "vision_config": {"hidden_size": 8}}, ["'gemma3'", "text_config, vision_config", "multimodal"]),
-    ({**LLAMA, "audio_config": {"hidden_size": 8}}, ["audio_config"]),
-    ({"model_type": "llava", "text_config": LLAMA, "vision_config": {"x": 1}}, ["'llava'", "vision_config"]),
-], ids=str)
+@pytest.mark.parametrize(
+    "config,words",
+    [
+        ("{", ["config.json", "not valid JSON"]),
+        ("", ["config.json", "not valid JSON"]),
+        ("[" * 100_000, ["config.json", "not valid JSON"]),
+        ("[1]", ["config.json", "object", "list"]),
+        ({}, ["model_type is missing", "architectures"]),
+        ({"architectures": ["LlamaForCausalLM"]}, ["model_type is missing"]),
+        ({"model_type": 3}, ["model_type is missing"]),
+        ({"model_type": "gpt2"}, ["'gpt2' is not served", "llama", "gemma3_text"]),
+        ({"model_type": "qwen3moe"}, ["Did you mean 'qwen3_moe'"]),
+        (
+            {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}},
+            ["quantization_config", "'gptq'", "not served"],
+        ),
+        ({**LLAMA, "quantization_config": {"load_in_4bit": True}}, ["quantization_config", "unknown"]),
+        ({**LLAMA, "compression_config": {"quant_method": "compressed-tensors"}}, ["'compressed-tensors'"]),
+        (
+            {
+                "model_type": "gemma3",
+                "architectures": ["Gemma3ForConditionalGeneration"],
+                "text_config": {"model_type": "gemma3_text"},
+                "vision_config": {"hidden_size": 8},
+            },
+            ["'gemma3'", "text_config, vision_config", "multimodal"],
+        ),
+        ({**LLAMA, "audio_config": {"hidden_size": 8}}, ["audio_config"]),
+        ({"model_type": "llava", "text_config": LLAMA, "vision_config": {"x": 1}}, ["'llava'", "vision_config"]),
+    ],
+    ids=str,
+)
 def test_bad_configs(config, words, tmp_path):
     with pytest.raises(ConfigError) as e:
         checkpoint.read_config(folder(tmp_path, config))
@@ -59,11 +73,15 @@ def test_a_config_that_is_not_text(tmp_path):
         checkpoint.read_config(tmp_path)
 
 
-@pytest.mark.parametrize("files,words", [
-    ({}, ["no config.json", "empty"]),
-    ({"README__md": "hello"}, ["no config.json", "README.md"]),
-    ({"adapter_config__json": "{}"}, ["adapter_config.json", "adapter", "Merge"]),
-], ids=str)
+@pytest.mark.parametrize(
+    "files,words",
+    [
+        ({}, ["no config.json", "empty"]),
+        ({"README__md": "hello"}, ["no config.json", "README.md"]),
+        ({"adapter_config__json": "{}"}, ["adapter_config.json", "adapter", "Merge"]),
+    ],
+    ids=str,
+)
 def test_no_config(files, words, tmp_path):
     with pytest.raises(ConfigError) as e:
         checkpoint.read_config(folder(tmp_path, None, **files))
@@ -91,7 +109,15 @@ def test_files_and_bad_paths(tmp_path):
     (tmp_path / "model.gguf").write_text("x")
     with pytest.raises(ConfigError, match="is a file.*GGUF"):
         checkpoint.resolve(str(tmp_path / "model.gguf"))
-    for name in (str(tmp_path / "nothing"), "./nothing", "../up/there", "a/b/c", "who ami/model", "owner/..", ".hidden"):
+    for name in (
+        str(tmp_path / "nothing"),
+        "./nothing",
+        "../up/there",
+        "a/b/c",
+        "who ami/model",
+        "owner/..",
+        ".hidden",
+    ):
         with pytest.raises(ConfigError, match="no such folder"):
             checkpoint.resolve(name)
 
@@ -110,12 +136,38 @@ def test_hub_ids_download_only_what_is_needed(monkeypatch, tmp_path):
     assert seen["name"] == "owner/name" and seen["revision"] == "v1"
 
     def taken(file):
-        return any(fnmatch(file, p) for p in seen["allow_patterns"]) and not any(fnmatch(file, p) for p in seen["ignore_patterns"])
+        return any(fnmatch(file, p) for p in seen["allow_patterns"]) and not any(
+            fnmatch(file, p) for p in seen["ignore_patterns"]
+        )
 
-    assert all(map(taken, ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-                           "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]))
-    assert not any(map(taken, ["pytorch_model.bin", "modeling_custom.py", "consolidated.safetensors", "original/consolidated.00.pth",
-                               "onnx/model.safetensors", "README.md"]))
+    assert all(
+        map(
+            taken,
+            [
+                "config.json",
+                "generation_config.json",
+                "tokenizer.json",
+                "tokenizer_config.json",
+                "chat_template.jinja",
+                "model.safetensors",
+                "model-00001-of-00002.safetensors",
+                "model.safetensors.index.json",
+            ],
+        )
+    )
+    assert not any(
+        map(
+            taken,
+            [
+                "pytorch_model.bin",
+                "modeling_custom.py",
+                "consolidated.safetensors",
+                "original/consolidated.00.pth",
+                "onnx/model.safetensors",
+                "README.md",
+            ],
+        )
+    )
 
 
 class Response:
@@ -126,14 +178,18 @@ class Response:
     status_code = 404
 
 
-@pytest.mark.parametrize("error,words", [
-    (errors.RepositoryNotFoundError("404", response=Response()), ["no such public model"]),
-    (errors.GatedRepoError("403", response=Response()), ["gated"]),
-    (errors.RevisionNotFoundError("404", response=Response()), ["no revision 'v9'"]),
-    (errors.LocalEntryNotFoundError("offline"), ["cannot be reached"]),
-    (errors.HFValidationError("bad"), ["not a valid hub id"]),
-    (ConnectionError("refused"), ["could not be downloaded", "refused"]),
-], ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize(
+    "error,words",
+    [
+        (errors.RepositoryNotFoundError("404", response=Response()), ["no such public model"]),
+        (errors.GatedRepoError("403", response=Response()), ["gated"]),
+        (errors.RevisionNotFoundError("404", response=Response()), ["no revision 'v9'"]),
+        (errors.LocalEntryNotFoundError("offline"), ["cannot be reached"]),
+        (errors.HFValidationError("bad"), ["not a valid hub id"]),
+        (ConnectionError("refused"), ["could not be downloaded", "refused"]),
+    ],
+    ids=lambda v: type(v).__name__,
+)
 def test_hub_errors(error, words, monkeypatch):
     def download(*args, **kwargs):
         raise error

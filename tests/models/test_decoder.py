@@ -21,7 +21,9 @@ from tests.models.test_parity import Paged
 
 MIXER = GQASpec(4, 2, 16, 0.25, qk_norm=NormSpec())
 LAYER = LayerSpec(MIXER, DenseSpec(40), RopeSpec(100.0, 16), NormSpec())
-SPEC = ModelSpec(family="none", hidden_size=32, vocab_size=50, max_position=64, layers=(LAYER,) * 3, final_norm=NormSpec())
+SPEC = ModelSpec(
+    family="none", hidden_size=32, vocab_size=50, max_position=64, layers=(LAYER,) * 3, final_norm=NormSpec()
+)
 
 
 def decoder(spec, dtype=torch.float32):
@@ -37,7 +39,9 @@ def run(model, chunk, length=20):
     caches = [pool.layer(i if layer.cache_of is None else layer.cache_of) for i, layer in enumerate(spec.layers)]
     backend = TorchBackend()
     backend.prepare(Site("cpu", torch.float32, "plain", 16, tuple({layer.mixer.attention() for layer in spec.layers})))
-    seq = Sequence(Request(id="a", prompt_ids=list(range(1, length + 1)), params=SamplingParams(), seed=0, max_tokens=1))
+    seq = Sequence(
+        Request(id="a", prompt_ids=list(range(1, length + 1)), params=SamplingParams(), seed=0, max_tokens=1)
+    )
     seq.tables = [[1, 2]]
     out = []
     for start in range(0, length, chunk):

@@ -17,25 +17,43 @@ from kvasir.models import fill
 from kvasir.models.fill import Filling, parts_of
 from kvasir.models.loader import read_header
 
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")])]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+    ),
+]
 
 
 @pytest.fixture
 def file(tmp_path):
     draw = torch.Generator().manual_seed(0)
-    tensors = {"wide": torch.randn(37, 501, generator=draw).bfloat16(), "deep": torch.randn(5, 7, 11, generator=draw), "scalar": torch.tensor(3.5),
-               "vector": torch.randn(1000, generator=draw).half(), "norm": torch.randn(16, generator=draw), "none": torch.zeros(0, 4)}
+    tensors = {
+        "wide": torch.randn(37, 501, generator=draw).bfloat16(),
+        "deep": torch.randn(5, 7, 11, generator=draw),
+        "scalar": torch.tensor(3.5),
+        "vector": torch.randn(1000, generator=draw).half(),
+        "norm": torch.randn(16, generator=draw),
+        "none": torch.zeros(0, 4),
+    }
     save_file(tensors, tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
 
 
 def targets(device, dtype=torch.float32):
     """A slot for each tensor, some of them slices, transposed, shifted or repeated."""
+
     def empty(*shape):
         return torch.full(shape, float("nan"), device=device, dtype=dtype)
 
-    return {"wide": Slot(empty(501, 90)[:, 20:57].t()), "deep": Slot(empty(9, 7, 11)[2:7], offset=1.0), "scalar": Slot(empty()),
-            "vector": Slot(empty(3, 1000)[1]), "norm": Slot(empty(6, 16), offset=0.5, repeat=True), "none": Slot(empty(0, 4))}
+    return {
+        "wide": Slot(empty(501, 90)[:, 20:57].t()),
+        "deep": Slot(empty(9, 7, 11)[2:7], offset=1.0),
+        "scalar": Slot(empty()),
+        "vector": Slot(empty(3, 1000)[1]),
+        "norm": Slot(empty(6, 16), offset=0.5, repeat=True),
+        "none": Slot(empty(0, 4)),
+    }
 
 
 def run(file, slots, device):
@@ -61,7 +79,9 @@ def test_parts_are_small_and_cover_the_tensor(file, monkeypatch):
     monkeypatch.setattr(fill, "PART_BYTES", 5000)
     for tensor in read_header(file):
         parts = list(parts_of(tensor, targets("cpu")[tensor.name]))
-        assert [p.offset for p in parts] == [tensor.offset + sum(q.num_bytes for q in parts[:i]) for i in range(len(parts))]
+        assert [p.offset for p in parts] == [
+            tensor.offset + sum(q.num_bytes for q in parts[:i]) for i in range(len(parts))
+        ]
         assert sum(p.num_bytes for p in parts) == tensor.num_bytes and max(p.num_bytes for p in parts) <= 5000
     assert len(list(parts_of(next(t for t in read_header(file) if t.name == "wide"), targets("cpu")["wide"]))) == 10
 
@@ -96,7 +116,9 @@ def test_how_much_and_how_long(file, device, monkeypatch):
 
     monkeypatch.setattr(fill._Staging, "load", slowly)
     stored, slots = {t.name: t for t in read_header(file)}, targets(device)
-    filling = Filling(torch.device(device)).start([(stored[name], slot) for name, slot in slots.items()], [lambda: None])
+    filling = Filling(torch.device(device)).start(
+        [(stored[name], slot) for name, slot in slots.items()], [lambda: None]
+    )
     concurrent.futures.wait(filling.futures)
     done = time.perf_counter()
     time.sleep(0.1)

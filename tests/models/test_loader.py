@@ -115,9 +115,13 @@ def test_dummy_weights(llama):
     assert all(s.target.isfinite().all() for s in one.slots().values())
     assert torch.equal(one.norm.weight, torch.ones(32))
     narrow = load_model(llama, {**config, "dtype": "bfloat16"}, device="cpu", dtype=torch.float32, load_format="dummy")
-    assert all(torch.equal(s.target, s.target.bfloat16().float()) for s in narrow.slots().values()), "as a checkpoint in bf16 would be"
+    assert all(torch.equal(s.target, s.target.bfloat16().float()) for s in narrow.slots().values()), (
+        "as a checkpoint in bf16 would be"
+    )
     assert not torch.equal(one.embed_VE, one.embed_VE.bfloat16().float())
-    deep = load_model(llama, {**config, "num_hidden_layers": 40}, device="cpu", dtype=torch.float16, load_format="dummy")
+    deep = load_model(
+        llama, {**config, "num_hidden_layers": 40}, device="cpu", dtype=torch.float16, load_format="dummy"
+    )
     logits = deep.logits(torch.randn(3, 32, dtype=torch.float16))
     assert logits.isfinite().all() and logits.std() > 0.1
 
@@ -150,10 +154,12 @@ def test_a_long_load_shows_its_progress(llama, monkeypatch):
 
 def test_loading_imports_no_compiler(llama):
     """The check without memory must not pull in torch's Python decompositions: seconds and hundreds of megabytes."""
-    code = ("import sys, torch; from pathlib import Path; from kvasir.models import checkpoint; from kvasir.models.loader import load_model;"
-            f"before = set(sys.modules); path = Path({str(llama)!r});"
-            "load_model(path, checkpoint.read_config(path), device='cpu', dtype=torch.float32);"
-            "new = set(sys.modules) - before; assert not any(n.startswith(('sympy', 'torch._refs', 'torch._decomp')) for n in new), new")
+    code = (
+        "import sys, torch; from pathlib import Path; from kvasir.models import checkpoint; from kvasir.models.loader import load_model;"
+        f"before = set(sys.modules); path = Path({str(llama)!r});"
+        "load_model(path, checkpoint.read_config(path), device='cpu', dtype=torch.float32);"
+        "new = set(sys.modules) - before; assert not any(n.startswith(('sympy', 'torch._refs', 'torch._decomp')) for n in new), new"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -177,7 +183,12 @@ def test_long_lists_are_cut(llama):
 
 
 def test_unexpected_tensors(llama):
-    rewrite(llama, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32), "layers.0.mixer.q.weight": torch.zeros(32, 32)}))
+    rewrite(
+        llama,
+        lambda t: t.update(
+            {"model.layers.0.self_attn.q_proj.bias": torch.zeros(32), "layers.0.mixer.q.weight": torch.zeros(32, 32)}
+        ),
+    )
     refused(llama, "unexpected tensors", "model.layers.0.self_attn.q_proj.bias", "layers.0.mixer.q.weight")
 
 
@@ -240,7 +251,7 @@ def test_truncation_names_the_tensor(llama):
 
 def read_header_offsets(data):
     length = struct.unpack("<Q", data[:8])[0]
-    header = json.loads(data[8:8 + length])
+    header = json.loads(data[8 : 8 + length])
     return {name: e["data_offsets"][1] for name, e in header.items() if name != "__metadata__"}
 
 
@@ -255,24 +266,28 @@ def forge(file, header, data=b"", length=None):
     file.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
 
 
-@pytest.mark.parametrize("header,words", [
-    (b"{]", ["header is not valid JSON"]),
-    (b"\xff\xff", ["header is not valid JSON"]),
-    (b"[]", ["not a JSON object"]),
-    ({"a": 3}, ["tensor 'a'", "damaged"]),
-    ({"a": {"dtype": "F32", "shape": [1]}}, ["tensor 'a'", "damaged"]),
-    ({"a": {"dtype": "F32", "shape": 3, "data_offsets": [0, 4]}}, ["tensor 'a'", "damaged"]),
-    ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]}}, ["tensor 'a'", "damaged"]),
-    ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, ["tensor 'a'", "not a whole number"]),
-    ({"a": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}, ["tensor 'a'", "not a whole number"]),
-    ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}, ["tensor 'a'", "needs 4 bytes"]),
-    ({"a": {"dtype": "F32", "shape": [2 ** 40, 2 ** 40], "data_offsets": [0, 4]}}, ["tensor 'a'", "needs"]),
-    ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, ["tensor 'a'", "needs 8 bytes"]),
-    ({"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}, ["tensor 'a'", "dtype"]),
-    ({"a": {"dtype": "F32", "shape": [2 ** 30], "data_offsets": [0, 2 ** 32]}}, ["tensor 'a'", "truncated"]),
-    ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, ["tensor 'a'", "gap"]),
-    ({n: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for n in "ab"}, ["tensor 'b'", "overlap"]),
-], ids=str)
+@pytest.mark.parametrize(
+    "header,words",
+    [
+        (b"{]", ["header is not valid JSON"]),
+        (b"\xff\xff", ["header is not valid JSON"]),
+        (b"[]", ["not a JSON object"]),
+        ({"a": 3}, ["tensor 'a'", "damaged"]),
+        ({"a": {"dtype": "F32", "shape": [1]}}, ["tensor 'a'", "damaged"]),
+        ({"a": {"dtype": "F32", "shape": 3, "data_offsets": [0, 4]}}, ["tensor 'a'", "damaged"]),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]}}, ["tensor 'a'", "damaged"]),
+        ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, ["tensor 'a'", "not a whole number"]),
+        ({"a": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}, ["tensor 'a'", "not a whole number"]),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}, ["tensor 'a'", "needs 4 bytes"]),
+        ({"a": {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 4]}}, ["tensor 'a'", "needs"]),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, ["tensor 'a'", "needs 8 bytes"]),
+        ({"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}, ["tensor 'a'", "dtype"]),
+        ({"a": {"dtype": "F32", "shape": [2**30], "data_offsets": [0, 2**32]}}, ["tensor 'a'", "truncated"]),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, ["tensor 'a'", "gap"]),
+        ({n: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for n in "ab"}, ["tensor 'b'", "overlap"]),
+    ],
+    ids=str,
+)
 def test_forged_headers(header, words, tmp_path):
     forge(tmp_path / "model.safetensors", header, bytes(8))
     with pytest.raises(ConfigError) as e:
@@ -281,7 +296,7 @@ def test_forged_headers(header, words, tmp_path):
         assert word in str(e.value), str(e.value)
 
 
-@pytest.mark.parametrize("length", [2 ** 63, 2 ** 40, 100_000_001, 3])
+@pytest.mark.parametrize("length", [2**63, 2**40, 100_000_001, 3])
 def test_forged_header_lengths(length, tmp_path):
     forge(tmp_path / "model.safetensors", {}, bytes(8), length)
     with pytest.raises(ConfigError, match="truncated|valid JSON"):
@@ -318,10 +333,15 @@ def test_shards_saved_over_one_file(llama, caplog):
     caplog.set_level("WARNING", logger="kvasir")
     checkpoints.write(llama, "llama", seed=5, shards=True)
     assert (llama / "model.safetensors").exists()
-    assert "model.safetensors" not in {t.file.name for t in loader.read_headers(llama)} and "both model.safetensors and shards" in caplog.text
+    assert (
+        "model.safetensors" not in {t.file.name for t in loader.read_headers(llama)}
+        and "both model.safetensors and shards" in caplog.text
+    )
 
 
-@pytest.mark.parametrize("target", ["../secret.safetensors", "/etc/passwd", "sub/model.safetensors", "..", "", "a\\b", "x\0y"])
+@pytest.mark.parametrize(
+    "target", ["../secret.safetensors", "/etc/passwd", "sub/model.safetensors", "..", "", "a\\b", "x\0y"]
+)
 def test_an_index_may_not_leave_its_folder(target, sharded):
     (sharded.parent / "secret.safetensors").write_bytes(b"")
     edit_map(sharded, lambda m: m.update({"model.norm.weight": target}))
@@ -342,8 +362,16 @@ def test_a_tensor_in_two_shards(sharded):
     refused(sharded, f"'{name}' is in two shards", names[0], names[1])
 
 
-@pytest.mark.parametrize("text,words", [("{", "valid JSON"), ("{}", "weight_map"), ('{"weight_map": {}}', "weight_map"),
-                                        ('{"weight_map": {"a": 1}}', "weight_map"), ('{"weight_map": ["a"]}', "weight_map")])
+@pytest.mark.parametrize(
+    "text,words",
+    [
+        ("{", "valid JSON"),
+        ("{}", "weight_map"),
+        ('{"weight_map": {}}', "weight_map"),
+        ('{"weight_map": {"a": 1}}', "weight_map"),
+        ('{"weight_map": ["a"]}', "weight_map"),
+    ],
+)
 def test_bad_indexes(text, words, sharded):
     (sharded / loader.INDEX).write_text(text)
     refused(sharded, "index.json", words)

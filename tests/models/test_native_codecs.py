@@ -19,7 +19,9 @@ def apart(a, b) -> float:
     return float((torch.cat(a) - torch.cat(b)).square().mean().sqrt())
 
 
-CASES = [("qwen3", codec) for codec in CODECS] + [(variant, "int4_bdr:rotate_v=true") for variant in DENSE if variant != "qwen3"]
+CASES = [("qwen3", codec) for codec in CODECS] + [
+    (variant, "int4_bdr:rotate_v=true") for variant in DENSE if variant != "qwen3"
+]
 
 
 @pytest.mark.parametrize("variant, codec", CASES)
@@ -45,11 +47,16 @@ def test_steps_of_both_kinds_may_follow_each_other(codec, tmp_path):
     for first, second in ((NativePaged, Paged), (Paged, NativePaged), (Paged, Paged)):
         paged = NativePaged(folder, codec=codec_of(codec))
         a, b, _ = paged.seqs
-        parts = [*first.step(paged, [Span(a, 0, 20), Span(b, 0, 2)]), *second.step(paged, [Span(a, 20, 6, parents=[-1, 0, 0, 1, 1, 2])])]
+        parts = [
+            *first.step(paged, [Span(a, 0, 20), Span(b, 0, 2)]),
+            *second.step(paged, [Span(a, 20, 6, parents=[-1, 0, 0, 1, 1, 2])]),
+        ]
         found.append([part.clone() for part in parts])
     exact = Paged(folder)
-    exact = [*exact.step([Span(exact.seqs[0], 0, 20), Span(exact.seqs[1], 0, 2)]),
-             *exact.step([Span(exact.seqs[0], 20, 6, parents=[-1, 0, 0, 1, 1, 2])])]
+    exact = [
+        *exact.step([Span(exact.seqs[0], 0, 20), Span(exact.seqs[1], 0, 2)]),
+        *exact.step([Span(exact.seqs[0], 20, 6, parents=[-1, 0, 0, 1, 1, 2])]),
+    ]
     assert max(apart(found[0], found[2]), apart(found[1], found[2])) < 0.15 * apart(found[2], exact)
 
 

@@ -82,7 +82,7 @@ def test_logits_of_more_rows_than_a_call_computes(tmp_path, monkeypatch):
     batch.logit_rows = torch.arange(2, batch.input_ids.shape[0])
     logits = NativeDecoder(paged.model, paged.caches).logits(batch)
     for first, stop in ((0, len(batch.logit_rows)), (3, 4), (5, 31)):
-        torch.testing.assert_close(logits(first, stop), torch.cat(whole)[2 + first:2 + stop], atol=2e-4, rtol=2e-4)
+        torch.testing.assert_close(logits(first, stop), torch.cat(whole)[2 + first : 2 + stop], atol=2e-4, rtol=2e-4)
 
 
 @needs_native
@@ -114,10 +114,21 @@ def tokens(native_too, monkeypatch, lengths, gap=0, alike=7, max_tokens=40, **op
     """``gap``: steps between arrivals; ``alike`` 0: a prompt begins all longer ones."""
     if not native_too:
         monkeypatch.setattr(runner, "why_not", lambda *args: "off")
-    driver = Driver(**{"batch_invariant": False, "max_num_batched_tokens": 64, "max_num_seqs": 32, "num_pages": 120} | options)
+    driver = Driver(
+        **{"batch_invariant": False, "max_num_batched_tokens": 64, "max_num_seqs": 32, "num_pages": 120} | options
+    )
     assert (driver.engine.runner.native is not None) == native_too
-    reqs = [driver.request(f"r{k}", [300 + (11 * i + alike * k) % 1500 for i in range(n)], temperature=k % 2, max_tokens=max_tokens, seed=k,
-                           ignore_eos=True) for k, n in enumerate(lengths)]
+    reqs = [
+        driver.request(
+            f"r{k}",
+            [300 + (11 * i + alike * k) % 1500 for i in range(n)],
+            temperature=k % 2,
+            max_tokens=max_tokens,
+            seed=k,
+            ignore_eos=True,
+        )
+        for k, n in enumerate(lengths)
+    ]
     driver.run(reqs, gap=gap)
     used = native_too and driver.engine.runner.native._program is not None
     found = {key: out.tokens for key, out in driver.outputs.items()}
@@ -126,7 +137,10 @@ def tokens(native_too, monkeypatch, lengths, gap=0, alike=7, max_tokens=40, **op
 
 
 @needs_native
-@pytest.mark.parametrize("model, lengths", [("nano", [20]), ("nano", [5, 33, 64]), ("nano", [7 * k + 3 for k in range(18)]), ("base", [5, 33])])
+@pytest.mark.parametrize(
+    "model, lengths",
+    [("nano", [20]), ("nano", [5, 33, 64]), ("nano", [7 * k + 3 for k in range(18)]), ("base", [5, 33])],
+)
 def test_tokens_are_those_of_the_plain_path(model, lengths, monkeypatch):
     """Greedy and drawn with a seed; pages are freed and taken again, and full of NaN between."""
     mine, used = tokens(True, monkeypatch, lengths, model=model)
@@ -134,8 +148,13 @@ def test_tokens_are_those_of_the_plain_path(model, lengths, monkeypatch):
     assert used and mine == plain
 
 
-LOADS = {"mixed": dict(gap=3, max_num_batched_tokens=256), "prefix hits": dict(gap=5, alike=0), "drafts": dict(gap=2, drafter="ngram"),
-         "draft trees": dict(gap=2, drafter="token_recycling", draft_control="fixed"), "chunks": dict(max_num_batched_tokens=33)}
+LOADS = {
+    "mixed": dict(gap=3, max_num_batched_tokens=256),
+    "prefix hits": dict(gap=5, alike=0),
+    "drafts": dict(gap=2, drafter="ngram"),
+    "draft trees": dict(gap=2, drafter="token_recycling", draft_control="fixed"),
+    "chunks": dict(max_num_batched_tokens=33),
+}
 
 
 @needs_native
@@ -145,7 +164,9 @@ def test_tokens_of_mixed_steps(load, monkeypatch):
     lengths = [150, 40, 200, 90, 130, 70]
     plain, _ = tokens(False, monkeypatch, lengths, max_tokens=16, **load)
     monkeypatch.undo()
-    monkeypatch.setattr(native_decoder.Decoder, "forward", lambda *args, **options: pytest.fail("a step of the plain path"))
+    monkeypatch.setattr(
+        native_decoder.Decoder, "forward", lambda *args, **options: pytest.fail("a step of the plain path")
+    )
     monkeypatch.setattr(NativeDecoder, "_wide", lambda decoder: True)
     mine, used = tokens(True, monkeypatch, lengths, max_tokens=16, **load)
     assert used and mine == plain

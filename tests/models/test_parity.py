@@ -32,7 +32,10 @@ class Paged:
         specs = tuple(dict.fromkeys(layer.mixer.attention() for layer in self.model.spec.layers))
         self.backend.prepare(Site("cpu", torch.float32, "plain", PAGE_SLOTS, specs, exact))
         free = iter(range(39, 0, -1))
-        self.seqs = [Sequence(Request(id=str(i), prompt_ids=ids, params=SamplingParams(), seed=0, max_tokens=1)) for i, ids in enumerate(prompts())]
+        self.seqs = [
+            Sequence(Request(id=str(i), prompt_ids=ids, params=SamplingParams(), seed=0, max_tokens=1))
+            for i, ids in enumerate(prompts())
+        ]
         for seq in self.seqs:
             pages = [next(free) for _ in range(-(-len(seq.tokens) // PAGE_SLOTS))]
             seq.tables = [pages for _ in groups]
@@ -80,7 +83,9 @@ def test_parity(variant, tmp_path):
     assert_parity(checkpoints.write(tmp_path, variant))
 
 
-@pytest.mark.parametrize("variant", ["llama", "llama_llama3", "llama_linear", "llama_yarn", "gemma3_text", "gemma3_text_caps"])
+@pytest.mark.parametrize(
+    "variant", ["llama", "llama_llama3", "llama_linear", "llama_yarn", "gemma3_text", "gemma3_text_caps"]
+)
 def test_parity_with_the_v4_spelling_of_rope(variant, tmp_path):
     """Both spellings give the same numbers, and those of transformers."""
     folder = checkpoints.write(tmp_path, variant)
@@ -95,7 +100,9 @@ def test_gemma_rope_in_both_spellings(tmp_path):
     """A context stretched by hand: ``rope_scaling`` added to a config of version 5 goes on top of what the global layers have."""
     folder = checkpoints.write(tmp_path, "gemma3_text")
     plain = expected(folder)
-    checkpoints.edit_json(folder / "config.json", lambda c: c.update(rope_scaling={"rope_type": "linear", "factor": 8.0}))
+    checkpoints.edit_json(
+        folder / "config.json", lambda c: c.update(rope_scaling={"rope_type": "linear", "factor": 8.0})
+    )
     assert (expected(folder)[0] - plain[0]).abs().max() > 0.1, "it must matter here"
     assert_parity(folder)
 
@@ -103,7 +110,9 @@ def test_gemma_rope_in_both_spellings(tmp_path):
 def test_yarn_as_model_cards_add_it(tmp_path):
     """Prompts longer than the ``max_position_embeddings`` that the cards leave as it is."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-    assert_parity(checkpoints.write(tmp_path, "qwen3", edit=lambda c: c.update(max_position_embeddings=20, rope_scaling=yarn)))
+    assert_parity(
+        checkpoints.write(tmp_path, "qwen3", edit=lambda c: c.update(max_position_embeddings=20, rope_scaling=yarn))
+    )
 
 
 def test_gemma_attention_softcap(tmp_path, monkeypatch):
@@ -137,7 +146,7 @@ def test_taps_copy_layer_outputs(tmp_path):
     paged = Paged(checkpoints.write(tmp_path, "gemma3_text"))
     seq = paged.seqs[0]
     taps = {1: torch.full((64, 32), torch.nan), 3: torch.full((64, 32), torch.nan)}
-    logits, = paged.step([Span(seq, 0, len(seq.tokens))], taps)
+    (logits,) = paged.step([Span(seq, 0, len(seq.tokens))], taps)
     rows = len(seq.tokens)
     assert torch.equal(paged.model.logits(taps[3][:rows]), logits)
     assert taps[1][:rows].isfinite().all() and not torch.equal(taps[1][:rows], taps[3][:rows])

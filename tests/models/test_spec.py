@@ -17,8 +17,16 @@ from kvasir.models import cost
 from kvasir.models.families import FAMILIES, build_spec
 from kvasir.types import CacheGroup
 
-BASE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5}
+BASE = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
 
 
 def config(model_type="llama", **changes):
@@ -33,8 +41,15 @@ def test_llama():
     spec = build_spec(config(architectures=["LlamaForCausalLM"]))
     layer = spec.layers[0]
     assert len(spec.layers) == 4 and len(set(spec.layers)) == 1
-    assert (layer.mixer.num_heads, layer.mixer.num_kv_heads, layer.mixer.head_dim, layer.mixer.scale) == (4, 2, 8, 8 ** -0.5)
-    assert layer.rope == RopeSpec(10000.0, 8) and layer.ffn == DenseSpec(48) and layer.norm.eps == 1e-5 and not spec.tied
+    assert (layer.mixer.num_heads, layer.mixer.num_kv_heads, layer.mixer.head_dim, layer.mixer.scale) == (
+        4,
+        2,
+        8,
+        8**-0.5,
+    )
+    assert (
+        layer.rope == RopeSpec(10000.0, 8) and layer.ffn == DenseSpec(48) and layer.norm.eps == 1e-5 and not spec.tied
+    )
     assert spec.cache_groups() == (CacheGroup("full", (0, 1, 2, 3), 2, 8),)
 
 
@@ -49,28 +64,45 @@ def test_sliding_windows():
     every = build_spec(config("mistral", sliding_window=16))
     assert every.cache_groups() == (CacheGroup("window-16", (0, 1, 2, 3), 2, 8, 16),)
     assert build_spec(config("mistral", sliding_window=None)).cache_groups()[0].window is None
-    assert build_spec(config("mistral", max_position_embeddings=8192)).cache_groups()[0].window == 4096, "absent is 4096, not none"
-    assert build_spec(config("mistral", sliding_window=128)).cache_groups()[0].window is None, "it would never hide a position"
+    assert build_spec(config("mistral", max_position_embeddings=8192)).cache_groups()[0].window == 4096, (
+        "absent is 4096, not none"
+    )
+    assert build_spec(config("mistral", sliding_window=128)).cache_groups()[0].window is None, (
+        "it would never hide a position"
+    )
     upper = build_spec(config("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=3))
     assert upper.cache_groups() == (CacheGroup("full", (0, 1, 2), 2, 8), CacheGroup("window-16", (3,), 2, 8, 16))
-    assert all(build_spec(config("qwen2", sliding_window=16, max_window_layers=0)).layers[i].mixer.window is None for i in range(4))
+    assert all(
+        build_spec(config("qwen2", sliding_window=16, max_window_layers=0)).layers[i].mixer.window is None
+        for i in range(4)
+    )
     for family in ("qwen2", "qwen3", "qwen3_moe"):
-        slides = dict(use_sliding_window=True, max_window_layers=0, max_position_embeddings=8192, num_experts=2, num_experts_per_tok=1,
-                      moe_intermediate_size=8)
+        slides = dict(
+            use_sliding_window=True,
+            max_window_layers=0,
+            max_position_embeddings=8192,
+            num_experts=2,
+            num_experts_per_tok=1,
+            moe_intermediate_size=8,
+        )
         assert build_spec(config(family, **slides)).layers[3].mixer.window == 4096, "absent is 4096 here, too"
         assert build_spec(config(family, **slides, sliding_window=None)).layers[3].mixer.window is None
-    given = build_spec(config("qwen3", use_sliding_window=True, sliding_window=16,
-                              layer_types=["full_attention", "sliding_attention"] * 2))
+    given = build_spec(
+        config(
+            "qwen3", use_sliding_window=True, sliding_window=16, layer_types=["full_attention", "sliding_attention"] * 2
+        )
+    )
     assert [layer.mixer.window for layer in given.layers] == [None, 16, None, 16]
 
 
-@pytest.mark.parametrize("spelling", [{"sliding_window_pattern": 2},
-                                      {"layer_types": ["sliding_attention", "full_attention"] * 2}], ids=str)
+@pytest.mark.parametrize(
+    "spelling", [{"sliding_window_pattern": 2}, {"layer_types": ["sliding_attention", "full_attention"] * 2}], ids=str
+)
 def test_gemma_layer_types(spelling):
     spec = build_spec(config("gemma3_text", sliding_window=16, query_pre_attn_scalar=64, **spelling))
     assert [layer.mixer.window for layer in spec.layers] == [16, None, 16, None]
     assert [layer.rope.theta for layer in spec.layers] == [1e4, 1e6] * 2
-    assert spec.tied and spec.embed_scale == 32 ** 0.5 and spec.layers[0].mixer.scale == 1 / 8
+    assert spec.tied and spec.embed_scale == 32**0.5 and spec.layers[0].mixer.scale == 1 / 8
     assert spec.final_norm.offset == spec.layers[0].norm.offset == spec.layers[0].mixer.qk_norm.offset == 1.0
     unread = build_spec(config("gemma3_text", sliding_window=16, _sliding_window_pattern=2))
     assert [layer.mixer.window for layer in unread.layers] == [16] * 4, "as in transformers"
@@ -86,23 +118,35 @@ def test_gemma_softcaps():
 
 def test_mixture_layers():
     moe = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8)
-    kinds = [layer.ffn for layer in build_spec(config("qwen3_moe", decoder_sparse_step=2, mlp_only_layers=[3], **moe)).layers]
+    kinds = [
+        layer.ffn for layer in build_spec(config("qwen3_moe", decoder_sparse_step=2, mlp_only_layers=[3], **moe)).layers
+    ]
     assert kinds == [DenseSpec(48), MoESpec(8, 2, 16, False), DenseSpec(48), DenseSpec(48)]
     renamed = config("qwen3_moe", **{**moe, "num_experts": ..., "num_local_experts": 8, "norm_topk_prob": True})
     assert {layer.ffn for layer in build_spec(renamed).layers} == {MoESpec(8, 2, 16, True)}
-    assert build_spec({**renamed, "intermediate_size": None}).layers[0].ffn.num_experts == 8, "no dense layer, no need of its size"
+    assert build_spec({**renamed, "intermediate_size": None}).layers[0].ffn.num_experts == 8, (
+        "no dense layer, no need of its size"
+    )
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
-@pytest.mark.parametrize("fields", [
-    {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
-    {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}},
-    {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
-    {"rope_theta": 5e5, "rope_parameters": {"rope_type": "llama3", **LLAMA3}},
-    {"rope_theta": 1.0, "rope_scaling": {}, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
-], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+        {"rope_theta": 5e5, "rope_parameters": {"rope_type": "llama3", **LLAMA3}},
+        {
+            "rope_theta": 1.0,
+            "rope_scaling": {},
+            "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3},
+        },
+    ],
+    ids=str,
+)
 def test_every_spelling_of_llama3_rope(fields):
     assert build_spec(config(**fields)).layers[0].rope == RopeSpec(5e5, 8, "llama3", 8.0, 64, 1.0, 4.0)
 
@@ -110,27 +154,56 @@ def test_every_spelling_of_llama3_rope(fields):
 def test_where_the_original_length_is_read():
     outer, inner = {"original_max_position_embeddings": 32}, {"rope_type": "llama3", **LLAMA3}
     assert build_spec(config(**outer, rope_parameters=inner)).layers[0].rope.original_max_position == 32, "as in Phi 3"
-    by_kind = build_spec(config("gemma3_text", **outer, rope_parameters={"full_attention": {"rope_type": "default"}, "sliding_attention": inner}))
+    by_kind = build_spec(
+        config(
+            "gemma3_text",
+            **outer,
+            rope_parameters={"full_attention": {"rope_type": "default"}, "sliding_attention": inner},
+        )
+    )
     assert by_kind.layers[0].rope.original_max_position == 64, "transformers reads the one of the layer type only"
 
 
 def test_yarn_rope():
-    rope = build_spec(config(rope_theta=1e6, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32})).layers[0].rope
+    rope = (
+        build_spec(
+            config(rope_theta=1e6, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32})
+        )
+        .layers[0]
+        .rope
+    )
     assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 4.0, 32)
     assert rope.attention_factor == pytest.approx(1.1386294)
-    explicit = {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.5, "beta_fast": 16, "beta_slow": 2, "truncate": False}
+    explicit = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "attention_factor": 0.5,
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "truncate": False,
+    }
     rope = build_spec(config(rope_parameters=explicit)).layers[0].rope
-    assert (rope.attention_factor, rope.beta_fast, rope.beta_slow, rope.truncate, rope.original_max_position) == (0.5, 16.0, 2.0, False, 128)
+    assert (rope.attention_factor, rope.beta_fast, rope.beta_slow, rope.truncate, rope.original_max_position) == (
+        0.5,
+        16.0,
+        2.0,
+        False,
+        128,
+    )
 
 
-@pytest.mark.parametrize("scaling,longest", [
-    ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 96}, 384),
-    ({"rope_type": "yarn", "factor": 4.0}, 512),
-    ({"rope_type": "yarn", "original_max_position_embeddings": 32}, 128),
-    ({"rope_type": "linear", "factor": 2.5}, 320),
-    ({"rope_type": "llama3", **LLAMA3}, 128),
-    ({"rope_type": "default", "factor": 4.0}, 128),
-], ids=str)
+@pytest.mark.parametrize(
+    "scaling,longest",
+    [
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 96}, 384),
+        ({"rope_type": "yarn", "factor": 4.0}, 512),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "linear", "factor": 2.5}, 320),
+        ({"rope_type": "llama3", **LLAMA3}, 128),
+        ({"rope_type": "default", "factor": 4.0}, 128),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
 def test_scaling_lengthens_the_context_as_in_vllm(field, scaling, longest):
     """Qwen's model cards: add YaRN to config.json, and leave ``max_position_embeddings``."""
@@ -141,57 +214,82 @@ def test_scaling_lengthens_the_context_as_in_vllm(field, scaling, longest):
         assert build_spec(config("gemma3_text", rope_scaling=scaling)).max_position == 128, "lengthened already"
 
 
-@pytest.mark.parametrize("changes,words", [
-    ({"hidden_size": ...}, ["hidden_size", "missing"]),
-    ({"vocab_size": None}, ["vocab_size", "missing"]),
-    ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
-    ({"num_hidden_layers": -3}, ["num_hidden_layers", "-3"]),
-    ({"hidden_size": "32"}, ["hidden_size", "'32'"]),
-    ({"hidden_size": 32.5}, ["hidden_size", "32.5"]),
-    ({"vocab_size": True}, ["vocab_size", "True"]),
-    ({"vocab_size": 10 ** 12}, ["vocab_size"]),
-    ({"num_key_value_heads": 3}, ["num_attention_heads", "num_key_value_heads"]),
-    ({"hidden_size": 30}, ["hidden_size", "num_attention_heads"]),
-    ({"head_dim": 7}, ["head_dim", "7", "even"]),
-    ({"rms_norm_eps": 0}, ["rms_norm_eps"]),
-    ({"rms_norm_eps": float("nan")}, ["rms_norm_eps"]),
-    ({"rope_theta": 10 ** 400}, ["rope_theta"]),
-    ({"hidden_act": "relu2"}, ["hidden_act", "relu2", "silu"]),
-    ({"hidden_act": 3}, ["hidden_act"]),
-    ({"attention_bias": "yes"}, ["attention_bias", "'yes'"]),
-    ({"tie_word_embeddings": 1}, ["tie_word_embeddings"]),
-    ({"is_encoder_decoder": True}, ["is_encoder_decoder"]),
-    ({"is_causal": False}, ["is_causal", "bidirectional"]),
-    ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
-    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, ["rope_parameters.partial_rotary_factor"]),
-    ({"rope_scaling": "linear"}, ["rope_scaling", "'linear'"]),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_type", "dynamic", "llama3"]),
-    ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_parameters.rope_type", "longrope"]),
-    ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 2]}}, ["mrope"]),
-    ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor", "missing"]),
-    ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, ["high_freq_factor"]),
-    ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5.0}}}, ["rope_parameters", "layer type"]),
-    ({"rope_theta": -1}, ["rope_theta"]),
-    ({"architectures": ["LlamaForSequenceClassification"]}, ["architectures", "LlamaForSequenceClassification", "LlamaForCausalLM"]),
-    ({"architectures": "LlamaForCausalLM"}, ["architectures", "list"]),
-    ({"model_type": "lama"}, ["model_type", "lama", "qwen3_moe", "Did you mean 'llama'"]),
-    ({"model_type": "../llama"}, ["model_type", "not served"]),
-    ({"model_type": "mistral", "sliding_window": 0}, ["sliding_window", "0"]),
-    ({"model_type": "mistral", "layer_types": ["full_attention"] * 4}, ["layer_types"]),
-    ({"model_type": "qwen2", "layer_types": ["full_attention"]}, ["layer_types", "1", "4"]),
-    ({"model_type": "qwen2", "layer_types": ["linear_attention"] * 4}, ["layer_types", "linear_attention"]),
-    ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 4}, ["layer_types", "use_sliding_window"]),
-    ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
-    ({"model_type": "gemma3_text", "rope_parameters": {"rope_type": "default"}}, ["rope_parameters", "flat"]),
-    ({"model_type": "gemma3_text", "sliding_window": None}, ["sliding_window", "null", "layer_types"]),
-    ({"rope_scaling": {"type": "linear", "factor": 1e9}}, ["max_position_embeddings", "1e+09"]),
-    ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2.0}}, ["rope_theta", "is 1"]),
-    ({"rope_scaling": {"type": "linear", "factor": 1e308}}, ["max_position_embeddings", "1e+308"]),
-    ({"model_type": "gemma3_text", "query_pre_attn_scalar": 0}, ["query_pre_attn_scalar"]),
-    ({"model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 8}, ["num_experts", "missing"]),
-    ({"model_type": "qwen3_moe", "num_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 8}, ["num_experts_per_tok", "3"]),
-    ({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": 3}, ["mlp_only_layers"]),
-], ids=str)
+@pytest.mark.parametrize(
+    "changes,words",
+    [
+        ({"hidden_size": ...}, ["hidden_size", "missing"]),
+        ({"vocab_size": None}, ["vocab_size", "missing"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
+        ({"num_hidden_layers": -3}, ["num_hidden_layers", "-3"]),
+        ({"hidden_size": "32"}, ["hidden_size", "'32'"]),
+        ({"hidden_size": 32.5}, ["hidden_size", "32.5"]),
+        ({"vocab_size": True}, ["vocab_size", "True"]),
+        ({"vocab_size": 10**12}, ["vocab_size"]),
+        ({"num_key_value_heads": 3}, ["num_attention_heads", "num_key_value_heads"]),
+        ({"hidden_size": 30}, ["hidden_size", "num_attention_heads"]),
+        ({"head_dim": 7}, ["head_dim", "7", "even"]),
+        ({"rms_norm_eps": 0}, ["rms_norm_eps"]),
+        ({"rms_norm_eps": float("nan")}, ["rms_norm_eps"]),
+        ({"rope_theta": 10**400}, ["rope_theta"]),
+        ({"hidden_act": "relu2"}, ["hidden_act", "relu2", "silu"]),
+        ({"hidden_act": 3}, ["hidden_act"]),
+        ({"attention_bias": "yes"}, ["attention_bias", "'yes'"]),
+        ({"tie_word_embeddings": 1}, ["tie_word_embeddings"]),
+        ({"is_encoder_decoder": True}, ["is_encoder_decoder"]),
+        ({"is_causal": False}, ["is_causal", "bidirectional"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+            ["rope_parameters.partial_rotary_factor"],
+        ),
+        ({"rope_scaling": "linear"}, ["rope_scaling", "'linear'"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_type", "dynamic", "llama3"]),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_parameters.rope_type", "longrope"]),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 2]}}, ["mrope"]),
+        ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor", "missing"]),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, ["high_freq_factor"]),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5.0}}},
+            ["rope_parameters", "layer type"],
+        ),
+        ({"rope_theta": -1}, ["rope_theta"]),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            ["architectures", "LlamaForSequenceClassification", "LlamaForCausalLM"],
+        ),
+        ({"architectures": "LlamaForCausalLM"}, ["architectures", "list"]),
+        ({"model_type": "lama"}, ["model_type", "lama", "qwen3_moe", "Did you mean 'llama'"]),
+        ({"model_type": "../llama"}, ["model_type", "not served"]),
+        ({"model_type": "mistral", "sliding_window": 0}, ["sliding_window", "0"]),
+        ({"model_type": "mistral", "layer_types": ["full_attention"] * 4}, ["layer_types"]),
+        ({"model_type": "qwen2", "layer_types": ["full_attention"]}, ["layer_types", "1", "4"]),
+        ({"model_type": "qwen2", "layer_types": ["linear_attention"] * 4}, ["layer_types", "linear_attention"]),
+        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 4}, ["layer_types", "use_sliding_window"]),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ({"model_type": "gemma3_text", "rope_parameters": {"rope_type": "default"}}, ["rope_parameters", "flat"]),
+        ({"model_type": "gemma3_text", "sliding_window": None}, ["sliding_window", "null", "layer_types"]),
+        ({"rope_scaling": {"type": "linear", "factor": 1e9}}, ["max_position_embeddings", "1e+09"]),
+        ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2.0}}, ["rope_theta", "is 1"]),
+        ({"rope_scaling": {"type": "linear", "factor": 1e308}}, ["max_position_embeddings", "1e+308"]),
+        ({"model_type": "gemma3_text", "query_pre_attn_scalar": 0}, ["query_pre_attn_scalar"]),
+        ({"model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 8}, ["num_experts", "missing"]),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 8},
+            ["num_experts_per_tok", "3"],
+        ),
+        (
+            {
+                "model_type": "qwen3_moe",
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 8,
+                "mlp_only_layers": 3,
+            },
+            ["mlp_only_layers"],
+        ),
+    ],
+    ids=str,
+)
 def test_bad_configs_are_refused_by_field(changes, words):
     with pytest.raises(ConfigError) as e:
         build_spec(config(**changes))
@@ -211,8 +309,17 @@ def test_a_layer_that_reads_another_layers_cache_has_no_pages():
 
 def test_cost_of_llama_3_8b():
     """Against the published figures: 8.03 B parameters, 128 KiB of KV a token in 16 bits."""
-    spec = build_spec(config(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-                             num_key_value_heads=8, max_position_embeddings=8192))
+    spec = build_spec(
+        config(
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            max_position_embeddings=8192,
+        )
+    )
     assert cost.num_params(spec) == 8_030_261_248 and cost.weight_bytes(spec, 2) == 16_060_522_496
     assert cost.kv_bytes_per_token(spec, 2) == {"full": 131072}
     assert cost.kv_bytes(spec, 1000, 2) == 131072000
@@ -221,8 +328,17 @@ def test_cost_of_llama_3_8b():
 
 
 def test_cost_of_windows_and_experts():
-    spec = build_spec(config("qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8, use_sliding_window=True,
-                             sliding_window=10))
+    spec = build_spec(
+        config(
+            "qwen3_moe",
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            head_dim=8,
+            use_sliding_window=True,
+            sliding_window=10,
+        )
+    )
     assert cost.kv_bytes(spec, 5, 1) * 2 == cost.kv_bytes(spec, 10, 1) == cost.kv_bytes(spec, 1000, 1)
     assert cost.num_params(spec) - cost.active_params(spec) == 96 * 32 + 4 * (6 * 3 * 32 * 16 + 2 * 32 + 2 * 8) + 32
     assert cost.flops_per_token(spec, 100) == cost.flops_per_token(spec, 10)
@@ -236,8 +352,18 @@ def test_what_a_config_leaves_out_means_what_it_means_to_transformers(family, tm
     def ends(hf):
         return _info(EngineConfig(), tmp_path, hf, SimpleNamespace(spec=build_spec(hf)), None).eos_ids
 
-    bare = config(family, num_hidden_layers=32, num_attention_heads=64, hidden_size=2048, num_key_value_heads=..., rms_norm_eps=...,
-                  max_position_embeddings=8192, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+    bare = config(
+        family,
+        num_hidden_layers=32,
+        num_attention_heads=64,
+        hidden_size=2048,
+        num_key_value_heads=...,
+        rms_norm_eps=...,
+        max_position_embeddings=8192,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+    )
     for given in (bare, {**bare, "use_sliding_window": True}):
         whole = CONFIG_MAPPING[family](**given).to_dict()
         assert build_spec(given) == build_spec(whole)
@@ -249,8 +375,10 @@ def test_what_a_config_leaves_out_means_what_it_means_to_transformers(family, tm
 
 
 def test_specs_need_no_torch():
-    code = ("import json, sys; from kvasir.models import checkpoint, cost; from kvasir.models.families import build_spec;"
-            f"cost.flops_per_token(build_spec(json.loads('{json.dumps(config())}')), 1); assert 'torch' not in sys.modules")
+    code = (
+        "import json, sys; from kvasir.models import checkpoint, cost; from kvasir.models.families import build_spec;"
+        f"cost.flops_per_token(build_spec(json.loads('{json.dumps(config())}')), 1); assert 'torch' not in sys.modules"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -55,11 +55,17 @@ def test_bytes_are_looked_up_once(kind):
 @settings(max_examples=150, deadline=None)
 def test_without_a_decoder_words_stand_apart(prompt, reply, skips):
     """As the library joins them: what follows a prompt begins with a space, and a text of its own does not."""
-    backend = Backend(models.WordLevel({"<end>": 0, "▁a": 1, "<0x41>": 2, "é": 3, **{f"t{i}": i for i in range(4, 10)}}, unk_token="t4"))
+    backend = Backend(
+        models.WordLevel(
+            {"<end>": 0, "▁a": 1, "<0x41>": 2, "é": 3, **{f"t{i}": i for i in range(4, 10)}}, unk_token="t4"
+        )
+    )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = Tokenizer(backend, {"eos_token": "<end>"})
     skip = tokenizer.special_ids if skips else frozenset()
     ours, theirs = tokenizer.stream(prompt, skip), WindowStream(backend, prompt, skip)
     assert not isinstance(ours, WindowStream)
     assert [ours.push(token) for token in reply] == [theirs.push(token) for token in reply]
-    assert tokenizer.decode(reply, skip_special=skips) == backend.decode([t for t in reply if t not in skip], skip_special_tokens=False)
+    assert tokenizer.decode(reply, skip_special=skips) == backend.decode(
+        [t for t in reply if t not in skip], skip_special_tokens=False
+    )

@@ -13,16 +13,30 @@ from kvasir.models.chat_template import ChatTemplate, render_isolated
 from kvasir.models.tokenizer import Tokenizer
 from tests.models.small_tokenizers import CHATML, KINDS, backend, make
 
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds <ä> & b",
-                                           "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "adds <ä> & b",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        },
+    }
+]
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 CONVERSATIONS = {
     "one": [{"role": "user", "content": "Hello there, world!"}],
     "system": [{"role": "system", "content": "Be nice."}, {"role": "user", "content": "naïve café 🙂 привет"}],
-    "turns": [{"role": "user", "content": "a\n\n  b"}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nfine"},
-              {"role": "user", "content": ""}],
-    "calls": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": None, "tool_calls": [CALL]},
-              {"role": "tool", "content": "2", "tool_call_id": "1"}],
+    "turns": [
+        {"role": "user", "content": "a\n\n  b"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nfine"},
+        {"role": "user", "content": ""},
+    ],
+    "calls": [
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+    ],
 }
 
 
@@ -30,9 +44,18 @@ CONVERSATIONS = {
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     backend("byte_level").save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({
-        "bos_token": "<s>", "eos_token": {"content": "<|im_end|>", "special": True}, "unk_token": "<unk>", "chat_template": CHATML,
-        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "bos_token": "<s>",
+                "eos_token": {"content": "<|im_end|>", "special": True},
+                "unk_token": "<unk>",
+                "chat_template": CHATML,
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "clean_up_tokenization_spaces": False,
+            }
+        )
+    )
     return path
 
 
@@ -48,22 +71,30 @@ def copy(folder, tmp_path):
 
 def _as_transformers_want(messages):
     """Arguments as objects, no None: what a caller of transformers writes by hand."""
+
     def one(message):
         message = {k: v for k, v in message.items() if v is not None}
         if "tool_calls" in message:
-            message["tool_calls"] = [{**c, "function": {**c["function"], "arguments": json.loads(c["function"]["arguments"])}}
-                                     for c in message["tool_calls"]]
+            message["tool_calls"] = [
+                {**c, "function": {**c["function"], "arguments": json.loads(c["function"]["arguments"])}}
+                for c in message["tool_calls"]
+            ]
         return {"content": "", **message}
+
     return [one(m) for m in messages]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CONVERSATIONS)
-@pytest.mark.parametrize("options", [{}, {"tools": TOOLS}, {"add_generation_prompt": False}, {"enable_thinking": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"tools": TOOLS}, {"add_generation_prompt": False}, {"enable_thinking": False}], ids=str
+)
 def test_chat_equals_transformers(kind, name, options):
     from transformers import PreTrainedTokenizerFast
 
-    theirs = PreTrainedTokenizerFast(tokenizer_object=backend(kind), bos_token="<s>", eos_token="<|im_end|>", chat_template=CHATML)
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=backend(kind), bos_token="<s>", eos_token="<|im_end|>", chat_template=CHATML
+    )
     messages = _as_transformers_want(CONVERSATIONS[name])
     options = {"add_generation_prompt": True, **options}
     text = theirs.apply_chat_template(messages, tokenize=False, **options)
@@ -87,8 +118,10 @@ def test_plain_text_equals_transformers(kind):
 
 def test_template_helpers():
     """tojson keeps <, > and order; loop controls; generation blocks; strftime_now."""
-    template = ChatTemplate("{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{% generation %}{{ m | tojson }}"
-                            "{% endgeneration %}{% endfor %}{{ strftime_now('%Y') | length }}")
+    template = ChatTemplate(
+        "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{% generation %}{{ m | tojson }}"
+        "{% endgeneration %}{% endfor %}{{ strftime_now('%Y') | length }}"
+    )
     assert template.render({"messages": [{"b": "<ä>", "a": 1}, 2, 3]}) == '{"b": "<ä>", "a": 1}24'
 
 
@@ -105,7 +138,7 @@ def test_special_strings_in_plain_text_stay_text(kind):
     assert tokenizer._control_ids.isdisjoint(ids)
     if kind.startswith(("byte", "sentence")):
         assert tokenizer.decode(ids, skip_special=False) == EVIL
-        assert tokenizer.encode(EVIL)[-len(ids):] == ids
+        assert tokenizer.encode(EVIL)[-len(ids) :] == ids
     assert tokenizer.token_to_id("<|im_end|>") in tokenizer.encode(EVIL, parse_special=True)
 
 
@@ -116,11 +149,18 @@ def test_user_text_cannot_speak_for_the_template(kind, place):
     tokenizer = make(kind, CHATML + "{{ greeting }}")
 
     def prompt(text):
-        messages = [{"role": "system", "content": text if place == "system" else "s"}, {"role": "user", "content": text if place == "user" else "u"}]
+        messages = [
+            {"role": "system", "content": text if place == "system" else "s"},
+            {"role": "user", "content": text if place == "user" else "u"},
+        ]
         if place == "tool":
             messages.append({"role": "tool", "content": text, "tool_call_id": "1"})
         if place == "parts":
-            messages[1]["content"] = [{"type": "text", "text": text[:7]}, {"type": "text", "text": text[7:]}, {"type": "text", "text": text}]
+            messages[1]["content"] = [
+                {"type": "text", "text": text[:7]},
+                {"type": "text", "text": text[7:]},
+                {"type": "text", "text": text},
+            ]
         if place in ("arguments", "keys"):
             arguments = {text: 1} if place == "keys" else {"a": text}
             call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": json.dumps(arguments)}}
@@ -132,12 +172,35 @@ def test_user_text_cannot_speak_for_the_template(kind, place):
     assert special == [i for i in prompt("harmless") if i in tokenizer.special_ids & tokenizer._control_ids]
     if place in ("user", "tool", "parts", "tools", "kwargs"):
         marks = {tokenizer.token_to_id(t) for t in ("<think>", "</think>", "<tool_call>")}
-        assert marks.isdisjoint(prompt(EVIL)) or place == "tools"  # the template itself writes <tool_call> when there are tools
+        assert (
+            marks.isdisjoint(prompt(EVIL)) or place == "tools"
+        )  # the template itself writes <tool_call> when there are tools
 
 
-@given(st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "</s>", "<|im_", "end|>", "<", "|", ">",
-                                 " ", "\n", "a", "é", "\U000f0000", "🙂", "\x00"]),
-                max_size=12))
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "<|im_end|>",
+                "<|im_start|>",
+                "</s>",
+                "<|im_",
+                "end|>",
+                "<",
+                "|",
+                ">",
+                " ",
+                "\n",
+                "a",
+                "é",
+                "\U000f0000",
+                "🙂",
+                "\x00",
+            ]
+        ),
+        max_size=12,
+    )
+)
 @settings(max_examples=150, deadline=None)
 def test_no_text_injects(parts):
     for kind in ("byte_level", "sentencepiece", "sentencepiece_first"):
@@ -145,8 +208,9 @@ def test_no_text_injects(parts):
         ids = tokenizer.encode_chat([{"role": "user", "content": text}])
         start, end = tokenizer.token_to_id("<|im_start|>"), tokenizer.token_to_id("<|im_end|>")
         assert [i for i in ids if i in tokenizer.special_ids] == [start, end, start]
-        assert tokenizer.decode(ids, skip_special=False).replace(" ", "") == \
-            f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n".replace(" ", "")
+        assert tokenizer.decode(ids, skip_special=False).replace(
+            " ", ""
+        ) == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n".replace(" ", "")
 
 
 def test_evil_and_kind_parts_of_one_text_are_encoded_as_one(folder):
@@ -154,7 +218,7 @@ def test_evil_and_kind_parts_of_one_text_are_encoded_as_one(folder):
     tokenizer = Tokenizer.load(folder)
     ids = tokenizer.encode_chat([{"role": "user", "content": "over the <|im_end|> lazy"}])
     start, end = ids.index(tokenizer.token_to_id("<|im_start|>")), ids.index(tokenizer.token_to_id("<|im_end|>"))
-    assert ids[start + 1:end] == tokenizer.encode("user\nover the <|im_end|> lazy", add_special=False)
+    assert ids[start + 1 : end] == tokenizer.encode("user\nover the <|im_end|> lazy", add_special=False)
 
 
 def test_private_characters_of_the_user_survive():
@@ -174,16 +238,29 @@ def test_what_scripts_say_to_a_tokenizer_of_transformers():
 
 def test_tags_in_assistant_messages_are_still_tags():
     """Clients send thinking back inside the content; templates look for it."""
-    text = make("byte_level").apply_chat_template([{"role": "assistant", "content": "<think>x<|im_end|></think>\n\nyes"}])
+    text = make("byte_level").apply_chat_template(
+        [{"role": "assistant", "content": "<think>x<|im_end|></think>\n\nyes"}]
+    )
     assert "x" not in text and "\nyes<|im_end|>" in text
 
 
 # --------------------------------------------------------------------------------------------------- the sandbox, limits
 
 
-@pytest.mark.parametrize("source", [
-    "{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}", "{{ raise_exception('no') }}",
-    "{{ undefined.attribute }}", "{{ 1 / 0 }}", "{{ messages[0]['role'] + 1 }}", "{% include 'x' %}", "{{ messages | nosuch }}"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ raise_exception('no') }}",
+        "{{ undefined.attribute }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0]['role'] + 1 }}",
+        "{% include 'x' %}",
+        "{{ messages | nosuch }}",
+    ],
+)
 def test_bad_templates_are_a_request_error(source):
     try:
         template = ChatTemplate(source)
@@ -194,13 +271,20 @@ def test_bad_templates_are_a_request_error(source):
     assert e.value.status == 400
 
 
-@pytest.mark.parametrize("source", [
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "{% for a in range(99999) %}{{ 'x' * 9999 }}{% endfor %}",
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{{ 'x' * 999999999 }}", "{{ 9 ** 99999999 }}", "{{ 'x'.center(999999999) }}", "{{ '%999999999d' % 1 }}",
-    "{% set ns = namespace(s='xxxxxxxx') %}{% for a in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(99999) %}{{ 'x' * 9999 }}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ 'x' * 999999999 }}",
+        "{{ 9 ** 99999999 }}",
+        "{{ 'x'.center(999999999) }}",
+        "{{ '%999999999d' % 1 }}",
+        "{% set ns = namespace(s='xxxxxxxx') %}{% for a in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    ],
+)
 def test_limits(source, monkeypatch):
     monkeypatch.setattr("kvasir.models.chat_template.TIME_LIMIT", 0.2)
     with pytest.raises(RequestError) as e:
@@ -212,9 +296,12 @@ def test_a_template_of_a_client_runs_apart():
     tokenizer = make("byte_level")
     messages = [{"role": "user", "content": "hi"}]
     assert tokenizer.apply_chat_template(messages, chat_template="{{ messages[0].content }}!") == "hi!"
-    for source in ("{{ 'x' | center(99999999999) }}",
-                   "{% set ns = namespace(s='xxxxxxxx') %}{% for a in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
-                   "{{ nonsense(", "{{ raise_exception('no') }}"):
+    for source in (
+        "{{ 'x' | center(99999999999) }}",
+        "{% set ns = namespace(s='xxxxxxxx') %}{% for a in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+        "{{ nonsense(",
+        "{{ raise_exception('no') }}",
+    ):
         with pytest.raises(RequestError) as e:
             render_isolated(source, {"messages": messages})
         assert e.value.status == 400
@@ -225,15 +312,21 @@ def test_a_template_of_a_client_runs_apart():
 # -------------------------------------------------------------------------------------------------------- bad requests
 
 
-@pytest.mark.parametrize("messages, param", [
-    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}], "messages[0].content[0].type"),
-    ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
-    ([{"role": "user", "content": [7]}], "messages[0].content[0].type"),
-    ([{"role": "user", "content": 7}], "messages[0].content"),
-    ([{"content": "x"}], "messages[0].role"),
-    (["x"], "messages[0].role"),
-    ([{"role": "assistant", "tool_calls": "x"}], "messages[0].tool_calls"),
-])
+@pytest.mark.parametrize(
+    "messages, param",
+    [
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],
+            "messages[0].content[0].type",
+        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": [7]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": 7}], "messages[0].content"),
+        ([{"content": "x"}], "messages[0].role"),
+        (["x"], "messages[0].role"),
+        ([{"role": "assistant", "tool_calls": "x"}], "messages[0].tool_calls"),
+    ],
+)
 def test_bad_messages(messages, param):
     with pytest.raises(RequestError) as e:
         make("byte_level").encode_chat(messages)
@@ -257,7 +350,9 @@ def test_lone_surrogates_and_no_template():
 
 def test_broken_call_arguments_reach_the_template_as_they_are():
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": '}}
-    assert '"{\\"a\\": "' in make("byte_level").apply_chat_template([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert '"{\\"a\\": "' in make("byte_level").apply_chat_template(
+        [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- loading
@@ -274,8 +369,11 @@ def test_load(folder):
 
 def test_load_sources_of_templates(copy):
     config = json.loads((copy / "tokenizer_config.json").read_text())
-    (copy / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": [
-        {"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]}))
+    (copy / "tokenizer_config.json").write_text(
+        json.dumps(
+            {**config, "chat_template": [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]}
+        )
+    )
     (copy / "generation_config.json").write_text('{"eos_token_id": [1, 4]}')
     message = [{"role": "user", "content": "x"}]
     tokenizer = Tokenizer.load(copy)
@@ -291,24 +389,38 @@ def test_load_sources_of_templates(copy):
 def test_load_adds_declared_tokens(copy):
     config = json.loads((copy / "tokenizer_config.json").read_text())
     size = Tokenizer.load(copy).size
-    extra = {str(size): {"content": "<|new|>", "special": True, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False}}
+    extra = {
+        str(size): {
+            "content": "<|new|>",
+            "special": True,
+            "normalized": False,
+            "lstrip": False,
+            "rstrip": False,
+            "single_word": False,
+        }
+    }
     (copy / "tokenizer_config.json").write_text(json.dumps({**config, "added_tokens_decoder": extra}))
     tokenizer = Tokenizer.load(copy)
     assert tokenizer.encode("<|new|>", parse_special=True) == [size] and size in tokenizer.special_ids
-    (copy / "tokenizer_config.json").write_text(json.dumps({**config, "added_tokens_decoder": {str(size + 5): extra[str(size)]}}))
+    (copy / "tokenizer_config.json").write_text(
+        json.dumps({**config, "added_tokens_decoder": {str(size + 5): extra[str(size)]}})
+    )
     with pytest.raises(ConfigError, match="do not belong together"):
         Tokenizer.load(copy)
 
 
-@pytest.mark.parametrize("damage, message", [
-    (lambda p: (p / "tokenizer.json").unlink(), "save_pretrained"),
-    (lambda p: ((p / "tokenizer.json").unlink(), (p / "tokenizer.model").write_text("x")), "tokenizer.model"),
-    (lambda p: (p / "tokenizer.json").write_text('{"version": "1.0"'), "cannot be read"),
-    (lambda p: (p / "tokenizer.json").write_text("[]"), "cannot be read"),
-    (lambda p: (p / "tokenizer_config.json").write_text("{"), "not valid JSON"),
-    (lambda p: (p / "tokenizer_config.json").write_text("[]"), "must hold a JSON object"),
-    (lambda p: (p / "chat_template.jinja").write_text("{% if %}"), "not valid Jinja"),
-])
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda p: (p / "tokenizer.json").unlink(), "save_pretrained"),
+        (lambda p: ((p / "tokenizer.json").unlink(), (p / "tokenizer.model").write_text("x")), "tokenizer.model"),
+        (lambda p: (p / "tokenizer.json").write_text('{"version": "1.0"'), "cannot be read"),
+        (lambda p: (p / "tokenizer.json").write_text("[]"), "cannot be read"),
+        (lambda p: (p / "tokenizer_config.json").write_text("{"), "not valid JSON"),
+        (lambda p: (p / "tokenizer_config.json").write_text("[]"), "must hold a JSON object"),
+        (lambda p: (p / "chat_template.jinja").write_text("{% if %}"), "not valid Jinja"),
+    ],
+)
 def test_bad_folders(copy, damage, message):
     damage(copy)
     with pytest.raises(ConfigError, match=message):
@@ -321,8 +433,10 @@ def test_a_template_that_is_no_file(folder):
 
 
 def test_needs_no_torch(folder):
-    code = (f"import sys; from pathlib import Path; from kvasir.models.tokenizer import Tokenizer; Tokenizer.load(Path({str(folder)!r}))\n"
-            "assert not {'torch', 'transformers'} & set(sys.modules)")
+    code = (
+        f"import sys; from pathlib import Path; from kvasir.models.tokenizer import Tokenizer; Tokenizer.load(Path({str(folder)!r}))\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -335,7 +449,10 @@ def test_token_bytes_make_the_text(kind):
     for text in ["naïve café 🙂 привет", "a  b\n"]:
         joined = b"".join(tokenizer.token_bytes(i) for i in tokenizer.encode(text, add_special=False))
         assert joined.decode().lstrip(" ") == text
-    assert tokenizer.token_bytes(10 ** 6) == b"" and tokenizer.token_bytes(tokenizer.token_to_id("<|im_end|>")) == b"<|im_end|>"
+    assert (
+        tokenizer.token_bytes(10**6) == b""
+        and tokenizer.token_bytes(tokenizer.token_to_id("<|im_end|>")) == b"<|im_end|>"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -36,7 +36,10 @@ class Played:
         stream = branch_stream(request.seed, branch) if branch else request.seed
         known, top = number(request.prompt_ids, stream), request.params.confidence
         draws = [number(known, i) for i in range(min(1 + known % LONGEST, request.max_tokens))]
-        return [TokenLogprob(d % self.info.vocab_size, -(d % 97) / 7, d % 5, confidence=(d % 89) / 9 if top else None) for d in draws]
+        return [
+            TokenLogprob(d % self.info.vocab_size, -(d % 97) / 7, d % 5, confidence=(d % 89) / 9 if top else None)
+            for d in draws
+        ]
 
     def _steps(self, request: Request) -> Iterator[list[Event]]:
         """Of one process: from what was delivered before, less two tokens."""
@@ -45,16 +48,26 @@ class Played:
         while places:
             step = []
             for branch, place in list(places.items()):
-                news = replies[branch][place:place + self.at_once]
+                news = replies[branch][place : place + self.at_once]
                 places[branch] = end = place + len(news)
                 reason = ("length" if end == request.max_tokens else "stop") if end == len(replies[branch]) else None
                 if {(request.id, branch), (request.id, None)} & self.cancelled:
                     news, reason = [], "cancelled"
                 if reason is not None:
                     del places[branch]
-                step.append(Event(kind="tokens", request_id=request.id, epoch=request.epoch, branch=branch, index=place,
-                                  token_ids=[e.id for e in news], num_cached=1, finish_reason=reason,
-                                  logprobs=news or None if request.params.logprobs is not None else None))
+                step.append(
+                    Event(
+                        kind="tokens",
+                        request_id=request.id,
+                        epoch=request.epoch,
+                        branch=branch,
+                        index=place,
+                        token_ids=[e.id for e in news],
+                        num_cached=1,
+                        finish_reason=reason,
+                        logprobs=news or None if request.params.logprobs is not None else None,
+                    )
+                )
             yield step
 
     async def generate(self, request: Request) -> AsyncIterator[Event]:
@@ -72,7 +85,7 @@ class Played:
                 pieces.open(entry.request)
                 steps = enumerate(self._steps(entry.request))
                 continue
-            for event in self._decoder.body(ipc.encode(messages.Events(pieces.ready(step)))[ipc.HEADER.size:]).events:
+            for event in self._decoder.body(ipc.encode(messages.Events(pieces.ready(step)))[ipc.HEADER.size :]).events:
                 assert (event.bare is not None) == bool(request.params.confidence and event.token_ids), event
                 news = entry.admit(event)
                 if news is not None:

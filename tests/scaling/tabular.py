@@ -56,7 +56,7 @@ class Forms(Prompts):
 
 
 def table(skill: float = 0.5, judge: float = 0.8, pause: float = 0.4) -> Table:
-    """"1" is right. ``skill``: its share; ``pause``: chance of one more dot before the answer; ``judge``: how often it is right."""
+    """ "1" is right. ``skill``: its share; ``pause``: chance of one more dot before the answer; ``judge``: how often it is right."""
 
     def probabilities(content: str, begun: Sequence[int]) -> dict[str, float]:
         last = WORDS[begun[-1]] if begun else ""
@@ -65,7 +65,11 @@ def table(skill: float = 0.5, judge: float = 0.8, pause: float = 0.4) -> Table:
         kind, *rest = content.split()
         if kind == "pair":
             a, b = (r == "1" for r in rest)
-            return {"A: 5\nB: 5": 1.0} if a == b else {("A: 9\nB: 2", "A: 2\nB: 9")[b]: judge, ("A: 9\nB: 2", "A: 2\nB: 9")[a]: 1 - judge}
+            return (
+                {"A: 5\nB: 5": 1.0}
+                if a == b
+                else {("A: 9\nB: 2", "A: 2\nB: 9")[b]: judge, ("A: 9\nB: 2", "A: 2\nB: 9")[a]: 1 - judge}
+            )
         if kind == "one":
             good = judge if rest[0] == "1" else 1 - judge
             return {"Yes": good, "No": 1 - good}
@@ -97,10 +101,28 @@ class Tabular(Endpoint):
     caps = Caps(tokens=True, logprobs=True, score=True, choose=True, fork=True)
     vocabulary = "tabular"
 
-    def __init__(self, name: str = "table", model: Table | None = None, *, k: int = 5, price: Price | None = None, faults: int = 0,
-                 cache: bool = True, jitter: int | None = None, context: int = 1000, parameters: int = 0, caps: Caps | None = None,
-                 piece: int = 1) -> None:
-        self.name, self.model, self.k, self.price, self.faults = name, model or table(), k, price or Price(1.0, 0.1, 4.0), faults
+    def __init__(
+        self,
+        name: str = "table",
+        model: Table | None = None,
+        *,
+        k: int = 5,
+        price: Price | None = None,
+        faults: int = 0,
+        cache: bool = True,
+        jitter: int | None = None,
+        context: int = 1000,
+        parameters: int = 0,
+        caps: Caps | None = None,
+        piece: int = 1,
+    ) -> None:
+        self.name, self.model, self.k, self.price, self.faults = (
+            name,
+            model or table(),
+            k,
+            price or Price(1.0, 0.1, 4.0),
+            faults,
+        )
         self.cache, self.context, self.parameters = cache, context, parameters
         self.caps, self.piece = caps or self.caps, piece
         self.rng = random.Random(jitter) if jitter is not None else None
@@ -115,7 +137,7 @@ class Tabular(Endpoint):
         return [math.log(p / sum(floor)) for p in floor]
 
     def confidence(self, logprobs: Sequence[float]) -> float:
-        return confidence_of(sorted(logprobs, reverse=True)[:self.k])
+        return confidence_of(sorted(logprobs, reverse=True)[: self.k])
 
     def most_prompt_tokens(self, prompt: Prompt) -> int:
         size = len(prompt.messages[-1]["content"].split()) + len(prompt.begun)
@@ -125,7 +147,10 @@ class Tabular(Endpoint):
 
     def read(self, prompt: Prompt, usage: Usage, extra: tuple = ()) -> None:
         """Compute a prompt, all but one token of which may be cached."""
-        key, size = (*prompt.messages[-1]["content"].split(), prompt.begun, extra), self.most_prompt_tokens(prompt) + len(extra)
+        key, size = (
+            (*prompt.messages[-1]["content"].split(), prompt.begun, extra),
+            self.most_prompt_tokens(prompt) + len(extra),
+        )
         hit = size - 1 if self.cache and key in self.seen else 0
         self.seen.add(key)
         usage.cached += hit
@@ -159,7 +184,14 @@ class Tabular(Endpoint):
 class TabularDraw(Draw):
     def __init__(self, endpoint: Tabular, prompt: Prompt, n: int, sampling: Sampling, seed: int, piece: int) -> None:
         super().__init__()
-        self.endpoint, self.prompt, self.n, self.sampling, self.seed, self.piece = endpoint, prompt, n, sampling, seed, piece
+        self.endpoint, self.prompt, self.n, self.sampling, self.seed, self.piece = (
+            endpoint,
+            prompt,
+            n,
+            sampling,
+            seed,
+            piece,
+        )
         self.cancelled: set[int] = set()
 
     async def cancel(self, indexes: Sequence[int]) -> None:
@@ -169,8 +201,15 @@ class TabularDraw(Draw):
         held: dict[int, Chunk] = {}
         async for chunk in self.tokens():
             if (first := held.pop(chunk.index, None)) is not None:
-                chunk = Chunk(chunk.index, first.text + chunk.text, (*first.ids, *chunk.ids), (*first.logprobs, *chunk.logprobs),
-                              (*first.confidences, *chunk.confidences), chunk.finish, first.count + chunk.count)
+                chunk = Chunk(
+                    chunk.index,
+                    first.text + chunk.text,
+                    (*first.ids, *chunk.ids),
+                    (*first.logprobs, *chunk.logprobs),
+                    (*first.confidences, *chunk.confidences),
+                    chunk.finish,
+                    first.count + chunk.count,
+                )
             if chunk.count < self.piece and chunk.finish is None:
                 held[chunk.index] = chunk
             else:
@@ -181,8 +220,12 @@ class TabularDraw(Draw):
         e.read(self.prompt, self.usage)
         failing, e.faults = e.faults > 0, max(0, e.faults - 1)
         ids = [list(self.prompt.begun) for _ in range(self.n)]
-        streams = [self.seed if i == 0 else int.from_bytes(hashlib.blake2b(f"{self.seed}/{i}".encode(), digest_size=8).digest(), "little")
-                   for i in range(self.n)]
+        streams = [
+            self.seed
+            if i == 0
+            else int.from_bytes(hashlib.blake2b(f"{self.seed}/{i}".encode(), digest_size=8).digest(), "little")
+            for i in range(self.n)
+        ]
         live, turn = list(range(self.n)), 0
         while live:
             if failing and turn == 2:
@@ -196,7 +239,10 @@ class TabularDraw(Draw):
                     continue
                 row = e.distribution(self.prompt, ids[i])
                 heat = sampling.temperature
-                keys = [p if not heat else p / heat - math.log(-math.log(uniform(streams[i], len(ids[i]), t))) for t, p in enumerate(row)]
+                keys = [
+                    p if not heat else p / heat - math.log(-math.log(uniform(streams[i], len(ids[i]), t)))
+                    for t, p in enumerate(row)
+                ]
                 token = max(range(len(row)), key=keys.__getitem__)
                 ids[i].append(token)
                 e.counts["generated"] += 1

@@ -21,18 +21,28 @@ from tests.scaling.tabular import Tabular, problem, table
 from tests.scaling.test_layer import ALL, Killed, Mortal, amounts, outcome, run, tiers
 
 MESSAGES = ({"role": "user", "content": "Hello there"},)
-WAYS = [(1, 1, False), (32, 1, False), (5, 3, False), (32, 1, True), (1, 3, True)]  # piece, tokens an event, a death of the engine
+WAYS = [
+    (1, 1, False),
+    (32, 1, False),
+    (5, 3, False),
+    (32, 1, True),
+    (1, 3, True),
+]  # piece, tokens an event, a death of the engine
 
 
 def endpoint(at_once: int = 1, dies: bool = False, turn: int = 3, **options) -> ClientEndpoint:
     tokenizer = make("byte_level")
-    return ClientEndpoint(Played(tokenizer.size, at_once=at_once, dies=dies, turn=turn), tokenizer, "played", parameters=3, **options)
+    return ClientEndpoint(
+        Played(tokenizer.size, at_once=at_once, dies=dies, turn=turn), tokenizer, "played", parameters=3, **options
+    )
 
 
 def drawn(model: ClientEndpoint, n: int = 7, **options):
     """The samples of one call, and what it cost."""
     context = Context(Run([model], seed=3, sampling=Sampling(max_tokens=80)), "p0")
-    return asyncio.run(context.sample(model, MESSAGES, n, **options)), {k: v for k, v in context.ledger.total().items() if k != "seconds"}
+    return asyncio.run(context.sample(model, MESSAGES, n, **options)), {
+        k: v for k, v in context.ledger.total().items() if k != "seconds"
+    }
 
 
 @pytest.mark.parametrize(("piece", "at_once", "dies"), WAYS)
@@ -43,7 +53,12 @@ def test_the_same_samples_confidences_and_costs(piece, at_once, dies, confidence
     monkeypatch.setattr(engine_endpoint, "PIECE", piece)
     model = endpoint(at_once, dies, confidences=confidences)
     assert drawn(model) == (reference, cost)
-    assert cost["generated"] + cost["discarded"] == model.engine.made == sum(len(s.ids) for s in reference) == sum(s.tokens for s in reference)
+    assert (
+        cost["generated"] + cost["discarded"]
+        == model.engine.made
+        == sum(len(s.ids) for s in reference)
+        == sum(s.tokens for s in reference)
+    )
     assert cost["uncached"] + cost["cached"] == len(model.engine.requests[0].prompt_ids) and cost["cached"] == 1
     sure = [s.confidence is not None and s.lowest is not None and s.logprob is not None for s in reference]
     assert all(sure) if confidences else not any(sure)
@@ -79,19 +94,27 @@ def test_a_delimiter_ends_a_sample_at_its_token(at_once, dies):
     assert found == reference and all(r.piece == 1 for r in model.engine.requests)
     whole, _ = drawn(endpoint())
     for stopped, full in zip(found, whole):
-        assert full.ids[:len(stopped.ids)] == stopped.ids and not any(s in make("byte_level").decode(stopped.ids[:-1]) for s in ("e", "th"))
+        assert full.ids[: len(stopped.ids)] == stopped.ids and not any(
+            s in make("byte_level").decode(stopped.ids[:-1]) for s in ("e", "th")
+        )
     assert sum(s.finish == "stop" and s.tokens < w.tokens for s, w in zip(found, whole)) >= 3
-    assert cost["generated"] + cost["discarded"] == model.engine.made and cost["generated"] == sum(s.tokens for s in found)
+    assert cost["generated"] + cost["discarded"] == model.engine.made and cost["generated"] == sum(
+        s.tokens for s in found
+    )
     assert at_once == 1 or cost["discarded"] > 0
 
 
 @pytest.mark.parametrize(("piece", "at_once", "dies"), WAYS)
-@pytest.mark.parametrize("rule", [{}, {"on": "e"}, {"accept": lambda text: len(text) % 3 > 0}], ids=["ends", "written", "accepted"])
+@pytest.mark.parametrize(
+    "rule", [{}, {"on": "e"}, {"accept": lambda text: len(text) % 3 > 0}], ids=["ends", "written", "accepted"]
+)
 def test_the_first_to_meet_a_rule_are_counted_in_tokens(piece, at_once, dies, rule, monkeypatch):
     def first(model):
         found, cost = drawn(model, 8, finish_after=3, **rule)
         assert cost["generated"] + cost["discarded"] == model.engine.made
-        assert model.engine.requests[0].piece == (1 if rule else engine_endpoint.PIECE), "only what no token decides comes in pieces"
+        assert model.engine.requests[0].piece == (1 if rule else engine_endpoint.PIECE), (
+            "only what no token decides comes in pieces"
+        )
         return [(s.index, s.ids, s.met, s.confidence) for s in found if s.met is not None]
 
     reference = first(endpoint())
@@ -114,7 +137,11 @@ PROBLEMS = [Problem(f"p{i}", ({"role": "user", "content": f"Hello {i}"},)) for i
 
 def played(journal: Journal | None = None, **options):
     model = endpoint(**options)
-    return asyncio.run(solve(load_strategy(SPEC), PROBLEMS, [model], seed=5, sampling=Sampling(max_tokens=60), journal=journal, pause=0.0))
+    return asyncio.run(
+        solve(
+            load_strategy(SPEC), PROBLEMS, [model], seed=5, sampling=Sampling(max_tokens=60), journal=journal, pause=0.0
+        )
+    )
 
 
 def told(solution) -> list:
@@ -147,11 +174,16 @@ def test_every_strategy_with_a_table_that_answers_in_pieces(spec):
 
 def test_what_was_seen_of_a_failed_call_is_whole_pieces():
     """A call that fails is charged for the chunks that came; the next try gives what an undisturbed one does."""
+
     async def main(**options):
         model = Tabular(model=table(pause=0.9), **options)
         context = Context(Run([model], seed=3, sampling=Sampling(max_tokens=12), pause=0.0), "p0")
         samples = await context.sample(model, problem().messages, 5)
-        return [dataclasses.astuple(s) for s in samples], sum(c.discarded for c in context.ledger.charges if c.kind == "lost")
+        return [dataclasses.astuple(s) for s in samples], sum(
+            c.discarded for c in context.ledger.charges if c.kind == "lost"
+        )
 
-    (good, none), (single, seen), (several, less) = (asyncio.run(main(**o)) for o in ({}, {"faults": 1}, {"faults": 1, "piece": 8}))
+    (good, none), (single, seen), (several, less) = (
+        asyncio.run(main(**o)) for o in ({}, {"faults": 1}, {"faults": 1, "piece": 8})
+    )
     assert good == single == several and none == 0 and less < seen

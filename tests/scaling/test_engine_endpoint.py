@@ -20,7 +20,11 @@ MESSAGES = QUESTION.messages
 
 
 def engine(**options) -> EngineEndpoint:
-    return EngineEndpoint(EngineConfig.of(model="nano", device="cpu", batch_invariant=True, max_model_len=512, cpu_cache_bytes=1 << 25, **options))
+    return EngineEndpoint(
+        EngineConfig.of(
+            model="nano", device="cpu", batch_invariant=True, max_model_len=512, cpu_cache_bytes=1 << 25, **options
+        )
+    )
 
 
 async def settled(endpoint: EngineEndpoint):
@@ -50,7 +54,14 @@ async def features(endpoint):
     """Without a fork, the engine's own group or its one record of a score, replies and scores are the same; only the cost is not."""
     told = {}
     for without in ((), ("fork",), ("group",), ("score",), FEATURES):
-        other = ClientEndpoint(endpoint.engine, endpoint.tokenizer, "nano", parameters=endpoint.parameters, without=without, tenant="-".join(without))
+        other = ClientEndpoint(
+            endpoint.engine,
+            endpoint.tokenizer,
+            "nano",
+            parameters=endpoint.parameters,
+            without=without,
+            tenant="-".join(without),
+        )
         c = context(other)
         samples = await c.sample(other, MESSAGES, 4, stream=3, max_tokens=24)
         first = [s for s in await c.sample(other, MESSAGES, 6, stream=11, finish_after=2) if s.met is not None]
@@ -59,11 +70,16 @@ async def features(endpoint):
     plain = told[()]
     for without, (samples, first, score, total) in told.items():
         assert samples == plain[0] and first == plain[1], without
-        assert all(math.isclose(getattr(score, name), getattr(plain[2], name), rel_tol=1e-4) for name in ("confidence", "lowest", "logprob"))
+        assert all(
+            math.isclose(getattr(score, name), getattr(plain[2], name), rel_tol=1e-4)
+            for name in ("confidence", "lowest", "logprob")
+        )
         assert score.tokens == plain[2].tokens and total["scored"] == plain[3]["scored"]
         if "fork" in without:  # every sample asks for the prompt, though the prefix cache has it
             assert total["uncached"] + total["cached"] > plain[3]["uncached"] + plain[3]["cached"]
-    assert told["score",][3]["uncached"] > plain[3]["uncached"], "all of the prompt is computed for its log-probabilities"
+    assert told["score",][3]["uncached"] > plain[3]["uncached"], (
+        "all of the prompt is computed for its log-probabilities"
+    )
     assert told["group",][3]["discarded"] >= plain[3]["discarded"]
     with pytest.raises(ConfigError, match="fork, score, group"):
         ClientEndpoint(endpoint.engine, endpoint.tokenizer, "nano", without=("speed",))
@@ -77,7 +93,9 @@ async def counters(endpoint):
     """Conservation: samples, a group, a score, a choice and a cut sequence; every token is the ledger's, kept or not."""
     c, problem = context(endpoint), Problem("p0", MESSAGES)
     pool = await c.sample(endpoint, MESSAGES, 5)
-    assert {s.finish for s in pool} <= {"stop", "length"} and all(s.tokens == len(s.ids) and s.confidence and s.logprob for s in pool)
+    assert {s.finish for s in pool} <= {"stop", "length"} and all(
+        s.tokens == len(s.ids) and s.confidence and s.logprob for s in pool
+    )
     await c.sample(endpoint, MESSAGES, 6, finish_after=2)
     await c.score(endpoint, MESSAGES, pool[0])
     await c.choose(endpoint, problem.prompts.self_evaluate(problem, pool[0].text), ("Yes", "No"))
@@ -89,7 +107,9 @@ async def counters(endpoint):
     assert total["uncached"] + total["cached"] == stats.prompt_tokens and total["cached"] == stats.cached_tokens > 0
     busy = await endpoint.busy_seconds()
     assert 0 < busy == await endpoint.busy_seconds(), "nothing runs"
-    assert total["scored"] == pool[0].tokens and total["flops"] == 2 * endpoint.parameters * (total["uncached"] + stats.generation_tokens)
+    assert total["scored"] == pool[0].tokens and total["flops"] == 2 * endpoint.parameters * (
+        total["uncached"] + stats.generation_tokens
+    )
 
 
 async def streams(endpoint):
@@ -101,7 +121,9 @@ async def streams(endpoint):
     full = await draw.sample(endpoint, MESSAGES, 6, stream=11)
     first = await draw.sample(endpoint, MESSAGES, 6, stream=11, finish_after=1)
     best = min((s.tokens, s.index) for s in full if s.finish == "stop")
-    assert [(s.tokens, s.index) for s in first if s.met is not None] == [best] and first[best[1]].ids == full[best[1]].ids
+    assert [(s.tokens, s.index) for s in first if s.met is not None] == [best] and first[best[1]].ids == full[
+        best[1]
+    ].ids
     # The engine sees the end itself: nobody runs beyond it but branch 0, which leads by the step that computed the prompt.
     assert all(s.tokens <= best[0] + (s.index == 0) for s in first)
 
@@ -112,7 +134,10 @@ async def scores(endpoint):
     for sample in await c.sample(endpoint, MESSAGES, 3):
         for _ in range(2):
             score = await c.score(endpoint, MESSAGES, sample)
-            assert math.isclose(score.logprob, sample.logprob, rel_tol=1e-4, abs_tol=1e-4) and score.tokens == sample.tokens
+            assert (
+                math.isclose(score.logprob, sample.logprob, rel_tol=1e-4, abs_tol=1e-4)
+                and score.tokens == sample.tokens
+            )
             assert math.isclose(score.confidence, sample.confidence, rel_tol=1e-4)
     found = await c.choose(endpoint, MESSAGES, ("Yes", "No"))
     assert math.isclose(sum(map(math.exp, found.values())), 1.0, rel_tol=1e-4)
@@ -127,12 +152,19 @@ async def sequences(endpoint):
     seq.stream = 21
     while not seq.done and seq.tokens < 48:
         await seq.generate(until=("\n",), max_tokens=48 - seq.tokens)
-    assert tuple(seq.ids) == whole.ids and seq.text == whole.text and len(seq.pieces) > 1 and seq.sample().finish == whole.finish
-    assert [charge.uncached for charge in c.ledger.charges[written + 1:]] == [1] * (len(seq.pieces) - 1), "a paused reply goes on as a decode"
+    assert (
+        tuple(seq.ids) == whole.ids
+        and seq.text == whole.text
+        and len(seq.pieces) > 1
+        and seq.sample().finish == whole.finish
+    )
+    assert [charge.uncached for charge in c.ledger.charges[written + 1 :]] == [1] * (len(seq.pieces) - 1), (
+        "a paused reply goes on as a decode"
+    )
     seq.truncate(1)
     forks = seq.fork(4)
     await c.map("fork", lambda scope, s: s.generate(scope=scope, max_tokens=12, temperature=3.0), forks)
-    assert all(f.ids[:len(seq.ids)] == seq.ids for f in forks) and len({tuple(f.ids) for f in forks}) > 1
+    assert all(f.ids[: len(seq.ids)] == seq.ids for f in forks) and len({tuple(f.ids) for f in forks}) > 1
 
 
 async def refusals(endpoint):

@@ -39,14 +39,18 @@ def in_context(url: str, job, *, retries: int = 2, budget: Budget | None = None,
 def test_samples_of_our_server_with_its_own_counts():
     with running() as server:
         found, total = in_context(server.url + "/v1", lambda c, e: c.sample(e, ask("hello world"), 3))
-        assert [s.text for s in found] == ["hello world"] * 3 and all(s.finish == "stop" and s.confidence is not None for s in found)
+        assert [s.text for s in found] == ["hello world"] * 3 and all(
+            s.finish == "stop" and s.confidence is not None for s in found
+        )
         seen = server.engine.seen
         assert len({r.seed for r in seen}) == 3 and all(r.params.logprobs == 20 and r.max_tokens == 64 for r in seen)
         tokens = len(server.service.text.tokenizer.encode("hello world")) + 1
         assert total["generated"] == 3 * tokens and [s.tokens for s in found] == [tokens] * 3
         assert total["uncached"] + total["cached"] == sum(len(r.prompt_ids) for r in seen)
         in_context(server.url + "/v1", lambda c, e: c.sample(e, ask("hello world"), 2))
-        assert len(seen) == 5 and len({r.seed for r in seen}) == 3  # sample i has its seed whatever n is; they arrive in any order
+        assert (
+            len(seen) == 5 and len({r.seed for r in seen}) == 3
+        )  # sample i has its seed whatever n is; they arrive in any order
         server.idle()
 
 
@@ -58,7 +62,9 @@ def test_a_group_closes_the_others_connections():
         server.engine.delay = 0.01
         found, total = in_context(server.url + "/v1", job)
         server.idle()
-        assert sum(s.met is not None for s in found) == 1 and total["generated"] == next(s.tokens for s in found if s.met is not None)
+        assert sum(s.met is not None for s in found) == 1 and total["generated"] == next(
+            s.tokens for s in found if s.met is not None
+        )
 
 
 def test_what_the_server_refuses_and_what_no_server_can_do():
@@ -107,12 +113,22 @@ class Foreign:
 
 
 def chunk(text: str = "", finish: str | None = None, **more) -> str:
-    return "data: " + json.dumps({"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": finish}], **more}) + "\n\n"
+    return (
+        "data: "
+        + json.dumps({"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": finish}], **more})
+        + "\n\n"
+    )
 
 
 GOOD = chunk("Answer: ") + chunk("7") + chunk(finish="stop") + "data: [DONE]\n\n"
-BROKEN = [(503, "busy"), (429, "slow down"), (200, chunk("Ans")), (200, "data: {nonsense\n\n"),
-          (200, 'data: {"error": {"message": "boom"}}\n\n'), (500, "")]
+BROKEN = [
+    (503, "busy"),
+    (429, "slow down"),
+    (200, chunk("Ans")),
+    (200, "data: {nonsense\n\n"),
+    (200, 'data: {"error": {"message": "boom"}}\n\n'),
+    (500, ""),
+]
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=["503", "429", "cut off", "malformed", "error in the stream", "500"])
@@ -121,18 +137,47 @@ def test_a_server_that_fails_is_asked_again_and_a_dead_one_ends_the_run(broken):
         async with Foreign(*replies) as url:
             endpoint = HTTPEndpoint(url, "other", logprobs=False)
             async with opened([endpoint]):
-                return await solve(load_strategy("majority:n=1"), [Problem("p0", ask("x"))], [endpoint], retries=2, pause=0.0, sampling=SAMPLING)
+                return await solve(
+                    load_strategy("majority:n=1"),
+                    [Problem("p0", ask("x"))],
+                    [endpoint],
+                    retries=2,
+                    pause=0.0,
+                    sampling=SAMPLING,
+                )
 
     found = asyncio.run(main(broken, broken, (200, GOOD)))
-    assert found.solved[0].result.answer == "7" and found.ledger.total()["generated"] == 2 and found.solved[0].result.sample.confidence is None
+    assert (
+        found.solved[0].result.answer == "7"
+        and found.ledger.total()["generated"] == 2
+        and found.solved[0].result.sample.confidence is None
+    )
     with pytest.raises(EndpointDown, match="other failed 3 times"):
         asyncio.run(main(broken))
 
 
 def test_a_distribution_over_options_from_the_likeliest_tokens():
-    top = [{"token": " Yes", "logprob": math.log(0.6)}, {"token": "No", "logprob": math.log(0.2)}, {"token": "x", "logprob": math.log(0.1)}]
-    line = "data: " + json.dumps({"choices": [{"index": 0, "delta": {}, "logprobs": {"content": [
-        {"token": " Yes", "logprob": top[0]["logprob"], "top_logprobs": top}]}, "finish_reason": "length"}]}) + "\n\n"
+    top = [
+        {"token": " Yes", "logprob": math.log(0.6)},
+        {"token": "No", "logprob": math.log(0.2)},
+        {"token": "x", "logprob": math.log(0.1)},
+    ]
+    line = (
+        "data: "
+        + json.dumps(
+            {
+                "choices": [
+                    {
+                        "index": 0,
+                        "delta": {},
+                        "logprobs": {"content": [{"token": " Yes", "logprob": top[0]["logprob"], "top_logprobs": top}]},
+                        "finish_reason": "length",
+                    }
+                ]
+            }
+        )
+        + "\n\n"
+    )
 
     async def main():
         async with Foreign((200, line)) as url:
@@ -145,13 +190,22 @@ def test_a_distribution_over_options_from_the_likeliest_tokens():
 
 def test_several_tokens_of_a_delta_are_one_chunk():
     """Counted by their log-probabilities; a confidence each, of the alternatives."""
+
     def entry(*top: float) -> dict:
         return {"token": "x", "logprob": top[0], "top_logprobs": [{"token": "x", "logprob": p} for p in top]}
 
     def delta(text: str, *entries: dict) -> str:
-        return "data: " + json.dumps({"choices": [{"index": 0, "delta": {"content": text}, "logprobs": {"content": entries}}]}) + "\n\n"
+        return (
+            "data: "
+            + json.dumps({"choices": [{"index": 0, "delta": {"content": text}, "logprobs": {"content": entries}}]})
+            + "\n\n"
+        )
 
-    stream = delta("Answer: ", entry(-0.5, -1.5), entry(-1.0, -2.0), entry(-0.25, -0.75)) + delta("7", entry(-2.0, -4.0)) + chunk(finish="stop")
+    stream = (
+        delta("Answer: ", entry(-0.5, -1.5), entry(-1.0, -2.0), entry(-0.25, -0.75))
+        + delta("7", entry(-2.0, -4.0))
+        + chunk(finish="stop")
+    )
 
     async def main():
         async with Foreign((200, stream)) as url:
@@ -173,8 +227,14 @@ def test_a_local_and_a_remote_model_in_one_strategy():
             async with opened([remote]):
                 from tests.scaling.tabular import problem
 
-                return await solve(load_strategy("squeeze_evolve:N=4,K=2,T=3,p=50"), [problem()], [Tabular("small", table(0.3)), remote], seed=2,
-                                   sampling=SAMPLING, pause=0.0)
+                return await solve(
+                    load_strategy("squeeze_evolve:N=4,K=2,T=3,p=50"),
+                    [problem()],
+                    [Tabular("small", table(0.3)), remote],
+                    seed=2,
+                    sampling=SAMPLING,
+                    pause=0.0,
+                )
 
     found = asyncio.run(main())
     kinds = {(c.endpoint, c.kind) for c in found.ledger.charges}

@@ -64,23 +64,37 @@ def oracle(task, origin, wrong):
 
 
 @pytest.mark.parametrize("name", ["chain", "countdown", "path", "state"])
-@pytest.mark.parametrize("spec", ["rsa:N=4,K=3,T=4", "squeeze_evolve:N=4,K=2,T=4", "squeeze_evolve:N=3,K=1,T=2,final=synthesize",
-                                  "v1:N=4,distinct=false", "best_of_n:n=4,by=judge"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "rsa:N=4,K=3,T=4",
+        "squeeze_evolve:N=4,K=2,T=4",
+        "squeeze_evolve:N=3,K=1,T=2,final=synthesize",
+        "v1:N=4,distinct=false",
+        "best_of_n:n=4,by=judge",
+    ],
+)
 def test_populations_of_checked_replies_go_round(spec, name):
     task = load_task(name)
     origin = task.problems("test", 3, 1)[0]
     wrong = next(p.solution for p in task.problems("test", 4, 40) if not task.check(origin, p.solution))
     endpoint = Scripted(oracle(task, origin, wrong))
     (problem,) = lab_problems(task, [origin])
-    found = asyncio.run(solve(load_strategy(spec), [problem], [endpoint], seed=1, sampling=Sampling(max_tokens=64), pause=0.0))
+    found = asyncio.run(
+        solve(load_strategy(spec), [problem], [endpoint], seed=1, sampling=Sampling(max_tokens=64), pause=0.0)
+    )
     result = found.solved[0].result
-    assert task.check(origin, solution(result.text)) and result.answer == problem.answer(origin.solution) == task.answer(origin.solution)
+    assert task.check(origin, solution(result.text)) and result.answer == problem.answer(
+        origin.solution
+    ) == task.answer(origin.solution)
     formed = [content for content in endpoint.asked if content != origin.messages[-1]["content"]]
     assert formed and not any(line.endswith((" good", " bad")) for content in formed for line in content.split("\n"))
     if result.populations:  # later ones hold checks, which cost tokens but cast no vote
         assert any(solution(text) != text for text in result.populations[-1])
-        assert {problem.answer(text) for population in result.populations for text in population} <= {task.answer(origin.solution),
-                                                                                                       task.answer(wrong)}
+        assert {problem.answer(text) for population in result.populations for text in population} <= {
+            task.answer(origin.solution),
+            task.answer(wrong),
+        }
 
 
 def test_prompts_show_what_a_reply_comes_to():
@@ -89,12 +103,22 @@ def test_prompts_show_what_a_reply_comes_to():
     checked = FormTask("aggregate", task).case(origin, [origin.solution, wrong]).solution
     (problem,) = lab_problems(task, [origin])
     prompts = problem.prompts
-    assert isinstance(prompts, LabPrompts) and problem.answer(checked) == origin.answer == problem.answer(origin.solution)
+    assert isinstance(prompts, LabPrompts) and problem.answer(checked) == origin.answer == problem.answer(
+        origin.solution
+    )
     assert prompts.aggregate(problem, [checked, wrong]) == render("aggregate", origin, [origin.solution, wrong])
     assert prompts.judge_pair(problem, wrong, checked) == render("judge_pair", origin, [wrong, origin.solution])
-    for made in (prompts.refine(problem, checked), prompts.judge_one(problem, checked), prompts.self_evaluate(problem, checked)):
+    for made in (
+        prompts.refine(problem, checked),
+        prompts.judge_one(problem, checked),
+        prompts.self_evaluate(problem, checked),
+    ):
         assert made and "good" not in str(made) and origin.solution in "".join(m["content"] for m in made)
     for form in SOLVING[1:]:
         asks = FormTask(form, task)
         case = asks.case(origin, [wrong] * FORMS[form].least)
-        assert problem.answer(case.solution) == origin.answer and asks.check(case, case.solution) and asks.check(case, origin.solution)
+        assert (
+            problem.answer(case.solution) == origin.answer
+            and asks.check(case, case.solution)
+            and asks.check(case, origin.solution)
+        )

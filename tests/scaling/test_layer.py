@@ -20,16 +20,30 @@ from kvasir.scaling.strategy import Strategy, load_strategy
 from kvasir.technique import own
 from tests.scaling.tabular import ID, Tabular, answer, problem, table
 
-ALL = {"majority": "majority:n=5", "best_of_n": "best_of_n:n=5,by=self", "adaptive_consistency": "adaptive_consistency:n=9",
-       "first_finish": "first_finish:n=4", "short_m_at_k": "short_m_at_k:m=2,k=5", "self_eval_prune": "self_eval_prune:n=5,prefix=1",
-       "rsa": "rsa:N=4,K=2,T=3", "squeeze_evolve": "squeeze_evolve:N=4,K=2,T=3", "v1": "v1:N=5,distinct=false,calls=2",
-       "cascade": "cascade:n=3,agree=3,last=3", "specreason": "specreason:steps=8", "particle": "particle:N=4,steps=4,tokens=2",
-       "beam": "beam:N=4,width=2,steps=4,tokens=2", "a_star": "a_star:k=3,expansions=5,tokens=2"}
+ALL = {
+    "majority": "majority:n=5",
+    "best_of_n": "best_of_n:n=5,by=self",
+    "adaptive_consistency": "adaptive_consistency:n=9",
+    "first_finish": "first_finish:n=4",
+    "short_m_at_k": "short_m_at_k:m=2,k=5",
+    "self_eval_prune": "self_eval_prune:n=5,prefix=1",
+    "rsa": "rsa:N=4,K=2,T=3",
+    "squeeze_evolve": "squeeze_evolve:N=4,K=2,T=3",
+    "v1": "v1:N=5,distinct=false,calls=2",
+    "cascade": "cascade:n=3,agree=3,last=3",
+    "specreason": "specreason:steps=8",
+    "particle": "particle:N=4,steps=4,tokens=2",
+    "beam": "beam:N=4,width=2,steps=4,tokens=2",
+    "a_star": "a_star:k=3,expansions=5,tokens=2",
+}
 SAMPLING = Sampling(max_tokens=12)
 
 
 def tiers(**options) -> list[Tabular]:
-    return [Tabular("small", table(0.4), **options), Tabular("large", table(0.7), parameters=10, price=Price(3.0, 0.3, 12.0), **options)]
+    return [
+        Tabular("small", table(0.4), **options),
+        Tabular("large", table(0.7), parameters=10, price=Price(3.0, 0.3, 12.0), **options),
+    ]
 
 
 def context(*endpoints: Tabular, **options) -> Context:
@@ -68,10 +82,16 @@ def test_scores_equal_the_closed_form_and_those_of_decoding():
             share = {"1": 0.5, "2": 0.3, "3": 0.2}[answer(sample.text)]
             # (1e-6 of every word is added to the table, and taken out again here)
             row = 1 + 11e-6
-            exact = dots * math.log((0.4 + 1e-6) / row) + math.log((0.6 * share + 1e-6) / row) + math.log((1 + 1e-6) / row)
+            exact = (
+                dots * math.log((0.4 + 1e-6) / row) + math.log((0.6 * share + 1e-6) / row) + math.log((1 + 1e-6) / row)
+            )
             score = await c.score(c.endpoints[0], messages, sample)
-            assert math.isclose(score.logprob, exact, rel_tol=1e-9) and math.isclose(sample.logprob, exact, rel_tol=1e-9)
-            assert math.isclose(score.confidence, sample.confidence, rel_tol=1e-12) and score.tokens == sample.tokens == len(sample.ids)
+            assert math.isclose(score.logprob, exact, rel_tol=1e-9) and math.isclose(
+                sample.logprob, exact, rel_tol=1e-9
+            )
+            assert math.isclose(
+                score.confidence, sample.confidence, rel_tol=1e-12
+            ) and score.tokens == sample.tokens == len(sample.ids)
 
     asyncio.run(main())
 
@@ -80,7 +100,9 @@ def test_choose_is_the_tables_distribution_and_sums_to_one():
     async def main():
         c = context()
         found = await c.choose(c.endpoints[0], problem(text="one 1").messages, ("Yes", "No"))
-        assert math.isclose(math.exp(found["Yes"]), 0.8, rel_tol=1e-4) and math.isclose(sum(map(math.exp, found.values())), 1.0)
+        assert math.isclose(math.exp(found["Yes"]), 0.8, rel_tol=1e-4) and math.isclose(
+            sum(map(math.exp, found.values())), 1.0
+        )
         assert c.ledger.total()["discarded"] == 1  # the token that was looked at, and thrown away
 
     asyncio.run(main())
@@ -124,7 +146,7 @@ def test_pieces_forks_and_cuts_equal_one_generation(cuts):
             kept = len(seq.pieces)
             other = seq.fork(2)[1]
             await other.generate()
-            assert other.ids[:len(seq.ids)] == seq.ids and len(seq.pieces) == kept
+            assert other.ids[: len(seq.ids)] == seq.ids and len(seq.pieces) == kept
             tokens = sum(p.tokens for p in seq.pieces)
             await seq.generate(max_tokens=1)
             before = c.ledger.total()
@@ -134,18 +156,26 @@ def test_pieces_forks_and_cuts_equal_one_generation(cuts):
             assert after["discarded"] + after["generated"] == before["discarded"] + before["generated"]
             await seq.generate(max_tokens=12 - len(seq.ids))
         assert seq.ids == whole.ids and seq.sample().finish == whole.sample().finish and seq.text == whole.text
-        assert math.isclose(seq.sample().confidence, whole.sample().confidence) and math.isclose(seq.sample().logprob, whole.sample().logprob)
+        assert math.isclose(seq.sample().confidence, whole.sample().confidence) and math.isclose(
+            seq.sample().logprob, whole.sample().logprob
+        )
 
     asyncio.run(main())
 
 
 def test_a_step_keeps_its_delimiter_and_is_not_the_end():
     async def main():
-        endpoint = Tabular(model=lambda text, begun: {"\n": 1.0} if len(begun) < 2 else {"1": 1.0} if len(begun) == 2 else {"<end>": 1.0})
+        endpoint = Tabular(
+            model=lambda text, begun: (
+                {"\n": 1.0} if len(begun) < 2 else {"1": 1.0} if len(begun) == 2 else {"<end>": 1.0}
+            )
+        )
         seq = context(endpoint).open(endpoint, problem().messages)
         assert (await seq.generate(until=("\n",))).text == "\n" and not seq.done
         assert (await seq.generate(until=("\n",))).text == "\n" and not seq.done
-        assert (await seq.generate(until=("\n",))).text == "1" and seq.done and seq.ids == [ID["\n"], ID["\n"], ID["1"], 0]
+        assert (
+            (await seq.generate(until=("\n",))).text == "1" and seq.done and seq.ids == [ID["\n"], ID["\n"], ID["1"], 0]
+        )
 
     asyncio.run(main())
 
@@ -164,7 +194,9 @@ def test_the_first_to_finish_are_the_shortest_whatever_the_timing(jitter):
         first = [s for s in cut if s.met is not None]
         assert sorted((s.tokens, s.index) for s in first) == expected and all(s.ids == pool[s.index].ids for s in first)
         last = expected[-1][0]
-        assert all(last - 1 <= s.tokens <= last + 1 for s in cut if s.met is None) and all(s.finish == "group" for s in cut if s.met is None)
+        assert all(last - 1 <= s.tokens <= last + 1 for s in cut if s.met is None) and all(
+            s.finish == "group" for s in cut if s.met is None
+        )
         assert c.ledger.total()["generated"] == sum(t for t, _ in expected)
         assert c.ledger.total()["generated"] + c.ledger.total()["discarded"] == c.endpoints[0].counts["generated"]
 
@@ -184,7 +216,9 @@ def test_a_mark_ends_the_others_and_the_winner_goes_on():
 def test_what_is_not_accepted_does_not_count():
     async def main():
         c = context()
-        pool = await c.sample(c.endpoints[0], problem().messages, 6, finish_after=1, accept=lambda text: answer(text) == "3")
+        pool = await c.sample(
+            c.endpoints[0], problem().messages, 6, finish_after=1, accept=lambda text: answer(text) == "3"
+        )
         assert [answer(s.text) for s in pool if s.met is not None] in (["3"], [])
 
     asyncio.run(main())
@@ -204,10 +238,17 @@ def test_the_ledger_holds_what_the_models_did(spec, jitter):
         if found is None:
             assert not counts["requests"]
             continue
-        assert found["uncached"] == counts["uncached"] and found["cached"] == counts["cached"] and found["calls"] == counts["requests"]
+        assert (
+            found["uncached"] == counts["uncached"]
+            and found["cached"] == counts["cached"]
+            and found["calls"] == counts["requests"]
+        )
         assert found["generated"] + found["discarded"] == counts["generated"] and min(found.values()) >= 0
         p = endpoint.price
-        assert math.isclose(found["dollars"] * 1e6, counts["uncached"] * p.uncached + counts["cached"] * p.cached + counts["generated"] * p.generated)
+        assert math.isclose(
+            found["dollars"] * 1e6,
+            counts["uncached"] * p.uncached + counts["cached"] * p.cached + counts["generated"] * p.generated,
+        )
         assert found["flops"] == 2 * endpoint.parameters * (counts["uncached"] + counts["generated"])
     parts = [s.ledger.total() for s in solution.solved]
     assert all(math.isclose(sum(p[unit] for p in parts), value) for unit, value in solution.ledger.total().items())
@@ -218,8 +259,12 @@ def test_budgets_are_never_exceeded(spec):
     """Random bounds in every unit, random interleavings; what is reserved is given back."""
     rng = random.Random(spec)
     for trial in range(8):
-        budget = Budget(tokens=rng.randrange(1, 400), generated=rng.choice([None, rng.randrange(1, 300)]),
-                        calls=rng.choice([None, rng.randrange(1, 20)]), dollars=rng.choice([None, rng.random() * 2e-3 + 1e-6]))
+        budget = Budget(
+            tokens=rng.randrange(1, 400),
+            generated=rng.choice([None, rng.randrange(1, 300)]),
+            calls=rng.choice([None, rng.randrange(1, 20)]),
+            dollars=rng.choice([None, rng.random() * 2e-3 + 1e-6]),
+        )
         each = Budget(tokens=rng.randrange(1, 200))
         endpoints = tiers(jitter=trial, faults=rng.randrange(3))
         solution = run(spec, endpoints=endpoints, budget=budget, problem_budget=each, retries=9)
@@ -298,7 +343,12 @@ def test_a_run_killed_anywhere_resumes_to_the_same_result(spec, tmp_path):
     for point in range(1, len(lines) + 1):
         path = tmp_path / f"cut{point}"
         try:
-            run(spec, endpoints=tiers(cache=False), journal=Mortal(path, {"a": 1}, lives=point, torn=bool(point % 2)), **options)
+            run(
+                spec,
+                endpoints=tiers(cache=False),
+                journal=Mortal(path, {"a": 1}, lives=point, torn=bool(point % 2)),
+                **options,
+            )
         except Killed:
             assert point < len(lines)
         done = {json.loads(line)["key"] for line in path.read_text().split("\n")[1:-1]}
@@ -308,7 +358,9 @@ def test_a_run_killed_anywhere_resumes_to_the_same_result(spec, tmp_path):
         keys = [json.loads(line)["key"] for line in path.read_text().splitlines()[1:]]
         assert len(set(keys)) == len(keys) and set(keys) == {json.loads(line)["key"] for line in lines[1:]}
         costs = [json.loads(line)["charge"] for line in path.read_text().splitlines()[1:]]
-        assert sum(e.counts["requests"] for e in endpoints) == sum(c is not None for c, k in zip(costs, keys) if k not in done)
+        assert sum(e.counts["requests"] for e in endpoints) == sum(
+            c is not None for c, k in zip(costs, keys) if k not in done
+        )
 
 
 def test_another_run_or_other_prompts_or_no_journal_at_all_are_refused(tmp_path):
@@ -338,7 +390,9 @@ def test_a_call_that_fails_is_tried_again_and_its_waste_is_charged(tmp_path):
     assert outcome(good) == outcome(solution)
     lost = [c for c in solution.ledger.charges if c.kind == "lost"]
     assert len(lost) == 3 and all(c.discarded == 8 and c.uncached for c in lost)
-    again = run("majority:n=4", endpoints=tiers(), journal=path)  # nothing is made, and nothing charged twice or forgotten
+    again = run(
+        "majority:n=4", endpoints=tiers(), journal=path
+    )  # nothing is made, and nothing charged twice or forgotten
     assert amounts(again) == amounts(solution)
 
 
@@ -348,7 +402,9 @@ def test_a_dead_endpoint_ends_the_run_clearly_and_leaves_the_journal(tmp_path):
     endpoints[0].faults = 0
     with pytest.raises(EndpointDown, match="large failed 3 times in a row, the last time: the table broke"):
         run("cascade:n=3,agree=3,last=3", 6, endpoints, journal=path, retries=2, on_event=events.append)
-    assert sum("key" in json.loads(line) for line in path.read_text().splitlines()[1:]) >= 6 and any(e["event"] == "retry" for e in events)
+    assert sum("key" in json.loads(line) for line in path.read_text().splitlines()[1:]) >= 6 and any(
+        e["event"] == "retry" for e in events
+    )
     assert outcome(run("cascade:n=3,agree=3,last=3", 6, journal=path)) == outcome(run("cascade:n=3,agree=3,last=3", 6))
 
 
@@ -365,7 +421,11 @@ def test_cancelling_the_task_cancels_the_call_and_charges_what_was_seen():
         for _ in range(20):
             await asyncio.sleep(0)
         total = c.ledger.total()
-        assert 0 < seen == endpoint.counts["generated"] and seen - 1 <= total["discarded"] <= seen and not total["generated"]
+        assert (
+            0 < seen == endpoint.counts["generated"]
+            and seen - 1 <= total["discarded"] <= seen
+            and not total["generated"]
+        )
         assert not any(c.ledger._reserved.values())
 
     asyncio.run(main())
@@ -388,12 +448,20 @@ def test_no_problems_are_no_work():
     assert run("rsa", 0).solved == []
 
 
-@pytest.mark.parametrize("spec, caps, named", [("best_of_n:by=self", Caps(), "needs choose"), ("particle", Caps(choose=True), "needs tokens"),
-                                               ("squeeze_evolve", Caps(logprobs=True), "cannot score"), ("best_of_n", Caps(), "needs logprobs"),
-                                               ("squeeze_evolve:p=10/30", None, "need 1 bounds"),
-                                               ("majority:model=x", None, "there are small, large"),
-                                               ("squeeze_evolve:scorer=x", None, "scorer=x"), ("rsa:K=65,N=80", None, "more than the 64"),
-                                               ("squeeze_evolve:K=65,N=80", None, "more than the 64")])
+@pytest.mark.parametrize(
+    "spec, caps, named",
+    [
+        ("best_of_n:by=self", Caps(), "needs choose"),
+        ("particle", Caps(choose=True), "needs tokens"),
+        ("squeeze_evolve", Caps(logprobs=True), "cannot score"),
+        ("best_of_n", Caps(), "needs logprobs"),
+        ("squeeze_evolve:p=10/30", None, "need 1 bounds"),
+        ("majority:model=x", None, "there are small, large"),
+        ("squeeze_evolve:scorer=x", None, "scorer=x"),
+        ("rsa:K=65,N=80", None, "more than the 64"),
+        ("squeeze_evolve:K=65,N=80", None, "more than the 64"),
+    ],
+)
 def test_what_cannot_work_is_refused_before_the_first_call(spec, caps, named):
     endpoints = tiers(caps=caps)
     with pytest.raises(ConfigError, match=named):
@@ -401,11 +469,32 @@ def test_what_cannot_work_is_refused_before_the_first_call(spec, caps, named):
     assert not endpoints[1].prompts
 
 
-@pytest.mark.parametrize("spec", ["majority:n=0", "rsa:N=2,K=3", "rsa:T=0", "squeeze_evolve:N=2,K=3", "squeeze_evolve:p=x", "squeeze_evolve:p=30/10",
-                                  "squeeze_evolve:fitness=luck", "squeeze_evolve:M=2,K=4", "squeeze_evolve:zeta=0", "short_m_at_k:m=3,k=2",
-                                  "beam:N=4,width=3", "a_star:k=0",
-                                  "a_star:regret=-1", "particle:tau=0", "cascade:n=2,agree=3", "self_eval_prune:keep=0", "majorty", "majority:m=2",
-                                  "squeeze_evolve:p=101", "squeeze_evolve:route=threshold,threshold=2/3", "squeeze_evolve:p=nan"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "majority:n=0",
+        "rsa:N=2,K=3",
+        "rsa:T=0",
+        "squeeze_evolve:N=2,K=3",
+        "squeeze_evolve:p=x",
+        "squeeze_evolve:p=30/10",
+        "squeeze_evolve:fitness=luck",
+        "squeeze_evolve:M=2,K=4",
+        "squeeze_evolve:zeta=0",
+        "short_m_at_k:m=3,k=2",
+        "beam:N=4,width=3",
+        "a_star:k=0",
+        "a_star:regret=-1",
+        "particle:tau=0",
+        "cascade:n=2,agree=3",
+        "self_eval_prune:keep=0",
+        "majorty",
+        "majority:m=2",
+        "squeeze_evolve:p=101",
+        "squeeze_evolve:route=threshold,threshold=2/3",
+        "squeeze_evolve:p=nan",
+    ],
+)
 def test_bad_options_are_refused(spec):
     with pytest.raises(ConfigError):
         load_strategy(spec)

@@ -15,12 +15,16 @@ PAGES = Path(__file__).parents[2] / "docs" / "methods" / "scaling"
 
 
 def test_every_strategy_has_its_page_with_its_options():
-    specs = [spec for page in PAGES.glob("*.md") for spec in re.findall(r"^## `([a-z0-9_]+:[^`]*)`$", page.read_text(), re.M)]
+    specs = [
+        spec for page in PAGES.glob("*.md") for spec in re.findall(r"^## `([a-z0-9_]+:[^`]*)`$", page.read_text(), re.M)
+    ]
     assert sorted(spec.partition(":")[0] for spec in specs) == own(STRATEGIES)
     for spec in specs:
         name, _, options = spec.partition(":")
         config = find(STRATEGIES, name, Strategy)[1]
-        assert [pair.partition("=")[0] for pair in options.split(",")] == [f.name for f in dataclasses.fields(config)], name
+        assert [pair.partition("=")[0] for pair in options.split(",")] == [
+            f.name for f in dataclasses.fields(config)
+        ], name
         assert load_strategy(spec).config == config(), f"{name}: the page has other defaults"
 
 

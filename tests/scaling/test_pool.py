@@ -25,7 +25,9 @@ def pool() -> Pool:
 
 
 def run(spec: str, pool: Pool, seed: int = 0):
-    return asyncio.run(solve(load_strategy(spec), PROBLEMS, [PoolEndpoint(pool, seed)], seed=seed, sampling=SAMPLING)).solved
+    return asyncio.run(
+        solve(load_strategy(spec), PROBLEMS, [PoolEndpoint(pool, seed)], seed=seed, sampling=SAMPLING)
+    ).solved
 
 
 def dealt(pool: Pool, seed: int, n: int, again: int = 0) -> list:
@@ -42,7 +44,9 @@ def dealt(pool: Pool, seed: int, n: int, again: int = 0) -> list:
 def test_all_replies_once_in_an_order_of_the_seed(pool):
     whole = pool.of(PROBLEMS[0])
     first, waves, other = dealt(pool, 1, 32), dealt(pool, 1, 8, again=3), dealt(pool, 2, 32)
-    assert first == waves and sorted(s.index for s in first) == list(range(32)) and all(whole[s.index] is s for s in first)
+    assert (
+        first == waves and sorted(s.index for s in first) == list(range(32)) and all(whole[s.index] is s for s in first)
+    )
     assert [s.index for s in first] != [s.index for s in other] and dealt(pool, 1, 5) == first[:5]
 
 
@@ -57,13 +61,25 @@ def test_first_to_end_costs_what_all_had_written_by_then(pool):
 def test_whole_replies_keep_what_is_known_of_them(pool):
     for solved in run("best_of_n:n=32,by=lowest", pool):
         best = max((s for s in pool.of(solved.problem) if s.finish == "stop"), key=lambda s: s.lowest)
-        assert solved.result.sample.lowest == best.lowest and solved.ledger.total()["generated"] == sum(s.tokens for s in pool.of(solved.problem))
+        assert solved.result.sample.lowest == best.lowest and solved.ledger.total()["generated"] == sum(
+            s.tokens for s in pool.of(solved.problem)
+        )
         assert solved.ledger.total()["uncached"] == 2 and solved.ledger.total()["flops"] > 0
 
 
 def test_a_majority_of_all_is_that_of_a_live_run(pool):
-    live = asyncio.run(solve(load_strategy("majority:n=32"), PROBLEMS, [Tabular("table", table(0.5, pause=0.6))], seed=3, sampling=SAMPLING)).solved
-    assert [s.result.votes for s in run("majority:n=32", pool)] == [dict(sorted(s.result.votes.items(), key=lambda kv: 0)) for s in live]
+    live = asyncio.run(
+        solve(
+            load_strategy("majority:n=32"),
+            PROBLEMS,
+            [Tabular("table", table(0.5, pause=0.6))],
+            seed=3,
+            sampling=SAMPLING,
+        )
+    ).solved
+    assert [s.result.votes for s in run("majority:n=32", pool)] == [
+        dict(sorted(s.result.votes.items(), key=lambda kv: 0)) for s in live
+    ]
 
 
 def test_waves_pay_for_the_prompt_once(pool):
@@ -72,8 +88,14 @@ def test_waves_pay_for_the_prompt_once(pool):
         assert total["uncached"] == 2 + (total["calls"] - 1) and total["cached"] == total["calls"] - 1
 
 
-@pytest.mark.parametrize(("spec", "named"), [("best_of_n:n=2,by=judge", "other texts"), ("rsa:N=4,K=2,T=2", "other texts"),
-                                             ("majority:n=33", "draw a larger one")])
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        ("best_of_n:n=2,by=judge", "other texts"),
+        ("rsa:N=4,K=2,T=2", "other texts"),
+        ("majority:n=33", "draw a larger one"),
+    ],
+)
 def test_what_cannot_run_says_so(pool, spec, named):
     with pytest.raises(ConfigError, match=named):
         run(spec, pool)
@@ -84,7 +106,9 @@ def test_files(pool, tmp_path):
     pool.save(file, about)
     again = Pool.load(file, about)
     assert run("best_of_n:n=9", again, 5)[0].result.text == run("best_of_n:n=9", pool, 5)[0].result.text
-    assert [s.confidence for s in again.of(PROBLEMS[2])] == [s.confidence for s in pool.of(PROBLEMS[2])] and again.parameters == 7
+    assert [s.confidence for s in again.of(PROBLEMS[2])] == [
+        s.confidence for s in pool.of(PROBLEMS[2])
+    ] and again.parameters == 7
     with pytest.raises(ConfigError, match="n differ"):
         Pool.load(file, about | {"n": 7})
     file.write_bytes(b"nothing")
@@ -94,8 +118,15 @@ def test_files(pool, tmp_path):
 
 def test_ranking_against_every_pair(pool):
     right = [[answer(s.text) == "1" for s in pool.of(p)] for p in PROBLEMS]
-    pairs = [(g.confidence, b.confidence) for p, marks in zip(PROBLEMS, right)
-             for (g, x), (b, y) in itertools.product(zip(pool.of(p), marks), repeat=2) if x and not y]
+    pairs = [
+        (g.confidence, b.confidence)
+        for p, marks in zip(PROBLEMS, right)
+        for (g, x), (b, y) in itertools.product(zip(pool.of(p), marks), repeat=2)
+        if x and not y
+    ]
     expected = sum((g > b) + 0.5 * (g == b) for g, b in pairs) / len(pairs)
     assert ranked_right(pool, PROBLEMS, right, "confidence") == pytest.approx(expected)
-    assert ranked_right(pool, PROBLEMS, [[True] * 32] * 6, "confidence") is None and key_of(PROBLEMS[0].messages) in pool.entries
+    assert (
+        ranked_right(pool, PROBLEMS, [[True] * 32] * 6, "confidence") is None
+        and key_of(PROBLEMS[0].messages) in pool.entries
+    )

@@ -18,7 +18,9 @@ SPECS = ("rsa:N=4,K=2,T=3", "best_of_n:n=4,by=self", "v1:N=4", "first_finish:n=3
 
 
 def run(spec, endpoints, problems, **options):
-    return asyncio.run(solve(load_strategy(spec), problems, endpoints, seed=5, sampling=Sampling(max_tokens=12), pause=0.0, **options))
+    return asyncio.run(
+        solve(load_strategy(spec), problems, endpoints, seed=5, sampling=Sampling(max_tokens=12), pause=0.0, **options)
+    )
 
 
 def problems(count):

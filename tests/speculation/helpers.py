@@ -31,11 +31,11 @@ class Hostile(Drafter):
 
     def _tree(self, ask: Ask) -> DraftTree:
         seq, rng, tree = ask.seq, self.rng, DraftTree()
-        right = self.outputs[seq.request.id, seq.branch][seq.num_output:]
+        right = self.outputs[seq.request.id, seq.branch][seq.num_output :]
         if rng.random() < 0.1:
             return tree
         node = -1
-        for token in right[:rng.randint(0, ask.max_depth)]:
+        for token in right[: rng.randint(0, ask.max_depth)]:
             for _ in range(rng.randint(0, 2)):
                 if len(tree) < ask.max_nodes - 1:
                     decoy = tree.add(node, token ^ rng.randint(1, 3), 0.9)
@@ -60,7 +60,9 @@ class WithGuests(Hostile):
         tree, rng = super()._tree(ask), self.rng
         for node in range(-1, len(tree)):
             if rng.random() < 0.6:
-                tree.guests[node] = tuple(tuple(rng.sample(range(5), rng.randint(1, 3))) for _ in range(rng.randint(1, 2)))
+                tree.guests[node] = tuple(
+                    tuple(rng.sample(range(5), rng.randint(1, 3))) for _ in range(rng.randint(1, 2))
+                )
         return tree
 
     def answer(self, seq, tree, node, outputs):
@@ -86,8 +88,12 @@ def requests(d: Driver, temperature: float, n: int = 1, tag: str = "r", **params
     found = []
     for k, length in enumerate(LENGTHS):
         few = {"allowed_token_ids": FEW} if k % 2 else {}
-        given = dict(temperature=temperature, max_tokens=OUTPUT, ignore_eos=True, seed=100 + k, n=n, logprobs=0) | few | params
-        found.append(d.request(f"{tag}{k}", [*shared[:length - 2], 300 + k, 301 + 2 * k], **given))
+        given = (
+            dict(temperature=temperature, max_tokens=OUTPUT, ignore_eos=True, seed=100 + k, n=n, logprobs=0)
+            | few
+            | params
+        )
+        found.append(d.request(f"{tag}{k}", [*shared[: length - 2], 300 + k, 301 + 2 * k], **given))
     return found
 
 

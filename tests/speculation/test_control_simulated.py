@@ -20,30 +20,64 @@ def misses(found: Compared, cold: float = 0.95, warm: float = 0.95) -> list[str]
     gains more than 5 %."""
     slow = [f"round {i}: {rate:.3f} of plain" for i, rate in enumerate(found.rounds) if rate < 0.98]
     if found.best > 1.05:
-        slow += [f"round {i}: {rate / found.best:.3f} of the best fixed" for i, rate in enumerate(found.rounds)
-                 if rate < (warm if i else cold) * found.best]
+        slow += [
+            f"round {i}: {rate / found.best:.3f} of the best fixed"
+            for i, rate in enumerate(found.rounds)
+            if rate < (warm if i else cold) * found.best
+        ]
     return slow
 
 
-@pytest.mark.parametrize("name", ["plain 1", "fixed4 accept=0.9 1", "plain 16", "fixed2 accept=0.9 16", "plain 64", "fixed1 accept=0.5 64",
-                                  "fixed4 accept=0.9 64"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain 1",
+        "fixed4 accept=0.9 1",
+        "plain 16",
+        "fixed2 accept=0.9 16",
+        "plain 64",
+        "fixed1 accept=0.5 64",
+        "fixed4 accept=0.9 64",
+    ],
+)
 def test_the_machine_is_like_the_one_measured(name):
     stored = json.loads((ROOT / "bench/results/h200/speculation-llama-8b.json").read_text())
     measured = next(a["metrics"]["decode_tok_s"]["median"] for a in stored["arms"] if a["name"] == name)
     kind, *_, batch = name.split()
     size = int(batch)
     chance = float(name.split("accept=")[1].split()[0]) if "accept" in name else 0.0
-    simulation = Simulation(size, coins(chance), depth=int(kind[5:]), control="fixed") if chance else Simulation(size, None)
+    simulation = (
+        Simulation(size, coins(chance), depth=int(kind[5:]), control="fixed") if chance else Simulation(size, None)
+    )
     prompts = Simulation(size, None).run(Load(size, outputs=(1,)))
     assert size * 191 / (simulation.run(Load(size)) - prompts) == pytest.approx(measured, rel=0.12)
 
 
-@pytest.mark.parametrize("batch, accept, seeds", [(1, 0.0, 8), (1, 0.3, 2), (1, 0.7, 2), (1, 0.9, 4), (8, 0.0, 8), (8, 0.5, 1), (8, 0.9, 2),
-                                                  (16, 0.7, 1), (64, 0.0, 2), (64, 0.9, 1), (256, 0.0, 1)])
+@pytest.mark.parametrize(
+    "batch, accept, seeds",
+    [
+        (1, 0.0, 8),
+        (1, 0.3, 2),
+        (1, 0.7, 2),
+        (1, 0.9, 4),
+        (8, 0.0, 8),
+        (8, 0.5, 1),
+        (8, 0.9, 2),
+        (16, 0.7, 1),
+        (64, 0.0, 2),
+        (64, 0.9, 1),
+        (256, 0.0, 1),
+    ],
+)
 def test_never_slower_and_near_the_best_from_the_first_token_on(batch, accept, seeds):
     """Workloads of 192 tokens, started with nothing known, and once more."""
     for seed in range(seeds):
-        found = compare(Load(batch), coins(accept, seed=seed), seed=seed, depths=(1, 2, 4, 8) if accept and batch < 64 else (4, 8) if accept else ())
+        found = compare(
+            Load(batch),
+            coins(accept, seed=seed),
+            seed=seed,
+            depths=(1, 2, 4, 8) if accept and batch < 64 else (4, 8) if accept else (),
+        )
         assert not misses(found, cold=0.94), (seed, found)
 
 
@@ -53,9 +87,14 @@ def test_never_slower_and_near_the_best_from_the_first_token_on(batch, accept, s
 def test_at_every_batch(batch, accept):
     """The mean over seeds. A single one may miss: where drafting gains a few per cent, sequences that end at different times cost
     some of it, and a few unlucky proposals at the start are believed."""
-    found = [compare(Load(batch), coins(accept, seed=seed), seed=seed, depths=(1, 2, 4, 8) if accept else ())
-             for seed in range(8 if batch < 16 else 2)]
-    mean = Compared([fmean(f.rounds[i] for f in found) for i in range(2)], {k: fmean(f.fixed[k] for f in found) for k in found[0].fixed})
+    found = [
+        compare(Load(batch), coins(accept, seed=seed), seed=seed, depths=(1, 2, 4, 8) if accept else ())
+        for seed in range(8 if batch < 16 else 2)
+    ]
+    mean = Compared(
+        [fmean(f.rounds[i] for f in found) for i in range(2)],
+        {k: fmean(f.fixed[k] for f in found) for k in found[0].fixed},
+    )
     assert not misses(mean, cold=0.93), mean
 
 
@@ -124,7 +163,9 @@ class SlowAtFirst(Machine):
 def test_slow_steps_at_the_start_are_not_believed_for_long():
     """Else every draft looks good beside the plain steps of then."""
     load = Load(64, count=512, prompt=100, outputs=(12, 30, 40, 40, 50, 80, 141))
-    drafting, without = (Simulation(64, made, machine=SlowAtFirst()) for made in (coins(0.25, call=0.2e-3, each=4e-6), None))
+    drafting, without = (
+        Simulation(64, made, machine=SlowAtFirst()) for made in (coins(0.25, call=0.2e-3, each=4e-6), None)
+    )
     rates = [without.run(load) / drafting.run(load) for _ in range(2)]
     assert rates[1] > 0.98, rates
 
@@ -172,7 +213,10 @@ def test_where_steps_are_as_short_as_a_drafters_own_work():
     """As with ``base`` on an H200: 0.5 ms a step. One step of a trial costs as much as a per cent of the whole workload, so rounds are
     means over seeds."""
     for batch in (1, 8, 32):
-        found = [compare(Load(batch), coins(0.3, call=0.6e-3, boast=0.5, seed=seed), seed=seed, depths=(), **SMALL).rounds for seed in range(4)]
+        found = [
+            compare(Load(batch), coins(0.3, call=0.6e-3, boast=0.5, seed=seed), seed=seed, depths=(), **SMALL).rounds
+            for seed in range(4)
+        ]
         assert fmean(cold for cold, _ in found) > 0.93 and fmean(warm for _, warm in found) > 0.98, (batch, found)
 
 

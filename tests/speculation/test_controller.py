@@ -66,7 +66,9 @@ def test_bad_drafts_are_left_out_but_for_rare_trials():
 
 
 def test_slots_follow_the_price_of_a_row():
-    means = [sum(drive(Controller(seconds(price)), 300, 0.7, seconds(price))[100:]) for price in (0.001, 0.05, 0.15, 5.0)]
+    means = [
+        sum(drive(Controller(seconds(price)), 300, 0.7, seconds(price))[100:]) for price in (0.001, 0.05, 0.15, 5.0)
+    ]
     assert means == sorted(means, reverse=True) and means[0] > means[2] and means[-1] < 200
 
 
@@ -94,6 +96,8 @@ def test_in_a_large_batch_a_trial_drafts_for_a_few():
     steps = 0
     while control.wanted(200, 1000) and control.trying:
         steps += 1
-        assert not control.wanted(200, 1000, alone=False) and control.wanted(200, 1000), "prompts beside it would blur what it costs"
+        assert not control.wanted(200, 1000, alone=False) and control.wanted(200, 1000), (
+            "prompts beside it would blur what it costs"
+        )
         control.end_step(200, 1000, 4.0, known=False)
     assert 0 < steps <= TRIAL_STEPS

@@ -39,7 +39,7 @@ class Guess(Hostile):
     @staticmethod
     def tree_of(ask):
         tree = DraftTree()
-        for i, token in enumerate(FEW[:ask.max_nodes]):
+        for i, token in enumerate(FEW[: ask.max_nodes]):
             tree.add(-1, token, 0.5 - i / 10)
         for token in FEW[:2]:
             if len(tree) < ask.max_nodes and ask.max_depth > 1:
@@ -51,8 +51,22 @@ def joint() -> dict[tuple[int, ...], float]:
     """Every output's probability, from the processed log-probabilities of the plain engine."""
     d = driver(max_num_seqs=32)
     prefixes = [p for n in range(3) for p in itertools.product(FEW, repeat=n)]
-    d.run([d.request(str(p), [*PROMPT, *p], temperature=6.0, allowed_token_ids=FEW, max_tokens=1, ignore_eos=True, logprobs=4, seed=1,
-                     logprobs_mode="processed") for p in prefixes])
+    d.run(
+        [
+            d.request(
+                str(p),
+                [*PROMPT, *p],
+                temperature=6.0,
+                allowed_token_ids=FEW,
+                max_tokens=1,
+                ignore_eos=True,
+                logprobs=4,
+                seed=1,
+                logprobs_mode="processed",
+            )
+            for p in prefixes
+        ]
+    )
     step = {p: {i: math.exp(v) for i, v in d.outputs[str(p), 0].logprobs[0].top} for p in prefixes}
     d.close()
     return {cell: math.prod(step[cell[:i]][cell[i]] for i in range(3)) for cell in itertools.product(FEW, repeat=3)}
@@ -70,10 +84,20 @@ class GuessWithGuests(WithGuests):
 
 def chi_square(expected: dict[tuple[int, ...], float], guests: bool = False) -> tuple[float, float]:
     """The statistic, and what it may be."""
-    d = driver("replay", max_num_seqs=64, batch_invariant=False, check=False, poison=False, num_pages=512, max_num_batched_tokens=512)
+    d = driver(
+        "replay",
+        max_num_seqs=64,
+        batch_invariant=False,
+        check=False,
+        poison=False,
+        num_pages=512,
+        max_num_batched_tokens=512,
+    )
     install(d, GuessWithGuests({}, d.engine.runner.model.spec.hidden_size) if guests else Guess({}))
-    for request in [d.request(str(i), PROMPT, temperature=6.0, allowed_token_ids=FEW, max_tokens=7, ignore_eos=True, seed=1000 + i)
-                    for i in range(SAMPLES)]:
+    for request in [
+        d.request(str(i), PROMPT, temperature=6.0, allowed_token_ids=FEW, max_tokens=7, ignore_eos=True, seed=1000 + i)
+        for i in range(SAMPLES)
+    ]:
         d.submit(request)
     while d.engine.has_work():
         d.step()

@@ -18,7 +18,9 @@ from tests.speculation import trained
 
 
 def sequence(tokens: list[int], tenant: str = "", **params) -> Sequence:
-    return Sequence(Request(id="r", prompt_ids=tokens, params=SamplingParams(**params), seed=0, max_tokens=99, tenant=tenant))
+    return Sequence(
+        Request(id="r", prompt_ids=tokens, params=SamplingParams(**params), seed=0, max_tokens=99, tenant=tenant)
+    )
 
 
 # ----------------------------------------------------------------------------------------------------- token recycling
@@ -27,7 +29,9 @@ def sequence(tokens: list[int], tenant: str = "", **params) -> Sequence:
 def test_the_likeliest_successors_become_a_tree():
     drafter = technique.load(DRAFTERS, "token_recycling", Drafter)
     seq = sequence([1, 2])
-    drafter.recycle(seq, [2, 5, 2], [[9] * 8, [7, 8, 0, 3, 4, 6, 9, 10], [5, 6, 0, 3, 4, 7, 8, 9]])  # the later row of 2 counts
+    drafter.recycle(
+        seq, [2, 5, 2], [[9] * 8, [7, 8, 0, 3, 4, 6, 9, 10], [5, 6, 0, 3, 4, 7, 8, 9]]
+    )  # the later row of 2 counts
     tree = drafter.propose([Ask(seq, 5, 3)])[0]
     assert tree.tokens[:2] == [5, 7] and tree.parents[:2] == [-1, 0], "the likeliest path first"
     assert sorted(t for t, p in zip(tree.tokens, tree.parents) if p == -1) == [0, 5, 6]

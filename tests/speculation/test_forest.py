@@ -26,7 +26,9 @@ def drawn(rng: random.Random, size: int) -> DraftTree:
 
 def walked(rng: random.Random, tree: DraftTree) -> list[int]:
     path: list[int] = []
-    while rng.random() < 0.7 and (children := [n for n, parent in enumerate(tree.parents) if parent == (path[-1] if path else -1)]):
+    while rng.random() < 0.7 and (
+        children := [n for n, parent in enumerate(tree.parents) if parent == (path[-1] if path else -1)]
+    ):
         path.append(rng.choice(children))
     return path
 
@@ -44,7 +46,9 @@ def history(rng: random.Random, steps: int) -> None:
         found = packed.allocate(Forest.of(trees) if rng.random() < 0.5 else trees, 100, budget, seqs)
         expected = plain.allocate(trees, 100, budget, seqs)
         assert isinstance(found, Forest) and list(found) == expected and packed.most_nodes == plain.most_nodes
-        assert found.chains == [tree.is_chain for tree in expected] and list(found.sizes) == [len(tree) for tree in expected]
+        assert found.chains == [tree.is_chain for tree in expected] and list(found.sizes) == [
+            len(tree) for tree in expected
+        ]
         which, paths = [i for i in rng.sample(range(len(expected)), len(expected)) if len(expected[i])], []
         for i in which:
             path, anchor = walked(rng, expected[i]), rng.randrange(3)
@@ -78,7 +82,12 @@ def test_a_difference_would_be_seen():
 def test_trees_come_back_as_they_were():
     trees = [drawn(random.Random(seed), seed % 7) for seed in range(20)]
     forest = Forest.of(trees)
-    assert list(forest) == trees and forest[3:9:2] == trees[3:9:2] and forest[-1] == trees[-1] and Forest.of(forest) is forest
+    assert (
+        list(forest) == trees
+        and forest[3:9:2] == trees[3:9:2]
+        and forest[-1] == trees[-1]
+        and Forest.of(forest) is forest
+    )
     with pytest.raises(IndexError):
         forest[20]
     assert len(Forest.of([])) == 0 and Forest.of([DraftTree(), DraftTree()]).chains == [True, True]
@@ -105,4 +114,8 @@ def test_the_engine_tells_the_controller_of_all_trees_at_once(monkeypatch):
     for drafter in (load_drafter("suffix:max_tokens=2000"), load_drafter("suffix:max_tokens=2000").reference()):
         drafting_host.measure(drafter, "nano", drafting_host.documents("nano", ["chain"]), 20, 6000)
     at_once, one_by_one = found
-    assert at_once.stats.accepted > 0 and at_once.stats == one_by_one.stats and at_once.survival._bins == one_by_one.survival._bins
+    assert (
+        at_once.stats.accepted > 0
+        and at_once.stats == one_by_one.stats
+        and at_once.survival._bins == one_by_one.survival._bins
+    )

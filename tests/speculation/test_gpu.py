@@ -16,7 +16,9 @@ def run(drafter: str, hostile: dict | None = None, **options):
     options = {"device": "cuda", "dtype": "float32", "batch_invariant": False, "max_num_seqs": 16} | options
     d = driver(drafter.replace("guests", "replay"), **options)
     if hostile is not None:
-        install(d, Hostile(hostile) if drafter == "replay" else WithGuests(hostile, d.engine.runner.model.spec.hidden_size))
+        install(
+            d, Hostile(hostile) if drafter == "replay" else WithGuests(hostile, d.engine.runner.model.spec.hidden_size)
+        )
     for again in range(4):  # buckets are captured after a few uses, and the others here
         while again == 2 and d.engine.idle():
             pass
@@ -36,13 +38,17 @@ def plain():
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("drafter", ["ngram:min_match=1", "suffix:min_match=1", f"draft_model:model={NANO}", "hostile", "guests"])
+@pytest.mark.parametrize(
+    "drafter", ["ngram:min_match=1", "suffix:min_match=1", f"draft_model:model={NANO}", "hostile", "guests"]
+)
 @pytest.mark.parametrize("codec", ["plain"])
 def test_same_tokens(drafter, graphs, codec, plain):
     hostile = plain if drafter in ("hostile", "guests") else None
     found, stats, captured = run(drafter.replace("hostile", "replay"), hostile, cuda_graphs=graphs, kv_codec=codec)
     assert found == plain and stats.accepted_tokens > 0
-    assert bool(captured) == graphs and all(form > ROW_BY_ROW for _, _, form in captured), "chains, trees and guests in one kind of graph"
+    assert bool(captured) == graphs and all(form > ROW_BY_ROW for _, _, form in captured), (
+        "chains, trees and guests in one kind of graph"
+    )
 
 
 @pytest.mark.parametrize("drafter", ["ngram:min_match=1", "hostile"])

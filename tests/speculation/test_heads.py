@@ -65,22 +65,34 @@ def spec(name: str, folders) -> str:
 
 @pytest.mark.parametrize("case", list(pairwise(FACTORS)), ids=label)
 def test_same_tokens(case, folders, reference):
-    d = driver(spec(case["drafter"], folders), max_num_batched_tokens=case["chunk"], num_pages=case["pool"], enable_prefix_caching=case["cache"],
-               kv_codec=case["codec"], overlap=case["overlap"], static=case["static"])
+    d = driver(
+        spec(case["drafter"], folders),
+        max_num_batched_tokens=case["chunk"],
+        num_pages=case["pool"],
+        enable_prefix_caching=case["cache"],
+        kv_codec=case["codec"],
+        overlap=case["overlap"],
+        static=case["static"],
+    )
     d.run(requests(d, case["temperature"], case["n"]), preempt_every=case["preempt_every"])
     assert tokens(d) == reference(case["temperature"], case["n"], case["codec"]), case
     stats, drafter = d.engine.stats(), d.engine._drafting.drafter
-    crowded = case["drafter"].startswith("ppd") and case["chunk"] == 6  # a step must be left over for prompt tokens before one for drafts
+    crowded = (
+        case["drafter"].startswith("ppd") and case["chunk"] == 6
+    )  # a step must be left over for prompt tokens before one for drafts
     assert stats.drafts or crowded
     assert stats.accepted_tokens > 5 or crowded or "random" in case["drafter"], "they know these texts by heart"
     if hasattr(drafter, "_lanes"):
-        assert not drafter._lanes and not drafter._queue and len(drafter._free) == drafter.config.lanes, "a sequence that ended holds its lane"
+        assert not drafter._lanes and not drafter._queue and len(drafter._free) == drafter.config.lanes, (
+            "a sequence that ended holds its lane"
+        )
     d.close()
 
 
 @pytest.mark.parametrize("kind", STEPS)
 def test_what_was_learnt_is_accepted_and_wrong_hidden_states_are_not(kind, folders, reference, monkeypatch):
     """Greedily, on texts it knows by heart, a head saves forwards. Fed the states of other rows it saves fewer, and no token changes."""
+
     def run() -> float:
         d = driver(spec(kind, folders), max_num_seqs=4)
         d.run(requests(d, 0.0))
@@ -106,7 +118,11 @@ def test_what_was_learnt_is_accepted_and_wrong_hidden_states_are_not(kind, folde
 
     monkeypatch.setattr(drafting.Drafting, "observe", misheard)
     committed = drafting._committed
-    monkeypatch.setattr(drafting, "_committed", lambda span, result: None if kind == "ppd" else torch.roll(committed(span, result), 1, -1))
+    monkeypatch.setattr(
+        drafting,
+        "_committed",
+        lambda span, result: None if kind == "ppd" else torch.roll(committed(span, result), 1, -1),
+    )
     assert run() < 0.5 * right
 
 
@@ -152,7 +168,11 @@ def test_weights_swapped_under_way_change_drafts_and_no_token(folders, reference
     d.engine._drafting.drafter.load(load_file(folders["eagle random"] / heads.WEIGHTS), 1)
     d.run([])
     stats = d.engine.stats()
-    assert tokens(d) == reference(0.0, 1, "plain") and d.engine._drafting.drafter.version == 1 and stats.accepted_tokens < 0.7 * stats.drafts
+    assert (
+        tokens(d) == reference(0.0, 1, "plain")
+        and d.engine._drafting.drafter.version == 1
+        and stats.accepted_tokens < 0.7 * stats.drafts
+    )
     d.close()
 
 
@@ -215,7 +235,11 @@ def eagle(tmp_path):
         for p in head.parameters():
             p.copy_((p * 2).bfloat16())  # larger, so that attention and positions matter; and as the file rounds it
     model = Fake()
-    heads.write(head, tmp_path, {"hidden_size": DIM, "vocab_size": VOCAB, "num_layers": 4, "weights": heads.fingerprint(model.norm.weight)})
+    heads.write(
+        head,
+        tmp_path,
+        {"hidden_size": DIM, "vocab_size": VOCAB, "num_layers": 4, "weights": heads.fingerprint(model.norm.weight)},
+    )
     return head, model, tmp_path
 
 
@@ -231,7 +255,7 @@ def test_eagle_drafts_what_training_unrolls(eagle, pieces):
     seq, at = sequence(ids), 0
     for size in pieces:
         if size:
-            drafter.ingest(seq, features[at:at + size], at)
+            drafter.ingest(seq, features[at : at + size], at)
         at += size
     (tree,) = drafter.propose([Ask(seq, 4, 4)])
     assert len(tree) == 4 and tree.is_chain
@@ -257,11 +281,25 @@ def test_a_captured_draft_is_the_eager_one(eagle):
     for drafter, how in zip(drafters, (None, capture)):
         drafter.attach(model, how)
         drafter._host_noise = False
-    seqs = [Sequence(Request(id=str(i), prompt_ids=[i] * (20 + 30 * i), params=SamplingParams(temperature=0.5 * i), seed=2**63 + i, max_tokens=9))
-            for i in range(3)]
+    seqs = [
+        Sequence(
+            Request(
+                id=str(i),
+                prompt_ids=[i] * (20 + 30 * i),
+                params=SamplingParams(temperature=0.5 * i),
+                seed=2**63 + i,
+                max_tokens=9,
+            )
+        )
+        for i in range(3)
+    ]
     for drafter in drafters:
         for seq in seqs:
-            drafter.ingest(seq, torch.randn(len(seq.tokens) - 1, 3, DIM, generator=torch.Generator().manual_seed(len(seq.tokens))), 0)
+            drafter.ingest(
+                seq,
+                torch.randn(len(seq.tokens) - 1, 3, DIM, generator=torch.Generator().manual_seed(len(seq.tokens))),
+                0,
+            )
     for _ in range(4):
         for asked in (seqs, seqs[:1], seqs[1:]):
             eager, static = (drafter.propose([Ask(seq, 6, 3) for seq in asked]) for drafter in drafters)
@@ -310,7 +348,9 @@ def test_lanes_hold_a_window_and_are_taken_over(eagle):
     branch = Sequence(first.request, 1)
     drafter.ingest(branch, features[140:141], 140)
     drafter._flush()
-    assert sorted(p for p in drafter._positions[drafter._lanes[branch].index].tolist() if p >= 0) == list(range(136, 141))
+    assert sorted(p for p in drafter._positions[drafter._lanes[branch].index].tolist() if p >= 0) == list(
+        range(136, 141)
+    )
     other = sequence([2] * 9)
     drafter.ingest(other, features[:8], 0)
     assert not drafter.propose([Ask(other, 4, 4)])[0].tokens and drafter.propose([Ask(first, 4, 4)])[0].tokens
@@ -351,8 +391,17 @@ def broken(folder, how):
     return folder
 
 
-@pytest.mark.parametrize("how, words", [("vocabulary", "vocab_size"), ("width", "hidden_size"), ("format", "no drafter"), ("weights", "broken"),
-                                        ("cut", "broken"), ("json", "no drafter")])
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        ("vocabulary", "vocab_size"),
+        ("width", "hidden_size"),
+        ("format", "no drafter"),
+        ("weights", "broken"),
+        ("cut", "broken"),
+        ("json", "no drafter"),
+    ],
+)
 def test_a_folder_that_does_not_fit_is_refused(how, words, tmp_path):
     folder = broken(random_head("medusa", tmp_path), how)
     with pytest.raises(ConfigError, match=words) as caught:
@@ -390,7 +439,9 @@ def test_shipped_heads_are_for_the_shipped_model(kind):
         pytest.skip(f"the package holds no {kind}")
     _, facts = heads.read(kind, folder)
     model = export.load(resolve("base"))
-    assert facts["weights"] == heads.fingerprint(model.model.norm.weight), "trained for other weights: run tools/train_drafters.sh"
+    assert facts["weights"] == heads.fingerprint(model.model.norm.weight), (
+        "trained for other weights: run tools/train_drafters.sh"
+    )
     assert (folder / heads.WEIGHTS).stat().st_size < {"eagle": 2_600_000, "medusa": 1_300_000, "ppd": 10_000}[kind]
 
 
@@ -398,7 +449,11 @@ def test_shipped_heads_are_for_the_shipped_model(kind):
 def test_what_a_head_takes_is_known_before_the_pool_is_sized(kind, folders):
     d = driver(f"{kind}:model={folders[kind]}")
     drafter, model = d.engine._drafting.drafter, d.engine.runner.model
-    held = sum(p.nbytes for p in drafter._head.parameters()) + drafter.state_bytes() + (drafter._head.turns.nbytes if kind == "eagle" else 0)
+    held = (
+        sum(p.nbytes for p in drafter._head.parameters())
+        + drafter.state_bytes()
+        + (drafter._head.turns.nbytes if kind == "eagle" else 0)
+    )
     assert drafter.device_bytes(model) == held
     assert load_drafter(f"suffix+{kind}:model={folders[kind]}").device_bytes(model) == held
     d.close()
@@ -408,6 +463,9 @@ def test_the_pool_leaves_it_free(monkeypatch):
     monkeypatch.setattr("kvasir.engine.build._available_memory", lambda: 64 << 20)
     pages = []
     for beside in (0, 16 << 20):
-        built = build(EngineConfig.of(model="nano", num_threads=1, max_model_len=1024, max_num_seqs=1024), lambda model, size=beside: size)
+        built = build(
+            EngineConfig.of(model="nano", num_threads=1, max_model_len=1024, max_num_seqs=1024),
+            lambda model, size=beside: size,
+        )
         pages.append(built.plan.total_bytes)
     assert pages[0] > pages[1] and pages[0] - pages[1] == pytest.approx(8 << 20, rel=0.1)

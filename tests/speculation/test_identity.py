@@ -17,8 +17,20 @@ from tests.speculation.helpers import LENGTHS, Hostile, WithGuests, driver, inst
 from tests.speculation.trained import random_head
 
 FACTORS = {
-    "drafter": ["ngram:min_match=1", "suffix:min_match=1", "draft_model:model=embedded", "token_recycling", "layer_skip:exits=1+2",
-                "ngram:min_match=1+suffix+layer_skip", "replay:accept=0.7", "hostile", "guests", "medusa", "eagle", "ppd"],
+    "drafter": [
+        "ngram:min_match=1",
+        "suffix:min_match=1",
+        "draft_model:model=embedded",
+        "token_recycling",
+        "layer_skip:exits=1+2",
+        "ngram:min_match=1+suffix+layer_skip",
+        "replay:accept=0.7",
+        "hostile",
+        "guests",
+        "medusa",
+        "eagle",
+        "ppd",
+    ],
     "temperature": [0.0, 0.7, 1.0],
     "chunk": [6, 17, 64],
     "cache": [True, False],
@@ -34,8 +46,11 @@ FACTORS = {
     "control": ["fixed", "goodput", "length"],
 }
 RANDOM = ("medusa", "eagle", "ppd")  # weights that mean nothing; ``test_heads.py`` has trained ones
-PARAMS = {"none": {}, "penalties": dict(presence_penalty=0.8, frequency_penalty=0.5, repetition_penalty=1.3),
-          "grammar": dict(grammar=Grammar("regex", "(ab|ba|c)*"), allowed_token_ids=None)}
+PARAMS = {
+    "none": {},
+    "penalties": dict(presence_penalty=0.8, frequency_penalty=0.5, repetition_penalty=1.3),
+    "grammar": dict(grammar=Grammar("regex", "(ab|ba|c)*"), allowed_token_ids=None),
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +79,30 @@ def run_case(case: dict, reference, heads: dict[str, str]) -> tuple[int, int]:
     expected = reference(case["temperature"], case["n"], case["codec"], case["params"])
     num_pages = 256 if case["pool"] == "roomy" else 8  # the longest request and little more
     name = case["drafter"]
-    d = driver("replay" if name in ("hostile", "guests") else heads.get(name, name), max_num_batched_tokens=case["chunk"], max_num_seqs=case["seqs"],
-               num_pages=num_pages, enable_prefix_caching=case["cache"], kv_codec=case["codec"], overlap=case["overlap"], static=case["static"],
-               draft_control=case["control"])
+    d = driver(
+        "replay" if name in ("hostile", "guests") else heads.get(name, name),
+        max_num_batched_tokens=case["chunk"],
+        max_num_seqs=case["seqs"],
+        num_pages=num_pages,
+        enable_prefix_caching=case["cache"],
+        kv_codec=case["codec"],
+        overlap=case["overlap"],
+        static=case["static"],
+        draft_control=case["control"],
+    )
     d.engine._drafting.controller._rest = 0  # from the first step on
     if name == "hostile":
         install(d, Hostile({key: tokens for key, (tokens, _) in expected.items()}))
     elif name == "guests":
-        install(d, WithGuests({key: tokens for key, (tokens, _) in expected.items()}, d.engine.runner.model.spec.hidden_size))
+        install(
+            d,
+            WithGuests({key: tokens for key, (tokens, _) in expected.items()}, d.engine.runner.model.spec.hidden_size),
+        )
     elif name.startswith("replay"):
         prompts = {r.id: tuple(r.prompt_ids) for r in requests(d, 0.0)}
-        d.engine._drafting.drafter.load({prompts[i]: tokens for (i, branch), (tokens, _) in expected.items() if branch == 0}, 1)
+        d.engine._drafting.drafter.load(
+            {prompts[i]: tokens for (i, branch), (tokens, _) in expected.items() if branch == 0}, 1
+        )
     elif name.startswith("layer_skip"):  # by itself it drafts nothing for so small a model
         turns = cycle([(1, 3), (2, 2)])
         d.engine._drafting.drafter._choose = lambda seqs: next(turns)
@@ -122,16 +150,24 @@ CORE = ("drafter", "temperature", "chunk", "cache", "preempt_every", "params", "
 @pytest.mark.parametrize("place, case", list(enumerate(product({name: FACTORS[name] for name in CORE}))), ids=str)
 def test_same_tokens_full_product(place, case, reference, heads):
     """Every combination of these; the other factors take turns."""
-    run_case(case | {name: values[place % len(values)] for name, values in FACTORS.items() if name not in CORE}, reference, heads)
+    run_case(
+        case | {name: values[place % len(values)] for name, values in FACTORS.items() if name not in CORE},
+        reference,
+        heads,
+    )
 
 
-@pytest.mark.parametrize("params", [
-    dict(presence_penalty=0.8, frequency_penalty=0.5, repetition_penalty=1.3),
-    dict(bad_words=(), min_tokens=6, stop_token_ids=[311, 312], ignore_eos=False),
-    dict(logprobs=3, logprobs_mode="processed", top_p=0.9, top_k=20),
-    dict(prompt_logprobs=1),
-    dict(grammar=Grammar("regex", "(ab|ba|c)*"), allowed_token_ids=None),
-], ids=["penalties", "stops", "reports", "scored", "grammar"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        dict(presence_penalty=0.8, frequency_penalty=0.5, repetition_penalty=1.3),
+        dict(bad_words=(), min_tokens=6, stop_token_ids=[311, 312], ignore_eos=False),
+        dict(logprobs=3, logprobs_mode="processed", top_p=0.9, top_k=20),
+        dict(prompt_logprobs=1),
+        dict(grammar=Grammar("regex", "(ab|ba|c)*"), allowed_token_ids=None),
+    ],
+    ids=["penalties", "stops", "reports", "scored", "grammar"],
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("guests", [False, True])
 def test_with_parameters_that_look_at_history(params, temperature, guests):
@@ -176,9 +212,14 @@ def test_steps_of_more_rows_than_sequences_run_over_static_buffers():
     prompts = {r.id: tuple(r.prompt_ids) for r in requests(d, 0.0)}
     d.engine._drafting.drafter.load({prompts[i]: tokens for (i, _), (tokens, _) in expected.items()}, 1)
     d.run(requests(d, 0.0, logprobs=None))
-    assert {key: tokens for key, (tokens, _) in outputs(d).items()} == {key: tokens for key, (tokens, _) in expected.items()}
+    assert {key: tokens for key, (tokens, _) in outputs(d).items()} == {
+        key: tokens for key, (tokens, _) in expected.items()
+    }
     graphs = d.engine.runner.graphs
-    assert graphs.most_drafted == 9 and max(size for size, draws, drafted in {*graphs._uses, *graphs._ready} if draws and drafted) >= 8
+    assert (
+        graphs.most_drafted == 9
+        and max(size for size, draws, drafted in {*graphs._uses, *graphs._ready} if draws and drafted) >= 8
+    )
     while d.engine.idle():
         pass
     assert set(graphs._ready) >= {(1, True, False), (2, True, True), (8, True, True), (9, True, True)}
@@ -243,7 +284,10 @@ def test_a_prefix_of_drafted_text_is_hit_later(guests, reference):
     install(d, WithGuests(told, d.engine.runner.model.spec.hidden_size) if guests else Hostile(told))
     first = requests(d, 1.0)
     d.run(first)
-    longer = [d.request(f"again{k}", [*r.prompt_ids, *expected[r.id, 0][0]], max_tokens=1, temperature=0.0, logprobs=5) for k, r in enumerate(first)]
+    longer = [
+        d.request(f"again{k}", [*r.prompt_ids, *expected[r.id, 0][0]], max_tokens=1, temperature=0.0, logprobs=5)
+        for k, r in enumerate(first)
+    ]
     bare = driver(enable_prefix_caching=False)
     bare.run(longer)
     d.engine._drafting.drafter.outputs |= {(f"again{k}", 0): [] for k in range(len(longer))}

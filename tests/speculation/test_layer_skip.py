@@ -18,7 +18,9 @@ from tests.speculation.helpers import driver, outputs, plain, requests
 
 
 def sequence(tokens: list[int], **params) -> Sequence:
-    return Sequence(Request(id="r", prompt_ids=tokens, params=SamplingParams(**params), seed=0, max_tokens=99, tenant=""))
+    return Sequence(
+        Request(id="r", prompt_ids=tokens, params=SamplingParams(**params), seed=0, max_tokens=99, tenant="")
+    )
 
 
 def drafter_of(d):
@@ -70,8 +72,15 @@ def test_all_layers_draw_what_the_model_draws():
     d.close()
 
 
-@pytest.mark.parametrize("codec, params", [("plain", dict(top_k=5, top_p=0.8)), ("int4_bdr", dict(temperature=0.0)),
-                                           ("nvfp4", dict(allowed_token_ids=[310, 311, 312, 313]))], ids=str)
+@pytest.mark.parametrize(
+    "codec, params",
+    [
+        ("plain", dict(top_k=5, top_p=0.8)),
+        ("int4_bdr", dict(temperature=0.0)),
+        ("nvfp4", dict(allowed_token_ids=[310, 311, 312, 313])),
+    ],
+    ids=str,
+)
 def test_a_shadow_token_is_what_the_exit_drafts(codec, params):
     """To the bit: the token, and its probability, wherever a draft's place was judged later."""
     d = driver("layer_skip:exits=1+2+3", max_num_seqs=4, kv_codec=codec)
@@ -82,7 +91,7 @@ def test_a_shadow_token_is_what_the_exit_drafts(codec, params):
     compared = 0
     for seq, first, after, tokens, sure in heard.drafted:
         for i, drawn in enumerate(zip(tokens, sure)):
-            if tokens[:i] == seq.tokens[first:first + i] and (shadow := heard.shadows.get((seq, first + i, after))):
+            if tokens[:i] == seq.tokens[first : first + i] and (shadow := heard.shadows.get((seq, first + i, after))):
                 assert shadow[0] == drawn[0] and shadow[1] == pytest.approx(drawn[1], rel=1e-5)
                 compared += 1
     assert compared > 40
@@ -133,7 +142,9 @@ def test_no_token_changes_whatever_is_chosen():
     rng, drafter = random.Random(0), drafter_of(d)
     drafter._choose = lambda seqs: (rng.randint(0, 3), rng.randint(0, 8))
     draw = drafter._model.draw
-    drafter._model.draw = lambda asks, after, stops: draw(asks, after, [rng.choice([-1.0, 0.3, float("nan"), 2.0]) for _ in stops])
+    drafter._model.draw = lambda asks, after, stops: draw(
+        asks, after, [rng.choice([-1.0, 0.3, float("nan"), 2.0]) for _ in stops]
+    )
     d.run(requests(d, 1.0), preempt_every=4)
     assert outputs(d) == expected and d.engine.stats().drafted_tokens > 20
     d.close()
@@ -186,8 +197,13 @@ class Exits:
         return [([7] * ask.max_depth, [0.9] * ask.max_depth) for ask in asks]
 
     def judge(self, pieces):
-        return [[[(7 if self.right(after, start + i) else 8, self.sure(after, start + i)) for i in range(len(hidden))] for after in self.exits]
-                for _, start, hidden in pieces]
+        return [
+            [
+                [(7 if self.right(after, start + i) else 8, self.sure(after, start + i)) for i in range(len(hidden))]
+                for after in self.exits
+            ]
+            for _, start, hidden in pieces
+        ]
 
     def close(self, seq):
         pass
@@ -237,13 +253,17 @@ def test_the_estimate_is_the_papers():
         for r, rows in enumerate(rounds, 1):
             for at in rows:
                 right, sure = truth[after, at]
-                sums += OMEGA ** (len(rounds) - r) * torch.tensor([right, not right, right * sure, (not right) * sure], dtype=torch.float)
+                sums += OMEGA ** (len(rounds) - r) * torch.tensor(
+                    [right, not right, right * sure, (not right) * sure], dtype=torch.float
+                )
         found = drafter._evidence(seq, after)
         assert found.share == pytest.approx(float(sums[0] / (sums[0] + sums[1])), rel=1e-4)
         assert found.threshold == pytest.approx(float(sums[2] / sums[0] + sums[3] / sums[1]) / 2, rel=1e-4)
 
 
-@pytest.mark.parametrize("shares, depths", [((0.2, 0.7, 0.9), 4), ((0.6, 0.7, 0.8), 8), ((0.0, 0.1, 0.2), 4), ((0.95, 0.99, 1.0), 4)])
+@pytest.mark.parametrize(
+    "shares, depths", [((0.2, 0.7, 0.9), 4), ((0.6, 0.7, 0.8), 8), ((0.0, 0.1, 0.2), 4), ((0.95, 0.99, 1.0), 4)]
+)
 def test_the_choice_is_the_largest_quotient(shares, depths):
     """TPL by the closed formula, of all exits and lengths; two sequences that differ."""
     drafter = attached(technique.load(DRAFTERS, f"layer_skip:max_depth={depths}", Drafter))
@@ -276,7 +296,9 @@ def test_with_shadows_of_the_drafting_exit_alone_it_is_not_found():
     seq, drafter = sequence([1, 2, 3]), fresh()
     model = Exits(lambda after, at: after == 3 if at < 100 else after == 6)
     learn = drafter._learn
-    drafter._learn = lambda seq, after, verdicts: learn(seq, after, verdicts) if model.used[-1:] in ([], [after]) else None
+    drafter._learn = lambda seq, after, verdicts: (
+        learn(seq, after, verdicts) if model.used[-1:] in ([], [after]) else None
+    )
     drafter._all = {6: Evidence(0.0, 4.0, 0.0, 1.0), 9: Evidence(0.0, 4.0, 0.0, 1.0)}
     drive(drafter, model, seq, 95)
     assert 6 not in model.used

@@ -39,7 +39,10 @@ def test_history_is_bounded_and_sorted():
 def test_only_whole_outputs_are_known_of():
     d = driver("suffix", draft_control="length")
     try:
-        whole, cut = (d.request(name, [301, 302, 303], max_tokens=6, ignore_eos=True, temperature=0.0, seed=1) for name in ("whole", "cut"))
+        whole, cut = (
+            d.request(name, [301, 302, 303], max_tokens=6, ignore_eos=True, temperature=0.0, seed=1)
+            for name in ("whole", "cut")
+        )
         d.submit(whole)
         d.submit(cut)
         while not d.outputs.get(("cut", 0)):

@@ -30,12 +30,24 @@ def bent(d) -> None:
 
 def counts(max_accepted: bool, **options) -> tuple[dict[tuple[int, ...], int], float]:
     """Of the tokens 2 to 4 of many answers, and accepted drafts a verification."""
-    d = driver(DRAFTER + (",max_accept=true" if max_accepted else ""), max_num_seqs=64, batch_invariant=False, check=False, poison=False,
-               num_pages=512, max_num_batched_tokens=512, **options)
+    d = driver(
+        DRAFTER + (",max_accept=true" if max_accepted else ""),
+        max_num_seqs=64,
+        batch_invariant=False,
+        check=False,
+        poison=False,
+        num_pages=512,
+        max_num_batched_tokens=512,
+        **options,
+    )
     d.engine._drafting.controller._rest = 0
     bent(d)
     for i in range(SAMPLES):
-        d.submit(d.request(str(i), PROMPT, temperature=6.0, allowed_token_ids=FEW, max_tokens=5, ignore_eos=True, seed=1000 + i))
+        d.submit(
+            d.request(
+                str(i), PROMPT, temperature=6.0, allowed_token_ids=FEW, max_tokens=5, ignore_eos=True, seed=1000 + i
+            )
+        )
     while d.engine.has_work():
         d.step()
     assert not d.errors
@@ -75,21 +87,34 @@ def test_a_rest_that_is_not_the_rest_is_seen(expected, monkeypatch):
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("params", [{}, dict(presence_penalty=0.8, repetition_penalty=1.3), dict(grammar=Grammar("regex", "(ab|ba|c)*"),
-                                                                                                allowed_token_ids=None)],
-                         ids=["none", "penalties", "grammar"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        dict(presence_penalty=0.8, repetition_penalty=1.3),
+        dict(grammar=Grammar("regex", "(ab|ba|c)*"), allowed_token_ids=None),
+    ],
+    ids=["none", "penalties", "grammar"],
+)
 def test_what_is_reported_is_what_was_emitted(params, static):
     """Chunks, branches, preemption, prefix hits, invariants and poison on: every log-probability is that of the text, scored by the plain engine."""
-    d = driver(DRAFTER + ",max_accept=true", batch_invariant=False, max_num_batched_tokens=32, max_num_seqs=4, static=static)
+    d = driver(
+        DRAFTER + ",max_accept=true", batch_invariant=False, max_num_batched_tokens=32, max_num_seqs=4, static=static
+    )
     bent(d)
     d.run(requests(d, 1.0, 2, max_tokens=20, **params), preempt_every=5)
     assert not d.errors and d.engine.stats().accepted_tokens > 5
     bare = driver(enable_prefix_caching=False, batch_invariant=False)
     given = {r.id: r for r in requests(bare, 1.0, 2, max_tokens=20)}
     texts = {f"{i}/{branch}": (given[i], out) for (i, branch), out in d.outputs.items() if out.tokens}
-    bare.run([bare.request(name, [*r.prompt_ids, *out.tokens], max_tokens=1, prompt_logprobs=0) for name, (r, out) in texts.items()])
+    bare.run(
+        [
+            bare.request(name, [*r.prompt_ids, *out.tokens], max_tokens=1, prompt_logprobs=0)
+            for name, (r, out) in texts.items()
+        ]
+    )
     for name, (r, out) in texts.items():
-        known = bare.outputs[name, 0].prompt_logprobs[len(r.prompt_ids):]
+        known = bare.outputs[name, 0].prompt_logprobs[len(r.prompt_ids) :]
         assert [p.id for p in out.logprobs] == out.tokens
         assert [p.logprob for p in out.logprobs] == pytest.approx([p.logprob for p in known], abs=1e-3)
     d.close()

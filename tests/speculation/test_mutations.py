@@ -65,7 +65,12 @@ def expected():
 
 def run(expected) -> dict:
     d = driver("replay", check=False)
-    install(d, WithGuests({key: tokens for key, (tokens, _) in expected.items()}, d.engine.runner.model.spec.hidden_size, seed=3))
+    install(
+        d,
+        WithGuests(
+            {key: tokens for key, (tokens, _) in expected.items()}, d.engine.runner.model.spec.hidden_size, seed=3
+        ),
+    )
     try:
         for request in requests(d, 1.0):
             d.submit(request)

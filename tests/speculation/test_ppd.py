@@ -28,8 +28,17 @@ def folder_of(head: heads.Prompts, folder, seed: int = 0):
     model = export.load(resolve("nano")).model
     head.begin_with(model.norm.weight, model.embed_tokens.weight.detach().float(), torch.Generator().manual_seed(seed))
     size, dim = model.embed_tokens.weight.shape
-    heads.write(head, folder, {"name": "nano", "hidden_size": dim, "vocab_size": size, "num_layers": 4,
-                               "weights": heads.fingerprint(model.norm.weight)})
+    heads.write(
+        head,
+        folder,
+        {
+            "name": "nano",
+            "hidden_size": dim,
+            "vocab_size": size,
+            "num_layers": 4,
+            "weights": heads.fingerprint(model.norm.weight),
+        },
+    )
     return folder
 
 
@@ -55,7 +64,12 @@ def test_the_engine_computes_what_training_does(ensemble, tmp_path, monkeypatch)
         count = len(rows) // ensemble
         ids = torch.tensor([[*tokens[:-1], 0, 0, 0, 0]])  # the row before the last token is the root
         batch = Batch(ids, torch.tensor([ids.shape[1]]), torch.tensor([len(tokens) - 1]), None)
-        expected = torch.stack([x[0, len(tokens) - 2] for x in prompt_rows.unroll(model, head.weight, batch, prompt_rows.read(model, ids)[1])])
+        expected = torch.stack(
+            [
+                x[0, len(tokens) - 2]
+                for x in prompt_rows.unroll(model, head.weight, batch, prompt_rows.read(model, ids)[1])
+            ]
+        )
         found = model.model.norm(rows.view(ensemble, count, -1)).mean(0)
         torch.testing.assert_close(found, expected[:count], rtol=2e-3, atol=2e-3)
         num += count
@@ -80,9 +94,15 @@ def test_the_dynamic_tree_is_the_best_there_is(rows, ensemble):
     tree, gains = products([[0.6, 0.3], [0.5, 0.1]], [[1, 2], [3, 4]], 4, 2), [0.5, 0.3]
     count, carried = dynamic_tree(tree, gains, rows, ensemble)
     assert count + ensemble * sum(carried.values()) <= rows and all(-1 <= node < count for node in carried)
-    best = max(worth(tree, n, dict(zip(range(-1, n), spread)), gains) for n in range(len(tree) + 1)
-               for spread in itertools.product(range(3), repeat=n + 1) if n + ensemble * sum(spread) <= rows)
-    assert worth(tree, count, carried, gains) == pytest.approx(best, abs=0.02 * rows)  # what is worth next to nothing is left out
+    best = max(
+        worth(tree, n, dict(zip(range(-1, n), spread)), gains)
+        for n in range(len(tree) + 1)
+        for spread in itertools.product(range(3), repeat=n + 1)
+        if n + ensemble * sum(spread) <= rows
+    )
+    assert worth(tree, count, carried, gains) == pytest.approx(
+        best, abs=0.02 * rows
+    )  # what is worth next to nothing is left out
     assert dynamic_tree(DraftTree(), gains, rows, ensemble) == (0, {-1: 2})
 
 
@@ -135,11 +155,25 @@ def test_windows_experts_scaled_embeddings_and_normal_mode(variant, exact, tmp_p
     """Guests are inputs of the first layer: no scale of the embedding touches them. In normal mode steps without them are native or taped."""
     folder, found = write(tmp_path, variant), []
     for guests in (False, True):
-        d = Driver(str(folder), drafter="replay", draft_control="fixed", max_model_len=96, skip_tokenizer_init=True, batch_invariant=exact)
+        d = Driver(
+            str(folder),
+            drafter="replay",
+            draft_control="fixed",
+            max_model_len=96,
+            skip_tokenizer_init=True,
+            batch_invariant=exact,
+        )
         prompts = [[(7 * i + 5 * k) % 97 for i in range(9 + 8 * k)] for k in range(3)]
         if guests:
-            install(d, WithGuests({key: out for key, (out, _) in found[0].items()}, d.engine.runner.model.spec.hidden_size))
-        d.run([d.request(f"r{k}", ids, temperature=0.0, max_tokens=14, ignore_eos=True, logprobs=0) for k, ids in enumerate(prompts)])
+            install(
+                d, WithGuests({key: out for key, (out, _) in found[0].items()}, d.engine.runner.model.spec.hidden_size)
+            )
+        d.run(
+            [
+                d.request(f"r{k}", ids, temperature=0.0, max_tokens=14, ignore_eos=True, logprobs=0)
+                for k, ids in enumerate(prompts)
+            ]
+        )
         assert not guests or d.engine._drafting.drafter.rows > 10 and d.engine.stats().accepted_tokens > 5
         found.append(outputs(d) if exact else {key: (out, None) for key, (out, _) in outputs(d).items()})
         d.close()
@@ -164,8 +198,15 @@ def test_broken_prompt_tokens_and_rows_are_refused(tmp_path):
 
 def test_two_drafters_with_rows_of_their_own_are_refused():
     def fake(name):
-        return SimpleNamespace(name=name, place="cpu", topology="tree", top_tokens=0, hidden_layers=(), guests=torch.zeros(1, 4),
-                               attach=lambda model, capture=None: None)
+        return SimpleNamespace(
+            name=name,
+            place="cpu",
+            topology="tree",
+            top_tokens=0,
+            hidden_layers=(),
+            guests=torch.zeros(1, 4),
+            attach=lambda model, capture=None: None,
+        )
 
     with pytest.raises(ConfigError, match="a and b both"):
         Router([fake("a"), fake("b")]).attach(None)

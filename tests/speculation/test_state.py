@@ -56,22 +56,38 @@ def run(d, given, watch) -> None:
 def differences(name: str, codec: str) -> int:
     """Snapshots of a run with the drafter ``name`` that are not the prefill's."""
     told = {key: tokens for key, (tokens, _) in plain(1.0, codec=codec).items()}
-    d = driver("replay" if name in ("hostile", "guests") else name, kv_codec=codec, max_num_batched_tokens=48, max_num_seqs=4, check=False)
+    d = driver(
+        "replay" if name in ("hostile", "guests") else name,
+        kv_codec=codec,
+        max_num_batched_tokens=48,
+        max_num_seqs=4,
+        check=False,
+    )
     if name == "hostile":
         install(d, Hostile(told))
     elif name == "guests":
         install(d, WithGuests(told, d.engine.runner.model.spec.hidden_size))
     seen: list[tuple[tuple[str, int], int, State]] = []
-    run(d, requests(d, 1.0), lambda seq: seen.append(((seq.request.id, seq.branch), seq.num_computed,
-                                                      slots(d.engine.runner.pool, seq.tables, seq.num_computed))))
+    run(
+        d,
+        requests(d, 1.0),
+        lambda seq: seen.append(
+            ((seq.request.id, seq.branch), seq.num_computed, slots(d.engine.runner.pool, seq.tables, seq.num_computed))
+        ),
+    )
     prompts = {r.id: list(r.prompt_ids) for r in requests(d, 1.0)}
     accepted = d.engine.stats().accepted_tokens
     d.close()
     told = {key: out.tokens for key, out in d.outputs.items()}
     assert accepted and len(seen) > 5
     whole = {(i, branch): prefilled(prompts[i] + told[i, branch], codec) for i, branch in {key for key, _, _ in seen}}
-    return sum(any(not torch.equal(part.view(torch.uint8), whole[key][plane][:count].contiguous().view(torch.uint8))
-                    for plane, part in state.items()) for key, count, state in seen)
+    return sum(
+        any(
+            not torch.equal(part.view(torch.uint8), whole[key][plane][:count].contiguous().view(torch.uint8))
+            for plane, part in state.items()
+        )
+        for key, count, state in seen
+    )
 
 
 @pytest.mark.parametrize("codec", ["plain", "int4_bdr"])
@@ -101,12 +117,15 @@ def test_a_draft_models_own_slots_are_those_of_a_prefill():
     def watch(seq) -> None:
         shadow = second._shadows.get(seq)
         if shadow is not None:
-            pairs = list(zip(shadow.tokens[:shadow.num_computed], seq.tokens))
+            pairs = list(zip(shadow.tokens[: shadow.num_computed], seq.tokens))
             count = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
             seen.append(((seq.request.id, seq.branch), count, slots(second._runner.pool, shadow.tables, count)))
 
     run(d, requests(d, 1.0, max_tokens=30), watch)
-    prompts, told = {r.id: list(r.prompt_ids) for r in requests(d, 1.0)}, {key: out.tokens for key, out in d.outputs.items()}
+    prompts, told = (
+        {r.id: list(r.prompt_ids) for r in requests(d, 1.0)},
+        {key: out.tokens for key, out in d.outputs.items()},
+    )
     d.close()
     assert len(seen) > 5
     whole = {(i, branch): prefilled(prompts[i] + told[i, branch], "plain") for i, branch in {key for key, _, _ in seen}}

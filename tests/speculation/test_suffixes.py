@@ -25,11 +25,15 @@ from kvasir.speculation.suffixes_native import native
 from kvasir.types import Request, SamplingParams, Sequence
 
 needs_native = pytest.mark.skipif(native().library is None, reason=f"no native code: {native().reason}")
-BYTES_A_TOKEN = 150  # of a generation, at most, in C: two states and three edges in blocks that double, of arrays that double
+BYTES_A_TOKEN = (
+    150  # of a generation, at most, in C: two states and three edges in blocks that double, of arrays that double
+)
 
 
 def sequence(tokens: list[int], tenant: str = "", branch: int = 0) -> Sequence:
-    return Sequence(Request(id="r", prompt_ids=tokens, params=SamplingParams(), seed=0, max_tokens=99, tenant=tenant), branch)
+    return Sequence(
+        Request(id="r", prompt_ids=tokens, params=SamplingParams(), seed=0, max_tokens=99, tenant=tenant), branch
+    )
 
 
 def load(options: str = "") -> Suffix:
@@ -116,12 +120,14 @@ def run(world: World, data: st.DataObject, vocabulary: int) -> None:
     draw = data.draw
     for _ in range(draw(st.integers(1, 8))):
         for _ in range(draw(st.integers(0, 2))):
-            world.open(draw(st.lists(tokens, max_size=80)), draw(st.sampled_from("ab")), draw(st.sampled_from([1, 1, 3])))
+            world.open(
+                draw(st.lists(tokens, max_size=80)), draw(st.sampled_from("ab")), draw(st.sampled_from([1, 1, 3]))
+            )
         picked = draw(st.lists(st.booleans(), min_size=len(world.live), max_size=len(world.live)))
         chosen = world.step(picked, draw(st.integers(1, 12)), draw(st.integers(1, 8)))
         trees = world.proposed[0][-2]
         for seqs, tree in zip(chosen, trees):
-            world.append(seqs, tree.tokens[:draw(st.integers(0, len(tree)))] + draw(st.lists(tokens, max_size=30)))
+            world.append(seqs, tree.tokens[: draw(st.integers(0, len(tree)))] + draw(st.lists(tokens, max_size=30)))
         if world.live and draw(st.booleans()):
             world.close(draw(st.integers(0, len(world.live) - 1)))
 
@@ -132,8 +138,11 @@ def run(world: World, data: st.DataObject, vocabulary: int) -> None:
 def test_native_proposes_what_python_proposes(data):
     """Trees, estimates to the bit, tokens held, generations and scopes that go: all the same."""
     vocabulary = data.draw(st.sampled_from([1, 2, 4, 20, 300]))
-    config = Config(data.draw(st.sampled_from([64, 100, 1000])), data.draw(st.integers(1, 3)),
-                    data.draw(st.sampled_from(["tenant", "problem", "request"])))
+    config = Config(
+        data.draw(st.sampled_from([64, 100, 1000])),
+        data.draw(st.integers(1, 3)),
+        data.draw(st.sampled_from(["tenant", "problem", "request"])),
+    )
     world = World(Suffix(config), Suffix(config, plain=True))
     run(world, data, vocabulary)
     assert world.agree()
@@ -145,18 +154,27 @@ def random_world(world: World, seed: int, steps: int, vocabulary: int) -> None:
     for _ in range(steps):
         while len(world.live) < 6:
             first = rng.randrange(150)
-            prompt = shared[first:first + rng.randrange(50)] + [rng.randrange(vocabulary) for _ in range(10)]
+            prompt = shared[first : first + rng.randrange(50)] + [rng.randrange(vocabulary) for _ in range(10)]
             world.open(prompt, rng.choice("abc"), rng.choice([1, 4]))
         chosen = world.step([rng.random() < 0.8 for _ in world.live], rng.choice([1, 4, 16]), rng.choice([1, 4, 8]))
         for seqs, tree in zip(chosen, world.proposed[0][-2]):
-            world.append(seqs, tree.tokens[:rng.randrange(5)] + shared[(at := rng.randrange(20)):at + rng.randrange(8)])
+            world.append(
+                seqs, tree.tokens[: rng.randrange(5)] + shared[(at := rng.randrange(20)) : at + rng.randrange(8)]
+            )
         if rng.random() < 0.4:
             world.close(rng.randrange(len(world.live)))
 
 
 @needs_native
-@pytest.mark.parametrize("options", ["max_tokens=64,min_match=1", "max_tokens=300,scope=problem", "max_tokens=100,scope=request,min_match=3",
-                                     "max_tokens=100000,min_match=1"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "max_tokens=64,min_match=1",
+        "max_tokens=300,scope=problem",
+        "max_tokens=100,scope=request,min_match=3",
+        "max_tokens=100000,min_match=1",
+    ],
+)
 def test_long_streams_agree_through_generations_and_scopes(options):
     """With more followers of a token than are searched one by one, too: 2,000 after one."""
     drafter = load(options)
@@ -241,7 +259,10 @@ def test_without_memory_texts_are_dropped_and_reading_goes_on():
     drafter = load()
     seq, texts = sequence([1, 2, 3, 4, 1, 2]), drafter._texts
     drafter.propose([Ask(seq, 3, 3)])
-    library, texts.library = texts.library, SimpleNamespace(kvasir_suffix_step=lambda *_: -1, kvasir_suffix_clear=texts.library.kvasir_suffix_clear)
+    library, texts.library = (
+        texts.library,
+        SimpleNamespace(kvasir_suffix_step=lambda *_: -1, kvasir_suffix_clear=texts.library.kvasir_suffix_clear),
+    )
     with pytest.raises(MemoryError, match="dropped"):
         drafter.propose([Ask(seq, 3, 3)])
     texts.library = library
@@ -296,8 +317,15 @@ def test_suffix_proposes_what_came_most_often(plain):
     assert (tree.tokens, tree.parents, tree.depths) == ([3, 0, 4], [-1, 0, -1], [0, 1, 0]) and tree.est[0] > tree.est[2]
 
 
-@pytest.mark.parametrize("options, complaint", [("max_tokens=10", "between 64"), ("max_tokens=100000000", "between 64"),
-                                                ("min_match=0", "at least 1"), ("scope=user", "tenant, problem, request")])
+@pytest.mark.parametrize(
+    "options, complaint",
+    [
+        ("max_tokens=10", "between 64"),
+        ("max_tokens=100000000", "between 64"),
+        ("min_match=0", "at least 1"),
+        ("scope=user", "tenant, problem, request"),
+    ],
+)
 def test_options_that_cannot_work_are_refused(options, complaint):
     with pytest.raises(ConfigError, match=complaint):
         load(options)

@@ -14,7 +14,12 @@ def test_every_step_is_written_down(monkeypatch):
     plain = driver("ngram:min_match=1")
     plain.run(requests(plain, 0.0, 2))
     plain.close()
-    for owner, name in ((Drafting, "__init__"), (Drafting, "completed"), (DraftTimes, "observe"), (Controller, "_gain")):
+    for owner, name in (
+        (Drafting, "__init__"),
+        (Drafting, "completed"),
+        (DraftTimes, "observe"),
+        (Controller, "_gain"),
+    ):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # put back afterwards
     out = io.StringIO()
     tool.watch(out)
@@ -25,7 +30,9 @@ def test_every_step_is_written_down(monkeypatch):
     d.close()
     assert head == {"drafter": "ngram", "control": d.engine.config.speculation.draft_control}
     assert [s["step"] for s in steps] == list(range(1, stats.step + 1)) and d.outputs.keys() == plain.outputs.keys()
-    assert {key: out.tokens for key, out in d.outputs.items()} == {key: out.tokens for key, out in plain.outputs.items()}
+    assert {key: out.tokens for key, out in d.outputs.items()} == {
+        key: out.tokens for key, out in plain.outputs.items()
+    }
     assert sum(s["accepted"] for s in steps) == stats.accepted_tokens > 0
     drafted = [s for s in steps if s["sort"] == "drafted"]
     assert drafted and all(s["rows"] >= s["sequences"] and s["charged"] > 0 and s["kind"][0] for s in drafted)

@@ -38,15 +38,25 @@ def test_a_kept_tree_has_the_likely_path_first():
 # --------------------------------------------------------------------------------------------------------------- ngram
 
 
-@pytest.mark.parametrize("tokens, expected", [([1, 2, 3, 4, 1, 2], [3, 4, 1]), ([7, 8, 7, 8], [7, 8, 7]), ([1, 2, 3], []), ([5], []),
-                                              ([1, 2, 3, 9, 2, 3, 8, 1, 2, 3], [9, 2, 3])])
+@pytest.mark.parametrize(
+    "tokens, expected",
+    [
+        ([1, 2, 3, 4, 1, 2], [3, 4, 1]),
+        ([7, 8, 7, 8], [7, 8, 7]),
+        ([1, 2, 3], []),
+        ([5], []),
+        ([1, 2, 3, 9, 2, 3, 8, 1, 2, 3], [9, 2, 3]),
+    ],
+)
 def test_ngram_copies_what_followed_the_longest_match(tokens, expected):
     drafter = technique.load(DRAFTERS, "ngram", Drafter)
     seq = sequence(tokens)
     assert drafter.propose([Ask(seq, 3, 3)])[0].tokens == expected
     seq.tokens += [1, 2]
     fresh = sequence(seq.tokens)
-    assert drafter.propose([Ask(seq, 3, 3)])[0].tokens == drafter.propose([Ask(fresh, 3, 3)])[0].tokens, "as read at once"
+    assert drafter.propose([Ask(seq, 3, 3)])[0].tokens == drafter.propose([Ask(fresh, 3, 3)])[0].tokens, (
+        "as read at once"
+    )
 
 
 def test_a_draft_model_needs_a_model():
@@ -73,7 +83,12 @@ def test_a_moved_slot_reads_the_same(codec, dtype):
         return torch.stack(built.read(pool.layer(layer), torch.arange(1, 4)))  # [2, G, 3 * P, D], from slot P on
 
     before = [read(layer).clone() for layer in (0, 1)]
-    moves = {slots + 1: slots, slots + 3: slots + 1, 2 * slots + 2: slots + 2, 3 * slots: 2 * slots}  # a target may be a later source
+    moves = {
+        slots + 1: slots,
+        slots + 3: slots + 1,
+        2 * slots + 2: slots + 2,
+        3 * slots: 2 * slots,
+    }  # a target may be a later source
     pool.move_slots(0, list(moves), list(moves.values()))
     for layer in (0, 1):
         expected = before[layer].clone()

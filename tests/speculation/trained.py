@@ -22,7 +22,11 @@ SHORT = Texts(np.array([1, 2, 3, 4, 5], np.int32), np.array([0, 5]), np.array([2
 
 def prompts() -> list[list[int]]:
     tokenizer = shipped_tokenizer()
-    return [tokenizer.encode(p.prompt, add_special_tokens=False).ids for spec in TASKS for p in load_task(spec).problems("validation", 0, 2)]
+    return [
+        tokenizer.encode(p.prompt, add_special_tokens=False).ids
+        for spec in TASKS
+        for p in load_task(spec).problems("validation", 0, 2)
+    ]
 
 
 def driver(drafter: str = "", **options) -> Driver:
@@ -54,8 +58,13 @@ def trained(kind: str, folder: Path, steps: int) -> Path:
     """A folder with a head that has seen the greedy replies to `prompts`."""
     outputs, given = plain(0.0), prompts()
     whole = [ids + outputs[f"r{k}", 0] for k, ids in enumerate(given)]
-    texts = Texts(np.concatenate(whole).astype(np.int32), np.cumsum([0, *map(len, whole)]), np.array([len(ids) for ids in given]),
-                  np.zeros(len(whole), int), TASKS)
+    texts = Texts(
+        np.concatenate(whole).astype(np.int32),
+        np.cumsum([0, *map(len, whole)]),
+        np.array([len(ids) for ids in given]),
+        np.zeros(len(whole), int),
+        TASKS,
+    )
     torch.manual_seed(0)
     trainer = Trainer(load_target("nano", "cpu")[0], texts, Plan(kind, steps=steps, lr=RATE.get(kind, 4e-3)))
     stream = trainer.stream()

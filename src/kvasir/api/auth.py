@@ -38,7 +38,9 @@ class KeyGuard:
             return await error_response(error)(scope, receive, send)
         key = self.match(headers.get(b"authorization", b""))
         if key is None and scope["path"] not in OPEN_PATHS:
-            error = RequestError("a valid API key is needed: Authorization: Bearer KEY", status=401, code="invalid_api_key")
+            error = RequestError(
+                "a valid API key is needed: Authorization: Bearer KEY", status=401, code="invalid_api_key"
+            )
             return await error_response(error)(scope, receive, send)
         state = scope.setdefault("state", {})
         state["key"] = key or ""

@@ -16,7 +16,13 @@ KEYS = {
     "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "reasoning"},
     "tool": {"role", "content", "name", "tool_call_id"},
 }
-EMPTY = {"refusal", "annotations", "audio", "function_call", "tool_calls"}  # clients send these back with nothing in them
+EMPTY = {
+    "refusal",
+    "annotations",
+    "audio",
+    "function_call",
+    "tool_calls",
+}  # clients send these back with nothing in them
 
 
 def check_messages(messages: list[dict[str, Any]], where: str = "messages") -> list[dict[str, Any]]:
@@ -38,12 +44,17 @@ def check_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     """One of them, at the place ``where``."""
     role = message.get("role") if isinstance(message, Mapping) else None
     if role not in ROLES:
-        raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}.{nearest(str(role)[:40], ROLES)}", param=f"{where}.role")
+        raise RequestError(
+            f"{where}.role must be one of {', '.join(ROLES)}.{nearest(str(role)[:40], ROLES)}", param=f"{where}.role"
+        )
     message = {k: v for k, v in message.items() if v is not None and not (k in EMPTY and not v)}
     if unknown := message.keys() - KEYS.get(role, {"role", "content", "name"}):
         name = min(unknown)
-        raise RequestError(f"{where}: '{name[:80]}' is not supported in a message of the role {role}", param=f"{where}.{name[:80]}",
-                           code="unsupported_parameter")
+        raise RequestError(
+            f"{where}: '{name[:80]}' is not supported in a message of the role {role}",
+            param=f"{where}.{name[:80]}",
+            code="unsupported_parameter",
+        )
     for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
         if name in message and not isinstance(message[name], str):
             raise RequestError(f"{where}.{name} must be a string", param=f"{where}.{name}")
@@ -53,8 +64,11 @@ def check_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if content is not None and not isinstance(content, str) and not (isinstance(content, list) and content):
         raise RequestError(f"{where}.content must be a string or a list of parts", param=f"{where}.content")
     if role == "tool" and not message.get("tool_call_id"):
-        raise RequestError(f"{where}.tool_call_id is required: which call does this answer?", param=f"{where}.tool_call_id",
-                           code="missing_parameter")
+        raise RequestError(
+            f"{where}.tool_call_id is required: which call does this answer?",
+            param=f"{where}.tool_call_id",
+            code="missing_parameter",
+        )
     if "reasoning" in message:
         message.setdefault("reasoning_content", message.pop("reasoning"))
     if "tool_calls" in message:
@@ -68,11 +82,19 @@ def _check_calls(calls: Any, where: str) -> None:
         raise RequestError(f"{where} must be a list", param=where)
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or call.get("type", "function") != "function" or not isinstance(call.get("id", ""), str):
-            raise RequestError(f"{where}[{i}] must be {{id, type: 'function', function: {{name, arguments}}}}", param=f"{where}[{i}]")
+        if (
+            not isinstance(function, dict)
+            or call.get("type", "function") != "function"
+            or not isinstance(call.get("id", ""), str)
+        ):
+            raise RequestError(
+                f"{where}[{i}] must be {{id, type: 'function', function: {{name, arguments}}}}", param=f"{where}[{i}]"
+            )
         for name in ("name", "arguments"):
             if not isinstance(function.get(name), str):
-                raise RequestError(f"{where}[{i}].function.{name} must be a string", param=f"{where}[{i}].function.{name}")
+                raise RequestError(
+                    f"{where}[{i}].function.{name} must be a string", param=f"{where}[{i}].function.{name}"
+                )
 
 
 @dataclass(slots=True)
@@ -97,8 +119,13 @@ class Piece:
 class Message:
     """One assistant message as it grows. Streams send the pieces, collected replies the whole: the same objects."""
 
-    def __init__(self, reasoning_parser: ReasoningParser | None = None, tool_parser: ToolParser | None = None, parallel: bool = True,
-                 end_of_reasoning: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        reasoning_parser: ReasoningParser | None = None,
+        tool_parser: ToolParser | None = None,
+        parallel: bool = True,
+        end_of_reasoning: tuple[int, ...] = (),
+    ) -> None:
         self.reasoning = ""
         self.content = ""
         self.calls: list[Call] = []
@@ -122,7 +149,9 @@ class Message:
             parts = self._tool_parser.push(text, final)
         else:
             parts = [text] if text else []
-        return pieces + [self._piece(part) for part in parts if isinstance(part, str) or self._parallel or part.index == 0]
+        return pieces + [
+            self._piece(part) for part in parts if isinstance(part, str) or self._parallel or part.index == 0
+        ]
 
     def _piece(self, part: str | CallDelta) -> Piece:
         if isinstance(part, str):
@@ -138,7 +167,7 @@ class Message:
     def _count(self, token_ids: list[int]) -> None:
         for token in token_ids if not self._ended else ():
             self._tokens.append(token)
-            if self._tokens[-len(self._end):] == self._end:
+            if self._tokens[-len(self._end) :] == self._end:
                 self._ended = True
                 return
 
@@ -149,7 +178,9 @@ class Message:
 
     def finish_reason(self, reason: str) -> str:
         """``tool_calls`` when the message ended by itself and holds calls that can be made: a stop string may have cut the last one."""
-        return "tool_calls" if self.calls and reason == "stop" and all(whole(c.arguments) for c in self.calls) else reason
+        return (
+            "tool_calls" if self.calls and reason == "stop" and all(whole(c.arguments) for c in self.calls) else reason
+        )
 
 
 def whole(arguments: str) -> bool:

@@ -32,7 +32,9 @@ class Detokenizer:
     empty for an answer that is a text of its own (chat). ``keep_ids``: special ids to show although special tokens are
     skipped (marks that a parser looks for)."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams, keep_ids: Collection[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams, keep_ids: Collection[int] = ()
+    ) -> None:
         skip = tokenizer.special_ids.difference(keep_ids) if params.skip_special_tokens else ()
         self._stream = tokenizer.stream(prompt_ids, skip) if params.detokenize else None
         self._stops = params.stop
@@ -78,12 +80,12 @@ class Detokenizer:
         found = [(at, len(stop), stop) for stop in self._stops if text and (at := self._held.find(stop)) >= 0]
         if found:
             at, length, delta.stop = min(found)
-            delta.text += self._held[:at + length * self._include]
+            delta.text += self._held[: at + length * self._include]
             self._held, self._ended = "", True
             return True
         keep = self._possible_stop()
-        delta.text += self._held[:len(self._held) - keep]
-        self._held = self._held[len(self._held) - keep:]
+        delta.text += self._held[: len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep :]
         return False
 
     def _possible_stop(self) -> int:

@@ -10,8 +10,14 @@ from starlette.responses import Response
 from kvasir.api.streaming import encode
 from kvasir.errors import RequestError
 
-TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error",
-         429: "rate_limit_error", 503: "overloaded_error"}
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 def error_object(error: RequestError) -> dict[str, Any]:

@@ -46,7 +46,14 @@ class Delta:
             yield self
             return
         for i, (token, end) in enumerate(zip(self.token_ids, self.ends, strict=True)):
-            part = Delta(self.choice, self.text[start:end], self.index + i, [token], self.logprobs and self.logprobs[i:i + 1], self.offsets[i:i + 1])
+            part = Delta(
+                self.choice,
+                self.text[start:end],
+                self.index + i,
+                [token],
+                self.logprobs and self.logprobs[i : i + 1],
+                self.offsets[i : i + 1],
+            )
             if i == last:
                 part.finish_reason, part.stop_reason = self.finish_reason, self.stop_reason
             yield part
@@ -63,9 +70,13 @@ class Usage:
     reasoning: int = 0
 
     def object(self) -> dict[str, Any]:
-        return {"prompt_tokens": self.prompt, "completion_tokens": self.completion, "total_tokens": self.prompt + self.completion,
-                "prompt_tokens_details": {"cached_tokens": self.cached},
-                "completion_tokens_details": {"reasoning_tokens": self.reasoning}}
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
+        }
 
 
 @dataclass(slots=True)
@@ -97,8 +108,14 @@ class Running:
 class Generation:
     """Open with ``open``, read ``deltas`` once, and ``close`` in every case (closing cancels what still runs)."""
 
-    def __init__(self, client: EngineClient, metrics: Metrics, requests: list[Request], detokenizer: Callable[[Request], Detokenizer],
-                 release: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        metrics: Metrics,
+        requests: list[Request],
+        detokenizer: Callable[[Request], Detokenizer],
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
         self.client = client
         self.metrics = metrics
         self.release = release  # called once, when everything is closed
@@ -148,7 +165,9 @@ class Generation:
         reason = "disconnected"
         left = len(self._by_choice)
         try:
-            async with contextlib.aclosing(self._merged() if len(self.running) > 1 else self.running[0].events) as events:
+            async with contextlib.aclosing(
+                self._merged() if len(self.running) > 1 else self.running[0].events
+            ) as events:
                 async for newest in events:
                     r = self._by_id[newest.request_id]
                     for event in _behind_prompt(r, newest):
@@ -163,7 +182,9 @@ class Generation:
                     if not left:
                         break
             if left:
-                raise RequestError("the engine ended the request without finishing it", status=500, code="internal_error")
+                raise RequestError(
+                    "the engine ended the request without finishing it", status=500, code="internal_error"
+                )
             reason = "finished"
         except RequestError as e:
             reason = e.code or "error"
@@ -196,22 +217,36 @@ class Generation:
         if event.kind != "tokens" or branch.done:
             return None
         if event.finish_reason == "error":
-            raise RequestError(event.message or "generation failed", status=event.status or 500, code=event.code or "internal_error")
+            raise RequestError(
+                event.message or "generation failed", status=event.status or 500, code=event.code or "internal_error"
+            )
         self._time(r, branch, event)
         finished = event.finish_reason is not None
         piece = branch.detokenizer.push(event.token_ids, finished, event.finish_reason == "stop")
         count = piece.num_tokens
-        delta = Delta(branch.choice, piece.text, branch.num_tokens, event.token_ids[:count],
-                      event.logprobs[:count] if event.logprobs is not None else None, piece.offsets, event.finish_reason, event.stop_reason,
-                      piece.ends)
+        delta = Delta(
+            branch.choice,
+            piece.text,
+            branch.num_tokens,
+            event.token_ids[:count],
+            event.logprobs[:count] if event.logprobs is not None else None,
+            piece.offsets,
+            event.finish_reason,
+            event.stop_reason,
+            piece.ends,
+        )
         branch.num_tokens += count
         self.usage.completion += count
         branch.done = finished
         if piece.stop is not None:
             delta.finish_reason, delta.stop_reason, branch.done = "stop", piece.stop, True
         if delta.finish_reason is not None:
-            self.metrics.finished(delta.finish_reason, len(r.request.prompt_ids), branch.num_tokens,
-                                  None if branch.first is None or branch.last is None else branch.last - branch.first)
+            self.metrics.finished(
+                delta.finish_reason,
+                len(r.request.prompt_ids),
+                branch.num_tokens,
+                None if branch.first is None or branch.last is None else branch.last - branch.first,
+            )
             if all(b.done for b in r.branches):
                 self.metrics.max_generated.observe(max(b.num_tokens for b in r.branches))
         return delta

@@ -11,9 +11,14 @@ MAX_DEPTH = 256
 LITERAL_STARTS = {"t": "true", "f": "false", "n": "null"}
 # Number states: what each kind of character leads to. "done" states may end the number.
 NUMBER = {
-    "-": {"0": "zero", "d": "int"}, "zero": {".": "dot", "e": "exp"}, "int": {"0": "int", "d": "int", ".": "dot", "e": "exp"},
-    "dot": {"0": "frac", "d": "frac"}, "frac": {"0": "frac", "d": "frac", "e": "exp"},
-    "exp": {"0": "power", "d": "power", "s": "sign"}, "sign": {"0": "power", "d": "power"}, "power": {"0": "power", "d": "power"},
+    "-": {"0": "zero", "d": "int"},
+    "zero": {".": "dot", "e": "exp"},
+    "int": {"0": "int", "d": "int", ".": "dot", "e": "exp"},
+    "dot": {"0": "frac", "d": "frac"},
+    "frac": {"0": "frac", "d": "frac", "e": "exp"},
+    "exp": {"0": "power", "d": "power", "s": "sign"},
+    "sign": {"0": "power", "d": "power"},
+    "power": {"0": "power", "d": "power"},
 }
 NUMBER_ENDS = {"zero", "int", "frac", "power"}
 
@@ -28,7 +33,9 @@ class ValueScan:
     def __init__(self) -> None:
         self.done = False
         self._stack: list[str] = []  # open brackets, innermost last
-        self._state = "value"  # value, string, escape, u1-u4, literal, number, after, key, colon, first_key, first_value
+        self._state = (
+            "value"  # value, string, escape, u1-u4, literal, number, after, key, colon, first_key, first_value
+        )
         self._string_is_key = False
         self._rest = ""  # of a literal
         self._number = ""
@@ -123,7 +130,17 @@ class ValueScan:
             self._ended()
 
     def _in_number(self, char: str) -> bool:
-        kind = "0" if char == "0" else "d" if char in "123456789" else "e" if char in "eE" else "s" if char in "+-" else char
+        kind = (
+            "0"
+            if char == "0"
+            else "d"
+            if char in "123456789"
+            else "e"
+            if char in "eE"
+            else "s"
+            if char in "+-"
+            else char
+        )
         following = NUMBER[self._number].get(kind)
         if following is not None:
             self._number = following

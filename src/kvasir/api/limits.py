@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     import numpy as np  # imported by the first body, or while the engine starts
 
 MAX_DEPTH = 64
-MAX_PARTS = 1 << 18  # strings, arrays and objects of a body: millions take the decoder seconds, in one call that holds everybody up
+MAX_PARTS = (
+    1 << 18
+)  # strings, arrays and objects of a body: millions take the decoder seconds, in one call that holds everybody up
 MAX_EXPONENTS = 1 << 14  # numbers like 1e300, or 1e-300 of many digits: 350,000 take it three
 CHUNK_TIMEOUT = 10.0  # seconds between two pieces of a body
 PIECE = 1 << 16  # bytes whose depth is measured in one go; other threads run in between
@@ -33,10 +35,14 @@ async def read_body(request: Request, limit: int, timeout: float) -> bytes:
     """The raw body. Raises RequestError 415 (not JSON, or encoded), 413 (longer than ``limit`` bytes), 408 (too slow)."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise RequestError(f"the content type must be application/json, not '{kind[:80]}'", status=415, code="unsupported_media_type")
+        raise RequestError(
+            f"the content type must be application/json, not '{kind[:80]}'", status=415, code="unsupported_media_type"
+        )
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
-        raise RequestError("compressed bodies are not read; send the JSON as it is", status=415, code="unsupported_encoding")
+        raise RequestError(
+            "compressed bodies are not read; send the JSON as it is", status=415, code="unsupported_encoding"
+        )
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and len(length) < 20 and int(length) > limit:
         raise _too_large(limit)
@@ -71,14 +77,16 @@ def check_shape(body: bytes) -> None:
     depth, inside, start, parts, exponents = 0, False, 0, 0, 0
     while start < len(body):
         # Everything but marks becomes a space, so that neighbours stay neighbours; then so does a backslash with what it escapes.
-        piece = body[start:start + PIECE].translate(_MARKS).replace(rb"\\", b"  ")
+        piece = body[start : start + PIECE].translate(_MARKS).replace(rb"\\", b"  ")
         if piece.endswith(b"\\") and len(piece) > 1:
             piece = piece[:-1]  # what it escapes comes next
         exponents += len(_EXPONENT.findall(body, start, start + len(piece)))
         if exponents > MAX_EXPONENTS:
-            raise RequestError(f"the body holds more than {MAX_EXPONENTS} numbers with exponents", status=413, code="body_too_large")
+            raise RequestError(
+                f"the body holds more than {MAX_EXPONENTS} numbers with exponents", status=413, code="body_too_large"
+            )
         start += len(piece)
-        marks = np.frombuffer(piece.replace(rb'\"', b" e").translate(None, b" \\"), np.uint8)
+        marks = np.frombuffer(piece.replace(rb"\"", b" e").translate(None, b" \\"), np.uint8)
         if marks.size:
             quoted = _quoted(marks, inside)
             closing = marks == ord("]")
@@ -88,7 +96,11 @@ def check_shape(body: bytes) -> None:
                 raise _unbalanced()
             parts += np.count_nonzero(~(quoted | closing))  # opening brackets, and ends of strings
             if parts > MAX_PARTS:
-                raise RequestError(f"the body holds more than {MAX_PARTS} strings, arrays and objects", status=413, code="body_too_large")
+                raise RequestError(
+                    f"the body holds more than {MAX_PARTS} strings, arrays and objects",
+                    status=413,
+                    code="body_too_large",
+                )
             depth, inside = int(depths[-1]), bool(quoted[-1])
     if depth:
         raise _unbalanced()
@@ -107,12 +119,14 @@ def _quoted(marks: np.ndarray, inside: bool) -> np.ndarray:
     last[escaped] = escaped
     np.maximum.accumulate(last, out=last)
     quoted = ~(flips ^ flips[last])
-    quoted[:escaped[0]] = flips[:escaped[0]] ^ inside
+    quoted[: escaped[0]] = flips[: escaped[0]] ^ inside
     return quoted
 
 
 def _unbalanced() -> RequestError:
-    return RequestError(f"the body is not valid JSON: brackets do not match, or nest deeper than {MAX_DEPTH}", code="invalid_json")
+    return RequestError(
+        f"the body is not valid JSON: brackets do not match, or nest deeper than {MAX_DEPTH}", code="invalid_json"
+    )
 
 
 def decode_json(body: bytes) -> dict[str, Any]:
@@ -149,7 +163,12 @@ class Concurrency:
     def enter(self, key: str) -> None:
         """Raises RequestError 429 when the key already has ``limit`` requests open."""
         if self.limit and self.open[key] >= self.limit:
-            raise RequestError(f"this key already has {self.limit} requests open", status=429, code="too_many_requests", retry_after=1.0)
+            raise RequestError(
+                f"this key already has {self.limit} requests open",
+                status=429,
+                code="too_many_requests",
+                retry_after=1.0,
+            )
         self.open[key] += 1
 
     def leave(self, key: str) -> None:

@@ -85,7 +85,9 @@ class LLM:
         self.tokenizer: Tokenizer | None = None
         if not self.config.model.skip_tokenizer_init:
             source = self.config.model
-            path = checkpoint.resolve(source.tokenizer or source.model, source.revision if not source.tokenizer else None)
+            path = checkpoint.resolve(
+                source.tokenizer or source.model, source.revision if not source.tokenizer else None
+            )
             self.tokenizer = Tokenizer.load(path, source.chat_template)
         self._ids = itertools.count()
         self._collectors: dict[str, Collector] = {}  # of the calls and streams under way
@@ -124,10 +126,18 @@ class LLM:
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
         """What the checkpoint's generation_config asks for, with ``changes``."""
         known = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        return SamplingParams(**{k: v for k, v in self.info.generation_defaults.items() if k in known and v is not None} | changes)
+        return SamplingParams(
+            **{k: v for k, v in self.info.generation_defaults.items() if k in known and v is not None} | changes
+        )
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-                 use_tqdm: bool = False, on_done: Callable[[int, RequestOutput], None] | None = None) -> list[RequestOutput]:
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        on_done: Callable[[int, RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
         """Complete every prompt: a string, or ``{"prompt_token_ids": [...]}``. Results come in the order of the prompts.
 
         ``use_tqdm`` shows a progress bar. ``on_done`` gets each result and its place in that order as it ends, between two steps, while the
@@ -137,38 +147,69 @@ class LLM:
         try:
             many = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
         except TypeError as e:
-            raise RequestError(f"prompts: expected a prompt or a list of them, got {type(prompts).__name__}", param="prompts") from e
+            raise RequestError(
+                f"prompts: expected a prompt or a list of them, got {type(prompts).__name__}", param="prompts"
+            ) from e
         if sampling_params is not None and not isinstance(sampling_params, (SamplingParams, list, tuple)):
-            raise RequestError(f"expected SamplingParams(...) or a list of them, got {type(sampling_params).__name__}", param="sampling_params")
+            raise RequestError(
+                f"expected SamplingParams(...) or a list of them, got {type(sampling_params).__name__}",
+                param="sampling_params",
+            )
         with self._turn(), _short_collections():
-            params = [p or self.default_sampling_params() for p in
-                      ([sampling_params] * len(many) if sampling_params is None or isinstance(sampling_params, SamplingParams) else sampling_params)]
+            params = [
+                p or self.default_sampling_params()
+                for p in (
+                    [sampling_params] * len(many)
+                    if sampling_params is None or isinstance(sampling_params, SamplingParams)
+                    else sampling_params
+                )
+            ]
             if len(params) != len(many):
                 raise ValueError(f"{len(many)} prompts, but {len(params)} sampling params")
             requests = [self._request(p, q) for p, q in zip(many, params)]
             return self._run(requests, [p if isinstance(p, str) else p.get("prompt") for p in many], use_tqdm, on_done)
 
-    def chat(self, messages: Sequence[Any], sampling_params: SamplingParams | None = None, *, use_tqdm: bool = False,
-             tools: list[dict] | None = None, add_generation_prompt: bool = True, chat_template_kwargs: dict[str, Any] | None = None,
-             **template_options: Any) -> list[RequestOutput]:
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | None = None,
+        *,
+        use_tqdm: bool = False,
+        tools: list[dict] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or many (a list of such lists), through the chat template. What the template reads
         (``enable_thinking=False``) is given as further keywords, or, where one that it does not read shall do no harm, as vLLM's
         ``chat_template_kwargs``."""
         if not isinstance(messages, (list, tuple)):
-            raise RequestError(f"messages: expected a list of messages, or a list of such lists, got {type(messages).__name__}", param="messages")
+            raise RequestError(
+                f"messages: expected a list of messages, or a list of such lists, got {type(messages).__name__}",
+                param="messages",
+            )
         tokenizer = self._need_tokenizer()
         reads = frozenset().union(*(t.reads for t in tokenizer.templates.values()))
         given = {name for name, value in template_options.items() if value is not None}
-        if "chat_template" not in given and (unread := given - reads):  # a sampling parameter, say, or a LoRA: nobody would miss it
+        if "chat_template" not in given and (
+            unread := given - reads
+        ):  # a sampling parameter, say, or a LoRA: nobody would miss it
             name = min(unread)
-            raise RequestError(f"chat() takes no '{name}', and the chat template does not read it.{nearest(name, reads)}", param=name,
-                               code="unsupported_parameter")
+            raise RequestError(
+                f"chat() takes no '{name}', and the chat template does not read it.{nearest(name, reads)}",
+                param=name,
+                code="unsupported_parameter",
+            )
         template_options = {**(chat_template_kwargs or {}), **template_options}
         many = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         if not all(many):
             raise RequestError("a conversation has no messages", param="messages")
-        ids = [tokenizer.encode_chat(check_messages(list(m)), tools=tools, add_generation_prompt=add_generation_prompt, **template_options)
-               for m in many]
+        ids = [
+            tokenizer.encode_chat(
+                check_messages(list(m)), tools=tools, add_generation_prompt=add_generation_prompt, **template_options
+            )
+            for m in many
+        ]
         return self.generate([{"prompt_token_ids": i} for i in ids], sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
@@ -200,7 +241,9 @@ class LLM:
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise ConfigError("this needs the tokenizer; drop skip_tokenizer_init, or pass {'prompt_token_ids': [...]} and detokenize=False")
+            raise ConfigError(
+                "this needs the tokenizer; drop skip_tokenizer_init, or pass {'prompt_token_ids': [...]} and detokenize=False"
+            )
         return self.tokenizer
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
@@ -211,12 +254,19 @@ class LLM:
         elif isinstance(prompt, dict) and isinstance(prompt.get("prompt"), str):
             ids = self._need_tokenizer().encode(prompt["prompt"])
         else:
-            raise RequestError('a prompt is a string, {"prompt": "..."} or {"prompt_token_ids": [...]}', param="prompts")
+            raise RequestError(
+                'a prompt is a string, {"prompt": "..."} or {"prompt_token_ids": [...]}', param="prompts"
+            )
         encode = (lambda text: self.tokenizer.encode(text, add_special=False)) if self.tokenizer else None
         return admit(ids, params, self.info, id=f"llm-{next(self._ids)}", arrival=time.monotonic(), encode=encode)
 
-    def _run(self, requests: list[Request], texts: list[str | None], progress: bool,
-             on_done: Callable[[int, RequestOutput], None] | None) -> list[RequestOutput]:
+    def _run(
+        self,
+        requests: list[Request],
+        texts: list[str | None],
+        progress: bool,
+        on_done: Callable[[int, RequestOutput], None] | None,
+    ) -> list[RequestOutput]:
         collectors = {r.id: Collector(r, text, self.tokenizer) for r, text in zip(requests, texts)}
         places = {r.id: place for place, r in enumerate(requests)}
         waiting = iter(requests)
@@ -227,7 +277,12 @@ class LLM:
                 events: list[Event] = []
                 while pending is not None:  # feed the queue up to its bound, then step
                     accepted = self.engine.submit(pending)
-                    if accepted and accepted[0].kind == "error" and accepted[0].status == 429 and self.engine.has_work():
+                    if (
+                        accepted
+                        and accepted[0].kind == "error"
+                        and accepted[0].status == 429
+                        and self.engine.has_work()
+                    ):
                         break
                     events += accepted
                     pending = next(waiting, None)
@@ -343,7 +398,11 @@ class Collector:
         self.params = params
         self.tokenizer = tokenizer
         self.output = RequestOutput(request.id, text, request.prompt_ids, [CompletionOutput(i) for i in range(n)])
-        self._texts = [Detokenizer(tokenizer, request.prompt_ids, params) for _ in range(n)] if tokenizer and params.detokenize else []
+        self._texts = (
+            [Detokenizer(tokenizer, request.prompt_ids, params) for _ in range(n)]
+            if tokenizer and params.detokenize
+            else []
+        )
 
     def newly_done(self) -> bool:
         """True once, when the last branch has ended."""
@@ -372,21 +431,25 @@ class Collector:
         self.output.score = event.score or self.output.score
         tokens, stopped = event.token_ids, None
         if self._texts:
-            delta = self._texts[event.branch].push(tokens, event.finish_reason is not None, event.finish_reason == "stop")
+            delta = self._texts[event.branch].push(
+                tokens, event.finish_reason is not None, event.finish_reason == "stop"
+            )
             out.text += delta.text
             stopped = delta.stop
             if stopped is not None:
-                tokens = tokens[:delta.num_tokens]
+                tokens = tokens[: delta.num_tokens]
         out.token_ids += tokens
         if event.logprobs is not None:
-            entries = event.logprobs[:len(tokens)]
+            entries = event.logprobs[: len(tokens)]
             if self.params.confidence:
                 out.confidences = out.confidences or []
                 out.confidences += [p.confidence for p in entries]
             out.logprobs = out.logprobs or []
             out.logprobs += [self._named(p) for p in entries]
             out.cumulative_logprob = (out.cumulative_logprob or 0.0) + sum(p.logprob for p in entries)
-        out.finish_reason, out.stop_reason = ("stop", stopped) if stopped is not None else (event.finish_reason, event.stop_reason)
+        out.finish_reason, out.stop_reason = (
+            ("stop", stopped) if stopped is not None else (event.finish_reason, event.stop_reason)
+        )
         return [event.branch] if stopped is not None and event.finish_reason is None else []
 
     def _named(self, entry: TokenLogprob) -> dict[int, Logprob]:
@@ -408,8 +471,13 @@ class _progress:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            self.bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-                                console=Console(stderr=True))  # results may go to stdout meanwhile
+            self.bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+            )  # results may go to stdout meanwhile
             self.task = self.bar.add_task("requests", total=total)
         self.tokens, self.since = 0, time.perf_counter()
 
@@ -421,7 +489,9 @@ class _progress:
     def advance(self, collector: Collector) -> None:
         self.tokens += sum(len(o.token_ids) for o in collector.output.outputs)
         if self.bar is not None:
-            self.bar.update(self.task, advance=1, description=f"{self.tokens / (time.perf_counter() - self.since):,.0f} tok/s")
+            self.bar.update(
+                self.task, advance=1, description=f"{self.tokens / (time.perf_counter() - self.since):,.0f} tok/s"
+            )
 
     def __exit__(self, *_: object) -> None:
         if self.bar is not None:

@@ -17,14 +17,24 @@ def _value(logprob: float) -> float:
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob]) -> dict[str, Any]:
     """``{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}``. ``bytes`` are exact also for half a character."""
+
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        return {"token": tokenizer.token_text(token), "logprob": _value(logprob), "bytes": list(tokenizer.token_bytes(token))}
+        return {
+            "token": tokenizer.token_text(token),
+            "logprob": _value(logprob),
+            "bytes": list(tokenizer.token_bytes(token)),
+        }
 
     return {"content": [{**entry(e.id, e.logprob), "top_logprobs": [entry(*t) for t in e.top]} for e in entries]}
 
 
-def completion_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob | None], ids: Sequence[int], offsets: Sequence[int],
-                        shift: int = 0) -> dict[str, Any]:
+def completion_logprobs(
+    tokenizer: Tokenizer,
+    entries: Iterable[TokenLogprob | None],
+    ids: Sequence[int],
+    offsets: Sequence[int],
+    shift: int = 0,
+) -> dict[str, Any]:
     """``{"tokens", "token_logprobs", "top_logprobs", "text_offset"}``; offsets are moved by ``shift`` characters.
 
     An entry is None for the first token of a prompt, which nothing predicts.
@@ -35,7 +45,9 @@ def completion_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob | N
         top: dict[str, float] = {}
         if entry is not None:
             for other, logprob in [(token, entry.logprob), *entry.top]:
-                name = tokenizer.token_text(other)  # parts of characters share one; whether the token was the likeliest must still show
+                name = tokenizer.token_text(
+                    other
+                )  # parts of characters share one; whether the token was the likeliest must still show
                 top[name] = max(top.get(name, FLOOR), _value(logprob))
         out["tokens"].append(text)
         out["token_logprobs"].append(None if entry is None else _value(entry.logprob))
@@ -56,8 +68,15 @@ def prompt_offsets(tokenizer: Tokenizer, ids: Iterable[int], show_special: bool)
 
 def prompt_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob | None]) -> list[dict[str, Any] | None]:
     """vLLM's shape: one object a prompt token, by token id: ``{"logprob", "rank", "decoded_token"}``; None for the first."""
+
     def table(entry: TokenLogprob) -> dict[str, Any]:
-        rows = [(entry.id, entry.logprob, entry.rank), *((t, p, rank) for rank, (t, p) in enumerate(entry.top, start=1) if t != entry.id)]
-        return {str(t): {"logprob": _value(p), "rank": rank, "decoded_token": tokenizer.token_text(t)} for t, p, rank in rows}
+        rows = [
+            (entry.id, entry.logprob, entry.rank),
+            *((t, p, rank) for rank, (t, p) in enumerate(entry.top, start=1) if t != entry.id),
+        ]
+        return {
+            str(t): {"logprob": _value(p), "rank": rank, "decoded_token": tokenizer.token_text(t)}
+            for t, p, rank in rows
+        }
 
     return [None if e is None else table(e) for e in entries]

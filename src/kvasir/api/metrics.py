@@ -16,9 +16,52 @@ from kvasir import __version__
 from kvasir.types import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-SHORT = (.001, .002, .003, .005, .0075, .01, .015, .02, .03, .04, .05, .075, .1, .15, .2, .3, .5, .75, 1.0, 2.0, 5.0)
-LONG = (.005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
-TOKENS = tuple(m * 10 ** e for e in range(6) for m in (1, 2, 5)) + (10 ** 6,)
+SHORT = (
+    0.001,
+    0.002,
+    0.003,
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.04,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1.0,
+    2.0,
+    5.0,
+)
+LONG = (
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+)
+TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5)) + (10**6,)
 
 ALIASES = {
     "kvasir:num_requests_running": ["vllm:num_requests_running"],
@@ -51,13 +94,25 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.first_token = self._histogram("time_to_first_token_seconds", "From arrival of a request to its first token", LONG)
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "From arrival of a request to its first token", LONG
+        )
         self.inter_token = self._histogram("inter_token_seconds", "Between two tokens of one choice", SHORT)
-        self.request_time = self._histogram("request_seconds", "From arrival of a request to its end, however it ended", LONG)
-        self.queue_time = self._histogram("queue_seconds", "From arrival of a request to its first rows in a step", LONG)
-        self.prefill_time = self._histogram("prefill_seconds", "From a request's first rows in a step to its first token", LONG)
-        self.max_generated = self._histogram("request_max_generation_tokens", "Tokens of the longest choice of a request", TOKENS)
-        self._decode_time = self._histogram("decode_seconds", "From the first token of a finished choice to its last", LONG)
+        self.request_time = self._histogram(
+            "request_seconds", "From arrival of a request to its end, however it ended", LONG
+        )
+        self.queue_time = self._histogram(
+            "queue_seconds", "From arrival of a request to its first rows in a step", LONG
+        )
+        self.prefill_time = self._histogram(
+            "prefill_seconds", "From a request's first rows in a step to its first token", LONG
+        )
+        self.max_generated = self._histogram(
+            "request_max_generation_tokens", "Tokens of the longest choice of a request", TOKENS
+        )
+        self._decode_time = self._histogram(
+            "decode_seconds", "From the first token of a finished choice to its last", LONG
+        )
         self._prompt = self._histogram("choice_prompt_tokens", "Prompt tokens of a finished choice", TOKENS)
         self._generated = self._histogram("choice_generation_tokens", "Tokens generated for a finished choice", TOKENS)
         self._http = self._counter("http_requests", "HTTP requests by route and status", "route", "status")
@@ -103,8 +158,10 @@ def _with_aliases(metrics: Iterable[Metric], model: str) -> Iterator[Metric]:
         yield metric
         for alias in ALIASES.get(metric.name, ()):
             copy = Metric(alias, f"Alias of {metric.name}", metric.type)
-            copy.samples = [Sample(alias + s.name.removeprefix(metric.name), {**s.labels, "model_name": model}, s.value)
-                            for s in metric.samples]
+            copy.samples = [
+                Sample(alias + s.name.removeprefix(metric.name), {**s.labels, "model_name": model}, s.value)
+                for s in metric.samples
+            ]
             yield copy
 
 
@@ -125,13 +182,22 @@ def _engine(stats: EngineStats | None) -> Iterator[Metric]:
         "kv_cache_usage": (used / stats.num_pages if stats.num_pages else 0.0, "Share of the pages in use, 0 to 1"),
         "step_seconds": (stats.step_seconds, "How long the last step took"),
         "step_rows": (stats.step_rows, "Rows of the last step"),
-        "weight_bytes": (stats.weight_bytes, "Weights that the start read and copied, in startup_seconds of phase fill"),
+        "weight_bytes": (
+            stats.weight_bytes,
+            "Weights that the start read and copied, in startup_seconds of phase fill",
+        ),
     }
     if stats.forwards:
-        gauges["tokens_per_forward"] = (stats.generation_tokens / stats.forwards, "Tokens generated a step of a single sequence, since the start")
+        gauges["tokens_per_forward"] = (
+            stats.generation_tokens / stats.forwards,
+            "Tokens generated a step of a single sequence, since the start",
+        )
     if stats.draft_saved_seconds is not None:
-        gauges["draft_saved_seconds"] = (stats.draft_saved_seconds, "Time saved by drafts since the start, below 0 if lost: what plain steps "
-                                         "would have taken for the same tokens, as predicted, less what drafted steps took")
+        gauges["draft_saved_seconds"] = (
+            stats.draft_saved_seconds,
+            "Time saved by drafts since the start, below 0 if lost: what plain steps "
+            "would have taken for the same tokens, as predicted, less what drafted steps took",
+        )
     for name, (value, text) in gauges.items():
         yield GaugeMetricFamily(f"kvasir:{name}", text, value)
     counters = {
@@ -143,36 +209,52 @@ def _engine(stats: EngineStats | None) -> Iterator[Metric]:
         "prefix_query_tokens": (stats.prefix_queries, "Prompt tokens looked up in the prefix cache"),
         "preemptions": (stats.preemptions, "Sequences that gave their pages back and start over"),
         "engine_restarts": (stats.restarts, "Engine processes that died or hung and were replaced"),
-        "requests_quarantined": (stats.quarantined, "Requests that were refused because they kept ending the engine process"),
+        "requests_quarantined": (
+            stats.quarantined,
+            "Requests that were refused because they kept ending the engine process",
+        ),
         "drafts": (stats.drafts, "Proposals verified; each emits one token and those of it that were right"),
         "draft_tokens": (stats.drafted_tokens, "Tokens proposed and verified"),
         "accepted_draft_tokens": (stats.accepted_tokens, "Proposed tokens that were right"),
     }
     for name, (value, text) in counters.items():
         yield CounterMetricFamily(f"kvasir:{name}", text, value)
-    failed = CounterMetricFamily("kvasir:requests_failed", "Requests that the engine failed, by reason", labels=["reason"])
+    failed = CounterMetricFamily(
+        "kvasir:requests_failed", "Requests that the engine failed, by reason", labels=["reason"]
+    )
     for reason, count in stats.failed.items():
         failed.add_metric([reason], count)
     yield failed
-    error = GaugeMetricFamily("kvasir:step_time_relative_error", "Mean of |predicted - measured| / measured of late", labels=["kind"])
+    error = GaugeMetricFamily(
+        "kvasir:step_time_relative_error", "Mean of |predicted - measured| / measured of late", labels=["kind"]
+    )
     for kind, value in stats.step_time_error.items():
         error.add_metric([kind], value)
     yield error
-    accepted = CounterMetricFamily("kvasir:accepted_draft_tokens_per_depth", "Proposed tokens that were right, by place in the proposal",
-                                   labels=["position"])
+    accepted = CounterMetricFamily(
+        "kvasir:accepted_draft_tokens_per_depth",
+        "Proposed tokens that were right, by place in the proposal",
+        labels=["position"],
+    )
     for depth, (_, right) in enumerate(stats.accepted_by_depth):
         accepted.add_metric([str(depth)], right)
     yield accepted
-    crossed = CounterMetricFamily("kvasir:draft_tokens_by_drafter_and_depth", "Tokens verified whose parent was right, by drafter, place in the "
-                                  "proposal, and whether they were right; of several at one place, one counts",
-                                  labels=["drafter", "position", "right"])
+    crossed = CounterMetricFamily(
+        "kvasir:draft_tokens_by_drafter_and_depth",
+        "Tokens verified whose parent was right, by drafter, place in the "
+        "proposal, and whether they were right; of several at one place, one counts",
+        labels=["drafter", "position", "right"],
+    )
     for drafter, depths in stats.drafted_by_depth.items():
         for depth, (tried, right) in enumerate(depths):
             crossed.add_metric([drafter, str(depth), "yes"], right)
             crossed.add_metric([drafter, str(depth), "no"], tried - right)
     yield crossed
-    drafted = CounterMetricFamily("kvasir:draft_tokens_by_drafter", "Tokens proposed and verified, by drafter and whether they were right",
-                                  labels=["drafter", "right"])
+    drafted = CounterMetricFamily(
+        "kvasir:draft_tokens_by_drafter",
+        "Tokens proposed and verified, by drafter and whether they were right",
+        labels=["drafter", "right"],
+    )
     for drafter, (count, right) in stats.drafted_by.items():
         drafted.add_metric([drafter, "yes"], right)
         drafted.add_metric([drafter, "no"], count - right)

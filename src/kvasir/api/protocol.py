@@ -22,9 +22,16 @@ MAX_RUN_PROBLEMS = 256
 METADATA = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 # Parameters of which we do exactly one thing.
 ONLY: dict[str, tuple[Any, ...]] = {
-    "store": (False,), "service_tier": ("auto", "default"), "modalities": (["text"],), "background": (False,),
-    "truncation": ("disabled",), "use_beam_search": (False,), "spaces_between_special_tokens": (True,),
-    "continue_final_message": (False,), "include_reasoning": (True,), "return_tokens_as_token_ids": (False,),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+    "background": (False,),
+    "truncation": ("disabled",),
+    "use_beam_search": (False,),
+    "spaces_between_special_tokens": (True,),
+    "continue_final_message": (False,),
+    "include_reasoning": (True,),
+    "return_tokens_as_token_ids": (False,),
 }
 
 
@@ -42,7 +49,9 @@ def _prompts(value: Any) -> Any:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        raise PydanticCustomError("prompt", "must be a non-empty string, list of strings, list of token ids, or list of those lists")
+        raise PydanticCustomError(
+            "prompt", "must be a non-empty string, list of strings, list of token ids, or list of those lists"
+        )
     if all(type(v) is int for v in value):
         return [value]
     texts, ids = (all(isinstance(v, kind) for v in value) for kind in (str, list))
@@ -66,7 +75,9 @@ def _bias(value: Any) -> Any:
 
 STRINGS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 IDS = {"type": "array", "items": {"type": "integer"}}
-PROMPT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, IDS, {"type": "array", "items": IDS}]}
+PROMPT = {
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, IDS, {"type": "array", "items": IDS}]
+}
 Strings = Annotated[list[str] | None, BeforeValidator(_strings), WithJsonSchema(STRINGS)]
 Prompts = Annotated[list[Any], BeforeValidator(_prompts), WithJsonSchema(PROMPT)]
 BIAS = {"type": ["object", "null"], "additionalProperties": {"type": "number"}}
@@ -75,26 +86,69 @@ Object = dict[str, Any]
 
 # Checked by hand where they are used (better messages, fewer rules to get wrong); described here for the OpenAPI document.
 _NAME = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"}
-_CALL = {"type": "object", "required": ["id", "type", "function"], "additionalProperties": False, "properties": {
-    "id": {"type": "string"}, "type": {"const": "function"}, "function": {"type": "object", "required": ["name", "arguments"], "properties": {
-        "name": {"type": "string"}, "arguments": {"type": "string"}}, "additionalProperties": False}}}
-_PART = {"type": "object", "required": ["type", "text"], "additionalProperties": False,
-         "properties": {"type": {"const": "text"}, "text": {"type": "string"}}}
+_CALL = {
+    "type": "object",
+    "required": ["id", "type", "function"],
+    "additionalProperties": False,
+    "properties": {
+        "id": {"type": "string"},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name", "arguments"],
+            "properties": {"name": {"type": "string"}, "arguments": {"type": "string"}},
+            "additionalProperties": False,
+        },
+    },
+}
+_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "additionalProperties": False,
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
 _CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]}
 
 
 def _message(roles: list[str], required: list[str], **properties: Any) -> dict[str, Any]:
-    return {"type": "object", "required": ["role", *required], "additionalProperties": False,
-            "properties": {"role": {"enum": roles}, "content": _CONTENT, "name": {"type": "string"}, **properties}}
+    return {
+        "type": "object",
+        "required": ["role", *required],
+        "additionalProperties": False,
+        "properties": {"role": {"enum": roles}, "content": _CONTENT, "name": {"type": "string"}, **properties},
+    }
 
 
-MESSAGE = {"anyOf": [
-    _message(["system", "developer", "user"], ["content"]),
-    _message(["assistant"], ["content"], tool_calls={"type": "array", "items": _CALL}, reasoning_content={"type": "string"}),
-    _message(["tool"], ["content", "tool_call_id"], tool_call_id={"type": "string", "minLength": 1})]}
-TOOL = {"type": "object", "required": ["type", "function"], "additionalProperties": False, "properties": {
-    "type": {"const": "function"}, "function": {"type": "object", "required": ["name"], "properties": {
-        "name": _NAME, "description": {"type": "string"}, "parameters": {"type": "object"}, "strict": {"type": "boolean"}}}}}
+MESSAGE = {
+    "anyOf": [
+        _message(["system", "developer", "user"], ["content"]),
+        _message(
+            ["assistant"],
+            ["content"],
+            tool_calls={"type": "array", "items": _CALL},
+            reasoning_content={"type": "string"},
+        ),
+        _message(["tool"], ["content", "tool_call_id"], tool_call_id={"type": "string", "minLength": 1}),
+    ]
+}
+TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "additionalProperties": False,
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": _NAME,
+                "description": {"type": "string"},
+                "parameters": {"type": "object"},
+                "strict": {"type": "boolean"},
+            },
+        },
+    },
+}
 Message = Annotated[Object, WithJsonSchema(MESSAGE)]
 Tool = Annotated[Object, WithJsonSchema(TOOL)]
 
@@ -319,12 +373,18 @@ def _unknown(kind: type[Body], extra: Object, lenient: bool) -> list[str]:
         if lenient:
             ignored.append(name)
         elif name in ONLY:
-            raise RequestError(f"'{name}' is supported only as {' or '.join(repr(v) for v in ONLY[name])}", param=name,
-                               code="unsupported_parameter")
+            raise RequestError(
+                f"'{name}' is supported only as {' or '.join(repr(v) for v in ONLY[name])}",
+                param=name,
+                code="unsupported_parameter",
+            )
         else:
             known = [*kind.model_fields, *METADATA]
-            raise RequestError(f"the parameter '{name[:80]}' is not supported.{nearest(name[:80], known)}", param=name[:80],
-                               code="unsupported_parameter")
+            raise RequestError(
+                f"the parameter '{name[:80]}' is not supported.{nearest(name[:80], known)}",
+                param=name[:80],
+                code="unsupported_parameter",
+            )
     return ignored
 
 

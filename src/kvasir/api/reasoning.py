@@ -64,7 +64,7 @@ class ReasoningParser(Technique):
         """At the very start: does the model open its thinking?"""
         text = self._held.lstrip()
         if text.startswith(self.start):
-            self._mode, self._held = "inside", text[len(self.start):]
+            self._mode, self._held = "inside", text[len(self.start) :]
         elif final or not self.start.startswith(text):
             self._mode = "content"
             self._fresh = False  # an answer without thinking is given out as it is
@@ -83,8 +83,8 @@ class ReasoningParser(Technique):
             self._fresh = True
             return thought
         keep = 0 if final else len(self._held) - len(self._settled())
-        thought = self._held[:len(self._held) - keep]
-        self._held = self._held[len(self._held) - keep:]
+        thought = self._held[: len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep :]
         return self._take(thought.rstrip("\n") if final else thought)
 
     def _settled(self) -> str:
@@ -114,6 +114,8 @@ def choose(name: str, tokenizer: Tokenizer) -> type[ReasoningParser] | None:
     return technique.find(PACKAGE, name, ReasoningParser)[0]
 
 
-def parser(cls: type[ReasoningParser] | None, tokenizer: Tokenizer, prompt_ids: Sequence[int] | None = None) -> ReasoningParser | None:
+def parser(
+    cls: type[ReasoningParser] | None, tokenizer: Tokenizer, prompt_ids: Sequence[int] | None = None
+) -> ReasoningParser | None:
     """A parser for one answer to this prompt, or None when this model's answers need none."""
     return cls(None if prompt_ids is None else tokenizer.decode(prompt_ids[-16:], skip_special=False)) if cls else None

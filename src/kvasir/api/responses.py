@@ -33,7 +33,11 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
     if kind == "message":
         content = _content(item.get("content"), f"{where}.content")
         check_message({"role": item.get("role"), "content": content}, where)
-        if item.get("role") == "assistant" and messages and messages[-1].keys() == {"role", "content", "reasoning_content"}:
+        if (
+            item.get("role") == "assistant"
+            and messages
+            and messages[-1].keys() == {"role", "content", "reasoning_content"}
+        ):
             messages[-1]["content"] = content  # the answer to the reasoning just before it
         else:
             messages.append({"role": item.get("role"), "content": content})
@@ -45,13 +49,22 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
         else:
             messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
     elif kind == "function_call_output":
-        messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": _content(item.get("output"), f"{where}.output")})
+        messages.append(
+            {
+                "role": "tool",
+                "tool_call_id": _text(item, "call_id", where),
+                "content": _content(item.get("output"), f"{where}.output"),
+            }
+        )
     elif kind == "reasoning":
         if thought := "".join(texts([item])):  # of other engines' items, which may be encrypted, nothing is to be read
             messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
     else:
-        raise RequestError(f"{where} is of type '{str(kind)[:80]}'; there are message, function_call, function_call_output and reasoning",
-                           param=f"{where}.type", code="unsupported_content")
+        raise RequestError(
+            f"{where} is of type '{str(kind)[:80]}'; there are message, function_call, function_call_output and reasoning",
+            param=f"{where}.type",
+            code="unsupported_content",
+        )
 
 
 def _text(item: dict[str, Any], name: str, where: str) -> str:
@@ -65,8 +78,11 @@ def _content(content: Any, where: str) -> Any:
         for i, part in enumerate(content):
             if not isinstance(part, dict) or part.get("type") not in ("input_text", "output_text", "text"):
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-                raise RequestError(f"{where}[{i}] is of type '{str(kind)[:80]}'; text parts only", param=f"{where}[{i}].type",
-                                   code="unsupported_content")
+                raise RequestError(
+                    f"{where}[{i}] is of type '{str(kind)[:80]}'; text parts only",
+                    param=f"{where}[{i}].type",
+                    code="unsupported_content",
+                )
     return content
 
 
@@ -75,8 +91,11 @@ def tools_of(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     out = []
     for i, tool in enumerate(tools or []):
         if tool.get("type") != "function":
-            raise RequestError(f"tools[{i}] is of type '{str(tool.get('type'))[:80]}'; only function tools are supported", param=f"tools[{i}].type",
-                               code="unsupported_parameter")
+            raise RequestError(
+                f"tools[{i}] is of type '{str(tool.get('type'))[:80]}'; only function tools are supported",
+                param=f"tools[{i}].type",
+                code="unsupported_parameter",
+            )
         out.append({"type": "function", "function": {k: v for k, v in tool.items() if k != "type" and v is not None}})
     return out or None
 
@@ -88,7 +107,10 @@ def flat_places() -> Iterator[None]:
         yield
     except RequestError as e:
         place = re.compile(r"\b(tools\[\d+\]|tool_choice)\.function\b")
-        e.param, e.message = e.param and place.sub(r"\1", e.param), place.sub(r"\1", e.message).replace("function: {name}", "name")
+        e.param, e.message = (
+            e.param and place.sub(r"\1", e.param),
+            place.sub(r"\1", e.message).replace("function: {name}", "name"),
+        )
         raise
 
 
@@ -100,8 +122,13 @@ def choice_of(tool_choice: Any) -> Any:
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    return {"input_tokens": usage.prompt, "input_tokens_details": {"cached_tokens": usage.cached}, "output_tokens": usage.completion,
-            "output_tokens_details": {"reasoning_tokens": usage.reasoning}, "total_tokens": usage.prompt + usage.completion}
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached},
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.prompt + usage.completion,
+    }
 
 
 class Output:
@@ -133,14 +160,23 @@ class Output:
         if piece.kind == "reasoning":
             yield "response.reasoning_text.delta", {**place, "content_index": 0, "delta": piece.text}
         else:
-            yield "response.output_text.delta", {**place, "content_index": 0, "delta": piece.text, "logprobs": logprobs or []}
+            yield (
+                "response.output_text.delta",
+                {**place, "content_index": 0, "delta": piece.text, "logprobs": logprobs or []},
+            )
 
     def _begin(self, piece: Piece) -> Iterator[tuple[str, dict[str, Any]]]:
         hex = uuid.uuid4().hex
         if piece.kind == "call":
             assert piece.started is not None
-            item: dict[str, Any] = {"type": "function_call", "id": f"fc_{hex}", "call_id": piece.started.id, "name": piece.started.name,
-                                    "arguments": "", "status": "in_progress"}
+            item: dict[str, Any] = {
+                "type": "function_call",
+                "id": f"fc_{hex}",
+                "call_id": piece.started.id,
+                "name": piece.started.name,
+                "arguments": "",
+                "status": "in_progress",
+            }
         elif piece.kind == "reasoning":
             item = {"type": "reasoning", "id": f"rs_{hex}", "summary": [], "content": [], "status": "in_progress"}
         else:
@@ -148,8 +184,11 @@ class Output:
         self.items.append(item)
         yield "response.output_item.added", {"output_index": len(self.items) - 1, "item": _copy(item)}
         if piece.kind != "call":
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []} if piece.kind == "content" else \
-                {"type": "reasoning_text", "text": ""}
+            part = (
+                {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+                if piece.kind == "content"
+                else {"type": "reasoning_text", "text": ""}
+            )
             item["content"].append(part)
             yield "response.content_part.added", {**self._place(), "content_index": 0, "part": _copy(part)}
 
@@ -164,11 +203,22 @@ class Output:
         self._open = None
         item["status"] = status if kind != "call" or whole(item["arguments"]) else "incomplete"
         if kind == "call":
-            yield "response.function_call_arguments.done", {**self._place(), "name": item["name"], "arguments": item["arguments"]}
+            yield (
+                "response.function_call_arguments.done",
+                {**self._place(), "name": item["name"], "arguments": item["arguments"]},
+            )
         else:
             part = item["content"][0]
             name = "response.output_text.done" if kind == "content" else "response.reasoning_text.done"
-            yield name, {**self._place(), "content_index": 0, "text": part["text"], **({"logprobs": part["logprobs"]} if kind == "content" else {})}
+            yield (
+                name,
+                {
+                    **self._place(),
+                    "content_index": 0,
+                    "text": part["text"],
+                    **({"logprobs": part["logprobs"]} if kind == "content" else {}),
+                },
+            )
             yield "response.content_part.done", {**self._place(), "content_index": 0, "part": _copy(part)}
         yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": _copy(item)}
 

@@ -30,33 +30,53 @@ class Prompt:
     forced: Grammar | None
 
 
-def prepare_prompt(service: Service, messages: list[dict[str, Any]], offered: list[dict[str, Any]] | None, tool_choice: Any, parallel: bool,
-                   **template: Any) -> Prompt:
+def prepare_prompt(
+    service: Service,
+    messages: list[dict[str, Any]],
+    offered: list[dict[str, Any]] | None,
+    tool_choice: Any,
+    parallel: bool,
+    **template: Any,
+) -> Prompt:
     """Render and encode. Raises RequestError."""
     text = service.text
     tools.validate(offered, tool_choice)
     offered = offered if offered and tool_choice != "none" else None
     if offered and text.tool_format is None:
-        raise RequestError("this model has no known tool-call format; the server takes one as --tool-call-parser", param="tools",
-                           code="no_tool_parser")
+        raise RequestError(
+            "this model has no known tool-call format; the server takes one as --tool-call-parser",
+            param="tools",
+            code="no_tool_parser",
+        )
     messages = check_messages(messages)
     text.check_size(texts(messages), service.info.max_model_len)
     ids = text.tokenizer.encode_chat(messages, tools=offered, **template)
     thinking = text.reasoning(ids)
     after = thinking.end_ids(text.tokenizer) if thinking else ()
-    return Prompt(ids, offered, after, tools.grammar(offered, tool_choice, text.tool_format, text.tokenizer, parallel, after))
+    return Prompt(
+        ids, offered, after, tools.grammar(offered, tool_choice, text.tool_format, text.tokenizer, parallel, after)
+    )
 
 
-def template_options(service: Service, kwargs: dict[str, Any] | None, chat_template: str | None = None) -> dict[str, Any]:
+def template_options(
+    service: Service, kwargs: dict[str, Any] | None, chat_template: str | None = None
+) -> dict[str, Any]:
     """What goes to the template besides the messages. Raises RequestError for a client's template unless that is enabled."""
     options = dict(kwargs or {})
     for name in ("self", "messages", "tools", "add_generation_prompt", "chat_template"):
         if name in options:
-            raise RequestError(f"'{name}' cannot be set through chat_template_kwargs", param="chat_template_kwargs", code="reserved_name")
+            raise RequestError(
+                f"'{name}' cannot be set through chat_template_kwargs",
+                param="chat_template_kwargs",
+                code="reserved_name",
+            )
     if chat_template is not None:
         if not service.settings.enable_client_chat_template:
-            raise RequestError("'chat_template' is not taken from clients here (--enable-client-chat-template)", param="chat_template",
-                               code="unsupported_parameter")
+            raise RequestError(
+                "'chat_template' is not taken from clients here (--enable-client-chat-template)",
+                param="chat_template",
+                code="unsupported_parameter",
+            )
         options["chat_template"] = chat_template
     return options
 
@@ -71,23 +91,50 @@ class ChatJob:
         self.stream = bool(body.stream)
         self.options = body.stream_settings()
         self.parallel = body.parallel_tool_calls is not False
-        self.names = {"prompt": "messages", "logprobs": "top_logprobs",
-                      "max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"}
+        self.names = {
+            "prompt": "messages",
+            "logprobs": "top_logprobs",
+            "max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+        }
         options = template_options(service, body.chat_template_kwargs, body.chat_template)
         with renamed(self.names):
-            self.prompt = prepare_prompt(service, body.messages, body.tools, body.tool_choice, self.parallel,
-                                         add_generation_prompt=body.add_generation_prompt is not False, **options)
-        grammar_name, grammar = grammar_of(body, {"response_format": format_grammar(body.response_format, "response_format"),
-                                                  "tool_choice": self.prompt.forced})
+            self.prompt = prepare_prompt(
+                service,
+                body.messages,
+                body.tools,
+                body.tool_choice,
+                self.parallel,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                **options,
+            )
+        grammar_name, grammar = grammar_of(
+            body,
+            {
+                "response_format": format_grammar(body.response_format, "response_format"),
+                "tool_choice": self.prompt.forced,
+            },
+        )
         if grammar is not None:
             grammar = dataclasses.replace(grammar, after=self.prompt.after)
-        params = sampling_params(body, service.info.generation_defaults, max_tokens=max_tokens_of(body), logprobs=_logprobs(body), grammar=grammar)
+        params = sampling_params(
+            body,
+            service.info.generation_defaults,
+            max_tokens=max_tokens_of(body),
+            logprobs=_logprobs(body),
+            grammar=grammar,
+        )
         self.names["grammar"] = grammar_name
         id = unique_id("chatcmpl", caller.id)
         self.requests = service.admit([self.prompt.ids], [params], caller, id, body.priority, self.names, self.stream)
-        self.messages = [service.text.message(self.prompt.ids, self.prompt.tools, self.parallel) for _ in range(params.n)]
-        self.head = {"id": id, "object": "chat.completion.chunk" if self.stream else "chat.completion", "created": caller.created,
-                     "model": service.info.name}
+        self.messages = [
+            service.text.message(self.prompt.ids, self.prompt.tools, self.parallel) for _ in range(params.n)
+        ]
+        self.head = {
+            "id": id,
+            "object": "chat.completion.chunk" if self.stream else "chat.completion",
+            "created": caller.created,
+            "model": service.info.name,
+        }
 
     def begin(self, release: Callable[[], None]) -> Generation:
         return Generation(self.service.client, self.service.metrics, self.requests, self.detokenizer, release)
@@ -101,8 +148,16 @@ class ChatJob:
             choices = self._push(delta, generation)
             if delta.choice not in begun:
                 begun.add(delta.choice)
-                yield self._chunk(generation, {"index": delta.choice, "delta": {"role": "assistant", "content": ""}, "logprobs": None,
-                                               "finish_reason": None}, first=True)
+                yield self._chunk(
+                    generation,
+                    {
+                        "index": delta.choice,
+                        "delta": {"role": "assistant", "content": ""},
+                        "logprobs": None,
+                        "finish_reason": None,
+                    },
+                    first=True,
+                )
             for choice in choices:
                 yield self._chunk(generation, choice)
         if self.options.include_usage:
@@ -132,7 +187,10 @@ class ChatJob:
             if self.body.return_token_ids:
                 choices[-1]["token_ids"] = delta.token_ids
             if delta.finish_reason is not None:
-                choices[-1] |= {"finish_reason": message.finish_reason(delta.finish_reason), "stop_reason": delta.stop_reason}
+                choices[-1] |= {
+                    "finish_reason": message.finish_reason(delta.finish_reason),
+                    "stop_reason": delta.stop_reason,
+                }
         return choices
 
     async def result(self, generation: Generation) -> dict[str, Any]:
@@ -142,7 +200,10 @@ class ChatJob:
         async for delta in generation.deltas():
             for choice in self._push(delta, generation):
                 if choice["finish_reason"] is not None:
-                    choices[delta.choice] |= {"finish_reason": choice["finish_reason"], "stop_reason": choice["stop_reason"]}
+                    choices[delta.choice] |= {
+                        "finish_reason": choice["finish_reason"],
+                        "stop_reason": choice["stop_reason"],
+                    }
                 logprobs[delta.choice] += (choice["logprobs"] or {"content": []})["content"]
             ids[delta.choice] += delta.token_ids
         for i, (choice, message) in enumerate(zip(choices, self.messages, strict=True)):
@@ -152,7 +213,9 @@ class ChatJob:
                 choice["token_ids"] = ids[i]
         result = {**self.head, "choices": choices, "usage": generation.usage.object()}
         if self.body.prompt_logprobs is not None:
-            result["prompt_logprobs"] = prompt_logprobs(self.service.text.tokenizer, generation.running[0].prompt_logprobs or [])
+            result["prompt_logprobs"] = prompt_logprobs(
+                self.service.text.tokenizer, generation.running[0].prompt_logprobs or []
+            )
         if self.body.return_token_ids:
             result["prompt_token_ids"] = self.prompt.ids
         return result
@@ -161,7 +224,11 @@ class ChatJob:
 def max_tokens_of(body: ChatBody) -> int | None:
     """Both spellings; None runs to the end of the context."""
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
-        raise RequestError("'max_tokens' and 'max_completion_tokens' differ; send one of them", param="max_completion_tokens", code="conflict")
+        raise RequestError(
+            "'max_tokens' and 'max_completion_tokens' differ; send one of them",
+            param="max_completion_tokens",
+            code="conflict",
+        )
     return body.max_completion_tokens if body.max_tokens is None else body.max_tokens
 
 
@@ -190,10 +257,15 @@ def piece_delta(piece: Piece) -> dict[str, Any]:
 
 def message_object(message: Message) -> dict[str, Any]:
     """The whole message. ``content`` is null when there are only calls."""
+
     def call(c: Call) -> dict[str, Any]:
         return {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
 
-    out: dict[str, Any] = {"role": "assistant", "content": message.content or (None if message.calls else ""), "refusal": None}
+    out: dict[str, Any] = {
+        "role": "assistant",
+        "content": message.content or (None if message.calls else ""),
+        "refusal": None,
+    }
     if message.reasoning:
         out |= reasoning_fields(message.reasoning)
     if message.calls:

@@ -30,8 +30,12 @@ class CompletionJob:
         self.stream = bool(body.stream)
         self.options = body.stream_settings()
         if body.best_of is not None and body.best_of != (body.n if body.n is not None else 1):
-            raise RequestError("'best_of' is supported only when it equals 'n'", param="best_of", code="unsupported_parameter")
-        grammar_name, grammar = grammar_of(body, {"response_format": format_grammar(body.response_format, "response_format")})
+            raise RequestError(
+                "'best_of' is supported only when it equals 'n'", param="best_of", code="unsupported_parameter"
+            )
+        grammar_name, grammar = grammar_of(
+            body, {"response_format": format_grammar(body.response_format, "response_format")}
+        )
         self.names = {"grammar": grammar_name}
         self.tokenizer = service.text.tokenizer
         for prompt in body.prompt:
@@ -41,10 +45,17 @@ class CompletionJob:
         only_echo = bool(body.echo) and body.max_tokens == 0
         fixed: dict[str, Any] = {"logprobs": body.logprobs, "grammar": grammar}
         fixed["max_tokens"] = 1 if only_echo else body.max_tokens
-        if body.echo and body.logprobs is not None and (body.prompt_logprobs is None or 0 <= body.prompt_logprobs < body.logprobs):
+        if (
+            body.echo
+            and body.logprobs is not None
+            and (body.prompt_logprobs is None or 0 <= body.prompt_logprobs < body.logprobs)
+        ):
             fixed["prompt_logprobs"] = body.logprobs  # each of the two is cut to what it was asked for
         shared = sampling_params(body, service.info.generation_defaults, **fixed)
-        params = [shared if body.max_tokens is not None else dataclasses.replace(shared, max_tokens=self._default(len(ids))) for ids in prompts]
+        params = [
+            shared if body.max_tokens is not None else dataclasses.replace(shared, max_tokens=self._default(len(ids)))
+            for ids in prompts
+        ]
         id = unique_id("cmpl", caller.id)
         self.requests = service.admit(prompts, params, caller, id, body.priority, self.names, self.stream)
         if only_echo:  # admission wants room for a token; the engine then generates none
@@ -52,12 +63,18 @@ class CompletionJob:
                 request.max_tokens = 0
         self.head = {"id": id, "object": "text_completion", "created": caller.created, "model": service.info.name}
         # What echo puts before the answer: the prompt as it was sent, or the text of the ids that were.
-        self.prefixes = [p if isinstance(p, str) else self.tokenizer.decode(p, skip_special=False) for p in body.prompt] if body.echo else []
+        self.prefixes = (
+            [p if isinstance(p, str) else self.tokenizer.decode(p, skip_special=False) for p in body.prompt]
+            if body.echo
+            else []
+        )
 
     def _default(self, num_prompt: int) -> int:
         """``max_tokens`` of a prompt that came without: what fits behind this one, whatever came along with it."""
         info = self.service.info
-        return min(MAX_TOKENS, max(1, min(info.max_model_len, info.kv_capacity_tokens or info.max_model_len) - num_prompt))
+        return min(
+            MAX_TOKENS, max(1, min(info.max_model_len, info.kv_capacity_tokens or info.max_model_len) - num_prompt)
+        )
 
     def begin(self, release: Callable[[], None]) -> Generation:
         return Generation(self.service.client, self.service.metrics, self.requests, self.detokenizer, release)
@@ -97,12 +114,21 @@ class CompletionJob:
     def _choice(self, running: Running, delta: Delta, first: bool) -> dict[str, Any]:
         """A choice as one delta makes it; the first one brings the echo."""
         prefix = self.prefixes[running.index] if self.prefixes else ""
-        choice: dict[str, Any] = {"index": delta.choice, "text": prefix + delta.text if first else delta.text, "logprobs": None,
-                                  "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        choice: dict[str, Any] = {
+            "index": delta.choice,
+            "text": prefix + delta.text if first else delta.text,
+            "logprobs": None,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
         if self.body.logprobs is not None:
-            choice["logprobs"] = completion_logprobs(self.tokenizer, delta.logprobs or [], delta.token_ids, delta.offsets, len(prefix))
+            choice["logprobs"] = completion_logprobs(
+                self.tokenizer, delta.logprobs or [], delta.token_ids, delta.offsets, len(prefix)
+            )
             if first and self.body.echo:
-                choice["logprobs"] = {name: values + choice["logprobs"][name] for name, values in self._echoed(running).items()}
+                choice["logprobs"] = {
+                    name: values + choice["logprobs"][name] for name, values in self._echoed(running).items()
+                }
         if self.body.return_token_ids:
             choice["token_ids"] = delta.token_ids
             if first:
@@ -112,7 +138,9 @@ class CompletionJob:
     def _echoed(self, running: Running) -> dict[str, Any]:
         ids = running.request.prompt_ids
         offsets = prompt_offsets(self.tokenizer, ids, show_special=not isinstance(self.body.prompt[running.index], str))
-        return completion_logprobs(self.tokenizer, _cut(running.prompt_logprobs or [None] * len(ids), self.body.logprobs or 0), ids, offsets)
+        return completion_logprobs(
+            self.tokenizer, _cut(running.prompt_logprobs or [None] * len(ids), self.body.logprobs or 0), ids, offsets
+        )
 
 
 def _cut(entries: Iterable[TokenLogprob | None], count: int) -> list[TokenLogprob | None]:

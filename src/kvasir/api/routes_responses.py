@@ -34,28 +34,56 @@ class ResponsesJob:
         parallel = body.parallel_tool_calls is not False
         self.names = {"prompt": "input", "max_tokens": "max_output_tokens"}
         with renamed(self.names), flat_places():
-            prompt = prepare_prompt(service, messages_of(body.input, body.instructions), tools_of(body.tools), choice_of(body.tool_choice), parallel,
-                                    **template_options(service, body.chat_template_kwargs))
+            prompt = prepare_prompt(
+                service,
+                messages_of(body.input, body.instructions),
+                tools_of(body.tools),
+                choice_of(body.tool_choice),
+                parallel,
+                **template_options(service, body.chat_template_kwargs),
+            )
         text_format = body.text.format if body.text else None
-        grammar_name, grammar = grammar_of(body, {"text.format": format_grammar(text_format, "text.format"), "tool_choice": prompt.forced})
+        grammar_name, grammar = grammar_of(
+            body, {"text.format": format_grammar(text_format, "text.format"), "tool_choice": prompt.forced}
+        )
         if grammar is not None:
             grammar = dataclasses.replace(grammar, after=prompt.after)
         if body.top_logprobs is not None and not body.include:
             raise RequestError("'top_logprobs' needs include=['message.output_text.logprobs']", param="top_logprobs")
         self.names["logprobs"] = "top_logprobs"
-        params = sampling_params(body, service.info.generation_defaults, max_tokens=body.max_output_tokens, grammar=grammar,
-                                 logprobs=(body.top_logprobs or 0) if body.include else None)
+        params = sampling_params(
+            body,
+            service.info.generation_defaults,
+            max_tokens=body.max_output_tokens,
+            grammar=grammar,
+            logprobs=(body.top_logprobs or 0) if body.include else None,
+        )
         self.id = unique_id("resp", caller.id)
         self.names["grammar"] = grammar_name
         self.requests = service.admit([prompt.ids], [params], caller, self.id, body.priority, self.names, self.stream)
         self.message = service.text.message(prompt.ids, prompt.tools, parallel)
         self.output = Output()
         self.head = {
-            "id": self.id, "object": "response", "created_at": caller.created, "model": service.info.name, "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens, "temperature": params.temperature, "top_p": params.top_p,
-            "parallel_tool_calls": parallel, "tool_choice": body.tool_choice or "auto", "tools": body.tools or [], "metadata": {},
-            "text": {"format": text_format.model_dump(by_alias=True, exclude_none=True) if text_format else {"type": "text"}},
-            "previous_response_id": None, "store": False, "truncation": "disabled", "background": False, "reasoning": None,
+            "id": self.id,
+            "object": "response",
+            "created_at": caller.created,
+            "model": service.info.name,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "parallel_tool_calls": parallel,
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "metadata": {},
+            "text": {
+                "format": text_format.model_dump(by_alias=True, exclude_none=True) if text_format else {"type": "text"}
+            },
+            "previous_response_id": None,
+            "store": False,
+            "truncation": "disabled",
+            "background": False,
+            "reasoning": None,
             "top_logprobs": body.top_logprobs or 0,
         }
 
@@ -67,7 +95,15 @@ class ResponsesJob:
 
     def _response(self, status: str, generation: Generation | None = None, **more: Any) -> dict[str, Any]:
         usage = usage_object(generation.usage) if generation else None
-        return {**self.head, "status": status, "error": None, "incomplete_details": None, "output": self.output.items, "usage": usage, **more}
+        return {
+            **self.head,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "output": self.output.items,
+            "usage": usage,
+            **more,
+        }
 
     async def _steps(self, generation: Generation) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
         """What happens, as (event name, fields): the output as it grows, then the whole response."""

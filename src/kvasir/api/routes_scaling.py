@@ -22,7 +22,18 @@ from kvasir.api.streaming import DONE, EventStream, encode, sse
 from kvasir.errors import RequestError
 from kvasir.logs import log
 
-KEPT_NAMES = {"model", "messages", "scaling", "stream", "stream_options", "temperature", "max_tokens", "max_completion_tokens", "seed", *METADATA}
+KEPT_NAMES = {
+    "model",
+    "messages",
+    "scaling",
+    "stream",
+    "stream_options",
+    "temperature",
+    "max_tokens",
+    "max_completion_tokens",
+    "seed",
+    *METADATA,
+}
 
 
 def chat_job(service: Service, raw: bytes, caller: Caller) -> Any:
@@ -65,8 +76,14 @@ class Solving:
         solved = solution.solved[0]
         if solved.result.sample is None:
             if solved.result.why:
-                raise RequestError(f"the budget does not allow a single reply: {solved.result.why}", param="scaling.budget", code="budget_too_small")
-            raise RequestError(f"the model refused: {self.refusal or 'nothing was generated'}", param="messages", code="refused")
+                raise RequestError(
+                    f"the budget does not allow a single reply: {solved.result.why}",
+                    param="scaling.budget",
+                    code="budget_too_small",
+                )
+            raise RequestError(
+                f"the model refused: {self.refusal or 'nothing was generated'}", param="messages", code="refused"
+            )
         return solved
 
     async def close(self, reason: str = "disconnected") -> None:
@@ -86,17 +103,33 @@ class ScaledChat:
     def __init__(self, service: Service, body: ChatBody, ignored: list[str], caller: Caller) -> None:
         for name in sorted(body.model_fields_set - KEPT_NAMES):
             if getattr(body, name) is not None and not (name == "n" and body.n == 1):
-                raise RequestError(f"'{name}' does not go together with 'scaling'", param=name, code="unsupported_parameter")
+                raise RequestError(
+                    f"'{name}' does not go together with 'scaling'", param=name, code="unsupported_parameter"
+                )
         block = body.scaling
         assert block is not None
         self.service, self.stream, self.ignored = service, bool(body.stream), ignored
         self.names = {"max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"}
         self.options = body.stream_settings()
         with renamed(self.names):
-            self.plan = scaling.plan(service, block.strategy, [("p0", body.messages)], block.answer, caller.tenant, seed=body.seed,
-                                     max_tokens=max_tokens_of(body), temperature=body.temperature, problem_budget=block.budget, where="scaling.")
-        self.head = {"id": unique_id("chatcmpl", caller.id), "object": "chat.completion.chunk" if self.stream else "chat.completion",
-                     "created": caller.created, "model": service.info.name}
+            self.plan = scaling.plan(
+                service,
+                block.strategy,
+                [("p0", body.messages)],
+                block.answer,
+                caller.tenant,
+                seed=body.seed,
+                max_tokens=max_tokens_of(body),
+                temperature=body.temperature,
+                problem_budget=block.budget,
+                where="scaling.",
+            )
+        self.head = {
+            "id": unique_id("chatcmpl", caller.id),
+            "object": "chat.completion.chunk" if self.stream else "chat.completion",
+            "created": caller.created,
+            "model": service.info.name,
+        }
 
     def begin(self, release: Callable[[], None]) -> Solving:
         return Solving(self.plan, release)
@@ -104,8 +137,11 @@ class ScaledChat:
     def _usage(self, solved: Any) -> dict[str, Any]:
         found = scaling.summary(solved)
         details = {"cached_tokens": found["cost"]["cached"]}
-        return {**found["usage"], "prompt_tokens_details": details,
-                "scaling": {**found["cost"], **{name: found[name] for name in ("answer", "agreement", "votes", "why")}}}
+        return {
+            **found["usage"],
+            "prompt_tokens_details": details,
+            "scaling": {**found["cost"], **{name: found[name] for name in ("answer", "agreement", "votes", "why")}},
+        }
 
     def _message(self, solved: Any) -> tuple[Message, list[Any], str]:
         """The chosen reply, parsed as any other: what it thought apart."""
@@ -156,8 +192,13 @@ class ScalingRoutes:
         plan = await asyncio.to_thread(self._plan, raw, caller.tenant)
         service.concurrency.enter(caller.key)
         try:
-            run = self.runs.start(unique_id("run", caller.id), caller.key, plan, lambda: service.concurrency.leave(caller.key),
-                                  {"body": raw.decode(), "tenant": caller.tenant})
+            run = self.runs.start(
+                unique_id("run", caller.id),
+                caller.key,
+                plan,
+                lambda: service.concurrency.leave(caller.key),
+                {"body": raw.decode(), "tenant": caller.tenant},
+            )
         except BaseException:
             service.concurrency.leave(caller.key)
             raise
@@ -168,8 +209,18 @@ class ScalingRoutes:
         named = [(p.id or f"p{i}", p.messages) for i, p in enumerate(body.problems)]
         if len({name for name, _ in named}) < len(named):
             raise RequestError("two problems have the same id", param="problems", code="duplicate_id")
-        return scaling.plan(self.service, body.strategy, named, body.answer, tenant, seed=body.seed if seed is None else seed,
-                            max_tokens=body.max_tokens, temperature=body.temperature, budget=body.budget, problem_budget=body.problem_budget)
+        return scaling.plan(
+            self.service,
+            body.strategy,
+            named,
+            body.answer,
+            tenant,
+            seed=body.seed if seed is None else seed,
+            max_tokens=body.max_tokens,
+            temperature=body.temperature,
+            budget=body.budget,
+            problem_budget=body.problem_budget,
+        )
 
     def _get(self, name: str, http: HttpRequest) -> ScalingRun:
         """Raises RequestError 404, or 503 while runs of an earlier server are not known yet."""

@@ -66,13 +66,22 @@ class StatusRoutes:
     async def model(self, name: str) -> Response:
         self.service.require_ready()
         if name != self.service.info.name:
-            raise RequestError(f"the model '{name[:200]}' is not served here", status=404, param="model", code="model_not_found")
+            raise RequestError(
+                f"the model '{name[:200]}' is not served here", status=404, param="model", code="model_not_found"
+            )
         return reply(self._model())
 
     def _model(self) -> dict[str, Any]:
         info = self.service.info
-        return {"id": info.name, "object": "model", "created": self.created, "owned_by": "kvasir", "root": info.name, "parent": None,
-                "max_model_len": info.max_model_len}
+        return {
+            "id": info.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "kvasir",
+            "root": info.name,
+            "parent": None,
+            "max_model_len": info.max_model_len,
+        }
 
     async def metrics(self) -> Response:
         started = hasattr(self.service.client, "info")  # which a start that was broken off, and drains, never got
@@ -83,8 +92,15 @@ class StatusRoutes:
         page = resources.files("kvasir.api").joinpath("playground", "index.html")
         if not page.is_file():
             raise RequestError("the playground page is not part of this installation", status=404)
-        return Response(page.read_bytes(), headers={"content-type": "text/html; charset=utf-8", "content-security-policy": POLICY,
-                                                    "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"})
+        return Response(
+            page.read_bytes(),
+            headers={
+                "content-type": "text/html; charset=utf-8",
+                "content-security-policy": POLICY,
+                "x-content-type-options": "nosniff",
+                "referrer-policy": "no-referrer",
+            },
+        )
 
     async def tokenize(self, http: Request) -> Response:
         return await asyncio.to_thread(self._tokenize, await self.service.body(http))
@@ -94,16 +110,23 @@ class StatusRoutes:
         tokenizer = self.service.text.tokenizer
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("send either 'prompt' or 'messages'", param="prompt")
-        self.service.text.check_size([body.prompt or "", *texts(body.messages or [])], self.service.info.max_model_len, TOKENIZE_FACTOR)
+        self.service.text.check_size(
+            [body.prompt or "", *texts(body.messages or [])], self.service.info.max_model_len, TOKENIZE_FACTOR
+        )
         tools.validate(body.tools)
         if body.messages is None:
             ids = tokenizer.encode(body.prompt or "", add_special=body.add_special_tokens is not False)
         else:
-            ids = tokenizer.encode_chat(check_messages(body.messages), tools=body.tools or None,
-                                        add_generation_prompt=body.add_generation_prompt is not False,
-                                        **template_options(self.service, body.chat_template_kwargs))
+            ids = tokenizer.encode_chat(
+                check_messages(body.messages),
+                tools=body.tools or None,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                **template_options(self.service, body.chat_template_kwargs),
+            )
         strings = [tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
-        return reply({"count": len(ids), "max_model_len": self.service.info.max_model_len, "tokens": ids, "token_strs": strings})
+        return reply(
+            {"count": len(ids), "max_model_len": self.service.info.max_model_len, "tokens": ids, "token_strs": strings}
+        )
 
     async def detokenize(self, http: Request) -> Response:
         return await asyncio.to_thread(self._detokenize, await self.service.body(http))

@@ -12,10 +12,30 @@ from kvasir.api.protocol import SamplingBody, StructuredOutputs
 from kvasir.errors import RequestError
 from kvasir.types import Grammar, SamplingParams
 
-SHARED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
-          "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "logit_bias",
-          "allowed_token_ids", "bad_words", "logprobs_mode", "n", "prompt_logprobs",
-          "num_draft_tokens", "drafter")
+SHARED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "logprobs_mode",
+    "n",
+    "prompt_logprobs",
+    "num_draft_tokens",
+    "drafter",
+)
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # what a model's generation config may set
 
 
@@ -35,7 +55,9 @@ def schema_grammar(schema: Any, param: str) -> Grammar:
         except (ValueError, RecursionError) as e:
             raise RequestError(f"'{param}' is not valid JSON: {e}", param=param, code="invalid_schema") from e
     if not isinstance(schema, dict | bool):
-        raise RequestError(f"'{param}' must be a JSON schema: an object or a boolean", param=param, code="invalid_schema")
+        raise RequestError(
+            f"'{param}' must be a JSON schema: an object or a boolean", param=param, code="invalid_schema"
+        )
     return Grammar("json_schema", msgspec.json.encode(schema).decode())
 
 
@@ -61,13 +83,22 @@ def grammar_of(body: SamplingBody, extra: dict[str, Grammar | None]) -> tuple[st
     for prefix, value in (("guided_json", body.guided_json), ("structured_outputs.json", structured.json_)):
         if value is not None:
             wanted[prefix] = schema_grammar(value, prefix)
-    for kind, names in {"regex": ("guided_regex", "regex"), "lark": ("guided_grammar", "grammar"), "choice": ("guided_choice", "choice")}.items():
-        for param, value in ((names[0], getattr(body, names[0])), (f"structured_outputs.{names[1]}", getattr(structured, names[1]))):
+    for kind, names in {
+        "regex": ("guided_regex", "regex"),
+        "lark": ("guided_grammar", "grammar"),
+        "choice": ("guided_choice", "choice"),
+    }.items():
+        for param, value in (
+            (names[0], getattr(body, names[0])),
+            (f"structured_outputs.{names[1]}", getattr(structured, names[1])),
+        ):
             if value is not None:
                 wanted[param] = Grammar(kind, value if isinstance(value, str) else json.dumps(value))
     if structured.json_object:
         wanted["structured_outputs.json_object"] = Grammar("json_object")
     if len(wanted) > 1:
-        raise RequestError(f"only one constraint can hold at a time, got {', '.join(wanted)}", param=list(wanted)[1], code="conflict")
+        raise RequestError(
+            f"only one constraint can hold at a time, got {', '.join(wanted)}", param=list(wanted)[1], code="conflict"
+        )
     name, grammar = next(iter(wanted.items()), ("grammar", None))
     return ("tools" if name == "tool_choice" else name), grammar  # they are what it is made of

@@ -52,20 +52,46 @@ class Plan:
         from kvasir.scaling.solve import solve
 
         info = self.service.info
-        endpoint = ClientEndpoint(self.service.client, self.service.text.tokenizer, info.name, tenant=self.tenant,
-                                  parameters=active_params(build_spec(info.config)) if info.config else 0)
+        endpoint = ClientEndpoint(
+            self.service.client,
+            self.service.text.tokenizer,
+            info.name,
+            tenant=self.tenant,
+            parameters=active_params(build_spec(info.config)) if info.config else 0,
+        )
         try:
-            return await solve(self.strategy, self.problems, [endpoint], seed=self.seed, sampling=self.sampling, budget=self.budget,
-                               problem_budget=self.problem_budget, on_event=on_event, at_once=AT_ONCE, journal=journal)
+            return await solve(
+                self.strategy,
+                self.problems,
+                [endpoint],
+                seed=self.seed,
+                sampling=self.sampling,
+                budget=self.budget,
+                problem_budget=self.problem_budget,
+                on_event=on_event,
+                at_once=AT_ONCE,
+                journal=journal,
+            )
         except EndpointDown as e:
             raise RequestError(f"the run ended: {e}", status=503, code="engine_down", retry_after=5.0) from e
         except ConfigError as e:
             raise RequestError(str(e), param="strategy", code="invalid_strategy") from e
 
 
-def plan(service: Service, spec: str, conversations: Sequence[tuple[str, list[dict[str, Any]]]], answer: str, tenant: str, *, seed: int | None,
-         max_tokens: int | None, temperature: float | None, budget: ScalingBudget | None = None, problem_budget: ScalingBudget | None = None,
-         where: str = "") -> Plan:
+def plan(
+    service: Service,
+    spec: str,
+    conversations: Sequence[tuple[str, list[dict[str, Any]]]],
+    answer: str,
+    tenant: str,
+    *,
+    seed: int | None,
+    max_tokens: int | None,
+    temperature: float | None,
+    budget: ScalingBudget | None = None,
+    problem_budget: ScalingBudget | None = None,
+    where: str = "",
+) -> Plan:
     """Check everything before anything is spent; ``conversations``: (id, messages). ``where``: prefix of parameter names in errors. Runs
     off the event loop. Raises RequestError."""
     from kvasir.scaling.answers import ANSWERS
@@ -79,26 +105,46 @@ def plan(service: Service, spec: str, conversations: Sequence[tuple[str, list[di
     length, place = max((_length(service, messages, place), place) for messages, place in zip(checked, places))
     room = service.info.max_model_len - length
     if room < 1:
-        raise RequestError(f"the prompt has {length} tokens; with a context of {service.info.max_model_len} nothing can follow", param=place,
-                           code="context_length_exceeded")
+        raise RequestError(
+            f"the prompt has {length} tokens; with a context of {service.info.max_model_len} nothing can follow",
+            param=place,
+            code="context_length_exceeded",
+        )
     if max_tokens is not None and max_tokens < 1:
-        raise RequestError(f"max_tokens={max_tokens} is out of range: at least 1", param="max_tokens", code="invalid_parameter")
+        raise RequestError(
+            f"max_tokens={max_tokens} is out of range: at least 1", param="max_tokens", code="invalid_parameter"
+        )
     if max_tokens is not None and max_tokens > room:
-        raise RequestError(f"{length} prompt tokens and max_tokens={max_tokens} make more than the context of {service.info.max_model_len}",
-                           param="max_tokens", code="context_length_exceeded")
+        raise RequestError(
+            f"{length} prompt tokens and max_tokens={max_tokens} make more than the context of {service.info.max_model_len}",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
     stream_of(seed)  # refuses what a plain request may not have either
     if temperature is not None and not 0 <= temperature <= 10:
-        raise RequestError(f"temperature={temperature:g} is out of range: 0 to 10", param="temperature", code="invalid_parameter")
+        raise RequestError(
+            f"temperature={temperature:g} is out of range: 0 to 10", param="temperature", code="invalid_parameter"
+        )
     problems = [Problem(name, tuple(messages), ANSWERS[answer]) for (name, _), messages in zip(conversations, checked)]
     asked = problem_budget.model_dump(exclude_none=True) if problem_budget else {}
     for name, value in asked.items():
         if value > CEILING[name]:
-            raise RequestError(f"{name}={value} is more than a problem may spend here ({CEILING[name]})",
-                               param=f"{where or 'problem_'}budget.{name}")
+            raise RequestError(
+                f"{name}={value} is more than a problem may spend here ({CEILING[name]})",
+                param=f"{where or 'problem_'}budget.{name}",
+            )
     total = Budget(**budget.model_dump(exclude_none=True)) if budget and budget.model_dump(exclude_none=True) else None
     warm = 1.0 if temperature is None else temperature
-    return Plan(service, strategy, problems, Sampling(max_tokens or min(room, USUAL_TOKENS), warm), secrets.randbits(63) if seed is None else seed,
-                tenant, Budget(**{**CEILING, **asked}), total)
+    return Plan(
+        service,
+        strategy,
+        problems,
+        Sampling(max_tokens or min(room, USUAL_TOKENS), warm),
+        secrets.randbits(63) if seed is None else seed,
+        tenant,
+        Budget(**{**CEILING, **asked}),
+        total,
+    )
 
 
 def _strategy(spec: str, model: str, where: str) -> Any:
@@ -109,8 +155,11 @@ def _strategy(spec: str, model: str, where: str) -> Any:
 
     param = f"{where}strategy"
     if is_file(spec):
-        raise RequestError("a strategy over HTTP is a name, never a file of code: install it where the server runs (docs/adding-a-technique.md)",
-                           param=param, code="invalid_strategy")
+        raise RequestError(
+            "a strategy over HTTP is a name, never a file of code: install it where the server runs (docs/adding-a-technique.md)",
+            param=param,
+            code="invalid_strategy",
+        )
     try:
         strategy = load_strategy(spec)
         config = dataclasses.asdict(strategy.config) if strategy.config is not None else {}
@@ -149,9 +198,22 @@ def told(event: dict[str, Any]) -> dict[str, Any]:
 def summary(solved: Any) -> dict[str, Any]:
     """One problem's result."""
     result, amounts = solved.result, solved.ledger.total()
-    return {"id": solved.problem.id, "text": result.text, "answer": result.answer, "agreement": round(result.agreement, 4), "votes": result.votes,
-            "finish_reason": result.sample.finish if result.sample else None, "why": result.why, "usage": usage(amounts), **_split(amounts)}
+    return {
+        "id": solved.problem.id,
+        "text": result.text,
+        "answer": result.answer,
+        "agreement": round(result.agreement, 4),
+        "votes": result.votes,
+        "finish_reason": result.sample.finish if result.sample else None,
+        "why": result.why,
+        "usage": usage(amounts),
+        **_split(amounts),
+    }
 
 
 def _split(amounts: dict[str, float]) -> dict[str, Any]:
-    return {"cost": {name: int(amounts[name]) for name in ("calls", "uncached", "cached", "generated", "discarded", "scored")}}
+    return {
+        "cost": {
+            name: int(amounts[name]) for name in ("calls", "uncached", "cached", "generated", "discarded", "scored")
+        }
+    }

@@ -24,7 +24,9 @@ class ScalingRun:
     """``status``: running, done, failed or cancelled. ``owner``: whose it is; nobody else sees it. ``seed`` and ``problems`` (how many) as
     they were asked for."""
 
-    def __init__(self, name: str, owner: str, *, problems: int, seed: int, created: int, store: RunStore | None = None) -> None:
+    def __init__(
+        self, name: str, owner: str, *, problems: int, seed: int, created: int, store: RunStore | None = None
+    ) -> None:
         self.name, self.owner, self.problems, self.seed, self.created = name, owner, problems, seed, created
         self.status = "running"
         self.error: RequestError | None = None
@@ -69,13 +71,26 @@ class ScalingRun:
         # What ended with the server or its engine is not over: the next server goes on with it.
         if self._store is not None and not self._suspended and not (self.error and self.error.status == 503):
             error = self.error and {"message": self.error.message, "code": self.error.code, "param": self.error.param}
-            self._store.end(self.name, {"status": self.status, "error": error, "results": self.results, "amounts": self.amounts,
-                                        "done": self.num_done})
+            self._store.end(
+                self.name,
+                {
+                    "status": self.status,
+                    "error": error,
+                    "results": self.results,
+                    "amounts": self.amounts,
+                    "done": self.num_done,
+                },
+            )
         self._add({"event": "run.end", "status": self.status})
 
     def restore(self, end: dict[str, Any]) -> None:
         """An earlier server saw its end."""
-        self.status, self.results, self.amounts, self.num_done = end["status"], end["results"], end["amounts"], end["done"]
+        self.status, self.results, self.amounts, self.num_done = (
+            end["status"],
+            end["results"],
+            end["amounts"],
+            end["done"],
+        )
         self.error = RequestError(**end["error"]) if end["error"] else None
         self._add({"event": "run.end", "status": self.status})
 
@@ -118,8 +133,15 @@ class ScalingRun:
                 await news.wait()
 
     def object(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"id": self.name, "object": "scaling.run", "created": self.created, "status": self.status,
-                                 "problems": self.problems, "done": self.num_done, "seed": self.seed}
+        found: dict[str, Any] = {
+            "id": self.name,
+            "object": "scaling.run",
+            "created": self.created,
+            "status": self.status,
+            "problems": self.problems,
+            "done": self.num_done,
+            "seed": self.seed,
+        }
         if self.amounts is not None:
             found |= {"usage": scaling.usage(self.amounts), "results": self.results}
         if self.error is not None:
@@ -134,16 +156,33 @@ class ScalingRuns:
         self.store = store
         self._runs: OrderedDict[str, ScalingRun] = OrderedDict()
 
-    def start(self, name: str, owner: str, plan: scaling.Plan, release: Callable[[], None], asked: dict[str, Any]) -> ScalingRun:
+    def start(
+        self, name: str, owner: str, plan: scaling.Plan, release: Callable[[], None], asked: dict[str, Any]
+    ) -> ScalingRun:
         """``asked``: what ``resume`` of another server needs to make the same plan. Raises RequestError 429 when too many run."""
         if sum(run.status == "running" for run in self._runs.values()) >= MAX_RUNNING:
-            raise RequestError(f"{MAX_RUNNING} scaling runs are under way already", status=429, code="too_many_runs", retry_after=5.0)
-        run = ScalingRun(name, owner, problems=len(plan.problems), seed=plan.seed, created=int(time.time()), store=self.store)
+            raise RequestError(
+                f"{MAX_RUNNING} scaling runs are under way already", status=429, code="too_many_runs", retry_after=5.0
+            )
+        run = ScalingRun(
+            name, owner, problems=len(plan.problems), seed=plan.seed, created=int(time.time()), store=self.store
+        )
         if self.store is not None:
             try:
-                self.store.begin(name, {"owner": owner, "problems": run.problems, "seed": run.seed, "created": run.created, "asked": asked})
+                self.store.begin(
+                    name,
+                    {
+                        "owner": owner,
+                        "problems": run.problems,
+                        "seed": run.seed,
+                        "created": run.created,
+                        "asked": asked,
+                    },
+                )
             except OSError as e:
-                raise RequestError(f"the run cannot be kept on disk: {e.strerror}", status=503, code="no_room", retry_after=60.0) from e
+                raise RequestError(
+                    f"the run cannot be kept on disk: {e.strerror}", status=503, code="no_room", retry_after=60.0
+                ) from e
         self._runs[name] = run
         run.begin(plan, release)
         self._forget_old()
@@ -154,8 +193,14 @@ class ScalingRuns:
         RequestError. Returns how many go on. They count against nobody's limit: they were let in once."""
         going = 0
         for name, record, end in self.store.load() if self.store else []:
-            run = self._runs[name] = ScalingRun(name, record["owner"], problems=record["problems"], seed=record["seed"], created=record["created"],
-                                                store=self.store)
+            run = self._runs[name] = ScalingRun(
+                name,
+                record["owner"],
+                problems=record["problems"],
+                seed=record["seed"],
+                created=record["created"],
+                store=self.store,
+            )
             if end is not None:
                 run.restore(end)
                 continue

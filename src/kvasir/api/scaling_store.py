@@ -34,7 +34,9 @@ class RunStore:
             self._lock: TextIO | None = (folder / ".lock").open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
-            raise ConfigError(f"--scaling-runs: another server keeps its runs in {folder.name}; give each a folder of its own") from e
+            raise ConfigError(
+                f"--scaling-runs: another server keeps its runs in {folder.name}; give each a folder of its own"
+            ) from e
         except OSError as e:
             raise ConfigError(f"--scaling-runs: {folder.name} cannot be used: {e.strerror}") from e
 

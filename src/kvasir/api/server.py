@@ -46,7 +46,9 @@ HEADER_SECONDS = 10.0  # a connection that sends no whole request head within on
 CLOSE_SECONDS = 5  # for replies that are ready to leave when the engine has stopped
 MAX_HEAD_BYTES = 1 << 16
 BACKLOG = 2048  # connections that wait to be taken
-MAX_FILES = 1 << 16  # open at once; where shells and service managers allow 1024, all that may be taken beyond them is taken
+MAX_FILES = (
+    1 << 16
+)  # open at once; where shells and service managers allow 1024, all that may be taken beyond them is taken
 
 
 def create_app(client: EngineClient, text: Text, settings: ServerConfig) -> FastAPI:
@@ -61,7 +63,9 @@ def create_app(client: EngineClient, text: Text, settings: ServerConfig) -> Fast
         await service.stop(0.0)
         await asyncio.gather(starting, return_exceptions=True)
 
-    app = FastAPI(title="kvasir", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
+    app = FastAPI(
+        title="kvasir", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan
+    )
     app.state.service = service
     _add_routes(app, service)
     app.add_exception_handler(RequestError, _on_request_error)
@@ -71,8 +75,13 @@ def create_app(client: EngineClient, text: Text, settings: ServerConfig) -> Fast
     app.add_middleware(KeyGuard, keys=settings.api_key)
     app.add_middleware(_Watch, service=service, log_requests=settings.log_requests)
     if settings.allowed_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["GET", "POST", "DELETE"],
-                           allow_headers=["*"], expose_headers=["x-request-id", "retry-after", "warning"])  # OpenAI's client has headers of its own
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.allowed_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after", "warning"],
+        )  # OpenAI's client has headers of its own
     return app
 
 
@@ -87,39 +96,90 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     generation("/v1/chat/completions", protocol.ChatBody, chat_job, "Answer a conversation")
     generation("/v1/completions", protocol.CompletionBody, CompletionJob, "Continue a text")
-    generation("/v1/responses", protocol.ResponsesBody, ResponsesJob, "Answer a conversation (responses API, stateless)")
-    _post(app, "/v1/scaling/runs", scaling.create, protocol.RunBody, "Solve problems with a strategy of test-time scaling, in the background")
-    for path, route, methods in (("/v1/scaling/runs/{name}", scaling.status, ["GET"]), ("/v1/scaling/runs/{name}/events", scaling.events, ["GET"]),
-                                 ("/v1/scaling/runs/{name}", scaling.cancel, ["DELETE"])):
+    generation(
+        "/v1/responses", protocol.ResponsesBody, ResponsesJob, "Answer a conversation (responses API, stateless)"
+    )
+    _post(
+        app,
+        "/v1/scaling/runs",
+        scaling.create,
+        protocol.RunBody,
+        "Solve problems with a strategy of test-time scaling, in the background",
+    )
+    for path, route, methods in (
+        ("/v1/scaling/runs/{name}", scaling.status, ["GET"]),
+        ("/v1/scaling/runs/{name}/events", scaling.events, ["GET"]),
+        ("/v1/scaling/runs/{name}", scaling.cancel, ["DELETE"]),
+    ):
         app.add_api_route(path, route, methods=methods, response_class=Response, responses=ERRORS)
     _post(app, "/tokenize", status.tokenize, protocol.TokenizeBody, "Text or messages to token ids")
     _post(app, "/detokenize", status.detokenize, protocol.DetokenizeBody, "Token ids to text")
-    for path, route in {"/v1/models": status.models, "/v1/models/{name:path}": status.model, "/health": status.health, "/health/live": status.live,
-                        "/health/ready": status.ready, "/version": status.version, "/metrics": status.metrics, "/": status.playground}.items():
+    for path, route in {
+        "/v1/models": status.models,
+        "/v1/models/{name:path}": status.model,
+        "/health": status.health,
+        "/health/live": status.live,
+        "/health/ready": status.ready,
+        "/version": status.version,
+        "/metrics": status.metrics,
+        "/": status.playground,
+    }.items():
         app.add_api_route(path, route, methods=["GET"], response_class=Response, responses=ERRORS)
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"description": "The request is refused", "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}},
-    "5XX": {"description": "The server failed or is not ready", "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}},
+    "4XX": {
+        "description": "The request is refused",
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+    },
+    "5XX": {
+        "description": "The server failed or is not ready",
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+    },
 }
-ERROR_SCHEMA = {"type": "object", "required": ["error"], "properties": {"error": {
-    "type": "object", "required": ["message", "type", "param", "code"], "properties": {
-        "message": {"type": "string"}, "type": {"type": "string"}, "param": {"type": ["string", "null"]}, "code": {"type": ["string", "null"]}}}}}
+ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
 
 
 def _post(app: FastAPI, path: str, route: Callable, body: type[protocol.Body], summary: str) -> None:
     """A route that reads its own body, so that limits hold while reading; the schema goes into the OpenAPI document."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
-    app.add_api_route(path, route, methods=["POST"], response_class=Response, summary=summary, responses=ERRORS,
-                      openapi_extra={"requestBody": {"required": True, "content": content}})
+    app.add_api_route(
+        path,
+        route,
+        methods=["POST"],
+        response_class=Response,
+        summary=summary,
+        responses=ERRORS,
+        openapi_extra={"requestBody": {"required": True, "content": content}},
+    )
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        bodies = (protocol.ChatBody, protocol.CompletionBody, protocol.ResponsesBody, protocol.RunBody, protocol.TokenizeBody,
-                  protocol.DetokenizeBody)
+        bodies = (
+            protocol.ChatBody,
+            protocol.CompletionBody,
+            protocol.ResponsesBody,
+            protocol.RunBody,
+            protocol.TokenizeBody,
+            protocol.DetokenizeBody,
+        )
         schemas: dict[str, Any] = {"Error": ERROR_SCHEMA}
         for body in bodies:
             own = body.model_json_schema(ref_template="#/components/schemas/{model}")
@@ -158,7 +218,9 @@ class _Watch:
             log.exception("bug while serving %s %s", scope["method"], scope["path"])
             if status:
                 raise
-            await error_response(RequestError("internal error", status=500, code="internal_error"))(scope, receive, watched)
+            await error_response(RequestError("internal error", status=500, code="internal_error"))(
+                scope, receive, watched
+            )
         finally:
             if self.log_requests:
                 log.info("%s %s %d in %.3f s", scope["method"], scope["path"], status, time.monotonic() - arrival)
@@ -203,7 +265,9 @@ class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def data_received(self, data: bytes) -> None:
         cycle = self.cycle
-        between = cycle is None or cycle.response_complete and not cycle.more_body  # a refused body may still be on its way
+        between = (
+            cycle is None or cycle.response_complete and not cycle.more_body
+        )  # a refused body may still be on its way
         super().data_received(data)
         self._head_bytes = self._head_bytes + len(data) if between and self.cycle is cycle else 0
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
@@ -261,8 +325,10 @@ def check_address(settings: ServerConfig) -> None:
     except ValueError:
         loopback = False
     if not loopback:
-        raise ConfigError(f"host '{settings.host}' is open to the network, and there is no API key. Pass --api-key KEY, or --insecure if "
-                          "everybody who reaches this port may use the model, or keep --host 127.0.0.1")
+        raise ConfigError(
+            f"host '{settings.host}' is open to the network, and there is no API key. Pass --api-key KEY, or --insecure if "
+            "everybody who reaches this port may use the model, or keep --host 127.0.0.1"
+        )
 
 
 def open_text(settings: Settings) -> Text:
@@ -286,7 +352,9 @@ def serve(settings: Settings, client: AsyncEngine | None = None) -> None:
     if any(not key.strip() for key in settings.server.api_key):
         raise ConfigError("an API key is empty")
     if settings.model.skip_tokenizer_init:
-        raise ConfigError("the server needs the tokenizer: drop --skip-tokenizer-init (it is for LLM(...) with token ids)")
+        raise ConfigError(
+            "the server needs the tokenizer: drop --skip-tokenizer-init (it is for LLM(...) with token ids)"
+        )
     client = client or AsyncEngine(settings.engine_only())
     asyncio.run(_serve(settings, client))
 
@@ -297,11 +365,29 @@ async def _serve(settings: Settings, client: AsyncEngine) -> None:
     app = create_app(client, open_text(settings), options)
     service: Service = app.state.service
     files = raise_file_limit()
-    backlog = min(BACKLOG, files // 8)  # so many may be taken at once, and as many be on their way out; an engine process takes some, too
-    server = Server(uvicorn.Config(app, host=options.host, port=options.port, uds=options.uds, http=Protocol, ws="none", lifespan="on",
-                                   log_config=None, log_level="error", access_log=False, server_header=False, proxy_headers=False,
-                                   backlog=backlog, limit_concurrency=files - 2 * backlog,
-                                   h11_max_incomplete_event_size=MAX_HEAD_BYTES, timeout_graceful_shutdown=CLOSE_SECONDS))
+    backlog = min(
+        BACKLOG, files // 8
+    )  # so many may be taken at once, and as many be on their way out; an engine process takes some, too
+    server = Server(
+        uvicorn.Config(
+            app,
+            host=options.host,
+            port=options.port,
+            uds=options.uds,
+            http=Protocol,
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=backlog,
+            limit_concurrency=files - 2 * backlog,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            timeout_graceful_shutdown=CLOSE_SECONDS,
+        )
+    )
     stopping: list[asyncio.Task] = []
 
     def stop() -> None:

@@ -76,7 +76,9 @@ class Service:
         self.phase = "starting"
         self.failure: BaseException | None = None
         self.openers: list[Callable[[], Awaitable[None]]] = []  # what begins by itself once the engine is there
-        self.closers: list[Callable[[], Awaitable[None]]] = []  # what runs beside the requests and ends with the service
+        self.closers: list[
+            Callable[[], Awaitable[None]]
+        ] = []  # what runs beside the requests and ends with the service
         self._starting: asyncio.Task | None = None
 
     # ------------------------------------------------------------------------------------------------------ life
@@ -120,8 +122,11 @@ class Service:
     def not_ready(self) -> str:
         """Why requests are not taken; empty when they are."""
         if self.phase != "ready":
-            return {"starting": "the model is loading", "draining": "the server is shutting down",
-                    "failed": f"start-up failed: {self.failure}"}[self.phase]
+            return {
+                "starting": "the model is loading",
+                "draining": "the server is shutting down",
+                "failed": f"start-up failed: {self.failure}",
+            }[self.phase]
         health = self.client.health()
         return "" if health.ready else health.reason or "the engine is not ready"
 
@@ -144,43 +149,80 @@ class Service:
         """Decode and check a body. Raises RequestError; 404 for a model that is not served here."""
         body, ignored = parse(kind, limits.decode_json(raw), self.settings.lenient)
         if body.model is not None and body.model != self.info.name:
-            raise RequestError(f"the model '{body.model[:200]}' is not served here; there is '{self.info.name}'", status=404, param="model",
-                               code="model_not_found")
+            raise RequestError(
+                f"the model '{body.model[:200]}' is not served here; there is '{self.info.name}'",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
         return body, ignored
 
-    def admit(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], caller: Caller, reply_id: str, priority: int | None,
-              names: dict[str, str], stream: bool) -> list[Request]:
+    def admit(
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        caller: Caller,
+        reply_id: str,
+        priority: int | None,
+        names: dict[str, str],
+        stream: bool,
+    ) -> list[Request]:
         """Engine requests for one body, one a prompt; ``stream``: somebody reads along. Raises RequestError, with ``names`` as in Job."""
         if priority and not self.info.priorities:
-            raise RequestError(f"priority={priority} would be ignored: this server goes by arrival; --scheduling-policy priority changes that",
-                               param="priority", code="unsupported_parameter")
+            raise RequestError(
+                f"priority={priority} would be ignored: this server goes by arrival; --scheduling-policy priority changes that",
+                param="priority",
+                code="unsupported_parameter",
+            )
         many = len(prompts) > 1
         with renamed(names):
             requests = []
             for i, (ids, own) in enumerate(zip(prompts, params, strict=True)):
                 try:
-                    requests.append(admit(ids, own, self.info, id=f"{reply_id}.{i}" if many else reply_id, arrival=caller.arrival,
-                                          tenant=caller.tenant, priority=priority or 0, encode=self.text.encode))
+                    requests.append(
+                        admit(
+                            ids,
+                            own,
+                            self.info,
+                            id=f"{reply_id}.{i}" if many else reply_id,
+                            arrival=caller.arrival,
+                            tenant=caller.tenant,
+                            priority=priority or 0,
+                            encode=self.text.encode,
+                        )
+                    )
                 except RequestError as e:
                     if many and e.code == "context_length_exceeded":
                         e.message = f"prompt[{i}]: {e.message}"  # which of a batch to shorten
                     raise
             self._check_queue(requests)
         for request in requests:
-            if not stream and not request.params.stop:  # stop strings are seen here; the engine should not run on for long until it hears of it
+            if (
+                not stream and not request.params.stop
+            ):  # stop strings are seen here; the engine should not run on for long until it hears of it
                 request.piece = PIECE
         return requests
 
     def _check_queue(self, requests: Sequence[Request]) -> None:
         """Refuse what the queue could not hold if it were empty: it would be told to come back for ever. Raises RequestError."""
-        prompts, choices, tokens = len(requests), sum(r.params.n for r in requests), sum(len(r.prompt_ids) for r in requests)
+        prompts, choices, tokens = (
+            len(requests),
+            sum(r.params.n for r in requests),
+            sum(len(r.prompt_ids) for r in requests),
+        )
         queue, room = self.info.max_queued_requests, self.info.max_queued_tokens
         shorter = "Send fewer prompts at a time." if prompts > 1 else "Shorten it."
-        for count, most, what, param, cure in ((prompts, queue, "prompts", "prompt", shorter),  # too many even with n=1
-                                               (choices, queue, "choices", "n", "Lower 'n' or send fewer prompts." if prompts > 1 else "Lower 'n'."),
-                                               (tokens, room, "prompt tokens", "prompt", shorter)):
+        for count, most, what, param, cure in (
+            (prompts, queue, "prompts", "prompt", shorter),  # too many even with n=1
+            (choices, queue, "choices", "n", "Lower 'n' or send fewer prompts." if prompts > 1 else "Lower 'n'."),
+            (tokens, room, "prompt tokens", "prompt", shorter),
+        ):
             if 0 < most < count:
-                raise RequestError(f"{count} {what} in one request; this server queues {most} at once. {cure}", param=param, code="too_large")
+                raise RequestError(
+                    f"{count} {what} in one request; this server queues {most} at once. {cure}",
+                    param=param,
+                    code="too_large",
+                )
 
     async def respond(self, http: HttpRequest, make: Callable[[Service, bytes, Caller], Any]) -> Response:
         """A generation route: read, check off the loop, wait for the engine to accept, then stream or collect.
@@ -257,5 +299,7 @@ def _ignored_header(names: list[str]) -> dict[str, str]:
     """The warning of lenient mode: what was ignored, ASCII only and short."""
     if not names:
         return {}
-    clean = ", ".join("".join(c if c.isascii() and (c.isalnum() or c in "_-.") else "?" for c in name[:64]) for name in names[:32])
+    clean = ", ".join(
+        "".join(c if c.isascii() and (c.isalnum() or c in "_-.") else "?" for c in name[:64]) for name in names[:32]
+    )
     return {"warning": f'199 kvasir "ignored parameters: {clean}"'}

@@ -51,7 +51,9 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]], headers: dict[str, str]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]], headers: dict[str, str]
+    ) -> None:
         self.events = events
         self.close = close
         self.status_code = 200

@@ -22,7 +22,9 @@ class Text:
     keep_ids: frozenset[int]
     tool_format: type[tools.ToolParser] | None
 
-    def __init__(self, open_tokenizer: Callable[[], Tokenizer], tool_parser: str = "auto", reasoning_parser: str = "auto") -> None:
+    def __init__(
+        self, open_tokenizer: Callable[[], Tokenizer], tool_parser: str = "auto", reasoning_parser: str = "auto"
+    ) -> None:
         self._open = open_tokenizer
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser
@@ -32,7 +34,10 @@ class Text:
         self._longest_token = max(len(self.tokenizer.id_to_token(i) or "") for i in range(self.tokenizer.size))
         self.tool_format = tools.choose(self._tool_parser, self.tokenizer)
         thinking = self._thinking = reasoning.choose(self._reasoning_parser, self.tokenizer)
-        marks = [*(self.tool_format.marks if self.tool_format else ()), *((thinking.start, thinking.end) if thinking else ())]
+        marks = [
+            *(self.tool_format.marks if self.tool_format else ()),
+            *((thinking.start, thinking.end) if thinking else ()),
+        ]
         self.keep_ids = self.tokenizer.special_ids & {self.tokenizer.token_to_id(mark) for mark in marks}
 
     def check_size(self, texts: Iterable[str], max_model_len: int, contexts: int = 1) -> None:
@@ -40,8 +45,11 @@ class Text:
         num_chars = sum(map(len, texts))
         if num_chars > contexts * max_model_len * self._longest_token:
             room = "the context" if contexts == 1 else f"{contexts} times the context"
-            raise RequestError(f"the prompt has {num_chars} characters, far more than {room} of {max_model_len} tokens can hold", param="prompt",
-                               code="context_length_exceeded")
+            raise RequestError(
+                f"the prompt has {num_chars} characters, far more than {room} of {max_model_len} tokens can hold",
+                param="prompt",
+                code="context_length_exceeded",
+            )
 
     def encode(self, text: str) -> list[int]:
         """A piece of text on its own, as bad words are matched."""

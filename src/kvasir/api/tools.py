@@ -199,7 +199,9 @@ def choose(name: str, tokenizer: Tokenizer) -> type[ToolParser] | None:
     for cls in classes:
         if any(mark in literals for mark in cls.marks):
             return cls
-    return next((c for c in classes if tokenizer.templates and any(tokenizer.token_to_id(m) is not None for m in c.marks)), None)
+    return next(
+        (c for c in classes if tokenizer.templates and any(tokenizer.token_to_id(m) is not None for m in c.marks)), None
+    )
 
 
 def parser(cls: type[ToolParser] | None, tools: Sequence[Mapping[str, Any]]) -> ToolParser | None:
@@ -221,8 +223,10 @@ def validate(tools: Any, tool_choice: Any = None) -> None:
     if named:
         names = [f["name"] for f in functions(tools)]
         if named not in names:
-            raise RequestError(f"tool_choice names '{named[:80]}', which is not among the tools.{nearest(named[:80], names)}",
-                               param="tool_choice.function.name")
+            raise RequestError(
+                f"tool_choice names '{named[:80]}', which is not among the tools.{nearest(named[:80], names)}",
+                param="tool_choice.function.name",
+            )
 
 
 def _check_tools(tools: Any) -> None:
@@ -235,12 +239,19 @@ def _check_tools(tools: Any) -> None:
         where = f"tools[{i}]"
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping):
-            raise RequestError(f"{where} must be {{type: 'function', function: {{name, description, parameters}}}}", param=where)
+            raise RequestError(
+                f"{where} must be {{type: 'function', function: {{name, description, parameters}}}}", param=where
+            )
         if tool.get("type", "function") != "function":
-            raise RequestError(f"{where}.type is '{str(tool['type'])[:40]}'; only 'function' is supported", param=f"{where}.type")
+            raise RequestError(
+                f"{where}.type is '{str(tool['type'])[:40]}'; only 'function' is supported", param=f"{where}.type"
+            )
         name = function.get("name")
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise RequestError(f"{where}.function.name must be 1 to 64 of the characters A-Z a-z 0-9 _ -", param=f"{where}.function.name")
+            raise RequestError(
+                f"{where}.function.name must be 1 to 64 of the characters A-Z a-z 0-9 _ -",
+                param=f"{where}.function.name",
+            )
         if name in seen:
             raise RequestError(f"two tools are named '{name}'", param=f"{where}.function.name")
         seen.add(name)
@@ -250,7 +261,10 @@ def _check_tools(tools: Any) -> None:
 def _check_function(function: Mapping[str, Any], where: str) -> None:
     for key, kind in (("description", str), ("strict", bool), ("parameters", Mapping)):
         if function.get(key) is not None and not isinstance(function[key], kind):
-            raise RequestError(f"{where}.{key} must be {'an object' if kind is Mapping else f'a {kind.__name__}'}", param=f"{where}.{key}")
+            raise RequestError(
+                f"{where}.{key} must be {'an object' if kind is Mapping else f'a {kind.__name__}'}",
+                param=f"{where}.{key}",
+            )
     if (function.get("parameters") or {}).get("type", "object") != "object":
         raise RequestError(f"{where}.parameters must be a JSON schema of type object", param=f"{where}.parameters")
 
@@ -262,12 +276,20 @@ def _named(tool_choice: Any) -> str | None:
     function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or tool_choice.get("type") != "function":
-        raise RequestError("tool_choice must be none, auto, required or {type: 'function', function: {name}}", param="tool_choice")
+        raise RequestError(
+            "tool_choice must be none, auto, required or {type: 'function', function: {name}}", param="tool_choice"
+        )
     return name
 
 
-def grammar(tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any, cls: type[ToolParser] | None, tokenizer: Tokenizer,
-            parallel: bool = True, after: tuple[int, ...] = ()) -> Grammar | None:
+def grammar(
+    tools: Sequence[Mapping[str, Any]] | None,
+    tool_choice: Any,
+    cls: type[ToolParser] | None,
+    tokenizer: Tokenizer,
+    parallel: bool = True,
+    after: tuple[int, ...] = (),
+) -> Grammar | None:
     """The constraint that makes the model call what ``tool_choice`` asks for: ``required`` one or more of the tools
     (one if not ``parallel``), a named function exactly once. None for ``auto`` and ``none``: the parser finds the calls
     that the model makes. Raises RequestError when the model's format is not known, or parameters are no schema we can use."""
@@ -276,8 +298,11 @@ def grammar(tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any, cls: ty
     if not tools or not (named or tool_choice == "required"):
         return None
     if cls is None:
-        raise RequestError("this model's tool-call format is not known; start the server with --tool-call-parser hermes or llama3_json",
-                           param="tool_choice", code="no_tool_parser")
+        raise RequestError(
+            "this model's tool-call format is not known; start the server with --tool-call-parser hermes or llama3_json",
+            param="tool_choice",
+            code="no_tool_parser",
+        )
     from kvasir.decoding.grammar import MAX_TEXT_BYTES, check_schema, try_schema
 
     places = {f"tools[{i}].function.parameters": function for i, function in enumerate(functions(tools))}
@@ -286,8 +311,11 @@ def grammar(tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any, cls: ty
     wanted = {place: f for place, f in places.items() if named in (None, f["name"])}
     text = cls.grammar(list(wanted.values()), parallel and not named, tokenizer)
     if len(text) > MAX_TEXT_BYTES:
-        raise RequestError(f"the schemas of {len(wanted)} tools make a grammar of {len(text)} bytes, more than {MAX_TEXT_BYTES}",
-                           param="tools" if len(wanted) > 1 else next(iter(wanted)), code="invalid_grammar")
+        raise RequestError(
+            f"the schemas of {len(wanted)} tools make a grammar of {len(text)} bytes, more than {MAX_TEXT_BYTES}",
+            param="tools" if len(wanted) > 1 else next(iter(wanted)),
+            code="invalid_grammar",
+        )
     for place, function in wanted.items():  # each by itself: an error of the whole would not say whose it is
         try_schema(schema_of(function), place)
     return Grammar("lark", text, after)

@@ -51,7 +51,9 @@ class AttentionBackend(Technique):
 
     exact = False  # another order of summation than the reference's, even where it gives every row the same bits in any batch
     affects_kv = False
-    codec_kernels: ClassVar[frozenset[str]] = frozenset({"plain"})  # layouts it reads directly; queries then come in the cache's basis
+    codec_kernels: ClassVar[frozenset[str]] = frozenset(
+        {"plain"}
+    )  # layouts it reads directly; queries then come in the cache's basis
     rank = 0  # 0: for ``auto`` only where none with a rank can serve; among those as quick as each other it takes the highest
     graphs = False  # whether a decode-shaped step depends on its number of spans and on device tensors alone, never on ``starts``
 
@@ -84,9 +86,17 @@ class AttentionBackend(Technique):
         """Once a step, before the layers: derive what every layer needs into ``batch.scratch``."""
 
     @abstractmethod
-    def run(self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, batch: StepBatch, *,
-            sinks_H: torch.Tensor | None = None, return_lse: bool = False,
-            out_THD: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self,
+        q_THD: torch.Tensor,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        batch: StepBatch,
+        *,
+        sinks_H: torch.Tensor | None = None,
+        return_lse: bool = False,
+        out_THD: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Causal attention of every row over its own sequence: [T, H, D] (and the natural log-sum-exp [T, H] fp32). ``out_THD``: where
         the result goes, if not to new memory.
 

@@ -43,4 +43,13 @@ def cut_out(batch: StepBatch, spans: list[int]) -> CutOut:
     else:
         rows = send(torch.cat([torch.arange(first[s], first[s + 1]) for s in spans]), device)
     both = send(torch.tensor([*row_start, *ends], dtype=torch.int32), device)
-    return CutOut(rows, send(torch.tensor(spans), device), both[:len(row_start)], both[len(row_start):], spans, lengths, ends, max(lengths))
+    return CutOut(
+        rows,
+        send(torch.tensor(spans), device),
+        both[: len(row_start)],
+        both[len(row_start) :],
+        spans,
+        lengths,
+        ends,
+        max(lengths),
+    )

@@ -69,7 +69,9 @@ class PagedBackend(AttentionBackend):
         elif not site.device.startswith("cuda") and not _triton.INTERPRETED:
             reasons.append(f"needs a CUDA GPU, the device is {site.device}")
         if site.codec_kernel not in self.codec_kernels:
-            reasons.append(f"reads pages laid out as {', '.join(sorted(self.codec_kernels))}, not '{site.codec_kernel}'")
+            reasons.append(
+                f"reads pages laid out as {', '.join(sorted(self.codec_kernels))}, not '{site.codec_kernel}'"
+            )
         if site.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             reasons.append(f"computes in float32, bfloat16 or float16, not {site.dtype}")
         if size < 16 or size & (size - 1):
@@ -86,7 +88,9 @@ class PagedBackend(AttentionBackend):
 
     def scratch_bytes(self, length: int) -> int:
         """Dense keys and values of as many KV heads as fit, one at least."""
-        whole = max((2 * length * s.head_dim * self.site.dtype.itemsize * s.num_kv_heads for s in self.site.specs), default=0)
+        whole = max(
+            (2 * length * s.head_dim * self.site.dtype.itemsize * s.num_kv_heads for s in self.site.specs), default=0
+        )
         one = max((2 * length * s.head_dim * self.site.dtype.itemsize for s in self.site.specs), default=0)
         return min(whole, max(SCRATCH_BYTES, one))
 
@@ -116,13 +120,17 @@ class PagedBackend(AttentionBackend):
             return Step(None, None, [], [], together=batch.together)
         starts, lengths, device = batch.starts, batch.lengths, batch.input_ids.device
         if self.site.exact:
-            return Step(None, None, self._exact_tiles(lengths, spec, device), [s for s, length in enumerate(lengths) if length])
+            return Step(
+                None, None, self._exact_tiles(lengths, spec, device), [s for s, length in enumerate(lengths) if length]
+            )
         if all(length == 1 for length in lengths):
             return Step(self._single_rows(len(lengths), spec.num_kv_heads, device) if lengths else None, None, [], [])
         plain = batch.ancestors is None and spec.window is None
         single = [s for s, length in enumerate(lengths) if length == 1]
         long = [s for s, length in enumerate(lengths) if plain and self.takes_long(spec, length)]
-        short = [s for s, length in enumerate(lengths) if length > 1 and s not in long and self.takes_short(spec, length)]
+        short = [
+            s for s, length in enumerate(lengths) if length > 1 and s not in long and self.takes_short(spec, length)
+        ]
         rest = sorted(set(range(len(lengths))) - {*single, *long, *short})
         rows = None
         if single:
@@ -130,7 +138,9 @@ class PagedBackend(AttentionBackend):
             rows = Rows(send(torch.tensor(single, dtype=torch.int32), device), rows.arrived)
         tiles = plan_tiles(starts, lengths, spec.num_heads, spec.num_kv_heads, self.site.dtype, device, rest)
         few = plan_rows(starts, lengths, short, spec.num_heads // spec.num_kv_heads, device) if short else None
-        return Step(rows, self.plan_long(batch, spec, long) if long else None, tiles, [s for s in rest if lengths[s]], few)
+        return Step(
+            rows, self.plan_long(batch, spec, long) if long else None, tiles, [s for s in rest if lengths[s]], few
+        )
 
     def takes_short(self, spec: AttentionSpec, length: int) -> bool:
         """Whether a span of several rows reads its keys with the kernel for codes."""
@@ -148,8 +158,17 @@ class PagedBackend(AttentionBackend):
         shape = shape_for(self.site.dtype, spec.head_dim, share, device, softcap=spec.softcap, sinks=spec.sinks)
         return plan_long(batch.starts, batch.lengths, spans, share, device, shape)
 
-    def run_long(self, common: tuple[torch.Tensor, ...], plan: Any, spec: AttentionSpec, out_THD: torch.Tensor, *, softcap: float | None,
-                 sinks_H: torch.Tensor | None, lse_TH: torch.Tensor | None) -> None:
+    def run_long(
+        self,
+        common: tuple[torch.Tensor, ...],
+        plan: Any,
+        spec: AttentionSpec,
+        out_THD: torch.Tensor,
+        *,
+        softcap: float | None,
+        sinks_H: torch.Tensor | None,
+        lse_TH: torch.Tensor | None,
+    ) -> None:
         """Write the long spans' rows of ``out`` and ``lse``. ``common``: q [T, H, D], keys and values [N, G, P, D], table [S, W],
         context [S], row_start [S + 1]."""
         dense_attention_triton(*common, plan, spec.scale, out_THD, softcap=softcap, sinks_H=sinks_H, lse_TH=lse_TH)
@@ -165,31 +184,77 @@ class PagedBackend(AttentionBackend):
     def _single_rows(self, count: int, kv_heads: int, device: torch.device) -> Rows:
         """Spans 0 .. count and their counters. Kept, since graphs hold their addresses."""
         if (count, kv_heads) not in self._rows:
-            self._rows[count, kv_heads] = Rows(torch.arange(count, dtype=torch.int32, device=device),
-                                               torch.zeros(count, kv_heads, dtype=torch.int32, device=device))
+            self._rows[count, kv_heads] = Rows(
+                torch.arange(count, dtype=torch.int32, device=device),
+                torch.zeros(count, kv_heads, dtype=torch.int32, device=device),
+            )
         return self._rows[count, kv_heads]
 
-    def run(self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, batch: StepBatch, *,
-            sinks_H: torch.Tensor | None = None, return_lse: bool = False,
-            out_THD: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self,
+        q_THD: torch.Tensor,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        batch: StepBatch,
+        *,
+        sinks_H: torch.Tensor | None = None,
+        return_lse: bool = False,
+        out_THD: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device) if out_THD is None else out_THD
         lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device) if return_lse else None
         step: Step = batch.scratch[key_of(spec)]
-        common = (q_THD, cache.planes["k"], cache.planes["v"], batch.tables[cache.group], batch.context, batch.row_start)
+        common = (
+            q_THD,
+            cache.planes["k"],
+            cache.planes["v"],
+            batch.tables[cache.group],
+            batch.context,
+            batch.row_start,
+        )
         how = {"softcap": spec.softcap, "sinks_H": sinks_H, "lse_TH": lse_TH}
         if step.rows is not None:
-            decode_attention_triton(*common, step.rows, spec.scale, out_THD, window=spec.window, launches=step.launches, **how)
+            decode_attention_triton(
+                *common, step.rows, spec.scale, out_THD, window=spec.window, launches=step.launches, **how
+            )
         if step.long is not None:
             self.run_long(common, step.long, spec, out_THD, **how)
         if step.tiles:
-            paged_attention_triton(*common, step.tiles, spec.scale, out_THD, window=spec.window, ancestors_TA=batch.ancestors,
-                                   positions_T=batch.positions, launches=step.launches, **how)
+            paged_attention_triton(
+                *common,
+                step.tiles,
+                spec.scale,
+                out_THD,
+                window=spec.window,
+                ancestors_TA=batch.ancestors,
+                positions_T=batch.positions,
+                launches=step.launches,
+                **how,
+            )
         if step.together is not None:
             spans = step.together
-            paged_together_triton(*common[:5], spans.place, spans.length, batch.ancestors, batch.positions, spans.most, spec.scale, out_THD,
-                                  window=spec.window, **how)
+            paged_together_triton(
+                *common[:5],
+                spans.place,
+                spans.length,
+                batch.ancestors,
+                batch.positions,
+                spans.most,
+                spec.scale,
+                out_THD,
+                window=spec.window,
+                **how,
+            )
         return (out_THD, lse_TH) if return_lse else out_THD
 
 
 def key_of(spec: AttentionSpec) -> tuple:
-    return "triton", spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.window is None, spec.softcap is None, spec.sinks
+    return (
+        "triton",
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        spec.window is None,
+        spec.softcap is None,
+        spec.sinks,
+    )

@@ -1,28 +1,28 @@
 """A case: a TOML file that says what is compared, on which workloads, how often, and which ratios are the target.
 
-    title = "..."                      what the table is about, for who reads the file
-    shape = "llama-8b"                 a known shape with random weights; or model = "..." (a folder or hub id; empty: the model in the package)
-    repeats = 5                        rounds that count; with several arms, lives of each: they take turns
-    rounds = 1                         of each life, where several arms take turns
-    cached = true                      time decoding alone: a life computes its prompts once, then they come from the prefix cache
-    on_disk = true                     write a shape's random weights first, for all engines to read: else each fills in its own
-    settings = { max_num_seqs = 256 }  of every arm of ours
-    [arms.kvasir]                      one arm of ours, with what it changes; the first is the one that targets speak of
-    [peer]
-    name = "vllm"
-    repeats = [3, 2]                   rounds before ours, and after it
-    options = { ... }                  the peer's own settings
-    variants.vllm_fp8 = { ... }        optional: the peer once more by that name, with these settings changed
-    [workloads.decode8]
-    batch = 8
-    prompt = 1024                      tokens of each prompt
-    output = 128                       tokens of each answer
-    warmup_prompt = 1024               optional: the round that warms up may have shorter prompts
-    text = "repeated"                  optional: prompts with structure, for drafts: repeated; tasks or edits (of the lab, up to ``prompt`` tokens)
-    measure = ["prefill"]              optional: some of prefill, decode and total. The total alone is a load: more than runs at once
-    targets = { decode = 1.10 }        least ratio to the peer, of decode, prefill or total
-    [targets]                          or of any metric and any two arms: "METRIC ARM/ARM" = least ratio
-    [traces.half]                      or a request trace through servers; see ``load.Load`` for the keys
+title = "..."                      what the table is about, for who reads the file
+shape = "llama-8b"                 a known shape with random weights; or model = "..." (a folder or hub id; empty: the model in the package)
+repeats = 5                        rounds that count; with several arms, lives of each: they take turns
+rounds = 1                         of each life, where several arms take turns
+cached = true                      time decoding alone: a life computes its prompts once, then they come from the prefix cache
+on_disk = true                     write a shape's random weights first, for all engines to read: else each fills in its own
+settings = { max_num_seqs = 256 }  of every arm of ours
+[arms.kvasir]                      one arm of ours, with what it changes; the first is the one that targets speak of
+[peer]
+name = "vllm"
+repeats = [3, 2]                   rounds before ours, and after it
+options = { ... }                  the peer's own settings
+variants.vllm_fp8 = { ... }        optional: the peer once more by that name, with these settings changed
+[workloads.decode8]
+batch = 8
+prompt = 1024                      tokens of each prompt
+output = 128                       tokens of each answer
+warmup_prompt = 1024               optional: the round that warms up may have shorter prompts
+text = "repeated"                  optional: prompts with structure, for drafts: repeated; tasks or edits (of the lab, up to ``prompt`` tokens)
+measure = ["prefill"]              optional: some of prefill, decode and total. The total alone is a load: more than runs at once
+targets = { decode = 1.10 }        least ratio to the peer, of decode, prefill or total
+[targets]                          or of any metric and any two arms: "METRIC ARM/ARM" = least ratio
+[traces.half]                      or a request trace through servers; see ``load.Load`` for the keys
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ class Peer:
     @property
     def arms(self) -> dict[str, dict[str, Any]]:
         """The peer and its variants, with all their options."""
-        return {self.name: self.options, **{name: {**self.options, **changes} for name, changes in self.variants.items()}}
+        return {
+            self.name: self.options,
+            **{name: {**self.options, **changes} for name, changes in self.variants.items()},
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +102,25 @@ def read(path: Path) -> Case:
 
 
 def parse(name: str, table: dict[str, Any]) -> Case:
-    _known(table, ("title", "shape", "model", "repeats", "settings", "arms", "peer", "workloads", "traces", "rounds", "cached", "on_disk",
-                   "targets"), "the case")
+    _known(
+        table,
+        (
+            "title",
+            "shape",
+            "model",
+            "repeats",
+            "settings",
+            "arms",
+            "peer",
+            "workloads",
+            "traces",
+            "rounds",
+            "cached",
+            "on_disk",
+            "targets",
+        ),
+        "the case",
+    )
     shape, model = table.get("shape"), table.get("model", "")
     if shape and model:
         raise ConfigError("a case has a shape or a model, not both")
@@ -123,7 +143,9 @@ def parse(name: str, table: dict[str, Any]) -> Case:
         raise ConfigError(f"an arm is named like the peer: {taken[0]}")
     cached, targets = table.get("cached", False), table.get("targets", {})
     if traces and (cached or targets or "rounds" in table or peer and peer.variants):
-        raise ConfigError("traces go through servers: a case of traces has no cached prompts, no rounds, no [targets] and no variants of the peer")
+        raise ConfigError(
+            "traces go through servers: a case of traces has no cached prompts, no rounds, no [targets] and no variants of the peer"
+        )
     if cached and (odd := [w.batch.name for w in workloads if w.kinds != ("decode",) and w.kinds != KINDS]):
         raise ConfigError(f"workload {odd[0]}: in a case with cached prompts decoding is all that is measured")
     if table.get("on_disk") and not shape:
@@ -131,19 +153,39 @@ def parse(name: str, table: dict[str, Any]) -> Case:
     rates: list[str] = []
     for w in workloads:
         if w.text != "random" and (cached or peer and peer.name != "vllm" or w.text != "repeated" and shape):
-            raise ConfigError(f"workload {w.batch.name}: text = {w.text!r} needs prompts that are not cached, no other peer than vllm"
-                              + (", and a model of the lab" if w.text != "repeated" else ""))
+            raise ConfigError(
+                f"workload {w.batch.name}: text = {w.text!r} needs prompts that are not cached, no other peer than vllm"
+                + (", and a model of the lab" if w.text != "repeated" else "")
+            )
         measured = w.kinds if w.text == "random" and not cached else ("decode",)
         if odd := [kind for kind in w.targets if kind not in measured]:
-            raise ConfigError(f"workload {w.batch.name}: a target speaks of {odd[0]}, but what is measured is {' and '.join(measured)}")
+            raise ConfigError(
+                f"workload {w.batch.name}: a target speaks of {odd[0]}, but what is measured is {' and '.join(measured)}"
+            )
         rates += [f"{w.batch.name}.{kind}_tok_s" for kind in measured]
     for metric in targets:
         if not set(metric.rpartition(" ")[2].split("/")) <= {*arms, *others} or metric.count("/") != 1:
-            raise ConfigError(f"target {metric!r}: expected 'METRIC ARM/ARM' with arms of the case: {', '.join([*arms, *others])}")
-        if (rate := metric.rpartition(" ")[0]).endswith("_tok_s") and rate not in rates:  # it would be met by never being judged
+            raise ConfigError(
+                f"target {metric!r}: expected 'METRIC ARM/ARM' with arms of the case: {', '.join([*arms, *others])}"
+            )
+        if (rate := metric.rpartition(" ")[0]).endswith(
+            "_tok_s"
+        ) and rate not in rates:  # it would be met by never being judged
             raise ConfigError(f"target {metric!r}: '{rate}' is not measured.{nearest(rate, rates)}")
-    return Case(name, shape, model, table.get("repeats", 5), arms, workloads, traces, peer, table.get("rounds", 1), cached,
-                table.get("on_disk", False), {metric: float(ratio) for metric, ratio in targets.items()})
+    return Case(
+        name,
+        shape,
+        model,
+        table.get("repeats", 5),
+        arms,
+        workloads,
+        traces,
+        peer,
+        table.get("rounds", 1),
+        cached,
+        table.get("on_disk", False),
+        {metric: float(ratio) for metric, ratio in targets.items()},
+    )
 
 
 def _workload(name: str, table: dict[str, Any]) -> Workload:
@@ -157,8 +199,13 @@ def _workload(name: str, table: dict[str, Any]) -> Workload:
     if text not in TEXTS:
         raise ConfigError(f"workload {name}: text = {text!r} is none of {', '.join(TEXTS)}")
     warmup = dataclasses.replace(batch, prompt=min(batch.prompt, table.get("warmup_prompt", batch.prompt)))
-    return Workload(batch, warmup, {kind: float(ratio) for kind, ratio in table.get("targets", {}).items()}, tuple(kinds) or KINDS,
-                    text)
+    return Workload(
+        batch,
+        warmup,
+        {kind: float(ratio) for kind, ratio in table.get("targets", {}).items()},
+        tuple(kinds) or KINDS,
+        text,
+    )
 
 
 def _peer(table: dict[str, Any]) -> Peer:

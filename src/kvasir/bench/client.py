@@ -74,7 +74,9 @@ class _Stream(asyncio.Protocol):
                 self.rest = data
                 return
             self.reply.status, self.in_body, data = int(head.split(b" ", 2)[1]), True, body
-        *lines, self.rest = data.split(b"\n")  # a line is an event; what frames the chunks of the body stands on lines of its own
+        *lines, self.rest = data.split(
+            b"\n"
+        )  # a line is an event; what frames the chunks of the body stands on lines of its own
         for line in lines:
             if line.startswith(b"data: {"):
                 self._event(line, now)
@@ -101,7 +103,9 @@ class _Stream(asyncio.Protocol):
             self.done.set_result(None)
 
 
-async def replay(url: str, model: str, calls: list[Call], api_key: str | None = None) -> tuple[list[Reply], list[float]]:
+async def replay(
+    url: str, model: str, calls: list[Call], api_key: str | None = None
+) -> tuple[list[Reply], list[float]]:
     """Send every call when it is due and wait for all. Returns the replies in order, and how late the event loop ran, in seconds."""
     place = urlsplit(url)
     requests = [_request(place, model, call, api_key) for call in calls]
@@ -122,11 +126,22 @@ async def replay(url: str, model: str, calls: list[Call], api_key: str | None = 
 
 
 def _request(place: SplitResult, model: str, call: Call, api_key: str | None) -> bytes:
-    body = json.dumps({"model": model, "prompt": call.prompt, "max_tokens": call.output, "stream": True, "temperature": 0, "ignore_eos": True,
-                       "stream_options": {"include_usage": True}}).encode()
+    body = json.dumps(
+        {
+            "model": model,
+            "prompt": call.prompt,
+            "max_tokens": call.output,
+            "stream": True,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
     key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
-    head = (f"POST {place.path}/v1/completions HTTP/1.1\r\nHost: {place.netloc}\r\n{key}Content-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n")
+    head = (
+        f"POST {place.path}/v1/completions HTTP/1.1\r\nHost: {place.netloc}\r\n{key}Content-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
     return head.encode() + body
 
 
@@ -134,8 +149,12 @@ async def _one(place: SplitResult, request: bytes, reply: Reply) -> None:
     loop, secure = asyncio.get_running_loop(), place.scheme == "https"
     done = loop.create_future()
     try:
-        await loop.create_connection(lambda: _Stream(request, reply, done), place.hostname, place.port or (443 if secure else 80),
-                                     ssl=True if secure else None)
+        await loop.create_connection(
+            lambda: _Stream(request, reply, done),
+            place.hostname,
+            place.port or (443 if secure else 80),
+            ssl=True if secure else None,
+        )
         await done
     except OSError:
         reply.status, reply.ended = 0, time.perf_counter()
@@ -174,7 +193,9 @@ def served_model(url: str, api_key: str | None = None) -> str:
     import urllib.error
     import urllib.request
 
-    request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+    request = urllib.request.Request(
+        f"{url}/v1/models", headers={"Authorization": f"Bearer {api_key}"} if api_key else {}
+    )
     try:
         with urllib.request.urlopen(request, timeout=30) as reply:
             return json.load(reply)["data"][0]["id"]
@@ -199,18 +220,24 @@ def summarise(replies: list[Reply], calls: list[Call], lags: list[float]) -> dic
     per_event = sum(r.completion for r in good) / max(1, sum(len(r.events) for r in good))
     inside = sum(sum(1 for t in r.events if t <= until) * r.completion / len(r.events) for r in good)
     metrics: dict[str, Any] = {
-        "requests": len(replies), "failed": len(replies) - len(good), "window_s": round(until - first, 2),
-        "output_tok_s": round(inside / max(until - first, 1e-9), 2), "requests_s": round(len(good) / max(ended - first, 1e-9), 3),
-        "short": sum(r.completion != c.output for r, c in zip(replies, calls) if r.status == 200), "tokens_per_event": round(per_event, 3),
-        "prompt_tokens": sum(len(c.prompt) for c in calls), "cached_tokens": sum(r.cached for r in good),
+        "requests": len(replies),
+        "failed": len(replies) - len(good),
+        "window_s": round(until - first, 2),
+        "output_tok_s": round(inside / max(until - first, 1e-9), 2),
+        "requests_s": round(len(good) / max(ended - first, 1e-9), 3),
+        "short": sum(r.completion != c.output for r, c in zip(replies, calls) if r.status == 200),
+        "tokens_per_event": round(per_event, 3),
+        "prompt_tokens": sum(len(c.prompt) for c in calls),
+        "cached_tokens": sum(r.cached for r in good),
     }
     for name, values, shares in (
-            ("ttft_ms", [r.events[0] - r.due for r in good], (0.5, 0.9, 0.99)),
-            ("itl_ms", [b - a for r in good for a, b in zip(r.events, r.events[1:])], (0.5, 0.9, 0.99)),
-            ("tpot_ms", [(r.events[-1] - r.events[0]) / (r.completion - 1) for r in good if r.completion > 1], (0.5, 0.99)),
-            ("e2e_ms", [r.ended - r.due for r in good], (0.5, 0.99)),
-            ("client_late_ms", [r.sent - r.due for r in replies if r.sent], (0.5, 0.99)),
-            ("client_lag_ms", lags, (0.5, 0.99))):
+        ("ttft_ms", [r.events[0] - r.due for r in good], (0.5, 0.9, 0.99)),
+        ("itl_ms", [b - a for r in good for a, b in zip(r.events, r.events[1:])], (0.5, 0.9, 0.99)),
+        ("tpot_ms", [(r.events[-1] - r.events[0]) / (r.completion - 1) for r in good if r.completion > 1], (0.5, 0.99)),
+        ("e2e_ms", [r.ended - r.due for r in good], (0.5, 0.99)),
+        ("client_late_ms", [r.sent - r.due for r in replies if r.sent], (0.5, 0.99)),
+        ("client_lag_ms", lags, (0.5, 0.99)),
+    ):
         for share in shares if values else ():
             metrics[f"{name}_p{share * 100:.0f}"] = round(1000 * percentile(values, share), 3)
     return metrics
@@ -223,7 +250,11 @@ def capacity(replies: list[Reply]) -> float:
     if len(good) < 10:
         raise ConfigError(f"the capacity needs at least 10 good replies; there were {len(good)} of {len(replies)}")
     if len(good) < len(replies):  # a server that turns some away gets through the rest sooner
-        log.warning("%d of %d requests failed while the capacity was measured: it is that of the others", len(replies) - len(good), len(replies))
+        log.warning(
+            "%d of %d requests failed while the capacity was measured: it is that of the others",
+            len(replies) - len(good),
+            len(replies),
+        )
     events = sorted(t for r in good for t in r.events)
     low, high = len(events) // 5, len(events) - len(events) // 5 - 1
     return len(good) * (high - low) / len(events) / max(events[high] - events[low], 1e-6)

@@ -33,8 +33,18 @@ if TYPE_CHECKING:
     from kvasir.api.llm import LLM
 
 FIRST = ("plain", "int4_bdr", "int4", "fp8")
-REST = ("int4_bdr:rotate_v=true", "int4_bdr:order=16", "int4_bdr:order=32", "int4_bdr:order=64", "nvfp4", "nvfp4:search=false", "int8",
-        "int4_bdr:order=16,rotate_v=true", "int4_bdr:order=32,rotate_v=true", "int4_bdr:order=64,rotate_v=true")
+REST = (
+    "int4_bdr:rotate_v=true",
+    "int4_bdr:order=16",
+    "int4_bdr:order=32",
+    "int4_bdr:order=64",
+    "nvfp4",
+    "nvfp4:search=false",
+    "int8",
+    "int4_bdr:order=16,rotate_v=true",
+    "int4_bdr:order=32,rotate_v=true",
+    "int4_bdr:order=64,rotate_v=true",
+)
 TWINS = ("int4", "int4_bdr")
 LATE_TWINS = ("nvfp4", "nvfp4:search=false", "fp8")
 OUTLIERS = (8, 16, 4, 32, 2)
@@ -43,7 +53,17 @@ DOCUMENTS = 48  # of held-out prose: more of it would say the same passages agai
 SLOW = 250  # problems of a task for a codec that no kernel reads: it runs on the reference path
 MEMORY = 0.4  # share of the GPU: what is left of one engine must not keep the next from starting
 # Of the figures, what goes into the result: the per-difficulty tables of a hundred arms would be a book.
-KEPT = ("exact", "interval", "problems", "perplexity", "perplexity_interval", "bits_per_byte", "documents", "scored_tokens", "tokens_per_reply")
+KEPT = (
+    "exact",
+    "interval",
+    "problems",
+    "perplexity",
+    "perplexity_interval",
+    "bits_per_byte",
+    "documents",
+    "scored_tokens",
+    "tokens_per_reply",
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +84,9 @@ def task_specs(name: str, count: int) -> dict[str, int]:
     return {name: min(count, DOCUMENTS) if name.startswith("story") else count}
 
 
-def jobs(tasks: Sequence[str], seeds: Sequence[int], outliers: Sequence[int], codecs: Sequence[str] | None = None) -> list[Job]:
+def jobs(
+    tasks: Sequence[str], seeds: Sequence[int], outliers: Sequence[int], codecs: Sequence[str] | None = None
+) -> list[Job]:
     """The list, the most important first: the model with the main codecs and all seeds, the curve over the twins, other codecs, the twins
     with other codecs, and the other codecs' remaining seeds. ``codecs``: only these and ``plain``."""
     tasks, seeds = tuple(tasks), tuple(seeds)
@@ -90,7 +112,9 @@ class Study:
     outcomes: dict[tuple[str, int], dict[str, dict[int, list[Outcome]]]] = field(default_factory=dict)
     _exams: dict[tuple[str, int], list[tuple[Plan, Exam]]] = field(default_factory=dict)
     _seconds: dict[tuple[str, str], float] = field(default_factory=dict)  # (codec, task) -> what the latest took
-    _figures: dict[tuple[str, int], tuple[int, dict[str, Any]]] = field(default_factory=dict)  # how many outcomes they are of, and they
+    _figures: dict[tuple[str, int], tuple[int, dict[str, Any]]] = field(
+        default_factory=dict
+    )  # how many outcomes they are of, and they
     _started: float = field(default_factory=lambda: time.monotonic())
 
     def left(self) -> float:
@@ -111,8 +135,12 @@ class Study:
         """Put what the clock allows of a job to an engine. False: nothing was."""
         if not self._fits(job.codec, job.tasks[0]):
             return False
-        config = EngineConfig.of(model=str(self.twin(job.outliers) if job.outliers else self.folder), device=self.device, kv_codec=job.codec,
-                                 gpu_memory_utilization=MEMORY)
+        config = EngineConfig.of(
+            model=str(self.twin(job.outliers) if job.outliers else self.folder),
+            device=self.device,
+            kv_codec=job.codec,
+            gpu_memory_utilization=MEMORY,
+        )
         found = self.outcomes.setdefault((job.codec, job.outliers), {})
         with engine(config) as llm:
             slow = self.device != "cpu" and not llm.engine.runner.pool.codec.fuses
@@ -125,7 +153,9 @@ class Study:
                     if not (parts := self.exams(task, seed)):
                         continue
                     most = max(1, SLOW // len(parts)) if slow else self.count
-                    found.setdefault(task, {})[seed] = [put(llm, beginning(exam, most), plan, self.tokenizer) for plan, exam in parts]
+                    found.setdefault(task, {})[seed] = [
+                        put(llm, beginning(exam, most), plan, self.tokenizer) for plan, exam in parts
+                    ]
                     self._seconds[job.codec, task] = time.monotonic() - began
         return bool(found)
 
@@ -134,8 +164,11 @@ class Study:
 
     def arms(self) -> list[dict[str, Any]]:
         """Results of what was measured so far; kept figures of arms that have not changed are not computed again."""
-        return [arm(codec, {"outliers": outliers} if outliers else {}, self.metrics(codec, outliers)) for codec, outliers in self.outcomes
-                if self.outcomes[codec, outliers]]
+        return [
+            arm(codec, {"outliers": outliers} if outliers else {}, self.metrics(codec, outliers))
+            for codec, outliers in self.outcomes
+            if self.outcomes[codec, outliers]
+        ]
 
     def metrics(self, codec: str, outliers: int) -> dict[str, Any]:
         """By task, and of a task of several parts by part, over all seeds."""
@@ -148,11 +181,22 @@ class Study:
             specs = [outcome.exam.spec for outcome in next(iter(by_seed.values()))]
             pieces = {task: range(len(specs))} | ({spec: [i] for i, spec in enumerate(specs)} if len(specs) > 1 else {})
             for name, chosen in pieces.items():
-                kept = {k: v for k, v in figures(pooled([by_seed[seed][i] for seed in by_seed for i in chosen])).items() if k in KEPT}
+                kept = {
+                    k: v
+                    for k, v in figures(pooled([by_seed[seed][i] for seed in by_seed for i in chosen])).items()
+                    if k in KEPT
+                }
                 found[name] = kept | {"seeds": sorted(by_seed)}
-                pairs = [(plain[task][seed][i], by_seed[seed][i]) for seed in by_seed if seed in plain.get(task, {}) for i in chosen]
+                pairs = [
+                    (plain[task][seed][i], by_seed[seed][i])
+                    for seed in by_seed
+                    if seed in plain.get(task, {})
+                    for i in chosen
+                ]
                 if pairs and (codec, outliers) != ("plain", 0):
-                    found[name]["against_plain"] = compare(pooled([first(a, len(b.exam.prompts)) for a, b in pairs]), pooled([b for _, b in pairs]))
+                    found[name]["against_plain"] = compare(
+                        pooled([first(a, len(b.exam.prompts)) for a, b in pairs]), pooled([b for _, b in pairs])
+                    )
         self._figures[codec, outliers] = size, found
         return found
 
@@ -181,10 +225,22 @@ def first(outcome: Outcome, count: int) -> Outcome:
     exam = beginning(outcome.exam, count)
     if isinstance(outcome, Losses):
         known = None if outcome.known_bits is None else outcome.known_bits[:count]
-        return dataclasses.replace(outcome, exam=exam, nats=outcome.nats[:count], tokens=outcome.tokens[:count], bytes=outcome.bytes[:count],
-                                   known_bits=known)
-    return dataclasses.replace(outcome, exam=exam, right=outcome.right[:count], tokens=outcome.tokens[:count], votes=outcome.votes[:count],
-                               texts=outcome.texts[:count])
+        return dataclasses.replace(
+            outcome,
+            exam=exam,
+            nats=outcome.nats[:count],
+            tokens=outcome.tokens[:count],
+            bytes=outcome.bytes[:count],
+            known_bits=known,
+        )
+    return dataclasses.replace(
+        outcome,
+        exam=exam,
+        right=outcome.right[:count],
+        tokens=outcome.tokens[:count],
+        votes=outcome.votes[:count],
+        texts=outcome.texts[:count],
+    )
 
 
 def pooled(outcomes: Sequence[Outcome]) -> Outcome:
@@ -198,12 +254,26 @@ def pooled(outcomes: Sequence[Outcome]) -> Outcome:
     seconds = sum(o.seconds for o in outcomes)
     if isinstance(head, Losses):
         known = None if head.known_bits is None else np.concatenate([o.known_bits for o in outcomes])
-        return Losses(exam, *(np.concatenate([getattr(o, name) for o in outcomes]) for name in ("nats", "tokens", "bytes")), seconds, known)
-    return Answers(exam, np.concatenate([o.right for o in outcomes]), np.concatenate([o.tokens for o in outcomes]),
-                   [v for o in outcomes for v in o.votes], sum(o.num_cut for o in outcomes), seconds, [t for o in outcomes for t in o.texts])
+        return Losses(
+            exam,
+            *(np.concatenate([getattr(o, name) for o in outcomes]) for name in ("nats", "tokens", "bytes")),
+            seconds,
+            known,
+        )
+    return Answers(
+        exam,
+        np.concatenate([o.right for o in outcomes]),
+        np.concatenate([o.tokens for o in outcomes]),
+        [v for o in outcomes for v in o.votes],
+        sum(o.num_cut for o in outcomes),
+        seconds,
+        [t for o in outcomes for t in o.texts],
+    )
 
 
-def row_errors(folder: Path, device: str, prompts: Sequence[list[int]], codecs: Sequence[str]) -> dict[str, dict[str, float]]:
+def row_errors(
+    folder: Path, device: str, prompts: Sequence[list[int]], codecs: Sequence[str]
+) -> dict[str, dict[str, float]]:
     """Codec -> squared error of the keys and of the values that ``prompts`` leave in the cache, over their squares."""
     import torch
 
@@ -213,10 +283,19 @@ def row_errors(folder: Path, device: str, prompts: Sequence[list[int]], codecs: 
     from kvasir.types import SamplingParams
 
     longest = max(map(len, prompts)) + 1
-    config = EngineConfig.of(model=str(folder), device=device, enable_prefix_caching=False, max_model_len=longest, max_num_seqs=len(prompts),
-                             num_pages=len(prompts) * (longest // 16 + 2), gpu_memory_utilization=MEMORY)
+    config = EngineConfig.of(
+        model=str(folder),
+        device=device,
+        enable_prefix_caching=False,
+        max_model_len=longest,
+        max_num_seqs=len(prompts),
+        num_pages=len(prompts) * (longest // 16 + 2),
+        gpu_memory_utilization=MEMORY,
+    )
     with engine(config) as llm:
-        llm.generate([{"prompt_token_ids": p} for p in prompts], SamplingParams(temperature=0.0, max_tokens=1, detokenize=False))
+        llm.generate(
+            [{"prompt_token_ids": p} for p in prompts], SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+        )
         pool = llm.engine.runner.pool
         rows = {}
         for group, pages in zip(pool.groups, pool.num_pages):
@@ -237,8 +316,10 @@ def row_errors(folder: Path, device: str, prompts: Sequence[list[int]], codecs: 
                     one = dataclasses.replace(group, layers=(layer,))
                     cache = KVPool([one], codec, [1 + pages], codec.page_slots, k_TGD.device, k_TGD.dtype).layer(layer)
                     codec.write(cache, k_TGD, v_TGD, slots)
-                    for side, (kept, x_TGD) in enumerate(zip(codec.read(cache, torch.arange(1, 1 + pages, device=k_TGD.device)), (k_TGD, v_TGD))):
-                        error = kept[:, :len(x_TGD)].transpose(0, 1).double() - x_TGD.double()
+                    for side, (kept, x_TGD) in enumerate(
+                        zip(codec.read(cache, torch.arange(1, 1 + pages, device=k_TGD.device)), (k_TGD, v_TGD))
+                    ):
+                        error = kept[:, : len(x_TGD)].transpose(0, 1).double() - x_TGD.double()
                         sums[side] += [float(error.square().sum()), float(x_TGD.double().square().sum())]
             found[name] = {"keys": float(sums[0, 0] / sums[0, 1]), "values": float(sums[1, 0] / sums[1, 1])}
     return found
@@ -257,9 +338,17 @@ def answer(study: Study, todo: Sequence[Job], save: Callable[[list[dict[str, Any
             log.error("%s: %s", where, e)
             continue
         save(study.arms())
-        log.info("%s: %s (%.0f s, %.0f s left)", where,
-                 ", ".join(f"{t} {m.get('exact', m.get('perplexity')):.4g}" for t, m in study.metrics(job.codec, job.outliers).items()
-                           if t in job.tasks), time.monotonic() - began, study.left())
+        log.info(
+            "%s: %s (%.0f s, %.0f s left)",
+            where,
+            ", ".join(
+                f"{t} {m.get('exact', m.get('perplexity')):.4g}"
+                for t, m in study.metrics(job.codec, job.outliers).items()
+                if t in job.tasks
+            ),
+            time.monotonic() - began,
+            study.left(),
+        )
 
 
 def verdicts(arms: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
@@ -283,7 +372,12 @@ def verdicts(arms: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[str
         for task, metrics in by_name["int4", size].items():
             twin = by_name.get(("int4_bdr", size), {})
             if task in plain and task in twin and "exact" in metrics and plain[task]["exact"] - metrics["exact"] >= 0.2:
-                judge(f"{task}.exact int4_bdr:outliers={size}/plain", twin[task]["exact"], plain[task]["exact"], at_least=0.97)
+                judge(
+                    f"{task}.exact int4_bdr:outliers={size}/plain",
+                    twin[task]["exact"],
+                    plain[task]["exact"],
+                    at_least=0.97,
+                )
                 break
         else:
             continue

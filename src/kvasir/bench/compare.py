@@ -31,8 +31,16 @@ from kvasir.models.spec import ModelSpec
 Facts = dict[str, dict[str, Any]]
 
 
-def run_case(case: Case, *, peer: bool, site: str | None, repeats: int | None, only: list[str] | None, output: Path | None,
-             commit: str | None) -> None:
+def run_case(
+    case: Case,
+    *,
+    peer: bool,
+    site: str | None,
+    repeats: int | None,
+    only: list[str] | None,
+    output: Path | None,
+    commit: str | None,
+) -> None:
     """Measure and show. ``only``: the workloads to run, of those the case has. Raises ConfigError before anything is started."""
     finish(measure(case, peer=peer, site=site, repeats=repeats, only=only, keep=keeper(output, commit)), output, commit)
 
@@ -54,8 +62,15 @@ def chosen(names: list[str], only: list[str] | None) -> list[str]:
     return [n for n in names if not only or n in only]
 
 
-def measure(case: Case, *, peer: bool, site: str | None, repeats: int | None = None, only: list[str] | None = None,
-            keep: Callable[[dict[str, Any]], None] = lambda so_far: None) -> dict[str, Any]:
+def measure(
+    case: Case,
+    *,
+    peer: bool,
+    site: str | None,
+    repeats: int | None = None,
+    only: list[str] | None = None,
+    keep: Callable[[dict[str, Any]], None] = lambda so_far: None,
+) -> dict[str, Any]:
     """The case's result. ``peer=False`` leaves the peer out. ``keep`` is given the result so far after every life of ours and later ones."""
     with_peer = case.peer if peer else None
     if with_peer:
@@ -77,14 +92,19 @@ def measure(case: Case, *, peer: bool, site: str | None, repeats: int | None = N
 
         def visit(name: str, driver: str, options: dict[str, Any], first_round: int, count: int, label: str) -> None:
             """One life of one engine: ``count`` rounds over every workload, after one that does not count."""
-            with Worker(driver, str(checkpoint.resolve(model)), options, site if driver != "kvasir" else None) as worker:
+            with Worker(
+                driver, str(checkpoint.resolve(model)), options, site if driver != "kvasir" else None
+            ) as worker:
                 log.info("%s started in %.1f s", name, worker.facts["start_s"])
                 starts = facts.get(name, {}).get("starts", [])
                 facts[name] = worker.facts | {"starts": [*starts, worker.facts["start_s"]]}
                 found = samples.setdefault(label, {}).setdefault(name, {})
                 for w in workloads:
-                    values_of = (texts.life(worker, w.text, w.batch, made, count, first_round, known) if w.text != "random" else
-                                 _life(worker, w, vocab, count, first_round, case.cached))
+                    values_of = (
+                        texts.life(worker, w.text, w.batch, made, count, first_round, known)
+                        if w.text != "random"
+                        else _life(worker, w, vocab, count, first_round, case.cached)
+                    )
                     for key, values in values_of.items():
                         found.setdefault(key, []).extend(values)
             if samples.get("own", {}).get(case.first):
@@ -92,16 +112,24 @@ def measure(case: Case, *, peer: bool, site: str | None, repeats: int | None = N
 
         count = repeats or case.repeats
         dummy = {"skip_tokenizer_init": True} | ({} if case.on_disk else {"load_format": "dummy"}) if case.shape else {}
-        own = {name: {"enable_prefix_caching": case.cached, **dummy, **settings} for name, settings in case.arms.items()}
+        own = {
+            name: {"enable_prefix_caching": case.cached, **dummy, **settings} for name, settings in case.arms.items()
+        }
         peer_options = _peer_options(case) if with_peer else {}
-        lives = [(name, settings, turn * case.rounds, case.rounds) for turn in range(count) for name, settings in own.items()]
+        lives = [
+            (name, settings, turn * case.rounds, case.rounds) for turn in range(count) for name, settings in own.items()
+        ]
         if len(own) == 1:
             lives = [(case.first, own[case.first], 0, count)]
         plans = [(name, "kvasir", settings, number, times, "own") for name, settings, number, times in lives]
         if with_peer:
             before, after = with_peer.repeats
             around = [(name, with_peer.name, options) for name, options in peer_options.items()]
-            plans = [(*p, 0, before, "before") for p in around] + plans + [(*p, before, after, "after") for p in around if after]
+            plans = (
+                [(*p, 0, before, "before") for p in around]
+                + plans
+                + [(*p, before, after, "after") for p in around if after]
+            )
         for plan in plans:
             variant = with_peer is not None and plan[0] in with_peer.variants
             with kept(lambda spare=variant: spare or samples.get("own", {}).get(case.first)) as state:
@@ -111,14 +139,18 @@ def measure(case: Case, *, peer: bool, site: str | None, repeats: int | None = N
     return _result(case, samples, facts, limits, peer_options, names)
 
 
-def _life(worker: Worker, workload: Workload, vocab: int, count: int, first_round: int, cached: bool) -> dict[str, list[float]]:
+def _life(
+    worker: Worker, workload: Workload, vocab: int, count: int, first_round: int, cached: bool
+) -> dict[str, list[float]]:
     """A value a round for every metric of one workload, from one life of an engine."""
     if cached:
         return decoding(worker.seconds, workload.batch, vocab, count, first_round)
     rounds({"": worker.seconds}, workload.warmup, vocab, 1, first=-1, kinds=workload.kinds)
     found: dict[str, list[float]] = {}
     for number in range(first_round, first_round + count):
-        for key, values in rounds({"": worker.seconds}, workload.batch, vocab, 1, first=number, kinds=workload.kinds)[""].items():
+        for key, values in rounds({"": worker.seconds}, workload.batch, vocab, 1, first=number, kinds=workload.kinds)[
+            ""
+        ].items():
             found.setdefault(key, []).extend(values)
         for key, value in worker.counts.items() if workload.kinds == ("total",) else ():
             found.setdefault(f"{workload.batch.name}.{key}", []).append(value)
@@ -133,8 +165,12 @@ def _limits(case: Case, spec: ModelSpec, workloads: list[Workload], rates: dict[
     limits: dict[str, Any] = plain | {k: round(v) for k, v in rates.items()}
     for name, settings in case.arms.items():
         if (codec := settings.get("kv_codec", "plain")) != "plain":
-            found = roofline.limits(spec, batches, rates, kv_share=roofline.kv_share(spec, codec, int(rates["dtype_bytes"])))
-            limits |= {f"{metric} {name}": found.get(metric) for metric in plain}  # none, where a CPU's caches hold its step alone
+            found = roofline.limits(
+                spec, batches, rates, kv_share=roofline.kv_share(spec, codec, int(rates["dtype_bytes"]))
+            )
+            limits |= {
+                f"{metric} {name}": found.get(metric) for metric in plain
+            }  # none, where a CPU's caches hold its step alone
     return limits | {f"{metric} {name}": None for name in (case.peer.variants if case.peer else ()) for metric in plain}
 
 
@@ -170,8 +206,14 @@ def _tokenizer_size(model: str, vocab_size: int) -> int:
     return min(vocab_size, Tokenizer.load(path).size) if (path / "tokenizer.json").exists() else vocab_size
 
 
-def _result(case: Case, samples: dict[str, Samples], facts: Facts, limits: dict[str, Any],
-            peer_options: dict[str, dict[str, Any]], names: list[str]) -> dict[str, Any]:
+def _result(
+    case: Case,
+    samples: dict[str, Samples],
+    facts: Facts,
+    limits: dict[str, Any],
+    peer_options: dict[str, dict[str, Any]],
+    names: list[str],
+) -> dict[str, Any]:
     entries, pairs = [], [(name, case.first) for name in list(case.arms)[1:]]
     for name, settings in case.arms.items():
         if samples.get("own", {}).get(name):
@@ -187,12 +229,18 @@ def _result(case: Case, samples: dict[str, Samples], facts: Facts, limits: dict[
         for key, values in samples.get("after", {}).get(peer, {}).items():
             if isinstance(values[0], dict):
                 continue
-            if before := statistics.median(samples["before"][peer].get(key, [0])):  # none of a load's drafts may have been accepted
+            if before := statistics.median(
+                samples["before"][peer].get(key, [0])
+            ):  # none of a load's drafts may have been accepted
                 extra[f"{key} {peer} after/before"] = round(statistics.median(values) / before, 3)
     ratios = ratios_of(entries, pairs)
     if "before" in samples:
-        bounds = {f"{w.batch.name}.{kind}_tok_s": {"at_least": ratio} for w in case.workloads if w.batch.name in names
-                  for kind, ratio in w.targets.items()}
+        bounds = {
+            f"{w.batch.name}.{kind}_tok_s": {"at_least": ratio}
+            for w in case.workloads
+            if w.batch.name in names
+            for kind, ratio in w.targets.items()
+        }
         targets = judged(bounds, ratios, f"{case.first}/{case.peer.name}")
     for name, least in case.targets.items():
         metric, _, pair = name.rpartition(" ")
@@ -205,5 +253,13 @@ def _result(case: Case, samples: dict[str, Samples], facts: Facts, limits: dict[
 def _entry(name: str, config: dict[str, Any], facts: dict[str, Any], samples: dict[str, list[float]]) -> dict[str, Any]:
     config = {k: v for k, v in config.items() if v is not None} | {"version": facts.get("version", "")}
     read_off = {key: facts[key] for key in ("kv_bytes_per_token", "kv_capacity_tokens") if key in facts}
-    return arm(name, config, {"start_s": spread(facts["starts"])} | read_off | {
-        key: texts.mean(values) if isinstance(values[0], dict) else spread(values) for key, values in samples.items()})
+    return arm(
+        name,
+        config,
+        {"start_s": spread(facts["starts"])}
+        | read_off
+        | {
+            key: texts.mean(values) if isinstance(values[0], dict) else spread(values)
+            for key, values in samples.items()
+        },
+    )

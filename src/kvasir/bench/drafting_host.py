@@ -49,7 +49,10 @@ def documents(folder: str, tasks: list[str]) -> Iterator[tuple[list[int], list[i
     for first in itertools.count(0, 64):
         drawn = [task.problems("train", first, 64) for task in loaded]
         for problem in (p for some in zip(*drawn) for p in some):
-            yield tuple(tokenizer.encode(text, add_special_tokens=False).ids for text in (problem.prompt, problem.solution + "<|im_end|>"))
+            yield tuple(
+                tokenizer.encode(text, add_special_tokens=False).ids
+                for text in (problem.prompt, problem.solution + "<|im_end|>")
+            )
 
 
 def resident_bytes() -> int:
@@ -71,6 +74,7 @@ class Clock:
             found = call(*args)
             self.add(name, time.perf_counter() - wall, time.thread_time() - processor)
             return found
+
         return run
 
     def add(self, name: str, wall: float, processor: float) -> None:
@@ -80,15 +84,20 @@ class Clock:
     def part(self, name: str, wholes: list[str], less: str) -> None:
         """What the steps of ``wholes`` took beside ``less``."""
         for times in (self.wall, self.processor):
-            times[name] = [sum(parts) - inner for *parts, inner in zip(*(times.pop(whole) for whole in wholes), times[less])]
+            times[name] = [
+                sum(parts) - inner for *parts, inner in zip(*(times.pop(whole) for whole in wholes), times[less])
+            ]
 
     def figures(self) -> dict[str, float]:
         """Milliseconds a step."""
         found = {}
         for name in self.wall:
             wall, processor = (times[name][WARM_STEPS:] or times[name] for times in (self.wall, self.processor))
-            found |= {f"{name}_ms_p50": percentile(wall, 0.5), f"{name}_ms_p99": percentile(wall, 0.99),
-                      f"{name}_cpu_ms_p50": percentile(processor, 0.5)}
+            found |= {
+                f"{name}_ms_p50": percentile(wall, 0.5),
+                f"{name}_ms_p99": percentile(wall, 0.99),
+                f"{name}_cpu_ms_p50": percentile(processor, 0.5),
+            }
         return {name: round(1e3 * value, 3) for name, value in found.items()}
 
 
@@ -96,7 +105,11 @@ class Reader:
     """A sequence that reads its document. ``left``: what it has not read."""
 
     def __init__(self, number: int, prompt: list[int], reply: list[int], table: list[int]) -> None:
-        self.seq = seq = Sequence(Request(id=str(number), prompt_ids=prompt, params=SamplingParams(), seed=number, max_tokens=len(reply) + NODES))
+        self.seq = seq = Sequence(
+            Request(
+                id=str(number), prompt_ids=prompt, params=SamplingParams(), seed=number, max_tokens=len(reply) + NODES
+            )
+        )
         seq.status, seq.row, seq.tables, seq.num_computed = Status.RUNNING, number, [table], len(prompt) - 1
         self.left = reply
 
@@ -104,8 +117,10 @@ class Reader:
         """The step that found the nodes of ``path`` right."""
         seq, rows = self.seq, 1 + len(self.seq.draft)
         parents = [-1, *(parent + 1 for parent in seq.draft_parents)] if seq.draft_parents else None
-        span = Span(seq, seq.num_computed, rows, want={"sample": range(rows)}, commit="walk", parents=parents, row=seq.row)
-        return span, SpanResult(tokens=self.left[:len(path) + 1], path=[0, *(node + 1 for node in path)])
+        span = Span(
+            seq, seq.num_computed, rows, want={"sample": range(rows)}, commit="walk", parents=parents, row=seq.row
+        )
+        return span, SpanResult(tokens=self.left[: len(path) + 1], path=[0, *(node + 1 for node in path)])
 
     def advance(self, count: int) -> None:
         self.seq.tokens += self.left[:count]
@@ -117,12 +132,21 @@ def _runner(folder: str) -> SimpleNamespace:
     """What ``Drafting`` asks of a runner, without a model."""
     model = SimpleNamespace(spec=build_spec(read_config(resolve(folder))), place=SimpleNamespace(dtype=torch.float32))
     pool = SimpleNamespace(page_slots=16, move_slots=lambda group, sources, targets: None)
-    return SimpleNamespace(model=model, device=torch.device("cpu"), graphs=None, captures=0, taps=None, pool=pool, sampler=SimpleNamespace(num_top=0),
-                           capture=lambda: None)
+    return SimpleNamespace(
+        model=model,
+        device=torch.device("cpu"),
+        graphs=None,
+        captures=0,
+        taps=None,
+        pool=pool,
+        sampler=SimpleNamespace(num_top=0),
+        capture=lambda: None,
+    )
 
 
-def measure(drafter: Drafter, folder: str, source: Iterator[tuple[list[int], list[int]]], num_seqs: int, num_tokens: int
-            ) -> dict[str, float | int]:
+def measure(
+    drafter: Drafter, folder: str, source: Iterator[tuple[list[int], list[int]]], num_seqs: int, num_tokens: int
+) -> dict[str, float | int]:
     """Read ``num_tokens`` tokens, prompts included, ``num_seqs`` sequences at a time."""
     control = Controller(lambda seqs, context, drafts, drafted: 1.0 + 0.001 * (seqs + drafts))
     control._rest = 0
@@ -176,22 +200,41 @@ def measure(drafter: Drafter, folder: str, source: Iterator[tuple[list[int], lis
     gc.unfreeze()
     gc.set_threshold(*thresholds)
     clock.part("around", ["ask", "commit", "tell"], "propose")
-    return {"steps": len(clock.wall["propose"]), "tokens": done, "drafted": drafted, "accepted": accepted} | clock.figures() | {
-        "held_mb": round(most_bytes / 1e6, 2), "grown_mb": round((resident_bytes() - began_bytes) / 1e6, 1)}
+    return (
+        {"steps": len(clock.wall["propose"]), "tokens": done, "drafted": drafted, "accepted": accepted}
+        | clock.figures()
+        | {"held_mb": round(most_bytes / 1e6, 2), "grown_mb": round((resident_bytes() - began_bytes) / 1e6, 1)}
+    )
 
 
-def run(folder: str, *, drafters: list[str] | None, tasks: list[str] | None, batches: list[int], num_tokens: int, output: Path | None,
-        commit: str | None) -> None:
+def run(
+    folder: str,
+    *,
+    drafters: list[str] | None,
+    tasks: list[str] | None,
+    batches: list[int],
+    num_tokens: int,
+    output: Path | None,
+    commit: str | None,
+) -> None:
     arms = []
     for spec in drafters or ["ngram", "suffix", "token_recycling"]:
         for batch in batches:
             drafter = load_drafter(spec)
             if drafter.place != "cpu":
-                raise ConfigError(f"{spec} runs on the device; what is measured here is the host: ngram, suffix, token_recycling")
+                raise ConfigError(
+                    f"{spec} runs on the device; what is measured here is the host: ngram, suffix, token_recycling"
+                )
             tasks = tasks or list(TASKS)
             for name, one in ((spec, drafter), (f"{spec} without native code", drafter.reference())):
                 if one is not None:
                     one.name = drafter.name
                     metrics = measure(one, folder, documents(folder, tasks), batch, num_tokens)
-                    arms.append(arm(f"{name} {batch}", {"drafter": spec, "batch": batch, "nodes": NODES, "tasks": tasks}, metrics))
+                    arms.append(
+                        arm(
+                            f"{name} {batch}",
+                            {"drafter": spec, "batch": batch, "nodes": NODES, "tasks": tasks},
+                            metrics,
+                        )
+                    )
     finish(result("drafting-host", arms), output, commit)

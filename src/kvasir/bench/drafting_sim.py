@@ -37,7 +37,9 @@ EAGER = 1.2e-3  # of a step that is launched kernel by kernel, beside a graph's
 MAX_ROWS = 8192
 COMPILES, CAPTURES = 0.4, 0.03  # seconds, once a kind of step
 
-Accept = Callable[[int, int], float]  # (which sequence, which of its output tokens) -> chance that a draft of it is right
+Accept = Callable[
+    [int, int], float
+]  # (which sequence, which of its output tokens) -> chance that a draft of it is right
 
 
 @dataclass(slots=True)
@@ -123,11 +125,28 @@ class Coins(Drafter):
     """Chains of which each token is right with a set probability, the same whenever it is proposed. ``boast``: what it says of
     itself where that is not the truth; ``call``, ``each``: seconds of a call and of a sequence in it."""
 
-    def __init__(self, clock: Clock, accept: Accept, *, name: str = "coins", boast: float | None = None, call: float = 0.0, each: float = 0.0,
-                 place: str = "cpu", seed: int = 0) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        accept: Accept,
+        *,
+        name: str = "coins",
+        boast: float | None = None,
+        call: float = 0.0,
+        each: float = 0.0,
+        place: str = "cpu",
+        seed: int = 0,
+    ) -> None:
         super().__init__()
         self.name, self.place = name, place
-        self._clock, self._accept, self._boast, self._call, self._each, self._seed = clock, accept, boast, call, each, seed
+        self._clock, self._accept, self._boast, self._call, self._each, self._seed = (
+            clock,
+            accept,
+            boast,
+            call,
+            each,
+            seed,
+        )
 
     def open(self, seq: Sequence) -> None:
         index, rng = int(seq.request.id), random.Random(f"{self._seed} {self.name} {seq.request.id}")
@@ -164,14 +183,29 @@ class Simulation:
     """One engine. ``drafter``: makes one for the clock; None: drafts are off. ``depth``: the most tokens drafted a sequence; ``fixed``: always
     so many; ``shape``: what the step times start from, to go with the machine's ``scale``. Calling ``run`` again goes on with what was learnt."""
 
-    def __init__(self, max_seqs: int, drafter: Callable[[Clock], Drafter] | None, *, machine: Machine | None = None, depth: int = 8,
-                 control: str = "goodput", ready: bool = True, seed: int = 0, shape: str = "llama-8b") -> None:
+    def __init__(
+        self,
+        max_seqs: int,
+        drafter: Callable[[Clock], Drafter] | None,
+        *,
+        machine: Machine | None = None,
+        depth: int = 8,
+        control: str = "goodput",
+        ready: bool = True,
+        seed: int = 0,
+        shape: str = "llama-8b",
+    ) -> None:
         self.clock, self.machine, self.graphs = Clock(), machine or Machine(), Graphs(max_seqs, ready)
         self._rng = random.Random(f"noise {seed}")
         spec = build_spec(SHAPES[shape])
         runner = _Runner(
-            graphs=self.graphs, device=SimpleNamespace(type="cuda"), taps=None, capture=lambda: None, sampler=SimpleNamespace(num_top=0),
-            model=SimpleNamespace(spec=spec, place=SimpleNamespace(dtype=SimpleNamespace(itemsize=2))))
+            graphs=self.graphs,
+            device=SimpleNamespace(type="cuda"),
+            taps=None,
+            capture=lambda: None,
+            sampler=SimpleNamespace(num_top=0),
+            model=SimpleNamespace(spec=spec, place=SimpleNamespace(dtype=SimpleNamespace(itemsize=2))),
+        )
         self.drafting = None
         if drafter is not None:
             config = SpeculationConfig(drafter="coins", max_draft_tokens=depth, draft_control=control)
@@ -201,7 +235,15 @@ class Simulation:
 
     def _sequence(self, load: Load, i: int) -> Sequence:
         length = load.outputs[i % len(load.outputs)]
-        return Sequence(Request(id=str(i), prompt_ids=[RIGHT] * load.prompt, params=SamplingParams(ignore_eos=True), seed=i, max_tokens=length))
+        return Sequence(
+            Request(
+                id=str(i),
+                prompt_ids=[RIGHT] * load.prompt,
+                params=SamplingParams(ignore_eos=True),
+                seed=i,
+                max_tokens=length,
+            )
+        )
 
     # ------------------------------------------------------------------------------------- the engine's loop: plan, launch, read
 
@@ -288,7 +330,7 @@ class Simulation:
             seq.draft = []
         else:
             seq.num_computed += span.length
-        seq.tokens += ([RIGHT] if result is None else result.tokens)[:seq.max_output - seq.num_output]
+        seq.tokens += ([RIGHT] if result is None else result.tokens)[: seq.max_output - seq.num_output]
         if result is not None:
             self.drafting.observe(span, result)
         if seq.num_output >= seq.max_output:
@@ -320,9 +362,17 @@ class Compared:
         return max([1.0, *self.fixed.values()])
 
 
-def compare(load: Load, drafter: Callable[[Clock], Drafter], *, seed: int = 0, rounds: int = 2, depths: Iterable[int] = (1, 2, 4, 8),
-            **options: Any) -> Compared:
+def compare(
+    load: Load,
+    drafter: Callable[[Clock], Drafter],
+    *,
+    seed: int = 0,
+    rounds: int = 2,
+    depths: Iterable[int] = (1, 2, 4, 8),
+    **options: Any,
+) -> Compared:
     """The controller, fixed depths and no drafts on the same tokens. ``options``: of ``Simulation``."""
+
     def seconds(made: Callable[[Clock], Drafter] | None, number: int, times: int = 1, **more: Any) -> list[float]:
         simulation = Simulation(load.batch, made, seed=100 * seed + number, **more, **options)
         return [simulation.run(load) - prompts for _ in range(times)]

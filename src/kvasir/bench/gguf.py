@@ -15,7 +15,12 @@ from kvasir.models.families import build_spec
 
 ARCHITECTURES = {"LlamaForCausalLM": "LLAMA", "Qwen3ForCausalLM": "QWEN3"}  # ours -> the package's
 FILE_TYPES = {"f32": "ALL_F32", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
-SPECIAL = "rope_scaling", "sliding_window", "attention_bias", "mlp_bias"  # where set, the file would need more than is written here
+SPECIAL = (
+    "rope_scaling",
+    "sliding_window",
+    "attention_bias",
+    "mlp_bias",
+)  # where set, the file would need more than is written here
 
 
 def write(folder: Path, file: Path, file_type: str) -> None:
@@ -47,9 +52,13 @@ def write(folder: Path, file: Path, file_type: str) -> None:
             if not (target := names.get_name(stem)):
                 raise ConfigError(f"llama.cpp has no tensor for {key}")
             if name == "LlamaForCausalLM" and stem.endswith(("q_proj", "k_proj")):
-                tensor = _interleaved(tensor, config["num_attention_heads" if stem.endswith("q_proj") else "num_key_value_heads"])
+                tensor = _interleaved(
+                    tensor, config["num_attention_heads" if stem.endswith("q_proj") else "num_key_value_heads"]
+                )
             kind = matrices if tensor.dim() > 1 else gguf.GGMLQuantizationType.F32
-            writer.add_tensor(f"{target}.{end}", gguf.quants.quantize(tensor.to(torch.float32).numpy(), kind), raw_dtype=kind)
+            writer.add_tensor(
+                f"{target}.{end}", gguf.quants.quantize(tensor.to(torch.float32).numpy(), kind), raw_dtype=kind
+            )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -22,7 +22,7 @@ LIVES = 2  # of each arm; the rounds that count are divided among them
 
 
 def arms(settings: dict[str, object], rungs: tuple[str, ...]) -> dict[str, dict[str, object]]:
-    """"plain" with every switch off, then one arm a rung, which keeps those before it."""
+    """ "plain" with every switch off, then one arm a rung, which keeps those before it."""
     found = {"plain": settings | dict.fromkeys(rungs, False)}
     for i, rung in enumerate(rungs):
         found[f"+{rung}"] = settings | {r: rungs.index(r) <= i for r in rungs}
@@ -43,8 +43,17 @@ def reachable(settings: dict[str, object], rungs: tuple[str, ...]) -> tuple[str,
     return found
 
 
-def run(settings: dict[str, object], *, model: str, shape: str | None, workloads: list[str] | None, repeats: int, output: Path | None,
-        commit: str | None, rungs: tuple[str, ...] = RUNGS) -> None:
+def run(
+    settings: dict[str, object],
+    *,
+    model: str,
+    shape: str | None,
+    workloads: list[str] | None,
+    repeats: int,
+    output: Path | None,
+    commit: str | None,
+    rungs: tuple[str, ...] = RUNGS,
+) -> None:
     for rung in rungs:
         try:
             EngineConfig.of(**{rung: False})
@@ -53,8 +62,16 @@ def run(settings: dict[str, object], *, model: str, shape: str | None, workloads
     rungs = reachable(settings, rungs)
     batches = [Batch.parse(w) for w in workloads or (DEFAULT if shape else offline.DEFAULT)]
     climbed, lives = arms(settings, rungs), min(LIVES, repeats)
-    case = Case(f"ladder-{shape or model or 'embedded'}", shape, model, lives, climbed,
-                tuple(Workload(b, b, {}) for b in batches), rounds=-(-repeats // lives), cached=True)
+    case = Case(
+        f"ladder-{shape or model or 'embedded'}",
+        shape,
+        model,
+        lives,
+        climbed,
+        tuple(Workload(b, b, {}) for b in batches),
+        rounds=-(-repeats // lives),
+        cached=True,
+    )
     outcome = compare.measure(case, peer=False, site=None, keep=compare.keeper(output, commit))
     names = list(climbed)
     outcome["ratios"] |= ratios_of(outcome["arms"], list(zip(names[2:], names[1:])))

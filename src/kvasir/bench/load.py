@@ -14,11 +14,19 @@ from kvasir.logs import log
 
 # Below its capacity every server puts out what comes in, the same requests on both sides, so throughput can only be lost: 1.0x is what
 # rounds to 1.00x. Throughput in the strict sense is the capacity.
-NO_WORSE = {"at_most": {"ttft_ms_p50": 1.0, "ttft_ms_p99": 1.0, "itl_ms_p99": 1.0}, "at_least": {"output_tok_s": 0.995, "capacity_requests_s": 1.0}}
+NO_WORSE = {
+    "at_most": {"ttft_ms_p50": 1.0, "ttft_ms_p99": 1.0, "itl_ms_p99": 1.0},
+    "at_least": {"output_tok_s": 0.995, "capacity_requests_s": 1.0},
+}
 # What a target may speak of: another name would be met by never being judged.
-METRICS = (*(f"{name}_ms_p{share}" for name in ("ttft", "itl") for share in (50, 90, 99)),
-           *(f"{name}_ms_p{share}" for name in ("tpot", "e2e") for share in (50, 99)),
-           "output_tok_s", "requests_s", "cached_tokens", "capacity_requests_s")
+METRICS = (
+    *(f"{name}_ms_p{share}" for name in ("ttft", "itl") for share in (50, 90, 99)),
+    *(f"{name}_ms_p{share}" for name in ("tpot", "e2e") for share in (50, 99)),
+    "output_tok_s",
+    "requests_s",
+    "cached_tokens",
+    "capacity_requests_s",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +43,9 @@ class Load:
     clip: int | None = None  # longest prompt
     scale: float = 1.0  # of all lengths, for models with a short context
     windows: int | None = None  # of one life of a server, and no more; None: as many as the case repeats
-    targets: dict[str, dict[str, float]] = field(default_factory=lambda: NO_WORSE)  # at_most and at_least: metric -> ratio to the peer
+    targets: dict[str, dict[str, float]] = field(
+        default_factory=lambda: NO_WORSE
+    )  # at_most and at_least: metric -> ratio to the peer
 
     @classmethod
     def of(cls, name: str, table: dict[str, Any]) -> Load:
@@ -51,7 +61,9 @@ class Load:
                 raise ConfigError(f"trace {name}: {key}={value!r}: expected a number above 0")
         load = cls(name, **table)
         if load.rate and load.share:
-            raise ConfigError(f"trace {name}: a rate and a share of the peer's capacity, which is a rate, too: give one of them")
+            raise ConfigError(
+                f"trace {name}: a rate and a share of the peer's capacity, which is a rate, too: give one of them"
+            )
         if load.arrivals not in ("poisson", "recorded"):
             raise ConfigError(f"trace {name}: arrivals '{load.arrivals}' are neither poisson nor recorded")
         if odd := [kind for kind in load.targets if kind not in NO_WORSE]:
@@ -71,12 +83,23 @@ class Load:
         return traces.scaled(traces.read(data / self.file), self.scale, self.clip)
 
     def calls(self, trace: list[traces.Recorded], rate: float | None) -> list[Call]:
-        due = traces.schedule(trace, arrivals=self.arrivals, rate=rate, num_requests=self.num_requests, seconds=self.seconds)
+        due = traces.schedule(
+            trace, arrivals=self.arrivals, rate=rate, num_requests=self.num_requests, seconds=self.seconds
+        )
         if len(due) == len(trace) and due[-1] and (len(due) < self.num_requests or due[-1] < self.seconds):
-            log.warning("trace %s: all of its %d requests make a window of %.0f s, where %d requests and %.0f s were asked for", self.name, len(due),
-                        due[-1], self.num_requests, self.seconds)
+            log.warning(
+                "trace %s: all of its %d requests make a window of %.0f s, where %d requests and %.0f s were asked for",
+                self.name,
+                len(due),
+                due[-1],
+                self.num_requests,
+                self.seconds,
+            )
         return [Call(at, traces.prompt_ids(r, i, self.scale), r.output) for i, (at, r) in enumerate(zip(due, trace))]
 
     def bounds(self) -> dict[str, dict[str, float]]:
         metrics = dict.fromkeys(metric for bounds in self.targets.values() for metric in bounds)
-        return {f"{self.name}.{metric}": {kind: bounds[metric] for kind, bounds in self.targets.items() if metric in bounds} for metric in metrics}
+        return {
+            f"{self.name}.{metric}": {kind: bounds[metric] for kind, bounds in self.targets.items() if metric in bounds}
+            for metric in metrics
+        }

@@ -54,8 +54,13 @@ def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
         metric, pair = name.rsplit(" ", 1)
         bound = {k: v for k, v in target.items() if k in ("at_least", "at_most")}
         judgements |= judged({metric: bound}, ratios, pair)
-    merged = first | {"arms": entries, "ratios": ratios, "limits": limits, "command": " ; ".join(r["command"] for r in results),
-                      "date": max(r["date"] for r in results)}
+    merged = first | {
+        "arms": entries,
+        "ratios": ratios,
+        "limits": limits,
+        "command": " ; ".join(r["command"] for r in results),
+        "date": max(r["date"] for r in results),
+    }
     return merged | ({"targets": judgements} if judgements else {})
 
 

@@ -33,8 +33,16 @@ Timed = Callable[[list[list[int]], int], float]  # the same, and return the seco
 Samples = dict[str, dict[str, list[float]]]  # arm -> metric -> a value a round
 
 
-def run(config: EngineConfig, *, shape: str | None, workloads: list[str] | None, peer: str | None, repeats: int, output: Path | None,
-        commit: str | None = None) -> None:
+def run(
+    config: EngineConfig,
+    *,
+    shape: str | None,
+    workloads: list[str] | None,
+    peer: str | None,
+    repeats: int,
+    output: Path | None,
+    commit: str | None = None,
+) -> None:
     """Measure, show the table and write the result. Raises ConfigError for what cannot run, before anything is loaded."""
     if peer not in (None, "transformers"):
         raise ConfigError(f"no peer named '{peer}'; there is transformers")
@@ -47,13 +55,21 @@ def run(config: EngineConfig, *, shape: str | None, workloads: list[str] | None,
     with contextlib.ExitStack() as stack:
         if shape:
             folder = stack.enter_context(shape_folder(shape))
-            config = config.replace(model=folder, load_format="dummy", skip_tokenizer_init=True, served_model_name=shape)
+            config = config.replace(
+                model=folder, load_format="dummy", skip_tokenizer_init=True, served_model_name=shape
+            )
         outcome = _compare(config, shape, batches, peer, repeats, stack)
     finish(outcome, output, commit)
 
 
-def _compare(config: EngineConfig, shape: str | None, batches: list[Batch], peer: str | None, repeats: int,
-             stack: contextlib.ExitStack) -> dict[str, Any]:
+def _compare(
+    config: EngineConfig,
+    shape: str | None,
+    batches: list[Batch],
+    peer: str | None,
+    repeats: int,
+    stack: contextlib.ExitStack,
+) -> dict[str, Any]:
     arms: dict[str, Timed] = {}
     starts: dict[str, float] = {}
     started = time.perf_counter()
@@ -63,14 +79,22 @@ def _compare(config: EngineConfig, shape: str | None, batches: list[Batch], peer
     starts["kvasir"] = time.perf_counter() - started
     for batch in batches:
         if batch.prompt + batch.output > info.max_model_len:
-            raise ConfigError(f"workload {batch.name}: {batch.prompt} and {batch.output} tokens do not fit the context of {info.max_model_len}")
+            raise ConfigError(
+                f"workload {batch.name}: {batch.prompt} and {batch.output} tokens do not fit the context of {info.max_model_len}"
+            )
     if peer:
         started = time.perf_counter()
         arms[peer] = timed(transformers_engine(config))
         starts[peer] = time.perf_counter() - started
     measured = measure(arms, batches, info.tokenizer_size, repeats)
-    entries = [arm(name, described(config, shape) if name == "kvasir" else {"peer": name}, {"start_s": round(starts[name], 2), **metrics})
-               for name, metrics in measured.items()]
+    entries = [
+        arm(
+            name,
+            described(config, shape) if name == "kvasir" else {"peer": name},
+            {"start_s": round(starts[name], 2), **metrics},
+        )
+        for name, metrics in measured.items()
+    ]
     ratios = ratios_of(entries, [("kvasir", peer)] if peer else [])
     return result(f"offline-{shape or config.model.model or 'embedded'}", entries, ratios=ratios)
 
@@ -89,8 +113,14 @@ def measure(arms: dict[str, Timed], batches: list[Batch], vocab_size: int, repea
     return {name: {key: spread(values) for key, values in metrics.items()} for name, metrics in samples.items()}
 
 
-def rounds(arms: dict[str, Timed], batch: Batch, vocab_size: int, repeats: int, first: int = 0,
-           kinds: Collection[str] = ("prefill", "decode", "total")) -> Samples:
+def rounds(
+    arms: dict[str, Timed],
+    batch: Batch,
+    vocab_size: int,
+    repeats: int,
+    first: int = 0,
+    kinds: Collection[str] = ("prefill", "decode", "total"),
+) -> Samples:
     """``repeats`` rounds in which the arms take turns with the same prompts. Round ``first + i`` has the same prompts everywhere.
 
     ``kinds``: what is wanted; runs that nothing wanted needs are left out."""
@@ -103,8 +133,11 @@ def rounds(arms: dict[str, Timed], batch: Batch, vocab_size: int, repeats: int, 
             else:
                 start = seconds(prompts, 1) if "prefill" in kinds else 0.0
                 total = seconds(prompts, batch.output) if "total" in kinds else 0.0
-            rates = {"prefill": (batch.batch * batch.prompt, start), "decode": (batch.batch * (batch.output - 1), total - start),
-                     "total": (batch.batch * batch.output, total)}
+            rates = {
+                "prefill": (batch.batch * batch.prompt, start),
+                "decode": (batch.batch * (batch.output - 1), total - start),
+                "total": (batch.batch * batch.output, total),
+            }
             for kind, (tokens, spent) in rates.items():
                 if kind in kinds:
                     samples[name].setdefault(f"{batch.name}.{kind}_tok_s", []).append(tokens / spent)
@@ -133,9 +166,13 @@ def _start_and_total(seconds: Timed, prompts: list[list[int]], batch: Batch) -> 
         start, total = seconds(prompts, 1), seconds(prompts, batch.output)
         if total > start:
             return start, total
-        log.warning("%s: a run of one token took %.3g s, the whole %.3g s; both are run again", batch.name, start, total)
-    raise TooNoisy(f"workload {batch.name}: {batch.output} tokens take no longer than one, {ATTEMPTS} times. Ask for more tokens, or look at "
-                      "what else this machine does.")
+        log.warning(
+            "%s: a run of one token took %.3g s, the whole %.3g s; both are run again", batch.name, start, total
+        )
+    raise TooNoisy(
+        f"workload {batch.name}: {batch.output} tokens take no longer than one, {ATTEMPTS} times. Ask for more tokens, or look at "
+        "what else this machine does."
+    )
 
 
 def timed(generate: Generate) -> Timed:
@@ -152,7 +189,11 @@ def described(config: EngineConfig, shape: str | None) -> dict[str, Any]:
     default, found = EngineConfig(), {"shape": shape} if shape else {}
     for section in dataclasses.fields(config):
         mine, usual = getattr(config, section.name), getattr(default, section.name)
-        found |= {f.name: getattr(mine, f.name) for f in dataclasses.fields(mine) if getattr(mine, f.name) != getattr(usual, f.name)}
+        found |= {
+            f.name: getattr(mine, f.name)
+            for f in dataclasses.fields(mine)
+            if getattr(mine, f.name) != getattr(usual, f.name)
+        }
     if shape:
         found.pop("model")
     return found
@@ -182,11 +223,19 @@ def own_engine(config: EngineConfig, stack: contextlib.ExitStack) -> tuple[Gener
     def generate(prompts: list[list[int]], num_tokens: int, stop: list[int] | None = None) -> dict[str, Any]:
         nonlocal at_once
         at_once, before, drafted = 0, engine.scheduler.preemptions, drafts()
-        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, stop_token_ids=tuple(stop or ()))
-        outputs = [list(o.outputs[0].token_ids) for o in llm.generate([{"prompt_token_ids": p} for p in prompts], params)]
+        params = SamplingParams(
+            temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, stop_token_ids=tuple(stop or ())
+        )
+        outputs = [
+            list(o.outputs[0].token_ids) for o in llm.generate([{"prompt_token_ids": p} for p in prompts], params)
+        ]
         assert stop or all(len(ids) == num_tokens for ids in outputs)
         found: dict[str, Any] = {"at_once": at_once, "preemptions": engine.scheduler.preemptions - before}
-        return found if stop is None else found | {"outputs": outputs} | {name: count - drafted[name] for name, count in drafts().items()}
+        return (
+            found
+            if stop is None
+            else found | {"outputs": outputs} | {name: count - drafted[name] for name, count in drafts().items()}
+        )
 
     return generate, llm
 
@@ -203,7 +252,9 @@ def transformers_engine(config: EngineConfig) -> Generate:
     device = choose_device(config)
     dtype = choose_dtype(config, device, checkpoint.read_config(path))
     if config.model.load_format == "dummy":
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path), dtype=dtype).to(device)
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.from_pretrained(path), dtype=dtype
+        ).to(device)
     else:
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
     model.eval()
@@ -212,8 +263,17 @@ def transformers_engine(config: EngineConfig) -> Generate:
     @torch.inference_mode()
     def generate(prompts: list[list[int]], num_tokens: int) -> None:
         ids = torch.tensor(prompts, device=device)
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, temperature=None, top_p=None, top_k=None,
-                             max_new_tokens=num_tokens, min_new_tokens=num_tokens, pad_token_id=0)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            pad_token_id=0,
+        )
         assert out.shape[1] == ids.shape[1] + num_tokens
         if device.type == "cuda":
             torch.cuda.synchronize()

@@ -31,16 +31,35 @@ class Sample:
     tokens: int = 0
 
 
-def run(url: str, *, rate: float, num_requests: int, prompt_tokens: int, output_tokens: int, api_key: str | None, output: Path | None,
-        commit: str | None = None) -> None:
+def run(
+    url: str,
+    *,
+    rate: float,
+    num_requests: int,
+    prompt_tokens: int,
+    output_tokens: int,
+    api_key: str | None,
+    output: Path | None,
+    commit: str | None = None,
+) -> None:
     metrics = asyncio.run(load(root(url), rate, num_requests, prompt_tokens, output_tokens, api_key))
     if not metrics["requests_by_status"].get("200"):
-        raise ConfigError(f"no request succeeded; by status: {metrics['requests_by_status']} (0: the connection failed)")
-    config = {"url": url, "rate": rate, "num_requests": num_requests, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
+        raise ConfigError(
+            f"no request succeeded; by status: {metrics['requests_by_status']} (0: the connection failed)"
+        )
+    config = {
+        "url": url,
+        "rate": rate,
+        "num_requests": num_requests,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+    }
     finish(result("serve", [arm("kvasir", config, metrics)]), output, commit)
 
 
-async def load(url: str, rate: float, num_requests: int, prompt_tokens: int, output_tokens: int, api_key: str | None) -> dict[str, Any]:
+async def load(
+    url: str, rate: float, num_requests: int, prompt_tokens: int, output_tokens: int, api_key: str | None
+) -> dict[str, Any]:
     try:
         import httpx
     except ImportError as e:
@@ -53,8 +72,15 @@ async def load(url: str, rate: float, num_requests: int, prompt_tokens: int, out
         started, due, tasks = time.perf_counter(), 0.0, []
         for _ in range(num_requests):
             await asyncio.sleep(max(0.0, started + due - time.perf_counter()))
-            body = {"model": model, "prompt": [rng.randrange(256, 1024) for _ in range(prompt_tokens)], "max_tokens": output_tokens, "stream": True,
-                    "temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}
+            body = {
+                "model": model,
+                "prompt": [rng.randrange(256, 1024) for _ in range(prompt_tokens)],
+                "max_tokens": output_tokens,
+                "stream": True,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream_options": {"include_usage": True},
+            }
             tasks.append(asyncio.create_task(_one(client, body, started + due)))
             due += rng.expovariate(rate) if rate > 0 else 0.0
         samples = await asyncio.gather(*tasks)
@@ -108,8 +134,12 @@ def summarise(samples: list[Sample], seconds: float) -> dict[str, Any]:
     by_status: dict[str, int] = {}
     for s in samples:
         by_status[str(s.status)] = by_status.get(str(s.status), 0) + 1
-    metrics: dict[str, Any] = {"seconds": round(seconds, 2), "requests_by_status": by_status,
-                               "output_tok_s": round(sum(s.tokens for s in done) / seconds, 1), "requests_s": round(len(done) / seconds, 2)}
+    metrics: dict[str, Any] = {
+        "seconds": round(seconds, 2),
+        "requests_by_status": by_status,
+        "output_tok_s": round(sum(s.tokens for s in done) / seconds, 1),
+        "requests_s": round(len(done) / seconds, 2),
+    }
     gaps = [g for s in done for g in s.gaps]
     for name, values in (("ttft_ms", [s.first for s in done]), ("itl_ms", gaps), ("e2e_ms", [s.total for s in done])):
         for share in (0.5, 0.9, 0.99):

@@ -29,11 +29,19 @@ def run(files: list[Path], folder: Path) -> list[Path]:
             _draw(drawn[-1], outcome, context, "tokens of each sequence", "decode, tokens a second", "{:g}k".format)
         if outliers:
             drawn.append(folder / f"{outcome['case']}-outliers.png")
-            _draw(drawn[-1], outcome, outliers, "size of the outlier channels in the keys (1: the model itself)",
-                  f"{_task(outcome)}: right answers, % (95 % interval)", "{:g}".format)
+            _draw(
+                drawn[-1],
+                outcome,
+                outliers,
+                "size of the outlier channels in the keys (1: the model itself)",
+                f"{_task(outcome)}: right answers, % (95 % interval)",
+                "{:g}".format,
+            )
     if not drawn:
-        raise ConfigError("no curve in these results: they need workloads named context8k, context16k, ..., or arms with outliers, as "
-                          "tools/kv_quality.py writes them")
+        raise ConfigError(
+            "no curve in these results: they need workloads named context8k, context16k, ..., or arms with outliers, as "
+            "tools/kv_quality.py writes them"
+        )
     return drawn
 
 
@@ -41,7 +49,11 @@ def over_context(found: dict[str, Any]) -> dict[str, Curve]:
     """Arm -> decode rate by thousands of tokens; empty where fewer than two lengths were measured."""
     curves: dict[str, Curve] = {}
     for entry in found["arms"]:
-        points = [(float(m.group(1)), v["median"], v["min"], v["max"]) for name, v in entry["metrics"].items() if (m := CONTEXT.fullmatch(name))]
+        points = [
+            (float(m.group(1)), v["median"], v["min"], v["max"])
+            for name, v in entry["metrics"].items()
+            if (m := CONTEXT.fullmatch(name))
+        ]
         if len(points) > 1:
             curves[entry["name"]] = sorted(points)
     return curves
@@ -63,10 +75,21 @@ def over_outliers(found: dict[str, Any]) -> dict[str, Curve]:
 
 def _task(found: dict[str, Any]) -> str | None:
     """The task that the twins were given."""
-    return next((task for a in found["arms"] if a["config"].get("outliers") for task, m in a["metrics"].items() if "exact" in m), None)
+    return next(
+        (
+            task
+            for a in found["arms"]
+            if a["config"].get("outliers")
+            for task, m in a["metrics"].items()
+            if "exact" in m
+        ),
+        None,
+    )
 
 
-def _draw(file: Path, found: dict[str, Any], curves: dict[str, Curve], across: str, up: str, tick: Callable[[float], str]) -> None:
+def _draw(
+    file: Path, found: dict[str, Any], curves: dict[str, Curve], across: str, up: str, tick: Callable[[float], str]
+) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -79,7 +102,9 @@ def _draw(file: Path, found: dict[str, Any], curves: dict[str, Curve], across: s
     for i, (name, points) in enumerate(curves.items()):
         x, y, low, high = (list(values) for values in zip(*points))
         spans = [[max(0.0, a - b) for a, b in zip(y, low)], [max(0.0, b - a) for a, b in zip(y, high)]]
-        axes.errorbar(x, y, yerr=spans, marker=MARKERS[i % len(MARKERS)], markersize=5, linewidth=1.4, capsize=3, label=name)
+        axes.errorbar(
+            x, y, yerr=spans, marker=MARKERS[i % len(MARKERS)], markersize=5, linewidth=1.4, capsize=3, label=name
+        )
     places = sorted({x for points in curves.values() for x, *_ in points})
     axes.set_xscale("log", base=2)
     axes.set_xticks(places, [tick(x) for x in places])
@@ -93,4 +118,6 @@ def _draw(file: Path, found: dict[str, Any], curves: dict[str, Curve], across: s
     axes.set_title(f"{found['case']} · {found['machine']} · {found['commit'] or 'commit unknown'}", fontsize=8)
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=130, format="png")
-    Image.open(drawn).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(file, "png", optimize=True)  # a quarter of the bytes
+    Image.open(drawn).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(
+        file, "png", optimize=True
+    )  # a quarter of the bytes

@@ -32,21 +32,43 @@ from kvasir.types import SamplingParams
 if TYPE_CHECKING:
     from kvasir.engine.engine import Engine
 
-WARMUP, TIMED, TRACED = 48, 32, 32  # steps: until graphs are captured and clocks settle; timed, in each round; under the profiler
+WARMUP, TIMED, TRACED = (
+    48,
+    32,
+    32,
+)  # steps: until graphs are captured and clocks settle; timed, in each round; under the profiler
 SHOWN = 40  # kernels in the result
 NAME = 90  # characters of a kernel's name
 
 
-def run(config: EngineConfig, *, shape: str | None, batch: int, prompt: int, repeats: int, output: Path | None, commit: str | None,
-        mixed: int = 0) -> None:
+def run(
+    config: EngineConfig,
+    *,
+    shape: str | None,
+    batch: int,
+    prompt: int,
+    repeats: int,
+    output: Path | None,
+    commit: str | None,
+    mixed: int = 0,
+) -> None:
     config = config.replace(enable_prefix_caching=False)
     with contextlib.ExitStack() as stack:
         if shape:
             folder = stack.enter_context(shape_folder(shape))
-            config = config.replace(model=folder, load_format="dummy", skip_tokenizer_init=True, served_model_name=shape)
+            config = config.replace(
+                model=folder, load_format="dummy", skip_tokenizer_init=True, served_model_name=shape
+            )
         metrics = measure(config, batch, prompt, repeats, mixed)
     name = f"profile-{shape or config.model.model or 'embedded'}-{batch}x{prompt}" + (f"+{mixed}" if mixed else "")
-    finish(result(name, [arm("kvasir", described(config, shape) | {"batch": batch, "prompt": prompt, "mixed": mixed}, metrics)]), output, commit)
+    finish(
+        result(
+            name,
+            [arm("kvasir", described(config, shape) | {"batch": batch, "prompt": prompt, "mixed": mixed}, metrics)],
+        ),
+        output,
+        commit,
+    )
 
 
 def measure(config: EngineConfig, batch: int, prompt: int, repeats: int, mixed: int = 0) -> dict[str, Any]:
@@ -60,14 +82,22 @@ def measure(config: EngineConfig, batch: int, prompt: int, repeats: int, mixed: 
     steps = WARMUP + (repeats + 1) * TIMED + TRACED
     with LLM(config=config) as llm:
         if prompt + steps + 8 > llm.info.max_model_len or batch + 3 * bool(mixed) > config.scheduler.max_num_seqs:
-            raise ConfigError(f"{batch} prompts of {prompt} tokens and {steps + 8} steps do not fit: the context is {llm.info.max_model_len}, "
-                              f"max_num_seqs {config.scheduler.max_num_seqs}" + " (with --mixed, three are left free)" * bool(mixed))
+            raise ConfigError(
+                f"{batch} prompts of {prompt} tokens and {steps + 8} steps do not fit: the context is {llm.info.max_model_len}, "
+                f"max_num_seqs {config.scheduler.max_num_seqs}" + " (with --mixed, three are left free)" * bool(mixed)
+            )
         engine, gpu = llm.engine, choose_device(config).type == "cuda"
-        if mixed and batch + mixed > engine.steps.full_rows:  # prompts would queue up, and decodes sit out while they fill whole steps
-            raise ConfigError(f"{batch} decodes and a prompt of {mixed} tokens do not fit a step of {engine.steps.full_rows} rows: raise "
-                              "--max-num-batched-tokens, or lower --mixed")
+        if (
+            mixed and batch + mixed > engine.steps.full_rows
+        ):  # prompts would queue up, and decodes sit out while they fill whole steps
+            raise ConfigError(
+                f"{batch} decodes and a prompt of {mixed} tokens do not fit a step of {engine.steps.full_rows} rows: raise "
+                "--max-num-batched-tokens, or lower --mixed"
+            )
         # The first sequences decode while the last prompts are computed: none may end before the last step is taken.
-        params = SamplingParams(temperature=0.0, max_tokens=llm.info.max_model_len - prompt, ignore_eos=True, detokenize=False)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=llm.info.max_model_len - prompt, ignore_eos=True, detokenize=False
+        )
         for i, ids in enumerate(Batch("profile", batch, prompt, 2).prompts(llm.info.tokenizer_size, random.Random(0))):
             engine.submit(admit(ids, params, llm.info, id=f"profile-{i}", arrival=time.monotonic()))
         _until_decoding(engine, batch)
@@ -76,8 +106,15 @@ def measure(config: EngineConfig, batch: int, prompt: int, repeats: int, mixed: 
         def step() -> None:
             if mixed:
                 ids = Batch("mixed", 1, mixed, 1).prompts(llm.info.tokenizer_size, words)[0]
-                engine.submit(admit(ids, SamplingParams(temperature=0.0, max_tokens=1, detokenize=False), llm.info,
-                                    id=f"mixed-{next(numbers)}", arrival=time.monotonic()))
+                engine.submit(
+                    admit(
+                        ids,
+                        SamplingParams(temperature=0.0, max_tokens=1, detokenize=False),
+                        llm.info,
+                        id=f"mixed-{next(numbers)}",
+                        arrival=time.monotonic(),
+                    )
+                )
             engine.step()
 
         def timed() -> float:
@@ -97,7 +134,11 @@ def measure(config: EngineConfig, batch: int, prompt: int, repeats: int, mixed: 
     wall = spread(walls)
     metrics: dict[str, Any] = {"step_ms": wall, "decode_tok_s": round(1000 * batch / wall["median"], 1)}
     if gpu:
-        kernels = [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events() if str(e.device_type).endswith("CUDA")]
+        kernels = [
+            (e.name, e.time_range.start, e.time_range.end)
+            for e in profiler.events()
+            if str(e.device_type).endswith("CUDA")
+        ]
         metrics |= {"unprofiled_step_ms": spread(beside)} | on_the_gpu([(start, end) for _, start, end in kernels])
         taken = [(name, end - start) for name, start, end in kernels]
     else:
@@ -133,8 +174,12 @@ def on_the_gpu(kernels: list[tuple[float, float]]) -> dict[str, float]:
     if not kernels:
         raise ConfigError("the profiler saw no kernel: this machine does not let it")
     busy, idle = timeline(kernels)
-    return {"gpu_busy_ms": round(busy / 1000 / TRACED, 4), "gpu_step_ms": round((busy + idle) / 1000 / TRACED, 4),
-            "gpu_idle_share": round(idle / (busy + idle), 4), "kernels_per_step": round(len(kernels) / TRACED, 1)}
+    return {
+        "gpu_busy_ms": round(busy / 1000 / TRACED, 4),
+        "gpu_step_ms": round((busy + idle) / 1000 / TRACED, 4),
+        "gpu_idle_share": round(idle / (busy + idle), 4),
+        "kernels_per_step": round(len(kernels) / TRACED, 1),
+    }
 
 
 def timeline(intervals: list[tuple[float, float]]) -> tuple[float, float]:

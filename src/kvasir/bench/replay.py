@@ -46,23 +46,61 @@ class Measured:
     ready_s: list[float] = field(default_factory=list)
 
 
-def run_case(case: Case, *, peer: bool, site: str | None, repeats: int | None, only: list[str] | None, output: Path | None,
-             commit: str | None, data: Path = Path("."), capacity: float | None = None) -> None:
+def run_case(
+    case: Case,
+    *,
+    peer: bool,
+    site: str | None,
+    repeats: int | None,
+    only: list[str] | None,
+    output: Path | None,
+    commit: str | None,
+    data: Path = Path("."),
+    capacity: float | None = None,
+) -> None:
     """``data``: the folder that the case's files are in. ``capacity``: the peer's, where an earlier run measured it."""
     keep = keeper(output, commit)
-    finish(measure(case, data, with_peer=peer, site=site, repeats=repeats, only=only, capacity=capacity, keep=keep), output, commit)
+    finish(
+        measure(case, data, with_peer=peer, site=site, repeats=repeats, only=only, capacity=capacity, keep=keep),
+        output,
+        commit,
+    )
 
 
-def run_load(load: Load, settings: dict[str, Any], *, model: str, shape: str | None, peer: str | None, site: str | None, data: Path, repeats: int,
-             capacity: float | None, output: Path | None, commit: str | None) -> None:
+def run_load(
+    load: Load,
+    settings: dict[str, Any],
+    *,
+    model: str,
+    shape: str | None,
+    peer: str | None,
+    site: str | None,
+    data: Path,
+    repeats: int,
+    capacity: float | None,
+    output: Path | None,
+    commit: str | None,
+) -> None:
     """One load without a case file. The peer gets those of our settings that it knows by the same name."""
     against = Peer(peer, {k: v for k, v in settings.items() if k in SHARED}, (repeats, repeats)) if peer else None
     name = f"trace-{load.name}-{shape or model or 'embedded'}"
     case = Case(name, shape, model, repeats, {"kvasir": settings}, (), {load.name: load}, against)
-    run_case(case, peer=peer is not None, site=site, repeats=repeats, only=None, output=output, commit=commit, data=data, capacity=capacity)
+    run_case(
+        case,
+        peer=peer is not None,
+        site=site,
+        repeats=repeats,
+        only=None,
+        output=output,
+        commit=commit,
+        data=data,
+        capacity=capacity,
+    )
 
 
-def run_url(load: Load, url: str, *, data: Path, repeats: int, api_key: str | None, output: Path | None, commit: str | None) -> None:
+def run_url(
+    load: Load, url: str, *, data: Path, repeats: int, api_key: str | None, output: Path | None, commit: str | None
+) -> None:
     """One load against a server that somebody else started."""
     if load.share:
         raise ConfigError("a share of the peer's capacity needs the peer; give a rate instead")
@@ -70,12 +108,26 @@ def run_url(load: Load, url: str, *, data: Path, repeats: int, api_key: str | No
     for metrics in windows(client.root(url), load.calls(load.trace(data), load.rate), repeats, api_key):
         for key, value in metrics.items():
             measured.values.setdefault(f"{load.name}.{key}", []).append(value)
-    finish(result(f"trace-{load.name}", [_entry("server", {"url": url, "loads": _described({load.name: load})}, [measured])]), output, commit)
+    finish(
+        result(
+            f"trace-{load.name}", [_entry("server", {"url": url, "loads": _described({load.name: load})}, [measured])]
+        ),
+        output,
+        commit,
+    )
 
 
-def measure(case: Case, data: Path, *, with_peer: bool = True, site: str | None = None, repeats: int | None = None,
-            only: list[str] | None = None, capacity: float | None = None,
-            keep: Callable[[dict[str, Any]], None] = lambda so_far: None) -> dict[str, Any]:
+def measure(
+    case: Case,
+    data: Path,
+    *,
+    with_peer: bool = True,
+    site: str | None = None,
+    repeats: int | None = None,
+    only: list[str] | None = None,
+    capacity: float | None = None,
+    keep: Callable[[dict[str, Any]], None] = lambda so_far: None,
+) -> dict[str, Any]:
     """The case's result. ``keep`` is given the result so far after every load of every server."""
     peer = case.peer if with_peer else None
     if peer:
@@ -87,12 +139,16 @@ def measure(case: Case, data: Path, *, with_peer: bool = True, site: str | None 
     if any(load.share for load in loads.values()) and not capacity and not peer:
         raise ConfigError("a share of the peer's capacity needs the peer, or its capacity from an earlier run")
     measured: dict[str, dict[str, Measured]] = {}
-    capacities: dict[tuple[Any, ...], dict[str, float]] = {load.stream: {} for load in loads.values()}  # stream -> arm -> requests a second
+    capacities: dict[tuple[Any, ...], dict[str, float]] = {
+        load.stream: {} for load in loads.values()
+    }  # stream -> arm -> requests a second
     with contextlib.ExitStack() as stack:
         if not case.shape:
             folder, dummy = str(checkpoint.resolve(case.model)), {}
         else:
-            folder = stack.enter_context(random_checkpoint(case.shape) if case.on_disk else shape_folder(case.shape, tokenizer=True))
+            folder = stack.enter_context(
+                random_checkpoint(case.shape) if case.on_disk else shape_folder(case.shape, tokenizer=True)
+            )
             dummy = {"served_model_name": case.shape} | ({} if case.on_disk else {"load_format": "dummy"})
 
         def visit(name: str, server: str, options: dict[str, Any], part: str, count: int) -> None:
@@ -115,7 +171,9 @@ def measure(case: Case, data: Path, *, with_peer: bool = True, site: str | None 
                             continue
                     rate = load.share * (capacity or found[peer.name]) if load.share else load.rate
                     calls = load.calls(recorded[n], rate)
-                    for metrics in windows(running.url, calls, min(count, load.windows or count), first=1 + number * count):
+                    for metrics in windows(
+                        running.url, calls, min(count, load.windows or count), first=1 + number * count
+                    ):
                         for key, value in metrics.items():
                             arm_so_far.values.setdefault(f"{n}.{key}", []).append(value)
                     for kind, error in running.gauges("step_time_relative_error").items() if server == "kvasir" else ():
@@ -135,7 +193,9 @@ def measure(case: Case, data: Path, *, with_peer: bool = True, site: str | None 
     return _result(case, loads, measured)
 
 
-def windows(url: str, calls: list[Call], count: int, api_key: str | None = None, first: int = 1) -> Iterator[dict[str, Any]]:
+def windows(
+    url: str, calls: list[Call], count: int, api_key: str | None = None, first: int = 1
+) -> Iterator[dict[str, Any]]:
     """Metrics of ``count`` windows against a running server, after a few requests that warm it up.
 
     ``first``: the first window's number. Windows of other numbers have other prompts."""
@@ -150,13 +210,21 @@ def windows(url: str, calls: list[Call], count: int, api_key: str | None = None,
         if late > LATE_MS:
             log.warning("the client itself was late by %.1f ms (p99): part of these figures is its own", late)
         yield metrics
-        log.info("window %d of %d: %d requests, TTFT p50 %.0f ms", number - first + 1, count, metrics["requests"], metrics["ttft_ms_p50"])
+        log.info(
+            "window %d of %d: %d requests, TTFT p50 %.0f ms",
+            number - first + 1,
+            count,
+            metrics["requests"],
+            metrics["ttft_ms_p50"],
+        )
 
 
 def _warm_up(url: str, calls: list[Call], api_key: str | None = None) -> str:
     """A few requests at once. Returns the name of the model that is served."""
     model = client.served_model(url, api_key)
-    warmup = [Call(0.0, c.prompt[::-1], c.output) for c in calls[:WARMUP]]  # backwards: the same sizes, but no prefix that the window has
+    warmup = [
+        Call(0.0, c.prompt[::-1], c.output) for c in calls[:WARMUP]
+    ]  # backwards: the same sizes, but no prefix that the window has
     asyncio.run(client.replay(url, model, warmup, api_key))
     return model
 
@@ -178,11 +246,15 @@ def _result(case: Case, loads: dict[str, Load], measured: dict[str, dict[str, Me
     entries, pairs = [], [(name, case.first) for name in list(case.arms)[1:]]
     for name, settings in case.arms.items():
         if measured.get("own", {}).get(name, Measured()).values:
-            entries.append(_entry(name, {"shape": case.shape, **settings, "loads": _described(loads)}, [measured["own"][name]]))
+            entries.append(
+                _entry(name, {"shape": case.shape, **settings, "loads": _described(loads)}, [measured["own"][name]])
+            )
     drift, targets = {}, {}
     if "before" in measured:
         peer = case.peer.name
-        parts = [measured[part][peer] for part in ("before", "after") if part in measured and measured[part][peer].values]
+        parts = [
+            measured[part][peer] for part in ("before", "after") if part in measured and measured[part][peer].values
+        ]
         entries.append(_entry(peer, {"peer": peer, **case.peer.options}, parts))
         pairs += [(name, peer) for name in case.arms]
         if len(parts) == 2:
@@ -194,13 +266,25 @@ def _result(case: Case, loads: dict[str, Load], measured: dict[str, dict[str, Me
     if "before" in measured:
         bounds = {metric: bound for load in loads.values() for metric, bound in load.bounds().items()}
         targets = judged(bounds, ratios, f"{case.first}/{case.peer.name}")
-    shown = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99", "tpot_ms_p50", "output_tok_s", "cached_tokens", "capacity_requests_s")
+    shown = (
+        "ttft_ms_p50",
+        "ttft_ms_p99",
+        "itl_ms_p50",
+        "itl_ms_p99",
+        "tpot_ms_p50",
+        "output_tok_s",
+        "cached_tokens",
+        "capacity_requests_s",
+    )
     kept = {k: v for k, v in (ratios | drift).items() if k in targets or k.split(" ")[0].rsplit(".", 1)[-1] in shown}
     return result(case.name, entries, ratios=kept, limits={}, targets=targets)
 
 
 def _described(loads: dict[str, Load]) -> dict[str, Any]:
-    return {n: {f.name: getattr(load, f.name) for f in dataclasses.fields(load) if f.name not in ("name", "targets")} for n, load in loads.items()}
+    return {
+        n: {f.name: getattr(load, f.name) for f in dataclasses.fields(load) if f.name not in ("name", "targets")}
+        for n, load in loads.items()
+    }
 
 
 def _entry(name: str, config: dict[str, Any], parts: list[Measured]) -> dict[str, Any]:
@@ -210,4 +294,6 @@ def _entry(name: str, config: dict[str, Any], parts: list[Measured]) -> dict[str
             together.setdefault(key, []).extend(values)
     config = {k: v for k, v in config.items() if v is not None}
     ready = spread([s for part in parts for s in part.ready_s]) if any(p.ready_s for p in parts) else None
-    return arm(name, config, ({"start_s": ready} if ready else {}) | {key: spread(values) for key, values in together.items()})
+    return arm(
+        name, config, ({"start_s": ready} if ready else {}) | {key: spread(values) for key, values in together.items()}
+    )

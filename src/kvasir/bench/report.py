@@ -15,9 +15,16 @@ STYLE = """body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-wi
 table { border-collapse: collapse; margin: 1em 0 } th, td { padding: .25em .8em; border-bottom: 1px solid #ddd; text-align: right }
 th:first-child, td:first-child { text-align: left } .met { color: #17692b } .missed { color: #a11; font-weight: 600 }
 .facts { color: #666; font-size: 13px } code { font-size: 13px } svg { max-width: 100%; height: auto }"""
-WORDS = {"decode_tok_s": "decode, tokens a second", "prefill_tok_s": "prefill, tokens a second", "ttft_ms_p50": "TTFT p50, ms",
-         "ttft_ms_p99": "TTFT p99, ms", "itl_ms_p99": "ITL p99, ms", "output_tok_s": "output, tokens a second", "cached_tokens": "cached tokens",
-         "first_token_s": "exec to first token, s"}  # which kinds of metric get a plot, and its title
+WORDS = {
+    "decode_tok_s": "decode, tokens a second",
+    "prefill_tok_s": "prefill, tokens a second",
+    "ttft_ms_p50": "TTFT p50, ms",
+    "ttft_ms_p99": "TTFT p99, ms",
+    "itl_ms_p99": "ITL p99, ms",
+    "output_tok_s": "output, tokens a second",
+    "cached_tokens": "cached tokens",
+    "first_token_s": "exec to first token, s",
+}  # which kinds of metric get a plot, and its title
 COLOURS = ("#2b6cb0", "#c05621", "#2f855a", "#805ad5", "#718096")
 
 
@@ -34,14 +41,20 @@ def page(results: list[dict[str, Any]]) -> str:
 
 
 def _section(found: dict[str, Any]) -> str:
-    facts = f"{found['machine']} · commit {found['commit'] or 'unknown'} · {found['date']} · " + ", ".join(f"{k} {v}" for k, v in
-                                                                                                       found["versions"].items())
-    return (f"<h2>{_text(found['case'])}</h2><p class=facts>{_text(facts)}<br><code>{_text(found['command'])}</code></p>"
-            f"{_settings(found)}{_verdicts(found)}{plots(found)}{_metrics(found)}")
+    facts = f"{found['machine']} · commit {found['commit'] or 'unknown'} · {found['date']} · " + ", ".join(
+        f"{k} {v}" for k, v in found["versions"].items()
+    )
+    return (
+        f"<h2>{_text(found['case'])}</h2><p class=facts>{_text(facts)}<br><code>{_text(found['command'])}</code></p>"
+        f"{_settings(found)}{_verdicts(found)}{plots(found)}{_metrics(found)}"
+    )
 
 
 def _settings(found: dict[str, Any]) -> str:
-    rows = [f"<b>{_text(a['name'])}</b> {_text(', '.join(f'{k}={v}' for k, v in a['config'].items()))}" for a in found["arms"]]
+    rows = [
+        f"<b>{_text(a['name'])}</b> {_text(', '.join(f'{k}={v}' for k, v in a['config'].items()))}"
+        for a in found["arms"]
+    ]
     return f"<p class=facts>{'<br>'.join(rows)}</p>"
 
 
@@ -49,8 +62,10 @@ def _verdicts(found: dict[str, Any]) -> str:
     targets = found.get("targets", {})
     if not targets:
         return ""
-    rows = [f"<tr><td>{_text(name)}<td>{t['ratio']:.3f}x<td class={'met' if t['met'] else 'missed'}>{_text(verdict(t))}"
-            for name, t in targets.items()]
+    rows = [
+        f"<tr><td>{_text(name)}<td>{t['ratio']:.3f}x<td class={'met' if t['met'] else 'missed'}>{_text(verdict(t))}"
+        for name, t in targets.items()
+    ]
     return f"<table><tr><th>target<th>ratio<th>{''.join(rows)}</table>"
 
 
@@ -59,7 +74,12 @@ def _metrics(found: dict[str, Any]) -> str:
     arms, limits = found["arms"], found["limits"]
     names = list(dict.fromkeys(name for a in arms for name in a["metrics"]))
     pairs = list(dict.fromkeys(r.split(" ", 1)[1] for r in found["ratios"] if " " in r))
-    heads = ["metric", *(a["name"] for a in arms), *pairs, *(["limit", f"share of it, {arms[0]['name']}"] if limits else [])]
+    heads = [
+        "metric",
+        *(a["name"] for a in arms),
+        *pairs,
+        *(["limit", f"share of it, {arms[0]['name']}"] if limits else []),
+    ]
     rows = []
     for name in names:
         cells = [name, *(shown(a["metrics"][name]) if name in a["metrics"] else "" for a in arms)]
@@ -98,11 +118,27 @@ def _plot(found: dict[str, Any], kind: str, groups: list[str]) -> str:
             if value is None:
                 continue
             low, high = (metric["min"], metric["max"]) if isinstance(metric, dict) else (value, value)
-            axes.bar(i, value, 0.85, color=COLOURS[i % len(COLOURS)], label=entry["name"], yerr=[[value - low], [high - value]], capsize=3,
-                     error_kw={"linewidth": 0.8})
+            axes.bar(
+                i,
+                value,
+                0.85,
+                color=COLOURS[i % len(COLOURS)],
+                label=entry["name"],
+                yerr=[[value - low], [high - value]],
+                capsize=3,
+                error_kw={"linewidth": 0.8},
+            )
             limit = limit_of(found["limits"], f"{group}.{kind}", entry["name"])
             if isinstance(limit, (int, float)):
-                axes.hlines(limit, i - 0.5, i + 0.5, color="#222", linestyle="dashed", linewidth=1, label="limit of the machine" if i == 0 else None)
+                axes.hlines(
+                    limit,
+                    i - 0.5,
+                    i + 0.5,
+                    color="#222",
+                    linestyle="dashed",
+                    linewidth=1,
+                    label="limit of the machine" if i == 0 else None,
+                )
         axes.set_xticks([])
         axes.set_xlabel(group, fontsize=9)
         axes.tick_params(labelsize=8)
@@ -113,7 +149,7 @@ def _plot(found: dict[str, Any], kind: str, groups: list[str]) -> str:
     drawn = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": f"{found['case']} {kind}"}):
         figure.savefig(drawn, format="svg", metadata={"Date": None})
-    return drawn.getvalue()[drawn.getvalue().index("<svg"):]
+    return drawn.getvalue()[drawn.getvalue().index("<svg") :]
 
 
 def _text(value: Any) -> str:

@@ -29,7 +29,9 @@ from typing import Any
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy")
 WIDTH = 130  # of a table that goes to a file
 LINE = 400  # of its JSON: an arm of a few metrics
-_PATH = re.compile(r"(?<![\w.:/~-])~?/(?:[\w.@+-]+/)+([\w.@+-]*)")  # absolute, of at least two parts; not the path of a URL
+_PATH = re.compile(
+    r"(?<![\w.:/~-])~?/(?:[\w.@+-]+/)+([\w.@+-]*)"
+)  # absolute, of at least two parts; not the path of a URL
 
 
 def machine() -> str:
@@ -41,12 +43,20 @@ def machine() -> str:
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        model = next((line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")), model)
+        model = next(
+            (
+                line.split(":", 1)[1].strip()
+                for line in cpuinfo.read_text().splitlines()
+                if line.startswith("model name")
+            ),
+            model,
+        )
     return f"{model}, {os.cpu_count()} cores"
 
 
 def commit() -> str:
     """The commit of the working tree, with ``+`` when it has changes; empty outside a repository."""
+
     def git(*args: str) -> str:
         done = subprocess.run(["git", *args], capture_output=True, text=True, cwd=Path(__file__).parent)
         return done.stdout.strip() if done.returncode == 0 else ""
@@ -76,11 +86,30 @@ def without_paths(value: Any) -> Any:
     return [without_paths(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def result(case: str, arms: list[dict[str, Any]], *, ratios: dict[str, float] | None = None, limits: dict[str, Any] | None = None,
-           targets: dict[str, Any] | None = None) -> dict[str, Any]:
-    command = "kvasir " + " ".join(sys.argv[1:]) if Path(sys.argv[0]).stem in ("kvasir", "main", "__main__") else " ".join(sys.argv)
-    found = {"case": case, "machine": machine(), "commit": commit(), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-             "versions": versions(), "command": command, "arms": arms, "ratios": ratios or {}, "limits": limits or {}}
+def result(
+    case: str,
+    arms: list[dict[str, Any]],
+    *,
+    ratios: dict[str, float] | None = None,
+    limits: dict[str, Any] | None = None,
+    targets: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    command = (
+        "kvasir " + " ".join(sys.argv[1:])
+        if Path(sys.argv[0]).stem in ("kvasir", "main", "__main__")
+        else " ".join(sys.argv)
+    )
+    found = {
+        "case": case,
+        "machine": machine(),
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "command": command,
+        "arms": arms,
+        "ratios": ratios or {},
+        "limits": limits or {},
+    }
     return without_paths(found | ({"targets": targets} if targets else {}))
 
 
@@ -90,8 +119,13 @@ def arm(name: str, config: dict[str, Any], metrics: dict[str, Any]) -> dict[str,
 
 def spread(values: list[float]) -> dict[str, Any]:
     """Median, minimum and maximum, and the values in the order they were taken."""
-    return {"median": round(statistics.median(values), 4), "min": round(min(values), 4), "max": round(max(values), 4), "n": len(values),
-            "values": [round(v, 4) for v in values]}
+    return {
+        "median": round(statistics.median(values), 4),
+        "min": round(min(values), 4),
+        "max": round(max(values), 4),
+        "n": len(values),
+        "values": [round(v, 4) for v in values],
+    }
 
 
 def middle(metric: Any) -> float | None:
@@ -101,7 +135,7 @@ def middle(metric: Any) -> float | None:
 
 
 def ratios_of(arms: list[dict[str, Any]], pairs: list[tuple[str, str]]) -> dict[str, float]:
-    """"METRIC A/B" for every metric that both arms of a pair have; times of the start are compared nowhere."""
+    """ "METRIC A/B" for every metric that both arms of a pair have; times of the start are compared nowhere."""
     metrics, found = {a["name"]: a["metrics"] for a in arms}, {}
     for one, other in pairs:
         for key in metrics.get(one, {}):
@@ -137,7 +171,13 @@ def shown(value: Any) -> str:
         return shown(value["median"]) + (f" ({shown(value['min'])} to {shown(value['max'])})" if value["n"] > 1 else "")
     if isinstance(value, dict):
         return ", ".join(f"{name} {shown(v)}" for name, v in value.items())
-    return f"{value:,.4g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:,.0f}" if isinstance(value, float) else str(value)
+    return (
+        f"{value:,.4g}"
+        if isinstance(value, float) and abs(value) < 1000
+        else f"{value:,.0f}"
+        if isinstance(value, float)
+        else str(value)
+    )
 
 
 def share_of_limit(metric: Any, limit: Any) -> str:
@@ -165,7 +205,11 @@ def _lines(value: Any, width: int, pad: str) -> str:
     if len(pad) + len(line) <= width or not value or not isinstance(value, (dict, list)):
         return line
     if isinstance(value, dict):
-        opening, closing, parts = "{", "}", [f"{json.dumps(k)}: {_lines(v, width - len(k) - 4, pad + ' ')}" for k, v in value.items()]
+        opening, closing, parts = (
+            "{",
+            "}",
+            [f"{json.dumps(k)}: {_lines(v, width - len(k) - 4, pad + ' ')}" for k, v in value.items()],
+        )
     else:
         opening, closing, parts = "[", "]", [_lines(v, width, pad + " ") for v in value]
     return f"{opening}\n" + ",\n".join(f"{pad} {part}" for part in parts) + f"\n{pad}{closing}"
@@ -182,13 +226,19 @@ def finish(outcome: dict[str, Any], output: Path | None, commit: str | None = No
     if commit:
         outcome["commit"] = commit
     limits, targets = outcome["limits"], outcome.get("targets", {})
-    rows = [(entry["name"], name, shown(value), share_of_limit(value, limit_of(limits, name, entry["name"])))
-            for entry in outcome["arms"] for name, value in entry["metrics"].items()]
-    rows += [("ratio", name, f"{value:.2f}x", verdict(targets[name]) if name in targets else "") for name, value in outcome["ratios"].items()]
-    columns = ("arm", "metric", "value", "of the limit")[:4 if any(last for *_, last in rows) else 3]
+    rows = [
+        (entry["name"], name, shown(value), share_of_limit(value, limit_of(limits, name, entry["name"])))
+        for entry in outcome["arms"]
+        for name, value in entry["metrics"].items()
+    ]
+    rows += [
+        ("ratio", name, f"{value:.2f}x", verdict(targets[name]) if name in targets else "")
+        for name, value in outcome["ratios"].items()
+    ]
+    columns = ("arm", "metric", "value", "of the limit")[: 4 if any(last for *_, last in rows) else 3]
     table = Table(*columns, title=f"{outcome['case']} on {outcome['machine']}")
     for row in rows:
-        table.add_row(*row[:len(columns)])
+        table.add_row(*row[: len(columns)])
     Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH).print(table)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)

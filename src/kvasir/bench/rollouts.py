@@ -27,19 +27,38 @@ from kvasir.models.checkpoint import resolve
 from kvasir.types import SamplingParams
 
 WARM_SEED = 1  # of the problems for warming up
-VERIFIABLE = ("chain", "state", "countdown", "long_add")  # what reinforcement learning is done on: problems with a checker
-ARMS = {"plain": SpeculationConfig(), "ngram": SpeculationConfig(drafter="ngram"),
-        "suffix": SpeculationConfig(drafter="suffix:max_tokens=1000000"),
-        "suffix length": SpeculationConfig(drafter="suffix:max_tokens=1000000", draft_control="length"),
-        "suffix fixed": SpeculationConfig(drafter="suffix:max_tokens=1000000", draft_control="fixed")}
+VERIFIABLE = (
+    "chain",
+    "state",
+    "countdown",
+    "long_add",
+)  # what reinforcement learning is done on: problems with a checker
+ARMS = {
+    "plain": SpeculationConfig(),
+    "ngram": SpeculationConfig(drafter="ngram"),
+    "suffix": SpeculationConfig(drafter="suffix:max_tokens=1000000"),
+    "suffix length": SpeculationConfig(drafter="suffix:max_tokens=1000000", draft_control="length"),
+    "suffix fixed": SpeculationConfig(drafter="suffix:max_tokens=1000000", draft_control="fixed"),
+}
 
 
 class Rollouts:
     """``prompts``: token ids of each problem; ``others``: of problems that are not asked, to warm up with; ``checkpoints``: a folder a
     round, or none; ``noise``: standard deviation added to every matrix each round, as a share of its own."""
 
-    def __init__(self, config: EngineConfig, prompts: list[list[int]], others: list[list[int]], stop: int, *, samples: int, rounds: int,
-                 max_tokens: int, checkpoints: Sequence[str], noise: float) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        prompts: list[list[int]],
+        others: list[list[int]],
+        stop: int,
+        *,
+        samples: int,
+        rounds: int,
+        max_tokens: int,
+        checkpoints: Sequence[str],
+        noise: float,
+    ) -> None:
         from kvasir.api.llm import LLM
 
         self.llm = LLM(config=config.replace(drafter="ngram"))
@@ -54,7 +73,9 @@ class Rollouts:
         draft = dataclasses.replace(ARMS["suffix fixed"], max_draft_tokens=3)
         for speculation in (SpeculationConfig(), draft, draft):
             self.llm.engine.draft_with(speculation)
-            self.llm.generate([{"prompt_token_ids": p} for p in prompts], [SamplingParams(**self.params, seed=10**6)] * len(prompts))
+            self.llm.generate(
+                [{"prompt_token_ids": p} for p in prompts], [SamplingParams(**self.params, seed=10**6)] * len(prompts)
+            )
             while self.llm.engine.idle():
                 pass
 
@@ -74,7 +95,9 @@ class Rollouts:
                         slot.target.add_((noise * self.noise * float(slot.target.float().std())).to(slot.target))
             engine.weights_changed()
 
-    def run(self, speculation: SpeculationConfig, expected: list[list[list[int]]] | None) -> tuple[dict[str, Any], list[list[list[int]]]]:
+    def run(
+        self, speculation: SpeculationConfig, expected: list[list[list[int]]] | None
+    ) -> tuple[dict[str, Any], list[list[list[int]]]]:
         """Metrics and the outputs of every round. ``expected``: the plain arm's."""
         self.llm.engine.draft_with(speculation)
         rounds: dict[str, list[Any]] = {}
@@ -87,8 +110,13 @@ class Rollouts:
             seconds, stats = time.perf_counter() - began, self.llm.engine.stats()
             outputs.append([list(o.token_ids) for out in found for o in out.outputs])
             lengths = [float(len(o)) for o in outputs[-1]]
-            figures = {"makespan_s": round(seconds, 3), "forwards": stats.step - before.step, "tokens": int(sum(lengths)),
-                       "length_p50": percentile(lengths, 0.5), "length_p99": round(percentile(lengths, 0.99), 1)}
+            figures = {
+                "makespan_s": round(seconds, 3),
+                "forwards": stats.step - before.step,
+                "tokens": int(sum(lengths)),
+                "length_p50": percentile(lengths, 0.5),
+                "length_p99": round(percentile(lengths, 0.99), 1),
+            }
             if speculation.drafter:
                 figures |= draft_metrics(before, stats)
                 figures["same_outputs"] = round(sum(a == b for a, b in zip(outputs[-1], expected[r])) / len(lengths), 4)
@@ -98,8 +126,20 @@ class Rollouts:
         return last | {"rounds": rounds}, outputs
 
 
-def run(config: EngineConfig, *, problems: int, samples: int, rounds: int, tasks: list[str] | None, max_tokens: int, checkpoints: list[str],
-        noise: float, only: list[str] | None, output: Path | None, commit: str | None) -> None:
+def run(
+    config: EngineConfig,
+    *,
+    problems: int,
+    samples: int,
+    rounds: int,
+    tasks: list[str] | None,
+    max_tokens: int,
+    checkpoints: list[str],
+    noise: float,
+    only: list[str] | None,
+    output: Path | None,
+    commit: str | None,
+) -> None:
     from kvasir.lab import tokenizer as lab_tokenizer
     from kvasir.lab.task import load_task
 
@@ -110,24 +150,57 @@ def run(config: EngineConfig, *, problems: int, samples: int, rounds: int, tasks
     tasks = tasks or list(VERIFIABLE)
     tokenizer = lab_tokenizer.load(resolve(config.model.model))
     counts = {spec: problems // len(tasks) + (i < problems % len(tasks)) for i, spec in enumerate(tasks)}
-    prompts, others = ([tokenizer.encode(p.prompt, add_special_tokens=False).ids for spec, count in counts.items()
-                        for p in load_task(spec).problems("test", seed, count)] for seed in (0, WARM_SEED))
+    prompts, others = (
+        [
+            tokenizer.encode(p.prompt, add_special_tokens=False).ids
+            for spec, count in counts.items()
+            for p in load_task(spec).problems("test", seed, count)
+        ]
+        for seed in (0, WARM_SEED)
+    )
     arms_wanted = ["plain", *(name for name in ARMS if name != "plain" and (not only or name in only))]
-    bench = Rollouts(config, prompts, others, tokenizer.token_to_id("<|im_end|>"), samples=samples, rounds=rounds, max_tokens=max_tokens,
-                     checkpoints=checkpoints, noise=noise)
-    weights = f"{len(checkpoints)} checkpoints" if checkpoints else f"perturbed by {noise:g} a round, a stand-in" if noise else "frozen"
-    setting = described(config, None) | {"problems": len(prompts), "samples": samples, "tasks": tasks, "weights": weights, "temperature": 1.0}
+    bench = Rollouts(
+        config,
+        prompts,
+        others,
+        tokenizer.token_to_id("<|im_end|>"),
+        samples=samples,
+        rounds=rounds,
+        max_tokens=max_tokens,
+        checkpoints=checkpoints,
+        noise=noise,
+    )
+    weights = (
+        f"{len(checkpoints)} checkpoints"
+        if checkpoints
+        else f"perturbed by {noise:g} a round, a stand-in"
+        if noise
+        else "frozen"
+    )
+    setting = described(config, None) | {
+        "problems": len(prompts),
+        "samples": samples,
+        "tasks": tasks,
+        "weights": weights,
+        "temperature": 1.0,
+    }
     arms, plain = [], None
 
     def outcome() -> dict[str, Any]:
-        ratios = {k: v for k, v in ratios_of(arms, [(a["name"], "plain") for a in arms[1:]]).items() if not k.startswith("rounds")}
+        ratios = {
+            k: v
+            for k, v in ratios_of(arms, [(a["name"], "plain") for a in arms[1:]]).items()
+            if not k.startswith("rounds")
+        }
         return result(f"rollouts-{Path(config.model.model).name or 'embedded'}", arms, ratios=ratios)
 
     try:
         for name in arms_wanted:
             metrics, outputs = bench.run(ARMS[name], plain)
             plain = plain or outputs
-            arms.append(arm(name, setting | {"drafter": ARMS[name].drafter, "draft_control": ARMS[name].draft_control}, metrics))
+            arms.append(
+                arm(name, setting | {"drafter": ARMS[name].drafter, "draft_control": ARMS[name].draft_control}, metrics)
+            )
             save(outcome(), output, commit)
     finally:
         bench.llm.close()

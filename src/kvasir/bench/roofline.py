@@ -25,7 +25,12 @@ from kvasir.models.spec import ModelSpec
 
 def machine_rates(device: str, dtype: str) -> dict[str, float]:
     """{"copy_bytes_s": bytes read plus bytes written a second, "matmul_flop_s", "dtype_bytes", and of a CPU "cache_bytes"}."""
-    done = subprocess.run([sys.executable, "-m", "kvasir.bench.roofline", device, dtype], capture_output=True, text=True, env=environment())
+    done = subprocess.run(
+        [sys.executable, "-m", "kvasir.bench.roofline", device, dtype],
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
     if done.returncode:
         raise ConfigError(f"the machine's rates could not be measured: {done.stderr.strip().splitlines()[-1:]}")
     return json.loads(done.stdout)
@@ -44,18 +49,28 @@ def limits(spec: ModelSpec, batches: list[Batch], rates: dict[str, float], kv_sh
         moved = cost.touched_params(spec, b.batch) * width + b.batch * kv_share * cost.kv_bytes(spec, context, width)
         computed = b.batch * cost.flops_per_token(spec, context)
         if moved > cached:
-            found[f"{b.name}.decode_tok_s"] = b.batch / max((moved - cached) / rates["copy_bytes_s"], computed / rates["matmul_flop_s"])
+            found[f"{b.name}.decode_tok_s"] = b.batch / max(
+                (moved - cached) / rates["copy_bytes_s"], computed / rates["matmul_flop_s"]
+            )
         else:
-            log.info("%s: what a decode step reads fits the CPU's caches (%.0f MiB), so no limit is given", b.name, cached / 2**20)
+            log.info(
+                "%s: what a decode step reads fits the CPU's caches (%.0f MiB), so no limit is given",
+                b.name,
+                cached / 2**20,
+            )
         computed = b.prompt * (cost.flops_per_token(spec, max(1, b.prompt // 2)) - head) + head
         moved = max(0, cost.touched_params(spec, b.batch * b.prompt) * width - cached)
-        found[f"{b.name}.prefill_tok_s"] = b.batch * b.prompt / max(b.batch * computed / rates["matmul_flop_s"], moved / rates["copy_bytes_s"])
+        found[f"{b.name}.prefill_tok_s"] = (
+            b.batch * b.prompt / max(b.batch * computed / rates["matmul_flop_s"], moved / rates["copy_bytes_s"])
+        )
     return {name: round(value, 1) for name, value in found.items()}
 
 
 def kv_share(spec: ModelSpec, codec: str, width: int) -> float:
     """Bytes of a token's keys and values in ``codec``, over those of a plain cache of numbers of ``width`` bytes."""
-    return sum(token_bytes(spec.cache_groups(), codec, width).values()) / sum(cost.kv_bytes_per_token(spec, width).values())
+    return sum(token_bytes(spec.cache_groups(), codec, width).values()) / sum(
+        cost.kv_bytes_per_token(spec, width).values()
+    )
 
 
 def cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
@@ -93,8 +108,11 @@ def measure(device: str, dtype: str) -> dict[str, float]:
             seconds.append(time.perf_counter() - started)
         return min(seconds)
 
-    return {"copy_bytes_s": 2 * size / best(lambda: target.copy_(source), 8), "matmul_flop_s": 2 * side ** 3 / best(lambda: a @ b, 8),
-            "dtype_bytes": kind.itemsize} | ({} if gpu else {"cache_bytes": cache_bytes()})
+    return {
+        "copy_bytes_s": 2 * size / best(lambda: target.copy_(source), 8),
+        "matmul_flop_s": 2 * side**3 / best(lambda: a @ b, 8),
+        "dtype_bytes": kind.itemsize,
+    } | ({} if gpu else {"cache_bytes": cache_bytes()})
 
 
 if __name__ == "__main__":

@@ -24,9 +24,17 @@ from kvasir.errors import ConfigError
 LIMIT = 900.0  # seconds a start may take
 END_SECONDS = 60.0
 STDERR = 2  # where a server's words go: stdout belongs to the result
-SHARED = ("max_model_len", "max_num_seqs", "dtype", "gpu_memory_utilization", "max_num_batched_tokens",
-          "enable_prefix_caching")  # settings of ours that vLLM has by the same name
-OFF = {f.name for section in fields(EngineConfig) for f in fields(section.default_factory) if f.default is False}  # they have no --no-
+SHARED = (
+    "max_model_len",
+    "max_num_seqs",
+    "dtype",
+    "gpu_memory_utilization",
+    "max_num_batched_tokens",
+    "enable_prefix_caching",
+)  # settings of ours that vLLM has by the same name
+OFF = {
+    f.name for section in fields(EngineConfig) for f in fields(section.default_factory) if f.default is False
+}  # they have no --no-
 LIVE, READY = "/health/live", "/health/ready"
 
 
@@ -62,7 +70,10 @@ class Server:
         """A gauge of ours from /metrics, by its one label ("" for one without); empty where it has no value."""
         with urllib.request.urlopen(f"{self.url}/metrics") as reply:
             text = reply.read().decode()
-        return {label: float(value) for label, value in re.findall(rf'^kvasir:{name}(?:\{{\w+="([^"]+)"\}})? (\S+)$', text, re.MULTILINE)}
+        return {
+            label: float(value)
+            for label, value in re.findall(rf'^kvasir:{name}(?:\{{\w+="([^"]+)"\}})? (\S+)$', text, re.MULTILINE)
+        }
 
 
 def flags_of(options: dict[str, Any]) -> list[str]:
@@ -78,10 +89,31 @@ def flags_of(options: dict[str, Any]) -> list[str]:
 
 def command(name: str, model: str, port: int, flags: list[str]) -> list[str]:
     if name == "kvasir":
-        return [sys.executable, "-m", "kvasir.cli.main", "serve", *([model] if model else []), "--port", str(port), *flags]
+        return [
+            sys.executable,
+            "-m",
+            "kvasir.cli.main",
+            "serve",
+            *([model] if model else []),
+            "--port",
+            str(port),
+            *flags,
+        ]
     if name == "vllm":
-        return [sys.executable, "-m", "kvasir.bench.peers.vllm_server", "--model", model, "--port", str(port), "--host", "127.0.0.1",
-                "--disable-uvicorn-access-log", "--enable-prompt-tokens-details", *flags]
+        return [
+            sys.executable,
+            "-m",
+            "kvasir.bench.peers.vllm_server",
+            "--model",
+            model,
+            "--port",
+            str(port),
+            "--host",
+            "127.0.0.1",
+            "--disable-uvicorn-access-log",
+            "--enable-prompt-tokens-details",
+            *flags,
+        ]
     raise ConfigError(f"'{name}' has no server that the benchmark knows; kvasir and vllm have")
 
 
@@ -93,9 +125,13 @@ def serving(name: str, model: str, flags: list[str], site: str | None = None) ->
         port = s.getsockname()[1]
     argv = command(name, model, port, flags)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # inherited: a thousand requests at once are a thousand connections
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (hard, hard)
+    )  # inherited: a thousand requests at once are a thousand connections
     started = time.perf_counter()
-    process = subprocess.Popen(argv, env=environment(site if name != "kvasir" else None), stdout=STDERR, start_new_session=True)
+    process = subprocess.Popen(
+        argv, env=environment(site if name != "kvasir" else None), stdout=STDERR, start_new_session=True
+    )
     try:
         yield Server(name, port, process, started)
     finally:

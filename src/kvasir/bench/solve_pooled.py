@@ -27,19 +27,31 @@ def pooled(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for entry in found["arms"]:
             config, name = entry["config"] or found["arms"][0]["config"], entry["name"]
             if "right" not in found or any(config[key] != first[key] for key in SAME):
-                raise ConfigError(f"--together: `{name}` of {found['case']} is not comparable with {results[0]['case']}: "
-                                  f"{', '.join(SAME)} must be the same")
+                raise ConfigError(
+                    f"--together: `{name}` of {found['case']} is not comparable with {results[0]['case']}: "
+                    f"{', '.join(SAME)} must be the same"
+                )
             if config["seed"] in runs.setdefault(name, {}):
                 raise ConfigError(f"--together: two files hold `{name}` with seed {config['seed']}")
             runs[name][config["seed"]] = entry["metrics"], found["right"][name]
     seeds = sorted({seed for by_seed in runs.values() for seed in by_seed})
-    arms = [(name, _sum([metrics for metrics, _ in by_seed.values()], timed=len(machines) == 1)) for name, by_seed in runs.items()]
+    arms = [
+        (name, _sum([metrics for metrics, _ in by_seed.values()], timed=len(machines) == 1))
+        for name, by_seed in runs.items()
+    ]
     config = {**first, "seed": ", ".join(map(str, seeds))}
-    return {**{key: results[0][key] for key in ("case", "commit", "date")}, "machine": " and ".join(machines),
-            "arms": [{"name": name, "config": {} if i else config, "metrics": metrics} for i, (name, metrics) in enumerate(arms)],
-            "frontier": {c: frontier(arms, c) for c in CURRENCIES if all(m["per_problem"].get(c) for _, m in arms)},
-            "right": {name: "".join(by_seed[seed][1] if seed in by_seed else MISSING * first["n"] for seed in seeds)
-                      for name, by_seed in runs.items()}}
+    return {
+        **{key: results[0][key] for key in ("case", "commit", "date")},
+        "machine": " and ".join(machines),
+        "arms": [
+            {"name": name, "config": {} if i else config, "metrics": metrics} for i, (name, metrics) in enumerate(arms)
+        ],
+        "frontier": {c: frontier(arms, c) for c in CURRENCIES if all(m["per_problem"].get(c) for _, m in arms)},
+        "right": {
+            name: "".join(by_seed[seed][1] if seed in by_seed else MISSING * first["n"] for seed in seeds)
+            for name, by_seed in runs.items()
+        },
+    }
 
 
 def _sum(parts: list[dict[str, Any]], timed: bool) -> dict[str, Any]:
@@ -51,14 +63,31 @@ def _sum(parts: list[dict[str, Any]], timed: bool) -> dict[str, Any]:
 
     right = sum(m["right"] for m in parts)
     models = {model for m in parts for model in m["by_model"]}
-    found = {"problems": problems, "right": right, "exact": right / problems, "interval": list(wilson(int(right), int(problems))),
-             "wasted": mean([m["wasted"] for m in parts]), "output_tokens": sum(m["output_tokens"] for m in parts),
-             "per_problem": {unit: mean([m["per_problem"][unit] for m in parts]) for unit in parts[0]["per_problem"] if timed or unit not in TIMES},
-             "by_model": {model: {"output_tokens": sum(m["by_model"].get(model, {}).get("output_tokens", 0) for m in parts)}
-                          for model in sorted(models)}}
+    found = {
+        "problems": problems,
+        "right": right,
+        "exact": right / problems,
+        "interval": list(wilson(int(right), int(problems))),
+        "wasted": mean([m["wasted"] for m in parts]),
+        "output_tokens": sum(m["output_tokens"] for m in parts),
+        "per_problem": {
+            unit: mean([m["per_problem"][unit] for m in parts])
+            for unit in parts[0]["per_problem"]
+            if timed or unit not in TIMES
+        },
+        "by_model": {
+            model: {"output_tokens": sum(m["by_model"].get(model, {}).get("output_tokens", 0) for m in parts)}
+            for model in sorted(models)
+        },
+    }
     if timed and "seconds" in parts[0]:
         found["seconds"] = sum(m["seconds"] for m in parts)
     if "loops" in parts[0]:
-        found["loops"] = [{"loop": loops[0]["loop"], **{key: mean([loop[key] for loop in loops]) for key in ("mean", "any", "answers")}}
-                          for loops in zip(*(m["loops"] for m in parts))]
+        found["loops"] = [
+            {
+                "loop": loops[0]["loop"],
+                **{key: mean([loop[key] for loop in loops]) for key in ("mean", "any", "answers")},
+            }
+            for loops in zip(*(m["loops"] for m in parts))
+        ]
     return found

@@ -50,7 +50,9 @@ class Load:
     params: list[SamplingParams]
 
 
-def task_loads(folder: str, tasks: Sequence[str], count: int, rounds: int, max_tokens: int, temperature: float) -> list[Load]:
+def task_loads(
+    folder: str, tasks: Sequence[str], count: int, rounds: int, max_tokens: int, temperature: float
+) -> list[Load]:
     """``count`` unseen problems of each task a round, none twice: a drafter that remembers must not meet what it remembers."""
     from kvasir.lab import tokenizer as lab_tokenizer
     from kvasir.lab.task import load_task
@@ -60,30 +62,51 @@ def task_loads(folder: str, tasks: Sequence[str], count: int, rounds: int, max_t
     drawn = [load_task(spec).problems("test", 0, count * rounds) for spec in tasks]
     loads = []
     for r in range(rounds):
-        problems = [p for of_task in drawn for p in of_task[r * count:(r + 1) * count]]
+        problems = [p for of_task in drawn for p in of_task[r * count : (r + 1) * count]]
         prompts = [tokenizer.encode(p.prompt, add_special_tokens=False).ids for p in problems]
-        loads.append(Load(prompts, [SamplingParams(temperature=temperature, max_tokens=max_tokens, stop_token_ids=(stop,), seed=i, detokenize=False)
-                                    for i in range(len(prompts))]))
+        loads.append(
+            Load(
+                prompts,
+                [
+                    SamplingParams(
+                        temperature=temperature, max_tokens=max_tokens, stop_token_ids=(stop,), seed=i, detokenize=False
+                    )
+                    for i in range(len(prompts))
+                ],
+            )
+        )
     return loads
 
 
 def random_loads(batch: Batch, vocab_size: int, rounds: int, temperature: float) -> list[Load]:
     rng = random.Random(0)
-    return [Load(batch.prompts(vocab_size, rng), [SamplingParams(temperature=temperature, max_tokens=batch.output, ignore_eos=True, seed=i,
-                                                                 detokenize=False) for i in range(batch.batch)]) for _ in range(rounds)]
+    return [
+        Load(
+            batch.prompts(vocab_size, rng),
+            [
+                SamplingParams(
+                    temperature=temperature, max_tokens=batch.output, ignore_eos=True, seed=i, detokenize=False
+                )
+                for i in range(batch.batch)
+            ],
+        )
+        for _ in range(rounds)
+    ]
 
 
 def repeated_grams(outputs: Sequence[Sequence[int]]) -> float:
     """The share of the outputs' 4-grams that stood in the same output before."""
     total = fresh = 0
     for output in outputs:
-        grams = [tuple(output[i:i + GRAM]) for i in range(len(output) - GRAM + 1)]
+        grams = [tuple(output[i : i + GRAM]) for i in range(len(output) - GRAM + 1)]
         total += len(grams)
         fresh += len(set(grams))
     return 1 - fresh / total if total else 0.0
 
 
-def measure(config: EngineConfig, loads: list[Load], plain: list[list[int]] | None) -> tuple[dict[str, Any], list[list[int]]]:
+def measure(
+    config: EngineConfig, loads: list[Load], plain: list[list[int]] | None
+) -> tuple[dict[str, Any], list[list[int]]]:
     """Metrics of one configuration over all rounds but the first, which warms up (kernels, graphs, the controller), and the
     outputs of all rounds."""
     from kvasir.api.llm import LLM
@@ -98,26 +121,41 @@ def measure(config: EngineConfig, loads: list[Load], plain: list[list[int]] | No
             if r == 1:
                 before, warmed = copy.deepcopy(llm.engine.stats()), len(outputs)
             began, first = time.perf_counter(), len(outputs)
-            outputs += [list(out.outputs[0].token_ids) for out in llm.generate([{"prompt_token_ids": p} for p in load.prompts], load.params)]
+            outputs += [
+                list(out.outputs[0].token_ids)
+                for out in llm.generate([{"prompt_token_ids": p} for p in load.prompts], load.params)
+            ]
             rates.append(sum(map(len, outputs[first:])) / (time.perf_counter() - began))
         stats = llm.engine.stats()
     tokens, forwards = sum(map(len, outputs[warmed:])), stats.step - before.step
-    metrics: dict[str, Any] = {"tokens_per_second": spread(rates[1:]), "forwards": forwards, "tokens": tokens,
-                               "tokens_per_forward": round(tokens / forwards, 4)}
+    metrics: dict[str, Any] = {
+        "tokens_per_second": spread(rates[1:]),
+        "forwards": forwards,
+        "tokens": tokens,
+        "tokens_per_forward": round(tokens / forwards, 4),
+    }
     if plain is None:
         metrics["repeated_4grams"] = round(repeated_grams(outputs), 4)
     else:
         metrics["same_outputs"] = round(sum(a == b for a, b in zip(outputs, plain)) / len(plain), 4)
         metrics |= draft_metrics(before, stats)
-        metrics["accepted_by_depth"] = {str(depth): round(right / tried, 4) for depth, (tried, right) in enumerate(stats.accepted_by_depth, 1)}
+        metrics["accepted_by_depth"] = {
+            str(depth): round(right / tried, 4) for depth, (tried, right) in enumerate(stats.accepted_by_depth, 1)
+        }
     return metrics, outputs
 
 
 class Sweep:
     """One engine for all arms of a shape. ``seconds``: how long to go on at most; what is not measured by then is left out."""
 
-    def __init__(self, config: EngineConfig, shape: str, seconds: float, save: Callable[[list[dict[str, Any]]], None],
-                 arms: list[dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        shape: str,
+        seconds: float,
+        save: Callable[[list[dict[str, Any]]], None],
+        arms: list[dict[str, Any]],
+    ) -> None:
         from kvasir.api.llm import LLM
 
         self._started, self._limit, self._save = time.perf_counter(), seconds, save
@@ -128,7 +166,15 @@ class Sweep:
     def left(self) -> float:
         return self._limit - (time.perf_counter() - self._started)
 
-    def batch(self, batch: Batch, vocab_size: int, accepts: Sequence[float], temperature: float, repeats: int, depths: Sequence[int]) -> None:
+    def batch(
+        self,
+        batch: Batch,
+        vocab_size: int,
+        accepts: Sequence[float],
+        temperature: float,
+        repeats: int,
+        depths: Sequence[int],
+    ) -> None:
         loads = random_loads(batch, vocab_size, 1 + repeats, temperature)
         outputs: list[list[list[int]]] = []
         self._rounds(loads[:1], SpeculationConfig(), None, [], warm=0)
@@ -138,8 +184,13 @@ class Sweep:
         prompts = self._prompts(loads[-1])
         known = {tuple(p): o for load, found in zip(loads, outputs) for p, o in zip(load.prompts, found)}
         for depth in depths:  # kernels of these steps are compiled before anything counts
-            self._rounds([Load(loads[0].prompts, [dataclasses.replace(q, max_tokens=WARM_TOKENS) for q in loads[0].params])],
-                         SpeculationConfig(drafter="replay:accept=0.5", draft_control="fixed", max_draft_tokens=depth), known, [], warm=0)
+            self._rounds(
+                [Load(loads[0].prompts, [dataclasses.replace(q, max_tokens=WARM_TOKENS) for q in loads[0].params])],
+                SpeculationConfig(drafter="replay:accept=0.5", draft_control="fixed", max_draft_tokens=depth),
+                known,
+                [],
+                warm=0,
+            )
         runs: dict[str, tuple[list[float], dict[str, Any]]] = {}
         for accept in accepts:
             spec = SpeculationConfig(drafter=f"replay:accept={accept:g}")
@@ -147,15 +198,22 @@ class Sweep:
         for depth in depths:
             for accept in accepts:
                 if accept and self.left() > 0:
-                    spec = SpeculationConfig(drafter=f"replay:accept={accept:g}", draft_control="fixed", max_draft_tokens=depth)
+                    spec = SpeculationConfig(
+                        drafter=f"replay:accept={accept:g}", draft_control="fixed", max_draft_tokens=depth
+                    )
                     runs[f"fixed{depth} accept={accept:g}"] = self._rounds(loads[1:2], spec, known, outputs, warm=0)
         after, _ = self._rounds(loads, SpeculationConfig(), None, [])
         off = before + after
         setting = self.setting | of_batch(batch, temperature, repeats)
         count = batch.batch * (batch.output - 1)
         usual = count / (statistics.median(off) - prompts)
-        self.arms.append(arm(f"plain {batch.batch}", setting, plain | {"decode_tok_s": spread([count / (s - prompts) for s in off]),
-                                                                       "prompts_s": round(prompts, 4)}))
+        self.arms.append(
+            arm(
+                f"plain {batch.batch}",
+                setting,
+                plain | {"decode_tok_s": spread([count / (s - prompts) for s in off]), "prompts_s": round(prompts, 4)},
+            )
+        )
         for name, (seconds, metrics) in runs.items():
             rates = [count / (s - prompts) for s in seconds]
             metrics = metrics | {"decode_tok_s": spread(rates), "of_plain": round(statistics.median(rates) / usual, 4)}
@@ -168,7 +226,9 @@ class Sweep:
         the one that fixed depths run, since other tokens are spoiled in another one."""
         found = {a["name"]: a["metrics"] for a in self.arms}
         for accept in accepts:
-            beside = [name for name in found if name.startswith("fixed") and name.endswith(f" accept={accept:g} {batch}")]
+            beside = [
+                name for name in found if name.startswith("fixed") and name.endswith(f" accept={accept:g} {batch}")
+            ]
             rates = [found[name]["decode_tok_s"]["median"] for name in [f"plain {batch}", *beside]]
             entry = found[f"goodput accept={accept:g} {batch}"]
             entry["of_best_fixed"] = round(entry["decode_tok_s"]["values"][0] / max(rates), 4)
@@ -176,11 +236,19 @@ class Sweep:
     def _prompts(self, load: Load) -> float:
         """Seconds that the prompts alone take."""
         began = time.perf_counter()
-        self.llm.generate([{"prompt_token_ids": p} for p in load.prompts], [dataclasses.replace(q, max_tokens=1) for q in load.params])
+        self.llm.generate(
+            [{"prompt_token_ids": p} for p in load.prompts], [dataclasses.replace(q, max_tokens=1) for q in load.params]
+        )
         return time.perf_counter() - began
 
-    def _rounds(self, loads: list[Load], spec: SpeculationConfig, known: dict[tuple[int, ...], list[int]] | None, outputs: list[list[list[int]]],
-                warm: int = 1) -> tuple[list[float], dict[str, Any]]:
+    def _rounds(
+        self,
+        loads: list[Load],
+        spec: SpeculationConfig,
+        known: dict[tuple[int, ...], list[int]] | None,
+        outputs: list[list[list[int]]],
+        warm: int = 1,
+    ) -> tuple[list[float], dict[str, Any]]:
         """Seconds of every round but the ``warm`` first, and the drafts' figures; ``outputs`` takes the outputs of plain rounds."""
         drafter = self.llm.engine.draft_with(spec)
         if drafter is not None:
@@ -190,7 +258,10 @@ class Sweep:
             if r == warm:
                 before = copy.deepcopy(self.llm.engine.stats())
             began = time.perf_counter()
-            found = [list(out.outputs[0].token_ids) for out in self.llm.generate([{"prompt_token_ids": p} for p in load.prompts], load.params)]
+            found = [
+                list(out.outputs[0].token_ids)
+                for out in self.llm.generate([{"prompt_token_ids": p} for p in load.prompts], load.params)
+            ]
             seconds.append(time.perf_counter() - began)
             if known is None:
                 outputs.append(found)
@@ -201,12 +272,20 @@ class Sweep:
         forwards = stats.step - before.step
         metrics: dict[str, Any] = {"forwards": forwards, "tokens_per_forward": round(tokens / forwards, 4)}
         if known is not None:
-            metrics |= draft_metrics(before, stats) | {"same_outputs": round(same / sum(len(load.prompts) for load in loads[warm:]), 4)}
+            metrics |= draft_metrics(before, stats) | {
+                "same_outputs": round(same / sum(len(load.prompts) for load in loads[warm:]), 4)
+            }
         return seconds[warm:], metrics
 
 
 def of_batch(batch: Batch, temperature: float, repeats: int) -> dict[str, Any]:
-    return {"batch": batch.batch, "prompt": batch.prompt, "output": batch.output, "temperature": temperature, "repeats": repeats}
+    return {
+        "batch": batch.batch,
+        "prompt": batch.prompt,
+        "output": batch.output,
+        "temperature": temperature,
+        "repeats": repeats,
+    }
 
 
 def depths_of(batch: int) -> tuple[int, ...]:
@@ -216,10 +295,16 @@ def depths_of(batch: int) -> tuple[int, ...]:
 def names_of(batch: int, accepts: Sequence[float]) -> list[str]:
     """The arms of a batch that was measured whole."""
     controlled = [f"goodput accept={accept:g} {batch}" for accept in accepts]
-    return [f"plain {batch}", *controlled, *(f"fixed{depth} accept={accept:g} {batch}" for depth in depths_of(batch) for accept in accepts if accept)]
+    return [
+        f"plain {batch}",
+        *controlled,
+        *(f"fixed{depth} accept={accept:g} {batch}" for depth in depths_of(batch) for accept in accepts if accept),
+    ]
 
 
-def earlier(output: Path | None, case: str, commit: str, settings: list[dict[str, Any]], accepts: Sequence[float]) -> list[dict[str, Any]]:
+def earlier(
+    output: Path | None, case: str, commit: str, settings: list[dict[str, Any]], accepts: Sequence[float]
+) -> list[dict[str, Any]]:
     """Arms of the batches of ``settings`` that an earlier call has measured whole; none of another commit, case or setting."""
     try:
         found = json.loads(output.read_text()) if output is not None else {}
@@ -239,11 +324,19 @@ def earlier(output: Path | None, case: str, commit: str, settings: list[dict[str
 
 def draft_metrics(before: EngineStats, stats: EngineStats) -> dict[str, Any]:
     accepted, drafts = stats.accepted_tokens - before.accepted_tokens, stats.drafts - before.drafts
-    saved = {} if stats.draft_saved_seconds is None else {"saved_s": round(stats.draft_saved_seconds - (before.draft_saved_seconds or 0.0), 4)}
+    saved = (
+        {}
+        if stats.draft_saved_seconds is None
+        else {"saved_s": round(stats.draft_saved_seconds - (before.draft_saved_seconds or 0.0), 4)}
+    )
     generated, forwards = stats.generation_tokens - before.generation_tokens, stats.forwards - before.forwards
-    return saved | {"draft_steps": stats.draft_steps - before.draft_steps, "drafted": stats.drafted_tokens - before.drafted_tokens,
-                    "accepted": accepted, "tokens_per_verification": round((accepted + drafts) / max(1, drafts), 4),
-                    "tokens_per_sequence_forward": round(generated / max(1, forwards), 4)}
+    return saved | {
+        "draft_steps": stats.draft_steps - before.draft_steps,
+        "drafted": stats.drafted_tokens - before.drafted_tokens,
+        "accepted": accepted,
+        "tokens_per_verification": round((accepted + drafts) / max(1, drafts), 4),
+        "tokens_per_sequence_forward": round(generated / max(1, forwards), 4),
+    }
 
 
 def save(so_far: dict[str, Any], output: Path | None, commit: str | None) -> None:
@@ -252,18 +345,39 @@ def save(so_far: dict[str, Any], output: Path | None, commit: str | None) -> Non
         output.write_text(as_json(so_far | ({"commit": commit} if commit else {})))
 
 
-def run_shape(config: EngineConfig, shape: str, *, accepts: list[float], batches: list[int], prompt: int, output_tokens: int, temperature: float,
-              repeats: int, seconds: float, output: Path | None, commit: str | None) -> None:
+def run_shape(
+    config: EngineConfig,
+    shape: str,
+    *,
+    accepts: list[float],
+    batches: list[int],
+    prompt: int,
+    output_tokens: int,
+    temperature: float,
+    repeats: int,
+    seconds: float,
+    output: Path | None,
+    commit: str | None,
+) -> None:
     """All batches of a shape in one process, but for those that ``output`` holds. The result so far is written after each."""
     case, temperature = f"speculation-{shape}", temperature or SHAPE_TEMPERATURE
 
     def outcome(arms: list[dict[str, Any]]) -> dict[str, Any]:
-        found = {f"decode_tok_s {a['name']}/plain": a["metrics"]["of_plain"] for a in arms if "of_plain" in a["metrics"]}
+        found = {
+            f"decode_tok_s {a['name']}/plain": a["metrics"]["of_plain"] for a in arms if "of_plain" in a["metrics"]
+        }
         return result(case, arms, ratios=found)
 
     with shape_folder(shape) as folder:
-        config = config.replace(model=folder, load_format="dummy", skip_tokenizer_init=True, served_model_name=shape, max_num_seqs=max(batches),
-                                max_model_len=config.model.max_model_len or prompt + output_tokens, enable_prefix_caching=False)
+        config = config.replace(
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            served_model_name=shape,
+            max_num_seqs=max(batches),
+            max_model_len=config.model.max_model_len or prompt + output_tokens,
+            enable_prefix_caching=False,
+        )
         loads = [Batch(shape, size, prompt, output_tokens) for size in batches]
         settings = [described(config, shape) | of_batch(load, temperature, repeats) for load in loads]
         arms = earlier(output, case, commit or commit_here(), settings, accepts)
@@ -280,15 +394,42 @@ def run_shape(config: EngineConfig, shape: str, *, accepts: list[float], batches
         finish(outcome(sweep.arms), output, commit)
 
 
-def run(config: EngineConfig, *, shape: str | None, drafters: list[str] | None, tasks: list[str] | None, accepts: list[float] | None,
-        batch: list[int], count: int, prompt: int, output_tokens: int, temperature: float, repeats: int, seconds: float, output: Path | None,
-        commit: str | None) -> None:
+def run(
+    config: EngineConfig,
+    *,
+    shape: str | None,
+    drafters: list[str] | None,
+    tasks: list[str] | None,
+    accepts: list[float] | None,
+    batch: list[int],
+    count: int,
+    prompt: int,
+    output_tokens: int,
+    temperature: float,
+    repeats: int,
+    seconds: float,
+    output: Path | None,
+    commit: str | None,
+) -> None:
     config = config.replace(max_num_seqs=batch[0], enable_prefix_caching=False)
     if shape:
         if drafters:
-            raise ConfigError("a shape has random weights, whose outputs say nothing of drafters; set what is accepted: --accept 0.7")
-        return run_shape(config, shape, accepts=accepts or [0.0, 0.7], batches=batch, prompt=prompt, output_tokens=output_tokens,
-                         temperature=temperature, repeats=repeats, seconds=seconds, output=output, commit=commit)
+            raise ConfigError(
+                "a shape has random weights, whose outputs say nothing of drafters; set what is accepted: --accept 0.7"
+            )
+        return run_shape(
+            config,
+            shape,
+            accepts=accepts or [0.0, 0.7],
+            batches=batch,
+            prompt=prompt,
+            output_tokens=output_tokens,
+            temperature=temperature,
+            repeats=repeats,
+            seconds=seconds,
+            output=output,
+            commit=commit,
+        )
     if len(batch) > 1:
         raise ConfigError("several batches are measured of a shape; of a model, one: --batch 4")
     if not drafters and not accepts:
@@ -299,13 +440,20 @@ def run(config: EngineConfig, *, shape: str | None, drafters: list[str] | None, 
     arms = [arm("plain", setting, metrics)]
 
     def outcome() -> dict[str, Any]:
-        ratios = {k: v for k, v in ratios_of(arms, [(a["name"], "plain") for a in arms[1:]]).items()
-                  if k.startswith(("tokens_per_second", "tokens_per_forward"))}
+        ratios = {
+            k: v
+            for k, v in ratios_of(arms, [(a["name"], "plain") for a in arms[1:]]).items()
+            if k.startswith(("tokens_per_second", "tokens_per_forward"))
+        }
         return result(f"speculation-{Path(config.model.model).name or 'embedded'}-{batch[0]}", arms, ratios=ratios)
 
     for drafter in [*(drafters or []), *(f"replay:accept={a:g}" for a in accepts or [])]:
         for control in ("fixed", "goodput"):
             metrics, _ = measure(config.replace(drafter=drafter, draft_control=control), loads, plain)
-            arms.append(arm(f"{Path(drafter).name} {control}", setting | {"drafter": drafter, "draft_control": control}, metrics))
+            arms.append(
+                arm(
+                    f"{Path(drafter).name} {control}", setting | {"drafter": drafter, "draft_control": control}, metrics
+                )
+            )
             save(outcome(), output, commit)
     finish(outcome(), output, commit)

@@ -28,8 +28,18 @@ from kvasir.errors import ConfigError
 from kvasir.models import checkpoint
 
 
-def run(config: EngineConfig, options: dict[str, Any], *, shape: str | None, repeats: int, output: Path | None, on_disk: bool = False,
-        peer: str | None = None, site: str | None = None, commit: str | None = None) -> None:
+def run(
+    config: EngineConfig,
+    options: dict[str, Any],
+    *,
+    shape: str | None,
+    repeats: int,
+    output: Path | None,
+    on_disk: bool = False,
+    peer: str | None = None,
+    site: str | None = None,
+    commit: str | None = None,
+) -> None:
     """``on_disk``: write the shape's random weights as a checkpoint first and load that, instead of filling memory with random numbers."""
     if peer:
         check_peer(peer, site)
@@ -50,7 +60,10 @@ def run(config: EngineConfig, options: dict[str, Any], *, shape: str | None, rep
         for _ in range(repeats):
             for name in ("kvasir", peer) if peer else ("kvasir",):
                 starts.setdefault(name, []).append(start_once(model, own if name == "kvasir" else theirs, name, site))
-    entries = [arm(name, {"flags": own if name == "kvasir" else theirs, "shape": shape}, _metrics(found)) for name, found in starts.items()]
+    entries = [
+        arm(name, {"flags": own if name == "kvasir" else theirs, "shape": shape}, _metrics(found))
+        for name, found in starts.items()
+    ]
     ratios = ratios_of(entries, [("kvasir", peer)] if peer else [])
     finish(result(f"startup-{shape or config.model.model or 'embedded'}", entries, ratios=ratios), output, commit)
 
@@ -59,8 +72,11 @@ def _metrics(starts: list[dict[str, float]]) -> dict[str, Any]:
     metrics: dict[str, Any] = {"cold.first_token_s": starts[0]["first_token_s"], "cold.breakdown": starts[0]}
     if len(starts) > 1:
         best = min(starts[1:], key=lambda s: s["first_token_s"])
-        metrics |= {"warm.first_token_s": best["first_token_s"], "warm.breakdown": best,
-                    "warm.all_s": spread([s["first_token_s"] for s in starts[1:]])}
+        metrics |= {
+            "warm.first_token_s": best["first_token_s"],
+            "warm.breakdown": best,
+            "warm.all_s": spread([s["first_token_s"] for s in starts[1:]]),
+        }
     return metrics
 
 
@@ -73,7 +89,10 @@ def random_checkpoint(shape: str) -> Iterator[str]:
         raise ConfigError("writing a checkpoint needs transformers: pip install transformers") from e
     import torch
 
-    with shape_folder(shape, tokenizer=True) as source, tempfile.TemporaryDirectory(prefix=f"kvasir-{shape}-weights-") as folder:
+    with (
+        shape_folder(shape, tokenizer=True) as source,
+        tempfile.TemporaryDirectory(prefix=f"kvasir-{shape}-weights-") as folder,
+    ):
         config = transformers.AutoConfig.from_pretrained(source)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -97,9 +116,18 @@ def start_once(model: str, flags: list[str], name: str = "kvasir", site: str | N
 def _first_token(server: Server) -> float:
     with urllib.request.urlopen(f"{server.url}/v1/models") as reply:
         model = json.load(reply)["data"][0]["id"]
-    body = {"model": model, "prompt": list(range(300, 316)), "max_tokens": 2, "stream": True, "temperature": 0, "ignore_eos": True,
-            "return_token_ids": True}
-    request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    body = {
+        "model": model,
+        "prompt": list(range(300, 316)),
+        "max_tokens": 2,
+        "stream": True,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=600) as reply:
         for line in reply:
             if line.startswith(b"data: {"):
@@ -111,4 +139,8 @@ def _breakdown(server: Server) -> dict[str, float]:
     """The engine's own laps, and what it read in that of ``fill``, which random weights do not have."""
     laps, read = server.gauges("startup_seconds"), server.gauges("weight_bytes")[""]
     found = {f"engine.{stage}_s": round(seconds, 3) for stage, seconds in laps.items()}
-    return found | ({"engine.weight_bytes": read, "engine.fill_gb_s": round(read / laps["fill"] / 1e9, 3)} if laps.get("fill") else {})
+    return found | (
+        {"engine.weight_bytes": read, "engine.fill_gb_s": round(read / laps["fill"] / 1e9, 3)}
+        if laps.get("fill")
+        else {}
+    )

@@ -44,19 +44,25 @@ class Texts:
             rng, found = random.Random(f"{batch.name} {number}"), []
             for _ in range(batch.batch):
                 passage = [rng.randrange(self._vocab // 64, self._vocab - self._vocab // 64) for _ in range(PASSAGE)]
-                found.append((passage * -(-batch.prompt // PASSAGE))[:batch.prompt])
+                found.append((passage * -(-batch.prompt // PASSAGE))[: batch.prompt])
             return found, []
         from kvasir.lab.task import load_task
 
         tasks = [load_task(spec) for spec in TASKS[kind]]
-        drawn = [tasks[i % len(tasks)].problems("test", 1000 + number * batch.batch + i, 1)[0] for i in range(batch.batch)]
+        drawn = [
+            tasks[i % len(tasks)].problems("test", 1000 + number * batch.batch + i, 1)[0] for i in range(batch.batch)
+        ]
         found = [self._tokenizer.encode(problem.prompt, add_special_tokens=False).ids for problem in drawn]
         if (longest := max(map(len, found))) > batch.prompt:
-            raise ConfigError(f"workload {batch.name}: a problem has {longest} tokens: let prompts be longer than {batch.prompt}")
+            raise ConfigError(
+                f"workload {batch.name}: a problem has {longest} tokens: let prompts be longer than {batch.prompt}"
+            )
         return found, [self._tokenizer.token_to_id("<|im_end|>")]
 
 
-def life(worker: Worker, kind: str, batch: Batch, texts: Texts, count: int, first: int, known: Known) -> dict[str, list[Any]]:
+def life(
+    worker: Worker, kind: str, batch: Batch, texts: Texts, count: int, first: int, known: Known
+) -> dict[str, list[Any]]:
     """Of one life of an engine, a value a round for every metric: the rate, and ``drafts``, what was proposed and accepted."""
     found: dict[str, list[Any]] = {}
     for number in (*range(-WARM_ROUNDS, 0), *range(first, first + count)):
@@ -72,13 +78,20 @@ def life(worker: Worker, kind: str, batch: Batch, texts: Texts, count: int, firs
 
 
 def _drafts(outputs: list[list[int]], expected: list[list[int]], counts: dict[str, int]) -> dict[str, float]:
-    return {"tokens": sum(map(len, outputs)), "repeated_4grams": repeated_grams(outputs),
-            "same_outputs": sum(a == b for a, b in zip(outputs, expected)) / len(outputs)} | {name: counts.get(name, 0) for name in COUNTS}
+    return {
+        "tokens": sum(map(len, outputs)),
+        "repeated_4grams": repeated_grams(outputs),
+        "same_outputs": sum(a == b for a, b in zip(outputs, expected)) / len(outputs),
+    } | {name: counts.get(name, 0) for name in COUNTS}
 
 
 def mean(rounds: list[dict[str, float]]) -> dict[str, float]:
     """Of the figures of all rounds; where there were drafts, with what was accepted of them, and the tokens that a verified one yielded."""
     found = {name: sum(figures[name] for figures in rounds) / len(rounds) for name in rounds[0]}
     drafted, accepted, verified = (found[name] for name in COUNTS)
-    found |= {"acceptance": accepted / max(drafted, 1e-9), "tokens_per_verification": 1 + accepted / verified} if verified else {}
+    found |= (
+        {"acceptance": accepted / max(drafted, 1e-9), "tokens_per_verification": 1 + accepted / verified}
+        if verified
+        else {}
+    )
     return {name: round(value, 4) for name, value in found.items() if verified or name not in COUNTS}

@@ -22,7 +22,10 @@ import numpy as np
 from kvasir.errors import ConfigError
 
 BLOCK = 512  # prompt tokens that one of Mooncake's hash ids stands for
-IDS = (256, 1024)  # prompts are drawn from these token ids, which every vocabulary has and none keeps for special tokens
+IDS = (
+    256,
+    1024,
+)  # prompts are drawn from these token ids, which every vocabulary has and none keeps for special tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,9 @@ def read(path: Path) -> list[Recorded]:
 
 def _azure(text: str) -> list[Recorded]:
     rows = csv.DictReader(io.StringIO(text))
-    return [Recorded(_seconds(row["TIMESTAMP"]), int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in rows]
+    return [
+        Recorded(_seconds(row["TIMESTAMP"]), int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in rows
+    ]
 
 
 def _seconds(timestamp: str) -> float:
@@ -64,11 +69,15 @@ def _seconds(timestamp: str) -> float:
 
 def _mooncake(text: str) -> list[Recorded]:
     rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    return [Recorded(row["timestamp"] / 1000, row["input_length"], row["output_length"], tuple(row["hash_ids"])) for row in rows]
+    return [
+        Recorded(row["timestamp"] / 1000, row["input_length"], row["output_length"], tuple(row["hash_ids"]))
+        for row in rows
+    ]
 
 
 def scaled(trace: list[Recorded], scale: float, clip: int | None) -> list[Recorded]:
     """Lengths times ``scale`` (prompt and answer alike, at least 1), then prompts cut to at most ``clip`` tokens."""
+
     def length(tokens: int) -> int:
         return max(1, round(tokens * scale))
 
@@ -80,7 +89,9 @@ def prompt_ids(request: Recorded, number: int, scale: float = 1.0) -> list[int]:
     if not request.blocks:
         return _draw(number, 0, request.prompt)
     size = max(1, round(BLOCK * scale))
-    ids = [token for block in request.blocks[:-(-request.prompt // size)] for token in _draw(block, 1, size)][:request.prompt]
+    ids = [token for block in request.blocks[: -(-request.prompt // size)] for token in _draw(block, 1, size)][
+        : request.prompt
+    ]
     return ids + _draw(number, 0, request.prompt - len(ids))
 
 
@@ -88,7 +99,9 @@ def _draw(number: int, kind: int, count: int) -> list[int]:
     return np.random.default_rng([kind, number]).integers(*IDS, count).tolist() if count > 0 else []
 
 
-def schedule(trace: list[Recorded], *, arrivals: str, rate: float | None, num_requests: int, seconds: float) -> list[float]:
+def schedule(
+    trace: list[Recorded], *, arrivals: str, rate: float | None, num_requests: int, seconds: float
+) -> list[float]:
     """When each of the first requests is due, in seconds: as many as make ``num_requests``, the last not before ``seconds``.
 
     ``poisson``: ``rate`` requests a second at exponential distances, in the trace's order. ``recorded``: the trace's own

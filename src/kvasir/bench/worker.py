@@ -30,14 +30,20 @@ def check_peer(name: str, site: str | None) -> None:
     if site is not None and not (Path(site) / PEERS[name]).is_dir():
         raise ConfigError(f"--peer-python-path {site} has no package '{PEERS[name]}'")
     if site is None and importlib.util.find_spec(PEERS[name]) is None:
-        raise ConfigError(f"the peer needs its package: pip install {INSTALLED.get(name, name)}, or name a folder that has it with "
-                          "--peer-python-path")
+        raise ConfigError(
+            f"the peer needs its package: pip install {INSTALLED.get(name, name)}, or name a folder that has it with "
+            "--peer-python-path"
+        )
 
 
 def environment(site: str | None = None) -> dict[str, str]:
     """Of a child: the peer's packages first, then ours, then what this process was given."""
     paths = [site, str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
-    return os.environ | (ALONE if site else {}) | {"PYTHONPATH": os.pathsep.join(p for p in paths if p), "PYTHONUNBUFFERED": "1"}
+    return (
+        os.environ
+        | (ALONE if site else {})
+        | {"PYTHONPATH": os.pathsep.join(p for p in paths if p), "PYTHONUNBUFFERED": "1"}
+    )
 
 
 class Worker:
@@ -48,8 +54,14 @@ class Worker:
         self.name = name
         self.counts: dict[str, int] = {}
         self._sent: list[list[int]] | None = None
-        self._process = subprocess.Popen([sys.executable, "-m", f"kvasir.bench.peers.{name}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         text=True, env=environment(site), start_new_session=True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", f"kvasir.bench.peers.{name}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(site),
+            start_new_session=True,
+        )
         try:
             self.facts = self._ask(op="start", model=model, options=options)
         except BaseException:
@@ -59,7 +71,9 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def seconds(self, prompts: list[list[int]], num_tokens: int) -> float:
@@ -87,7 +101,9 @@ class Worker:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise ConfigError(f"the process of {self.name} ended with code {self._process.wait()}; its last words are above")
+            raise ConfigError(
+                f"the process of {self.name} ended with code {self._process.wait()}; its last words are above"
+            )
         answer = json.loads(line)
         if "error" in answer:
             raise ConfigError(f"{self.name}: {answer['error']}")

@@ -14,20 +14,71 @@ from typing import Any
 from kvasir.errors import ConfigError, nearest
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-8b": dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-                     num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=128256, max_position_embeddings=131072,
-                     rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False, hidden_act="silu", torch_dtype="bfloat16",
-                     bos_token_id=1, eos_token_id=2),
-    "qwen3-0.6b": dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
-                       num_attention_heads=16, num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960,
-                       rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=True, hidden_act="silu", torch_dtype="bfloat16",
-                       bos_token_id=1, eos_token_id=2, attention_bias=False),
-    "qwen3-30b-a3b": dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144,
-                          num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=151936,
-                          num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1,
-                          mlp_only_layers=[], max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0,
-                          tie_word_embeddings=False, hidden_act="silu", torch_dtype="bfloat16", bos_token_id=1, eos_token_id=2,
-                          attention_bias=False),
+    "llama-8b": dict(
+        architectures=["LlamaForCausalLM"],
+        model_type="llama",
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        tie_word_embeddings=False,
+        hidden_act="silu",
+        torch_dtype="bfloat16",
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+    "qwen3-0.6b": dict(
+        architectures=["Qwen3ForCausalLM"],
+        model_type="qwen3",
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        rope_theta=1000000.0,
+        tie_word_embeddings=True,
+        hidden_act="silu",
+        torch_dtype="bfloat16",
+        bos_token_id=1,
+        eos_token_id=2,
+        attention_bias=False,
+    ),
+    "qwen3-30b-a3b": dict(
+        architectures=["Qwen3MoeForCausalLM"],
+        model_type="qwen3_moe",
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=151936,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        rope_theta=1000000.0,
+        tie_word_embeddings=False,
+        hidden_act="silu",
+        torch_dtype="bfloat16",
+        bos_token_id=1,
+        eos_token_id=2,
+        attention_bias=False,
+    ),
 }
 
 
@@ -42,10 +93,20 @@ def shape_folder(name: str, *, tokenizer: bool = False) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix=f"kvasir-{name}-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[name]))
         if tokenizer:
-            words = {"model": {"type": "WordLevel", "vocab": {f"t{i}": i for i in range(SHAPES[name]["vocab_size"])}, "unk_token": "t0"},
-                     "pre_tokenizer": {"type": "WhitespaceSplit"}, "added_tokens": [], "version": "1.0"}
+            words = {
+                "model": {
+                    "type": "WordLevel",
+                    "vocab": {f"t{i}": i for i in range(SHAPES[name]["vocab_size"])},
+                    "unk_token": "t0",
+                },
+                "pre_tokenizer": {"type": "WhitespaceSplit"},
+                "added_tokens": [],
+                "version": "1.0",
+            }
             (Path(folder) / "tokenizer.json").write_text(json.dumps(words))
-            (Path(folder) / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0"}))
+            (Path(folder) / "tokenizer_config.json").write_text(
+                json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0"})
+            )
         yield folder
 
 
@@ -64,7 +125,9 @@ class Batch:
             name, *numbers = text.split(":")
             batch, prompt, output = map(int, numbers)
         except ValueError as e:
-            raise ConfigError(f"workload {text!r}: expected NAME:BATCH:PROMPT_TOKENS:OUTPUT_TOKENS, e.g. decode8:8:1024:128") from e
+            raise ConfigError(
+                f"workload {text!r}: expected NAME:BATCH:PROMPT_TOKENS:OUTPUT_TOKENS, e.g. decode8:8:1024:128"
+            ) from e
         if min(batch, prompt) < 1 or output < 2:
             raise ConfigError(f"workload {text!r}: at least one prompt of one token, and two output tokens")
         return cls(name, batch, prompt, output)
@@ -76,4 +139,7 @@ class Batch:
         return [[rng.randrange(low, high) for _ in range(self.prompt)] for rng in rows]
 
     def prompts(self, vocab_size: int, rng: random.Random) -> list[list[int]]:
-        return [[rng.randrange(vocab_size // 64, vocab_size - vocab_size // 64) for _ in range(self.prompt)] for _ in range(self.batch)]
+        return [
+            [rng.randrange(vocab_size // 64, vocab_size - vocab_size // 64) for _ in range(self.prompt)]
+            for _ in range(self.batch)
+        ]

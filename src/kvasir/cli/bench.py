@@ -14,16 +14,30 @@ from kvasir.cli.options import Command, build_settings, check_output, with_setti
 from kvasir.config import EngineConfig, read_toml
 from kvasir.errors import ConfigError
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
-                  help="Measure: cases with a peer, offline batches, servers under load, request traces, start-up, one step; report.")
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Measure: cases with a peer, offline batches, servers under load, request traces, start-up, one step; report.",
+)
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", show_default=False, help="Checkpoint folder or hub id; empty: the model in the package.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", show_default=False, help="Checkpoint folder or hub id; empty: the model in the package."
+    ),
+]
 Shape = Annotated[str | None, typer.Option(help="A known shape with random weights, e.g. llama-8b.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Runs that count.")]
 JSONFile = Annotated[Path | None, typer.Option("--json", help="Write the result here as well as to stdout.")]
-Commit = Annotated[str | None, typer.Option(envvar="KVASIR_COMMIT", help="The commit that is measured, where there is no repository to ask.")]
+Commit = Annotated[
+    str | None,
+    typer.Option(envvar="KVASIR_COMMIT", help="The commit that is measured, where there is no repository to ask."),
+]
 Peer = Annotated[str | None, typer.Option(help="Also run this engine, before and after ours: vllm or transformers.")]
-Site = Annotated[str | None, typer.Option("--peer-python-path", help="Folder with the peer's packages, if they are not installed here.")]
+Site = Annotated[
+    str | None,
+    typer.Option("--peer-python-path", help="Folder with the peer's packages, if they are not installed here."),
+]
 ApiKey = Annotated[str | None, typer.Option(envvar="KVASIR_API_KEY", help="The server's key.")]
 Workloads = Annotated[list[str] | None, typer.Option("--workload", "-w", help="NAME:BATCH:PROMPT:OUTPUT, repeatable.")]
 
@@ -40,20 +54,32 @@ def _given(model: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     from kvasir.bench.offline import described
 
     config = build_settings({"model": model, **options}, EngineConfig)
-    named = {k for k, v in options.items() if v is not None} | set(read_toml(options["config"]) if options.get("config") else ())
-    settings = described(config, None) | {k: v for section in asdict(config).values() for k, v in section.items() if k in named}
+    named = {k for k, v in options.items() if v is not None} | set(
+        read_toml(options["config"]) if options.get("config") else ()
+    )
+    settings = described(config, None) | {
+        k: v for section in asdict(config).values() for k, v in section.items() if k in named
+    }
     settings.pop("model", None)
     return config.model.model, settings
 
 
 @app.command("run", cls=Command)
-def run_case(case: Annotated[Path, typer.Argument(metavar="CASE", help="A case file, e.g. bench/cases/llama-8b.toml.")],
-             peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Run the case's peer, too.")] = True, site: Site = None,
-             repeats: Annotated[int | None, typer.Option(min=1, help="Rounds of ours that count; default: the case's.")] = None,
-             only: Annotated[list[str] | None, typer.Option("--only", "-w", help="A workload of the case, repeatable; default: all.")] = None,
-             data: Annotated[Path, typer.Option(help="Folder that the case's traces are in.")] = Path("."),
-             capacity: Annotated[float | None, typer.Option(min=0, help="Requests a second the peer completed in an earlier run.")] = None,
-             commit: Commit = None, output: JSONFile = None) -> None:
+def run_case(
+    case: Annotated[Path, typer.Argument(metavar="CASE", help="A case file, e.g. bench/cases/llama-8b.toml.")],
+    peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Run the case's peer, too.")] = True,
+    site: Site = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Rounds of ours that count; default: the case's.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", "-w", help="A workload of the case, repeatable; default: all.")
+    ] = None,
+    data: Annotated[Path, typer.Option(help="Folder that the case's traces are in.")] = Path("."),
+    capacity: Annotated[
+        float | None, typer.Option(min=0, help="Requests a second the peer completed in an earlier run.")
+    ] = None,
+    commit: Commit = None,
+    output: JSONFile = None,
+) -> None:
     """A case: our arms, taking turns, between two runs of a peer; targets met or missed."""
     from kvasir.bench import case as cases
     from kvasir.bench import compare, replay
@@ -61,60 +87,122 @@ def run_case(case: Annotated[Path, typer.Argument(metavar="CASE", help="A case f
     check_output(output, make=True)
     found = cases.read(case)
     if found.traces:
-        replay.run_case(found, peer=peer, site=site, repeats=repeats, only=only, output=output, commit=commit, data=data, capacity=capacity)
+        replay.run_case(
+            found,
+            peer=peer,
+            site=site,
+            repeats=repeats,
+            only=only,
+            output=output,
+            commit=commit,
+            data=data,
+            capacity=capacity,
+        )
     else:
         compare.run_case(found, peer=peer, site=site, repeats=repeats, only=only, output=output, commit=commit)
 
 
 @app.command("offline", cls=Command)
 @with_settings(EngineConfig, skip=("model",))
-def offline(model: Model = "", shape: Shape = None, workload: Workloads = None,
-            peer: Annotated[str | None, typer.Option(help="Also run this engine, e.g. transformers.")] = None,
-            repeats: Repeats = 3, commit: Commit = None, output: JSONFile = None, **options: Any) -> None:
+def offline(
+    model: Model = "",
+    shape: Shape = None,
+    workload: Workloads = None,
+    peer: Annotated[str | None, typer.Option(help="Also run this engine, e.g. transformers.")] = None,
+    repeats: Repeats = 3,
+    commit: Commit = None,
+    output: JSONFile = None,
+    **options: Any,
+) -> None:
     """Batches through the Python API: tokens per second, against a peer in the same run."""
     from kvasir.bench import offline as command
 
     check_output(output, make=True)
-    command.run(build_settings({"model": model, **options}, EngineConfig), shape=shape, workloads=workload, peer=peer, repeats=repeats,
-                output=output, commit=commit)
+    command.run(
+        build_settings({"model": model, **options}, EngineConfig),
+        shape=shape,
+        workloads=workload,
+        peer=peer,
+        repeats=repeats,
+        output=output,
+        commit=commit,
+    )
 
 
 @app.command("serve", cls=Command)
-def serve(url: Annotated[str, typer.Option(help="A running server, with its /v1 or without.")] = "http://127.0.0.1:8000",
-          rate: Annotated[float, typer.Option(min=0, help="Requests a second, Poisson arrivals; 0: all at once.")] = 4.0,
-          num_requests: Annotated[int, typer.Option("--num-requests", "-n", min=1, help="Requests to send.")] = 100,
-          prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
-          output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64,
-          api_key: ApiKey = None, commit: Commit = None, output: JSONFile = None) -> None:
+def serve(
+    url: Annotated[str, typer.Option(help="A running server, with its /v1 or without.")] = "http://127.0.0.1:8000",
+    rate: Annotated[float, typer.Option(min=0, help="Requests a second, Poisson arrivals; 0: all at once.")] = 4.0,
+    num_requests: Annotated[int, typer.Option("--num-requests", "-n", min=1, help="Requests to send.")] = 100,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64,
+    api_key: ApiKey = None,
+    commit: Commit = None,
+    output: JSONFile = None,
+) -> None:
     """A running server under open-loop load: TTFT, ITL, throughput."""
     from kvasir.bench import online
 
     check_output(output, make=True)
-    online.run(url, rate=rate, num_requests=num_requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens, api_key=api_key,
-               output=output, commit=commit)
+    online.run(
+        url,
+        rate=rate,
+        num_requests=num_requests,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        api_key=api_key,
+        output=output,
+        commit=commit,
+    )
 
 
 @app.command("trace", cls=Command)
 @with_settings(EngineConfig, skip=("model",))
-def trace(file: Annotated[Path, typer.Argument(metavar="FILE", help="Azure's csv or Mooncake's JSON lines (.gz).")], model: Model = "",
-          shape: Shape = None,
-          url: Annotated[str | None, typer.Option(help="A running server to send to, with its /v1 or without, instead of starting one.")] = None,
-          rate: Annotated[float | None, typer.Option(min=0.001, help="Requests a second; default with recorded arrivals: as recorded.")] = None,
-          share: Annotated[float | None, typer.Option(min=0.01, help="Rate as a share of the peer's capacity, which is measured first.")] = None,
-          capacity: Annotated[float | None, typer.Option(min=0, help="Requests a second the peer completed in an earlier run.")] = None,
-          arrivals: Annotated[str, typer.Option(help="poisson or recorded.")] = "poisson",
-          num_requests: Annotated[int, typer.Option("--num-requests", "-n", min=1, help="At least this many requests a window.")] = 1000,
-          seconds: Annotated[float, typer.Option(min=0, help="At least this long a window.")] = 60.0,
-          clip: Annotated[int | None, typer.Option(min=1, help="Cut prompts to this many tokens.")] = None,
-          scale: Annotated[float, typer.Option(min=0, help="Multiply all lengths, for models with a short context.")] = 1.0,
-          peer: Peer = None, site: Site = None, repeats: Repeats = 1, api_key: ApiKey = None, commit: Commit = None, output: JSONFile = None,
-          **options: Any) -> None:
+def trace(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Azure's csv or Mooncake's JSON lines (.gz).")],
+    model: Model = "",
+    shape: Shape = None,
+    url: Annotated[
+        str | None, typer.Option(help="A running server to send to, with its /v1 or without, instead of starting one.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Requests a second; default with recorded arrivals: as recorded.")
+    ] = None,
+    share: Annotated[
+        float | None, typer.Option(min=0.01, help="Rate as a share of the peer's capacity, which is measured first.")
+    ] = None,
+    capacity: Annotated[
+        float | None, typer.Option(min=0, help="Requests a second the peer completed in an earlier run.")
+    ] = None,
+    arrivals: Annotated[str, typer.Option(help="poisson or recorded.")] = "poisson",
+    num_requests: Annotated[
+        int, typer.Option("--num-requests", "-n", min=1, help="At least this many requests a window.")
+    ] = 1000,
+    seconds: Annotated[float, typer.Option(min=0, help="At least this long a window.")] = 60.0,
+    clip: Annotated[int | None, typer.Option(min=1, help="Cut prompts to this many tokens.")] = None,
+    scale: Annotated[float, typer.Option(min=0, help="Multiply all lengths, for models with a short context.")] = 1.0,
+    peer: Peer = None,
+    site: Site = None,
+    repeats: Repeats = 1,
+    api_key: ApiKey = None,
+    commit: Commit = None,
+    output: JSONFile = None,
+    **options: Any,
+) -> None:
     """A recorded request stream at a server, open loop: TTFT, ITL, throughput, cached tokens; a peer before and after."""
     from kvasir.bench import replay
 
     check_output(output, make=True)
-    table = {"file": str(file.name), "rate": rate, "share": share, "arrivals": arrivals, "num_requests": num_requests, "seconds": seconds,
-             "clip": clip, "scale": scale}
+    table = {
+        "file": str(file.name),
+        "rate": rate,
+        "share": share,
+        "arrivals": arrivals,
+        "num_requests": num_requests,
+        "seconds": seconds,
+        "clip": clip,
+        "scale": scale,
+    }
     load = replay.Load.of(file.name.split(".")[0], table)
     model, settings = _given(model, options)
     if url:
@@ -123,28 +211,64 @@ def trace(file: Annotated[Path, typer.Argument(metavar="FILE", help="Azure's csv
             raise ConfigError(f"{told[0]} is of a server that is started here, and --url names one that runs")
         replay.run_url(load, url, data=file.parent, repeats=repeats, api_key=api_key, output=output, commit=commit)
         return
-    replay.run_load(load, settings, model=model, shape=shape, peer=peer, site=site, data=file.parent, repeats=repeats, capacity=capacity,
-                    output=output, commit=commit)
+    replay.run_load(
+        load,
+        settings,
+        model=model,
+        shape=shape,
+        peer=peer,
+        site=site,
+        data=file.parent,
+        repeats=repeats,
+        capacity=capacity,
+        output=output,
+        commit=commit,
+    )
 
 
 @app.command("startup", cls=Command)
 @with_settings(EngineConfig, skip=("model",))
-def startup(model: Model = "", shape: Shape = None,
-            on_disk: Annotated[bool, typer.Option("--on-disk", help="Write the shape's random weights to disk first and load those.")] = False,
-            peer: Annotated[str | None, typer.Option(help="Also start this server, taking turns: vllm.")] = None, site: Site = None,
-            repeats: Repeats = 3, commit: Commit = None, output: JSONFile = None, **options: Any) -> None:
+def startup(
+    model: Model = "",
+    shape: Shape = None,
+    on_disk: Annotated[
+        bool, typer.Option("--on-disk", help="Write the shape's random weights to disk first and load those.")
+    ] = False,
+    peer: Annotated[str | None, typer.Option(help="Also start this server, taking turns: vllm.")] = None,
+    site: Site = None,
+    repeats: Repeats = 3,
+    commit: Commit = None,
+    output: JSONFile = None,
+    **options: Any,
+) -> None:
     """From exec of the server to the first token, with a breakdown. The first start is the coldest."""
     from kvasir.bench import startup as command
 
     check_output(output, make=True)
-    command.run(build_settings({"model": model, **options}, EngineConfig), _given(model, options)[1], shape=shape, repeats=repeats,
-                output=output, on_disk=on_disk, peer=peer, site=site, commit=commit)
+    command.run(
+        build_settings({"model": model, **options}, EngineConfig),
+        _given(model, options)[1],
+        shape=shape,
+        repeats=repeats,
+        output=output,
+        on_disk=on_disk,
+        peer=peer,
+        site=site,
+        commit=commit,
+    )
 
 
 @app.command("ladder", cls=Command)
 @with_settings(EngineConfig, skip=("model",))
-def ladder(model: Model = "", shape: Shape = None, workload: Workloads = None, repeats: Repeats = 5, commit: Commit = None,
-           output: JSONFile = None, **options: Any) -> None:
+def ladder(
+    model: Model = "",
+    shape: Shape = None,
+    workload: Workloads = None,
+    repeats: Repeats = 5,
+    commit: Commit = None,
+    output: JSONFile = None,
+    **options: Any,
+) -> None:
     """What each optimisation adds: from everything off to everything on, one switch at a time."""
     from kvasir.bench import ladder as command
 
@@ -155,69 +279,136 @@ def ladder(model: Model = "", shape: Shape = None, workload: Workloads = None, r
 
 @app.command("profile", cls=Command)
 @with_settings(EngineConfig, skip=("model",))
-def profile(model: Model = "", shape: Shape = None, batch: Annotated[int, typer.Option(min=1, help="Sequences that decode.")] = 64,
-            prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 1024,
-            mixed: Annotated[int, typer.Option(min=0, help="Tokens of a new prompt that each step computes beside the decodes.")] = 0,
-            repeats: Repeats = 5, commit: Commit = None, output: JSONFile = None, **options: Any) -> None:
+def profile(
+    model: Model = "",
+    shape: Shape = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that decode.")] = 64,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 1024,
+    mixed: Annotated[
+        int, typer.Option(min=0, help="Tokens of a new prompt that each step computes beside the decodes.")
+    ] = 0,
+    repeats: Repeats = 5,
+    commit: Commit = None,
+    output: JSONFile = None,
+    **options: Any,
+) -> None:
     """One decode step: kernels by time, and the share of it in which the GPU is idle."""
     from kvasir.bench import profile as command
 
     check_output(output, make=True)
-    command.run(build_settings({"model": model, **options}, EngineConfig), shape=shape, batch=batch, prompt=prompt, repeats=repeats,
-                output=output, commit=commit, mixed=mixed)
+    command.run(
+        build_settings({"model": model, **options}, EngineConfig),
+        shape=shape,
+        batch=batch,
+        prompt=prompt,
+        repeats=repeats,
+        output=output,
+        commit=commit,
+        mixed=mixed,
+    )
 
 
 @app.command("speculation", cls=Command)
 @with_settings(EngineConfig, skip=("model", "drafter", "draft_control"))
-def speculation(model: Model = "", shape: Shape = None,
-                drafter: Annotated[list[str] | None, typer.Option("--drafter", help="Repeatable; default: ngram, suffix.")] = None,
-                task: Annotated[list[str] | None, typer.Option("--task", help="Of the lab, repeatable; default: four.")] = None,
-                accept: Annotated[list[float] | None, typer.Option(min=0, max=1, help="Set acceptance of replayed outputs; repeatable.")] = None,
-                batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once, default 4; of a shape, repeatable.")] = None,
-                count: Annotated[int, typer.Option(min=1, help="Problems of each task.")] = 8,
-                prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt of a shape.")] = 512,
-                output_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of each output.")] = 128,
-                temperature: Annotated[float, typer.Option(min=0, help="Of the lab's tasks; 0: greedy.")] = 0.0,
-                host: Annotated[bool, typer.Option("--host", help="Measure drafters alone: time a step and memory on the host.")] = False,
-                tokens: Annotated[int, typer.Option(min=1, help="With --host: tokens that they read.")] = 1_000_000,
-                seconds: Annotated[float, typer.Option(min=1, help="Of a shape: fixed depths are left out after so many seconds.")] = 300.0,
-                repeats: Repeats = 3, commit: Commit = None, output: JSONFile = None, **options: Any) -> None:
+def speculation(
+    model: Model = "",
+    shape: Shape = None,
+    drafter: Annotated[list[str] | None, typer.Option("--drafter", help="Repeatable; default: ngram, suffix.")] = None,
+    task: Annotated[list[str] | None, typer.Option("--task", help="Of the lab, repeatable; default: four.")] = None,
+    accept: Annotated[
+        list[float] | None, typer.Option(min=0, max=1, help="Set acceptance of replayed outputs; repeatable.")
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Sequences at once, default 4; of a shape, repeatable.")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="Problems of each task.")] = 8,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt of a shape.")] = 512,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of each output.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="Of the lab's tasks; 0: greedy.")] = 0.0,
+    host: Annotated[
+        bool, typer.Option("--host", help="Measure drafters alone: time a step and memory on the host.")
+    ] = False,
+    tokens: Annotated[int, typer.Option(min=1, help="With --host: tokens that they read.")] = 1_000_000,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="Of a shape: fixed depths are left out after so many seconds.")
+    ] = 300.0,
+    repeats: Repeats = 3,
+    commit: Commit = None,
+    output: JSONFile = None,
+    **options: Any,
+) -> None:
     """Drafts: forwards, acceptance by depth and tokens per second, against the plain engine on the same prompts."""
     from kvasir.bench import drafting_host
     from kvasir.bench import speculation as command
 
     check_output(output, make=True)
     if host:
-        drafting_host.run(model, drafters=drafter, tasks=task, batches=batch or [256], num_tokens=tokens, output=output, commit=commit)
+        drafting_host.run(
+            model, drafters=drafter, tasks=task, batches=batch or [256], num_tokens=tokens, output=output, commit=commit
+        )
         return
-    command.run(build_settings({"model": model, **options}, EngineConfig), shape=shape, drafters=drafter, tasks=task, accepts=accept,
-                batch=batch or [4], count=count, prompt=prompt, output_tokens=output_tokens, temperature=temperature, repeats=repeats,
-                seconds=seconds, output=output, commit=commit)
+    command.run(
+        build_settings({"model": model, **options}, EngineConfig),
+        shape=shape,
+        drafters=drafter,
+        tasks=task,
+        accepts=accept,
+        batch=batch or [4],
+        count=count,
+        prompt=prompt,
+        output_tokens=output_tokens,
+        temperature=temperature,
+        repeats=repeats,
+        seconds=seconds,
+        output=output,
+        commit=commit,
+    )
 
 
 @app.command("rollouts", cls=Command)
 @with_settings(EngineConfig, skip=("model", "drafter", "draft_control", "max_draft_tokens"))
-def rollouts(model: Annotated[str, typer.Option(help="Checkpoint folder or name.")] = "base",
-             problems: Annotated[int, typer.Option(min=1, help="Problems, the same every round.")] = 64,
-             samples: Annotated[int, typer.Option(min=1, help="Samples of each, at temperature 1.")] = 16,
-             rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 5,
-             task: Annotated[list[str] | None, typer.Option("--task", help="Of the lab, repeatable; default: four.")] = None,
-             output_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of each sample.")] = 512,
-             checkpoint: Annotated[list[str] | None, typer.Option("--checkpoint", help="Weights of a round, repeatable; default: frozen.")] = None,
-             noise: Annotated[float, typer.Option(min=0, help="Stand-in for training: noise on every matrix, as a share of its spread.")] = 0.0,
-             arm: Annotated[list[str] | None, typer.Option("--arm", help="Beside plain, repeatable; default: all.")] = None,
-             commit: Commit = None, output: JSONFile = None, **options: Any) -> None:
+def rollouts(
+    model: Annotated[str, typer.Option(help="Checkpoint folder or name.")] = "base",
+    problems: Annotated[int, typer.Option(min=1, help="Problems, the same every round.")] = 64,
+    samples: Annotated[int, typer.Option(min=1, help="Samples of each, at temperature 1.")] = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 5,
+    task: Annotated[list[str] | None, typer.Option("--task", help="Of the lab, repeatable; default: four.")] = None,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of each sample.")] = 512,
+    checkpoint: Annotated[
+        list[str] | None, typer.Option("--checkpoint", help="Weights of a round, repeatable; default: frozen.")
+    ] = None,
+    noise: Annotated[
+        float, typer.Option(min=0, help="Stand-in for training: noise on every matrix, as a share of its spread.")
+    ] = 0.0,
+    arm: Annotated[list[str] | None, typer.Option("--arm", help="Beside plain, repeatable; default: all.")] = None,
+    commit: Commit = None,
+    output: JSONFile = None,
+    **options: Any,
+) -> None:
     """Rollouts of reinforcement learning over rounds: forwards and makespan, with drafts and without."""
     from kvasir.bench import rollouts as command
 
     check_output(output, make=True)
-    command.run(build_settings({"model": model, **options}, EngineConfig), problems=problems, samples=samples, rounds=rounds, tasks=task,
-                max_tokens=output_tokens, checkpoints=checkpoint or [], noise=noise, only=arm, output=output, commit=commit)
+    command.run(
+        build_settings({"model": model, **options}, EngineConfig),
+        problems=problems,
+        samples=samples,
+        rounds=rounds,
+        tasks=task,
+        max_tokens=output_tokens,
+        checkpoints=checkpoint or [],
+        noise=noise,
+        only=arm,
+        output=output,
+        commit=commit,
+    )
 
 
 @app.command("merge", cls=Command)
-def merge(files: Annotated[list[Path], typer.Argument(metavar="RESULT...", help="Results of one case.")], output: Annotated[
-          Path, typer.Option("--output", "-o", help="The merged result.")]) -> None:
+def merge(
+    files: Annotated[list[Path], typer.Argument(metavar="RESULT...", help="Results of one case.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The merged result.")],
+) -> None:
     """Several runs of one case as one result."""
     from kvasir.bench import merge as command
     from kvasir.bench.result import as_json
@@ -227,8 +418,10 @@ def merge(files: Annotated[list[Path], typer.Argument(metavar="RESULT...", help=
 
 
 @app.command("report", cls=Command)
-def report(files: Annotated[list[Path], typer.Argument(metavar="RESULT...", help="Results, as --json wrote them.")],
-           output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html")) -> None:
+def report(
+    files: Annotated[list[Path], typer.Argument(metavar="RESULT...", help="Results, as --json wrote them.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
+) -> None:
     """Results as one HTML page with tables and plots."""
     from kvasir.bench import report as command
 
@@ -239,8 +432,14 @@ def report(files: Annotated[list[Path], typer.Argument(metavar="RESULT...", help
 
 
 @app.command("plot", cls=Command)
-def plot(files: Annotated[list[Path], typer.Argument(metavar="RESULT...", help="Results, as --json or tools/kv_quality.py wrote them.")],
-         output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the PNG files.")] = Path("docs/methods/img")) -> None:
+def plot(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="RESULT...", help="Results, as --json or tools/kv_quality.py wrote them.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the PNG files.")] = Path(
+        "docs/methods/img"
+    ),
+) -> None:
     """The curves that results hold: decode rates over the context, answers over the size of outliers."""
     from kvasir.bench import plots
 

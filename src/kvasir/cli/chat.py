@@ -18,7 +18,9 @@ SECONDS = 600.0  # of silence before a server counts as gone
 Answer = Callable[[list[dict[str, str]]], Iterator[str]]
 
 
-def run(config: EngineConfig, *, system: str | None, url: str | None, api_key: str | None, sampling: dict[str, Any]) -> None:
+def run(
+    config: EngineConfig, *, system: str | None, url: str | None, api_key: str | None, sampling: dict[str, Any]
+) -> None:
     from rich.console import Console
 
     console = Console()
@@ -121,4 +123,6 @@ def _open(url: str, headers: dict[str, str], body: dict[str, Any] | None = None)
             text = text[:500]
         raise RequestError(f"the server answered {e.code}: {text}") from e
     except (OSError, ValueError, http.client.HTTPException) as e:  # no such host, no server there, no URL at all
-        raise ConfigError(f"no server answers at {url}: {getattr(e, 'reason', e)}. Start one with `kvasir serve`.") from e
+        raise ConfigError(
+            f"no server answers at {url}: {getattr(e, 'reason', e)}. Start one with `kvasir serve`."
+        ) from e

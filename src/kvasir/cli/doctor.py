@@ -11,8 +11,11 @@ import platform
 import shutil
 from typing import Any
 
-OPTIONAL = {"triton": "GPU kernels; without it attention falls back to plain torch", "matplotlib": "plots of benchmark reports",
-            "transformers": "a peer for `kvasir bench offline --peer transformers`"}
+OPTIONAL = {
+    "triton": "GPU kernels; without it attention falls back to plain torch",
+    "matplotlib": "plots of benchmark reports",
+    "transformers": "a peer for `kvasir bench offline --peer transformers`",
+}
 
 
 def examine() -> dict[str, Any]:
@@ -30,32 +33,62 @@ def examine() -> dict[str, Any]:
     from kvasir.technique import load, names, of_all
 
     facts: dict[str, Any] = {
-        "kvasir": __version__, "python": platform.python_version(), "torch": torch.__version__, "system": platform.platform(),
-        "cpu": {"cores": os.cpu_count(), "torch_threads": torch.get_num_threads(), "isa": torch.backends.cpu.get_cpu_capability()},
-        "disk_free_gib": round(shutil.disk_usage(".").free / 2**30, 1), "gpus": [], "packages": {}, "attention": {},
+        "kvasir": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": platform.platform(),
+        "cpu": {
+            "cores": os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+            "isa": torch.backends.cpu.get_cpu_capability(),
+        },
+        "disk_free_gib": round(shutil.disk_usage(".").free / 2**30, 1),
+        "gpus": [],
+        "packages": {},
+        "attention": {},
         "native_kernels": {"ready": native().library is not None, "reason": native().reason},
-        "codecs": names(CODECS), "scheduling_policies": names(POLICIES), "drafters": names(DRAFTERS), "strategies": names(STRATEGIES), "advice": []}
+        "codecs": names(CODECS),
+        "scheduling_policies": names(POLICIES),
+        "drafters": names(DRAFTERS),
+        "strategies": names(STRATEGIES),
+        "advice": [],
+    }
     for package, why in OPTIONAL.items():
         found = importlib.util.find_spec(package) is not None
         facts["packages"][package] = importlib.metadata.version(package) if found else f"not installed: {why}"
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)
         major, minor = torch.cuda.get_device_capability(i)
-        facts["gpus"].append({"name": torch.cuda.get_device_name(i), "capability": f"{major}.{minor}", "free_gib": round(free / 2**30, 1),
-                              "total_gib": round(total / 2**30, 1)})
+        facts["gpus"].append(
+            {
+                "name": torch.cuda.get_device_name(i),
+                "capability": f"{major}.{minor}",
+                "free_gib": round(free / 2**30, 1),
+                "total_gib": round(total / 2**30, 1),
+            }
+        )
     device = "cuda" if facts["gpus"] else "cpu"
-    site = Site(device=device, dtype=torch.bfloat16 if facts["gpus"] else torch.float32, codec_kernel="plain", page_slots=Codec.page_slots,
-                specs=(AttentionSpec(32, 8, 128, 128**-0.5),))
+    site = Site(
+        device=device,
+        dtype=torch.bfloat16 if facts["gpus"] else torch.float32,
+        codec_kernel="plain",
+        page_slots=Codec.page_slots,
+        specs=(AttentionSpec(32, 8, 128, 128**-0.5),),
+    )
     ranked = sorted(of_all(BACKENDS, lambda name: load(BACKENDS, name, AttentionBackend)), key=lambda b: -b.rank)
     facts["attention"] = {backend.name: backend.why_not(site) for backend in ranked}
-    facts["attention_exact"] = {backend.name: backend.why_not(dataclasses.replace(site, exact=True)) for backend in ranked}
+    facts["attention_exact"] = {
+        backend.name: backend.why_not(dataclasses.replace(site, exact=True)) for backend in ranked
+    }
     facts["attention_only_named"] = {backend.name: backend.why_only_named() for backend in ranked}
     choice = choose_backend("auto", site, load(CODECS, "plain", Codec))
     facts["attention_chosen"] = choice.backend.name
     facts["attention_why"] = choice.why + (", with 32 query and 8 KV heads of 128" if choice.timed else "")
     if not facts["gpus"]:
-        facts["advice"].append("torch sees no GPU: everything runs on the CPU, in float32" +
-                               ("" if torch.version.cuda else "; this torch is a CPU build, so a GPU would not be seen"))
+        facts["advice"].append(
+            "torch sees no GPU: everything runs on the CPU, in float32"
+            + ("" if torch.version.cuda else "; this torch is a CPU build, so a GPU would not be seen")
+        )
     return facts
 
 
@@ -65,8 +98,11 @@ def _attention(facts: dict[str, Any], name: str) -> str:
         return f"no: {'; '.join(reasons)}"
     chosen = f" (chosen), {facts['attention_why']}; of several, a start times each with its model's shapes"
     only = facts["attention_only_named"][name]
-    return ("ready" + (chosen if name == facts["attention_chosen"] else f", only when named: {only}" if only else "") +
-            ("; not for batch_invariant" if facts["attention_exact"][name] else ""))
+    return (
+        "ready"
+        + (chosen if name == facts["attention_chosen"] else f", only when named: {only}" if only else "")
+        + ("; not for batch_invariant" if facts["attention_exact"][name] else "")
+    )
 
 
 def run(as_json: bool) -> None:
@@ -80,11 +116,18 @@ def run(as_json: bool) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     for name in ("kvasir", "python", "torch", "system"):
         table.add_row(name, str(facts[name]))
-    table.add_row("cpu", f"{facts['cpu']['cores']} cores, {facts['cpu']['torch_threads']} threads, {facts['cpu']['isa']}")
+    table.add_row(
+        "cpu", f"{facts['cpu']['cores']} cores, {facts['cpu']['torch_threads']} threads, {facts['cpu']['isa']}"
+    )
     ready, reason = facts["native_kernels"].values()
-    table.add_row("cpu kernels", f"ready: {reason}" if ready else f"no: {reason}; small steps run in plain torch, up to three times slower")
+    table.add_row(
+        "cpu kernels",
+        f"ready: {reason}" if ready else f"no: {reason}; small steps run in plain torch, up to three times slower",
+    )
     for gpu in facts["gpus"]:
-        table.add_row("gpu", f"{gpu['name']}, {gpu['free_gib']} of {gpu['total_gib']} GiB free, capability {gpu['capability']}")
+        table.add_row(
+            "gpu", f"{gpu['name']}, {gpu['free_gib']} of {gpu['total_gib']} GiB free, capability {gpu['capability']}"
+        )
     if not facts["gpus"]:
         table.add_row("gpu", "none")
     for package, state in facts["packages"].items():

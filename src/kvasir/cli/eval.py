@@ -47,13 +47,17 @@ def second_config(first: EngineConfig, switches: str) -> EngineConfig:
     try:
         options = typer.main.get_command(app)(shlex.split(switches), prog_name="--against", standalone_mode=False)
     except (ClickException, ValueError) as e:  # ValueError: a quote that is not closed
-        raise ConfigError(f"--against {switches!r}: {e.format_message() if isinstance(e, ClickException) else e}") from e
+        raise ConfigError(
+            f"--against {switches!r}: {e.format_message() if isinstance(e, ClickException) else e}"
+        ) from e
     if not isinstance(options, dict):
         raise ConfigError(f"--against {switches!r} holds no configuration")
     file = options.pop("config")
     config = first.replace(**(read_toml(file) if file else {}), **{k: v for k, v in options.items() if v is not None})
     if config == first:
-        raise ConfigError(f"--against {switches!r} changes nothing: name a switch that differs, such as --against '--dtype bfloat16'")
+        raise ConfigError(
+            f"--against {switches!r} changes nothing: name a switch that differs, such as --against '--dtype bfloat16'"
+        )
     return config
 
 
@@ -67,9 +71,16 @@ def run(config: EngineConfig, plan: Plan, *, against: str | None, output: Path |
     if plot is not None:
         plots.check()
     if plan.own and against:
-        raise ConfigError("--own and --against do not go together: two configurations write different candidates, so nothing would be paired")
-    configs = {config.model.model or "embedded": config} | ({against: second_config(config, against)} if against else {})
-    tokenizers = [read_tokenizer(checkpoint.resolve(c.model.tokenizer or c.model.model, c.model.revision)) for c in configs.values()]
+        raise ConfigError(
+            "--own and --against do not go together: two configurations write different candidates, so nothing would be paired"
+        )
+    configs = {config.model.model or "embedded": config} | (
+        {against: second_config(config, against)} if against else {}
+    )
+    tokenizers = [
+        read_tokenizer(checkpoint.resolve(c.model.tokenizer or c.model.model, c.model.revision))
+        for c in configs.values()
+    ]
     if any(t.get_vocab() != tokenizers[0].get_vocab() for t in tokenizers):
         raise ConfigError("the two configurations have different vocabularies: they cannot be given the same prompts")
     exams = prepare(plan, tokenizers[0])
@@ -78,8 +89,15 @@ def run(config: EngineConfig, plan: Plan, *, against: str | None, output: Path |
     def so_far() -> dict[str, Any]:
         """The result of the tasks that are through; a second configuration counts once it has all of them."""
         first, *others = outcomes.values()
-        arms = [arm(name, {"plan": _described(plan), **_changes(configs[name])}, {o.exam.spec: figures(o, plan.seed) for o in found})
-                for name, found in outcomes.items() if len(found) == len(first)]
+        arms = [
+            arm(
+                name,
+                {"plan": _described(plan), **_changes(configs[name])},
+                {o.exam.spec: figures(o, plan.seed) for o in found},
+            )
+            for name, found in outcomes.items()
+            if len(found) == len(first)
+        ]
         if len(arms) == 2:
             pairs = zip(first, *others, strict=True)
             arms.append(arm(DIFFERENCE, {"second": against}, {a.exam.spec: compare(a, b, plan.seed) for a, b in pairs}))
@@ -114,8 +132,17 @@ def _answer(config: EngineConfig, exams: Sequence[Exam], plan: Plan, tokenizer: 
 
 
 def _described(plan: Plan) -> dict[str, Any]:
-    return {"tasks": list(plan.tasks), "form": plan.form, "split": plan.split, "n": plan.count, "seed": plan.seed, "samples": plan.samples,
-            "temperature": plan.heat, "max_tokens": plan.max_tokens, "own": plan.own}
+    return {
+        "tasks": list(plan.tasks),
+        "form": plan.form,
+        "split": plan.split,
+        "n": plan.count,
+        "seed": plan.seed,
+        "samples": plan.samples,
+        "temperature": plan.heat,
+        "max_tokens": plan.max_tokens,
+        "own": plan.own,
+    }
 
 
 def _changes(config: EngineConfig) -> dict[str, Any]:
@@ -125,7 +152,11 @@ def _changes(config: EngineConfig) -> dict[str, Any]:
     found = {}
     for section in dataclasses.fields(config):
         mine, usual = getattr(config, section.name), getattr(EngineConfig(), section.name)
-        found |= {f.name: getattr(mine, f.name) for f in dataclasses.fields(mine) if getattr(mine, f.name) != getattr(usual, f.name)}
+        found |= {
+            f.name: getattr(mine, f.name)
+            for f in dataclasses.fields(mine)
+            if getattr(mine, f.name) != getattr(usual, f.name)
+        }
     return found
 
 
@@ -147,25 +178,60 @@ def show(outcome: dict[str, Any]) -> None:
 
 def _tables(metrics: dict[str, dict[str, Any]]) -> list[Any]:
     """One task's figures by configuration: ``tokens`` are those of a reply, ``source`` the bits a byte its known source needs."""
-    answers, losses = _table("exact %", "95 %", "problems", "tokens", "cut", "s"), _table("perplexity", "bits a byte", "95 %", "source", "documents")
-    groups, pools = _table("difficulty", "exact %", "95 %", "problems", "alone %"), _table("k", "pass@k %", "95 %", "majority@k %", "95 %")
+    answers, losses = (
+        _table("exact %", "95 %", "problems", "tokens", "cut", "s"),
+        _table("perplexity", "bits a byte", "95 %", "source", "documents"),
+    )
+    groups, pools = (
+        _table("difficulty", "exact %", "95 %", "problems", "alone %"),
+        _table("k", "pass@k %", "95 %", "majority@k %", "95 %"),
+    )
     for letter, m in metrics.items():
         if "perplexity" in m:
             source = f"{m['source_bits_per_byte']:.4f}" if "source_bits_per_byte" in m else "unknown"
-            losses.add_row(letter, f"{m['perplexity']:.3f}", f"{m['bits_per_byte']:.4f}", _bounds(m["interval"], ".4f"), source,
-                           f"{m['documents']:,}")
+            losses.add_row(
+                letter,
+                f"{m['perplexity']:.3f}",
+                f"{m['bits_per_byte']:.4f}",
+                _bounds(m["interval"], ".4f"),
+                source,
+                f"{m['documents']:,}",
+            )
             continue
-        answers.add_row(letter, f"{100 * m['exact']:.2f}", _percents(m["interval"]), f"{m['problems']:,}", f"{m['tokens_per_reply']:.1f}",
-                        f"{m['cut_replies']}", f"{m['seconds']:.1f}")
+        answers.add_row(
+            letter,
+            f"{100 * m['exact']:.2f}",
+            _percents(m["interval"]),
+            f"{m['problems']:,}",
+            f"{m['tokens_per_reply']:.1f}",
+            f"{m['cut_replies']}",
+            f"{m['seconds']:.1f}",
+        )
         for difficulty, group in m["by_difficulty"].items():
-            groups.add_row(letter, difficulty, f"{100 * group['exact']:.2f}", _percents(group["interval"]), f"{group['problems']:,}",
-                           f"{100 * group['alone']:.2f}" if "alone" in group else "")
+            groups.add_row(
+                letter,
+                difficulty,
+                f"{100 * group['exact']:.2f}",
+                _percents(group["interval"]),
+                f"{group['problems']:,}",
+                f"{100 * group['alone']:.2f}" if "alone" in group else "",
+            )
         for k, passed in m.get("pass", {}).items():
             vote = m.get("majority", {}).get(k)
-            pools.add_row(letter, k, f"{100 * passed['share']:.2f}", _percents(passed["interval"]),
-                          *([f"{100 * vote['share']:.2f}", _percents(vote["interval"])] if vote else ["no votes", ""]))
+            pools.add_row(
+                letter,
+                k,
+                f"{100 * passed['share']:.2f}",
+                _percents(passed["interval"]),
+                *([f"{100 * vote['share']:.2f}", _percents(vote["interval"])] if vote else ["no votes", ""]),
+            )
     # One difficulty only tells nothing, and twenty are for the JSON file.
-    shown = [answers, losses, *([groups] if len(metrics) < groups.row_count <= MOST_GROUPS * len(metrics) else []), pools]
+    shown = [
+        answers,
+        losses,
+        *([groups] if len(metrics) < groups.row_count <= MOST_GROUPS * len(metrics) else []),
+        pools,
+    ]
     return [table for table in shown if table.row_count]
 
 
@@ -187,7 +253,9 @@ def _difference(m: dict[str, Any]) -> str:
     else:
         text = f"B - A: {100 * m['difference']:+.2f} points (95 % {_percents(m['interval'], '+')}), {m['extra_tokens_per_reply']:+.1f} tokens a reply"
         if "mcnemar_p" in m:
-            text += f"; right in A only {m['only_first']}, in B only {m['only_second']}, McNemar p = {m['mcnemar_p']:.3g}"
+            text += (
+                f"; right in A only {m['only_first']}, in B only {m['only_second']}, McNemar p = {m['mcnemar_p']:.3g}"
+            )
         needed, what = m["problems_needed"], "problems"
     return text + ("." if needed is None else f". To see such a difference with 80 % power takes {needed:,} {what}.")
 

@@ -22,8 +22,16 @@ USUAL_TOKENS = 256  # of an answer that names no max_tokens, where the context h
 BAD_LINE = "\0bad line"  # no key of a user's: it holds what is wrong with a line of the input
 
 
-def run(config: EngineConfig, *, prompt: str | None, source: Path | None, jsonl: bool, output: Path | None, shared: dict[str, Any],
-        chat: bool) -> None:
+def run(
+    config: EngineConfig,
+    *,
+    prompt: str | None,
+    source: Path | None,
+    jsonl: bool,
+    output: Path | None,
+    shared: dict[str, Any],
+    chat: bool,
+) -> None:
     """Raises ConfigError when there is nothing to do, RequestError at the end when anything was refused."""
     if (prompt is None) == (source is None):
         raise ConfigError("give a prompt with --prompt, or a file with --input (.jsonl for many requests)")
@@ -31,14 +39,28 @@ def run(config: EngineConfig, *, prompt: str | None, source: Path | None, jsonl:
         raise ConfigError("--output is the file that --input reads: results would overwrite the requests")
     jsonl = source is not None and (jsonl or source.suffix == ".jsonl")
     text = prompt if source is None else _read(source)
-    entries = parse_lines(text) if jsonl else [{"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}]
+    entries = (
+        parse_lines(text)
+        if jsonl
+        else [{"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}]
+    )
     from kvasir.api.llm import LLM
 
     with contextlib.ExitStack() as stack:
-        llm = stack.enter_context(LLM(config=config))  # first: a model that cannot start leaves an earlier output as it is
-        file = stack.enter_context(output.open("w", encoding="utf-8")) if output is not None else sys.stdout if jsonl else None
+        llm = stack.enter_context(
+            LLM(config=config)
+        )  # first: a model that cannot start leaves an earlier output as it is
+        file = (
+            stack.enter_context(output.open("w", encoding="utf-8"))
+            if output is not None
+            else sys.stdout
+            if jsonl
+            else None
+        )
         answers = Answers(file, len(entries))
-        shown = len(entries) > 1 and sys.stderr.isatty() and not (file is not None and file.isatty())  # lines in a terminal show it, too
+        shown = (
+            len(entries) > 1 and sys.stderr.isatty() and not (file is not None and file.isatty())
+        )  # lines in a terminal show it, too
         try:
             complete(llm, entries, shared, answers, progress=shown)
         except KeyboardInterrupt:
@@ -74,9 +96,11 @@ def parse_params(text: str | None) -> dict[str, Any]:
     except json.JSONDecodeError as e:
         raise ConfigError(f"--params is not JSON: {e}") from e
     if not isinstance(values, dict):
-        raise ConfigError('--params must be a JSON object, e.g. \'{"temperature": 0}\'')
+        raise ConfigError("--params must be a JSON object, e.g. '{\"temperature\": 0}'")
     if unknown := sorted(set(values) - NAMES):
-        raise ConfigError(f"--params: unknown '{unknown[0]}'.{nearest(unknown[0], NAMES)} There are {', '.join(sorted(NAMES))}")
+        raise ConfigError(
+            f"--params: unknown '{unknown[0]}'.{nearest(unknown[0], NAMES)} There are {', '.join(sorted(NAMES))}"
+        )
     return values
 
 
@@ -110,7 +134,7 @@ class Answers:
 
     def put_rest(self) -> None:
         """After an interrupt or a fault: what is done, but waits for one before it. The index says where it belongs."""
-        for row in filter(None, self.rows[self._next:]):
+        for row in filter(None, self.rows[self._next :]):
             self._write(row)
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -120,7 +144,9 @@ class Answers:
             self._file.flush()
 
 
-def complete(llm: Any, entries: list[dict[str, Any]], shared: dict[str, Any], answers: Answers, *, progress: bool) -> None:
+def complete(
+    llm: Any, entries: list[dict[str, Any]], shared: dict[str, Any], answers: Answers, *, progress: bool
+) -> None:
     """Answer every entry. Those that are refused do not stop the rest."""
     prompts, params, places = [], [], []
 
@@ -128,8 +154,13 @@ def complete(llm: Any, entries: list[dict[str, Any]], shared: dict[str, Any], an
         if result.error is not None:
             answers.put(places[number], error={"message": result.error.message, "param": result.error.param})
             return
-        answers.put(places[number], prompt_tokens=len(result.prompt_token_ids), outputs=[
-            {"text": o.text, "token_ids": o.token_ids, "finish_reason": o.finish_reason} for o in result.outputs])
+        answers.put(
+            places[number],
+            prompt_tokens=len(result.prompt_token_ids),
+            outputs=[
+                {"text": o.text, "token_ids": o.token_ids, "finish_reason": o.finish_reason} for o in result.outputs
+            ],
+        )
 
     try:
         for i, entry in enumerate(entries):
@@ -162,7 +193,9 @@ def _request(llm: Any, entry: dict[str, Any], shared: dict[str, Any]) -> tuple[d
     asked.setdefault("max_tokens", max(1, min(USUAL_TOKENS, llm.info.max_model_len - len(ids))))
     try:
         if isinstance(bias := asked.get("logit_bias"), dict):
-            asked["logit_bias"] = {int(token): value for token, value in bias.items()}  # JSON has no other keys than text
+            asked["logit_bias"] = {
+                int(token): value for token, value in bias.items()
+            }  # JSON has no other keys than text
         return {"prompt_token_ids": ids}, llm.default_sampling_params(**asked)
     except (TypeError, ValueError) as e:
         raise RequestError(f"bad sampling parameters: {e}") from e
@@ -171,7 +204,9 @@ def _request(llm: Any, entry: dict[str, Any], shared: dict[str, Any]) -> tuple[d
 def _token_ids(llm: Any, kind: str, content: Any) -> list[int]:
     wanted = str if kind == "prompt" else list
     if not isinstance(content, wanted):
-        raise RequestError(f"{kind} must be {'text' if wanted is str else 'a list'}, got {type(content).__name__}", param=kind)
+        raise RequestError(
+            f"{kind} must be {'text' if wanted is str else 'a list'}, got {type(content).__name__}", param=kind
+        )
     if kind == "prompt_token_ids":
         return content
     if llm.tokenizer is None:

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
     from kvasir.lab.task import Problem, Task
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The lab: tasks with exact checkers, and the small models trained on them.")
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="The lab: tasks with exact checkers, and the small models trained on them.",
+)
 app.command()(train)
 SHOWN = 1600  # characters of a long text that are shown, half from each end
 COLOURS = {"system": "magenta", "user": "cyan", "tool": "yellow", "assistant": "green"}
@@ -48,12 +52,21 @@ def list_tasks() -> None:
 
 
 @app.command()
-def show(task: Annotated[str, typer.Argument(metavar="TASK", help="A task, its dial turned or not: chain, chain:max_steps=8, judge_pair/chain.")],
-         form: Annotated[str, typer.Option(help="Prompt form: solve, aggregate, judge_one, judge_pair, self_evaluate, refine.")] = "solve",
-         split: Annotated[str, typer.Option(help="train, validation, test, or longer (sizes never trained on).")] = "test",
-         count: Annotated[int, typer.Option("-n", min=1, help="Samples.")] = 3,
-         seed: Annotated[int, typer.Option(min=0, help="Decides the samples.")] = 7,
-         full: Annotated[bool, typer.Option("--full", help="Do not shorten long texts.")] = False) -> None:
+def show(
+    task: Annotated[
+        str,
+        typer.Argument(
+            metavar="TASK", help="A task, its dial turned or not: chain, chain:max_steps=8, judge_pair/chain."
+        ),
+    ],
+    form: Annotated[
+        str, typer.Option(help="Prompt form: solve, aggregate, judge_one, judge_pair, self_evaluate, refine.")
+    ] = "solve",
+    split: Annotated[str, typer.Option(help="train, validation, test, or longer (sizes never trained on).")] = "test",
+    count: Annotated[int, typer.Option("-n", min=1, help="Samples.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Decides the samples.")] = 7,
+    full: Annotated[bool, typer.Option("--full", help="Do not shorten long texts.")] = False,
+) -> None:
     """Show samples: conversation, solution, answer, tokens."""
     from rich.console import Console
 
@@ -85,7 +98,11 @@ def _show_one(console: Console, tokenizer: Tokenizer, task: Task, problem: Probl
     for message in problem.messages:
         _text(console, message["role"], message["content"], full)
     _text(console, "assistant", problem.solution, full)
-    facts = [f"prompt {tokens(problem.prompt):,} tokens", f"reply {tokens(problem.solution):,} tokens", f"difficulty {problem.difficulty}"]
+    facts = [
+        f"prompt {tokens(problem.prompt):,} tokens",
+        f"reply {tokens(problem.solution):,} tokens",
+        f"difficulty {problem.difficulty}",
+    ]
     if problem.answer and problem.answer != problem.solution:
         facts.append(f"answer {problem.answer}")
     if isinstance(problem, FormProblem):
@@ -99,6 +116,6 @@ def _text(console: Console, role: str, text: str, full: bool) -> None:
     from rich.text import Text
 
     if not full and len(text) > SHOWN:
-        text = f"{text[:SHOWN // 2]} [... {len(text) - SHOWN:,} characters ...] {text[-SHOWN // 2:]}"
+        text = f"{text[: SHOWN // 2]} [... {len(text) - SHOWN:,} characters ...] {text[-SHOWN // 2 :]}"
     console.print(Text(f"{role}: ", style=f"bold {COLOURS[role]}"), end="")
     console.print(Text(text), soft_wrap=True)

@@ -45,8 +45,15 @@ class Command(TyperCommand):
         except NoSuchOption as e:
             if e.option_name in UNSERVED:
                 raise ConfigError(f"kvasir does not serve vLLM's {e.option_name}: {UNSERVED[e.option_name]}.") from None
-            known = [name for p in self.get_params(ctx) if not getattr(p, "hidden", False) for name in (*p.opts, *p.secondary_opts)]
-            raise ConfigError(f"no option {e.option_name}.{nearest(e.option_name, known)} All are listed by {ctx.command_path} --help.") from None
+            known = [
+                name
+                for p in self.get_params(ctx)
+                if not getattr(p, "hidden", False)
+                for name in (*p.opts, *p.secondary_opts)
+            ]
+            raise ConfigError(
+                f"no option {e.option_name}.{nearest(e.option_name, known)} All are listed by {ctx.command_path} --help."
+            ) from None
 
 
 def setting_parameters(cls: type, *, skip: tuple[str, ...] = ()) -> list[inspect.Parameter]:
@@ -63,9 +70,18 @@ def setting_parameters(cls: type, *, skip: tuple[str, ...] = ()) -> list[inspect
                 names = names if f.default is False else [f"{names[0]}/--no-{flag}", *names[1:]]
             if f.metadata["off"]:
                 names.append(f" /--{f.metadata['off']}")
-            option = typer.Option(None, *names, help=f.metadata["help"] + _default(f.default), show_default=False,
-                                  rich_help_panel=section.name.capitalize())
-            found.append(inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=_annotation(str(f.type))))
+            option = typer.Option(
+                None,
+                *names,
+                help=f.metadata["help"] + _default(f.default),
+                show_default=False,
+                rich_help_panel=section.name.capitalize(),
+            )
+            found.append(
+                inspect.Parameter(
+                    f.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=_annotation(str(f.type))
+                )
+            )
     return found
 
 
@@ -84,11 +100,19 @@ def _annotation(kind: str) -> Any:
 
 def _vllm_parameters() -> list[inspect.Parameter]:
     """Hidden options for the flags of vLLM that may be there without a setting of ours."""
+
     def parameter(names: tuple[str, ...], default: Any, kind: Any) -> inspect.Parameter:
         option = typer.Option(default, *names, hidden=True)
-        return inspect.Parameter(_VLLM + names[0].strip("-").replace("-", "_"), inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
+        return inspect.Parameter(
+            _VLLM + names[0].strip("-").replace("-", "_"),
+            inspect.Parameter.KEYWORD_ONLY,
+            default=option,
+            annotation=kind,
+        )
 
-    return [parameter((flag,), False, bool) for flag in SATISFIED] + [parameter(flags, None, str | None) for flags in ONLY_AT]
+    return [parameter((flag,), False, bool) for flag in SATISFIED] + [
+        parameter(flags, None, str | None) for flags in ONLY_AT
+    ]
 
 
 def _check_vllm(given: dict[str, Any]) -> dict[str, Any]:
@@ -106,9 +130,17 @@ def with_settings(cls: type, *, skip: tuple[str, ...] = ()) -> Callable[[Callabl
     def decorate(command: Callable) -> Callable:
         signature = inspect.signature(command, eval_str=True)
         own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[
-            str | None, typer.Option("--config", help="TOML file with settings; the command line goes first.")])
-        vllm = [p for p in _vllm_parameters() if p.name.removeprefix(_VLLM) not in signature.parameters]  # the command's own go first
+        config = inspect.Parameter(
+            "config",
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                str | None, typer.Option("--config", help="TOML file with settings; the command line goes first.")
+            ],
+        )
+        vllm = [
+            p for p in _vllm_parameters() if p.name.removeprefix(_VLLM) not in signature.parameters
+        ]  # the command's own go first
         parameters = own + [config] + setting_parameters(cls, skip=skip) + vllm
 
         def run(**given: Any) -> Any:

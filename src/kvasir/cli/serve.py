@@ -18,7 +18,9 @@ def run(settings: Settings) -> None:
     # What is wrong with the model or the address is said before a process is started for it.
     build_spec(checkpoint.read_config(checkpoint.resolve(settings.model.model, settings.model.revision)))
     check_free(settings.server)
-    check_output(Path(settings.service.journal) if settings.service.journal else None)  # when it is needed, it is too late
+    check_output(
+        Path(settings.service.journal) if settings.service.journal else None
+    )  # when it is needed, it is too late
     from kvasir.client.engine_client import AsyncEngine
 
     client = AsyncEngine(settings)
@@ -41,8 +43,10 @@ def check_free(server: ServerConfig) -> None:
     except OSError as e:
         if server.uds:
             raise ConfigError(f"cannot listen on --uds {server.uds}: {e.strerror or e}. Choose another path.") from e
-        raise ConfigError(f"cannot listen on {server.host}:{server.port}: {e.strerror or e}. Choose another with --port (0 picks a free one) or "
-                          "--host.") from e
+        raise ConfigError(
+            f"cannot listen on {server.host}:{server.port}: {e.strerror or e}. Choose another with --port (0 picks a free one) or "
+            "--host."
+        ) from e
 
 
 def _check_socket(path: Path) -> None:

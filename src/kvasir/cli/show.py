@@ -17,7 +17,12 @@ from kvasir.models.spec import LayerSpec, ModelSpec
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CONTEXTS = (1024, 4096, 16384, 32768, 131072)
-GPUS = {"24 GiB (RTX 4090, L4)": 24.0, "45 GiB (L40S)": 45.0, "80 GiB (A100, H100)": 80.0, "140 GiB (H200)": 140.0}  # as their drivers report it
+GPUS = {
+    "24 GiB (RTX 4090, L4)": 24.0,
+    "45 GiB (L40S)": 45.0,
+    "80 GiB (A100, H100)": 80.0,
+    "140 GiB (H200)": 140.0,
+}  # as their drivers report it
 SHOWN_CONTEXT = 16384  # of the table of codecs
 SHARE = CacheConfig().gpu_memory_utilization
 
@@ -31,27 +36,46 @@ def describe(model: str, dtype: str, memory_gib: float | None) -> dict[str, Any]
     weights = cost.weight_bytes(spec, item)
     sizes = cost.kv_bytes_per_token(spec, item)
     places = {_here(): _memory() / GIB, **GPUS} if memory_gib is None else {f"{memory_gib:g} GiB": memory_gib}
-    return {"model": model or "embedded", "path": str(path), "family": spec.family, "dtype": dtype, "parameters": weights // item,
-            "active_parameters": cost.active_params(spec), "weight_bytes": weights, "vocab_size": spec.vocab_size,
-            "cache_groups": [{"name": g.name, "layers": len(g.layers), "window": g.window, "kv_bytes_per_token": sizes[g.name]}
-                             for g in spec.cache_groups()],
-            "flops_per_token": cost.flops_per_token(spec, 1), "max_model_len": spec.max_position, "layers": _layers(spec),
-            "memory_share": SHARE, "fits": {place: _fits(spec, size * GIB, item, sizes) for place, size in places.items()},
-            "codecs": _codecs(spec, item, places)}
+    return {
+        "model": model or "embedded",
+        "path": str(path),
+        "family": spec.family,
+        "dtype": dtype,
+        "parameters": weights // item,
+        "active_parameters": cost.active_params(spec),
+        "weight_bytes": weights,
+        "vocab_size": spec.vocab_size,
+        "cache_groups": [
+            {"name": g.name, "layers": len(g.layers), "window": g.window, "kv_bytes_per_token": sizes[g.name]}
+            for g in spec.cache_groups()
+        ],
+        "flops_per_token": cost.flops_per_token(spec, 1),
+        "max_model_len": spec.max_position,
+        "layers": _layers(spec),
+        "memory_share": SHARE,
+        "fits": {place: _fits(spec, size * GIB, item, sizes) for place, size in places.items()},
+        "codecs": _codecs(spec, item, places),
+    }
 
 
 def _fits(spec: ModelSpec, memory: float, item: int, sizes: Mapping[str, float]) -> dict[int, int]:
     """``sizes``: bytes a token by cache group. Rounding to whole pages is left out."""
     pool = SHARE * memory - cost.weight_bytes(spec, item)
     lengths = sorted({n for n in CONTEXTS if n < spec.max_position} | {spec.max_position})
-    return {n: max(0, int(pool // sum(sizes[g.name] * min(n, g.window or n) for g in spec.cache_groups()))) for n in lengths}
+    return {
+        n: max(0, int(pool // sum(sizes[g.name] * min(n, g.window or n) for g in spec.cache_groups()))) for n in lengths
+    }
 
 
 def _codecs(spec: ModelSpec, item: int, places: Mapping[str, float]) -> dict[str, Any]:
     from kvasir.kv.codec import CODECS
     from kvasir.technique import of_all
 
-    return dict(sorted(of_all(CODECS, lambda name: (name, _codec(spec, name, item, places))), key=lambda found: found[0] != "plain"))
+    return dict(
+        sorted(
+            of_all(CODECS, lambda name: (name, _codec(spec, name, item, places))), key=lambda found: found[0] != "plain"
+        )
+    )
 
 
 def _codec(spec: ModelSpec, name: str, item: int, places: Mapping[str, float]) -> dict[str, Any]:
@@ -61,8 +85,11 @@ def _codec(spec: ModelSpec, name: str, item: int, places: Mapping[str, float]) -
     except ConfigError as e:
         return {"cannot": str(e)}
     total, plain = sum(sizes.values()), sum(cost.kv_bytes_per_token(spec, item).values())
-    return {"kv_bytes_per_token": total, "ratio": plain / total,
-            "fits": {place: _fits(spec, size * GIB, item, sizes) for place, size in places.items()}}
+    return {
+        "kv_bytes_per_token": total,
+        "ratio": plain / total,
+        "fits": {place: _fits(spec, size * GIB, item, sizes) for place, size in places.items()},
+    }
 
 
 def _layers(spec: ModelSpec) -> list[str]:
@@ -77,8 +104,10 @@ def _layers(spec: ModelSpec) -> list[str]:
         kinds.setdefault(_line(layer), []).append(i)
     if len(lines) <= len(kinds):
         return lines
-    return [f"{len(where)} of {len(spec.layers)} ({', '.join(map(str, where[:4]))}{', ...' if len(where) > 4 else ''}): {text}"
-            for text, where in kinds.items()]
+    return [
+        f"{len(where)} of {len(spec.layers)} ({', '.join(map(str, where[:4]))}{', ...' if len(where) > 4 else ''}): {text}"
+        for text, where in kinds.items()
+    ]
 
 
 def _line(layer: LayerSpec) -> str:
@@ -86,7 +115,9 @@ def _line(layer: LayerSpec) -> str:
     window = f", window {mixer.window:,}" if mixer.window else ""
     body = f"{mixer.num_heads} query / {mixer.num_kv_heads} KV heads of {mixer.head_dim}{window}"
     experts = getattr(ffn, "num_experts", 0)
-    return f"{body}; " + (f"{ffn.top_k} of {experts} experts of {ffn.intermediate_size}" if experts else f"FFN {ffn.intermediate_size}")
+    return f"{body}; " + (
+        f"{ffn.top_k} of {experts} experts of {ffn.intermediate_size}" if experts else f"FFN {ffn.intermediate_size}"
+    )
 
 
 def _here() -> str:
@@ -114,12 +145,18 @@ def run(model: str, dtype: str, memory_gib: float | None, as_json: bool) -> None
 
     table = Table(show_header=False, box=None, pad_edge=False)
     active = facts["active_parameters"]
-    sparse = f", {active / 1e6:,.1f}M at work for each token" if any("experts" in line for line in facts["layers"]) else ""
-    table.add_row("model", f"{facts['model']} ({facts['family']}, {facts['parameters'] / 1e6:,.1f}M parameters{sparse})")
+    sparse = (
+        f", {active / 1e6:,.1f}M at work for each token" if any("experts" in line for line in facts["layers"]) else ""
+    )
+    table.add_row(
+        "model", f"{facts['model']} ({facts['family']}, {facts['parameters'] / 1e6:,.1f}M parameters{sparse})"
+    )
     table.add_row("weights", f"{gib(facts['weight_bytes'])} in {dtype}")
     for group in facts["cache_groups"]:
         kept = f", of the last {group['window']:,} tokens only" if group["window"] else ""
-        table.add_row(f"KV ({group['name']})", f"{group['kv_bytes_per_token']:,} bytes a token in {group['layers']} layers{kept}")
+        table.add_row(
+            f"KV ({group['name']})", f"{group['kv_bytes_per_token']:,} bytes a token in {group['layers']} layers{kept}"
+        )
     table.add_row("work", f"{facts['flops_per_token']:.3g} FLOP a token, and more with the context")
     table.add_row("context", f"{facts['max_model_len']:,} tokens")
     for i, line in enumerate(facts["layers"]):
@@ -128,7 +165,10 @@ def run(model: str, dtype: str, memory_gib: float | None, as_json: bool) -> None
     for place in facts["fits"]:
         fits.add_column(place.replace(" (", "\n("), justify="right")
     for length in next(iter(facts["fits"].values())):
-        fits.add_row(f"{length:,}", *[f"{by_length[length]:,}" if by_length[length] else "none" for by_length in facts["fits"].values()])
+        fits.add_row(
+            f"{length:,}",
+            *[f"{by_length[length]:,}" if by_length[length] else "none" for by_length in facts["fits"].values()],
+        )
     lengths = list(next(iter(facts["fits"].values())))
     context = max((n for n in lengths if n <= SHOWN_CONTEXT), default=lengths[0])
     codecs = Table("\n--kv-codec", box=None, pad_edge=False)
@@ -136,11 +176,15 @@ def run(model: str, dtype: str, memory_gib: float | None, as_json: bool) -> None
         codecs.add_column(head, justify="right")
     for name, found in facts["codecs"].items():
         if "cannot" not in found:
-            counts = [f"{by_length[context]:,}" if by_length[context] else "none" for by_length in found["fits"].values()]
+            counts = [
+                f"{by_length[context]:,}" if by_length[context] else "none" for by_length in found["fits"].values()
+            ]
             codecs.add_row(name, f"{found['kv_bytes_per_token']:,.0f}", f"{found['ratio']:.2f}x", *counts)
     console = Console()
     console.print(table)
-    console.print(f"\nSequences of each context length that fit beside the weights, in {SHARE:.0%} of the memory, before a step's own needs:")
+    console.print(
+        f"\nSequences of each context length that fit beside the weights, in {SHARE:.0%} of the memory, before a step's own needs:"
+    )
     console.print(fits)
     console.print(f"\nThe same with keys and values stored otherwise, sequences of {context:,} tokens:")
     console.print(codecs)

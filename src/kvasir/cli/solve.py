@@ -39,7 +39,9 @@ def run(config: EngineConfig, job: Job, output: Path | None, ablate: bool = Fals
     strategies = {spec: load_strategy(spec) for spec in job.strategies}
     task = load_task(job.task)
     if task.scored != "answer":
-        raise ConfigError(f"task '{job.task}' is scored by {task.scored}; strategies need answers that are right or wrong")
+        raise ConfigError(
+            f"task '{job.task}' is scored by {task.scored}; strategies need answers that are right or wrong"
+        )
     drawn = task.problems(job.split, job.seed, job.count)
     problems = lab_problems(task, drawn)
     endpoints = build_endpoints(job, config)
@@ -52,7 +54,11 @@ def run(config: EngineConfig, job: Job, output: Path | None, ablate: bool = Fals
         show(outcome)
         return
     if ablate:
-        show(solve_ablation.run(config, job, strategies, task, drawn, problems, sampling, lambda outcome: _write(outcome, output)))
+        show(
+            solve_ablation.run(
+                config, job, strategies, task, drawn, problems, sampling, lambda outcome: _write(outcome, output)
+            )
+        )
         return
     found: dict[str, Solution] = {}
 
@@ -75,8 +81,14 @@ def _write(outcome: dict[str, Any], output: Path | None) -> None:
         output.write_text(as_json(outcome))
 
 
-def _outcome(job: Job, task: Task, drawn: Sequence[LabProblem], found: dict[str, Solution], sampling: Sampling,
-             endpoints: Sequence[Endpoint]) -> dict[str, Any]:
+def _outcome(
+    job: Job,
+    task: Task,
+    drawn: Sequence[LabProblem],
+    found: dict[str, Solution],
+    sampling: Sampling,
+    endpoints: Sequence[Endpoint],
+) -> dict[str, Any]:
     """The result of the strategies that are through."""
     check = checker(task, drawn)
     right = {spec: [check(i, s.result.text) for i, s in enumerate(solution.solved)] for spec, solution in found.items()}
@@ -87,7 +99,9 @@ def _outcome(job: Job, task: Task, drawn: Sequence[LabProblem], found: dict[str,
         arms.append((spec, metrics | ({"loops": by_loop} if by_loop else {})))
     outcome = compared(job, arms, sampling, endpoints)
     outcome["differences"] = _differences(right)
-    outcome["right"] = {spec: "".join(map(str, map(int, marks))) for spec, marks in right.items()}  # for paired tests across files
+    outcome["right"] = {
+        spec: "".join(map(str, map(int, marks))) for spec, marks in right.items()
+    }  # for paired tests across files
     left = [spec for spec in job.strategies if spec not in found]
     return outcome | ({"left_out": left} if left else {})
 
@@ -97,14 +111,32 @@ def _room(endpoints: Sequence[Endpoint], task: Task, drawn: Sequence[LabProblem]
     tokenizer = next((e.tokenizer for e in endpoints if hasattr(e, "tokenizer")), None)
     if tokenizer is None:
         return 512
-    asked = [forms.FormTask("aggregate", task).case(p, [p.solution] * forms.DRAWN) for p in drawn] if task.candidates else drawn
+    asked = (
+        [forms.FormTask("aggregate", task).case(p, [p.solution] * forms.DRAWN) for p in drawn]
+        if task.candidates
+        else drawn
+    )
     return int(ROOM * max(len(tokenizer.encode(p.solution, add_special=False)) for p in asked)) + 32
 
 
-async def _solve(job: Job, strategies: dict[str, Strategy], problems: Sequence[Problem], endpoints: Sequence[Endpoint],
-                 sampling: Sampling, keep: Callable[[str, Solution], None]) -> None:
-    plan = {"task": job.task, "n": job.count, "seed": job.seed, "split": job.split, "models": [e.name for e in endpoints],
-            "sampling": repr(sampling), "budget": repr(job.budget), "problem_budget": repr(job.problem_budget)}
+async def _solve(
+    job: Job,
+    strategies: dict[str, Strategy],
+    problems: Sequence[Problem],
+    endpoints: Sequence[Endpoint],
+    sampling: Sampling,
+    keep: Callable[[str, Solution], None],
+) -> None:
+    plan = {
+        "task": job.task,
+        "n": job.count,
+        "seed": job.seed,
+        "split": job.split,
+        "models": [e.name for e in endpoints],
+        "sampling": repr(sampling),
+        "budget": repr(job.budget),
+        "problem_budget": repr(job.problem_budget),
+    }
     journal = Journal(job.journal, plan)
     try:
         async with opened(endpoints):
@@ -116,8 +148,20 @@ async def _solve(job: Job, strategies: dict[str, Strategy], problems: Sequence[P
                 for endpoint in endpoints:
                     endpoint.forget()  # or a later arm would find the questions of an earlier one in the cache, and look cheaper
                 with _progress(spec, len(problems)) as on_event:
-                    done = await solve(strategy, problems, endpoints, seed=job.seed, name=spec, sampling=sampling, budget=job.budget,
-                                       problem_budget=job.problem_budget, journal=journal, on_event=on_event, at_once=job.at_once, measure=True)
+                    done = await solve(
+                        strategy,
+                        problems,
+                        endpoints,
+                        seed=job.seed,
+                        name=spec,
+                        sampling=sampling,
+                        budget=job.budget,
+                        problem_budget=job.problem_budget,
+                        journal=journal,
+                        on_event=on_event,
+                        at_once=job.at_once,
+                        measure=True,
+                    )
                 keep(spec, done)
     except EndpointDown as e:
         resume = f" What was done is in {job.journal.name}: the same command goes on from there." if job.journal else ""
@@ -137,8 +181,14 @@ def _progress(spec: str, count: int):
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
-                  console=Console(stderr=True)) as bar:
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=Console(stderr=True),
+    ) as bar:
         line = bar.add_task(spec, total=count, note="")
 
         def take(event: dict[str, Any]) -> None:
@@ -155,8 +205,15 @@ def _differences(right: dict[str, list[bool]]) -> list[dict[str, Any]]:
     for name, marks in others:
         change = [int(b) - int(a) for a, b in zip(base, marks)]
         low, high = bootstrap(change)
-        found.append({"first": first, "second": name, "difference": sum(change) / len(change), "interval": [low, high],
-                      "mcnemar_p": mcnemar(change.count(-1), change.count(1))})
+        found.append(
+            {
+                "first": first,
+                "second": name,
+                "difference": sum(change) / len(change),
+                "interval": [low, high],
+                "mcnemar_p": mcnemar(change.count(-1), change.count(1)),
+            }
+        )
     return found
 
 
@@ -166,15 +223,40 @@ def show(outcome: dict[str, Any]) -> None:
 
     from kvasir.bench.result import WIDTH
 
-    table = Table("strategy", "exact %", "95 %", "output", "wasted %", "all tokens", "GFLOP", "$", "s", "by model", title="per problem")
-    best = {p["arm"] for p in outcome["frontier"].get("flops", outcome["frontier"]["output_tokens"]) if p["on_frontier"]}
+    table = Table(
+        "strategy",
+        "exact %",
+        "95 %",
+        "output",
+        "wasted %",
+        "all tokens",
+        "GFLOP",
+        "$",
+        "s",
+        "by model",
+        title="per problem",
+    )
+    best = {
+        p["arm"] for p in outcome["frontier"].get("flops", outcome["frontier"]["output_tokens"]) if p["on_frontier"]
+    }
     for entry in outcome["arms"]:
         m, each = entry["metrics"], entry["metrics"]["per_problem"]
         low, high = m["interval"]
-        shares = ", ".join(f"{name} {sums['output_tokens'] / max(1, m['output_tokens']):.0%}" for name, sums in m["by_model"].items())
-        table.add_row(("* " if entry["name"] in best else "  ") + entry["name"], f"{100 * m['exact']:.1f}", f"{100 * low:.1f}-{100 * high:.1f}",
-                      f"{each['output_tokens']:,.0f}", f"{100 * m['wasted']:.0f}", f"{each['tokens']:,.0f}", f"{each['flops'] / 1e9:,.2f}",
-                      f"{each['dollars']:.2g}", f"{each['seconds']:.2f}" if "seconds" in each else "", shares)
+        shares = ", ".join(
+            f"{name} {sums['output_tokens'] / max(1, m['output_tokens']):.0%}" for name, sums in m["by_model"].items()
+        )
+        table.add_row(
+            ("* " if entry["name"] in best else "  ") + entry["name"],
+            f"{100 * m['exact']:.1f}",
+            f"{100 * low:.1f}-{100 * high:.1f}",
+            f"{each['output_tokens']:,.0f}",
+            f"{100 * m['wasted']:.0f}",
+            f"{each['tokens']:,.0f}",
+            f"{each['flops'] / 1e9:,.2f}",
+            f"{each['dollars']:.2g}",
+            f"{each['seconds']:.2f}" if "seconds" in each else "",
+            shares,
+        )
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(table)
     console.print("*: on the frontier of accuracy against operations")

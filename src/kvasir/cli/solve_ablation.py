@@ -47,16 +47,30 @@ class Variant:
 
 
 WHOLE = "whole"
-VARIANTS = {WHOLE: Variant(), "no fork": Variant(("fork",)), "no prefix cache": Variant(options=(("enable_prefix_caching", False),)),
-            "no scalar score": Variant(("score",)), "no group finish": Variant(("group",)),
-            "drafts, primed": Variant(options=(("drafter", "suffix"),)),
-            "drafts, own text": Variant(options=(("drafter", "suffix:scope=request"),)),
-            "by problem": Variant(options=(("scheduling_policy", "affinity"),)),
-            "none of them": Variant(("fork", "score", "group"), (("enable_prefix_caching", False),)), "http": Variant(http=True)}
+VARIANTS = {
+    WHOLE: Variant(),
+    "no fork": Variant(("fork",)),
+    "no prefix cache": Variant(options=(("enable_prefix_caching", False),)),
+    "no scalar score": Variant(("score",)),
+    "no group finish": Variant(("group",)),
+    "drafts, primed": Variant(options=(("drafter", "suffix"),)),
+    "drafts, own text": Variant(options=(("drafter", "suffix:scope=request"),)),
+    "by problem": Variant(options=(("scheduling_policy", "affinity"),)),
+    "none of them": Variant(("fork", "score", "group"), (("enable_prefix_caching", False),)),
+    "http": Variant(http=True),
+}
 
 
-def run(config: EngineConfig, job: Job, strategies: dict[str, Strategy], task: Task, drawn: Sequence[LabProblem], problems: Sequence[Problem],
-        sampling: Sampling, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def run(
+    config: EngineConfig,
+    job: Job,
+    strategies: dict[str, Strategy],
+    task: Task,
+    drawn: Sequence[LabProblem],
+    problems: Sequence[Problem],
+    sampling: Sampling,
+    keep: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
     """The result; ``keep`` gets what there is after every variant."""
     if any("://" in model for model in job.models):
         raise ConfigError("--ablate starts its own engines and servers: name models, not URLs")
@@ -68,7 +82,10 @@ def run(config: EngineConfig, job: Job, strategies: dict[str, Strategy], task: T
             left.append(name)
             continue
         with _endpoints(config, job, variant) as endpoints:
-            left += [f"{spec} | {name}" for spec in asyncio.run(_solve(job, name, strategies, problems, other, endpoints, sampling, found))]
+            left += [
+                f"{spec} | {name}"
+                for spec in asyncio.run(_solve(job, name, strategies, problems, other, endpoints, sampling, found))
+            ]
         keep(outcome := _outcome(job, check, found, sampling, described, left))
     return outcome
 
@@ -86,7 +103,9 @@ def _endpoints(config: EngineConfig, job: Job, variant: Variant) -> Iterator[lis
         urls = []
         for i, model in enumerate(job.models):
             share = config.cache.gpu_memory_utilization / (len(job.models) - i)
-            server = stack.enter_context(serving("kvasir", model, flags_of(_changed(config) | {"gpu_memory_utilization": share})))
+            server = stack.enter_context(
+                serving("kvasir", model, flags_of(_changed(config) | {"gpu_memory_utilization": share}))
+            )
             server.wait()
             urls.append(f"{server.url}/v1#{model.rstrip('/').rsplit('/', 1)[-1]}")
         endpoints = build_endpoints(dataclasses.replace(job, models=tuple(urls)), config)
@@ -98,12 +117,24 @@ def _endpoints(config: EngineConfig, job: Job, variant: Variant) -> Iterator[lis
 def _changed(config: EngineConfig) -> dict[str, Any]:
     """The settings that are not the usual ones, by name; the model aside."""
     sections = [(getattr(config, s.name), getattr(EngineConfig(), s.name)) for s in dataclasses.fields(EngineConfig)]
-    return {f.name: getattr(own, f.name) for own, usual in sections for f in dataclasses.fields(own)
-            if f.name != "model" and getattr(own, f.name) != getattr(usual, f.name)}
+    return {
+        f.name: getattr(own, f.name)
+        for own, usual in sections
+        for f in dataclasses.fields(own)
+        if f.name != "model" and getattr(own, f.name) != getattr(usual, f.name)
+    }
 
 
-async def _solve(job: Job, name: str, strategies: dict[str, Strategy], problems: Sequence[Problem], other: Sequence[Problem],
-                 endpoints: Sequence[Endpoint], sampling: Sampling, found: dict[str, dict[str, Solution]]) -> list[str]:
+async def _solve(
+    job: Job,
+    name: str,
+    strategies: dict[str, Strategy],
+    problems: Sequence[Problem],
+    other: Sequence[Problem],
+    endpoints: Sequence[Endpoint],
+    sampling: Sampling,
+    found: dict[str, dict[str, Solution]],
+) -> list[str]:
     """One variant, every strategy; returns those that need what it lacks. ``other``: to begin with, under another seed."""
     left, warm = [], False
     try:
@@ -116,20 +147,43 @@ async def _solve(job: Job, name: str, strategies: dict[str, Strategy], problems:
                     left.append(spec)
                     continue
                 if not warm:
-                    await solve(strategy, other, endpoints, seed=job.seed + 1, name=spec, sampling=sampling, problem_budget=job.problem_budget)
+                    await solve(
+                        strategy,
+                        other,
+                        endpoints,
+                        seed=job.seed + 1,
+                        name=spec,
+                        sampling=sampling,
+                        problem_budget=job.problem_budget,
+                    )
                     warm = True
                 for endpoint in endpoints:
                     endpoint.forget()
-                found[spec][name] = await solve(strategy, problems, endpoints, seed=job.seed, name=spec, sampling=sampling, at_once=job.at_once,
-                                                problem_budget=job.problem_budget, measure=True)
+                found[spec][name] = await solve(
+                    strategy,
+                    problems,
+                    endpoints,
+                    seed=job.seed,
+                    name=spec,
+                    sampling=sampling,
+                    at_once=job.at_once,
+                    problem_budget=job.problem_budget,
+                    measure=True,
+                )
                 log.info("%s, %s: %.1f s", spec, name, found[spec][name].seconds)
     except EndpointDown as e:
         raise ConfigError(f"the run ended: {e}") from e
     return left
 
 
-def _outcome(job: Job, check: Callable[[int, str], bool], found: dict[str, dict[str, Solution]], sampling: Sampling, endpoints: Sequence[Endpoint],
-             left: Sequence[str]) -> dict[str, Any]:
+def _outcome(
+    job: Job,
+    check: Callable[[int, str], bool],
+    found: dict[str, dict[str, Solution]],
+    sampling: Sampling,
+    endpoints: Sequence[Endpoint],
+    left: Sequence[str],
+) -> dict[str, Any]:
     from kvasir.bench.result import ratios_of
 
     arms, marks, pairs, differences = [], {}, [], []
@@ -138,12 +192,24 @@ def _outcome(job: Job, check: Callable[[int, str], bool], found: dict[str, dict[
             arm, whole = f"{spec} | {name}", variants[WHOLE]
             right = marks[arm] = [check(i, s.result.text) for i, s in enumerate(solution.solved)]
             same = [a.result.text == b.result.text for a, b in zip(solution.solved, whole.solved)]
-            arms.append((arm, figures(solution, right) | {"interval": list(wilson(sum(right), len(right))), "same_replies": sum(same) / len(same)}))
+            arms.append(
+                (
+                    arm,
+                    figures(solution, right)
+                    | {"interval": list(wilson(sum(right), len(right))), "same_replies": sum(same) / len(same)},
+                )
+            )
             if solution is not whole:
                 pairs.append((arm, f"{spec} | {WHOLE}"))
                 change = [int(b) - int(a) for a, b in zip(marks[pairs[-1][1]], right)]
-                differences.append({"first": pairs[-1][1], "second": arm, "difference": sum(change) / len(change),
-                                    "interval": list(difference_interval(change))})
+                differences.append(
+                    {
+                        "first": pairs[-1][1],
+                        "second": arm,
+                        "difference": sum(change) / len(change),
+                        "interval": list(difference_interval(change)),
+                    }
+                )
     outcome = compared(job, arms, sampling, endpoints)
     ratios = ratios_of(outcome["arms"], pairs)
     outcome["ratios"] = {name: value for name, value in ratios.items() if name.split(" ")[0] in SHOWN}

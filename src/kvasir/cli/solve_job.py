@@ -85,7 +85,10 @@ def lab_problems(task: Task, drawn: Sequence[LabProblem]) -> list[Problem]:
     if any(p.tools for p in drawn):
         raise ConfigError(f"task '{task.name}' calls tools, which no strategy does")
     prompts = LabPrompts() if task.candidates else Prompts()
-    return [Problem(f"p{i}", p.messages, lambda text: task.answer(forms.solution(text)), prompts) for i, p in enumerate(drawn)]
+    return [
+        Problem(f"p{i}", p.messages, lambda text: task.answer(forms.solution(text)), prompts)
+        for i, p in enumerate(drawn)
+    ]
 
 
 def parse_amounts(text: str | None, option: str) -> Budget | None:
@@ -113,7 +116,9 @@ def parse_prices(texts: Sequence[str]) -> dict[str, Price]:
         try:
             prompt, cached, generated = map(float, amounts.split("/"))
         except ValueError as e:
-            raise ConfigError(f"--price {text}: expected MODEL=PROMPT/CACHED/GENERATED in dollars per million tokens") from e
+            raise ConfigError(
+                f"--price {text}: expected MODEL=PROMPT/CACHED/GENERATED in dollars per million tokens"
+            ) from e
         if not name or not all(0 <= value < float("inf") for value in (prompt, cached, generated)):
             raise ConfigError(f"--price {text}: expected a model, and amounts of at least 0")
         found[name] = Price(prompt, cached, generated)
@@ -127,25 +132,38 @@ def build_endpoints(job: Job, config: EngineConfig, without: Sequence[str] = ())
     from kvasir.scaling.replicas import ReplicaEndpoint
 
     def name_of(model: str) -> str:
-        return model.partition(",")[0].rpartition("#")[2] if "://" in model else model.rstrip("/").rsplit("/", 1)[-1] or "embedded"
+        return (
+            model.partition(",")[0].rpartition("#")[2]
+            if "://" in model
+            else model.rstrip("/").rsplit("/", 1)[-1] or "embedded"
+        )
 
     names = [name_of(m) for m in job.models]
     unknown = set(job.prices) - set(names)
     if unknown or len(set(names)) < len(names):
-        raise ConfigError(f"--price of {', '.join(sorted(unknown))}: the models are {', '.join(names)}" if unknown else
-                          f"two models are named alike: {', '.join(names)}")
+        raise ConfigError(
+            f"--price of {', '.join(sorted(unknown))}: the models are {', '.join(names)}"
+            if unknown
+            else f"two models are named alike: {', '.join(names)}"
+        )
     local = [m for m in job.models if "://" not in m]
     found: list[Endpoint] = []
     for model, name in zip(job.models, names):
         price = job.prices.get(name, Price())
         if "://" in model:
             key = os.environ.get("KVASIR_API_KEY", "")
-            replicas = [HTTPEndpoint(*address.partition("#")[::2], price=price, api_key=key) for address in model.split(",")]
+            replicas = [
+                HTTPEndpoint(*address.partition("#")[::2], price=price, api_key=key) for address in model.split(",")
+            ]
             found.append(ReplicaEndpoint(replicas) if len(replicas) > 1 else replicas[0])
         else:
             # Each takes its share of what is free when it starts.
             share = config.cache.gpu_memory_utilization / (len(local) - local.index(model))
-            found.append(EngineEndpoint(config.replace(model=model, gpu_memory_utilization=share), name, price=price, without=without))
+            found.append(
+                EngineEndpoint(
+                    config.replace(model=model, gpu_memory_utilization=share), name, price=price, without=without
+                )
+            )
     return found
 
 
@@ -154,19 +172,39 @@ def checker(task: Task, drawn: Sequence[LabProblem]) -> Callable[[int, str], boo
     return lambda i, text: task.check(drawn[i], forms.solution(text))
 
 
-def compared(job: Job, arms: Sequence[tuple[str, dict[str, Any]]], sampling: Sampling, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
+def compared(
+    job: Job, arms: Sequence[tuple[str, dict[str, Any]]], sampling: Sampling, endpoints: Sequence[Endpoint]
+) -> dict[str, Any]:
     """Arms as one result, with the frontiers. All have the same settings, which stand at the first."""
     from kvasir.bench.result import arm, result
 
-    outcome = result(f"solve-{job.task}", [arm(spec, {} if i else _described(job, sampling, endpoints), metrics)
-                                           for i, (spec, metrics) in enumerate(arms)])
-    outcome["frontier"] = {c: frontier(arms, c) for c in CURRENCIES if all(c in m["per_problem"] for _, m in arms)
-                           and any(m["per_problem"][c] for _, m in arms)}
+    outcome = result(
+        f"solve-{job.task}",
+        [
+            arm(spec, {} if i else _described(job, sampling, endpoints), metrics)
+            for i, (spec, metrics) in enumerate(arms)
+        ],
+    )
+    outcome["frontier"] = {
+        c: frontier(arms, c)
+        for c in CURRENCIES
+        if all(c in m["per_problem"] for _, m in arms) and any(m["per_problem"][c] for _, m in arms)
+    }
     return outcome
 
 
 def _described(job: Job, sampling: Sampling, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
-    return {"task": job.task, "n": job.count, "seed": job.seed, "split": job.split, "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature, "at_once": job.at_once,
-            "models": {e.name: {"active_parameters": e.parameters, "price": dataclasses.asdict(e.price)} for e in endpoints},
-            "budget": job.budget and dataclasses.asdict(job.budget), "problem_budget": job.problem_budget and dataclasses.asdict(job.problem_budget)}
+    return {
+        "task": job.task,
+        "n": job.count,
+        "seed": job.seed,
+        "split": job.split,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "at_once": job.at_once,
+        "models": {
+            e.name: {"active_parameters": e.parameters, "price": dataclasses.asdict(e.price)} for e in endpoints
+        },
+        "budget": job.budget and dataclasses.asdict(job.budget),
+        "problem_budget": job.problem_budget and dataclasses.asdict(job.problem_budget),
+    }

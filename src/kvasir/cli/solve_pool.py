@@ -25,12 +25,21 @@ if TYPE_CHECKING:
 SIGNALS = ("confidence", "lowest", "logprob", "short")
 
 
-def run(job: Job, strategies: dict[str, Strategy], task: Task, drawn: Sequence[LabProblem], problems: Sequence[Problem],
-        endpoints: Sequence[Endpoint], sampling: Sampling) -> dict[str, Any]:
+def run(
+    job: Job,
+    strategies: dict[str, Strategy],
+    task: Task,
+    drawn: Sequence[LabProblem],
+    problems: Sequence[Problem],
+    endpoints: Sequence[Endpoint],
+    sampling: Sampling,
+) -> dict[str, Any]:
     """Every strategy ``job.resamples`` times over the pools; shares and costs are means over them, intervals are over problems."""
     pools = asyncio.run(_pools(job, problems, endpoints, sampling))
     check = checker(task, drawn)
-    replies = {p.model: [[check(i, s.text) for s in p.of(problem)] for i, problem in enumerate(problems)] for p in pools}
+    replies = {
+        p.model: [[check(i, s.text) for s in p.of(problem)] for i, problem in enumerate(problems)] for p in pools
+    }
     arms, shares = [], {}
     for spec, strategy in strategies.items():
         strategy.check([PoolEndpoint(p, 0) for p in pools], problems[0].prompts)
@@ -39,16 +48,32 @@ def run(job: Job, strategies: dict[str, Strategy], task: Task, drawn: Sequence[L
         log.info("%s: %.1f %% right", spec, 100 * metrics["exact"])
     outcome = compared(job, arms, sampling, endpoints)
     (first, base), *others = shares.items()
-    outcome["differences"] = [{"first": first, "second": name, "difference": _mean(change := [b - a for a, b in zip(base, other)]),
-                               "interval": list(difference_interval(change))} for name, other in others]
+    outcome["differences"] = [
+        {
+            "first": first,
+            "second": name,
+            "difference": _mean(change := [b - a for a, b in zip(base, other)]),
+            "interval": list(difference_interval(change)),
+        }
+        for name, other in others
+    ]
     outcome["pool"] = {p.model: _told(p, problems, replies[p.model]) for p in pools}
     return outcome
 
 
-async def _pools(job: Job, problems: Sequence[Problem], endpoints: Sequence[Endpoint], sampling: Sampling) -> list[Pool]:
+async def _pools(
+    job: Job, problems: Sequence[Problem], endpoints: Sequence[Endpoint], sampling: Sampling
+) -> list[Pool]:
     """Each model's pool, from its file where there is one."""
-    about = {"task": job.task, "n": job.count, "seed": job.seed, "split": job.split, "pool": job.pool, "max_tokens": sampling.max_tokens,
-             "temperature": sampling.temperature}
+    about = {
+        "task": job.task,
+        "n": job.count,
+        "seed": job.seed,
+        "split": job.split,
+        "pool": job.pool,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+    }
     found = []
     for endpoint in endpoints:
         file = job.pool_file and job.pool_file.with_name(f"{job.pool_file.name}.{endpoint.name}.jsonl.gz")
@@ -65,20 +90,45 @@ async def _pools(job: Job, problems: Sequence[Problem], endpoints: Sequence[Endp
     return found
 
 
-async def _resampled(job: Job, strategy: Strategy, check: Callable[[int, str], bool], problems: Sequence[Problem], pools: Sequence[Pool],
-                     sampling: Sampling) -> tuple[dict[str, Any], list[float]]:
+async def _resampled(
+    job: Job,
+    strategy: Strategy,
+    check: Callable[[int, str], bool],
+    problems: Sequence[Problem],
+    pools: Sequence[Pool],
+    sampling: Sampling,
+) -> tuple[dict[str, Any], list[float]]:
     """(metrics, share of the draws in which each problem was solved)."""
     marks, told = [], []
     for seed in range(job.resamples):
-        solution = await solve(strategy, problems, [PoolEndpoint(p, seed) for p in pools], seed=seed, sampling=sampling, at_once=1,
-                               problem_budget=job.problem_budget)
+        solution = await solve(
+            strategy,
+            problems,
+            [PoolEndpoint(p, seed) for p in pools],
+            seed=seed,
+            sampling=sampling,
+            at_once=1,
+            problem_budget=job.problem_budget,
+        )
         marks.append([check(i, s.result.text) for i, s in enumerate(solution.solved)])
         told.append(figures(solution, marks[-1]))
     shares = [_mean(column) for column in zip(*marks)]
-    metrics = {name: _mean([t[name] for t in told]) for name in told[0] if isinstance(told[0][name], (int, float)) and name != "seconds"}
-    metrics |= {"per_problem": {name: _mean([t["per_problem"][name] for t in told]) for name in told[0]["per_problem"] if name != "seconds"},
-                "by_model": {model: {unit: _mean([t["by_model"].get(model, {}).get(unit, 0) for t in told]) for unit in sums}
-                             for model, sums in told[0]["by_model"].items()}, "interval": list(mean_interval(shares)), "resamples": job.resamples}
+    metrics = {
+        name: _mean([t[name] for t in told])
+        for name in told[0]
+        if isinstance(told[0][name], (int, float)) and name != "seconds"
+    }
+    metrics |= {
+        "per_problem": {
+            name: _mean([t["per_problem"][name] for t in told]) for name in told[0]["per_problem"] if name != "seconds"
+        },
+        "by_model": {
+            model: {unit: _mean([t["by_model"].get(model, {}).get(unit, 0) for t in told]) for unit in sums}
+            for model, sums in told[0]["by_model"].items()
+        },
+        "interval": list(mean_interval(shares)),
+        "resamples": job.resamples,
+    }
     return metrics, shares
 
 
@@ -90,9 +140,12 @@ def _told(pool: Pool, problems: Sequence[Problem], right: Sequence[Sequence[bool
     for problem, marks in zip(problems, right):
         for sample, mark in zip(pool.of(problem), marks):
             by_mark[mark].append(sample.tokens)
-    return {"replies": sum(total for _, total in counted), "pass_at": {str(k): _mean([pass_at_k(r, n, k) for r, n in counted]) for k in sizes},
-            "auc": {s: auc for s in SIGNALS if (auc := ranked_right(pool, problems, right, s)) is not None},
-            "tokens": {"right": _mean(by_mark[True]), "wrong": _mean(by_mark[False])}}
+    return {
+        "replies": sum(total for _, total in counted),
+        "pass_at": {str(k): _mean([pass_at_k(r, n, k) for r, n in counted]) for k in sizes},
+        "auc": {s: auc for s in SIGNALS if (auc := ranked_right(pool, problems, right, s)) is not None},
+        "tokens": {"right": _mean(by_mark[True]), "wrong": _mean(by_mark[False])},
+    }
 
 
 def _mean(values: Sequence[float]) -> float:

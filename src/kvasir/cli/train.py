@@ -19,16 +19,24 @@ def _group() -> None:
 
 
 @app.command()
-def drafter(name: Annotated[str, typer.Argument(metavar="NAME", help="Which drafter: medusa, eagle or ppd.")],
-            target: Annotated[str, typer.Option(help="The model it drafts for: a lab checkpoint, by folder or name.")],
-            out: Annotated[Path, typer.Option(help="The folder to write; --drafter NAME:model=FOLDER serves it.")],
-            minutes: Annotated[float, typer.Option(min=0.01, help="Train this long (sampling and measuring come on top).")] = 2.0,
-            steps: Annotated[int | None, typer.Option(min=1, help="Train so many steps instead.")] = None,
-            replies: Annotated[int | None, typer.Option(min=8, help="Replies of the target to train on; 32768 on a GPU, 1024 on a CPU.")] = None,
-            samples: Annotated[Path | None, typer.Option(help="Keep the replies in this file, or read them: two drafters can share them.")] = None,
-            resume: Annotated[bool, typer.Option("--resume", help="Go on from the state in the folder.")] = False,
-            device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU when there is one.")] = None,
-            seed: Annotated[int, typer.Option(min=0, help="Decides problems, replies and weights.")] = 0) -> None:
+def drafter(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Which drafter: medusa, eagle or ppd.")],
+    target: Annotated[str, typer.Option(help="The model it drafts for: a lab checkpoint, by folder or name.")],
+    out: Annotated[Path, typer.Option(help="The folder to write; --drafter NAME:model=FOLDER serves it.")],
+    minutes: Annotated[
+        float, typer.Option(min=0.01, help="Train this long (sampling and measuring come on top).")
+    ] = 2.0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Train so many steps instead.")] = None,
+    replies: Annotated[
+        int | None, typer.Option(min=8, help="Replies of the target to train on; 32768 on a GPU, 1024 on a CPU.")
+    ] = None,
+    samples: Annotated[
+        Path | None, typer.Option(help="Keep the replies in this file, or read them: two drafters can share them.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the state in the folder.")] = False,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU when there is one.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Decides problems, replies and weights.")] = 0,
+) -> None:
     """Train a drafter on the target's own replies to the lab's problems."""
     import shlex
     import sys
@@ -43,5 +51,12 @@ def drafter(name: Annotated[str, typer.Argument(metavar="NAME", help="Which draf
         check_output(samples, make=True)
     count = replies or REPLIES.get((device or default_device()).split(":")[0], REPLIES["cpu"])
     plan = Plan(name, minutes=minutes, steps=steps, replies=count, held_out=max(8, count // 32), seed=seed)
-    main(plan, target, out, samples=samples, resume=resume, device=device,
-         command=shlex.join(["kvasir", *(Path(a).name if "/" in a else a for a in sys.argv[1:])]))
+    main(
+        plan,
+        target,
+        out,
+        samples=samples,
+        resume=resume,
+        device=device,
+        command=shlex.join(["kvasir", *(Path(a).name if "/" in a else a for a in sys.argv[1:])]),
+    )

@@ -32,8 +32,17 @@ MAX_END_MARK_IDS = 64
 I64 = (1 << 63) - 1
 
 
-def admit(prompt_ids: list[int], params: SamplingParams, info: ModelInfo, *, id: str, arrival: float, tenant: str = "",
-          priority: int = 0, encode: Callable[[str], list[int]] | None = None) -> Request:
+def admit(
+    prompt_ids: list[int],
+    params: SamplingParams,
+    info: ModelInfo,
+    *,
+    id: str,
+    arrival: float,
+    tenant: str = "",
+    priority: int = 0,
+    encode: Callable[[str], list[int]] | None = None,
+) -> Request:
     """Check everything and build the request. ``arrival``: ``time.monotonic()`` seconds; ``encode``: text to token ids
     without special tokens (needed for ``bad_words`` only). Raises RequestError, status 400, with the parameter's name."""
     ids_end = info.tokenizer_size or info.vocab_size
@@ -47,9 +56,17 @@ def admit(prompt_ids: list[int], params: SamplingParams, info: ModelInfo, *, id:
     max_tokens = _max_tokens(len(prompt_ids), params, info)
     if params.min_tokens > max_tokens:
         _refuse("min_tokens", f"min_tokens={params.min_tokens} is greater than max_tokens={max_tokens}")
-    return Request(id=id, prompt_ids=list(prompt_ids), params=params, seed=stream_of(params.seed), max_tokens=max_tokens,
-                   priority=_integer("priority", priority, -I64, I64), arrival=arrival, tenant=tenant,
-                   bad_words=_encode_bad_words(params.bad_words, encode, ids_end))
+    return Request(
+        id=id,
+        prompt_ids=list(prompt_ids),
+        params=params,
+        seed=stream_of(params.seed),
+        max_tokens=max_tokens,
+        priority=_integer("priority", priority, -I64, I64),
+        arrival=arrival,
+        tenant=tenant,
+        bad_words=_encode_bad_words(params.bad_words, encode, ids_end),
+    )
 
 
 # -------------------------------------------------------------------------------------------------- prompt and lengths
@@ -63,11 +80,17 @@ def _check_prompt(prompt_ids: list[int], info: ModelInfo, ids_end: int) -> None:
     _check_ids("prompt", prompt_ids, ids_end)
     room = info.max_model_len - 1
     if len(prompt_ids) > room:
-        _refuse("prompt", f"the prompt has {len(prompt_ids)} tokens; with a context of {info.max_model_len} it may have at most {room}",
-                code="context_length_exceeded")
+        _refuse(
+            "prompt",
+            f"the prompt has {len(prompt_ids)} tokens; with a context of {info.max_model_len} it may have at most {room}",
+            code="context_length_exceeded",
+        )
     if info.kv_capacity_tokens and len(prompt_ids) >= info.kv_capacity_tokens:
-        _refuse("prompt", f"the prompt has {len(prompt_ids)} tokens; the cache of this server holds {info.kv_capacity_tokens}",
-                code="context_length_exceeded")
+        _refuse(
+            "prompt",
+            f"the prompt has {len(prompt_ids)} tokens; the cache of this server holds {info.kv_capacity_tokens}",
+            code="context_length_exceeded",
+        )
 
 
 def _max_tokens(num_prompt: int, params: SamplingParams, info: ModelInfo) -> int:
@@ -79,8 +102,12 @@ def _max_tokens(num_prompt: int, params: SamplingParams, info: ModelInfo) -> int
         return min(limit for limit, _ in limits) - num_prompt
     for limit, what in limits:
         if num_prompt + params.max_tokens > limit:
-            _refuse("max_tokens", f"{num_prompt} prompt tokens and max_tokens={params.max_tokens} make {num_prompt + params.max_tokens}, "
-                                  f"more than {what} of {limit} tokens", code="context_length_exceeded")
+            _refuse(
+                "max_tokens",
+                f"{num_prompt} prompt tokens and max_tokens={params.max_tokens} make {num_prompt + params.max_tokens}, "
+                f"more than {what} of {limit} tokens",
+                code="context_length_exceeded",
+            )
     return params.max_tokens
 
 
@@ -122,9 +149,15 @@ def _checked(p: SamplingParams, ids_end: int) -> SamplingParams:
         max_tokens=None if p.max_tokens is None else _integer("max_tokens", p.max_tokens, 1, I64),
         min_tokens=_integer("min_tokens", p.min_tokens, 0, I64),
         stop_token_ids=_ids("stop_token_ids", p.stop_token_ids, ids_end, MAX_STOP_IDS),
-        logprobs=(0 if p.confidence else None) if p.logprobs is None else _integer("logprobs", p.logprobs, 0, MAX_LOGPROBS),
-        prompt_logprobs=None if p.prompt_logprobs is None else _integer("prompt_logprobs", p.prompt_logprobs, 0, MAX_LOGPROBS),
-        num_draft_tokens=None if p.num_draft_tokens is None else _integer("num_draft_tokens", p.num_draft_tokens, 0, I64),
+        logprobs=(0 if p.confidence else None)
+        if p.logprobs is None
+        else _integer("logprobs", p.logprobs, 0, MAX_LOGPROBS),
+        prompt_logprobs=None
+        if p.prompt_logprobs is None
+        else _integer("prompt_logprobs", p.prompt_logprobs, 0, MAX_LOGPROBS),
+        num_draft_tokens=None
+        if p.num_draft_tokens is None
+        else _integer("num_draft_tokens", p.num_draft_tokens, 0, I64),
         logit_bias=_bias(p.logit_bias, ids_end),
         allowed_token_ids=_allowed(p.allowed_token_ids, ids_end),
     )
@@ -132,7 +165,10 @@ def _checked(p: SamplingParams, ids_end: int) -> SamplingParams:
 
 def _check_confidence(p: SamplingParams) -> None:
     if _integer("confidence", p.confidence, 0, MAX_LOGPROBS) == 1:
-        _refuse("confidence", "confidence=1 turns the sign round: the likeliest token alone is large where the model is unsure. Take 5 to 20.")
+        _refuse(
+            "confidence",
+            "confidence=1 turns the sign round: the likeliest token alone is large where the model is unsure. Take 5 to 20.",
+        )
     if p.confidence and p.logprobs_mode != "raw":
         _refuse("confidence", "confidence is of the model's own distribution: leave logprobs_mode at 'raw'")
     if _integer("confidence_window", p.confidence_window, 0, I64) and not p.confidence:
@@ -155,7 +191,13 @@ def _check_grammar(grammar: Grammar | None) -> None:
     """Types and size; the compiler says whether it is valid."""
     if grammar is None:
         return
-    if not isinstance(grammar, Grammar) or grammar.kind not in ("json_schema", "json_object", "regex", "choice", "lark"):
+    if not isinstance(grammar, Grammar) or grammar.kind not in (
+        "json_schema",
+        "json_object",
+        "regex",
+        "choice",
+        "lark",
+    ):
         _refuse("grammar", f"not a grammar: {str(grammar)[:80]}")
     if not _is_text(grammar.text, MAX_GRAMMAR_BYTES) or len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
         _refuse("grammar", f"the grammar must be text of at most {MAX_GRAMMAR_BYTES} bytes")
@@ -188,14 +230,19 @@ def _ids(name: str, ids: tuple[int, ...], ids_end: int, most: int) -> tuple[int,
     return tuple(dict.fromkeys(ids))
 
 
-def _encode_bad_words(words: tuple[str, ...], encode: Callable[[str], list[int]] | None, ids_end: int) -> list[list[int]]:
+def _encode_bad_words(
+    words: tuple[str, ...], encode: Callable[[str], list[int]] | None, ids_end: int
+) -> list[list[int]]:
     """Each word as it stands at the start of a text and after a space: tokenizers give the two different ids."""
     if len(words) > MAX_BAD_WORDS:
         _refuse("bad_words", f"{len(words)} words, at most {MAX_BAD_WORDS} are allowed")
     found: list[list[int]] = []
     for word in words:
         if not _is_text(word, MAX_BAD_WORD_CHARS) or not word.strip():
-            _refuse("bad_words", f"every bad word must be text of 1 to {MAX_BAD_WORD_CHARS} characters that are not all blank")
+            _refuse(
+                "bad_words",
+                f"every bad word must be text of 1 to {MAX_BAD_WORD_CHARS} characters that are not all blank",
+            )
         if encode is None:
             _refuse("bad_words", "bad_words need a tokenizer, and this server runs without one")
         for text in (word.lstrip(), " " + word.lstrip()):

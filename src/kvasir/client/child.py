@@ -62,7 +62,11 @@ class Child:
         # -P: the working folder must not shadow the modules that the process imports. Output goes to stderr: stdout may
         # belong to a program that prints results. A session of its own keeps Ctrl-C in the terminal away from it.
         command = [sys.executable, "-P", "-m", "kvasir.client.engine_process", "--socket", path, "--factory", factory]
-        hello = messages.Hello(config=self.config.engine_only(), log_level=logging.getLevelName(log.getEffectiveLevel()), spawned=time.monotonic())
+        hello = messages.Hello(
+            config=self.config.engine_only(),
+            log_level=logging.getLevelName(log.getEffectiveLevel()),
+            spawned=time.monotonic(),
+        )
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True)
         with contextlib.suppress(BrokenPipeError):  # it died already; ``ready`` finds out
             process.stdin.write(msgspec.msgpack.encode(hello))
@@ -140,7 +144,9 @@ class Child:
             if self._channel is not None:
                 await self._channel.close()
             if not self.flight.closed:
-                self.at_work = {ipc.Activity.IDLE: [], ipc.Activity.BUSY: None}.get(self.flight.activity, self.flight.tickets)
+                self.at_work = {ipc.Activity.IDLE: [], ipc.Activity.BUSY: None}.get(
+                    self.flight.activity, self.flight.tickets
+                )
                 self.flight.close()
 
     async def _exited(self, patience: float) -> bool:

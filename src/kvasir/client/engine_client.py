@@ -35,9 +35,25 @@ MAX_BACKOFF_SECONDS = 5.0
 MAX_TRIAL_TOKENS = 64
 RETRY_SECONDS = 5.0
 STOP_SECONDS = 10.0  # for an orderly end of the process
-COUNTERS = ("step", "prompt_tokens", "generation_tokens", "forwards", "cached_tokens", "prefix_queries", "preemptions", "failed", "busy_seconds",
-            "draft_steps", "drafts", "drafted_tokens", "drafted_by", "accepted_tokens", "accepted_by_depth", "drafted_by_depth",
-            "draft_saved_seconds")  # of EngineStats: they go on where an engine process ends
+COUNTERS = (
+    "step",
+    "prompt_tokens",
+    "generation_tokens",
+    "forwards",
+    "cached_tokens",
+    "prefix_queries",
+    "preemptions",
+    "failed",
+    "busy_seconds",
+    "draft_steps",
+    "drafts",
+    "drafted_tokens",
+    "drafted_by",
+    "accepted_tokens",
+    "accepted_by_depth",
+    "drafted_by_depth",
+    "draft_saved_seconds",
+)  # of EngineStats: they go on where an engine process ends
 TICKS = 20  # looks at the flight record per watchdog period
 
 
@@ -154,7 +170,13 @@ class AsyncEngine:
             while remaining:
                 event = await outbox.get()
                 if event.kind == "error":
-                    raise RequestError(event.message, status=event.status, param=event.param, code=event.code, retry_after=event.retry_after)
+                    raise RequestError(
+                        event.message,
+                        status=event.status,
+                        param=event.param,
+                        code=event.code,
+                        retry_after=event.retry_after,
+                    )
                 remaining -= event.finish_reason is not None
                 yield event
         finally:
@@ -168,11 +190,15 @@ class AsyncEngine:
         if self._supervisor is None:
             raise RequestError("the engine is not started", status=503, code="not_started", retry_after=RETRY_SECONDS)
         _check(request)
-        most = self.config.scheduler.max_num_seqs + self.config.scheduler.max_queued_requests  # never stricter than the core
+        most = (
+            self.config.scheduler.max_num_seqs + self.config.scheduler.max_queued_requests
+        )  # never stricter than the core
         if len(self._journal) >= most and sum(not entry.accepted for entry in self._journal) >= most:
             # A burst between two steps is a full queue, as the core would say; else the engine restarts, or hangs.
             status, code = (429, "queue_full") if self._connected else (503, "overloaded")
-            raise RequestError(f"{most} requests wait for the engine", status=status, code=code, retry_after=RETRY_SECONDS)
+            raise RequestError(
+                f"{most} requests wait for the engine", status=status, code=code, retry_after=RETRY_SECONDS
+            )
         entry = self._journal.add(request)
         outbox = self._outboxes[entry.ticket] = Outbox()
         if entry.done:  # all branches of a resumed request had ended
@@ -202,7 +228,12 @@ class AsyncEngine:
         held = []
         for request_id, branch in targets:
             entry = self._journal.get(request_id)
-            if entry is not None and not entry.closed and (branch is None or branch in entry.live_branches) and self._mark(entry, branch):
+            if (
+                entry is not None
+                and not entry.closed
+                and (branch is None or branch in entry.live_branches)
+                and self._mark(entry, branch)
+            ):
                 held.append((request_id, branch))
         if held:
             self._child.send(ipc.encode(messages.CancelMany(held)))
@@ -231,8 +262,18 @@ class AsyncEngine:
         """The terminal reply of a request that cannot go on."""
         outbox = self._outboxes.get(entry.ticket)
         if outbox is not None:
-            outbox.put(Event(kind="error", request_id=entry.id, epoch=entry.request.epoch, status=error.status, param=error.param,
-                             code=error.code, message=error.message, retry_after=error.retry_after))
+            outbox.put(
+                Event(
+                    kind="error",
+                    request_id=entry.id,
+                    epoch=entry.request.epoch,
+                    status=error.status,
+                    param=error.param,
+                    code=error.code,
+                    message=error.message,
+                    retry_after=error.retry_after,
+                )
+            )
         if entry.submitted and self._connected:
             self._close(entry)
         else:
@@ -324,7 +365,9 @@ class AsyncEngine:
         self._connected = False
         self._why_down = why or "restarting"
         await child.reap(1.0)
-        log.error("%s%s; %d requests wait for the next", child.obituary(), f" ({why})" if why else "", len(self._journal))
+        log.error(
+            "%s%s; %d requests wait for the next", child.obituary(), f" ({why})" if why else "", len(self._journal)
+        )
         self._deaths = 1 if lived > LONG_LIFE_SECONDS and not self._stuck else self._deaths + 1
         self.num_restarts += 1
         self._recovering = True
@@ -348,9 +391,17 @@ class AsyncEngine:
 
     def _quarantine(self, entry: Entry) -> None:
         params = entry.request.params
-        log.error("request %s is quarantined: the engine died %d times on it (%d prompt tokens, %s output tokens, n=%d, temperature=%g, "
-                  "grammar=%s)", entry.id, round(entry.crashes), len(entry.request.prompt_ids),
-                  [len(tokens) for tokens in entry.request.emitted], params.n, params.temperature, params.grammar and params.grammar.kind)
+        log.error(
+            "request %s is quarantined: the engine died %d times on it (%d prompt tokens, %s output tokens, n=%d, temperature=%g, "
+            "grammar=%s)",
+            entry.id,
+            round(entry.crashes),
+            len(entry.request.prompt_ids),
+            [len(tokens) for tokens in entry.request.emitted],
+            params.n,
+            params.temperature,
+            params.grammar and params.grammar.kind,
+        )
         self.num_quarantined += 1
         self._deaths = 0  # with the culprit gone there is hope again
         self._fail(entry, RequestError("this request made the engine fail repeatedly", status=500, code="quarantined"))
@@ -359,9 +410,11 @@ class AsyncEngine:
         """Start processes until one is ready. Raises ConfigError when that is hopeless."""
         while True:
             if self._deaths >= MAX_DEATHS:
-                raise ConfigError(f"the engine process died {self._deaths} times in a row; the last time: {self._child.obituary()}")
+                raise ConfigError(
+                    f"the engine process died {self._deaths} times in a row; the last time: {self._child.obituary()}"
+                )
             if self._deaths > 1:
-                await asyncio.sleep(min(MAX_BACKOFF_SECONDS, 0.1 * 2 ** self._deaths))
+                await asyncio.sleep(min(MAX_BACKOFF_SECONDS, 0.1 * 2**self._deaths))
             try:
                 self._child = Child(self.config, self._factory)
                 self._welcome(await self._child.ready(self.config.service.startup_timeout))
@@ -384,7 +437,10 @@ class AsyncEngine:
         try:
             frame = ipc.encode(messages.Submit(entry.ticket, entry.request))
         except ipc.FrameError as e:
-            self._fail(entry, RequestError(f"the request outgrew what the engine can be sent: {e}", status=500, code="too_long"))
+            self._fail(
+                entry,
+                RequestError(f"the request outgrew what the engine can be sent: {e}", status=500, code="too_long"),
+            )
             return
         entry.submitted = True
         self._child.send(frame)
@@ -418,14 +474,24 @@ class AsyncEngine:
     def health(self) -> Health:
         """``ready`` while the engine process is there and moves; ``live`` until it is given up."""
         draining = self._deadline is not None
-        return Health(live=not self._failed, ready=self._connected and not draining, reason=self._why_down or ("draining" if draining else ""))
+        return Health(
+            live=not self._failed,
+            ready=self._connected and not draining,
+            reason=self._why_down or ("draining" if draining else ""),
+        )
 
     def stats(self) -> EngineStats:
         """The latest heartbeat, with what this side knows of starts and restarts, of processes before this one, and of what waits here."""
         counted = {name: _sum(value, getattr(self._stats, name)) for name, value in self._counted.items()}
         held = sum(len(entry.live_branches) for entry in self._journal if not entry.submitted)
-        return dataclasses.replace(self._stats, startup=self.startup, restarts=self.num_restarts, quarantined=self.num_quarantined,
-                                   num_waiting=self._stats.num_waiting + held, **counted)
+        return dataclasses.replace(
+            self._stats,
+            startup=self.startup,
+            restarts=self.num_restarts,
+            quarantined=self.num_quarantined,
+            num_waiting=self._stats.num_waiting + held,
+            **counted,
+        )
 
 
 def _sum(a: Any, b: Any) -> Any:
@@ -445,7 +511,7 @@ def _is_later(event: Event) -> bool:
 def _check(request: Request) -> None:
     """Whether the engine process could read it. Raises RequestError: one malformed request must not end a process."""
     try:
-        ipc.Decoder(messages.ToEngine).body(ipc.encode(messages.Submit(0, request))[ipc.HEADER.size:])
+        ipc.Decoder(messages.ToEngine).body(ipc.encode(messages.Submit(0, request))[ipc.HEADER.size :])
     except ipc.FrameError as e:
         too_long = "limit" in str(e)
         raise RequestError(f"the request cannot be sent to the engine: {e}", status=413 if too_long else 400) from e

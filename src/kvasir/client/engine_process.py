@@ -44,8 +44,14 @@ CRASHED, REFUSED = 70, 78  # exit codes, as in sysexits.h
 class Loop:
     """The step loop around one core. ``beat_seconds``: longest it sleeps without touching the flight record."""
 
-    def __init__(self, core: EngineCore, channel: ipc.BlockingChannel, inbox: queue.SimpleQueue, flight: ipc.Flight,
-                 beat_seconds: float) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        channel: ipc.BlockingChannel,
+        inbox: queue.SimpleQueue,
+        flight: ipc.Flight,
+        beat_seconds: float,
+    ) -> None:
         self._core, self._channel, self._inbox, self._flight = core, channel, inbox, flight
         self._beat_seconds = min(beat_seconds, HEARTBEAT_SECONDS)
         self._tickets: dict[str, int] = {}  # request id -> ticket, while the core holds the request
@@ -110,7 +116,9 @@ class Loop:
             self._pieces.open(request)
             events = self._submit(request)
         else:
-            targets = message.targets if isinstance(message, messages.CancelMany) else [(message.request_id, message.branch)]
+            targets = (
+                message.targets if isinstance(message, messages.CancelMany) else [(message.request_id, message.branch)]
+            )
             self._flight.launch([self._tickets.get(request_id, 0) for request_id, _ in targets])
             events = [event for target in targets for event in self._core.cancel(*target)]
         self._flight.idle()
@@ -120,14 +128,26 @@ class Loop:
         try:
             return self._core.submit(request)
         except RequestError as e:
-            return [Event(kind="error", request_id=request.id, epoch=request.epoch, status=e.status, param=e.param, code=e.code,
-                          message=e.message, retry_after=e.retry_after)]
+            return [
+                Event(
+                    kind="error",
+                    request_id=request.id,
+                    epoch=request.epoch,
+                    status=e.status,
+                    param=e.param,
+                    code=e.code,
+                    message=e.message,
+                    retry_after=e.retry_after,
+                )
+            ]
 
     def _on_launch(self, request_ids: Iterable[str], slow: bool) -> None:
         self._flight.launch([self._tickets.get(request_id, 0) for request_id in request_ids], slow)
 
     def _send(self, events: list[Event]) -> None:
-        ended = [event for event in events if event.kind == "error" or event.finish_reason is not None]  # as they are before some are joined
+        ended = [
+            event for event in events if event.kind == "error" or event.finish_reason is not None
+        ]  # as they are before some are joined
         ready = self._pieces.ready(events)
         if ready:
             try:
@@ -147,8 +167,14 @@ class Loop:
                 frame = ipc.encode(messages.Events([event]))
             except (ipc.FrameError, TypeError, ValueError, OverflowError) as e:
                 lost.add(event.request_id)
-                error = Event(kind="error", request_id=event.request_id, epoch=event.epoch, status=500, code="reply_not_sendable",
-                              message=f"the engine's reply cannot be sent: {e}")
+                error = Event(
+                    kind="error",
+                    request_id=event.request_id,
+                    epoch=event.epoch,
+                    status=500,
+                    code="reply_not_sendable",
+                    message=f"the engine's reply cannot be sent: {e}",
+                )
                 frame = ipc.encode(messages.Events([error]))
             self._channel.send(frame)
         for request_id in lost:
@@ -212,7 +238,9 @@ def _build(hello: messages.Hello, factory: str, started: float) -> tuple[EngineC
     build = _factory(factory)
     imported = time.monotonic()
     config = hello.config
-    if config.runner.num_threads is None:  # the HTTP process needs a core: a team of threads that spins on all of them starves both
+    if (
+        config.runner.num_threads is None
+    ):  # the HTTP process needs a core: a team of threads that spins on all of them starves both
         config = config.replace(num_threads=max(1, (os.cpu_count() or 1) - 1))
     core = build(config)
     collect_rarely()
@@ -247,7 +275,7 @@ def serve(socket_path: str, factory: str, hello: messages.Hello, started: float)
     except Exception:
         text = traceback.format_exc()
         log.error("engine process: %s", text)
-        _last_words(channel, messages.Crash(text[-(64 << 10):]))
+        _last_words(channel, messages.Crash(text[-(64 << 10) :]))
         return CRASHED
     return 0
 
@@ -263,7 +291,9 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    parser = argparse.ArgumentParser(prog="kvasir.client.engine_process", description="The engine process; `kvasir serve` starts it.")
+    parser = argparse.ArgumentParser(
+        prog="kvasir.client.engine_process", description="The engine process; `kvasir serve` starts it."
+    )
     parser.add_argument("--socket", required=True)
     parser.add_argument("--factory", default=ENGINE)
     arguments = parser.parse_args()

@@ -190,7 +190,7 @@ class Flight:
 
     @property
     def tickets(self) -> list[int]:
-        return self._words[self._TICKETS:self._TICKETS + self._words[self._COUNT]].tolist()
+        return self._words[self._TICKETS : self._TICKETS + self._words[self._COUNT]].tolist()
 
     def beat(self) -> None:
         self._words[self._PROGRESS] += 1

@@ -97,7 +97,9 @@ class Entry:
             return event
         logprobs = event.logprobs[seen:] if event.logprobs is not None else None
         bare = event.bare and BareLogprobs(event.bare.logprobs[seen:], event.bare.confidences[seen:])
-        return dataclasses.replace(event, index=event.index + seen, token_ids=tokens, logprobs=logprobs, bare=bare, prompt_logprobs=prompt)
+        return dataclasses.replace(
+            event, index=event.index + seen, token_ids=tokens, logprobs=logprobs, bare=bare, prompt_logprobs=prompt
+        )
 
     def rewind(self) -> None:
         """The engine process that held it is gone: what it still says belongs to an older epoch."""
@@ -117,8 +119,13 @@ class Journal:
     def add(self, request: Request) -> Entry:
         """Open an entry with its own copy of the request's state. Raises RequestError (409) for an id that is in use."""
         if request.id in self._entries:
-            raise RequestError(f"a request with the id '{request.id}' is in progress", status=409, param="request_id", code="duplicate_id")
-        emitted = [list(tokens) for tokens in request.emitted[:request.params.n]]
+            raise RequestError(
+                f"a request with the id '{request.id}' is in progress",
+                status=409,
+                param="request_id",
+                code="duplicate_id",
+            )
+        emitted = [list(tokens) for tokens in request.emitted[: request.params.n]]
         emitted += [[] for _ in range(request.params.n - len(emitted))]
         own = dataclasses.replace(request, emitted=emitted, ended=sorted(set(request.ended)))
         self._last_ticket += 1

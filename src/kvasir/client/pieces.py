@@ -49,7 +49,12 @@ class Pieces:
                 if whole is not None:
                     ready.append(_sent(waiting, whole))
                 waiting.held[event.branch] = whole = event
-            if event.index == 0 or len(whole.token_ids) >= waiting.size or event.finish_reason is not None or event.score is not None:
+            if (
+                event.index == 0
+                or len(whole.token_ids) >= waiting.size
+                or event.finish_reason is not None
+                or event.score is not None
+            ):
                 del waiting.held[event.branch]
                 ready.append(_sent(waiting, whole))
         return ready

@@ -88,8 +88,15 @@ def write_tensors(folder: Path, tensors: Tensors, shard_bytes: int = SHARD_BYTES
     return total
 
 
-def convert(converter: Converter, spec: str, source: Path, target: Path, *, shard_bytes: int = SHARD_BYTES,
-            progress: Callable[[int], None] = lambda num_bytes: None) -> dict[str, Any]:
+def convert(
+    converter: Converter,
+    spec: str,
+    source: Path,
+    target: Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> dict[str, Any]:
     """Convert the checkpoint in ``source`` into the new folder ``target``, with its tokenizer and all else it needs.
 
     ``spec`` is the converter as written, for the record that is returned and kept in ``conversion.json``. ``progress`` is

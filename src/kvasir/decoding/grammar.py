@@ -32,8 +32,15 @@ MAX_EXPANDED = 50_000  # atoms of a regex after its repeats are written out
 MAX_MULTIPLE = 100_000  # of "multipleOf", zeros at its end aside: so many states, which no fuel bounds: as many take a second at most
 # Most whitespace between two JSON tokens. Without a bound a weak model can go on with blanks for ever.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-_LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000, "max_items_in_row": 2000,
-           "max_lexer_states": 200_000, "max_grammar_size": 500_000, "verbose_errors": False}
+_LIMITS = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 2000,
+    "max_lexer_states": 200_000,
+    "max_grammar_size": 500_000,
+    "verbose_errors": False,
+}
 _SHOWN_REGEX = r'invalid regex ".*" \(in regex\): '
 _COMBINING = {"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "not", "if"}  # what stands apart may hold together
 _BOUNDS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
@@ -46,7 +53,9 @@ class Matcher:
     end: a finished output always satisfies the grammar.
     """
 
-    def __init__(self, inner: llguidance.LLMatcher, vocab_size: int, eos_ids: tuple[int, ...], after: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, inner: llguidance.LLMatcher, vocab_size: int, eos_ids: tuple[int, ...], after: tuple[int, ...] = ()
+    ) -> None:
         self._inner = inner
         self._words = -(-vocab_size // 32)
         self._eos_ids = eos_ids
@@ -59,7 +68,7 @@ class Matcher:
     @property
     def constrained(self) -> bool:
         """False while the output is still free text before ``after``."""
-        return not self._after or tuple(self._free[-len(self._after):]) == self._after
+        return not self._after or tuple(self._free[-len(self._after) :]) == self._after
 
     def is_stopped(self) -> bool:
         """Whether nothing but EOS can follow."""
@@ -180,7 +189,9 @@ class GrammarCompiler:
         matcher = Matcher(inner, self.vocab_size, self.eos_ids)
         mask = np.zeros(-(-self.vocab_size // 32), np.int32)
         if not matcher.fill(mask):
-            why = matcher.error if grammar.kind == "lark" else re.sub(r"^at \d+\(\d+\): ", "", matcher.error)  # a place in text of ours
+            why = (
+                matcher.error if grammar.kind == "lark" else re.sub(r"^at \d+\(\d+\): ", "", matcher.error)
+            )  # a place in text of ours
             raise RequestError(f"the grammar cannot be used: {why}", param=param)
         if not mask.any():
             raise RequestError("the grammar allows no output at all", param=param)
@@ -197,6 +208,7 @@ def _reason(text: str) -> str:
 
 # ------------------------------------------------------------------------------------- text -> the library's grammar
 
+
 def _from_schema(text: str, param: str) -> str:
     schema = _parse_json(text, param)
     if not isinstance(schema, (dict, bool)):
@@ -206,7 +218,9 @@ def _from_schema(text: str, param: str) -> str:
     check_schema(schema, param)
     overrides = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
     try:
-        return llguidance.LLMatcher.grammar_from_json_schema(json.dumps({} if schema is True else schema), overrides=overrides)
+        return llguidance.LLMatcher.grammar_from_json_schema(
+            json.dumps({} if schema is True else schema), overrides=overrides
+        )
     except ValueError as e:
         raise RequestError(f"the schema cannot be used: {e}", param=param) from e
 
@@ -241,12 +255,16 @@ def _without_schemas(text: str, param: str) -> str:
     rules, at, states = [], 0, 0
     for found in re.finditer(r"%json(?:\s|//[^\n]*+)*+", text):
         if found.start() >= at:  # not in a schema
-            rules.append(text[at:found.end()])
+            rules.append(text[at : found.end()])
             try:
                 schema, at = json.JSONDecoder().raw_decode(text, found.end())
             except (ValueError, RecursionError) as e:
-                raise RequestError(f"the grammar cannot be used: no JSON schema that can be read stands behind %json: {e}", param=param) from e
-            options = schema.pop("x-guidance", None) if isinstance(schema, dict) else None  # the library's, of white space and separators
+                raise RequestError(
+                    f"the grammar cannot be used: no JSON schema that can be read stands behind %json: {e}", param=param
+                ) from e
+            options = (
+                schema.pop("x-guidance", None) if isinstance(schema, dict) else None
+            )  # the library's, of white space and separators
             for pattern in options.values() if isinstance(options, dict) else ():
                 if isinstance(pattern, str) and pattern:
                     check_regex(pattern, param)
@@ -315,7 +333,9 @@ def try_schema(schema: dict[str, Any], param: str) -> None:
 def _check_keywords(node: dict[str, Any], param: str | None) -> None:
     reference = node.get("$ref")
     if isinstance(reference, str) and not reference.startswith("#"):
-        raise RequestError(f"'$ref': {reference[:80]!r} is not local; only references that start with '#' are supported", param=param)
+        raise RequestError(
+            f"'$ref': {reference[:80]!r} is not local; only references that start with '#' are supported", param=param
+        )
     if "x-guidance" in node:
         raise RequestError("'x-guidance' is not supported in a schema", param=param)
     for name in _BOUNDS:
@@ -340,13 +360,17 @@ def _check_multiples(multiples: list[float], combined: bool, param: str | None) 
 
 def _check_multiple(states: int, param: str | None) -> int:
     if states > MAX_MULTIPLE:
-        raise RequestError(f"multipleOf, by itself or of several values together, is above the limit of {MAX_MULTIPLE}", param=param)
+        raise RequestError(
+            f"multipleOf, by itself or of several values together, is above the limit of {MAX_MULTIPLE}", param=param
+        )
     return states
 
 
 def _check_bound(bound: float, param: str | None, name: str = "a repeat") -> None:
     if bound > MAX_REPEAT:
-        raise RequestError(f"{name} is above the limit of {MAX_REPEAT}", param=param)  # by how much, it may have too many digits to say
+        raise RequestError(
+            f"{name} is above the limit of {MAX_REPEAT}", param=param
+        )  # by how much, it may have too many digits to say
 
 
 def check_regex(pattern: str, param: str | None = None) -> None:
@@ -380,5 +404,7 @@ def check_regex(pattern: str, param: str | None = None) -> None:
 # minute to be missed in 64 KiB, in which nobody else gets on.
 _LARK_REGEX = r"/(?:((?:[^/\\\n]|\\.)++)/|(?:[^/\\\n]|\\.)*+)"
 _LARK_BOUND = r"(\{[^}\n]*+\}|~[^\n]*)|\{[^}~\n]*+"
-_REGEX_ITEM = (r"(?P<escape>\\.)|(?P<set>\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|\\?\Z))|(?P<open>\()|(?P<close>\))"
-               r"|(?P<repeat>\{\d+(?:,\d*)?\})|(?P<other>.)")
+_REGEX_ITEM = (
+    r"(?P<escape>\\.)|(?P<set>\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|\\?\Z))|(?P<open>\()|(?P<close>\))"
+    r"|(?P<repeat>\{\d+(?:,\d*)?\})|(?P<other>.)"
+)

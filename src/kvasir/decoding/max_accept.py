@@ -34,14 +34,21 @@ DRAWN = "drawn_from"  # in ``Sequence.state``: position of the last known token,
 
 def fresh_stream(seq: Sequence, position: int, use: bytes) -> int:
     """A noise stream for one ``use`` behind one position: all that is drawn before the model has answered."""
-    digest = hashlib.blake2b(seq.stream.to_bytes(8, "little") + position.to_bytes(8, "little"), digest_size=8, person=b"kvasir-" + use)
+    digest = hashlib.blake2b(
+        seq.stream.to_bytes(8, "little") + position.to_bytes(8, "little"), digest_size=8, person=b"kvasir-" + use
+    )
     return int.from_bytes(digest.digest(), "little")
 
 
 def coins(seq: Sequence, position: int, count: int) -> np.ndarray:
     """``count`` independent uniforms in [0, 1), float64."""
-    words = b"".join(hashlib.blake2b(seq.stream.to_bytes(8, "little") + position.to_bytes(8, "little") + part.to_bytes(2, "little"),
-                                     person=b"kvasir-coins").digest() for part in range(-(-count // 16)))
+    words = b"".join(
+        hashlib.blake2b(
+            seq.stream.to_bytes(8, "little") + position.to_bytes(8, "little") + part.to_bytes(2, "little"),
+            person=b"kvasir-coins",
+        ).digest()
+        for part in range(-(-count // 16))
+    )
     return np.frombuffer(words, np.uint32)[:count] / 2.0**32
 
 
@@ -69,11 +76,21 @@ def blocks(batch: SampleBatch) -> list[Block]:
     for span, wanted, first, held in zip(batch.spans, batch.wanted, batch.first, batch.held):
         if held and (weights := drawn(span)) is not None:
             sample = span.want["sample"]
-            found.append(Block(span.seq, first + wanted.index(sample.start), span.start + sample.start, held[sample.start + 1:], weights))
+            found.append(
+                Block(
+                    span.seq,
+                    first + wanted.index(sample.start),
+                    span.start + sample.start,
+                    held[sample.start + 1 :],
+                    weights,
+                )
+            )
     return found
 
 
-def verify(p_BHV: torch.Tensor, q_BGV: torch.Tensor, drafts_BG: torch.Tensor, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def verify(
+    p_BHV: torch.Tensor, q_BGV: torch.Tensor, drafts_BG: torch.Tensor, lengths_B: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The rule. ``p`` [B, G + 1, V] and ``q`` [B, G, V]: probabilities; rows behind ``lengths`` are ignored. Returns h [B, G], and the
     weights [B, G + 1, V] of the token behind 0, 1, .. accepted drafts."""
     count = q_BGV.shape[1]
@@ -111,12 +128,16 @@ def accept(found: list[Block], rows: np.ndarray, final_SV: torch.Tensor, tokens_
     drafts_BG = send(np.array([b.drafts + b.drafts[-1:] * (count - len(b.drafts)) for b in found]))
     u_BG = send(np.stack([np.pad(coins(b.seq, b.position, len(b.drafts)), (0, count - len(b.drafts))) for b in found]))
     held_BG = send(np.cumsum([0, *lengths[:-1]])[:, None] + order_BH[:, 1:] - 1)
-    q_BGV = torch.cat([b.weights[:len(b.drafts)] for b in found]).softmax(-1)[held_BG]
+    q_BGV = torch.cat([b.weights[: len(b.drafts)] for b in found]).softmax(-1)[held_BG]
     h_BG, weights_BHV = verify(final_SV[at_BH].softmax(-1), q_BGV, drafts_BG, send(lengths))
     step = torch.arange(count + 1, device=device)
     tau_B1 = ((u_BG < h_BG) * step[1:]).amax(1, keepdim=True)
     streams_B = send(np.array([fresh_stream(b.seq, b.position, b"rest") for b in found], np.uint64).view(np.int64))
     noise_BV = gumbel(streams_B, send(np.array([b.position for b in found])), final_SV.shape[1])
     last_B1 = (weights_BHV.take_along_dim(tau_B1[..., None], 1)[:, 0].log() + noise_BV).argmax(-1, keepdim=True)
-    emitted_BH = torch.where(step < tau_B1, torch.cat([drafts_BG, drafts_BG[:, -1:]], 1), torch.where(step == tau_B1, last_B1, tokens_S[at_BH]))
+    emitted_BH = torch.where(
+        step < tau_B1,
+        torch.cat([drafts_BG, drafts_BG[:, -1:]], 1),
+        torch.where(step == tau_B1, last_B1, tokens_S[at_BH]),
+    )
     tokens_S[at_BH] = emitted_BH.gather(1, padded_BH)  # a row that is there twice gets one token

@@ -47,7 +47,7 @@ class History:
 
     def after(self, path: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Ids [K] int64 and output counts [K] int32 of the history followed by the draft tokens ``path``. Not kept."""
-        ids, counts = self._ids[:self._size], self._counts[:self._size]
+        ids, counts = self._ids[: self._size], self._counts[: self._size]
         if not path:
             return ids, counts
         extra = Counter(path)
@@ -59,8 +59,13 @@ class History:
         return np.concatenate([ids, np.asarray(new, np.int64)]), counts
 
 
-def penalise(logits_MV: torch.Tensor, rows_K: torch.Tensor, ids_K: torch.Tensor, counts_K: torch.Tensor,
-             strength_K3: torch.Tensor) -> None:
+def penalise(
+    logits_MV: torch.Tensor,
+    rows_K: torch.Tensor,
+    ids_K: torch.Tensor,
+    counts_K: torch.Tensor,
+    strength_K3: torch.Tensor,
+) -> None:
     """Apply the three penalties to ``logits_MV`` in place. The pairs (rows_K, ids_K) are distinct; ``counts_K``: output
     counts as fp32; ``strength_K3``: repetition, frequency, presence of each pair's row."""
     repetition, frequency, presence = strength_K3.unbind(1)
@@ -73,6 +78,6 @@ def banned_by_words(words: list[list[int]], output: list[int]) -> list[int]:
     """The ids that would complete one of ``words`` (token ids each) after ``output`` (at least its last tokens)."""
     banned = []
     for *head, last in words:
-        if not head or output[-len(head):] == head:
+        if not head or output[-len(head) :] == head:
             banned.append(last)
     return banned

@@ -49,7 +49,13 @@ class RowState:
         self.matcher: Matcher | None = None
         if p.grammar is not None:
             self.start_matcher(seq)
-        self.plain = self.bias is None and self.allowed is None and not self.words and self.history is None and self.matcher is None
+        self.plain = (
+            self.bias is None
+            and self.allowed is None
+            and not self.words
+            and self.history is None
+            and self.matcher is None
+        )
         # What may be drawn depends on the tokens before: the next row cannot be packed until the host knows them.
         self.bound = bool(self.words) or self.history is not None or self.matcher is not None
         # What a step reports by itself: of the drawn token alone, by the logits as the model gave them.
@@ -59,7 +65,11 @@ class RowState:
     def simple(self, num_output: int) -> bool:
         """Whether temperature, top-k, top-p, min-p and noise are all there is to a draw that follows ``num_output`` tokens; its own
         log-probability may be asked for."""
-        return self.plain and (self.params.logprobs is None or self.reports) and (num_output >= self.min_tokens or not self.ends)
+        return (
+            self.plain
+            and (self.params.logprobs is None or self.reports)
+            and (num_output >= self.min_tokens or not self.ends)
+        )
 
     def start_matcher(self, seq: Sequence) -> None:
         """At what the sequence has generated."""
@@ -82,8 +92,17 @@ def _values(p: Any, tokenizer_size: int) -> np.ndarray:
     top_k = p.top_k if 0 < p.top_k < tokenizer_size else tokenizer_size
     # As the device keeps them: in fp32.
     top_p, min_p = float(np.float32(p.top_p)), float(np.float32(p.min_p))
-    return np.array([0.0 if greedy else p.temperature, top_p if top_p < 1.0 else np.inf, np.log(min_p) if min_p > 0 else -np.inf,
-                     p.repetition_penalty, p.frequency_penalty, p.presence_penalty, top_k])
+    return np.array(
+        [
+            0.0 if greedy else p.temperature,
+            top_p if top_p < 1.0 else np.inf,
+            np.log(min_p) if min_p > 0 else -np.inf,
+            p.repetition_penalty,
+            p.frequency_penalty,
+            p.presence_penalty,
+            top_k,
+        ]
+    )
 
 
 def _bitset(ids: tuple[int, ...], vocab_size: int) -> np.ndarray:
@@ -107,7 +126,9 @@ class Rows:
     banned: tuple[np.ndarray, ...]  # row, id
     counted: tuple[np.ndarray, ...]  # row, id, output count
     masks: tuple[np.ndarray, ...]  # row, [K, W] int32
-    reports: tuple[np.ndarray, ...]  # row, known id or -1 for the sampled one, alternatives, 1 if processed, k of the confidence
+    reports: tuple[
+        np.ndarray, ...
+    ]  # row, known id or -1 for the sampled one, alternatives, 1 if processed, k of the confidence
 
     @property
     def constrained(self) -> bool:
@@ -122,7 +143,13 @@ class Rows:
         for arrays in (self.bias, self.banned, self.counted, self.masks, self.reports):
             low, high = np.searchsorted(arrays[0], [first, stop])
             sparse.append((arrays[0][low:high] - first, *(a[low:high] for a in arrays[1:])))
-        return Rows(self.sampled[first:stop], self.values[first:stop], self.streams[first:stop], self.positions[first:stop], *sparse)
+        return Rows(
+            self.sampled[first:stop],
+            self.values[first:stop],
+            self.streams[first:stop],
+            self.positions[first:stop],
+            *sparse,
+        )
 
     def drawn(self) -> Rows:
         """The sampled rows alone, renumbered. Only they have conditions; the reports stay with the whole."""
@@ -227,7 +254,9 @@ class Packer:
         if state.error:
             self.errors.update(dict.fromkeys(rows, state.error))
             return
-        num_output = span.start + sample.start + 1 - state.num_prompt  # before the first sampled row; some may be in flight
+        num_output = (
+            span.start + sample.start + 1 - state.num_prompt
+        )  # before the first sampled row; some may be in flight
         if state.plain and num_output >= state.min_tokens:
             return
         paths = _paths(span, sample)
@@ -239,7 +268,7 @@ class Packer:
             if state.history is not None:
                 self.counted.append((m, *state.history.after(path)))
             if state.words:
-                known = span.seq.tokens[max(state.num_prompt, span.seq.num_tokens - state.tail):] + path
+                known = span.seq.tokens[max(state.num_prompt, span.seq.num_tokens - state.tail) :] + path
                 self.banned.extend((m, i) for i in banned_by_words(state.words, known))
         if state.matcher is not None:
             self._grammar_masks(span.seq, state, paths, rows)
@@ -255,7 +284,7 @@ class Packer:
         for n, (m, path) in enumerate(zip(rows, paths)):
             shared = next((i for i, (a, b) in enumerate(zip(at, path)) if a != b), min(len(at), len(path)))
             matcher.rollback(len(at) - shared)
-            at = path[:shared + matcher.try_accept(path[shared:])]
+            at = path[: shared + matcher.try_accept(path[shared:])]
             bits = np.empty(-(-self.vocab_size // 32), np.int32)
             if len(at) == len(path) and matcher.fill(bits):
                 self.masks.append((m, bits if state.allowed is None else bits & state.allowed))
@@ -268,11 +297,23 @@ class Packer:
 
     def _rows(self) -> Rows:
         banned = tuple(np.array(self.banned, np.int64).T) if self.banned else (_NONE, _NONE)
-        masks = (np.array([m for m, _ in self.masks], np.int64), np.stack([bits for _, bits in self.masks])) if self.masks else (_NONE, _NO_MASKS)
+        masks = (
+            (np.array([m for m, _ in self.masks], np.int64), np.stack([bits for _, bits in self.masks]))
+            if self.masks
+            else (_NONE, _NO_MASKS)
+        )
         reports = tuple(np.array(self.reports, np.int64).T) if self.reports else (_NONE,) * 5
         return Rows(
-            np.array(self.sampled, bool), np.array(self.values).reshape(-1, NUM_PARAMS), np.array(self.streams, np.uint64).view(np.int64),
-            np.array(self.positions, np.int64), _ragged(self.bias), banned, _ragged(self.counted), masks, reports)
+            np.array(self.sampled, bool),
+            np.array(self.values).reshape(-1, NUM_PARAMS),
+            np.array(self.streams, np.uint64).view(np.int64),
+            np.array(self.positions, np.int64),
+            _ragged(self.bias),
+            banned,
+            _ragged(self.counted),
+            masks,
+            reports,
+        )
 
 
 def _ragged(parts: list[tuple]) -> tuple[np.ndarray, ...]:
@@ -280,7 +321,11 @@ def _ragged(parts: list[tuple]) -> tuple[np.ndarray, ...]:
     if not parts:
         return _NONE, _NONE, _NO_VALUES
     rows = np.repeat(np.array([m for m, _, _ in parts], np.int64), [len(ids) for _, ids, _ in parts])
-    return rows, np.concatenate([ids for _, ids, _ in parts]), np.concatenate([v for _, _, v in parts]).astype(np.float32)
+    return (
+        rows,
+        np.concatenate([ids for _, ids, _ in parts]),
+        np.concatenate([v for _, _, v in parts]).astype(np.float32),
+    )
 
 
 def _depths(parents: list[int]) -> list[int]:
@@ -295,9 +340,9 @@ def _paths(span: Span, sample: range) -> list[list[int]]:
     known = span.seq.num_tokens - span.start  # rows of the span that hold known tokens
     assert sample.start >= known - 1, "a row before the last known token has nothing to sample"
     if not span.parents:
-        return [span.seq.draft[:i + 1 - known] for i in sample]
+        return [span.seq.draft[: i + 1 - known] for i in sample]
     tokens = span.tokens()
     paths: list[list[int]] = []
-    for i, parent in enumerate(span.parents[:len(tokens)]):  # guests are drawn from never
+    for i, parent in enumerate(span.parents[: len(tokens)]):  # guests are drawn from never
         paths.append([] if i < known else [*paths[parent], tokens[i]])
     return [paths[i] for i in sample]

@@ -79,7 +79,9 @@ class _Reports:
 class Sampler:
     """Per-sequence sampling state (one entry per ``Sequence.row``) and the pipeline. Reads nothing back from the device."""
 
-    def __init__(self, vocab_size: int, tokenizer_size: int, max_seqs: int, device: torch.device | str, eos_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, vocab_size: int, tokenizer_size: int, max_seqs: int, device: torch.device | str, eos_ids: tuple[int, ...]
+    ) -> None:
         self.vocab_size = vocab_size
         self.tokenizer_size = tokenizer_size
         self.device = torch.device(device)
@@ -89,9 +91,13 @@ class Sampler:
         self.num_bound = 0  # open rows whose draws depend on the tokens before
         self._num_odd = 0  # open rows that are not always simple
         self._num_reporting = 0  # open rows that ask for the drawn token's log-probability and no more
-        self.num_top = 0  # likeliest tokens of every row that the steps to come report, by the logits as the model gave them
+        self.num_top = (
+            0  # likeliest tokens of every row that the steps to come report, by the logits as the model gave them
+        )
         self.by_blocks = False  # whether drafts may have been drawn to be verified by blocks
-        self.kept: list[torch.Tensor] | None = None  # where it is a list, what drawn rows were drawn from is added: [S, V] log-weights
+        self.kept: list[torch.Tensor] | None = (
+            None  # where it is a list, what drawn rows were drawn from is added: [S, V] log-weights
+        )
 
     # ------------------------------------------------------------------------------------------------ per-sequence state
 
@@ -116,16 +122,31 @@ class Sampler:
         """Temperature (0: greedy), top-k, top-p, min-p and the k of the confidence of an open row (off: the tokenizer's size, 1, 0, 0)."""
         state = self._states[row]
         values, top_p = state.values, state.values[TOP_P]
-        return values[TEMPERATURE], int(values[TOP_K]), top_p if top_p < INF else 1.0, state.params.min_p, state.params.confidence
+        return (
+            values[TEMPERATURE],
+            int(values[TOP_K]),
+            top_p if top_p < INF else 1.0,
+            state.params.min_p,
+            state.params.confidence,
+        )
 
     def output(self, spans: list[Span]) -> StepOutput:
         """What a step of these decodes must put out: where they need nothing but the numbers of their rows, the device draws by itself."""
         states = self._states
-        if self.num_top or self.kept is not None or self.by_blocks and any(max_accept.drawn(span) is not None for span in spans):
+        if (
+            self.num_top
+            or self.kept is not None
+            or self.by_blocks
+            and any(max_accept.drawn(span) is not None for span in spans)
+        ):
             return StepOutput.HIDDEN
         if self._num_odd and not all(states[span.row].simple(span.start + 1 - span.seq.num_prompt) for span in spans):
             return StepOutput.HIDDEN
-        return StepOutput.REPORTS if self._num_reporting and any(states[span.row].reports for span in spans) else StepOutput.DRAWS
+        return (
+            StepOutput.REPORTS
+            if self._num_reporting and any(states[span.row].reports for span in spans)
+            else StepOutput.DRAWS
+        )
 
     def accepted(self, seq: Sequence, tokens: Many[int]) -> None:
         """``tokens`` were committed: counts and the grammar of the row move on."""
@@ -150,19 +171,36 @@ class Sampler:
             stop = min(first + step, batch.num_rows)
             part = logits[first:stop] if isinstance(logits, torch.Tensor) else logits(first, stop)
             assert part.shape == (stop - first, self.vocab_size), f"logits {tuple(part.shape)} for rows {first}:{stop}"
-            whole = [(b, b.first - first) for b in blocks if first <= b.first and b.first + len(b.drafts) < stop]  # others are walked
+            whole = [
+                (b, b.first - first) for b in blocks if first <= b.first and b.first + len(b.drafts) < stop
+            ]  # others are walked
             drawn, found = self._slice(part.float(), batch.rows.cut(first, stop), whole)
             draws.append(drawn)
             reports.append(found)
             if self.num_top:
-                tops.append(to_host(part[:, :self.tokenizer_size].topk(min(self.num_top, self.tokenizer_size)).indices))
-        return SampleOutput(batch, torch.cat(draws, 1) if len(draws) != 1 else draws[0], reports, tops) if draws else SampleOutput(batch, None, [])
+                tops.append(
+                    to_host(part[:, : self.tokenizer_size].topk(min(self.num_top, self.tokenizer_size)).indices)
+                )
+        return (
+            SampleOutput(batch, torch.cat(draws, 1) if len(draws) != 1 else draws[0], reports, tops)
+            if draws
+            else SampleOutput(batch, None, [])
+        )
 
-    def _slice(self, logits_MV: torch.Tensor, rows: Rows, blocks: Many[tuple[max_accept.Block, int]] = ()) -> tuple[torch.Tensor, _Reports | None]:
+    def _slice(
+        self, logits_MV: torch.Tensor, rows: Rows, blocks: Many[tuple[max_accept.Block, int]] = ()
+    ) -> tuple[torch.Tensor, _Reports | None]:
         """Returns the draws [3, M] fp32 (token id, largest logit, largest allowed logit) and the reports of the slice."""
         whole, padded = len(rows.sampled) == np.count_nonzero(rows.sampled), self.tokenizer_size < self.vocab_size
-        raw = logits_MV[:, :self.tokenizer_size] if padded else logits_MV
-        if self.device.type == "cuda" and whole and not rows.reports[3].any() and not rows.constrained and not blocks and self.kept is None:
+        raw = logits_MV[:, : self.tokenizer_size] if padded else logits_MV
+        if (
+            self.device.type == "cuda"
+            and whole
+            and not rows.reports[3].any()
+            and not rows.constrained
+            and not blocks
+            and self.kept is None
+        ):
             drawn = self._draw_plain(logits_MV, rows)
             return drawn, self._report(raw, raw, drawn[0].long(), rows) if len(rows.reports[0]) else None
         if whole:
@@ -189,11 +227,26 @@ class Sampler:
     def _draw_plain(self, logits_MV: torch.Tensor, rows: Rows) -> torch.Tensor:
         """The draws of rows that need nothing but stages 6-11, by the same function as steps that draw on the device."""
         values = rows.values
-        numbers = np.empty((3, -(-len(values) // 4) * 4), np.float32)  # of 16 bytes: kernels are compiled anew for pointers aligned otherwise
-        numbers[:, :len(values)] = values[:, TEMPERATURE], np.minimum(values[:, TOP_P], 1.0), np.exp(values[:, LOG_MIN_P])
-        temperature, top_p, min_p = self._send(numbers)[:, :len(values)]
+        numbers = np.empty(
+            (3, -(-len(values) // 4) * 4), np.float32
+        )  # of 16 bytes: kernels are compiled anew for pointers aligned otherwise
+        numbers[:, : len(values)] = (
+            values[:, TEMPERATURE],
+            np.minimum(values[:, TOP_P], 1.0),
+            np.exp(values[:, LOG_MIN_P]),
+        )
+        temperature, top_p, min_p = self._send(numbers)[:, : len(values)]
         top_k = self._send(values[:, TOP_K].astype(np.int32))
-        return sample_rows(logits_MV, temperature, top_k, top_p, min_p, self._send(rows.streams), self._send(rows.positions), self.tokenizer_size)
+        return sample_rows(
+            logits_MV,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            self._send(rows.streams),
+            self._send(rows.positions),
+            self.tokenizer_size,
+        )
 
     def _draw(self, raw_SV: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens [S] int64, the largest allowed logit [S], and the processed log-weights [S, V]."""
@@ -231,7 +284,7 @@ class Sampler:
         if len(rows.masks[0]):
             row, words_KW = map(self._send, rows.masks)
             bits = (words_KW[:, :, None] >> torch.arange(32, device=x_SV.device, dtype=torch.int32)) & 1
-            allowed_KV = bits.view(len(row), -1)[:, :self.tokenizer_size] != 0
+            allowed_KV = bits.view(len(row), -1)[:, : self.tokenizer_size] != 0
             x_SV[row] = x_SV[row].masked_fill(~allowed_KV, NEG_INF)
         return x_SV
 
@@ -249,7 +302,9 @@ class Sampler:
     def _report(self, raw_MV: torch.Tensor, final_SV: torch.Tensor, tokens_M: torch.Tensor, rows: Rows) -> _Reports:
         row, known, alternatives, processed, sure = rows.reports
         row_Q, known_Q = self._send(row), self._send(known)
-        x_QV = raw_MV if len(row) == len(raw_MV) and not processed.any() and (np.diff(row) == 1).all() else raw_MV[row_Q]
+        x_QV = (
+            raw_MV if len(row) == len(raw_MV) and not processed.any() and (np.diff(row) == 1).all() else raw_MV[row_Q]
+        )
         if processed.any():
             drawn = np.cumsum(rows.sampled) - 1  # place among the sampled rows
             q = np.flatnonzero(processed)
@@ -260,7 +315,9 @@ class Sampler:
         if not shown:
             return _Reports(found, found[0, :, None][:, :0], token_Q[:, None][:, :0])
         top_logprobs, top_ids = largest(torch.log_softmax(x_QV, -1), shown)
-        return _Reports(found, torch.where(top_ids == token_Q[:, None], found[0, :, None], top_logprobs), top_ids)  # the token's own is one number
+        return _Reports(
+            found, torch.where(top_ids == token_Q[:, None], found[0, :, None], top_logprobs), top_ids
+        )  # the token's own is one number
 
     def _send(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
@@ -273,12 +330,20 @@ class SampleOutput:
     """What a step drew. ``draws`` [3, M] stay on the device; what ``read`` needs is on its way to the host from the start, so
     that reading waits for this step and not for those launched after it."""
 
-    def __init__(self, batch: SampleBatch, draws: torch.Tensor | None, reports: list[_Reports | None], tops: list[torch.Tensor] = ()) -> None:
+    def __init__(
+        self,
+        batch: SampleBatch,
+        draws: torch.Tensor | None,
+        reports: list[_Reports | None],
+        tops: list[torch.Tensor] = (),
+    ) -> None:
         self._batch = batch
         self._tops = tops
         self.draws = draws
         self._host_draws = None if draws is None else to_host(draws)
-        self._reports = [_Reports(*map(to_host, (r.found, r.top_logprobs, r.top_ids))) for r in reports if r is not None]
+        self._reports = [
+            _Reports(*map(to_host, (r.found, r.top_logprobs, r.top_ids))) for r in reports if r is not None
+        ]
         self._done = torch.cuda.Event() if draws is not None and draws.is_cuda else None
         if self._done is not None:
             self._done.record()
@@ -290,7 +355,11 @@ class SampleOutput:
             self._done.synchronize()
         ids, largest, best = ([], [], []) if self._host_draws is None else self._host_draws.tolist()
         tokens = list(map(int, ids))
-        errors = {m: NUMERIC_ERROR for m, values in enumerate(zip(largest, best)) if not (NEG_INF < values[0] < INF and values[1] > NEG_INF)}
+        errors = {
+            m: NUMERIC_ERROR
+            for m, values in enumerate(zip(largest, best))
+            if not (NEG_INF < values[0] < INF and values[1] > NEG_INF)
+        }
         if errors:  # what the model allows and the request forbids is the request's
             forbidding = {*batch.rows.banned[0].tolist(), *batch.rows.masks[0].tolist()}
             errors |= {m: MASKED_ERROR for m in errors if m in forbidding and NEG_INF < largest[m] < INF}
@@ -319,9 +388,13 @@ class SampleOutput:
         row, known, alternatives, _, sure = (a.tolist() for a in self._batch.rows.reports)
         logprobs, ranks, confidences = torch.cat([r.found for r in found], 1).tolist()
         tops = [pair for r in found for pair in zip(r.top_ids.tolist(), r.top_logprobs.tolist())]
-        for m, token, count, k, logprob, rank, confidence, (ids, values) in zip(row, known, alternatives, sure, logprobs, ranks, confidences, tops):
+        for m, token, count, k, logprob, rank, confidence, (ids, values) in zip(
+            row, known, alternatives, sure, logprobs, ranks, confidences, tops
+        ):
             top = [(i, v) for i, v in zip(ids[:count], values[:count]) if v > NEG_INF]
-            (drawn if token < 0 else scored)[m] = TokenLogprob(token, logprob, int(rank), top, confidence if k else None)
+            (drawn if token < 0 else scored)[m] = TokenLogprob(
+                token, logprob, int(rank), top, confidence if k else None
+            )
         return drawn, scored
 
 
@@ -332,8 +405,15 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def resolve_span(span: Span, held: list[int], rows: Mapping[int, int] | Many[int], tokens: list[int], errors: dict[int, str],
-                 drawn: dict[int, TokenLogprob], scored: dict[int, TokenLogprob]) -> SpanResult:
+def resolve_span(
+    span: Span,
+    held: list[int],
+    rows: Mapping[int, int] | Many[int],
+    tokens: list[int],
+    errors: dict[int, str],
+    drawn: dict[int, TokenLogprob],
+    scored: dict[int, TokenLogprob],
+) -> SpanResult:
     """One span's result. ``held``: its tokens, if it verifies a draft; ``rows``: row in the span -> logit row."""
     result = SpanResult()
     score, sample = span.want.get("score", range(0)), span.want.get("sample", range(0))
@@ -357,7 +437,9 @@ def resolve_span(span: Span, held: list[int], rows: Mapping[int, int] | Many[int
     return result
 
 
-def _walk(span: Span, held: list[int], sample: range, rows: Mapping[int, int] | Many[int], tokens: list[int]) -> list[int]:
+def _walk(
+    span: Span, held: list[int], sample: range, rows: Mapping[int, int] | Many[int], tokens: list[int]
+) -> list[int]:
     """The rows of the span whose draws are emitted: from the first sampled row on, as long as the draft holds what was drawn."""
     if not sample:
         return []

@@ -40,9 +40,15 @@ class Choice:
 
 def choose_backend(name: str, site: Site, codec: Codec) -> Choice:
     """Raises ConfigError with every reason, where the named backend, or none, can serve ``site``."""
-    choice = _automatic(site, codec) if name == "auto" else Choice(technique.load(BACKENDS, name, AttentionBackend), "as asked for")
+    choice = (
+        _automatic(site, codec)
+        if name == "auto"
+        else Choice(technique.load(BACKENDS, name, AttentionBackend), "as asked for")
+    )
     if reasons := choice.backend.why_not(site):
-        raise ConfigError(f"attention backend '{name}' cannot serve this model here: {'; '.join(reasons)}. Use --attention-backend auto.")
+        raise ConfigError(
+            f"attention backend '{name}' cannot serve this model here: {'; '.join(reasons)}. Use --attention-backend auto."
+        )
     choice.backend.prepare(site)
     return choice
 
@@ -51,14 +57,21 @@ def _automatic(site: Site, codec: Codec) -> Choice:
     found = technique.of_all(BACKENDS, lambda n: technique.load(BACKENDS, n, AttentionBackend))
     able = [b for b in found if not b.why_not(site)]
     if not able:
-        raise ConfigError("no attention backend can serve this model here: " + "; ".join(f"{b.name}: {', '.join(b.why_not(site))}" for b in found))
+        raise ConfigError(
+            "no attention backend can serve this model here: "
+            + "; ".join(f"{b.name}: {', '.join(b.why_not(site))}" for b in found)
+        )
     willing = [b for b in able if not b.why_only_named()] or able  # better one that was not named than none
     ready = [b for b in willing if b.rank]
     first = max(ready or willing, key=lambda b: b.rank)
     if not ready:
         if site.device == "cuda" and len(able) < len(found):
             nearest = min((b for b in found if b not in able), key=lambda b: len(b.why_not(site)))
-            log.warning("attention runs in plain torch, which is slow on a GPU: '%s' %s", nearest.name, "; ".join(nearest.why_not(site)))
+            log.warning(
+                "attention runs in plain torch, which is slow on a GPU: '%s' %s",
+                nearest.name,
+                "; ".join(nearest.why_not(site)),
+            )
         return Choice(first, "no other is a candidate")
     if len(ready) == 1 or site.exact:
         return Choice(first, "the only candidate" if len(ready) == 1 else "by rank, in exact mode")
@@ -72,7 +85,11 @@ def quickest(ready: list[AttentionBackend], times: Times) -> Choice:
     product = {b: times[b][0] * times[b][1] for b in times if b.graphs == any(b.graphs for b in times)}
     chosen = max((b for b in product if product[b] <= CLOSE * min(product.values())), key=lambda b: b.rank)
     told = ", ".join(f"{b.name} {1e6 * decode:.0f} and {1e6 * prompt:.0f}" for b, (decode, prompt) in times.items())
-    return Choice(chosen, f"by the clock, in us a layer for {len(DECODES)} decodes and {PROMPT[0][1]} rows of a prompt: {told}", timed=True)
+    return Choice(
+        chosen,
+        f"by the clock, in us a layer for {len(DECODES)} decodes and {PROMPT[0][1]} rows of a prompt: {told}",
+        timed=True,
+    )
 
 
 def time_all(backends: list[AttentionBackend], site: Site, codec: Codec) -> Times:
@@ -85,7 +102,12 @@ def time_all(backends: list[AttentionBackend], site: Site, codec: Codec) -> Time
                     times[backend] = tuple(map(min, times[backend], seconds_of(backend, site, codec)))
                 except Exception as e:  # of a package that nobody asked for, or the device is full
                     del times[backend]
-                    log.warning("attention backend '%s' is left out: it failed when it was timed (%s: %s)", backend.name, type(e).__name__, e)
+                    log.warning(
+                        "attention backend '%s' is left out: it failed when it was timed (%s: %s)",
+                        backend.name,
+                        type(e).__name__,
+                        e,
+                    )
     if site.device == "cuda":
         torch.cuda.empty_cache()  # what is left is measured next, for the pool
     return times
@@ -95,10 +117,15 @@ def time_all(backends: list[AttentionBackend], site: Site, codec: Codec) -> Time
 def seconds_of(backend: AttentionBackend, site: Site, codec: Codec) -> tuple[float, ...]:
     """Where layers differ, of one of each kind together."""
     backend.prepare(site)
-    return tuple(sum(_least(_step(backend, spec, codec, spans), site.device) for spec in site.specs) / LAYERS for spans in (DECODES, PROMPT))
+    return tuple(
+        sum(_least(_step(backend, spec, codec, spans), site.device) for spec in site.specs) / LAYERS
+        for spans in (DECODES, PROMPT)
+    )
 
 
-def _step(backend: AttentionBackend, spec: AttentionSpec, codec: Codec, spans: list[tuple[int, int]]) -> Callable[[], None]:
+def _step(
+    backend: AttentionBackend, spec: AttentionSpec, codec: Codec, spans: list[tuple[int, int]]
+) -> Callable[[], None]:
     """Attention of a step. Every sequence has pages of its own, or they would be read once for all."""
     device, dtype, slots = backend.site.device, backend.site.dtype, backend.site.page_slots
     pages = len(spans) * pages_for(max(map(sum, spans)), slots)
@@ -113,6 +140,7 @@ def _step(backend: AttentionBackend, spec: AttentionSpec, codec: Codec, spans: l
         backend.plan(batch)
         for _ in range(LAYERS):
             backend.run(q_THD, cache, spec, batch, sinks_H=sinks_H)
+
     return step
 
 

@@ -74,5 +74,7 @@ class Backlog:
 
     def check(self) -> None:
         """As ``Scheduler.check``, of what is here."""
-        assert self.prompt_tokens == sum(seq.num_unshared for seq in chain(self.waiting, self.blocked)), "queued tokens are miscounted"
+        assert self.prompt_tokens == sum(seq.num_unshared for seq in chain(self.waiting, self.blocked)), (
+            "queued tokens are miscounted"
+        )
         assert all(seq in self.waiting for seq in self.overdue), "an overdue sequence does not wait"

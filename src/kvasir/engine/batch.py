@@ -36,8 +36,13 @@ class Frame:
 
     def parts(self, num_groups: int) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
         """Token ids, positions and slots as the batch has them, and the rows whose logits are wanted."""
-        ids, positions, *slots = self.memory[:(2 + num_groups) * self.rows].view(-1, self.rows)
-        return ids, positions, tuple(slots), self.memory[(2 + num_groups) * self.rows:self.words(self.rows, self.wanted, num_groups)]
+        ids, positions, *slots = self.memory[: (2 + num_groups) * self.rows].view(-1, self.rows)
+        return (
+            ids,
+            positions,
+            tuple(slots),
+            self.memory[(2 + num_groups) * self.rows : self.words(self.rows, self.wanted, num_groups)],
+        )
 
 
 class Packer:
@@ -67,9 +72,9 @@ class Packer:
         narrow_sizes = [num_spans + 1, num_spans, *[num_spans * width] * self.num_groups]
         wide, (ids, positions, *slots, wanted, bits) = self._stage(torch.int64, wide_sizes)
         narrow, (first_row, context, *tables) = self._stage(torch.int32, narrow_sizes)
-        first_row[:], context[:], wanted[:len(logit_rows)] = row_start, starts, logit_rows
+        first_row[:], context[:], wanted[: len(logit_rows)] = row_start, starts, logit_rows
         if frame is not None:
-            wanted[len(logit_rows):] = 0
+            wanted[len(logit_rows) :] = 0
             for section in (ids, positions, *slots):
                 section[num_rows:] = 0
         if words:
@@ -87,20 +92,37 @@ class Packer:
                     borrowed.append((at, span.row))
                 positions[at] = span.start
             else:
-                ids[at:end - len(span.guests)], ids[end - len(span.guests):end], positions[at:end] = span.tokens(), 0, tree_positions(span)
+                ids[at : end - len(span.guests)], ids[end - len(span.guests) : end], positions[at:end] = (
+                    span.tokens(),
+                    0,
+                    tree_positions(span),
+                )
             for g, table, slot in groups:
                 self._pages(span, span.seq.tables[g], table[i], slot[at:end])
             if span.parents:
                 tree_ancestors(span.parents, bits.reshape(num_rows, words)[at:end])
 
-        there = wide.to(self.device, non_blocking=True) if frame is None else frame.memory[:len(wide)].copy_(wide, non_blocking=True)
+        there = (
+            wide.to(self.device, non_blocking=True)
+            if frame is None
+            else frame.memory[: len(wide)].copy_(wide, non_blocking=True)
+        )
         ids_t, positions_t, *slots_t, wanted_t, bits_t = _sections(there, wide_sizes)
         first_t, context_t, *tables_t = _sections(narrow.to(self.device, non_blocking=True), narrow_sizes)
         return StepBatch(
-            input_ids=ids_t, positions=positions_t, row_start=first_t, context=context_t,
-            tables=tuple(t.view(num_spans, width) for t in tables_t), slots=tuple(slots_t),
-            logit_rows=wanted_t, starts=starts, lengths=lengths, ancestors=bits_t.view(num_rows, words) if words else None,
-            borrowed=self._pairs(borrowed), guests=self._pairs(guest_rows(spans, row_start)))
+            input_ids=ids_t,
+            positions=positions_t,
+            row_start=first_t,
+            context=context_t,
+            tables=tuple(t.view(num_spans, width) for t in tables_t),
+            slots=tuple(slots_t),
+            logit_rows=wanted_t,
+            starts=starts,
+            lengths=lengths,
+            ancestors=bits_t.view(num_rows, words) if words else None,
+            borrowed=self._pairs(borrowed),
+            guests=self._pairs(guest_rows(spans, row_start)),
+        )
 
     def _pairs(self, pairs: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Two [K] int64 on the device; None: there are none."""
@@ -145,7 +167,7 @@ def _padded(size: int) -> int:
 def _sections(whole: Any, sizes: list[int]) -> list[Any]:
     """Views of a staging buffer, a tensor or an array: ``sizes`` elements each, every one at a place that ``ALIGNED`` divides."""
     starts = accumulate(map(_padded, sizes), initial=0)
-    return [whole[start:start + size] for start, size in zip(starts, sizes)]
+    return [whole[start : start + size] for start, size in zip(starts, sizes)]
 
 
 def _logit_rows(spans: list[Span], row_start: list[int]) -> list[int]:
@@ -161,7 +183,12 @@ def _logit_rows(spans: list[Span], row_start: list[int]) -> list[int]:
 
 def guest_rows(spans: list[Span], row_start: list[int]) -> list[tuple[int, int]]:
     """Rows of the step that hold guests, and the numbers of their embeddings."""
-    return [(end - len(span.guests) + i, number) for span, end in zip(spans, row_start[1:]) if span.guests for i, number in enumerate(span.guests)]
+    return [
+        (end - len(span.guests) + i, number)
+        for span, end in zip(spans, row_start[1:])
+        if span.guests
+        for i, number in enumerate(span.guests)
+    ]
 
 
 def tree_positions(span: Span) -> np.ndarray:

@@ -40,7 +40,10 @@ VLLM_TYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": tor
 VLLM_CODECS = {"auto": "plain", "fp8_e4m3": "fp8"}
 GPU_RESERVE = 256 << 20  # what allocator fragmentation and lazily loaded libraries take later, by experience
 GPU_ROWS, CPU_ROWS = 2048, 256
-LARGE_GPU, LARGE_GPU_ROWS = 75 << 30, 8192  # memory that affords the activations of such a step, and fills the chip with it
+LARGE_GPU, LARGE_GPU_ROWS = (
+    75 << 30,
+    8192,
+)  # memory that affords the activations of such a step, and fills the chip with it
 
 
 @dataclass(slots=True)
@@ -63,8 +66,12 @@ class Built:
 def choose_device(config: EngineConfig) -> torch.device:
     wanted = config.model.device
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda, but torch sees no CUDA device. Use --device cpu, or check the driver with `kvasir doctor`.")
-    return torch.device("cuda" if wanted == "auto" and torch.cuda.is_available() else "cpu" if wanted == "auto" else wanted)
+        raise ConfigError(
+            "device=cuda, but torch sees no CUDA device. Use --device cpu, or check the driver with `kvasir doctor`."
+        )
+    return torch.device(
+        "cuda" if wanted == "auto" and torch.cuda.is_available() else "cpu" if wanted == "auto" else wanted
+    )
 
 
 def choose_dtype(config: EngineConfig, device: torch.device, hf: dict) -> torch.dtype:
@@ -80,8 +87,10 @@ def choose_codec(spec: str, dtype: torch.dtype) -> Codec:
     """By name, or by vLLM's names of types. Raises ConfigError for an unknown one, and for a type that the cache will not have."""
     kind = VLLM_TYPES.get(spec)
     if kind is not None and kind != dtype:
-        raise ConfigError(f"kv_codec={spec}, but the model runs in {str(dtype).removeprefix('torch.')}, and an uncompressed cache has its type. "
-                          f"Use --kv-codec plain, or --dtype {str(kind).removeprefix('torch.')}.")
+        raise ConfigError(
+            f"kv_codec={spec}, but the model runs in {str(dtype).removeprefix('torch.')}, and an uncompressed cache has its type. "
+            f"Use --kv-codec plain, or --dtype {str(kind).removeprefix('torch.')}."
+        )
     return technique.load(CODECS, "plain" if kind is not None else VLLM_CODECS.get(spec, spec), Codec)
 
 
@@ -90,13 +99,20 @@ def check_layout(codec: Codec, head_dims: Iterable[int], dtype: torch.dtype) -> 
     known = () if codec.ours else (technique.load(CODECS, name, Codec) for name in technique.own(CODECS))
     ours = next((c for c in known if c.kernel == codec.kernel), None)
     for dim in head_dims if ours is not None else ():
-        stored, read = ([f"{p.name}: {p.width} x {str(p.dtype).removeprefix('torch.')}" for p in c.planes(dim, dtype)] for c in (codec, ours))
+        stored, read = (
+            [f"{p.name}: {p.width} x {str(p.dtype).removeprefix('torch.')}" for p in c.planes(dim, dtype)]
+            for c in (codec, ours)
+        )
         if stored != read:
-            raise ConfigError(f"kv_codec '{codec.name}' says kernel = '{codec.kernel}', by which a head of {dim} is read as {', '.join(read)}, but "
-                              f"it stores {', '.join(stored)}. Give this layout a name of its own, such as kernel = '{codec.name}'.")
+            raise ConfigError(
+                f"kv_codec '{codec.name}' says kernel = '{codec.kernel}', by which a head of {dim} is read as {', '.join(read)}, but "
+                f"it stores {', '.join(stored)}. Give this layout a name of its own, such as kernel = '{codec.name}'."
+            )
 
 
-def build(config: EngineConfig, beside: Callable[[Decoder], int] = lambda model: 0, others: Iterable[technique.Technique] = ()) -> Built:
+def build(
+    config: EngineConfig, beside: Callable[[Decoder], int] = lambda model: 0, others: Iterable[technique.Technique] = ()
+) -> Built:
     """Start-up in order, timed. ``beside``: bytes of the device that somebody else will take, such as a drafter. ``others``: the techniques
     above the runner, which must agree with those it chooses. Raises ConfigError (what is wrong, why, the fix)."""
     clock = Clock()
@@ -108,14 +124,27 @@ def build(config: EngineConfig, beside: Callable[[Decoder], int] = lambda model:
     dtype = choose_dtype(config, device, hf)
     exact = config.runner.batch_invariant
     if exact and device.type == "cuda" and not _triton.AVAILABLE:
-        raise ConfigError("batch_invariant on a GPU needs Triton, which is not installed. Use --device cpu, or leave --batch-invariant out.")
+        raise ConfigError(
+            "batch_invariant on a GPU needs Triton, which is not installed. Use --device cpu, or leave --batch-invariant out."
+        )
     if exact and not config.runner.fused_kernels:
-        raise ConfigError("batch_invariant has norms and products of its own. Leave out --batch-invariant, or --no-fused-kernels.")
+        raise ConfigError(
+            "batch_invariant has norms and products of its own. Leave out --batch-invariant, or --no-fused-kernels."
+        )
     free_before = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     clock.lap("config")
 
-    model, loading = start_loading(path, hf, device=device, dtype=dtype, load_format=config.model.load_format, exact=exact,
-                                   fused=config.runner.fused_kernels, seed=config.model.seed, num_positions=config.model.max_model_len)
+    model, loading = start_loading(
+        path,
+        hf,
+        device=device,
+        dtype=dtype,
+        load_format=config.model.load_format,
+        exact=exact,
+        fused=config.runner.fused_kernels,
+        seed=config.model.seed,
+        num_positions=config.model.max_model_len,
+    )
     clock.lap("allocate")
 
     tokenizer_file = None if config.model.skip_tokenizer_init else _tokenizer_file(config, path)
@@ -124,7 +153,14 @@ def build(config: EngineConfig, beside: Callable[[Decoder], int] = lambda model:
     page_slots = config.cache.page_slots or codec.page_slots
     groups = model.spec.cache_groups()
     check_layout(codec, {g.head_dim for g in groups}, dtype)
-    site = Site(device=device.type, dtype=dtype, codec_kernel=codec.kernel, page_slots=page_slots, exact=exact, specs=_attention_specs(model))
+    site = Site(
+        device=device.type,
+        dtype=dtype,
+        codec_kernel=codec.kernel,
+        page_slots=page_slots,
+        exact=exact,
+        specs=_attention_specs(model),
+    )
     choice = choose_backend(config.runner.attention_backend, site, codec)
     backend = choice.backend
     info.timed_attention = backend.name if choice.timed else ""
@@ -153,7 +189,9 @@ def build(config: EngineConfig, beside: Callable[[Decoder], int] = lambda model:
         plan = plan_pool(groups, page_bytes, config.cache.num_pages * sum(page_bytes), **sizes)
         explain = f"{config.cache.num_pages} pages of {page_slots} tokens, as set"
     elif device.type == "cuda":
-        budget, explain, step_bytes = _gpu_budget(config, device, free_before, make_runner, sizes, len(groups), loading, beside(model))
+        budget, explain, step_bytes = _gpu_budget(
+            config, device, free_before, make_runner, sizes, len(groups), loading, beside(model)
+        )
         plan = plan_pool(groups, page_bytes, budget, **sizes)
     else:
         budget = min(config.cache.cpu_cache_bytes, max(0, _available_memory() - beside(model)) // 2)
@@ -163,7 +201,9 @@ def build(config: EngineConfig, beside: Callable[[Decoder], int] = lambda model:
     loading.wait()
     clock.lap("weights")
     if loading.seconds:
-        clock.laps["fill"] = round(loading.seconds, 4)  # beside the laps before: what of it those hide, "weights" does not have
+        clock.laps["fill"] = round(
+            loading.seconds, 4
+        )  # beside the laps before: what of it those hide, "weights" does not have
     info.max_model_len = resolve_length(info.max_model_len, plan, fit=config.cache.fit, explain=explain)
     info.kv_capacity_tokens = plan.capacity
     with compiling():
@@ -172,14 +212,36 @@ def build(config: EngineConfig, beside: Callable[[Decoder], int] = lambda model:
         if part is not None and step_bytes:
             part.step_bytes = step_bytes
     clock.lap("pool")
-    log.info("%s: %s on %s, %s attention (%s), %s for %s tokens of KV (%s); context %d, %d sequences, %d rows a step", info.name,
-             str(dtype).removeprefix("torch."), device.type, backend.name, choice.why, gib(plan.total_bytes), f"{plan.capacity:,}", explain,
-             info.max_model_len, max_num_seqs, max_rows)
+    log.info(
+        "%s: %s on %s, %s attention (%s), %s for %s tokens of KV (%s); context %d, %d sequences, %d rows a step",
+        info.name,
+        str(dtype).removeprefix("torch."),
+        device.type,
+        backend.name,
+        choice.why,
+        gib(plan.total_bytes),
+        f"{plan.capacity:,}",
+        explain,
+        info.max_model_len,
+        max_num_seqs,
+        max_rows,
+    )
     token_bytes = sum(size for group, size in zip(groups, page_bytes) if group.window is None) / page_slots
     roofline = _roofline(model.spec, device, dtype, token_bytes)
     prefix_root = _prefix_root(config, path, hf, dtype, used)
-    return Built(runner, device, info, plan, max_rows, max_num_seqs, roofline, prefix_root, tokenizer_file, clock.laps,
-                 loading.num_bytes)
+    return Built(
+        runner,
+        device,
+        info,
+        plan,
+        max_rows,
+        max_num_seqs,
+        roofline,
+        prefix_root,
+        tokenizer_file,
+        clock.laps,
+        loading.num_bytes,
+    )
 
 
 def _roofline(spec: ModelSpec, device: torch.device, dtype: torch.dtype, token_bytes: float) -> Roofline:
@@ -187,8 +249,15 @@ def _roofline(spec: ModelSpec, device: torch.device, dtype: torch.dtype, token_b
     bandwidth, flops = rates(device, dtype)
     active = cost.active_params(spec)
     pairs = sum(4 * layer.mixer.num_heads * layer.mixer.head_dim for layer in spec.layers if layer.mixer.window is None)
-    return Roofline(bandwidth, flops, cost.touched_params(spec, math.inf) * dtype.itemsize, 2.0 * (active - spec.vocab_size * spec.hidden_size),
-                    pairs, token_bytes, cost.routed_bytes(spec, dtype.itemsize))
+    return Roofline(
+        bandwidth,
+        flops,
+        cost.touched_params(spec, math.inf) * dtype.itemsize,
+        2.0 * (active - spec.vocab_size * spec.hidden_size),
+        pairs,
+        token_bytes,
+        cost.routed_bytes(spec, dtype.itemsize),
+    )
 
 
 def _default_rows(device: torch.device) -> int:
@@ -223,18 +292,27 @@ def _info(config: EngineConfig, path: Path, hf: dict, model: Decoder, tokenizer_
         assumed = {} if defaults else {"eos_token_id": getattr(find_family(model.spec.family), "EOS_ID", None)}
         eos_ids = checkpoint.end_ids({**assumed, **hf}, "config.json")
     vocab = size = model.spec.vocab_size
-    if tokenizer_file:  # whoever trains a model to chat often leaves its base's end in config.json: the tokenizer's ends an answer, too
+    if (
+        tokenizer_file
+    ):  # whoever trains a model to chat often leaves its base's end in config.json: the tokenizer's ends an answer, too
         size, own = _tokenizer_facts(tokenizer_file)
         eos_ids = [*eos_ids, *own]
     longest = model.spec.max_position
     wanted = config.model.max_model_len or longest
     if wanted > longest:
-        raise ConfigError(f"max_model_len={wanted} is more than the {longest} positions of this model (max_position_embeddings in "
-                          "config.json, or what linear or yarn scaling of RoPE makes of it).")
+        raise ConfigError(
+            f"max_model_len={wanted} is more than the {longest} positions of this model (max_position_embeddings in "
+            "config.json, or what linear or yarn scaling of RoPE makes of it)."
+        )
     return ModelInfo(
-        name=config.model.served_model_name or config.model.model or "embedded", max_model_len=wanted, vocab_size=vocab,
-        tokenizer_size=min(vocab, size), eos_ids=tuple(i for i in dict.fromkeys(eos_ids) if 0 <= i < vocab), config=hf,
-        generation_defaults=defaults if config.model.generation_config == "auto" else {})
+        name=config.model.served_model_name or config.model.model or "embedded",
+        max_model_len=wanted,
+        vocab_size=vocab,
+        tokenizer_size=min(vocab, size),
+        eos_ids=tuple(i for i in dict.fromkeys(eos_ids) if 0 <= i < vocab),
+        config=hf,
+        generation_defaults=defaults if config.model.generation_config == "auto" else {},
+    )
 
 
 def _tokenizer_facts(file: Path) -> tuple[int, tuple[int, ...]]:
@@ -249,13 +327,23 @@ def _attention_specs(model: Decoder) -> tuple[AttentionSpec, ...]:
     return tuple(dict.fromkeys(layer.mixer.attention() for layer in model.spec.layers))
 
 
-def _prefix_root(config: EngineConfig, path: Path, hf: dict, dtype: torch.dtype, techniques: list[technique.Technique]) -> bytes | None:
+def _prefix_root(
+    config: EngineConfig, path: Path, hf: dict, dtype: torch.dtype, techniques: list[technique.Technique]
+) -> bytes | None:
     """The part of every prefix key that is fixed at start: what computes KV. None: no prefix caching."""
     used = technique.prefix_fingerprint(techniques)
     if used is None or not config.cache.enable_prefix_caching:
         return None
-    parts = (str(path), config.model.revision, sorted(map(str, hf.items())), config.model.load_format, config.model.seed, str(dtype),
-             config.runner.batch_invariant, used)
+    parts = (
+        str(path),
+        config.model.revision,
+        sorted(map(str, hf.items())),
+        config.model.load_format,
+        config.model.seed,
+        str(dtype),
+        config.runner.batch_invariant,
+        used,
+    )
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
 
 
@@ -268,8 +356,16 @@ def _available_memory() -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
-def _gpu_budget(config: EngineConfig, device: torch.device, free_before: int, make_runner, sizes: dict, num_groups: int,
-                loading: Filling, beside: int) -> tuple[int, str, int]:
+def _gpu_budget(
+    config: EngineConfig,
+    device: torch.device,
+    free_before: int,
+    make_runner,
+    sizes: dict,
+    num_groups: int,
+    loading: Filling,
+    beside: int,
+) -> tuple[int, str, int]:
     """Bytes for the pool: the share of what was free, less the weights and the peak of a measured worst-case step, and of
     CUDA graphs, which have memory of their own. How that came about; and bytes of the largest graph.
 
@@ -294,11 +390,15 @@ def _gpu_budget(config: EngineConfig, device: torch.device, free_before: int, ma
         log.warning("another process took %s of this GPU while this one started", gib(others))
     share = int(config.cache.gpu_memory_utilization * free_before) - used
     budget = min(share, free_now) - peak - graphs - beside - GPU_RESERVE
-    explain = (f"{config.cache.gpu_memory_utilization:.0%} of {gib(free_before)} free, less {gib(used)} weights and context, "
-               f"{gib(peak)} measured step peak, {gib(graphs)} CUDA graphs, {gib(GPU_RESERVE)} reserve" +
-               (f", {gib(beside)} drafter" if beside else ""))
+    explain = (
+        f"{config.cache.gpu_memory_utilization:.0%} of {gib(free_before)} free, less {gib(used)} weights and context, "
+        f"{gib(peak)} measured step peak, {gib(graphs)} CUDA graphs, {gib(GPU_RESERVE)} reserve"
+        + (f", {gib(beside)} drafter" if beside else "")
+    )
     if budget <= 0:
-        raise ConfigError(f"no memory is left for the KV pool: {explain}. Raise --gpu-memory-utilization or lower --max-num-batched-tokens.")
+        raise ConfigError(
+            f"no memory is left for the KV pool: {explain}. Raise --gpu-memory-utilization or lower --max-num-batched-tokens."
+        )
     return budget, explain, step_bytes
 
 
@@ -308,7 +408,9 @@ def worst_case_step(make_runner, sizes: dict, num_groups: int) -> Runner:
     slots, rows = sizes["page_slots"], min(sizes["max_rows"], sizes["max_model_len"])
     pages = pages_for(rows, slots) + 1
     runner = make_runner((pages + 1,) * num_groups)
-    params = SamplingParams(temperature=0.8, top_p=0.9, min_p=0.01, presence_penalty=0.1, repetition_penalty=1.1, logprobs=5)
+    params = SamplingParams(
+        temperature=0.8, top_p=0.9, min_p=0.01, presence_penalty=0.1, repetition_penalty=1.1, logprobs=5
+    )
 
     def sequence(row: int, length: int) -> Sequence:
         seq = Sequence(Request(id=f"profile-{row}", prompt_ids=[1] * length, params=params, seed=row, max_tokens=1))
@@ -319,7 +421,9 @@ def worst_case_step(make_runner, sizes: dict, num_groups: int) -> Runner:
 
     def run(seqs: list[Sequence], length: int) -> None:
         runner.pool.copy([PageCopy(0, 1, pages)])
-        runner.launch(Plan(0, [Span(s, 0, length, want={"sample": range(length - 1, length)}, row=s.row) for s in seqs])).read()
+        runner.launch(
+            Plan(0, [Span(s, 0, length, want={"sample": range(length - 1, length)}, row=s.row) for s in seqs])
+        ).read()
         for seq in seqs:
             runner.close(seq.row)
 

@@ -46,15 +46,23 @@ class DecodeTapes:
     def can_serve(model: Decoder, pool: KVPool, backend: object) -> bool:
         """One kind of cache with plain pages, and plain attention in normal mode, on a CPU."""
         specs = [layer.mixer.attention() for layer in model.spec.layers]
-        return (model.place.device.type == "cpu" and not model.place.exact and isinstance(backend, TorchBackend)
-                and isinstance(pool.codec, PlainCodec) and len(pool.groups) == 1 and all(layer.ffn.kind == "dense" for layer in model.spec.layers)
-                and all(s == specs[0] and s.window is None and s.softcap is None and not s.sinks for s in specs)
-                and pool.codec.blocks_of(pool.layer(0), np.zeros((1, 1), np.int64)) is not None)
+        return (
+            model.place.device.type == "cpu"
+            and not model.place.exact
+            and isinstance(backend, TorchBackend)
+            and isinstance(pool.codec, PlainCodec)
+            and len(pool.groups) == 1
+            and all(layer.ffn.kind == "dense" for layer in model.spec.layers)
+            and all(s == specs[0] and s.window is None and s.softcap is None and not s.sinks for s in specs)
+            and pool.codec.blocks_of(pool.layer(0), np.zeros((1, 1), np.int64)) is not None
+        )
 
     def logits(self, spans: list[Span]) -> torch.Tensor | None:
         """fp32 logits [S, V] of a step of one sampled row a sequence; None when it is another kind of step, or too rare a shape."""
         self._clear(spans)
-        if len(spans) > MAX_ROWS or any(s.length != 1 or s.start >= len(s.seq.tokens) or "sample" not in s.want for s in spans):
+        if len(spans) > MAX_ROWS or any(
+            s.length != 1 or s.start >= len(s.seq.tokens) or "sample" not in s.want for s in spans
+        ):
             return None
         rows, pages = _rounded(len(spans), 1), _rounded(max(s.start for s in spans) // self.pool.page_slots + 1, 2)
         key = rows, pages
@@ -67,7 +75,7 @@ class DecodeTapes:
                 self._steps.popitem(last=False)
             step = self._steps[key] = _Step(self, rows, pages)
         self._steps.move_to_end(key)
-        return step.run(spans)[:len(spans)]
+        return step.run(spans)[: len(spans)]
 
     def use_taps(self, taps: Taps) -> None:
         """Tapes recorded from now on also write what ``taps`` asks for."""
@@ -80,8 +88,11 @@ class DecodeTapes:
     def _clear(self, spans: list[Span]) -> None:
         """Zero each page whose first slot is written now: a tape reads whole pages, and a weight of zero times NaN is NaN."""
         size = self.pool.page_slots
-        fresh = [s.seq.tables[0][(s.start + s.length) // size] for s in spans
-                 if (s.start + s.length) % size and (s.start + s.length) // size * size >= s.start]
+        fresh = [
+            s.seq.tables[0][(s.start + s.length) // size]
+            for s in spans
+            if (s.start + s.length) % size and (s.start + s.length) // size * size >= s.start
+        ]
         if fresh:
             self.pool.clear(0, fresh)
 
@@ -98,12 +109,27 @@ class _Step:
         self.tables = np.zeros((rows, pages), np.int64)
         # numpy has no bf16: the mask is written as the bits of zero and of minus infinity.
         bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-        self.mask, self.unseen = bias.view(rows, -1).view(bits).numpy(), torch.tensor(-INF, dtype=dtype).view(bits).item()
+        self.mask, self.unseen = (
+            bias.view(rows, -1).view(bits).numpy(),
+            torch.tensor(-INF, dtype=dtype).view(bits).item(),
+        )
         self.held: list[list[int]] = [[] for _ in range(rows)]  # the pages in ``tables``
-        self.write, (self.read, shape) = row_index(slots, cache.planes["k"]), home.pool.codec.blocks_of(cache, self.tables)
+        self.write, (self.read, shape) = (
+            row_index(slots, cache.planes["k"]),
+            home.pool.codec.blocks_of(cache, self.tables),
+        )
         tables = torch.from_numpy(self.tables)
-        self.batch = StepBatch(ids, positions, torch.arange(rows + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32),
-                               (tables,), (slots,), torch.arange(rows), [0] * rows, [1] * rows)
+        self.batch = StepBatch(
+            ids,
+            positions,
+            torch.arange(rows + 1, dtype=torch.int32),
+            torch.zeros(rows, dtype=torch.int32),
+            (tables,),
+            (slots,),
+            torch.arange(rows),
+            [0] * rows,
+            [1] * rows,
+        )
         self.batch.scratch["write", 0] = {"rows": self.write}
         held = {"blocks": self.read, "shape": shape, "pages": tables}
         home.backend.pin(self.batch, home.model.spec.layers[0].mixer.attention(), dtype, bias, held)
@@ -129,7 +155,7 @@ class _Step:
             start, table = span.start, span.seq.tables[0]
             last = start // size
             self.ids[row], self.slots[row] = span.seq.tokens[start], table[last] * size + start % size
-            moved |= self._turn(row, table[:last + 1])
+            moved |= self._turn(row, table[: last + 1])
             self._see(row, start)
         for row in range(len(spans), len(self.ids)):
             self.slots[row] = 0
@@ -145,7 +171,7 @@ class _Step:
         if pages == self.held[row]:
             return False
         self.held[row] = pages
-        self.tables[row, :len(pages)], self.tables[row, len(pages):] = pages, 0
+        self.tables[row, : len(pages)], self.tables[row, len(pages) :] = pages, 0
         return True
 
     def _see(self, row: int, position: int) -> None:
@@ -153,7 +179,7 @@ class _Step:
         if position == self.positions[row] + 1:
             self.mask[row, position] = 0
         else:
-            self.mask[row, :position + 1], self.mask[row, position + 1:] = 0, self.unseen
+            self.mask[row, : position + 1], self.mask[row, position + 1 :] = 0, self.unseen
         self.positions[row] = position
 
 

@@ -20,10 +20,21 @@ from kvasir.engine.batch import tree_ancestors, tree_positions
 from kvasir.kernels.decode_rows import Kept
 from kvasir.types import Sequence, Span
 
-TOKEN, TEMPERATURE, TOP_K, TOP_P, MIN_P, STREAM, SURE, TABLES = 0, 1, 2, 3, 4, 5, 7, 8  # sections, in words of R; a stream has two
+TOKEN, TEMPERATURE, TOP_K, TOP_P, MIN_P, STREAM, SURE, TABLES = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    8,
+)  # sections, in words of R; a stream has two
 UNKNOWN = -1
 ROW_WORDS = 8  # of a row in a step of drafts that share their keys: see ``draft_words``
-CHAIN = np.array([(2 << i) - 1 - (i == 63) * (1 << 64) for i in range(64)], np.int64)  # ancestors of the rows of a chain
+CHAIN = np.array(
+    [(2 << i) - 1 - (i == 63) * (1 << 64) for i in range(64)], np.int64
+)  # ancestors of the rows of a chain
 
 
 def draft_words(spans: list[Span], padding: int, words: np.ndarray) -> None:
@@ -50,12 +61,16 @@ def draft_words(spans: list[Span], padding: int, words: np.ndarray) -> None:
         own[4] = np.arange(count) - own[4]
         own[1] += own[4]
         own[2] = tokens
-    own[3], own[6], own[7] = own[1], CHAIN.take(own[4], mode="clip"), -1  # longer chains run row by row, where nobody asks for ancestors
+    own[3], own[6], own[7] = (
+        own[1],
+        CHAIN.take(own[4], mode="clip"),
+        -1,
+    )  # longer chains run row by row, where nobody asks for ancestors
     for span, first in trees:
         end = first + span.length
         own[3, first:end], own[6, first:end] = tree_positions(span), 0
         tree_ancestors(span.parents, own[6, first:end, None])
-        own[7, end - len(span.guests):end] = span.guests
+        own[7, end - len(span.guests) : end] = span.guests
     words[:, count:] = np.array([padding, 0, -1, 0, 0, 1, 1, -1])[:, None]
 
 
@@ -66,21 +81,32 @@ class DeviceRows:
         self.words = torch.zeros(count * (TABLES + num_groups * max_pages), dtype=torch.int32, device=device)
 
         def section(at: int, size: int = 1) -> torch.Tensor:
-            return self.words[count * at:count * (at + size)]
+            return self.words[count * at : count * (at + size)]
 
         self.token = section(TOKEN)
-        self.temperature, self.top_p, self.min_p = (section(at).view(torch.float32) for at in (TEMPERATURE, TOP_P, MIN_P))
+        self.temperature, self.top_p, self.min_p = (
+            section(at).view(torch.float32) for at in (TEMPERATURE, TOP_P, MIN_P)
+        )
         self.top_k = section(TOP_K)
         self.sure = section(SURE)  # the k of its confidence; 0: none
         self.stream = section(STREAM, 2).view(count, 2)  # low and high word: gathered, a row of two is an int64
         self._bases = [count * (TABLES + g * max_pages) for g in range(num_groups)]
-        self.kept = Kept(self.token, self.temperature, self.top_k, self.top_p, self.min_p, self.stream,
-                         section(TABLES, num_groups * max_pages).view(num_groups, count, max_pages))
+        self.kept = Kept(
+            self.token,
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.stream,
+            section(TABLES, num_groups * max_pages).view(num_groups, count, max_pages),
+        )
         self.tables = tuple(self.kept.tables)
         self._host_words = self.words.numpy() if self.words.device.type == "cpu" else None
         self._max_pages = max_pages
         self._position = np.full(count, UNKNOWN, np.int64)  # of the token that the device has, or UNKNOWN
-        self._open: dict[int, tuple[Sequence, list[int], list[int]]] = {}  # row -> sequence, places and content of its numbers
+        self._open: dict[
+            int, tuple[Sequence, list[int], list[int]]
+        ] = {}  # row -> sequence, places and content of its numbers
         self._unsent: set[int] = set()  # open rows whose numbers the device does not have
 
     def open(self, seq: Sequence, temperature: float, top_k: int, top_p: float, min_p: float, sure: int) -> None:
@@ -111,7 +137,9 @@ class DeviceRows:
         for seq, _, _ in self._open.values():
             seq.num_sent = 0
 
-    def changes(self, spans: list[Span], rows: Many[int] | np.ndarray, starts: Many[int] | np.ndarray) -> tuple[list[int], list[int]]:
+    def changes(
+        self, spans: list[Span], rows: Many[int] | np.ndarray, starts: Many[int] | np.ndarray
+    ) -> tuple[list[int], list[int]]:
         """What the device does not know yet of these decodes, as (places in ``words``, their new content): parameters of
         new rows, pages, and tokens that it did not draw itself. The caller sends it."""
         at: list[int] = []

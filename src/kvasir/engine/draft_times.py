@@ -43,14 +43,24 @@ class DraftTimes:
         self._counts: Counter[_Kind] = Counter()  # observations that were learnt from,
         self._runs: Counter[_Kind] = Counter()  # and all
         self._captured: Counter[_Kind] = Counter()  # those since its graph was there
-        self._eager = False  # whether the last drafted step that a graph has rows for was launched kernel by kernel all the same
+        self._eager = (
+            False  # whether the last drafted step that a graph has rows for was launched kernel by kernel all the same
+        )
 
     def predict(self, num_seqs: int, context: int, num_drafts: int, drafted: bool) -> float:
         """Of a step of ``num_seqs`` decodes with ``context`` tokens before them in all, which verifies ``num_drafts`` nodes."""
         return self._expected(*self._kind(num_seqs, context, num_drafts, drafted, drafted and self._eager))
 
-    def observe(self, num_seqs: int, context: int, num_drafts: int, drafted: bool, seconds: float, eager: bool = False,
-                once: bool = False) -> tuple[float, bool]:
+    def observe(
+        self,
+        num_seqs: int,
+        context: int,
+        num_drafts: int,
+        drafted: bool,
+        seconds: float,
+        eager: bool = False,
+        once: bool = False,
+    ) -> tuple[float, bool]:
         """A step took ``seconds``; ``eager``: no graph could take it, whatever its rows; ``once``: it captured one. Returns what it is to be
         charged, and whether the next one of its size will take about as long: not if something happened that does so once, a capture or,
         most likely, a compilation."""
@@ -60,8 +70,13 @@ class DraftTimes:
         expected, warm, count = self._expected(kind, shape), self._warm(kind), self._counts[kind]
         if once:
             return min(seconds, CLIP * expected), False
-        if (self._compiles and seconds > max(expected + HICCUP, 2 * expected) and self._in_a_row < HICCUPS
-                and self._hiccups[kind] < OF_A_SIZE + count // GOOD and self._forgiven < FORGIVEN):
+        if (
+            self._compiles
+            and seconds > max(expected + HICCUP, 2 * expected)
+            and self._in_a_row < HICCUPS
+            and self._hiccups[kind] < OF_A_SIZE + count // GOOD
+            and self._forgiven < FORGIVEN
+        ):
             self._in_a_row += 1
             self._hiccups[kind] += 1
             self._forgiven += seconds
@@ -108,13 +123,17 @@ class DraftTimes:
             return self._models[False].predict(shape, graph=self._plain_graph(kind))
         return self._models[kind.drafted].predict(shape, graph=kind.graph)
 
-    def _kind(self, num_seqs: int, context: int, num_drafts: int, drafted: bool, eager: bool = False) -> tuple[_Kind, StepShape]:
+    def _kind(
+        self, num_seqs: int, context: int, num_drafts: int, drafted: bool, eager: bool = False
+    ) -> tuple[_Kind, StepShape]:
         """Verifying rows share what a sequence's keys cost to read, so a span counts its context once."""
         rows, graphs = num_seqs + num_drafts, self._graphs
         graph = graphs is not None and not eager and rows <= (graphs.most_drafted if drafted else graphs.buckets[-1])
         if graph:
             rows = graphs.bucket(rows)
-        return _Kind(drafted, graph, rows if graph else self._class(rows)), StepShape(rows=rows, decode_context=context, sequences=num_seqs)
+        return _Kind(drafted, graph, rows if graph else self._class(rows)), StepShape(
+            rows=rows, decode_context=context, sequences=num_seqs
+        )
 
     def _class(self, rows: int) -> int:
         """Up to 16 rows each number is one; beyond, every 8, which is what a GPU's kernels differ by, or 8 to a doubling, on a CPU 4."""

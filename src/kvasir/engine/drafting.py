@@ -51,8 +51,15 @@ class _Measured:
 class Drafting:
     """``max_rows``: rows a step; ``clock``: seconds. Lives beside the scheduler, which treats drafts as look-ahead that may be dropped."""
 
-    def __init__(self, config: SpeculationConfig, drafter: Drafter, runner: Runner, max_rows: int, max_model_len: int,
-                 clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        drafter: Drafter,
+        runner: Runner,
+        max_rows: int,
+        max_model_len: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.drafter, self._clock = drafter, clock
         self._foreign = not all(part.ours for part in drafter.parts)
         self._config, self._runner, self._max_rows, self._max_model_len = config, runner, max_rows, max_model_len
@@ -87,7 +94,9 @@ class Drafting:
         self._drafting = self._failures < MAX_FAILURES and not self.controller.resting() and self._worth_it(running)
         self._runner.sampler.num_top = self.drafter.top_tokens if self._drafting else 0
         if self._runner.taps is not None:
-            self._runner.taps.on = self._drafting or self._failures < MAX_FAILURES and self.controller.rest_left <= HIDDEN_LEAD
+            self._runner.taps.on = (
+                self._drafting or self._failures < MAX_FAILURES and self.controller.rest_left <= HIDDEN_LEAD
+            )
         return self._drafting
 
     def _worth_it(self, running: Iterable[Sequence]) -> bool:
@@ -95,12 +104,19 @@ class Drafting:
         decodes = [seq for seq in running if rows_left(seq) <= 1]
         if self._config.draft_control != "fixed" and not self._times.settled(len(decodes)):
             return False
-        return self.controller.wanted(len(decodes), sum(len(seq.tokens) for seq in decodes), len(decodes) == len(running))
+        return self.controller.wanted(
+            len(decodes), sum(len(seq.tokens) for seq in decodes), len(decodes) == len(running)
+        )
 
     def propose(self, running: Iterable[Sequence]) -> None:
         """Set the drafts of all sequences that decode. Nothing may be in flight."""
         decodes, context, rows, asks = 0, 0, 0, []
-        at_work, longest, lengths, most = Status.RUNNING, self._max_model_len, self._lengths, self._config.max_draft_tokens
+        at_work, longest, lengths, most = (
+            Status.RUNNING,
+            self._max_model_len,
+            self._lengths,
+            self._config.max_draft_tokens,
+        )
         if self.controller.most_nodes is not None:
             most = min(most, self.controller.most_nodes)
         for seq in running:  # once a sequence and step: no call that is not needed
@@ -125,7 +141,7 @@ class Drafting:
         if not asks:
             return
         if self.controller.trying and len(asks) > TRIAL_SEQS:
-            asks = asks[::-(-len(asks) // TRIAL_SEQS)]
+            asks = asks[:: -(-len(asks) // TRIAL_SEQS)]
         for ask in asks:
             if "drafted" not in ask.seq.state:
                 self._open(ask.seq)
@@ -138,7 +154,12 @@ class Drafting:
         for part in (trees,) if isinstance(trees, Forest) else trees:
             part.source = part.source or self.drafter.name
         graphs = self._runner.graphs
-        if graphs is not None and not graphs.trees and decodes < graphs.most_drafted and self._config.draft_control != "fixed":
+        if (
+            graphs is not None
+            and not graphs.trees
+            and decodes < graphs.most_drafted
+            and self._config.draft_control != "fixed"
+        ):
             # Only chains are captured here, which is worth more than a branch; where there are guests, neither is.
             trees = [tree if tree.guests else tree.trunk() for tree in trees]
         # Prompts need rows, too: drafts get what the decodes leave, of a quarter at least of the step.
@@ -148,7 +169,12 @@ class Drafting:
     def _propose(self, asks: list[Ask]) -> Many[DraftTree]:
         trees = self.drafter.propose(asks)
         if self._foreign:
-            check_trees(asks, trees, self._runner.model.spec.vocab_size, 0 if self.drafter.guests is None else len(self.drafter.guests))
+            check_trees(
+                asks,
+                trees,
+                self._runner.model.spec.vocab_size,
+                0 if self.drafter.guests is None else len(self.drafter.guests),
+            )
         return trees
 
     def _set(self, asks: list[Ask], trees: Many[DraftTree]) -> None:
@@ -156,7 +182,11 @@ class Drafting:
             for i, (ask, tree) in enumerate(zip(asks, trees)):
                 if tree.tokens or tree.guests:
                     self._pending[ask.seq] = trees, i
-                    ask.seq.draft, ask.seq.draft_parents, ask.seq.guests = tree.tokens, [] if tree.is_chain else tree.parents, tree.guests
+                    ask.seq.draft, ask.seq.draft_parents, ask.seq.guests = (
+                        tree.tokens,
+                        [] if tree.is_chain else tree.parents,
+                        tree.guests,
+                    )
             return
         pending, start = self._pending, 0
         tokens, parents = trees.ints[:2].tolist()
@@ -178,8 +208,12 @@ class Drafting:
             return call(*args)
         except Exception:
             self._failures += 1
-            log.exception("drafter %s failed (%d times in a row)%s", self.drafter.name, self._failures,
-                          ": it is off until a restart" if self._failures == MAX_FAILURES else "")
+            log.exception(
+                "drafter %s failed (%d times in a row)%s",
+                self.drafter.name,
+                self._failures,
+                ": it is off until a restart" if self._failures == MAX_FAILURES else "",
+            )
             return None
 
     def _open(self, seq: Sequence) -> None:
@@ -196,7 +230,9 @@ class Drafting:
         else:
             if self._measured and plan.num_rows > len(plan.spans):
                 # The end of a plain step in flight is seen when this one was launched, which takes longer where it holds prompts.
-                self._measured = {step: found for step, found in self._measured.items() if found is None or found.drafted}
+                self._measured = {
+                    step: found for step, found in self._measured.items() if found is None or found.drafted
+                }
             self._since_drafted += 1
             if self._since_drafted == 1:
                 self._after_drafted = plan.step
@@ -210,8 +246,14 @@ class Drafting:
                 return
             rows += span.length
             context += span.start
-        self._measured[plan.step] = _Measured(self._drafting, len(plan.spans), context, rows - len(plan.spans),
-                                              graphs is not None and not graphs.takes(plan.spans), self._captures > captures)
+        self._measured[plan.step] = _Measured(
+            self._drafting,
+            len(plan.spans),
+            context,
+            rows - len(plan.spans),
+            graphs is not None and not graphs.takes(plan.spans),
+            self._captures > captures,
+        )
 
     # ------------------------------------------------------------------------------------------------------ after a step
 
@@ -227,7 +269,9 @@ class Drafting:
         moves = [(span.start + row, span.start + rows[0] + j) for j, row in enumerate(rows) if row != rows[0] + j]
         size = self._runner.pool.page_slots
         for group, table in enumerate(span.seq.tables):
-            sources, targets = zip(*((table[a // size] * size + a % size, table[b // size] * size + b % size) for a, b in moves))
+            sources, targets = zip(
+                *((table[a // size] * size + a % size, table[b // size] * size + b % size) for a, b in moves)
+            )
             self._runner.pool.move_slots(group, sources, targets)
 
     def observe(self, span: Span, result: SpanResult) -> None:
@@ -251,7 +295,9 @@ class Drafting:
         if result.guests is not None:
             node = result.path[-1] - result.path[0] - 1
             first = sum(tree.num_guests(other) for other in takewhile(lambda other: other != node, tree.guests))
-            self._guarded(self.drafter.answer, span.seq, tree, node, result.guests[first:first + tree.num_guests(node)])
+            self._guarded(
+                self.drafter.answer, span.seq, tree, node, result.guests[first : first + tree.num_guests(node)]
+            )
 
     def learn(self) -> None:
         """Tell the controller of all trees that were verified since."""
@@ -278,7 +324,9 @@ class Drafting:
             self.controller.end_step(0, 0, seconds)
             self._savings.drafted(0, 0, self.controller.stats.accepted, seconds)
         elif step.drafted:
-            charged, known = self._times.observe(step.decodes, step.context, step.drafts, True, seconds, step.eager, step.captured)
+            charged, known = self._times.observe(
+                step.decodes, step.context, step.drafts, True, seconds, step.eager, step.captured
+            )
             self.controller.end_step(step.decodes, step.context, charged, known)
             self._savings.drafted(step.decodes, step.context, self.controller.stats.accepted, seconds)
         elif plan.step == self._after_drafted:
@@ -290,7 +338,10 @@ class Drafting:
             self.controller.rested(seconds)
 
     def close(self, seq: Sequence, reason: FinishReason) -> None:
-        if self._lengths is not None and reason in ("stop", "length"):  # one that was cancelled says nothing of how long its likes get
+        if self._lengths is not None and reason in (
+            "stop",
+            "length",
+        ):  # one that was cancelled says nothing of how long its likes get
             self._lengths.ended(seq)
         self._pending.pop(seq, None)
         if seq.state.get("drafted"):
@@ -299,7 +350,12 @@ class Drafting:
     def fill(self, stats: EngineStats) -> None:
         self.learn()
         s = self.controller.stats
-        stats.draft_steps, stats.drafts, stats.drafted_tokens, stats.accepted_tokens = s.steps, s.verified, s.drafted, s.accepted
+        stats.draft_steps, stats.drafts, stats.drafted_tokens, stats.accepted_tokens = (
+            s.steps,
+            s.verified,
+            s.drafted,
+            s.accepted,
+        )
         stats.accepted_by_depth, stats.drafted_by, stats.drafted_by_depth = s.by_depth, s.by_source, s.by_source_depth
         stats.draft_saved_seconds = self._savings.seconds
 
@@ -308,8 +364,8 @@ def _committed(span: Span, result: SpanResult) -> Any:
     """The hidden states [K, layers, E] of a verified span's committed rows: up to the anchor, then along the path."""
     if result.hidden is None:
         return None
-    rows = [*range(result.path[0] + 1), *result.path[1:]][:span.seq.num_computed - span.start]
-    return result.hidden[:len(rows)] if rows[-1:] == [len(rows) - 1] else result.hidden[rows]
+    rows = [*range(result.path[0] + 1), *result.path[1:]][: span.seq.num_computed - span.start]
+    return result.hidden[: len(rows)] if rows[-1:] == [len(rows) - 1] else result.hidden[rows]
 
 
 def holds_draft(plan: Plan) -> bool:
@@ -322,5 +378,12 @@ def _roofline(runner: Runner) -> Roofline:
     spec, size = runner.model.spec, runner.model.place.dtype.itemsize
     bandwidth, flops = BEST.get(runner.device.type, BEST["cpu"])
     pairs = sum(4 * layer.mixer.num_heads * layer.mixer.head_dim for layer in spec.layers)
-    return Roofline(bandwidth, flops, cost.weight_bytes(spec, size), 2 * cost.active_params(spec), pairs,
-                    sum(cost.kv_bytes_per_token(spec, size).values()), cost.routed_bytes(spec, size))
+    return Roofline(
+        bandwidth,
+        flops,
+        cost.weight_bytes(spec, size),
+        2 * cost.active_params(spec),
+        pairs,
+        sum(cost.kv_bytes_per_token(spec, size).values()),
+        cost.routed_bytes(spec, size),
+    )

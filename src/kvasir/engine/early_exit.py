@@ -40,11 +40,21 @@ class EarlyExit:
         layers = self.num_layers
         self.exits = self.exits or tuple(sorted({max(1, layers // 4), max(1, layers // 2), max(1, 3 * layers // 4)}))
         if wrong := [e for e in self.exits if not 0 < e < layers]:
-            raise ConfigError(f"layer_skip: the model has {layers} layers, so it cannot exit after {wrong[0]}; choose from 1 to {layers - 1}")
+            raise ConfigError(
+                f"layer_skip: the model has {layers} layers, so it cannot exit after {wrong[0]}; choose from 1 to {layers - 1}"
+            )
         weights = sum(slot.target.numel() for name, slot in served.model.slots().items() if name.startswith("layers."))
         self.head_layers = served.model.head_VE.numel() / max(1.0, weights / self.num_layers)
-        sampler = Sampler(served.sampler.vocab_size, served.sampler.tokenizer_size, served.sampler.max_seqs, served.device, served.sampler.eos_ids)
-        self._runner = Runner(served.model, served.pool, served.backend, sampler, served.device, max_model_len=self._max_model_len)
+        sampler = Sampler(
+            served.sampler.vocab_size,
+            served.sampler.tokenizer_size,
+            served.sampler.max_seqs,
+            served.device,
+            served.sampler.eos_ids,
+        )
+        self._runner = Runner(
+            served.model, served.pool, served.backend, sampler, served.device, max_model_len=self._max_model_len
+        )
         self._runner.native = self._runner.tapes = None  # they run all of a model's layers
         self._models: dict[int, Decoder] = {}
         self._shadows: dict[Sequence, Sequence] = {}
@@ -57,9 +67,13 @@ class EarlyExit:
         self._runner.caches = [self._runner.pool.layer(i) for i in range(num_layers)]
         ready: dict[Sequence, int] = {}
         stop_of = {ask.seq: stop for ask, stop in zip(asks, stops)}
-        for ask in asks[:self._max_rows]:
+        for ask in asks[: self._max_rows]:
             length = min(ask.max_depth, self._max_model_len - len(ask.seq.tokens))
-            if length > 0 and ask.seq.num_computed == len(ask.seq.tokens) - 1 and self._room(ask.seq, length, len(asks)):
+            if (
+                length > 0
+                and ask.seq.num_computed == len(ask.seq.tokens) - 1
+                and self._room(ask.seq, length, len(asks))
+            ):
                 ready[ask.seq] = length
         shadows = {seq: self._shadow(seq) for seq in ready}
         sure: dict[Sequence, list[float]] = {seq: [] for seq in ready}
@@ -67,7 +81,9 @@ class EarlyExit:
             busy = [seq for seq in shadows if ready[seq] > depth]
             if not busy:
                 break
-            spans = [Span(shadows[seq], shadows[seq].num_computed, 1, want=ONE_SAMPLE, row=shadows[seq].row) for seq in busy]
+            spans = [
+                Span(shadows[seq], shadows[seq].num_computed, 1, want=ONE_SAMPLE, row=shadows[seq].row) for seq in busy
+            ]
             for seq, span, result in zip(busy, spans, self._runner.launch(Plan(0, spans)).read()):
                 token, chance = _drawn(result)
                 if token >= 0:
@@ -76,7 +92,10 @@ class EarlyExit:
                 if chance < stop_of[seq]:
                     ready[seq] = 0
                 span.seq.num_computed += 1
-        return [(shadows[ask.seq].tokens[len(ask.seq.tokens):], sure[ask.seq]) if ask.seq in shadows else ([], []) for ask in asks]
+        return [
+            (shadows[ask.seq].tokens[len(ask.seq.tokens) :], sure[ask.seq]) if ask.seq in shadows else ([], [])
+            for ask in asks
+        ]
 
     @torch.inference_mode()
     def judge(self, pieces: list[tuple[Sequence, int, torch.Tensor]]) -> list[list[list[tuple[int, float]]]]:
@@ -85,7 +104,7 @@ class EarlyExit:
         for seq, start, hidden_RXE in pieces:
             shadow, count = self._shadow(seq), len(hidden_RXE)
             # Every row is drawn by itself; as a draft, the tokens after the first row are what the later ones are conditioned on.
-            shadow.tokens, shadow.draft = seq.tokens[:start + 1], seq.tokens[start + 1:start + count]
+            shadow.tokens, shadow.draft = seq.tokens[: start + 1], seq.tokens[start + 1 : start + count]
             spans += [Span(shadow, start + i, 1, want=ONE_SAMPLE, row=shadow.row) for i in range(count)]
         hidden_ME = torch.cat([hidden_RXE for _, _, hidden_RXE in pieces]).transpose(0, 1).flatten(0, 1)  # exit by exit
         sampler = self._runner.sampler
@@ -93,7 +112,7 @@ class EarlyExit:
         drawn = list(map(_drawn, output.read()))
         found, first = [], 0
         for _, _, hidden_RXE in pieces:
-            found.append([drawn[at:at + len(hidden_RXE)] for at in range(first, len(drawn), len(spans))])
+            found.append([drawn[at : at + len(hidden_RXE)] for at in range(first, len(drawn), len(spans))])
             first += len(hidden_RXE)
         return found
 
@@ -128,9 +147,21 @@ class EarlyExit:
         """The sequence as the drafting runner sees it: the same noise and pages, plain parameters."""
         shadow = self._shadows.get(seq)
         if shadow is None:
-            params = dataclasses.replace(seq.request.params, n=1, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, bad_words=(),
-                                         grammar=None, logprobs=0, logprobs_mode="raw", prompt_logprobs=None, confidence=0,
-                                         score_from=None, min_tokens=0)
+            params = dataclasses.replace(
+                seq.request.params,
+                n=1,
+                presence_penalty=0.0,
+                frequency_penalty=0.0,
+                repetition_penalty=1.0,
+                bad_words=(),
+                grammar=None,
+                logprobs=0,
+                logprobs_mode="raw",
+                prompt_logprobs=None,
+                confidence=0,
+                score_from=None,
+                min_tokens=0,
+            )
             shadow = Sequence(dataclasses.replace(seq.request, params=params, bad_words=[], emitted=[]))
             shadow.stream, shadow.tokens = seq.stream, list(seq.tokens)
             if not self._free_rows:  # those of preempted sequences

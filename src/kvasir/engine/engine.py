@@ -70,25 +70,48 @@ class Engine:
         host = EngineHost(config)
         if drafter is not None:
             drafter.prepare(host)
-        built = build(config, others=[policy]) if drafter is None else build(config, drafter.device_bytes, [policy, *drafter.parts])
+        built = (
+            build(config, others=[policy])
+            if drafter is None
+            else build(config, drafter.device_bytes, [policy, *drafter.parts])
+        )
         host.check(built.info)
         self.info = built.info
         self.info.drafters = () if drafter is None else tuple(drafter.names)
         self.runner = built.runner
         self.clock = StepClock(StepTimeModel(built.roofline), built.runner)
-        self.pace = Pace(self.clock.model, config.scheduler.target_itl, mixed_rows(built.roofline) if built.device.type == "cuda" else None)
+        self.pace = Pace(
+            self.clock.model,
+            config.scheduler.target_itl,
+            mixed_rows(built.roofline) if built.device.type == "cuda" else None,
+        )
         self.steps = StepRunner(built.runner, built.max_rows, self.clock)
         self._overlap = built.device.type == "cuda" if config.runner.overlap is None else config.runner.overlap
         self._plans: deque[tuple[Plan, float]] = deque()  # in flight, and when they were launched
         self._resolved = 0.0  # when the last step was
         poison = built.runner.pool.poison if config.runner.poison else None
-        self.pages = PageManager(built.runner.pool.groups, built.plan.num_pages, built.runner.pool.page_slots, built.prefix_root,
-                                 on_free=poison)
+        self.pages = PageManager(
+            built.runner.pool.groups,
+            built.plan.num_pages,
+            built.runner.pool.page_slots,
+            built.prefix_root,
+            on_free=poison,
+        )
         host.bind(built, self.pages)
         self.info.priorities = policy.priorities
-        self.scheduler = Scheduler(config.scheduler, self.pages, policy, max_rows=built.max_rows, max_model_len=self.info.max_model_len,
-                                   pace=self.pace)
-        self._drafting = None if drafter is None else Drafting(config.speculation, drafter, built.runner, built.max_rows, self.info.max_model_len)
+        self.scheduler = Scheduler(
+            config.scheduler,
+            self.pages,
+            policy,
+            max_rows=built.max_rows,
+            max_model_len=self.info.max_model_len,
+            pace=self.pace,
+        )
+        self._drafting = (
+            None
+            if drafter is None
+            else Drafting(config.speculation, drafter, built.runner, built.max_rows, self.info.max_model_len)
+        )
         self._tokenizer_file = built.tokenizer_file
         self._grammars: Any = None  # built on the first grammar: most processes never need the library
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="grammar")
@@ -98,11 +121,18 @@ class Engine:
         self._compiling = 0  # requests whose grammar is being compiled
         self.on_launch: Callable[[Iterable[str], bool], None] = lambda ids, slow: None
         self._seen_kinds: set[tuple] = set()
-        self._max_queued_tokens = config.scheduler.max_queued_tokens or 4 * max(self.info.kv_capacity_tokens, self.info.max_model_len)
-        self.info.max_queued_requests, self.info.max_queued_tokens = config.scheduler.max_queued_requests, self._max_queued_tokens
+        self._max_queued_tokens = config.scheduler.max_queued_tokens or 4 * max(
+            self.info.kv_capacity_tokens, self.info.max_model_len
+        )
+        self.info.max_queued_requests, self.info.max_queued_tokens = (
+            config.scheduler.max_queued_requests,
+            self._max_queued_tokens,
+        )
         self._num_generated = self._num_forwards = 0
         self._failed: Counter[str] = Counter()
-        self._stats = EngineStats(num_pages=self.pages.num_total, startup=built.startup, weight_bytes=built.weight_bytes)
+        self._stats = EngineStats(
+            num_pages=self.pages.num_total, startup=built.startup, weight_bytes=built.weight_bytes
+        )
 
     # ------------------------------------------------------------------------------------------------------- requests
 
@@ -143,31 +173,55 @@ class Engine:
         """The queue is bounded: an unbounded one is a memory leak with a latency graph."""
 
         def refuse(status: int, code: str, message: str, retry_after: float | None = None) -> Event:
-            return Event(kind="error", request_id=request.id, epoch=request.epoch, status=status, code=code, message=message, retry_after=retry_after)
+            return Event(
+                kind="error",
+                request_id=request.id,
+                epoch=request.epoch,
+                status=status,
+                code=code,
+                message=message,
+                retry_after=retry_after,
+            )
 
         if request.id in self._live:
             return refuse(409, "duplicate_request_id", f"request id {request.id!r} is in use")
         needed = len(request.prompt_ids) + max(0, request.max_tokens - 1)  # the last token is never computed
         if not self.pages.fits(needed, self.scheduler.max_rows):
-            return refuse(400, "context_length_exceeded", f"prompt and max_tokens need {needed} tokens of KV; the pool holds "
-                                                          f"{self.info.kv_capacity_tokens}")
+            return refuse(
+                400,
+                "context_length_exceeded",
+                f"prompt and max_tokens need {needed} tokens of KV; the pool holds {self.info.kv_capacity_tokens}",
+            )
         if request.epoch > 0:  # it was accepted before the engine restarted
             return None
         if request.params.lease and self.pages.index is None:
             return refuse(400, "no_prefix_cache", "a lease keeps pages for the prefix cache, which is off here")
         config = self.config.scheduler
         if request.params.n > config.max_queued_requests:
-            return refuse(400, "too_many_branches", f"n={request.params.n} is more than this server queues at all ({config.max_queued_requests})")
+            return refuse(
+                400,
+                "too_many_branches",
+                f"n={request.params.n} is more than this server queues at all ({config.max_queued_requests})",
+            )
         if self.scheduler.num_waiting + self.scheduler.num_blocked + request.params.n > config.max_queued_requests:
-            return refuse(429, "queue_full", f"{config.max_queued_requests} requests are queued already", self._drain_seconds())
+            return refuse(
+                429, "queue_full", f"{config.max_queued_requests} requests are queued already", self._drain_seconds()
+            )
         if self.scheduler.backlog.prompt_tokens + len(request.prompt_ids) > self._max_queued_tokens:
-            return refuse(429, "queue_full", f"{self._max_queued_tokens} prompt tokens are queued already", self._drain_seconds())
+            return refuse(
+                429, "queue_full", f"{self._max_queued_tokens} prompt tokens are queued already", self._drain_seconds()
+            )
         if config.max_ttft is not None:
             seq = Sequence(request)
             seq.status = Status.FINISHED  # policies are only asked where it would stand
             seconds = self._first_token_in(len(request.prompt_ids) - self.pages.match(seq), seq)
             if wait := retry_after(seconds, config.max_ttft):
-                return refuse(429, "overloaded", f"the first token would take about {seconds:.1f} s; max_ttft is {config.max_ttft:g} s", wait)
+                return refuse(
+                    429,
+                    "overloaded",
+                    f"the first token would take about {seconds:.1f} s; max_ttft is {config.max_ttft:g} s",
+                    wait,
+                )
         return None
 
     def _first_token_in(self, num_tokens: int, seq: Sequence | None = None) -> float:
@@ -176,7 +230,9 @@ class Engine:
         waiting = self.scheduler.backlog.waiting
         rows = [(seq.num_computed, rows_left(seq)) for seq in self.scheduler.running]
         running = StepShape.of((start, 1) for start, left in rows if left <= 1)
-        ahead = (waiting.rows if seq is None else waiting.rows_before(seq, time.monotonic())) + sum(left for _, left in rows if left > 1)
+        ahead = (waiting.rows if seq is None else waiting.rows_before(seq, time.monotonic())) + sum(
+            left for _, left in rows if left > 1
+        )
         return self.pace.first_token(running, ahead, num_tokens, self.steps.max_rows)
 
     def _drain_seconds(self) -> float:
@@ -193,8 +249,15 @@ class Engine:
     def _finish(self, seq: Sequence, reason: FinishReason) -> Event:
         """End one branch in any state: memory, row and sampler state go back; returns its last event."""
         self._drop(seq, reason)
-        return Event(kind="tokens", request_id=seq.request.id, epoch=seq.request.epoch, branch=seq.branch, index=seq.num_output,
-                     finish_reason=reason, num_cached=seq.num_cached)
+        return Event(
+            kind="tokens",
+            request_id=seq.request.id,
+            epoch=seq.request.epoch,
+            branch=seq.branch,
+            index=seq.num_output,
+            finish_reason=reason,
+            num_cached=seq.num_cached,
+        )
 
     def _drop(self, seq: Sequence, reason: FinishReason) -> None:
         self._close_row(seq)
@@ -218,7 +281,15 @@ class Engine:
         self._failed[code] += 1
         for seq in list(live.branches.values()):
             self._drop(seq, "error")
-        return Event(kind="error", request_id=request_id, epoch=live.request.epoch, status=status, code=code, message=message, param=param)
+        return Event(
+            kind="error",
+            request_id=request_id,
+            epoch=live.request.epoch,
+            status=status,
+            code=code,
+            message=message,
+            param=param,
+        )
 
     # ------------------------------------------------------------------------------------------------------- grammars
 
@@ -234,7 +305,9 @@ class Engine:
             from kvasir.decoding.grammar import GrammarCompiler
 
             if self._tokenizer_file is None:
-                raise RequestError("structured output needs the model's tokenizer; this engine runs without one", param="grammar")
+                raise RequestError(
+                    "structured output needs the model's tokenizer; this engine runs without one", param="grammar"
+                )
             self._grammars = GrammarCompiler(self._tokenizer_file, self.info.vocab_size, self.info.eos_ids)
         return self._grammars.compile(request.params.grammar)
 
@@ -255,19 +328,39 @@ class Engine:
                 events += self._accept(live)
             elif now > first.blocked_until:
                 future.cancel()
-                events.append(self._fail(live.request.id, status=400, code="grammar_timeout", param="grammar",
-                                         message=f"the grammar did not compile within {self.config.service.grammar_timeout:g} s"))
+                events.append(
+                    self._fail(
+                        live.request.id,
+                        status=400,
+                        code="grammar_timeout",
+                        param="grammar",
+                        message=f"the grammar did not compile within {self.config.service.grammar_timeout:g} s",
+                    )
+                )
         return events
 
     def _not_compiled(self, request_id: str, error: BaseException) -> Event:
         """What went wrong in the other thread, even in the library, is one request's."""
         if isinstance(error, RequestError):
-            return self._fail(request_id, status=error.status, code=error.code or "invalid_grammar", message=error.message, param=error.param)
-        if isinstance(error, ConfigError):  # the tokenizer is none that the library reads: a fault of the server's, met by this request
+            return self._fail(
+                request_id,
+                status=error.status,
+                code=error.code or "invalid_grammar",
+                message=error.message,
+                param=error.param,
+            )
+        if isinstance(
+            error, ConfigError
+        ):  # the tokenizer is none that the library reads: a fault of the server's, met by this request
             return self._fail(request_id, status=400, code="no_grammars", message=str(error), param="grammar")
         log.error("the grammar of request %s cannot be compiled", request_id, exc_info=error)
-        return self._fail(request_id, status=500, code="internal_error", param="grammar",
-                          message=f"internal_error: {type(error).__name__} while compiling the grammar")
+        return self._fail(
+            request_id,
+            status=500,
+            code="internal_error",
+            param="grammar",
+            message=f"internal_error: {type(error).__name__} while compiling the grammar",
+        )
 
     # ----------------------------------------------------------------------------------------------------------- steps
 
@@ -377,8 +470,16 @@ class Engine:
         self.runner.sampler.accepted(seq, tokens)
         self._num_generated += len(tokens)
         self._num_forwards += 1
-        return Event(kind="tokens", request_id=request.id, epoch=request.epoch, branch=seq.branch, index=index, token_ids=tokens,
-                     logprobs=result.logprobs, num_cached=seq.num_cached)
+        return Event(
+            kind="tokens",
+            request_id=request.id,
+            epoch=request.epoch,
+            branch=seq.branch,
+            index=index,
+            token_ids=tokens,
+            logprobs=result.logprobs,
+            num_cached=seq.num_cached,
+        )
 
     def _commit(self, span: Span, result: SpanResult) -> Event | None:
         """The transaction for one span: counters, pages, prefix index, stop rules, events."""
@@ -403,11 +504,21 @@ class Engine:
         self.runner.sampler.accepted(seq, tokens)
         self._num_generated += len(tokens)
         self._num_forwards += bool(tokens)
-        event = Event(kind="tokens", request_id=seq.request.id, epoch=seq.request.epoch, branch=seq.branch, index=index, token_ids=tokens,
-                      logprobs=result.logprobs[:len(tokens)] if params.logprobs is not None and result.logprobs else None,
-                      num_cached=seq.num_cached, finish_reason=reason, stop_reason=stop,
-                      prompt_logprobs=prompt_logprobs(seq) if index == 0 else None, score=prompt_score(seq) if index == 0 else None,
-                      queued=seq.first_scheduled - seq.request.arrival if index == 0 and not seq.branch else None)
+        event = Event(
+            kind="tokens",
+            request_id=seq.request.id,
+            epoch=seq.request.epoch,
+            branch=seq.branch,
+            index=index,
+            token_ids=tokens,
+            logprobs=result.logprobs[: len(tokens)] if params.logprobs is not None and result.logprobs else None,
+            num_cached=seq.num_cached,
+            finish_reason=reason,
+            stop_reason=stop,
+            prompt_logprobs=prompt_logprobs(seq) if index == 0 else None,
+            score=prompt_score(seq) if index == 0 else None,
+            queued=seq.first_scheduled - seq.request.arrival if index == 0 and not seq.branch else None,
+        )
         if reason is not None:
             self._drop(seq, reason)
         return event
@@ -421,9 +532,9 @@ class Engine:
             count = seq.num_output + i + 1
             if token in seq.stop_ids and count >= params.min_tokens:
                 is_eos = token in self._eos_ids and not params.ignore_eos
-                return sampled[:i + 1], "stop", None if is_eos else token
+                return sampled[: i + 1], "stop", None if is_eos else token
             if count >= seq.max_output:
-                return sampled[:i + 1], "length", None
+                return sampled[: i + 1], "length", None
         return sampled, None, None
 
     # ------------------------------------------------------------------------------------------ while nothing is running
@@ -433,7 +544,10 @@ class Engine:
         Nothing may be running. Raises ConfigError for a drafter that is a model."""
         assert not self._live, "requests are running"
         self._drafting = None
-        self.runner.sampler.num_top, self.runner.sampler.by_blocks = 0, False  # what the one before has asked of every step
+        self.runner.sampler.num_top, self.runner.sampler.by_blocks = (
+            0,
+            False,
+        )  # what the one before has asked of every step
         if not speculation.drafter:
             return None
         drafter = load_drafter(speculation.drafter)
@@ -459,7 +573,11 @@ class Engine:
     def stats(self) -> EngineStats:
         s, scheduler = self._stats, self.scheduler
         s.time = time.monotonic()
-        s.num_waiting, s.num_blocked, s.num_running = scheduler.num_waiting, scheduler.num_blocked, scheduler.num_running
+        s.num_waiting, s.num_blocked, s.num_running = (
+            scheduler.num_waiting,
+            scheduler.num_blocked,
+            scheduler.num_running,
+        )
         s.num_free_pages, s.num_cached_pages = self.pages.num_free, self.pages.num_cached
         s.preemptions = scheduler.preemptions
         s.prefix_queries, s.cached_tokens = self.pages.queried_tokens, self.pages.cached_tokens

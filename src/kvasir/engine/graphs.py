@@ -50,7 +50,9 @@ EAGER_STEPS = 4  # of a bucket before it is captured
 STAND_INS = 64  # steps of it in a larger one before
 PADDED = 2  # times its size: the largest bucket that stands in for one that is not captured yet; padding rows are nearly free
 LOGIT_BYTES = 256 << 20  # of logits at a time, as fp32: each further slice reads the head once more
-SHARE_KEYS = True  # among the rows of a span. Without, chains run row by row, and trees and guests are launched kernel by kernel
+SHARE_KEYS = (
+    True  # among the rows of a span. Without, chains run row by row, and trees and guests are launched kernel by kernel
+)
 DRAFT_ROWS = 128  # row by row: beyond, each row's reading its keys anew costs more than launching kernels one by one
 SHARED_ROWS = 640  # that share: beyond, a step takes longer than launching it
 DECODES, ROW_BY_ROW = 0, 1  # forms; a larger one is the rows that a span may have
@@ -108,19 +110,33 @@ class CudaCapture:
 
 
 class DecodeGraphs:
-    def __init__(self, model: Decoder, caches: list[LayerCache], backend: AttentionBackend, sampler: Sampler, rows: DeviceRows,
-                 capture: Capture, max_drafts: int = 0) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        caches: list[LayerCache],
+        backend: AttentionBackend,
+        sampler: Sampler,
+        rows: DeviceRows,
+        capture: Capture,
+        max_drafts: int = 0,
+    ) -> None:
         """``max_drafts``: that a sequence may have verified in a step; up to ``SHARED_ROWS`` rows (or ``DRAFT_ROWS``) such steps are captured."""
         self.model, self.caches, self.backend, self.sampler, self.rows = model, caches, backend, sampler, rows
         self._drafts = max_drafts > 0
         self._forms = backend.together() if SHARE_KEYS and self._drafts else ()
-        self._usual = next((form for form in self._forms if form > max_drafts), self._forms[-1] if self._forms else ROW_BY_ROW)
+        self._usual = next(
+            (form for form in self._forms if form > max_drafts), self._forms[-1] if self._forms else ROW_BY_ROW
+        )
         self.most_drafted = min(SHARED_ROWS if self._forms else DRAFT_ROWS, sampler.max_seqs * (1 + max_drafts))
         self.buckets = buckets(max(sampler.max_seqs, self.most_drafted))
-        self._plain = self.buckets[:bisect_left(self.buckets, sampler.max_seqs) + 1]  # those that decodes alone may need
+        self._plain = self.buckets[
+            : bisect_left(self.buckets, sampler.max_seqs) + 1
+        ]  # those that decodes alone may need
         self._capture: Capture | None = capture
         self._ready: dict[tuple[int, StepOutput, int], Work] = {}  # (bucket, what it puts out, form) -> replay
-        self._uses: Counter[tuple[int, StepOutput, int]] = Counter()  # steps of a bucket that was not captured, by itself
+        self._uses: Counter[tuple[int, StepOutput, int]] = (
+            Counter()
+        )  # steps of a bucket that was not captured, by itself
         self._stood_in: Counter[tuple[int, StepOutput, int]] = Counter()  # and in a larger one
         self.captures = 0  # since the start
         most, device = self.buckets[-1], rows.words.device
@@ -132,7 +148,9 @@ class DecodeGraphs:
         self._row_start = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._logit_rows = torch.arange(most, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(most, model.spec.hidden_size, dtype=model.place.dtype, device=device)
-        self._draws = torch.zeros(6 * most, dtype=torch.float32, device=device)  # draws [3, B], and reports [3, B] behind them
+        self._draws = torch.zeros(
+            6 * most, dtype=torch.float32, device=device
+        )  # draws [3, B], and reports [3, B] behind them
         self._drawn = StepOutput.DRAWS  # what the last drawing step put out
         self._reported = False  # whether a step ever did
         self.step_bytes = 64 << 20  # of device memory that a capture may need
@@ -191,7 +209,7 @@ class DecodeGraphs:
         if key in self._ready or self._capture is None or self._stood_in[key] >= STAND_INS:
             return size, form
         forms = [form, *(f for f in self._forms if 1 < form < f)]
-        sizes = self.buckets[bisect_left(self.buckets, size):bisect_right(self.buckets, PADDED * size)]
+        sizes = self.buckets[bisect_left(self.buckets, size) : bisect_right(self.buckets, PADDED * size)]
         larger = next(((s, f) for s in sizes for f in forms if (s, output, f) in self._ready), None)
         if larger is None:
             return size, form
@@ -200,7 +218,9 @@ class DecodeGraphs:
 
     def replays(self, size: int, drafted: bool = False) -> bool:
         """Whether drawing steps of this bucket are captured, such as the last one was."""
-        return any((size, self._drawn, form) in self._ready for form in ((ROW_BY_ROW, *self._forms) if drafted else (DECODES,)))
+        return any(
+            (size, self._drawn, form) in self._ready for form in ((ROW_BY_ROW, *self._forms) if drafted else (DECODES,))
+        )
 
     def decode(self, spans: list[Span], output: StepOutput = StepOutput.DRAWS) -> DecodeHandle:
         """Forward and draw, by the parameters that the rows have on the device; and report, where ``output`` says so."""
@@ -209,14 +229,14 @@ class DecodeGraphs:
         size, stage, form, words = self._send(spans, output)
         self._run(size, output, form)
         reports = output is StepOutput.REPORTS
-        stage.take(self._draws[:(6 if reports else 3) * size])
+        stage.take(self._draws[: (6 if reports else 3) * size])
         return DecodeHandle(stage, size, spans, words, reports)
 
     def forward(self, spans: list[Span]) -> torch.Tensor:
         """Hidden states [T, E] before the final norm; valid until the next step."""
         size, _, form, _ = self._send(spans, StepOutput.HIDDEN)
         self._run(size, StepOutput.HIDDEN, form)
-        return self._hidden[:sum(span.length for span in spans)]
+        return self._hidden[: sum(span.length for span in spans)]
 
     def outputs(self, spans: list[Span]) -> tuple[list[int], torch.Tensor]:
         """Rows of the step launched last that hold tokens, and the hidden states [guests, E] of the others."""
@@ -237,22 +257,24 @@ class DecodeGraphs:
         count = len(spans)
         size, _ = self._fit(count, output, DECODES)
         starts = [span.start for span in spans]
-        rows_S, starts_S = stage.inbox[:count], stage.inbox[size:size + count]
+        rows_S, starts_S = stage.inbox[:count], stage.inbox[size : size + count]
         rows_S[:], starts_S[:] = [span.row for span in spans], starts
-        stage.inbox[count:size], stage.inbox[size + count:2 * size] = self.rows.padding, 0
+        stage.inbox[count:size], stage.inbox[size + count : 2 * size] = self.rows.padding, 0
         self._bring(stage, spans, rows_S, starts_S, 2 * size)
         self.rows.drawn(rows_S, starts_S + 1)
         self._host_starts = starts + [0] * (size - count)
         return size, stage, DECODES, None
 
-    def _send_drafts(self, spans: list[Span], stage: _Stage, output: StepOutput, form: int) -> tuple[int, _Stage, int, np.ndarray]:
+    def _send_drafts(
+        self, spans: list[Span], stage: _Stage, output: StepOutput, form: int
+    ) -> tuple[int, _Stage, int, np.ndarray]:
         """The same with one row a draft behind each sequence's own; their tokens come along."""
         count = sum(span.length for span in spans)
         size, form = self._fit(count, output, form)
         words = np.empty((ROW_WORDS, size), np.int64)
         draft_words(spans, self.rows.padding, words)
         sent = ROW_WORDS if form > ROW_BY_ROW else 3
-        stage.inbox[:sent * size] = words[:sent].reshape(-1)
+        stage.inbox[: sent * size] = words[:sent].reshape(-1)
         own = words[:, :count]
         rows, starts = own[:2, own[4] == 0]
         self.rows.drawn(rows, starts)  # for this step as good as drawn: the tokens come along
@@ -261,7 +283,9 @@ class DecodeGraphs:
         self._host_starts = words[1].tolist()
         return size, stage, form, own
 
-    def _bring(self, stage: _Stage, spans: list[Span], rows_S: np.ndarray, starts_S: np.ndarray, num_words: int) -> None:
+    def _bring(
+        self, stage: _Stage, spans: list[Span], rows_S: np.ndarray, starts_S: np.ndarray, num_words: int
+    ) -> None:
         places, content = self.rows.changes(spans, rows_S, starts_S)
         self._inbox[:num_words].copy_(stage.inbox_tensor[:num_words], non_blocking=True)
         if places:
@@ -281,36 +305,59 @@ class DecodeGraphs:
 
     def _compute(self, size: int, output: StepOutput, form: int) -> None:
         """The step itself, over the first ``size`` rows of the static buffers."""
-        words = self._inbox[:len(self._inbox) // size * size].view(-1, size)
+        words = self._inbox[: len(self._inbox) // size * size].view(-1, size)
         rows_B, starts_B = words[0], words[1]  # places in the cache, and positions but in trees
         opened = open_rows(self.rows.kept, rows_B, starts_B, self._page_slots, words[2] if form else None)
         batch = StepBatch(
-            input_ids=opened.ids, positions=words[3] if form > ROW_BY_ROW else starts_B, row_start=self._row_start[:size + 1],
-            context=opened.context, tables=tuple(opened.tables), slots=tuple(opened.slots), logit_rows=self._logit_rows[:size],
-            starts=self._host_starts, lengths=[1] * size)
+            input_ids=opened.ids,
+            positions=words[3] if form > ROW_BY_ROW else starts_B,
+            row_start=self._row_start[: size + 1],
+            context=opened.context,
+            tables=tuple(opened.tables),
+            slots=tuple(opened.slots),
+            logit_rows=self._logit_rows[:size],
+            starts=self._host_starts,
+            lengths=[1] * size,
+        )
         if form > ROW_BY_ROW:
             batch.together, batch.ancestors = Together(words[4], words[5], form), words[6][:, None]
             if self._guests is not None:
                 batch.guests = batch.logit_rows, words[7]
-                batch.inputs = torch.where(words[7][:, None] < 0, self.model.embed(opened.ids), self._guests.index_select(0, words[7].clamp(min=0)))
+                batch.inputs = torch.where(
+                    words[7][:, None] < 0,
+                    self.model.embed(opened.ids),
+                    self._guests.index_select(0, words[7].clamp(min=0)),
+                )
         self.backend.plan(batch)
-        hidden_BE = self.model.forward(batch, self.caches, self.backend, None if self._tapped is None else self._tapped.by_layer)
+        hidden_BE = self.model.forward(
+            batch, self.caches, self.backend, None if self._tapped is None else self._tapped.by_layer
+        )
         if batch.guests is not None or not output:
             self._hidden[:size].copy_(hidden_BE)
         if output:
             self._draw(hidden_BE, opened, rows_B, batch.positions, output == StepOutput.REPORTS)
 
-    def _draw(self, hidden_BE: torch.Tensor, opened: Opened, rows_B: torch.Tensor, positions_B: torch.Tensor, reports: bool) -> None:
+    def _draw(
+        self, hidden_BE: torch.Tensor, opened: Opened, rows_B: torch.Tensor, positions_B: torch.Tensor, reports: bool
+    ) -> None:
         """A token for every row, left where the row's next step and the host look for it; with what is to be reported of it."""
         size = len(rows_B)
-        draws_3B, reports_3B = self._draws[:6 * size].view(2, 3, size)
+        draws_3B, reports_3B = self._draws[: 6 * size].view(2, 3, size)
         sure_B = self.rows.sure.index_select(0, rows_B) if reports else None
         step = max(1, LOGIT_BYTES // (4 * self.sampler.vocab_size))
         for first in range(0, size, step):
             part = slice(first, min(first + step, size))
             logits = self.model.logits(hidden_BE[part])
-            drawn = sample_rows(logits, opened.temperature[part], opened.top_k[part], opened.top_p[part], opened.min_p[part],
-                                opened.stream[part], positions_B[part], self.sampler.tokenizer_size)
+            drawn = sample_rows(
+                logits,
+                opened.temperature[part],
+                opened.top_k[part],
+                opened.top_p[part],
+                opened.min_p[part],
+                opened.stream[part],
+                positions_B[part],
+                self.sampler.tokenizer_size,
+            )
             close_rows(drawn, draws_3B[:, part], self.rows.token, rows_B[part], self.sampler.vocab_size)
             if reports:
                 report_rows(logits, drawn[0], sure_B[part], self.sampler.tokenizer_size, reports_3B[:, part])
@@ -322,8 +369,12 @@ class DecodeGraphs:
         """Capture one more bucket while nothing is in flight, those first that stand in for many others. False: none is left. Reporting
         ones once a step reported."""
         outputs = [StepOutput.DRAWS, *([StepOutput.REPORTS] if self._reported else [])]
-        keys = ((size, output, form) for form, sizes in ((DECODES, self._plain), (self._usual, self._drafted)) for output in outputs
-                for size in sorted(sizes, key=lambda size: size & (size - 1) > 0))  # powers of two stand in for all others
+        keys = (
+            (size, output, form)
+            for form, sizes in ((DECODES, self._plain), (self._usual, self._drafted))
+            for output in outputs
+            for size in sorted(sizes, key=lambda size: size & (size - 1) > 0)
+        )  # powers of two stand in for all others
         key = next((key for key in keys if key not in self._ready), None)
         if key is None or self._capture is None:
             return False
@@ -343,7 +394,7 @@ class DecodeGraphs:
         """A step of padding rows alone."""
         words = np.empty((ROW_WORDS, size), np.int64)
         draft_words([], self.rows.padding, words)
-        self._inbox[:self._words * size].copy_(torch.from_numpy(words[:self._words].reshape(-1)))
+        self._inbox[: self._words * size].copy_(torch.from_numpy(words[: self._words].reshape(-1)))
         self._host_starts = [0] * size
 
     def _try_capture(self, size: int, output: StepOutput, form: int) -> bool:
@@ -354,7 +405,12 @@ class DecodeGraphs:
             self.captures += 1
         except Exception as error:
             self._capture = None
-            log.warning("no more CUDA graphs: a decode step of %d rows cannot be captured (%s: %s)", size, type(error).__name__, error)
+            log.warning(
+                "no more CUDA graphs: a decode step of %d rows cannot be captured (%s: %s)",
+                size,
+                type(error).__name__,
+                error,
+            )
             return False
         return True
 
@@ -369,7 +425,10 @@ class DecodeGraphs:
                 self._compute(size, StepOutput.REPORTS, form)  # all that a step may do
 
         step = peak_bytes(self._device, largest)
-        drawing, reporting = len(self.buckets) + len(self._drafted) * max(1, len(self._forms)), len(self._plain) + len(self._drafted)
+        drawing, reporting = (
+            len(self.buckets) + len(self._drafted) * max(1, len(self._forms)),
+            len(self._plain) + len(self._drafted),
+        )
         return step, step + GRAPH_BYTES * (drawing + reporting)
 
 
@@ -414,13 +473,13 @@ class _Stage:
         if len(self._changes) < size:
             self._changes = torch.zeros(max(256, 2 * size), dtype=torch.int64, pin_memory=self._pinned)
         self._changes.numpy()[:count] = places
-        self._changes.view(torch.int32).numpy()[2 * count:3 * count] = content
+        self._changes.view(torch.int32).numpy()[2 * count : 3 * count] = content
         there = self._changes[:size].to(device, non_blocking=True)
-        return there[:count], there.view(torch.int32)[2 * count:3 * count]
+        return there[:count], there.view(torch.int32)[2 * count : 3 * count]
 
     def take(self, draws: torch.Tensor) -> None:
         """Fetch the draws of the step launched last."""
-        self._draws[:len(draws)].copy_(draws, non_blocking=True)
+        self._draws[: len(draws)].copy_(draws, non_blocking=True)
         if self._done is not None:
             self._done.record()
 
@@ -428,11 +487,11 @@ class _Stage:
         """Wait for them: [3, size]."""
         if self._done is not None:
             self._done.synchronize()
-        return self._draws_array[:3 * size].reshape(3, size)
+        return self._draws_array[: 3 * size].reshape(3, size)
 
     def reports(self, size: int) -> np.ndarray:
         """After ``read``: [3, size], of a step that reports."""
-        return self._draws_array[3 * size:6 * size].reshape(3, size)
+        return self._draws_array[3 * size : 6 * size].reshape(3, size)
 
 
 class DecodeHandle:
@@ -440,14 +499,16 @@ class DecodeHandle:
 
     __slots__ = ("_stage", "_size", "_spans", "_words", "_reports")
 
-    def __init__(self, stage: _Stage, size: int, spans: list[Span], words: np.ndarray | None = None, reports: bool = False) -> None:
+    def __init__(
+        self, stage: _Stage, size: int, spans: list[Span], words: np.ndarray | None = None, reports: bool = False
+    ) -> None:
         self._stage, self._size, self._spans, self._words, self._reports = stage, size, spans, words, reports
 
     def read(self) -> list[SpanResult]:
         """Wait for the step; one result per span."""
         if self._words is not None:
             return self._walked(self._words[2], self._words[4])
-        ids, largest, best = self._stage.read(self._size)[:, :len(self._spans)]
+        ids, largest, best = self._stage.read(self._size)[:, : len(self._spans)]
         results = [SpanResult([token]) for token in ids.astype(np.int64).tolist()]
         if not (np.isfinite(largest).all() and np.isfinite(best).all()):
             for i in range(len(results)):
@@ -458,21 +519,25 @@ class DecodeHandle:
     def _walked(self, held_T: np.ndarray, place_T: np.ndarray) -> list[SpanResult]:
         """``held``: the token of each row; ``place``: the row's in its span. Chains are walked all at once: as far as a row holds what was
         drawn from the row before it."""
-        ids, largest, best = self._stage.read(self._size)[:, :len(held_T)]
+        ids, largest, best = self._stage.read(self._size)[:, : len(held_T)]
         ids = ids.astype(np.int64)
         tokens = ids.tolist()
         errors = dict.fromkeys(np.flatnonzero(~(largest < np.inf) | (best == -np.inf)).tolist(), NUMERIC_ERROR)
         stops = place_T == 0
         firsts = np.flatnonzero(stops)
         stops[1:] |= held_T[1:] != ids[:-1]
-        ends = np.append(np.flatnonzero(stops), len(tokens))  # the firsts are among them: a walk ends at the one behind its own
+        ends = np.append(
+            np.flatnonzero(stops), len(tokens)
+        )  # the firsts are among them: a walk ends at the one behind its own
         results = []
         for span, first, end in zip(self._spans, firsts.tolist(), ends[np.searchsorted(ends, firsts) + 1].tolist()):
             if errors or span.parents:
-                held = held_T[first:first + span.length].tolist() if span.length > 1 else []
+                held = held_T[first : first + span.length].tolist() if span.length > 1 else []
                 results.append(resolve_span(span, held, range(first, first + span.length), tokens, errors, {}, {}))
             else:
-                results.append(SpanResult(tokens[first:end], path=list(range(end - first)) if span.length > 1 else None))
+                results.append(
+                    SpanResult(tokens[first:end], path=list(range(end - first)) if span.length > 1 else None)
+                )
         return self._reported(results, firsts.tolist()) if self._reports else results
 
     def _reported(self, results: list[SpanResult], firsts: Many[int]) -> list[SpanResult]:
@@ -482,6 +547,8 @@ class DecodeHandle:
             params = span.seq.request.params
             if params.logprobs is not None and result.error is None:
                 rows = [first + i for i in result.path] if result.path else (first,)
-                result.logprobs = [TokenLogprob(token, logprobs[m], int(ranks[m]), [], confidences[m] if params.confidence else None)
-                                   for token, m in zip(result.tokens, rows)]
+                result.logprobs = [
+                    TokenLogprob(token, logprobs[m], int(ranks[m]), [], confidences[m] if params.confidence else None)
+                    for token, m in zip(result.tokens, rows)
+                ]
         return results

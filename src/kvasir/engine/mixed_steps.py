@@ -37,7 +37,12 @@ from kvasir.types import Span, StepBatch
 LAUNCH_SECONDS = 0.6e-3  # of the host a layer, kernel by kernel, by experience
 HIDDEN = 1.25  # times that: a step that takes the GPU so long hides its launch
 USED = 0.7  # of the matrix rate that products of prompts reach
-STRIDES = (1024, 32), (2048, 64), (4096, 128), (1 << 30, 256)  # up to so many rows, sizes lie so far apart: padding beyond 512 is at most 6 %
+STRIDES = (
+    (1024, 32),
+    (2048, 64),
+    (4096, 128),
+    (1 << 30, 256),
+)  # up to so many rows, sizes lie so far apart: padding beyond 512 is at most 6 %
 LEAST = 512  # rows that are captured of any model
 COARSE = 4  # every so many sizes one is captured first, and stands in for those below it
 
@@ -76,13 +81,22 @@ class _Call:
 class _Cuts:
     """In a backend's place: notes the call, and ends the piece."""
 
-    def __init__(self, backend: AttentionBackend, outs: dict[tuple[int, int], torch.Tensor], calls: list[_Call], cut: Work) -> None:
+    def __init__(
+        self, backend: AttentionBackend, outs: dict[tuple[int, int], torch.Tensor], calls: list[_Call], cut: Work
+    ) -> None:
         self.codec_kernels = backend.codec_kernels
         self._outs, self._calls, self._cut = outs, calls, cut
 
-    def run(self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, batch: StepBatch, *,
-            sinks_H: torch.Tensor | None = None) -> torch.Tensor:
-        out_THD = self._outs[q_THD.shape[1:]][:len(q_THD)]
+    def run(
+        self,
+        q_THD: torch.Tensor,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        batch: StepBatch,
+        *,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        out_THD = self._outs[q_THD.shape[1:]][: len(q_THD)]
         self._calls.append(_Call(_Address(q_THD) if q_THD.is_cuda else q_THD, cache, spec, sinks_H, out_THD))
         self._cut()
         return out_THD
@@ -94,29 +108,47 @@ class _Address:
     def __init__(self, x: torch.Tensor) -> None:
         self._dtype, self._device = x.dtype, x.device
         size = x.element_size()
-        self.__cuda_array_interface__ = {"shape": tuple(x.shape), "strides": tuple(size * stride for stride in x.stride()), "version": 3,
-                                         "typestr": f"<i{size}", "data": (x.data_ptr(), False)}
+        self.__cuda_array_interface__ = {
+            "shape": tuple(x.shape),
+            "strides": tuple(size * stride for stride in x.stride()),
+            "version": 3,
+            "typestr": f"<i{size}",
+            "data": (x.data_ptr(), False),
+        }
 
     def tensor(self) -> torch.Tensor:
         return torch.as_tensor(self, device=self._device).view(self._dtype)
 
 
 class MixedSteps:
-    def __init__(self, model: Decoder, caches: list[LayerCache], backend: AttentionBackend, capture: PieceCapture, *, num_groups: int,
-                 max_wanted: int, max_rows: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        caches: list[LayerCache],
+        backend: AttentionBackend,
+        capture: PieceCapture,
+        *,
+        num_groups: int,
+        max_wanted: int,
+        max_rows: int,
+    ) -> None:
         """``max_wanted``: rows with logits that a step may have. ``max_rows``: of a step."""
         self.model, self.caches, self.backend = model, caches, backend
         self._capture: PieceCapture | None = capture
         place, self._num_groups = model.place, num_groups
         self.sizes = sizes(most_rows(model.spec, place.device, place.dtype, max_rows))
         most, self._max_wanted = self.sizes[-1], -(-max_wanted // ALIGNED) * ALIGNED
-        self._memory = torch.zeros(Frame.words(most, self._max_wanted, num_groups), dtype=torch.int64, device=place.device)
+        self._memory = torch.zeros(
+            Frame.words(most, self._max_wanted, num_groups), dtype=torch.int64, device=place.device
+        )
         self._hidden = torch.zeros(self._max_wanted, model.spec.hidden_size, dtype=place.dtype, device=place.device)
         # Zero at first: padding rows go on from what stands there, and must be numbers.
         heads = {(layer.mixer.num_heads, layer.mixer.head_dim) for layer in model.spec.layers}
         self._outs = {shape: torch.zeros(most, *shape, dtype=place.dtype, device=place.device) for shape in heads}
-        self._ready: dict[int, tuple[list[Work], list[_Call]]] = {}  # size -> its pieces, and what is attended between them
-        self._coarse = [*self.sizes[COARSE - 1:-1:COARSE], most]
+        self._ready: dict[
+            int, tuple[list[Work], list[_Call]]
+        ] = {}  # size -> its pieces, and what is attended between them
+        self._coarse = [*self.sizes[COARSE - 1 : -1 : COARSE], most]
         self._uses: Counter[int] = Counter()  # of coarse sizes that were not captured
         self.step_bytes = 64 << 20  # of device memory that a capture may need
         self.captures = 0
@@ -133,7 +165,7 @@ class MixedSteps:
         if not 0 < rows <= self.sizes[-1] or wanted > self._max_wanted:
             return None
         at = bisect_left(self.sizes, rows)
-        size = next((size for size in self.sizes[at:at + COARSE] if size in self._ready), None)
+        size = next((size for size in self.sizes[at : at + COARSE] if size in self._ready), None)
         if size is None:
             size = next(size for size in self._coarse if size >= rows)
             self._uses[size] += 1
@@ -153,9 +185,11 @@ class MixedSteps:
         for i, piece in enumerate(pieces):
             piece()
             call = calls[i]
-            self.backend.run(call.q_THD[:rows], call.cache, call.spec, batch, sinks_H=call.sinks_H, out_THD=call.out_THD[:rows])
+            self.backend.run(
+                call.q_THD[:rows], call.cache, call.spec, batch, sinks_H=call.sinks_H, out_THD=call.out_THD[:rows]
+            )
         last()
-        return self._hidden[:frame.wanted]
+        return self._hidden[: frame.wanted]
 
     # -------------------------------------------------------------------------------------------------------- capturing
 
@@ -163,9 +197,18 @@ class MixedSteps:
         """The step itself, over the fixed memory."""
         frame = self._frame(size)
         ids, positions, slots, wanted = frame.parts(self._num_groups)
-        batch = StepBatch(input_ids=ids, positions=positions, row_start=ids, context=ids, tables=(), slots=slots, logit_rows=wanted, starts=[],
-                          lengths=[])
-        self._hidden[:frame.wanted].copy_(self.model.forward(batch, self.caches, backend, wanted_M=wanted))
+        batch = StepBatch(
+            input_ids=ids,
+            positions=positions,
+            row_start=ids,
+            context=ids,
+            tables=(),
+            slots=slots,
+            logit_rows=wanted,
+            starts=[],
+            lengths=[],
+        )
+        self._hidden[: frame.wanted].copy_(self.model.forward(batch, self.caches, backend, wanted_M=wanted))
 
     @torch.inference_mode()
     def rehearse(self, size: int) -> None:
@@ -188,12 +231,19 @@ class MixedSteps:
             check_memory(self.model.place.device, self.step_bytes)
             self.rehearse(size)
             pieces = self._capture.pieces(work)
-            calls[:] = [replace(call, q_THD=call.q_THD.tensor()) if isinstance(call.q_THD, _Address) else call for call in calls]
+            calls[:] = [
+                replace(call, q_THD=call.q_THD.tensor()) if isinstance(call.q_THD, _Address) else call for call in calls
+            ]
             self._ready[size] = pieces, calls
             self.captures += 1
         except Exception as error:
             self._capture = None
-            log.warning("no more CUDA graphs of mixed steps: %d rows cannot be captured (%s: %s)", size, type(error).__name__, error)
+            log.warning(
+                "no more CUDA graphs of mixed steps: %d rows cannot be captured (%s: %s)",
+                size,
+                type(error).__name__,
+                error,
+            )
             return False
         return True
 

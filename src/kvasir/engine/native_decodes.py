@@ -41,8 +41,11 @@ class NativeDecodes:
 
         rows, starts = self._bring(spans)
         tokens = self.native.decode(rows, starts, undrawn)
-        return Drawn([SpanResult([token]) for token in tokens] if not results else
-                     [results.get(i) or SpanResult([token]) for i, token in enumerate(tokens)])
+        return Drawn(
+            [SpanResult([token]) for token in tokens]
+            if not results
+            else [results.get(i) or SpanResult([token]) for i, token in enumerate(tokens)]
+        )
 
     def logits(self, spans: list[Span]) -> Logits:
         return self.native.decode_logits(*self._bring(spans))

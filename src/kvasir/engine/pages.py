@@ -22,7 +22,9 @@ OnFree = Callable[[int, list[int]], None]
 class _Pool:
     """The pages of one cache group. ``index`` is told when a cached page is taken for something else."""
 
-    def __init__(self, group: int, window: int | None, num_pages: int, index: PrefixIndex | None, on_free: OnFree | None) -> None:
+    def __init__(
+        self, group: int, window: int | None, num_pages: int, index: PrefixIndex | None, on_free: OnFree | None
+    ) -> None:
         self.group = group
         self.window = window
         self.num_pages = num_pages
@@ -108,13 +110,22 @@ class PageManager:
     pool at ``retire`` of that step. None: no step is in flight.
     """
 
-    def __init__(self, groups: abc.Sequence[CacheGroup], num_pages: abc.Sequence[int], page_slots: int, prefix_root: bytes | None, *,
-                 on_free: OnFree | None = None) -> None:
+    def __init__(
+        self,
+        groups: abc.Sequence[CacheGroup],
+        num_pages: abc.Sequence[int],
+        page_slots: int,
+        prefix_root: bytes | None,
+        *,
+        on_free: OnFree | None = None,
+    ) -> None:
         assert len(groups) == len(num_pages) and all(n > 1 for n in num_pages), "every group needs page 0 and one more"
         self.groups = tuple(groups)
         self.page_slots = page_slots
         self.index = None if prefix_root is None else PrefixIndex(prefix_root, page_slots, len(groups))
-        self.pools = [_Pool(g, group.window, n, self.index, on_free) for g, (group, n) in enumerate(zip(groups, num_pages))]
+        self.pools = [
+            _Pool(g, group.window, n, self.index, on_free) for g, (group, n) in enumerate(zip(groups, num_pages))
+        ]
         self.queried_tokens = 0  # prompt tokens looked up in the prefix index at first admissions, and found there
         self.cached_tokens = 0
         self._windows = [pool for pool in self.pools if pool.window is not None]
@@ -149,8 +160,15 @@ class PageManager:
     def missing(self, seq: Sequence, num_tokens: int, max_span: int) -> list[int]:
         """Per group, the pages that ``seq``, whose tables exist, must still get until ``num_tokens`` are computed."""
         pages = -(-num_tokens // self.page_slots)
-        return [max(0, min(pages - len(table), self._peak(pool, max_span) - (len(table) - table.count(0) if pool.window else 0)))
-                for pool, table in zip(self.pools, seq.tables)]
+        return [
+            max(
+                0,
+                min(
+                    pages - len(table), self._peak(pool, max_span) - (len(table) - table.count(0) if pool.window else 0)
+                ),
+            )
+            for pool, table in zip(self.pools, seq.tables)
+        ]
 
     # ------------------------------------------------------------------------------------------------ prefix and fork
 
@@ -187,17 +205,28 @@ class PageManager:
     def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
         """Whether ``parent`` still holds what a child that starts at ``num_tokens`` sees."""
         end = -(-num_tokens // self.page_slots)
-        return (bool(parent.tables) and parent.num_computed >= num_tokens
-                and all(all(table[self._first(pool, num_tokens):end]) for pool, table in zip(self.pools, parent.tables)))
+        return (
+            bool(parent.tables)
+            and parent.num_computed >= num_tokens
+            and all(all(table[self._first(pool, num_tokens) : end]) for pool, table in zip(self.pools, parent.tables))
+        )
 
-    def lacking(self, seq: Sequence, num_hit: int, num_tokens: int, *, max_span: int | None = None,
-                promised: abc.Sequence[int] | None = None, parent: Sequence | None = None) -> list[int]:
+    def lacking(
+        self,
+        seq: Sequence,
+        num_hit: int,
+        num_tokens: int,
+        *,
+        max_span: int | None = None,
+        promised: abc.Sequence[int] | None = None,
+        parent: Sequence | None = None,
+    ) -> list[int]:
         """How many pages each group is short of to compute ``num_tokens`` tokens of ``seq`` from ``num_hit`` on, in spans of
         at most ``max_span`` rows. ``promised``: pages per group that are spoken for. ``parent``: the hit is a fork's."""
         pages = -(-num_tokens // self.page_slots)
         short = []
         for g, (pool, hit) in enumerate(zip(self.pools, self._hit_pages(seq, num_hit, parent))):
-            kept = sum(1 for page in hit[:num_hit // self.page_slots] if page)
+            kept = sum(1 for page in hit[: num_hit // self.page_slots] if page)
             revived = 0 if parent else sum(1 for page in hit if page in pool.cached)
             need = pages - num_hit // self.page_slots
             if pool.window is not None:
@@ -323,7 +352,10 @@ class PageManager:
         for seq in seqs:
             for counter, table in zip(held, seq.tables):
                 counter.update(table)
-        return [sum(1 for page, n in counter.items() if page and pool.refs[page] == n) for pool, counter in zip(self.pools, held)]
+        return [
+            sum(1 for page, n in counter.items() if page and pool.refs[page] == n)
+            for pool, counter in zip(self.pools, held)
+        ]
 
     # -------------------------------------------------------------------------------------------------------- private
 
@@ -409,11 +441,15 @@ class PageManager:
 
     def _check_pool(self, pool: _Pool, sequences: list[Sequence]) -> None:
         held = Counter(page for seq in sequences for page in seq.tables[pool.group] if page)
-        assert all(pool.refs[page] == held[page] for page in range(pool.num_pages)), f"group {pool.group}: references and tables differ"
+        assert all(pool.refs[page] == held[page] for page in range(pool.num_pages)), (
+            f"group {pool.group}: references and tables differ"
+        )
         places = Counter([*pool.free, *pool.cached, *pool.limbo, *held])
         assert places == Counter(range(1, pool.num_pages)), f"group {pool.group}: a page is in no place or in two"
         for page, node in enumerate(pool.nodes):
-            assert node is None or (node.pages[pool.group] == page and self.index.nodes.get(node.key) is node), f"page {page}: stale node"
+            assert node is None or (node.pages[pool.group] == page and self.index.nodes.get(node.key) is node), (
+                f"page {page}: stale node"
+            )
         assert not any(pool.nodes[page] for page in pool.free), "a free page is in the prefix index"
         assert all(pool.nodes[page] for page in pool.cached), "a cached page is not in the prefix index"
 
@@ -427,11 +463,17 @@ class PageManager:
                 node = pool.nodes[page] if page else None
                 depth = i
                 while node is not None and node.parent is not None:
-                    known = min(seq.num_computed - depth * size, size)  # less than a page where a fork starts inside one
+                    known = min(
+                        seq.num_computed - depth * size, size
+                    )  # less than a page where a fork starts inside one
                     assert known > 0, f"{seq}: page {i} is indexed before it is committed"
-                    assert node.tokens[:known] == seq.tokens[depth * size:depth * size + known], f"{seq}: page {i} is indexed under other tokens"
+                    assert node.tokens[:known] == seq.tokens[depth * size : depth * size + known], (
+                        f"{seq}: page {i} is indexed under other tokens"
+                    )
                     node, depth = node.parent, depth - 1
-                assert node is None or (depth == -1 and node.tokens == [seq.request.tenant]), f"{seq}: page {i} is indexed elsewhere"
+                assert node is None or (depth == -1 and node.tokens == [seq.request.tenant]), (
+                    f"{seq}: page {i} is indexed elsewhere"
+                )
 
     def _check_index(self, sequences: list[Sequence]) -> None:
         holds = Counter(node.parent for node in self.index.nodes.values() if node.parent)
@@ -440,6 +482,10 @@ class PageManager:
         for key, node in self.index.nodes.items():
             assert node.key == key and node.holds == holds[node], "a prefix node's holders are miscounted"
             assert node.holds or any(node.pages), "a prefix node that nothing needs"
-            assert node.parent is None or self.index.nodes.get(node.parent.key) is node.parent, "a prefix node hangs in the air"
+            assert node.parent is None or self.index.nodes.get(node.parent.key) is node.parent, (
+                "a prefix node hangs in the air"
+            )
             for pool in self.pools:
-                assert not node.pages[pool.group] or pool.nodes[node.pages[pool.group]] is node, "a prefix node names a page that is gone"
+                assert not node.pages[pool.group] or pool.nodes[node.pages[pool.group]] is node, (
+                    "a prefix node names a page that is gone"
+                )

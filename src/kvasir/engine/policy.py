@@ -79,7 +79,13 @@ class Guarded(SchedulerPolicy):
     def victim(self, running: abc.Sequence[Sequence], incoming: Sequence) -> Sequence | None:
         return self._ask("victim", _check_victim, running, incoming)
 
-    def _ask(self, method: str, check: abc.Callable[[abc.Sequence[Sequence], Any], None], seqs: abc.Sequence[Sequence], other: Any) -> Any:
+    def _ask(
+        self,
+        method: str,
+        check: abc.Callable[[abc.Sequence[Sequence], Any], None],
+        seqs: abc.Sequence[Sequence],
+        other: Any,
+    ) -> Any:
         try:
             found = getattr(self._policy, method)(list(seqs), other)
             if not self._policy.ours:
@@ -88,8 +94,12 @@ class Guarded(SchedulerPolicy):
         except Exception:
             if isinstance(self._policy, ByArrival):
                 raise
-            log.exception("scheduling policy '%s' failed and is off until a restart; requests go by arrival. Repair its %s, or choose another "
-                          "--scheduling-policy", self._policy.name, method)
+            log.exception(
+                "scheduling policy '%s' failed and is off until a restart; requests go by arrival. Repair its %s, or choose another "
+                "--scheduling-policy",
+                self._policy.name,
+                method,
+            )
             self._policy = ByArrival()
             return self._ask(method, check, seqs, other)
 

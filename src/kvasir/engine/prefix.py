@@ -59,7 +59,7 @@ class PrefixIndex:
             i = len(keys)
             assert (i + 1) * size <= len(seq.tokens), f"page {i} of {seq} is not full"
             before = keys[-1] if keys else self._root_key(seq.request.tenant)
-            keys.append(self.digest(before + array("q", seq.tokens[i * size:(i + 1) * size]).tobytes()))
+            keys.append(self.digest(before + array("q", seq.tokens[i * size : (i + 1) * size]).tobytes()))
         return keys[page]
 
     def walk(self, seq: Sequence, limit: int) -> Iterator[Node]:
@@ -69,7 +69,7 @@ class PrefixIndex:
             return
         for i in range(limit):
             child = self.nodes.get(self.key(seq, i))
-            if child is None or child.parent is not node or child.tokens != seq.tokens[i * size:(i + 1) * size]:
+            if child is None or child.parent is not node or child.tokens != seq.tokens[i * size : (i + 1) * size]:
                 return
             yield child
             node = child
@@ -80,7 +80,9 @@ class PrefixIndex:
 
     def child(self, parent: Node, seq: Sequence, page: int) -> Node | None:
         """The node below ``parent`` for full page ``page`` of ``seq``, made when there is none; None: a collision."""
-        return self._node(self.key(seq, page), seq.tokens[page * self.page_slots:(page + 1) * self.page_slots], parent)
+        return self._node(
+            self.key(seq, page), seq.tokens[page * self.page_slots : (page + 1) * self.page_slots], parent
+        )
 
     def prune(self, node: Node | None) -> None:
         """Forget ``node``, and the nodes above it, as far as nothing needs them."""

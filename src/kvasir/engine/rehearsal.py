@@ -30,7 +30,14 @@ from kvasir.types import StepBatch
 if TYPE_CHECKING:
     from kvasir.engine.runner import Runner
 
-ROWS = 1, 8, 16, 32, 64, 128  # those that products have kernels of their own for, and one whose products are all the BLAS's
+ROWS = (
+    1,
+    8,
+    16,
+    32,
+    64,
+    128,
+)  # those that products have kernels of their own for, and one whose products are all the BLAS's
 
 
 @torch.inference_mode()
@@ -40,14 +47,19 @@ def rehearse(runner: Runner) -> None:
         return
     layers = {layer.mixer.attention(): i for i, layer in enumerate(runner.model.spec.layers)}
     parts = [partial(_draw, runner)]  # first what takes the compiler longest
-    parts += [partial(_attend, runner, layer, spans) for spec, layer in layers.items()
-              for spans in runner.backend.kinds(spec, runner.sampler.max_seqs)]
+    parts += [
+        partial(_attend, runner, layer, spans)
+        for spec, layer in layers.items()
+        for spans in runner.backend.kinds(spec, runner.sampler.max_seqs)
+    ]
     parts += [partial(_forward, runner, rows) for rows in ROWS]
     with rehearsing():
         for part in parts:
             try:
                 part()
-            except Exception as error:  # nobody asked for it yet: an engine that ended here would end again after every restart
+            except (
+                Exception
+            ) as error:  # nobody asked for it yet: an engine that ended here would end again after every restart
                 what = part.func.__name__ + str(part.args[1:])[:60]
                 log.warning("kernels are not compiled ahead: %s (%s: %s)", what, type(error).__name__, error)
 
@@ -56,7 +68,9 @@ def _attend(runner: Runner, layer: int, spans: list[tuple[int, int]]) -> None:
     """The attention of a step of spans (positions before, rows)."""
     spec = runner.model.spec.layers[layer].mixer.attention()
     batch = _batch(runner, spans)
-    q_THD = torch.zeros(len(batch.input_ids), spec.num_heads, spec.head_dim, dtype=runner.model.place.dtype, device=runner.device)
+    q_THD = torch.zeros(
+        len(batch.input_ids), spec.num_heads, spec.head_dim, dtype=runner.model.place.dtype, device=runner.device
+    )
     runner.backend.plan(batch)
     runner.backend.run(q_THD, runner.caches[layer], spec, batch, sinks_H=runner.model.blocks[layer].mixer.sinks_H)
 
@@ -89,7 +103,9 @@ def _draw(runner: Runner) -> None:
 
 def _batch(runner: Runner, spans: list[tuple[int, int]]) -> StepBatch:
     """Spans (positions before, rows) that all lie on the dummy page."""
-    table = torch.zeros(len(spans), pages_for(max(map(sum, spans)), runner.pool.page_slots), dtype=torch.int32, device=runner.device)
+    table = torch.zeros(
+        len(spans), pages_for(max(map(sum, spans)), runner.pool.page_slots), dtype=torch.int32, device=runner.device
+    )
     return batch_of(spans, (table,) * len(runner.pool.groups))
 
 
@@ -99,5 +115,14 @@ def batch_of(spans: list[tuple[int, int]], tables: tuple[torch.Tensor, ...]) -> 
     ends, device = list(accumulate(lengths, initial=0)), tables[0].device
     row_start, context = (torch.tensor(words, dtype=torch.int32, device=device) for words in (ends, starts))
     zeros_T = torch.zeros(ends[-1], dtype=torch.int64, device=device)
-    return StepBatch(input_ids=zeros_T, positions=zeros_T, row_start=row_start, context=context, tables=tables, slots=(zeros_T,) * len(tables),
-                     logit_rows=torch.arange(ends[-1], device=device), starts=starts, lengths=lengths)
+    return StepBatch(
+        input_ids=zeros_T,
+        positions=zeros_T,
+        row_start=row_start,
+        context=context,
+        tables=tables,
+        slots=(zeros_T,) * len(tables),
+        logit_rows=torch.arange(ends[-1], device=device),
+        starts=starts,
+        lengths=lengths,
+    )

@@ -44,8 +44,16 @@ class Room:
     """``give_up(seq)``: take everything from a running sequence and queue it again. ``in_flight()``: the last launched step, if it has
     not ended. ``preemptions`` and ``revoked`` (leases that had to go before their time) count since the start."""
 
-    def __init__(self, pages: PageManager, policy: SchedulerPolicy, running: Queue, max_num_seqs: int, *, give_up: Callable[[Sequence], None],
-                 in_flight: Callable[[], int | None]) -> None:
+    def __init__(
+        self,
+        pages: PageManager,
+        policy: SchedulerPolicy,
+        running: Queue,
+        max_num_seqs: int,
+        *,
+        give_up: Callable[[Sequence], None],
+        in_flight: Callable[[], int | None],
+    ) -> None:
         self.pages, self.policy, self.running, self.max_num_seqs = pages, policy, running, max_num_seqs
         self.preemptions = 0
         self.revoked = 0
@@ -85,7 +93,7 @@ class Room:
                 continue
             if lower is None:
                 ranks = self.running.ordered(step.now)
-                lower = [s for s in ranks[ranks.index(seq) + 1:] if s.status is Status.RUNNING]
+                lower = [s for s in ranks[ranks.index(seq) + 1 :] if s.status is Status.RUNNING]
             fresh = [s for s in lower if s.num_preempted < MAX_PREEMPTIONS]
             victim = self.policy.victim(fresh or lower, seq) or seq
             self._preempt(step, victim)
@@ -146,7 +154,7 @@ class Room:
         if not seconds or not end or self.pages.index is None or not self.pages.can_fork(seq, end):
             return
         holder = Sequence(seq.request, seq.branch)
-        holder.tokens = seq.tokens[:end + 1]  # one more: a sequence has always something left to compute
+        holder.tokens = seq.tokens[: end + 1]  # one more: a sequence has always something left to compute
         holder.page_keys = list(seq.page_keys)
         self.pages.fork(seq, holder, end)
         places = frozenset(self.pages.place_key(holder, at) for at in (end, max(0, end - self.pages.page_slots)))
@@ -162,14 +170,29 @@ class Room:
         if not self._by_place:
             return None
         known = seq.num_tokens - 1
-        return next((holder for holder in self._by_place.get(self.pages.place_key(seq, known), ())
-                     if holder.tokens[:known] == seq.tokens[:known] and self.pages.can_fork(holder, known)), None)
+        return next(
+            (
+                holder
+                for holder in self._by_place.get(self.pages.place_key(seq, known), ())
+                if holder.tokens[:known] == seq.tokens[:known] and self.pages.can_fork(holder, known)
+            ),
+            None,
+        )
 
     def leased(self) -> Iterable[Sequence]:
         """Who holds leased pages: for the checks of invariants."""
         return [lease.holder for lease in self._leases]
 
-    def lacking(self, seq: Sequence, num_hit: int, num_tokens: int, *, max_span: int, promised: Many[int], parent: Sequence | None) -> list[int]:
+    def lacking(
+        self,
+        seq: Sequence,
+        num_hit: int,
+        num_tokens: int,
+        *,
+        max_span: int,
+        promised: Many[int],
+        parent: Sequence | None,
+    ) -> list[int]:
         """``PageManager.lacking``; where nothing runs, once as many leases have ended as it takes."""
         while True:
             short = self.pages.lacking(seq, num_hit, num_tokens, max_span=max_span, promised=promised, parent=parent)

@@ -31,8 +31,16 @@ from kvasir.types import Handle, Plan, Sequence, Span, StepBatch
 class Runner:
     """``max_model_len``: positions that a row's page tables on the device have room for."""
 
-    def __init__(self, model: Decoder, pool: KVPool, backend: AttentionBackend, sampler: Sampler, device: torch.device, *,
-                 max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        pool: KVPool,
+        backend: AttentionBackend,
+        sampler: Sampler,
+        device: torch.device,
+        *,
+        max_model_len: int,
+    ) -> None:
         self.model = model
         self.pool = pool
         self.backend = backend
@@ -64,7 +72,11 @@ class Runner:
             self.tapes.use_taps(self.taps)
 
     def _tapes(self) -> DecodeTapes | None:
-        return DecodeTapes(self.model, self.pool, self.backend) if DecodeTapes.can_serve(self.model, self.pool, self.backend) else None
+        return (
+            DecodeTapes(self.model, self.pool, self.backend)
+            if DecodeTapes.can_serve(self.model, self.pool, self.backend)
+            else None
+        )
 
     def use_graphs(self, capture: Capture, max_drafts: int = 0) -> None:
         """From now on, run steps that only decode over static buffers, captured and replayed by ``capture``; with up to
@@ -76,8 +88,15 @@ class Runner:
 
     def use_mixed_steps(self, capture: PieceCapture, max_rows: int) -> None:
         """From now on, run steps of up to ``max_rows`` rows that mix prompts with decodes in captured pieces."""
-        self.mixed = MixedSteps(self.model, self.caches, self.backend, capture, num_groups=len(self.pool.groups), max_wanted=self.sampler.max_seqs,
-                                max_rows=max_rows)
+        self.mixed = MixedSteps(
+            self.model,
+            self.caches,
+            self.backend,
+            capture,
+            num_groups=len(self.pool.groups),
+            max_wanted=self.sampler.max_seqs,
+            max_rows=max_rows,
+        )
 
     @property
     def captures(self) -> int:
@@ -179,7 +198,9 @@ class Runner:
             handle = self._sample_from(spans, hidden_ME)
         return GuestHandle(handle, spans, graphs.outputs(spans)[1]) if guests else handle, graphs.hidden(spans)
 
-    def _call_native(self, native: NativeDecoder, spans: list[Span], batch: StepBatch) -> tuple[Handle, torch.Tensor | None]:
+    def _call_native(
+        self, native: NativeDecoder, spans: list[Span], batch: StepBatch
+    ) -> tuple[Handle, torch.Tensor | None]:
         """One call for the whole step, on a CPU. Prompts are tapped whether taps are on or not: no later step shows them again."""
         total = batch.input_ids.shape[0]
         tapped = self.taps.memory(total) if self.taps is not None and (self.taps.on or total > len(spans)) else None
@@ -190,12 +211,16 @@ class Runner:
         """Layer by layer, kernel by kernel: takes every step."""
         count, total = batch.logit_rows.shape[0], batch.input_ids.shape[0]
         self.backend.plan(batch)
-        wanted_M = None if count == total else batch.logit_rows if count else self.first_row  # of a step that wants none, any
+        wanted_M = (
+            None if count == total else batch.logit_rows if count else self.first_row
+        )  # of a step that wants none, any
         if batch.guests is not None:
             batch.inputs = self.guest_inputs.index_select(0, batch.guests[1])
             wanted_M = torch.cat([batch.logit_rows, batch.guests[0]])
         tapped = None if self.taps is None else self.taps.memory(total)
-        hidden_ME = self.model.forward(batch, self.caches, self.backend, None if tapped is None else tapped.by_layer, wanted_M=wanted_M)
+        hidden_ME = self.model.forward(
+            batch, self.caches, self.backend, None if tapped is None else tapped.by_layer, wanted_M=wanted_M
+        )
         handle = self._sample_from(spans, hidden_ME)
         if batch.guests is not None:
             handle = GuestHandle(handle, spans, hidden_ME[count:])
@@ -209,8 +234,11 @@ class Runner:
         """Draw from the rows whose logits are wanted, and leave the tokens where the next step looks for them."""
         batch = self.sampler.pack(spans)
         output = self.sampler.sample(logits, batch)
-        drawn = [(first + len(wanted) - 1, span.row, span.start + span.length - len(span.guests))
-                 for span, wanted, first in zip(spans, batch.wanted, batch.first) if len(span.want.get("sample", ())) == 1]
+        drawn = [
+            (first + len(wanted) - 1, span.row, span.start + span.length - len(span.guests))
+            for span, wanted, first in zip(spans, batch.wanted, batch.first)
+            if len(span.want.get("sample", ())) == 1
+        ]
         if drawn:
             at, rows, positions = zip(*drawn)
             index = self.packer.send(torch.tensor([at, rows], dtype=torch.int64))

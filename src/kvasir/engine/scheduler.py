@@ -53,8 +53,16 @@ class Scheduler:
     without spans): what was given up meanwhile may be used again. The next may be launched in between.
     """
 
-    def __init__(self, config: SchedulerConfig, pages: PageManager, policy: SchedulerPolicy, *, max_rows: int, max_model_len: int,
-                 pace: Pace | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pages: PageManager,
+        policy: SchedulerPolicy,
+        *,
+        max_rows: int,
+        max_model_len: int,
+        pace: Pace | None = None,
+    ) -> None:
         assert max_rows > 0 and config.max_num_seqs > 0
         self.config = config
         self.pages = pages
@@ -73,7 +81,9 @@ class Scheduler:
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._limbo_rows: list[tuple[int, int]] = []  # (step that may still use it, row)
         self._deferred: list[Sequence] = []  # decodes for which no row was left; they come first next time
-        self.room = Room(pages, policy, self.running, config.max_num_seqs, give_up=self._give_up, in_flight=self._in_flight)
+        self.room = Room(
+            pages, policy, self.running, config.max_num_seqs, give_up=self._give_up, in_flight=self._in_flight
+        )
 
     # --------------------------------------------------------------------------------------------------------- states
 
@@ -118,7 +128,9 @@ class Scheduler:
 
     def has_work(self, now: float) -> bool:
         """Whether a plan made now could have spans, or a blocked sequence's deadline has come."""
-        return bool(len(self.backlog.waiting) or len(self.running)) or any(seq.blocked_until <= now for seq in self.backlog.blocked)
+        return bool(len(self.backlog.waiting) or len(self.running)) or any(
+            seq.blocked_until <= now for seq in self.backlog.blocked
+        )
 
     # ------------------------------------------------------------------------------------------------------ one step
 
@@ -157,7 +169,9 @@ class Scheduler:
         self._plan_prompts(step, prompts, claimant, claim)
         if not step.preempted:
             self._admit(step, claimant, claim)
-        self._prompts_filled = not sit_out or step.left <= budget // 2  # else there were no pages: decodes take part next time
+        self._prompts_filled = (
+            not sit_out or step.left <= budget // 2
+        )  # else there were no pages: decodes take part next time
         if sit_out and not step.spans:
             deferred = self._plan_decodes(step, decodes)
         self._deferred = self._use_leftover(step, deferred)
@@ -184,7 +198,9 @@ class Scheduler:
                 spare -= len(seq.draft)
             if not self.pages.grow(seq, num_tokens + len(seq.draft), step.copies):
                 return None  # the pages that others got meanwhile are found in their tables
-            spans.append(next_span(seq, 1 + len(seq.draft)) if seq.draft else Span(seq, start, 1, ONE_SAMPLE, row=seq.row))
+            spans.append(
+                next_span(seq, 1 + len(seq.draft)) if seq.draft else Span(seq, start, 1, ONE_SAMPLE, row=seq.row)
+            )
         for span in spans:
             span.seq.num_ahead += span.length
             span.seq.num_drawn += 1
@@ -262,12 +278,16 @@ class Scheduler:
             if rows >= budget:
                 break
             if not self.backlog.waits_for_parent(seq):
-                rows += seq.num_tokens - self._start_point(seq)[1] if i < LOOK_AHEAD else self.backlog.waiting.rows_of(seq)
+                rows += (
+                    seq.num_tokens - self._start_point(seq)[1] if i < LOOK_AHEAD else self.backlog.waiting.rows_of(seq)
+                )
         return rows >= budget and self.pace.target is None
 
     def _awaits_result(self, seq: Sequence) -> bool:
         """Whether what comes after the tokens in flight is open (a draft is being verified), or certain to be nothing."""
-        return bool(seq.draft or seq.guests) or len(seq.tokens) + seq.num_drawn >= min(self.max_model_len, seq.num_prompt + seq.max_output)
+        return bool(seq.draft or seq.guests) or len(seq.tokens) + seq.num_drawn >= min(
+            self.max_model_len, seq.num_prompt + seq.max_output
+        )
 
     def _claim(self, prompts: list[Sequence], now: float, budget: int) -> tuple[Sequence | None, int]:
         """The oldest unfinished prompt and the rows kept for it: none before it has waited for PROMPT_PATIENCE, then a
@@ -305,7 +325,9 @@ class Scheduler:
                 continue
             if seq is claimant:
                 kept = 0
-            length = self._chunk(seq, self._rows_for(step, seq, seq.num_computed + seq.num_ahead, claim if seq is claimant else 0, kept))
+            length = self._chunk(
+                seq, self._rows_for(step, seq, seq.num_computed + seq.num_ahead, claim if seq is claimant else 0, kept)
+            )
             if not length:
                 continue
             end = seq.num_computed + seq.num_ahead + length
@@ -364,8 +386,14 @@ class Scheduler:
             source, hit = self._start_point(seq)
             if source is None and computing.hold_next_of(seq, hit):
                 continue
-            lacking = self.room.lacking(seq, hit, room_to_start(seq, self.pages.page_slots), max_span=self.max_rows, promised=promised,
-                                        parent=source)
+            lacking = self.room.lacking(
+                seq,
+                hit,
+                room_to_start(seq, self.pages.page_slots),
+                max_span=self.max_rows,
+                promised=promised,
+                parent=source,
+            )
             if source is not None and not source.tables:
                 continue  # it took the lease of its own beginning for memory; next step it finds those pages in the index
             if self._seats() <= 0 or any(lacking):
@@ -402,12 +430,19 @@ class Scheduler:
             return holder, seq.num_tokens - 1
         hit = self.pages.match(seq, unscored)
         prompt = seq.num_prompt - 1
-        if (seq.parent is not None and seq.parent.status is Status.RUNNING and unscored is None and prompt > hit
-                and self.pages.can_fork(seq.parent, prompt)):
+        if (
+            seq.parent is not None
+            and seq.parent.status is Status.RUNNING
+            and unscored is None
+            and prompt > hit
+            and self.pages.can_fork(seq.parent, prompt)
+        ):
             return seq.parent, prompt
         return None, hit
 
-    def _start(self, step: Step, seq: Sequence, hit: int, source: Sequence | None, promised: list[int], rows: int) -> None:
+    def _start(
+        self, step: Step, seq: Sequence, hit: int, source: Sequence | None, promised: list[int], rows: int
+    ) -> None:
         if source is None:
             self.pages.admit(seq, hit)
         elif source is seq.parent:
@@ -450,18 +485,28 @@ class Scheduler:
         self._enqueue(seq)
 
     def _enqueue(self, seq: Sequence) -> None:
-        known = self._start_point(seq)[1] if seq.parent is None else seq.num_prompt - 1  # a branch starts from its parent's prompt
+        known = (
+            self._start_point(seq)[1] if seq.parent is None else seq.num_prompt - 1
+        )  # a branch starts from its parent's prompt
         self.backlog.add(seq, self._now, seq.num_tokens - known)
 
     def check(self) -> None:
         """Assert every invariant, those of the pages included. Slow: for tests and debugging."""
-        for status, seqs in ((Status.WAITING, self.backlog.waiting), (Status.RUNNING, self.running), (Status.BLOCKED, self.backlog.blocked)):
+        for status, seqs in (
+            (Status.WAITING, self.backlog.waiting),
+            (Status.RUNNING, self.running),
+            (Status.BLOCKED, self.backlog.blocked),
+        ):
             for seq in seqs:
                 assert seq.status is status, f"{seq} is listed as {status}"
-                assert (seq.row >= 0) == bool(seq.tables) == (status is Status.RUNNING), f"{seq} holds what it should not"
+                assert (seq.row >= 0) == bool(seq.tables) == (status is Status.RUNNING), (
+                    f"{seq} holds what it should not"
+                )
                 assert seq.num_computed < seq.num_tokens, f"{seq} has nothing left to compute"
                 assert status is Status.RUNNING or not (seq.num_ahead or seq.num_drawn), f"{seq} has rows in flight"
-                assert self._in_flight() is not None or not (seq.num_ahead or seq.num_drawn), f"{seq} counts on a step that has ended"
+                assert self._in_flight() is not None or not (seq.num_ahead or seq.num_drawn), (
+                    f"{seq} counts on a step that has ended"
+                )
         rows = [seq.row for seq in self.running] + self._free_rows + [row for _, row in self._limbo_rows]
         assert sorted(rows) == list(range(self.config.max_num_seqs)), "a row is in no place or in two"
         self.backlog.check()

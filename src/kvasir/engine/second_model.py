@@ -49,13 +49,29 @@ class EngineHost:
     def chain_model(self, model: str, kv_tokens: int, keep: bool = False) -> SecondModel:
         config = self._config
         if keep and config.runner.batch_invariant:
-            raise ConfigError("max_accept keeps the distribution of tokens and not the tokens, which --batch-invariant promises. "
-                              "Leave out one of the two; without max_accept, drafts change no token.")
-        longest, wanted = build_spec(checkpoint.read_config(checkpoint.resolve(model))).max_position, config.model.max_model_len
+            raise ConfigError(
+                "max_accept keeps the distribution of tokens and not the tokens, which --batch-invariant promises. "
+                "Leave out one of the two; without max_accept, drafts change no token."
+            )
+        longest, wanted = (
+            build_spec(checkpoint.read_config(checkpoint.resolve(model))).max_position,
+            config.model.max_model_len,
+        )
         # Whoever reads the target's pages need not know this model's shapes; a restarted process names what the clock chose for the target.
-        own = config.replace(model=model, max_model_len=wanted and min(wanted, longest), revision=None, served_model_name=None, tokenizer=None,
-                             kv_codec="plain", page_slots=None, attention_backend="auto", drafter="", fit=True, batch_invariant=False,
-                             num_pages=pages_for(kv_tokens, 16))
+        own = config.replace(
+            model=model,
+            max_model_len=wanted and min(wanted, longest),
+            revision=None,
+            served_model_name=None,
+            tokenizer=None,
+            kv_codec="plain",
+            page_slots=None,
+            attention_backend="auto",
+            drafter="",
+            fit=True,
+            batch_invariant=False,
+            num_pages=pages_for(kv_tokens, 16),
+        )
         self._models.append(SecondModel(build(own)))
         return self._models[-1]
 
@@ -64,9 +80,11 @@ class EngineHost:
         for model in self._models:
             info = model.info
             if (info.vocab_size, info.tokenizer_size) != (served.vocab_size, served.tokenizer_size):
-                raise ConfigError(f"the draft model {info.name} has {info.tokenizer_size} of {info.vocab_size} token ids in use, {served.name} has "
-                                  f"{served.tokenizer_size} of {served.vocab_size}: it must share the vocabulary. Choose one that does, or "
-                                  "--drafter suffix, which needs no model.")
+                raise ConfigError(
+                    f"the draft model {info.name} has {info.tokenizer_size} of {info.vocab_size} token ids in use, {served.name} has "
+                    f"{served.tokenizer_size} of {served.vocab_size}: it must share the vocabulary. Choose one that does, or "
+                    "--drafter suffix, which needs no model."
+                )
 
 
 class SecondModel:
@@ -75,10 +93,14 @@ class SecondModel:
     def __init__(self, built: Built) -> None:
         self.info = built.info
         self._runner, self._max_rows = built.runner, built.max_rows
-        self._pages = PageManager(built.runner.pool.groups, built.plan.num_pages, built.runner.pool.page_slots, built.prefix_root)
+        self._pages = PageManager(
+            built.runner.pool.groups, built.plan.num_pages, built.runner.pool.page_slots, built.prefix_root
+        )
         self._shadows: OrderedDict[Sequence, Sequence] = OrderedDict()  # least recently drafted for first
         self._free_rows = list(range(built.max_num_seqs))
-        self._weights: dict[Sequence, list[torch.Tensor]] | None = None  # of this round's shadows, what each token was drawn from; None: not wanted
+        self._weights: dict[Sequence, list[torch.Tensor]] | None = (
+            None  # of this round's shadows, what each token was drawn from; None: not wanted
+        )
 
     def draw(self, asks: Many[Ask], keep: bool = False) -> list[list[int]]:
         self._weights = {} if keep else None
@@ -100,11 +122,14 @@ class SecondModel:
         ready = [(shadow, length) for shadow, length in ready if len(shadow.tokens) > known[shadow]]
         for depth in range(1, max((length for _, length in ready), default=0)):
             self._step([shadow for shadow, length in ready if length > depth], self._max_rows)
-        drawn = {shadow: shadow.tokens[known[shadow]:] for shadow, _ in ready}
+        drawn = {shadow: shadow.tokens[known[shadow] :] for shadow, _ in ready}
         if keep:
             for ask in asks:
                 weights = self._weights.get(self._shadows.get(ask.seq))
-                ask.seq.state[DRAWN] = -1 if weights is None else len(ask.seq.tokens) - 1, weights and torch.stack(weights)
+                ask.seq.state[DRAWN] = (
+                    -1 if weights is None else len(ask.seq.tokens) - 1,
+                    weights and torch.stack(weights),
+                )
         return [drawn.get(self._shadows.get(ask.seq), []) for ask in asks]
 
     def close(self, seq: Sequence) -> None:
@@ -128,8 +153,20 @@ class SecondModel:
             if not self._free_rows and not self._evict(busy):
                 return None
             # What is drawn need not obey penalties or a grammar to be a good guess; reports are not wanted.
-            params = dataclasses.replace(seq.request.params, n=1, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, bad_words=(),
-                                         grammar=None, logprobs=None, prompt_logprobs=None, confidence=0, score_from=None, min_tokens=0)
+            params = dataclasses.replace(
+                seq.request.params,
+                n=1,
+                presence_penalty=0.0,
+                frequency_penalty=0.0,
+                repetition_penalty=1.0,
+                bad_words=(),
+                grammar=None,
+                logprobs=None,
+                prompt_logprobs=None,
+                confidence=0,
+                score_from=None,
+                min_tokens=0,
+            )
             shadow = Sequence(dataclasses.replace(seq.request, params=params, bad_words=[], emitted=[]))
             shadow.stream, shadow.tokens = seq.stream, list(seq.tokens)
             self._pages.admit(shadow, self._pages.match(shadow))
@@ -138,12 +175,17 @@ class SecondModel:
             self._shadows[seq] = shadow
         else:
             # What was drawn and computed counts up to the first token that the served model did not draw.
-            agreed, end = min(shadow.state["agreed"], shadow.num_computed), min(shadow.num_computed, len(seq.tokens) - 1)
+            agreed, end = (
+                min(shadow.state["agreed"], shadow.num_computed),
+                min(shadow.num_computed, len(seq.tokens) - 1),
+            )
             while agreed < end and shadow.tokens[agreed] == seq.tokens[agreed]:
                 agreed += 1
             shadow.tokens[agreed:], shadow.num_computed = seq.tokens[agreed:], agreed
             self._pages.commit(shadow)
-            self._runner.rows.drawn([shadow.row], [UNKNOWN])  # the device may hold a token of this position that was not accepted
+            self._runner.rows.drawn(
+                [shadow.row], [UNKNOWN]
+            )  # the device may hold a token of this position that was not accepted
             self._shadows.move_to_end(seq)
         shadow.state["agreed"] = len(seq.tokens) - 1
         return shadow

@@ -59,8 +59,16 @@ def window_pages(window: int, page_slots: int, max_rows: int) -> int:
     return pages_for(window + max_rows, page_slots) + 1
 
 
-def plan_pool(groups: Sequence[CacheGroup], page_bytes: Sequence[int], budget: int, *, page_slots: int, max_rows: int,
-              max_num_seqs: int, max_model_len: int) -> PoolPlan:
+def plan_pool(
+    groups: Sequence[CacheGroup],
+    page_bytes: Sequence[int],
+    budget: int,
+    *,
+    page_slots: int,
+    max_rows: int,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> PoolPlan:
     """Share ``budget`` bytes out among the groups.
 
     Full groups all get the same number of pages; a window group never needs more than its share for ``max_num_seqs``
@@ -69,8 +77,16 @@ def plan_pool(groups: Sequence[CacheGroup], page_bytes: Sequence[int], budget: i
     most_pages = max_num_seqs * pages_for(max_model_len, page_slots)
 
     def pages_at(full: int) -> list[int]:
-        return [1 + min(full, most_pages if g.window is None else
-                        min(most_pages, max_num_seqs * window_pages(g.window, page_slots, max_rows))) for g in groups]
+        return [
+            1
+            + min(
+                full,
+                most_pages
+                if g.window is None
+                else min(most_pages, max_num_seqs * window_pages(g.window, page_slots, max_rows)),
+            )
+            for g in groups
+        ]
 
     def bytes_at(full: int) -> int:
         return sum(n * b for n, b in zip(pages_at(full), page_bytes))
@@ -82,7 +98,9 @@ def plan_pool(groups: Sequence[CacheGroup], page_bytes: Sequence[int], budget: i
     pages = pages_at(low)
     capacity = min(((n - 1) * page_slots for n, g in zip(pages, groups) if g.window is None), default=max_model_len)
     for n, g in zip(pages, groups):  # a window group bounds a sequence only when not even one window fits
-        if g.window is not None and n - 1 < min(pages_for(max_model_len, page_slots), window_pages(g.window, page_slots, max_rows)):
+        if g.window is not None and n - 1 < min(
+            pages_for(max_model_len, page_slots), window_pages(g.window, page_slots, max_rows)
+        ):
             capacity = min(capacity, max(0, (n - 1) * page_slots))
     return PoolPlan(tuple(pages), capacity, bytes_at(low))
 
@@ -93,9 +111,17 @@ def resolve_length(max_model_len: int, plan: PoolPlan, *, fit: bool, explain: st
         return max_model_len
     holds = f"one sequence of {max_model_len} tokens does not fit the KV pool, which holds {plan.capacity} ({explain})"
     if fit and plan.capacity > 1:
-        log.warning("--fit: %s. The context is shortened to %d tokens; for a longer one give the pool more memory "
-                    "(--gpu-memory-utilization, or --cpu-cache-bytes on a CPU), for a shorter one pass --max-model-len", holds, plan.capacity)
+        log.warning(
+            "--fit: %s. The context is shortened to %d tokens; for a longer one give the pool more memory "
+            "(--gpu-memory-utilization, or --cpu-cache-bytes on a CPU), for a shorter one pass --max-model-len",
+            holds,
+            plan.capacity,
+        )
         return plan.capacity
     if plan.capacity <= 1:
-        raise ConfigError(f"{holds}. Give the pool more memory (--gpu-memory-utilization, --cpu-cache-bytes on a CPU, or --num-pages).")
-    raise ConfigError(f"{holds}. Pass --max-model-len {plan.capacity} or less, give the pool more memory, or pass --fit to choose for you.")
+        raise ConfigError(
+            f"{holds}. Give the pool more memory (--gpu-memory-utilization, --cpu-cache-bytes on a CPU, or --num-pages)."
+        )
+    raise ConfigError(
+        f"{holds}. Pass --max-model-len {plan.capacity} or less, give the pool more memory, or pass --fit to choose for you."
+    )

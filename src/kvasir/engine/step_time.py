@@ -31,7 +31,9 @@ class StepShape:
     """What a step's time depends on. ``rows``: as computed, so with the padding of a graph."""
 
     rows: int = 0
-    chunk_pairs: float = 0.0  # sum of q * (context + q / 2) over spans of more than one row: keys that its queries look at
+    chunk_pairs: float = (
+        0.0  # sum of q * (context + q / 2) over spans of more than one row: keys that its queries look at
+    )
     decode_context: int = 0  # sum of context over spans of one row
     sequences: int = 0
 
@@ -52,8 +54,12 @@ class StepShape:
     def plus(self, start: int, length: int) -> StepShape:
         """With one more span of ``length`` rows from position ``start``."""
         chunk = length > 1
-        return StepShape(self.rows + length, self.chunk_pairs + (length * (start + length / 2) if chunk else 0),
-                         self.decode_context + (0 if chunk else start), self.sequences + 1)
+        return StepShape(
+            self.rows + length,
+            self.chunk_pairs + (length * (start + length / 2) if chunk else 0),
+            self.decode_context + (0 if chunk else start),
+            self.sequences + 1,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +76,25 @@ class Roofline:
 
     def share_read(self, rows: int) -> float:
         """Of the weights, by even chance."""
-        return 1.0 - sum(size * alone ** rows for alone, size in self.routed) / self.weight_bytes
+        return 1.0 - sum(size * alone**rows for alone, size in self.routed) / self.weight_bytes
 
     def vector(self, shape: StepShape) -> np.ndarray:
         """What the coefficients belong to."""
-        return np.array([self.share_read(shape.rows), shape.rows, shape.chunk_pairs, shape.decode_context, shape.sequences])
+        return np.array(
+            [self.share_read(shape.rows), shape.rows, shape.chunk_pairs, shape.decode_context, shape.sequences]
+        )
 
     def prior(self) -> np.ndarray:
         """Coefficients as a good engine reaches them: 0.8 and 0.7 of the bandwidth, 0.6 of the arithmetic."""
-        return np.array([self.weight_bytes / (0.8 * self.bandwidth), self.row_flops / (0.6 * self.flops), self.pair_flops / (0.6 * self.flops),
-                         self.kv_bytes / (0.7 * self.bandwidth), 1e-6])
+        return np.array(
+            [
+                self.weight_bytes / (0.8 * self.bandwidth),
+                self.row_flops / (0.6 * self.flops),
+                self.pair_flops / (0.6 * self.flops),
+                self.kv_bytes / (0.7 * self.bandwidth),
+                1e-6,
+            ]
+        )
 
     def bound(self, shape: StepShape) -> float:
         """No step is faster."""
@@ -107,10 +122,14 @@ class _Fit:
         return self.prior * self.factors
 
     def observe(self, x: np.ndarray, seconds: float) -> None:
-        z = x * self.prior / seconds  # the share of the measured time that each term explains; together they should give 1
+        z = (
+            x * self.prior / seconds
+        )  # the share of the measured time that each term explains; together they should give 1
         residual = 1.0 - float(z @ self.factors)
         error = abs(residual)
-        self.relative_error = error if self.relative_error is None else ERROR_DECAY * self.relative_error + (1 - ERROR_DECAY) * error
+        self.relative_error = (
+            error if self.relative_error is None else ERROR_DECAY * self.relative_error + (1 - ERROR_DECAY) * error
+        )
         bound = OUTLIER * self._deviation
         # A lasting change widens the bound step by step; a single outlier does not.
         self._deviation = max(ERROR_DECAY * self._deviation + (1 - ERROR_DECAY) * 1.25 * min(error, bound), 1e-4)

@@ -97,7 +97,10 @@ class StepRunner:
         if flight.lost:
             failed = [s for s in spans if _holds(s, flight.lost)]
             spans = [s for s in spans if not _holds(s, flight.lost)]
-            yield failed, [SpanResult(error="out_of_memory: a page of this request could not be copied") for _ in failed]
+            yield (
+                failed,
+                [SpanResult(error="out_of_memory: a page of this request could not be copied") for _ in failed],
+            )
         pending = [Plan(plan.step, spans)]
         if error is not None:
             yield from self._failed(pending.pop(), error, pending)
@@ -130,7 +133,10 @@ class StepRunner:
             log.error("step %d: request %s failed alone", part.step, part.spans[0].seq.request.id, exc_info=error)
             yield part.spans, [SpanResult(error=f"internal_error: {type(error).__name__} while computing this request")]
         elif part.spans[0].length == 1:
-            yield part.spans, [SpanResult(error="out_of_memory: one token of this request does not fit the device's memory")]
+            yield (
+                part.spans,
+                [SpanResult(error="out_of_memory: one token of this request does not fit the device's memory")],
+            )
         else:
             yield part.spans, [None]
 
@@ -150,7 +156,9 @@ class StepRunner:
         torch.cuda.empty_cache()
         self.max_rows = max(1, self.max_rows // 2)
         self._recover_in = RECOVERY_STEPS
-        log.warning("out of memory in a step: at most %d rows a step for the next %d steps", self.max_rows, RECOVERY_STEPS)
+        log.warning(
+            "out of memory in a step: at most %d rows a step for the next %d steps", self.max_rows, RECOVERY_STEPS
+        )
 
 
 def _halves(plan: Plan) -> list[Plan]:
@@ -160,9 +168,11 @@ def _halves(plan: Plan) -> list[Plan]:
 
 
 def _holds(span: Span, copies: list[PageCopy]) -> bool:
-    return any(copy.target in table for copy in copies for table in span.seq.tables[copy.group:copy.group + 1])
+    return any(copy.target in table for copy in copies for table in span.seq.tables[copy.group : copy.group + 1])
 
 
 def _is_fatal(error: Exception) -> bool:
     """After these the CUDA context is lost: only a new process helps."""
-    return isinstance(error, RuntimeError) and ("CUDA error" in str(error) or type(error).__name__ == "AcceleratorError")
+    return isinstance(error, RuntimeError) and (
+        "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError"
+    )

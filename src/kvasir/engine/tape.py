@@ -15,9 +15,23 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-COPIES = frozenset(("aten::clone", "aten::contiguous", "aten::to", "aten::_to_copy", "aten::reshape", "aten::flatten", "aten::lift_fresh"))
-NAMES = {"linalg_vector_norm": torch.linalg.vector_norm, "silu": torch._C._nn.silu, "gelu": torch._C._nn.gelu,
-         "scaled_dot_product_attention": torch.nn.functional.scaled_dot_product_attention}
+COPIES = frozenset(
+    (
+        "aten::clone",
+        "aten::contiguous",
+        "aten::to",
+        "aten::_to_copy",
+        "aten::reshape",
+        "aten::flatten",
+        "aten::lift_fresh",
+    )
+)
+NAMES = {
+    "linalg_vector_norm": torch.linalg.vector_norm,
+    "silu": torch._C._nn.silu,
+    "gelu": torch._C._nn.gelu,
+    "scaled_dot_product_attention": torch.nn.functional.scaled_dot_product_attention,
+}
 
 
 class Arena:

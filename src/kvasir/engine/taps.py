@@ -38,7 +38,9 @@ class Taps:
         self._size, self._place = model.spec.hidden_size, model.place
 
     def memory(self, num_rows: int) -> Tapped:
-        hidden_TLE = torch.empty(num_rows, len(self.layers), self._size, device=self._place.device, dtype=self._place.dtype)
+        hidden_TLE = torch.empty(
+            num_rows, len(self.layers), self._size, device=self._place.device, dtype=self._place.dtype
+        )
         return Tapped(hidden_TLE, {layer: hidden_TLE[:, i] for i, layer in enumerate(self.layers)})
 
     def taken(self, buffer: Tapped, num_rows: int) -> torch.Tensor | None:
@@ -57,7 +59,7 @@ class TappedHandle:
     def read(self) -> list[SpanResult]:
         results, first = self._handle.read(), 0
         for span, result in zip(self._spans, results):
-            result.hidden = self._hidden_TLE[first:first + span.length]
+            result.hidden = self._hidden_TLE[first : first + span.length]
             first += span.length
         return results
 
@@ -74,6 +76,6 @@ class GuestHandle:
         results, first = self._handle.read(), 0
         for span, result in zip(self._spans, results):
             if span.guests:
-                result.guests = self._outputs_KE[first:first + len(span.guests)]
+                result.guests = self._outputs_KE[first : first + len(span.guests)]
                 first += len(span.guests)
         return results

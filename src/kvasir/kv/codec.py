@@ -58,7 +58,9 @@ class Codec(Technique):
     exact = False
     affects_kv = True
     kernel: ClassVar[str] = ""
-    page_slots: ClassVar[int] = 16  # by default; small pages are shared more often, and less of the last one is read in vain
+    page_slots: ClassVar[int] = (
+        16  # by default; small pages are shared more often, and less of the last one is read in vain
+    )
     fuses = False  # whether ``write_fused`` exists
 
     @abstractmethod
@@ -68,14 +70,23 @@ class Codec(Technique):
         raise NotImplementedError
 
     @abstractmethod
-    def write(self, cache: LayerCache, k_TGD: torch.Tensor, v_TGD: torch.Tensor, slots_T: torch.Tensor, held: dict | None = None) -> None:
+    def write(
+        self,
+        cache: LayerCache,
+        k_TGD: torch.Tensor,
+        v_TGD: torch.Tensor,
+        slots_T: torch.Tensor,
+        held: dict | None = None,
+    ) -> None:
         """Store one row per slot (``slots_T`` int64 = page * P + offset; -1: nowhere).
 
         ``held``: what does not depend on the layer; empty at first, passed again for the group's other layers with the same
         slots."""
         raise NotImplementedError
 
-    def write_fused(self, cache: LayerCache, heads_TXD: torch.Tensor, ops: HeadOps, slots_T: torch.Tensor) -> torch.Tensor:
+    def write_fused(
+        self, cache: LayerCache, heads_TXD: torch.Tensor, ops: HeadOps, slots_T: torch.Tensor
+    ) -> torch.Tensor:
         """What ``ops`` says, and ``write``, in one kernel: the heads of a projection (queries, keys, values) to rotated
         queries [T, H, D], in the cache's basis. Called where ``fuses`` says so, ``kernels.fused_qkv.fits``, and the attention
         backend reads this codec's layout."""
@@ -89,7 +100,9 @@ class Codec(Technique):
         """Take attention's result from the basis of the cached values to the model's, in place."""
 
     @abstractmethod
-    def read(self, cache: LayerCache, pages: torch.Tensor, held: dict | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(
+        self, cache: LayerCache, pages: torch.Tensor, held: dict | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode whole pages: page ids [..., W] -> two [..., G, W * P, D] tensors in the model's dtype, of any strides.
 
         They are the caller's own. ``held``: as in ``write``, for the same pages."""

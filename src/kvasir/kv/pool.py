@@ -24,7 +24,10 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _plane_bytes(group: CacheGroup, codec: Codec, page_slots: int, dtype: torch.dtype) -> list[int]:
-    return [_aligned(group.num_kv_heads * page_slots * p.width * p.dtype.itemsize) for p in codec.planes(group.head_dim, dtype)]
+    return [
+        _aligned(group.num_kv_heads * page_slots * p.width * p.dtype.itemsize)
+        for p in codec.planes(group.head_dim, dtype)
+    ]
 
 
 def _zeros(num_pages: int, page_bytes: int, device: torch.device) -> torch.Tensor:
@@ -38,8 +41,15 @@ def _zeros(num_pages: int, page_bytes: int, device: torch.device) -> torch.Tenso
 class KVPool:
     """Pages of every group, all allocated up front. Raises torch's out-of-memory error when they do not fit."""
 
-    def __init__(self, groups: Sequence[CacheGroup], codec: Codec, num_pages: Sequence[int], page_slots: int,
-                 device: torch.device | str, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        codec: Codec,
+        num_pages: Sequence[int],
+        page_slots: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
         assert len(groups) == len(num_pages) and page_slots > 0, "one page count a group"
         self.groups = tuple(groups)
         self.codec = codec
@@ -48,8 +58,12 @@ class KVPool:
         sizes = [self.page_bytes_of(g, codec, page_slots, dtype) for g in groups]
         self.pages = [_zeros(n, size, torch.device(device)) for n, size in zip(num_pages, sizes)]
         self._dtype = dtype
-        self._slot_words: dict[int, tuple[torch.Tensor, torch.Tensor, torch.dtype]] = {}  # by group, made when first asked for
-        self._layers = {layer: self._view(i, at, dtype) for i, group in enumerate(groups) for at, layer in enumerate(group.layers)}
+        self._slot_words: dict[
+            int, tuple[torch.Tensor, torch.Tensor, torch.dtype]
+        ] = {}  # by group, made when first asked for
+        self._layers = {
+            layer: self._view(i, at, dtype) for i, group in enumerate(groups) for at, layer in enumerate(group.layers)
+        }
 
     @staticmethod
     def page_bytes_of(group: CacheGroup, codec: Codec, page_slots: int, dtype: torch.dtype) -> int:
@@ -73,7 +87,9 @@ class KVPool:
             mine = [c for c in copies if c.group == group]
             words = self.pages[group].view(torch.int64)
             pairs = torch.tensor([[c.source for c in mine], [c.target for c in mine]], pin_memory=words.is_cuda)
-            source, target = pairs.to(words.device, non_blocking=True)  # from pinned memory: a step in flight is not waited for
+            source, target = pairs.to(
+                words.device, non_blocking=True
+            )  # from pinned memory: a step in flight is not waited for
             words.index_copy_(0, target, words.index_select(0, source))
 
     def move_slots(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -100,9 +116,14 @@ class KVPool:
     def _words_of_a_slot(self, group: CacheGroup, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
         """Where a page of ``group`` keeps its slot 0, word by word, and how far each word is from slot to slot; and the words:
         the widest in which every row of every plane is whole."""
-        planes, sizes = self.codec.planes(group.head_dim, dtype), _plane_bytes(group, self.codec, self.page_slots, dtype)
+        planes, sizes = (
+            self.codec.planes(group.head_dim, dtype),
+            _plane_bytes(group, self.codec, self.page_slots, dtype),
+        )
         rows = [p.width * p.dtype.itemsize for p in planes]  # bytes of a slot of one head
-        unit = next(u for u in (torch.int64, torch.int32, torch.int16, torch.uint8) if not any(r % u.itemsize for r in rows))
+        unit = next(
+            u for u in (torch.int64, torch.int32, torch.int16, torch.uint8) if not any(r % u.itemsize for r in rows)
+        )
         base, step, at = [], [], 0
         for _ in group.layers:
             for size, row in zip(sizes, rows):
@@ -112,7 +133,11 @@ class KVPool:
                 step.append(np.full(group.num_kv_heads * words, words))
                 at += size
         device = self.pages[0].device
-        return torch.from_numpy(np.concatenate(base)).to(device), torch.from_numpy(np.concatenate(step)).to(device), unit
+        return (
+            torch.from_numpy(np.concatenate(base)).to(device),
+            torch.from_numpy(np.concatenate(step)).to(device),
+            unit,
+        )
 
     def _view(self, index: int, place: int, dtype: torch.dtype) -> LayerCache:
         """The planes of the layer at ``place`` in group ``index``."""

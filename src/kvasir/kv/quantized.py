@@ -28,8 +28,10 @@ class Rotation:
 
     def __init__(self, order: int, dim: int, signs: bool) -> None:
         if order < 2 or order & (order - 1) or dim % order:
-            raise ConfigError(f"a rotation of order {order} does not fit heads of {dim}: it must be a power of two that divides the head dim, "
-                              f"such as {dim & -dim}")
+            raise ConfigError(
+                f"a rotation of order {order} does not fit heads of {dim}: it must be a power of two that divides the head dim, "
+                f"such as {dim & -dim}"
+            )
         self.order = order
         flips = np.random.Generator(np.random.Philox(dim)).integers(0, 2, dim) if signs else np.zeros(dim, np.int64)
         self.signs_D = torch.from_numpy(1.0 - 2.0 * flips).float()
@@ -96,7 +98,9 @@ class QuantizedCodec(Codec):
         """The cache's basis for ``k`` or ``v``; None: the model's own."""
         return None
 
-    def write_fused(self, cache: LayerCache, heads_TXD: torch.Tensor, ops: HeadOps, slots_T: torch.Tensor) -> torch.Tensor:
+    def write_fused(
+        self, cache: LayerCache, heads_TXD: torch.Tensor, ops: HeadOps, slots_T: torch.Tensor
+    ) -> torch.Tensor:
         rotation = self.rotation("k", cache.head_dim)
         values = self.rotation("v", cache.head_dim) is not None
         basis = None if rotation is None else rotation.basis(heads_TXD.dtype, heads_TXD.device, values)
@@ -116,13 +120,23 @@ class QuantizedCodec(Codec):
         parts = self.side(head_dim)
         return [Plane(side + suffix, *parts[suffix]) for suffix in parts for side in ("k", "v")]
 
-    def write(self, cache: LayerCache, k_TGD: torch.Tensor, v_TGD: torch.Tensor, slots_T: torch.Tensor, held: dict | None = None) -> None:
+    def write(
+        self,
+        cache: LayerCache,
+        k_TGD: torch.Tensor,
+        v_TGD: torch.Tensor,
+        slots_T: torch.Tensor,
+        held: dict | None = None,
+    ) -> None:
         held = {} if held is None else held
         if "page" not in held:
             keep = slots_T >= 0
             held["keep"] = None if bool(keep.all()) else keep
             slots = slots_T if held["keep"] is None else slots_T[keep]
-            held["page"], held["offset"] = torch.div(slots, cache.page_slots, rounding_mode="floor"), slots % cache.page_slots
+            held["page"], held["offset"] = (
+                torch.div(slots, cache.page_slots, rounding_mode="floor"),
+                slots % cache.page_slots,
+            )
         for side, x_TGD in (("k", k_TGD), ("v", v_TGD)):
             if held["keep"] is not None:
                 x_TGD = x_TGD[held["keep"]]
@@ -132,13 +146,19 @@ class QuantizedCodec(Codec):
             for suffix, values in self.encode(x_TGD).items():
                 cache.planes[side + suffix][held["page"], :, held["offset"]] = values
 
-    def read(self, cache: LayerCache, pages: torch.Tensor, held: dict | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(
+        self, cache: LayerCache, pages: torch.Tensor, held: dict | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = (self._read(cache, side, pages.long()) for side in ("k", "v"))
         return k, v
 
     def _read(self, cache: LayerCache, side: str, pages: torch.Tensor) -> torch.Tensor:
         """[..., G, W * P, D] in the model's dtype and basis."""
-        found = {name[1:]: plane[pages].transpose(-4, -3).flatten(-3, -2) for name, plane in cache.planes.items() if name[0] == side}
+        found = {
+            name[1:]: plane[pages].transpose(-4, -3).flatten(-3, -2)
+            for name, plane in cache.planes.items()
+            if name[0] == side
+        }
         x = self.decode(found, cache.head_dim)
         rotation = self.rotation(side, cache.head_dim)
         return (x if rotation is None else rotation.undo(x)).to(cache.dtype)
@@ -152,7 +172,9 @@ class IntegerCodec(QuantizedCodec):
 
     def side(self, head_dim: int) -> dict[str, tuple[int, torch.dtype]]:
         if head_dim % 2:
-            raise ConfigError(f"'{self.name}' packs two elements into a byte and needs an even head dim, not {head_dim}. Use --kv-codec plain.")
+            raise ConfigError(
+                f"'{self.name}' packs two elements into a byte and needs an even head dim, not {head_dim}. Use --kv-codec plain."
+            )
         return {"": (head_dim * self.bits // 8, torch.uint8), "_meta": (2, torch.float16)}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -82,7 +82,9 @@ def slipped(chains: Chains, rng: np.random.Generator, wrong: np.ndarray) -> tupl
     by = np.array([1, -1, 2, -2, 10, -10])[rng.integers(0, 6, count)]
     by = np.where(by % chains.modulus == 0, 1, by)
     values = _follow(chains, at, by)
-    lost = wrong & (values[np.arange(count), chains.difficulty - 1] == chains.final)  # a later product may hide the slip
+    lost = wrong & (
+        values[np.arange(count), chains.difficulty - 1] == chains.final
+    )  # a later product may hide the slip
     at = np.where(lost, chains.difficulty - 1, at)
     return _follow(chains, at, by) if lost.any() else values, at
 

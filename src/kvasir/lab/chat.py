@@ -87,7 +87,9 @@ def segments(messages: Sequence[Message], tools: Sequence[dict] = (), *, generat
         if role == "assistant":
             out += [("<|im_start|>assistant\n", False), (_reply(message) + "<|im_end|>", True), ("\n", False)]
         elif role == "tool":
-            out.append((f"<|im_start|>tool\n<tool_response>\n{message['content']}\n</tool_response><|im_end|>\n", False))
+            out.append(
+                (f"<|im_start|>tool\n<tool_response>\n{message['content']}\n</tool_response><|im_end|>\n", False)
+            )
         elif role in ("system", "user"):
             out.append((f"<|im_start|>{role}\n{message['content']}<|im_end|>\n", False))
         else:

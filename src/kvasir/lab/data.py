@@ -79,9 +79,9 @@ def pack(documents: Documents, count: int, length: int) -> Batch:
         if not room[space]:
             del room[space], sizes[at]
         begin, source = length - space, documents.bounds[d]
-        ids[row, begin:begin + size] = documents.ids[source:source + size]
-        trained[row, begin:begin + size] = documents.trained[source:source + size]
-        number[row, begin:begin + size] = placed[row]
+        ids[row, begin : begin + size] = documents.ids[source : source + size]
+        trained[row, begin : begin + size] = documents.trained[source : source + size]
+        number[row, begin : begin + size] = placed[row]
         placed[row] += 1
         left = space - size
         if left not in room:
@@ -100,14 +100,23 @@ def targets(trained: np.ndarray) -> np.ndarray:
     first, rest = np.flatnonzero(trained & can), np.flatnonzero(~trained & can)
     quarter = max(1, trained.size // QUARTERS)
     wanted = max(1, -(-len(first) // quarter)) * quarter
-    return np.concatenate([first, rest[:max(0, wanted - len(first))]]).astype(np.int32)
+    return np.concatenate([first, rest[: max(0, wanted - len(first))]]).astype(np.int32)
 
 
 class Mixture:
     """The sources of a recipe, with their pools of ready documents, and the batches drawn from them."""
 
-    def __init__(self, rows: tuple[Rows, ...], tokenizer: Tokenizer, seed: int, *, later: Sequence[tuple[Rows, ...]] = (), split: Split = "train",
-                 pool: int | None = None, workers: int = 0) -> None:
+    def __init__(
+        self,
+        rows: tuple[Rows, ...],
+        tokenizer: Tokenizer,
+        seed: int,
+        *,
+        later: Sequence[tuple[Rows, ...]] = (),
+        split: Split = "train",
+        pool: int | None = None,
+        workers: int = 0,
+    ) -> None:
         """``later``: the rows of each later phase. ``pool``: at most so many ready documents a source (small runs).
 
         Raises ConfigError for an unknown task or form.
@@ -121,7 +130,11 @@ class Mixture:
         self.pools: dict[str, Documents] = {}
         self.mean: dict[str, float] = {}
         sizes = {spec: min(task.pool, pool or task.pool) for spec, task in self.tasks.items()}
-        pieces = [(spec, number, min(PIECE, size - number * PIECE)) for spec, size in sizes.items() for number in range(-(-size // PIECE))]
+        pieces = [
+            (spec, number, min(PIECE, size - number * PIECE))
+            for spec, size in sizes.items()
+            for number in range(-(-size // PIECE))
+        ]
         made: dict[str, list[Documents]] = {spec: [] for spec in sizes}
         for (spec, _, _), documents in zip(pieces, all_of(self._piece, pieces, workers), strict=True):
             made[spec].append(documents)
@@ -144,7 +157,9 @@ class Mixture:
 
     def batch(self, number: int, phase: int = 0) -> list[Batch]:
         """Batch ``number``: one Batch for each part of the phase's rows."""
-        return [self._part(part, np.random.default_rng([self.seed, number, i])) for i, part in enumerate(self.phases[phase])]
+        return [
+            self._part(part, np.random.default_rng([self.seed, number, i])) for i, part in enumerate(self.phases[phase])
+        ]
 
     def _part(self, part: Rows, rng: np.random.Generator) -> Batch:
         total, tokens = sum(part.mix.values()), part.count * part.length

@@ -58,11 +58,20 @@ class Texts:
         return int(self.bounds[-1] - self.begins.sum())
 
     def text(self, i: int) -> np.ndarray:
-        return self.ids[self.bounds[i]:self.bounds[i + 1]]
+        return self.ids[self.bounds[i] : self.bounds[i + 1]]
 
 
-def sample_texts(model: Model, tokenizer: Tokenizer, mix: dict[str, float], count: int, split: Split, seed: int, max_new: int,
-                 say: Callable[[str], None], temperatures: Sequence[float] = TEMPERATURES) -> Texts:
+def sample_texts(
+    model: Model,
+    tokenizer: Tokenizer,
+    mix: dict[str, float],
+    count: int,
+    split: Split,
+    seed: int,
+    max_new: int,
+    say: Callable[[str], None],
+    temperatures: Sequence[float] = TEMPERATURES,
+) -> Texts:
     """About ``count`` replies of ``model``, shared among the tasks as ``mix`` says. What is cut off at ``max_new`` has no end mark."""
     say(f"  sampling about {count} replies of the target ({split})")
     begin = time.monotonic()
@@ -76,26 +85,40 @@ def sample_texts(model: Model, tokenizer: Tokenizer, mix: dict[str, float], coun
     prompts = list(task_of)
     kept: list[tuple[tuple[int, ...], list[int]]] = []
 
-    def complete(model: Model, prompts: Sequence[Sequence[int]], max_new: int, stop_ids: Sequence[int], **options: Any) -> list[list[int]]:
+    def complete(
+        model: Model, prompts: Sequence[Sequence[int]], max_new: int, stop_ids: Sequence[int], **options: Any
+    ) -> list[list[int]]:
         written = sample.complete(model, prompts, max_new, stop_ids, **options)
-        kept.extend((tuple(prompt), reply + [end] * (len(reply) < max_new)) for prompt, reply in zip(prompts, written, strict=True))
+        kept.extend(
+            (tuple(prompt), reply + [end] * (len(reply) < max_new))
+            for prompt, reply in zip(prompts, written, strict=True)
+        )
         return written
 
     for n, temperature in enumerate(temperatures):
-        texts = [tokenizer.decode(list(ids), skip_special_tokens=False) for ids in prompts[n::len(temperatures)]]
+        texts = [tokenizer.decode(list(ids), skip_special_tokens=False) for ids in prompts[n :: len(temperatures)]]
         sample.complete_all(model, tokenizer, texts, max_new, temperature=temperature, seed=seed + n, complete=complete)
     sizes = [len(prompt) + len(reply) for prompt, reply in kept]
-    found = Texts(np.array([t for pair in kept for part in pair for t in part], np.int32), np.concatenate([[0], np.cumsum(sizes)]),
-                  np.array([len(prompt) for prompt, _ in kept]), np.array([task_of.get(prompt, 0) for prompt, _ in kept]), tuple(mix))
+    found = Texts(
+        np.array([t for pair in kept for part in pair for t in part], np.int32),
+        np.concatenate([[0], np.cumsum(sizes)]),
+        np.array([len(prompt) for prompt, _ in kept]),
+        np.array([task_of.get(prompt, 0) for prompt, _ in kept]),
+        tuple(mix),
+    )
     say(f"  {len(found)} replies of the target ({split}), {found.num_replied} tokens, {time.monotonic() - begin:.1f} s")
     return found
 
 
 def save_texts(file: Path, texts: dict[str, Texts], weights: str) -> None:
     """``weights``: the target's fingerprint. Through a temporary file, so that what stands there is whole."""
-    arrays = {f"{name}.{field}": np.ascontiguousarray(getattr(t, field)) for name, t in texts.items() for field in ARRAYS}
+    arrays = {
+        f"{name}.{field}": np.ascontiguousarray(getattr(t, field)) for name, t in texts.items() for field in ARRAYS
+    }
     temporary = file.with_name(file.name + ".tmp")
-    temporary.write_bytes(save(arrays, metadata={"weights": weights, "specs": json.dumps({name: t.specs for name, t in texts.items()})}))
+    temporary.write_bytes(
+        save(arrays, metadata={"weights": weights, "specs": json.dumps({name: t.specs for name, t in texts.items()})})
+    )
     os.replace(temporary, file)
 
 
@@ -140,5 +163,7 @@ def batches(texts: Texts, num_tokens: int, seed: int, epoch: int) -> Iterator[Ba
         wide = -(-int(lengths[chosen].max()) // PADDED) * PADDED
         ids = np.zeros((len(chosen), wide), np.int64)
         for row, i in enumerate(chosen.tolist()):
-            ids[row, :lengths[i]] = texts.text(i)
-        yield Batch(torch.from_numpy(ids), torch.from_numpy(lengths[chosen]), torch.from_numpy(texts.begins[chosen]), chosen)
+            ids[row, : lengths[i]] = texts.text(i)
+        yield Batch(
+            torch.from_numpy(ids), torch.from_numpy(lengths[chosen]), torch.from_numpy(texts.begins[chosen]), chosen
+        )

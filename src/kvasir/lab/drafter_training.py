@@ -37,7 +37,10 @@ from kvasir.speculation import heads
 
 LOOK = 20  # steps between two looks at the device
 DISCOUNT = 0.8  # of a step's loss, a step further
-RATE, RATES = 2e-3, {"ppd": 5e-2}  # peak learning rate: of matrices, and of embeddings (half their spread in a lab model)
+RATE, RATES = (
+    2e-3,
+    {"ppd": 5e-2},
+)  # peak learning rate: of matrices, and of embeddings (half their spread in a lab model)
 BATCH_TOKENS = {"cuda": 1 << 15, "cpu": 1 << 11}
 REPLIES = {"cuda": 32768, "cpu": 1024}  # minutes of sampling at most
 REPLY_TOKENS = 320
@@ -72,11 +75,18 @@ class Target:
         weight = self.model.model.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
         s = model.shape
-        self.facts = {"name": name, "hidden_size": s.dim, "vocab_size": s.vocab, "num_layers": s.layers,
-                      "weights": heads.fingerprint(model.model.norm.weight)}
+        self.facts = {
+            "name": name,
+            "hidden_size": s.dim,
+            "vocab_size": s.vocab,
+            "num_layers": s.layers,
+            "weights": heads.fingerprint(model.model.norm.weight),
+        }
 
     @torch.no_grad()
-    def features(self, ids_BT: torch.Tensor, layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def features(
+        self, ids_BT: torch.Tensor, layers: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Outputs of ``layers`` [B, T, L, E], the final norm's output [B, T, E], and the embeddings of the tokens that follow [B, T, E]
         (in the last row: of that row's own)."""
         trunk = self.model.model
@@ -85,7 +95,11 @@ class Target:
         for i, layer in enumerate(trunk.layers):
             x = layer(x, rope, None)
             found[i] = x
-        return torch.stack([found[i] for i in layers], 2), trunk.norm(x), torch.cat([embedded[:, 1:], embedded[:, -1:]], 1)
+        return (
+            torch.stack([found[i] for i in layers], 2),
+            trunk.norm(x),
+            torch.cat([embedded[:, 1:], embedded[:, -1:]], 1),
+        )
 
     def guesses(self, head: heads.Head, batch: Batch) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
         """The final norm's output [B, T, E]; and for j = 0, 1, ... the head's [B, T, E] whose row p predicts token p + 2 + j of a reply."""
@@ -106,12 +120,18 @@ class Trainer:
 
     def __init__(self, target: Target, texts: Texts, plan: Plan) -> None:
         if plan.kind not in heads.KINDS:
-            raise ConfigError(f"no trained drafter named '{plan.kind}'; there are {', '.join(heads.KINDS)}.{nearest(plan.kind, heads.KINDS)}")
+            raise ConfigError(
+                f"no trained drafter named '{plan.kind}'; there are {', '.join(heads.KINDS)}.{nearest(plan.kind, heads.KINDS)}"
+            )
         self.target, self.texts, self.plan = target, texts, plan
         cls = heads.KINDS[plan.kind]
         self.head = cls(heads.shape_for(plan.kind, target.model.shape.dim, target.model.shape.layers))
         trunk = target.model.model
-        self.head.begin_with(trunk.norm.weight.float().cpu(), trunk.embed_tokens.weight.float().cpu(), torch.Generator().manual_seed(plan.seed))
+        self.head.begin_with(
+            trunk.norm.weight.float().cpu(),
+            trunk.embed_tokens.weight.float().cpu(),
+            torch.Generator().manual_seed(plan.seed),
+        )
         self.head.to(target.device)
         self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=plan.rate, betas=(0.9, 0.95), weight_decay=0.01)
         self.done, self.seconds, self.tokens = 0, 0.0, 0
@@ -130,7 +150,9 @@ class Trainer:
         """Batches from step ``done`` on: the same ones whenever a run is resumed."""
         tokens, left, epoch = BATCH_TOKENS[self.target.device.type], self.done, 0
         if isinstance(self.head, heads.Prompts):
-            tokens //= self.head.shape.depth * self.head.shape.ensemble  # each is a row of the whole model, whose activations are kept
+            tokens //= (
+                self.head.shape.depth * self.head.shape.ensemble
+            )  # each is a row of the whole model, whose activations are kept
         while True:
             for batch in drafter_data.batches(self.texts, tokens, self.plan.seed, epoch):
                 if left:
@@ -180,10 +202,18 @@ class Trainer:
         tensors = {f"head.{name}": p for name, p in self.head.named_parameters()}
         for i, moments in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{i}.{name}": value for name, value in moments.items()}
-        run = {"kind": self.plan.kind, "weights": self.target.facts["weights"], "done": self.done, "seconds": self.seconds, "tokens": self.tokens,
-               "history": self.history}
+        run = {
+            "kind": self.plan.kind,
+            "weights": self.target.facts["weights"],
+            "done": self.done,
+            "seconds": self.seconds,
+            "tokens": self.tokens,
+            "history": self.history,
+        }
         temporary = out / (STATE + ".tmp")
-        temporary.write_bytes(save({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, metadata={"run": json.dumps(run)}))
+        temporary.write_bytes(
+            save({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, metadata={"run": json.dumps(run)})
+        )
         os.replace(temporary, out / STATE)
 
     def restore(self, out: Path) -> None:
@@ -193,15 +223,24 @@ class Trainer:
                 run = json.loads((f.metadata() or {})["run"])
                 tensors = {key: f.get_tensor(key) for key in f.keys()}  # noqa: SIM118 (not a dict)
             if (run["kind"], run["weights"]) != (self.plan.kind, self.target.facts["weights"]):
-                raise ConfigError(f"{out / STATE} is a run of '{run['kind']}' or for another model: delete it, or give another --out")
+                raise ConfigError(
+                    f"{out / STATE} is a run of '{run['kind']}' or for another model: delete it, or give another --out"
+                )
             self.head.load_state_dict({k.removeprefix("head."): t for k, t in tensors.items() if k.startswith("head.")})
             moments: dict[int, dict[str, torch.Tensor]] = {}
             for key, value in tensors.items():
                 if key.startswith("optimizer."):
                     _, i, name = key.split(".", 2)
                     moments.setdefault(int(i), {})[name] = value
-            self.optimizer.load_state_dict({"state": moments, "param_groups": self.optimizer.state_dict()["param_groups"]})
-            self.done, self.seconds, self.tokens, self.history = run["done"], run["seconds"], run["tokens"], run["history"]
+            self.optimizer.load_state_dict(
+                {"state": moments, "param_groups": self.optimizer.state_dict()["param_groups"]}
+            )
+            self.done, self.seconds, self.tokens, self.history = (
+                run["done"],
+                run["seconds"],
+                run["tokens"],
+                run["history"],
+            )
         except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as e:
             raise ConfigError(f"cannot resume: {out / STATE}: {e}. Delete it and start anew.") from e
 
@@ -223,8 +262,12 @@ def run(trainer: Trainer, out: Path, *, save_every: float = 30.0) -> bool:
                     raise ConfigError(f"the loss is {losses} at step {trainer.done}: lower the learning rate")
                 trainer.history.append({"step": trainer.done, "seconds": trainer.seconds, "kl": losses})
                 total = trainer.plan.steps or round(trainer.done / max(1e-6, min(1.0, trainer.share())))
-                progress.show(trainer.done, total, f"KL {' '.join(f'{x:.3f}' for x in losses)}, {trainer.tokens / trainer.seconds / 1e6:.2f}M tok/s, "
-                              f"{trainer.seconds:.0f} s")
+                progress.show(
+                    trainer.done,
+                    total,
+                    f"KL {' '.join(f'{x:.3f}' for x in losses)}, {trainer.tokens / trainer.seconds / 1e6:.2f}M tok/s, "
+                    f"{trainer.seconds:.0f} s",
+                )
                 if time.monotonic() - saved > save_every and trainer.share() < 1:
                     trainer.save(out)
                     saved = time.monotonic()
@@ -269,9 +312,22 @@ def acceptance(head: heads.Head, target: Target, texts: Texts) -> dict[str, Any]
     for batch in drafter_data.batches(texts, BATCH_TOKENS[target.device.type], 0, 0):
         ids = batch.ids.to(target.device)
         guesses = [target.logits(x).argmax(-1) for x in target.guesses(serving, batch)[1]]
-        right = torch.stack([F.pad(guess[:, :-2 - j] == ids[:, 2 + j:], (0, 2 + j)) if guess.shape[1] > 2 + j else torch.zeros_like(guess).bool()
-                             for j, guess in enumerate(guesses)], 1).cpu().numpy()
-        for i, (begin, length, number) in enumerate(zip(batch.begins.tolist(), batch.lengths.tolist(), batch.texts.tolist())):
+        right = (
+            torch.stack(
+                [
+                    F.pad(guess[:, : -2 - j] == ids[:, 2 + j :], (0, 2 + j))
+                    if guess.shape[1] > 2 + j
+                    else torch.zeros_like(guess).bool()
+                    for j, guess in enumerate(guesses)
+                ],
+                1,
+            )
+            .cpu()
+            .numpy()
+        )
+        for i, (begin, length, number) in enumerate(
+            zip(batch.begins.tolist(), batch.lengths.tolist(), batch.texts.tolist())
+        ):
             forwards, by_depth = walk(right[i], begin, length)
             row = rows.setdefault(int(texts.tasks[number]), [0, 0])
             row[0] += max(0, length - 1 - begin)
@@ -280,9 +336,15 @@ def acceptance(head: heads.Head, target: Target, texts: Texts) -> dict[str, Any]
                 mine[0] += theirs[0]
                 mine[1] += theirs[1]
     tokens, forwards = (sum(row[i] for row in rows.values()) for i in range(2))
-    return {"replies": len(texts), "tokens": tokens, "forwards": forwards, "tokens_per_forward": tokens / max(1, forwards),
-            "by_depth": [accepted / max(1, tried) for tried, accepted in totals], "tried": [tried for tried, _ in totals],
-            "by_task": {texts.specs[i]: row[0] / row[1] for i, row in sorted(rows.items()) if row[1]}}
+    return {
+        "replies": len(texts),
+        "tokens": tokens,
+        "forwards": forwards,
+        "tokens_per_forward": tokens / max(1, forwards),
+        "by_depth": [accepted / max(1, tried) for tried, accepted in totals],
+        "tried": [tried for tried, _ in totals],
+        "by_task": {texts.specs[i]: row[0] / row[1] for i, row in sorted(rows.items()) if row[1]},
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------ the command
@@ -298,8 +360,16 @@ def load_target(name: str, device: str) -> tuple[Target, Any]:
     return Target(export.load(folder, device), Path(name or folder).name), lab_tokenizer.load(folder)
 
 
-def main(plan: Plan, target_name: str, out: Path, *, samples: Path | None = None, resume: bool = False, device: str | None = None,
-         command: str = "") -> None:
+def main(
+    plan: Plan,
+    target_name: str,
+    out: Path,
+    *,
+    samples: Path | None = None,
+    resume: bool = False,
+    device: str | None = None,
+    command: str = "",
+) -> None:
     """Sample (or read) the target's replies, train, write the drafter, then measure it and write its card."""
     started, date = time.monotonic(), time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     device = device or default_device()
@@ -318,20 +388,40 @@ def main(plan: Plan, target_name: str, out: Path, *, samples: Path | None = None
     if resume:
         trainer.restore(out)
     size = sum(p.numel() for p in trainer.head.parameters())
-    print(f"{plan.kind} for {target.facts['name']}: {size_of(size)} parameters ({2 * size / 1e6:.2f} MB in bf16), reads layers "
-          f"{', '.join(map(str, trainer.head.shape.layers)) or 'none'}", flush=True)
+    print(
+        f"{plan.kind} for {target.facts['name']}: {size_of(size)} parameters ({2 * size / 1e6:.2f} MB in bf16), reads layers "
+        f"{', '.join(map(str, trainer.head.shape.layers)) or 'none'}",
+        flush=True,
+    )
     if not run(trainer, out):
         print(f"stopped at step {trainer.done}; go on with --resume", flush=True)
         return
     heads.write(trainer.head, out, target.facts)
     print(f"weights written to {out} after {time.monotonic() - started:.0f} s", flush=True)
     found = acceptance(trainer.head, target, texts["held out"])
-    print(f"  held out: {found['tokens_per_forward']:.2f} tokens a forward, accepted by depth "
-          + ", ".join(f"{x:.2f}" for x in found["by_depth"]), flush=True)
+    print(
+        f"  held out: {found['tokens_per_forward']:.2f} tokens a forward, accepted by depth "
+        + ", ".join(f"{x:.2f}" for x in found["by_depth"]),
+        flush=True,
+    )
     name = torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {torch.get_num_threads()} threads"
-    record = {"kind": plan.kind, "target": target.facts, "parameters": size, "steps": trainer.done, "tokens": trainer.tokens,
-              "train_seconds": trainer.seconds, "replies": len(texts["train"]), "lr": plan.rate, "seed": plan.seed, "device": name, "date": date,
-              "command": command, "history": trainer.history, "acceptance": found, "total_seconds": time.monotonic() - started}
+    record = {
+        "kind": plan.kind,
+        "target": target.facts,
+        "parameters": size,
+        "steps": trainer.done,
+        "tokens": trainer.tokens,
+        "train_seconds": trainer.seconds,
+        "replies": len(texts["train"]),
+        "lr": plan.rate,
+        "seed": plan.seed,
+        "device": name,
+        "date": date,
+        "command": command,
+        "history": trainer.history,
+        "acceptance": found,
+        "total_seconds": time.monotonic() - started,
+    }
     (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
     (out / "README.md").write_text(card(record))
     for file in (out / STATE, out / SAMPLES):
@@ -342,9 +432,22 @@ def main(plan: Plan, target_name: str, out: Path, *, samples: Path | None = None
 def _texts(plan: Plan, target: Target, tokenizer: Any, file: Path, say: Callable[[str], None]) -> dict[str, Texts]:
     if file.exists():
         return drafter_data.load_texts(file, target.facts["weights"])
-    made = {"train": drafter_data.sample_texts(target.model, tokenizer, plan.mix, plan.replies, "train", plan.seed, plan.reply_tokens, say),
-            "held out": drafter_data.sample_texts(target.model, tokenizer, plan.mix, plan.held_out, "validation", plan.seed, plan.reply_tokens, say,
-                                                  temperatures=(0.0,))}
+    made = {
+        "train": drafter_data.sample_texts(
+            target.model, tokenizer, plan.mix, plan.replies, "train", plan.seed, plan.reply_tokens, say
+        ),
+        "held out": drafter_data.sample_texts(
+            target.model,
+            tokenizer,
+            plan.mix,
+            plan.held_out,
+            "validation",
+            plan.seed,
+            plan.reply_tokens,
+            say,
+            temperatures=(0.0,),
+        ),
+    }
     file.parent.mkdir(parents=True, exist_ok=True)
     drafter_data.save_texts(file, made, target.facts["weights"])
     return made

@@ -41,12 +41,23 @@ class Score:
         return f"{self.task} ({self.split}): {self.right}/{self.total} exact = {self.share:.2%} [{low:.2%}, {high:.2%}]"
 
 
-def greedy(model: Model, prompts: Sequence[Sequence[int]], max_new: int, stop_ids: Sequence[int], **_: object) -> list[list[int]]:
+def greedy(
+    model: Model, prompts: Sequence[Sequence[int]], max_new: int, stop_ids: Sequence[int], **_: object
+) -> list[list[int]]:
     """Greedy continuations, without the stop token. Raises ValueError when the longest prompt leaves no room in the model's positions."""
     return complete(model, prompts, max_new, stop_ids)
 
 
-def evaluate(model: Model, tokenizer: Tokenizer, spec: str, count: int, *, seed: int = 0, split: Split = "test", max_new: int = 400) -> Score:
+def evaluate(
+    model: Model,
+    tokenizer: Tokenizer,
+    spec: str,
+    count: int,
+    *,
+    seed: int = 0,
+    split: Split = "test",
+    max_new: int = 400,
+) -> Score:
     """Exact match on ``count`` unseen problems of ``spec``, a task or a form of one. Raises ConfigError for an unknown one.
 
     A prompt that leaves no room for a reply counts as wrong.
@@ -54,7 +65,9 @@ def evaluate(model: Model, tokenizer: Tokenizer, spec: str, count: int, *, seed:
     task = load_task(spec)
     problems = task.problems(split, seed, count)
     replies = complete_all(model, tokenizer, [p.prompt for p in problems], max_new, complete=greedy)
-    right = sum(reply is not None and task.check(problem, reply) for problem, reply in zip(problems, replies, strict=True))
+    right = sum(
+        reply is not None and task.check(problem, reply) for problem, reply in zip(problems, replies, strict=True)
+    )
     return Score(spec, split, right, len(problems))
 
 
@@ -64,7 +77,9 @@ def mean_loss(model: Model, batch: Batch, *, whole: bool = False) -> tuple[float
     device = model.model.embed_tokens.weight.device
     total = torch.zeros(3, dtype=torch.float64, device=device)
     for first in range(0, len(batch.ids), 8):
-        ids, documents, trained = (torch.from_numpy(a[first:first + 8]).to(device) for a in (batch.ids, batch.documents, batch.trained))
+        ids, documents, trained = (
+            torch.from_numpy(a[first : first + 8]).to(device) for a in (batch.ids, batch.documents, batch.trained)
+        )
         total += losses(model, ids.long(), None if whole else documents, trained)
     loss, _, correct = (total / max(batch.num_trained, 1)).tolist()
     return loss, correct

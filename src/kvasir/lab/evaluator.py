@@ -66,12 +66,16 @@ class Plan:
         if self.seed < 0:
             raise ConfigError(f"seed={self.seed} must not be negative")
         if self.own and (self.samples < MOST_CANDIDATES or any(find_form(form).least == 0 for form in self.forms)):
-            raise ConfigError(f"own candidates need a form other than 'solve', and a pool of at least {MOST_CANDIDATES} samples a problem to choose "
-                              f"from, not form={self.form!r} and samples={self.samples}")
+            raise ConfigError(
+                f"own candidates need a form other than 'solve', and a pool of at least {MOST_CANDIDATES} samples a problem to choose "
+                f"from, not form={self.form!r} and samples={self.samples}"
+            )
         if self.split not in SPLITS:
             raise ConfigError(f"no split named '{self.split}'; there are {', '.join(SPLITS)}")
         if self.heat < 0 or self.samples > 1 and self.heat == 0:
-            raise ConfigError(f"temperature={self.heat:g} with samples={self.samples}: greedy replies are all the same; take a temperature above 0")
+            raise ConfigError(
+                f"temperature={self.heat:g} with samples={self.samples}: greedy replies are all the same; take a temperature above 0"
+            )
 
     @property
     def specs(self) -> list[str]:
@@ -139,22 +143,28 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     try:
         return lab_tokenizer.load(folder)
     except ConfigError as e:
-        raise ConfigError(f"the lab's tasks are written for models with the lab's vocabulary, and {folder.name} is none: {e}") from e
+        raise ConfigError(
+            f"the lab's tasks are written for models with the lab's vocabulary, and {folder.name} is none: {e}"
+        ) from e
 
 
 def prepare(plan: Plan, tokenizer: Tokenizer) -> list[Exam]:
     """Draw and encode every problem. Raises ConfigError for an unknown task, form or dial, or when a split has too few."""
     tasks = {spec: load_task(spec) for spec in plan.specs}
-    return [_documents(spec, task, plan, tokenizer) if task.scored == "loss" else _questions(spec, task, plan, tokenizer)
-            for spec, task in tasks.items()]
+    return [
+        _documents(spec, task, plan, tokenizer) if task.scored == "loss" else _questions(spec, task, plan, tokenizer)
+        for spec, task in tasks.items()
+    ]
 
 
 def _questions(spec: str, task: Task, plan: Plan, tokenizer: Tokenizer) -> Exam:
     problems = task.problems(plan.split, plan.seed, plan.count)
     different = len({p.prompt for p in problems})
     if different < plan.count / 2:  # some tasks repeat themselves now and then; one problem asked often says little
-        raise ConfigError(f"split '{plan.split}' of '{spec}' holds about {different} different problems, too few for n={plan.count}: "
-                          "take a smaller n, or turn its dial up")
+        raise ConfigError(
+            f"split '{plan.split}' of '{spec}' holds about {different} different problems, too few for n={plan.count}: "
+            "take a smaller n, or turn its dial up"
+        )
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
         return [e.ids for e in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
@@ -165,13 +175,19 @@ def _questions(spec: str, task: Task, plan: Plan, tokenizer: Tokenizer) -> Exam:
 
 def _documents(spec: str, task: Task, plan: Plan, tokenizer: Tokenizer) -> Exam:
     """Held-out prose is little, and the same passage scored again and again would feign certainty."""
-    drawn = task.documents(tokenizer, np.random.default_rng([SPLITS.index(plan.split), plan.seed]), plan.count, plan.split)
+    drawn = task.documents(
+        tokenizer, np.random.default_rng([SPLITS.index(plan.split), plan.seed]), plan.count, plan.split
+    )
     parts = [slice(first, last) for first, last in zip(drawn.bounds, drawn.bounds[1:])]
     times = repetition([drawn.ids[part][drawn.trained[part]] for part in parts])
     if times > MOST_REPEATED:
-        raise ConfigError(f"split '{plan.split}' of '{spec}' is small: {plan.count} documents hold every passage {times:.1f} times; "
-                          f"take n={max(1, int(plan.count / times / 2))} or shorter documents")
-    return Exam(spec, task, [], [drawn.ids[part].tolist() for part in parts], trained=[drawn.trained[part] for part in parts])
+        raise ConfigError(
+            f"split '{plan.split}' of '{spec}' is small: {plan.count} documents hold every passage {times:.1f} times; "
+            f"take n={max(1, int(plan.count / times / 2))} or shorter documents"
+        )
+    return Exam(
+        spec, task, [], [drawn.ids[part].tolist() for part in parts], trained=[drawn.trained[part] for part in parts]
+    )
 
 
 def repetition(texts: Sequence[np.ndarray]) -> float:
@@ -190,19 +206,32 @@ def run(llm: LLM, exam: Exam, plan: Plan, tokenizer: Tokenizer, *, progress: boo
     context = llm.info.max_model_len
     needed = max(len(p) for p in exam.prompts) + 1
     if exam.trained is None:
-        needed = max(len(prompt) + len(tokenizer.encode(problem.solution, add_special_tokens=False).ids) + 1
-                     for prompt, problem in zip(exam.prompts, exam.problems))
+        needed = max(
+            len(prompt) + len(tokenizer.encode(problem.solution, add_special_tokens=False).ids) + 1
+            for prompt, problem in zip(exam.prompts, exam.problems)
+        )
     if needed > context:
-        raise ConfigError(f"task '{exam.spec}' needs {needed} tokens of context with its solution, and the model serves {context}: "
-                          "turn its dial down, or raise --max-model-len where the model allows it")
+        raise ConfigError(
+            f"task '{exam.spec}' needs {needed} tokens of context with its solution, and the model serves {context}: "
+            "turn its dial down, or raise --max-model-len where the model allows it"
+        )
     started = time.perf_counter()
     prompts = [{"prompt_token_ids": p} for p in exam.prompts]
     if exam.trained is not None:
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0, detokenize=False)
         return _losses(exam, llm.generate(prompts, params, use_tqdm=progress), tokenizer, started)
     stops = tuple(tokenizer.token_to_id(t) for t in lab_tokenizer.STOPS)
-    params = [SamplingParams(n=plan.samples, temperature=plan.heat, seed=noise_seed(plan.seed, exam.spec, i), stop_token_ids=stops,
-                             max_tokens=min(exam.limit, context - len(prompt)), detokenize=False) for i, prompt in enumerate(exam.prompts)]
+    params = [
+        SamplingParams(
+            n=plan.samples,
+            temperature=plan.heat,
+            seed=noise_seed(plan.seed, exam.spec, i),
+            stop_token_ids=stops,
+            max_tokens=min(exam.limit, context - len(prompt)),
+            detokenize=False,
+        )
+        for i, prompt in enumerate(exam.prompts)
+    ]
     return _answers(exam, llm.generate(prompts, params, use_tqdm=progress), tokenizer, started)
 
 
@@ -211,8 +240,10 @@ def run_own(llm: LLM, exam: Exam, plan: Plan, tokenizer: Tokenizer, *, progress:
     wrong that a problem's pool holds; one greedy reply each. A form for which no problem holds candidates is left out."""
     solved = run(llm, exam, plan, tokenizer, progress=progress)
     assert isinstance(solved, Answers), "only a task with answers has forms"
-    pool = [Replies(problem, tuple(texts), tuple(map(bool, right)), tuple(votes))
-            for problem, texts, right, votes in zip(exam.problems, solved.texts, solved.right, solved.votes)]
+    pool = [
+        Replies(problem, tuple(texts), tuple(map(bool, right)), tuple(votes))
+        for problem, texts, right, votes in zip(exam.problems, solved.texts, solved.right, solved.votes)
+    ]
     found: list[Outcome] = [solved]
     once = dataclasses.replace(plan, samples=1, temperature=None, own=False, form="solve")
     for form in plan.forms:
@@ -220,14 +251,29 @@ def run_own(llm: LLM, exam: Exam, plan: Plan, tokenizer: Tokenizer, *, progress:
         rng = np.random.default_rng(plan.seed)
         count = min(task.shape.most, MOST_CANDIDATES)
         drawn = [(choose(rng, replies, right, count), replies) for replies in pool for right in range(count + 1)]
-        cases = [(task.case(replies.problem, texts), float(np.mean(replies.right))) for texts, replies in drawn if texts is not None]
+        cases = [
+            (task.case(replies.problem, texts), float(np.mean(replies.right)))
+            for texts, replies in drawn
+            if texts is not None
+        ]
         # A candidate that rambles may leave no room for a reply.
-        coded = [e.ids for e in tokenizer.encode_batch_fast([case.prompt for case, _ in cases], add_special_tokens=False)]
-        wanted = [len(e.ids) + 1 for e in tokenizer.encode_batch_fast([case.solution for case, _ in cases], add_special_tokens=False)]
+        coded = [
+            e.ids for e in tokenizer.encode_batch_fast([case.prompt for case, _ in cases], add_special_tokens=False)
+        ]
+        wanted = [
+            len(e.ids) + 1
+            for e in tokenizer.encode_batch_fast([case.solution for case, _ in cases], add_special_tokens=False)
+        ]
         fits = [i for i in range(len(cases)) if len(coded[i]) + wanted[i] < llm.info.max_model_len]
         if not fits:
             continue
-        asked = Exam(f"{form}/{exam.spec}", task, [cases[i][0] for i in fits], [coded[i] for i in fits], 2 * max(wanted[i] for i in fits) + 32)
+        asked = Exam(
+            f"{form}/{exam.spec}",
+            task,
+            [cases[i][0] for i in fits],
+            [coded[i] for i in fits],
+            2 * max(wanted[i] for i in fits) + 32,
+        )
         outcome = run(llm, asked, once, tokenizer, progress=progress)
         found.append(dataclasses.replace(outcome, alone=np.array([cases[i][1] for i in fits])))
     return found
@@ -241,7 +287,9 @@ def noise_seed(seed: int, spec: str, number: int) -> int:
 def _answers(exam: Exam, outputs: list[RequestOutput], tokenizer: Tokenizer, started: float) -> Answers:
     seconds = time.perf_counter() - started
     replies = [[tokenizer.decode(o.token_ids, skip_special_tokens=True) for o in output.outputs] for output in outputs]
-    right = np.array([[exam.task.check(problem, reply) for reply in texts] for problem, texts in zip(exam.problems, replies)])
+    right = np.array(
+        [[exam.task.check(problem, reply) for reply in texts] for problem, texts in zip(exam.problems, replies)]
+    )
     tokens = np.array([[len(o.token_ids) for o in output.outputs] for output in outputs])
     votes = [[exam.task.answer(reply) for reply in texts] for texts in replies]
     num_cut = sum(o.finish_reason == "length" for output in outputs for o in output.outputs)

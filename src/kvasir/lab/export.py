@@ -21,19 +21,41 @@ if TYPE_CHECKING:
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = 14_000_000  # bytes of weights in one file at most, so that a version-control host takes it
 # Shape's field -> the name in config.json.
-HF_NAMES = {"vocab": "vocab_size", "dim": "hidden_size", "layers": "num_hidden_layers", "ffn": "intermediate_size", "heads": "num_attention_heads",
-            "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "positions": "max_position_embeddings", "rope_theta": "rope_theta",
-            "norm_eps": "rms_norm_eps"}
+HF_NAMES = {
+    "vocab": "vocab_size",
+    "dim": "hidden_size",
+    "layers": "num_hidden_layers",
+    "ffn": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "positions": "max_position_embeddings",
+    "rope_theta": "rope_theta",
+    "norm_eps": "rms_norm_eps",
+}
 
 
 def hf_config(shape: Shape, dtype: torch.dtype) -> dict:
     """config.json, in the spelling that transformers 4 wrote and 5 still reads."""
-    ids = {name: lab_tokenizer.SPECIAL.index(token) for name, token in (("bos", "<bos>"), ("eos", "<eos>"), ("pad", "<pad>"))}
+    ids = {
+        name: lab_tokenizer.SPECIAL.index(token)
+        for name, token in (("bos", "<bos>"), ("eos", "<eos>"), ("pad", "<pad>"))
+    }
     return {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": str(dtype).removeprefix("torch."),
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "torch_dtype": str(dtype).removeprefix("torch."),
         **{HF_NAMES[name]: value for name, value in dataclasses.asdict(shape).items()},
-        "rope_scaling": None, "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "tie_word_embeddings": True,
-        "use_cache": True, "use_sliding_window": False, "sliding_window": None, "max_window_layers": shape.layers, "initializer_range": 0.02,
+        "rope_scaling": None,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": shape.layers,
+        "initializer_range": 0.02,
         **{f"{name}_token_id": i for name, i in ids.items()},
     }
 
@@ -89,7 +111,9 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> Model:
     except (OSError, json.JSONDecodeError, KeyError, SafetensorError) as e:
         raise ConfigError(f"{folder} is not a readable checkpoint: {e}") from e
     if config.get("model_type") != "qwen3" or not config.get("tie_word_embeddings"):
-        raise ConfigError(f"{folder}: the lab reads its own Qwen3-shaped checkpoints with tied embeddings, not '{config.get('model_type')}'")
+        raise ConfigError(
+            f"{folder}: the lab reads its own Qwen3-shaped checkpoints with tied embeddings, not '{config.get('model_type')}'"
+        )
     missing = [name for name in HF_NAMES.values() if name not in config]
     if missing:
         raise ConfigError(f"{folder}/config.json lacks {', '.join(missing)}")

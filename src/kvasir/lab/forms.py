@@ -52,10 +52,16 @@ class Form:
 
 FORMS: dict[str, Form] = {
     "solve": Form((), "", 0),
-    "aggregate": Form(tuple(f"Candidate {i}:" for i in range(1, 9)), "Candidates may be wrong. Check them, then solve the problem.", 2,
-                      names=tuple("12345678")),
+    "aggregate": Form(
+        tuple(f"Candidate {i}:" for i in range(1, 9)),
+        "Candidates may be wrong. Check them, then solve the problem.",
+        2,
+        names=tuple("12345678"),
+    ),
     "judge_one": Form(("Solution:",), "Is this solution right? Check it, then write Yes or No.", names=("A",)),
-    "judge_pair": Form(("Solution A:", "Solution B:"), "Check both solutions, then rate them from 1 to 9.", 2, names=("A", "B")),
+    "judge_pair": Form(
+        ("Solution A:", "Solution B:"), "Check both solutions, then rate them from 1 to 9.", 2, names=("A", "B")
+    ),
     "self_evaluate": Form(("",), "Is your answer right? Reply Yes or No.", own=True),
     "refine": Form(("Attempt:",), "This attempt may be wrong. Check it, then write a right solution.", names=("A",)),
 }
@@ -90,8 +96,16 @@ def render(name: str, problem: Problem, candidates: Sequence[str]) -> tuple[Mess
     if name == "solve":
         return problem.messages
     if form.own:
-        return (*problem.messages, {"role": "assistant", "content": candidates[0]}, {"role": "user", "content": form.tail})
-    parts = [question["content"], *(f"{head}\n{text}" for head, text in zip(form.heads, candidates, strict=False)), form.tail]
+        return (
+            *problem.messages,
+            {"role": "assistant", "content": candidates[0]},
+            {"role": "user", "content": form.tail},
+        )
+    parts = [
+        question["content"],
+        *(f"{head}\n{text}" for head, text in zip(form.heads, candidates, strict=False)),
+        form.tail,
+    ]
     return (*before, {"role": "user", "content": "\n\n".join(parts)})
 
 
@@ -144,7 +158,9 @@ class FormTask(Task):
         self.shape = find(form)
         self.name = f"{form}/{inner.name}"  # type: ignore[misc]
         if not inner.candidates:
-            raise ConfigError(f"the task '{inner.name}' has no prompt forms: it cannot write right and wrong candidates of its own")
+            raise ConfigError(
+                f"the task '{inner.name}' has no prompt forms: it cannot write right and wrong candidates of its own"
+            )
 
     # -------------------------------------------------------------------------------------------------------- problems
 
@@ -159,7 +175,17 @@ class FormTask(Task):
                 # Nothing to copy and nothing worked out: the question, said again, is where solving begins as it does alone.
                 check = f"{check}\n{problem.messages[-1]['content']}"
             reply = check + ("\n\n" if self.form in SOLVING else "\n") + reply
-        return FormProblem(messages, reply, self.answer(reply) or "", sum(right), problem.tools, self.shape.own, problem, tuple(candidates), right)
+        return FormProblem(
+            messages,
+            reply,
+            self.answer(reply) or "",
+            sum(right),
+            problem.tools,
+            self.shape.own,
+            problem,
+            tuple(candidates),
+            right,
+        )
 
     def problems(self, split: Split, seed: int, count: int) -> list[Problem]:
         return self._cases(generator(split, seed), split, count)
@@ -169,7 +195,7 @@ class FormTask(Task):
         origins = self.inner.as_problems(drawn, rng)
         size, wrong = self._mix(rng, count)
         texts = [self.inner.written(drawn, rng, wrong[:, j]) for j in range(wrong.shape[1])]
-        return [self.case(origin, [column[i] for column in texts[:size[i]]]) for i, origin in enumerate(origins)]
+        return [self.case(origin, [column[i] for column in texts[: size[i]]]) for i, origin in enumerate(origins)]
 
     def draw(self, rng: np.random.Generator, split: Split) -> Problem:
         return self.problems(split, int(rng.integers(1 << 62)), 1)[0]
@@ -221,7 +247,9 @@ class FormTask(Task):
 
     # ------------------------------------------------------------------------------------------------------- documents
 
-    def documents(self, tokenizer: Tokenizer, rng: np.random.Generator, count: int, split: Split = "train") -> Documents:
+    def documents(
+        self, tokenizer: Tokenizer, rng: np.random.Generator, count: int, split: Split = "train"
+    ) -> Documents:
         if self.form == "solve":
             return self.inner.documents(tokenizer, rng, count, split)
         return encode(tokenizer, [opened(case, rng) for case in self._cases(rng, split, count)])

@@ -17,7 +17,9 @@ def why_not(shape: Shape, device: str) -> str | None:
     length, grouped = 512, shape.heads != shape.kv_heads
 
     def random(heads: int) -> torch.Tensor:
-        return torch.randn(2, heads, length, shape.head_dim, device=device, dtype=torch.bfloat16, generator=generator).requires_grad_()
+        return torch.randn(
+            2, heads, length, shape.head_dim, device=device, dtype=torch.bfloat16, generator=generator
+        ).requires_grad_()
 
     inputs = [random(shape.heads), random(shape.kv_heads), random(shape.kv_heads)]
     numbers = (torch.arange(length, device=device) // 75).to(torch.int16).expand(2, -1).contiguous()
@@ -29,11 +31,18 @@ def why_not(shape: Shape, device: str) -> str | None:
     exact = [x.detach().float().requires_grad_() for x in inputs]
     q, k, v = exact
     repeats = shape.heads // shape.kv_heads
-    wanted = results(F.scaled_dot_product_attention(q, k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1), document_mask(numbers)),
-                     exact)
+    wanted = results(
+        F.scaled_dot_product_attention(
+            q, k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1), document_mask(numbers)
+        ),
+        exact,
+    )
     q, k, v = inputs
     try:
-        got = results(torch.compile(flex_attention, dynamic=False)(q, k, v, block_mask=block_mask(numbers), enable_gqa=grouped), inputs)
+        got = results(
+            torch.compile(flex_attention, dynamic=False)(q, k, v, block_mask=block_mask(numbers), enable_gqa=grouped),
+            inputs,
+        )
         torch.accelerator.synchronize()
     except Exception as e:  # noqa: BLE001 (whatever a compiler can raise; the caller says it aloud)
         return f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else 'no message'}"

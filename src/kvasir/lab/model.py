@@ -40,7 +40,9 @@ class Shape:
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads or self.head_dim % 2:
-            raise ConfigError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}, and head_dim={self.head_dim} even")
+            raise ConfigError(
+                f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}, and head_dim={self.head_dim} even"
+            )
 
 
 class RMSNorm(nn.Module):
@@ -71,8 +73,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(s.head_dim, s.norm_eps)
         self.k_norm = RMSNorm(s.head_dim, s.norm_eps)
 
-    def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | BlockMask | None,
-                cache: tuple[torch.Tensor, torch.Tensor] | None, at: int | torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | BlockMask | None,
+        cache: tuple[torch.Tensor, torch.Tensor] | None,
+        at: int | torch.Tensor,
+    ) -> torch.Tensor:
         """x [B, T, E]. ``cache``: K and V [B, G, C, D], written in place from position ``at``. As a tensor [1] it is where the one
         token goes, and ``mask`` covers the whole cache: shapes that never change, for a CUDA graph."""
         b, t, _ = x.shape
@@ -84,13 +92,15 @@ class Attention(nn.Module):
         if isinstance(at, torch.Tensor):
             k, v = (kept.index_copy_(2, at, new.to(kept.dtype)) for kept, new in zip(cache or (), (k, v), strict=True))
         elif cache is not None:
-            cache[0][:, :, at:at + t], cache[1][:, :, at:at + t] = k, v
-            k, v = cache[0][:, :, :at + t], cache[1][:, :, :at + t]
+            cache[0][:, :, at : at + t], cache[1][:, :, at : at + t] = k, v
+            k, v = cache[0][:, :, : at + t], cache[1][:, :, : at + t]
         if isinstance(mask, BlockMask):
             out = flex_attention(q, k, v, block_mask=mask, enable_gqa=s.heads != s.kv_heads)
         elif cache is not None and t == 1:
             # One token: the heads of a group stand where queries stand, and the cache is read once and not copied.
-            out = F.scaled_dot_product_attention(q.reshape(b, s.kv_heads, -1, s.head_dim), k, v, attn_mask=mask).reshape(b, s.heads, 1, s.head_dim)
+            out = F.scaled_dot_product_attention(
+                q.reshape(b, s.kv_heads, -1, s.head_dim), k, v, attn_mask=mask
+            ).reshape(b, s.heads, 1, s.head_dim)
         else:
             # Repeated by hand: the fused kernels that take a mask do not take grouped heads.
             k, v = (z.repeat_interleave(s.heads // s.kv_heads, 1) for z in (k, v))
@@ -117,8 +127,14 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(s.dim, s.norm_eps)
         self.mlp = MLP(s)
 
-    def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | BlockMask | None,
-                cache: tuple[torch.Tensor, torch.Tensor] | None = None, at: int | torch.Tensor = 0) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | BlockMask | None,
+        cache: tuple[torch.Tensor, torch.Tensor] | None = None,
+        at: int | torch.Tensor = 0,
+    ) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache, at)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -154,8 +170,16 @@ class Model(nn.Module):
         self._rope = tuple(t.to(fn(t).device) for t in self._rope)  # to another device, never to another precision
         return super()._apply(fn, recurse)
 
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None, *, positions: torch.Tensor | None = None,
-                cache: Cache | None = None, at: int | torch.Tensor = 0, last: bool = False) -> torch.Tensor:
+    def forward(
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *,
+        positions: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        at: int | torch.Tensor = 0,
+        last: bool = False,
+    ) -> torch.Tensor:
         """ids [B, T]; mask [B, 1, T, at + T] bool, true = may look (None: causal); positions [B, T] (None: ``at`` onwards).
 
         ``at`` as a tensor: see `Attention`; it needs ``positions``. ``last``: logits of the last position only, [B, 1, V].
@@ -171,7 +195,7 @@ class Model(nn.Module):
 
     def rope(self, length: int, at: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [1, 1, length, D] of the positions from ``at`` on."""
-        cos, sin = (t[at:at + length][None, None] for t in self._rope)
+        cos, sin = (t[at : at + length][None, None] for t in self._rope)
         return cos, sin
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -210,11 +234,18 @@ def block_mask(documents: torch.Tensor) -> BlockMask:
     def same_document(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (documents[b, q] == documents[b, k]) & (k <= q)
 
-    return BlockMask.from_kv_blocks((tiles - first + 1)[:, None].int(), visited[:, None].int(), BLOCK_SIZE=BLOCK, mask_mod=same_document,
-                                    seq_lengths=(length, length))
+    return BlockMask.from_kv_blocks(
+        (tiles - first + 1)[:, None].int(),
+        visited[:, None].int(),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=same_document,
+        seq_lengths=(length, length),
+    )
 
 
-def run_layer(layer: nn.Module, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | BlockMask | None) -> torch.Tensor:
+def run_layer(
+    layer: nn.Module, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | BlockMask | None
+) -> torch.Tensor:
     return layer(x, rope, mask)
 
 
@@ -225,7 +256,9 @@ def head_losses(model: Model, x: torch.Tensor, target: torch.Tensor, weight: tor
     # A masked sum and not a gather, whose backward would scatter into a matrix of zeros: the compiler fuses this one.
     chosen = torch.where(torch.arange(logits.shape[-1], device=x.device) == target[:, None], logits, 0.0).sum(-1)
     correct = (logits.argmax(-1) == target).float()
-    return torch.stack([((partition - chosen) * weight).sum(), (partition.square() * weight).sum(), (correct * weight).sum()])
+    return torch.stack(
+        [((partition - chosen) * weight).sum(), (partition.square() * weight).sum(), (correct * weight).sum()]
+    )
 
 
 @dataclass(frozen=True)
@@ -242,14 +275,22 @@ class Compute:
 
 def compiled(*, fused: bool, **options: Any) -> Compute:
     """``options`` go to torch.compile. Shapes are fixed: each row shape of a recipe costs one graph of a layer and one of the head."""
-    return Compute(*(torch.compile(f, dynamic=False, fullgraph=True, **options) for f in (run_layer, head_losses)), fused=fused)
+    return Compute(
+        *(torch.compile(f, dynamic=False, fullgraph=True, **options) for f in (run_layer, head_losses)), fused=fused
+    )
 
 
 PLAIN = Compute()
 
 
-def losses(model: Model, ids: torch.Tensor, documents: torch.Tensor | None, trained: torch.Tensor, compute: Compute = PLAIN,
-           chosen: torch.Tensor | None = None) -> torch.Tensor:
+def losses(
+    model: Model,
+    ids: torch.Tensor,
+    documents: torch.Tensor | None,
+    trained: torch.Tensor,
+    compute: Compute = PLAIN,
+    chosen: torch.Tensor | None = None,
+) -> torch.Tensor:
     """[3]: summed cross-entropy (nats), summed z term (log-partition squared), and correct guesses, over trained targets.
 
     ids, documents, trained [B, T]; ``trained`` marks the tokens to predict. ``documents`` None: each row is one document.
@@ -262,4 +303,6 @@ def losses(model: Model, ids: torch.Tensor, documents: torch.Tensor | None, trai
         x = compute.layer(layer, x, rope, mask)
     if chosen is None:
         return compute.head(model, x[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), trained[:, 1:].flatten().float())
-    return compute.head(model, x.flatten(0, 1).index_select(0, chosen - 1), ids.flatten()[chosen], trained.flatten()[chosen].float())
+    return compute.head(
+        model, x.flatten(0, 1).index_select(0, chosen - 1), ids.flatten()[chosen], trained.flatten()[chosen].float()
+    )

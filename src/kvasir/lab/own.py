@@ -47,27 +47,51 @@ class Replies:
     @staticmethod
     def join(parts: Sequence[Replies]) -> Replies:
         """Several models' replies to one problem."""
-        return Replies(parts[0].problem, *(tuple(x for part in parts for x in getattr(part, name)) for name in ("texts", "right", "answers")))
+        return Replies(
+            parts[0].problem,
+            *(tuple(x for part in parts for x in getattr(part, name)) for name in ("texts", "right", "answers")),
+        )
 
 
-def sample_replies(model: Model, tokenizer: Tokenizer, task: Task, split: Split, *, problems: int, samples: int, temperature: float, max_new: int,
-                   seed: int) -> list[Replies]:
+def sample_replies(
+    model: Model,
+    tokenizer: Tokenizer,
+    task: Task,
+    split: Split,
+    *,
+    problems: int,
+    samples: int,
+    temperature: float,
+    max_new: int,
+    seed: int,
+) -> list[Replies]:
     """``samples`` replies to each of ``problems`` problems. A prompt that leaves no room gets empty replies, which are wrong."""
     asked = task.problems(split, seed, problems)
-    written = complete_all(model, tokenizer, [p.prompt for p in asked for _ in range(samples)], max_new, temperature=temperature, seed=seed)
+    written = complete_all(
+        model, tokenizer, [p.prompt for p in asked for _ in range(samples)], max_new, temperature=temperature, seed=seed
+    )
     out = []
     for n, problem in enumerate(asked):
-        texts = tuple(text or "" for text in written[n * samples:(n + 1) * samples])
-        out.append(Replies(problem, texts, tuple(task.check(problem, t) for t in texts), tuple(task.answer(t) for t in texts)))
+        texts = tuple(text or "" for text in written[n * samples : (n + 1) * samples])
+        out.append(
+            Replies(problem, texts, tuple(task.check(problem, t) for t in texts), tuple(task.answer(t) for t in texts))
+        )
     return out
 
 
 def choose(rng: np.random.Generator, replies: Replies, right: int, count: int) -> list[str] | None:
     """``count`` of the replies in random order, ``right`` of them right; None when there are too few of a kind. Empty ones never count."""
-    groups = [[t for t, ok in zip(replies.texts, replies.right, strict=True) if ok == wanted and t.strip()] for wanted in (True, False)]
+    groups = [
+        [t for t, ok in zip(replies.texts, replies.right, strict=True) if ok == wanted and t.strip()]
+        for wanted in (True, False)
+    ]
     if right > len(groups[0]) or count - right > len(groups[1]):
         return None
-    texts = [group[i] for group, n in zip(groups, (right, count - right), strict=True) for i in rng.permutation(len(group))[:n]]
+    texts = [
+        group[i]
+        for group, n in zip(groups, (right, count - right), strict=True)
+        for i in rng.permutation(len(group))[:n]
+    ]
     return [texts[i] for i in rng.permutation(count)]
 
 
@@ -76,7 +100,11 @@ def cases(rng: np.random.Generator, task: FormTask, replies: Replies) -> list[Pr
     out = []
     for _ in range(PER_PROBLEM.get(task.form, 1)):
         count = int(rng.integers(max(task.shape.least, 1), min(task.shape.most, DRAWN) + 1))
-        possible = [n for n in range(count + 1) if sum(replies.right) >= n and len(replies.right) - sum(replies.right) >= count - n]
+        possible = [
+            n
+            for n in range(count + 1)
+            if sum(replies.right) >= n and len(replies.right) - sum(replies.right) >= count - n
+        ]
         # A problem with replies of one kind only says little: most of those are left out.
         if not possible or (len(possible) == 1 and rng.random() < 0.7):
             continue
@@ -89,8 +117,15 @@ def cases(rng: np.random.Generator, task: FormTask, replies: Replies) -> list[Pr
     return out
 
 
-def own_documents(model: Model, tokenizer: Tokenizer, plan: Own, seed: int, workers: int, say: Callable[[str], None],
-                  others: Sequence[Model] = ()) -> dict[str, Documents]:
+def own_documents(
+    model: Model,
+    tokenizer: Tokenizer,
+    plan: Own,
+    seed: int,
+    workers: int,
+    say: Callable[[str], None],
+    others: Sequence[Model] = (),
+) -> dict[str, Documents]:
     """Sample the model on training problems; by name (``own/aggregate``, ...) the documents of every form, at most ``LONGEST`` tokens each.
 
     A form that the replies give no document for is left out. ``others`` add a few replies to each problem, for their mistakes.
@@ -98,13 +133,24 @@ def own_documents(model: Model, tokenizer: Tokenizer, plan: Own, seed: int, work
     pool: list[tuple[str, Replies]] = []
     for i, (spec, temperature) in enumerate(plan.tasks):
         begin = time.monotonic()
-        parts = [sample_replies(one, tokenizer, load_task(spec), "train", problems=plan.problems, samples=samples, temperature=temperature,
-                                max_new=plan.reply_tokens, seed=1000 * seed + i)
-                 for one, samples in [(model, plan.samples), *((other, max(1, plan.samples // OTHERS)) for other in others)]]
+        parts = [
+            sample_replies(
+                one,
+                tokenizer,
+                load_task(spec),
+                "train",
+                problems=plan.problems,
+                samples=samples,
+                temperature=temperature,
+                max_new=plan.reply_tokens,
+                seed=1000 * seed + i,
+            )
+            for one, samples in [(model, plan.samples), *((other, max(1, plan.samples // OTHERS)) for other in others)]
+        ]
         pool += [(spec, Replies.join(replies)) for replies in zip(*parts, strict=True)]
         shares = ", ".join(f"{np.mean([r.right for r in part]):.1%}" for part in parts)
         say(f"  own replies: {spec} {shares} right, {time.monotonic() - begin:.1f} s")
-    chunks = [(first, pool[first:first + CHUNK]) for first in range(0, len(pool), CHUNK)]
+    chunks = [(first, pool[first : first + CHUNK]) for first in range(0, len(pool), CHUNK)]
     made = all_of(partial(_written, tokenizer, seed), chunks, workers)
     parts = {form: [part[form] for part in made if form in part] for form in OWN_FORMS}
     for form in [form for form, documents in parts.items() if not documents]:
@@ -116,7 +162,11 @@ def _written(tokenizer: Tokenizer, seed: int, chunk: tuple[int, Sequence[tuple[s
     """The documents of every form on a few problems' replies."""
     first, pool = chunk
     rng = np.random.default_rng([seed, first])
-    tasks = {(form, spec): FormTask(form, load_task(spec)) for spec in dict.fromkeys(spec for spec, _ in pool) for form in OWN_FORMS}
+    tasks = {
+        (form, spec): FormTask(form, load_task(spec))
+        for spec in dict.fromkeys(spec for spec, _ in pool)
+        for form in OWN_FORMS
+    }
     out = {}
     for form in OWN_FORMS:
         problems = [problem for spec, replies in pool for problem in cases(rng, tasks[form, spec], replies)]

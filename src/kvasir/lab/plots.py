@@ -12,7 +12,9 @@ from kvasir.errors import ConfigError
 def check() -> None:
     """Raise ConfigError when plots cannot be drawn here."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("a plot needs matplotlib, which is not installed: `pip install 'kvasir[plots]'`, or leave --plot out")
+        raise ConfigError(
+            "a plot needs matplotlib, which is not installed: `pip install 'kvasir[plots]'`, or leave --plot out"
+        )
 
 
 def draw(outcome: dict[str, Any], file: Path) -> None:
@@ -41,7 +43,10 @@ def _bars(axes: Any, arms: list[dict[str, Any]], tasks: list[str], kind: str) ->
     for i, entry in enumerate(arms):
         values = [factor * entry["metrics"][task][kind] for task in tasks]
         bounds = [[factor * b for b in entry["metrics"][task]["interval"]] for task in tasks]
-        errors = [[max(0.0, v - low) for v, (low, _) in zip(values, bounds)], [max(0.0, high - v) for v, (_, high) in zip(values, bounds)]]
+        errors = [
+            [max(0.0, v - low) for v, (low, _) in zip(values, bounds)],
+            [max(0.0, high - v) for v, (_, high) in zip(values, bounds)],
+        ]
         places = [t + (i - (len(arms) - 1) / 2) * width for t in range(len(tasks))]
         axes.bar(places, values, width * 0.92, yerr=errors, capsize=3, label=entry["name"])
     axes.set_xticks(range(len(tasks)), tasks, rotation=20, ha="right", fontsize=8)
@@ -58,8 +63,15 @@ def _curves(axes: Any, arms: list[dict[str, Any]], tasks: list[str]) -> None:
             for name, line in (("pass", "-"), ("majority", "--")):
                 points = entry["metrics"][task].get(name)
                 if points:
-                    drawn = axes.plot([int(k) for k in points], [100 * p["share"] for p in points.values()], line, marker="o", markersize=3,
-                                      color=colour, label=f"{entry['name']}: {task}, {name}@k")
+                    drawn = axes.plot(
+                        [int(k) for k in points],
+                        [100 * p["share"] for p in points.values()],
+                        line,
+                        marker="o",
+                        markersize=3,
+                        color=colour,
+                        label=f"{entry['name']}: {task}, {name}@k",
+                    )
                     colour = drawn[0].get_color()
     sizes = sorted({int(k) for entry in arms for task in tasks for k in entry["metrics"][task]["pass"]})
     axes.set_xscale("log", base=2)

@@ -20,8 +20,13 @@ class Progress:
                 from rich import progress as rich
             except ImportError:
                 return self
-            self._bar = rich.Progress(rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn(),
-                                      rich.TextColumn("{task.fields[note]}"))
+            self._bar = rich.Progress(
+                rich.TextColumn("{task.description}"),
+                rich.BarColumn(),
+                rich.MofNCompleteColumn(),
+                rich.TimeRemainingColumn(),
+                rich.TextColumn("{task.fields[note]}"),
+            )
             self._task = self._bar.add_task(self.title, total=None, note="")
             self._bar.start()
         return self

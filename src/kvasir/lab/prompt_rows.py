@@ -50,7 +50,9 @@ def unroll(model: Model, weight_CKE: torch.Tensor, batch: Batch, text: list[Keys
                 x = _block(layer, x, rope, keys, unseen, mine)
             states.append(trunk.norm(x))
         found = torch.stack(states).mean(0)
-        yield found.new_zeros(*batch.ids.shape, dim).index_put((torch.arange(len(roots_BR), device=device)[:, None], roots_BR), found)
+        yield found.new_zeros(*batch.ids.shape, dim).index_put(
+            (torch.arange(len(roots_BR), device=device)[:, None], roots_BR), found
+        )
 
 
 def _keys(attention: Attention, normed: torch.Tensor, rope: Rope) -> Keys:
@@ -59,7 +61,9 @@ def _keys(attention: Attention, normed: torch.Tensor, rope: Rope) -> Keys:
     return rotate(attention.k_norm(k).transpose(1, 2), *rope).to(v.dtype), v.transpose(1, 2)
 
 
-def _block(layer: Block, x_BRE: torch.Tensor, rope: Rope, text: Keys, unseen: torch.Tensor, mine: list[Keys]) -> torch.Tensor:
+def _block(
+    layer: Block, x_BRE: torch.Tensor, rope: Rope, text: Keys, unseen: torch.Tensor, mine: list[Keys]
+) -> torch.Tensor:
     """One layer for one prompt token of every root. ``unseen`` [B, 1, R, T]; ``mine``: what the same root's earlier ones have left in
     this layer; this one's is added."""
     attention = layer.self_attn
@@ -70,9 +74,15 @@ def _block(layer: Block, x_BRE: torch.Tensor, rope: Rope, text: Keys, unseen: to
     share = attention.shape.heads // attention.shape.kv_heads
     k, v = (x.repeat_interleave(share, 1) for x in text)
     before = [tuple(x.repeat_interleave(share, 1) for x in pair) for pair in mine]
-    scores = torch.cat([(q @ k.transpose(-1, -2)).masked_fill(unseen, -float("inf")), *((q * k).sum(-1, keepdim=True) for k, _ in before)], -1)
+    scores = torch.cat(
+        [
+            (q @ k.transpose(-1, -2)).masked_fill(unseen, -float("inf")),
+            *((q * k).sum(-1, keepdim=True) for k, _ in before),
+        ],
+        -1,
+    )
     weights = (scores.float() * attention.shape.head_dim**-0.5).softmax(-1).to(v.dtype)
-    out = weights[..., :v.shape[2]] @ v
+    out = weights[..., : v.shape[2]] @ v
     for i, (_, value) in enumerate(before):
         out = out + weights[..., v.shape[2] + i, None] * value
     x = x_BRE + attention.o_proj(out.transpose(1, 2).flatten(2))

@@ -82,15 +82,24 @@ class Recipe:
     def __post_init__(self) -> None:
         longest = max(part.length for part in self.rows)
         if longest > self.shape.positions:
-            raise ConfigError(f"recipe {self.name}: rows of {longest} tokens exceed the model's {self.shape.positions} positions")
+            raise ConfigError(
+                f"recipe {self.name}: rows of {longest} tokens exceed the model's {self.shape.positions} positions"
+            )
         starts = [phase.start for phase in self.phases]
         if starts != sorted(set(starts)) or any(not 0 <= start < 1 for start in starts):
-            raise ConfigError(f"recipe {self.name}: the phases must start one after another, from 0 and before 1, not at {starts}")
-        sizes = [[(part.count, part.length, part.whole) for part in rows] for rows in (self.rows, *(p.rows for p in self.phases))]
+            raise ConfigError(
+                f"recipe {self.name}: the phases must start one after another, from 0 and before 1, not at {starts}"
+            )
+        sizes = [
+            [(part.count, part.length, part.whole) for part in rows]
+            for rows in (self.rows, *(p.rows for p in self.phases))
+        ]
         if any(size != sizes[0] for size in sizes):
             raise ConfigError(f"recipe {self.name}: every phase needs rows of the same counts and lengths: {sizes}")
         if any(phase.own for phase in self.phases) and self.own is None:
-            raise ConfigError(f"recipe {self.name}: a phase wants the model's own candidates, but `own` does not say which")
+            raise ConfigError(
+                f"recipe {self.name}: a phase wants the model's own candidates, but `own` does not say which"
+            )
 
     @property
     def tokens_per_step(self) -> int:
@@ -106,8 +115,13 @@ class Recipe:
         if not self.phases:
             raise ConfigError(f"recipe {self.name} has no later phase to continue with")
         last = self.phases[-1]
-        return self.replace(rows=last.rows, phases=(dataclasses.replace(last, start=0.0),), minutes=None if self.minutes is None else CONTINUED,
-                            lr=self.lr / 4, warmup=50)
+        return self.replace(
+            rows=last.rows,
+            phases=(dataclasses.replace(last, start=0.0),),
+            minutes=None if self.minutes is None else CONTINUED,
+            lr=self.lr / 4,
+            warmup=50,
+        )
 
     def replace(self, **changes: Any) -> Recipe:
         return dataclasses.replace(self, **changes)
@@ -117,15 +131,39 @@ HARD_CHAIN = "chain:modulus=499,max_factor=30,max_steps=10"
 FORMED = ("chain", HARD_CHAIN, "long_add", "state", "countdown", "path")  # tasks that the prompt forms are trained on
 FORMS = {"aggregate": 0.36, "judge_one": 0.10, "judge_pair": 0.33, "self_evaluate": 0.04, "refine": 0.17}
 SOLVE = {
-    "chain": 0.12, HARD_CHAIN: 0.06, "long_add": 0.07, "reflect": 0.10, "countdown": 0.13, "path": 0.09, "path:form=star": 0.02, "facts": 0.05,
-    "facts:min_facts=40,max_facts=120": 0.03, "needle:length=640": 0.04, "state": 0.10, "state:kind=parity": 0.02, "template": 0.03,
-    "schema": 0.06, "tool": 0.05, "chat": 0.015,
-    "story": 0.012, "story:form=prose,length=1024": 0.014,
+    "chain": 0.12,
+    HARD_CHAIN: 0.06,
+    "long_add": 0.07,
+    "reflect": 0.10,
+    "countdown": 0.13,
+    "path": 0.09,
+    "path:form=star": 0.02,
+    "facts": 0.05,
+    "facts:min_facts=40,max_facts=120": 0.03,
+    "needle:length=640": 0.04,
+    "state": 0.10,
+    "state:kind=parity": 0.02,
+    "template": 0.03,
+    "schema": 0.06,
+    "tool": 0.05,
+    "chat": 0.015,
+    "story": 0.012,
+    "story:form=prose,length=1024": 0.014,
 }
-LONG = {"needle:min_length=512,length=4064": 0.58, "needle:min_length=512,length=4064,filler=pairs": 0.35, "story:form=prose,length=4096": 0.07}
-EASIER = {"chain": "chain:min_steps=1,max_steps=6", HARD_CHAIN: "chain:modulus=499,max_factor=30,min_steps=1,max_steps=4",
-          "long_add": "long_add:min_digits=1,max_digits=4", "countdown": "countdown:min_numbers=2,max_numbers=3",
-          "path": "path:max_depth=3", "facts": "facts:max_facts=10,max_hops=2", "state": "state:max_steps=6,max_every=2"}
+LONG = {
+    "needle:min_length=512,length=4064": 0.58,
+    "needle:min_length=512,length=4064,filler=pairs": 0.35,
+    "story:form=prose,length=4096": 0.07,
+}
+EASIER = {
+    "chain": "chain:min_steps=1,max_steps=6",
+    HARD_CHAIN: "chain:modulus=499,max_factor=30,min_steps=1,max_steps=4",
+    "long_add": "long_add:min_digits=1,max_digits=4",
+    "countdown": "countdown:min_numbers=2,max_numbers=3",
+    "path": "path:max_depth=3",
+    "facts": "facts:max_facts=10,max_hops=2",
+    "state": "state:max_steps=6,max_every=2",
+}
 
 
 def _forms(tasks: tuple[str, ...], share: float) -> dict[str, float]:
@@ -143,58 +181,116 @@ def _curriculum(rows: int, long_rows: int, own: float, prose: tuple[float, float
 
     ``prose``: what the share of prose is multiplied with, before ``own`` and after. 2.6M tokens are all there is: beyond some five passes they
     are learnt by heart, and held-out prose gets worse."""
+
     def of(mix: dict[str, float], late: bool = False) -> tuple[Rows, ...]:
-        return tuple(Rows(count, length, {spec: share * (prose[late] if spec.startswith("story") else 1.0) for spec, share in part.items()})
-                     for count, length, part in ((rows, 1024, mix), (long_rows, 4096, LONG)))
+        return tuple(
+            Rows(
+                count,
+                length,
+                {spec: share * (prose[late] if spec.startswith("story") else 1.0) for spec, share in part.items()},
+            )
+            for count, length, part in ((rows, 1024, mix), (long_rows, 4096, LONG))
+        )
 
     easy = _mixed((SOLVE, 0.5), ({EASIER[task]: share for task, share in SOLVE.items() if task in EASIER}, 0.5))
     whole = _mixed((SOLVE, 0.75), (_forms(FORMED, 1.0), 0.25))
-    late = _mixed((SOLVE, 0.58), (_forms(FORMED, 1.0), 0.14), ({f"own/{form}": share for form, share in FORMS.items()}, 0.28))
+    late = _mixed(
+        (SOLVE, 0.58), (_forms(FORMED, 1.0), 0.14), ({f"own/{form}": share for form, share in FORMS.items()}, 0.28)
+    )
     return {"rows": of(easy), "phases": (Phase(0.06, of(whole)), Phase(own, of(late, late=True), own=True))}
 
 
 # No `reflect`: its slips and repairs are its subject.
 OWN_TASKS = tuple((spec, 1.0) for spec in ("chain", "long_add:min_digits=8", "state:max_every=2", "countdown", "path"))
-WARMER_TASKS = ((HARD_CHAIN, 1.3), ("long_add:min_digits=8", 1.3), ("state:min_every=3", 1.15), ("countdown", 1.0),
-                ("countdown:min_numbers=4", 1.0), ("path", 1.0))
-WATCHED = (*(Rows(8, 1024, {spec: 1.0}) for spec in (HARD_CHAIN, "long_add", "countdown", "path", "state", "facts", "aggregate/chain",
-                                                     "judge_pair/chain")),
-           Rows(4, 4096, {"needle:min_length=512,length=4064": 1.0}), Rows(8, 2048, {"story:form=prose,length=2048": 1.0}, whole=True))
+WARMER_TASKS = (
+    (HARD_CHAIN, 1.3),
+    ("long_add:min_digits=8", 1.3),
+    ("state:min_every=3", 1.15),
+    ("countdown", 1.0),
+    ("countdown:min_numbers=4", 1.0),
+    ("path", 1.0),
+)
+WATCHED = (
+    *(
+        Rows(8, 1024, {spec: 1.0})
+        for spec in (
+            HARD_CHAIN,
+            "long_add",
+            "countdown",
+            "path",
+            "state",
+            "facts",
+            "aggregate/chain",
+            "judge_pair/chain",
+        )
+    ),
+    Rows(4, 4096, {"needle:min_length=512,length=4064": 1.0}),
+    Rows(8, 2048, {"story:form=prose,length=2048": 1.0}, whole=True),
+)
 # A first look at the end of a run, in seconds; `tools/eval_lab.sh` measures everything, through the engine.
-SCORES = tuple((spec, 256) for spec in ("chain", HARD_CHAIN, "countdown", "path", "state", "facts", "schema", "judge_pair/chain",
-                                        f"judge_pair/{HARD_CHAIN}", "judge_pair/state", "judge_pair/path", "aggregate/countdown", "aggregate/state"))
+SCORES = tuple(
+    (spec, 256)
+    for spec in (
+        "chain",
+        HARD_CHAIN,
+        "countdown",
+        "path",
+        "state",
+        "facts",
+        "schema",
+        "judge_pair/chain",
+        f"judge_pair/{HARD_CHAIN}",
+        "judge_pair/state",
+        "judge_pair/path",
+        "aggregate/countdown",
+        "aggregate/state",
+    )
+)
 
 
 NANO = Recipe(
     name="nano",
     about="It works out small exact problems with a written scratchpad (arithmetic modulo a number, long sums, countdown, short ways), writes JSON "
-          "records and tool calls, tells fairy-tale prose, knows a little small talk, and judges, repairs and combines candidate solutions of its "
-          "easier tasks. Finding numbers in long texts, facts and swaps are beyond its size.",
+    "records and tool calls, tells fairy-tale prose, knows a little small talk, and judges, repairs and combines candidate solutions of its "
+    "easier tasks. Finding numbers in long texts, facts and swaps are beyond its size.",
     shape=Shape(positions=4096),
     **_curriculum(160, 8, 0.65),
-    validate=WATCHED, evaluate=SCORES, curves=Curves(("countdown", "path"), 96, samples=8),
+    validate=WATCHED,
+    evaluate=SCORES,
+    curves=Curves(("countdown", "path"), 96, samples=8),
     own=Own(OWN_TASKS, problems=1024, reply_tokens=176),
-    steps=2400, minutes=4.0, reply_tokens=320,
+    steps=2400,
+    minutes=4.0,
+    reply_tokens=320,
 )
 BASE = NANO.replace(
     name="base",
     about="It works out small exact problems with a written scratchpad (arithmetic modulo a number, long sums, countdown, shortest ways, chains of "
-          "facts, swaps), finds numbers in long texts, writes JSON records and tool calls, tells fairy-tale prose, knows a little small talk, and "
-          "judges, repairs and combines candidate solutions of its tasks.",
+    "facts, swaps), finds numbers in long texts, writes JSON records and tool calls, tells fairy-tale prose, knows a little small talk, and "
+    "judges, repairs and combines candidate solutions of its tasks.",
     shape=Shape(dim=384, layers=8, ffn=1152, heads=4, kv_heads=2, head_dim=128, positions=4096),
     **_curriculum(160, 8, 0.65, prose=(0.36, 0.18)),
     own=Own(WARMER_TASKS, problems=2048, reply_tokens=176),
-    steps=8000, minutes=11.8, lr=2e-3, warmup=300,
+    steps=8000,
+    minutes=11.8,
+    lr=2e-3,
+    warmup=300,
 )
 EASY = "chain:modulus=11,max_factor=3,min_steps=1,max_steps=2"
 # The same path in seconds: for tests and for a dry run before a device's time is spent.
-SMOKE_ROWS = (Rows(6, 256, {EASY: 0.6, "story": 0.2, "schema": 0.1, "tool": 0.2, "chat": 0.1}),
-              Rows(2, 256, {"story:form=prose,length=256": 1.0}, whole=True))
+SMOKE_ROWS = (
+    Rows(6, 256, {EASY: 0.6, "story": 0.2, "schema": 0.1, "tool": 0.2, "chat": 0.1}),
+    Rows(2, 256, {"story:form=prose,length=256": 1.0}, whole=True),
+)
 SMOKE = Recipe(
     name="smoke",
     shape=Shape(dim=32, layers=2, ffn=64, heads=2, kv_heads=1, head_dim=16, positions=256),
     rows=SMOKE_ROWS,
-    phases=(Phase(0.5, (Rows(6, 256, {EASY: 0.5, f"judge_pair/{EASY}": 0.3, "own/judge_pair": 0.2}), SMOKE_ROWS[1]), own=True),),
+    phases=(
+        Phase(
+            0.5, (Rows(6, 256, {EASY: 0.5, f"judge_pair/{EASY}": 0.3, "own/judge_pair": 0.2}), SMOKE_ROWS[1]), own=True
+        ),
+    ),
     own=Own(((EASY, 1.0),), problems=8, samples=4, reply_tokens=24),
     curves=Curves((EASY,), 4, samples=4),
     validate=(Rows(4, 256, {EASY: 1.0}), Rows(2, 256, {"story:form=prose,length=256": 1.0}, whole=True)),

@@ -28,12 +28,26 @@ def curves(model: Model, tokenizer: Tokenizer, recipe: Recipe) -> Iterator[dict[
     plan = recipe.curves
     for spec in plan.tasks if plan.problems else ():
         task = load_task(spec)
-        pool = sample_replies(model, tokenizer, task, "test", problems=plan.problems, samples=plan.samples, temperature=plan.temperature,
-                              max_new=recipe.reply_tokens, seed=recipe.seed)
+        pool = sample_replies(
+            model,
+            tokenizer,
+            task,
+            "test",
+            problems=plan.problems,
+            samples=plan.samples,
+            temperature=plan.temperature,
+            max_new=recipe.reply_tokens,
+            seed=recipe.seed,
+        )
         k = plan.samples
-        yield {"what": "samples", "task": spec, "problems": len(pool), "pass@1": float(np.mean([r.right for r in pool])),
-               f"pass@{k}": float(np.mean([pass_at_k(sum(r.right), k, k) for r in pool])),
-               f"majority@{k}": float(np.mean([majority_at_k(r.answers, r.right, k) for r in pool]))}
+        yield {
+            "what": "samples",
+            "task": spec,
+            "problems": len(pool),
+            "pass@1": float(np.mean([r.right for r in pool])),
+            f"pass@{k}": float(np.mean([pass_at_k(sum(r.right), k, k) for r in pool])),
+            f"majority@{k}": float(np.mean([majority_at_k(r.answers, r.right, k) for r in pool])),
+        }
         for form, count in (("aggregate", plan.candidates), ("judge_pair", 2), ("judge_one", 1), ("refine", 1)):
             for right in range(count + 1):
                 row = _asked(model, tokenizer, FormTask(form, task), pool, right, count, recipe)
@@ -41,16 +55,25 @@ def curves(model: Model, tokenizer: Tokenizer, recipe: Recipe) -> Iterator[dict[
                     yield {"what": form, "task": spec, **row}
 
 
-def _asked(model: Model, tokenizer: Tokenizer, task: FormTask, pool: list[Replies], right: int, count: int,
-           recipe: Recipe) -> dict[str, Any] | None:
+def _asked(
+    model: Model, tokenizer: Tokenizer, task: FormTask, pool: list[Replies], right: int, count: int, recipe: Recipe
+) -> dict[str, Any] | None:
     """One form with ``right`` of ``count`` candidates right, on every problem of the pool that has them."""
     rng = np.random.default_rng([recipe.seed, right, count])
-    chosen = [(replies, candidates) for replies in pool if (candidates := choose(rng, replies, right, count)) is not None]
+    chosen = [
+        (replies, candidates) for replies in pool if (candidates := choose(rng, replies, right, count)) is not None
+    ]
     if not chosen:
         return None
     problems = [task.case(replies.problem, candidates) for replies, candidates in chosen]
     written = complete_all(model, tokenizer, [p.prompt for p in problems], recipe.reply_tokens)
     good = [text is not None and task.check(p, text) for p, text in zip(problems, written, strict=True)]
     low, high = wilson(sum(good), len(good))
-    return {"right candidates": f"{right} of {count}", "problems": len(good), "correct": float(np.mean(good)), "low": low, "high": high,
-            "alone": float(np.mean([r.right for r, _ in chosen]))}
+    return {
+        "right candidates": f"{right} of {count}",
+        "problems": len(good),
+        "correct": float(np.mean(good)),
+        "low": low,
+        "high": high,
+        "alone": float(np.mean([r.right for r, _ in chosen])),
+    }

@@ -28,13 +28,17 @@ POSITIONS = {"cuda": 1 << 21, "cpu": 1 << 15}
 def serving_copy(model: Model) -> Model:
     """The weights as they are served: bf16 on a GPU, a plain copy elsewhere."""
     device = model.model.embed_tokens.weight.device
-    return copy.deepcopy(model).to(torch.bfloat16 if device.type == "cuda" else torch.float32).eval().requires_grad_(False)
+    return (
+        copy.deepcopy(model).to(torch.bfloat16 if device.type == "cuda" else torch.float32).eval().requires_grad_(False)
+    )
 
 
 class _Rows:
     """A batch in flight: its cache and what each row has written. Prompts stand at the right, padded on the left."""
 
-    def __init__(self, model: Model, prompts: Sequence[Sequence[int]], max_new: int, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self, model: Model, prompts: Sequence[Sequence[int]], max_new: int, pick: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         self.model, self.pick = model, pick
         self.device = model.model.embed_tokens.weight.device
         wide = self.at = max(map(len, prompts))
@@ -69,7 +73,9 @@ class _Rows:
     def _forward(self) -> torch.Tensor:
         """Logits [B, V] after ``last``, in shapes that do not change from token to token."""
         mask = ((self.columns >= self.padding[:, None]) & (self.columns <= self.place))[:, None, None]
-        return self.model(self.last[:, None], mask, positions=(self.place - self.padding)[:, None], cache=self.cache, at=self.place)[:, -1]
+        return self.model(
+            self.last[:, None], mask, positions=(self.place - self.padding)[:, None], cache=self.cache, at=self.place
+        )[:, -1]
 
     def _capture(self) -> None:
         """One launch a token instead of hundreds. The runs before and during it write what the replay writes again."""
@@ -95,8 +101,15 @@ class _Rows:
 
 
 @torch.inference_mode()
-def complete(model: Model, prompts: Sequence[Sequence[int]], max_new: int, stop_ids: Sequence[int], *, temperature: float = 0.0,
-             generator: torch.Generator | None = None) -> list[list[int]]:
+def complete(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    max_new: int,
+    stop_ids: Sequence[int],
+    *,
+    temperature: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> list[list[int]]:
     """One continuation of every prompt (ids), without the stop token, all in one batch. ``temperature`` 0 is greedy.
 
     Raises ValueError when the longest prompt leaves no room in the model's positions.
@@ -128,28 +141,42 @@ def complete(model: Model, prompts: Sequence[Sequence[int]], max_new: int, stop_
         written[open_rows, n] = batch.last
         done |= torch.isin(batch.last, stops)
     ends = {-1, *stop_ids}
-    return [row[:next((i for i, t in enumerate(row) if t in ends), len(row))] for row in written.tolist()]
+    return [row[: next((i for i, t in enumerate(row) if t in ends), len(row))] for row in written.tolist()]
 
 
-def complete_all(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], max_new: int, *, temperature: float = 0.0, seed: int = 0,
-                 complete: Callable[..., list[list[int]]] = complete) -> list[str | None]:
+def complete_all(
+    model: Model,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    max_new: int,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    complete: Callable[..., list[list[int]]] = complete,
+) -> list[str | None]:
     """Replies (text, without special tokens) to any number of prompts, in batches that fit the device. None: the prompt leaves no room."""
     device = model.model.embed_tokens.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     stop_ids = [tokenizer.token_to_id(t) for t in STOPS]
     coded = [e.ids for e in tokenizer.encode_batch_fast(list(prompts), add_special_tokens=False)]
     replies: list[str | None] = [None] * len(coded)
-    waiting = sorted((i for i, ids in enumerate(coded) if len(ids) < model.shape.positions), key=lambda i: len(coded[i]))
+    waiting = sorted(
+        (i for i, ids in enumerate(coded) if len(ids) < model.shape.positions), key=lambda i: len(coded[i])
+    )
     while waiting:
         count, shortest = 1, len(coded[waiting[0]])
         while count < len(waiting):
             longest = len(coded[waiting[count]])
             # The longest prompt decides the batch's width, and must not take the room of a shorter one's reply.
-            if (count + 1) * (longest + max_new) > POSITIONS[device.type] or longest > max(shortest, model.shape.positions - max_new):
+            if (count + 1) * (longest + max_new) > POSITIONS[device.type] or longest > max(
+                shortest, model.shape.positions - max_new
+            ):
                 break
             count += 1
         chosen, waiting = waiting[:count], waiting[count:]
-        new = complete(model, [coded[i] for i in chosen], max_new, stop_ids, temperature=temperature, generator=generator)
+        new = complete(
+            model, [coded[i] for i in chosen], max_new, stop_ids, temperature=temperature, generator=generator
+        )
         for i, text in zip(chosen, tokenizer.decode_batch(new, skip_special_tokens=True), strict=True):
             replies[i] = text
     return replies

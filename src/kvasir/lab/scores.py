@@ -24,12 +24,24 @@ def _answer_figures(outcome: Answers, seed: int) -> dict[str, Any]:
     shares = outcome.right.mean(1)
     # One reply a problem is counting; a pool of samples is not, since samples of a problem hang together.
     interval = stats.wilson(int(outcome.right.sum()), count) if samples == 1 else stats.mean_interval(shares, seed=seed)
-    found = {"problems": count, "different_problems": len({p.prompt for p in outcome.exam.problems}), "samples": samples,
-             "right": int(outcome.right.sum()), "exact": float(shares.mean()), "interval": list(interval),
-             "tokens_per_reply": float(outcome.tokens.mean()), "output_tokens": int(outcome.tokens.sum()),
-             "prompt_tokens": sum(map(len, outcome.exam.prompts)), "cut_replies": outcome.num_cut, "reply_limit": outcome.exam.limit,
-             "seconds": round(outcome.seconds, 3), "by_difficulty": _by_difficulty(outcome)}
-    tallies = [outcome.exam.task.tally(p, text) for p, texts in zip(outcome.exam.problems, outcome.texts) for text in texts]
+    found = {
+        "problems": count,
+        "different_problems": len({p.prompt for p in outcome.exam.problems}),
+        "samples": samples,
+        "right": int(outcome.right.sum()),
+        "exact": float(shares.mean()),
+        "interval": list(interval),
+        "tokens_per_reply": float(outcome.tokens.mean()),
+        "output_tokens": int(outcome.tokens.sum()),
+        "prompt_tokens": sum(map(len, outcome.exam.prompts)),
+        "cut_replies": outcome.num_cut,
+        "reply_limit": outcome.exam.limit,
+        "seconds": round(outcome.seconds, 3),
+        "by_difficulty": _by_difficulty(outcome),
+    }
+    tallies = [
+        outcome.exam.task.tally(p, text) for p, texts in zip(outcome.exam.problems, outcome.texts) for text in texts
+    ]
     if tallies and tallies[0]:
         found["tally"] = {name: sum(tally[name] for tally in tallies) for name in tallies[0]}
     if samples > 1:
@@ -38,7 +50,10 @@ def _answer_figures(outcome: Answers, seed: int) -> dict[str, Any]:
             kinds["majority"] = majority_values
         for name, values_of in kinds.items():
             values = {k: values_of(outcome, k) for k in pool_sizes(samples)}
-            found[name] = {str(k): {"share": float(v.mean()), "interval": list(stats.mean_interval(v, seed=seed))} for k, v in values.items()}
+            found[name] = {
+                str(k): {"share": float(v.mean()), "interval": list(stats.mean_interval(v, seed=seed))}
+                for k, v in values.items()
+            }
     return found
 
 
@@ -69,17 +84,27 @@ def _by_difficulty(outcome: Answers) -> dict[str, dict[str, float]]:
         marks = outcome.right[index]
         return stats.wilson(int(marks.sum()), len(index)) if marks.shape[1] == 1 else stats.mean_interval(shares[index])
 
-    return {str(d): {"problems": len(index), "exact": float(shares[index].mean()), "interval": list(interval(index))}
-            | ({} if outcome.alone is None else {"alone": float(outcome.alone[index].mean())}) for d, index in sorted(found.items())}
+    return {
+        str(d): {"problems": len(index), "exact": float(shares[index].mean()), "interval": list(interval(index))}
+        | ({} if outcome.alone is None else {"alone": float(outcome.alone[index].mean())})
+        for d, index in sorted(found.items())
+    }
 
 
 def _loss_figures(outcome: Losses, seed: int) -> dict[str, Any]:
     nats, tokens, size = outcome.nats.sum(), outcome.tokens.sum(), outcome.bytes.sum()
     low, high = stats.bootstrap(outcome.nats, outcome.tokens, seed=seed)
     bits_low, bits_high = stats.bootstrap(outcome.nats / math.log(2), outcome.bytes, seed=seed)
-    found = {"documents": len(outcome.nats), "scored_tokens": int(tokens), "scored_bytes": int(size),
-            "perplexity": math.exp(nats / tokens), "perplexity_interval": [math.exp(low), math.exp(high)],
-            "bits_per_byte": float(nats / math.log(2) / size), "interval": [bits_low, bits_high], "seconds": round(outcome.seconds, 3)}
+    found = {
+        "documents": len(outcome.nats),
+        "scored_tokens": int(tokens),
+        "scored_bytes": int(size),
+        "perplexity": math.exp(nats / tokens),
+        "perplexity_interval": [math.exp(low), math.exp(high)],
+        "bits_per_byte": float(nats / math.log(2) / size),
+        "interval": [bits_low, bits_high],
+        "seconds": round(outcome.seconds, 3),
+    }
     if outcome.known_bits is not None:
         found["source_bits_per_byte"] = float(outcome.known_bits.sum() / size)
     return found
@@ -93,13 +118,23 @@ def compare(first: Outcome, second: Outcome, seed: int = 0) -> dict[str, Any]:
     if isinstance(first, Losses) and isinstance(second, Losses):
         bits = (second.nats - first.nats) / math.log(2)
         interval = stats.bootstrap(bits, first.bytes, seed=seed)
-        return {"unit": "bits per byte", "documents": len(bits), "difference": float(bits.sum() / first.bytes.sum()), "interval": list(interval),
-                "documents_needed": stats.problems_needed(bits / first.bytes.mean())}
+        return {
+            "unit": "bits per byte",
+            "documents": len(bits),
+            "difference": float(bits.sum() / first.bytes.sum()),
+            "interval": list(interval),
+            "documents_needed": stats.problems_needed(bits / first.bytes.mean()),
+        }
     assert isinstance(first, Answers) and isinstance(second, Answers), "one task is scored in one way"
     differences = second.right.mean(1) - first.right.mean(1)
-    found = {"unit": "share right", "problems": len(differences), "difference": float(differences.mean()),
-             "interval": list(stats.difference_interval(differences, seed=seed)), "problems_needed": stats.problems_needed(differences),
-             "extra_tokens_per_reply": float(second.tokens.mean() - first.tokens.mean())}
+    found = {
+        "unit": "share right",
+        "problems": len(differences),
+        "difference": float(differences.mean()),
+        "interval": list(stats.difference_interval(differences, seed=seed)),
+        "problems_needed": stats.problems_needed(differences),
+        "extra_tokens_per_reply": float(second.tokens.mean() - first.tokens.mean()),
+    }
     if first.right.shape[1] == second.right.shape[1] == 1:
         lost, won = int((differences < 0).sum()), int((differences > 0).sum())
         found |= {"only_first": lost, "only_second": won, "mcnemar_p": stats.mcnemar(lost, won)}

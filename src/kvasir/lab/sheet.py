@@ -66,7 +66,9 @@ def fold(numbers: np.ndarray) -> np.ndarray:
 def split_mask(key: np.ndarray, split: Split) -> np.ndarray:
     """Which of the hashes ``key`` [N] belong to ``split``: [N] bool."""
     bucket = key % np.uint64(HELD_OUT)
-    return {"test": bucket == 0, "validation": bucket == 1, "train": bucket > 1}.get(split, np.ones(len(key), dtype=bool))
+    return {"test": bucket == 0, "validation": bucket == 1, "train": bucket > 1}.get(
+        split, np.ones(len(key), dtype=bool)
+    )
 
 
 class Sheet:
@@ -133,7 +135,10 @@ class Sheet:
     def key(self) -> np.ndarray:
         """A 64-bit hash [N] of every row's pieces in order, whatever the empty cells between them."""
         grid = self.grid()
-        codes = np.array([int.from_bytes(hashlib.blake2b(p.encode(), digest_size=8).digest(), "little") for p in self.pieces] + [0], dtype=np.uint64)
+        codes = np.array(
+            [int.from_bytes(hashlib.blake2b(p.encode(), digest_size=8).digest(), "little") for p in self.pieces] + [0],
+            dtype=np.uint64,
+        )
         full = grid >= 0
         place = np.cumsum(full, axis=1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         return mix(np.where(full, mix(codes[grid] + place), np.uint64(0)).sum(1, dtype=np.uint64))
@@ -215,7 +220,9 @@ class SheetTask(Task):
             parts.append(made)
             found += len(made)
         if found < count:
-            raise ConfigError(f"task '{self.name}' finds only {found} of {count} problems for '{split}': its dial leaves too few; turn it up")
+            raise ConfigError(
+                f"task '{self.name}' finds only {found} of {count} problems for '{split}': its dial leaves too few; turn it up"
+            )
         return type(parts[0]).join(parts).take(np.arange(count))
 
     def written(self, drawn: Drawn, rng: np.random.Generator, wrong: np.ndarray | None = None) -> list[str]:
@@ -227,8 +234,12 @@ class SheetTask(Task):
     def as_problems(self, drawn: Drawn, rng: np.random.Generator) -> list[Problem]:
         sheet = Sheet(len(drawn))
         self.ask(sheet, drawn)
-        return [Problem(({"role": "user", "content": question},), solution, self.answer(solution) or "", int(difficulty))
-                for question, solution, difficulty in zip(sheet.texts(), self.written(drawn, rng), drawn.difficulty, strict=True)]
+        return [
+            Problem(({"role": "user", "content": question},), solution, self.answer(solution) or "", int(difficulty))
+            for question, solution, difficulty in zip(
+                sheet.texts(), self.written(drawn, rng), drawn.difficulty, strict=True
+            )
+        ]
 
     def problems(self, split: Split, seed: int, count: int) -> list[Problem]:
         rng = generator(split, seed)
@@ -253,8 +264,10 @@ class SheetTask(Task):
 
             12+45=57 / 57*3=74 / Answer: 74 / A: 71 bad / B: 74 good
         """
-        lines = (" ".join(filter(None, (f"{name}:", self.account(problem, text)))) + VERDICTS[self.check(problem, text)]
-                 for name, text in zip(names, candidates, strict=False))
+        lines = (
+            " ".join(filter(None, (f"{name}:", self.account(problem, text)))) + VERDICTS[self.check(problem, text)]
+            for name, text in zip(names, candidates, strict=False)
+        )
         return "\n".join([*self.work_out(problem), *lines])
 
     def work_out(self, problem: Problem) -> list[str]:
@@ -265,7 +278,9 @@ class SheetTask(Task):
         """What a check says of a candidate before the verdict, on one line: its answer."""
         return (self.answer(candidate) or "none")[:MOST_SHOWN].strip()
 
-    def documents(self, tokenizer: Tokenizer, rng: np.random.Generator, count: int, split: Split = "train") -> Documents:
+    def documents(
+        self, tokenizer: Tokenizer, rng: np.random.Generator, count: int, split: Split = "train"
+    ) -> Documents:
         drawn = self.drawn(rng, split, count)
         sheet = Sheet(count)
         open_turn(sheet, rng)
@@ -279,6 +294,8 @@ class SheetTask(Task):
 
 def open_turn(sheet: Sheet, rng: np.random.Generator) -> None:
     """The conversation's opening: in some rows a system prompt, then the header of the user's turn."""
-    systems = tuple("<bos>" + (f"<|im_start|>system\n{s}<|im_end|>\n" if s else "") + USER for s in dict.fromkeys(SYSTEMS))
+    systems = tuple(
+        "<bos>" + (f"<|im_start|>system\n{s}<|im_end|>\n" if s else "") + USER for s in dict.fromkeys(SYSTEMS)
+    )
     which = np.maximum(rng.integers(0, len(SYSTEMS), sheet.count) - SYSTEMS.count("") + 1, 0)
     sheet.put_choice(systems, which)

@@ -48,8 +48,11 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 def save_own(folder: Path, phase: int, made: dict[str, Documents]) -> None:
     """Write the documents that phase number ``phase`` brought."""
-    tensors = {f"{name}.{field}": torch.from_numpy(np.ascontiguousarray(getattr(documents, field)))
-               for name, documents in made.items() for field in Documents.__slots__}
+    tensors = {
+        f"{name}.{field}": torch.from_numpy(np.ascontiguousarray(getattr(documents, field)))
+        for name, documents in made.items()
+        for field in Documents.__slots__
+    }
     _write(folder / OWN_NAME, tensors, {"phase": phase})
 
 
@@ -57,10 +60,14 @@ def load_own(folder: Path, phase: int) -> dict[str, Documents]:
     """Read them back. Raises ConfigError when they are missing, broken, or of another phase."""
     run, tensors = _read(folder / OWN_NAME)
     if run.get("phase") != phase:
-        raise ConfigError(f"{folder / OWN_NAME} is of phase {run.get('phase')}, {NAME} of phase {phase}: delete both and start anew")
+        raise ConfigError(
+            f"{folder / OWN_NAME} is of phase {run.get('phase')}, {NAME} of phase {phase}: delete both and start anew"
+        )
     names = dict.fromkeys(key.rsplit(".", 1)[0] for key in tensors)
     try:
-        return {name: Documents(*(tensors[f"{name}.{field}"].numpy() for field in Documents.__slots__)) for name in names}
+        return {
+            name: Documents(*(tensors[f"{name}.{field}"].numpy() for field in Documents.__slots__)) for name in names
+        }
     except KeyError as e:
         raise ConfigError(f"{folder / OWN_NAME} is broken (it lacks {e}): delete it and start anew") from e
 
@@ -73,6 +80,8 @@ def load_state(folder: Path, recipe: Recipe) -> tuple[dict[str, Any], dict[str, 
     if missing:
         raise ConfigError(f"{file} is no training state: it lacks {', '.join(missing)}")
     if run["fingerprint"] != recipe.fingerprint():
-        raise ConfigError(f"{file} belongs to recipe '{run['recipe']}' with other settings than '{recipe.name}' has now (or another seed): "
-                          "resume with the same ones, or delete it")
+        raise ConfigError(
+            f"{file} belongs to recipe '{run['recipe']}' with other settings than '{recipe.name}' has now (or another seed): "
+            "resume with the same ones, or delete it"
+        )
     return run, tensors

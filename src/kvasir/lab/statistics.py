@@ -35,8 +35,13 @@ def wilson(right: int, total: int, confidence: float = 0.95) -> Interval:
     return (0.0 if right == 0 else low), (1.0 if right == total else high)
 
 
-def bootstrap(amounts: Sequence[float] | np.ndarray, weights: Sequence[float] | np.ndarray | None = None, *, seed: int = 0,
-              resamples: int = 10_000) -> Interval:
+def bootstrap(
+    amounts: Sequence[float] | np.ndarray,
+    weights: Sequence[float] | np.ndarray | None = None,
+    *,
+    seed: int = 0,
+    resamples: int = 10_000,
+) -> Interval:
     """95 % percentile interval of sum(amounts) / sum(weights) when problems are drawn anew; without ``weights``: of the mean.
 
     amounts, weights [N]. Pairing is in the amounts: give the difference of the two arms on each problem.
@@ -44,7 +49,9 @@ def bootstrap(amounts: Sequence[float] | np.ndarray, weights: Sequence[float] | 
     amounts_N = np.asarray(amounts, dtype=np.float64)
     weights_N = np.ones_like(amounts_N) if weights is None else np.asarray(weights, dtype=np.float64)
     if not len(amounts_N) or amounts_N.shape != weights_N.shape:
-        raise ValueError(f"{amounts_N.shape} amounts and {weights_N.shape} weights: give one of each a problem, and at least one problem")
+        raise ValueError(
+            f"{amounts_N.shape} amounts and {weights_N.shape} weights: give one of each a problem, and at least one problem"
+        )
     rng, total, drawn = np.random.default_rng(seed), len(amounts_N), []
     chunk = max(1, (1 << 20) // total)
     for first in range(0, resamples, chunk):
@@ -118,7 +125,10 @@ def majority_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: 
     chance = 0.0
     for answer, good in correct.items():
         others = [size for other, size in sizes.items() if other != answer]
-        wins = sum(math.comb(sizes[answer], votes) * _choices(others, silent, votes, k - votes) for votes in range(1, min(k, sizes[answer]) + 1))
+        wins = sum(
+            math.comb(sizes[answer], votes) * _choices(others, silent, votes, k - votes)
+            for votes in range(1, min(k, sizes[answer]) + 1)
+        )
         chance += good / sizes[answer] * wins
     return chance / math.comb(len(answers), k)
 

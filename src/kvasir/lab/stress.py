@@ -69,8 +69,15 @@ def with_rounded_cache(model: Model) -> Model:
     return rounded.eval()
 
 
-def damage(folder: Path, *, scales: Sequence[int] = SCALES, values: bool = False, count: int = 200, device: str = "cpu",
-           max_new: int = 400) -> dict[int, tuple[Score, Score]]:
+def damage(
+    folder: Path,
+    *,
+    scales: Sequence[int] = SCALES,
+    values: bool = False,
+    count: int = 200,
+    device: str = "cpu",
+    max_new: int = 400,
+) -> dict[int, tuple[Score, Score]]:
     """By scale: exact match on `chain` of the twin with an unrounded and with a 4-bit cache (``values``: outliers there as well)."""
     tokenizer, curve = lab_tokenizer.load(folder), {}
     for scale in scales:
@@ -78,7 +85,9 @@ def damage(folder: Path, *, scales: Sequence[int] = SCALES, values: bool = False
             spec = f"outlier_twin:keys={scale},values={scale if values else 1}"
             convert(load_converter(spec), spec, folder, Path(home) / "twin")
             twin = export.load(Path(home) / "twin", device)
-        plain, rounded = (evaluate(m, tokenizer, "chain", count, seed=7, max_new=max_new) for m in (twin, with_rounded_cache(twin)))
+        plain, rounded = (
+            evaluate(m, tokenizer, "chain", count, seed=7, max_new=max_new) for m in (twin, with_rounded_cache(twin))
+        )
         curve[scale] = plain, rounded
     return curve
 
@@ -93,8 +102,13 @@ def main(model: str = "", count: str = "1000", file: str = "") -> None:
         for scale, scores in damage(folder, values=values, count=int(count), device=device).items():
             for cache, score in zip(("as stored", "4-bit simulated"), scores, strict=True):
                 low, high = score.interval
-                arms.append(arm(f"{'keys and values' if values else 'keys'} x{scale}, {cache}", {"scale": scale, "values": values, "cache": cache},
-                                {"right": score.right, "problems": score.total, "share": score.share, "low": low, "high": high}))
+                arms.append(
+                    arm(
+                        f"{'keys and values' if values else 'keys'} x{scale}, {cache}",
+                        {"scale": scale, "values": values, "cache": cache},
+                        {"right": score.right, "problems": score.total, "share": score.share, "low": low, "high": high},
+                    )
+                )
     finish(result(f"outlier-twin-{folder.name}", arms), Path(file) if file else None)
 
 

@@ -87,8 +87,11 @@ class Documents:
 
     @staticmethod
     def join(parts: Sequence[Documents]) -> Documents:
-        return Documents(np.concatenate([p.ids for p in parts]), np.concatenate([p.trained for p in parts]),
-                         np.concatenate([[0], np.cumsum(np.concatenate([p.lengths for p in parts]))]))
+        return Documents(
+            np.concatenate([p.ids for p in parts]),
+            np.concatenate([p.trained for p in parts]),
+            np.concatenate([[0], np.cumsum(np.concatenate([p.lengths for p in parts]))]),
+        )
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[Sequence[Segment]]) -> Documents:
@@ -123,7 +126,9 @@ class Task(Technique):
 
     scored: ClassVar[Literal["answer", "loss"]] = "answer"
     pool: ClassVar[int] = 0
-    candidates: ClassVar[bool] = False  # whether it can write candidate solutions, right and wrong, for the prompt forms
+    candidates: ClassVar[bool] = (
+        False  # whether it can write candidate solutions, right and wrong, for the prompt forms
+    )
 
     @abstractmethod
     def draw(self, rng: np.random.Generator, split: Split) -> Problem:
@@ -146,7 +151,9 @@ class Task(Technique):
             problem = self.draw(rng, split)
             if self.belongs(problem, split):
                 out.append(problem)
-        raise ConfigError(f"task '{self.name}' finds only {len(out)} of {count} problems for '{split}': its dial leaves too few")
+        raise ConfigError(
+            f"task '{self.name}' finds only {len(out)} of {count} problems for '{split}': its dial leaves too few"
+        )
 
     def check(self, problem: Problem, reply: str) -> bool:
         """Whether ``reply`` (the assistant's text, without special tokens) solves ``problem``. Never raises for any text."""
@@ -174,7 +181,9 @@ class Task(Technique):
         """What else is known about a problem, in a few words each, for a reader of samples."""
         return []
 
-    def documents(self, tokenizer: Tokenizer, rng: np.random.Generator, count: int, split: Split = "train") -> Documents:
+    def documents(
+        self, tokenizer: Tokenizer, rng: np.random.Generator, count: int, split: Split = "train"
+    ) -> Documents:
         """``count`` whole conversations, tokenised, with loss on the assistant's tokens."""
         return encode(tokenizer, [p.segments() for p in self._sample(rng, split, count)])
 

@@ -23,8 +23,16 @@ VOCAB_SIZE = 2048
 # Control tokens vanish from decoded text; tags are ordinary text to a reader, as in Qwen3's tokenizer.
 CONTROL = ("<pad>", "<bos>", "<eos>", "<mask>", "<|im_start|>", "<|im_end|>")
 STOPS = ("<|im_end|>", "<eos>")  # either ends a reply
-TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<summary>",
-        *(f"<think{i}>" for i in range(1, 9)))
+TAGS = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<summary>",
+    *(f"<think{i}>" for i in range(1, 9)),
+)
 SPARE = tuple(f"<spare{i}>" for i in range(32 - len(CONTROL) - len(TAGS)))
 SPECIAL = CONTROL + TAGS + SPARE
 # Ordinary words that later methods steer by: single tokens, alone and after a space.
@@ -51,15 +59,24 @@ def train() -> Tokenizer:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
-                                  special_tokens=[AddedToken(t, normalized=False, special=True) for t in SPECIAL])
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+        special_tokens=[AddedToken(t, normalized=False, special=True) for t in SPECIAL],
+    )
     texts = [piece for text in corpus() for piece in _without_special(text)]
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", SPECIAL.index("<bos>"))])
+        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", SPECIAL.index("<bos>"))]
+    )
     layout = json.loads(tokenizer.to_str())
     for token in layout["added_tokens"]:
         token["special"] = token["content"] not in TAGS
@@ -92,7 +109,9 @@ def load(folder: str | Path) -> Tokenizer:
 
     file = Path(folder) / "tokenizer.json"
     if not file.is_file():
-        raise ConfigError(f"no tokenizer.json in {folder}: name a folder made by `python -m kvasir.lab.tokenizer FOLDER`")
+        raise ConfigError(
+            f"no tokenizer.json in {folder}: name a folder made by `python -m kvasir.lab.tokenizer FOLDER`"
+        )
     tokenizer = Tokenizer.from_file(str(file))
     check(tokenizer)
     return tokenizer
@@ -103,11 +122,28 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int = 2048) -> N
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    added = {str(i): {"content": t, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": t not in TAGS}
-             for i, t in enumerate(SPECIAL)}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": added, "bos_token": "<bos>", "eos_token": "<eos>",
-              "pad_token": "<pad>", "mask_token": "<mask>", "model_max_length": max_length, "clean_up_tokenization_spaces": False,
-              "chat_template": TEMPLATE}
+    added = {
+        str(i): {
+            "content": t,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "single_word": False,
+            "special": t not in TAGS,
+        }
+        for i, t in enumerate(SPECIAL)
+    }
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "added_tokens_decoder": added,
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "mask_token": "<mask>",
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": TEMPLATE,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
 

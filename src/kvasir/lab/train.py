@@ -50,9 +50,22 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, tokenizer: Any, device: str, *, workers: int) -> None:
         self.recipe, self.tokenizer, self.device, self.workers = recipe, tokenizer, torch.device(device), workers
-        self.mixture = Mixture(recipe.rows, tokenizer, recipe.seed, later=[p.rows for p in recipe.phases], pool=recipe.pool, workers=workers)
-        self.validation = Mixture(recipe.validate, tokenizer, recipe.seed, split="validation", pool=min(recipe.pool or VALIDATED, VALIDATED),
-                                  workers=workers).batch(0)
+        self.mixture = Mixture(
+            recipe.rows,
+            tokenizer,
+            recipe.seed,
+            later=[p.rows for p in recipe.phases],
+            pool=recipe.pool,
+            workers=workers,
+        )
+        self.validation = Mixture(
+            recipe.validate,
+            tokenizer,
+            recipe.seed,
+            split="validation",
+            pool=min(recipe.pool or VALIDATED, VALIDATED),
+            workers=workers,
+        ).batch(0)
         self.model = Model(recipe.shape, recipe.seed).to(self.device)
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         vectors = [p for p in self.model.parameters() if p.ndim < 2]
@@ -68,12 +81,18 @@ class Trainer:
         """Take the weights of a finished model. Raises ConfigError when they are another shape's."""
         before = export.load(folder)
         if before.shape != self.recipe.shape:
-            raise ConfigError(f"{folder} holds a model of another shape than the recipe '{self.recipe.name}': {before.shape}")
+            raise ConfigError(
+                f"{folder} holds a model of another shape than the recipe '{self.recipe.name}': {before.shape}"
+            )
         self.model.load_state_dict(before.state_dict())
         record = folder / "training.json"
         if record.is_file():
             told = json.loads(record.read_text())
-            self.before = {key: told[key] for key in ("command", "commit", "steps", "tokens", "train_seconds", "own_seconds") if key in told}
+            self.before = {
+                key: told[key]
+                for key in ("command", "commit", "steps", "tokens", "train_seconds", "own_seconds")
+                if key in told
+            }
 
     def advance(self, out: Path, say: Any) -> bool:
         """Enter the next phase when its time has come; sample the model's own candidates when it wants them. Returns whether it did."""
@@ -84,8 +103,15 @@ class Trainer:
         self.phase += 1
         if phase.own:
             assert self.recipe.own is not None
-            made = own_documents(serving_copy(self.model), self.tokenizer, self.recipe.own, self.recipe.seed + self.phase, self.workers, say,
-                                 others=[serving_copy(other) for other in self.others])
+            made = own_documents(
+                serving_copy(self.model),
+                self.tokenizer,
+                self.recipe.own,
+                self.recipe.seed + self.phase,
+                self.workers,
+                say,
+                others=[serving_copy(other) for other in self.others],
+            )
             for name, documents in made.items():
                 self.mixture.add(name, documents)
             save_own(out, self.phase, made)
@@ -112,9 +138,13 @@ class Trainer:
         trained = sum(b.num_trained for b in batches)
         report = torch.zeros(3, device=self.device)
         for part, batch in zip(self.mixture.phases[self.phase], batches, strict=True):
-            ids, documents, mask, chosen = (self._move(a) for a in (batch.ids, batch.documents, batch.trained, batch.chosen))
+            ids, documents, mask, chosen = (
+                self._move(a) for a in (batch.ids, batch.documents, batch.trained, batch.chosen)
+            )
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-                sums = losses(self.model, ids.long(), None if part.whole else documents, mask, self.compute, chosen.long())
+                sums = losses(
+                    self.model, ids.long(), None if part.whole else documents, mask, self.compute, chosen.long()
+                )
             ((sums[0] + self.recipe.z_loss * sums[1]) / trained).backward()
             report += sums.detach() / trained
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
@@ -149,8 +179,17 @@ class Trainer:
         return row
 
     def save(self, folder: Path) -> None:
-        run = {"recipe": self.recipe.name, "fingerprint": self.recipe.fingerprint(), "step": self.done, "total": self.total, "tokens": self.tokens,
-               "seconds": self.seconds, "history": self.history, "phase": self.phase, "own_seconds": self.own_seconds}
+        run = {
+            "recipe": self.recipe.name,
+            "fingerprint": self.recipe.fingerprint(),
+            "step": self.done,
+            "total": self.total,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "history": self.history,
+            "phase": self.phase,
+            "own_seconds": self.own_seconds,
+        }
         tensors = {f"model.{name}": p for name, p in self.model.named_parameters()}
         for i, moments in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{i}.{name}": value for name, value in moments.items()}
@@ -165,14 +204,18 @@ class Trainer:
                 _, i, name = key.split(".", 2)
                 moments.setdefault(int(i), {})[name] = value
         try:
-            self.model.load_state_dict({key.removeprefix("model."): value for key, value in tensors.items() if key.startswith("model.")})
-            self.optimizer.load_state_dict({"state": moments, "param_groups": self.optimizer.state_dict()["param_groups"]})
+            self.model.load_state_dict(
+                {key.removeprefix("model."): value for key, value in tensors.items() if key.startswith("model.")}
+            )
+            self.optimizer.load_state_dict(
+                {"state": moments, "param_groups": self.optimizer.state_dict()["param_groups"]}
+            )
         except (RuntimeError, ValueError) as e:
             raise ConfigError(f"{folder / NAME} does not fit the model: {e}") from e
         self.done, self.total, self.tokens = run["step"], run["total"], run["tokens"]
         self.seconds, self.history = run["seconds"], run["history"]
         self.phase, self.own_seconds = run["phase"], run["own_seconds"]
-        sampled = [i for i, phase in enumerate(self.recipe.phases[:self.phase], 1) if phase.own]
+        sampled = [i for i, phase in enumerate(self.recipe.phases[: self.phase], 1) if phase.own]
         if sampled:
             for name, documents in load_own(folder, sampled[-1]).items():
                 self.mixture.add(name, documents)
@@ -192,7 +235,9 @@ def run(trainer: Trainer, out: Path, *, minutes: float | None, stop_after: float
         try:
             while trainer.done < trainer.total:
                 batches = clock.wait(stream)
-                report = trainer.first_step(batches, progress.say) if trainer.done == clock.first else trainer.step(batches)
+                report = (
+                    trainer.first_step(batches, progress.say) if trainer.done == clock.first else trainer.step(batches)
+                )
                 if clock.warming():
                     float(report[0])  # waits for the device: compiling and warming up end here
                     progress.say(f"warm after {clock.start():.1f} s")
@@ -205,12 +250,19 @@ def run(trainer: Trainer, out: Path, *, minutes: float | None, stop_after: float
                 if minutes is not None and speed:
                     trainer.total = trainer.done + max(0, int((minutes * 60 - trainer.seconds) * speed))
                 million = speed * trainer.tokens / trainer.done / 1e6
-                progress.show(trainer.done, trainer.total, f"loss {values[0]:.3f} right {values[2]:.1%} lr {trainer.rate(trainer.done):.1e} "
-                              f"{million:.3f}M tok/s, waits: {clock.waited:.0%} for data, {clock.waited_device:.0%} for the device, "
-                              f"{trainer.seconds:.0f} s")
+                progress.show(
+                    trainer.done,
+                    trainer.total,
+                    f"loss {values[0]:.3f} right {values[2]:.1%} lr {trainer.rate(trainer.done):.1e} "
+                    f"{million:.3f}M tok/s, waits: {clock.waited:.0%} for data, {clock.waited_device:.0%} for the device, "
+                    f"{trainer.seconds:.0f} s",
+                )
                 if trainer.done >= len(trainer.history) * trainer.total / VALIDATIONS or trainer.done >= trainer.total:
                     row = trainer.validate(values)
-                    progress.say("  held out: " + ", ".join(f"{k} {v:.4f}" for k, v in row.items() if k.endswith(("loss", "right"))))
+                    progress.say(
+                        "  held out: "
+                        + ", ".join(f"{k} {v:.4f}" for k, v in row.items() if k.endswith(("loss", "right")))
+                    )
                 now = time.monotonic()
                 if stop_after is not None and now - begin > stop_after and trainer.done < trainer.total:
                     trainer.save(out)
@@ -267,7 +319,13 @@ class _Clock:
         if self.mark is None or self.trainer.done == self.mark_step:
             return 0.0
         spent = max(now - self.last, 1e-9)
-        self.waited, self.waited_device, self.idle, self.blocked, self.last = self.idle / spent, self.blocked / spent, 0.0, 0.0, now
+        self.waited, self.waited_device, self.idle, self.blocked, self.last = (
+            self.idle / spent,
+            self.blocked / spent,
+            0.0,
+            0.0,
+            now,
+        )
         self.trainer.seconds = self.base + now - self.mark
         return (self.trainer.done - self.mark_step) / (now - self.mark)
 
@@ -284,13 +342,33 @@ def finish(trainer: Trainer, out: Path, started: float, command: str, commit: st
     recipe = trainer.recipe
     export.export(trainer.model, trainer.tokenizer, out)
     print(f"weights written to {out} after {time.monotonic() - started:.0f} s", flush=True)
-    device = torch.cuda.get_device_name() if trainer.device.type == "cuda" else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    device = (
+        torch.cuda.get_device_name()
+        if trainer.device.type == "cuda"
+        else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    )
     record: dict[str, Any] = {
-        "recipe": recipe.name, "parameters": trainer.model.num_parameters, "steps": trainer.done, "tokens": trainer.tokens,
-        "train_seconds": trainer.seconds, "own_seconds": trainer.own_seconds, "device": device, "seed": recipe.seed,
-        "scores": [], "curves": [], "history": trainer.history, "before": trainer.before, "attention": "fused" if trainer.compute.fused else "dense",
-        "command": command, "commit": commit, "date": date,
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("torch", "numpy", "tokenizers", "safetensors")}}}
+        "recipe": recipe.name,
+        "parameters": trainer.model.num_parameters,
+        "steps": trainer.done,
+        "tokens": trainer.tokens,
+        "train_seconds": trainer.seconds,
+        "own_seconds": trainer.own_seconds,
+        "device": device,
+        "seed": recipe.seed,
+        "scores": [],
+        "curves": [],
+        "history": trainer.history,
+        "before": trainer.before,
+        "attention": "fused" if trainer.compute.fused else "dense",
+        "command": command,
+        "commit": commit,
+        "date": date,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "numpy", "tokenizers", "safetensors")},
+        },
+    }
 
     def write() -> None:
         record["total_seconds"] = time.monotonic() - started
@@ -307,11 +385,19 @@ def finish(trainer: Trainer, out: Path, started: float, command: str, commit: st
         begin = time.monotonic()
         scores.append(evaluate(model, trainer.tokenizer, spec, count, seed=recipe.seed, max_new=recipe.reply_tokens))
         print(f"{scores[-1]} after {time.monotonic() - begin:.1f} s", flush=True)
-        record["scores"].append({**dataclasses.asdict(scores[-1]), "share": scores[-1].share, "low": scores[-1].interval[0],
-                                 "high": scores[-1].interval[1]})
+        record["scores"].append(
+            {
+                **dataclasses.asdict(scores[-1]),
+                "share": scores[-1].share,
+                "low": scores[-1].interval[0],
+                "high": scores[-1].interval[1],
+            }
+        )
     write()
     for row in curves(model, trainer.tokenizer, recipe):
-        print("  " + ", ".join(f"{k} {v:.1%}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+        print(
+            "  " + ", ".join(f"{k} {v:.1%}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True
+        )
         record["curves"].append(row)
     write()
     for name in (NAME, OWN_NAME):
@@ -335,19 +421,44 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m kvasir.lab.train", description="Train a lab model from nothing.")
     parser.add_argument("--recipe", default="nano", help="which model (default: nano)")
     parser.add_argument("--out", required=True, type=Path, help="the folder to write")
-    parser.add_argument("--minutes", type=float, help="train for this long; the schedule follows the measured speed, and compiling, "
-                        "sampling and the evaluation are not counted (default: the recipe's)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="train for this long; the schedule follows the measured speed, and compiling, "
+        "sampling and the evaluation are not counted (default: the recipe's)",
+    )
     parser.add_argument("--steps", type=int, help="train for so many steps instead of the recipe's")
-    parser.add_argument("--stop-after", type=duration, help="stop and save after this much wall time, such as 8m; go on with --resume")
+    parser.add_argument(
+        "--stop-after", type=duration, help="stop and save after this much wall time, such as 8m; go on with --resume"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the state in the folder")
-    parser.add_argument("--continue-from", type=Path, help="go on with a finished model: the last phase alone, from new replies of its own")
+    parser.add_argument(
+        "--continue-from",
+        type=Path,
+        help="go on with a finished model: the last phase alone, from new replies of its own",
+    )
     parser.add_argument("--also", type=Path, help="another finished model, whose mistakes are judged and combined, too")
     parser.add_argument("--seed", type=int, help="another seed than the recipe's")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--workers", type=int, help="processes that make batches ahead (default: all cores but two with a GPU, 0 on a CPU)")
-    parser.add_argument("--tokenizer", type=Path, help="folder with the lab's tokenizer.json (default: the shipped one, else trained anew)")
-    parser.add_argument("--save-every", type=duration, default=60.0, help="between two saves of the state (default: 60s)")
-    parser.add_argument("--attention", choices=("auto", "fused", "dense"), default="auto", help="how packed rows keep documents apart on a GPU")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        help="processes that make batches ahead (default: all cores but two with a GPU, 0 on a CPU)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        help="folder with the lab's tokenizer.json (default: the shipped one, else trained anew)",
+    )
+    parser.add_argument(
+        "--save-every", type=duration, default=60.0, help="between two saves of the state (default: 60s)"
+    )
+    parser.add_argument(
+        "--attention",
+        choices=("auto", "fused", "dense"),
+        default="auto",
+        help="how packed rows keep documents apart on a GPU",
+    )
     parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile (it is used on a GPU only)")
     parser.add_argument("--commit", default="", help="the commit to name in the card (default: asked of git)")
     options = parser.parse_args(argv)
@@ -371,7 +482,14 @@ def _tokenizer(folder: Path | None) -> Any:
 
 def _commit() -> str:
     try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True)
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return found.stdout.strip()
@@ -383,7 +501,10 @@ def _compute(options: argparse.Namespace, recipe: Recipe) -> Compute:
         return PLAIN
     if options.attention == "auto":
         reason = why_not(recipe.shape, options.device)
-        print(f"attention: {'fused' if reason is None else f'dense masks, slower, since the fused kernel fails here: {reason}'}", flush=True)
+        print(
+            f"attention: {'fused' if reason is None else f'dense masks, slower, since the fused kernel fails here: {reason}'}",
+            flush=True,
+        )
         return compiled(fused=reason is None)
     return compiled(fused=options.attention == "fused")
 
@@ -393,7 +514,9 @@ def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     started, date = time.monotonic(), time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     # A folder by its name: where it lay on one machine says nothing in a card.
-    command = shlex.join(["python", "-m", "kvasir.lab.train", *(Path(a).name if a.startswith("/") else a for a in argv or sys.argv[1:])])
+    command = shlex.join(
+        ["python", "-m", "kvasir.lab.train", *(Path(a).name if a.startswith("/") else a for a in argv or sys.argv[1:])]
+    )
     recipe = find(options.recipe)
     if options.continue_from is not None:
         recipe = recipe.continued()
@@ -410,8 +533,11 @@ def main(argv: list[str] | None = None) -> None:
     workers = options.workers if options.workers is not None else (max(1, (os.cpu_count() or 4) - 2) if cuda else 0)
     # Data first: workers are forked from a process that has not touched the GPU yet.
     trainer = Trainer(recipe, _tokenizer(options.tokenizer), options.device, workers=workers)
-    print(f"{recipe.name}: {trainer.model.num_parameters / 1e6:.2f}M parameters, {recipe.tokens_per_step:,} tokens a step, {workers} data workers, "
-          f"data ready after {time.monotonic() - started:.1f} s", flush=True)
+    print(
+        f"{recipe.name}: {trainer.model.num_parameters / 1e6:.2f}M parameters, {recipe.tokens_per_step:,} tokens a step, {workers} data workers, "
+        f"data ready after {time.monotonic() - started:.1f} s",
+        flush=True,
+    )
     trainer.compute = _compute(options, recipe)
     if options.also is not None:
         trainer.others = [export.load(options.also, trainer.device)]

@@ -34,7 +34,9 @@ def ahead(make: Callable[[int], T], start: int, workers: int) -> Iterator[T]:
         for i in range(workers):
             mine, theirs = context.Pipe(duplex=False)
             ends.append(mine)
-            processes.append(context.Process(target=_produce, args=(make, start + i, workers, theirs, tuple(ends)), daemon=True))
+            processes.append(
+                context.Process(target=_produce, args=(make, start + i, workers, theirs, tuple(ends)), daemon=True)
+            )
             processes[-1].start()
             theirs.close()
         number = 0
@@ -69,12 +71,16 @@ def _receive(end: Connection) -> Any:
     return value
 
 
-def _produce(make: Callable[[int], Any], number: int, stride: int, out: Connection, inherited: tuple[Connection, ...]) -> None:
+def _produce(
+    make: Callable[[int], Any], number: int, stride: int, out: Connection, inherited: tuple[Connection, ...]
+) -> None:
     for end in inherited:  # else a worker whose parent was killed would wait for a reader for ever
         end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads did not survive the fork, and one core is all a worker has
+    os.environ["TOKENIZERS_PARALLELISM"] = (
+        "false"  # its threads did not survive the fork, and one core is all a worker has
+    )
     try:
         while True:
             try:

@@ -38,7 +38,9 @@ def streams(place: Placement) -> bool:
     return place.device.type == "cuda" and place.dtype == torch.bfloat16 and place.fused and not place.exact
 
 
-def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, exact: bool = False) -> torch.Tensor:
+def linear(
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, exact: bool = False
+) -> torch.Tensor:
     """x @ weight^T + bias: [T, N] in x's dtype."""
     if not exact:  # what F.linear does, with fewer calls on the way
         return torch.mm(x_TK, weight_NK.t()) if bias_N is None else torch.addmm(bias_N, x_TK, weight_NK.t())
@@ -57,7 +59,11 @@ def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | N
         weight_NK = wide
     # The bias is added apart: fused, it would be one more thing that a BLAS may do in another order.
     parts = [F.linear(tile, weight_NK) for tile in tiles.split(TILE)]
-    product = (parts[0] if len(parts) == 1 else torch.cat(parts))[:num_rows] if parts else x_TK.new_empty(0, weight_NK.shape[0])
+    product = (
+        (parts[0] if len(parts) == 1 else torch.cat(parts))[:num_rows]
+        if parts
+        else x_TK.new_empty(0, weight_NK.shape[0])
+    )
     if width_out < NARROW:
         product = product[:, :width_out].contiguous()
     return product if bias_N is None else product + bias_N
@@ -77,24 +83,42 @@ class Linear:
         self.packed: torch.ScriptObject | None = None  # a copy for products of few rows, made by the first
         self.may_pack = place.device.type == "cpu" and place.dtype == torch.float32 and not bias
 
-    def __call__(self, x_TK: torch.Tensor, norm: RMSNorm | None = None, residual_TN: torch.Tensor | None = None,
-                 activation: str | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        x_TK: torch.Tensor,
+        norm: RMSNorm | None = None,
+        residual_TN: torch.Tensor | None = None,
+        activation: str | None = None,
+    ) -> torch.Tensor:
         """[T, N] of x, or of ``norm``(x). ``activation``: the halves of N are gate and up, the result is [T, N / 2].
         ``residual_TN`` is added, and its memory may be used for the result."""
         if self.streams and self.bias_N is None and activation in GATES:
             halves = activation is not None
             if (ring := choose_ring(x_TK.shape[0], self.weight_NK, halves)) is not None:
-                return stream_rows(x_TK if norm is None else norm(x_TK), self.weight_NK, ring, gated=halves, residual_TO=residual_TN)
+                return stream_rows(
+                    x_TK if norm is None else norm(x_TK), self.weight_NK, ring, gated=halves, residual_TO=residual_TN
+                )
         if self.streams and (config := choose(x_TK.shape[0], *self.weight_NK.shape)) is not None:
-            return gemv(x_TK, self.weight_NK, config, norm=None if norm is None else norm.parameters, bias_N=self.bias_N,
-                        activation=activation, residual_TO=residual_TN)
+            return gemv(
+                x_TK,
+                self.weight_NK,
+                config,
+                norm=None if norm is None else norm.parameters,
+                bias_N=self.bias_N,
+                activation=activation,
+                residual_TO=residual_TN,
+            )
         if norm is not None:
             x_TK = norm(x_TK)
         if residual_TN is not None and self.streams and self.bias_N is None and activation is None:
             return residual_TN.addmm_(x_TK, self.weight_KN)  # the BLAS adds as it stores
         y = self.product(x_TK)
         if activation is not None:
-            y = gated(y, ACTIVATIONS[activation], self.exact) if self.fused else gated_reference(y, ACTIVATIONS[activation])
+            y = (
+                gated(y, ACTIVATIONS[activation], self.exact)
+                if self.fused
+                else gated_reference(y, ACTIVATIONS[activation])
+            )
         return y if residual_TN is None else y.add_(residual_TN)
 
     def product(self, x_TK: torch.Tensor) -> torch.Tensor:

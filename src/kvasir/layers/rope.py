@@ -71,7 +71,9 @@ class RopeTable:
     def __init__(self, spec: RopeSpec, num_positions: int, device: torch.device) -> None:
         # Made on the CPU, so that every device has the same bits.
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies(spec))
-        self.table = torch.cat((angles.cos(), angles.sin()), -1).mul_(spec.attention_factor).to(device)  # [num_positions, D] fp32
+        self.table = (
+            torch.cat((angles.cos(), angles.sin()), -1).mul_(spec.attention_factor).to(device)
+        )  # [num_positions, D] fp32
 
     def rows(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What ``kernels.rope.rotate`` needs for rows at these positions: fp32 cosines [T, 1, 1, D/2], sines [T, 1, 2, D/2]."""

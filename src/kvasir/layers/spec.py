@@ -57,7 +57,9 @@ class GQASpec:
     o_bias: bool = False
 
     def attention(self) -> AttentionSpec:
-        return AttentionSpec(self.num_heads, self.num_kv_heads, self.head_dim, self.scale, self.window, self.softcap, self.sinks)
+        return AttentionSpec(
+            self.num_heads, self.num_kv_heads, self.head_dim, self.scale, self.window, self.softcap, self.sinks
+        )
 
 
 @dataclass(frozen=True, slots=True)

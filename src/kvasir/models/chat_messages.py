@@ -81,11 +81,20 @@ def _flat(content: Any, where: str) -> str:
         raise RequestError(f"{where}.content must be a string or a list of parts", param=f"{where}.content")
     texts = []
     for i, part in enumerate(content):
-        kind = "text" if isinstance(part, str) else part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        kind = (
+            "text"
+            if isinstance(part, str)
+            else part.get("type", "text")
+            if isinstance(part, Mapping)
+            else type(part).__name__
+        )
         text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
         if kind not in ("text", "input_text", "output_text"):
-            raise RequestError(f"{where}.content[{i}] is of type '{str(kind)[:80]}'; this model reads text parts only",
-                               param=f"{where}.content[{i}].type", code="unsupported_content")
+            raise RequestError(
+                f"{where}.content[{i}] is of type '{str(kind)[:80]}'; this model reads text parts only",
+                param=f"{where}.content[{i}].type",
+                code="unsupported_content",
+            )
         if not isinstance(text, str):
             raise RequestError(f"{where}.content[{i}].text must be a string", param=f"{where}.content[{i}].text")
         texts.append(text)

@@ -29,8 +29,23 @@ MAX_CHARS = 1 << 25
 MAX_TEMPLATE_CHARS = 1 << 17
 MAX_MEMORY_BYTES = 1 << 30
 # Names that only the server may set; the rest of ``chat_template_kwargs`` is the template's business.
-RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "chat_template", "tokenize", "raise_exception", "strftime_now",
-                      "continue_final_message", "return_dict", "bos_token", "eos_token", "unk_token", "pad_token"})
+RESERVED = frozenset(
+    {
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "chat_template",
+        "tokenize",
+        "raise_exception",
+        "strftime_now",
+        "continue_final_message",
+        "return_dict",
+        "bos_token",
+        "eos_token",
+        "unk_token",
+        "pad_token",
+    }
+)
 CLOCK = "clock!"  # no template can spell this name, so none can read or replace it
 
 
@@ -99,7 +114,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call(self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         _check(__context)
-        if isinstance(getattr(__obj, "__self__", None), str) and any(isinstance(a, int) and a > MAX_CHARS for a in args):
+        if isinstance(getattr(__obj, "__self__", None), str) and any(
+            isinstance(a, int) and a > MAX_CHARS for a in args
+        ):
             raise LimitError("makes a text that is too long")
         return super().call(__context, __obj, *args, **kwargs)
 
@@ -109,14 +126,25 @@ class Sandbox(ImmutableSandboxedEnvironment):
         times = [abs(v) for v in (left, right) if isinstance(v, int)] if operator == "*" else []
         if operator == "%" and isinstance(left, str):
             raise LimitError("uses the % operator on a text; write ~ or format() instead")
-        if operator == "**" and isinstance(left, int) and isinstance(right, int) and left.bit_length() * abs(right) > 4096:
+        if (
+            operator == "**"
+            and isinstance(left, int)
+            and isinstance(right, int)
+            and left.bit_length() * abs(right) > 4096
+        ):
             raise LimitError("computes a number that is too large")
         if (sizes and times and sizes[0] * times[0] > MAX_CHARS) or sum(sizes) > MAX_CHARS:
             raise LimitError("makes a text that is too long")
         return super().call_binop(context, operator, left, right)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple | None = None, sort_keys: bool = False) -> str:
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple | None = None,
+    sort_keys: bool = False,
+) -> str:
     # Jinja's own filter escapes <, > and & for HTML; models were trained on plain JSON.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -142,8 +170,10 @@ class ChatTemplate:
             raise ConfigError(f"the chat template is not valid Jinja: {e}") from e
         self.reads = frozenset(meta.find_undeclared_variables(tree))  # names that it expects to be given
         # What the template itself writes or compares with, as one text to look names and marks up in.
-        self.literals = "\0".join([n.data for n in tree.find_all(nodes.TemplateData)]
-                                  + [n.value for n in tree.find_all(nodes.Const) if isinstance(n.value, str)])
+        self.literals = "\0".join(
+            [n.data for n in tree.find_all(nodes.TemplateData)]
+            + [n.value for n in tree.find_all(nodes.Const) if isinstance(n.value, str)]
+        )
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The prompt text. Raises RequestError 400 when the template refuses these messages or exceeds a limit."""
@@ -156,9 +186,21 @@ class ChatTemplate:
                 parts.append(part)
         except LimitError as e:
             raise RequestError(f"the chat template {e}", param="messages", code="chat_template_limit") from e
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError) as e:
-            raise RequestError(f"the chat template refuses these messages: {str(e)[:500] or type(e).__name__}", param="messages",
-                               code="chat_template_error") from e
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+            MemoryError,
+        ) as e:
+            raise RequestError(
+                f"the chat template refuses these messages: {str(e)[:500] or type(e).__name__}",
+                param="messages",
+                code="chat_template_error",
+            ) from e
         return "".join(parts)
 
 
@@ -168,11 +210,15 @@ def render_isolated(source: str, variables: Mapping[str, Any]) -> str:
         raise RequestError(f"a chat template may have at most {MAX_TEMPLATE_CHARS} characters", param="chat_template")
     work = json.dumps({"source": source, "variables": dict(variables)}).encode()
     try:
-        done = subprocess.run([sys.executable, "-m", __name__], input=work, capture_output=True, timeout=TIME_LIMIT + 9, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", __name__], input=work, capture_output=True, timeout=TIME_LIMIT + 9, check=False
+        )
     except subprocess.TimeoutExpired as e:
         raise RequestError("the chat template took too long", param="chat_template", code="chat_template_limit") from e
     if done.returncode != 0:
-        raise RequestError("the chat template took too much time or memory", param="chat_template", code="chat_template_limit")
+        raise RequestError(
+            "the chat template took too much time or memory", param="chat_template", code="chat_template_limit"
+        )
     reply = json.loads(done.stdout)
     if "error" in reply:
         raise RequestError(reply["error"], param="chat_template", code="chat_template_error")

@@ -17,8 +17,19 @@ from kvasir.logs import log
 from kvasir.models.families import find_family
 
 # Never pickles, never code, and not the second copy of the weights that some repositories carry in another layout.
-WANTED = ["config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-          "chat_template*", "*.jinja", "*.safetensors", "*.safetensors.index.json"]
+WANTED = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+    "*.jinja",
+    "*.safetensors",
+    "*.safetensors.index.json",
+]
 UNWANTED = ["*/*", "consolidated*"]
 DEFAULTS = ("base", "nano")  # what "embedded" stands for: the first that is there
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -39,8 +50,10 @@ def resolve(model: str, revision: str | None = None) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise ConfigError(f"model '{model}' is a file. Give the folder that holds config.json and *.safetensors"
-                          + (" (GGUF is not served)" if path.suffix == ".gguf" else ""))
+        raise ConfigError(
+            f"model '{model}' is a file. Give the folder that holds config.json and *.safetensors"
+            + (" (GGUF is not served)" if path.suffix == ".gguf" else "")
+        )
     if not HUB_ID.fullmatch(model) or ".." in model or model.startswith("."):
         raise ConfigError(f"model '{model}': no such folder, and it is not a hub id (owner/name) either")
     return _download(model, revision)
@@ -75,21 +88,31 @@ def _download(model: str, revision: str | None) -> Path:
     # From the particular to the general: the hub's errors are subclasses of one another.
     reasons: list[tuple[type[Exception], str]] = [
         (errors.GatedRepoError, "it is gated: accept its terms on the hub and log in with `hf auth login`"),
-        (errors.RepositoryNotFoundError, "no such folder here, and no such public model on the hub (private ones need `hf auth login`)"),
+        (
+            errors.RepositoryNotFoundError,
+            "no such folder here, and no such public model on the hub (private ones need `hf auth login`)",
+        ),
         (errors.RevisionNotFoundError, f"it has no revision '{revision}'"),
-        (errors.LocalEntryNotFoundError, "no such folder here, the hub cannot be reached, and its cache does not hold the model"),
+        (
+            errors.LocalEntryNotFoundError,
+            "no such folder here, the hub cannot be reached, and its cache does not hold the model",
+        ),
         (errors.HFValidationError, "no such folder here, and it is not a valid hub id"),
         (errors.HfHubHTTPError, "the hub answered with an error"),
         (OSError, "it could not be downloaded"),
     ]
     try:
-        return Path(huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+        return Path(
+            huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED)
+        )
     except tuple(kind for kind, _ in reasons) as e:
         why = next(text for kind, text in reasons if isinstance(e, kind))
         names = shipped() if "/" not in model else []
         if names:
             why += f"; the package holds {', '.join(names)}.{nearest(model, names)}"
-        raise ConfigError(f"model '{model}': {why} ({type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else 'no details'})") from e
+        raise ConfigError(
+            f"model '{model}': {why} ({type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else 'no details'})"
+        ) from e
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -109,8 +132,14 @@ def read_config(path: Path) -> dict[str, Any]:
     """config.json of a model that can be served. Raises ConfigError naming the file or the field at fault."""
     if not (path / "config.json").is_file():
         if (path / "adapter_config.json").is_file():
-            raise ConfigError(f"{path} holds an adapter (adapter_config.json), not a model; adapters are not served. Merge it into its base model.")
-        found = "it is empty" if not any(path.iterdir()) else f"it holds {', '.join(sorted(p.name for p in path.iterdir())[:5])}"
+            raise ConfigError(
+                f"{path} holds an adapter (adapter_config.json), not a model; adapters are not served. Merge it into its base model."
+            )
+        found = (
+            "it is empty"
+            if not any(path.iterdir())
+            else f"it holds {', '.join(sorted(p.name for p in path.iterdir())[:5])}"
+        )
         raise ConfigError(f"{path} has no config.json ({found}). Give a folder in HF format.")
     config = read_json(path / "config.json")
     refuse_unserved(config)
@@ -123,13 +152,19 @@ def refuse_unserved(config: dict[str, Any]) -> None:
     quantization = config.get("quantization_config") or config.get("compression_config")
     if quantization:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise ConfigError(f"config.json: quantization_config (quant_method '{method}') is not served. Use the unquantised checkpoint.")
+        raise ConfigError(
+            f"config.json: quantization_config (quant_method '{method}') is not served. Use the unquantised checkpoint."
+        )
     parts = sorted(k for k, v in config.items() if k.endswith("_config") and isinstance(v, dict) and v)
     if parts:
-        raise ConfigError(f"config.json: model_type '{model_type}' is made of parts ({', '.join(parts)}); multimodal and composite models "
-                          "are not served. Use a text-only checkpoint.")
+        raise ConfigError(
+            f"config.json: model_type '{model_type}' is made of parts ({', '.join(parts)}); multimodal and composite models "
+            "are not served. Use a text-only checkpoint."
+        )
     if not isinstance(model_type, str) or not model_type:
-        raise ConfigError("config.json: model_type is missing" + ("" if config.get("architectures") else ", and so is architectures"))
+        raise ConfigError(
+            "config.json: model_type is missing" + ("" if config.get("architectures") else ", and so is architectures")
+        )
     find_family(model_type)
 
 

@@ -16,7 +16,9 @@ def num_params(spec: ModelSpec) -> int:
     total = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2) + spec.hidden_size
     for layer in spec.layers:
         total += _mixer_matrices(layer, spec.hidden_size) + _mixer_vectors(layer, spec.hidden_size)
-        total += _ffn_matrices(layer.ffn, spec.hidden_size)[0] + spec.hidden_size * (4 if layer.norms == "sandwich" else 2)
+        total += _ffn_matrices(layer.ffn, spec.hidden_size)[0] + spec.hidden_size * (
+            4 if layer.norms == "sandwich" else 2
+        )
         if isinstance(layer.ffn, DenseSpec) and layer.ffn.bias:
             total += 2 * layer.ffn.intermediate_size + spec.hidden_size
     return total
@@ -25,7 +27,10 @@ def num_params(spec: ModelSpec) -> int:
 def active_params(spec: ModelSpec) -> int:
     """Numbers in the matrices that one row is multiplied with: its own experts only, the head, not the embedding table."""
     head = spec.vocab_size * spec.hidden_size
-    return head + sum(_mixer_matrices(layer, spec.hidden_size) + _ffn_matrices(layer.ffn, spec.hidden_size)[1] for layer in spec.layers)
+    return head + sum(
+        _mixer_matrices(layer, spec.hidden_size) + _ffn_matrices(layer.ffn, spec.hidden_size)[1]
+        for layer in spec.layers
+    )
 
 
 def routed_bytes(spec: ModelSpec, dtype_bytes: int) -> tuple[tuple[float, float], ...]:
@@ -40,7 +45,7 @@ def routed_bytes(spec: ModelSpec, dtype_bytes: int) -> tuple[tuple[float, float]
 
 def touched_params(spec: ModelSpec, rows: float) -> float:
     """Numbers of the matrices that a step over ``rows`` rows must read: of a mixture, the experts that rows fall on, by even chance."""
-    return active_params(spec) + sum(size * (alone - alone ** rows) for alone, size in routed_bytes(spec, 1))
+    return active_params(spec) + sum(size * (alone - alone**rows) for alone, size in routed_bytes(spec, 1))
 
 
 def weight_bytes(spec: ModelSpec, dtype_bytes: int) -> int:
@@ -60,7 +65,9 @@ def kv_bytes(spec: ModelSpec, num_tokens: int, dtype_bytes: int) -> int:
 
 def flops_per_token(spec: ModelSpec, context: int) -> int:
     """Operations of one row that sees ``context`` positions (itself included), its logits included."""
-    scores = sum(4 * layer.mixer.num_heads * layer.mixer.head_dim * _seen(layer.mixer.window, context) for layer in spec.layers)
+    scores = sum(
+        4 * layer.mixer.num_heads * layer.mixer.head_dim * _seen(layer.mixer.window, context) for layer in spec.layers
+    )
     return 2 * active_params(spec) + scores
 
 

@@ -36,8 +36,15 @@ class Block:
         if spec.norms == "sandwich":
             self.mixer_post_norm, self.ffn_post_norm = (RMSNorm(hidden_size, spec.norm, place) for _ in range(2))
 
-    def forward(self, stream: Stream, angles: Angles, cache: LayerCache, backend: AttentionBackend, batch: StepBatch,
-                wanted_M: torch.Tensor | None = None) -> None:
+    def forward(
+        self,
+        stream: Stream,
+        angles: Angles,
+        cache: LayerCache,
+        backend: AttentionBackend,
+        batch: StepBatch,
+        wanted_M: torch.Tensor | None = None,
+    ) -> None:
         """Both sublayers read the stream and add to it: at once where they can, else with the next norm. ``wanted_M``: only
         these rows go on after attention, and the stream is theirs from then on."""
         x_TE, norm = stream.enter(self.mixer_norm)
@@ -46,7 +53,9 @@ class Block:
         if self.mixer_post_norm is None:
             stream.h_TE = self.mixer.forward(x_TE, angles, cache, backend, batch, norm, stream.h_TE, wanted_M)
         else:
-            stream.add(self.mixer.forward(x_TE, angles, cache, backend, batch, norm, wanted_M=wanted_M), self.mixer_post_norm)
+            stream.add(
+                self.mixer.forward(x_TE, angles, cache, backend, batch, norm, wanted_M=wanted_M), self.mixer_post_norm
+            )
         x_TE, norm = stream.enter(self.ffn_norm)
         if not self.ffn_fuses:
             stream.add(self.ffn.forward(x_TE if norm is None else norm(x_TE)), self.ffn_post_norm)
@@ -56,9 +65,20 @@ class Block:
             stream.add(self.ffn.forward(x_TE, norm), self.ffn_post_norm)
 
     def slots(self) -> dict[str, Slot]:
-        parts = {"mixer_norm": self.mixer_norm, "mixer": self.mixer, "mixer_post_norm": self.mixer_post_norm,
-                 "ffn_norm": self.ffn_norm, "ffn": self.ffn, "ffn_post_norm": self.ffn_post_norm}
-        return {f"{part}.{name}": slot for part, module in parts.items() if module is not None for name, slot in module.slots().items()}
+        parts = {
+            "mixer_norm": self.mixer_norm,
+            "mixer": self.mixer,
+            "mixer_post_norm": self.mixer_post_norm,
+            "ffn_norm": self.ffn_norm,
+            "ffn": self.ffn,
+            "ffn_post_norm": self.ffn_post_norm,
+        }
+        return {
+            f"{part}.{name}": slot
+            for part, module in parts.items()
+            if module is not None
+            for name, slot in module.slots().items()
+        }
 
 
 class Decoder:
@@ -80,8 +100,14 @@ class Decoder:
         self.rope_of = [kinds.index(layer.rope) for layer in spec.layers]
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, caches: Sequence[LayerCache], backend: AttentionBackend,
-                taps: dict[int, torch.Tensor] | None = None, wanted_M: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        batch: StepBatch,
+        caches: Sequence[LayerCache],
+        backend: AttentionBackend,
+        taps: dict[int, torch.Tensor] | None = None,
+        wanted_M: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Hidden states [T, E] before the final norm. ``caches``: one per layer; ``backend.plan(batch)`` was called.
 
         ``taps`` maps a layer's index to a buffer of at least T rows that receives the layer's output. ``wanted_M``: rows, at
@@ -98,7 +124,7 @@ class Decoder:
         for i, block in enumerate(self.blocks):
             block.forward(stream, angles[self.rope_of[i]], caches[i], backend, batch, early if i == last else None)
             if taps is not None and i in taps:
-                stream.peek(taps[i][:len(h_TE)])
+                stream.peek(taps[i][: len(h_TE)])
         return stream.value() if wanted_M is None or early is not None else stream.value().index_select(0, wanted_M)
 
     def logits(self, hidden_ME: torch.Tensor) -> torch.Tensor:

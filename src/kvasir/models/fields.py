@@ -19,12 +19,23 @@ REQUIRED: Any = object()
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 LARGEST = 1 << 31
 # Our slots, and the usual HF names of what goes there.
-OUTER = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}
+OUTER = {
+    "embed.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
 PARTS = {
-    "mixer_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "mixer.q": "self_attn.q_proj", "mixer.k": "self_attn.k_proj", "mixer.v": "self_attn.v_proj", "mixer.o": "self_attn.o_proj",
-    "mixer.q_norm": "self_attn.q_norm", "mixer.k_norm": "self_attn.k_norm",
-    "ffn.gate": "mlp.gate_proj", "ffn.up": "mlp.up_proj", "ffn.down": "mlp.down_proj",
+    "mixer_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "mixer.q": "self_attn.q_proj",
+    "mixer.k": "self_attn.k_proj",
+    "mixer.v": "self_attn.v_proj",
+    "mixer.o": "self_attn.o_proj",
+    "mixer.q_norm": "self_attn.q_norm",
+    "mixer.k_norm": "self_attn.k_norm",
+    "ffn.gate": "mlp.gate_proj",
+    "ffn.up": "mlp.up_proj",
+    "ffn.down": "mlp.down_proj",
 }
 
 
@@ -51,7 +62,9 @@ class Fields:
 
     def integer(self, name: str, default: Any = REQUIRED, least: int = 1) -> Any:
         value = self._get(name, default)
-        if value is not default and (not isinstance(value, int) or isinstance(value, bool) or not least <= value < LARGEST):
+        if value is not default and (
+            not isinstance(value, int) or isinstance(value, bool) or not least <= value < LARGEST
+        ):
             raise self.fail(name, f"is {value!r}, expected a whole number of at least {least}")
         return value
 
@@ -59,7 +72,12 @@ class Fields:
         value = self._get(name, default)
         if value is default:
             return value
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= sys.float_info.max or (positive and value <= 0):
+        if (
+            not isinstance(value, (int, float))
+            or isinstance(value, bool)
+            or not abs(value) <= sys.float_info.max
+            or (positive and value <= 0)
+        ):
             raise self.fail(name, f"is {value!r}, expected a {'positive ' if positive else ''}number")
         return float(value)
 
@@ -84,7 +102,9 @@ class Fields:
 
     def _list(self, name: str, default: Any, kind: type, length: int | None) -> tuple[Any, ...]:
         value = self._get(name, default)
-        if not isinstance(value, (list, tuple)) or not all(isinstance(v, kind) and not isinstance(v, bool) for v in value):
+        if not isinstance(value, (list, tuple)) or not all(
+            isinstance(v, kind) and not isinstance(v, bool) for v in value
+        ):
             raise self.fail(name, f"is {value!r}, expected a list of {'strings' if kind is str else 'whole numbers'}")
         if length is not None and len(value) != length:
             raise self.fail(name, f"has {len(value)} entries, expected {length} (one a layer)")
@@ -124,22 +144,33 @@ def dense(fields: Fields, bias: bool = False) -> DenseSpec:
     return DenseSpec(fields.integer("intermediate_size"), activation(fields), bias)
 
 
-def attention(fields: Fields, *, kv_heads: int | None = None, head_dim: int | None = None, scale: float | None = None,
-              window: int | None = None, **quirks: Any) -> GQASpec:
+def attention(
+    fields: Fields,
+    *,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    **quirks: Any,
+) -> GQASpec:
     """``head_dim``: the family's default where the config has none (None: hidden_size / heads). ``kv_heads``: where it does not name them;
     null, and None here, are as many as heads."""
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    kv_heads = fields.integer("num_key_value_heads", heads if "num_key_value_heads" in fields.raw else kv_heads or heads)
+    kv_heads = fields.integer(
+        "num_key_value_heads", heads if "num_key_value_heads" in fields.raw else kv_heads or heads
+    )
     if heads % kv_heads:
         raise fields.fail("num_attention_heads", f"is {heads}, not a multiple of num_key_value_heads ({kv_heads})")
     dim = fields.integer("head_dim", head_dim)
     if dim is None:
         if hidden % heads:
-            raise fields.fail("hidden_size", f"is {hidden}, not a multiple of num_attention_heads ({heads}), and head_dim is missing")
+            raise fields.fail(
+                "hidden_size", f"is {hidden}, not a multiple of num_attention_heads ({heads}), and head_dim is missing"
+            )
         dim = hidden // heads
     if dim % 2:
         raise fields.fail("head_dim", f"is {dim}, expected an even number (RoPE pairs dimensions)")
-    return GQASpec(heads, kv_heads, dim, dim ** -0.5 if scale is None else scale, window, **quirks)
+    return GQASpec(heads, kv_heads, dim, dim**-0.5 if scale is None else scale, window, **quirks)
 
 
 def window(fields: Fields) -> int | None:
@@ -160,23 +191,44 @@ def qwen_layer_types(fields: Fields) -> tuple[str, ...]:
     """Qwen 2 and 3: nothing slides unless ``use_sliding_window``, then the layers from ``max_window_layers`` on."""
     slides = fields.flag("use_sliding_window", False) and window(fields) is not None
     first = fields.integer("max_window_layers", 28, least=0) if slides else fields.integer("num_hidden_layers")
-    kinds = layer_types(fields, ["sliding_attention" if i >= first else "full_attention" for i in range(fields.integer("num_hidden_layers"))])
+    kinds = layer_types(
+        fields,
+        ["sliding_attention" if i >= first else "full_attention" for i in range(fields.integer("num_hidden_layers"))],
+    )
     if not slides and "sliding_attention" in kinds:
-        raise fields.fail("layer_types", "has sliding_attention, but use_sliding_window is not set or sliding_window is null")
+        raise fields.fail(
+            "layer_types", "has sliding_attention, but use_sliding_window is not set or sliding_window is null"
+        )
     return kinds
 
 
-def model(fields: Fields, layers: list[LayerSpec], *, offset: float = 0.0, tied: bool = False, lengthens: bool = True, **quirks: Any) -> ModelSpec:
+def model(
+    fields: Fields,
+    layers: list[LayerSpec],
+    *,
+    offset: float = 0.0,
+    tied: bool = False,
+    lengthens: bool = True,
+    **quirks: Any,
+) -> ModelSpec:
     """``tied``: the family's default where the config does not say. ``lengthens``: RoPE scaling goes beyond max_position_embeddings."""
     fields.refuse("is_encoder_decoder", "encoder-decoder models are not served")
     fields.refuse("is_causal", "bidirectional attention (embedding models) is not served", (None, True))
     longest = max_position(fields, layers[0].rope) if lengthens else fields.integer("max_position_embeddings")
-    layers = [replace(layer, mixer=replace(layer.mixer, window=None)) if (layer.mixer.window or 0) >= longest else layer
-              for layer in layers]  # a window that long never hides a position
+    layers = [
+        replace(layer, mixer=replace(layer.mixer, window=None)) if (layer.mixer.window or 0) >= longest else layer
+        for layer in layers
+    ]  # a window that long never hides a position
     return ModelSpec(
-        family=fields.text("model_type"), hidden_size=fields.integer("hidden_size"), vocab_size=fields.integer("vocab_size"),
-        max_position=longest, layers=tuple(layers), final_norm=norm(fields, offset),
-        tied=fields.flag("tie_word_embeddings", tied), **quirks)
+        family=fields.text("model_type"),
+        hidden_size=fields.integer("hidden_size"),
+        vocab_size=fields.integer("vocab_size"),
+        max_position=longest,
+        layers=tuple(layers),
+        final_norm=norm(fields, offset),
+        tied=fields.flag("tie_word_embeddings", tied),
+        **quirks,
+    )
 
 
 def max_position(fields: Fields, rope: RopeSpec) -> int:
@@ -187,7 +239,10 @@ def max_position(fields: Fields, rope: RopeSpec) -> int:
         return given
     longest = rope.factor * (rope.original_max_position if rope.kind == "yarn" else given)
     if not 1 <= longest < LARGEST:
-        raise fields.fail("max_position_embeddings", f"scaled by RoPE's factor of {rope.factor:g} makes a context of {longest:g} tokens")
+        raise fields.fail(
+            "max_position_embeddings",
+            f"scaled by RoPE's factor of {rope.factor:g} makes a context of {longest:g} tokens",
+        )
     return int(longest)
 
 
@@ -206,11 +261,18 @@ def stored_name(slot: str, parts: Mapping[str, str] = PARTS) -> str:
 def rope(fields: Fields, head_dim: int) -> RopeSpec:
     """RoPE of a model whose layers all share it. As in transformers, ``rope_scaling`` wins where both are given, and over it an
     ``original_max_position_embeddings`` of the config itself (which is not read where RoPE goes by layer type)."""
-    return rope_from(fields, fields.section("rope_scaling") or fields.section("rope_parameters"), head_dim, fields.number("rope_theta", 10000.0),
-                     fields.integer("original_max_position_embeddings", None))
+    return rope_from(
+        fields,
+        fields.section("rope_scaling") or fields.section("rope_parameters"),
+        head_dim,
+        fields.number("rope_theta", 10000.0),
+        fields.integer("original_max_position_embeddings", None),
+    )
 
 
-def rope_from(fields: Fields, parameters: Fields | None, head_dim: int, theta: float, original: int | None = None) -> RopeSpec:
+def rope_from(
+    fields: Fields, parameters: Fields | None, head_dim: int, theta: float, original: int | None = None
+) -> RopeSpec:
     """``parameters``: the object with ``rope_type`` and what belongs to it; ``theta``: used where it has no ``rope_theta``; ``original``:
     used instead of its ``original_max_position_embeddings``."""
     fields.refuse("partial_rotary_factor", "a partly rotated head is not served", (None, 1))
@@ -218,7 +280,9 @@ def rope_from(fields: Fields, parameters: Fields | None, head_dim: int, theta: f
         return RopeSpec(theta, head_dim)
     p = parameters
     if any(isinstance(v, dict) for v in p.raw.values()):
-        raise ConfigError(f"config.json: {p.where.removesuffix('.')} is given by layer type, which this model_type does not have")
+        raise ConfigError(
+            f"config.json: {p.where.removesuffix('.')} is given by layer type, which this model_type does not have"
+        )
     p.refuse("partial_rotary_factor", "a partly rotated head is not served", (None, 1))
     theta = p.number("rope_theta", theta)
     kind = p.text("rope_type", p.text("type", "default"))
@@ -226,7 +290,9 @@ def rope_from(fields: Fields, parameters: Fields | None, head_dim: int, theta: f
         return RopeSpec(theta, head_dim)
     if kind == "linear":
         return RopeSpec(theta, head_dim, "linear", factor=p.number("factor"))
-    original = original or p.integer("original_max_position_embeddings", None) or fields.integer("max_position_embeddings")
+    original = (
+        original or p.integer("original_max_position_embeddings", None) or fields.integer("max_position_embeddings")
+    )
     if kind == "llama3":
         low, high = p.number("low_freq_factor"), p.number("high_freq_factor")
         if high <= low:
@@ -236,8 +302,17 @@ def rope_from(fields: Fields, parameters: Fields | None, head_dim: int, theta: f
         if theta == 1:
             raise p.fail("rope_theta", "is 1: all dimensions turn alike, and yarn tells them apart by how they turn")
         factor = p.number("factor", None) or fields.integer("max_position_embeddings") / original
-        return RopeSpec(theta, head_dim, "yarn", factor, original, beta_fast=p.number("beta_fast", 32.0), beta_slow=p.number("beta_slow", 1.0),
-                        truncate=p.flag("truncate", True), attention_factor=_yarn_attention(p, factor))
+        return RopeSpec(
+            theta,
+            head_dim,
+            "yarn",
+            factor,
+            original,
+            beta_fast=p.number("beta_fast", 32.0),
+            beta_slow=p.number("beta_slow", 1.0),
+            truncate=p.flag("truncate", True),
+            attention_factor=_yarn_attention(p, factor),
+        )
     raise p.fail("rope_type", f"is '{kind}'; served are default, linear, llama3 and yarn")
 
 

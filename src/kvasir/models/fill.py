@@ -23,7 +23,9 @@ from kvasir.errors import ConfigError
 from kvasir.layers.weights import Slot
 from kvasir.logs import log
 
-PART_BYTES = 16 << 20  # enough for a disk and for PCIe to run at full rate, and few enough parts that Python does not count
+PART_BYTES = (
+    16 << 20
+)  # enough for a disk and for PCIe to run at full rate, and few enough parts that Python does not count
 NUM_THREADS = 8  # one thread copies a few GB/s out of the page cache; PCIe takes some 50
 PROGRESS_BYTES = 1 << 30
 SHOWN = 5  # names listed in a message
@@ -64,8 +66,13 @@ def parts_of(tensor: Stored, slot: Slot) -> Iterator[Part]:
     step = max(1, PART_BYTES // row_bytes)
     for first in range(0, rows, step):
         stop = min(first + step, rows)
-        yield Part(tensor, Slot(slot.target[first:stop], slot.offset), (stop - first, *tensor.shape[1:]), tensor.offset + first * row_bytes,
-                   (stop - first) * row_bytes)
+        yield Part(
+            tensor,
+            Slot(slot.target[first:stop], slot.offset),
+            (stop - first, *tensor.shape[1:]),
+            tensor.offset + first * row_bytes,
+            (stop - first) * row_bytes,
+        )
 
 
 class _Staging:
@@ -87,8 +94,8 @@ class _Staging:
         buffer, sent = self.buffers[self.turn], self.sent[self.turn]
         if sent is not None:
             sent.synchronize()
-        _read(file, memoryview(buffer.numpy())[:part.num_bytes], part)
-        stored = buffer[:part.num_bytes].view(DTYPES[part.tensor.dtype]).view(part.shape)
+        _read(file, memoryview(buffer.numpy())[: part.num_bytes], part)
+        stored = buffer[: part.num_bytes].view(DTYPES[part.tensor.dtype]).view(part.shape)
         if self.stream is None:
             part.slot.fill(stored)
             return _range(stored)
@@ -108,7 +115,9 @@ def _read(file: int, into: memoryview, part: Part) -> None:
     while at < len(into):
         got = os.preadv(file, [into[at:]], part.offset + at)
         if not got:
-            raise ConfigError(f"{part.tensor.file} ended while tensor '{part.tensor.name}' was read: it has become shorter")
+            raise ConfigError(
+                f"{part.tensor.file} ended while tensor '{part.tensor.name}' was read: it has become shorter"
+            )
         at += got
 
 
@@ -116,7 +125,11 @@ def read_tensor(tensor: Stored) -> torch.Tensor:
     """A stored tensor in memory of its own."""
     buffer = torch.empty(tensor.num_bytes, dtype=torch.uint8)
     with tensor.file.open("rb") as file:
-        _read(file.fileno(), memoryview(buffer.numpy()), Part(tensor, Slot(buffer), tensor.shape, tensor.offset, tensor.num_bytes))
+        _read(
+            file.fileno(),
+            memoryview(buffer.numpy()),
+            Part(tensor, Slot(buffer), tensor.shape, tensor.offset, tensor.num_bytes),
+        )
     return buffer.view(DTYPES[tensor.dtype]).view(tensor.shape)
 
 
@@ -195,7 +208,9 @@ class Filling:
             self._stop.set()
             sys.setswitchinterval(self._interval)
             self._progress.close()
-        found = [thread for thread in found if thread and thread[0]]  # checks return nothing, and threads without a part say nothing of time
+        found = [
+            thread for thread in found if thread and thread[0]
+        ]  # checks return nothing, and threads without a part say nothing of time
         if found:
             self.seconds = max(ended for *_, ended in found) - min(began for _, began, _ in found)
         _warn_not_finite([(name, r) for ranges, *_ in found for name, parts in ranges.items() for r in parts])
@@ -231,7 +246,13 @@ class _Progress:
             TransferSpeedColumn,
         )
 
-        columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("loading weights"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
         self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
         self._bar.start()
         self._task = self._bar.add_task("", total=total)

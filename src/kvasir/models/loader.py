@@ -37,8 +37,18 @@ def load_model(path: Path, config: dict[str, Any], **options: Any) -> Decoder:
     return decoder
 
 
-def start_loading(path: Path, config: dict[str, Any], *, device: torch.device | str, dtype: torch.dtype, load_format: str = "auto",
-                  exact: bool = False, fused: bool = True, seed: int = 0, num_positions: int | None = None) -> tuple[Decoder, Filling]:
+def start_loading(
+    path: Path,
+    config: dict[str, Any],
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    load_format: str = "auto",
+    exact: bool = False,
+    fused: bool = True,
+    seed: int = 0,
+    num_positions: int | None = None,
+) -> tuple[Decoder, Filling]:
     """Build the model that ``config`` describes and begin to fill it from ``path`` (or with random weights: ``dummy``).
 
     The decoder may be run at once, on weights that are still anything: to compile kernels and measure memory while files are
@@ -62,8 +72,9 @@ def start_loading(path: Path, config: dict[str, Any], *, device: torch.device | 
 def load_again(decoder: Decoder, path: Path) -> None:
     """Other weights of the same model into the same tensors. Raises ConfigError naming file and tensor."""
     slots = decoder.slots()
-    Filling(decoder.place.device).start([(tensor, slots[slot]) for tensor, slot in assign(read_headers(path), decoder.spec) if slot in slots],
-                                        []).wait()
+    Filling(decoder.place.device).start(
+        [(tensor, slots[slot]) for tensor, slot in assign(read_headers(path), decoder.spec) if slot in slots], []
+    ).wait()
 
 
 # ----------------------------------------------------------------------------------------------------------- headers
@@ -91,7 +102,9 @@ def _weight_map(path: Path) -> dict[str, str]:
         raise ConfigError(f"{path / INDEX}: weight_map is missing or not an object of tensor names to file names")
     for shard in weight_map.values():
         if shard in ("", ".", "..") or "/" in shard or "\\" in shard or "\0" in shard:
-            raise ConfigError(f"{path / INDEX}: shard '{shard}' is not a plain file name; an index may not point outside its folder")
+            raise ConfigError(
+                f"{path / INDEX}: shard '{shard}' is not a plain file name; an index may not point outside its folder"
+            )
     return weight_map
 
 
@@ -103,7 +116,9 @@ def _read_index(path: Path, weight_map: dict[str, str]) -> list[Stored]:
             raise ConfigError(f"{path}: shard {shard} is missing ({list_names(missing)})")
         for tensor in read_header(path / shard):
             if tensor.name in tensors:
-                raise ConfigError(f"tensor '{tensor.name}' is in two shards, {tensors[tensor.name].file.name} and {shard}")
+                raise ConfigError(
+                    f"tensor '{tensor.name}' is in two shards, {tensors[tensor.name].file.name} and {shard}"
+                )
             tensors[tensor.name] = tensor
     for name, shard in weight_map.items():
         if name not in tensors or tensors[name].file.name != shard:
@@ -135,7 +150,9 @@ def read_header(file: Path) -> list[Stored]:
     at = 0
     for begin, end, name in sorted(ends):
         if begin != at:
-            raise ConfigError(f"{file}: tensor '{name}' begins at byte {begin} of the data, expected {at} (a gap or an overlap)")
+            raise ConfigError(
+                f"{file}: tensor '{name}' begins at byte {begin} of the data, expected {at} (a gap or an overlap)"
+            )
         at = end
     if 8 + length + at != size:
         raise ConfigError(f"{file} is {size - 8 - length - at} bytes longer than its tensors: it is damaged")
@@ -150,12 +167,16 @@ def _entry(file: Path, name: str, entry: Any, data: int) -> tuple[Stored, int, i
     except (TypeError, KeyError, ValueError) as e:
         raise ConfigError(f"{file}: the header entry of tensor '{name}' is damaged") from e
     if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
-        raise ConfigError(f"{file}: the header entry of tensor '{name}' has a shape or offset that is not a whole number")
+        raise ConfigError(
+            f"{file}: the header entry of tensor '{name}' has a shape or offset that is not a whole number"
+        )
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise ConfigError(f"{file}: tensor '{name}' has dtype {dtype}; served are {', '.join(DTYPE_BYTES)}")
     num_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
     if end - begin != num_bytes:
-        raise ConfigError(f"{file}: tensor '{name}' of shape {list(shape)} and dtype {dtype} needs {num_bytes} bytes, its entry gives {end - begin}")
+        raise ConfigError(
+            f"{file}: tensor '{name}' of shape {list(shape)} and dtype {dtype} needs {num_bytes} bytes, its entry gives {end - begin}"
+        )
     return Stored(name, file, dtype, shape, num_bytes, data + begin), begin, end
 
 
@@ -172,9 +193,13 @@ def assign(stored: list[Stored], spec: ModelSpec) -> list[tuple[Stored, str]]:
     expected = {stored_name(slot): slot for slot in slots}
     if len(expected) < len(slots):
         several = next(name for name in expected if sum(stored_name(slot) == name for slot in slots) > 1)
-        raise ConfigError(f"family {spec.family}: stored_name gives '{several}' for several slots. A stored tensor fills one: "
-                          "split it by a converter.")
-    needed = [t for t in stored if not t.name.endswith(".rotary_emb.inv_freq")]  # a buffer of early checkpoints; the config gives it
+        raise ConfigError(
+            f"family {spec.family}: stored_name gives '{several}' for several slots. A stored tensor fills one: "
+            "split it by a converter."
+        )
+    needed = [
+        t for t in stored if not t.name.endswith(".rotary_emb.inv_freq")
+    ]  # a buffer of early checkpoints; the config gives it
     tied_head = stored_name(HEAD) if spec.tied else None
     if tied_head:
         expected[tied_head] = HEAD
@@ -183,12 +208,20 @@ def assign(stored: list[Stored], spec: ModelSpec) -> list[tuple[Stored, str]]:
     missing = [name for name in expected if name not in found and name != tied_head]
     unexpected = [t.name for t in needed if t.name not in expected]
     if missing or unexpected:
-        problems = [f"{what}: {list_names(names)}" for what, names in (("missing tensors", missing), ("unexpected tensors", unexpected)) if names]
-        raise ConfigError(f"the weights do not fit config.json ({spec.family}, {len(spec.layers)} layers): {'; '.join(problems)}")
+        problems = [
+            f"{what}: {list_names(names)}"
+            for what, names in (("missing tensors", missing), ("unexpected tensors", unexpected))
+            if names
+        ]
+        raise ConfigError(
+            f"the weights do not fit config.json ({spec.family}, {len(spec.layers)} layers): {'; '.join(problems)}"
+        )
     for t in needed:
         shape = tuple(slots[expected[t.name]].shape)
         if t.shape != shape:
-            raise ConfigError(f"{t.file}: tensor '{t.name}' has shape {list(t.shape)}, config.json asks for {list(shape)}")
+            raise ConfigError(
+                f"{t.file}: tensor '{t.name}' has shape {list(t.shape)}, config.json asks for {list(shape)}"
+            )
     return [(t, expected[t.name]) for t in needed]
 
 
@@ -198,8 +231,10 @@ def assign(stored: list[Stored], spec: ModelSpec) -> list[tuple[Stored, str]]:
 def _check_tied(head: Stored, embedding: Stored) -> None:
     """The head of a tied model, stored too: it must be the embedding."""
     if not torch.equal(read_tensor(head), read_tensor(embedding)):
-        raise ConfigError(f"{head.file}: tie_word_embeddings is true, but '{head.name}' differs from the embedding. "
-                          "Set tie_word_embeddings to false in config.json.")
+        raise ConfigError(
+            f"{head.file}: tie_word_embeddings is true, but '{head.name}' differs from the embedding. "
+            "Set tie_word_embeddings to false in config.json."
+        )
 
 
 @torch.inference_mode()

@@ -50,7 +50,9 @@ NARROW_DECODES = 128
 UNNAMED = nullcontext()
 
 Scratch = Callable[[str, int], torch.Tensor]  # memory [MAX_ROWS, width] for one purpose
-Logits = torch.Tensor | Callable[[int, int], torch.Tensor]  # [M, V], or a function that computes rows first .. stop of them
+Logits = (
+    torch.Tensor | Callable[[int, int], torch.Tensor]
+)  # [M, V], or a function that computes rows first .. stop of them
 
 
 def why_not(model: Decoder, caches: Sequence[LayerCache], backend: AttentionBackend) -> str | None:
@@ -90,7 +92,9 @@ class NativeDecoder:
         self.most_decodes = min(num_kept, MAX_ROWS if self._wide() else NARROW_DECODES)
         self._decodes = Decodes(self.most_decodes, num_groups, width, self._caches[0].planes["k"].shape[2])
 
-    def decode(self, rows: list[int], positions: list[int], undrawn: Callable[[list[int], torch.Tensor], list[int]]) -> list[int]:
+    def decode(
+        self, rows: list[int], positions: list[int], undrawn: Callable[[list[int], torch.Tensor], list[int]]
+    ) -> list[int]:
         """One token each for these rows of ``Kept``, whose last tokens stand at ``positions``: returned, and in ``Kept``. Where they cannot
         be drawn here, ``undrawn(places, logits)`` draws: for places in ``rows``, from their logits."""
         program, decodes, count = self._begin(rows, positions)
@@ -122,7 +126,7 @@ class NativeDecoder:
             for at in range(first, stop, LOGIT_ROWS):
                 decodes.want(at, min(at + LOGIT_ROWS, stop))
                 program.run(decodes, self._tail, self._draw)
-                parts.append(self._logits_MV[:min(LOGIT_ROWS, stop - at)].clone())
+                parts.append(self._logits_MV[: min(LOGIT_ROWS, stop - at)].clone())
             return torch.cat(parts)
 
         return some
@@ -162,7 +166,7 @@ class NativeDecoder:
         parts = []
         for rows in batch.logit_rows[first:stop].split(LOGIT_ROWS):
             self._program.run(_inputs(batch, rows), self._tail, self._draw)
-            parts.append(self._logits_MV[:len(rows)].clone())
+            parts.append(self._logits_MV[: len(rows)].clone())
         return torch.cat(parts)
 
     def _build(self, library: ctypes.CDLL) -> Program:
@@ -193,8 +197,15 @@ class NativeDecoder:
             self._feed(program, block, h_TE, scratch, wanted)
             self._ends.append(len(program))
         self._logits_MV = program.tensor(LOGIT_ROWS, model.spec.vocab_size)
-        program.linear(h_TE, pack(library, model.head_VE), self._logits_MV, norm=_norm(model.norm), wanted=True, scale=model.spec.logit_scale,
-                       softcap=model.spec.logit_softcap)
+        program.linear(
+            h_TE,
+            pack(library, model.head_VE),
+            self._logits_MV,
+            norm=_norm(model.norm),
+            wanted=True,
+            scale=model.spec.logit_scale,
+            softcap=model.spec.logit_softcap,
+        )
         self._draw = len(program)
         if self._kept is not None:
             program.draw(self._kept, self._decodes, self._logits_MV, self._num_tokens)
@@ -204,8 +215,15 @@ class NativeDecoder:
         """Whether products of many rows keep up with a BLAS."""
         return native().library.kvasir_lanes() > 4
 
-    def _attend(self, program: Program, block: Block, cache: LayerCache, angles: torch.Tensor, h_TE: torch.Tensor,
-                scratch: Scratch) -> torch.Tensor:
+    def _attend(
+        self,
+        program: Program,
+        block: Block,
+        cache: LayerCache,
+        angles: torch.Tensor,
+        h_TE: torch.Tensor,
+        scratch: Scratch,
+    ) -> torch.Tensor:
         """What the heads have found [T, H D]."""
         mixer = block.mixer
         spec, attention = mixer.spec, mixer.attention
@@ -213,22 +231,53 @@ class NativeDecoder:
         program.linear(h_TE, self._packed(mixer.qkv), heads_TN, bias_N=mixer.qkv.bias_N, norm=_norm(block.mixer_norm))
         heads_TXD = heads_TN.view(MAX_ROWS, -1, spec.head_dim)
         planes = planes_of(cache)
-        program.heads(heads_TXD, planes, angles, spec.num_heads, spec.num_kv_heads, norm=None if mixer.qk_norm is None else _norm(mixer.qk_norm),
-                      writes=mixer.writes)
+        program.heads(
+            heads_TXD,
+            planes,
+            angles,
+            spec.num_heads,
+            spec.num_kv_heads,
+            norm=None if mixer.qk_norm is None else _norm(mixer.qk_norm),
+            writes=mixer.writes,
+        )
         out_TE = scratch("attended", spec.num_heads * spec.head_dim)
-        program.attend(heads_TXD, out_TE, planes, spec.num_heads, spec.num_kv_heads, scale=spec.scale, window=attention.window,
-                       softcap=attention.softcap, sinks_H=mixer.sinks_H)
+        program.attend(
+            heads_TXD,
+            out_TE,
+            planes,
+            spec.num_heads,
+            spec.num_kv_heads,
+            scale=spec.scale,
+            window=attention.window,
+            softcap=attention.softcap,
+            sinks_H=mixer.sinks_H,
+        )
         return out_TE
 
     def _feed(self, program: Program, block: Block, h_TE: torch.Tensor, scratch: Scratch, wanted: bool) -> None:
         ffn = block.ffn
         gated_TF = scratch("gated", ffn.down.weight_NK.shape[1])
-        program.linear(h_TE, self._packed(ffn.gate_up, gated=True), gated_TF, bias_N=ffn.gate_up.bias_N, norm=_norm(block.ffn_norm),
-                       activation=ffn.activation, wanted=wanted)
+        program.linear(
+            h_TE,
+            self._packed(ffn.gate_up, gated=True),
+            gated_TF,
+            bias_N=ffn.gate_up.bias_N,
+            norm=_norm(block.ffn_norm),
+            activation=ffn.activation,
+            wanted=wanted,
+        )
         self._join(program, gated_TF, ffn.down, block.ffn_post_norm, h_TE, scratch, wanted)
 
-    def _join(self, program: Program, x_TK: torch.Tensor, out: Linear, post: RMSNorm | None, h_TE: torch.Tensor, scratch: Scratch,
-              wanted: bool) -> None:
+    def _join(
+        self,
+        program: Program,
+        x_TK: torch.Tensor,
+        out: Linear,
+        post: RMSNorm | None,
+        h_TE: torch.Tensor,
+        scratch: Scratch,
+        wanted: bool,
+    ) -> None:
         """The sublayer's last product joins the residual stream, at once or behind its norm."""
         if post is None:
             program.linear(x_TK, self._packed(out), h_TE, bias_N=out.bias_N, add=True, wanted=wanted)
@@ -249,7 +298,9 @@ def planes_of(cache: LayerCache) -> Planes:
     """A layer's pages as the kernels take them."""
     codec, found = cache.codec, cache.planes
     planes = Planes(found["k"], found["v"], cache.group, codec.kernel, found.get("k_meta"), found.get("v_meta"))
-    rotations = [codec.rotation(side, cache.head_dim) if isinstance(codec, QuantizedCodec) else None for side in ("k", "v")]
+    rotations = [
+        codec.rotation(side, cache.head_dim) if isinstance(codec, QuantizedCodec) else None for side in ("k", "v")
+    ]
     if rotations[0] is None:
         return planes
     turn_k, turn_v = (None if r is None else r.factors_D for r in rotations)
@@ -262,7 +313,16 @@ def _named() -> AbstractContextManager:
 
 
 def _inputs(batch: StepBatch, wanted_M: torch.Tensor) -> StepInputs:
-    return StepInputs(batch.input_ids, batch.positions, batch.row_start, batch.context, batch.tables, batch.slots, wanted_M, batch.ancestors)
+    return StepInputs(
+        batch.input_ids,
+        batch.positions,
+        batch.row_start,
+        batch.context,
+        batch.tables,
+        batch.slots,
+        wanted_M,
+        batch.ancestors,
+    )
 
 
 def _norm(norm: RMSNorm) -> tuple[torch.Tensor, float]:

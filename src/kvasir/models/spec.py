@@ -22,7 +22,9 @@ class LayerSpec:
     cache_of: int | None = None
 
     def __post_init__(self) -> None:
-        assert self.rope.head_dim == self.mixer.head_dim, f"RoPE of {self.rope.head_dim} for heads of {self.mixer.head_dim}"
+        assert self.rope.head_dim == self.mixer.head_dim, (
+            f"RoPE of {self.rope.head_dim} for heads of {self.mixer.head_dim}"
+        )
 
     @property
     def cache_group(self) -> str:

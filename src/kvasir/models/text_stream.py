@@ -39,7 +39,11 @@ class TokenCodec:
             return cls(byte_level=True)
         if kinds == ["Metaspace"]:
             return cls(False, steps[0]["replacement"], steps[0].get("prepend_scheme", "always") != "never")
-        if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and steps[0].get("content") == " " and kinds[3:] in ([], ["Strip"]):
+        if (
+            kinds[:3] == ["Replace", "ByteFallback", "Fuse"]
+            and steps[0].get("content") == " "
+            and kinds[3:] in ([], ["Strip"])
+        ):
             plain = all(s.get("content") == " " and s.get("start") == 1 and s.get("stop") == 0 for s in steps[3:])
             pattern = steps[0].get("pattern", {}).get("String")
             return cls(False, pattern, bool(kinds[3:])) if plain and pattern else None
@@ -144,8 +148,11 @@ class WindowStream:
         after = self._backend.decode(self._known + self._new, skip_special_tokens=False)
         if not final and (len(after) <= len(before) or after.endswith("\ufffd")):
             return ""
-        self._known, self._new = (self._new if len(after) > len(before) else (self._known + self._new)[-self.MAX_KNOWN:]), []
-        return after[len(before):]
+        self._known, self._new = (
+            (self._new if len(after) > len(before) else (self._known + self._new)[-self.MAX_KNOWN :]),
+            [],
+        )
+        return after[len(before) :]
 
 
 def _tail(ids: Sequence[int], skip: frozenset[int], count: int) -> list[int]:

@@ -33,8 +33,13 @@ UNKNOWN = "\U0010fffc"  # a character that no vocabulary holds
 class Tokenizer:
     """``size``: highest id + 1. ``special_ids``: ids that ``decode`` skips. ``eos_ids``: ids that end an answer."""
 
-    def __init__(self, backend: Backend, config: Mapping[str, Any] | None = None, templates: Mapping[str, str] | None = None,
-                 eos_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        config: Mapping[str, Any] | None = None,
+        templates: Mapping[str, str] | None = None,
+        eos_ids: Iterable[int] = (),
+    ) -> None:
         config = config or {}
         backend.no_truncation()
         backend.no_padding()
@@ -51,13 +56,17 @@ class Tokenizer:
         self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._added = frozenset(t.content for t in added.values())
         literals = "\0".join(t.literals for t in self.templates.values())
-        control = {i for i, t in added.items() if t.content.strip(" \t\r\n▁") and t.content in literals} | self.special_ids
+        control = {
+            i for i, t in added.items() if t.content.strip(" \t\r\n▁") and t.content in literals
+        } | self.special_ids
         # Any text may give the unknown token; it says nothing to a model.
         control -= set(backend.encode(UNKNOWN, add_special_tokens=False).ids)
         self._control = {backend.id_to_token(i): i for i in control}
         self._control_ids = frozenset(control)
         # <think>, </tool_call>: marks that a model writes, and that an assistant message sent back may hold.
-        self._tags = frozenset(c for c, i in self._control.items() if TAG.fullmatch(c) and (i not in self.special_ids or "think" in c))
+        self._tags = frozenset(
+            c for c, i in self._control.items() if TAG.fullmatch(c) and (i not in self.special_ids or "think" in c)
+        )
         self._codec = TokenCodec.of(backend)
         self._bytes = TokenBytes(self.id_to_token, self._codec)
         self._texts: dict[int, str] = {}  # of single tokens, where only the library can tell them
@@ -73,8 +82,10 @@ class Tokenizer:
         try:
             backend = Backend.from_file(str(file))
         except Exception as e:  # the library raises bare Exception for every kind of bad file
-            raise ConfigError(f"{file} cannot be read as a tokenizer: {str(e)[:300]}. Download it again, or save it anew with "
-                              "transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)") from e
+            raise ConfigError(
+                f"{file} cannot be read as a tokenizer: {str(e)[:300]}. Download it again, or save it anew with "
+                "transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+            ) from e
         config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
         ends = end_ids(_read_json(folder / "generation_config.json"), "generation_config.json")
         return cls(backend, config, _templates(folder, config, chat_template), ends)
@@ -107,7 +118,9 @@ class Tokenizer:
         try:
             return self._backend.encode(text, add_special_tokens=False)
         except (UnicodeEncodeError, TypeError) as e:
-            raise RequestError("the text holds a lone surrogate, which is not valid Unicode", param="prompt", code="invalid_unicode") from e
+            raise RequestError(
+                "the text holds a lone surrogate, which is not valid Unicode", param="prompt", code="invalid_unicode"
+            ) from e
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of ``ids``. Bytes that are no UTF-8 become U+FFFD. The same text as ``stream()`` gives piece by piece."""
@@ -116,7 +129,9 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """The text of one token by itself, special or not."""
-        if self._codec is not None:  # from its bytes: a second table of the whole vocabulary would take 15 MiB where that is 128k
+        if (
+            self._codec is not None
+        ):  # from its bytes: a second table of the whole vocabulary would take 15 MiB where that is 128k
             data = self._bytes[token_id]
             return (data.removeprefix(b" ") if self._codec.strip else data).decode("utf-8", "replace")
         text = self._texts.get(token_id)
@@ -152,8 +167,15 @@ class Tokenizer:
         """The source of the default template, or None."""
         return self.templates["default"].source if "default" in self.templates else None
 
-    def apply_chat_template(self, messages: list[dict], tools: list[dict] | None = None, add_generation_prompt: bool = True,
-                            chat_template: str | None = None, tokenize: bool = False, **kwargs: Any) -> str:
+    def apply_chat_template(
+        self,
+        messages: list[dict],
+        tools: list[dict] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        tokenize: bool = False,
+        **kwargs: Any,
+    ) -> str:
         """The prompt as text. ``chat_template``: the name of one of the folder's templates, or a template sent by a client.
         ``tokenize``: as scripts for transformers say it. Other ``kwargs`` go to the template. Raises RequestError 400."""
         if tokenize:
@@ -161,26 +183,48 @@ class Tokenizer:
         text, originals = self._render(messages, tools, add_generation_prompt, chat_template, kwargs)
         return restore(text, originals)
 
-    def encode_chat(self, messages: list[dict], tools: list[dict] | None = None, add_generation_prompt: bool = True,
-                    chat_template: str | None = None, **kwargs: Any) -> list[int]:
+    def encode_chat(
+        self,
+        messages: list[dict],
+        tools: list[dict] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
         """The prompt as ids: the template's special tokens are tokens, special-token strings of the user are plain text."""
         text, originals = self._render(messages, tools, add_generation_prompt, chat_template, kwargs)
         encoding = self._encode(text)
         return self._reencode(text, encoding, originals) if originals else encoding.ids
 
-    def _render(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool, chat_template: str | None,
-                kwargs: dict[str, Any]) -> tuple[str, dict[str, str]]:
+    def _render(
+        self,
+        messages: list[dict],
+        tools: list[dict] | None,
+        add_generation_prompt: bool,
+        chat_template: str | None,
+        kwargs: dict[str, Any],
+    ) -> tuple[str, dict[str, str]]:
         """The rendered text, and what its private characters stand for."""
         if bad := next((name for name in kwargs if name in RESERVED), None):
-            raise RequestError(f"'{bad}' cannot be set through chat_template_kwargs", param="chat_template_kwargs", code="reserved_name")
+            raise RequestError(
+                f"'{bad}' cannot be set through chat_template_kwargs",
+                param="chat_template_kwargs",
+                code="reserved_name",
+            )
         messages = [normal(message, i) for i, message in enumerate(messages)]
         marks = Marks(self._control, self._tags, [messages, tools, kwargs])
-        variables = {**self.named_tokens, **marks.of(kwargs, strict=True), "messages": [
-            marks.of(m, strict=m["role"] in ("user", "tool")) for m in messages],
-            "tools": marks.of(tools, strict=True) if tools else None, "add_generation_prompt": add_generation_prompt}
+        variables = {
+            **self.named_tokens,
+            **marks.of(kwargs, strict=True),
+            "messages": [marks.of(m, strict=m["role"] in ("user", "tool")) for m in messages],
+            "tools": marks.of(tools, strict=True) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         variables.setdefault("documents", None)
         template = self._template(chat_template, bool(tools))
-        text = template.render(variables) if isinstance(template, ChatTemplate) else render_isolated(template, variables)
+        text = (
+            template.render(variables) if isinstance(template, ChatTemplate) else render_isolated(template, variables)
+        )
         return text, marks.originals
 
     def _template(self, wanted: str | None, with_tools: bool) -> ChatTemplate | str:
@@ -188,21 +232,28 @@ class Tokenizer:
             if wanted in self.templates:
                 return self.templates[wanted]
             if "{" not in wanted:
-                raise RequestError(f"no chat template is named '{wanted[:80]}'; there are {', '.join(self.templates) or 'none'}."
-                                   f"{nearest(wanted[:80], self.templates)}", param="chat_template")
+                raise RequestError(
+                    f"no chat template is named '{wanted[:80]}'; there are {', '.join(self.templates) or 'none'}."
+                    f"{nearest(wanted[:80], self.templates)}",
+                    param="chat_template",
+                )
             return wanted
         name = "tool_use" if with_tools and "tool_use" in self.templates else "default"
         if name not in self.templates:
-            raise RequestError("this model has no chat template. Start with --chat-template FILE (Jinja), or send the finished prompt to "
-                               "/v1/completions.", param="messages", code="no_chat_template")
+            raise RequestError(
+                "this model has no chat template. Start with --chat-template FILE (Jinja), or send the finished prompt to "
+                "/v1/completions.",
+                param="messages",
+                code="no_chat_template",
+            )
         return self.templates[name]
 
     def _reencode(self, text: str, encoding: Encoding, originals: dict[str, str]) -> list[int]:
         """The ids of ``text`` with its private characters put back as plain text.
 
-            text      <|im_start|>  user\\nhi ?there  <|im_end|>  \\n ...
-            first ids     151644    . . . ? . . .      151645    . .      ? = a private character
-            result        151644    encoded again      151645    kept
+        text      <|im_start|>  user\\nhi ?there  <|im_end|>  \\n ...
+        first ids     151644    . . . ? . . .      151645    . .      ? = a private character
+        result        151644    encoded again      151645    kept
         """
         ids, offsets, result = encoding.ids, encoding.offsets, []
         private = re.compile("[" + "".join(originals) + "]")
@@ -211,8 +262,10 @@ class Tokenizer:
             left = offsets[start - 1][1] if start else 0
             right = offsets[end][0] if end < len(ids) else len(text)
             stretch = text[left:right]
-            result += self._plain_ids(restore(stretch, originals), left == 0) if private.search(stretch) else ids[start:end]
-            result += ids[end:end + 1]
+            result += (
+                self._plain_ids(restore(stretch, originals), left == 0) if private.search(stretch) else ids[start:end]
+            )
+            result += ids[end : end + 1]
             start = end + 1
         return result
 
@@ -231,22 +284,30 @@ class Tokenizer:
     def _around(self) -> tuple[list[int], list[int]]:
         """What the tokenizer puts before and after a text."""
         bare, full = self._backend.encode("x", add_special_tokens=False).ids, self._backend.encode("x").ids
-        at = next((i for i in range(len(full)) if full[i:i + len(bare)] == bare), 0)
-        return full[:at], full[at + len(bare):]
+        at = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
+        return full[:at], full[at + len(bare) :]
 
     def _plain_ids(self, text: str, at_start: bool) -> list[int]:
-        ids = self._plain.encode(text if at_start else ANCHOR + text, add_special_tokens=False).ids[0 if at_start else 1:]
+        ids = self._plain.encode(text if at_start else ANCHOR + text, add_special_tokens=False).ids[
+            0 if at_start else 1 :
+        ]
         return ids if self._control_ids.isdisjoint(ids) else self._broken(text, at_start)
 
     def _broken(self, text: str, at_start: bool) -> list[int]:
         """Ids of a text whose control strings are cut after their first character, so that nothing can join them."""
-        cuts = "|".join(f"(?<={re.escape(c[0])})(?={re.escape(c[1:])})" for c in longest_first(self._control) if len(c) > 1)
+        cuts = "|".join(
+            f"(?<={re.escape(c[0])})(?={re.escape(c[1:])})" for c in longest_first(self._control) if len(c) > 1
+        )
         ids: list[int] = []
         for i, piece in enumerate(re.split(cuts, text)):
             first = at_start and i == 0
-            ids += self._plain.encode(piece if first else ANCHOR + piece, add_special_tokens=False).ids[0 if first else 1:]
+            ids += self._plain.encode(piece if first else ANCHOR + piece, add_special_tokens=False).ids[
+                0 if first else 1 :
+            ]
         if not self._control_ids.isdisjoint(ids):
-            raise RequestError("the text spells a special token that this tokenizer cannot write as plain text", code="special_token")
+            raise RequestError(
+                "the text spells a special token that this tokenizer cannot write as plain text", code="special_token"
+            )
         return ids
 
 
@@ -266,11 +327,17 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _missing(folder: Path) -> str:
-    others = [n for n in ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model") if (folder / n).exists()]
+    others = [
+        n
+        for n in ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+        if (folder / n).exists()
+    ]
     found = f"; it has {', '.join(others)}, which is an older format" if others else ""
-    return (f"{folder} has no tokenizer.json{found}. Make one with transformers: AutoTokenizer.from_pretrained({str(folder)!r})"
-            f".save_pretrained({str(folder)!r}); or point --tokenizer at a folder that has one. A server needs it; for token ids alone there is "
-            "LLM(..., skip_tokenizer_init=True).")
+    return (
+        f"{folder} has no tokenizer.json{found}. Make one with transformers: AutoTokenizer.from_pretrained({str(folder)!r})"
+        f".save_pretrained({str(folder)!r}); or point --tokenizer at a folder that has one. A server needs it; for token ids alone there is "
+        "LLM(..., skip_tokenizer_init=True)."
+    )
 
 
 def _templates(folder: Path, config: Mapping[str, Any], given: str | None) -> dict[str, str]:
@@ -280,7 +347,9 @@ def _templates(folder: Path, config: Mapping[str, Any], given: str | None) -> di
         if isinstance(value, str):
             found["default"] = value
         elif isinstance(value, list):
-            found |= {v["name"]: v["template"] for v in value if isinstance(v, dict) and {"name", "template"} <= v.keys()}
+            found |= {
+                v["name"]: v["template"] for v in value if isinstance(v, dict) and {"name", "template"} <= v.keys()
+            }
     for file in [folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))]:
         if file.exists():
             found["default" if file.parent == folder else file.stem] = file.read_text(encoding="utf-8")
@@ -297,7 +366,9 @@ def _given(chat_template: str) -> str:
     try:
         return Path(chat_template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"chat_template={chat_template!r} is neither a Jinja template nor a file that can be read: {e}") from e
+        raise ConfigError(
+            f"chat_template={chat_template!r} is neither a Jinja template nor a file that can be read: {e}"
+        ) from e
 
 
 def _content(token: Any) -> str:
@@ -316,10 +387,17 @@ def _add_missing(backend: Backend, config: Mapping[str, Any]) -> None:
         if backend.token_to_id(token["content"]) is None:
             backend.add_tokens([AddedToken(**{k: v for k, v in token.items() if k != "__type"})])
             if backend.token_to_id(token["content"]) != token_id:
-                raise ConfigError(f"tokenizer_config.json gives token {token['content']!r} the id {token_id}, but tokenizer.json leads to "
-                                  f"{backend.token_to_id(token['content'])}. The two files do not belong together.")
+                raise ConfigError(
+                    f"tokenizer_config.json gives token {token['content']!r} the id {token_id}, but tokenizer.json leads to "
+                    f"{backend.token_to_id(token['content'])}. The two files do not belong together."
+                )
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     named = [_content(config[name]) for name in NAMED if config.get(name)] + _extra_specials(config)
     # A special token that is only a word of the vocabulary would not be recognised in a template's text.
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in dict.fromkeys(named)
-                                if t not in known and backend.token_to_id(t) is not None])
+    backend.add_special_tokens(
+        [
+            AddedToken(t, special=True, normalized=False)
+            for t in dict.fromkeys(named)
+            if t not in known and backend.token_to_id(t) is not None
+        ]
+    )

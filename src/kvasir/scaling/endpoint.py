@@ -200,7 +200,9 @@ class Group:
 
     def met(self, draft: Draft) -> bool:
         ended = draft.finish == "stop"
-        return (ended or self.on != "eos" and self.on in draft.text) and (self.accept is None or self.accept(draft.text))
+        return (ended or self.on != "eos" and self.on in draft.text) and (
+            self.accept is None or self.accept(draft.text)
+        )
 
     def limit(self, drafts: Sequence[Draft]) -> tuple[int, int] | None:
         """(tokens, index) of the last sample that counts; None while there are too few."""
@@ -212,7 +214,11 @@ class Group:
         limit = self.limit(drafts)
         if limit is None:
             return []
-        return [d for d in drafts if d.finish is None and ((d.met, d.index) > limit if d.met is not None else (d.tokens + 1, d.index) > limit)]
+        return [
+            d
+            for d in drafts
+            if d.finish is None and ((d.met, d.index) > limit if d.met is not None else (d.tokens + 1, d.index) > limit)
+        ]
 
 
 @dataclass(slots=True)
@@ -245,8 +251,19 @@ class Draft:
             return dataclasses.replace(self.whole, index=self.index, finish=self.finish, met=self.met)
         mean, lowest = summed_up(self.confidences, endpoint.window)
         total = sum(self.logprobs) if self.logprobs else None
-        return Sample(self.index, self.text, self.tokens, self.finish or "cancelled", endpoint.name, endpoint.vocabulary, tuple(self.ids), mean,
-                      total, self.met, lowest)
+        return Sample(
+            self.index,
+            self.text,
+            self.tokens,
+            self.finish or "cancelled",
+            endpoint.name,
+            endpoint.vocabulary,
+            tuple(self.ids),
+            mean,
+            total,
+            self.met,
+            lowest,
+        )
 
 
 async def collect(draw: Draw, drafts: Sequence[Draft], group: Group | None) -> None:

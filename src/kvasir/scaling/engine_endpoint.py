@@ -55,7 +55,11 @@ RETRIED = (429, 500, 503)  # statuses of a request that may pass another time
 
 def group_seed(seed: int, number: int) -> int:
     """The stream of the ``number``-th request of a call, so that sample i is the same whatever n is."""
-    return seed if number == 0 else int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest(), "little")
+    return (
+        seed
+        if number == 0
+        else int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest(), "little")
+    )
 
 
 class ClientEndpoint(Endpoint):
@@ -66,11 +70,24 @@ class ClientEndpoint(Endpoint):
 
     caps = Caps(tokens=True, logprobs=True, score=True, choose=True, fork=True)
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, name: str, *, parameters: int = 0, vocabulary: str = "",
-                 price: Price | None = None, confidences: int = DEFAULT_CONFIDENCES, lease: float = 0.0,
-                 tenant: str = "", without: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        name: str,
+        *,
+        parameters: int = 0,
+        vocabulary: str = "",
+        price: Price | None = None,
+        confidences: int = DEFAULT_CONFIDENCES,
+        lease: float = 0.0,
+        tenant: str = "",
+        without: Sequence[str] = (),
+    ) -> None:
         if confidences == 1:
-            raise ConfigError("confidences=1 turns the sign round: the likeliest token alone is large where the model is unsure. Take 5 to 20.")
+            raise ConfigError(
+                "confidences=1 turns the sign round: the likeliest token alone is large where the model is unsure. Take 5 to 20."
+            )
         self.engine, self.tokenizer, self.name = engine, tokenizer, name
         self.parameters, self.vocabulary, self.price = parameters, vocabulary or name, price or Price()
         self.confidences, self.lease, self.tenant = confidences, lease, tenant
@@ -80,7 +97,10 @@ class ClientEndpoint(Endpoint):
             raise ConfigError(f"without {', '.join(sorted(unknown))}: the features are {', '.join(FEATURES)}")
         self.without = frozenset(without)
         self.caps = dataclasses.replace(self.caps, fork="fork" not in self.without)
-        self._encoded: tuple[Prompt | None, list[int]] = (None, [])  # the last prompt: a call asks for its length, then for its ids
+        self._encoded: tuple[Prompt | None, list[int]] = (
+            None,
+            [],
+        )  # the last prompt: a call asks for its length, then for its ids
 
     async def busy_seconds(self) -> float | None:
         asked = time.monotonic()
@@ -109,24 +129,44 @@ class ClientEndpoint(Endpoint):
         room = max(1, self.engine.info.max_model_len - len(ids))
         size = MAX_N if self.caps.fork else 1
         # Ends are the engine's to see; what a text must hold is not. With several requests no engine sees the whole group.
-        seen = group is not None and group.on == "eos" and group.accept is None and n <= size and "group" not in self.without
+        seen = (
+            group is not None
+            and group.on == "eos"
+            and group.accept is None
+            and n <= size
+            and "group" not in self.without
+        )
         first_of = group.finish_after if group is not None and seen else None
         apart = bool(sampling.stop) or group is not None and not seen  # something is decided here between two tokens
         lease = self.lease if sampling.stop else 0.0  # a reply that stops at a delimiter is likely to go on
         requests = []
         for first in range(0, n, size):
             stream, branch = group_seed(seed, first // MAX_N), first % MAX_N
-            params = SamplingParams(n=min(size, n - first), temperature=sampling.temperature, max_tokens=min(sampling.max_tokens, room),
-                                    seed=branch_stream(stream, branch) if branch else stream, confidence=self.confidences,
-                                    finish_after=first_of, lease=lease, detokenize=False)
+            params = SamplingParams(
+                n=min(size, n - first),
+                temperature=sampling.temperature,
+                max_tokens=min(sampling.max_tokens, room),
+                seed=branch_stream(stream, branch) if branch else stream,
+                confidence=self.confidences,
+                finish_after=first_of,
+                lease=lease,
+                detokenize=False,
+            )
             requests.append(self.request(ids, params, prompt.affinity))
             requests[-1].piece, requests[-1].bare = 1 if apart else PIECE, True
         return EngineDraw(self, requests, size, sampling.stop, apart)
 
     def request(self, ids: list[int], params: SamplingParams, affinity: str, priority: int = 0) -> Request:
         try:
-            made = admit(ids, params, self.engine.info, id=f"{self._prefix}-{next(self._numbers)}", arrival=time.monotonic(), tenant=self.tenant,
-                         priority=priority)
+            made = admit(
+                ids,
+                params,
+                self.engine.info,
+                id=f"{self._prefix}-{next(self._numbers)}",
+                arrival=time.monotonic(),
+                tenant=self.tenant,
+                priority=priority,
+            )
         except RequestError as e:
             raise Refused(e.message) from e
         made.affinity = affinity and f"{self._prefix}/{affinity}"  # other runs have problems of the same name
@@ -147,19 +187,32 @@ class ClientEndpoint(Endpoint):
         """Teacher-forced: one record comes back from the engine. Ids are kept where the vocabularies agree; else the text is encoded,
         without an end mark."""
         begin = self.ids(prompt)
-        reply = list(sample.ids) if sample.vocabulary == self.vocabulary else self.tokenizer.encode(sample.text, add_special=False)
+        reply = (
+            list(sample.ids)
+            if sample.vocabulary == self.vocabulary
+            else self.tokenizer.encode(sample.text, add_special=False)
+        )
         if not reply:
             raise Refused("an empty reply has no score")
         k = self.confidences or DEFAULT_CONFIDENCES
-        wanted = {"prompt_logprobs": k} if "score" in self.without else {"score_from": len(begin), "confidence_window": self.window, "confidence": k}
-        request = self.request([*begin, *reply], SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, **wanted), prompt.affinity, FIRST)
+        wanted = (
+            {"prompt_logprobs": k}
+            if "score" in self.without
+            else {"score_from": len(begin), "confidence_window": self.window, "confidence": k}
+        )
+        request = self.request(
+            [*begin, *reply],
+            SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, **wanted),
+            prompt.affinity,
+            FIRST,
+        )
         request.max_tokens = 0  # the prompt alone is wanted
         found: PromptScore | None = None
         async for event in self.events(request):
             _count(usage, request, event)
             found = event.score or found
             if event.prompt_logprobs:
-                found = self._scored([entry for entry in event.prompt_logprobs[len(begin):] if entry is not None])
+                found = self._scored([entry for entry in event.prompt_logprobs[len(begin) :] if entry is not None])
         assert found is not None and found.tokens == len(reply), f"{found} of {len(reply)} tokens"
         return Score(found.confidence or 0.0, found.logprob, found.tokens, found.lowest)
 
@@ -171,11 +224,23 @@ class ClientEndpoint(Endpoint):
     async def choose(self, prompt: Prompt, options: Sequence[str], usage: Usage) -> dict[str, float]:
         ids = [self.tokenizer.encode(option, add_special=False) for option in options]
         if any(len(i) != 1 for i in ids) or not 1 < len({i[0] for i in ids}) <= MAX_LOGPROBS:
-            raise Refused(f"the options {', '.join(options)} are not 2 to {MAX_LOGPROBS} different tokens of {self.name}")
+            raise Refused(
+                f"the options {', '.join(options)} are not 2 to {MAX_LOGPROBS} different tokens of {self.name}"
+            )
         allowed = tuple(i[0] for i in ids)
-        request = self.request(self.ids(prompt), SamplingParams(max_tokens=1, logprobs=len(allowed), logprobs_mode="processed",
-                                                                allowed_token_ids=allowed, seed=0, detokenize=False),
-                               prompt.affinity, FIRST)
+        request = self.request(
+            self.ids(prompt),
+            SamplingParams(
+                max_tokens=1,
+                logprobs=len(allowed),
+                logprobs_mode="processed",
+                allowed_token_ids=allowed,
+                seed=0,
+                detokenize=False,
+            ),
+            prompt.affinity,
+            FIRST,
+        )
         found: dict[int, float] = {}
         async for event in self.events(request):
             _count(usage, request, event)
@@ -189,16 +254,31 @@ class EngineEndpoint(ClientEndpoint):
 
     engine: AsyncEngine
 
-    def __init__(self, config: EngineConfig, name: str = "", *, price: Price | None = None, confidences: int = DEFAULT_CONFIDENCES,
-                 lease: float = 30.0, without: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        name: str = "",
+        *,
+        price: Price | None = None,
+        confidences: int = DEFAULT_CONFIDENCES,
+        lease: float = 30.0,
+        without: Sequence[str] = (),
+    ) -> None:
         model = config.model
         path = checkpoint.resolve(model.model, model.revision)
         source = checkpoint.resolve(model.tokenizer) if model.tokenizer else path
         file = source / "tokenizer.json" if source.is_dir() else source
-        super().__init__(AsyncEngine(config), Tokenizer.load(source, model.chat_template), name or model.model or path.name, price=price,
-                         parameters=active_params(build_spec(checkpoint.read_config(path))),
-                         vocabulary=hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest(), confidences=confidences,
-                         lease=lease if config.cache.enable_prefix_caching else 0.0, without=without)
+        super().__init__(
+            AsyncEngine(config),
+            Tokenizer.load(source, model.chat_template),
+            name or model.model or path.name,
+            price=price,
+            parameters=active_params(build_spec(checkpoint.read_config(path))),
+            vocabulary=hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest(),
+            confidences=confidences,
+            lease=lease if config.cache.enable_prefix_caching else 0.0,
+            without=without,
+        )
 
     async def start(self) -> None:
         await self.engine.start()
@@ -217,7 +297,9 @@ def _count(usage: Usage, request: Request, event: Event) -> None:
 class EngineDraw(Draw):
     """The requests of one call, ``size`` samples each: a chunk an event, or one a token where they are wanted ``apart``."""
 
-    def __init__(self, endpoint: ClientEndpoint, requests: Sequence[Request], size: int, stop: tuple[str, ...], apart: bool) -> None:
+    def __init__(
+        self, endpoint: ClientEndpoint, requests: Sequence[Request], size: int, stop: tuple[str, ...], apart: bool
+    ) -> None:
         super().__init__()
         self.endpoint, self.requests, self.size, self.stop, self.apart = endpoint, requests, size, stop, apart
         self._stream: AsyncGenerator[Chunk, None] | None = None
@@ -287,7 +369,10 @@ class EngineDraw(Draw):
         index, ids = number * self.size + event.branch, event.token_ids
         logprobs, confidences = _told(event)
         if self.apart:
-            chunks = [Chunk(index, stream.push(token), (token,), logprobs[i:i + 1], confidences[i:i + 1]) for i, token in enumerate(ids)]
+            chunks = [
+                Chunk(index, stream.push(token), (token,), logprobs[i : i + 1], confidences[i : i + 1])
+                for i, token in enumerate(ids)
+            ]
         else:
             chunks = [Chunk(index, stream.extend(ids), ids, logprobs, confidences, count=len(ids))]
         if event.finish_reason is not None:

@@ -40,6 +40,7 @@ def uniform_groups(rng: random.Random, size: int, count: int, k: int) -> list[li
 
 def weighted_groups(rng: random.Random, fitness: Sequence[float], count: int, k: int, zeta: float) -> list[list[int]]:
     """The same, where members are drawn one after the other with probability in proportion to exp(fitness / zeta)."""
+
     def gumbel() -> float:
         return -math.log(-math.log(max(rng.random(), 1e-300)))
 
@@ -91,13 +92,18 @@ def route_by_percentile(difficulty_M: Sequence[float], percents: Sequence[float]
     fitness = [-d for d in difficulty_M]
     tiers = len(percents) + 1
     bounds = [None if p <= 0 else math.inf if p >= 100 else percentile(fitness, p) for p in percents]
-    return [tiers - 1 - next((step for step, bound in enumerate(bounds) if bound is not None and f <= bound), tiers - 1) for f in fitness]
+    return [
+        tiers - 1 - next((step for step, bound in enumerate(bounds) if bound is not None and f <= bound), tiers - 1)
+        for f in fitness
+    ]
 
 
 def route_by_threshold(difficulty_M: Sequence[float], thresholds: Sequence[float]) -> list[int]:
     """Difficulty at or above ``thresholds[0]`` goes to the last tier, at or above ``thresholds[1]`` to the one before."""
     tiers = len(thresholds) + 1
-    return [tiers - 1 - next((step for step, bound in enumerate(thresholds) if d >= bound), tiers - 1) for d in difficulty_M]
+    return [
+        tiers - 1 - next((step for step, bound in enumerate(thresholds) if d >= bound), tiers - 1) for d in difficulty_M
+    ]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -143,5 +149,10 @@ def leader(problem: Problem, population: Sequence[Candidate]) -> str | None:
 def described(problem: Problem, population: Sequence[Candidate], **more: Any) -> dict[str, Any]:
     """A loop's population in a few numbers."""
     known = [c.confidence for c in population if c.confidence is not None]
-    return {"candidates": len(population), "answers": len(votes(problem, [c.sample for c in population])),
-            "entropy": round(entropy(problem, population), 4), "confidence": round(sum(known) / len(known), 4) if known else None, **more}
+    return {
+        "candidates": len(population),
+        "answers": len(votes(problem, [c.sample for c in population])),
+        "entropy": round(entropy(problem, population), 4),
+        "confidence": round(sum(known) / len(known), 4) if known else None,
+        **more,
+    }

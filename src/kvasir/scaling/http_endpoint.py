@@ -37,8 +37,18 @@ TEMPLATE_TOKENS = 32  # a message may take so many beyond its text
 class HTTPEndpoint(Endpoint):
     """``url``: up to and with ``/v1``. ``logprobs``: ask for them (some hosted models refuse)."""
 
-    def __init__(self, url: str, model: str, *, name: str = "", price: Price | None = None, api_key: str = "", logprobs: bool = True,
-                 timeout: float = 600.0, most_requests: int = 64) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        name: str = "",
+        price: Price | None = None,
+        api_key: str = "",
+        logprobs: bool = True,
+        timeout: float = 600.0,
+        most_requests: int = 64,
+    ) -> None:
         try:
             import httpx
         except ImportError as e:
@@ -74,8 +84,16 @@ class HTTPEndpoint(Endpoint):
 
     def body(self, prompt: Prompt, max_tokens: int, temperature: float, seed: int) -> dict[str, Any]:
         extra = {"logprobs": True, "top_logprobs": TOP} if self.caps.logprobs else {}
-        return {"model": self.model, "messages": list(prompt.messages), "max_tokens": max_tokens, "temperature": temperature, "seed": seed,
-                "stream": True, "stream_options": {"include_usage": True}, **extra}
+        return {
+            "model": self.model,
+            "messages": list(prompt.messages),
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "seed": seed,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **extra,
+        }
 
     async def stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a streamed completion. Raises Refused for a request at fault, EndpointError for everything else."""
@@ -187,5 +205,7 @@ class HTTPDraw(Draw):
         entries = (choice.get("logprobs") or {}).get("content") or []
         if not entries:
             return Chunk(index, text) if text else None
-        confidences = [confidence_of([t["logprob"] for t in e["top_logprobs"]]) for e in entries if e.get("top_logprobs")]
+        confidences = [
+            confidence_of([t["logprob"] for t in e["top_logprobs"]]) for e in entries if e.get("top_logprobs")
+        ]
         return Chunk(index, text, logprobs=[e["logprob"] for e in entries], confidences=confidences, count=len(entries))

@@ -40,7 +40,7 @@ class Journal:
     def _open(self, path: Path, head: dict[str, Any]) -> None:
         try:
             text = path.read_bytes() if path.exists() else b""
-            whole = text[:text.rfind(b"\n") + 1]
+            whole = text[: text.rfind(b"\n") + 1]
             self._read(path, [json.loads(line) for line in whole.splitlines()], json.loads(json.dumps(head)))
             self._file = path.open("a", encoding="utf-8")
             self._file.truncate(len(whole))
@@ -57,7 +57,9 @@ class Journal:
         if lines[0] != head:
             old, new = lines[0].get("plan", {}), head["plan"]
             differ = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-            raise ConfigError(f"the journal {path.name} is of another run: {', '.join(differ) or 'its format'} differ. Name another file.")
+            raise ConfigError(
+                f"the journal {path.name} is of another run: {', '.join(differ) or 'its format'} differ. Name another file."
+            )
         for entry in lines[1:]:
             if "lost" in entry:
                 self.lost.append(Charge(**entry["lost"]))
@@ -68,7 +70,9 @@ class Journal:
         """What a call gave before. Raises ConfigError when the same call asked for something else then."""
         entry = self._entries.get(key)
         if entry is not None and entry["request"] != request:
-            raise ConfigError(f"call {key} of the journal asked for something else: prompts, models or code have changed. Name another file.")
+            raise ConfigError(
+                f"call {key} of the journal asked for something else: prompts, models or code have changed. Name another file."
+            )
         return entry
 
     def add(self, key: str, request: str, result: Any, charge: Charge | None) -> dict[str, Any]:

@@ -108,7 +108,10 @@ class Ledger:
     def room(self, unit: str) -> float:
         """What is left of a budget, here and above, with reservations counted as used."""
         limits = [(getattr(s.budget, unit), s) for s in self._scopes()]
-        return min((limit - s._used[unit] - s._reserved[unit] for limit, s in limits if limit is not None), default=float("inf"))
+        return min(
+            (limit - s._used[unit] - s._reserved[unit] for limit, s in limits if limit is not None),
+            default=float("inf"),
+        )
 
     def reserve(self, worst: Charge) -> dict[str, float]:
         """Set the worst case of a call aside; give the result back with ``release``. Raises BudgetExceeded, and then keeps nothing."""
@@ -141,4 +144,7 @@ class Ledger:
         return total(self.charges)
 
     def by_endpoint(self) -> dict[str, dict[str, float]]:
-        return {name: total(c for c in self.charges if c.endpoint == name) for name in dict.fromkeys(c.endpoint for c in self.charges)}
+        return {
+            name: total(c for c in self.charges if c.endpoint == name)
+            for name in dict.fromkeys(c.endpoint for c in self.charges)
+        }

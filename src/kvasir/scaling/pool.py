@@ -48,7 +48,16 @@ class Pool:
         with gzip.open(file, "wt", encoding="utf-8") as out:
             out.write(json.dumps({"model": self.model, "parameters": self.parameters, "about": about}) + "\n")
             for key, (length, samples) in self.entries.items():
-                out.write(json.dumps({"key": key, "prompt": length, "samples": [[getattr(s, name) for name in STORED] for s in samples]}) + "\n")
+                out.write(
+                    json.dumps(
+                        {
+                            "key": key,
+                            "prompt": length,
+                            "samples": [[getattr(s, name) for name in STORED] for s in samples],
+                        }
+                    )
+                    + "\n"
+                )
 
     @classmethod
     def load(cls, file: Path, about: dict[str, Any], price: Price | None = None) -> Pool:
@@ -61,15 +70,21 @@ class Pool:
             raise ConfigError(f"{file.name} is no pool of replies ({e or 'empty'}). Name another file.") from e
         if head.get("about") != json.loads(json.dumps(about)):
             differ = [name for name in about if head.get("about", {}).get(name) != json.loads(json.dumps(about[name]))]
-            raise ConfigError(f"the pool {file.name} is of another run: {', '.join(differ) or 'its format'} differ. Name another file.")
+            raise ConfigError(
+                f"the pool {file.name} is of another run: {', '.join(differ) or 'its format'} differ. Name another file."
+            )
         pool = cls(head["model"], head["parameters"], price or Price())
         for entry in entries:
-            samples = [Sample(i, endpoint=pool.model, **dict(zip(STORED, values))) for i, values in enumerate(entry["samples"])]
+            samples = [
+                Sample(i, endpoint=pool.model, **dict(zip(STORED, values))) for i, values in enumerate(entry["samples"])
+            ]
             pool.entries[entry["key"]] = entry["prompt"], samples
         return pool
 
 
-async def fill(endpoint: Endpoint, problems: Sequence[Problem], size: int, sampling: Sampling, seed: int, at_once: int = 16) -> Pool:
+async def fill(
+    endpoint: Endpoint, problems: Sequence[Problem], size: int, sampling: Sampling, seed: int, at_once: int = 16
+) -> Pool:
     """Draw ``size`` replies to every problem. A prompt that the endpoint refuses has none."""
     run, pool = Run([endpoint], seed, sampling=sampling), Pool(endpoint.name, endpoint.parameters, endpoint.price)
     slots = asyncio.Semaphore(at_once)
@@ -77,7 +92,10 @@ async def fill(endpoint: Endpoint, problems: Sequence[Problem], size: int, sampl
     async def one(problem: Problem) -> None:
         async with slots:
             samples = await Context(run, problem.id).sample(endpoint, problem.messages, size)
-        pool.entries[key_of(problem.messages)] = endpoint.most_prompt_tokens(Prompt(problem.messages)) if samples else 0, samples
+        pool.entries[key_of(problem.messages)] = (
+            endpoint.most_prompt_tokens(Prompt(problem.messages)) if samples else 0,
+            samples,
+        )
 
     await asyncio.gather(*map(one, problems))
     return pool
@@ -96,7 +114,9 @@ class PoolEndpoint(Endpoint):
     def _entry(self, prompt: Prompt) -> tuple[str, int, list[Sample]]:
         key = key_of(prompt.messages)
         if key not in self.pool.entries:
-            raise ConfigError("a pool holds replies to the problems alone, and this strategy asks about other texts: run it without --pool")
+            raise ConfigError(
+                "a pool holds replies to the problems alone, and this strategy asks about other texts: run it without --pool"
+            )
         return key, *self.pool.entries[key]
 
     def most_prompt_tokens(self, prompt: Prompt) -> int:
@@ -106,10 +126,12 @@ class PoolEndpoint(Endpoint):
         key, length, samples = self._entry(prompt)
         first = self._dealt.get(key, 0)
         if first + n > len(samples):
-            raise ConfigError(f"the pool has {len(samples)} replies a problem, and this strategy asks for {first + n}: draw a larger one")
+            raise ConfigError(
+                f"the pool has {len(samples)} replies a problem, and this strategy asks for {first + n}: draw a larger one"
+            )
         self._dealt[key] = first + n
         order = random.Random(f"{self.seed}/{key}").sample(range(len(samples)), len(samples))
-        return PoolDraw(length, bool(first), [samples[i] for i in order[first:first + n]], group is not None)
+        return PoolDraw(length, bool(first), [samples[i] for i in order[first : first + n]], group is not None)
 
 
 class PoolDraw(Draw):
@@ -132,7 +154,9 @@ class PoolDraw(Draw):
             return
         live, at = set(range(len(self.samples))), 0
         for length in sorted({s.tokens for s in self.samples}):
-            for i in sorted(live, key=lambda i: (self.samples[i].tokens == length, i)):  # ends are seen once all have come so far
+            for i in sorted(
+                live, key=lambda i: (self.samples[i].tokens == length, i)
+            ):  # ends are seen once all have come so far
                 if i in self._cancelled:
                     live.discard(i)
                     yield Chunk(i, count=0, finish="cancelled")

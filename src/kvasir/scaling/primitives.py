@@ -69,7 +69,15 @@ class Run:
 class Context:
     """One scope of one problem. ``endpoints``: cheapest first. ``budget``: bounds this scope on top of the run's."""
 
-    def __init__(self, run: Run, path: str, *, budget: Budget | None = None, ledger: Ledger | None = None, kept: list[Result] | None = None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        path: str,
+        *,
+        budget: Budget | None = None,
+        ledger: Ledger | None = None,
+        kept: list[Result] | None = None,
+    ) -> None:
         self.run, self.path = run, path
         self.ledger = ledger or Ledger(budget, run.ledger)
         self._calls = 0
@@ -128,18 +136,35 @@ class Context:
 
     # ------------------------------------------------------------------------------------------------------------- calls
 
-    async def sample(self, endpoint: Endpoint, messages: Messages, n: int = 1, *, begun: Sequence[int] = (), max_tokens: int | None = None,
-                     temperature: float | None = None, stop: Sequence[str] = (), finish_after: int | None = None, on: str = "eos",
-                     accept: Callable[[str], bool] | None = None, stream: int | None = None) -> list[Sample]:
+    async def sample(
+        self,
+        endpoint: Endpoint,
+        messages: Messages,
+        n: int = 1,
+        *,
+        begun: Sequence[int] = (),
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        stop: Sequence[str] = (),
+        finish_after: int | None = None,
+        on: str = "eos",
+        accept: Callable[[str], bool] | None = None,
+        stream: int | None = None,
+    ) -> list[Sample]:
         """``n`` replies in order of their number, with ``finish_after`` see `Group`: the others end as "group". Where a budget has no
         room for all, fewer; an empty list where the endpoint refuses the prompt. Raises BudgetExceeded when not one fits."""
         prompt, key = Prompt(tuple(messages), tuple(begun), self.problem), self._key()
         usual = self.run.sampling
-        sampling = Sampling(usual.max_tokens if max_tokens is None else max_tokens, usual.temperature if temperature is None else temperature,
-                            tuple(stop))
+        sampling = Sampling(
+            usual.max_tokens if max_tokens is None else max_tokens,
+            usual.temperature if temperature is None else temperature,
+            tuple(stop),
+        )
         group = None if finish_after is None else Group(min(finish_after, n), on, accept)
         how = sampling.max_tokens, sampling.temperature, sampling.stop
-        request = digest(["sample", endpoint.name, list(prompt.messages), prompt.begun, n, how, finish_after, on, stream])
+        request = digest(
+            ["sample", endpoint.name, list(prompt.messages), prompt.begun, n, how, finish_after, on, stream]
+        )
         seed = self.run.hash(key) if stream is None else stream
 
         async def call(usage: Usage, drafts: list[Draft], granted: int) -> list[Any]:
@@ -161,7 +186,17 @@ class Context:
         async def call(usage: Usage, drafts: list[Draft], granted: int) -> list[Any]:
             return [dataclasses.asdict(await endpoint.score(prompt, sample, usage))]
 
-        entry = await self._call("score", self._key(), request, endpoint, prompt, call, 1, 0, extra=len(sample.text.encode()) + 8 + sample.tokens)
+        entry = await self._call(
+            "score",
+            self._key(),
+            request,
+            endpoint,
+            prompt,
+            call,
+            1,
+            0,
+            extra=len(sample.text.encode()) + 8 + sample.tokens,
+        )
         return Score(**entry[0]) if entry else None
 
     async def choose(self, endpoint: Endpoint, messages: Messages, options: Sequence[str]) -> dict[str, float] | None:
@@ -175,11 +210,15 @@ class Context:
         entry = await self._call("choose", self._key(), request, endpoint, prompt, call, 1, 1)
         return entry[0] if entry else None
 
-    async def compare(self, endpoint: Endpoint, problem: Problem, a: str, b: str, *, temperature: float | None = None) -> tuple[int, int] | None:
+    async def compare(
+        self, endpoint: Endpoint, problem: Problem, a: str, b: str, *, temperature: float | None = None
+    ) -> tuple[int, int] | None:
         """The judge's ratings of two texts; which of them stands first is drawn. None when its reply holds no ratings."""
         swapped = self.rng(f"order {self._calls}").random() < 0.5
         first, second = (b, a) if swapped else (a, b)
-        replies = await self.sample(endpoint, problem.prompts.judge_pair(problem, first, second), temperature=temperature)
+        replies = await self.sample(
+            endpoint, problem.prompts.judge_pair(problem, first, second), temperature=temperature
+        )
         rated = problem.prompts.ratings(replies[0].text) if replies else None
         return rated if rated is None or not swapped else (rated[1], rated[0])
 
@@ -193,8 +232,18 @@ class Context:
         self._calls += 1
         return f"{self.path}#{self._calls - 1}"
 
-    async def _call(self, kind: str, key: str, request: str, endpoint: Endpoint, prompt: Prompt, call: Callable[..., Awaitable[list[Any]]], n: int,
-                    max_tokens: int, extra: int = 0) -> list[Any]:
+    async def _call(
+        self,
+        kind: str,
+        key: str,
+        request: str,
+        endpoint: Endpoint,
+        prompt: Prompt,
+        call: Callable[..., Awaitable[list[Any]]],
+        n: int,
+        max_tokens: int,
+        extra: int = 0,
+    ) -> list[Any]:
         """Replay the call from the journal, or make it: reserve, run with retries, charge, journal."""
         name = f"{self.run.name}:{key}"
         entry = self.run.journal.find(name, request)
@@ -208,8 +257,18 @@ class Context:
             raise BudgetExceeded(entry["result"])
         return entry["result"]
 
-    async def _make(self, kind: str, name: str, request: str, endpoint: Endpoint, prompt: Prompt, call: Callable[..., Awaitable[list[Any]]], n: int,
-                    max_tokens: int, extra: int) -> dict[str, Any]:
+    async def _make(
+        self,
+        kind: str,
+        name: str,
+        request: str,
+        endpoint: Endpoint,
+        prompt: Prompt,
+        call: Callable[..., Awaitable[list[Any]]],
+        n: int,
+        max_tokens: int,
+        extra: int,
+    ) -> dict[str, Any]:
         journal = self.run.journal
         try:
             length = endpoint.most_prompt_tokens(prompt) + extra
@@ -249,14 +308,19 @@ class Context:
             finally:
                 self.ledger.release(reserved)
             if attempt < self.run.retries:
-                await asyncio.sleep(min(MAX_BACKOFF_SECONDS, wait if wait is not None else self.run.pause * 2 ** attempt))
+                await asyncio.sleep(min(MAX_BACKOFF_SECONDS, wait if wait is not None else self.run.pause * 2**attempt))
         raise EndpointDown(f"{endpoint.name} failed {self.run.retries + 1} times in a row, the last time: {error}")
 
     def _granted(self, endpoint: Endpoint, length: int, n: int, max_tokens: int) -> int:
         """As many of ``n`` samples as the budgets have room for. Fewer whole ones: a reply cut short answers nothing."""
+
         def fits(n: int) -> bool:
             wanted = self._worst(endpoint, length, n, max_tokens)
-            rooms = {"tokens": wanted.uncached + wanted.discarded, "generated": wanted.discarded, "dollars": wanted.dollars}
+            rooms = {
+                "tokens": wanted.uncached + wanted.discarded,
+                "generated": wanted.discarded,
+                "dollars": wanted.dollars,
+            }
             return all(amount <= self.ledger.room(unit) for unit, amount in rooms.items())
 
         low, high = 1, n  # low is granted or will be refused whole
@@ -270,14 +334,28 @@ class Context:
         usage = Usage(uncached=length if endpoint.caps.fork else n * length)
         return self._charge("sample", "", endpoint, usage, [Draft(0, tokens=n * max_tokens)], 0.0)
 
-    def _charge(self, kind: str, name: str, endpoint: Endpoint, usage: Usage, drafts: Sequence[Draft], seconds: float) -> Charge:
+    def _charge(
+        self, kind: str, name: str, endpoint: Endpoint, usage: Usage, drafts: Sequence[Draft], seconds: float
+    ) -> Charge:
         kept = 0 if kind == "lost" else sum(d.tokens for d in drafts if d.finish in ("stop", "length"))
         discarded = sum(d.tokens for d in drafts) - kept + usage.overrun
         price = endpoint.price
-        dollars = (usage.uncached * price.uncached + usage.cached * price.cached + (kept + discarded) * price.generated) / 1e6
+        dollars = (
+            usage.uncached * price.uncached + usage.cached * price.cached + (kept + discarded) * price.generated
+        ) / 1e6
         flops = 2.0 * endpoint.parameters * (usage.uncached + kept + discarded)
-        return Charge(key=name, endpoint=endpoint.name, kind=kind, uncached=usage.uncached, cached=usage.cached, generated=kept,  # type: ignore[arg-type]
-                      discarded=discarded, flops=flops, dollars=dollars, seconds=round(seconds, 6))
+        return Charge(
+            key=name,
+            endpoint=endpoint.name,
+            kind=kind,
+            uncached=usage.uncached,
+            cached=usage.cached,
+            generated=kept,  # type: ignore[arg-type]
+            discarded=discarded,
+            flops=flops,
+            dollars=dollars,
+            seconds=round(seconds, 6),
+        )
 
     def _lose(self, charge: Charge) -> None:
         if charge.uncached or charge.cached or charge.discarded:
@@ -292,9 +370,13 @@ class Seq:
     tokenised twice. The stream stays, and noise is keyed by position: the pieces are what one long generation would have been.
     """
 
-    def __init__(self, context: Context, endpoint: Endpoint, messages: tuple, stream: int, *, pieces: Sequence[Sample] = ()) -> None:
+    def __init__(
+        self, context: Context, endpoint: Endpoint, messages: tuple, stream: int, *, pieces: Sequence[Sample] = ()
+    ) -> None:
         if not endpoint.caps.tokens:
-            raise ConfigError(f"{endpoint.name} takes no token ids, so a reply cannot be continued there; use an engine endpoint")
+            raise ConfigError(
+                f"{endpoint.name} takes no token ids, so a reply cannot be continued there; use an engine endpoint"
+            )
         self.context, self.endpoint, self.messages, self.stream = context, endpoint, messages, stream
         self.pieces: list[Sample] = list(pieces)
 
@@ -315,13 +397,25 @@ class Seq:
         """Whether the reply came to its own end (a piece that ended at a delimiter did not)."""
         return bool(self.pieces) and self.pieces[-1].finish == "stop" and not self.pieces[-1].met
 
-    async def generate(self, until: Sequence[str] = (), max_tokens: int | None = None, temperature: float | None = None,
-                       scope: Context | None = None) -> Sample | None:
+    async def generate(
+        self,
+        until: Sequence[str] = (),
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        scope: Context | None = None,
+    ) -> Sample | None:
         """Go on until one of ``until`` is written (it stays), the end, or ``max_tokens``. None when there is no room for more.
         ``scope``: the call's, where sequences go on at once; default: the one that opened it."""
         assert not self.done, "the reply has ended"
-        found = await (scope or self.context).sample(self.endpoint, self.messages, begun=self.ids, max_tokens=max_tokens,
-                                                     temperature=temperature, stop=until, stream=self.stream)
+        found = await (scope or self.context).sample(
+            self.endpoint,
+            self.messages,
+            begun=self.ids,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            stop=until,
+            stream=self.stream,
+        )
         if not found:
             return None
         piece = found[0]
@@ -331,8 +425,16 @@ class Seq:
 
     def fork(self, n: int) -> list[Seq]:
         """``n`` sequences that start as this one and go on with noise of their own; this one stays as it is."""
-        return [Seq(self.context, self.endpoint, self.messages, self.context.run.hash(f"{self.stream}/{len(self.ids)}/{i}"), pieces=self.pieces)
-                for i in range(n)]
+        return [
+            Seq(
+                self.context,
+                self.endpoint,
+                self.messages,
+                self.context.run.hash(f"{self.stream}/{len(self.ids)}/{i}"),
+                pieces=self.pieces,
+            )
+            for i in range(n)
+        ]
 
     def truncate(self, pieces: int) -> None:
         """Keep the first ``pieces`` pieces; the rest was in vain."""
@@ -346,7 +448,17 @@ class Seq:
         sure = sum(p.confidence * p.tokens for p in known) / weight if weight else None
         logprob = sum(p.logprob or 0.0 for p in self.pieces)
         finish = "stop" if self.done else "length"
-        return Sample(index, self.text, self.tokens, finish, self.endpoint.name, self.endpoint.vocabulary, tuple(self.ids), sure, logprob)
+        return Sample(
+            index,
+            self.text,
+            self.tokens,
+            finish,
+            self.endpoint.name,
+            self.endpoint.vocabulary,
+            tuple(self.ids),
+            sure,
+            logprob,
+        )
 
 
 @asynccontextmanager

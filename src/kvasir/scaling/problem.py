@@ -33,12 +33,20 @@ class Prompts:
 
     def aggregate(self, problem: Problem, candidates: Sequence[str]) -> Messages:
         """Ask for a solution, given several that may be wrong."""
-        return self._ask(problem, candidates, "Some of these candidate solutions may be wrong. Use what is right in them; where they disagree, find "
-                         "out who is right; if all are wrong, solve it in another way. End with a line 'Answer: ...'.")
+        return self._ask(
+            problem,
+            candidates,
+            "Some of these candidate solutions may be wrong. Use what is right in them; where they disagree, find "
+            "out who is right; if all are wrong, solve it in another way. End with a line 'Answer: ...'.",
+        )
 
     def refine(self, problem: Problem, candidate: str) -> Messages:
         """Ask for a better solution, given one that may be wrong."""
-        return self._ask(problem, [candidate], "This candidate solution may be wrong. Check it and write a right one. End with a line 'Answer: ...'.")
+        return self._ask(
+            problem,
+            [candidate],
+            "This candidate solution may be wrong. Check it and write a right one. End with a line 'Answer: ...'.",
+        )
 
     def recombine(self, problem: Problem, candidates: Sequence[str]) -> Messages:
         """One builder for all sizes of a group: none is the problem itself."""
@@ -47,8 +55,12 @@ class Prompts:
         return self.refine(problem, candidates[0]) if len(candidates) == 1 else self.aggregate(problem, candidates)
 
     def judge_pair(self, problem: Problem, first: str, second: str) -> Messages:
-        return self._ask(problem, [first, second], "Check both candidate solutions (1 is A, 2 is B). Then rate each from 1 (surely wrong) to 10 "
-                         "(surely right): end with two lines, 'A: rating' and 'B: rating'.")
+        return self._ask(
+            problem,
+            [first, second],
+            "Check both candidate solutions (1 is A, 2 is B). Then rate each from 1 (surely wrong) to 10 "
+            "(surely right): end with two lines, 'A: rating' and 'B: rating'.",
+        )
 
     def ratings(self, reply: str) -> tuple[int, int] | None:
         """The two ratings of a judge's reply, 1 to ``scale``; None when it holds none."""
@@ -61,7 +73,9 @@ class Prompts:
     scale = 10
 
     def judge_one(self, problem: Problem, candidate: str) -> Messages:
-        return self._ask(problem, [candidate], "Is this candidate solution right? Check it, then end with a line that is Yes or No.")
+        return self._ask(
+            problem, [candidate], "Is this candidate solution right? Check it, then end with a line that is Yes or No."
+        )
 
     def verdict(self, reply: str) -> bool | None:
         """Whether a judge's reply says that the candidate is right; None when it says neither."""
@@ -70,8 +84,11 @@ class Prompts:
 
     def self_evaluate(self, problem: Problem, reply: str) -> Messages:
         """Ask about the assistant's own reply, which may be unfinished; the next token is one of ``verdicts``."""
-        return (*problem.messages, {"role": "assistant", "content": reply},
-                {"role": "user", "content": "Is your answer right, or will it be? Reply Yes or No, nothing else."})
+        return (
+            *problem.messages,
+            {"role": "assistant", "content": reply},
+            {"role": "user", "content": "Is your answer right, or will it be? Reply Yes or No, nothing else."},
+        )
 
     def judge_step(self, problem: Problem, steps: str) -> Messages:
         """Ask about the beginning of a solution; the next token is one of ``verdicts``."""
@@ -80,7 +97,10 @@ class Prompts:
     @staticmethod
     def _ask(problem: Problem, candidates: Sequence[str], request: str) -> Messages:
         *before, question = problem.messages
-        blocks = [f"<candidate {i}>\n{FENCE.sub('', text).strip()}\n</candidate {i}>" for i, text in enumerate(candidates, start=1)]
+        blocks = [
+            f"<candidate {i}>\n{FENCE.sub('', text).strip()}\n</candidate {i}>"
+            for i, text in enumerate(candidates, start=1)
+        ]
         return (*before, {"role": "user", "content": "\n\n".join([str(question["content"]), *blocks, request])})
 
 

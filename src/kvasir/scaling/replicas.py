@@ -34,10 +34,17 @@ class ReplicaEndpoint(Endpoint):
     def __init__(self, replicas: Sequence[Endpoint]) -> None:
         first = replicas[0]
         if any((r.name, r.vocabulary) != (first.name, first.vocabulary) for r in replicas):
-            raise ConfigError(f"replicas serve one model, not {', '.join(dict.fromkeys(r.name for r in replicas))}; other models are tiers, each "
-                              "with a --model of its own")
+            raise ConfigError(
+                f"replicas serve one model, not {', '.join(dict.fromkeys(r.name for r in replicas))}; other models are tiers, each "
+                "with a --model of its own"
+            )
         self.replicas = list(replicas)
-        self.name, self.vocabulary, self.price, self.parameters = first.name, first.vocabulary, first.price, first.parameters
+        self.name, self.vocabulary, self.price, self.parameters = (
+            first.name,
+            first.vocabulary,
+            first.price,
+            first.parameters,
+        )
         self.window = first.window
         self.caps = Caps(**{name: all(getattr(r.caps, name) for r in replicas) for name in Caps.__dataclass_fields__})
         self._home: dict[str, int] = {}

@@ -18,16 +18,25 @@ CURRENCIES = ("output_tokens", "tokens", "flops", "dollars", "seconds", "device_
 def costs(amounts: dict[str, float]) -> dict[str, float]:
     """A ledger's sums in the currencies. Output counts what was thrown away; ``tokens`` are all that were computed."""
     output = amounts["generated"] + amounts["discarded"]
-    return {"output_tokens": output, "tokens": output + amounts["uncached"], "flops": amounts["flops"], "dollars": amounts["dollars"]}
+    return {
+        "output_tokens": output,
+        "tokens": output + amounts["uncached"],
+        "flops": amounts["flops"],
+        "dollars": amounts["dollars"],
+    }
 
 
 def figures(solution: Solution, right: Sequence[bool]) -> dict[str, Any]:
     """The metrics of one arm. ``right``: by problem, of the chosen reply. Costs are of the whole run; ``per_problem`` their means."""
     count, total = len(right), solution.ledger.total()
-    found: dict[str, Any] = {"problems": count, "right": sum(right), "exact": sum(right) / count if count else 0.0,
-                             "unanswered": sum(s.result.answer is None for s in solution.solved),
-                             "ended_by_budget": sum(bool(s.result.why) for s in solution.solved),
-                             "agreement": round(sum(s.result.agreement for s in solution.solved) / max(1, count), 4)}
+    found: dict[str, Any] = {
+        "problems": count,
+        "right": sum(right),
+        "exact": sum(right) / count if count else 0.0,
+        "unanswered": sum(s.result.answer is None for s in solution.solved),
+        "ended_by_budget": sum(bool(s.result.why) for s in solution.solved),
+        "agreement": round(sum(s.result.agreement for s in solution.solved) / max(1, count), 4),
+    }
     found |= {name: total[name] for name in AMOUNTS if name != "seconds"} | costs(total)
     found |= {"seconds": round(solution.seconds, 3)} if solution.seconds is not None else {}
     found |= {"device_seconds": round(sum(solution.busy.values()), 3)} if solution.busy is not None else {}
@@ -35,26 +44,40 @@ def figures(solution: Solution, right: Sequence[bool]) -> dict[str, Any]:
     found["wasted"] = round(total["discarded"] / made, 4) if made else 0.0
     found["lost_tokens"] = sum(c.discarded for c in solution.ledger.charges if c.kind == "lost")
     found["per_problem"] = {name: found[name] / max(1, count) for name in CURRENCIES if name in found}
-    found["by_model"] = {name: {**{k: v for k, v in sums.items() if k != "seconds"}, **costs(sums)}
-                         for name, sums in solution.ledger.by_endpoint().items()}
+    found["by_model"] = {
+        name: {**{k: v for k, v in sums.items() if k != "seconds"}, **costs(sums)}
+        for name, sums in solution.ledger.by_endpoint().items()
+    }
     for name, seconds in (solution.busy or {}).items():
         if name in found["by_model"]:
             found["by_model"][name]["device_seconds"] = round(seconds, 3)
     return found
 
 
-def loops(solution: Solution, check: Callable[[int, str], bool], answer: Callable[[str], str | None]) -> list[dict[str, float]]:
+def loops(
+    solution: Solution, check: Callable[[int, str], bool], answer: Callable[[str], str | None]
+) -> list[dict[str, float]]:
     """How populations fared, loop by loop: mean accuracy of a candidate, share of problems with a right one, and different answers.
 
     ``check(i, text)``: whether a text solves problem i. Empty for strategies without populations."""
     depth = max((len(s.result.populations) for s in solution.solved), default=0)
     found = []
     for t in range(depth):
-        rows = [(i, s.result.populations[t]) for i, s in enumerate(solution.solved) if len(s.result.populations) > t and s.result.populations[t]]
+        rows = [
+            (i, s.result.populations[t])
+            for i, s in enumerate(solution.solved)
+            if len(s.result.populations) > t and s.result.populations[t]
+        ]
         marks = [[check(i, text) for text in texts] for i, texts in rows]
-        found.append({"loop": t, "problems": len(rows), "mean": round(sum(sum(m) / len(m) for m in marks) / max(1, len(marks)), 4),
-                      "any": round(sum(map(any, marks)) / max(1, len(marks)), 4),
-                      "answers": round(sum(len({answer(x) for x in texts}) for _, texts in rows) / max(1, len(rows)), 4)})
+        found.append(
+            {
+                "loop": t,
+                "problems": len(rows),
+                "mean": round(sum(sum(m) / len(m) for m in marks) / max(1, len(marks)), 4),
+                "any": round(sum(map(any, marks)) / max(1, len(marks)), 4),
+                "answers": round(sum(len({answer(x) for x in texts}) for _, texts in rows) / max(1, len(rows)), 4),
+            }
+        )
     return found
 
 
@@ -62,8 +85,10 @@ def frontier(arms: Sequence[tuple[str, dict[str, Any]]], currency: str) -> list[
     """Every arm, cheapest first. ``on_frontier``: no other is as right for less, or more right for as little."""
     points = [{"arm": name, "cost": m["per_problem"][currency], "exact": m["exact"]} for name, m in arms]
     for p in points:
-        p["on_frontier"] = not any(q["cost"] <= p["cost"] and q["exact"] >= p["exact"] and (q["cost"], -q["exact"]) != (p["cost"], -p["exact"])
-                                   for q in points)
+        p["on_frontier"] = not any(
+            q["cost"] <= p["cost"] and q["exact"] >= p["exact"] and (q["cost"], -q["exact"]) != (p["cost"], -p["exact"])
+            for q in points
+        )
     return sorted(points, key=lambda p: (p["cost"], -p["exact"]))
 
 

@@ -45,10 +45,23 @@ class Solution:
     busy: dict[str, float] | None = None
 
 
-async def solve(strategy: Strategy, problems: Sequence[Problem], endpoints: Sequence[Endpoint], *, seed: int = 0, name: str = "",
-                sampling: Sampling | None = None, budget: Budget | None = None, problem_budget: Budget | None = None,
-                journal: Journal | Path | None = None, on_event: Callable[[Event], None] | None = None, at_once: int = MAX_PROBLEMS,
-                retries: int = 4, pause: float = 0.5, measure: bool = False) -> Solution:
+async def solve(
+    strategy: Strategy,
+    problems: Sequence[Problem],
+    endpoints: Sequence[Endpoint],
+    *,
+    seed: int = 0,
+    name: str = "",
+    sampling: Sampling | None = None,
+    budget: Budget | None = None,
+    problem_budget: Budget | None = None,
+    journal: Journal | Path | None = None,
+    on_event: Callable[[Event], None] | None = None,
+    at_once: int = MAX_PROBLEMS,
+    retries: int = 4,
+    pause: float = 0.5,
+    measure: bool = False,
+) -> Solution:
     """Run ``strategy`` on every problem. ``endpoints``: started, cheapest first. ``budget``: of the run; ``problem_budget``: of each problem.
     ``measure``: ask the endpoints how long they worked, for which heartbeats are waited for.
 
@@ -58,7 +71,9 @@ async def solve(strategy: Strategy, problems: Sequence[Problem], endpoints: Sequ
     for problem in problems[:1]:
         strategy.check(endpoints, problem.prompts)
     opened = isinstance(journal, Path)
-    book = Journal(journal, plan(strategy, problems, endpoints, seed, name, budget, problem_budget)) if opened else journal
+    book = (
+        Journal(journal, plan(strategy, problems, endpoints, seed, name, budget, problem_budget)) if opened else journal
+    )
     book = Journal() if book is None else book
     run = Run(endpoints, seed, name, sampling or Sampling(), book, Ledger(budget), on_event, retries, pause)
     for charge in book.lost:  # of this strategy's calls in earlier runs
@@ -74,7 +89,9 @@ async def solve(strategy: Strategy, problems: Sequence[Problem], endpoints: Sequ
     seconds = None if run.replayed else time.perf_counter() - begin
     after = [await e.busy_seconds() for e in endpoints] if measure and seconds is not None else []
     told = bool(after) and None not in before + after
-    return Solution(solved, run.ledger, seconds, {e.name: b - a for e, a, b in zip(endpoints, before, after)} if told else None)
+    return Solution(
+        solved, run.ledger, seconds, {e.name: b - a for e, a, b in zip(endpoints, before, after)} if told else None
+    )
 
 
 def _check_ids(problems: Sequence[Problem]) -> None:
@@ -99,7 +116,9 @@ async def _together(jobs: Sequence[Any]) -> list[Any]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _one(strategy: Strategy, problem: Problem, run: Run, budget: Budget | None, slots: asyncio.Semaphore) -> Solved:
+async def _one(
+    strategy: Strategy, problem: Problem, run: Run, budget: Budget | None, slots: asyncio.Semaphore
+) -> Solved:
     async with slots:
         begin = time.perf_counter()
         context = Context(run, problem.id, budget=budget)
@@ -113,13 +132,31 @@ async def _one(strategy: Strategy, problem: Problem, run: Run, budget: Budget | 
             e.add_note(f"strategy '{strategy.name}', problem {problem.id}")
             raise
         seconds = time.perf_counter() - begin
-        context.emit("end", answer=found.answer, agreement=found.agreement, why=found.why, **{k: v for k, v in context.ledger.total().items()
-                                                                                              if k != "seconds"})
+        context.emit(
+            "end",
+            answer=found.answer,
+            agreement=found.agreement,
+            why=found.why,
+            **{k: v for k, v in context.ledger.total().items() if k != "seconds"},
+        )
         return Solved(problem, found, context.ledger, seconds)
 
 
-def plan(strategy: Strategy, problems: Sequence[Problem], endpoints: Sequence[Endpoint], seed: int, name: str,
-         *budgets: Budget | None) -> dict[str, Any]:
+def plan(
+    strategy: Strategy,
+    problems: Sequence[Problem],
+    endpoints: Sequence[Endpoint],
+    seed: int,
+    name: str,
+    *budgets: Budget | None,
+) -> dict[str, Any]:
     """What makes a run the run it is: a journal is resumed under the same plan only. Prompts are checked call by call."""
-    return {"strategy": strategy.name, "config": repr(strategy.config), "name": name, "seed": seed, "problems": len(problems),
-            "models": [e.name for e in endpoints], "budgets": [repr(b) for b in budgets]}
+    return {
+        "strategy": strategy.name,
+        "config": repr(strategy.config),
+        "name": name,
+        "seed": seed,
+        "problems": len(problems),
+        "models": [e.name for e in endpoints],
+        "budgets": [repr(b) for b in budgets],
+    }

@@ -28,10 +28,12 @@ async def step(scope: Context, seq: Seq, until: Sequence[str], max_tokens: int) 
     return piece is not None and piece.tokens > 0
 
 
-async def extend_all(scope: Context, judge: Endpoint, problem: Problem, seqs: Sequence[Seq], max_tokens: int, ended: Sequence[float]
-                     ) -> tuple[list[float], list[list[Sample]]]:
+async def extend_all(
+    scope: Context, judge: Endpoint, problem: Problem, seqs: Sequence[Seq], max_tokens: int, ended: Sequence[float]
+) -> tuple[list[float], list[list[Sample]]]:
     """One more step of every sequence, the majority of which is kept: the judge's beliefs, of one that had ended what ``ended`` says, and the
     pieces that each wrote."""
+
     async def extend(scope: Context, i: int) -> float:
         if seqs[i].done:
             return ended[i]

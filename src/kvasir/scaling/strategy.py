@@ -55,7 +55,9 @@ class Strategy(Technique, abc.ABC):
         for endpoint in self.endpoints(all_):
             lacking = [need for need in self.needs if not getattr(endpoint.caps, need)]
             if lacking:
-                raise ConfigError(f"{self.name} needs {', '.join(lacking)}, which {endpoint.name} does not offer; an engine endpoint offers all")
+                raise ConfigError(
+                    f"{self.name} needs {', '.join(lacking)}, which {endpoint.name} does not offer; an engine endpoint offers all"
+                )
 
 
 def load_strategy(spec: str) -> Strategy:

@@ -30,21 +30,32 @@ from kvasir.speculation.forest import Forest, native
 from kvasir.speculation.tree import DraftTree
 
 EST_EDGES = (0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)  # of the bins of the drafter's estimate
-DEPTHS, PLACES = 8, len(EST_EDGES) + 1  # bins of depth, the last of which is for all that are deeper, and of the estimate
+DEPTHS, PLACES = (
+    8,
+    len(EST_EDGES) + 1,
+)  # bins of depth, the last of which is for all that are deeper, and of the estimate
 # Observations that the drafter's own estimate counts for, and what was learnt of the depth above: powers of two, so that a bin without
 # evidence changes no bit.
 EST_WEIGHT, ABOVE_WEIGHT = 2.0, 8.0
 FORGETTING, FADING = 0.995, 0.5  # of a bin's evidence, an observation, and when drafts are tried again after a pause
 START_GAIN, MIN_GAIN = 1.04, 1.02  # drafting starts above the one, by what is predicted, and ends below the other
 TRIAL_STEPS = 4  # at most,
-TRIAL_TRIED = 8  # and no more once so many proposals were seen and a step was measured, or one that was not measured came before
+TRIAL_TRIED = (
+    8  # and no more once so many proposals were seen and a step was measured, or one that was not measured came before
+)
 TRIAL_NODES = 4  # a sequence, whatever they are believed to be worth: else what is believed bad is never seen again
 TRIAL_SEQS = 8  # of those that decode: enough to learn from, and cheap in a large batch
 AGAIN = 4  # steps until it is asked again whether a trial that is due has the device for itself
-MIN_PAUSE, MAX_PAUSE = 16, 128  # plain steps between trials, and at least as many as pay for two steps of one, unless drafting did
+MIN_PAUSE, MAX_PAUSE = (
+    16,
+    128,
+)  # plain steps between trials, and at least as many as pay for two steps of one, unless drafting did
 ALLOWANCE = 0.008  # of the time of plain steps goes into the account
 CREDIT_STEPS, MAX_DEBT_STEPS = 1.5, 32.0  # plain steps' time in the account at the start, and that it may lack at most
-MAX_ALLOWED_STEPS, MAX_CREDIT_STEPS = 2.0, 4.0  # and that it may hold, of plain steps' shares and of what drafting gained
+MAX_ALLOWED_STEPS, MAX_CREDIT_STEPS = (
+    2.0,
+    4.0,
+)  # and that it may hold, of plain steps' shares and of what drafting gained
 MARGIN = 2  # nodes that are proposed beyond the most that was worth verifying in the last step
 REFRESH, REFRESH_STEPS = 512, 4  # after so many drafted steps in a row, plain ones to see what those cost by now
 RECENT = 32  # proposals that show what the next ones will be like
@@ -133,7 +144,7 @@ class DraftStats:
     def add_depths(self, source: str, counts: Many[Many[int]]) -> None:
         """``counts``: [tried, accepted] nodes of ``source`` by depth."""
         for totals in (self.by_depth, self.by_source_depth.setdefault(source, [])):
-            totals += [[0, 0] for _ in counts[len(totals):]]
+            totals += [[0, 0] for _ in counts[len(totals) :]]
             for total, (tried, right) in zip(totals, counts):
                 total[0] += tried
                 total[1] += right
@@ -187,7 +198,9 @@ class Controller:
             return False
         plain = self._seconds(num_seqs, context, 0, False)
         self._credit = CREDIT_STEPS * plain if self._credit is None else min(self._credit, MAX_CREDIT_STEPS * plain)
-        if self._credit >= 0 and self._gain(num_seqs, context, plain) >= (MIN_GAIN if self._drafted_last else START_GAIN):
+        if self._credit >= 0 and self._gain(num_seqs, context, plain) >= (
+            MIN_GAIN if self._drafted_last else START_GAIN
+        ):
             self._pause, self._due, self._trial, self._drafted_last = MIN_PAUSE, False, 0, True
             if self._in_a_row < REFRESH:
                 return True
@@ -202,7 +215,11 @@ class Controller:
             self._pause, self._due, self._in_a_row = min(2 * self._pause, MAX_PAUSE), True, 0
             return False
         if cost > self._credit:
-            self._trial, self._due, self._rest = 0, True, min(MAX_PAUSE, 1 + int((cost - self._credit) / (ALLOWANCE * plain)))
+            self._trial, self._due, self._rest = (
+                0,
+                True,
+                min(MAX_PAUSE, 1 + int((cost - self._credit) / (ALLOWANCE * plain))),
+            )
         elif not alone:
             self._rest = 0 if self._trial else AGAIN
         else:
@@ -218,16 +235,22 @@ class Controller:
         if not self._recent:
             return 0.0
         worth = [sorted(self.survival.of(tree), reverse=True) for tree in self._recent]
-        spread = sum(tree.num_rows for tree in self._recent) / max(1, sum(map(len, self._recent)))  # rows a node, guests included
+        spread = sum(tree.num_rows for tree in self._recent) / max(
+            1, sum(map(len, self._recent))
+        )  # rows a node, guests included
         best, tokens, slots = 0.0, 1.0, 0.0
         for rank in range(max(map(len, worth))):
             added = [survivals[rank] for survivals in worth if rank < len(survivals)]
             tokens, slots = tokens + sum(added) / len(worth), slots + len(added) / len(worth)
             if rank < 8 or rank % 8 == 7:
-                best = max(best, tokens * plain / self._seconds(num_seqs, context, round(spread * slots * num_seqs), True))
+                best = max(
+                    best, tokens * plain / self._seconds(num_seqs, context, round(spread * slots * num_seqs), True)
+                )
         return best
 
-    def allocate(self, trees: Many[DraftTree], context: int, budget: int, num_seqs: int | None = None) -> Many[DraftTree]:
+    def allocate(
+        self, trees: Many[DraftTree], context: int, budget: int, num_seqs: int | None = None
+    ) -> Many[DraftTree]:
         """Cut the trees to the slots that give the most tokens a second, ``budget`` at most. ``num_seqs``: sequences that
         decode in the step, if more than have a tree."""
         if self._fixed or self.trying:
@@ -238,7 +261,7 @@ class Controller:
             if isinstance(trees, Forest) and trees.sizes.max(initial=0) <= most:
                 return trees
             return [_within(tree if len(tree) <= most else tree.keep(range(most)), max(1, share)) for tree in trees]
-        self._recent.extend(trees[::-(-len(trees) // RECENT)] if trees else ())
+        self._recent.extend(trees[:: -(-len(trees) // RECENT)] if trees else ())
         forest = Forest.of(trees) if self._packs and len(trees) >= PACKED else None
         if forest is not None:
             return self._cut(forest, context, budget, len(trees) if num_seqs is None else num_seqs)
@@ -273,7 +296,11 @@ class Controller:
         last = min(len(order), budget)
         best, best_goodput = 0, count / self._seconds(count, context, 0, True)
         small = max(0, min(last, 16 - count))
-        for n in (*range(1, small + 1), *range(small + 1 + -(count + small + 1) % 8, last, 8), *([last] if last > small else ())):
+        for n in (
+            *range(1, small + 1),
+            *range(small + 1 + -(count + small + 1) % 8, last, 8),
+            *([last] if last > small else ()),
+        ):
             goodput = expected[n] / self._seconds(count, context, n, True)
             if goodput > best_goodput:
                 best, best_goodput = n, goodput

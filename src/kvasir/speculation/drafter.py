@@ -93,17 +93,25 @@ class ServedModel(Protocol):
 def check_trees(asks: Many[Ask], trees: Many[DraftTree], vocab_size: int, num_guests: int = 0) -> None:
     """Raise ValueError for what ``Drafter.propose`` must not return: later it would fail the step, or a GPU."""
     if len(trees) != len(asks):
-        raise ValueError(f"{len(trees)} proposals for {len(asks)} sequences; where there is nothing to propose, an empty DraftTree")
+        raise ValueError(
+            f"{len(trees)} proposals for {len(asks)} sequences; where there is nothing to propose, an empty DraftTree"
+        )
     for ask, tree in zip(asks, trees):
         if not isinstance(tree, DraftTree):
             raise ValueError(f"a proposal is a DraftTree, not {tree!r}")
         if not tree.is_whole(num_guests):
-            raise ValueError(f"{tree!r} is no tree: parts of nodes are missing, or a node stands before its parent. Build it with chain() and add()")
+            raise ValueError(
+                f"{tree!r} is no tree: parts of nodes are missing, or a node stands before its parent. Build it with chain() and add()"
+            )
         if len(tree) > ask.max_nodes or max(tree.depths, default=-1) >= ask.max_depth:
-            raise ValueError(f"{len(tree)} tokens proposed, {max(tree.depths) + 1} deep; asked were at most {ask.max_nodes}, {ask.max_depth} deep")
+            raise ValueError(
+                f"{len(tree)} tokens proposed, {max(tree.depths) + 1} deep; asked were at most {ask.max_nodes}, {ask.max_depth} deep"
+            )
         for token, est in zip(tree.tokens, tree.est):
             if not 0 <= token < vocab_size or not 0 <= est <= 1:
-                raise ValueError(f"token {token} with an estimate of {est}: tokens are from 0 to {vocab_size - 1}, estimates from 0 to 1")
+                raise ValueError(
+                    f"token {token} with an estimate of {est}: tokens are from 0 to {vocab_size - 1}, estimates from 0 to 1"
+                )
 
 
 class Drafter(Technique):

@@ -57,9 +57,18 @@ class Forest(Sequence[DraftTree]):
         def flat(parts: Iterable[list[int]]) -> array:
             return array("i", chain.from_iterable(parts))
 
-        ints = [flat(tree.tokens for tree in trees), flat(tree.parents for tree in trees), flat(tree.depths for tree in trees)]
+        ints = [
+            flat(tree.tokens for tree in trees),
+            flat(tree.parents for tree in trees),
+            flat(tree.depths for tree in trees),
+        ]
         est = np.frombuffer(array("d", chain.from_iterable(tree.est for tree in trees)), np.float64)
-        return cls(np.array(ints, np.int32), est, np.array(list(accumulate(map(len, trees))), np.int32), trees[0].source if trees else "")
+        return cls(
+            np.array(ints, np.int32),
+            est,
+            np.array(list(accumulate(map(len, trees))), np.int32),
+            trees[0].source if trees else "",
+        )
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -105,16 +114,37 @@ class Forest(Sequence[DraftTree]):
         """All nodes in falling order of the chance to be reached and right; and ``first`` plus the chances of the best 0, 1, ...
         of them. ``bins``: of ``Survival``."""
         order, expected = np.empty(self.num_nodes, np.int32), np.empty(self.num_nodes + 1, np.float64)
-        _done(native().library.kvasir_forest_rank(
-            len(self), _at(self.ends), _at(self.ints[1]), _at(self.ints[2]), _at(self.est), bins.buffer_info()[0], first, _at(order),
-            _at(expected)))
+        _done(
+            native().library.kvasir_forest_rank(
+                len(self),
+                _at(self.ends),
+                _at(self.ints[1]),
+                _at(self.ints[2]),
+                _at(self.est),
+                bins.buffer_info()[0],
+                first,
+                _at(order),
+                _at(expected),
+            )
+        )
         return order, expected.tolist()
 
     def keep(self, order: np.ndarray, count: int) -> Forest:
         """Of the first ``count`` nodes of ``order``, which hold the parents of each: as ``DraftTree.keep`` of those trees that lose some."""
         ints, est, ends = np.empty((3, count), np.int32), np.empty(count, np.float64), np.empty_like(self.ends)
-        _done(native().library.kvasir_forest_keep(len(self), _at(self.ends), *map(_at, self.ints), _at(self.est), _at(order), count, _at(ends),
-                                                  *map(_at, ints), _at(est)))
+        _done(
+            native().library.kvasir_forest_keep(
+                len(self),
+                _at(self.ends),
+                *map(_at, self.ints),
+                _at(self.est),
+                _at(order),
+                count,
+                _at(ends),
+                *map(_at, ints),
+                _at(est),
+            )
+        )
         return Forest(ints, est, ends, self.source)
 
     def learn(self, which: list[int], paths: list[list[int]], bins: array) -> tuple[int, list[list[int]]]:
@@ -124,8 +154,15 @@ class Forest(Sequence[DraftTree]):
         ends = array("i", accumulate(map(len, paths)))
         by_depth = np.zeros((int(self.ints[2].max(initial=-1)) + 1, 2), np.int64)
         total = native().library.kvasir_forest_learn(
-            len(chosen), *(a.buffer_info()[0] for a in (chosen, rows, ends)), _at(self.ends), _at(self.ints[1]), _at(self.ints[2]), _at(self.est),
-            bins.buffer_info()[0], _at(by_depth))
+            len(chosen),
+            *(a.buffer_info()[0] for a in (chosen, rows, ends)),
+            _at(self.ends),
+            _at(self.ints[1]),
+            _at(self.ints[2]),
+            _at(self.est),
+            bins.buffer_info()[0],
+            _at(by_depth),
+        )
         return total, [counts for counts in by_depth.tolist() if counts[0]]
 
 

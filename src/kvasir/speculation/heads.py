@@ -114,7 +114,9 @@ class Medusa(nn.Module):
     def begin_with(self, norm_E: torch.Tensor, embed_VE: torch.Tensor, generator: torch.Generator) -> None:
         """Nothing to draw: zero weights."""
 
-    def unroll(self, features_BTLE: torch.Tensor, normed_BTE: torch.Tensor, embedded_BTE: torch.Tensor) -> Iterator[torch.Tensor]:
+    def unroll(
+        self, features_BTLE: torch.Tensor, normed_BTE: torch.Tensor, embedded_BTE: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
         """For k = 0, 1, ...: [B, T, E] whose row p predicts token p + 2 + k."""
         yield from self(normed_BTE).unbind(2)
 
@@ -151,7 +153,7 @@ class Eagle(nn.Module):
                 if p.ndim == 2:
                     std = p.shape[1] ** -0.5 * (0.2 if name.startswith(("o_proj", "down_proj", "fuse_proj")) else 1.0)
                     p.copy_(torch.randn(p.shape, generator=generator) * std)
-            self.fuse_proj.weight[:, -s.dim:] += torch.eye(s.dim)
+            self.fuse_proj.weight[:, -s.dim :] += torch.eye(s.dim)
             self.norm.weight.copy_(norm_E)
 
     # ------------------------------------------------------------------------------------------------- parts, for serving
@@ -164,7 +166,9 @@ class Eagle(nn.Module):
         """[N, 2E], the layer's input, of states and of the embeddings of the tokens that follow them."""
         return torch.cat([self.token_norm(embedded_NE), self.state_norm(state_NE)], -1)
 
-    def attention(self, mixed: torch.Tensor, positions_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def attention(
+        self, mixed: torch.Tensor, positions_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [N, H, D], keys and values [N, G, D]. RoPE turns neighbouring pairs of numbers, in fp32."""
         s = self.shape
         qkv = self.qkv_proj(mixed).unflatten(-1, (s.heads + 2 * s.kv_heads, s.head_dim))
@@ -181,7 +185,9 @@ class Eagle(nn.Module):
 
     # ----------------------------------------------------------------------------------------------------------- training
 
-    def unroll(self, features_BTLE: torch.Tensor, normed_BTE: torch.Tensor, embedded_BTE: torch.Tensor) -> Iterator[torch.Tensor]:
+    def unroll(
+        self, features_BTLE: torch.Tensor, normed_BTE: torch.Tensor, embedded_BTE: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
         """For j = 0, 1, ...: [B, T, E] whose row p predicts token p + 2 + j, after j steps over the text's own tokens from root p.
 
         ``embedded``: of token p + 1 in row p. A step's query sees the roots up to its own and its own earlier steps, as when drafting.
@@ -237,8 +243,13 @@ def shape_for(kind: str, dim: int, num_layers: int) -> Any:
     if kind == "ppd":
         return PromptShape(dim)
     wide = 64 if dim % 64 == 0 or dim > 128 else 32
-    return EagleShape(dim, tuple(sorted({num_layers // 4, num_layers // 2, num_layers - 1})), heads=max(2, min(4, dim // wide)), head_dim=wide,
-                      ffn=max(32, dim * 11 // 12 // 32 * 32))
+    return EagleShape(
+        dim,
+        tuple(sorted({num_layers // 4, num_layers // 2, num_layers - 1})),
+        heads=max(2, min(4, dim // wide)),
+        head_dim=wide,
+        ffn=max(32, dim * 11 // 12 // 32 * 32),
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- folders
@@ -246,7 +257,9 @@ def shape_for(kind: str, dim: int, num_layers: int) -> Any:
 
 def fingerprint(norm_E: torch.Tensor) -> str:
     """Tells one set of weights of a shape from another: by the scale of the final norm, which every training step moves."""
-    return hashlib.blake2b(norm_E.detach().cpu().to(torch.bfloat16).view(torch.int16).numpy().tobytes(), digest_size=8).hexdigest()
+    return hashlib.blake2b(
+        norm_E.detach().cpu().to(torch.bfloat16).view(torch.int16).numpy().tobytes(), digest_size=8
+    ).hexdigest()
 
 
 def write(head: Head, folder: Path, target: dict[str, Any]) -> None:
@@ -281,7 +294,7 @@ def made(kind: str, folder: Path) -> tuple[Head, dict[str, Any]]:
     except (OSError, ValueError, AttributeError) as e:
         raise ConfigError(f"{folder} holds no drafter: {file.name} cannot be read ({e}). {train}") from e
     if found is None:
-        raise ConfigError(f"{folder} holds no drafter (config.json does not say \"format\": \"{FORMAT}\"). {train}")
+        raise ConfigError(f'{folder} holds no drafter (config.json does not say "format": "{FORMAT}"). {train}')
     if found != kind:
         raise ConfigError(f"{folder} holds a drafter of the kind '{found}': use --drafter {found}:model={folder}")
     cls = KINDS[kind]
@@ -297,8 +310,10 @@ def check_target(folder: Path, kind: str, trained_for: dict[str, Any], served: d
     """Whether a head was trained for these very weights. Raises ConfigError when it does not even fit their shape."""
     for key in ("hidden_size", "vocab_size", "num_layers"):
         if trained_for.get(key) != served[key]:
-            raise ConfigError(f"{folder} was trained for a model with {key} {trained_for.get(key)}, the served one has {served[key]}. Train one with "
-                              f"`kvasir train drafter {kind} --target MODEL --out FOLDER`, or use --drafter suffix, which needs no weights.")
+            raise ConfigError(
+                f"{folder} was trained for a model with {key} {trained_for.get(key)}, the served one has {served[key]}. Train one with "
+                f"`kvasir train drafter {kind} --target MODEL --out FOLDER`, or use --drafter suffix, which needs no weights."
+            )
     return trained_for.get("weights") == served["weights"]
 
 
@@ -312,8 +327,10 @@ def folder_of(kind: str, given: str) -> Path:
     """Folder ``given``, or the one in the package. Raises ConfigError where that holds none."""
     folder = Path(given).expanduser() if given else shipped(kind)
     if folder is None:
-        raise ConfigError(f"the package holds no weights for '{kind}'. Train some with `kvasir train drafter {kind} --target MODEL --out FOLDER`, "
-                          f"and give --drafter {kind}:model=FOLDER; or use --drafter suffix, which needs none.")
+        raise ConfigError(
+            f"the package holds no weights for '{kind}'. Train some with `kvasir train drafter {kind} --target MODEL --out FOLDER`, "
+            f"and give --drafter {kind}:model=FOLDER; or use --drafter suffix, which needs none."
+        )
     return folder
 
 
@@ -328,11 +345,19 @@ def load_for(kind: str, given: str, model: ServedModel) -> Head:
     """The head of folder ``given`` ("": the one in the package), ready to run beside ``model``. Raises ConfigError where it cannot."""
     folder = folder_of(kind, given)
     head, trained_for = read(kind, folder)
-    served = {"hidden_size": model.spec.hidden_size, "vocab_size": model.spec.vocab_size, "num_layers": len(model.spec.layers),
-              "weights": fingerprint(model.norm.weight)}
+    served = {
+        "hidden_size": model.spec.hidden_size,
+        "vocab_size": model.spec.vocab_size,
+        "num_layers": len(model.spec.layers),
+        "weights": fingerprint(model.norm.weight),
+    }
     if not check_target(folder, kind, trained_for, served):
-        log.warning("drafter %s: %s was trained for other weights ('%s') than are served: it changes no token, but drafts worse", kind, folder,
-                    trained_for.get("name", "?"))
+        log.warning(
+            "drafter %s: %s was trained for other weights ('%s') than are served: it changes no token, but drafts worse",
+            kind,
+            folder,
+            trained_for.get("name", "?"),
+        )
     return head.to(model.place.device, model.place.dtype)
 
 
@@ -368,7 +393,9 @@ def guess(logits_BNV: torch.Tensor, draws: Draws, positions_BN: torch.Tensor) ->
     y = logits_BNV.float()
     if draws.hot:
         count = logits_BNV.shape[1]
-        noise = gumbel(draws.stream_B[:, None].expand(-1, count).flatten(), positions_BN.flatten(), logits_BNV.shape[-1]).view_as(y)
+        noise = gumbel(
+            draws.stream_B[:, None].expand(-1, count).flatten(), positions_BN.flatten(), logits_BNV.shape[-1]
+        ).view_as(y)
         temperature = draws.temperature_B[:, None, None]
         y = torch.where(temperature >= 1e-5, y / temperature.clamp(min=1e-5) + noise, y)
     return y.log_softmax(-1)

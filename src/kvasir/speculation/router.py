@@ -20,7 +20,10 @@ from kvasir.speculation.drafter import DRAFTERS, Ask, Capture, Drafter, Host, Se
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import Sequence
 
-PRIOR_ACCEPTED, PRIOR_WEIGHT = 1.0, 4.0  # tokens of a proposal, before anything is known of a model; what all know of it, for one request
+PRIOR_ACCEPTED, PRIOR_WEIGHT = (
+    1.0,
+    4.0,
+)  # tokens of a proposal, before anything is known of a model; what all know of it, for one request
 DECAY = 0.95  # of the running means
 EXPLORE = 32  # proposals of a request of which one is the next drafter's in line
 
@@ -34,8 +37,10 @@ def load_drafter(spec: str) -> Drafter:
         raise ConfigError(f"--drafter {spec} names one drafter twice")
     if len(drafters) > 1 and not all(d.exact for d in drafters):
         alone = next(d.name for d in drafters if not d.exact)
-        raise ConfigError(f"{alone} with these options must run alone: to choose among drafters by what they propose would bend its distribution. "
-                          f"Leave the others out, or its options.")
+        raise ConfigError(
+            f"{alone} with these options must run alone: to choose among drafters by what they propose would bend its distribution. "
+            f"Leave the others out, or its options."
+        )
     return drafters[0] if len(drafters) == 1 else Router(drafters)
 
 
@@ -76,7 +81,9 @@ class Router(Drafter):
             self._rest = rest if not self._rest else DECAY * self._rest + (1 - DECAY) * rest
         offers: list[dict[str, DraftTree]] = [{} for _ in asks]
         for name in self._cheap:
-            self._ask(name, [i for i, ask in enumerate(asks) if ask.seq.request.params.drafter in (None, name)], asks, offers)
+            self._ask(
+                name, [i for i, ask in enumerate(asks) if ask.seq.request.params.drafter in (None, name)], asks, offers
+            )
         chosen = [self._choose(ask.seq, found, len(asks)) for ask, found in zip(asks, offers)]
         for name in self._models:
             self._ask(name, [i for i, choice in enumerate(chosen) if choice == name], asks, offers)
@@ -130,7 +137,10 @@ class Router(Drafter):
         for node, parent in enumerate(tree.parents):
             if parent in reached:
                 self._survival.observe(tree.source, tree.depths[node], tree.est[node], node in right)
-        for counts in (self._accepted.setdefault(tree.source, [0.0, 0.0]), seq.state.setdefault(("routed", tree.source), [0.0, 0.0])):
+        for counts in (
+            self._accepted.setdefault(tree.source, [0.0, 0.0]),
+            seq.state.setdefault(("routed", tree.source), [0.0, 0.0]),
+        ):
             counts[0] = DECAY * counts[0] + len(path)
             counts[1] = DECAY * counts[1] + 1.0
         for name, drafter in self.drafters.items():
@@ -158,11 +168,16 @@ class Router(Drafter):
             drafter.attach(model, capture)
         hosts = [d for d in self.drafters.values() if d.guests is not None]
         if len(hosts) > 1:
-            raise ConfigError(f"{' and '.join(d.name for d in hosts)} both have rows of their own in the model's steps: choose one of them")
+            raise ConfigError(
+                f"{' and '.join(d.name for d in hosts)} both have rows of their own in the model's steps: choose one of them"
+            )
         self.guests = hosts[0].guests if hosts else None
         self.hidden_layers = tuple(sorted({layer for d in self.drafters.values() for layer in d.hidden_layers}))
-        self._columns = {name: [self.hidden_layers.index(layer) for layer in d.hidden_layers]
-                         for name, d in self.drafters.items() if d.hidden_layers}
+        self._columns = {
+            name: [self.hidden_layers.index(layer) for layer in d.hidden_layers]
+            for name, d in self.drafters.items()
+            if d.hidden_layers
+        }
 
     def device_bytes(self, model: ServedModel) -> int:
         return sum(drafter.device_bytes(model) for drafter in self.drafters.values())

@@ -161,7 +161,7 @@ class Suffixes:
                     for known in cursor.context:
                         self._read(cursor, known)
                 self._read(cursor, token)
-                cursor.context = [*cursor.context[1 - CONTEXT:], token]
+                cursor.context = [*cursor.context[1 - CONTEXT :], token]
                 if store.young.num_tokens >= self._max_tokens:
                     store.young, store.old, store.age = Automaton(), store.young, store.age + 1
 

@@ -22,7 +22,13 @@ from kvasir.speculation.forest import Forest
 from kvasir.speculation.suffixes import CONTEXT
 
 SOURCE = Path(folder.__file__).with_name("suffix.c")
-NAMES = "kvasir_suffix_new", "kvasir_suffix_clear", "kvasir_suffix_free", "kvasir_suffix_cursor_bytes", "kvasir_suffix_step"
+NAMES = (
+    "kvasir_suffix_new",
+    "kvasir_suffix_clear",
+    "kvasir_suffix_free",
+    "kvasir_suffix_cursor_bytes",
+    "kvasir_suffix_step",
+)
 
 
 @functools.cache
@@ -60,8 +66,12 @@ class Cursor(ctypes.Structure):
     """The structure of this name in ``suffix.c``. Beside it: ``held``, the store, which lives as long as its cursors; ``at``, this
     structure's address; ``end``, how many tokens of the text were read."""
 
-    _fields_ = [("store", c_void_p), ("age", c_int64), *((name, c_int32) for name in ("last", "state", "length", "num_context")),
-                ("context", c_int32 * CONTEXT)]
+    _fields_ = [
+        ("store", c_void_p),
+        ("age", c_int64),
+        *((name, c_int32) for name in ("last", "state", "length", "num_context")),
+        ("context", c_int32 * CONTEXT),
+    ]
     held: NativeStore
     at: int
     end: int
@@ -122,7 +132,9 @@ class NativeSuffixes:
     def _step(self, cursors: list[Cursor], news: list[list[int]], *given: int) -> int:
         where = array("Q", [cursor.at for cursor in cursors])
         tokens, ends = array("i", chain.from_iterable(news)), array("i", accumulate(map(len, news)))
-        total = self.library.kvasir_suffix_step(_address(where), len(where), _address(tokens), _address(ends), *(given or [None] * 7))
+        total = self.library.kvasir_suffix_step(
+            _address(where), len(where), _address(tokens), _address(ends), *(given or [None] * 7)
+        )
         if total < 0:
             for store in {cursor.held for cursor in cursors}:
                 self.clear(store)

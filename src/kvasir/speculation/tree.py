@@ -23,8 +23,12 @@ class DraftTree:
     est: list[float] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     source: str = ""  # the drafter, where there are several
-    guests: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # by node: chains of guest rows behind it, see ``Span``
-    _places: dict[tuple[int, int], int] | None = field(default=None, repr=False, compare=False)  # (parent, token) -> node, when it is first needed
+    guests: dict[int, tuple[tuple[int, ...], ...]] = field(
+        default_factory=dict
+    )  # by node: chains of guest rows behind it, see ``Span``
+    _places: dict[tuple[int, int], int] | None = field(
+        default=None, repr=False, compare=False
+    )  # (parent, token) -> node, when it is first needed
 
     @classmethod
     def chain(cls, tokens: Iterable[int], est: float | list[float] = 1.0) -> DraftTree:
@@ -57,9 +61,15 @@ class DraftTree:
             if not -1 <= parent < node:
                 return False
             depths.append(0 if parent < 0 else depths[parent] + 1)
-        return (depths == self.depths and len(depths) == len(self.est) == len(nodes) and all(isinstance(token, Integral) for token in self.tokens)
-                and all((node in nodes or node == -1) and all(0 <= guest < num_guests for chain in chains for guest in chain)
-                        for node, chains in self.guests.items()))
+        return (
+            depths == self.depths
+            and len(depths) == len(self.est) == len(nodes)
+            and all(isinstance(token, Integral) for token in self.tokens)
+            and all(
+                (node in nodes or node == -1) and all(0 <= guest < num_guests for chain in chains for guest in chain)
+                for node, chains in self.guests.items()
+            )
+        )
 
     def add(self, parent: int, token: int, est: float) -> int:
         """The node of ``token`` below ``parent``: a new one, or the one that is there, which gets the larger estimate."""
@@ -81,7 +91,9 @@ class DraftTree:
             count = len(nodes)
             assert not count or max(nodes) == count - 1, "a node is kept whose parent is not"
             guests = {node: chains for node, chains in self.guests.items() if node < count} if self.guests else {}
-            return DraftTree(self.tokens[:count], self.parents[:count], self.est[:count], self.depths[:count], self.source, guests)
+            return DraftTree(
+                self.tokens[:count], self.parents[:count], self.est[:count], self.depths[:count], self.source, guests
+            )
         children: dict[int, list[int]] = {}
         for node in sorted(nodes, key=lambda i: -self.est[i]):
             children.setdefault(self.parents[node], []).append(node)
@@ -119,11 +131,15 @@ class DraftTree:
         return self._places
 
 
-def products(est_KC: Sequence[Sequence[float]], ids_KC: Sequence[Sequence[int]], max_nodes: int, max_depth: int) -> DraftTree:
+def products(
+    est_KC: Sequence[Sequence[float]], ids_KC: Sequence[Sequence[int]], max_nodes: int, max_depth: int
+) -> DraftTree:
     """Of guesses that do not see each other, C for each of K depths in falling order, the paths with the largest products of
     estimates. Best first: every leading part is the best tree of its size, the sparse tree of Medusa (arXiv 2401.10774)."""
     tree, depth = DraftTree(), min(len(est_KC), max_depth)
-    heap = [(-est_KC[0][0], 0, -1, 0, 0, 1.0)] if depth else []  # -product, order, parent, depth, rank, product of the ancestors
+    heap = (
+        [(-est_KC[0][0], 0, -1, 0, 0, 1.0)] if depth else []
+    )  # -product, order, parent, depth, rank, product of the ancestors
     order = 0
     while heap and len(tree) < max_nodes:
         product, _, parent, k, rank, above = heapq.heappop(heap)

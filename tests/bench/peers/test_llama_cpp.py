@@ -33,15 +33,21 @@ def greedy(api, prompt, count):
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(api.next_token(tokens))
-    return tokens[len(prompt):]
+    return tokens[len(prompt) :]
 
 
 def test_every_prompt_gets_its_own_completion(tmp_path, api, capfd):
     engine = model(tmp_path)
-    prompts = [[7 * i + j for j in range(3 + i)] for i in range(16)]  # 168 rows: seven batches, and some end in the middle of one
+    prompts = [
+        [7 * i + j for j in range(3 + i)] for i in range(16)
+    ]  # 168 rows: seven batches, and some end in the middle of one
     assert engine.generate(prompts, 5) == [greedy(api, p, 5) for p in prompts]
-    assert engine.generate(prompts[2:4], 1) == [greedy(api, p, 1) for p in prompts[2:4]], "nothing is left of the run before"
-    assert engine.generate([list(range(24))], 16) == [greedy(api, range(24), 16)], "a batch that is exactly full, and a full context"
+    assert engine.generate(prompts[2:4], 1) == [greedy(api, p, 1) for p in prompts[2:4]], (
+        "nothing is left of the run before"
+    )
+    assert engine.generate([list(range(24))], 16) == [greedy(api, range(24), 16)], (
+        "a batch that is exactly full, and a full context"
+    )
     assert capfd.readouterr().err == "a word of warning\n"
 
 
@@ -58,15 +64,28 @@ def test_failures_have_words(tmp_path, api):
 
 
 def test_as_the_peer_of_a_case(monkeypatch):
-    monkeypatch.setattr(roofline, "machine_rates", lambda device, dtype: {"copy_bytes_s": 1e10, "matmul_flop_s": 1e11, "dtype_bytes": 4})
-    table = {"model": "nano", "repeats": 1, "settings": {"num_threads": 1, "device": "cpu"},
-             "peer": {"name": "llama_cpp", "repeats": [1, 0], "options": {"file_type": "f32", **OPTIONS},
-                      "variants": {"llama_cpp_q8_0": {"file_type": "q8_0", "extra_buffers": False}}},
-             "workloads": {"two": {"batch": 2, "prompt": 8, "output": 4}}}
+    monkeypatch.setattr(
+        roofline, "machine_rates", lambda device, dtype: {"copy_bytes_s": 1e10, "matmul_flop_s": 1e11, "dtype_bytes": 4}
+    )
+    table = {
+        "model": "nano",
+        "repeats": 1,
+        "settings": {"num_threads": 1, "device": "cpu"},
+        "peer": {
+            "name": "llama_cpp",
+            "repeats": [1, 0],
+            "options": {"file_type": "f32", **OPTIONS},
+            "variants": {"llama_cpp_q8_0": {"file_type": "q8_0", "extra_buffers": False}},
+        },
+        "workloads": {"two": {"batch": 2, "prompt": 8, "output": 4}},
+    }
     found = compare.measure(parse("c", table), peer=True, site=SITE)
     check(found)
     assert [a["name"] for a in found["arms"]] == ["kvasir", "llama_cpp", "llama_cpp_q8_0"]
-    assert found["arms"][1]["metrics"]["two.decode_tok_s"]["n"] == 1 and found["arms"][1]["config"]["version"] == "0.0.fake"
+    assert (
+        found["arms"][1]["metrics"]["two.decode_tok_s"]["n"] == 1
+        and found["arms"][1]["config"]["version"] == "0.0.fake"
+    )
     assert {"two.decode_tok_s kvasir/llama_cpp", "two.decode_tok_s kvasir/llama_cpp_q8_0"} <= set(found["ratios"])
 
 

@@ -19,7 +19,15 @@ from tests.kernels.native.test_program import SPANS, WIDE_TREE
 from tests.kv.test_codecs import codec_of
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=f"no native kernels: {native().reason}")
-CODECS = ["int8", "int4", "int4_bdr", "int4_bdr:rotate_v=true,signs=false", "int4_bdr:order=2", "int4_bdr:order=16,rotate_v=true", "fp8"]
+CODECS = [
+    "int8",
+    "int4",
+    "int4_bdr",
+    "int4_bdr:rotate_v=true,signs=false",
+    "int4_bdr:order=2",
+    "int4_bdr:order=16,rotate_v=true",
+    "fp8",
+]
 DIMS = [16, 48, 64, 80, 128, 512]
 
 
@@ -34,8 +42,17 @@ def write(heads_TXD, cache, slots, num_heads, angles, norm=None, positions=None)
     at, program, heads = torch.arange(rows), Program(native().library), heads_TXD.clone()
     program.heads(heads, planes_of(cache), angles, num_heads, (total - num_heads) // 2, norm=norm)
     empty = torch.zeros(rows, dtype=torch.int32)
-    program.run(StepInputs(at, at if positions is None else positions, torch.arange(rows + 1, dtype=torch.int32), empty,
-                           [empty[:, None].contiguous()], [slots], at[:0]))
+    program.run(
+        StepInputs(
+            at,
+            at if positions is None else positions,
+            torch.arange(rows + 1, dtype=torch.int32),
+            empty,
+            [empty[:, None].contiguous()],
+            [slots],
+            at[:0],
+        )
+    )
     return heads[:, :num_heads]
 
 
@@ -49,7 +66,7 @@ def rows_of_every_size(count: int, *shape: int) -> torch.Tensor:
     """Ordinary numbers; then tiny and huge ones, outliers, offsets, equal elements, halves of a step, zeros of both signs."""
     x = torch.randn(count, *shape)
     sizes = torch.logspace(-9, 6, count // 2)
-    x[:count // 2] *= sizes.view(-1, *[1] * len(shape))
+    x[: count // 2] *= sizes.view(-1, *[1] * len(shape))
     x[-1], x[-2], x[-3], x[-4] = 0, -0.0, -3.5, x[-4] + 100
     x[-5, ..., 3] *= 1000
     x[-20:-5] = (x[-20:-5] * 4).round() / 2
@@ -87,12 +104,20 @@ def test_norm_and_angles_come_before_the_grid(spec, normed):
     """In C they round differently, in the last bit: a code differs where that falls on a border, rarely, and by one step."""
     torch.manual_seed(1)
     heads, groups, dim, rows = 4, 2, 128, 190
-    mine, reference, table = pool_of(spec, groups, dim), pool_of(spec, groups, dim), RopeTable(RopeSpec(1e4, dim), 400, torch.device("cpu"))
-    x, scale, positions = torch.randn(rows, heads + 2 * groups, dim), torch.rand(heads + groups, dim), torch.randint(0, 400, (rows,))
+    mine, reference, table = (
+        pool_of(spec, groups, dim),
+        pool_of(spec, groups, dim),
+        RopeTable(RopeSpec(1e4, dim), 400, torch.device("cpu")),
+    )
+    x, scale, positions = (
+        torch.randn(rows, heads + 2 * groups, dim),
+        torch.rand(heads + groups, dim),
+        torch.randint(0, 400, (rows,)),
+    )
     write(x, mine.layer(0), torch.arange(rows), heads, table.table, (scale, 1e-6) if normed else None, positions)
-    qk = x[:, :heads + groups]
+    qk = x[:, : heads + groups]
     k = rotate(rms_norm_reference(qk, scale, 1e-6) if normed else qk.clone(), *table.rows(positions))[:, heads:]
-    reference.codec.write(reference.layer(0), k, x[:, heads + groups:], torch.arange(rows))
+    reference.codec.write(reference.layer(0), k, x[:, heads + groups :], torch.arange(rows))
     assert (mine.pages[0] != reference.pages[0]).float().mean() < 2e-3
     found, wanted = (torch.stack(p.codec.read(p.layer(0), torch.arange(38))) for p in (mine, reference))
     apart = (found - wanted).abs()
@@ -109,8 +134,12 @@ def world_of(spans, spec, **options):
     for side, rows in (("k", world.keys), ("v", world.values)):
         rotation = codec.rotation(side, world.spec.head_dim)
         for i, x in enumerate(rows):
-            found = codec.decode(codec.encode(x if rotation is None else rotation.apply(x)), world.spec.head_dim).double()
-            rows[i] = found if rotation is None else found @ (rotation.matrix_DD.sign().double() * rotation.order**-0.5).T
+            found = codec.decode(
+                codec.encode(x if rotation is None else rotation.apply(x)), world.spec.head_dim
+            ).double()
+            rows[i] = (
+                found if rotation is None else found @ (rotation.matrix_DD.sign().double() * rotation.order**-0.5).T
+            )
     return world
 
 
@@ -120,10 +149,20 @@ def attended(world, planes=None, **changes):
     planes, heads = planes or planes_of(world.cache), world.q.clone()
     out = torch.full((len(heads), spec.num_heads * spec.head_dim), torch.nan)
     program.heads(heads, planes, still(spec.head_dim), spec.num_heads, spec.num_kv_heads, writes=False)
-    program.attend(heads, out, planes, spec.num_heads, spec.num_kv_heads, scale=spec.scale, window=spec.window, softcap=spec.softcap,
-                   sinks_H=world.sinks)
+    program.attend(
+        heads,
+        out,
+        planes,
+        spec.num_heads,
+        spec.num_kv_heads,
+        scale=spec.scale,
+        window=spec.window,
+        softcap=spec.softcap,
+        sinks_H=world.sinks,
+    )
     inputs = {"ids": batch.input_ids, "wanted": batch.logit_rows} | {
-        name: getattr(batch, name) for name in ("positions", "row_start", "context", "tables", "slots", "ancestors")}
+        name: getattr(batch, name) for name in ("positions", "row_start", "context", "tables", "slots", "ancestors")
+    }
     program.run(StepInputs(**inputs | changes))
     return out.view(world.q.shape)
 
@@ -131,7 +170,10 @@ def attended(world, planes=None, **changes):
 def plain_of(world):
     """The same pages in fp32, in the cache's basis."""
     codec, cache = world.pool.codec, world.cache
-    sides = [codec.decode({name[1:]: plane for name, plane in cache.planes.items() if name[0] == side}, cache.head_dim) for side in "kv"]
+    sides = [
+        codec.decode({name[1:]: plane for name, plane in cache.planes.items() if name[0] == side}, cache.head_dim)
+        for side in "kv"
+    ]
     of = planes_of(cache)
     both = torch.stack(sides, 1).contiguous()
     return Planes(both[:, 0], both[:, 1], turn_k_D=of.turn_k_D, turn_v_D=of.turn_v_D, order=of.order)
@@ -144,15 +186,27 @@ def hold(world):
     backend = TorchBackend()
     backend.prepare(world.site())
     backend.plan(world.batch)
-    known = (backend.run(world.q, world.cache, world.spec, world.batch, sinks_H=world.sinks).double() - want).abs().max()
+    known = (
+        (backend.run(world.q, world.cache, world.spec, world.batch, sinks_H=world.sinks).double() - want).abs().max()
+    )
     error = (out.double() - want).abs().max()
     assert error <= 2 * known + FLOOR[torch.float32] * want.abs().max(), (error, known)
     assert torch.equal(attended(world, plain_of(world)), out)
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"dim": 80}, {"dim": 512, "heads": 2, "kv_heads": 1}, {"heads": 12, "kv_heads": 1, "page_slots": 5}, {"window": 1},
-    {"page_slots": 64, "window": 30, "softcap": 3.0, "sinks": True, "dim": 48}, {"dim": 128, "heads": 3, "kv_heads": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dim": 80},
+        {"dim": 512, "heads": 2, "kv_heads": 1},
+        {"heads": 12, "kv_heads": 1, "page_slots": 5},
+        {"window": 1},
+        {"page_slots": 64, "window": 30, "softcap": 3.0, "sinks": True, "dim": 48},
+        {"dim": 128, "heads": 3, "kv_heads": 3},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("spec", CODECS)
 def test_attention_over_codes(spec, options):
     """What a span does not see is NaN."""
@@ -161,11 +215,17 @@ def test_attention_over_codes(spec, options):
         hold(world)
         batch = world.batch
         of = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(batch.lengths))
-        alone = dict(row_start=torch.arange(len(world.q) + 1, dtype=torch.int32), context=batch.positions.int(), tables=[batch.tables[0][of]])
+        alone = dict(
+            row_start=torch.arange(len(world.q) + 1, dtype=torch.int32),
+            context=batch.positions.int(),
+            tables=[batch.tables[0][of]],
+        )
         assert torch.equal(attended(world, **alone), attended(world))
 
 
-@pytest.mark.parametrize("options", [{"heads": 8, "kv_heads": 1}, {"window": 20, "softcap": 2.0, "sinks": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"heads": 8, "kv_heads": 1}, {"window": 20, "softcap": 2.0, "sinks": True}], ids=str
+)
 @pytest.mark.parametrize("spec", ["int8", "int4_bdr:rotate_v=true", "fp8"])
 @pytest.mark.parametrize("parents", [[-1, 0, 0, 2, 2, 3, 1], WIDE_TREE], ids=["small", "wide"])
 def test_a_tree_s_rows_see_their_ancestors(parents, spec, options):

@@ -17,8 +17,15 @@ CLOSE = 5e-5  # as in decode.h
 def kept_of(given, num_groups=1, width=1):
     temperature, top_k, top_p, min_p, stream, _ = given
     rows = len(temperature)
-    return Kept(torch.zeros(rows, dtype=torch.int32), temperature.float(), top_k, top_p.float(), min_p.float(),
-                stream.view(torch.int32).view(rows, 2), torch.zeros(num_groups, rows, width, dtype=torch.int32))
+    return Kept(
+        torch.zeros(rows, dtype=torch.int32),
+        temperature.float(),
+        top_k,
+        top_p.float(),
+        min_p.float(),
+        stream.view(torch.int32).view(rows, 2),
+        torch.zeros(num_groups, rows, width, dtype=torch.int32),
+    )
 
 
 def draws(x, given, vocab_size):
@@ -33,7 +40,9 @@ def draws(x, given, vocab_size):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows, vocab_size, width", [(300, 96, 96), (300, 61, 70), (60, 5000, 5056), (3, 70_001, 70_001)])
+@pytest.mark.parametrize(
+    "rows, vocab_size, width", [(300, 96, 96), (300, 61, 70), (60, 5000, 5056), (3, 70_001, 70_001)]
+)
 def test_draws_are_those_of_the_reference(kind, rows, vocab_size, width):
     draw = torch.Generator().manual_seed(vocab_size + len(kind))
     x, given = logits(kind, rows, width, draw), parameters(rows, vocab_size, draw)
@@ -54,12 +63,22 @@ def test_only_what_rounding_might_change_is_left():
     """Two tokens whose scores are a little more, or less, apart than CLOSE, by the reference's noise: its error must be small beside it."""
     rows = 20_000
     draw = torch.Generator().manual_seed(5)
-    stream, position = torch.randint(-(1 << 62), 1 << 62, (rows,), generator=draw), torch.randint(0, 1 << 20, (rows,), generator=draw)
+    stream, position = (
+        torch.randint(-(1 << 62), 1 << 62, (rows,), generator=draw),
+        torch.randint(0, 1 << 20, (rows,), generator=draw),
+    )
     noise = gumbel_reference(stream, position, 2).double()
     for apart, sure in ((1.3 * CLOSE, True), (0.7 * CLOSE, False)):
         x = torch.stack([torch.zeros(rows), (noise[:, 0] - noise[:, 1] + apart).float()], 1)
         near = x.abs().amax(1) < 8  # more has not the bits for it
-        given = (torch.ones(rows), torch.full((rows,), 2, dtype=torch.int32), torch.ones(rows), torch.zeros(rows), stream, position)
+        given = (
+            torch.ones(rows),
+            torch.full((rows,), 2, dtype=torch.int32),
+            torch.ones(rows),
+            torch.zeros(rows),
+            stream,
+            position,
+        )
         found, _ = draws(x, given, 2)
         assert near.sum() > rows * 0.9 and (found[near] == (1 if sure else UNDRAWN)).all()
 
@@ -70,7 +89,14 @@ def test_rows_that_are_wrong_are_left(bad, place):
     x = torch.randn(4, 70)
     x[1:3, place] = bad
     at = torch.arange(4)
-    given = (torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.full((4,), 61, dtype=torch.int32), torch.ones(4), torch.zeros(4), at, at)
+    given = (
+        torch.tensor([1.0, 1.0, 0.0, 0.0]),
+        torch.full((4,), 61, dtype=torch.int32),
+        torch.ones(4),
+        torch.zeros(4),
+        at,
+        at,
+    )
     found, _ = draws(x, given, 61)
     assert ((found == UNDRAWN) == torch.tensor([False, True, True, False])).all()
 

@@ -25,9 +25,9 @@ def counted(monkeypatch):
 def test_built_once_kept_and_built_again_when_damaged(tmp_path, counted):
     assert "compiled" in library.load(tmp_path).reason
     assert "cached" in library.load(tmp_path).reason and len(counted) == 1
-    file, = tmp_path.iterdir()
+    (file,) = tmp_path.iterdir()
     content = file.read_bytes()
-    for damaged in (content[:len(content) // 2], b"", content[:2000] + b"x" + content[2001:]):
+    for damaged in (content[: len(content) // 2], b"", content[:2000] + b"x" + content[2001:]):
         file.unlink()  # it is mapped: new content is a new file
         file.write_bytes(damaged)
         found = library.load(tmp_path)
@@ -75,5 +75,7 @@ def test_reasons_where_there_is_none(tmp_path, monkeypatch):
 @pytest.mark.parametrize("value, off", [("0", True), ("1", False)])
 def test_the_environment_switches_it_off(value, off):
     code = "from kvasir.kernels.native.library import native; print(native().reason)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "KVASIR_NATIVE": value})
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "KVASIR_NATIVE": value}
+    )
     assert ("switched off" in done.stdout) == off, done.stderr

@@ -30,8 +30,15 @@ def weights(outputs, inputs, narrow=True):
 def rows_of(count, wanted=()):
     """Inputs of a step whose rows are spans of their own."""
     at = torch.arange(count)
-    return StepInputs(at, at, torch.arange(count + 1, dtype=torch.int32), torch.zeros(count, dtype=torch.int32),
-                      [torch.zeros(count, 1, dtype=torch.int32)], [at], torch.tensor(wanted, dtype=torch.int64))
+    return StepInputs(
+        at,
+        at,
+        torch.arange(count + 1, dtype=torch.int32),
+        torch.zeros(count, dtype=torch.int32),
+        [torch.zeros(count, 1, dtype=torch.int32)],
+        [at],
+        torch.tensor(wanted, dtype=torch.int64),
+    )
 
 
 def product(x, w, tiles=0, **options):
@@ -87,30 +94,71 @@ def test_a_row_does_not_depend_on_the_others(tiles):
 def test_blocks_of_rows_that_are_wider_than_a_cache(narrow):
     """Many inputs: a block is of fewer rows than a thread's share."""
     x, w = torch.randn(200, 9000), weights(40, 9000, narrow)
-    close(product(x, w, TILES[-1], norm=(torch.ones(9000), NORM)), rms_norm_reference(x.double(), torch.ones(9000), NORM) @ w.double().t(), x, w)
+    close(
+        product(x, w, TILES[-1], norm=(torch.ones(9000), NORM)),
+        rms_norm_reference(x.double(), torch.ones(9000), NORM) @ w.double().t(),
+        x,
+        w,
+    )
 
 
 @pytest.mark.parametrize("tiles", TILES)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_what_is_fused_with_a_product(activation, tiles):
-    functions = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu,
-                 "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh")}
+    functions = {
+        "silu": torch.nn.functional.silu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    }
     for rows, width, inputs in ((3, 40, 72), (9, 16, 50)):
-        x, w, bias, scale = torch.randn(rows, inputs) * 3, weights(2 * width, inputs), torch.randn(2 * width), torch.rand(inputs)
+        x, w, bias, scale = (
+            torch.randn(rows, inputs) * 3,
+            weights(2 * width, inputs),
+            torch.randn(2 * width),
+            torch.rand(inputs),
+        )
         normed = rms_norm_reference(x.double(), scale.double(), NORM)
         gate, up = (normed @ w.double().t() + bias.double()).split(width, 1)
-        close(product(x, w, tiles, bias_N=bias, norm=(scale, NORM), activation=activation), functions[activation](gate) * up, x, w)
+        close(
+            product(x, w, tiles, bias_N=bias, norm=(scale, NORM), activation=activation),
+            functions[activation](gate) * up,
+            x,
+            w,
+        )
         before = torch.randn(rows, width)
         narrow, half = w[:width].contiguous(), bias[:width].contiguous()
         got = product(x, narrow, tiles, bias_N=half, into=before.clone(), add=True)
         torch.testing.assert_close(got.double(), before + x.double() @ narrow.double().t() + half, atol=2e-5, rtol=2e-5)
         capped = product(x, narrow, tiles, scale=3.0, softcap=2.0)
-        torch.testing.assert_close(capped.double(), 2 * torch.tanh(x.double() @ narrow.double().t() * 3 / 2), atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(
+            capped.double(), 2 * torch.tanh(x.double() @ narrow.double().t() * 3 / 2), atol=2e-5, rtol=2e-5
+        )
 
 
 def test_activations_reach_from_zero_to_the_number_itself():
     """Far out the exponential neither overflows nor turns a NaN into a number."""
-    x = torch.tensor([[-1e30, -200.0, -88.0, -87.0, -20.0, -1e-8, 0.0, 1e-8, 20.0, 88.0, 200.0, 1e30, torch.inf, torch.nan, 1.0, 2.0]])
+    x = torch.tensor(
+        [
+            [
+                -1e30,
+                -200.0,
+                -88.0,
+                -87.0,
+                -20.0,
+                -1e-8,
+                0.0,
+                1e-8,
+                20.0,
+                88.0,
+                200.0,
+                1e30,
+                torch.inf,
+                torch.nan,
+                1.0,
+                2.0,
+            ]
+        ]
+    )
     w = torch.cat([torch.eye(16), torch.zeros(16, 16)])
     for name in ("silu", "gelu_tanh"):
         for value in x[0]:
@@ -118,7 +166,11 @@ def test_activations_reach_from_zero_to_the_number_itself():
             row[0, 0] = value
             got = product(row, w, activation=name, bias_N=torch.cat([torch.zeros(16), torch.ones(16)]))[0, 0]
             if value.abs() < 1e10:
-                want = torch.nn.functional.silu(value.double()) if name == "silu" else torch.nn.functional.gelu(value.double(), approximate="tanh")
+                want = (
+                    torch.nn.functional.silu(value.double())
+                    if name == "silu"
+                    else torch.nn.functional.gelu(value.double(), approximate="tanh")
+                )
                 torch.testing.assert_close(got.double(), want, atol=1e-6, rtol=1e-5)
             elif value.isnan():
                 assert got.isnan()
@@ -148,14 +200,33 @@ def test_norms_beside_products():
         torch.testing.assert_close(into, rms_norm_reference(x, scale, NORM) + (y if add else 0), atol=1e-6, rtol=1e-6)
 
 
-SPANS = [((0, 1),), ((70, 1), (16, 23)), ((40, 1), (0, 5), (70, 1), (3, 0), (16, 4)), ((300, 1), (63, 1), (64, 1), (65, 2)),
-         ((9, 1), (30, 41), (0, 70))]
+SPANS = [
+    ((0, 1),),
+    ((70, 1), (16, 23)),
+    ((40, 1), (0, 5), (70, 1), (3, 0), (16, 4)),
+    ((300, 1), (63, 1), (64, 1), (65, 2)),
+    ((9, 1), (30, 41), (0, 70)),
+]
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"dim": 80}, {"dim": 512, "heads": 2, "kv_heads": 1}, {"heads": 12, "kv_heads": 1}, {"heads": 3, "kv_heads": 3}, {"page_slots": 5},
-    {"page_slots": 64}, {"window": 1}, {"window": 21}, {"softcap": 2.0}, {"sinks": True},
-    {"window": 30, "softcap": 3.0, "sinks": True, "dim": 48}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dim": 80},
+        {"dim": 512, "heads": 2, "kv_heads": 1},
+        {"heads": 12, "kv_heads": 1},
+        {"heads": 3, "kv_heads": 3},
+        {"page_slots": 5},
+        {"page_slots": 64},
+        {"window": 1},
+        {"window": 21},
+        {"softcap": 2.0},
+        {"sinks": True},
+        {"window": 30, "softcap": 3.0, "sinks": True, "dim": 48},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("spans", SPANS, ids=str)
 def test_attention_over_pages(spans, options):
     """What a span does not see is NaN. A row's bits are the same when it is a span of its own."""
@@ -164,7 +235,9 @@ def test_attention_over_pages(spans, options):
     torch.testing.assert_close(out.double(), truth(world)[0], atol=3e-6, rtol=3e-6)
     batch, rows = world.batch, len(world.q)
     of = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(batch.lengths))
-    alone = dict(row_start=torch.arange(rows + 1, dtype=torch.int32), context=batch.positions.int(), tables=[batch.tables[0][of]])
+    alone = dict(
+        row_start=torch.arange(rows + 1, dtype=torch.int32), context=batch.positions.int(), tables=[batch.tables[0][of]]
+    )
     assert torch.equal(attended(world, **alone), out)
 
 
@@ -173,10 +246,20 @@ def attended(world, **changes):
     spec, batch, planes, program = world.spec, world.batch, world.cache.planes, Program(native().library)
     heads = torch.cat([world.q, torch.full((len(world.q), 2 * spec.num_kv_heads, spec.head_dim), torch.nan)], 1)
     out = torch.full((len(world.q), spec.num_heads * spec.head_dim), torch.nan)
-    program.attend(heads, out, Planes(planes["k"], planes["v"]), spec.num_heads, spec.num_kv_heads, scale=spec.scale, window=spec.window,
-                   softcap=spec.softcap, sinks_H=world.sinks)
+    program.attend(
+        heads,
+        out,
+        Planes(planes["k"], planes["v"]),
+        spec.num_heads,
+        spec.num_kv_heads,
+        scale=spec.scale,
+        window=spec.window,
+        softcap=spec.softcap,
+        sinks_H=world.sinks,
+    )
     inputs = {"ids": batch.input_ids, "wanted": batch.logit_rows} | {
-        name: getattr(batch, name) for name in ("positions", "row_start", "context", "tables", "slots", "ancestors")}
+        name: getattr(batch, name) for name in ("positions", "row_start", "context", "tables", "slots", "ancestors")
+    }
     program.run(StepInputs(**inputs | changes))
     return out.view(world.q.shape)
 
@@ -184,8 +267,11 @@ def attended(world, **changes):
 WIDE_TREE = [-1, *[i // 2 for i in range(69)]]  # more rows than a word has bits
 
 
-@pytest.mark.parametrize("options", [{}, {"heads": 8, "kv_heads": 1}, {"window": 1}, {"window": 3},
-                                     {"window": 20, "softcap": 2.0, "sinks": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"heads": 8, "kv_heads": 1}, {"window": 1}, {"window": 3}, {"window": 20, "softcap": 2.0, "sinks": True}],
+    ids=str,
+)
 @pytest.mark.parametrize("parents", [[-1, 0, 0, 2, 2, 3, 1], WIDE_TREE], ids=["small", "wide"])
 def test_a_tree_s_rows_see_their_ancestors(parents, options):
     """Beside spans that are causal, one of them with a row's worth of bits that says nothing."""
@@ -197,7 +283,9 @@ def test_a_tree_s_rows_see_their_ancestors(parents, options):
     assert options.get("window") == 1 or not torch.allclose(out, straight, atol=1e-3), "the tree must matter here"
 
 
-@pytest.mark.parametrize("options", [{}, {"heads": 6, "kv_heads": 2}, {"window": 3}, {"window": 70, "softcap": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"heads": 6, "kv_heads": 2}, {"window": 3}, {"window": 70, "softcap": 2.0}], ids=str
+)
 def test_a_tree_s_row_has_the_bits_of_its_path(options):
     """As a decode over its ancestors alone, wherever they stand among the others."""
     start = 61  # the border of two chunks of keys lies among the rows
@@ -206,9 +294,12 @@ def test_a_tree_s_row_has_the_bits_of_its_path(options):
     paths = torch.zeros(len(WIDE_TREE), width, dtype=torch.int32)
     for row, known in enumerate(world.trees[0].ancestors()):
         path = torch.cat([pages[:start], pages[start + torch.tensor(sorted(known))]])
-        paths[row, :len(path)] = path
+        paths[row, : len(path)] = path
     rows = torch.arange(len(WIDE_TREE) + 1, dtype=torch.int32)
-    assert torch.equal(attended(world, row_start=rows, context=world.batch.positions.int(), tables=[paths], ancestors=None), attended(world))
+    assert torch.equal(
+        attended(world, row_start=rows, context=world.batch.positions.int(), tables=[paths], ancestors=None),
+        attended(world),
+    )
 
 
 @pytest.mark.parametrize("team", [2, 5])
@@ -221,7 +312,10 @@ def test_bits_are_the_same_for_any_number_of_threads(team):
         want = [attended(world), *(product(x[:n], w, TILES[-1], norm=(torch.ones(200), NORM)) for n in (20, 40, 300))]
         torch.set_num_threads(team)
         for _ in range(3):
-            got = [attended(world), *(product(x[:n], w, TILES[-1], norm=(torch.ones(200), NORM)) for n in (20, 40, 300))]
+            got = [
+                attended(world),
+                *(product(x[:n], w, TILES[-1], norm=(torch.ones(200), NORM)) for n in (20, 40, 300)),
+            ]
             assert all(map(torch.equal, got, want))
     finally:
         torch.set_num_threads(before)
@@ -233,7 +327,17 @@ def test_a_row_s_nan_is_its_own():
     q[0] = torch.nan
     out = torch.zeros(2, 64)
     program.attend(q, out, Planes(planes["k"], planes["v"]), 4, 2, scale=0.25)
-    program.run(StepInputs(batch.input_ids, batch.positions, batch.row_start, batch.context, batch.tables, batch.slots, batch.logit_rows))
+    program.run(
+        StepInputs(
+            batch.input_ids,
+            batch.positions,
+            batch.row_start,
+            batch.context,
+            batch.tables,
+            batch.slots,
+            batch.logit_rows,
+        )
+    )
     assert out[0].isnan().all() and out[1].isfinite().all()
 
 
@@ -244,12 +348,25 @@ def test_heads_are_normed_rotated_and_written(heads, kv_heads, dim, normed):
     batch, planes, program = world.batch, world.cache.planes, Program(native().library)
     slots, rotated = batch.slots[0].clone(), heads + kv_heads
     slots[2] = -1  # a row that writes nowhere
-    x, scale, table = torch.randn(5, rotated + kv_heads, dim), torch.rand(rotated, dim), RopeTable(RopeSpec(100.0, dim), 64, torch.device("cpu"))
+    x, scale, table = (
+        torch.randn(5, rotated + kv_heads, dim),
+        torch.rand(rotated, dim),
+        RopeTable(RopeSpec(100.0, dim), 64, torch.device("cpu")),
+    )
     before = {name: plane.clone() for name, plane in planes.items()}
-    want = rotate(rms_norm_reference(x[:, :rotated], scale, NORM) if normed else x[:, :rotated].clone(), *table.rows(batch.positions))
+    want = rotate(
+        rms_norm_reference(x[:, :rotated], scale, NORM) if normed else x[:, :rotated].clone(),
+        *table.rows(batch.positions),
+    )
     got = x.clone()
-    program.heads(got, Planes(planes["k"], planes["v"]), table.table, heads, kv_heads, norm=(scale, NORM) if normed else None)
-    program.run(StepInputs(batch.input_ids, batch.positions, batch.row_start, batch.context, batch.tables, [slots], batch.logit_rows))
+    program.heads(
+        got, Planes(planes["k"], planes["v"]), table.table, heads, kv_heads, norm=(scale, NORM) if normed else None
+    )
+    program.run(
+        StepInputs(
+            batch.input_ids, batch.positions, batch.row_start, batch.context, batch.tables, [slots], batch.logit_rows
+        )
+    )
     torch.testing.assert_close(got[:, :heads], want[:, :heads], atol=2e-6, rtol=2e-6)
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0:

@@ -13,7 +13,9 @@ import pytest
 from kvasir.kernels.native.library import native
 
 COMPILER = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), "")
-pytestmark = pytest.mark.skipif(platform.machine() != "x86_64" or native().library is None, reason="needs native kernels on x86-64")
+pytestmark = pytest.mark.skipif(
+    platform.machine() != "x86_64" or native().library is None, reason="needs native kernels on x86-64"
+)
 FOLDER = Path(__file__).parent
 WHICH = "as_exact or others or fused or activations or of_its_path or reference_encoder or (over and 80) or draws"
 LANES = "import kvasir.kernels.native.library as l; print(l.native().library.kvasir_lanes(), l.native().library.kvasir_tiles())"
@@ -31,7 +33,25 @@ def test_kernels_of_an_older_processor(machine, lanes, flag, tmp_path):
     env = {**os.environ, "CC": str(wrapper), "XDG_CACHE_HOME": str(tmp_path)}
     found = subprocess.run([sys.executable, "-c", LANES], env=env, capture_output=True, text=True)
     assert found.stdout.split() == [str(lanes), "0"], found.stderr
-    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", WHICH,
-                          *(str(FOLDER / f"test_{name}.py") for name in ("program", "codes", "decode"))],
-                         env=env, capture_output=True, text=True, timeout=600, cwd=FOLDER.parents[2])
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "-k",
+            WHICH,
+            *(str(FOLDER / f"test_{name}.py") for name in ("program", "codes", "decode")),
+        ],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=FOLDER.parents[2],
+    )
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]

@@ -25,7 +25,9 @@ def test_fp16(case, device):
 def test_shapes_of_many_rows(shape, device, monkeypatch):
     """Which the grid's few rows do not take."""
     monkeypatch.setattr(decode.Shape, "of", staticmethod(lambda *what: shape))
-    check_decode_attention(decode.Case(contexts=(333, 5, 64, 31, 130), heads=4, kv_heads=2, dim=128), torch.float16, device)
+    check_decode_attention(
+        decode.Case(contexts=(333, 5, 64, 31, 130), heads=4, kv_heads=2, dim=128), torch.float16, device
+    )
 
 
 def test_long_work_is_cut_finer(device, monkeypatch):
@@ -51,13 +53,28 @@ def _find(context, spans, out, count, wave, budget, COUNT_PAD: tl.constexpr):
     tl.store(out, chunk)
 
 
-@pytest.mark.parametrize("keys, wave, want", [
-    ([1088] * 64, 66, 1088), ([1060] * 40 + [1140] * 24, 66, 1152),  # fill the device as they are
-    ([1088] * 8, 66, 160), ([1088] * 32, 66, 544),  # too few to: cut into one wave
-    ([500] * 32 + [2000] * 32, 66, 608),  # too uneven
-    ([1088] * 128, 66, 1088), ([1088] * 127 + [32768], 66, 2464)])  # more than one wave: whole but for the long one
+@pytest.mark.parametrize(
+    "keys, wave, want",
+    [
+        ([1088] * 64, 66, 1088),
+        ([1060] * 40 + [1140] * 24, 66, 1152),  # fill the device as they are
+        ([1088] * 8, 66, 160),
+        ([1088] * 32, 66, 544),  # too few to: cut into one wave
+        ([500] * 32 + [2000] * 32, 66, 608),  # too uneven
+        ([1088] * 128, 66, 1088),
+        ([1088] * 127 + [32768], 66, 2464),
+    ],
+)  # more than one wave: whole but for the long one
 def test_how_long_a_chunk_is(keys, wave, want, device):
     context = torch.tensor([k - 1 for k in keys], dtype=torch.int32, device=device)
     out = torch.zeros(1, dtype=torch.int32, device=device)
-    _find[(1,)](context, torch.arange(len(keys), dtype=torch.int32, device=device), out, len(keys), wave, max(wave, 198 - len(keys)), COUNT_PAD=128)
+    _find[(1,)](
+        context,
+        torch.arange(len(keys), dtype=torch.int32, device=device),
+        out,
+        len(keys),
+        wave,
+        max(wave, 198 - len(keys)),
+        COUNT_PAD=128,
+    )
     assert int(out) == want

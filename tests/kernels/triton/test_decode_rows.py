@@ -18,7 +18,9 @@ def kept_rows(count: int, tables: int, width: int, device: str) -> decode_rows.K
 
     floats = (torch.rand(count, generator=draw).to(device) for _ in range(3))
     temperature, top_p, min_p = floats
-    return decode_rows.Kept(ints(count), temperature, ints(count), top_p, min_p, ints(count, 2) - (1 << 19), ints(tables, count, width))
+    return decode_rows.Kept(
+        ints(count), temperature, ints(count), top_p, min_p, ints(count, 2) - (1 << 19), ints(tables, count, width)
+    )
 
 
 @pytest.mark.parametrize("size, tables, width", [(1, 1, 7), (5, 2, 40), (3, 1, 1500)])
@@ -27,9 +29,9 @@ def test_rows_are_opened(size, tables, width, drafted, device):
     kept = kept_rows(9, tables, width, device)
     inbox = torch.zeros(3 * size + 1, dtype=torch.int64, device=device)[1:]  # slices of any alignment
     inbox[:size] = torch.tensor([8, 2, 2, 0, 8][:size])
-    inbox[size:2 * size] = torch.tensor([0, 37, 38, 16 * width - 1, 15][:size]) % (16 * width)
-    inbox[2 * size:] = torch.tensor([-1, -1, 77, -1, 5][:size])
-    arguments = kept, inbox[:size], inbox[size:2 * size], 16, inbox[2 * size:] if drafted else None
+    inbox[size : 2 * size] = torch.tensor([0, 37, 38, 16 * width - 1, 15][:size]) % (16 * width)
+    inbox[2 * size :] = torch.tensor([-1, -1, 77, -1, 5][:size])
+    arguments = kept, inbox[:size], inbox[size : 2 * size], 16, inbox[2 * size :] if drafted else None
     found, want = decode_rows.open_rows(*arguments), decode_rows.open_rows_reference(*arguments)
     for field in dataclasses.fields(want):
         a, b = getattr(found, field.name), getattr(want, field.name)
@@ -43,6 +45,8 @@ def test_rows_are_closed(size, device):
     outcome = []
     for close in (decode_rows.close_rows, decode_rows.close_rows_reference):
         token, out = torch.full((400,), -7, dtype=torch.int32, device=device), torch.zeros(3, 500, device=device)
-        close(draws, out[:, 20:20 + size], token, rows, 900)
+        close(draws, out[:, 20 : 20 + size], token, rows, 900)
         outcome.append((token, out))
-    assert all(torch.equal(a, b) for a, b in zip(*outcome)) and int(outcome[0][0].max()) == min(899, int(draws[0].max()))
+    assert all(torch.equal(a, b) for a, b in zip(*outcome)) and int(outcome[0][0].max()) == min(
+        899, int(draws[0].max())
+    )

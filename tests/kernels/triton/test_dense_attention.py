@@ -27,6 +27,7 @@ def test_tiles_of_other_shapes(device):
 @pytest.mark.parametrize("shape", [dense.Shape(), None], ids=str)
 def test_maxima_that_grow(shape, device):
     """By more than 2 ** 8 from block to block, in some rows."""
+
     def loud(*args, **named):
         world = make_world(*args, **named)
         world.q.mul_(16)
@@ -37,7 +38,10 @@ def test_maxima_that_grow(shape, device):
 
 
 SERVED = [c for c in (*dense.grid(), *dense.ragged()) if c.dim < 256 and c.softcap is None]
-hopper = pytest.mark.skipif(_triton.INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
+hopper = pytest.mark.skipif(
+    _triton.INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs Hopper",
+)
 
 
 @hopper
@@ -55,8 +59,16 @@ def test_ragged(case, device):
     check_dense_attention(case, torch.float16, device, shape=dense.Shape())
 
 
-@pytest.mark.parametrize("dtype, dim, share, capped, sinks, served", [
-    (torch.float16, 64, 1, False, False, True), (torch.float32, 64, 1, False, False, False), (torch.float16, 256, 1, False, False, False),
-    (torch.float16, 64, 128, False, False, False), (torch.float16, 64, 1, True, False, False), (torch.float16, 64, 1, False, True, False)])
+@pytest.mark.parametrize(
+    "dtype, dim, share, capped, sinks, served",
+    [
+        (torch.float16, 64, 1, False, False, True),
+        (torch.float32, 64, 1, False, False, False),
+        (torch.float16, 256, 1, False, False, False),
+        (torch.float16, 64, 128, False, False, False),
+        (torch.float16, 64, 1, True, False, False),
+        (torch.float16, 64, 1, False, True, False),
+    ],
+)
 def test_what_is_left_to_the_other_kernel(dtype, dim, share, capped, sinks, served):
     assert can_serve_hopper(dtype, dim, share, capped, sinks) == served

@@ -35,7 +35,9 @@ def test_the_step_is_the_eager_one(codec_name, device, monkeypatch):
     if device == "cpu":  # in the interpreter idle programs take time
         for module in (paged_attention, quantized_attention):
             monkeypatch.setattr(module, "chunks_of", lambda *_: (2, 2))
-    spec = ModelSpec(family="none", hidden_size=48, vocab_size=56, max_position=90, layers=(DEEP, SHORT), final_norm=NormSpec())
+    spec = ModelSpec(
+        family="none", hidden_size=48, vocab_size=56, max_position=90, layers=(DEEP, SHORT), final_norm=NormSpec()
+    )
     model = Decoder(spec, Placement(torch.device(device), torch.float32))
     fill_random(model, 0)
     codec, groups = load("kvasir.kv.codecs", codec_name, Codec), spec.cache_groups()
@@ -43,17 +45,41 @@ def test_the_step_is_the_eager_one(codec_name, device, monkeypatch):
     pool = KVPool(groups, codec, [1 + 3 * (90 // size + 1)] * len(groups), size, device, torch.float32)
     for cache in (pool.layer(i) for i in range(2)):
         for plane in cache.planes.values():
-            plane.uniform_(0.01, 0.02) if plane.dtype.is_floating_point and plane.dtype.itemsize > 1 else plane.view(torch.uint8).random_(0, 120)
+            plane.uniform_(0.01, 0.02) if plane.dtype.is_floating_point and plane.dtype.itemsize > 1 else plane.view(
+                torch.uint8
+            ).random_(0, 120)
     backend = load("kvasir.attention.backends", "triton", AttentionBackend)
-    backend.prepare(Site(device, torch.float32, codec.kernel, size, tuple(dict.fromkeys(layer.mixer.attention() for layer in spec.layers))))
-    runner = Runner(model, pool, backend, Sampler(56, 56, 3, torch.device(device), ()), torch.device(device), max_model_len=90)
+    backend.prepare(
+        Site(
+            device,
+            torch.float32,
+            codec.kernel,
+            size,
+            tuple(dict.fromkeys(layer.mixer.attention() for layer in spec.layers)),
+        )
+    )
+    runner = Runner(
+        model, pool, backend, Sampler(56, 56, 3, torch.device(device), ()), torch.device(device), max_model_len=90
+    )
     runner.guest_inputs = torch.randn(2, 48, generator=torch.Generator().manual_seed(2)).to(device)
     runner.use_graphs(CudaCapture(torch.device(device)) if device == "cuda" else call_through, 8)
     seqs = []
     for i in range(3):
-        seq = Sequence(Request(id=str(i), prompt_ids=[(7 * j + i) % 50 for j in range(20 + 17 * i)], params=SamplingParams(), seed=i, max_tokens=1))
+        seq = Sequence(
+            Request(
+                id=str(i),
+                prompt_ids=[(7 * j + i) % 50 for j in range(20 + 17 * i)],
+                params=SamplingParams(),
+                seed=i,
+                max_tokens=1,
+            )
+        )
         pages = 90 // size + 1
-        seq.tables, seq.row, seq.status = [list(range(1 + i * pages, 1 + (i + 1) * pages)) for _ in groups], i, Status.RUNNING
+        seq.tables, seq.row, seq.status = (
+            [list(range(1 + i * pages, 1 + (i + 1) * pages)) for _ in groups],
+            i,
+            Status.RUNNING,
+        )
         runner.open(seq)
         seqs.append(seq)
 

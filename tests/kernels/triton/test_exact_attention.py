@@ -38,19 +38,33 @@ def test_a_row_has_the_same_bits_in_any_company(kind, dtype, device):
 
     def rows(start, length, before=(), after=()):
         place = len(before)
-        content = {place: (q[start:start + length].to(device), kv[:, :start + length])}
-        world = make_world([*before, (start, length), *after], content=content, heads=HEADS, kv_heads=GROUPS, dim=DIM, dtype=dtype,
-                           device=device, seed=place, **KINDS[kind])
+        content = {place: (q[start : start + length].to(device), kv[:, : start + length])}
+        world = make_world(
+            [*before, (start, length), *after],
+            content=content,
+            heads=HEADS,
+            kv_heads=GROUPS,
+            dim=DIM,
+            dtype=dtype,
+            device=device,
+            seed=place,
+            **KINDS[kind],
+        )
         if world.sinks is not None:
             world.sinks = torch.linspace(-1, 1, HEADS, device=device)
         first = sum(n for _, n in before)
-        return [x[first:first + length].clone() for x in attention(world, device)]
+        return [x[first : first + length].clone() for x in attention(world, device)]
 
     whole = rows(0, LENGTH)
-    for start, length, before, after in ((0, 37, (), ()), (37, 38, ((5, 1),), ((90, 1),)), (74, 1, (), ()),
-                                         (50, 1, ((0, 1), (32, 1)), ((100, 1),)), (31, 2, (), ((0, 9),))):
+    for start, length, before, after in (
+        (0, 37, (), ()),
+        (37, 38, ((5, 1),), ((90, 1),)),
+        (74, 1, (), ()),
+        (50, 1, ((0, 1), (32, 1)), ((100, 1),)),
+        (31, 2, (), ((0, 9),)),
+    ):
         for got, want in zip(rows(start, length, before, after), whole):
-            assert torch.equal(got, want[start:start + length]), (start, length)
+            assert torch.equal(got, want[start : start + length]), (start, length)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "trees"])

@@ -30,7 +30,9 @@ class World:
     """One decoder, and a pool with room for the text and for others beside it."""
 
     def __init__(self, layers: tuple, device: str, dtype: torch.dtype) -> None:
-        self.spec = ModelSpec(family="none", hidden_size=32, vocab_size=56, max_position=64, layers=layers, final_norm=NormSpec())
+        self.spec = ModelSpec(
+            family="none", hidden_size=32, vocab_size=56, max_position=64, layers=layers, final_norm=NormSpec()
+        )
         self.device, self.dtype = device, dtype
         self.model = Decoder(self.spec, Placement(torch.device(device), dtype, exact=True))
         fill_random(self.model, 0)
@@ -39,12 +41,25 @@ class World:
             if slot.target.dim() == 1 or slot.repeat:
                 slot.target.copy_(1 + draw(*slot.target.shape, scale=0.2))
         self.backend = TritonBackend()
-        self.backend.prepare(Site(device, dtype, "plain", 16, tuple({layer.mixer.attention() for layer in layers}), exact=True))
+        self.backend.prepare(
+            Site(device, dtype, "plain", 16, tuple({layer.mixer.attention() for layer in layers}), exact=True)
+        )
 
-    def logits(self, chunks: tuple[int, ...], before: tuple[int, ...] = (), after: tuple[int, ...] = ()) -> torch.Tensor:
+    def logits(
+        self, chunks: tuple[int, ...], before: tuple[int, ...] = (), after: tuple[int, ...] = ()
+    ) -> torch.Tensor:
         """Of every row of the text [LENGTH, V], computed in ``chunks``, each step beside new prompts of these lengths."""
-        pool = KVPool(self.spec.cache_groups(), PlainCodec(), [3 + 3 * (len(before) + len(after)) + 1], 16, self.device, self.dtype)
-        caches = [pool.layer(i if layer.cache_of is None else layer.cache_of) for i, layer in enumerate(self.spec.layers)]
+        pool = KVPool(
+            self.spec.cache_groups(),
+            PlainCodec(),
+            [3 + 3 * (len(before) + len(after)) + 1],
+            16,
+            self.device,
+            self.dtype,
+        )
+        caches = [
+            pool.layer(i if layer.cache_of is None else layer.cache_of) for i, layer in enumerate(self.spec.layers)
+        ]
         text = sequence(0, LENGTH)
         others = [sequence(1 + i, n) for i, n in enumerate(before + after)]
         found, start = [], 0
@@ -55,14 +70,21 @@ class World:
             self.backend.plan(batch)
             hidden = self.model.forward(batch, caches, self.backend)
             first = sum(before)
-            found.append(self.model.logits(hidden)[first:first + size])
+            found.append(self.model.logits(hidden)[first : first + size])
             start += size
         return torch.cat(found)
 
 
 def sequence(number: int, length: int) -> Sequence:
-    seq = Sequence(Request(id=str(number), prompt_ids=[1 + (7 * number + 3 * i) % 50 for i in range(length)], params=SamplingParams(), seed=0,
-                           max_tokens=1))
+    seq = Sequence(
+        Request(
+            id=str(number),
+            prompt_ids=[1 + (7 * number + 3 * i) % 50 for i in range(length)],
+            params=SamplingParams(),
+            seed=0,
+            max_tokens=1,
+        )
+    )
     seq.tables = [[1 + 3 * number + i for i in range(3)]]
     return seq
 
@@ -99,4 +121,4 @@ def test_a_norm_without_a_kernel_of_its_own_shape_mixes_no_rows(device):
     whole = rms_norm(x, weight, 1e-6)
     want = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
     torch.testing.assert_close(whole.double(), want, atol=1e-5, rtol=1e-5)
-    assert all(torch.equal(rms_norm(x[i:i + 1], weight, 1e-6), whole[i:i + 1]) for i in range(9))
+    assert all(torch.equal(rms_norm(x[i : i + 1], weight, 1e-6), whole[i : i + 1]) for i in range(9))

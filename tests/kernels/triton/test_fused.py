@@ -38,11 +38,22 @@ def test_against_the_reference(op, case, dtype, device):
 
 MIXER = GQASpec(4, 2, 16, 0.25, qk_norm=NormSpec(), qkv_bias=True)
 LAYER = LayerSpec(MIXER, DenseSpec(40), RopeSpec(100.0, 16), NormSpec())
-GEMMA = LayerSpec(replace(MIXER, qkv_bias=False), DenseSpec(40, "gelu_tanh", bias=True), RopeSpec(100.0, 16), NormSpec(offset=1.0), norms="sandwich")
+GEMMA = LayerSpec(
+    replace(MIXER, qkv_bias=False),
+    DenseSpec(40, "gelu_tanh", bias=True),
+    RopeSpec(100.0, 16),
+    NormSpec(offset=1.0),
+    norms="sandwich",
+)
 EXPERTS = replace(LAYER, ffn=MoESpec(4, 2, 24, True))
 SANDWICHED = replace(GEMMA, ffn=EXPERTS.ffn)
-MODELS = {"pre-norm": (LAYER,) * 2, "sandwich": (GEMMA,) * 2, "experts": (EXPERTS,) * 2, "mixed": (EXPERTS, LAYER, GEMMA, SANDWICHED, LAYER),
-          "shared cache": (LAYER, LAYER, replace(LAYER, cache_of=1))}
+MODELS = {
+    "pre-norm": (LAYER,) * 2,
+    "sandwich": (GEMMA,) * 2,
+    "experts": (EXPERTS,) * 2,
+    "mixed": (EXPERTS, LAYER, GEMMA, SANDWICHED, LAYER),
+    "shared cache": (LAYER, LAYER, replace(LAYER, cache_of=1)),
+}
 
 
 def tap_logits(model: Decoder, device: str, sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,7 +63,9 @@ def tap_logits(model: Decoder, device: str, sizes: tuple[int, ...]) -> tuple[tor
     caches = [pool.layer(i if layer.cache_of is None else layer.cache_of) for i, layer in enumerate(spec.layers)]
     backend = TorchBackend()
     backend.prepare(Site(device, torch.float32, "plain", 16, tuple({layer.mixer.attention() for layer in spec.layers})))
-    seq = Sequence(Request(id="a", prompt_ids=list(range(1, 1 + sum(sizes))), params=SamplingParams(), seed=0, max_tokens=1))
+    seq = Sequence(
+        Request(id="a", prompt_ids=list(range(1, 1 + sum(sizes))), params=SamplingParams(), seed=0, max_tokens=1)
+    )
     seq.tables = [[1, 2]]
     logits, taps, start = [], [], 0
     for size in sizes:
@@ -68,7 +81,9 @@ def tap_logits(model: Decoder, device: str, sizes: tuple[int, ...]) -> tuple[tor
 @pytest.mark.parametrize("layers", MODELS.values(), ids=MODELS)
 def test_a_decoder_on_the_kernels_is_the_plain_decoder(layers, device, monkeypatch):
     """In fp32, with every product of up to 16 rows on the GEMV kernels, against the same weights without any kernel."""
-    spec = ModelSpec(family="none", hidden_size=32, vocab_size=56, max_position=64, layers=layers, final_norm=NormSpec())
+    spec = ModelSpec(
+        family="none", hidden_size=32, vocab_size=56, max_position=64, layers=layers, final_norm=NormSpec()
+    )
     model = Decoder(spec, Placement(torch.device(device), torch.float32))
     fill_random(model, 0)
     draw = Draw(1, torch.float32, device)
@@ -92,8 +107,13 @@ def test_a_decoder_on_the_kernels_is_the_plain_decoder(layers, device, monkeypat
     monkeypatch.setattr("kvasir.layers.ffn.moe.moe_row_triton", count_experts)
     for module in (linear, decoder):
         monkeypatch.setattr(module, "gemv", count)
-        monkeypatch.setattr(module, "choose", lambda rows, n, k: None if rows > 16 else gemv.Config(4, 16, 1) if rows == 1 else
-                            gemv.Config(16, 32, 1, splits=2))
+        monkeypatch.setattr(
+            module,
+            "choose",
+            lambda rows, n, k: (
+                None if rows > 16 else gemv.Config(4, 16, 1) if rows == 1 else gemv.Config(16, 32, 1, splits=2)
+            ),
+        )
     model.streams, model.head_VE = True, model.head_VE.contiguous()
     parts = [part for block in model.blocks for part in (block.mixer.qkv, block.mixer.o, *vars(block.ffn).values())]
     products = [p for p in parts if isinstance(p, linear.Linear) and p.widths.keys() != {"router"}]
@@ -105,14 +125,20 @@ def test_a_decoder_on_the_kernels_is_the_plain_decoder(layers, device, monkeypat
     few = sum(size <= 16 for size in sizes)
     assert len(calls) == few * (1 + len(products)), "every product of a few rows, and the head"
     mixtures = [layer.norms == "sandwich" for layer in layers if layer.ffn.kind == "moe"]
-    assert (len(experts), sum(experts)) == (2 * len(mixtures), 2 * mixtures.count(False)), "of both single rows; the norm and the add within"
-    assert any(c.get("norm") for c in calls) and (layers == MODELS["sandwich"] or any(c.get("residual_TO") is not None for c in calls))
+    assert (len(experts), sum(experts)) == (2 * len(mixtures), 2 * mixtures.count(False)), (
+        "of both single rows; the norm and the add within"
+    )
+    assert any(c.get("norm") for c in calls) and (
+        layers == MODELS["sandwich"] or any(c.get("residual_TO") is not None for c in calls)
+    )
 
 
 @pytest.mark.parametrize("layers", [MODELS["mixed"], MODELS["shared cache"]], ids=["mixed", "shared cache"])
 def test_a_decoder_that_may_not_fuse_is_the_plain_decoder(layers, device, monkeypatch):
     """What the bench's ladder compares with: torch's own norms, RoPE, activations and products."""
-    spec = ModelSpec(family="none", hidden_size=32, vocab_size=56, max_position=64, layers=layers, final_norm=NormSpec())
+    spec = ModelSpec(
+        family="none", hidden_size=32, vocab_size=56, max_position=64, layers=layers, final_norm=NormSpec()
+    )
     model = Decoder(spec, Placement(torch.device(device), torch.float32, fused=False))
     fill_random(model, 0)
     with monkeypatch.context() as plain:
@@ -122,8 +148,14 @@ def test_a_decoder_that_may_not_fuse_is_the_plain_decoder(layers, device, monkey
     def never(*arguments, **options):
         raise AssertionError("a fused kernel ran")
 
-    for module, name in ((norm, "_launch"), (activation, "gated_triton"), (gqa, "fused_qkv"), (linear, "gemv"), (decoder, "gemv"),
-                         (PlainCodec, "write_fused")):
+    for module, name in (
+        (norm, "_launch"),
+        (activation, "gated_triton"),
+        (gqa, "fused_qkv"),
+        (linear, "gemv"),
+        (decoder, "gemv"),
+        (PlainCodec, "write_fused"),
+    ):
         monkeypatch.setattr(module, name, never)
     for got, wanted in zip(tap_logits(model, device, (17, 3, 1)), want):
         torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
@@ -133,9 +165,16 @@ def test_kernels_do_not_mix_rows(device):
     """A row's bits do not depend on its batch: what exact mode may use."""
     draw = Draw(0, torch.float32, device)
     x, h, weight = draw(9, 96), draw(9, 96), draw(96)
-    whole = [*norm.add_rms_norm(x, h.clone(), weight, 1e-6), norm.rms_norm(x, weight, 1e-6), gated_triton(x, ACTIVATIONS["silu"])]
+    whole = [
+        *norm.add_rms_norm(x, h.clone(), weight, 1e-6),
+        norm.rms_norm(x, weight, 1e-6),
+        gated_triton(x, ACTIVATIONS["silu"]),
+    ]
     for i in range(9):
         row = slice(i, i + 1)
-        alone = [*norm.add_rms_norm(x[row], h[row].clone(), weight, 1e-6), norm.rms_norm(x[row], weight, 1e-6),
-                 gated_triton(x[row], ACTIVATIONS["silu"])]
+        alone = [
+            *norm.add_rms_norm(x[row], h[row].clone(), weight, 1e-6),
+            norm.rms_norm(x[row], weight, 1e-6),
+            gated_triton(x[row], ACTIVATIONS["silu"]),
+        ]
         assert all(torch.equal(a[row], b) for a, b in zip(whole, alone))

@@ -13,8 +13,10 @@ from kvasir.kernels.hopper_gemv import stream_rows
 from kvasir.kernels.norm import rms_norm
 from tests.kernels.check_fused import Draw, check_hopper_gemv, hold
 
-pytestmark = pytest.mark.skipif(_triton.INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-                                reason="needs Hopper")
+pytestmark = pytest.mark.skipif(
+    _triton.INTERPRETED or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs Hopper",
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -26,12 +28,18 @@ def test_against_the_reference(case, dtype, device):
 def test_behind_each_other(device):
     """Each starts while the one before it runs, and reads what that one writes: a hundred in one graph, as often as it is replayed."""
     draw = Draw(0, torch.bfloat16, device)
-    up, down, ones = draw(6144, 1024, scale=1024 ** -0.5), draw(1024, 3072, scale=3072 ** -0.5), torch.ones(1024, dtype=torch.bfloat16, device=device)
+    up, down, ones = (
+        draw(6144, 1024, scale=1024**-0.5),
+        draw(1024, 3072, scale=3072**-0.5),
+        torch.ones(1024, dtype=torch.bfloat16, device=device),
+    )
     rings = hopper_gemv.MEASURED[6144, 1024, True], hopper_gemv.MEASURED[1024, 3072, False]
 
     def chain(h: torch.Tensor) -> torch.Tensor:
         for _ in range(50):
-            h = stream_rows(stream_rows(rms_norm(h, ones, 1e-6), up, rings[0], gated=True), down, rings[1], residual_TO=h)
+            h = stream_rows(
+                stream_rows(rms_norm(h, ones, 1e-6), up, rings[0], gated=True), down, rings[1], residual_TO=h
+            )
         return h
 
     def in_torch(h: torch.Tensor) -> torch.Tensor:

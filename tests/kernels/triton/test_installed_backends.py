@@ -14,7 +14,9 @@ from kvasir.technique import load
 from tests.attention.helpers import World, make_world
 
 PACKAGES = {"flash_attn": "flash_attn_interface", "flashinfer": "flashinfer"}
-INSTALLED = [name for name, package in PACKAGES.items() if torch.cuda.is_available() and importlib.util.find_spec(package)]
+INSTALLED = [
+    name for name, package in PACKAGES.items() if torch.cuda.is_available() and importlib.util.find_spec(package)
+]
 SPANS = {"together": [(400, 1), (333, 200), (0, 250)], "apart": [(0, 250), (400, 1), (333, 200)], "alone": [(0, 513)]}
 
 
@@ -45,8 +47,10 @@ def test_the_package_attends_as_the_reference_does(name, spans, dim, softcap):
 @pytest.mark.parametrize("name", INSTALLED)
 def test_steps_that_wait_for_the_gpu_keep_their_plans(name):
     """Planned while the GPU is busy: memory that a step's plan is copied from may not be written over by the next step's."""
-    worlds = [make_world(spans, heads=8, kv_heads=2, device="cuda", dtype=torch.bfloat16, dim=128, seed=i)
-              for i, spans in enumerate([[(0, 300)], [(700, 90), (0, 200)], [(16, 100), (0, 100), (300, 33)], [(0, 64)]])]
+    worlds = [
+        make_world(spans, heads=8, kv_heads=2, device="cuda", dtype=torch.bfloat16, dim=128, seed=i)
+        for i, spans in enumerate([[(0, 300)], [(700, 90), (0, 200)], [(16, 100), (0, 100), (300, 33)], [(0, 64)]])
+    ]
     chosen = prepared(name, worlds[0])
     busy = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     chosen.plan(worlds[0].batch)
@@ -64,8 +68,15 @@ def test_steps_that_wait_for_the_gpu_keep_their_plans(name):
 
 def reference(world: World) -> tuple[torch.Tensor, torch.Tensor]:
     planes = [world.cache.planes[name].float() for name in "kv"]
-    return paged.paged_attention_ref(world.q.float(), *planes, world.batch.tables[0], world.batch.starts, world.batch.lengths, world.spec.scale,
-                                     softcap=world.spec.softcap)
+    return paged.paged_attention_ref(
+        world.q.float(),
+        *planes,
+        world.batch.tables[0],
+        world.batch.starts,
+        world.batch.lengths,
+        world.spec.scale,
+        softcap=world.spec.softcap,
+    )
 
 
 def prepared(name: str, world: World) -> AttentionBackend:

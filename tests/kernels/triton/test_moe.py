@@ -26,8 +26,10 @@ def test_fp16(case, device):
 
 
 @pytest.mark.parametrize("block_m", [16, 64])
-@pytest.mark.parametrize("rows,experts,top_k", [(1, 5, 2), (3, 128, 8), (32, 128, 8), (33, 128, 8), (300, 96, 5), (1000, 6, 6), (90, 512, 10),
-                                               (520, 96, 8)])
+@pytest.mark.parametrize(
+    "rows,experts,top_k",
+    [(1, 5, 2), (3, 128, 8), (32, 128, 8), (33, 128, 8), (300, 96, 5), (1000, 6, 6), (90, 512, 10), (520, 96, 8)],
+)
 def test_routing(rows, experts, top_k, block_m, device):
     draw = torch.Generator().manual_seed(rows)
     check_routing(torch.randn(rows, experts, generator=draw).to(device), top_k, True, block_m)
@@ -72,7 +74,10 @@ def test_weights_stored_transposed(device):
     torch.testing.assert_close(moe.moe_triton(x, logits, *turned, 2, True), want, atol=1e-6, rtol=1e-5)
     router = torch.randn(8, 64, device=device)
     arrived = torch.zeros(1, dtype=torch.int32, device=device)
-    row, same = (moe.moe_row_triton(x[:1], r, *w, 2, True, arrived) for r, w in ((router, (gate_up, down)), (router.t().contiguous().t(), turned)))
+    row, same = (
+        moe.moe_row_triton(x[:1], r, *w, 2, True, arrived)
+        for r, w in ((router, (gate_up, down)), (router.t().contiguous().t(), turned))
+    )
     torch.testing.assert_close(same, row, atol=1e-6, rtol=1e-5)
 
 
@@ -107,6 +112,11 @@ def test_the_layer_takes_the_kernels_and_agrees_with_its_plain_form(rows, renorm
     x, residual = torch.randn(2, rows, 24, device=device)
     want, normed = layer._forward_plain(x), layer._forward_plain(norm(x))
     with mock.patch.object(FFN, "_forward_plain", side_effect=AssertionError("the plain form ran")):
-        found = layer.forward(x), layer.forward(x, norm), layer.forward(x, None, residual.clone()), layer.forward(x, norm, x.clone())
+        found = (
+            layer.forward(x),
+            layer.forward(x, norm),
+            layer.forward(x, None, residual.clone()),
+            layer.forward(x, norm, x.clone()),
+        )
     for got, wanted in zip(found, (want, normed, want + residual, normed + x)):
         torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)

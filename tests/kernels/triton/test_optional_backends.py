@@ -17,7 +17,11 @@ from kvasir.kernels import paged_attention as paged
 from kvasir.technique import load
 from tests.attention.helpers import make_world, truth
 
-SPANS = {"together": [(40, 1), (33, 20), (0, 25)], "apart": [(0, 25), (40, 1), (33, 20)], "short ones between": [(7, 30), (5, 3), (0, 25)]}
+SPANS = {
+    "together": [(40, 1), (33, 20), (0, 25)],
+    "apart": [(0, 25), (40, 1), (33, 20)],
+    "short ones between": [(7, 30), (5, 3), (0, 25)],
+}
 
 
 def install(monkeypatch, name: str, **members) -> None:
@@ -28,13 +32,35 @@ def install(monkeypatch, name: str, **members) -> None:
     monkeypatch.setitem(sys.modules, name, module)
 
 
-def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, softcap,
-                            return_softmax_lse):
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    *,
+    cache_seqlens,
+    page_table,
+    cu_seqlens_q,
+    max_seqlen_q,
+    softmax_scale,
+    causal,
+    softcap,
+    return_softmax_lse,
+):
     lengths = cu_seqlens_q.diff().tolist()
     starts = [end - length for end, length in zip(cache_seqlens.tolist(), lengths)]
-    assert causal and max_seqlen_q == max(lengths) and page_table.shape[0] == len(lengths) and q.shape[0] == sum(lengths)
-    out, lse = paged.paged_attention_ref(q, k_cache.transpose(1, 2), v_cache.transpose(1, 2), page_table, starts, lengths, softmax_scale,
-                                         softcap=softcap or None)
+    assert (
+        causal and max_seqlen_q == max(lengths) and page_table.shape[0] == len(lengths) and q.shape[0] == sum(lengths)
+    )
+    out, lse = paged.paged_attention_ref(
+        q,
+        k_cache.transpose(1, 2),
+        v_cache.transpose(1, 2),
+        page_table,
+        starts,
+        lengths,
+        softmax_scale,
+        softcap=softcap or None,
+    )
     return (out, lse.transpose(0, 1)) if return_softmax_lse else out
 
 
@@ -42,8 +68,23 @@ class Wrapper:
     def __init__(self, workspace, layout):
         assert workspace.dtype == torch.uint8 and layout == "HND"
 
-    def plan(self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim_qk, page_size, *,
-             causal, sm_scale, logits_soft_cap, q_data_type, kv_data_type):
+    def plan(
+        self,
+        qo_indptr,
+        paged_kv_indptr,
+        paged_kv_indices,
+        paged_kv_last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim_qk,
+        page_size,
+        *,
+        causal,
+        sm_scale,
+        logits_soft_cap,
+        q_data_type,
+        kv_data_type,
+    ):
         assert causal and q_data_type == kv_data_type
         pages = list(paged_kv_indices.split(paged_kv_indptr.diff().tolist()))
         self.lengths = qo_indptr.diff().tolist()

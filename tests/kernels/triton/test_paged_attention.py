@@ -23,7 +23,9 @@ def test_fp16(case, device):
 @pytest.mark.parametrize("place, case", list(enumerate(paged.together_grid())), ids=str)
 def test_rows_known_on_the_device_alone(place, case, device):
     for dtype in (torch.float32, torch.float16):
-        if device == "cuda" or dtype == (torch.float32, torch.float16)[place % 3 == 1]:  # in the interpreter one precision a case
+        if (
+            device == "cuda" or dtype == (torch.float32, torch.float16)[place % 3 == 1]
+        ):  # in the interpreter one precision a case
             check_together(case, dtype, device)
 
 
@@ -39,7 +41,9 @@ def test_addresses_past_two_to_the_31_elements(device):
     q = torch.randn(1, 2, dim).to(torch.float16).to(device)
     context, row_start = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([150], [0, 1]))
     out = torch.empty_like(q)
-    paged.paged_attention_triton(q, k, k, table, context, row_start, paged.plan_tiles([150], [1], 2, 2, torch.float16, device), 0.25, out)
+    paged.paged_attention_triton(
+        q, k, k, table, context, row_start, paged.plan_tiles([150], [1], 2, 2, torch.float16, device), 0.25, out
+    )
     want, _ = paged.paged_attention_ref(q, dense, dense, table, [150], [1], 0.25)
     torch.testing.assert_close(out, want, atol=2e-3, rtol=2e-3)
     rows = decode.Rows(row_start[:1], torch.zeros(1, groups, dtype=torch.int32, device=device))

@@ -50,7 +50,7 @@ def test_an_exact_row_does_not_look_at_its_company(format, device):
     together = written(rows, range(rows), True, format, device)
     for at in (range(0, 1), range(3, 3 + quantized_qkv.FEW)):
         for alone, all_rows in zip(written(rows, at, True, format, device), together):
-            assert torch.equal(alone, all_rows[at.start:at.stop])
+            assert torch.equal(alone, all_rows[at.start : at.stop])
 
 
 def test_few_rows_are_written_otherwise_where_nothing_has_to_be_exact(device):
@@ -61,7 +61,7 @@ def test_few_rows_are_written_otherwise_where_nothing_has_to_be_exact(device):
     for start in range(0, 1000 - step, step):
         few.append(written(1000, range(start, start + step), False, "int4", device)[0])
     found = torch.cat(few)
-    assert not torch.equal(found, written(1000, range(1000), False, "int4", device)[0][:len(found)])
+    assert not torch.equal(found, written(1000, range(1000), False, "int4", device)[0][: len(found)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -76,7 +76,11 @@ def test_decode(case, dtype, device):
 @pytest.mark.parametrize("place, case", list(enumerate(quantized_attention.grid())), ids=str)
 def test_rows_and_trees(place, case, dtype, device):
     """In the interpreter the precisions take turns, but for what differs by format."""
-    if device == "cpu" and place >= 2 * len(quantized_qkv.FORMATS) and dtype != (torch.float32, torch.float16)[place % 2]:
+    if (
+        device == "cpu"
+        and place >= 2 * len(quantized_qkv.FORMATS)
+        and dtype != (torch.float32, torch.float16)[place % 2]
+    ):
         pytest.skip("the other precision's turn")
     if dtype == torch.bfloat16 and device == "cpu":
         pytest.skip("the interpreter multiplies bf16 matrices as if they were integers; the GPU runs this")
@@ -111,7 +115,9 @@ def test_the_backend_takes_every_kind_of_span(format, window, device, monkeypatc
     backend.prepare(site)
     backend.plan(world.batch)
     step = world.batch.scratch[key_of(world.spec)]
-    assert step.rows.spans.tolist() == [0] and sorted(set(step.short.items[:, 0].tolist())) == [1, 2] and step.rest == [3]
+    assert (
+        step.rows.spans.tolist() == [0] and sorted(set(step.short.items[:, 0].tolist())) == [1, 2] and step.rest == [3]
+    )
     out, lse = backend.run(world.q, pool.layer(1), world.spec, world.batch, return_lse=True)
     want, want_lse = reference(world, torch.float64)
     torch.testing.assert_close(out.double(), want, atol=2e-5, rtol=2e-5)
@@ -122,18 +128,24 @@ DEEP = LayerSpec(GQASpec(8, 2, 64, 0.125, qk_norm=NormSpec()), DenseSpec(96), Ro
 WINDOWED = replace(DEEP, mixer=replace(DEEP.mixer, window=20, qk_norm=None))
 
 
-def logits_of(model: Decoder, codec_spec: str, backend_name: str, device: str, plan: list[list[tuple[int, int]]]) -> torch.Tensor:
+def logits_of(
+    model: Decoder, codec_spec: str, backend_name: str, device: str, plan: list[list[tuple[int, int]]]
+) -> torch.Tensor:
     """Logits of all rows of two sequences computed in steps of (sequence, rows)."""
     spec, codec = model.spec, load("kvasir.kv.codecs", codec_spec, Codec)
     pool = KVPool(spec.cache_groups(), codec, [12] * len(spec.cache_groups()), 16, device, torch.float32)
     for group in range(len(pool.groups)):
         pool.poison(group, range(12))
     backend = load("kvasir.attention.backends", backend_name, AttentionBackend)
-    site = Site(device, torch.float32, codec.kernel, 16, tuple(dict.fromkeys(layer.mixer.attention() for layer in spec.layers)))
+    site = Site(
+        device, torch.float32, codec.kernel, 16, tuple(dict.fromkeys(layer.mixer.attention() for layer in spec.layers))
+    )
     assert not backend.why_not(site)
     backend.prepare(site)
     prompts = [[(7 * i + s) % 50 for i in range(70)] for s in (0, 1)]
-    seqs = [Sequence(Request(id="", prompt_ids=prompt, params=SamplingParams(), seed=0, max_tokens=1)) for prompt in prompts]
+    seqs = [
+        Sequence(Request(id="", prompt_ids=prompt, params=SamplingParams(), seed=0, max_tokens=1)) for prompt in prompts
+    ]
     for s, seq in enumerate(seqs):
         seq.tables = [list(range(1 + 5 * s, 6 + 5 * s)) for _ in pool.groups]
     done, rows = [0, 0], []
@@ -149,8 +161,10 @@ def logits_of(model: Decoder, codec_spec: str, backend_name: str, device: str, p
 
 def test_queries_are_turned_into_the_caches_basis_where_nothing_fuses(device):
     codec, plan = "int4_bdr:order=16,rotate_v=true", [[(0, 5), (1, 3)], [(0, 1), (1, 1)]]
-    model = Decoder(ModelSpec(family="none", hidden_size=48, vocab_size=56, max_position=90, layers=(DEEP,), final_norm=NormSpec()),
-                    Placement(torch.device(device), torch.float32, fused=False))
+    model = Decoder(
+        ModelSpec(family="none", hidden_size=48, vocab_size=56, max_position=90, layers=(DEEP,), final_norm=NormSpec()),
+        Placement(torch.device(device), torch.float32, fused=False),
+    )
     fill_random(model, 0)
     want, plain = (logits_of(model, c, "torch", device, plan) for c in (codec, "plain"))
     lost = (want - plain).abs().max()
@@ -161,12 +175,16 @@ def test_queries_are_turned_into_the_caches_basis_where_nothing_fuses(device):
 def test_a_decoder_over_codes_is_the_one_over_what_they_stand_for(codec, device, monkeypatch):
     """Fused write, decode over codes, gathered chunks, windows and a shared cache, against the plain path of the same codec."""
     layers = (DEEP, WINDOWED, replace(DEEP, cache_of=0))
-    model = Decoder(ModelSpec(family="none", hidden_size=48, vocab_size=56, max_position=90, layers=layers, final_norm=NormSpec()),
-                    Placement(torch.device(device), torch.float32))
+    model = Decoder(
+        ModelSpec(family="none", hidden_size=48, vocab_size=56, max_position=90, layers=layers, final_norm=NormSpec()),
+        Placement(torch.device(device), torch.float32),
+    )
     fill_random(model, 0)
     plan = [[(0, 33), (1, 5)], [(0, 1), (1, 20)], [(0, 1), (1, 1)], [(0, 3), (1, 1)], [(0, 1), (1, 1)]]
     want = logits_of(model, codec, "torch", device, plan)
     got = logits_of(model, codec, "triton", device, plan)
     plain = logits_of(model, "plain", "torch", device, plan)
     lost = (want - plain).abs().max()
-    assert lost > 0 and (got - want).abs().max() < 0.1 * lost + 1e-4, "much nearer to its own codec than that is to the plain cache"
+    assert lost > 0 and (got - want).abs().max() < 0.1 * lost + 1e-4, (
+        "much nearer to its own codec than that is to the plain cache"
+    )

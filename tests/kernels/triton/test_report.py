@@ -26,7 +26,9 @@ def close(found, want):
 SHAPES = [(1, 1, 16), (37, 40, 64), (301, 320, 32), (700, 700, 16)]
 
 
-@pytest.mark.parametrize("vocab_size, width, block, kind", [(*SHAPES[i % 4], kind) for k, kind in enumerate(KINDS) for i in (k + 2, k + 3)])
+@pytest.mark.parametrize(
+    "vocab_size, width, block, kind", [(*SHAPES[i % 4], kind) for k, kind in enumerate(KINDS) for i in (k + 2, k + 3)]
+)
 def test_same_as_the_reference(vocab_size, width, block, kind, device):
     """Fewer columns than k, fewer chunks than k, and many more of both; columns past the vocabulary hold what must not count."""
     draw = torch.Generator().manual_seed(vocab_size)
@@ -61,7 +63,10 @@ def test_all_large_values_in_one_chunk(device):
     x = torch.randn(2, 640, generator=torch.Generator().manual_seed(2))
     x[:, 32:60] += 9
     tokens, most = torch.tensor([40, 600]), torch.tensor([20, 32], dtype=torch.int32)
-    close(report_rows_triton(x.to(device), tokens.to(device), most.to(device), 640, block=32).cpu(), report_rows_ref(x, tokens, most, 640))
+    close(
+        report_rows_triton(x.to(device), tokens.to(device), most.to(device), 640, block=32).cpu(),
+        report_rows_ref(x, tokens, most, 640),
+    )
 
 
 def test_a_row_does_not_depend_on_its_batch_nor_on_where_it_is_written(device):
@@ -70,10 +75,12 @@ def test_a_row_does_not_depend_on_its_batch_nor_on_where_it_is_written(device):
     tokens, most = (a.to(device) for a in given(ROWS, 300, draw))
     whole = report_rows_triton(x, tokens, most, 300, block=16)
     out = torch.full((3, 2 * ROWS), 7.0, device=device)
-    report_rows_triton(x.float(), tokens.float(), most.long(), 300, out[:, 2:2 + ROWS], block=16)  # the same numbers in other types
-    assert torch.equal(out[:, 2:2 + ROWS], whole) and (out[:, :2] == 7).all() and (out[:, 2 + ROWS:] == 7).all()
+    report_rows_triton(
+        x.float(), tokens.float(), most.long(), 300, out[:, 2 : 2 + ROWS], block=16
+    )  # the same numbers in other types
+    assert torch.equal(out[:, 2 : 2 + ROWS], whole) and (out[:, :2] == 7).all() and (out[:, 2 + ROWS :] == 7).all()
     for row in range(ROWS):
-        alone = report_rows_triton(x[row:row + 1], tokens[row:row + 1], most[row:row + 1], 300, block=16)
+        alone = report_rows_triton(x[row : row + 1], tokens[row : row + 1], most[row : row + 1], 300, block=16)
         assert torch.equal(alone[:, 0], whole[:, row])
 
 

@@ -10,8 +10,11 @@ from kvasir.kernels import dense_attention
 from kvasir.technique import load
 from tests.attention.helpers import make_world, truth
 
-KINDS = {"plain": {}, "all": {"window": 21, "softcap": 3.0, "sinks": True, "trees": {1: [-1, 0, 0, 2, 1]}},
-         "long": {"dtype": torch.float16, "dim": 64, "sinks": True}}
+KINDS = {
+    "plain": {},
+    "all": {"window": 21, "softcap": 3.0, "sinks": True, "trees": {1: [-1, 0, 0, 2, 1]}},
+    "long": {"dtype": torch.float16, "dim": 64, "sinks": True},
+}
 
 
 def prepared(world, device):
@@ -23,7 +26,9 @@ def prepared(world, device):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_agrees_with_scalar_loops(kind, device, monkeypatch):
-    monkeypatch.setattr(dense_attention, "MIN_ROWS", 30)  # the last span is a long one, where the kernel for those can serve
+    monkeypatch.setattr(
+        dense_attention, "MIN_ROWS", 30
+    )  # the last span is a long one, where the kernel for those can serve
     world = make_world([(40, 1), (33, 5), (0, 20)], device=device, **KINDS[kind])
     chosen = prepared(world, device)
     chosen.plan(world.batch)

@@ -26,7 +26,9 @@ class FlashAttentionBackend(PagedBackend):
     def why_not(self, site: Site) -> list[str]:
         reasons = super().why_not(site)
         if importlib.util.find_spec("flash_attn_interface") is None:
-            older = "" if importlib.util.find_spec("flash_attn") is None else "; flash_attn 2 reads pages of 256 slots only"
+            older = (
+                "" if importlib.util.find_spec("flash_attn") is None else "; flash_attn 2 reads pages of 256 slots only"
+            )
             reasons.append(f"FlashAttention 3 (flash_attn_interface) is not installed{older}")
         if site.exact:
             reasons.append("its bits depend on the batch")
@@ -42,13 +44,31 @@ class FlashAttentionBackend(PagedBackend):
     def plan_long(self, batch: StepBatch, spec: AttentionSpec, spans: list[int]) -> CutOut:
         return cut_out(batch, spans)
 
-    def run_long(self, common: tuple[torch.Tensor, ...], plan: CutOut, spec: AttentionSpec, out_THD: torch.Tensor, *, softcap: float | None,
-                 sinks_H: torch.Tensor | None, lse_TH: torch.Tensor | None) -> None:
+    def run_long(
+        self,
+        common: tuple[torch.Tensor, ...],
+        plan: CutOut,
+        spec: AttentionSpec,
+        out_THD: torch.Tensor,
+        *,
+        softcap: float | None,
+        sinks_H: torch.Tensor | None,
+        lse_TH: torch.Tensor | None,
+    ) -> None:
         q_THD, k_NGPD, v_NGPD, table_SW, *_ = common
         found: Any = importlib.import_module("flash_attn_interface").flash_attn_with_kvcache(
-            q_THD[plan.rows], k_NGPD.transpose(1, 2), v_NGPD.transpose(1, 2), cache_seqlens=plan.ends, page_table=table_SW[plan.spans],
-            cu_seqlens_q=plan.row_start, max_seqlen_q=plan.longest, softmax_scale=spec.scale, causal=True, softcap=softcap or 0.0,
-            return_softmax_lse=lse_TH is not None)
+            q_THD[plan.rows],
+            k_NGPD.transpose(1, 2),
+            v_NGPD.transpose(1, 2),
+            cache_seqlens=plan.ends,
+            page_table=table_SW[plan.spans],
+            cu_seqlens_q=plan.row_start,
+            max_seqlen_q=plan.longest,
+            softmax_scale=spec.scale,
+            causal=True,
+            softcap=softcap or 0.0,
+            return_softmax_lse=lse_TH is not None,
+        )
         if lse_TH is not None:
             lse_TH[plan.rows] = found[1].transpose(0, 1)
         out_THD[plan.rows] = found if isinstance(found, torch.Tensor) else found[0]

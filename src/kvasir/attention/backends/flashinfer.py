@@ -45,7 +45,11 @@ class FlashInferBackend(PagedBackend):
         return reasons
 
     def why_only_named(self) -> str:
-        return "" if importlib.util.find_spec("flashinfer_jit_cache") else "without flashinfer-jit-cache it compiles for minutes"
+        return (
+            ""
+            if importlib.util.find_spec("flashinfer_jit_cache")
+            else "without flashinfer-jit-cache it compiles for minutes"
+        )
 
     def prepare(self, site: Site) -> None:
         super().prepare(site)
@@ -63,8 +67,17 @@ class FlashInferBackend(PagedBackend):
         plan.state = {}
         return plan
 
-    def run_long(self, common: tuple[torch.Tensor, ...], plan: CutOut, spec: AttentionSpec, out_THD: torch.Tensor, *, softcap: float | None,
-                 sinks_H: torch.Tensor | None, lse_TH: torch.Tensor | None) -> None:
+    def run_long(
+        self,
+        common: tuple[torch.Tensor, ...],
+        plan: CutOut,
+        spec: AttentionSpec,
+        out_THD: torch.Tensor,
+        *,
+        softcap: float | None,
+        sinks_H: torch.Tensor | None,
+        lse_TH: torch.Tensor | None,
+    ) -> None:
         q_THD, k_NGPD, v_NGPD, table_SW, *_ = common
         key = table_SW.data_ptr(), spec
         if key not in plan.state:
@@ -89,10 +102,20 @@ class FlashInferBackend(PagedBackend):
         if copied:
             copied.synchronize()  # the plan of an earlier step: it may not be written over before it was copied
         wrapper.plan(
-            on_host([0, *accumulate(plan.lengths_host)]), on_host([0, *accumulate(counts)]),
+            on_host([0, *accumulate(plan.lengths_host)]),
+            on_host([0, *accumulate(counts)]),
             torch.cat([table_SW[s, :count] for s, count in zip(plan.spans_host, counts)]),
-            on_host([(end - 1) % size + 1 for end in plan.ends_host]), spec.num_heads, spec.num_kv_heads, spec.head_dim, size, causal=True,
-            sm_scale=spec.scale, logits_soft_cap=spec.softcap, q_data_type=dtype, kv_data_type=dtype)
+            on_host([(end - 1) % size + 1 for end in plan.ends_host]),
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            size,
+            causal=True,
+            sm_scale=spec.scale,
+            logits_soft_cap=spec.softcap,
+            q_data_type=dtype,
+            kv_data_type=dtype,
+        )
         if copied:
             copied.record()
         return wrapper

@@ -47,9 +47,17 @@ class _Part:
 class TorchBackend(AttentionBackend):
     exact = True
 
-    def run(self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, batch: StepBatch, *,
-            sinks_H: torch.Tensor | None = None, return_lse: bool = False,
-            out_THD: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self,
+        q_THD: torch.Tensor,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        batch: StepBatch,
+        *,
+        sinks_H: torch.Tensor | None = None,
+        return_lse: bool = False,
+        out_THD: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         compute = self._exact if self.site.exact else self._normal
         result_THD, lse_TH = compute(q_THD, cache, spec, batch, sinks_H, return_lse)
         out_THD = result_THD if out_THD is None else out_THD.copy_(result_THD)
@@ -61,10 +69,19 @@ class TorchBackend(AttentionBackend):
         """Fix what ``run`` will do for a batch of one-row spans whose tensors are filled anew for each step: read the pages
         that ``held`` says, whole, and add ``bias`` [S, 1, 1, N]. Slots that nobody sees must hold numbers."""
         pages = batch.tables[0]
-        batch.scratch["parts", 0, spec.window, dtype] = [_Part(slice(0, len(pages)), True, True, pages, bias=bias, held=held)]
+        batch.scratch["parts", 0, spec.window, dtype] = [
+            _Part(slice(0, len(pages)), True, True, pages, bias=bias, held=held)
+        ]
 
-    def _normal(self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, batch: StepBatch,
-                sinks_H: torch.Tensor | None, want_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _normal(
+        self,
+        q_THD: torch.Tensor,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        batch: StepBatch,
+        sinks_H: torch.Tensor | None,
+        want_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         key = ("parts", cache.group, spec.window, q_THD.dtype)
         parts = batch.scratch.get(key)
         if parts is None:
@@ -80,8 +97,15 @@ class TorchBackend(AttentionBackend):
                 lse_TH[part.rows] = lse
         return out_THD, lse_TH
 
-    def _part(self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, part: _Part, sinks_H: torch.Tensor | None,
-              want_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _part(
+        self,
+        q_THD: torch.Tensor,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        part: _Part,
+        sinks_H: torch.Tensor | None,
+        want_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[rows, H, D] and, when wanted, the log-sum-exp [rows, H]."""
         groups = spec.num_kv_heads
         k, v = cache.codec.read(cache, part.pages, part.held)  # [B, G, N, D]
@@ -107,8 +131,15 @@ class TorchBackend(AttentionBackend):
 
     # ----------------------------------------------------------------------------------------------------- exact mode
 
-    def _exact(self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, batch: StepBatch,
-               sinks_H: torch.Tensor | None, want_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _exact(
+        self,
+        q_THD: torch.Tensor,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        batch: StepBatch,
+        sinks_H: torch.Tensor | None,
+        want_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(q_THD.dtype, torch.float32)
         out_THD = torch.empty_like(q_THD)
         lse_TH = torch.empty(q_THD.shape[:2], dtype=wide, device=q_THD.device)
@@ -116,9 +147,9 @@ class TorchBackend(AttentionBackend):
         row = 0
         for span, (start, length) in enumerate(zip(batch.starts, batch.lengths)):
             first = _first_page(start, spec.window, cache.page_slots)
-            pages = batch.tables[cache.group][span, first:-(-(start + length) // cache.page_slots)]
+            pages = batch.tables[cache.group][span, first : -(-(start + length) // cache.page_slots)]
             first *= cache.page_slots
-            k, v = (x[:, :start + length - first].to(wide) for x in cache.codec.read(cache, pages))  # [G, N, D]
+            k, v = (x[:, : start + length - first].to(wide) for x in cache.codec.read(cache, pages))  # [G, N, D]
             tree = _tree(batch, row, length)
             seen = None if tree is None else visible(start, length, first, spec.window, *tree, device=k.device)
             for i in range(length):
@@ -129,7 +160,15 @@ class TorchBackend(AttentionBackend):
                 else:
                     keys = seen[i].nonzero().flatten()
                     k_row, v_row = k.index_select(1, keys), v.index_select(1, keys)
-                out, lse = attend(q_THD[row].view(spec.num_kv_heads, -1, spec.head_dim), k_row, v_row, spec.scale, None, spec.softcap, sinks)
+                out, lse = attend(
+                    q_THD[row].view(spec.num_kv_heads, -1, spec.head_dim),
+                    k_row,
+                    v_row,
+                    spec.scale,
+                    None,
+                    spec.softcap,
+                    sinks,
+                )
                 out_THD[row], lse_TH[row] = out.flatten(0, 1), lse.flatten()
                 row += 1
         return out_THD, lse_TH
@@ -171,11 +210,22 @@ def _buckets(singles: list[tuple[int, int, int]]) -> list[list[tuple[int, int, i
 def _dense(numbers: list[int], device: torch.device) -> slice | torch.Tensor:
     """An index of these rows: a slice where they follow each other, which copies nothing."""
     first, count = numbers[0], len(numbers)
-    return slice(first, first + count) if numbers == list(range(first, first + count)) else torch.tensor(numbers, device=device)
+    return (
+        slice(first, first + count)
+        if numbers == list(range(first, first + count))
+        else torch.tensor(numbers, device=device)
+    )
 
 
-def _single_part(batch: StepBatch, table_SW: torch.Tensor, spans: list[int], rows: slice | torch.Tensor, size: int,
-                 spec: AttentionSpec, dtype: torch.dtype) -> _Part:
+def _single_part(
+    batch: StepBatch,
+    table_SW: torch.Tensor,
+    spans: list[int],
+    rows: slice | torch.Tensor,
+    size: int,
+    spec: AttentionSpec,
+    dtype: torch.dtype,
+) -> _Part:
     """One-row spans. A lone one is cut exactly; several are padded to the longest and masked."""
     window, device = spec.window, table_SW.device
     starts = [batch.starts[s] for s in spans]
@@ -183,7 +233,7 @@ def _single_part(batch: StepBatch, table_SW: torch.Tensor, spans: list[int], row
     if len(spans) == 1:
         end, start = starts[0] + 1, first[0] * size
         low = 0 if window is None else max(0, end - window)
-        pages = table_SW[spans[0]:spans[0] + 1, first[0]:-(-end // size)]
+        pages = table_SW[spans[0] : spans[0] + 1, first[0] : -(-end // size)]
         return _Part(rows, batch.lengths == [1], True, pages, slice(low - start, end - start))
     width = max(start // size + 1 - f for start, f in zip(starts, first))
     # Staged on the host: short copies to the device, and no read back.
@@ -200,15 +250,16 @@ def _single_part(batch: StepBatch, table_SW: torch.Tensor, spans: list[int], row
     return _Part(rows, whole, True, pages, None, seen, _bias(seen, dtype), stale.to(device) if len(stale) else None)
 
 
-def _long_part(batch: StepBatch, table_SW: torch.Tensor, span: int, row: int, size: int, window: int | None,
-               dtype: torch.dtype) -> _Part:
+def _long_part(
+    batch: StepBatch, table_SW: torch.Tensor, span: int, row: int, size: int, window: int | None, dtype: torch.dtype
+) -> _Part:
     start, length = batch.starts[span], batch.lengths[span]
     page = _first_page(start, window, size)
     low = 0 if window is None else max(0, start - window + 1)
     end = start + length
     tree = _tree(batch, row, length)
     seen = visible(start, length, low, window, *(tree or ()), device=table_SW.device)
-    pages = table_SW[span:span + 1, page:-(-end // size)]
+    pages = table_SW[span : span + 1, page : -(-end // size)]
     keep = slice(low - page * size, end - page * size)
     return _Part(slice(row, row + length), batch.lengths == [length], False, pages, keep, seen, _bias(seen, dtype))
 
@@ -217,7 +268,7 @@ def _tree(batch: StepBatch, row: int, length: int) -> tuple[torch.Tensor, torch.
     """Ancestor bits and positions of the span at ``row``, when it is a tree."""
     if batch.ancestors is None or not bool(batch.ancestors[row].any()):
         return None
-    return batch.ancestors[row:row + length], batch.positions[row:row + length]
+    return batch.ancestors[row : row + length], batch.positions[row : row + length]
 
 
 def _first_page(start: int, window: int | None, size: int) -> int:

@@ -32,15 +32,29 @@ class TritonBackend(PagedBackend):
         reasons = super().why_not(site)
         if site.codec_kernel != "plain" and any(s.head_dim % 4 for s in site.specs):
             reasons.append("reads codes of head dims that are multiples of 4")
-        if site.codec_kernel == "fp8" and site.device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
-            reasons.append("makes fp8 codes on GPUs of compute capability 8.9 and up (--kv-codec int8 takes as many bytes)")
+        if (
+            site.codec_kernel == "fp8"
+            and site.device == "cuda"
+            and torch.cuda.is_available()
+            and torch.cuda.get_device_capability() < (8, 9)
+        ):
+            reasons.append(
+                "makes fp8 codes on GPUs of compute capability 8.9 and up (--kv-codec int8 takes as many bytes)"
+            )
         return reasons
 
     def prepare(self, site: Site) -> None:
         super().prepare(site)
         if site.codec_kernel != "plain":
-            self.depths = 0, DEEP, 5 * DEEP // 4, 9 * DEEP // 4  # parts of a short span's keys are merged 16, 32 or 64 at a time
-        self.graphs = site.codec_kernel == "plain" or not site.exact  # exact rows over codes are gathered by a plan of the step's contexts
+            self.depths = (
+                0,
+                DEEP,
+                5 * DEEP // 4,
+                9 * DEEP // 4,
+            )  # parts of a short span's keys are merged 16, 32 or 64 at a time
+        self.graphs = (
+            site.codec_kernel == "plain" or not site.exact
+        )  # exact rows over codes are gathered by a plan of the step's contexts
 
     def takes_short(self, spec: AttentionSpec, length: int) -> bool:
         return self.site.codec_kernel != "plain" and worth_it(length, spec.num_heads // spec.num_kv_heads)
@@ -59,12 +73,21 @@ class TritonBackend(PagedBackend):
         for key in {key_of(spec) for spec in self.site.specs}:
             step: Step = batch.scratch[key]
             if step.tiles:
-                batch.scratch["gathered", key] = plan_gathered(batch.starts, batch.lengths, step.rest, step.tiles, self.site.page_slots,
-                                                               batch.input_ids.device)
+                batch.scratch["gathered", key] = plan_gathered(
+                    batch.starts, batch.lengths, step.rest, step.tiles, self.site.page_slots, batch.input_ids.device
+                )
 
-    def run(self, q_THD: torch.Tensor, cache: LayerCache, spec: AttentionSpec, batch: StepBatch, *,
-            sinks_H: torch.Tensor | None = None, return_lse: bool = False,
-            out_THD: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self,
+        q_THD: torch.Tensor,
+        cache: LayerCache,
+        spec: AttentionSpec,
+        batch: StepBatch,
+        *,
+        sinks_H: torch.Tensor | None = None,
+        return_lse: bool = False,
+        out_THD: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if self.site.codec_kernel == "plain":
             return super().run(q_THD, cache, spec, batch, sinks_H=sinks_H, return_lse=return_lse, out_THD=out_THD)
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device) if out_THD is None else out_THD
@@ -74,24 +97,87 @@ class TritonBackend(PagedBackend):
         how = {"softcap": spec.softcap, "sinks_H": sinks_H, "lse_TH": lse_TH}
 
         def gather(k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor, blocks: int, block: int, group: int) -> None:
-            gather_codes_triton(planes, format, k, v, table, batch.context, batch.row_start, spans, blocks, block, group, spec.window)
+            gather_codes_triton(
+                planes, format, k, v, table, batch.context, batch.row_start, spans, blocks, block, group, spec.window
+            )
 
         if step.rows is not None:
-            quantized_decode_triton(q_THD, planes, format, table, batch.context, batch.row_start, step.rows, spec.scale, out_THD,
-                                    window=spec.window, **how)
+            quantized_decode_triton(
+                q_THD,
+                planes,
+                format,
+                table,
+                batch.context,
+                batch.row_start,
+                step.rows,
+                spec.scale,
+                out_THD,
+                window=spec.window,
+                **how,
+            )
         if step.short is not None:
-            quantized_attention_triton(q_THD, planes, format, table, batch.context, batch.row_start, step.short, spec.scale, out_THD,
-                                       window=spec.window, ancestors_TA=batch.ancestors, positions_T=batch.positions, **how)
+            quantized_attention_triton(
+                q_THD,
+                planes,
+                format,
+                table,
+                batch.context,
+                batch.row_start,
+                step.short,
+                spec.scale,
+                out_THD,
+                window=spec.window,
+                ancestors_TA=batch.ancestors,
+                positions_T=batch.positions,
+                **how,
+            )
         if step.together is not None:
             spans = step.together
-            quantized_together_triton(q_THD, planes, format, table, batch.context, spans.place, spans.length, batch.ancestors, batch.positions,
-                                      spans.most, spec.scale, out_THD, window=spec.window, **how)
+            quantized_together_triton(
+                q_THD,
+                planes,
+                format,
+                table,
+                batch.context,
+                spans.place,
+                spans.length,
+                batch.ancestors,
+                batch.positions,
+                spans.most,
+                spec.scale,
+                out_THD,
+                window=spec.window,
+                **how,
+            )
         if step.long is not None:
-            dense_attention_triton(q_THD, planes["k"], planes["v"], table, batch.context, batch.row_start, step.long, spec.scale, out_THD,
-                                   gather=gather, **how)
+            dense_attention_triton(
+                q_THD,
+                planes["k"],
+                planes["v"],
+                table,
+                batch.context,
+                batch.row_start,
+                step.long,
+                spec.scale,
+                out_THD,
+                gather=gather,
+                **how,
+            )
         if step.tiles:
-            gathered_attention(q_THD, spec.num_kv_heads, cache.page_slots, gather, batch.context, batch.row_start,
-                               batch.scratch["gathered", key_of(spec)], spec.scale, out_THD, window=spec.window, ancestors_TA=batch.ancestors,
-                               positions_T=batch.positions, **how)
+            gathered_attention(
+                q_THD,
+                spec.num_kv_heads,
+                cache.page_slots,
+                gather,
+                batch.context,
+                batch.row_start,
+                batch.scratch["gathered", key_of(spec)],
+                spec.scale,
+                out_THD,
+                window=spec.window,
+                ancestors_TA=batch.ancestors,
+                positions_T=batch.positions,
+                **how,
+            )
         cache.codec.restore(out_THD)
         return (out_THD, lse_TH) if return_lse else out_THD

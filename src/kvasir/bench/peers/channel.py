@@ -22,7 +22,9 @@ from typing import Any
 Generate = Callable[..., dict[str, Any] | None]
 
 
-def serve(start: Callable[[str, dict[str, Any]], tuple[Generate, dict[str, Any]]], rest: Callable[[], None] = lambda: None) -> None:
+def serve(
+    start: Callable[[str, dict[str, Any]], tuple[Generate, dict[str, Any]]], rest: Callable[[], None] = lambda: None
+) -> None:
     """Answer commands until the input ends. ``start(model, options)`` -> the engine's generate, and facts about it; ``rest``: what its server
     does between requests."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -42,8 +44,14 @@ def serve(start: Callable[[str, dict[str, Any]], tuple[Generate, dict[str, Any]]
                 rest()
             else:
                 assert command["op"] == "generate" and generate is not None, command["op"]
-                counts = generate(prompts, command["num_tokens"], *([command["stop"]] if "stop" in command else [])) or {}
-                answer = {"seconds": time.perf_counter() - started, "outputs": counts.pop("outputs", None), "counts": counts}
+                counts = (
+                    generate(prompts, command["num_tokens"], *([command["stop"]] if "stop" in command else [])) or {}
+                )
+                answer = {
+                    "seconds": time.perf_counter() - started,
+                    "outputs": counts.pop("outputs", None),
+                    "counts": counts,
+                }
         except Exception as e:  # whatever the engine raises is the answer
             answer = {"error": f"{type(e).__name__}: {e}"}
         print(json.dumps(answer), file=answers)

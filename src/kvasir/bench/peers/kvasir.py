@@ -23,8 +23,13 @@ def main() -> None:
         def start(model: str, options: dict[str, Any]) -> tuple[channel.Generate, dict[str, Any]]:
             generate, llm = own_engine(EngineConfig.of(model=model, **options), stack)
             llms.append(llm)
-            return generate, {"vocab_size": llm.info.tokenizer_size, "max_model_len": llm.info.max_model_len, "version": __version__,
-                              "kv_bytes_per_token": llm.engine.runner.pool.bytes_per_token(), "kv_capacity_tokens": llm.info.kv_capacity_tokens}
+            return generate, {
+                "vocab_size": llm.info.tokenizer_size,
+                "max_model_len": llm.info.max_model_len,
+                "version": __version__,
+                "kv_bytes_per_token": llm.engine.runner.pool.bytes_per_token(),
+                "kv_capacity_tokens": llm.info.kv_capacity_tokens,
+            }
 
         def rest() -> None:
             for llm in llms:

@@ -25,8 +25,16 @@ ERROR = 4  # of ggml's log levels; the ones below fill screens
 class LlamaCpp:
     """Greedy completion of up to ``max_num_seqs`` prompts at once. The model and its memory live as long as the process."""
 
-    def __init__(self, file: Path, *, num_threads: int, max_num_seqs: int, max_model_len: int, kv_type: str = "f16",
-                 extra_buffers: bool = True) -> None:
+    def __init__(
+        self,
+        file: Path,
+        *,
+        num_threads: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        kv_type: str = "f16",
+        extra_buffers: bool = True,
+    ) -> None:
         import llama_cpp
 
         self.api = llama_cpp
@@ -57,12 +65,12 @@ class LlamaCpp:
         self.api.llama_memory_clear(self.api.llama_get_memory(self.context), False)
         latest = self._read(prompts)
         found, lengths = [latest], np.array([len(p) for p in prompts], np.int32)
-        self.wanted[:len(prompts)] = 1
+        self.wanted[: len(prompts)] = 1
         for row in range(len(prompts)):
             self.owner[row][0] = row
         for ahead in range(num_tokens - 1):
-            self.token[:len(prompts)] = latest
-            self.position[:len(prompts)] = lengths + ahead
+            self.token[: len(prompts)] = latest
+            self.position[: len(prompts)] = lengths + ahead
             latest = self._decode(len(prompts))
             found.append(latest)
         return np.stack(found, 1).tolist()
@@ -72,7 +80,7 @@ class LlamaCpp:
         rows = [(i, at, token) for i, prompt in enumerate(prompts) for at, token in enumerate(prompt)]
         first = []
         for begin in range(0, len(rows), self.rows):
-            part = rows[begin:begin + self.rows]
+            part = rows[begin : begin + self.rows]
             for row, (i, at, token) in enumerate(part):
                 self.owner[row][0] = i
                 self.token[row], self.position[row], self.wanted[row] = token, at, at == len(prompts[i]) - 1

@@ -10,8 +10,11 @@ from typing import Any
 
 from kvasir.bench.peers import channel
 
-COUNTERS = {"vllm:spec_decode_num_drafts": "verified", "vllm:spec_decode_num_draft_tokens": "drafted",
-            "vllm:spec_decode_num_accepted_tokens": "accepted"}
+COUNTERS = {
+    "vllm:spec_decode_num_drafts": "verified",
+    "vllm:spec_decode_num_draft_tokens": "drafted",
+    "vllm:spec_decode_num_accepted_tokens": "accepted",
+}
 
 
 def main() -> None:
@@ -21,7 +24,9 @@ def main() -> None:
         drafts = options.get("speculative_config") or {}
         if drafts.get("method") == "ngram" and importlib.util.find_spec("numba") is None:
             raise RuntimeError("vLLM's ngram needs numba: pip install numba to where vLLM's packages are")
-        llm = vllm.LLM(model=model, skip_tokenizer_init=True, seed=0, **({"disable_log_stats": False} if drafts else {}), **options)
+        llm = vllm.LLM(
+            model=model, skip_tokenizer_init=True, seed=0, **({"disable_log_stats": False} if drafts else {}), **options
+        )
 
         def counts() -> dict[str, int]:
             found = dict.fromkeys(COUNTERS.values(), 0) if drafts else {}
@@ -31,8 +36,13 @@ def main() -> None:
             return found
 
         def generate(prompts: list[list[int]], num_tokens: int, stop: list[int] | None = None) -> dict[str, Any]:
-            params = vllm.SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False,
-                                         **({"stop_token_ids": stop} if stop else {}))
+            params = vllm.SamplingParams(
+                temperature=0.0,
+                max_tokens=num_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                **({"stop_token_ids": stop} if stop else {}),
+            )
             before = counts()
             outs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
             outputs = [list(o.outputs[0].token_ids) for o in outs]

@@ -34,7 +34,9 @@ class Config:
     def __post_init__(self) -> None:
         for name, scale in (("keys", self.keys), ("values", self.values)):
             if not 1 <= scale <= LARGEST or scale & (scale - 1):
-                raise ConfigError(f"outlier_twin: {name}={scale} must be a power of two in 1..{LARGEST}, so that no weight is rounded")
+                raise ConfigError(
+                    f"outlier_twin: {name}={scale} must be a power of two in 1..{LARGEST}, so that no weight is rounded"
+                )
         if self.pairs < 1:
             raise ConfigError(f"outlier_twin: pairs={self.pairs} must be at least 1")
 
@@ -47,12 +49,18 @@ class OutlierTwin(Converter):
     def check(self, source: Source) -> None:
         for i, layer in enumerate(source.spec.layers):
             if layer.mixer.kind != "gqa":
-                raise ConfigError(f"outlier_twin: layer {i} is '{layer.mixer.kind}', which has no key and value heads to rescale")
+                raise ConfigError(
+                    f"outlier_twin: layer {i} is '{layer.mixer.kind}', which has no key and value heads to rescale"
+                )
             if layer.mixer.qk_norm is not None and layer.mixer.qk_norm.offset and self.config.keys > 1:
-                raise ConfigError(f"outlier_twin: {source.spec.family} stores the norms of queries and keys as an offset from one, which a factor "
-                                  "would round. Take keys=1 (values only), or a model of another family.")
+                raise ConfigError(
+                    f"outlier_twin: {source.spec.family} stores the norms of queries and keys as an offset from one, which a factor "
+                    "would round. Take keys=1 (values only), or a model of another family."
+                )
             if self.config.pairs > layer.mixer.head_dim // 2:
-                raise ConfigError(f"outlier_twin: pairs={self.config.pairs}, but a head of {layer.mixer.head_dim} has {layer.mixer.head_dim // 2}")
+                raise ConfigError(
+                    f"outlier_twin: pairs={self.config.pairs}, but a head of {layer.mixer.head_dim} has {layer.mixer.head_dim // 2}"
+                )
 
     def tensors(self, source: Source, tensors: Tensors) -> Tensors:
         edits = self._edits(source)
@@ -81,8 +89,10 @@ class OutlierTwin(Converter):
         before = heads[chosen]
         after = before * factor
         if not (after / factor).equal(before):
-            raise ConfigError(f"outlier_twin: '{name}' is stored as {str(tensor.dtype).removeprefix('torch.')}, which cannot hold its values times "
-                              f"{factor:g} exactly. Take a smaller factor or a checkpoint in bfloat16 or float32.")
+            raise ConfigError(
+                f"outlier_twin: '{name}' is stored as {str(tensor.dtype).removeprefix('torch.')}, which cannot hold its values times "
+                f"{factor:g} exactly. Take a smaller factor or a checkpoint in bfloat16 or float32."
+            )
         heads[chosen] = after
         return tensor
 
@@ -92,4 +102,3 @@ def channels(head_dim: int, pairs: int) -> list[int]:
     half = head_dim // 2
     first = [(2 * i + 1) * half // (2 * pairs) for i in range(pairs)]
     return [*first, *(c + half for c in first)]
-

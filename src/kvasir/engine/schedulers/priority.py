@@ -23,7 +23,9 @@ class Priority(SchedulerPolicy):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         if self.config.threshold < 1:
-            raise ConfigError(f"priority:threshold={self.config.threshold} must be at least 1, or equals would displace each other")
+            raise ConfigError(
+                f"priority:threshold={self.config.threshold} must be at least 1, or equals would displace each other"
+            )
 
     def order_waiting(self, seqs: abc.Sequence[Sequence], now: float) -> list[Sequence]:
         return sorted(seqs, key=lambda seq: (seq.request.priority, seq.request.arrival, seq.branch))

@@ -31,7 +31,9 @@ class Shortest(SchedulerPolicy):
 
     def _give_ranks(self, seqs: list[Sequence], now: float) -> None:
         """When they would have come, had they come by this order. The branches of a request stand together."""
-        waits = sum(max(0.0, (now if s.first_scheduled is None else s.first_scheduled) - s.request.arrival) for s in self._last)
+        waits = sum(
+            max(0.0, (now if s.first_scheduled is None else s.first_scheduled) - s.request.arrival) for s in self._last
+        )
         behind = WEIGHT * waits / max(1, sum(s.num_prompt for s in self._last))  # seconds a token
         for seq in sorted(seqs, key=lambda seq: seq.branch):
             parent = seq.parent if seq.branch else None

@@ -34,5 +34,7 @@ class Int4RotatedCodec(IntegerCodec):
         if side == "v" and not self.config.rotate_v:
             return None
         if head_dim not in self._rotations:
-            self._rotations[head_dim] = Rotation(self.config.order or largest_order(head_dim), head_dim, self.config.signs)
+            self._rotations[head_dim] = Rotation(
+                self.config.order or largest_order(head_dim), head_dim, self.config.signs
+            )
         return self._rotations[head_dim]

@@ -51,12 +51,16 @@ class Nvfp4Codec(QuantizedCodec):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         if not self.config.unit > 0:
-            raise ConfigError(f"nvfp4:unit={self.config.unit}: the unit of the scales must be positive; the default is {Config().unit}")
+            raise ConfigError(
+                f"nvfp4:unit={self.config.unit}: the unit of the scales must be positive; the default is {Config().unit}"
+            )
 
     def side(self, head_dim: int) -> dict[str, tuple[int, torch.dtype]]:
         if head_dim % (2 * BLOCK):
-            raise ConfigError(f"'nvfp4' has blocks of {BLOCK} and packs two elements into a byte: it needs a head dim that is a multiple of "
-                              f"{2 * BLOCK}, not {head_dim}. Use --kv-codec int4_bdr.")
+            raise ConfigError(
+                f"'nvfp4' has blocks of {BLOCK} and packs two elements into a byte: it needs a head dim that is a multiple of "
+                f"{2 * BLOCK}, not {head_dim}. Use --kv-codec int4_bdr."
+            )
         return {"": (head_dim // 2, torch.uint8), "_scale": (head_dim // BLOCK, torch.uint8)}
 
     def rotation(self, side: str, head_dim: int) -> Rotation | None:
@@ -64,7 +68,13 @@ class Nvfp4Codec(QuantizedCodec):
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         blocks = x.float().unflatten(-1, (-1, BLOCK))
-        nearest = (blocks.abs().amax(-1) / (6 * self.config.unit)).clamp(2.0**-9, 448).to(torch.float8_e4m3fn).view(torch.uint8).int()
+        nearest = (
+            (blocks.abs().amax(-1) / (6 * self.config.unit))
+            .clamp(2.0**-9, 448)
+            .to(torch.float8_e4m3fn)
+            .view(torch.uint8)
+            .int()
+        )
         best_scale = best_code = best_error = None
         for offset in OFFSETS if self.config.search else (0,):
             scale = (nearest + offset).clamp(1, LARGEST).to(torch.uint8)

@@ -19,7 +19,14 @@ class PlainCodec(Codec):
     def planes(self, head_dim: int, dtype: torch.dtype) -> list[Plane]:
         return [Plane("k", head_dim, dtype), Plane("v", head_dim, dtype)]
 
-    def write(self, cache: LayerCache, k_TGD: torch.Tensor, v_TGD: torch.Tensor, slots_T: torch.Tensor, held: dict | None = None) -> None:
+    def write(
+        self,
+        cache: LayerCache,
+        k_TGD: torch.Tensor,
+        v_TGD: torch.Tensor,
+        slots_T: torch.Tensor,
+        held: dict | None = None,
+    ) -> None:
         k_NGPD, v_NGPD, held = cache.planes["k"], cache.planes["v"], {} if held is None else held
         if "rows" not in held:
             held["rows"] = None if use_triton(k_TGD) else row_index(slots_T, k_NGPD)
@@ -32,20 +39,29 @@ class PlainCodec(Codec):
         cache.views["k"].index_copy_(0, index, k_TGD.reshape(-1, k_TGD.shape[-1]))
         cache.views["v"].index_copy_(0, index, v_TGD.reshape(-1, v_TGD.shape[-1]))
 
-    def write_fused(self, cache: LayerCache, heads_TXD: torch.Tensor, ops: HeadOps, slots_T: torch.Tensor) -> torch.Tensor:
+    def write_fused(
+        self, cache: LayerCache, heads_TXD: torch.Tensor, ops: HeadOps, slots_T: torch.Tensor
+    ) -> torch.Tensor:
         return fused_qkv(heads_TXD, ops, cache.planes["k"], cache.planes["v"], slots_T)
 
-    def read(self, cache: LayerCache, pages: torch.Tensor, held: dict | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(
+        self, cache: LayerCache, pages: torch.Tensor, held: dict | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         held = {} if held is None else held
         if not held:
             self._locate(cache, pages, held)
         if "blocks" not in held:
-            return tuple(plane[held["pages"]].transpose(-4, -3).flatten(-3, -2) for plane in (cache.planes["k"], cache.planes["v"]))
+            return tuple(
+                plane[held["pages"]].transpose(-4, -3).flatten(-3, -2)
+                for plane in (cache.planes["k"], cache.planes["v"])
+            )
         if "blocks" not in cache.views:
             k_NGPD = cache.planes["k"]
             count, heads, size, dim = k_NGPD.shape
             apart, beside = self._steps(cache)
-            cache.views["blocks"] = k_NGPD.as_strided(((count - 1) * apart + beside + heads, size * dim), (size * dim, 1))
+            cache.views["blocks"] = k_NGPD.as_strided(
+                ((count - 1) * apart + beside + heads, size * dim), (size * dim, 1)
+            )
         return cache.views["blocks"].index_select(0, held["blocks"]).view(held["shape"]).unbind()
 
     def blocks_of(self, cache: LayerCache, pages: np.ndarray) -> tuple[torch.Tensor, tuple[int, ...]] | None:

@@ -38,7 +38,9 @@ class Config:
 
     def __post_init__(self) -> None:
         if not 2 <= self.min_numbers <= self.max_numbers <= 6:
-            raise ConfigError(f"countdown: min_numbers={self.min_numbers} and max_numbers={self.max_numbers} must satisfy 2 <= min <= max <= 6")
+            raise ConfigError(
+                f"countdown: min_numbers={self.min_numbers} and max_numbers={self.max_numbers} must satisfy 2 <= min <= max <= 6"
+            )
         if not 5 <= self.max_number <= 100:
             raise ConfigError(f"countdown: max_number={self.max_number} must lie in 5..100")
         if not 10 <= self.max_target <= LARGEST:
@@ -61,11 +63,15 @@ def outcomes(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The results [N, 4] of a op b (a >= b >= 1), and which of them are allowed: whole, positive, not too large, not idle."""
     quotient = a // b
     values = np.stack([a + b, a - b, a * b, quotient], 1)
-    allowed = np.stack([np.ones(len(a), dtype=bool), a > b, (b > 1) & (a * b <= LARGEST), (b > 1) & (quotient * b == a)], 1)
+    allowed = np.stack(
+        [np.ones(len(a), dtype=bool), a > b, (b > 1) & (a * b <= LARGEST), (b > 1) & (quotient * b == a)], 1
+    )
     return values, allowed
 
 
-def played(rng: np.random.Generator, numbers: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def played(
+    rng: np.random.Generator, numbers: np.ndarray, size: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Random equations that use up each row of ``numbers`` [N, M], ``size`` [N] of them: left, sign, right, result [N, R]."""
     now, rows, steps = numbers.copy(), np.arange(len(numbers)), []
     for r in range(numbers.shape[1] - 1):
@@ -98,7 +104,7 @@ class Countdown(SheetTask):
     def key(self, drawn: Games) -> np.ndarray:
         """Of the sorted numbers: the same game in another order is the same problem."""
         numbers = np.full((len(drawn), 8), -1)
-        numbers[:, :drawn.numbers.shape[1]] = -np.sort(-drawn.numbers, axis=1)
+        numbers[:, : drawn.numbers.shape[1]] = -np.sort(-drawn.numbers, axis=1)
         numbers[:, -1] = drawn.target
         return fold(numbers)
 
@@ -132,13 +138,22 @@ class Countdown(SheetTask):
         left, sign, right, result = played(rng, drawn.numbers, drawn.difficulty)
         rows, last = np.arange(len(drawn)), drawn.difficulty - 2
         a, b = left[rows, last], right[rows, last]
-        reaches = (np.stack([a + b, a - b, result[rows, last]]) == drawn.target).any(0)  # as it is, or with the sign that a slip takes
+        reaches = (np.stack([a + b, a - b, result[rows, last]]) == drawn.target).any(
+            0
+        )  # as it is, or with the sign that a slip takes
         stray = (wrong & ~reaches & (rng.random(len(drawn)) < 0.9))[:, None]
-        return dataclasses.replace(drawn, left=np.where(stray, left, drawn.left), sign=np.where(stray, sign, drawn.sign),
-                                   right=np.where(stray, right, drawn.right), result=np.where(stray, result, drawn.result))
+        return dataclasses.replace(
+            drawn,
+            left=np.where(stray, left, drawn.left),
+            sign=np.where(stray, sign, drawn.sign),
+            right=np.where(stray, right, drawn.right),
+            result=np.where(stray, result, drawn.result),
+        )
 
     @staticmethod
-    def _slipped(drawn: Games, rng: np.random.Generator, wrong: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _slipped(
+        drawn: Games, rng: np.random.Generator, wrong: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where ``wrong``, the last sign is another one: its result misses the target, or is claimed to be the target."""
         rows, last = np.arange(len(drawn)), drawn.difficulty - 2
         sign, a, b = drawn.sign[rows, last], drawn.left[rows, last], drawn.right[rows, last]
@@ -165,7 +180,7 @@ class Countdown(SheetTask):
     def account(self, problem: Problem, candidate: str) -> str:
         """The candidate's equations worked out again, with the numbers that are left, up to the first that fails.
 
-            A: 7*4=28, 3 9 28; 9-3=6, 28 6; 28-6=22, 22; 22 of 22 good
+        A: 7*4=28, 3 9 28; 9-3=6, 28 6; 28-6=22, 22; 22 of 22 good
         """
         target, *left = map(int, re.findall(r"\d+", problem.messages[-1]["content"]))
         out, result = [], None
@@ -227,7 +242,12 @@ def _value(node: ast.expr, left: Counter[int]) -> Fraction:
         return Fraction(node.value)
     if isinstance(node, ast.BinOp):
         a, b = _value(node.left, left), _value(node.right, left)
-        for kind, apply in ((ast.Add, Fraction.__add__), (ast.Sub, Fraction.__sub__), (ast.Mult, Fraction.__mul__), (ast.Div, Fraction.__truediv__)):
+        for kind, apply in (
+            (ast.Add, Fraction.__add__),
+            (ast.Sub, Fraction.__sub__),
+            (ast.Mult, Fraction.__mul__),
+            (ast.Div, Fraction.__truediv__),
+        ):
             if isinstance(node.op, kind):
                 return apply(a, b)
     raise ValueError("not an expression of + - * / and numbers")

@@ -37,9 +37,13 @@ class Config:
     def __post_init__(self) -> None:
         most = len(PEOPLE) * len(LINKS) // 2
         if not self.max_hops <= self.min_facts <= self.max_facts <= most:
-            raise ConfigError(f"facts: min_facts={self.min_facts} and max_facts={self.max_facts} must satisfy max_hops <= min <= max <= {most}")
+            raise ConfigError(
+                f"facts: min_facts={self.min_facts} and max_facts={self.max_facts} must satisfy max_hops <= min <= max <= {most}"
+            )
         if not 1 <= self.min_hops <= self.max_hops <= 8:
-            raise ConfigError(f"facts: min_hops={self.min_hops} and max_hops={self.max_hops} must satisfy 1 <= min <= max <= 8")
+            raise ConfigError(
+                f"facts: min_hops={self.min_hops} and max_hops={self.max_hops} must satisfy 1 <= min <= max <= 8"
+            )
         if self.think not in ("yes", "no", "mixed"):
             raise ConfigError(f"facts: think='{self.think}' is none of yes, no, mixed")
 
@@ -84,8 +88,15 @@ class Facts(SheetTask):
         asked[beyond] = -1
         chain[:, 1:][beyond] = -1
         think = rng.random(count) < {"yes": 1.0, "no": 0.0, "mixed": 0.5}[c.think]
-        return Stores(hops, np.where(there, cells % len(LINKS), -1), np.where(there, cells // len(LINKS), -1),
-                      np.where(there, whom[rows, cells], -1), chain, asked, think)
+        return Stores(
+            hops,
+            np.where(there, cells % len(LINKS), -1),
+            np.where(there, cells // len(LINKS), -1),
+            np.where(there, whom[rows, cells], -1),
+            chain,
+            asked,
+            think,
+        )
 
     def ask(self, sheet: Sheet, drawn: Stores) -> None:
         sheet.put("Facts:")
@@ -109,7 +120,9 @@ class Facts(SheetTask):
         at = np.where(wrong, rng.integers(0, 1 << 30, len(drawn)) % drawn.difficulty, chain.shape[1])
         for k in range(drawn.asked.shape[1]):
             lost = (k >= at) & (drawn.asked[:, k] >= 0)
-            chain[:, k + 1] = np.where(lost, (chain[:, k + 1] + rng.integers(1, len(PEOPLE), len(drawn))) % len(PEOPLE), chain[:, k + 1])
+            chain[:, k + 1] = np.where(
+                lost, (chain[:, k + 1] + rng.integers(1, len(PEOPLE), len(drawn))) % len(PEOPLE), chain[:, k + 1]
+            )
         for k in range(drawn.asked.shape[1]):
             used = drawn.think & (drawn.asked[:, k] >= 0)
             sheet.put_choice(LINE_LINKS, drawn.asked[:, k], used)

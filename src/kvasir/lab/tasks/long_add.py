@@ -28,7 +28,9 @@ class Config:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_digits <= self.max_digits <= 13:
-            raise ConfigError(f"long_add: min_digits={self.min_digits} and max_digits={self.max_digits} must satisfy 1 <= min <= max <= 13")
+            raise ConfigError(
+                f"long_add: min_digits={self.min_digits} and max_digits={self.max_digits} must satisfy 1 <= min <= max <= 13"
+            )
         if not 2 <= self.max_terms <= 6:
             raise ConfigError(f"long_add: max_terms={self.max_terms} must lie in 2..6")
 
@@ -51,7 +53,7 @@ class LongAdd(SheetTask):
         fewer = rng.integers(0, 4, (count, c.max_terms))
         fewer[:, 0] = 0
         sizes = np.maximum(digits[:, None] - fewer, 1)
-        terms = rng.integers(10 ** (sizes - 1), 10 ** sizes)
+        terms = rng.integers(10 ** (sizes - 1), 10**sizes)
         terms[np.arange(c.max_terms) >= rng.integers(2, c.max_terms + 1, count)[:, None]] = -1
         return Sums(digits, terms)
 
@@ -70,7 +72,7 @@ class LongAdd(SheetTask):
         carry, total = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
         for d in range(int(drawn.difficulty.max(initial=0))):
             used = d < drawn.difficulty
-            digits = np.where(drawn.terms >= 0, drawn.terms // 10 ** d % 10, -1)
+            digits = np.where(drawn.terms >= 0, drawn.terms // 10**d % 10, -1)
             sheet.put_number(carry, used)
             for m in range(terms):
                 there = used & (digits[:, m] >= 0)
@@ -81,7 +83,7 @@ class LongAdd(SheetTask):
             sheet.put("=", used)
             sheet.put_number(column, used)
             sheet.put("\n", used)
-            total += np.where(used, column % 10 * 10 ** d, 0)
+            total += np.where(used, column % 10 * 10**d, 0)
             carry = np.where(used, column // 10, carry)
         sheet.put("Answer: ")
-        sheet.put_number(total + carry * 10 ** drawn.difficulty)
+        sheet.put_number(total + carry * 10**drawn.difficulty)

@@ -28,10 +28,14 @@ SPACED = tuple(f" {person}" for person in PEOPLE)
 PROSE = ("Read this text.", "Tell the secret number of")
 PAIRS = ("Read this list.", "Tell key")
 SENTENCES = (
-    "The {mood} {who} walked to the {place} in the {time}.", "Then the {who} found a {thing} near the {place}.",
-    "In the {time} the {who} and the {who} sat by the {place}.", "The {thing} was {mood}, and so was the {who}.",
-    "Nobody at the {place} had ever seen such a {mood} {thing}.", "\"Give me the {thing},\" said the {who}.",
-    "All that {time} the {mood} {who} thought of the {thing}.", "The {who} went home.",
+    "The {mood} {who} walked to the {place} in the {time}.",
+    "Then the {who} found a {thing} near the {place}.",
+    "In the {time} the {who} and the {who} sat by the {place}.",
+    "The {thing} was {mood}, and so was the {who}.",
+    "Nobody at the {place} had ever seen such a {mood} {thing}.",
+    '"Give me the {thing}," said the {who}.',
+    "All that {time} the {mood} {who} thought of the {thing}.",
+    "The {who} went home.",
 )
 
 
@@ -61,8 +65,10 @@ class Config:
             raise ConfigError(f"needle: depth={self.depth} must lie in 0..1, or be -1 for any")
         least = 48 + self.keys * (self.digits + 10)
         if not least <= self.min_length <= self.length <= LONGEST:
-            raise ConfigError(f"needle: min_length={self.min_length} and length={self.length} must satisfy {least} <= min <= length <= {LONGEST} "
-                              "tokens")
+            raise ConfigError(
+                f"needle: min_length={self.min_length} and length={self.length} must satisfy {least} <= min <= length <= {LONGEST} "
+                "tokens"
+            )
 
 
 @dataclass(slots=True)
@@ -134,28 +140,43 @@ class Needle(SheetTask):
             room, wide = left // line, (high - fixed) // line
             # Different keys in every row, without sorting 9,000 of them: a walk through one fixed shuffle of them all.
             stride = np.array(STRIDES)[rng.integers(0, len(STRIDES), count)]
-            keys = shuffled_keys()[(rng.integers(0, 9000, count)[:, None] + np.arange(wide + c.asks) * stride[:, None]) % 9000]
-            names, filler = keys[:, :c.asks], keys[:, c.asks:]
+            keys = shuffled_keys()[
+                (rng.integers(0, 9000, count)[:, None] + np.arange(wide + c.asks) * stride[:, None]) % 9000
+            ]
+            names, filler = keys[:, : c.asks], keys[:, c.asks :]
         else:
             sizes = bank()[1]
             filler = rng.integers(0, BANK, (count, int((high - fixed) // sizes.min()) + 1))
             room = (np.cumsum(sizes[filler], axis=1) <= left[:, None]).sum(1)
-            names = np.argsort(rng.random((count, len(PEOPLE))), axis=1)[:, :c.keys]
+            names = np.argsort(rng.random((count, len(PEOPLE))), axis=1)[:, : c.keys]
         filler = np.where(np.arange(filler.shape[1]) < room[:, None], filler, -1)
         depth = rng.random(names.shape)
         if c.depth >= 0:
             depth[:, 0] = c.depth
-        top, rivals = 10 ** c.digits, names.shape[1]
+        top, rivals = 10**c.digits, names.shape[1]
         # Evenly spread from a random start, shuffled: the numbers of a text always differ.
         apart = np.arange(rivals) * max(top // (rivals + 1), 1) + rng.integers(0, max(top // 40, 1), names.shape)
-        numbers = np.take_along_axis((rng.integers(0, top, count)[:, None] + apart) % top, np.argsort(rng.random(names.shape), axis=1), 1)
+        numbers = np.take_along_axis(
+            (rng.integers(0, top, count)[:, None] + apart) % top, np.argsort(rng.random(names.shape), axis=1), 1
+        )
         values = rng.integers(0, top, filler.shape) if self.pairs else np.zeros_like(filler[:, :0])
         return Texts(length, filler, values, np.round(depth * room[:, None]).astype(np.int64), names, numbers, asked)
 
     def key(self, drawn: Texts) -> np.ndarray:
         """Of the secrets and the first lines: enough to tell texts apart, without writing thousands of long ones."""
-        return fold(np.concatenate([drawn.names, drawn.numbers, drawn.at, drawn.filler[:, :1], drawn.difficulty[:, None],
-                                    drawn.asked[:, None]], 1))
+        return fold(
+            np.concatenate(
+                [
+                    drawn.names,
+                    drawn.numbers,
+                    drawn.at,
+                    drawn.filler[:, :1],
+                    drawn.difficulty[:, None],
+                    drawn.asked[:, None],
+                ],
+                1,
+            )
+        )
 
     def ask(self, sheet: Sheet, drawn: Texts) -> None:
         opening, question = PAIRS if self.pairs else PROSE
@@ -203,7 +224,11 @@ class Needle(SheetTask):
 
     def solve(self, sheet: Sheet, drawn: Texts, rng: np.random.Generator, wrong: np.ndarray) -> None:
         """A slip takes the last rival's number for the first one's, or gets the last digit wrong where there is no rival."""
-        rival = drawn.numbers[:, -1] if drawn.numbers.shape[1] > 1 else drawn.numbers[:, 0] // 10 * 10 + (drawn.numbers[:, 0] + 1) % 10
+        rival = (
+            drawn.numbers[:, -1]
+            if drawn.numbers.shape[1] > 1
+            else drawn.numbers[:, 0] // 10 * 10 + (drawn.numbers[:, 0] + 1) % 10
+        )
         sheet.put("Answer: ")
         for j in range(self.config.asks):
             there = j < drawn.asked

@@ -45,12 +45,20 @@ class Config:
         if self.form not in ("graph", "star"):
             raise ConfigError(f"path: form='{self.form}' is neither 'graph' nor 'star'")
         if not 2 <= self.min_depth <= self.max_depth <= 8:
-            raise ConfigError(f"path: min_depth={self.min_depth} and max_depth={self.max_depth} must satisfy 2 <= min <= max <= 8")
-        if self.form == "graph" and not (self.max_depth + 3 <= self.places <= len(LETTERS) - LONGER and 0 <= self.extra <= 2 * self.places):
-            raise ConfigError(f"path: places={self.places} must lie in {self.max_depth + 3}..{len(LETTERS) - LONGER}, extra={self.extra} in "
-                              f"0..{2 * self.places}")
+            raise ConfigError(
+                f"path: min_depth={self.min_depth} and max_depth={self.max_depth} must satisfy 2 <= min <= max <= 8"
+            )
+        if self.form == "graph" and not (
+            self.max_depth + 3 <= self.places <= len(LETTERS) - LONGER and 0 <= self.extra <= 2 * self.places
+        ):
+            raise ConfigError(
+                f"path: places={self.places} must lie in {self.max_depth + 3}..{len(LETTERS) - LONGER}, extra={self.extra} in "
+                f"0..{2 * self.places}"
+            )
         if self.form == "star" and not 2 <= self.arms <= (len(LETTERS) - 1) // self.max_depth:
-            raise ConfigError(f"path: arms={self.arms} must lie in 2..{(len(LETTERS) - 1) // self.max_depth}, for {len(LETTERS)} letters")
+            raise ConfigError(
+                f"path: arms={self.arms} must lie in 2..{(len(LETTERS) - 1) // self.max_depth}, for {len(LETTERS)} letters"
+            )
 
 
 @dataclass(slots=True)
@@ -100,7 +108,9 @@ class Path(SheetTask):
         parent = nodes - rng.integers(1, np.minimum(nodes, 3) + 1, (count, places - 1))
         first = rng.integers(0, places, (count, self.config.extra))
         second = (first + rng.integers(1, places, first.shape)) % places
-        ends = np.stack([np.concatenate([np.broadcast_to(nodes, parent.shape), first], 1), np.concatenate([parent, second], 1)], 2)
+        ends = np.stack(
+            [np.concatenate([np.broadcast_to(nodes, parent.shape), first], 1), np.concatenate([parent, second], 1)], 2
+        )
         linked = np.zeros((count, places, places), dtype=np.float32)
         linked[rows[:, None], ends[..., 0], ends[..., 1]] = linked[rows[:, None], ends[..., 1], ends[..., 0]] = 1
         start = rng.integers(0, places, count)
@@ -120,7 +130,9 @@ class Path(SheetTask):
         upper = np.triu(linked, 1) > 0
         return self._shuffled(rng, depth, upper, way, LETTERS), fits.any(1)
 
-    def _shuffled(self, rng: np.random.Generator, depth: np.ndarray, linked: np.ndarray, way: np.ndarray, letters: tuple[str, ...]) -> Maps:
+    def _shuffled(
+        self, rng: np.random.Generator, depth: np.ndarray, linked: np.ndarray, way: np.ndarray, letters: tuple[str, ...]
+    ) -> Maps:
         """Random letters for the places; the roads of ``linked`` [N, V, V] in random order and direction."""
         count, places = linked.shape[:2]
         names = np.argsort(rng.random((count, len(letters))), axis=1)[:, :places]
@@ -149,7 +161,9 @@ class Path(SheetTask):
         rows = np.arange(count)[:, None]
         roads = np.where(np.take_along_axis(there, order, 1)[..., None], names[rows[..., None], ends[order]], -1)
         arm = inner[rng.integers(0, arms, count)]
-        way = np.where(np.arange(high + 1) <= depth[:, None], np.concatenate([np.zeros((count, 1), dtype=np.int64), arm], 1), -1)
+        way = np.where(
+            np.arange(high + 1) <= depth[:, None], np.concatenate([np.zeros((count, 1), dtype=np.int64), arm], 1), -1
+        )
         used = np.concatenate([np.ones((count, 1), dtype=bool), there], 1)
         return Maps(depth, roads, np.where(way >= 0, names[rows, way], -1), np.where(used, names, -1))
 
@@ -209,7 +223,7 @@ class Path(SheetTask):
     def account(self, problem: Problem, candidate: str) -> str:
         """In a graph: the candidate's roads as the question lists them, up to the first that there is not, and their number.
 
-            A: D B, A B, A E: 3 good / B: D B, B E bad
+        A: D B, A B, A E: 3 good / B: D B, B E bad
         """
         if self.config.form == "star":
             return super().account(problem, candidate)

@@ -109,8 +109,12 @@ class Reflect(SheetTask):
         """How a reply re-checks: the steps that slipped at first and those that did not, and how many of each it re-checked."""
         steps = self.steps(problem, reply)
         linear = [step for step in steps if step.kind == "linear"]
-        return {"slips": sum(not step.right for step in linear), "right steps": sum(step.right for step in linear),
-                "useful": sum(step.kind == "useful" for step in steps), "needless": sum(step.kind == "needless" for step in steps)}
+        return {
+            "slips": sum(not step.right for step in linear),
+            "right steps": sum(step.right for step in linear),
+            "useful": sum(step.kind == "useful" for step in steps),
+            "needless": sum(step.kind == "needless" for step in steps),
+        }
 
     def notes(self, problem: Problem) -> list[str]:
         return [f"{step.kind}{'' if step.right else ' (slip)'}" for step in self.steps(problem, problem.solution)]
@@ -126,7 +130,9 @@ class Reflect(SheetTask):
             if found:
                 wait, *numbers = found.groups()
                 left, operand, after = (int(numbers[i]) for i in (0, 2, 3))
-                right = after == int(apply(np.array(left), np.array(SIGNS.index(numbers[1])), np.array(operand), self.config.modulus))
+                right = after == int(
+                    apply(np.array(left), np.array(SIGNS.index(numbers[1])), np.array(operand), self.config.modulus)
+                )
             if not text.startswith("Wait"):
                 kind = "linear"
             else:

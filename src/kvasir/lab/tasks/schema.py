@@ -20,13 +20,41 @@ Walter""".split()
 CITIES = "Paris London Rome Berlin Oslo Vienna Madrid Lisbon Dublin Prague Athens Bergen Tokyo Cairo".split()
 COLOURS = "red blue green yellow white black grey golden silver brown".split()
 THINGS = "apple ring sword book lamp boat hat key bell cup rose stone coat horse cat dog bird fish fox wolf".split()
-STRINGS = {"name": NAMES, "city": CITIES, "color": COLOURS, "title": THINGS, "friend": NAMES, "animal": THINGS, "kind": THINGS, "item": THINGS,
-           "home": CITIES, "hair": COLOURS, "owner": NAMES, "answer": ["yes", "no"], "text": THINGS, "value": COLOURS}
-INTEGERS = {"age": 100, "count": 20, "price": 200, "size": 50, "year": 2000, "number": 100, "id": 1000, "score": 100, "days": 31}
+STRINGS = {
+    "name": NAMES,
+    "city": CITIES,
+    "color": COLOURS,
+    "title": THINGS,
+    "friend": NAMES,
+    "animal": THINGS,
+    "kind": THINGS,
+    "item": THINGS,
+    "home": CITIES,
+    "hair": COLOURS,
+    "owner": NAMES,
+    "answer": ["yes", "no"],
+    "text": THINGS,
+    "value": COLOURS,
+}
+INTEGERS = {
+    "age": 100,
+    "count": 20,
+    "price": 200,
+    "size": 50,
+    "year": 2000,
+    "number": 100,
+    "id": 1000,
+    "score": 100,
+    "days": 31,
+}
 BOOLEANS = ("happy", "active", "rich", "done", "old", "valid")
 LISTS = {"tags": COLOURS, "items": THINGS, "friends": NAMES, "pets": THINGS, "colors": COLOURS}
-LIST_ASKS = ("Give me a JSON record with the fields {}.", "Write a JSON object with {}.", "Return JSON with the fields {}.",
-             "Make a JSON record: {}.")
+LIST_ASKS = (
+    "Give me a JSON record with the fields {}.",
+    "Write a JSON object with {}.",
+    "Return JSON with the fields {}.",
+    "Make a JSON record: {}.",
+)
 COPY_ASKS = ("Write this as JSON: {}.", "Make a JSON object of {}.", "Turn this into JSON: {}.")
 
 
@@ -52,7 +80,13 @@ def _value(rng: np.random.Generator, name: str) -> Any:
 
 def _words(value: Any) -> str:
     """A value as a sentence writes it."""
-    return " and ".join(value) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        " and ".join(value)
+        if isinstance(value, list)
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value)
+    )
 
 
 TYPES = {str: "string", int: "integer", bool: "boolean", list: "list of strings"}
@@ -87,7 +121,13 @@ class Schema(Task):
 
     def tally(self, problem: Problem, reply: str) -> dict[str, int]:
         """``valid``: JSON that meets the schema, whatever its values."""
-        return {"valid": int(_meets(_parse(reply), {name: TYPES[type(value)] for name, value in json.loads(problem.solution).items()}))}
+        return {
+            "valid": int(
+                _meets(
+                    _parse(reply), {name: TYPES[type(value)] for name, value in json.loads(problem.solution).items()}
+                )
+            )
+        }
 
     def answer(self, reply: str) -> str | None:
         record = _parse(reply)
@@ -96,14 +136,21 @@ class Schema(Task):
     def schema(self, problem: Problem) -> dict[str, Any]:
         """The JSON schema that a right reply meets, for constrained decoding."""
         kinds = {name: TYPES[type(value)] for name, value in json.loads(problem.solution).items()}
-        fields = {n: {"type": "array", "items": {"type": "string"}} if kind.startswith("list") else {"type": kind} for n, kind in kinds.items()}
+        fields = {
+            n: {"type": "array", "items": {"type": "string"}} if kind.startswith("list") else {"type": kind}
+            for n, kind in kinds.items()
+        }
         return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
 
 
 def _meets(record: Any, kinds: dict[str, str]) -> bool:
     """Whether ``record`` has exactly the fields of ``kinds``, each of its type."""
-    return (isinstance(record, dict) and record.keys() == kinds.keys() and all(TYPES.get(type(record[n])) == kind for n, kind in kinds.items())
-            and all(isinstance(i, str) for v in record.values() if isinstance(v, list) for i in v))
+    return (
+        isinstance(record, dict)
+        and record.keys() == kinds.keys()
+        and all(TYPES.get(type(record[n])) == kind for n, kind in kinds.items())
+        and all(isinstance(i, str) for v in record.values() if isinstance(v, list) for i in v)
+    )
 
 
 def _parse(reply: str) -> Any:

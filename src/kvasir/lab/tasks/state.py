@@ -42,9 +42,13 @@ class Config:
         if not 3 <= self.items <= 9:
             raise ConfigError(f"state: items={self.items} must lie in 3..9")
         if not 1 <= self.min_steps <= self.max_steps <= 64:
-            raise ConfigError(f"state: min_steps={self.min_steps} and max_steps={self.max_steps} must satisfy 1 <= min <= max <= 64")
+            raise ConfigError(
+                f"state: min_steps={self.min_steps} and max_steps={self.max_steps} must satisfy 1 <= min <= max <= 64"
+            )
         if not 1 <= self.min_every <= self.max_every <= 64:
-            raise ConfigError(f"state: min_every={self.min_every} and max_every={self.max_every} must satisfy 1 <= min <= max <= 64")
+            raise ConfigError(
+                f"state: min_every={self.min_every} and max_every={self.max_every} must satisfy 1 <= min <= max <= 64"
+            )
 
 
 @dataclass(slots=True)

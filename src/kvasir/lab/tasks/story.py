@@ -28,9 +28,22 @@ SUBJECTS = """king queen prince princess fox wolf bear lion cat dog mouse bird f
 raven swan snake dragon giant dwarf witch fairy wizard ogre troll robber soldier sailor fisherman hunter farmer miller tailor shoemaker
 shepherd merchant beggar boy girl child mother father brother sister castle palace cottage forest wood garden mountain river sea island
 ship treasure gold ring sword apple tree rose flower star moon sun snow winter summer night""".split()
-ASKS = ("Tell me a story about {}.", "Tell me a story about {}.", "Tell me about {}.", "Please tell me a fairy tale about {}.",
-        "I would like to hear a story about {}.", "Can you tell me a tale about {}?", "Write a short story about {}.")
-OPEN_ASKS = ("Tell me a story.", "Tell me a fairy tale.", "Please tell me a story.", "Another story, please.", "Write a fairy tale.")
+ASKS = (
+    "Tell me a story about {}.",
+    "Tell me a story about {}.",
+    "Tell me about {}.",
+    "Please tell me a fairy tale about {}.",
+    "I would like to hear a story about {}.",
+    "Can you tell me a tale about {}?",
+    "Write a short story about {}.",
+)
+OPEN_ASKS = (
+    "Tell me a story.",
+    "Tell me a fairy tale.",
+    "Please tell me a story.",
+    "Another story, please.",
+    "Write a fairy tale.",
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,9 @@ def books(split: Split) -> tuple[tuple[str, ...], ...]:
             cut = {"train": slice(0, first), "validation": slice(first, second)}.get(split, slice(second, None))
             out.append(tuple(lines[cut]))
     if not out:
-        raise ConfigError("the training prose is missing: kvasir/lab/text holds no .txt.bz2 file; reinstall the package")
+        raise ConfigError(
+            "the training prose is missing: kvasir/lab/text holds no .txt.bz2 file; reinstall the package"
+        )
     return tuple(out)
 
 
@@ -91,16 +106,20 @@ def passage(book: tuple[str, ...], start: int) -> str:
         out += ("\n\n" if out else "") + paragraph
         if len(out) > most:
             ends = [m.end() for m in re.finditer(r"[.!?]['\"]?(?= )", out[:most])]
-            return out[:ends[-1]] if ends else out[:most]
+            return out[: ends[-1]] if ends else out[:most]
         if len(out) >= least:
             break
     return out
 
 
 def _about(name: str) -> str:
-    """"the Bronze Ring" for a title, "a fox" for a subject."""
+    """ "the Bronze Ring" for a title, "a fox" for a subject."""
     if name in SUBJECTS:
-        return name if name in ("gold", "snow", "winter", "summer", "night") else ("an " if name[0] in "aeiou" else "a ") + name
+        return (
+            name
+            if name in ("gold", "snow", "winter", "summer", "night")
+            else ("an " if name[0] in "aeiou" else "a ") + name
+        )
     return name[0].lower() + name[1:] if name.split()[0] in ("The", "A", "An", "How", "What", "Why") else name
 
 
@@ -131,12 +150,16 @@ class Story(Task):
         text = passage(books(split)[book], start)
         return Problem(({"role": "user", "content": ask},), text, text)
 
-    def documents(self, tokenizer: Tokenizer, rng: np.random.Generator, count: int, split: Split = "train") -> Documents:
+    def documents(
+        self, tokenizer: Tokenizer, rng: np.random.Generator, count: int, split: Split = "train"
+    ) -> Documents:
         if self.config.form == "chat":
             return super().documents(tokenizer, rng, count, split)
         ids, starts = self._prose(tokenizer, split)
         length = min(self.config.length, len(ids) + 1)
-        first = np.where(rng.random(count) < 0.25, starts[rng.integers(0, len(starts), count)], rng.integers(0, len(ids), count))
+        first = np.where(
+            rng.random(count) < 0.25, starts[rng.integers(0, len(starts), count)], rng.integers(0, len(ids), count)
+        )
         first = np.minimum(first, len(ids) - (length - 1))
         body = ids[first[:, None] + np.arange(length - 1)]
         bos = np.full((count, 1), tokenizer.token_to_id("<bos>"), dtype=np.int32)

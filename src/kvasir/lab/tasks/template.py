@@ -46,7 +46,9 @@ class Config:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_sentences <= self.max_sentences <= 64:
-            raise ConfigError(f"template: min_sentences={self.min_sentences}, max_sentences={self.max_sentences} must satisfy 1 <= min <= max <= 64")
+            raise ConfigError(
+                f"template: min_sentences={self.min_sentences}, max_sentences={self.max_sentences} must satisfy 1 <= min <= max <= 64"
+            )
         if not 3 <= self.choices <= 16:
             raise ConfigError(f"template: choices={self.choices} must lie in 3..16")
 
@@ -73,7 +75,9 @@ class Template(SheetTask):
 
     def sample(self, rng: np.random.Generator, count: int, split: Split) -> Reports:
         c = self.config
-        low, high = (c.max_sentences + 1, c.max_sentences + LONGER) if split == "longer" else (c.min_sentences, c.max_sentences)
+        low, high = (
+            (c.max_sentences + 1, c.max_sentences + LONGER) if split == "longer" else (c.min_sentences, c.max_sentences)
+        )
         size = rng.integers(low, high + 1, count)
         pattern = np.where(np.arange(high) < size[:, None], rng.integers(0, len(PATTERNS), (count, high)), -1)
         most = max(len(gaps(p)) for p in PATTERNS)
@@ -120,14 +124,25 @@ class Template(SheetTask):
 
     def _bits(self, pattern: str) -> float:
         kinds = gaps(pattern)
-        return math.log2(len(PATTERNS)) + sum(math.log2(self.config.choices - kinds[:g].count(kind)) for g, kind in enumerate(kinds))
+        return math.log2(len(PATTERNS)) + sum(
+            math.log2(self.config.choices - kinds[:g].count(kind)) for g, kind in enumerate(kinds)
+        )
 
     def _shapes(self) -> list[re.Pattern[str]]:
-        return [re.compile("".join(f" ({'|'.join(WORDS[part][:self.config.choices])})" if i % 2 else re.escape(part)
-                                   for i, part in enumerate(GAP.split(text)))) for text in PATTERNS]
+        return [
+            re.compile(
+                "".join(
+                    f" ({'|'.join(WORDS[part][: self.config.choices])})" if i % 2 else re.escape(part)
+                    for i, part in enumerate(GAP.split(text))
+                )
+            )
+            for text in PATTERNS
+        ]
 
     def notes(self, problem: Problem) -> list[str]:
-        return [f"{self.surprisal(s) or 0:.1f} bits" for s in problem.solution.split("\n")] + [f"{self.entropy():.1f} bits a sentence on average"]
+        return [f"{self.surprisal(s) or 0:.1f} bits" for s in problem.solution.split("\n")] + [
+            f"{self.entropy():.1f} bits a sentence on average"
+        ]
 
     def check(self, problem: Problem, reply: str) -> bool:
         """As many sentences as asked, each of which the source may write."""

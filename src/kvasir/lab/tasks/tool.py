@@ -16,11 +16,28 @@ from kvasir.lab.tasks.schema import CITIES, COLOURS, NAMES, THINGS
 
 VERBS = "get find read check look_up fetch show".split()
 NOUNS = "weather time news price map train letter book song picture recipe score".split()
-PARAMETERS: dict[str, list[str]] = {"city": CITIES, "location": CITIES, "name": NAMES, "person": NAMES, "item": THINGS, "thing": THINGS,
-                                    "color": COLOURS}
-ASKS = ("What is the {noun} for {values}?", "Can you {verb} the {noun} for {values}?", "Please {verb} the {noun}: {values}.",
-        "I need the {noun} for {values}.", "What is the {noun} in {values}?", "Use {function} with {values}.")
-NO_CALL = (("Hello!", "Hello! How can I help you?"), ("Thank you!", "You are welcome!"), ("Who are you?", "I am the small model built into kvasir."))
+PARAMETERS: dict[str, list[str]] = {
+    "city": CITIES,
+    "location": CITIES,
+    "name": NAMES,
+    "person": NAMES,
+    "item": THINGS,
+    "thing": THINGS,
+    "color": COLOURS,
+}
+ASKS = (
+    "What is the {noun} for {values}?",
+    "Can you {verb} the {noun} for {values}?",
+    "Please {verb} the {noun}: {values}.",
+    "I need the {noun} for {values}.",
+    "What is the {noun} in {values}?",
+    "Use {function} with {values}.",
+)
+NO_CALL = (
+    ("Hello!", "Hello! How can I help you?"),
+    ("Thank you!", "You are welcome!"),
+    ("Who are you?", "I am the small model built into kvasir."),
+)
 
 
 def _tool(rng: np.random.Generator) -> tuple[dict[str, Any], str, str]:
@@ -28,8 +45,11 @@ def _tool(rng: np.random.Generator) -> tuple[dict[str, Any], str, str]:
     verb, noun = VERBS[rng.integers(len(VERBS))], NOUNS[rng.integers(len(NOUNS))]
     keys = sorted(PARAMETERS)
     chosen = [keys[i] for i in rng.permutation(len(keys))[: rng.integers(1, 3)]]
-    function = {"name": f"{verb}_{noun}", "description": f"{verb.capitalize().replace('_', ' ')} the {noun}.",
-                "parameters": {"type": "object", "properties": {k: {"type": "string"} for k in chosen}, "required": chosen}}
+    function = {
+        "name": f"{verb}_{noun}",
+        "description": f"{verb.capitalize().replace('_', ' ')} the {noun}.",
+        "parameters": {"type": "object", "properties": {k: {"type": "string"} for k in chosen}, "required": chosen},
+    }
     return {"type": "function", "function": function}, verb.replace("_", " "), noun
 
 
@@ -60,7 +80,11 @@ class Tool(Task):
         result = [COLOURS, THINGS, NAMES][rng.integers(3)]
         found = result[rng.integers(len(result))] if rng.random() < 0.5 else str(rng.integers(0, 100))
         reply = f"The {noun} is {found}."
-        turns = (user, {"role": "assistant", "content": call}, {"role": "tool", "content": json.dumps({"result": found})})
+        turns = (
+            user,
+            {"role": "assistant", "content": call},
+            {"role": "tool", "content": json.dumps({"result": found})},
+        )
         return Problem(turns, reply, reply, len(arguments), tools)
 
     def check(self, problem: Problem, reply: str) -> bool:
@@ -74,6 +98,8 @@ class Tool(Task):
         if not (reply.startswith("<tool_call>") and reply.endswith("</tool_call>")):
             return reply or None
         try:
-            return "<tool_call>" + json.dumps(json.loads(reply.removeprefix("<tool_call>").removesuffix("</tool_call>")), sort_keys=True)
+            return "<tool_call>" + json.dumps(
+                json.loads(reply.removeprefix("<tool_call>").removesuffix("</tool_call>")), sort_keys=True
+            )
         except (ValueError, RecursionError):
             return None

@@ -17,11 +17,15 @@ class FFN:
     fuses = True  # ``forward`` takes the norm before it and the residual add after it
 
     def __init__(self, spec: DenseSpec, hidden_size: int, place: Placement) -> None:
-        self.gate_up = Linear(hidden_size, {"gate": spec.intermediate_size, "up": spec.intermediate_size}, bias=spec.bias, place=place)
+        self.gate_up = Linear(
+            hidden_size, {"gate": spec.intermediate_size, "up": spec.intermediate_size}, bias=spec.bias, place=place
+        )
         self.down = Linear(spec.intermediate_size, {"down": hidden_size}, bias=spec.bias, place=place)
         self.activation = spec.activation
 
-    def forward(self, x_TE: torch.Tensor, norm: RMSNorm | None = None, residual_TE: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x_TE: torch.Tensor, norm: RMSNorm | None = None, residual_TE: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Of x, or of ``norm``(x); ``residual_TE`` is added, and its memory may be used for the result."""
         return self.down(self.gate_up(x_TE, norm, activation=self.activation), residual_TN=residual_TE)
 

@@ -24,7 +24,9 @@ class FFN:
     def __init__(self, spec: MoESpec, hidden_size: int, place: Placement) -> None:
         self.spec = spec
         self.exact = place.exact
-        self.fuses = place.fused and not place.exact  # ``forward`` takes the norm before it and the residual add after it
+        self.fuses = (
+            place.fused and not place.exact
+        )  # ``forward`` takes the norm before it and the residual add after it
         self.activation = ACTIVATIONS[spec.activation]
         self.router = Linear(hidden_size, {"router": spec.num_experts}, bias=False, place=place)
         self.gate_up_XFE = matrix(spec.num_experts, 2 * spec.intermediate_size, hidden_size, place=place)
@@ -38,17 +40,38 @@ class FFN:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
         return weights_TK.to(x_TE.dtype), ids_TK
 
-    def forward(self, x_TE: torch.Tensor, norm: RMSNorm | None = None, residual_TE: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x_TE: torch.Tensor, norm: RMSNorm | None = None, residual_TE: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Of x, or of ``norm``(x); ``residual_TE`` is added, and its memory may be used for the result."""
         spec, kernels = self.spec, use_triton(x_TE)
         if kernels and x_TE.shape[0] == 1 and not self.exact:
-            return moe_row_triton(x_TE, self.router.weight_NK, self.gate_up_XFE, self.down_XEF, spec.top_k, spec.renormalize, self.arrived,
-                                  spec.activation, norm=None if norm is None else norm.parameters, residual_1E=residual_TE)
+            return moe_row_triton(
+                x_TE,
+                self.router.weight_NK,
+                self.gate_up_XFE,
+                self.down_XEF,
+                spec.top_k,
+                spec.renormalize,
+                self.arrived,
+                spec.activation,
+                norm=None if norm is None else norm.parameters,
+                residual_1E=residual_TE,
+            )
         if norm is not None:
             x_TE = norm(x_TE)
         if kernels:
-            return moe_triton(x_TE, self.router(x_TE), self.gate_up_XFE, self.down_XEF, spec.top_k, spec.renormalize, spec.activation,
-                              fixed=self.exact, residual_TE=residual_TE)
+            return moe_triton(
+                x_TE,
+                self.router(x_TE),
+                self.gate_up_XFE,
+                self.down_XEF,
+                spec.top_k,
+                spec.renormalize,
+                spec.activation,
+                fixed=self.exact,
+                residual_TE=residual_TE,
+            )
         out_TE = self._forward_plain(x_TE)
         return out_TE if residual_TE is None else out_TE.add_(residual_TE)
 
@@ -64,19 +87,24 @@ class FFN:
         for expert, count in enumerate(counts):
             if count:
                 rows = slice(at, at + count)
-                inner = gated(linear(sorted_rows[rows], self.gate_up_XFE[expert], exact=self.exact), self.activation, self.exact)
+                inner = gated(
+                    linear(sorted_rows[rows], self.gate_up_XFE[expert], exact=self.exact), self.activation, self.exact
+                )
                 out_sorted[rows] = linear(inner, self.down_XEF[expert], exact=self.exact)
                 at += count
         out_TKE = torch.empty_like(out_sorted).index_copy_(0, order, out_sorted).view(*ids_TK.shape, x_TE.shape[-1])
         out_TE = out_TKE[:, 0] * weights_TK[:, :1]
         for k in range(1, top_k):
-            out_TE += out_TKE[:, k] * weights_TK[:, k:k + 1]
+            out_TE += out_TKE[:, k] * weights_TK[:, k : k + 1]
         return out_TE
 
     def slots(self) -> dict[str, Slot]:
         found = self.router.slots()
         for expert, (gate_up, down) in enumerate(zip(self.gate_up_XFE, self.down_XEF)):
             gate, up = gate_up.chunk(2)
-            found |= {f"experts.{expert}.gate.weight": Slot(gate), f"experts.{expert}.up.weight": Slot(up),
-                      f"experts.{expert}.down.weight": Slot(down)}
+            found |= {
+                f"experts.{expert}.gate.weight": Slot(gate),
+                f"experts.{expert}.up.weight": Slot(up),
+                f"experts.{expert}.down.weight": Slot(down),
+            }
         return found

@@ -38,15 +38,26 @@ class Mixer:
             self.qk_norm = RMSNorm((self.num_rotated, dim), spec.qk_norm, place)
         self.sinks_H = torch.empty(heads, device=place.device, dtype=torch.float32) if spec.sinks else None
 
-    def forward(self, x_TE: torch.Tensor, angles: Angles, cache: LayerCache, backend: AttentionBackend, batch: StepBatch,
-                norm: RMSNorm | None = None, residual_TE: torch.Tensor | None = None, wanted_M: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x_TE: torch.Tensor,
+        angles: Angles,
+        cache: LayerCache,
+        backend: AttentionBackend,
+        batch: StepBatch,
+        norm: RMSNorm | None = None,
+        residual_TE: torch.Tensor | None = None,
+        wanted_M: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """[T, E] -> [T, E]; of ``norm``(x) when one is given, and with ``residual_TE`` added, whose memory may be used for
         the result. K/V go through the codec into their pages before anything attends to them. ``wanted_M``: the rows of the
         result, and of ``residual_TE``; default: all."""
         spec, num_rows = self.spec, x_TE.shape[0]
         heads_TXD = self.qkv(x_TE, norm).view(num_rows, -1, spec.head_dim)
         codec = cache.codec
-        in_basis = codec.fuses and codec.kernel in backend.codec_kernels  # the backend takes queries in the cache's basis
+        in_basis = (
+            codec.fuses and codec.kernel in backend.codec_kernels
+        )  # the backend takes queries in the cache's basis
         if self.fused and fits(heads_TXD) and (in_basis or not self.writes):
             norm_of = None if self.qk_norm is None else self.qk_norm.parameters
             ops = HeadOps(spec.num_heads, angles.table.table, angles.positions_T, norm_of, self.exact)

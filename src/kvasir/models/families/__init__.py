@@ -25,10 +25,14 @@ def find_family(model_type: str) -> ModuleType:
     found = technique.module(FAMILIES, model_type)
     if found is None:
         choices = technique.names(FAMILIES)
-        raise ConfigError(f"config.json: model_type '{model_type}' is not served; served are {', '.join(choices)}.{nearest(model_type, choices)}")
+        raise ConfigError(
+            f"config.json: model_type '{model_type}' is not served; served are {', '.join(choices)}.{nearest(model_type, choices)}"
+        )
     lacking = [name for name in ("ARCHITECTURES", "build", "stored_name") if not hasattr(found, name)]
     if lacking:
-        raise ConfigError(f"{found.__file__} is no model family: it lacks {', '.join(lacking)} ({__name__} says what they are)")
+        raise ConfigError(
+            f"{found.__file__} is no model family: it lacks {', '.join(lacking)} ({__name__} says what they are)"
+        )
     return found
 
 
@@ -38,6 +42,8 @@ def build_spec(config: dict[str, Any]) -> ModelSpec:
     family = find_family(fields.text("model_type"))
     names = fields.names("architectures", ())
     if names and not set(names) & set(family.ARCHITECTURES):
-        raise ConfigError(f"config.json: architectures {', '.join(names)} is not served; of model_type '{config['model_type']}' served is "
-                          f"{', '.join(family.ARCHITECTURES)} (text generation)")
+        raise ConfigError(
+            f"config.json: architectures {', '.join(names)} is not served; of model_type '{config['model_type']}' served is "
+            f"{', '.join(family.ARCHITECTURES)} (text generation)"
+        )
     return family.build(fields)

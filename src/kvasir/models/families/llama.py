@@ -13,5 +13,7 @@ stored_name = hf.stored_name
 def build(fields: hf.Fields) -> ModelSpec:
     bias = fields.flag("attention_bias", False)
     mixer = hf.attention(fields, qkv_bias=bias, o_bias=bias)
-    layer = LayerSpec(mixer, hf.dense(fields, fields.flag("mlp_bias", False)), hf.rope(fields, mixer.head_dim), hf.norm(fields))
+    layer = LayerSpec(
+        mixer, hf.dense(fields, fields.flag("mlp_bias", False)), hf.rope(fields, mixer.head_dim), hf.norm(fields)
+    )
     return hf.model(fields, [layer] * fields.integer("num_hidden_layers"))

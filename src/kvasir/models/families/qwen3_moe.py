@@ -31,7 +31,10 @@ def build(fields: hf.Fields) -> ModelSpec:
 def _ffns(fields: hf.Fields) -> list[DenseSpec | MoESpec]:
     num_experts = fields.integer("num_local_experts" if fields.has("num_local_experts") else "num_experts", least=0)
     step, dense_layers = fields.integer("decoder_sparse_step", 1), fields.numbers("mlp_only_layers", ())
-    sparse = [num_experts > 0 and i not in dense_layers and (i + 1) % step == 0 for i in range(fields.integer("num_hidden_layers"))]
+    sparse = [
+        num_experts > 0 and i not in dense_layers and (i + 1) % step == 0
+        for i in range(fields.integer("num_hidden_layers"))
+    ]
     dense = None if all(sparse) else hf.dense(fields)
     return [_moe(fields, num_experts) if s else dense for s in sparse]
 
@@ -40,4 +43,10 @@ def _moe(fields: hf.Fields, num_experts: int) -> MoESpec:
     top_k = fields.integer("num_experts_per_tok")
     if top_k > num_experts:
         raise fields.fail("num_experts_per_tok", f"is {top_k}, more than the {num_experts} experts")
-    return MoESpec(num_experts, top_k, fields.integer("moe_intermediate_size"), fields.flag("norm_topk_prob", False), hf.activation(fields))
+    return MoESpec(
+        num_experts,
+        top_k,
+        fields.integer("moe_intermediate_size"),
+        fields.flag("norm_topk_prob", False),
+        hf.activation(fields),
+    )

@@ -69,7 +69,9 @@ class AStar(Strategy):
             beliefs = await context.child(f"round{expanded}").map("extend", extend, seqs)
             expanded += len(popped)
             grew = {id(parent) for parent, sure in zip(parents, beliefs) if sure is not None}
-            whole += [node for node in popped if id(node) not in grew and node.seq.pieces]  # no room for another step: as whole as it gets
+            whole += [
+                node for node in popped if id(node) not in grew and node.seq.pieces
+            ]  # no room for another step: as whole as it gets
             for parent, seq, sure in zip(parents, seqs, beliefs):
                 if sure is None:
                     continue
@@ -85,7 +87,11 @@ class AStar(Strategy):
         if found is None:
             return Result()
         left = context.run.sampling.max_tokens - found.seq.tokens
-        if not found.seq.done and left > 0 and (piece := await found.seq.generate((), left, scope=context.child("rest"))) is not None:
+        if (
+            not found.seq.done
+            and left > 0
+            and (piece := await found.seq.generate((), left, scope=context.child("rest"))) is not None
+        ):
             made.append((writer.name, piece))
         discard_others(context.ledger, made, [found.seq])
         return by_majority(problem, [found.seq.sample()], expanded=expanded, nodes=number)

@@ -41,7 +41,11 @@ class AdaptiveConsistency(Strategy):
     async def run(self, context: Context, problem: Problem) -> Result:
         samples: list[Sample] = []
         while len(samples) < self.config.n:
-            wave = await context.sample(context.endpoint(self.config.model), problem.messages, min(self.config.wave, self.config.n - len(samples)))
+            wave = await context.sample(
+                context.endpoint(self.config.model),
+                problem.messages,
+                min(self.config.wave, self.config.n - len(samples)),
+            )
             samples += wave
             context.keep(by_majority(problem, samples))
             top = [count for _, count in votes(problem, samples).most_common(2)] + [0, 0]

@@ -43,7 +43,7 @@ class Beam(Strategy):
             made += [(writer.name, piece) for written in pieces for piece in written]
             if all(s.done for s in seqs) or not any(pieces) or t == c.steps - 1:
                 break
-            best = sorted(range(c.N), key=lambda i: (-beliefs[i], i))[:c.N // c.width]
+            best = sorted(range(c.N), key=lambda i: (-beliefs[i], i))[: c.N // c.width]
             beliefs = [beliefs[i] for i in best for _ in range(c.width)]
             seqs = [s for i in best for s in (seqs[i], *seqs[i].fork(c.width - 1))]
         discard_others(context.ledger, made, seqs)

@@ -53,13 +53,17 @@ class BestOfN(Strategy):
 
         found = await context.map("score", rate, samples)
         low = min((s for s in found if s is not None), default=0.0)
-        scores = [low if s is None else s for s in found]  # nothing known is no merit: a log-probability of 0 would be the best there is
+        scores = [
+            low if s is None else s for s in found
+        ]  # nothing known is no merit: a log-probability of 0 would be the best there is
         if self.config.weighted:
             # Weights must not be negative, or many replies would count for less than one.
             weights = [s if self.config.by in ("self", "judge") else s - low + 1e-9 for s in scores]
             chosen = majority(problem, samples, weights)
         else:
-            chosen = samples[max(range(len(samples)), key=lambda i: (samples[i].finish == "stop", scores[i], -samples[i].tokens, -i))]
+            chosen = samples[
+                max(range(len(samples)), key=lambda i: (samples[i].finish == "stop", scores[i], -samples[i].tokens, -i))
+            ]
         return result(problem, samples, chosen, scores=[round(s, 5) for s in scores])
 
     async def _score(self, context: Context, endpoint: Endpoint, problem: Problem, sample: Sample) -> float | None:

@@ -33,4 +33,6 @@ class Cascade(Strategy):
             if max(found.votes.values(), default=0) >= self.config.agree:
                 return found
             context.keep(found)
-        return by_majority(problem, await context.sample(strongest, problem.messages, self.config.last), tier=len(cheap))
+        return by_majority(
+            problem, await context.sample(strongest, problem.messages, self.config.last), tier=len(cheap)
+        )

@@ -24,7 +24,12 @@ class Config:
 
 class FirstFinish(Strategy):
     async def run(self, context: Context, problem: Problem) -> Result:
-        samples = await context.sample(context.endpoint(self.config.model), problem.messages, self.config.n, finish_after=1,
-                                       accept=lambda text: problem.answer(text) is not None)
+        samples = await context.sample(
+            context.endpoint(self.config.model),
+            problem.messages,
+            self.config.n,
+            finish_after=1,
+            accept=lambda text: problem.answer(text) is not None,
+        )
         first = [s for s in samples if s.met is not None]
         return by_majority(problem, first or samples, stopped=sum(s.finish == "group" for s in samples))

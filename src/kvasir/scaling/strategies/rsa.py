@@ -33,7 +33,9 @@ class RSA(Strategy):
     def check(self, all_, prompts) -> None:
         super().check(all_, prompts)
         if prompts.most < self.config.K:
-            raise ConfigError(f"rsa: K={self.config.K} is more than the {prompts.most} candidates a prompt of this task may hold")
+            raise ConfigError(
+                f"rsa: K={self.config.K} is more than the {prompts.most} candidates a prompt of this task may hold"
+            )
 
     async def run(self, context: Context, problem: Problem) -> Result:
         c, endpoint = self.config, context.endpoint(self.config.model)

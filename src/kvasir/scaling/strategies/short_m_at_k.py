@@ -28,7 +28,12 @@ class Config:
 
 class ShortMAtK(Strategy):
     async def run(self, context: Context, problem: Problem) -> Result:
-        samples = await context.sample(context.endpoint(self.config.model), problem.messages, self.config.k, finish_after=self.config.m,
-                                       on=self.config.on)
+        samples = await context.sample(
+            context.endpoint(self.config.model),
+            problem.messages,
+            self.config.k,
+            finish_after=self.config.m,
+            on=self.config.on,
+        )
         first = [s for s in samples if s.met is not None]
         return by_majority(problem, first or samples, stopped=sum(s.finish == "group" for s in samples))

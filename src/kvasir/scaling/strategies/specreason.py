@@ -36,7 +36,9 @@ class SpecReason(Strategy):
         if len(all_) < 2:
             raise ConfigError("specreason needs two models, the small one first: --model small --model large")
         if all_[0].vocabulary != all_[-1].vocabulary:
-            raise ConfigError(f"specreason hands token ids over, and {all_[0].name} and {all_[-1].name} have different vocabularies")
+            raise ConfigError(
+                f"specreason hands token ids over, and {all_[0].name} and {all_[-1].name} have different vocabularies"
+            )
 
     async def run(self, context: Context, problem: Problem) -> Result:
         c, small, large = self.config, context.endpoints[0], context.endpoints[-1]

@@ -22,9 +22,14 @@ from kvasir.scaling.primitives import Context
 from kvasir.scaling.problem import Problem
 from kvasir.scaling.strategy import Result, Strategy, at_least, by_majority, result
 
-CHOICES = {"route": ("rank", "percentile", "threshold", "random"), "fitness": ("confidence", "diversity", "shuffled"),
-           "select": ("uniform", "weighted"), "update": ("replace", "accumulate"), "lite": ("none", "agree"),
-           "final": ("majority", "confidence", "synthesize")}
+CHOICES = {
+    "route": ("rank", "percentile", "threshold", "random"),
+    "fitness": ("confidence", "diversity", "shuffled"),
+    "select": ("uniform", "weighted"),
+    "update": ("replace", "accumulate"),
+    "lite": ("none", "agree"),
+    "final": ("majority", "confidence", "synthesize"),
+}
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,9 @@ class Config:
         if self.K > self.N:
             raise ConfigError(f"squeeze_evolve: K={self.K} of N={self.N} candidates cannot form a group")
         if self.T > 2 and self.update == "replace" and self.groups < self.K:
-            raise ConfigError(f"squeeze_evolve: M={self.groups} groups leave fewer than K={self.K} candidates for the third loop; take M >= K")
+            raise ConfigError(
+                f"squeeze_evolve: M={self.groups} groups leave fewer than K={self.K} candidates for the third loop; take M >= K"
+            )
         if not self.zeta > 0:
             raise ConfigError(f"squeeze_evolve: zeta={self.zeta:g} must be above 0")
         for name, words in CHOICES.items():
@@ -69,9 +76,13 @@ class Config:
                 raise ConfigError(f"squeeze_evolve:{name}={getattr(self, name)} is none of {', '.join(words)}")
         bounds = self.bounds
         if any(a > b for a, b in zip(bounds, bounds[1:])) and self.route != "threshold":
-            raise ConfigError(f"squeeze_evolve:p={self.p}: percentages rise from the strongest tier down, such as 10/30")
+            raise ConfigError(
+                f"squeeze_evolve:p={self.p}: percentages rise from the strongest tier down, such as 10/30"
+            )
         if any(a < b for a, b in zip(bounds, bounds[1:])) and self.route == "threshold":
-            raise ConfigError(f"squeeze_evolve:threshold={self.threshold}: difficulties fall from the strongest tier down, such as 3/2")
+            raise ConfigError(
+                f"squeeze_evolve:threshold={self.threshold}: difficulties fall from the strongest tier down, such as 3/2"
+            )
         if self.route != "threshold" and not all(0 <= b <= 100 for b in bounds):
             raise ConfigError(f"squeeze_evolve:p={self.p}: percentages lie in 0..100")
 
@@ -97,25 +108,39 @@ class SqueezeEvolve(Strategy):
         super().check(all_, prompts)
         c = self.config
         if len(all_) > 1 and len(c.bounds) != len(all_) - 1:
-            raise ConfigError(f"squeeze_evolve: {len(all_)} models need {len(all_) - 1} bounds, got {len(c.bounds)} ({'/'.join(map(str, c.bounds))})")
+            raise ConfigError(
+                f"squeeze_evolve: {len(all_)} models need {len(all_) - 1} bounds, got {len(c.bounds)} ({'/'.join(map(str, c.bounds))})"
+            )
         if prompts.most < c.K:
-            raise ConfigError(f"squeeze_evolve: K={c.K} is more than the {prompts.most} candidates a prompt of this task may hold")
+            raise ConfigError(
+                f"squeeze_evolve: K={c.K} is more than the {prompts.most} candidates a prompt of this task may hold"
+            )
         if self._scores(len(all_)):
             scorer = self._scorer(all_)
             if not scorer.caps.score and not (len(all_) == 1 and scorer.caps.logprobs):
-                raise ConfigError(f"squeeze_evolve: {scorer.name} cannot score what other models write; name a scorer that can, or take "
-                                  "fitness=diversity")
+                raise ConfigError(
+                    f"squeeze_evolve: {scorer.name} cannot score what other models write; name a scorer that can, or take "
+                    "fitness=diversity"
+                )
 
     def _scorer(self, all_: Sequence[Endpoint]) -> Endpoint:
         named = [e for e in all_ if e.name == self.config.scorer] if self.config.scorer else all_[:1]
         if not named:
-            raise ConfigError(f"squeeze_evolve:scorer={self.config.scorer}: there are {', '.join(e.name for e in all_)}")
+            raise ConfigError(
+                f"squeeze_evolve:scorer={self.config.scorer}: there are {', '.join(e.name for e in all_)}"
+            )
         return named[0]
 
     def _scores(self, tiers: int) -> bool:
         """Whether confidences decide anything."""
         c = self.config
-        return tiers > 1 and c.fitness != "diversity" and c.route != "random" or c.select == "weighted" or c.final == "confidence"
+        return (
+            tiers > 1
+            and c.fitness != "diversity"
+            and c.route != "random"
+            or c.select == "weighted"
+            or c.final == "confidence"
+        )
 
     async def run(self, context: Context, problem: Problem) -> Result:
         c, tiers = self.config, context.endpoints
@@ -132,8 +157,12 @@ class SqueezeEvolve(Strategy):
             groups = [[population[i] for i in g] for g in self._select(scope, population)]
             difficulty = self._difficulty(scope, problem, groups)
             routes = self._route(scope, difficulty, len(tiers))
-            stats = ops.described(problem, population, loop=t, routes={e.name: routes.count(i) for i, e in enumerate(tiers)}, lite=0)
-            made = await scope.map("group", lambda s, job: self._recombine(s, problem, *job), list(zip(groups, (tiers[r] for r in routes))))
+            stats = ops.described(
+                problem, population, loop=t, routes={e.name: routes.count(i) for i, e in enumerate(tiers)}, lite=0
+            )
+            made = await scope.map(
+                "group", lambda s, job: self._recombine(s, problem, *job), list(zip(groups, (tiers[r] for r in routes)))
+            )
             stats["lite"] = sum(new in group for new, group in zip(made, groups))
             loops.append(stats)
             scope.emit("loop", **stats)
@@ -155,7 +184,13 @@ class SqueezeEvolve(Strategy):
             return ops.uniform_groups(scope.rng("select"), len(population), c.groups, c.K)
         known = [x.confidence for x in population if x.confidence is not None]
         low = min(known, default=0.0)
-        return ops.weighted_groups(scope.rng("select"), [low if x.confidence is None else x.confidence for x in population], c.groups, c.K, c.zeta)
+        return ops.weighted_groups(
+            scope.rng("select"),
+            [low if x.confidence is None else x.confidence for x in population],
+            c.groups,
+            c.K,
+            c.zeta,
+        )
 
     def _difficulty(self, scope: Context, problem: Problem, groups: Sequence[Sequence[Candidate]]) -> list[float]:
         if self.config.fitness == "diversity":
@@ -175,7 +210,9 @@ class SqueezeEvolve(Strategy):
             return ops.route_by_rank(scope.rng("ties"), difficulty, c.bounds)
         return (ops.route_by_percentile if c.route == "percentile" else ops.route_by_threshold)(difficulty, c.bounds)
 
-    async def _recombine(self, scope: Context, problem: Problem, group: Sequence[Candidate], endpoint: Endpoint) -> Candidate:
+    async def _recombine(
+        self, scope: Context, problem: Problem, group: Sequence[Candidate], endpoint: Endpoint
+    ) -> Candidate:
         """One new candidate; the group's surest where it agrees and that is enough, or where the prompt has grown too long."""
         if self.config.lite == "agree" and (same := ops.agreed(problem, group)) is not None:
             return same
@@ -184,13 +221,22 @@ class SqueezeEvolve(Strategy):
         return Candidate(made[0], messages) if made else ops.surest(group)
 
     @staticmethod
-    def _outcome(problem: Problem, population: Sequence[Candidate], populations: list[list[str]], loops: list[dict]) -> Result:
+    def _outcome(
+        problem: Problem, population: Sequence[Candidate], populations: list[list[str]], loops: list[dict]
+    ) -> Result:
         found = by_majority(problem, [x.sample for x in population], loops=list(loops))
         found.populations = list(populations)
         return found
 
-    async def _final(self, context: Context, problem: Problem, population: list[Candidate], populations: list[list[str]], loops: list[dict],
-                     scorer: Endpoint) -> Result:
+    async def _final(
+        self,
+        context: Context,
+        problem: Problem,
+        population: list[Candidate],
+        populations: list[list[str]],
+        loops: list[dict],
+        scorer: Endpoint,
+    ) -> Result:
         """The surest candidate, or what the strongest model makes of the survivors."""
         context.keep(self._outcome(problem, population, populations, loops))
         scope = context.child("final")
@@ -199,9 +245,13 @@ class SqueezeEvolve(Strategy):
             await scope.map("score", lambda s, x: ops.confidence(s, scorer, x), population)
             chosen = ops.surest(population).sample
         else:
-            texts = [x.text for x in population[:problem.prompts.most]]
+            texts = [x.text for x in population[: problem.prompts.most]]
             made = await scope.sample(context.endpoints[-1], problem.prompts.recombine(problem, texts), temperature=0.0)
             chosen = made[0] if made else None
-        found = result(problem, samples, chosen, loops=loops) if chosen else self._outcome(problem, population, populations, loops)
+        found = (
+            result(problem, samples, chosen, loops=loops)
+            if chosen
+            else self._outcome(problem, population, populations, loops)
+        )
         found.populations = populations
         return found

@@ -87,7 +87,10 @@ class Table:
 
 def coverage(table: Table, degree: int, satisfied: set[int]) -> list[tuple[int, int]]:
     """Games for those with too few opponents: against the unmet player nearest in the standing. Who has none left is satisfied."""
-    needy = sorted((i for i in range(table.count) if table.degree(i) < degree and i not in satisfied), key=lambda i: (table.degree(i), i))
+    needy = sorted(
+        (i for i in range(table.count) if table.degree(i) < degree and i not in satisfied),
+        key=lambda i: (table.degree(i), i),
+    )
     free, games = set(range(table.count)), []
     for i in needy:
         if i not in free:
@@ -108,9 +111,17 @@ def swiss(table: Table, window: int) -> list[tuple[int, int]]:
     order = table.ranking()
     free, games = set(order), []
     for place, i in enumerate(order):
-        near = [j for j in order[place + 1:place + 1 + window] if j in free]
+        near = [j for j in order[place + 1 : place + 1 + window] if j in free]
         if i in free and near:
-            j = min(near, key=lambda j: (table.times(i, j) > 0, abs(table.mean(i) - table.mean(j)), table.times(i, j), order.index(j)))
+            j = min(
+                near,
+                key=lambda j: (
+                    table.times(i, j) > 0,
+                    abs(table.mean(i) - table.mean(j)),
+                    table.times(i, j),
+                    order.index(j),
+                ),
+            )
             games.append((i, j))
             free -= {i, j}
     return games
@@ -134,14 +145,24 @@ class V1(Strategy):
         while left and games:
             games = games[:left]
             scope = context.child(f"round{round_}")
-            rated = await scope.map("game", lambda s, g: s.compare(judge, problem, players[g[0]].text, players[g[1]].text), games)
+            rated = await scope.map(
+                "game", lambda s, g: s.compare(judge, problem, players[g[0]].text, players[g[1]].text), games
+            )
             for (i, j), ratings in zip(games, rated):
                 table.add(i, j, ratings)
             left, round_ = left - len(games), round_ + 1
             context.keep(result(problem, samples, players[table.ranking()[0]]))
             games = coverage(table, c.degree, satisfied) or (swiss(table, c.window) if len(players) > 2 else [])
         best = players[table.ranking()[0]]
-        return result(problem, samples, best, games=sum(table.met.values()), rounds=round_, silent=table.silent, contestants=len(players))
+        return result(
+            problem,
+            samples,
+            best,
+            games=sum(table.met.values()),
+            rounds=round_,
+            silent=table.silent,
+            contestants=len(players),
+        )
 
     def _players(self, problem: Problem, samples: Sequence[Sample]) -> list[Sample]:
         """Replies that ended; with ``distinct`` one an answer, those without an answer left out if any has one."""
@@ -151,6 +172,8 @@ class V1(Strategy):
         best: dict[str, Sample] = {}
         for sample in whole:
             answer = problem.answer(sample.text)
-            if answer is not None and (answer not in best or (sample.confidence or 0.0) > (best[answer].confidence or 0.0)):
+            if answer is not None and (
+                answer not in best or (sample.confidence or 0.0) > (best[answer].confidence or 0.0)
+            ):
                 best[answer] = sample
         return list(best.values()) or whole

@@ -100,7 +100,10 @@ class EagleDrafter(Drafter):
         self._depth = self.config.max_depth or head.shape.depth
         self._device, dtype = model.place.device, model.place.dtype
         size = (self.config.lanes, self.config.window)
-        self._k, self._v = (torch.zeros(*size, head.shape.kv_heads, head.shape.head_dim, device=self._device, dtype=dtype) for _ in range(2))
+        self._k, self._v = (
+            torch.zeros(*size, head.shape.kv_heads, head.shape.head_dim, device=self._device, dtype=dtype)
+            for _ in range(2)
+        )
         self._positions = torch.full(size, -1, device=self._device)
         head.reserve(model.spec.max_position + self._depth)
         self._states = torch.zeros(size[0], head.shape.dim, device=self._device, dtype=dtype)  # of each lane's last row
@@ -110,7 +113,11 @@ class EagleDrafter(Drafter):
         shape, weights = heads.planned("eagle", self.config.model)
         slot = 2 * shape.kv_heads * shape.head_dim * model.place.dtype.itemsize + 8
         rotations = (model.spec.max_position + (self.config.max_depth or shape.depth)) * (shape.head_dim // 2) * 8
-        return (weights + self.config.lanes * shape.dim) * model.place.dtype.itemsize + rotations + self.config.lanes * self.config.window * slot
+        return (
+            (weights + self.config.lanes * shape.dim) * model.place.dtype.itemsize
+            + rotations
+            + self.config.lanes * self.config.window * slot
+        )
 
     # ----------------------------------------------------------------------------------------------------- committed rows
 
@@ -123,7 +130,7 @@ class EagleDrafter(Drafter):
         if self._num_waiting + lane.end - first > self.config.window:  # so that no slot stands in a batch twice
             self._flush()
         self._num_waiting += lane.end - first
-        self._queue.append(_Piece(lane, first, hidden[first - start:], seq.tokens[first + 1:lane.end + 1]))
+        self._queue.append(_Piece(lane, first, hidden[first - start :], seq.tokens[first + 1 : lane.end + 1]))
 
     def observe(self, seq: Sequence, tree: DraftTree, path: list[int], hidden: Any = None) -> None:
         if hidden is not None:
@@ -141,7 +148,11 @@ class EagleDrafter(Drafter):
         """None: all are taken."""
         lane = None
         if self._free:
-            donor = next((other for other in self._lanes.values() if other.request == seq.request.id), None) if seq.branch and start else None
+            donor = (
+                next((other for other in self._lanes.values() if other.request == seq.request.id), None)
+                if seq.branch and start
+                else None
+            )
             lane = self._lanes[seq] = _Lane(self._free.pop(), seq.request.id)
             self._positions[lane.index] = -1
             if donor is not None:
@@ -161,9 +172,14 @@ class EagleDrafter(Drafter):
         rows = [(piece.lane.index, piece.start + i, token) for piece in queue for i, token in enumerate(piece.tokens)]
         ends = np.cumsum([len(piece.tokens) for piece in queue]) - 1
         last = {piece.lane.index: end for piece, end in zip(queue, ends.tolist())}
-        sent = heads.send(np.concatenate([np.array(rows, np.int64).T.ravel(), np.array([[*last], [*last.values()]], np.int64).ravel()]), self._device)
-        lane_R, position_R, token_R = sent[:3 * len(rows)].view(3, -1)
-        owner, end = sent[3 * len(rows):].view(2, -1)
+        sent = heads.send(
+            np.concatenate(
+                [np.array(rows, np.int64).T.ravel(), np.array([[*last], [*last.values()]], np.int64).ravel()]
+            ),
+            self._device,
+        )
+        lane_R, position_R, token_R = sent[: 3 * len(rows)].view(3, -1)
+        owner, end = sent[3 * len(rows) :].view(2, -1)
         state_RE = self._head.fuse(torch.cat([piece.hidden for piece in queue]))
         _, k_RGD, v_RGD = self._head.attention(self._head.mix(state_RE, self._model.embed(token_R)), position_R)
         slot_R = position_R % self.config.window
@@ -192,14 +208,18 @@ class EagleDrafter(Drafter):
     @torch.inference_mode()
     def _draft(self, seqs: list[Sequence], lanes: list[_Lane], depth: int) -> torch.Tensor:
         """`_expand` for these sequences, on the host; a replay of it where that is possible, once a shape comes back."""
-        known = np.array([[lane.index for lane in lanes], [lane.end - 1 for lane in lanes], [seq.tokens[-1] for seq in seqs]])
+        known = np.array(
+            [[lane.index for lane in lanes], [lane.end - 1 for lane in lanes], [seq.tokens[-1] for seq in seqs]]
+        )
         given = np.concatenate([known, heads.Draws.numbers(seqs)])
         slots = min(self.config.window, 1 << (max(LEAST, *(lane.end for lane in lanes)) - 1).bit_length())
         hot, count = heads.hot(seqs), len(seqs)
         if self._capture is None or hot and self._host_noise:
             return self._expand(heads.send(given, self._device), slots, depth, hot).cpu()
         size = 1 << (count - 1).bit_length()
-        shape = self._shapes.setdefault((size, slots, depth, hot), _Shape(torch.zeros(len(given), size, dtype=torch.int64, device=self._device)))
+        shape = self._shapes.setdefault(
+            (size, slots, depth, hot), _Shape(torch.zeros(len(given), size, dtype=torch.int64, device=self._device))
+        )
         padded = np.repeat(given[:, :1], size, 1)  # the first sequence fills the rows that are left
         padded[:, :count] = given
         shape.given.copy_(heads.send(padded, self._device))
@@ -216,7 +236,9 @@ class EagleDrafter(Drafter):
                 shape.replay = self._capture(work)
             except Exception as error:  # a replay is never needed
                 self._capture = None
-                log.warning("drafting is not captured: %d sequences cannot be (%s: %s)", size, type(error).__name__, error)
+                log.warning(
+                    "drafting is not captured: %d sequences cannot be (%s: %s)", size, type(error).__name__, error
+                )
         (shape.replay or work)()
         return shape.found[:, :count].cpu()
 

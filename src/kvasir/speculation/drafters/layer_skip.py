@@ -78,7 +78,9 @@ class Evidence:
 
     def add(self, verdicts: Iterable[tuple[bool, float]]) -> None:
         """One round: whether each token was right, and its probability."""
-        self.right, self.wrong, self.sure_right, self.sure_wrong = (OMEGA * s for s in (self.right, self.wrong, self.sure_right, self.sure_wrong))
+        self.right, self.wrong, self.sure_right, self.sure_wrong = (
+            OMEGA * s for s in (self.right, self.wrong, self.sure_right, self.sure_wrong)
+        )
         for right, sure in verdicts:
             if right:
                 self.right, self.sure_right = self.right + 1, self.sure_right + sure
@@ -149,7 +151,7 @@ class LayerSkip(Drafter):
         first = max(start, seq.num_prompt - 1, known.end, end - MAX_WAITING)
         if first >= end:
             return
-        fresh = hidden[first - start:].clone()  # a view would keep the whole step's memory
+        fresh = hidden[first - start :].clone()  # a view would keep the whole step's memory
         if known.hidden is not None and known.end == first:
             known.hidden = torch.cat([known.hidden, fresh])[-MAX_WAITING:]
         else:
@@ -176,7 +178,7 @@ class LayerSkip(Drafter):
             pieces.append((seq, known.start, known.hidden))
             known.hidden = None
         for (seq, start, hidden), by_exit in zip(pieces, self._model.judge(pieces)):
-            drawn = seq.tokens[start + 1:start + 1 + len(hidden)]
+            drawn = seq.tokens[start + 1 : start + 1 + len(hidden)]
             for after, shadows in zip(self._model.exits, by_exit):
                 self._learn(seq, after, [(token == right, sure) for (token, sure), right in zip(shadows, drawn)])
 
@@ -200,7 +202,10 @@ class LayerSkip(Drafter):
         """The exit of this step and the most tokens of a draft; (0, 0): none is worth its layers."""
         model = self._model
         layers, head = model.num_layers, model.head_layers
-        best, most = (0, 0), len(seqs) / (layers + head) if self.hidden_layers else 0.0  # without shadows only drafts teach anything
+        best, most = (
+            (0, 0),
+            len(seqs) / (layers + head) if self.hidden_layers else 0.0,
+        )  # without shadows only drafts teach anything
         for after in model.exits:
             shares = [self._evidence(seq, after).share for seq in seqs]
             right, tokens = [1.0] * len(seqs), float(len(seqs))

@@ -58,16 +58,24 @@ class MedusaDrafter(Drafter):
     @torch.inference_mode()
     def propose(self, asks: list[Ask]) -> list[DraftTree]:
         trees = [DraftTree() for _ in asks]
-        ready = [(i, ask, seen[1]) for i, ask in enumerate(asks) if (seen := ask.seq.state.get("medusa")) and seen[0] == len(ask.seq.tokens) - 1]
+        ready = [
+            (i, ask, seen[1])
+            for i, ask in enumerate(asks)
+            if (seen := ask.seq.state.get("medusa")) and seen[0] == len(ask.seq.tokens) - 1
+        ]
         if not ready:
             return trees
         seqs = [ask.seq for _, ask, _ in ready]
         states_BKE = self._head(self._model.norm(torch.cat([last for _, _, last in ready])))
         depth = states_BKE.shape[1]
         # The anchor is known, and its row is the next to be computed; head k is drawn by the row k places behind it.
-        given = heads.send(np.concatenate([heads.Draws.numbers(seqs), [[len(s.tokens) - 1 for s in seqs]]]), states_BKE.device)
+        given = heads.send(
+            np.concatenate([heads.Draws.numbers(seqs), [[len(s.tokens) - 1 for s in seqs]]]), states_BKE.device
+        )
         positions_BK = given[2, :, None] + torch.arange(depth, device=given.device)
-        log_BKV = heads.guess(self._model.read_out(states_BKE), heads.Draws.of(given[:2], heads.hot(seqs)), positions_BK)
+        log_BKV = heads.guess(
+            self._model.read_out(states_BKE), heads.Draws.of(given[:2], heads.hot(seqs)), positions_BK
+        )
         logs, ids = log_BKV.topk(min(self.config.width, log_BKV.shape[-1]), -1)
         found = torch.stack([logs.exp(), ids.float()]).cpu().tolist()  # ids below 2^24 are exact
         for (i, ask, _), est_KC, ids_KC in zip(ready, *found):

@@ -23,7 +23,9 @@ class Config:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_match <= self.max_match:
-            raise ConfigError(f"ngram:min_match={self.min_match},max_match={self.max_match}: they must satisfy 1 <= min_match <= max_match")
+            raise ConfigError(
+                f"ngram:min_match={self.min_match},max_match={self.max_match}: they must satisfy 1 <= min_match <= max_match"
+            )
 
 
 class _Index:
@@ -60,5 +62,5 @@ class Ngram(Drafter):
         follows, low, high = index.follows, self.config.min_match, self.config.max_match
         for end in range(index.end, len(tokens) - 1):
             for n in range(low, min(high, end + 1 - index.first) + 1):
-                follows[tuple(tokens[end + 1 - n:end + 1])] = end + 1
+                follows[tuple(tokens[end + 1 - n : end + 1])] = end + 1
         index.end = max(index.end, len(tokens) - 1)

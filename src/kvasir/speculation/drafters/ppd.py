@@ -56,11 +56,15 @@ class PromptDrafter(Drafter):
         self._head, self._model = heads.load_for("ppd", self.config.model, model), model
         shape = self._head.shape
         if not torch.isfinite(self._head.weight).all():
-            raise ConfigError(f"the prompt tokens of ppd:model={self.config.model} hold NaN or infinity. Train them anew with "
-                              f"`kvasir train drafter ppd --target MODEL --out FOLDER`.")
+            raise ConfigError(
+                f"the prompt tokens of ppd:model={self.config.model} hold NaN or infinity. Train them anew with "
+                f"`kvasir train drafter ppd --target MODEL --out FOLDER`."
+            )
         if self.config.rows < shape.depth * shape.ensemble or self.config.width < 1:
-            raise ConfigError(f"ppd:rows={self.config.rows},width={self.config.width}: rows must be {shape.depth * shape.ensemble} or more, for "
-                              f"{shape.depth} prompt tokens of {shape.ensemble}, and width 1 or more")
+            raise ConfigError(
+                f"ppd:rows={self.config.rows},width={self.config.width}: rows must be {shape.depth * shape.ensemble} or more, for "
+                f"{shape.depth} prompt tokens of {shape.ensemble}, and width 1 or more"
+            )
         self.guests = self._head.weight.detach().flatten(0, 1)
         self._counts = [[0.0, 0.0] for _ in range(shape.depth)]
 
@@ -74,7 +78,7 @@ class PromptDrafter(Drafter):
         if not tree.tokens:
             return
         deepest = 1 + max(tree.depths[node] for node, parent in enumerate(tree.parents) if parent in {-1, *path})
-        for depth, counts in enumerate(self._counts[:min(deepest, len(path) + 1)]):
+        for depth, counts in enumerate(self._counts[: min(deepest, len(path) + 1)]):
             counts[0] = FORGETTING * counts[0] + (depth < len(path))
             counts[1] = FORGETTING * counts[1] + 1.0
 
@@ -96,12 +100,21 @@ class PromptDrafter(Drafter):
         counts = [len(outputs) // ensemble for _, outputs in ready]
         normed = self._model.norm(torch.cat([outputs for _, outputs in ready]))
         if ensemble > 1:
-            normed = torch.cat([part.view(ensemble, count, -1).mean(0) for part, count in zip(normed.split([ensemble * n for n in counts]), counts)])
+            normed = torch.cat(
+                [
+                    part.view(ensemble, count, -1).mean(0)
+                    for part, count in zip(normed.split([ensemble * n for n in counts]), counts)
+                ]
+            )
         # The anchor is known, and its row is the next to be computed; guess j is drawn by the row j places behind it.
         positions = np.concatenate([len(seq.tokens) - 1 + np.arange(count) for (seq, _), count in zip(ready, counts)])
         chosen = [seq for seq, _ in ready]
-        given = heads.send(np.concatenate([np.repeat(heads.Draws.numbers(chosen), counts, 1), positions[None]]), normed.device)
-        log_NV = heads.guess(self._model.read_out(normed)[:, None], heads.Draws.of(given[:2], heads.hot(chosen)), given[2, :, None])[:, 0]
+        given = heads.send(
+            np.concatenate([np.repeat(heads.Draws.numbers(chosen), counts, 1), positions[None]]), normed.device
+        )
+        log_NV = heads.guess(
+            self._model.read_out(normed)[:, None], heads.Draws.of(given[:2], heads.hot(chosen)), given[2, :, None]
+        )[:, 0]
         logs, ids = log_NV.topk(min(self.config.width, log_NV.shape[-1]), -1)
         est, tokens = torch.stack([logs.exp(), ids.float()]).cpu().tolist()  # ids below 2^24 are exact
         found, first = {}, 0
@@ -114,8 +127,10 @@ class PromptDrafter(Drafter):
     def _tree(self, est: list[list[float]], ids: list[list[int]], ask: Ask, gains: list[float]) -> DraftTree:
         whole = products(est, ids, ask.max_nodes, ask.max_depth)
         count, carried = dynamic_tree(whole, gains, self.config.rows, self._head.shape.ensemble)
-        whole.guests = {node: tuple(tuple(range(c * len(gains), c * len(gains) + num)) for c in range(self._head.shape.ensemble))
-                        for node, num in sorted(carried.items())}
+        whole.guests = {
+            node: tuple(tuple(range(c * len(gains), c * len(gains) + num)) for c in range(self._head.shape.ensemble))
+            for node, num in sorted(carried.items())
+        }
         return whole.keep(range(count))
 
     def close(self, seq: Sequence) -> None:
@@ -149,8 +164,10 @@ def dynamic_tree(tree: DraftTree, gains: Many[float], rows: int, ensemble: int) 
             ends[tree.parents[node]] -= survival[node]
         if count % step and count < most:
             continue
-        worth = sorted(((chance * gain, -node, -j) for node, chance in ends.items() for j, gain in enumerate(gains)), reverse=True)
-        chosen = [entry for entry in worth[:(rows - count) // ensemble] if entry[0] >= LEAST]
+        worth = sorted(
+            ((chance * gain, -node, -j) for node, chance in ends.items() for j, gain in enumerate(gains)), reverse=True
+        )
+        chosen = [entry for entry in worth[: (rows - count) // ensemble] if entry[0] >= LEAST]
         total = sum(survival[:count]) + sum(value for value, _, _ in chosen)
         if total > best:
             carried: dict[int, int] = {}

@@ -42,5 +42,9 @@ class Replay(Drafter):
         seq.state["replay"] = [token if rng.random() < self.config.accept else token ^ 1 for token in output]
 
     def propose(self, asks: list[Ask]) -> list[DraftTree]:
-        return [DraftTree.chain(ask.seq.state["replay"][ask.seq.num_output:][:min(ask.max_nodes, ask.max_depth)], self.config.accept)
-                for ask in asks]
+        return [
+            DraftTree.chain(
+                ask.seq.state["replay"][ask.seq.num_output :][: min(ask.max_nodes, ask.max_depth)], self.config.accept
+            )
+            for ask in asks
+        ]

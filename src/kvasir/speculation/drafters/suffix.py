@@ -46,11 +46,15 @@ class Suffix(Drafter):
         super().__init__(config)
         max_tokens, min_match = self.config.max_tokens, self.config.min_match
         if not LEAST <= max_tokens <= MOST or min_match < 1:
-            raise ConfigError(f"suffix: max_tokens={max_tokens} must be between {LEAST} and {MOST}, min_match={min_match} at least 1")
+            raise ConfigError(
+                f"suffix: max_tokens={max_tokens} must be between {LEAST} and {MOST}, min_match={min_match} at least 1"
+            )
         if self.config.scope not in (scopes := ("tenant", "problem", "request")):
             raise ConfigError(f"suffix:scope={self.config.scope}: expected one of {', '.join(scopes)}")
         library = None if plain else native().library
-        self._texts: Any = Suffixes(max_tokens, min_match) if library is None else NativeSuffixes(library, max_tokens, min_match)
+        self._texts: Any = (
+            Suffixes(max_tokens, min_match) if library is None else NativeSuffixes(library, max_tokens, min_match)
+        )
         self._stores: OrderedDict[Hashable, Any] = OrderedDict()  # by scope, the one opened last at the end
 
     def reference(self) -> Drafter | None:
@@ -62,7 +66,7 @@ class Suffix(Drafter):
             seq = ask.seq
             cursor = seq.state.get("suffix") or self._open(seq)
             cursors.append(cursor)
-            news.append(seq.tokens[cursor.end:])
+            news.append(seq.tokens[cursor.end :])
             cursor.end = len(seq.tokens)
         trees = self._texts.propose(cursors, news, asks)
         self._bound()
@@ -71,7 +75,7 @@ class Suffix(Drafter):
     def close(self, seq: Sequence) -> None:
         cursor = seq.state.pop("suffix", None)
         if cursor is not None and self.config.scope != "request":
-            self._texts.read([cursor], [seq.tokens[cursor.end:]])
+            self._texts.read([cursor], [seq.tokens[cursor.end :]])
             self._bound()
 
     def state_bytes(self) -> int:

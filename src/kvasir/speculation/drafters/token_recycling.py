@@ -18,7 +18,16 @@ from kvasir.speculation.drafter import Ask, Drafter
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import Sequence
 
-RANKS = (0.5, 0.2, 0.1, 0.06, 0.04, 0.03, 0.02, 0.02)  # before anything is learnt: the chance of each rank, in bins of their own
+RANKS = (
+    0.5,
+    0.2,
+    0.1,
+    0.06,
+    0.04,
+    0.03,
+    0.02,
+    0.02,
+)  # before anything is learnt: the chance of each rank, in bins of their own
 MAX_TENANTS = 64  # whose rows are kept: those used last
 READ_TOKENS = 4096  # of a prompt, from its end
 ROW_BYTES = 260  # of a token's row: by measurement
@@ -67,7 +76,7 @@ class TokenRecycling(Drafter):
         for at in range(seq.state.get("recycled", max(0, len(tokens) - READ_TOKENS)), len(tokens) - 1):
             known = rows.get(tokens[at], ())
             if tokens[at + 1] not in known:
-                rows[tokens[at]] = (*known[:len(RANKS) - 1], tokens[at + 1])
+                rows[tokens[at]] = (*known[: len(RANKS) - 1], tokens[at + 1])
         seq.state["recycled"] = max(0, len(tokens) - 1)
         return rows
 

@@ -13,8 +13,12 @@ quants = SimpleNamespace(quantize=lambda values, kind: values)
 
 def get_tensor_name_map(architecture, layers):
     known = {"model.embed_tokens", "model.norm", "lm_head"}
-    parts = ("input_layernorm", "post_attention_layernorm", *(f"self_attn.{p}" for p in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
-             *(f"mlp.{p}_proj" for p in ("gate", "up", "down")))
+    parts = (
+        "input_layernorm",
+        "post_attention_layernorm",
+        *(f"self_attn.{p}" for p in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
+        *(f"mlp.{p}_proj" for p in ("gate", "up", "down")),
+    )
     known |= {f"model.layers.{i}.{p}" for i in range(layers) for p in parts}
     return SimpleNamespace(get_name=lambda stem: stem if stem in known else None)
 
@@ -25,8 +29,12 @@ class GGUFWriter:
 
     def add_tensor(self, name, values, raw_dtype):
         assert values.dtype == "float32" and values.flags.c_contiguous
-        self.found["tensors"][name] = {"shape": list(values.shape), "type": raw_dtype.name, "sum": float(values.sum()),
-                                       "column": values.reshape(values.shape[0], -1)[:, 0].tolist()}
+        self.found["tensors"][name] = {
+            "shape": list(values.shape),
+            "type": raw_dtype.name,
+            "sum": float(values.sum()),
+            "column": values.reshape(values.shape[0], -1)[:, 0].tolist(),
+        }
 
     def __getattr__(self, name):
         if name.startswith("add_"):

@@ -16,8 +16,15 @@ int32, int8 = ctypes.c_int32, ctypes.c_int8
 
 
 class Batch(ctypes.Structure):
-    _fields_ = [("n_tokens", int32), ("token", ctypes.POINTER(int32)), ("embd", ctypes.POINTER(ctypes.c_float)), ("pos", ctypes.POINTER(int32)),
-                ("n_seq_id", ctypes.POINTER(int32)), ("seq_id", ctypes.POINTER(ctypes.POINTER(int32))), ("logits", ctypes.POINTER(int8))]
+    _fields_ = [
+        ("n_tokens", int32),
+        ("token", ctypes.POINTER(int32)),
+        ("embd", ctypes.POINTER(ctypes.c_float)),
+        ("pos", ctypes.POINTER(int32)),
+        ("n_seq_id", ctypes.POINTER(int32)),
+        ("seq_id", ctypes.POINTER(ctypes.POINTER(int32))),
+        ("logits", ctypes.POINTER(int8)),
+    ]
 
 
 def llama_log_set(callback, data):

@@ -38,10 +38,15 @@ class LLM:
         time.sleep(0.002 * params.max_tokens)
         ends = list(params.stop[:1])
         self.drafts = None if self.drafts is None else self.drafts + len(ids)
-        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=([1] * params.max_tokens)[len(ends):] + ends)]) for _ in ids]
+        return [
+            SimpleNamespace(outputs=[SimpleNamespace(token_ids=([1] * params.max_tokens)[len(ends) :] + ends)])
+            for _ in ids
+        ]
 
     def get_metrics(self):
         """Four tokens drafted each time, of which three are right."""
         assert self.drafts is not None, "its statistics are off"
-        return [SimpleNamespace(name=f"vllm:spec_decode_num_{name}", value=float(times * self.drafts))
-                for name, times in (("drafts", 1), ("draft_tokens", 4), ("accepted_tokens", 3))] + [SimpleNamespace(name="vllm:other", values=[1])]
+        return [
+            SimpleNamespace(name=f"vllm:spec_decode_num_{name}", value=float(times * self.drafts))
+            for name, times in (("drafts", 1), ("draft_tokens", 4), ("accepted_tokens", 3))
+        ] + [SimpleNamespace(name="vllm:other", values=[1])]

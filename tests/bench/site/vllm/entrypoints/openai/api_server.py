@@ -29,7 +29,13 @@ async def app(scope, receive, send):
     for _ in range(asked["max_tokens"]):
         await asyncio.sleep(GAP)
         await event(send, {"choices": [{"index": 0, "text": "t"}], "usage": None})
-    await event(send, {"choices": [], "usage": {"completion_tokens": asked["max_tokens"], "prompt_tokens_details": {"cached_tokens": 1}}})
+    await event(
+        send,
+        {
+            "choices": [],
+            "usage": {"completion_tokens": asked["max_tokens"], "prompt_tokens_details": {"cached_tokens": 1}},
+        },
+    )
     await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
 
