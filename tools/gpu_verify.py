@@ -89,7 +89,7 @@ class Steps:
             seq = Sequence(
                 Request(id=str(i), prompt_ids=prompt, params=SamplingParams(temperature=0.0), seed=i, max_tokens=1)
             )
-            seq.tables, seq.row, seq.status = (
+            seq.tables, seq.seat, seq.status = (
                 [list(range(1 + i * pages, 1 + (i + 1) * pages)) for _ in groups],
                 i,
                 Status.RUNNING,
@@ -111,7 +111,7 @@ class Steps:
                     rows,
                     want={"sample": range(rows)},
                     commit="walk",
-                    row=seq.row,
+                    row=seq.seat,
                     parents=[(i - 1) // 2 if i else -1 for i in range(rows)] if tree else None,
                 )
             )

@@ -143,14 +143,14 @@ class Request:
 class Status(enum.Enum):
     WAITING = "waiting"  # in the queue, holds no pages
     BLOCKED = "blocked"  # waits for something outside the scheduler; skipped, never in the way
-    RUNNING = "running"  # holds pages and a row
+    RUNNING = "running"  # holds pages and a seat
     FINISHED = "finished"  # holds nothing
 
 
 class Sequence:
     """One branch of a request as the engine runs it. Everything here can be rebuilt from the request.
 
-    Invariants: ``num_computed <= len(tokens)``; RUNNING holds a row; FINISHED and WAITING hold no page and no row.
+    Invariants: ``num_computed <= len(tokens)``; RUNNING holds a seat; FINISHED and WAITING hold no page and no seat.
     """
 
     __slots__ = (
@@ -168,8 +168,8 @@ class Sequence:
         "tables",
         "num_sent",
         "page_keys",
-        "row",
-        "open_row",
+        "seat",
+        "open_seat",
         "stop_ids",
         "max_output",
         "status",
@@ -205,10 +205,10 @@ class Sequence:
         self.tables: list[
             list[int]
         ] = []  # page ids by cache group; table[i] holds positions [i*P, (i+1)*P); 0 = dropped
-        self.num_sent = 0  # leading entries of each table that the device's copy of row ``row`` holds
+        self.num_sent = 0  # leading entries of each table that the device's copy of its seat holds
         self.page_keys: list[bytes] = []  # prefix keys of the full pages of ``tokens``, filled by the prefix index
-        self.row = -1  # row of the per-sequence state of sampler and device
-        self.open_row = -1  # the row that was set up for this sequence
+        self.seat = -1  # place of the sequence in the per-sequence state of sampler and device; -1: none
+        self.open_seat = -1  # the seat that was set up for this sequence
         self.stop_ids: frozenset[int] = frozenset(request.params.stop_token_ids)  # the engine adds the model's EOS ids
         self.max_output = request.max_tokens  # the engine bounds it by the context
         self.status = Status.WAITING
@@ -288,7 +288,7 @@ class Span:
     ``sample`` draws the next token, ``score`` gives the log-probability of the known next token.
     ``commit``: all its rows, or of those that verify a draft the ones on the walk that is accepted.
     ``parents`` is set for trees only: index in the span of each row's parent, -1 for the first row.
-    ``row``: the sequence's row when this was planned; a span whose sequence has another by now is void (``valid``).
+    ``seat``: the seat of the sequence when the span was planned; a span whose sequence has another by now is void (``valid``).
     ``landed``: it was resolved, so ``seq`` no longer counts on it.
     ``guests``: of the last ``len(guests)`` rows, which hold no token but an embedding of the drafter's, its number there. A guest
     sees its ancestors by ``parents``, no other row sees it, and its place is never committed; nothing is drawn from it, and its
@@ -304,14 +304,14 @@ class Span:
     want: Mapping[Want, range] = field(default_factory=dict)
     commit: Commit = "all"
     parents: list[int] | None = None
-    row: int = -1
+    seat: int = -1
     landed: bool = False
     guests: list[int] = field(default_factory=list)
 
     @property
     def valid(self) -> bool:
         """Whether the sequence still runs as it did when this was planned: not finished, failed or preempted since."""
-        return self.seq.row == self.row and self.seq.status is Status.RUNNING
+        return self.seq.seat == self.seat and self.seq.status is Status.RUNNING
 
     def tokens(self) -> list[int]:
         """Of its rows but the guests."""

@@ -28,7 +28,7 @@ def sequence(
     )
     seq = Sequence(request, branch)
     seq.tokens.extend(emitted)
-    seq.row = row
+    seq.seat = row
     if matcher is not None:
         seq.state["grammar"] = matcher
     return seq
@@ -95,7 +95,7 @@ def decode(
     while seq.num_output < length:
         steps += 1
         if reopen_every and steps % reopen_every == 0:
-            sampler.close(seq.row)
+            sampler.close(seq.seat)
             sampler.open(seq)
         seq.draft, parents = draft(seq) if draft else ([], None)
         [result] = step(sampler, model, [decode_span(seq, parents)])
@@ -104,7 +104,7 @@ def decode(
         assert result.tokens
         if not commit(sampler, seq, result, length - seq.num_output):
             break
-    sampler.close(seq.row)
+    sampler.close(seq.seat)
     return seq.output, None, steps
 
 

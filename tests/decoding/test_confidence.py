@@ -36,7 +36,7 @@ def test_each_row_gets_its_own_k_whatever_its_neighbours_ask():
     for row, params in enumerate(asked):
         seq = sequence(row, [3, 4], **params)
         sampler.open(seq)
-        spans.append(Span(seq, 1, 1, want={"sample": range(1)}, row=row))
+        spans.append(Span(seq, 1, 1, want={"sample": range(1)}, seat=row))
     together = sampler.sample(logits, sampler.pack(spans)).read()
     for row, (params, result) in enumerate(zip(asked, together)):
         alone = sampler.sample(logits[row : row + 1], sampler.pack(spans[row : row + 1])).read()[0]

@@ -44,7 +44,7 @@ def drawn(seqs, drafts=True):
     proposals = {n: [rng.randrange(2, TOKENIZER) for _ in range(n % 4)] for n in range(len(KINDS))}
     for place, seq in enumerate(seqs):
         seq.draft = proposals[int(seq.request.id[1:])] if drafts else []
-        seq.row = place
+        seq.seat = place
         s.open(seq)
     return {seq.request.id: result for seq, result in zip(seqs, step(s, model, [decode_span(seq) for seq in seqs]))}
 

@@ -80,7 +80,7 @@ class Driver:
 
     def preempt(self, seq) -> None:
         """Take everything from a running sequence, at a moment of our choosing."""
-        self.engine._close_row(seq)
+        self.engine._close_seat(seq)
         self.engine.scheduler.block(seq)
         self.engine.scheduler.unblock(seq)
 

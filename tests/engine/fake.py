@@ -100,12 +100,12 @@ class FakeModel:
 
     def run(self, packed: list) -> list[list[int]]:
         """One forward: returns the emitted tokens of every span (the walk along its draft)."""
-        packed = [(span, tokens or [self.drawn[span.row]], tables) for span, tokens, tables in packed]
+        packed = [(span, tokens or [self.drawn[span.seat]], tables) for span, tokens, tables in packed]
         rows = [self._states_of(span, tokens) for span, tokens, _ in packed]
         for (span, _, tables), states in zip(packed, rows):
             self._write(span.start, states[span.start :], tables)
         results = [self._read(span, tokens, states, tables) for (span, tokens, tables), states in zip(packed, rows)]
-        self.drawn |= {span.row: emitted[-1] for (span, *_), emitted in zip(packed, results) if emitted}
+        self.drawn |= {span.seat: emitted[-1] for (span, *_), emitted in zip(packed, results) if emitted}
         return results
 
     def _states_of(self, span, tokens: list[int]) -> list[int]:

@@ -16,7 +16,7 @@ import torch
 
 from kvasir.decoding.sampler import NUMERIC_ERROR, StepOutput, resolve_span
 from kvasir.engine import graphs as graphs_file
-from kvasir.engine.device_rows import ROW_WORDS, draft_words
+from kvasir.engine.device_seats import ROW_WORDS, draft_words
 from kvasir.engine.draft_times import DraftTimes
 from kvasir.engine.graphs import ROW_BY_ROW, DecodeHandle, call_through
 from kvasir.engine.spans import ONE_SAMPLE
@@ -125,7 +125,7 @@ def random_spans(d: Driver, seqs: list[Sequence], rng: random.Random) -> list[Sp
             want={"sample": range(length - len(guests))},
             commit="walk",
             parents=parents,
-            row=seq.row,
+            seat=seq.seat,
             guests=guests,
         )
         if guests:
@@ -208,7 +208,7 @@ def test_chains_walked_at_once_end_where_each_alone_does():
                     want=want,
                     commit="walk" if seq.draft else "all",
                     parents=parents,
-                    row=row,
+                    seat=row,
                 )
             )
             held.append([3, *seq.draft])

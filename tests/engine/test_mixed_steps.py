@@ -164,7 +164,7 @@ def test_when_sizes_are_captured():
 
 def span(driver: Driver, rows: int) -> Span:
     seq = Sequence(driver.request("s", [300] * min(rows, 400)))
-    return Span(seq, 0, rows, want={"sample": range(rows - 1, rows)}, row=0)
+    return Span(seq, 0, rows, want={"sample": range(rows - 1, rows)}, seat=0)
 
 
 def test_a_failed_capture_leaves_the_engine_running(alone, caplog):

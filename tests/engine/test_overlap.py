@@ -164,7 +164,7 @@ def test_a_step_that_fails_when_it_is_read_is_run_again_and_so_is_the_next(mode,
 
         class Broken:
             def read(self):
-                runner.rows.token.fill_(3)  # what the step drew is lost
+                runner.seats.token.fill_(3)  # what the step drew is lost
                 raise ValueError("injected")
 
         return Broken()
@@ -197,7 +197,7 @@ def test_padding_rows_are_harmless(alone):
 
 def test_little_crosses_over_in_a_steady_state():
     driver = Driver(overlap=True, static=True, max_num_seqs=8, check=False)
-    rows = driver.engine.runner.rows
+    rows = driver.engine.runner.seats
     changes, sent = rows.changes, []
 
     def counted(*args):

@@ -211,7 +211,7 @@ def test_what_a_step_must_put_out():
         seq = sequence(row, **kind)
         seq.request.bad_words = [[5]] if "bad_words" in kind else []
         sampler.open(seq)
-        spans.append(replace(decode_span(seq), row=row))
+        spans.append(replace(decode_span(seq), seat=row))
     assert [sampler.output([span]) for span in spans] == [DRAWS, REPORTS, REPORTS, HIDDEN, HIDDEN, HIDDEN, HIDDEN]
     assert sampler.output(spans[:3]) == REPORTS and sampler.output(spans[:4]) == HIDDEN
     sampler.num_top = 2
@@ -244,7 +244,7 @@ def test_rows_that_failed_have_no_report():
             2,
             1,
             want=ONE_SAMPLE,
-            row=row,
+            seat=row,
         )
         for row, params in enumerate([dict(logprobs=0), dict(logprobs=0, confidence=4), dict(logprobs=0), dict()])
     ]

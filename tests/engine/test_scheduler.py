@@ -299,7 +299,7 @@ def test_rounding_leaves_the_oldest_prompt_its_claim():
 
 
 def lose_a_row(s, seq):
-    s._free_rows.pop()
+    s._free_seats.pop()
 
 
 def wrong_status(s, seq):

@@ -21,7 +21,7 @@ def test_the_latest_arrival_gives_way_and_nothing_is_admitted_then():
         if d.scheduler.pages.num_free == 0:
             d.scheduler.unblock(late)  # fits nowhere before the preemption, and in the victim's pages after it
         plan = d.step()
-    assert plan.preempted == [c] and c.status is Status.WAITING and c.num_computed == 0 and c.row == -1
+    assert plan.preempted == [c] and c.status is Status.WAITING and c.num_computed == 0 and c.seat == -1
     assert late.status is Status.WAITING and d.scheduler.pages.num_free > 0
     assert {span.seq for span in plan.spans} == {a, b}
     d.drain()
@@ -120,7 +120,7 @@ def test_finish_in_every_state():
     for seq in states.values():
         d.scheduler.finish(seq, "cancelled")
         d.scheduler.finish(seq, "error")
-        assert seq.status is Status.FINISHED and seq.finish_reason == "cancelled" and not seq.tables and seq.row == -1
+        assert seq.status is Status.FINISHED and seq.finish_reason == "cancelled" and not seq.tables and seq.seat == -1
         d.scheduler.check()
     assert not d.scheduler.has_work(0.0) and d.scheduler.backlog.prompt_tokens == 0
     assert d.scheduler.pages.num_free == d.scheduler.pages.num_total

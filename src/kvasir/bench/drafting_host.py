@@ -110,7 +110,7 @@ class Reader:
                 id=str(number), prompt_ids=prompt, params=SamplingParams(), seed=number, max_tokens=len(reply) + NODES
             )
         )
-        seq.status, seq.row, seq.tables, seq.num_computed = Status.RUNNING, number, [table], len(prompt) - 1
+        seq.status, seq.seat, seq.tables, seq.num_computed = Status.RUNNING, number, [table], len(prompt) - 1
         self.left = reply
 
     def verify(self, path: list[int]) -> tuple[Span, SpanResult]:
@@ -118,7 +118,7 @@ class Reader:
         seq, rows = self.seq, 1 + len(self.seq.draft)
         parents = [-1, *(parent + 1 for parent in seq.draft_parents)] if seq.draft_parents else None
         span = Span(
-            seq, seq.num_computed, rows, want={"sample": range(rows)}, commit="walk", parents=parents, row=seq.row
+            seq, seq.num_computed, rows, want={"sample": range(rows)}, commit="walk", parents=parents, seat=seq.seat
         )
         return span, SpanResult(tokens=self.left[: len(path) + 1], path=[0, *(node + 1 for node in path)])
 

@@ -224,7 +224,7 @@ class Simulation:
         while waiting or running or self._flight:
             while waiting and len(running) < load.batch and waiting[0][0] <= self.clock.now:
                 seq = waiting.popleft()[1]
-                seq.status, seq.row = Status.RUNNING, 0
+                seq.status, seq.seat = Status.RUNNING, 0
                 running.append(seq)
             if not running and not self._flight:
                 self.clock.now = max(self.clock.now, waiting[0][0])

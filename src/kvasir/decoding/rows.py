@@ -26,7 +26,7 @@ TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, FREQUENCY, PRESENCE, TOP_K = range(NU
 _NONE, _NO_VALUES, _NO_MASKS = np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros((0, 1), np.int32)
 
 
-class RowState:
+class SeatState:
     """What the sampler knows of one open sequence. Built from the request and the known tokens alone."""
 
     def __init__(self, seq: Sequence, vocab_size: int, tokenizer_size: int, eos_ids: tuple[int, ...]) -> None:
@@ -181,7 +181,7 @@ class SampleBatch:
 class Packer:
     """Collects rows span by span, in the order of ``StepBatch.logit_rows``."""
 
-    states: list[RowState | None]
+    states: list[SeatState | None]
     vocab_size: int
     count: int = 0
     sampled: list[bool] = field(default_factory=list)
@@ -211,7 +211,7 @@ class Packer:
             wanted: range | list[int] = sample or score
         else:
             wanted = sorted({*sample, *score})
-        state = self.states[span.seq.row]
+        state = self.states[span.seq.seat]
         assert state is not None, f"{span.seq} is not open"
         first = self.count
         self._plain_rows(span, state, wanted, sample)
@@ -224,7 +224,7 @@ class Packer:
                 self.reports[:] = sorted(self.reports)
         return wanted
 
-    def _plain_rows(self, span: Span, state: RowState, wanted: range | list[int], sample: range) -> None:
+    def _plain_rows(self, span: Span, state: SeatState, wanted: range | list[int], sample: range) -> None:
         depth = _depths(span.parents) if span.parents else range(span.length)
         nothing = np.zeros(NUM_PARAMS)
         stream = span.seq.stream
@@ -236,7 +236,7 @@ class Packer:
             self.positions.append(span.start + depth[i])
         self.count += len(wanted)
 
-    def _score(self, span: Span, state: RowState, wanted: range | list[int], score: range, first: int) -> None:
+    def _score(self, span: Span, state: SeatState, wanted: range | list[int], score: range, first: int) -> None:
         """The log-probability of the known token after each scored row."""
         seq, alternatives = span.seq, state.params.prompt_logprobs or 0
         for m, i in enumerate(wanted, first):
@@ -245,7 +245,7 @@ class Packer:
                 known = seq.tokens[at] if at < len(seq.tokens) else seq.draft[at - len(seq.tokens)]
                 self.reports.append((m, known, alternatives, 0, state.params.confidence))
 
-    def _conditions(self, span: Span, state: RowState, sample: range, rows: range | list[int]) -> None:
+    def _conditions(self, span: Span, state: SeatState, sample: range, rows: range | list[int]) -> None:
         """Everything that depends on what the rows' own history holds."""
         params = state.params
         if params.logprobs is not None:
@@ -275,7 +275,7 @@ class Packer:
         elif state.allowed is not None:
             self.masks.extend((m, state.allowed) for m in rows)
 
-    def _grammar_masks(self, seq: Sequence, state: RowState, paths: list[list[int]], rows: range | list[int]) -> None:
+    def _grammar_masks(self, seq: Sequence, state: SeatState, paths: list[list[int]], rows: range | list[int]) -> None:
         """One mask a row, walking the matcher along each path and back. A row whose path leaves the grammar gets none: its
         parent's draw obeys the parent's mask, so the walk never reaches it. Where the library gives up behind a draft's token, which may
         not even be drawn, the walk ends, not the request."""

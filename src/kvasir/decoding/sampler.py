@@ -42,8 +42,8 @@ from kvasir.decoding.rows import (
     TOP_P,
     Packer,
     Rows,
-    RowState,
     SampleBatch,
+    SeatState,
 )
 from kvasir.kernels.noise import gumbel
 from kvasir.kernels.report import report_rows
@@ -77,7 +77,7 @@ class _Reports:
 
 
 class Sampler:
-    """Per-sequence sampling state (one entry per ``Sequence.row``) and the pipeline. Reads nothing back from the device."""
+    """Per-sequence sampling state (one entry per ``Sequence.seat``) and the pipeline. Reads nothing back from the device."""
 
     def __init__(
         self, vocab_size: int, tokenizer_size: int, max_seqs: int, device: torch.device | str, eos_ids: tuple[int, ...]
@@ -87,7 +87,7 @@ class Sampler:
         self.device = torch.device(device)
         self.eos_ids = tuple(eos_ids)
         self.max_seqs = max_seqs
-        self._states: list[RowState | None] = [None] * max_seqs
+        self._states: list[SeatState | None] = [None] * max_seqs
         self.num_bound = 0  # open rows whose draws depend on the tokens before
         self._num_odd = 0  # open rows that are not always simple
         self._num_reporting = 0  # open rows that ask for the drawn token's log-probability and no more
@@ -102,11 +102,11 @@ class Sampler:
     # ------------------------------------------------------------------------------------------------ per-sequence state
 
     def open(self, seq: Sequence) -> None:
-        """Set up row ``seq.row`` from the request and ``seq.tokens``: the same at the start, after preemption, and after a
+        """Set up row ``seq.seat`` from the request and ``seq.tokens``: the same at the start, after preemption, and after a
         replay. With a grammar, ``seq.state["grammar"]`` holds its compiled matcher, at the start; it is copied."""
-        if self._states[seq.row] is not None:
-            self.close(seq.row)
-        state = self._states[seq.row] = RowState(seq, self.vocab_size, self.tokenizer_size, self.eos_ids)
+        if self._states[seq.seat] is not None:
+            self.close(seq.seat)
+        state = self._states[seq.seat] = SeatState(seq, self.vocab_size, self.tokenizer_size, self.eos_ids)
         self.num_bound += state.bound
         self._num_odd += not state.always_simple
         self._num_reporting += state.reports
@@ -140,17 +140,17 @@ class Sampler:
             and any(max_accept.drawn(span) is not None for span in spans)
         ):
             return StepOutput.HIDDEN
-        if self._num_odd and not all(states[span.row].simple(span.start + 1 - span.seq.num_prompt) for span in spans):
+        if self._num_odd and not all(states[span.seat].simple(span.start + 1 - span.seq.num_prompt) for span in spans):
             return StepOutput.HIDDEN
         return (
             StepOutput.REPORTS
-            if self._num_reporting and any(states[span.row].reports for span in spans)
+            if self._num_reporting and any(states[span.seat].reports for span in spans)
             else StepOutput.DRAWS
         )
 
     def accepted(self, seq: Sequence, tokens: Many[int]) -> None:
         """``tokens`` were committed: counts and the grammar of the row move on."""
-        state = self._states[seq.row]
+        state = self._states[seq.seat]
         assert state is not None, f"{seq} is not open"
         if state.bound:
             state.accepted(list(tokens))

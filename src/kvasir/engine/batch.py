@@ -89,7 +89,7 @@ class Packer:
                     ids[at] = known[0]
                 else:
                     ids[at] = 0
-                    borrowed.append((at, span.row))
+                    borrowed.append((at, span.seat))
                 positions[at] = span.start
             else:
                 ids[at : end - len(span.guests)], ids[end - len(span.guests) : end], positions[at:end] = (

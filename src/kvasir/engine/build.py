@@ -415,17 +415,17 @@ def worst_case_step(make_runner, sizes: dict, num_groups: int) -> Runner:
     def sequence(row: int, length: int) -> Sequence:
         seq = Sequence(Request(id=f"profile-{row}", prompt_ids=[1] * length, params=params, seed=row, max_tokens=1))
         seq.tables = [list(range(1, pages_for(length, slots) + 1)) for _ in range(num_groups)]
-        seq.row = row
+        seq.seat = row
         runner.open(seq)
         return seq
 
     def run(seqs: list[Sequence], length: int) -> None:
         runner.pool.copy([PageCopy(0, 1, pages)])
         runner.launch(
-            Plan(0, [Span(s, 0, length, want={"sample": range(length - 1, length)}, row=s.row) for s in seqs])
+            Plan(0, [Span(s, 0, length, want={"sample": range(length - 1, length)}, seat=s.seat) for s in seqs])
         ).read()
         for seq in seqs:
-            runner.close(seq.row)
+            runner.close(seq.seat)
 
     run([sequence(0, rows)], rows)
     run([sequence(row, 1) for row in range(min(sizes["max_num_seqs"], sizes["max_rows"]))], 1)

@@ -58,7 +58,7 @@ class EarlyExit:
         self._runner.native = self._runner.tapes = None  # they run all of a model's layers
         self._models: dict[int, Decoder] = {}
         self._shadows: dict[Sequence, Sequence] = {}
-        self._free_rows = list(range(served.sampler.max_seqs))
+        self._free_seats = list(range(served.sampler.max_seqs))
 
     def draw(self, asks: list[Ask], num_layers: int, stops: list[float]) -> list[tuple[list[int], list[float]]]:
         """For each, up to ``max_depth`` tokens after the known ones, by the first ``num_layers`` layers, drawn with the sequence's own
@@ -82,7 +82,7 @@ class EarlyExit:
             if not busy:
                 break
             spans = [
-                Span(shadows[seq], shadows[seq].num_computed, 1, want=ONE_SAMPLE, row=shadows[seq].row) for seq in busy
+                Span(shadows[seq], shadows[seq].num_computed, 1, want=ONE_SAMPLE, seat=shadows[seq].seat) for seq in busy
             ]
             for seq, span, result in zip(busy, spans, self._runner.launch(Plan(0, spans)).read()):
                 token, chance = _drawn(result)
@@ -105,7 +105,7 @@ class EarlyExit:
             shadow, count = self._shadow(seq), len(hidden_RXE)
             # Every row is drawn by itself; as a draft, the tokens after the first row are what the later ones are conditioned on.
             shadow.tokens, shadow.draft = seq.tokens[: start + 1], seq.tokens[start + 1 : start + count]
-            spans += [Span(shadow, start + i, 1, want=ONE_SAMPLE, row=shadow.row) for i in range(count)]
+            spans += [Span(shadow, start + i, 1, want=ONE_SAMPLE, seat=shadow.seat) for i in range(count)]
         hidden_ME = torch.cat([hidden_RXE for _, _, hidden_RXE in pieces]).transpose(0, 1).flatten(0, 1)  # exit by exit
         sampler = self._runner.sampler
         output = sampler.sample(lambda a, b: self._model.logits(hidden_ME[a:b]), sampler.pack(spans * len(self.exits)))
@@ -119,8 +119,8 @@ class EarlyExit:
     def close(self, seq: Sequence) -> None:
         shadow = self._shadows.pop(seq, None)
         if shadow is not None:
-            self._runner.close(shadow.row)
-            self._free_rows.append(shadow.row)
+            self._runner.close(shadow.seat)
+            self._free_seats.append(shadow.seat)
 
     def _cut(self, num_layers: int) -> Decoder:
         """The model of its first layers. Not a copy: every weight is the same tensor."""
@@ -164,10 +164,10 @@ class EarlyExit:
             )
             shadow = Sequence(dataclasses.replace(seq.request, params=params, bad_words=[], emitted=[]))
             shadow.stream, shadow.tokens = seq.stream, list(seq.tokens)
-            if not self._free_rows:  # those of preempted sequences
+            if not self._free_seats:  # those of preempted sequences
                 for other in [other for other in self._shadows if other.status is not Status.RUNNING]:
                     self.close(other)
-            shadow.status, shadow.row = Status.RUNNING, self._free_rows.pop()
+            shadow.status, shadow.seat = Status.RUNNING, self._free_seats.pop()
             self._runner.open(shadow)
             self._shadows[seq] = shadow
         shadow.tokens, shadow.tables, shadow.num_computed = list(seq.tokens), seq.tables, len(seq.tokens) - 1

@@ -260,7 +260,7 @@ class Engine:
         )
 
     def _drop(self, seq: Sequence, reason: FinishReason) -> None:
-        self._close_row(seq)
+        self._close_seat(seq)
         if self._drafting is not None:
             self._drafting.close(seq, reason)
         self.scheduler.finish(seq, reason)
@@ -380,7 +380,7 @@ class Engine:
             self._drafting.propose(self.scheduler.running)
         plan = self.scheduler.plan(now, self.steps.max_rows)
         for seq in plan.preempted:
-            self._close_row(seq)
+            self._close_seat(seq)
         if plan.spans:
             self._launch(plan, began if drafting else time.perf_counter())  # drafting is part of the step that verifies
         elif not self._plans:
@@ -394,9 +394,9 @@ class Engine:
 
     def _launch(self, plan: Plan, began: float) -> None:
         for span in plan.spans:
-            if span.seq.open_row != span.row:
+            if span.seq.open_seat != span.seat:
                 self.runner.open(span.seq)
-                span.seq.open_row = span.row
+                span.seq.open_seat = span.seat
         at_work = {span.seq.request.id for span in plan.spans}
         if self._plans:
             at_work.update(span.seq.request.id for span in self._plans[0][0].spans)
@@ -419,7 +419,7 @@ class Engine:
         for part, results in self.steps.resolve():
             for span, result in zip(part, results):
                 seq = span.seq
-                if seq.row != span.row or seq.status is not Status.RUNNING or result is None:
+                if seq.seat != span.seat or seq.status is not Status.RUNNING or result is None:
                     continue  # it ended or was preempted meanwhile, or an earlier span failed its whole request
                 event = None
                 if (span.want is ONE_SAMPLE or result.path) and result.error is None:
@@ -450,10 +450,10 @@ class Engine:
         if pending:
             wait(pending, timeout=0.005, return_when="FIRST_COMPLETED")
 
-    def _close_row(self, seq: Sequence) -> None:
-        if seq.open_row >= 0:
-            self.runner.close(seq.open_row)
-            seq.open_row = -1
+    def _close_seat(self, seq: Sequence) -> None:
+        if seq.open_seat >= 0:
+            self.runner.close(seq.open_seat)
+            seq.open_seat = -1
 
     def _append(self, span: Span, result: SpanResult) -> Event | None:
         """``_commit`` in the common case, the hot path: a decode has more tokens, and no reason to stop. None: it is not that case."""

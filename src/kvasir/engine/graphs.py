@@ -2,7 +2,7 @@
 
 A step takes this path when every row of it draws a token or is a guest: decodes, and spans that verify drafts. It is padded to a
 *bucket* of rows; padding rows run with the padding row's token and write to the dummy page, where nobody reads. Page tables, sampling
-parameters and the tokens to go on from lie on the device already (``device_rows.py``); what has changed since is sent along.
+parameters and the tokens to go on from lie on the device already (``device_seats.py``); what has changed since is sent along.
 Where rows ask for the log-probability of what they draw, the step reports it, of all rows: such steps are captured by themselves.
 
 Which rows are of one span, and who is whose ancestor, are numbers of the rows like their tokens, so one graph of a bucket serves every
@@ -32,7 +32,7 @@ import torch
 from kvasir.attention.backend import AttentionBackend
 from kvasir.decoding.sampler import NUMERIC_ERROR, Sampler, StepOutput, resolve_span
 from kvasir.engine.batch import guest_rows
-from kvasir.engine.device_rows import ROW_WORDS, UNKNOWN, DeviceRows, draft_words
+from kvasir.engine.device_seats import ROW_WORDS, UNKNOWN, DeviceSeats, draft_words
 from kvasir.engine.spans import ONE_SAMPLE
 from kvasir.engine.taps import Tapped, Taps
 from kvasir.kernels.decode_rows import Opened, close_rows, open_rows
@@ -116,12 +116,12 @@ class DecodeGraphs:
         caches: list[LayerCache],
         backend: AttentionBackend,
         sampler: Sampler,
-        rows: DeviceRows,
+        seats: DeviceSeats,
         capture: Capture,
         max_drafts: int = 0,
     ) -> None:
         """``max_drafts``: that a sequence may have verified in a step; up to ``SHARED_ROWS`` rows (or ``DRAFT_ROWS``) such steps are captured."""
-        self.model, self.caches, self.backend, self.sampler, self.rows = model, caches, backend, sampler, rows
+        self.model, self.caches, self.backend, self.sampler, self.seats = model, caches, backend, sampler, seats
         self._drafts = max_drafts > 0
         self._forms = backend.together() if SHARE_KEYS and self._drafts else ()
         self._usual = next(
@@ -139,7 +139,7 @@ class DecodeGraphs:
         )  # steps of a bucket that was not captured, by itself
         self._stood_in: Counter[tuple[int, StepOutput, int]] = Counter()  # and in a larger one
         self.captures = 0  # since the start
-        most, device = self.buckets[-1], rows.words.device
+        most, device = self.buckets[-1], seats.words.device
         self._device = device
         self._page_slots = caches[0].page_slots
         self._words = ROW_WORDS if self._forms else 3
@@ -258,10 +258,10 @@ class DecodeGraphs:
         size, _ = self._fit(count, output, DECODES)
         starts = [span.start for span in spans]
         rows_S, starts_S = stage.inbox[:count], stage.inbox[size : size + count]
-        rows_S[:], starts_S[:] = [span.row for span in spans], starts
-        stage.inbox[count:size], stage.inbox[size + count : 2 * size] = self.rows.padding, 0
+        rows_S[:], starts_S[:] = [span.seat for span in spans], starts
+        stage.inbox[count:size], stage.inbox[size + count : 2 * size] = self.seats.padding, 0
         self._bring(stage, spans, rows_S, starts_S, 2 * size)
-        self.rows.drawn(rows_S, starts_S + 1)
+        self.seats.drawn(rows_S, starts_S + 1)
         self._host_starts = starts + [0] * (size - count)
         return size, stage, DECODES, None
 
@@ -272,25 +272,25 @@ class DecodeGraphs:
         count = sum(span.length for span in spans)
         size, form = self._fit(count, output, form)
         words = np.empty((ROW_WORDS, size), np.int64)
-        draft_words(spans, self.rows.padding, words)
+        draft_words(spans, self.seats.padding, words)
         sent = ROW_WORDS if form > ROW_BY_ROW else 3
         stage.inbox[: sent * size] = words[:sent].reshape(-1)
         own = words[:, :count]
         rows, starts = own[:2, own[4] == 0]
-        self.rows.drawn(rows, starts)  # for this step as good as drawn: the tokens come along
+        self.seats.drawn(rows, starts)  # for this step as good as drawn: the tokens come along
         self._bring(stage, spans, rows, starts, sent * size)
-        self.rows.drawn(rows, UNKNOWN)  # which of its draws a row goes on from is seen when they are read
+        self.seats.drawn(rows, UNKNOWN)  # which of its draws a row goes on from is seen when they are read
         self._host_starts = words[1].tolist()
         return size, stage, form, own
 
     def _bring(
         self, stage: _Stage, spans: list[Span], rows_S: np.ndarray, starts_S: np.ndarray, num_words: int
     ) -> None:
-        places, content = self.rows.changes(spans, rows_S, starts_S)
+        places, content = self.seats.changes(spans, rows_S, starts_S)
         self._inbox[:num_words].copy_(stage.inbox_tensor[:num_words], non_blocking=True)
         if places:
             at, words = stage.changes(places, content, self._device)
-            self.rows.words.index_copy_(0, at, words)
+            self.seats.words.index_copy_(0, at, words)
 
     def _run(self, size: int, output: StepOutput, form: int) -> None:
         key = size, output, form
@@ -307,7 +307,7 @@ class DecodeGraphs:
         """The step itself, over the first ``size`` rows of the static buffers."""
         words = self._inbox[: len(self._inbox) // size * size].view(-1, size)
         rows_B, starts_B = words[0], words[1]  # places in the cache, and positions but in trees
-        opened = open_rows(self.rows.kept, rows_B, starts_B, self._page_slots, words[2] if form else None)
+        opened = open_rows(self.seats.kept, rows_B, starts_B, self._page_slots, words[2] if form else None)
         batch = StepBatch(
             input_ids=opened.ids,
             positions=words[3] if form > ROW_BY_ROW else starts_B,
@@ -343,7 +343,7 @@ class DecodeGraphs:
         """A token for every row, left where the row's next step and the host look for it; with what is to be reported of it."""
         size = len(rows_B)
         draws_3B, reports_3B = self._draws[: 6 * size].view(2, 3, size)
-        sure_B = self.rows.sure.index_select(0, rows_B) if reports else None
+        sure_B = self.seats.sure.index_select(0, rows_B) if reports else None
         step = max(1, LOGIT_BYTES // (4 * self.sampler.vocab_size))
         for first in range(0, size, step):
             part = slice(first, min(first + step, size))
@@ -358,7 +358,7 @@ class DecodeGraphs:
                 positions_B[part],
                 self.sampler.tokenizer_size,
             )
-            close_rows(drawn, draws_3B[:, part], self.rows.token, rows_B[part], self.sampler.vocab_size)
+            close_rows(drawn, draws_3B[:, part], self.seats.token, rows_B[part], self.sampler.vocab_size)
             if reports:
                 report_rows(logits, drawn[0], sure_B[part], self.sampler.tokenizer_size, reports_3B[:, part])
 
@@ -393,7 +393,7 @@ class DecodeGraphs:
     def _pad(self, size: int) -> None:
         """A step of padding rows alone."""
         words = np.empty((ROW_WORDS, size), np.int64)
-        draft_words([], self.rows.padding, words)
+        draft_words([], self.seats.padding, words)
         self._inbox[: self._words * size].copy_(torch.from_numpy(words[: self._words].reshape(-1)))
         self._host_starts = [0] * size
 

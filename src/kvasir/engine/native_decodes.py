@@ -1,6 +1,6 @@
 """Steps of decodes alone where a step is one native call: the host brings a row number and a position a sequence, and reads a token.
 
-As with graphs (``graphs.py``), what a row starts from lies in ``DeviceRows``, here in the host's own memory: the call gathers it,
+As with graphs (``graphs.py``), what a row starts from lies in ``DeviceSeats``, here in the host's own memory: the call gathers it,
 runs the model, and draws (``kernels/native/decode.h``). Rows that ask for more than temperature, top-k, top-p and min-p are drawn
 by the sampler from the step's logits, as are draws that rounding might decide and rows whose logits hold NaN.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from kvasir.decoding.sampler import Sampler
-from kvasir.engine.device_rows import DeviceRows
+from kvasir.engine.device_seats import DeviceSeats
 from kvasir.engine.spans import ONE_SAMPLE
 from kvasir.models.native_decoder import Logits, NativeDecoder
 from kvasir.types import Span, SpanResult
@@ -19,9 +19,9 @@ from kvasir.types import Span, SpanResult
 class NativeDecodes:
     """``native`` draws from its first step on into ``rows``."""
 
-    def __init__(self, native: NativeDecoder, sampler: Sampler, rows: DeviceRows) -> None:
-        self.native, self.sampler, self.rows = native, sampler, rows
-        native.keep(rows.kept, sampler.tokenizer_size)
+    def __init__(self, native: NativeDecoder, sampler: Sampler, seats: DeviceSeats) -> None:
+        self.native, self.sampler, self.seats = native, sampler, seats
+        native.keep(seats.kept, sampler.tokenizer_size)
 
     def takes(self, spans: list[Span]) -> bool:
         """Whether these spans are decodes, and nothing else."""
@@ -35,7 +35,7 @@ class NativeDecodes:
             left = [spans[place] for place in places]
             output = self.sampler.sample(logits, self.sampler.pack(left))
             tokens = output.draws[0].int().clamp_(0, self.sampler.vocab_size - 1)
-            self.rows.token[[span.row for span in left]] = tokens
+            self.seats.token[[span.seat for span in left]] = tokens
             results.update(zip(places, output.read()))
             return tokens.tolist()
 
@@ -52,8 +52,8 @@ class NativeDecodes:
 
     def _bring(self, spans: list[Span]) -> tuple[list[int], list[int]]:
         """Rows and positions; ``rows`` holds all that they start from."""
-        rows, starts = [span.row for span in spans], [span.start for span in spans]
-        self.rows.bring(spans)
+        rows, starts = [span.seat for span in spans], [span.start for span in spans]
+        self.seats.bring(spans)
         return rows, starts
 
 

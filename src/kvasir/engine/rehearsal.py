@@ -43,7 +43,7 @@ ROWS = (
 @torch.inference_mode()
 def rehearse(runner: Runner) -> None:
     """All kinds of attention, and the first steps. What fails here is compiled when it is met, or fails there."""
-    if INTERPRETED or not use_triton(runner.rows.words):
+    if INTERPRETED or not use_triton(runner.seats.words):
         return
     layers = {layer.mixer.attention(): i for i, layer in enumerate(runner.model.spec.layers)}
     parts = [partial(_draw, runner)]  # first what takes the compiler longest
@@ -88,7 +88,7 @@ def _forward(runner: Runner, rows: int) -> None:
 
 def _draw(runner: Runner) -> None:
     """What draws and reports: of decodes that go on on the device, and of rows that the sampler packs."""
-    sampler, rows, device = runner.sampler, runner.rows, runner.device
+    sampler, rows, device = runner.sampler, runner.seats, runner.device
     places = torch.zeros(1, dtype=torch.int64, device=device)
     opened = open_rows(rows.kept, places, places, runner.pool.page_slots)
     how = opened.temperature, opened.top_k, opened.top_p, opened.min_p, opened.stream, places

@@ -15,7 +15,7 @@ from kvasir.attention.backend import AttentionBackend
 from kvasir.decoding.sampler import SampleOutput, Sampler, StepOutput
 from kvasir.engine.batch import Packer
 from kvasir.engine.decode_tapes import DecodeTapes
-from kvasir.engine.device_rows import DeviceRows
+from kvasir.engine.device_seats import DeviceSeats
 from kvasir.engine.graphs import Capture, CudaCapture, DecodeGraphs
 from kvasir.engine.mixed_steps import MixedSteps, PieceCapture
 from kvasir.engine.native_decodes import NativeDecodes
@@ -48,7 +48,7 @@ class Runner:
         self.device = device
         self.caches = [pool.layer(i) for i in range(len(model.spec.layers))]
         self.packer = Packer(pool.page_slots, len(pool.groups), device)
-        self.rows = DeviceRows(sampler.max_seqs, pages_for(max_model_len, pool.page_slots), len(pool.groups), device)
+        self.seats = DeviceSeats(sampler.max_seqs, pages_for(max_model_len, pool.page_slots), len(pool.groups), device)
         self.first_row = torch.zeros(1, dtype=torch.int64, device=device)
         self.graphs: DecodeGraphs | None = None
         self.mixed: MixedSteps | None = None
@@ -66,7 +66,7 @@ class Runner:
         inner = self.taps is None or len(self.model.blocks) - 1 not in self.taps.layers
         native = self.model.place.fused and inner and why_not(self.model, self.caches, self.backend) is None
         self.native = NativeDecoder(self.model, self.caches) if native else None
-        self.decodes = None if self.native is None else NativeDecodes(self.native, self.sampler, self.rows)
+        self.decodes = None if self.native is None else NativeDecodes(self.native, self.sampler, self.seats)
         self.tapes = None if native else self._tapes()
         if self.tapes is not None and self.taps is not None:
             self.tapes.use_taps(self.taps)
@@ -81,7 +81,7 @@ class Runner:
     def use_graphs(self, capture: Capture, max_drafts: int = 0) -> None:
         """From now on, run steps that only decode over static buffers, captured and replayed by ``capture``; with up to
         ``max_drafts`` drafts a sequence."""
-        self.graphs = DecodeGraphs(self.model, self.caches, self.backend, self.sampler, self.rows, capture, max_drafts)
+        self.graphs = DecodeGraphs(self.model, self.caches, self.backend, self.sampler, self.seats, capture, max_drafts)
         self.graphs.use_guests(self.guest_inputs)
         if self.taps is not None:
             self.graphs.use_taps(self.taps)
@@ -137,19 +137,19 @@ class Runner:
         return lambda work: record(work, arena).replay
 
     def open(self, seq: Sequence) -> None:
-        """Set up row ``seq.row`` for a sequence that starts or starts again."""
+        """Set up row ``seq.seat`` for a sequence that starts or starts again."""
         self.sampler.open(seq)
-        self.rows.open(seq, *self.sampler.numbers(seq.row))
+        self.seats.open(seq, *self.sampler.numbers(seq.seat))
 
     def close(self, row: int) -> None:
         self.sampler.close(row)
-        self.rows.close(row)
+        self.seats.close(row)
 
     def forget(self) -> None:
         """A launch or a step failed: wait until nothing of it runs any more, and trust nothing it left on the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.rows.forget()
+        self.seats.forget()
 
     def launch(self, plan: Plan) -> Handle:
         """Run a plan whose page copies were made already. Does not wait for the device."""
@@ -178,7 +178,7 @@ class Runner:
         batch = self.packer.pack(spans, frame)
         if batch.borrowed is not None:
             at, rows = batch.borrowed
-            batch.input_ids.index_copy_(0, at, self.rows.token.index_select(0, rows).long())
+            batch.input_ids.index_copy_(0, at, self.seats.token.index_select(0, rows).long())
         if frame is not None:
             self.backend.plan(batch)
             return self._sample_from(spans, self.mixed.forward(frame, batch)), None
@@ -235,7 +235,7 @@ class Runner:
         batch = self.sampler.pack(spans)
         output = self.sampler.sample(logits, batch)
         drawn = [
-            (first + len(wanted) - 1, span.row, span.start + span.length - len(span.guests))
+            (first + len(wanted) - 1, span.seat, span.start + span.length - len(span.guests))
             for span, wanted, first in zip(spans, batch.wanted, batch.first)
             if len(span.want.get("sample", ())) == 1
         ]
@@ -243,6 +243,6 @@ class Runner:
             at, rows, positions = zip(*drawn)
             index = self.packer.send(torch.tensor([at, rows], dtype=torch.int64))
             tokens = output.draws[0].index_select(0, index[0]).int().clamp_(0, self.sampler.vocab_size - 1)
-            self.rows.token.index_copy_(0, index[1], tokens)
-            self.rows.drawn(list(rows), positions)
+            self.seats.token.index_copy_(0, index[1], tokens)
+            self.seats.drawn(list(rows), positions)
         return output

@@ -78,8 +78,8 @@ class Scheduler:
         self._step = 0  # number of the last plan; the last with spans; the last that ended
         self._launched = 0
         self._completed = 0
-        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._limbo_rows: list[tuple[int, int]] = []  # (step that may still use it, row)
+        self._free_seats = list(range(config.max_num_seqs - 1, -1, -1))
+        self._limbo_seats: list[tuple[int, int]] = []  # (step that may still use it, row)
         self._deferred: list[Sequence] = []  # decodes for which no row was left; they come first next time
         self.room = Room(
             pages, policy, self.running, config.max_num_seqs, give_up=self._give_up, in_flight=self._in_flight
@@ -199,7 +199,7 @@ class Scheduler:
             if not self.pages.grow(seq, num_tokens + len(seq.draft), step.copies):
                 return None  # the pages that others got meanwhile are found in their tables
             spans.append(
-                next_span(seq, 1 + len(seq.draft)) if seq.draft else Span(seq, start, 1, ONE_SAMPLE, row=seq.row)
+                next_span(seq, 1 + len(seq.draft)) if seq.draft else Span(seq, start, 1, ONE_SAMPLE, seat=seq.seat)
             )
         for span in spans:
             span.seq.num_ahead += span.length
@@ -252,9 +252,9 @@ class Scheduler:
                 self._land(span)
         self._completed = max(self._completed, plan.step)
         self.pages.retire(plan.step)
-        if self._limbo_rows:
-            self._free_rows += [row for step, row in self._limbo_rows if step <= plan.step]
-            self._limbo_rows = [entry for entry in self._limbo_rows if entry[0] > plan.step]
+        if self._limbo_seats:
+            self._free_seats += [row for step, row in self._limbo_seats if step <= plan.step]
+            self._limbo_seats = [entry for entry in self._limbo_seats if entry[0] > plan.step]
 
     # -------------------------------------------------------------------------------------------------------- running
 
@@ -368,7 +368,7 @@ class Scheduler:
 
     def _seats(self) -> int:
         """How many more sequences may run."""
-        return min(self.room.max_running - len(self.running), len(self._free_rows))
+        return min(self.room.max_running - len(self.running), len(self._free_seats))
 
     def _admit(self, step: Step, claimant: Sequence | None, claim: int) -> None:
         """Fill the step from the queue. Requests that do not fit are looked past, LOOK_AHEAD of them."""
@@ -455,7 +455,7 @@ class Scheduler:
         for g, pages in enumerate(self.pages.missing(seq, seq.num_tokens, self.max_rows)):
             promised[g] += pages
         self.backlog.remove(seq)
-        seq.status, seq.row, seq.num_skipped = Status.RUNNING, self._free_rows.pop(), 0
+        seq.status, seq.seat, seq.num_skipped = Status.RUNNING, self._free_seats.pop(), 0
         if seq.first_scheduled is None:
             seq.first_scheduled = step.now
         self.running.add(seq, step.now)
@@ -473,10 +473,10 @@ class Scheduler:
         self.running.discard(seq)
         self.pages.release(seq, after_step)
         if after_step is None:
-            self._free_rows.append(seq.row)
+            self._free_seats.append(seq.seat)
         else:
-            self._limbo_rows.append((after_step, seq.row))
-        seq.row, seq.num_computed, seq.num_ahead, seq.num_drawn = -1, 0, 0, 0
+            self._limbo_seats.append((after_step, seq.seat))
+        seq.seat, seq.num_computed, seq.num_ahead, seq.num_drawn = -1, 0, 0, 0
         seq.drop_draft()
 
     def _give_up(self, seq: Sequence) -> None:
@@ -499,7 +499,7 @@ class Scheduler:
         ):
             for seq in seqs:
                 assert seq.status is status, f"{seq} is listed as {status}"
-                assert (seq.row >= 0) == bool(seq.tables) == (status is Status.RUNNING), (
+                assert (seq.seat >= 0) == bool(seq.tables) == (status is Status.RUNNING), (
                     f"{seq} holds what it should not"
                 )
                 assert seq.num_computed < seq.num_tokens, f"{seq} has nothing left to compute"
@@ -507,7 +507,7 @@ class Scheduler:
                 assert self._in_flight() is not None or not (seq.num_ahead or seq.num_drawn), (
                     f"{seq} counts on a step that has ended"
                 )
-        rows = [seq.row for seq in self.running] + self._free_rows + [row for _, row in self._limbo_rows]
+        rows = [seq.seat for seq in self.running] + self._free_seats + [row for _, row in self._limbo_seats]
         assert sorted(rows) == list(range(self.config.max_num_seqs)), "a row is in no place or in two"
         self.backlog.check()
         self.pages.check(chain(self.running, self.room.leased()))

@@ -17,7 +17,7 @@ import torch
 from kvasir.config import EngineConfig
 from kvasir.decoding.max_accept import DRAWN, fresh_stream
 from kvasir.engine.build import Built, build
-from kvasir.engine.device_rows import UNKNOWN
+from kvasir.engine.device_seats import UNKNOWN
 from kvasir.engine.early_exit import EarlyExit
 from kvasir.engine.pages import PageManager
 from kvasir.engine.sizing import pages_for
@@ -97,7 +97,7 @@ class SecondModel:
             built.runner.pool.groups, built.plan.num_pages, built.runner.pool.page_slots, built.prefix_root
         )
         self._shadows: OrderedDict[Sequence, Sequence] = OrderedDict()  # least recently drafted for first
-        self._free_rows = list(range(built.max_num_seqs))
+        self._free_seats = list(range(built.max_num_seqs))
         self._weights: dict[Sequence, list[torch.Tensor]] | None = (
             None  # of this round's shadows, what each token was drawn from; None: not wanted
         )
@@ -150,7 +150,7 @@ class SecondModel:
         """The sequence's shadow, brought up to its tokens; None: no row for it."""
         shadow = self._shadows.get(seq)
         if shadow is None:
-            if not self._free_rows and not self._evict(busy):
+            if not self._free_seats and not self._evict(busy):
                 return None
             # What is drawn need not obey penalties or a grammar to be a good guess; reports are not wanted.
             params = dataclasses.replace(
@@ -170,7 +170,7 @@ class SecondModel:
             shadow = Sequence(dataclasses.replace(seq.request, params=params, bad_words=[], emitted=[]))
             shadow.stream, shadow.tokens = seq.stream, list(seq.tokens)
             self._pages.admit(shadow, self._pages.match(shadow))
-            shadow.status, shadow.row = Status.RUNNING, self._free_rows.pop()
+            shadow.status, shadow.seat = Status.RUNNING, self._free_seats.pop()
             self._runner.open(shadow)
             self._shadows[seq] = shadow
         else:
@@ -183,8 +183,8 @@ class SecondModel:
                 agreed += 1
             shadow.tokens[agreed:], shadow.num_computed = seq.tokens[agreed:], agreed
             self._pages.commit(shadow)
-            self._runner.rows.drawn(
-                [shadow.row], [UNKNOWN]
+            self._runner.seats.drawn(
+                [shadow.seat], [UNKNOWN]
             )  # the device may hold a token of this position that was not accepted
             self._shadows.move_to_end(seq)
         shadow.state["agreed"] = len(seq.tokens) - 1
@@ -206,8 +206,8 @@ class SecondModel:
         return victim is not None
 
     def _release(self, shadow: Sequence) -> None:
-        self._runner.close(shadow.row)
-        self._free_rows.append(shadow.row)
+        self._runner.close(shadow.seat)
+        self._free_seats.append(shadow.seat)
         self._pages.release(shadow)
 
     def _step(self, shadows: list[Sequence], max_rows: int) -> None:

@@ -44,7 +44,7 @@ def next_span(seq: Sequence, length: int) -> Span:
     start = seq.num_computed + seq.num_ahead
     first = len(seq.tokens) + seq.num_drawn - 1 - start  # the row of the last token, known or being drawn
     if length == 1 and not first and not seq.guests:
-        return Span(seq, start, 1, want=ONE_SAMPLE, row=seq.row)
+        return Span(seq, start, 1, want=ONE_SAMPLE, seat=seq.seat)
     want: dict[Want, range] = {}
     unscored = unscored_from(seq) if start < seq.num_prompt - 1 else None
     if unscored is not None and start + length > unscored:
@@ -52,7 +52,7 @@ def next_span(seq: Sequence, length: int) -> Span:
     if length > first:
         want["sample"] = range(first, length)
     if length <= first + 1 and not seq.guests:
-        return Span(seq, start, length, want=want, row=seq.row)
+        return Span(seq, start, length, want=want, seat=seq.seat)
     parents = None
     if len(seq.draft_parents) == length - first - 1:  # a tree: each row's parent in the span
         parents = [*range(-1, first), *(first + 1 + p for p in seq.draft_parents)]
@@ -63,7 +63,7 @@ def next_span(seq: Sequence, length: int) -> Span:
             for chain in chains:
                 parents += [first + 1 + node, *range(len(parents), len(parents) + len(chain) - 1)]
                 guests += chain
-    return Span(seq, start, length + len(guests), want, "walk", parents, row=seq.row, guests=guests)
+    return Span(seq, start, length + len(guests), want, "walk", parents, seat=seq.seat, guests=guests)
 
 
 def rows_left(seq: Sequence) -> int:

@@ -75,7 +75,7 @@ def test_the_step_is_the_eager_one(codec_name, device, monkeypatch):
             )
         )
         pages = 90 // size + 1
-        seq.tables, seq.row, seq.status = (
+        seq.tables, seq.seat, seq.status = (
             [list(range(1 + i * pages, 1 + (i + 1) * pages)) for _ in groups],
             i,
             Status.RUNNING,
@@ -89,7 +89,7 @@ def test_the_step_is_the_eager_one(codec_name, device, monkeypatch):
             mine = guests if parents else []
             seq.draft = [(3 * j) % 50 for j in range(length - 1 - len(mine))]
             want = {"sample": range(length - len(mine))}
-            found.append(Span(seq, len(seq.tokens) - 1, length, want=want, parents=parents, row=seq.row, guests=mine))
+            found.append(Span(seq, len(seq.tokens) - 1, length, want=want, parents=parents, seat=seq.seat, guests=mine))
         return found
 
     steps = [spans(4, TREE, [1])] + ([spans(9, [*TREE, 3, 0], [])] if device == "cuda" else [])

@@ -1,6 +1,6 @@
 """What the device keeps of every row of a running sequence, so that a decode step crosses over with two numbers a row.
 
-A row (``Sequence.row``) has its last drawn token, the numbers of its sampling parameters, and its page tables. All of it
+A row (``Sequence.seat``) has its last drawn token, the numbers of its sampling parameters, and its page tables. All of it
 lies in one flat int32 tensor, so that any number of changes is one copy to the device and one scatter. The token is
 written by the device itself, step by step: the next step may be launched before the host has read it.
 
@@ -46,7 +46,7 @@ def draft_words(spans: list[Span], padding: int, words: np.ndarray) -> None:
     trees: list[tuple[Span, int]] = []
     for span in spans:  # once a sequence and step: no call that is not needed
         seq, start, length, first = span.seq, span.start, span.length, len(tokens)
-        heads.append((span.row, start, length, first))
+        heads.append((span.seat, start, length, first))
         tokens.append(seq.tokens[start] if start < len(seq.tokens) else -1)
         if length > 1:
             tokens += seq.draft
@@ -74,7 +74,7 @@ def draft_words(spans: list[Span], padding: int, words: np.ndarray) -> None:
     words[:, count:] = np.array([padding, 0, -1, 0, 0, 1, 1, -1])[:, None]
 
 
-class DeviceRows:
+class DeviceSeats:
     def __init__(self, max_seqs: int, max_pages: int, num_groups: int, device: torch.device | str) -> None:
         self.count = count = max_seqs + 1
         self.padding = max_seqs
@@ -110,9 +110,9 @@ class DeviceRows:
         self._unsent: set[int] = set()  # open rows whose numbers the device does not have
 
     def open(self, seq: Sequence, temperature: float, top_k: int, top_p: float, min_p: float, sure: int) -> None:
-        """``seq.row`` is ``seq``'s from now on. ``temperature`` 0: greedy; ``top_k`` the vocabulary, ``top_p`` 1, ``min_p`` 0, ``sure`` (the
+        """``seq.seat`` is ``seq``'s from now on. ``temperature`` 0: greedy; ``top_k`` the vocabulary, ``top_p`` 1, ``min_p`` 0, ``sure`` (the
         k of its confidence) 0: off."""
-        row = seq.row
+        row = seq.seat
         numbers = np.array([temperature, top_p, min_p], np.float32).view(np.int32).tolist()
         stream = np.array([seq.stream], np.uint64).view(np.int32).tolist()
         at = [self.count * part + row for part in (TEMPERATURE, TOP_P, MIN_P, TOP_K, SURE)]
@@ -151,7 +151,7 @@ class DeviceRows:
         self._unsent.clear()
         for i in np.flatnonzero(self._position[rows] != starts).tolist():
             span = spans[i]
-            at.append(span.row)
+            at.append(span.seat)
             content.append(span.seq.tokens[span.start])
         for span in spans:
             seq = span.seq
@@ -163,18 +163,18 @@ class DeviceRows:
         """``changes``, made at once, and ``drawn``, where ``words`` lie in the host's own memory."""
         position, new = self._position, []
         for span in spans:
-            if position[span.row] != span.start or span.seq.num_sent < len(span.seq.tables[0]):
+            if position[span.seat] != span.start or span.seq.num_sent < len(span.seq.tables[0]):
                 new.append(span)
         if new or self._unsent:
-            at, content = self.changes(new, [span.row for span in new], [span.start for span in new])
+            at, content = self.changes(new, [span.seat for span in new], [span.start for span in new])
             self._host_words[at] = content
         for span in spans:
-            position[span.row] = span.start + 1
+            position[span.seat] = span.start + 1
 
     def _send_pages(self, seq: Sequence, at: list[int], content: list[int]) -> None:
         sent, end = seq.num_sent, len(seq.tables[0])
         for base, table in zip(self._bases, seq.tables):
-            first = base + seq.row * self._max_pages
+            first = base + seq.seat * self._max_pages
             at += range(first + sent, first + end)
             content += table[sent:]
         seq.num_sent = end
