@@ -111,7 +111,7 @@ class Steps:
                     rows,
                     want={"sample": range(rows)},
                     commit="walk",
-                    row=seq.seat,
+                    seat=seq.seat,
                     parents=[(i - 1) // 2 if i else -1 for i in range(rows)] if tree else None,
                 )
             )
