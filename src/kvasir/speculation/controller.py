@@ -1,20 +1,22 @@
-"""How much to draft: the slots a step, their owners, and whether to draft at all, by goodput (arXiv 2406.14066).
+"""Decide how much to draft, for which sequences, and whether to draft at all, by goodput (arXiv 2406.14066).
 
     goodput(N) = (sequences + expected accepted tokens of the best N nodes) / time of a step of sequences + N rows
 
-What a node is worth is its *survival*, the product of its ancestors' hazards and its own; a hazard is the chance of a node to
-be right when its parent was. It is learnt by drafter, by depth and by the drafter's own estimate, which is the prior. Step
-times come from the engine, which measures them while serving, plain steps and drafted ones apart: so the drafting itself, and
-the overlap that a drafted step does without, are part of the price.
+The value of a node is its *survival*: the product of its own hazard and its ancestors'. A hazard is the chance that a
+node is accepted when its parent was. Hazards are learnt by drafter, by depth and by the drafter's own estimate, which
+is the prior. The engine measures step times while serving, plain and drafted steps apart. The price of drafting
+therefore includes the drafter's own time and the lost overlap of a drafted step.
 
-Zero is an answer: then no drafter runs and the engine does what it does without one. Nothing is searched for: as soon as it was
-seen what is proposed and how a few proposals fare, the best number of nodes follows from the two tables, and drafting goes there at
-once. A *trial*, a few steps with a few nodes for a few sequences, shows that much: at the start, and again after pauses that
-double while it does not pay. Trials and errors are paid from an account: plain steps add a share of their time, drafted
-steps what they gained or lost against plain ones. Where it is empty nothing is drafted, so whatever the estimates say,
-drafting cannot cost more than that share and the credit at the start. One step takes no more out of it than some dozens of plain ones
-do: a server that stood still for a second must not do without drafts for an hour. Any rule is lossless here, since the verifying draw
-does not look at the draft.
+Zero nodes is a valid answer: then no drafter runs, and the engine works as it does without one. There is no search.
+Once a few proposals have been verified, the two tables give the best number of nodes, and drafting goes there at once.
+A *trial* collects this evidence: a few steps with a few nodes for a few sequences, at the start and again after pauses.
+The pauses double while drafting does not pay.
+
+An account pays for trials and errors. Plain steps add a share of their time; drafted steps add what they gained, or
+subtract what they lost, compared with plain ones. Without credit nothing is drafted, so drafting never costs more than
+that share plus the initial credit, however wrong the estimates are. A single step is charged at most a few dozen plain
+steps: a server that stood still for a second must not go without drafts for an hour. Any decision is lossless, since
+the verifying draw does not look at the draft.
 """
 
 from __future__ import annotations
@@ -29,62 +31,59 @@ from dataclasses import dataclass, field
 from kvasir.speculation.forest import Forest, native
 from kvasir.speculation.tree import DraftTree
 
-EST_EDGES = (0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)  # of the bins of the drafter's estimate
-DEPTHS, PLACES = (
-    8,
-    len(EST_EDGES) + 1,
-)  # bins of depth, the last of which is for all that are deeper, and of the estimate
-# Observations that the drafter's own estimate counts for, and what was learnt of the depth above: powers of two, so that a bin without
-# evidence changes no bit.
+EST_EDGES = (0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)  # edges between the bins of the drafter's estimate
+DEPTHS, PLACES = 8, len(EST_EDGES) + 1  # number of bins of depth (the last holds all deeper nodes) and of the estimate
+# Observations that the prior counts for: the drafter's estimate at the first depth, the depth above at the others. They
+# are powers of two, so that a bin without evidence changes no bit.
 EST_WEIGHT, ABOVE_WEIGHT = 2.0, 8.0
-FORGETTING, FADING = 0.995, 0.5  # of a bin's evidence, an observation, and when drafts are tried again after a pause
-START_GAIN, MIN_GAIN = 1.04, 1.02  # drafting starts above the one, by what is predicted, and ends below the other
-TRIAL_STEPS = 4  # at most,
-TRIAL_TRIED = (
-    8  # and no more once so many proposals were seen and a step was measured, or one that was not measured came before
-)
-TRIAL_NODES = 4  # a sequence, whatever they are believed to be worth: else what is believed bad is never seen again
-TRIAL_SEQS = 8  # of those that decode: enough to learn from, and cheap in a large batch
-AGAIN = 4  # steps until it is asked again whether a trial that is due has the device for itself
-MIN_PAUSE, MAX_PAUSE = (
-    16,
-    128,
-)  # plain steps between trials, and at least as many as pay for two steps of one, unless drafting did
-ALLOWANCE = 0.008  # of the time of plain steps goes into the account
-CREDIT_STEPS, MAX_DEBT_STEPS = 1.5, 32.0  # plain steps' time in the account at the start, and that it may lack at most
-MAX_ALLOWED_STEPS, MAX_CREDIT_STEPS = (
-    2.0,
-    4.0,
-)  # and that it may hold, of plain steps' shares and of what drafting gained
-MARGIN = 2  # nodes that are proposed beyond the most that was worth verifying in the last step
-REFRESH, REFRESH_STEPS = 512, 4  # after so many drafted steps in a row, plain ones to see what those cost by now
-RECENT = 32  # proposals that show what the next ones will be like
-PACKED = 16  # trees from which on they are worth packing
+FORGETTING = 0.995  # factor on a bin's evidence at each observation
+FADING = 0.5  # factor on all evidence when drafts are tried again after a pause
+START_GAIN, MIN_GAIN = 1.04, 1.02  # predicted gain above which drafting starts, and below which it ends
+TRIAL_STEPS = 4  # most steps of a trial
+# Proposals after which a trial ends early, if a step was measured or an unmeasured one came before.
+TRIAL_TRIED = 8
+TRIAL_NODES = 4  # nodes a sequence in a trial, whatever their value: bad nodes would never be seen again otherwise
+TRIAL_SEQS = 8  # sequences drafted for in a trial: enough to learn from, and cheap in a large batch
+AGAIN = 4  # steps until a due trial checks again whether it would run without prompts in the step
+# Plain steps between trials. The pause is also long enough to pay for two steps of a trial, unless drafting has paid
+# for them.
+MIN_PAUSE, MAX_PAUSE = 16, 128
+ALLOWANCE = 0.008  # share of a plain step's time that goes into the account
+CREDIT_STEPS, MAX_DEBT_STEPS = 1.5, 32.0  # initial credit and largest debt of the account, in plain steps
+# Most credit from the shares of plain steps, and most credit in all, in plain steps.
+MAX_ALLOWED_STEPS, MAX_CREDIT_STEPS = 2.0, 4.0
+MARGIN = 2  # nodes proposed beyond the largest number that was worth verifying in the last step
+REFRESH, REFRESH_STEPS = 512, 4  # after this many drafted steps in a row come this many plain ones, to time those again
+RECENT = 32  # number of recent proposals that predict what the next ones are worth
+PACKED = 16  # number of trees from which on packing them into a ``Forest`` pays
 
-# (sequences that decode, their context tokens, draft rows, drafted step or plain) -> seconds
+# (decoding sequences, their context tokens, draft rows, whether the step is drafted) -> seconds
 StepSeconds = Callable[[int, int, int, bool], float]
 
 
 class Survival:
-    """Hazards by drafter, depth and the drafter's estimate: [right, tried] with forgetting. The prior of a depth is what was
-    learnt of the depth before it, that of the first is the estimate: so a little tells much, and depths that were never
-    verified are not believed to be what the drafter says."""
+    """Hazards by drafter, depth and the drafter's estimate, from exponentially forgotten [accepted, tried] counts.
+
+    The prior of a depth is the hazard learnt for the depth above it; the prior of the first is the drafter's estimate.
+    So a few observations teach a lot, and depths that were never verified do not rely on the drafter's word."""
 
     def __init__(self) -> None:
         self._bins: dict[str, array] = {}
         self._known: dict[tuple[str, int, float], float] = {}
 
     def bins(self, source: str) -> array:
-        """Of a drafter: [right, tried] by depth and place of the estimate. Who writes into it calls ``learnt``."""
+        """Counts of a drafter: [accepted, tried] by depth and estimate bin. Writers call ``learnt`` afterwards."""
         found = self._bins.get(source)
         if found is None:
             found = self._bins[source] = array("d", bytes(16 * DEPTHS * PLACES))
         return found
 
     def learnt(self) -> None:
+        """Drop cached hazards, since counts have changed."""
         self._known.clear()
 
     def hazard(self, source: str, depth: int, est: float) -> float:
+        """Chance that a node is accepted when its parent was."""
         known = self._known.get((source, depth, est))
         if known is None:
             bins, known, place = self.bins(source), min(1.0, est), bisect_left(EST_EDGES, est)
@@ -101,13 +100,13 @@ class Survival:
         self.learnt()
 
     def fade(self) -> None:
-        """Some time has passed: what was learnt is believed less."""
+        """Halve the weight of all evidence, since time has passed."""
         for source, bins in self._bins.items():
             self._bins[source] = array("d", (FADING * number for number in bins))
         self.learnt()
 
     def of(self, tree: DraftTree) -> list[float]:
-        """By node: the chance that it is reached and right."""
+        """Survival of each node: the chance that it is reached and accepted."""
         survival: list[float] = []
         source = tree.source
         for parent, depth, est in zip(tree.parents, tree.depths, tree.est):
@@ -116,7 +115,8 @@ class Survival:
 
 
 def _within(tree: DraftTree, rows: int) -> DraftTree:
-    """As many leading nodes as have room with their guests; where not even the anchor's have, as many of these as do."""
+    """Cut a tree with guests to ``rows`` rows: the most leading nodes that fit with their guests. Where not even the
+    anchor's guests fit, cut these."""
     if not tree.guests or tree.num_rows <= rows:
         return tree
     count, left = 0, rows - tree.num_guests(-1)
@@ -131,18 +131,18 @@ def _within(tree: DraftTree, rows: int) -> DraftTree:
 
 @dataclass(slots=True)
 class DraftStats:
-    """Counters since the start. ``by_depth``: [tried, accepted] nodes, where a node is tried when its parent was accepted."""
+    """Counters since the start. ``by_depth``: [tried, accepted] nodes; a node is tried when its parent was accepted."""
 
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
-    verified: int = 0  # sequences times steps in which they had a draft
+    verified: int = 0  # number of verified trees
     by_depth: list[list[int]] = field(default_factory=list)
     by_source: dict[str, list[int]] = field(default_factory=dict)  # [drafted, accepted] by drafter
     by_source_depth: dict[str, list[list[int]]] = field(default_factory=dict)  # ``by_depth`` of each drafter
 
     def add_depths(self, source: str, counts: Many[Many[int]]) -> None:
-        """``counts``: [tried, accepted] nodes of ``source`` by depth."""
+        """Add [tried, accepted] nodes of ``source`` by depth."""
         for totals in (self.by_depth, self.by_source_depth.setdefault(source, [])):
             totals += [[0, 0] for _ in counts[len(totals) :]]
             for total, (tried, right) in zip(totals, counts):
@@ -151,7 +151,9 @@ class DraftStats:
 
 
 class Controller:
-    """``fixed``: no control, every proposal is verified whole (for measurements and tests). ``plain``: without native code."""
+    """Decides what each step drafts, and learns from what was accepted.
+
+    ``fixed``: verify every proposal whole, for measurements and tests. ``plain``: run without native code."""
 
     def __init__(self, seconds: StepSeconds, *, fixed: bool = False, plain: bool = False) -> None:
         self._seconds = seconds
@@ -159,24 +161,24 @@ class Controller:
         self._packs = not plain and native().library is not None
         self.survival = Survival()
         self.stats = DraftStats()
-        self._recent: deque[DraftTree] = deque(maxlen=RECENT)  # proposals, whole
-        self._credit: float | None = None  # seconds; None: not opened yet
-        self._fresh = not fixed  # no step of decodes alone was left plain yet, which shows what one costs
-        self._trial = 0  # steps left of the trial that runs
-        self._tried = 0  # proposals that it saw
-        self.trying = False  # whether the step that is being planned belongs to a trial: it drafts for ``TRIAL_SEQS`` sequences only
+        self._recent: deque[DraftTree] = deque(maxlen=RECENT)  # recent proposals, before they were cut
+        self._credit: float | None = None  # the account in seconds; None: not opened yet
+        self._fresh = not fixed  # no plain step of decodes alone has been timed yet
+        self._trial = 0  # steps left of the running trial
+        self._tried = 0  # proposals that the running trial has seen verified
+        self.trying = False  # whether the next step belongs to a trial, which drafts for ``TRIAL_SEQS`` sequences only
         self._pause = MIN_PAUSE
-        self._rest = 0  # plain steps until drafts are thought of
-        self._due = True  # a trial, when the rest is over
-        self._in_a_row = 0  # drafted steps
-        self._drafted_last = False  # because it pays, not on trial
-        self._accepted = 0  # of the step being observed
-        self.most_nodes: int | None = None  # worth proposing for a sequence; None: all that there may be
+        self._rest = 0  # plain steps until drafting is considered again
+        self._due = True  # whether a trial follows the rest
+        self._in_a_row = 0  # drafted steps since the last plain one
+        self._drafted_last = False  # whether the last decision was to draft because it pays
+        self._accepted = 0  # accepted nodes of the step that is being observed
+        self.most_nodes: int | None = None  # most nodes worth proposing for a sequence; None: no limit
 
     # ---------------------------------------------------------------------------------------------------------- decide
 
     def resting(self) -> bool:
-        """Once a step: whether drafting is out of the question in this one."""
+        """Whether this step must be plain. Called once a step."""
         if self._rest:
             self._rest -= 1
             return True
@@ -184,12 +186,13 @@ class Controller:
 
     @property
     def rest_left(self) -> int:
-        """Plain steps until drafting is tried again; 0: it is not resting."""
+        """Number of plain steps until drafting is tried again; 0 when it is not resting."""
         return self._rest
 
     def wanted(self, num_seqs: int, context: int, alone: bool = True) -> bool:
-        """Whether to draft in the next step, for ``num_seqs`` decodes with ``context`` tokens before them in all. ``alone``: no
-        prompt is computed beside them; only then a trial tells anything."""
+        """Whether to draft in the next step, for ``num_seqs`` decodes with ``context`` tokens before them in total.
+
+        ``alone``: the step computes no prompt; a trial is informative only then."""
         self.trying = False
         if not num_seqs or self._fixed:
             return bool(num_seqs)
@@ -207,19 +210,16 @@ class Controller:
             self._in_a_row, self._rest = 0, REFRESH_STEPS - 1
             return False
         self._drafted_last, self.most_nodes = False, None
-        # Of a step of a trial, even if nothing is right.
+        # The price of a trial step if nothing is accepted.
         cost = self._seconds(num_seqs, context, TRIAL_NODES * min(num_seqs, TRIAL_SEQS), True) - plain
         if not self._trial and not self._due:
-            earned = max(0.0, self._credit - CREDIT_STEPS * plain)  # while drafting paid
+            earned = max(0.0, self._credit - CREDIT_STEPS * plain)  # what drafting earned while it paid
             self._rest = min(MAX_PAUSE, max(self._pause, int((2 * cost - earned) / (ALLOWANCE * plain))))
             self._pause, self._due, self._in_a_row = min(2 * self._pause, MAX_PAUSE), True, 0
             return False
         if cost > self._credit:
-            self._trial, self._due, self._rest = (
-                0,
-                True,
-                min(MAX_PAUSE, 1 + int((cost - self._credit) / (ALLOWANCE * plain))),
-            )
+            self._trial, self._due = 0, True
+            self._rest = min(MAX_PAUSE, 1 + int((cost - self._credit) / (ALLOWANCE * plain)))
         elif not alone:
             self._rest = 0 if self._trial else AGAIN
         else:
@@ -230,29 +230,29 @@ class Controller:
         return self.trying
 
     def _gain(self, num_seqs: int, context: int, plain: float) -> float:
-        """Tokens a second with drafts over those without, if the next proposals are like the recent ones: at the best number
-        of nodes a sequence."""
+        """Predict tokens a second with drafts over tokens a second without, at the best number of nodes a sequence.
+
+        Assumes that the next proposals are like the recent ones."""
         if not self._recent:
             return 0.0
         worth = [sorted(self.survival.of(tree), reverse=True) for tree in self._recent]
-        spread = sum(tree.num_rows for tree in self._recent) / max(
-            1, sum(map(len, self._recent))
-        )  # rows a node, guests included
+        num_nodes = max(1, sum(map(len, self._recent)))
+        spread = sum(tree.num_rows for tree in self._recent) / num_nodes  # rows a node, guests included
         best, tokens, slots = 0.0, 1.0, 0.0
         for rank in range(max(map(len, worth))):
             added = [survivals[rank] for survivals in worth if rank < len(survivals)]
             tokens, slots = tokens + sum(added) / len(worth), slots + len(added) / len(worth)
             if rank < 8 or rank % 8 == 7:
-                best = max(
-                    best, tokens * plain / self._seconds(num_seqs, context, round(spread * slots * num_seqs), True)
-                )
+                drafted = self._seconds(num_seqs, context, round(spread * slots * num_seqs), True)
+                best = max(best, tokens * plain / drafted)
         return best
 
     def allocate(
         self, trees: Many[DraftTree], context: int, budget: int, num_seqs: int | None = None
     ) -> Many[DraftTree]:
-        """Cut the trees to the slots that give the most tokens a second, ``budget`` at most. ``num_seqs``: sequences that
-        decode in the step, if more than have a tree."""
+        """Cut the trees to the nodes that give the most tokens a second, in at most ``budget`` rows.
+
+        ``num_seqs``: number of sequences that decode in the step, if it differs from the number of trees."""
         if self._fixed or self.trying:
             if self.trying:
                 self._recent.extend(trees[:RECENT])
@@ -266,7 +266,7 @@ class Controller:
         if forest is not None:
             return self._cut(forest, context, budget, len(trees) if num_seqs is None else num_seqs)
         ranked = [(-s, i, node) for i, tree in enumerate(trees) for node, s in enumerate(self.survival.of(tree))]
-        ranked.sort()  # a parent is never worth less than its child, and stands first where they tie
+        ranked.sort()  # a parent never survives less often than its child, and comes first in a tie
         count = len(trees) if num_seqs is None else num_seqs
         last = min(len(ranked), budget)
         rows = guests = sum(tree.num_guests(-1) for tree in trees if tree.guests)
@@ -278,7 +278,7 @@ class Controller:
             if rows > budget:
                 break
             if count + rows > 16 and (count + rows) % 8 and n < last:
-                continue  # padded to the next edge in any case
+                continue  # the step is padded to the next multiple of 8 anyway
             goodput = expected / self._seconds(count, context, rows, True)
             if goodput > best_goodput:
                 best, best_goodput = n, goodput
@@ -291,7 +291,7 @@ class Controller:
         return [_within(tree, budget // len(trees)) for tree in trees] if crowded else trees
 
     def _cut(self, forest: Forest, context: int, budget: int, count: int) -> Forest:
-        """The same of trees without guests, all at once."""
+        """Cut trees without guests, as ``allocate`` does, in one native call."""
         order, expected = forest.rank(self.survival.bins(forest.source), float(count))
         last = min(len(order), budget)
         best, best_goodput = 0, count / self._seconds(count, context, 0, True)
@@ -311,7 +311,8 @@ class Controller:
     # ----------------------------------------------------------------------------------------------------------- learn
 
     def observe(self, tree: DraftTree, path: list[int]) -> None:
-        """One verified tree: every child of a node on the path was tried, those on the path were right."""
+        """Learn from one verified tree: the children of nodes on the path were tried, the nodes on the path
+        accepted."""
         stats, reached, right = self.stats, {-1, *path}, set(path)
         depths: list[list[int]] = []
         for node, (parent, depth) in enumerate(zip(tree.parents, tree.depths)):
@@ -332,7 +333,8 @@ class Controller:
         self._tried += 1
 
     def observe_all(self, forest: Forest, which: list[int], paths: list[list[int]]) -> None:
-        """The same of the trees ``which``, one after another; ``paths``: the row of the anchor and those of the right nodes, of each."""
+        """Learn from the trees ``which`` of a forest. ``paths``: for each, the anchor's row and those of the accepted
+        nodes."""
         if not which:
             return
         bins, stats = self.survival.bins(forest.source), self.stats
@@ -350,8 +352,10 @@ class Controller:
         self._tried += len(paths)
 
     def end_step(self, num_seqs: int, context: int, seconds: float, known: bool = True) -> None:
-        """A drafted step of ``num_seqs`` decodes was committed, and is charged ``seconds``; ``known``: that tells what the next one of its
-        size will take. ``num_seqs`` 0: it held more than decodes."""
+        """Settle a committed drafted step of ``num_seqs`` decodes, which is charged ``seconds``.
+
+        ``known``: the time predicts what the next step of this size takes. ``num_seqs`` 0: the step held more than
+        decodes."""
         self.stats.steps += 1
         self._in_a_row += 1
         accepted, self._accepted = self._accepted, 0
@@ -365,6 +369,6 @@ class Controller:
         self._trial = 0 if self._credit < 0 else self._trial
 
     def rested(self, seconds: float, excess: float = 0.0) -> None:
-        """A plain step took ``seconds``; ``excess`` of them because the step before it was drafted."""
+        """Settle a plain step of ``seconds``, of which ``excess`` came from the drafted step before it."""
         if self._credit is not None:
             self._credit += (ALLOWANCE * seconds if self._credit < MAX_ALLOWED_STEPS * seconds else 0.0) - excess

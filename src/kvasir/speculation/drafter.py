@@ -1,8 +1,8 @@
-"""The seam of drafters: who proposes tokens that the model then checks in one forward.
+"""The seam of drafters: a drafter proposes tokens, and the model checks them in one forward.
 
-Verification is sampling with position-keyed noise (docs/architecture.md), so nothing a drafter proposes can change a token
-of the output: it may be wrong, stale, random, replaced in mid-request or absent. What it changes is how many tokens a
-forward yields. A drafter sees sequences and knows nothing of plans; the engine knows nothing of drafters but this protocol.
+Verification is sampling with position-keyed noise (docs/architecture.md), so a draft cannot change the output: it may
+be wrong, stale, random, replaced in mid-request or absent. It changes only how many tokens a forward yields. A drafter
+sees sequences and knows nothing of plans; the engine knows a drafter only by this protocol.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 Place = Literal["cpu", "same_device", "other_device"]
 
 
-@dataclass(slots=True)  # not frozen: one is made for every sequence and step, in half the time
+@dataclass(slots=True)  # not frozen: the engine makes one for every sequence and step, and this takes half the time
 class Ask:
-    """A sequence whose next token is the model's turn, and how large a tree may be proposed for it."""
+    """A request for drafts: the sequence to continue and the largest tree that may be proposed for it."""
 
     seq: Sequence
     max_nodes: int
@@ -32,12 +32,13 @@ class Ask:
 
 
 class ChainModel(Protocol):
-    """Another causal model with KV pages of its own, as the engine runs it for a drafter."""
+    """A second causal model with KV pages of its own, which the engine runs for a drafter."""
 
     def draw(self, asks: Many[Ask], keep: bool = False) -> list[list[int]]:
-        """For each, up to ``max_depth`` tokens after the known ones, drawn with the sequence's own parameters and noise; none
-        where the model is still busy with the prompt or has no page left. ``keep``: with fresh noise instead, and what they were
-        drawn from is left for the verification (`kvasir.decoding.max_accept`)."""
+        """Draw up to ``max_depth`` tokens after the known ones of each sequence, with its own parameters and noise.
+
+        A list is empty where the model is still computing the prompt or has no free page. ``keep``: draw with fresh
+        noise and leave the distributions for the verification (`kvasir.decoding.max_accept`)."""
 
     def close(self, seq: Sequence) -> None: ...
 
@@ -46,52 +47,65 @@ class ChainModel(Protocol):
 
 
 class ExitModel(Protocol):
-    """The served model up to an early layer, with its weights and pages. ``exits``: after which layers, ascending; ``head_layers``: what
-    the head costs, in layers."""
+    """The served model up to an early layer, with the same weights and pages.
+
+    ``exits``: the layers after which it may stop, ascending; ``head_layers``: cost of the head in units of one
+    layer."""
 
     exits: tuple[int, ...]
     num_layers: int
     head_layers: float
 
     def draw(self, asks: list[Ask], num_layers: int, stops: list[float]) -> list[tuple[list[int], list[float]]]:
-        """As ``ChainModel.draw``, by the first ``num_layers`` layers; and the probability of each token there. A draft ends behind its
-        first token whose probability is below its ``stops``."""
+        """Draw as ``ChainModel.draw`` does, with the first ``num_layers`` layers only. Return tokens and their
+        probabilities.
+
+        A draft ends after its first token whose probability is below the sequence's entry in ``stops``."""
 
     def judge(self, pieces: list[tuple[Sequence, int, Any]]) -> list[list[list[tuple[int, float]]]]:
-        """What each exit would have drafted: of (sequence, position of the first row, outputs [rows, exits, E] of the exits' last layers),
-        one a sequence, for every exit and row the token and its probability; (-1, 0) where no number came out."""
+        """Tell what each exit would have drafted.
+
+        ``pieces``: one (sequence, position of the first row, outputs [rows, exits, E] of the exits' last layers) a
+        sequence. Returns, by sequence, exit and row, the token and its probability; (-1, 0) where the logits are not
+        numbers."""
 
     def close(self, seq: Sequence) -> None: ...
 
 
 class Host(Protocol):
-    """What the engine offers a drafter when it starts, before the served model takes its memory."""
+    """The engine as a drafter sees it at start-up, before the served model takes its memory."""
 
     def exit_model(self, exits: tuple[int, ...]) -> ExitModel:
-        """Usable, and its numbers known, once the served model is there: which then raises ConfigError for a layer that it does
-        not have. No ``exits``: after a quarter, a half and three quarters of its layers."""
+        """Return an exit model that becomes usable once the served model is loaded.
+
+        Loading raises ConfigError for a layer that the model does not have. Empty ``exits`` stand for a quarter, a half
+        and three quarters of the layers."""
 
     def chain_model(self, model: str, kv_tokens: int, keep: bool = False) -> ChainModel:
-        """``model``: checkpoint folder or hub id; ``kv_tokens``: tokens its pages hold; ``keep``: as `ChainModel.draw` will be asked.
-        Raises ConfigError when its vocabulary is not the served model's, and where ``keep`` would break exact mode."""
+        """Load a draft model.
+
+        ``model``: checkpoint folder or hub id; ``kv_tokens``: number of tokens that its pages hold; ``keep``: the value
+        that `ChainModel.draw` will be called with. Raises ConfigError when its vocabulary differs from the served
+        model's, and when ``keep`` would break exact mode."""
 
 
 class ServedModel(Protocol):
-    """What a drafter that lives on the model it drafts for may use of it (`kvasir.models.decoder.Decoder`)."""
+    """The parts of the served model that a drafter may use (`kvasir.models.decoder.Decoder`)."""
 
     spec: Any
     place: Any
     norm: Any
 
     def embed(self, ids: Any) -> Any:
-        """[..., E]: what the first layer reads for these tokens."""
+        """Return the inputs [..., E] of the first layer for these tokens."""
 
     def read_out(self, normed: Any) -> Any:
-        """Logits [..., V] of normed states [..., E]."""
+        """Return the logits [..., V] of normed states [..., E]."""
 
 
 def check_trees(asks: Many[Ask], trees: Many[DraftTree], vocab_size: int, num_guests: int = 0) -> None:
-    """Raise ValueError for what ``Drafter.propose`` must not return: later it would fail the step, or a GPU."""
+    """Raise ValueError for proposals that break the contract of ``Drafter.propose``: they would fail the step, or crash
+    a GPU."""
     if len(trees) != len(asks):
         raise ValueError(
             f"{len(trees)} proposals for {len(asks)} sequences; where there is nothing to propose, an empty DraftTree"
@@ -101,11 +115,13 @@ def check_trees(asks: Many[Ask], trees: Many[DraftTree], vocab_size: int, num_gu
             raise ValueError(f"a proposal is a DraftTree, not {tree!r}")
         if not tree.is_whole(num_guests):
             raise ValueError(
-                f"{tree!r} is no tree: parts of nodes are missing, or a node stands before its parent. Build it with chain() and add()"
+                f"{tree!r} is no tree: parts of nodes are missing, or a node stands before its parent. "
+                "Build it with chain() and add()"
             )
         if len(tree) > ask.max_nodes or max(tree.depths, default=-1) >= ask.max_depth:
             raise ValueError(
-                f"{len(tree)} tokens proposed, {max(tree.depths) + 1} deep; asked were at most {ask.max_nodes}, {ask.max_depth} deep"
+                f"{len(tree)} tokens proposed, {max(tree.depths) + 1} deep; "
+                f"asked were at most {ask.max_nodes}, {ask.max_depth} deep"
             )
         for token, est in zip(tree.tokens, tree.est):
             if not 0 <= token < vocab_size or not 0 <= est <= 1:
@@ -115,13 +131,19 @@ def check_trees(asks: Many[Ask], trees: Many[DraftTree], vocab_size: int, num_gu
 
 
 class Drafter(Technique):
-    """``exact`` False: it asks for a verification that keeps the distribution of tokens, not the tokens.
-    ``hidden_layers``: layers of the served model whose outputs it reads, known after ``attach``; they are handed to ``ingest``
-    and ``observe``, as [rows, layers, E] on the model's device. ``guests``: embeddings [guests, E], in the model's dtype and place, that
-    its trees may put behind nodes (`DraftTree.guests`): the model computes such rows beside the step's own, and ``answer`` gets
-    what comes out. Known after ``attach``, changed in place only. ``top_tokens``: how many of the likeliest tokens of each verified
-    row are handed to ``recycle``. ``place``: where it runs; one on the CPU needs no word of what it missed while
-    drafting was off, for it reads the sequence's tokens when asked.
+    """The base class of drafters.
+
+    - ``exact``: False asks for a verification that keeps the distribution of the tokens, not the tokens themselves.
+    - ``hidden_layers``: layers of the served model whose outputs the drafter reads, known after ``attach``. ``ingest``
+      and
+      ``observe`` get these outputs as [rows, layers, E] on the model's device.
+    - ``guests``: embeddings [guests, E] in the model's dtype and place, which its trees may put behind nodes
+      (`DraftTree.guests`). The model computes these rows together with the step's own, and ``answer`` gets their
+      outputs.
+      Known after ``attach``, later changed in place only.
+    - ``top_tokens``: how many of the most likely tokens of each verified row ``recycle`` gets.
+    - ``place``: the device it runs on. CPU drafters are not told about steps without drafting; they read the sequence's
+      tokens on the next call.
     """
 
     exact = True
@@ -131,66 +153,81 @@ class Drafter(Technique):
     top_tokens: ClassVar[int] = 0
     place: ClassVar[Place] = "cpu"
     topology: ClassVar[Literal["chain", "tree"]] = "chain"
-    version = 0  # of the weights
+    version = 0  # counts the weights that ``load`` has brought
 
     @property
     def names(self) -> list[str]:
-        """Of the drafters that a request may choose from."""
+        """Names of the drafters that a request may choose from."""
         return [self.name]
 
     @property
     def parts(self) -> list[Drafter]:
-        """The drafters that run: itself, or several behind one."""
+        """The drafters that run: this one, or several that it stands for."""
         return [self]
 
     def prepare(self, host: Host) -> None:
-        """Once, before the first request."""
+        """Prepare for serving. Called once, before the served model is loaded."""
 
     def attach(self, model: ServedModel, capture: Capture | None = None) -> None:
-        """Once, when the served model is there. ``capture``: makes a replay of work on static buffers, where there are CUDA graphs.
-        Raises ConfigError when the model cannot be drafted for."""
+        """Take the served model. Called once, when it is loaded.
+
+        ``capture`` turns work on static buffers into a replay where steps are captured (None elsewhere). Raises
+        ConfigError when the drafter does not fit the model."""
 
     def device_bytes(self, model: ServedModel) -> int:
-        """Bytes of the model's device that ``attach`` and serving will take, which the KV pool leaves free. Asked before ``attach``, when
-        the model's weights may not be there yet; what ``prepare`` has taken is not among them."""
+        """Number of bytes of the model's device that ``attach`` and serving will take; the KV pool leaves them free.
+
+        Asked before ``attach``, when the model's weights may not be loaded yet. Memory taken by ``prepare`` does not
+        count."""
         return 0
 
     def open(self, seq: Sequence) -> None:
-        """A sequence is about to be drafted for, or its hidden states handed over, for the first time."""
+        """Start a sequence: called before its first proposal and before its first hidden states."""
 
     def ingest(self, seq: Sequence, hidden: Any, start: int) -> None:
-        """The outputs of ``hidden_layers`` for committed rows from position ``start``. Rows may be missing: those of a prefix that was
-        in the cache, and of steps at which drafting was off. After a preemption they come again."""
+        """Read the outputs of ``hidden_layers`` for committed rows from position ``start`` on.
+
+        Rows may be missing: those of a prefix that came from the cache, and those of steps without drafting. After a
+        preemption they come again."""
 
     @abstractmethod
     def propose(self, asks: list[Ask]) -> Many[DraftTree]:
-        """One tree for each, maybe empty, of at most ``max_nodes`` tokens of the model's vocabulary, at most ``max_depth`` deep, each with
-        an estimate in [0, 1]. Continues ``seq.tokens``, which only ever grow; changes nothing of the sequence but ``seq.state``. Not
-        asked while drafts do not pay (``draft_control``). What it raises costs this step's drafts; 8 times in a row, all later ones."""
+        """Return one tree for each sequence, which may be empty.
+
+        A tree continues ``seq.tokens``, which only ever grow. It has at most ``max_nodes`` tokens of the model's
+        vocabulary, is at most ``max_depth`` deep, and gives each token an estimate in [0, 1]. Only ``seq.state`` may be
+        changed. The engine does not ask while drafts do not pay (``draft_control``). An exception costs the drafts of
+        this step; eight in a row turn the drafter off."""
         raise NotImplementedError
 
     def observe(self, seq: Sequence, tree: DraftTree, path: list[int], hidden: Any = None) -> None:
-        """``tree`` was verified and the nodes of ``path`` were right; ``seq.tokens`` holds them and one more. ``hidden``: of the rows
-        committed with it, the last of which is ``seq.num_computed`` - 1."""
+        """Learn that ``tree`` was verified and the nodes of ``path`` were accepted.
+
+        ``seq.tokens`` holds them and one more token. ``hidden``: outputs of ``hidden_layers`` for the rows committed in
+        this step; the last row is position ``seq.num_computed`` - 1."""
 
     def answer(self, seq: Sequence, tree: DraftTree, node: int, outputs: Any) -> None:
-        """After ``observe``, where ``tree`` had guests: the last token was drawn from ``node`` (-1: the anchor), and ``outputs``
-        [rows, E], before the final norm, are those of the guests behind it, chain after chain; no rows where it had none."""
+        """Read the outputs of guest rows. Called after ``observe`` for trees with guests.
+
+        The last token was drawn from ``node`` (-1: the anchor). ``outputs`` [rows, E], before the final norm, belong to
+        the guests behind that node, chain after chain; it has no rows where the node had no guests."""
 
     def recycle(self, seq: Sequence, tokens: list[int], top: list[list[int]]) -> None:
-        """A verified step's rows: the token of each, right or not, and the ``top_tokens`` likeliest after it, best first."""
+        """Read all rows of a verified step: their tokens, accepted or not, and the ``top_tokens`` most likely next
+        tokens of each, best first."""
 
     def close(self, seq: Sequence) -> None:
-        """The sequence has ended; its tokens are final."""
+        """Forget a sequence that has ended; its tokens are final."""
 
     def load(self, weights: Any, version: int) -> None:
-        """New weights between two steps. Running sequences go on."""
+        """Take new weights between two steps. Running sequences go on."""
         self.version = version
 
     def reference(self) -> Drafter | None:
-        """The same without native code, as it was made, to compare with; None: it has none."""
+        """Return a fresh copy that runs without native code, to compare with; None when the drafter has no native
+        code."""
         return None
 
     def state_bytes(self) -> int:
-        """Bytes of memory held, roughly, beside what ``Sequence.state`` keeps."""
+        """Rough number of bytes of host memory in use, without what ``Sequence.state`` keeps."""
         return 0

@@ -1,7 +1,8 @@
-"""The draft trees of a step, end to end in arrays, so that what is done with all of them is one call (``kernels/native/forest.c``).
+"""The draft trees of a step, end to end in arrays, so that one native call handles all of them
+(``kernels/native/forest.c``).
 
-A ``Forest`` is a sequence of ``DraftTree``: each is made when it is asked for. Where there is no compiler there are lists of trees,
-and the controller goes through them one by one, to the same result.
+A ``Forest`` is a sequence of ``DraftTree``; a tree object is made when it is asked for. Without a C compiler the
+controller goes through lists of trees one by one, with the same result.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SOURCE = Path(folder.__file__).with_name("forest.c")
 
 @functools.cache
 def native() -> Native:
-    """The library of this process. Never raises."""
+    """Return this process's native library. Never raises; ``library`` is None where it cannot be compiled."""
     return shared(SOURCE, _declare)
 
 
@@ -38,8 +39,10 @@ def _declare(library: ctypes.CDLL) -> None:
 
 
 class Forest(Sequence[DraftTree]):
-    """``ints`` [3, N]: tokens, parents and depths, and ``est`` [N] by node, as of ``DraftTree``; ``ends`` [trees]: behind the last node of
-    each. All of one drafter, ``source``; none has guests."""
+    """Trees of one drafter, ``source``, without guests.
+
+    ``ints`` [3, N] int32: tokens, parents and depths by node, as in ``DraftTree``; ``est`` [N] float64; ``ends``
+    [trees] int32: index after the last node of each tree."""
 
     __slots__ = ("ints", "est", "ends", "source")
 
@@ -48,7 +51,7 @@ class Forest(Sequence[DraftTree]):
 
     @classmethod
     def of(cls, trees: Sequence[DraftTree]) -> Forest | None:
-        """None: they are of several drafters, or have guests."""
+        """Pack the trees. None when they come from several drafters, or have guests."""
         if isinstance(trees, Forest):
             return trees
         if any(tree.guests for tree in trees) or len({tree.source for tree in trees}) > 1:
@@ -87,7 +90,7 @@ class Forest(Sequence[DraftTree]):
         return DraftTree(tokens, parents, self.est[start:end].tolist(), depths, self.source)
 
     def __iter__(self) -> Iterator[DraftTree]:
-        """All of them, without a look at the arrays for each."""
+        """Yield all trees; the arrays are converted once."""
         (tokens, parents, depths), est, start = self.ints.tolist(), self.est.tolist(), 0
         for end in self.ends.tolist():
             yield DraftTree(tokens[start:end], parents[start:end], est[start:end], depths[start:end], self.source)
@@ -99,20 +102,22 @@ class Forest(Sequence[DraftTree]):
 
     @property
     def sizes(self) -> np.ndarray:
-        """[trees]: nodes of each."""
+        """Number of nodes of each tree [trees]."""
         return np.diff(self.ends, prepend=0)
 
     @property
     def chains(self) -> list[bool]:
-        """Whether each is one."""
+        """Whether each tree is a chain."""
         sizes = self.sizes
         forks = self.ints[1] != np.arange(self.num_nodes, dtype=np.int32) - np.repeat(self.ends - sizes, sizes) - 1
         before = np.concatenate([[0], np.cumsum(forks)])
         return (before[self.ends] == before[self.ends - sizes]).tolist()
 
     def rank(self, bins: array, first: float) -> tuple[np.ndarray, list[float]]:
-        """All nodes in falling order of the chance to be reached and right; and ``first`` plus the chances of the best 0, 1, ...
-        of them. ``bins``: of ``Survival``."""
+        """Return all nodes in falling order of survival, and ``first`` plus the summed survival of the best 0, 1, ...
+        nodes.
+
+        ``bins``: from ``Survival.bins``."""
         order, expected = np.empty(self.num_nodes, np.int32), np.empty(self.num_nodes + 1, np.float64)
         _done(
             native().library.kvasir_forest_rank(
@@ -130,7 +135,9 @@ class Forest(Sequence[DraftTree]):
         return order, expected.tolist()
 
     def keep(self, order: np.ndarray, count: int) -> Forest:
-        """Of the first ``count`` nodes of ``order``, which hold the parents of each: as ``DraftTree.keep`` of those trees that lose some."""
+        """Return the forest of the first ``count`` nodes of ``order``, which contain the parent of each.
+
+        Trees that lose nodes come out as from ``DraftTree.keep``."""
         ints, est, ends = np.empty((3, count), np.int32), np.empty(count, np.float64), np.empty_like(self.ends)
         _done(
             native().library.kvasir_forest_keep(
@@ -148,8 +155,10 @@ class Forest(Sequence[DraftTree]):
         return Forest(ints, est, ends, self.source)
 
     def learn(self, which: list[int], paths: list[list[int]], bins: array) -> tuple[int, list[list[int]]]:
-        """Trees were verified: of each of ``which``, the rows of the path (see ``SpanResult.path``), the anchor's first. Updates ``bins``;
-        returns the nodes of these trees, and [tried, accepted] by depth."""
+        """Update ``bins`` with verified trees. Returns the number of their nodes, and [tried, accepted] by depth.
+
+        ``which``: indices of the trees; ``paths``: for each, the accepted rows (see ``SpanResult.path``), the anchor's
+        first."""
         chosen, rows = array("i", which), array("i", chain.from_iterable(paths))
         ends = array("i", accumulate(map(len, paths)))
         by_depth = np.zeros((int(self.ints[2].max(initial=-1)) + 1, 2), np.int64)

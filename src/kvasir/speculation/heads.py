@@ -2,19 +2,24 @@
 
 All guess from the row *before* the anchor, the last one computed: its hidden states f_p, with the token after it known.
 
-- ``Medusa`` (arXiv 2401.10774): head k = 0, 1, ... is one residual block over the final normed state, x + SiLU(W_k x + b_k), read by
+- ``Medusa`` (arXiv 2401.10774): head k = 0, 1, ... is one residual block over the final normed state, x + SiLU(W_k x +
+  b_k), read by
   the model's own output matrix: the token k + 2 places after row p.
-- ``Eagle`` (arXiv 2503.01840, EAGLE-3): one decoder layer over the fused outputs of several layers and the embedding of the next
-  token. Its own output stands for the fused states at the next step, and training unrolls these steps ("training-time test").
+- ``Eagle`` (arXiv 2503.01840, EAGLE-3): one decoder layer over the fused outputs of several layers and the embedding of
+  the next
+  token. Its own output stands for the fused states at the next step, and training unrolls these steps ("training-time
+  test").
 
-- ``Prompts`` (arXiv 2405.18628, PPD): embeddings that stand behind row p as if they were tokens; the model's own output for number j of
-  them, read as that of any row, guesses the token j + 2 places after row p. Each may be an ensemble whose outputs are averaged.
+- ``Prompts`` (arXiv 2405.18628, PPD): embeddings that stand behind row p as if they were tokens; the model's own output
+  for number j of
+  them, read as that of any row, guesses the token j + 2 places after row p. Each may be an ensemble whose outputs are
+  averaged.
 
-A folder holds ``config.json`` (kind, shape, and which model it was trained for) and ``model.safetensors``. The model's embedding and
-output matrix are used in place, so a head is a few megabytes.
+A folder holds ``config.json`` (kind, shape, and which model it was trained for) and ``model.safetensors``. The model's
+embedding and output matrix are used in place, so a head is a few megabytes.
 
-Legend: B rows of a batch, T tokens, N = leading dimensions, L tapped layers, E model dim, H query heads, G KV heads, D head dim, K heads
-or prompt tokens, C members of an ensemble.
+Legend: B rows of a batch, T tokens, N = leading dimensions, L tapped layers, E model dim, H query heads, G KV heads, D
+head dim, K heads or prompt tokens, C members of an ensemble.
 """
 
 from __future__ import annotations
@@ -72,7 +77,8 @@ class EagleShape:
 
 @dataclass(frozen=True)
 class PromptShape:
-    """``layers``: none is tapped; ``depth``: prompt tokens; ``ensemble``: embeddings of each (the paper's own trainer has one)."""
+    """``layers``: none is tapped; ``depth``: prompt tokens; ``ensemble``: embeddings of each (the paper's own trainer
+    has one)."""
 
     dim: int
     layers: tuple[int, ...] = ()
@@ -146,7 +152,8 @@ class Eagle(nn.Module):
             self.turns = torch.polar(torch.ones_like(angle), angle).to(device, torch.complex64)
 
     def begin_with(self, norm_E: torch.Tensor, embed_VE: torch.Tensor, generator: torch.Generator) -> None:
-        """Draw the weights so that the state before the first update is the last tapped layer's output, under the model's final norm."""
+        """Draw the weights so that the state before the first update is the last tapped layer's output, under the
+        model's final norm."""
         s = self.shape
         with torch.no_grad():
             for name, p in self.named_parameters():
@@ -188,9 +195,11 @@ class Eagle(nn.Module):
     def unroll(
         self, features_BTLE: torch.Tensor, normed_BTE: torch.Tensor, embedded_BTE: torch.Tensor
     ) -> Iterator[torch.Tensor]:
-        """For j = 0, 1, ...: [B, T, E] whose row p predicts token p + 2 + j, after j steps over the text's own tokens from root p.
+        """For j = 0, 1, ...: [B, T, E] whose row p predicts token p + 2 + j, after j steps over the text's own tokens
+        from root p.
 
-        ``embedded``: of token p + 1 in row p. A step's query sees the roots up to its own and its own earlier steps, as when drafting.
+        ``embedded``: of token p + 1 in row p. A step's query sees the roots up to its own and its own earlier steps, as
+        when drafting.
         """
         count = embedded_BTE.shape[1]
         place = torch.arange(count, device=embedded_BTE.device)
@@ -237,7 +246,8 @@ KINDS: dict[str, type[Head]] = {cls.kind: cls for cls in (Medusa, Eagle, Prompts
 
 
 def shape_for(kind: str, dim: int, num_layers: int) -> Any:
-    """The shape that training gives a head of this kind for a model: an eighth to a quarter of one of its layers' parameters."""
+    """The shape that training gives a head of this kind for a model: an eighth to a quarter of one of its layers'
+    parameters."""
     if kind == "medusa":
         return MedusaShape(dim, (num_layers - 1,))
     if kind == "ppd":
@@ -256,14 +266,16 @@ def shape_for(kind: str, dim: int, num_layers: int) -> Any:
 
 
 def fingerprint(norm_E: torch.Tensor) -> str:
-    """Tells one set of weights of a shape from another: by the scale of the final norm, which every training step moves."""
+    """Tells one set of weights of a shape from another: by the scale of the final norm, which every training step
+    moves."""
     return hashlib.blake2b(
         norm_E.detach().cpu().to(torch.bfloat16).view(torch.int16).numpy().tobytes(), digest_size=8
     ).hexdigest()
 
 
 def write(head: Head, folder: Path, target: dict[str, Any]) -> None:
-    """``target``: what `check_target` compares: hidden_size, vocab_size, num_layers, weights (`fingerprint`), and a name."""
+    """``target``: what `check_target` compares: hidden_size, vocab_size, num_layers, weights (`fingerprint`), and a
+    name."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {"format": FORMAT, "kind": head.kind, "shape": dataclasses.asdict(head.shape), "target": target}
     tensors = {name: p.detach().to("cpu", torch.bfloat16).contiguous() for name, p in head.named_parameters()}
@@ -342,7 +354,8 @@ def planned(kind: str, given: str) -> tuple[Any, int]:
 
 
 def load_for(kind: str, given: str, model: ServedModel) -> Head:
-    """The head of folder ``given`` ("": the one in the package), ready to run beside ``model``. Raises ConfigError where it cannot."""
+    """The head of folder ``given`` ("": the one in the package), ready to run beside ``model``. Raises ConfigError
+    where it cannot."""
     folder = folder_of(kind, given)
     head, trained_for = read(kind, folder)
     served = {
@@ -366,7 +379,8 @@ def load_for(kind: str, given: str, model: ServedModel) -> Head:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How some sequences draw: temperature [B] fp32 (below 1e-5: greedy) and noise stream [B] int64. ``hot``: whether any of them has noise."""
+    """How some sequences draw: temperature [B] fp32 (below 1e-5: greedy) and noise stream [B] int64. ``hot``: whether
+    any of them has noise."""
 
     temperature_B: torch.Tensor
     stream_B: torch.Tensor
@@ -388,8 +402,8 @@ def hot(seqs: Sequence[Any]) -> bool:
 
 
 def guess(logits_BNV: torch.Tensor, draws: Draws, positions_BN: torch.Tensor) -> torch.Tensor:
-    """Log-weights [B, N, V] fp32 of the next token, with the noise that the verifying draws at these positions will use ("coupled"
-    drafting): what is likeliest here is what the model draws if its distribution is this one."""
+    """Log-weights [B, N, V] fp32 of the next token, with the noise that the verifying draws at these positions will use
+    ("coupled" drafting): what is likeliest here is what the model draws if its distribution is this one."""
     y = logits_BNV.float()
     if draws.hot:
         count = logits_BNV.shape[1]

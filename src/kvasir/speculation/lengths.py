@@ -1,10 +1,10 @@
-"""Length-aware budgets: whoever will run long drafts, whoever will not does without. DAS (arXiv 2511.13841, section 4).
+"""Length-aware draft budgets: sequences that will be long draft, short ones do not. DAS (arXiv 2511.13841, section 4).
 
-A batch of rollouts ends with its longest members, so a token saved there is worth more than one saved elsewhere, and rows
-are cheapest when few are left. How long a sequence will be is not known; how long those of its prompt were, and those of
-all prompts, is. Its class is by the median length of those that were longer than it is now, so it rises as it outlives its
-likes: *short* (up to the median of all) drafts nothing, *medium* (up to the 85th percentile) half, *long* in full. The paper
-does not publish its bounds; these are ours.
+A batch of rollouts ends with its longest members. A token saved there is worth more than one saved elsewhere, and rows
+are cheapest when few sequences are left. The length of a running sequence is predicted from finished ones: the median
+of those, of the same prompt or of all, that were longer than it is now. The prediction rises as the sequence grows. A
+*short* sequence (up to the median of all) drafts nothing, a *medium* one (up to the 85th percentile) half, a *long* one
+in full. The paper does not publish its bounds; these are ours.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from collections import OrderedDict, deque
 
 from kvasir.types import Sequence
 
-OWN, ALL = 64, 2048  # lengths kept of one prompt, and of all
-ENOUGH = 4  # of one prompt, to go by them
-MAX_PROMPTS = 4096
-MEDIUM, LONG = 0.5, 0.85  # quantiles
+OWN, ALL = 64, 2048  # number of recent lengths kept for one prompt, and for all
+ENOUGH = 4  # lengths of a prompt from which on they are used instead of those of all prompts
+MAX_PROMPTS = 4096  # prompts remembered, the ones seen last
+MEDIUM, LONG = 0.5, 0.85  # quantiles of all lengths where the medium and the long class begin
 
 
 class Lengths:
+    """Lengths of finished sequences, and the draft budgets that follow from them."""
+
     def __init__(self) -> None:
-        self._own: OrderedDict[int, deque[int]] = OrderedDict()  # by prompt, the one seen last at the end
-        self._order: deque[int] = deque()  # all, by time
-        self._all: list[int] = []  # the same, sorted
+        self._own: OrderedDict[int, deque[int]] = OrderedDict()  # lengths by prompt; the prompt seen last is at the end
+        self._order: deque[int] = deque()  # all lengths in order of arrival
+        self._all: list[int] = []  # all lengths, sorted
 
     def ended(self, seq: Sequence) -> None:
-        """A sequence ended with all its output."""
+        """Record the length of a sequence that ended by itself."""
         length = seq.num_output
         self._own.setdefault(self._key(seq), deque(maxlen=OWN)).append(length)
         self._own.move_to_end(self._key(seq))
@@ -39,7 +41,7 @@ class Lengths:
             del self._all[bisect_right(self._all, self._order.popleft()) - 1]
 
     def budget(self, seq: Sequence, most: int) -> int:
-        """Nodes of at most ``most`` that it may draft."""
+        """Number of nodes, at most ``most``, that the sequence may draft."""
         if len(self._all) < ENOUGH:
             return most
         own = self._own.get(self._key(seq), ())
@@ -50,7 +52,7 @@ class Lengths:
 
     @staticmethod
     def _expected(lengths: list[int], so_far: int) -> int | None:
-        """The median of those that were longer; None: it has outlived all."""
+        """Median of the lengths above ``so_far``; None when there are none."""
         longer = bisect_right(lengths, so_far)
         return lengths[(longer + len(lengths)) // 2] if longer < len(lengths) else None
 

@@ -1,9 +1,10 @@
-"""Several drafters at once: for every request and step, the one whose proposal promises the most tokens a second.
+"""Run several drafters: each request and step takes the proposal that promises the most tokens a second.
 
-Drafters that copy cost next to nothing, so all of them are asked, and what their proposals are worth is known before one is
-chosen: the sum of the chances of their nodes, as learnt of each drafter. A drafter that is a model is known by what was
-accepted of it lately, of this request and of all, and costs what its calls took beside the rest of a step; it is asked
-where that is more. Now and then a request's turn goes to the next one in line, so that none is judged by old evidence.
+Drafters that copy text cost next to nothing, so all of them are asked, and the value of their proposals is known before
+one is chosen: the sum of the survivals of their nodes, as learnt for each drafter. The value of a drafter that is a
+model is what was accepted of its recent proposals, for this request and for all; its price is the time of its calls
+relative to the rest of a step. It is asked where it promises more. Now and then a request tries the next drafter in
+line, so that none is judged by old evidence.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from kvasir.speculation.drafter import DRAFTERS, Ask, Capture, Drafter, Host, Se
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import Sequence
 
-PRIOR_ACCEPTED, PRIOR_WEIGHT = (
-    1.0,
-    4.0,
-)  # tokens of a proposal, before anything is known of a model; what all know of it, for one request
-DECAY = 0.95  # of the running means
-EXPLORE = 32  # proposals of a request of which one is the next drafter's in line
+PRIOR_ACCEPTED = 1.0  # accepted tokens of a model's proposal, assumed before there is evidence
+PRIOR_WEIGHT = (
+    4.0  # proposals that a prior counts for: the constant for all requests, and all requests for a single one
+)
+DECAY = 0.95  # factor of the running means, at each observation
+EXPLORE = 32  # one in so many proposals of a request goes to the next drafter in line
 
 
 def load_drafter(spec: str) -> Drafter:
-    """``name:key=value`` or several, joined by ``+``; a name may be a file's (`kvasir.technique`). Raises ConfigError."""
+    """Load ``name:key=value``, or several joined by ``+``. A name may be a file (`kvasir.technique`). Raises
+    ConfigError."""
     names = "|".join(name.replace("_", "[_-]") for name in technique.names(DRAFTERS))
     parts = re.split(rf"\+(?=(?:{names}|[^:+,=]+\.py)(?:[:+]|$))", spec)
     drafters = [technique.load(DRAFTERS, part, Drafter) for part in parts]
@@ -38,14 +40,14 @@ def load_drafter(spec: str) -> Drafter:
     if len(drafters) > 1 and not all(d.exact for d in drafters):
         alone = next(d.name for d in drafters if not d.exact)
         raise ConfigError(
-            f"{alone} with these options must run alone: to choose among drafters by what they propose would bend its distribution. "
-            f"Leave the others out, or its options."
+            f"{alone} with these options must run alone: choosing among drafters by what they propose would bend its "
+            f"distribution. Leave the others out, or its options."
         )
     return drafters[0] if len(drafters) == 1 else Router(drafters)
 
 
 class Router(Drafter):
-    """``clock``: seconds, as of ``time.perf_counter``."""
+    """Several drafters behind the protocol of one. ``clock``: returns seconds, like ``time.perf_counter``."""
 
     def __init__(self, drafters: list[Drafter], clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__()
@@ -55,14 +57,14 @@ class Router(Drafter):
         self.top_tokens = max(d.top_tokens for d in drafters)
         self.place = next((d.place for d in drafters if d.place != "cpu"), "cpu")
         self.topology = "tree" if any(d.topology == "tree" for d in drafters) else "chain"
-        self._columns: dict[str, list[int]] = {}  # of the hidden states: those that a drafter reads
+        self._columns: dict[str, list[int]] = {}  # by drafter: indices of the tapped layers that it reads
         self._cheap = [d.name for d in drafters if d.place == "cpu"]
         self._models = [d.name for d in drafters if d.place != "cpu"]
         self._survival = Survival()
-        self._accepted: dict[str, list[float]] = {}  # by model: [tokens accepted, proposals] of all requests
-        self._cost = dict.fromkeys(self.drafters, 0.0)  # seconds an ask
-        self._rest = 0.0  # seconds of a step beside drafting
-        self._ended = 0.0  # when the last proposals were made
+        self._accepted: dict[str, list[float]] = {}  # by model: [accepted tokens, proposals] over all requests
+        self._cost = dict.fromkeys(self.drafters, 0.0)  # seconds for each sequence asked
+        self._rest = 0.0  # seconds of a step without drafting
+        self._ended = 0.0  # time at which the last proposals were complete
 
     @property
     def names(self) -> list[str]:
@@ -124,7 +126,8 @@ class Router(Drafter):
         return max(rates, key=rates.__getitem__)
 
     def _mean(self, seq: Sequence, name: str) -> float:
-        """Tokens accepted of a proposal of ``name`` lately: the request's own, from that of all."""
+        """Recent mean of accepted tokens of a proposal of ``name`` for this request, with the mean of all as the
+        prior."""
         mean = PRIOR_ACCEPTED
         for accepted, count in (self._accepted.get(name, (0.0, 0.0)), seq.state.get(("routed", name), (0.0, 0.0))):
             mean = (accepted + PRIOR_WEIGHT * mean) / (count + PRIOR_WEIGHT)
@@ -183,7 +186,7 @@ class Router(Drafter):
         return sum(drafter.device_bytes(model) for drafter in self.drafters.values())
 
     def open(self, seq: Sequence) -> None:
-        """Those that read hidden states are handed them from now on; the others are opened when they are first asked."""
+        """Open the drafters that read hidden states; the others are opened when they are first asked."""
         for name in self._columns:
             self._open(seq, name)
 
@@ -196,7 +199,7 @@ class Router(Drafter):
             self.drafters[name].close(seq)
 
     def load(self, weights: Any, version: int) -> None:
-        """``weights``: by name of the drafter."""
+        """Hand new weights on. ``weights``: by name of the drafter."""
         super().load(weights, version)
         for name, own in weights.items():
             self.drafters[name].load(own, version)

@@ -1,14 +1,15 @@
-"""What followed a text's longest known suffix, in the texts of a store: suffix automata in plain Python.
+"""Find what followed the longest known suffix of a text among the texts of a store: suffix automata in plain Python.
 
-Each new token extends the automaton of its store in amortised constant time, so live texts learn from each other at once; a
-text's place in it *is* its longest match, which no step has to look for. An automaton knows every substring of its texts, to
-any length, in at most two states a token.
+Each new token extends the automaton of its store in amortised constant time, so live texts learn from each other at
+once. The state of a text in the automaton is its longest match; no step has to search for it. An automaton knows every
+substring of its texts, of any length, in at most two states a token.
 
-A store is bounded by two *generations*: when the young automaton holds ``max_tokens`` tokens it becomes the old one, which is
-read and no longer extended, and what was old is gone. Only tokens that added a state count, so a prompt that many samples
-share takes its memory once.
+A store is bounded by two *generations*. When the young automaton has ``max_tokens`` tokens it becomes the old one,
+which is read but no longer extended; the former old one is dropped. Only tokens that add a state count, so a prompt
+that many samples share takes its memory once.
 
-The same in C, with the same results, is ``suffixes_native.py``; this is what it is tested against, and what runs without it.
+``suffixes_native.py`` is the same in C, with the same results. This module is its reference, and runs without a
+compiler.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ from dataclasses import dataclass, field
 from kvasir.speculation.drafter import Ask
 from kvasir.speculation.tree import DraftTree
 
-CONTEXT = 32  # tokens read again by a text that lives on into a new generation
-MAX_COUNTED = 64  # suffixes of a place whose counts are kept up: the longest ones
+CONTEXT = 32  # tokens that a live text reads again when a new generation begins
+MAX_COUNTED = 64  # suffixes of a place whose counts are updated: the longest ones
 BRANCHES = 4  # continuations of a place that are proposed: those seen most often
-FLOOR = 0.03  # of the chance that a node is reached and right: below, it is not worth the time to look at
-STATE_BYTES = 420  # a state: by measurement
+FLOOR = 0.03  # survival below which a node is not worth proposing
+STATE_BYTES = 420  # measured bytes of a state
 
 
 class Automaton:
-    """Of many texts at once. State 0 is the empty string; a state stands for the suffixes that end at the same places.
+    """A suffix automaton of many texts. State 0 is the empty string; a state stands for suffixes that end at the same
+    places.
 
-    ``nexts``: token -> state; ``links``: the state of the longest suffix that ends at more places; ``lengths``: of the longest
-    string; ``counts``: how often it was seen. ``num_tokens``: those that added a state.
+    By state: ``nexts`` (token -> state), ``links`` (the state of the longest suffix that ends at more places),
+    ``lengths`` (of its longest string) and ``counts`` (how often it was seen). ``num_tokens`` counts the tokens that
+    added a state.
     """
 
     def __init__(self) -> None:
@@ -40,7 +43,7 @@ class Automaton:
         self.num_tokens = 0
 
     def extend(self, last: int, token: int) -> int:
-        """The state of the text that ended in ``last``, one token later."""
+        """Append a token to the text that ends in state ``last``. Returns the new state."""
         nexts, links, lengths, before = self.nexts, self.links, self.lengths, len(self.links)
         state = nexts[last].get(token)
         if state is not None:
@@ -63,7 +66,8 @@ class Automaton:
         return state
 
     def follow(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """The longest suffix of a foreign text that is known, one token later: its state and its length."""
+        """Advance a text that is not part of the automaton by a token. Returns state and length of its longest known
+        suffix."""
         while state > 0 and token not in self.nexts[state]:
             state = self.links[state]
             length = self.lengths[state]
@@ -71,7 +75,7 @@ class Automaton:
         return (0, 0) if target is None else (target, length + 1)
 
     def alive(self, state: int, length: int) -> tuple[int, int]:
-        """The longest suffix of that string which was ever followed by something."""
+        """Return state and length of the longest suffix of this match that was ever followed by a token."""
         while state > 0 and not self.nexts[state]:
             state = self.links[state]
             length = min(length, self.lengths[state])
@@ -85,7 +89,7 @@ class Automaton:
         return len(self.links) - 1
 
     def _split(self, at: int, token: int, state: int) -> int:
-        """Some suffixes of ``state`` now end at more places than the others: a state of their own."""
+        """Give the suffixes of ``state`` that now end at more places than the others a state of their own."""
         clone = self._state(dict(self.nexts[state]), self.links[state], self.lengths[at] + 1, self.counts[state])
         self.links[state] = clone
         while at >= 0 and self.nexts[at].get(token) == state:
@@ -96,7 +100,7 @@ class Automaton:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Store:
-    """Texts that learn from each other: two generations of them. ``age`` counts the generations."""
+    """Two generations of texts that learn from each other. ``age`` counts the generations."""
 
     young: Automaton = field(default_factory=Automaton)
     old: Automaton | None = None
@@ -105,8 +109,8 @@ class Store:
 
 @dataclass(slots=True, eq=False)
 class Cursor:
-    """Where a text stands: ``end`` tokens of it were read, the last ones are ``context``; its state in the young automaton; its
-    longest match in the old."""
+    """The state of a text: the first ``end`` tokens were read, and ``context`` holds the last of these. ``last``: its
+    state in the young automaton; ``state`` and ``length``: its longest match in the old one."""
 
     store: Store
     end: int
@@ -118,8 +122,9 @@ class Cursor:
 
 
 class Suffixes:
-    """Stores, and cursors in them. ``max_tokens``: of a generation; ``min_match``: tokens that must have been seen before what is
-    proposed."""
+    """Stores of texts, and cursors in them.
+
+    ``max_tokens``: size of a generation; ``min_match``: shortest match whose continuations are proposed."""
 
     def __init__(self, max_tokens: int, min_match: int) -> None:
         self._max_tokens, self._min_match = max_tokens, min_match
@@ -127,7 +132,7 @@ class Suffixes:
 
     @property
     def num_tokens(self) -> int:
-        """Held in all stores."""
+        """Number of tokens in all stores."""
         return sum(a.num_tokens for a in self._automata())
 
     @property
@@ -138,21 +143,21 @@ class Suffixes:
         return [a for s in self._stores for a in (s.young, s.old) if a is not None]
 
     def store(self) -> Store:
-        """An empty one, which lives as long as somebody holds it."""
+        """Return a new, empty store. It lives as long as there is a reference to it."""
         store = Store()
         self._stores.add(store)
         return store
 
     def clear(self, store: Store) -> None:
-        """Forget its texts. Live ones start anew with their context."""
+        """Forget the texts of a store. Live ones start again with their context."""
         store.young, store.old, store.age = Automaton(), None, store.age + 1
 
     def cursor(self, store: Store, end: int) -> Cursor:
-        """Of a text that will be read from token ``end`` on."""
+        """Return the cursor of a text that will be read from token ``end`` on."""
         return Cursor(store, end)
 
     def read(self, cursors: list[Cursor], news: list[list[int]]) -> None:
-        """The next tokens of each."""
+        """Read the next tokens of each text."""
         for cursor, tokens in zip(cursors, news):
             store = cursor.store
             for token in tokens:
@@ -166,7 +171,9 @@ class Suffixes:
                     store.young, store.old, store.age = Automaton(), store.young, store.age + 1
 
     def propose(self, cursors: list[Cursor], news: list[list[int]], asks: list[Ask]) -> list[DraftTree]:
-        """Read, all first, so that they learn from each other; then a tree for each, with the most likely path first."""
+        """Read the next tokens of all texts, so that they learn from each other; then propose a tree for each.
+
+        The most likely path of a tree comes first."""
         self.read(cursors, news)
         return [self._tree(cursor, ask) for cursor, ask in zip(cursors, asks)]
 
@@ -177,7 +184,7 @@ class Suffixes:
             cursor.state, cursor.length = store.old.follow(cursor.state, cursor.length, token)
 
     def _tree(self, cursor: Cursor, ask: Ask) -> DraftTree:
-        """Of the two generations', the one that promises more right tokens (SuffixDecoding's score)."""
+        """Propose the tree of the generation that promises more accepted tokens (SuffixDecoding's score)."""
         store = cursor.store
         if cursor.age != store.age:
             return DraftTree()
@@ -188,7 +195,8 @@ class Suffixes:
         return tree if tree.is_chain else tree.keep(range(len(tree)))
 
     def _grow(self, automaton: Automaton, state: int, length: int, ask: Ask) -> tuple[DraftTree, float]:
-        """The most likely nodes below a match of ``length`` tokens, best first; and how many of them will be right."""
+        """Return the most likely nodes below a match of ``length`` tokens, best first, and their expected number of
+        accepted tokens."""
         tree, worth, counts = DraftTree(), 0.0, automaton.counts
         heap: list[tuple[float, int, float, int, int, int]] = []  # -survival, order, est, parent, token, state
         offered = 0
@@ -200,7 +208,7 @@ class Suffixes:
             if matched < self._min_match or not below:
                 return
             trust = matched / (matched + 1)
-            if len(below) == 1:  # nearly always
+            if len(below) == 1:  # the usual case
                 offers = [(*below.items(), trust)]
             else:
                 trust /= sum([counts[s] for s in below.values()])

@@ -1,6 +1,6 @@
-"""``suffixes.py`` in C: the same results, a step of all sequences in one call, some 40 bytes a state.
+"""``suffixes.py`` in C: the same results, one call a step for all sequences, some 40 bytes a state.
 
-The library is compiled where it is used first, like the kernels for decode steps (``kernels/native/library.py``).
+The library is compiled on first use, like the kernels for decode steps (``kernels/native/library.py``).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ NAMES = (
 
 @functools.cache
 def native() -> Native:
-    """The library of this process. Never raises."""
+    """Return this process's native library. Never raises; ``library`` is None where it cannot be compiled."""
     return shared(SOURCE, declare)
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Set the types of its functions. Raises AttributeError, OSError."""
+    """Declare the types of the library's functions. Raises AttributeError, OSError."""
     new, clear, free, cursor_bytes, step = (getattr(library, name) for name in NAMES)
     new.restype, new.argtypes = c_void_p, (c_int64, c_int64, c_void_p)
     clear.restype, clear.argtypes = None, (c_void_p,)
@@ -50,7 +50,7 @@ def declare(library: ctypes.CDLL) -> None:
 
 
 class NativeStore:
-    """Memory of the library, freed with this object."""
+    """A store in the library's memory, which is freed with this object."""
 
     __slots__ = ("owner", "at")
 
@@ -63,8 +63,10 @@ class NativeStore:
 
 
 class Cursor(ctypes.Structure):
-    """The structure of this name in ``suffix.c``. Beside it: ``held``, the store, which lives as long as its cursors; ``at``, this
-    structure's address; ``end``, how many tokens of the text were read."""
+    """The structure of this name in ``suffix.c``.
+
+    Python adds ``owner``, the store, which lives as long as its cursors; ``at``, the structure's address; and ``end``,
+    the number of tokens of the text that were read."""
 
     _fields_ = [
         ("store", c_void_p),
@@ -72,22 +74,23 @@ class Cursor(ctypes.Structure):
         *((name, c_int32) for name in ("last", "state", "length", "num_context")),
         ("context", c_int32 * CONTEXT),
     ]
-    held: NativeStore
+    owner: NativeStore
     at: int
     end: int
 
 
 class NativeSuffixes:
-    """As ``Suffixes``. Calls from several threads take turns. Token ids are below 2^31."""
+    """The native ``Suffixes``. Calls from several threads take turns. Token ids must be below 2^31."""
 
     def __init__(self, library: ctypes.CDLL, max_tokens: int, min_match: int) -> None:
-        self.library, self.lock = library, threading.RLock()  # a store may be collected while its thread is in a call
+        # The lock is reentrant, since a store may be collected while its thread is in a call.
+        self.library, self.lock = library, threading.RLock()
         self._max_tokens, self._min_match = max_tokens, min_match
         self._totals = (c_int64 * 2)()  # tokens and bytes of all stores
         self._reserve(1024)
 
     def _reserve(self, nodes: int) -> None:
-        """Room for the nodes of a step: tokens, parents, depths, and estimates."""
+        """Make room for the nodes of a step: tokens, parents, depths and estimates."""
         self._ints, self._floats = np.empty((3, nodes), np.int32), np.empty(nodes, np.float64)
         self._out = [*(row.ctypes.data for row in self._ints), self._floats.ctypes.data]
 
@@ -112,7 +115,7 @@ class NativeSuffixes:
 
     def cursor(self, store: NativeStore, end: int) -> Cursor:
         cursor = Cursor(store.at, -1)
-        cursor.held, cursor.at, cursor.end = store, ctypes.addressof(cursor), end
+        cursor.owner, cursor.at, cursor.end = store, ctypes.addressof(cursor), end
         return cursor
 
     def read(self, cursors: list[Cursor], news: list[list[int]]) -> None:
@@ -136,7 +139,7 @@ class NativeSuffixes:
             _address(where), len(where), _address(tokens), _address(ends), *(given or [None] * 7)
         )
         if total < 0:
-            for store in {cursor.held for cursor in cursors}:
+            for store in {cursor.owner for cursor in cursors}:
                 self.clear(store)
             raise MemoryError("no memory for more text; what was known was dropped")
         return total

@@ -1,8 +1,9 @@
-"""Packed draft trees: what drafters propose, the controller cuts and the engine verifies. A chain is a tree without forks.
+"""Packed draft trees: what drafters propose, the controller cuts and the engine verifies. A chain is a tree without
+forks.
 
-Node i holds a token that may follow its parent; parent -1 is the *anchor*, the last known token, which is no node. Parents
-stand before their children, so every leading part of a tree is a tree. Duplicate siblings do not occur: the walk could
-reach only one of them.
+Node i holds a token that may follow its parent. Parent -1 is the *anchor*, the last known token, which is not a node.
+Parents stand before their children, so the first n nodes of a tree always form a tree. Siblings are distinct tokens:
+the walk could reach only one of two equal ones.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from numbers import Integral
 
 @dataclass(slots=True)
 class DraftTree:
-    """``tokens``, ``parents`` and ``est`` by node; ``est``: the drafter's estimate that the node is right, given that its
-    parent is. ``depths``: 0 for the anchor's children."""
+    """A draft tree as lists by node.
+
+    ``est``: the drafter's estimate that the node is accepted, given that its parent is. ``depths``: 0 for the anchor's
+    children. ``source``: name of the drafter, where there are several. ``guests``: by node, chains of guest rows behind
+    it (see ``Span``)."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     est: list[float] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
-    source: str = ""  # the drafter, where there are several
-    guests: dict[int, tuple[tuple[int, ...], ...]] = field(
-        default_factory=dict
-    )  # by node: chains of guest rows behind it, see ``Span``
-    _places: dict[tuple[int, int], int] | None = field(
-        default=None, repr=False, compare=False
-    )  # (parent, token) -> node, when it is first needed
+    source: str = ""
+    guests: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    # (parent, token) -> node; filled when it is first needed
+    _places: dict[tuple[int, int], int] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def chain(cls, tokens: Iterable[int], est: float | list[float] = 1.0) -> DraftTree:
@@ -41,12 +42,12 @@ class DraftTree:
         return len(self.tokens)
 
     def num_guests(self, node: int) -> int:
-        """Guest rows behind a node, or the anchor."""
+        """Number of guest rows behind a node, or behind the anchor (-1)."""
         return sum(map(len, self.guests.get(node, ())))
 
     @property
     def num_rows(self) -> int:
-        """Rows that verifying it takes beside the anchor's."""
+        """Number of rows that its verification takes, without the anchor's."""
         return len(self.tokens) + sum(map(self.num_guests, self.guests))
 
     @property
@@ -54,7 +55,8 @@ class DraftTree:
         return self.parents == list(range(-1, len(self.parents) - 1))
 
     def is_whole(self, num_guests: int) -> bool:
-        """Whether its parts agree with each other, for one that was not built by ``add``; ``num_guests``: embeddings that there are."""
+        """Whether the lists agree with each other, for trees that were not built by ``add``. ``num_guests``: number of
+        guest embeddings of the drafter."""
         nodes = range(len(self.tokens))
         depths: list[int] = []
         for node, parent in enumerate(self.parents):
@@ -72,7 +74,7 @@ class DraftTree:
         )
 
     def add(self, parent: int, token: int, est: float) -> int:
-        """The node of ``token`` below ``parent``: a new one, or the one that is there, which gets the larger estimate."""
+        """Return the node of ``token`` below ``parent``. An existing node keeps the larger of the two estimates."""
         node = self._by_place().setdefault((parent, token), len(self.tokens))
         if node < len(self.tokens):
             self.est[node] = max(self.est[node], est)
@@ -84,10 +86,10 @@ class DraftTree:
         return node
 
     def keep(self, nodes: Collection[int]) -> DraftTree:
-        """The tree of these nodes, which hold the parents of each, with the most likely path first.
+        """Return the tree of these nodes, with the most likely path first. The parent of every node must be among them.
 
-        That path then lies in the slots behind the anchor's, where committing it copies nothing."""
-        if self.is_chain:  # its leading part
+        That path then lies in the slots right behind the anchor's, where a commit copies nothing."""
+        if self.is_chain:
             count = len(nodes)
             assert not count or max(nodes) == count - 1, "a node is kept whose parent is not"
             guests = {node: chains for node, chains in self.guests.items() if node < count} if self.guests else {}
@@ -108,7 +110,7 @@ class DraftTree:
         return tree
 
     def trunk(self) -> DraftTree:
-        """The chain of the first child, its first child, and so on: of a kept tree, the most likely path."""
+        """Return the chain of first children. In a tree made by ``keep`` this is the most likely path."""
         chosen: list[int] = []
         for node, parent in enumerate(self.parents):
             if parent == (chosen[-1] if chosen else -1):
@@ -116,7 +118,7 @@ class DraftTree:
         return self if len(chosen) == len(self) else self.keep(chosen)
 
     def path(self, emitted: list[int]) -> list[int]:
-        """The nodes that ``emitted``, the tokens after the anchor, runs through."""
+        """Return the nodes that ``emitted``, the tokens after the anchor, passes through."""
         found, node = [], -1
         places = self._by_place()
         for token in emitted:
@@ -134,12 +136,13 @@ class DraftTree:
 def products(
     est_KC: Sequence[Sequence[float]], ids_KC: Sequence[Sequence[int]], max_nodes: int, max_depth: int
 ) -> DraftTree:
-    """Of guesses that do not see each other, C for each of K depths in falling order, the paths with the largest products of
-    estimates. Best first: every leading part is the best tree of its size, the sparse tree of Medusa (arXiv 2401.10774)."""
+    """Build the tree of the paths with the largest products of estimates, best first.
+
+    Each of K depths has C independent guesses in falling order. The first n nodes are the best tree of n nodes: the
+    sparse tree of Medusa (arXiv 2401.10774)."""
     tree, depth = DraftTree(), min(len(est_KC), max_depth)
-    heap = (
-        [(-est_KC[0][0], 0, -1, 0, 0, 1.0)] if depth else []
-    )  # -product, order, parent, depth, rank, product of the ancestors
+    # Entries: -product, order, parent, depth, rank, product of the ancestors.
+    heap = [(-est_KC[0][0], 0, -1, 0, 0, 1.0)] if depth else []
     order = 0
     while heap and len(tree) < max_nodes:
         product, _, parent, k, rank, above = heapq.heappop(heap)

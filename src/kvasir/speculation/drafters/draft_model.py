@@ -1,9 +1,10 @@
-"""A smaller checkpoint of the same vocabulary runs ahead, with KV pages of its own. Costs a small forward a token. Exact.
+"""Draft with a smaller checkpoint of the same vocabulary, which has KV pages of its own. Costs a small forward a token.
+Exact.
 
-It draws with the request's own parameters and the noise of the very positions that the served model will draw with
-(coupled drafting), so that the two agree more often at T > 0 than independent draws would. With ``max_accept`` it draws with
-noise of its own instead, and the model verifies whole blocks (`kvasir.decoding.max_accept`): more drafts are right, the
-distribution is the same, the tokens of a seed are not.
+It draws with the request's own parameters and with the noise that the served model will use at the same positions
+(coupled drafting), so at T > 0 the two agree more often than independent draws would. With ``max_accept`` it draws with
+noise of its own instead, and the model verifies whole blocks (`kvasir.decoding.max_accept`). Then more drafts are
+accepted and the distribution is the same, but a seed gives other tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvasir.speculation.drafter import Ask, ChainModel, Drafter, Host
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import Sequence
 
-TRUST = 0.7  # of a drawn token, before anything was observed
+TRUST = 0.7  # estimate for a drawn token; the controller learns the real rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class DraftModel(Drafter):
         self._model.close(seq)
 
     def load(self, weights: Any, version: int) -> None:
-        """Its KV of running sequences stays: stale, so worse drafts for a while, and no wrong token."""
+        """Take new weights. The KV of running sequences stays, so their drafts are worse for a while, but never
+        wrong."""
         super().load(weights, version)
         self._model.load(weights)

@@ -1,18 +1,22 @@
-"""One decoder layer over the model's fused hidden states runs ahead, with keys of its own; a tree by joint probability. Exact.
+"""One decoder layer over the model's fused hidden states runs ahead, with keys of its own; a tree by joint probability.
+Exact.
 
-EAGLE-3 (arXiv 2503.01840) with the dynamic trees of EAGLE-2 (arXiv 2406.16858): a level expands the ``width`` nodes of largest joint
-probability with ``width`` children each, and of all that were seen the best are proposed. A child is what the model would draw at
-its position if its distribution were the head's: the noise is the same (coupled drafting). ``width=1`` gives chains, which
-run in the CUDA graphs of decode steps.
+EAGLE-3 (arXiv 2503.01840) with the dynamic trees of EAGLE-2 (arXiv 2406.16858): a level expands the ``width`` nodes of
+largest joint probability with ``width`` children each, and of all that were seen the best are proposed. A child is what
+the model would draw at its position if its distribution were the head's: the noise is the same (coupled drafting).
+``width=1`` gives chains, which run in the CUDA graphs of decode steps.
 
-Where decode steps are CUDA graphs or tapes, so is drafting: one for a number of sequences and of slots that keeps coming back.
+Where decode steps are CUDA graphs or tapes, so is drafting: one for a number of sequences and of slots that keeps
+coming back.
 
-Its single layer makes keys of committed rows cheap: they depend on a row's own hidden states and the token after it, on no attention.
-They lie in *lanes*, rings of the last ``window`` positions of a sequence, each key with its position. So a row that was never
-seen (a prefix that was in the cache, steps at which drafting was off) is only missing; a further branch of a request takes over
-what the first one saw. A sequence that finds no lane free is not drafted for until one is.
+Its single layer makes keys of committed rows cheap: they depend on a row's own hidden states and the token after it, on
+no attention. They lie in *lanes*, rings of the last ``window`` positions of a sequence, each key with its position. So
+a row that was never seen (a prefix that was in the cache, steps at which drafting was off) is only missing; a further
+branch of a request takes over what the first one saw. A sequence that finds no lane free is not drafted for until one
+is.
 
-Legend: B sequences, N nodes of a level, C children a node, S slots, R rows, E model dim, H query heads, G KV heads, D head dim, V vocabulary.
+Legend: B sequences, N nodes of a level, C children a node, S slots, R rows, E model dim, H query heads, G KV heads, D
+head dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ EAGER_STEPS = 2  # of a shape before it is captured: kernels are compiled by the
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """``model``: the folder of a trained head; default: the one in the package. ``max_depth``: at most, 0: as trained."""
+    """``model``: the folder of a trained head; default: the one in the package. ``max_depth``: at most, 0: as
+    trained."""
 
     model: str = ""
     max_depth: int = 0
@@ -68,7 +73,8 @@ class _Shape:
 
 @dataclass(slots=True)
 class _Piece:
-    """Committed rows whose keys are still to be computed: hidden states [R, layers, E] from ``start`` on, and the tokens after each."""
+    """Committed rows whose keys are still to be computed: hidden states [R, layers, E] from ``start`` on, and the
+    tokens after each."""
 
     lane: _Lane
     start: int
@@ -207,7 +213,8 @@ class EagleDrafter(Drafter):
 
     @torch.inference_mode()
     def _draft(self, seqs: list[Sequence], lanes: list[_Lane], depth: int) -> torch.Tensor:
-        """`_expand` for these sequences, on the host; a replay of it where that is possible, once a shape comes back."""
+        """`_expand` for these sequences, on the host; a replay of it where that is possible, once a shape comes
+        back."""
         known = np.array(
             [[lane.index for lane in lanes], [lane.end - 1 for lane in lanes], [seq.tokens[-1] for seq in seqs]]
         )
@@ -243,8 +250,9 @@ class EagleDrafter(Drafter):
         return shape.found[:, :count].cpu()
 
     def _expand(self, given_5B: torch.Tensor, slots: int, depth: int, hot: bool) -> torch.Tensor:
-        """Levels of nodes from ``given``, by sequence: lane, root, anchor, and how it draws. [4, B, K]: a node's token, the place of its
-        parent (-1: the anchor), its log estimate, and the sum of those from the anchor. Nothing here waits for the device."""
+        """Levels of nodes from ``given``, by sequence: lane, root, anchor, and how it draws. [4, B, K]: a node's token,
+        the place of its parent (-1: the anchor), its log estimate, and the sum of those from the anchor. Nothing here
+        waits for the device."""
         head, model, width = self._head, self._model, self.config.width
         lane_B, root_B, token_B, draws = given_5B[0], given_5B[1], given_5B[2], heads.Draws.of(given_5B[3:], hot)
         batch = len(lane_B)

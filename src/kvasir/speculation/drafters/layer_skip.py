@@ -1,22 +1,26 @@
-"""The served model's own first layers run ahead, sharing weights and pages. Exact; pays for models trained to exit early.
+"""The served model's own first layers run ahead, sharing weights and pages. Exact; pays for models trained to exit
+early.
 
-DEL (arXiv 2504.05598). *Shadow tokens*: a step that commits rows has the outputs of all exits for them; what the head reads there is
-what each exit would have drafted behind the right tokens, whether it was the one that drafted or not. Of every exit E and sequence
-two sums are kept, right and wrong ones, multiplied by OMEGA at every round: their share a of right ones is the chance that a drafted
-token is right, here and now. Exit and length with the most tokens per layer computed are
+DEL (arXiv 2504.05598). *Shadow tokens*: a step that commits rows has the outputs of all exits for them; what the head
+reads there is what each exit would have drafted behind the right tokens, whether it was the one that drafted or not. Of
+every exit E and sequence two sums are kept, right and wrong ones, multiplied by OMEGA at every round: their share a of
+right ones is the chance that a drafted token is right, here and now. Exit and length with the most tokens per layer
+computed are
 
-    TPL(E, d) = sum over the sequences of (1 - a^(d + 1)) / (1 - a)  /  (d (E + h) + L + 2 h),    TPL(0) = sequences / (L + h)
+    TPL(E, d) = sum over the sequences of (1 - a^(d + 1)) / (1 - a)  /  (d (E + h) + L + 2 h),    TPL(0) = sequences /
+    (L + h)
 
-where L is the number of layers and h what the head costs, in layers (not counted in the paper): it is read for every drafted token, by
-the model, and for the shadow tokens. Where no draft is best, none is made; the exits are still judged, some rows at a time.
+where L is the number of layers and h what the head costs, in layers (not counted in the paper): it is read for every
+drafted token, by the model, and for the shadow tokens. Where no draft is best, none is made; the exits are still
+judged, some rows at a time.
 
-A draft may end before d, by the exit's own probability of its tokens: behind the first that is below the mean of what right ones and
-wrong ones of this exit had on average, sums kept in the same way.
+A draft may end before d, by the exit's own probability of its tokens: behind the first that is below the mean of what
+right ones and wrong ones of this exit had on average, sums kept in the same way.
 
-Otherwise than in the paper: sequences of a step share one exit and d, since they are one batch, whose draft costs what the longest
-one does (the authors' code, for one sequence, ends drafts by their probability alone); a sequence begins with what all others have
-shown, not with the end of its prompt, of which the last layer is not computed; with temperature, a shadow token is drawn with the noise
-of its place, as drafts are.
+Otherwise than in the paper: sequences of a step share one exit and d, since they are one batch, whose draft costs what
+the longest one does (the authors' code, for one sequence, ends drafts by their probability alone); a sequence begins
+with what all others have shown, not with the end of its prompt, of which the last layer is not computed; with
+temperature, a shadow token is drawn with the noise of its place, as drafts are.
 
 An ordinary checkpoint's early layers predict little: this is for those trained with layer dropout and early-exit loss.
 
@@ -48,7 +52,8 @@ LEAST_JUDGED = 8  # rows, where nothing is drafted
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """``exits``: layers before an exit, as ``8+16+24``; default: a quarter, a half and three quarters of the model's."""
+    """``exits``: layers before an exit, as ``8+16+24``; default: a quarter, a half and three quarters of the
+    model's."""
 
     exits: str = ""
     max_depth: int = 8
@@ -56,7 +61,8 @@ class Config:
 
 @dataclass(slots=True)
 class Evidence:
-    """Of one exit: rows at which it was right and wrong, and the sums of the probabilities that it gave its tokens there."""
+    """Of one exit: rows at which it was right and wrong, and the sums of the probabilities that it gave its tokens
+    there."""
 
     right: float
     wrong: float
@@ -70,8 +76,8 @@ class Evidence:
 
     @property
     def threshold(self) -> float:
-        """Between what right ones had on average, and what wrong ones had. As in the paper, none (0) before there were both; and none
-        when those of one kind are forgotten."""
+        """Between what right ones had on average, and what wrong ones had. As in the paper, none (0) before there were
+        both; and none when those of one kind are forgotten."""
         if min(self.right, self.wrong) < FORGOTTEN:
             return 0.0
         return (self.sure_right / self.right + self.sure_wrong / self.wrong) / 2
@@ -95,8 +101,8 @@ class Evidence:
 
 @dataclass(slots=True)
 class _Known:
-    """Of a sequence: its exits, and the rows that wait to be judged: hidden [R, X, E] from position ``start``. ``end``: rows before
-    it were seen. ``drafted``: the exit of its last draft."""
+    """Of a sequence: its exits, and the rows that wait to be judged: hidden [R, X, E] from position ``start``. ``end``:
+    rows before it were seen. ``drafted``: the exit of its last draft."""
 
     exits: dict[int, Evidence] = field(default_factory=dict)
     start: int = 0

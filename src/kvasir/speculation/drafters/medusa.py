@@ -1,8 +1,9 @@
 """Heads on the last hidden state, each guessing one token further ahead; a tree of their likeliest products. Exact.
 
-Medusa (arXiv 2401.10774) with frozen model (Medusa-1), without its lossy "typical acceptance". The heads do not see each other's
-tokens, so a node's estimate is the product of its own heads' weights: the tree takes the largest products, best first, which is
-the paper's sparse tree chosen anew at every step. The weights hold the noise of their positions, as draws do.
+Medusa (arXiv 2401.10774) with frozen model (Medusa-1), without its lossy "typical acceptance". The heads do not see
+each other's tokens, so a node's estimate is the product of its own heads' weights: the tree takes the largest products,
+best first, which is the paper's sparse tree chosen anew at every step. The weights hold the noise of their positions,
+as draws do.
 
 Legend: B sequences, K heads, E model dim, V vocabulary.
 """

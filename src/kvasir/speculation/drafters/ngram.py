@@ -1,7 +1,8 @@
-"""Prompt lookup: what followed the last n tokens when they stood in this text before. Exact; costs a few dictionary look-ups.
+"""Prompt lookup: propose what followed the last n tokens earlier in this text. Exact; costs a few dictionary look-ups.
 
-The longest of the n-grams ``max_match`` .. ``min_match`` that occurred before wins, at its latest place; the copy may run on
-into itself, so a loop is continued for ever. Pays where output repeats the prompt: editing, extraction, tables, code.
+The longest n-gram, from ``max_match`` down to ``min_match`` tokens, that occurred before wins, at its latest place. The
+copy may continue into itself, so loops go on for ever. It pays where output repeats the prompt: editing, extraction,
+tables, code.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from kvasir.speculation.drafter import Ask, Drafter
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import Sequence
 
-WINDOW = 1 << 14  # tokens of a prompt, from its end, that are looked at
+WINDOW = 1 << 14  # last tokens of a prompt that are searched
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,13 @@ class Config:
     def __post_init__(self) -> None:
         if not 1 <= self.min_match <= self.max_match:
             raise ConfigError(
-                f"ngram:min_match={self.min_match},max_match={self.max_match}: they must satisfy 1 <= min_match <= max_match"
+                f"ngram:min_match={self.min_match},max_match={self.max_match}: "
+                "they must satisfy 1 <= min_match <= max_match"
             )
 
 
 class _Index:
-    """Where each n-gram of one text was last followed by something. ``end``: tokens indexed so far."""
+    """Index of one text: for each n-gram, the position after its latest occurrence. ``end``: tokens indexed so far."""
 
     def __init__(self, first: int) -> None:
         self.end = first
@@ -58,7 +60,7 @@ class Ngram(Drafter):
         return DraftTree()
 
     def _catch_up(self, index: _Index, tokens: list[int]) -> None:
-        """Index the n-grams that end before the last token: those are the ones with something behind them."""
+        """Index the n-grams that end before the last token, since only those have a continuation."""
         follows, low, high = index.follows, self.config.min_match, self.config.max_match
         for end in range(index.end, len(tokens) - 1):
             for n in range(low, min(high, end + 1 - index.first) + 1):

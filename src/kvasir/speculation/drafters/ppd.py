@@ -1,14 +1,16 @@
-"""Trained prompt tokens behind the rows of the verification itself: their outputs are the next guesses. Exact; no draft model.
+"""Trained prompt tokens behind the rows of the verification itself: their outputs are the next guesses. Exact; no draft
+model.
 
-PPD, parallel prompt decoding (arXiv 2405.18628): K embeddings stand behind a row as if they were tokens; what the model puts out for
-number j guesses the token j + 2 places after that row. They are guest rows of the step (`kvasir.types.Span`): no row of the text
-sees them, and they leave nothing behind but their outputs. Each candidate may carry prompt tokens of its own, so that whichever
-path is right, the next guesses are there: the only drafting is reading them with the output matrix.
+PPD, parallel prompt decoding (arXiv 2405.18628): K embeddings stand behind a row as if they were tokens; what the model
+puts out for number j guesses the token j + 2 places after that row. They are guest rows of the step
+(`kvasir.types.Span`): no row of the text sees them, and they leave nothing behind but their outputs. Each candidate may
+carry prompt tokens of its own, so that whichever path is right, the next guesses are there: the only drafting is
+reading them with the output matrix.
 
-The sparse tree is dynamic: of ``rows`` rows, so many are candidates and so many prompt tokens as promise the most tokens, those of
-this step by the candidates and those of the next one by the prompt tokens; and a candidate carries as many as it is likely to be the
-last right one. Where a step left no guess (the first one, after a rest, or where the last token's row had no prompt tokens), the
-anchor's row carries all of them, and nothing is verified.
+The sparse tree is dynamic: of ``rows`` rows, so many are candidates and so many prompt tokens as promise the most
+tokens, those of this step by the candidates and those of the next one by the prompt tokens; and a candidate carries as
+many as it is likely to be the last right one. Where a step left no guess (the first one, after a rest, or where the
+last token's row had no prompt tokens), the anchor's row carries all of them, and nothing is verified.
 
 Legend: N guesses, K prompt tokens, C members of an ensemble, E model dim, V vocabulary.
 """
@@ -36,8 +38,8 @@ FORGETTING = 0.998  # of what was learnt, an observation
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """``model``: the folder of trained prompt tokens; default: those in the package. ``width``: guesses a prompt token; ``rows``: of a
-    sequence in a step, candidates and prompt tokens together."""
+    """``model``: the folder of trained prompt tokens; default: those in the package. ``width``: guesses a prompt token;
+    ``rows``: of a sequence in a step, candidates and prompt tokens together."""
 
     model: str = ""
     width: int = 4
@@ -145,10 +147,11 @@ class PromptDrafter(Drafter):
 
 
 def dynamic_tree(tree: DraftTree, gains: Many[float], rows: int, ensemble: int) -> tuple[int, dict[int, int]]:
-    """How many leading nodes of a best-first tree to verify, and how many prompt tokens each carries (-1: the anchor), in ``rows`` rows.
+    """How many leading nodes of a best-first tree to verify, and how many prompt tokens each carries (-1: the anchor),
+    in ``rows`` rows.
 
-    A node is worth the chance that it is right; prompt token j of a node the chance that the walk ends there, times ``gains[j]``
-    (falling): what it adds to the next step. A prompt token takes ``ensemble`` rows.
+    A node is worth the chance that it is right; prompt token j of a node the chance that the walk ends there, times
+    ``gains[j]`` (falling): what it adds to the next step. A prompt token takes ``ensemble`` rows.
     """
     survival: list[float] = []
     for parent, est in zip(tree.parents, tree.est):

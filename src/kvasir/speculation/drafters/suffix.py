@@ -1,13 +1,14 @@
-"""What followed the longest suffix of the text that occurred before, in this request or another of its tenant. Exact.
+"""Propose what followed the longest suffix of the text that occurred before, in this request or another of its tenant.
+Exact.
 
-SuffixDecoding (arXiv 2411.04975) and DAS (arXiv 2511.13841) keep suffix trees; this is a suffix automaton of all texts of a
-scope, extended token by token in amortised constant time, live ones included, so that samples of one prompt learn from
-each other at once (``kvasir/speculation/suffixes.py``). The proposal is a tree: continuations by how often they were seen, the
-most likely nodes first.
+SuffixDecoding (arXiv 2411.04975) and DAS (arXiv 2511.13841) keep suffix trees. This drafter keeps one suffix automaton
+for all texts of a scope (``kvasir/speculation/suffixes.py``). It grows token by token in amortised constant time, with
+live texts, so samples of one prompt learn from each other at once. The proposal is a tree of the continuations seen
+most often.
 
-Scopes: ``tenant``; ``problem``, the requests of a tenant with the same prompt; ``request``. Memory is bounded twice: a scope holds
-two generations of ``max_tokens`` tokens, and all together ``GENERATIONS`` of them, for which the scopes go whose last request
-came first.
+Scopes: ``tenant``; ``problem``, the requests of a tenant with the same prompt; ``request``. Memory is bounded twice: a
+scope has two generations of ``max_tokens`` tokens, and all scopes together have ``GENERATIONS`` of them. Beyond that,
+the scopes used least recently are dropped.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from kvasir.speculation.suffixes_native import NativeSuffixes, native
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import Sequence
 
-PROMPT_TOKENS = 4096  # of a prompt, from its end, that are read in
-GENERATIONS = 8  # of ``max_tokens``, held by all scopes together
-LEAST, MOST = 2 * CONTEXT, 1 << 26  # tokens of a generation: more than are read again; places in it have 32 bits
+PROMPT_TOKENS = 4096  # last tokens of a prompt that are read
+GENERATIONS = 8  # generations of ``max_tokens`` tokens that all scopes have together
+# Smallest and largest generation: more than a live text reads again, and few enough for indices of 32 bits.
+LEAST, MOST = 2 * CONTEXT, 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Config:
 
 
 class Suffix(Drafter):
-    """``plain``: without native code."""
+    """The drafter of one engine. ``plain``: run without native code."""
 
     topology = "tree"
 
@@ -55,7 +57,7 @@ class Suffix(Drafter):
         self._texts: Any = (
             Suffixes(max_tokens, min_match) if library is None else NativeSuffixes(library, max_tokens, min_match)
         )
-        self._stores: OrderedDict[Hashable, Any] = OrderedDict()  # by scope, the one opened last at the end
+        self._stores: OrderedDict[Hashable, Any] = OrderedDict()  # by scope; the one used last is at the end
 
     def reference(self) -> Drafter | None:
         return Suffix(self.config, plain=True) if isinstance(self._texts, NativeSuffixes) else None
@@ -99,4 +101,4 @@ class Suffix(Drafter):
     def _bound(self) -> None:
         while self._texts.num_tokens > GENERATIONS * self.config.max_tokens and len(self._stores) > 1:
             _, store = self._stores.popitem(last=False)
-            self._texts.clear(store)  # its live sequences go on in it, by themselves
+            self._texts.clear(store)  # live sequences keep this store, but new ones do not find it

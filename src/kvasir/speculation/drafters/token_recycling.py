@@ -1,10 +1,11 @@
-"""Reuses the runners-up: the most likely tokens after each token, as last computed or read, as a tree. Exact; no training.
+"""Reuses the runners-up: the most likely tokens after each token, as last computed or read, as a tree. Exact; no
+training.
 
-Token Recycling (arXiv 2408.08696): a row of ``width`` likely successors for every token, overwritten by the logits of every
-verified row, those of rejected drafts included; a proposal is the best-first tree below the last token, the most likely
-ranks first, which is the paper's static tree of the most likely paths. What a rank is worth at a depth the controller learns.
-Rows are filled from the texts, too, so that they are not empty where nothing was verified. No context is looked at: pays
-where nothing repeats that could be copied, and with few tokens a step, as on a CPU.
+Token Recycling (arXiv 2408.08696): a row of ``width`` likely successors for every token, overwritten by the logits of
+every verified row, those of rejected drafts included; a proposal is the best-first tree below the last token, the most
+likely ranks first, which is the paper's static tree of the most likely paths. What a rank is worth at a depth the
+controller learns. Rows are filled from the texts, too, so that they are not empty where nothing was verified. No
+context is looked at: pays where nothing repeats that could be copied, and with few tokens a step, as on a CPU.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class TokenRecycling(Drafter):
         return rows
 
     def _read(self, seq: Sequence) -> Rows:
-        """What followed what in the text since it was last read: of a token that has no row yet, the only successor known."""
+        """What followed what in the text since it was last read: of a token that has no row yet, the only successor
+        known."""
         rows, tokens = self._rows(seq), seq.tokens
         for at in range(seq.state.get("recycled", max(0, len(tokens) - READ_TOKENS)), len(tokens) - 1):
             known = rows.get(tokens[at], ())
