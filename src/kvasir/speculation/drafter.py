@@ -126,7 +126,8 @@ def check_trees(asks: Many[Ask], trees: Many[DraftTree], vocab_size: int, num_gu
         for token, est in zip(tree.tokens, tree.est):
             if not 0 <= token < vocab_size or not 0 <= est <= 1:
                 raise ValueError(
-                    f"token {token} with an estimate of {est}: tokens are from 0 to {vocab_size - 1}, estimates from 0 to 1"
+                    f"token {token} with an estimate of {est}: tokens are from 0 to {vocab_size - 1}, "
+                    "estimates from 0 to 1"
                 )
 
 

@@ -163,7 +163,7 @@ class Eagle(nn.Module):
             self.fuse_proj.weight[:, -s.dim :] += torch.eye(s.dim)
             self.norm.weight.copy_(norm_E)
 
-    # ------------------------------------------------------------------------------------------------- parts, for serving
+    # ----------------------------------------------------------------------------------------------- parts, for serving
 
     def fuse(self, features_NLE: torch.Tensor) -> torch.Tensor:
         """Outputs of the tapped layers [N, L, E] -> states [N, E]."""
@@ -190,7 +190,7 @@ class Eagle(nn.Module):
         gate, up = self.gate_up_proj(self.ffn_norm(h)).chunk(2, -1)
         return h + self.down_proj(F.silu(gate) * up)
 
-    # ----------------------------------------------------------------------------------------------------------- training
+    # --------------------------------------------------------------------------------------------------------- training
 
     def unroll(
         self, features_BTLE: torch.Tensor, normed_BTE: torch.Tensor, embedded_BTE: torch.Tensor
@@ -262,7 +262,7 @@ def shape_for(kind: str, dim: int, num_layers: int) -> Any:
     )
 
 
-# --------------------------------------------------------------------------------------------------------------- folders
+# -------------------------------------------------------------------------------------------------------------- folders
 
 
 def fingerprint(norm_E: torch.Tensor) -> str:
@@ -374,7 +374,7 @@ def load_for(kind: str, given: str, model: ServedModel) -> Head:
     return head.to(model.place.device, model.place.dtype)
 
 
-# --------------------------------------------------------------------------------------------------------------- guesses
+# -------------------------------------------------------------------------------------------------------------- guesses
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,8 @@ class Router(Drafter):
         hosts = [d for d in self.drafters.values() if d.guests is not None]
         if len(hosts) > 1:
             raise ConfigError(
-                f"{' and '.join(d.name for d in hosts)} both have rows of their own in the model's steps: choose one of them"
+                f"{' and '.join(d.name for d in hosts)} both have rows of their own in the model's steps: "
+                "choose one of them"
             )
         self.guests = hosts[0].guests if hosts else None
         self.hidden_layers = tuple(sorted({layer for d in self.drafters.values() for layer in d.hidden_layers}))

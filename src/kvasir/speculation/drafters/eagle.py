@@ -1,19 +1,18 @@
-"""One decoder layer over the model's fused hidden states runs ahead, with keys of its own; a tree by joint probability.
+"""One decoder layer over the model's fused hidden states drafts, with keys of its own; a tree by joint probability.
 Exact.
 
-EAGLE-3 (arXiv 2503.01840) with the dynamic trees of EAGLE-2 (arXiv 2406.16858): a level expands the ``width`` nodes of
-largest joint probability with ``width`` children each, and of all that were seen the best are proposed. A child is what
-the model would draw at its position if its distribution were the head's: the noise is the same (coupled drafting).
+EAGLE-3 (arXiv 2503.01840) with the dynamic trees of EAGLE-2 (arXiv 2406.16858): each level expands the ``width`` nodes
+of largest joint probability with ``width`` children each, and the best of all nodes are proposed. A child is the token
+that the model would draw at its position if its distribution were the head's: the noise is the same (coupled drafting).
 ``width=1`` gives chains, which run in the CUDA graphs of decode steps.
 
-Where decode steps are CUDA graphs or tapes, so is drafting: one for a number of sequences and of slots that keeps
-coming back.
+Where decode steps are CUDA graphs or tapes, drafting is captured, too, for every number of sequences and of slots that
+comes back.
 
-Its single layer makes keys of committed rows cheap: they depend on a row's own hidden states and the token after it, on
-no attention. They lie in *lanes*, rings of the last ``window`` positions of a sequence, each key with its position. So
-a row that was never seen (a prefix that was in the cache, steps at which drafting was off) is only missing; a further
-branch of a request takes over what the first one saw. A sequence that finds no lane free is not drafted for until one
-is.
+The single layer makes keys of committed rows cheap: they depend on the row's own hidden states and the token after it,
+not on attention. They lie in *lanes*: rings of the last ``window`` positions of a sequence, each key with its position.
+A row that was never seen (a cached prefix, steps without drafting) is therefore only missing, and a further branch of a
+request takes over what the first one saw. A sequence that finds no free lane is not drafted for until there is one.
 
 Legend: B sequences, N nodes of a level, C children a node, S slots, R rows, E model dim, H query heads, G KV heads, D
 head dim, V vocabulary.
@@ -36,14 +35,15 @@ from kvasir.speculation.drafter import Ask, Capture, Drafter, ServedModel
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import Sequence
 
-LEAST = 64  # slots that are read: this, or a power of two that is more
-EAGER_STEPS = 2  # of a shape before it is captured: kernels are compiled by then
+LEAST = 64  # smallest number of slots that are read; larger ones are powers of two
+EAGER_STEPS = 2  # runs of a shape before it is captured, in which its kernels are compiled
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """``model``: the folder of a trained head; default: the one in the package. ``max_depth``: at most, 0: as
-    trained."""
+    """``model``: folder of a trained head (default: the one in the package); ``max_depth``: deepest draft, 0: as
+    trained; ``width``: nodes expanded a level, and children of each; ``window``: positions of a lane; ``lanes``:
+    sequences at once."""
 
     model: str = ""
     max_depth: int = 0
@@ -54,7 +54,7 @@ class Config:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """``end``: positions before it were handed over, the last one among them."""
+    """The keys of a sequence. ``end``: position after the last row that was handed over."""
 
     index: int
     request: str
@@ -73,8 +73,8 @@ class _Shape:
 
 @dataclass(slots=True)
 class _Piece:
-    """Committed rows whose keys are still to be computed: hidden states [R, layers, E] from ``start`` on, and the
-    tokens after each."""
+    """Committed rows that wait for their keys: hidden states [R, layers, E] from ``start`` on, and the token after
+    each."""
 
     lane: _Lane
     start: int
@@ -112,10 +112,10 @@ class EagleDrafter(Drafter):
         )
         self._positions = torch.full(size, -1, device=self._device)
         head.reserve(model.spec.max_position + self._depth)
-        self._states = torch.zeros(size[0], head.shape.dim, device=self._device, dtype=dtype)  # of each lane's last row
+        self._states = torch.zeros(size[0], head.shape.dim, device=self._device, dtype=dtype)  # last row of each lane
 
     def device_bytes(self, model: ServedModel) -> int:
-        """Weights, rotations, and of each lane its ring of keys, values and positions and one state."""
+        """Number of bytes of weights and rotations, and of the keys, values, positions and state of each lane."""
         shape, weights = heads.planned("eagle", self.config.model)
         slot = 2 * shape.kv_heads * shape.head_dim * model.place.dtype.itemsize + 8
         rotations = (model.spec.max_position + (self.config.max_depth or shape.depth)) * (shape.head_dim // 2) * 8
@@ -125,7 +125,7 @@ class EagleDrafter(Drafter):
             + self.config.lanes * self.config.window * slot
         )
 
-    # ----------------------------------------------------------------------------------------------------- committed rows
+    # --------------------------------------------------------------------------------------------------- committed rows
 
     def ingest(self, seq: Sequence, hidden: torch.Tensor, start: int) -> None:
         lane = self._lanes.get(seq) or self._new_lane(seq, start)
@@ -133,7 +133,7 @@ class EagleDrafter(Drafter):
             return
         lane.end = start + len(hidden)
         first = max(start, lane.end - self.config.window)
-        if self._num_waiting + lane.end - first > self.config.window:  # so that no slot stands in a batch twice
+        if self._num_waiting + lane.end - first > self.config.window:  # a batch must not write a slot twice
             self._flush()
         self._num_waiting += lane.end - first
         self._queue.append(_Piece(lane, first, hidden[first - start :], seq.tokens[first + 1 : lane.end + 1]))
@@ -151,7 +151,8 @@ class EagleDrafter(Drafter):
 
     @torch.inference_mode()
     def _new_lane(self, seq: Sequence, start: int) -> _Lane | None:
-        """None: all are taken."""
+        """Give the sequence a lane, with a copy of the keys of another branch of its request. None when all are
+        taken."""
         lane = None
         if self._free:
             donor = (
@@ -171,7 +172,7 @@ class EagleDrafter(Drafter):
 
     @torch.inference_mode()
     def _flush(self) -> None:
-        """Compute the keys and values of the rows that wait."""
+        """Compute the keys and values of the waiting rows."""
         queue, self._queue, self._num_waiting = self._queue, [], 0
         if not queue:
             return
@@ -192,7 +193,7 @@ class EagleDrafter(Drafter):
         self._k[lane_R, slot_R], self._v[lane_R, slot_R], self._positions[lane_R, slot_R] = k_RGD, v_RGD, position_R
         self._states[owner] = state_RE[end]
 
-    # ----------------------------------------------------------------------------------------------------------- drafting
+    # --------------------------------------------------------------------------------------------------------- drafting
 
     def propose(self, asks: list[Ask]) -> list[DraftTree]:
         self._flush()
@@ -204,7 +205,7 @@ class EagleDrafter(Drafter):
                 ready.append((i, ask, lane))
         if ready:
             deepest = max(ask.max_depth for _, ask, _ in ready)
-            self._deepest = max(self._deepest, deepest)  # few shapes, where each is captured
+            self._deepest = max(self._deepest, deepest)  # one depth for all steps: fewer shapes to capture
             depth = min(self._depth, deepest if self._capture is None else self._deepest)
             found = self._draft([ask.seq for _, ask, _ in ready], [lane for *_, lane in ready], depth).tolist()
             for (i, ask, _), *nodes in zip(ready, *found):
@@ -213,7 +214,7 @@ class EagleDrafter(Drafter):
 
     @torch.inference_mode()
     def _draft(self, seqs: list[Sequence], lanes: list[_Lane], depth: int) -> torch.Tensor:
-        """`_expand` for these sequences, on the host; a replay of it where that is possible, once a shape comes
+        """Run `_expand` for these sequences and return the result on the host; replays it once a shape has come
         back."""
         known = np.array(
             [[lane.index for lane in lanes], [lane.end - 1 for lane in lanes], [seq.tokens[-1] for seq in seqs]]
@@ -227,7 +228,7 @@ class EagleDrafter(Drafter):
         shape = self._shapes.setdefault(
             (size, slots, depth, hot), _Shape(torch.zeros(len(given), size, dtype=torch.int64, device=self._device))
         )
-        padded = np.repeat(given[:, :1], size, 1)  # the first sequence fills the rows that are left
+        padded = np.repeat(given[:, :1], size, 1)  # padding repeats the first sequence
         padded[:, :count] = given
         shape.given.copy_(heads.send(padded, self._device))
 
@@ -241,7 +242,7 @@ class EagleDrafter(Drafter):
         if shape.replay is None and shape.uses > EAGER_STEPS:
             try:
                 shape.replay = self._capture(work)
-            except Exception as error:  # a replay is never needed
+            except Exception as error:  # drafting works without a replay
                 self._capture = None
                 log.warning(
                     "drafting is not captured: %d sequences cannot be (%s: %s)", size, type(error).__name__, error
@@ -250,9 +251,10 @@ class EagleDrafter(Drafter):
         return shape.found[:, :count].cpu()
 
     def _expand(self, given_5B: torch.Tensor, slots: int, depth: int, hot: bool) -> torch.Tensor:
-        """Levels of nodes from ``given``, by sequence: lane, root, anchor, and how it draws. [4, B, K]: a node's token,
-        the place of its parent (-1: the anchor), its log estimate, and the sum of those from the anchor. Nothing here
-        waits for the device."""
+        """Return all nodes seen [4, B, nodes]: token, place of the parent (-1: the anchor), log estimate, and the sum
+        of log estimates from the anchor. Does not wait for the device.
+
+        ``given_5B``: lane, root position, anchor token, temperature and noise stream of each sequence."""
         head, model, width = self._head, self._model, self.config.width
         lane_B, root_B, token_B, draws = given_5B[0], given_5B[1], given_5B[2], heads.Draws.of(given_5B[3:], hot)
         batch = len(lane_B)
@@ -261,13 +263,13 @@ class EagleDrafter(Drafter):
         sees_BNS = ((seen_BS >= 0) & (seen_BS > root_B[:, None] - self.config.window))[:, None]
         state_BNE, token_BN, position_BN = self._states[lane_B][:, None], token_B[:, None], root_B[:, None]
         joint_BN = torch.zeros(batch, 1, device=given_5B.device)
-        place_BN = torch.full_like(token_BN, -1)  # of the nodes of this level among all
+        place_BN = torch.full_like(token_BN, -1)  # places of this level's nodes among all nodes
         found: list[torch.Tensor] = []
         total = 0
         for d in range(depth):
             count = token_BN.shape[1]
             q_BNHD, k, v = head.attention(head.mix(state_BNE, model.embed(token_BN)), position_BN)
-            if d:  # the root's own keys lie in the lane
+            if d:  # the root's keys are in the lane already
                 k_BSGD, v_BSGD = torch.cat([k_BSGD, k], 1), torch.cat([v_BSGD, v], 1)
                 itself = torch.eye(count, dtype=torch.bool, device=given_5B.device).expand(batch, -1, -1)
                 sees_BNS = torch.cat([sees_BNS, itself], 2)
@@ -292,7 +294,7 @@ class EagleDrafter(Drafter):
 
     @torch.inference_mode()
     def load(self, weights: Any, version: int) -> None:
-        """Keys of running sequences stay: stale, so worse drafts for a while, and no wrong token."""
+        """Take new weights. Keys of running sequences stay, so their drafts are worse for a while, but never wrong."""
         super().load(weights, version)
         self._head.load_state_dict(weights)
 

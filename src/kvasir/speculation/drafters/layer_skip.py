@@ -1,28 +1,29 @@
-"""The served model's own first layers run ahead, sharing weights and pages. Exact; pays for models trained to exit
-early.
+"""Draft with the served model's own first layers, which share its weights and pages. Exact; pays for models trained to
+exit early.
 
-DEL (arXiv 2504.05598). *Shadow tokens*: a step that commits rows has the outputs of all exits for them; what the head
-reads there is what each exit would have drafted behind the right tokens, whether it was the one that drafted or not. Of
-every exit E and sequence two sums are kept, right and wrong ones, multiplied by OMEGA at every round: their share a of
-right ones is the chance that a drafted token is right, here and now. Exit and length with the most tokens per layer
-computed are
+DEL (arXiv 2504.05598) chooses the exit layer and the draft length at run time. Evidence comes from *shadow tokens*: a
+step that commits rows has the outputs of all exits for them, and the head applied there tells what each exit would have
+drafted after the accepted tokens, whichever exit did draft. For every exit E and sequence the drafter keeps two sums,
+of right and of wrong tokens, which are multiplied by OMEGA each round. The share a of right tokens is the chance that a
+drafted token is right, here and now. It takes the exit and length with the most tokens for each layer computed:
 
-    TPL(E, d) = sum over the sequences of (1 - a^(d + 1)) / (1 - a)  /  (d (E + h) + L + 2 h),    TPL(0) = sequences /
-    (L + h)
+    TPL(E, d) = sum over the sequences of (1 - a^(d + 1)) / (1 - a)  /  (d (E + h) + L + 2 h)
+    TPL(0) = sequences / (L + h)
 
-where L is the number of layers and h what the head costs, in layers (not counted in the paper): it is read for every
-drafted token, by the model, and for the shadow tokens. Where no draft is best, none is made; the exits are still
-judged, some rows at a time.
+L is the number of layers. h is the cost of the head in layers, which the paper does not count: the head is read for
+every drafted token, by the model, and for the shadow tokens. Where no draft is best, none is made; exits are still
+judged, a few rows at a time.
 
-A draft may end before d, by the exit's own probability of its tokens: behind the first that is below the mean of what
-right ones and wrong ones of this exit had on average, sums kept in the same way.
+A draft may end before d: after the first token whose probability is below the mean of the average probabilities of
+right and of wrong tokens at this exit. These sums are kept in the same way.
 
-Otherwise than in the paper: sequences of a step share one exit and d, since they are one batch, whose draft costs what
-the longest one does (the authors' code, for one sequence, ends drafts by their probability alone); a sequence begins
-with what all others have shown, not with the end of its prompt, of which the last layer is not computed; with
-temperature, a shadow token is drawn with the noise of its place, as drafts are.
+Three things differ from the paper. The sequences of a step share one exit and d, since they are one batch, whose draft
+costs what its longest member does (the authors' code, for one sequence, ends drafts by probability alone). A sequence
+starts from what all others have shown, not from the end of its prompt, whose last layers are not computed. With
+temperature, a shadow token is drawn with the noise of its position, as drafts are.
 
-An ordinary checkpoint's early layers predict little: this is for those trained with layer dropout and early-exit loss.
+The early layers of an ordinary checkpoint predict little: this is for models trained with layer dropout and early-exit
+loss.
 
 Legend: R rows, X exits, E model dim.
 """
@@ -40,14 +41,14 @@ from kvasir.speculation.drafter import Ask, Capture, Drafter, ExitModel, Host, S
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import Sequence
 
-SHADOWS = True  # False: an exit is known by what was accepted of it, as where there are no hidden states
-OMEGA = 0.95  # of the sums, a round
-FORGOTTEN = 0.5  # observations, of right or of wrong ones: fewer say nothing
-START = (2.0, 2.0, 1.5, 0.5)  # before anything was seen: right and wrong ones, and the sums of their probabilities
-BEGIN = 4.0  # observations that a sequence begins with: what all others have shown
-MAX_WAITING = 8  # rows of a sequence that wait to be judged: the last ones
-MAX_JUDGED = 64  # rows of the head at once: the sequences with most rows waiting come first
-LEAST_JUDGED = 8  # rows, where nothing is drafted
+SHADOWS = True  # False: judge an exit by its accepted drafts alone, as where there are no hidden states
+OMEGA = 0.95  # factor of the sums, each round
+FORGOTTEN = 0.5  # weight of right or of wrong tokens below which their sums say nothing
+START = (2.0, 2.0, 1.5, 0.5)  # initial sums: right and wrong tokens, and the probabilities of each
+BEGIN = 4.0  # observations that the evidence of all sequences counts for in a new one
+MAX_WAITING = 8  # most rows of a sequence that wait to be judged: the last ones
+MAX_JUDGED = 64  # most rows of the head in one call; sequences with the most waiting rows come first
+LEAST_JUDGED = 8  # rows that must wait before they are judged in a step without drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,7 @@ class Config:
 
 @dataclass(slots=True)
 class Evidence:
-    """Of one exit: rows at which it was right and wrong, and the sums of the probabilities that it gave its tokens
-    there."""
+    """Evidence of one exit: weights of right and of wrong tokens, and the sums of their probabilities."""
 
     right: float
     wrong: float
@@ -71,19 +71,20 @@ class Evidence:
 
     @property
     def share(self) -> float:
-        """Of right ones."""
+        """Share of right tokens."""
         return self.right / (self.right + self.wrong)
 
     @property
     def threshold(self) -> float:
-        """Between what right ones had on average, and what wrong ones had. As in the paper, none (0) before there were
-        both; and none when those of one kind are forgotten."""
+        """Probability below which a draft ends: halfway between the averages of right and of wrong tokens.
+
+        It is 0 until both were seen, as in the paper, and again when one of them is forgotten."""
         if min(self.right, self.wrong) < FORGOTTEN:
             return 0.0
         return (self.sure_right / self.right + self.sure_wrong / self.wrong) / 2
 
     def add(self, verdicts: Iterable[tuple[bool, float]]) -> None:
-        """One round: whether each token was right, and its probability."""
+        """Add a round of (whether the token was right, its probability)."""
         self.right, self.wrong, self.sure_right, self.sure_wrong = (
             OMEGA * s for s in (self.right, self.wrong, self.sure_right, self.sure_wrong)
         )
@@ -94,15 +95,17 @@ class Evidence:
                 self.wrong, self.sure_wrong = self.wrong + 1, self.sure_wrong + sure
 
     def worth(self, observations: float) -> Evidence:
-        """The same shares from so many observations."""
+        """Return evidence with the same shares and this many observations."""
         k = observations / (self.right + self.wrong)
         return Evidence(k * self.right, k * self.wrong, k * self.sure_right, k * self.sure_wrong)
 
 
 @dataclass(slots=True)
 class _Known:
-    """Of a sequence: its exits, and the rows that wait to be judged: hidden [R, X, E] from position ``start``. ``end``:
-    rows before it were seen. ``drafted``: the exit of its last draft."""
+    """State of a sequence: evidence by exit, and the rows that wait to be judged.
+
+    ``hidden`` [R, X, E]: waiting rows from position ``start`` on; ``end``: position after the last row seen;
+    ``drafted``: exit of the last draft."""
 
     exits: dict[int, Evidence] = field(default_factory=dict)
     start: int = 0
@@ -121,7 +124,7 @@ class LayerSkip(Drafter):
         except ValueError as e:
             raise ConfigError(f"layer_skip:exits={self.config.exits!r}: expected numbers of layers, as 8+16") from e
         self._model: ExitModel | None = None
-        self._all: dict[int, Evidence] = {}  # by exit: of all sequences
+        self._all: dict[int, Evidence] = {}  # by exit: evidence of all sequences together
         self._drew = False
 
     def prepare(self, host: Host) -> None:
@@ -152,7 +155,7 @@ class LayerSkip(Drafter):
             self._learn(seq, after, [(node in path, est) for node, est in zip(range(len(path) + 1), tree.est)])
 
     def ingest(self, seq: Sequence, hidden: Any, start: int) -> None:
-        """Keeps the rows behind which the model has drawn, each once."""
+        """Keep the rows after which the model has drawn a token, each once."""
         known, end = self._known(seq), start + len(hidden)
         first = max(start, seq.num_prompt - 1, known.end, end - MAX_WAITING)
         if first >= end:
@@ -171,7 +174,7 @@ class LayerSkip(Drafter):
     # ----------------------------------------------------------------------------------------------------------- learn
 
     def _judge(self, seqs: list[Sequence]) -> None:
-        """What would the exits have drafted? One call of the head for the rows that wait."""
+        """Learn what the exits would have drafted, by one call of the head for the rows that wait."""
         waiting = [(seq, known) for seq in seqs if (known := self._known(seq)).hidden is not None]
         if not waiting or not self._drew and sum(len(known.hidden) for _, known in waiting) < LEAST_JUDGED:
             return
@@ -196,7 +199,7 @@ class LayerSkip(Drafter):
         return seq.state.setdefault(self.name, _Known())
 
     def _evidence(self, seq: Sequence, after: int) -> Evidence:
-        """The sequence's own, which begins with what all have shown."""
+        """Evidence of a sequence for an exit; it starts from that of all sequences."""
         known = self._known(seq)
         if after not in known.exits:
             known.exits[after] = self._all.setdefault(after, Evidence(*START)).worth(BEGIN)
@@ -205,13 +208,11 @@ class LayerSkip(Drafter):
     # ---------------------------------------------------------------------------------------------------------- choose
 
     def _choose(self, seqs: list[Sequence]) -> tuple[int, int]:
-        """The exit of this step and the most tokens of a draft; (0, 0): none is worth its layers."""
+        """Return the exit of this step and the largest draft length; (0, 0) when no draft pays for its layers."""
         model = self._model
         layers, head = model.num_layers, model.head_layers
-        best, most = (
-            (0, 0),
-            len(seqs) / (layers + head) if self.hidden_layers else 0.0,
-        )  # without shadows only drafts teach anything
+        # Without shadow tokens only drafts teach anything, so drafting goes on whatever it gains.
+        best, most = (0, 0), len(seqs) / (layers + head) if self.hidden_layers else 0.0
         for after in model.exits:
             shares = [self._evidence(seq, after).share for seq in seqs]
             right, tokens = [1.0] * len(seqs), float(len(seqs))

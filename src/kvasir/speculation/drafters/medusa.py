@@ -1,9 +1,9 @@
-"""Heads on the last hidden state, each guessing one token further ahead; a tree of their likeliest products. Exact.
+"""Heads on the last hidden state, each guessing one token further ahead; a tree of the most likely products. Exact.
 
-Medusa (arXiv 2401.10774) with frozen model (Medusa-1), without its lossy "typical acceptance". The heads do not see
-each other's tokens, so a node's estimate is the product of its own heads' weights: the tree takes the largest products,
-best first, which is the paper's sparse tree chosen anew at every step. The weights hold the noise of their positions,
-as draws do.
+Medusa (arXiv 2401.10774) with a frozen model (Medusa-1), without its lossy "typical acceptance". The heads do not see
+each other's tokens, so the estimate of a node is the product of the weights along its path. The tree takes the largest
+products, best first: the paper's sparse tree, chosen again at every step. The weights include the noise of their
+positions, as draws do.
 
 Legend: B sequences, K heads, E model dim, V vocabulary.
 """
@@ -22,12 +22,14 @@ from kvasir.speculation.drafter import Ask, Capture, Drafter, ServedModel
 from kvasir.speculation.tree import DraftTree, products
 from kvasir.types import Sequence
 
-KEPT = 16  # rows of a step from which on a row is copied out of it: a view would keep the whole step's memory
+KEPT = (
+    16  # largest step, in rows, of which a view is kept: a view keeps the whole step's memory, so later rows are copied
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """``model``: the folder of trained heads; default: those in the package. ``width``: guesses a head."""
+    """``model``: folder of trained heads (default: those in the package); ``width``: guesses of each head."""
 
     model: str = ""
     width: int = 4

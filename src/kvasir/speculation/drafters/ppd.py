@@ -1,16 +1,15 @@
-"""Trained prompt tokens behind the rows of the verification itself: their outputs are the next guesses. Exact; no draft
-model.
+"""Trained prompt tokens behind the verified rows: their outputs are the next guesses. Exact; needs no draft model.
 
-PPD, parallel prompt decoding (arXiv 2405.18628): K embeddings stand behind a row as if they were tokens; what the model
-puts out for number j guesses the token j + 2 places after that row. They are guest rows of the step
-(`kvasir.types.Span`): no row of the text sees them, and they leave nothing behind but their outputs. Each candidate may
-carry prompt tokens of its own, so that whichever path is right, the next guesses are there: the only drafting is
-reading them with the output matrix.
+PPD, parallel prompt decoding (arXiv 2405.18628): K embeddings stand behind a row as if they were tokens. The model's
+output for number j guesses the token j + 2 places after that row. They are guest rows of the step
+(`kvasir.types.Span`): no row of the text sees them, and only their outputs remain. Each candidate may carry prompt
+tokens of its own, so the next guesses are there whichever path is accepted; drafting only reads them with the output
+matrix.
 
-The sparse tree is dynamic: of ``rows`` rows, so many are candidates and so many prompt tokens as promise the most
-tokens, those of this step by the candidates and those of the next one by the prompt tokens; and a candidate carries as
-many as it is likely to be the last right one. Where a step left no guess (the first one, after a rest, or where the
-last token's row had no prompt tokens), the anchor's row carries all of them, and nothing is verified.
+The sparse tree is dynamic. ``rows`` rows are divided between candidates and prompt tokens so that they promise the most
+tokens: candidates for this step, prompt tokens for the next one. A candidate carries as many prompt tokens as it is
+likely to be the last accepted one. Where a step left no guess (the first step, after a pause, or where the last token's
+row had no prompt tokens), the anchor's row carries all of them, and nothing is verified.
 
 Legend: N guesses, K prompt tokens, C members of an ensemble, E model dim, V vocabulary.
 """
@@ -30,16 +29,16 @@ from kvasir.speculation.drafter import Ask, Capture, Drafter, ServedModel
 from kvasir.speculation.tree import DraftTree, products
 from kvasir.types import Sequence
 
-LEAST = 0.02  # tokens that a prompt token must promise: fewer are not worth a row anywhere
-SIZES = 16  # of the candidate tree that are looked at
-PRIOR, PRIOR_WEIGHT = 0.5, 8.0  # chance of a depth to be right where the one before was, before anything is learnt
-FORGETTING = 0.998  # of what was learnt, an observation
+LEAST = 0.02  # tokens that a prompt token must promise to be worth a row
+SIZES = 16  # number of candidate tree sizes that are tried
+PRIOR, PRIOR_WEIGHT = 0.5, 8.0  # prior hazard of a depth, and the observations that it counts for
+FORGETTING = 0.998  # factor of the counts, at each observation
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """``model``: the folder of trained prompt tokens; default: those in the package. ``width``: guesses a prompt token;
-    ``rows``: of a sequence in a step, candidates and prompt tokens together."""
+    """``model``: folder of trained prompt tokens (default: those in the package); ``width``: guesses of each prompt
+    token; ``rows``: most rows of a sequence in a step, candidates and prompt tokens together."""
 
     model: str = ""
     width: int = 4
@@ -52,20 +51,20 @@ class PromptDrafter(Drafter):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._counts: list[list[float]] = []  # by depth: right, tried
+        self._counts: list[list[float]] = []  # by depth: [accepted, tried]
 
     def attach(self, model: ServedModel, capture: Capture | None = None) -> None:
         self._head, self._model = heads.load_for("ppd", self.config.model, model), model
         shape = self._head.shape
         if not torch.isfinite(self._head.weight).all():
             raise ConfigError(
-                f"the prompt tokens of ppd:model={self.config.model} hold NaN or infinity. Train them anew with "
+                f"the prompt tokens of ppd:model={self.config.model} hold NaN or infinity. Train them again with "
                 f"`kvasir train drafter ppd --target MODEL --out FOLDER`."
             )
         if self.config.rows < shape.depth * shape.ensemble or self.config.width < 1:
             raise ConfigError(
-                f"ppd:rows={self.config.rows},width={self.config.width}: rows must be {shape.depth * shape.ensemble} or more, for "
-                f"{shape.depth} prompt tokens of {shape.ensemble}, and width 1 or more"
+                f"ppd:rows={self.config.rows},width={self.config.width}: rows must be at least "
+                f"{shape.depth * shape.ensemble}, for {shape.depth} prompt tokens of {shape.ensemble}, and width at least 1"
             )
         self.guests = self._head.weight.detach().flatten(0, 1)
         self._counts = [[0.0, 0.0] for _ in range(shape.depth)]
@@ -87,14 +86,14 @@ class PromptDrafter(Drafter):
     @torch.inference_mode()
     def propose(self, asks: list[Ask]) -> list[DraftTree]:
         guesses = self._guesses([ask.seq for ask in asks])
-        gains, gain = [], 1.0  # of prompt token j: tokens of the next step
+        gains, gain = [], 1.0  # by prompt token j: the tokens that it adds to the next step
         for right, tried in self._counts:
             gain *= (right + PRIOR * PRIOR_WEIGHT) / (tried + PRIOR_WEIGHT)
             gains.append(gain)
         return [self._tree(*guesses.get(ask.seq, ([], [])), ask, gains) for ask in asks]
 
     def _guesses(self, seqs: list[Sequence]) -> dict[Sequence, tuple[list[list[float]], list[list[int]]]]:
-        """By sequence that has any: estimates and tokens of the likeliest for each depth, best first."""
+        """For each sequence with guesses: estimates and tokens of the most likely ones by depth, best first."""
         ready = [(seq, seen[1]) for seq in seqs if (seen := seq.state.get("ppd")) and seen[0] == len(seq.tokens)]
         if not ready:
             return {}
@@ -143,21 +142,20 @@ class PromptDrafter(Drafter):
         if not torch.isfinite(weights["weight"]).all():
             raise ValueError("the new prompt tokens hold NaN or infinity")
         super().load(weights, version)
-        self._head.load_state_dict(weights)  # in place: ``guests`` looks at the same memory
+        self._head.load_state_dict(weights)  # in place, since ``guests`` is a view of this memory
 
 
 def dynamic_tree(tree: DraftTree, gains: Many[float], rows: int, ensemble: int) -> tuple[int, dict[int, int]]:
-    """How many leading nodes of a best-first tree to verify, and how many prompt tokens each carries (-1: the anchor),
-    in ``rows`` rows.
+    """Return how many leading nodes of a best-first tree to verify, and how many prompt tokens each node carries.
 
-    A node is worth the chance that it is right; prompt token j of a node the chance that the walk ends there, times
-    ``gains[j]`` (falling): what it adds to the next step. A prompt token takes ``ensemble`` rows.
-    """
+    The key -1 is the anchor; all fit into ``rows`` rows. The value of a node is its chance to be accepted. The value of
+    a node's prompt token j is the chance that the walk ends at the node times ``gains[j]`` (falling), which is what it
+    adds to the next step. A prompt token takes ``ensemble`` rows."""
     survival: list[float] = []
     for parent, est in zip(tree.parents, tree.est):
         survival.append(est * (survival[parent] if parent >= 0 else 1.0))
     best, found = -1.0, (0, {})
-    ends = {-1: 1.0}  # by node: the chance that the walk ends there, if the nodes so far are all
+    ends = {-1: 1.0}  # by node: the chance that the walk ends there, if the tree has only the nodes so far
     most = min(len(tree), rows)
     step = max(1, most // SIZES)
     for count in range(most + 1):

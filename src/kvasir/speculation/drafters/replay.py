@@ -1,8 +1,8 @@
-"""For benchmarks: proposes tokens it was given, each spoiled with probability 1 - accept. *Set* acceptance, not a
-method. Exact.
+"""For benchmarks: propose given tokens, each spoiled with probability 1 - ``accept``. A *set* acceptance, not a method.
+Exact.
 
-``load`` takes {prompt ids as a tuple: the output of a plain run}. What it measures is the engine: what a forward of so
-many more rows costs, whatever real drafter may fill them.
+``load`` takes {prompt ids as a tuple: the output of a plain run}. This measures the engine: the cost of a forward with
+that many more rows, whatever real drafter may fill them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ class Replay(Drafter):
         self._outputs = dict(weights)
 
     def open(self, seq: Sequence) -> None:
-        # Once a sequence, so that a token that was spoiled is spoiled whenever it is proposed, and that proposing costs
-        # nothing.
+        # Drawn once a sequence: a spoiled token stays spoiled whenever it is proposed, and proposing costs nothing.
         rng = random.Random(f"{self.config.seed} {seq.request.prompt_ids} {seq.branch}")
         output = self._outputs.get(tuple(seq.request.prompt_ids), [])
         seq.state["replay"] = [token if rng.random() < self.config.accept else token ^ 1 for token in output]

@@ -1,11 +1,10 @@
-"""Reuses the runners-up: the most likely tokens after each token, as last computed or read, as a tree. Exact; no
-training.
+"""Propose recently likely successors of each token as a tree. Exact; needs no training.
 
-Token Recycling (arXiv 2408.08696): a row of ``width`` likely successors for every token, overwritten by the logits of
-every verified row, those of rejected drafts included; a proposal is the best-first tree below the last token, the most
-likely ranks first, which is the paper's static tree of the most likely paths. What a rank is worth at a depth the
-controller learns. Rows are filled from the texts, too, so that they are not empty where nothing was verified. No
-context is looked at: pays where nothing repeats that could be copied, and with few tokens a step, as on a CPU.
+Token Recycling (arXiv 2408.08696) keeps a row of ``width`` likely successors for every token. The logits of every
+verified row overwrite it, those of rejected drafts included. A proposal is the best-first tree below the last token,
+with the most likely ranks first: the paper's static tree of the most likely paths. The controller learns what a rank is
+worth at a depth. Texts fill rows, too, so rows are not empty where nothing was verified. The drafter looks at no
+context: it pays where nothing repeats that could be copied, and with few tokens a step, as on a CPU.
 """
 
 from __future__ import annotations
@@ -19,19 +18,10 @@ from kvasir.speculation.drafter import Ask, Drafter
 from kvasir.speculation.tree import DraftTree
 from kvasir.types import Sequence
 
-RANKS = (
-    0.5,
-    0.2,
-    0.1,
-    0.06,
-    0.04,
-    0.03,
-    0.02,
-    0.02,
-)  # before anything is learnt: the chance of each rank, in bins of their own
-MAX_TENANTS = 64  # whose rows are kept: those used last
-READ_TOKENS = 4096  # of a prompt, from its end
-ROW_BYTES = 260  # of a token's row: by measurement
+RANKS = (0.5, 0.2, 0.1, 0.06, 0.04, 0.03, 0.02, 0.02)  # prior chance of each rank; the controller has a bin for each
+MAX_TENANTS = 64  # tenants whose rows are kept, the ones used last
+READ_TOKENS = 4096  # last tokens of a prompt that are read
+ROW_BYTES = 260  # measured bytes of a token's row
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +46,7 @@ class TokenRecycling(Drafter):
 
     def recycle(self, seq: Sequence, tokens: list[int], top: list[list[int]]) -> None:
         rows = self._rows(seq)
-        for token, likely in zip(tokens, top):  # of a token that occurs twice, the later row counts
+        for token, likely in zip(tokens, top):  # where a token occurs twice, the later row counts
             rows[token] = tuple(likely)
 
     def state_bytes(self) -> int:
@@ -72,8 +62,7 @@ class TokenRecycling(Drafter):
         return rows
 
     def _read(self, seq: Sequence) -> Rows:
-        """What followed what in the text since it was last read: of a token that has no row yet, the only successor
-        known."""
+        """Read the new tokens of the text: the successor of a token joins its row, after those that are there."""
         rows, tokens = self._rows(seq), seq.tokens
         for at in range(seq.state.get("recycled", max(0, len(tokens) - READ_TOKENS)), len(tokens) - 1):
             known = rows.get(tokens[at], ())
@@ -84,7 +73,7 @@ class TokenRecycling(Drafter):
 
     def _tree(self, rows: Rows, ask: Ask) -> DraftTree:
         tree = DraftTree()
-        heap: list[tuple[float, int, float, int, int]] = []  # -chance of the path, order, est, parent, token
+        heap: list[tuple[float, int, float, int, int]] = []  # -survival, order, est, parent, token
         pushed = 0
 
         def push(parent: int, token: int, chance: float) -> None:
