@@ -1,8 +1,9 @@
-"""How sure a model was of a text, from its confidence in every token. Needs no torch: front ends use it as well.
+"""Confidence of a text, from the model's confidence in every token. Needs no torch, since front ends use it, too.
 
-Confidence of a token: the mean negative log-probability of the k likeliest (Fu et al. 2025, "Deep Think with Confidence", eq. 2), large
-where the distribution is peaked. Of a text: the mean over its tokens, or the lowest mean of a window of them (their lowest
-group confidence, eq. 5), which a single weak passage pulls down.
+The confidence of a token is the mean negative log-probability of the k most likely tokens (Fu et al. 2025, "Deep Think
+with Confidence", eq. 2); it is large where the distribution is peaked. The confidence of a text is the mean over its
+tokens, or the lowest mean of a window of tokens (lowest group confidence, eq. 5), which a single weak passage pulls
+down.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from operator import sub
 
 
 def summed_up(confidences: Sequence[float], window: int = 0) -> tuple[float | None, float | None]:
-    """(mean, lowest mean of ``window`` successive tokens); a text shorter than the window is one. None: nothing to sum up, or no
-    window."""
+    """Return the mean, and the lowest mean of ``window`` successive tokens. A text shorter than the window is one
+    window.
+
+    None stands for an empty text, or for no window."""
     count = len(confidences)
     if not count:
         return None, None

@@ -1,4 +1,4 @@
-"""The most likely alternatives of a row, in the sampler's total order (see ``kernels/sample.py``), exact under ties; and how sure they are.
+"""The most likely alternatives of a row, in the sampler's total order (see ``kernels/sample.py``), exact under ties.
 
 Legend: R rows, V vocabulary.
 """
@@ -13,6 +13,6 @@ __all__ = ["keep_top", "largest"]
 
 
 def largest(x_RV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``count`` largest entries a row, in order: values [R, count] fp32 and ids [R, count] int64."""
+    """Return the ``count`` largest entries of each row, in order: values [R, count] fp32 and ids [R, count] int64."""
     keys = order_keys(x_RV).topk(count).values
     return ordered_values(keys), x_RV.shape[-1] - 1 - (keys & 0xFFFFFFFF)

@@ -1,11 +1,13 @@
-"""Structured output: a grammar becomes a mask over the next token. Thin over ``llguidance``.
+"""Structured output: a grammar becomes a mask over the next token. A thin layer over ``llguidance``.
 
-Compiling takes milliseconds (no cache is needed) and is bounded: sizes are checked before the library sees the text, and
-the library's own fuel bounds the rest. ``GrammarCompiler.compile`` may run in a worker thread. A compiled ``Matcher`` is
-never advanced itself: every branch, and every return from preemption, takes a ``copy`` (microseconds) and replays its output.
+Compiling takes milliseconds, so there is no cache. It is bounded: sizes are checked before the library sees the text,
+and the library's own fuel bounds the rest. ``GrammarCompiler.compile`` may run in a worker thread. A compiled
+``Matcher`` is never advanced itself: every branch, and every return from preemption, takes a ``copy`` (microseconds)
+and replays its output.
 
-End of sequence is ours, not the library's: EOS is allowed exactly in accepting states, and a matcher that saw EOS allows
-nothing else. No failure here raises or asserts in the step loop; ``Matcher.error`` says what happened to that one request.
+This module handles the end of a sequence, not the library: EOS is allowed exactly in accepting states, and after EOS
+nothing else is. No failure here raises or asserts in the step loop; ``Matcher.error`` says what happened to that one
+request.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ from kvasir.types import Grammar
 
 MAX_TEXT_BYTES = 64 << 10
 MAX_REGEX_BYTES = 4 << 10
-MAX_SCHEMA_DEPTH = 64  # of JSON; a level of "properties" takes two, so 32 levels of objects
+MAX_SCHEMA_DEPTH = 64  # levels of JSON; a level of "properties" takes two, so 32 levels of objects
 MAX_ENUM_VALUES = 2000
 MAX_REPEAT = 10_000
 MAX_EXPANDED = 50_000  # atoms of a regex after its repeats are written out
-MAX_MULTIPLE = 100_000  # of "multipleOf", zeros at its end aside: so many states, which no fuel bounds: as many take a second at most
+# Largest "multipleOf", without trailing zeros. It costs that many states, which no fuel bounds; this many take up to a
+# second.
+MAX_MULTIPLE = 100_000
 # Most whitespace between two JSON tokens. Without a bound a weak model can go on with blanks for ever.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 _LIMITS = {
@@ -42,12 +46,13 @@ _LIMITS = {
     "verbose_errors": False,
 }
 _SHOWN_REGEX = r'invalid regex ".*" \(in regex\): '
-_COMBINING = {"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "not", "if"}  # what stands apart may hold together
+_COMBINING = {"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "not", "if"}  # keywords whose parts may apply together
 _BOUNDS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 
 
 class Matcher:
-    """The state of one branch under one grammar. ``fill`` gives the next mask, ``accept`` advances, ``rollback`` undoes.
+    """The state of one branch under one grammar. ``fill`` gives the next mask, ``accept`` advances, ``rollback``
+    undoes.
 
     With ``after`` (ids that end the reasoning) the output is free until those ids were generated, except that it cannot
     end: a finished output always satisfies the grammar.
@@ -61,7 +66,7 @@ class Matcher:
         self._eos_ids = eos_ids
         self._after = after
         self._free: list[int] = []  # tokens of the free part, up to and including ``after``
-        self._fed = 0  # tokens the library holds
+        self._fed = 0  # tokens that the library has consumed
         self._ended = 0  # EOS tokens seen since the grammar was satisfied
         self.error = ""
 
@@ -79,7 +84,9 @@ class Matcher:
         return not self.error and self.constrained and self._inner.is_accepting()
 
     def fill(self, mask: np.ndarray) -> bool:
-        """Write the allowed next tokens into ``mask``, int32 [ceil(V / 32)], bit i % 32 of word i // 32 for token i.
+        """Write the allowed next tokens into ``mask``, int32 [ceil(V / 32)]: bit i % 32 of word i // 32 stands for
+        token i.
+
         Returns False, with ``error`` set and nothing allowed, when the library gave up."""
         assert mask.shape == (self._words,) and mask.dtype == np.int32 and mask.flags.c_contiguous
         if self.failed():
@@ -100,7 +107,7 @@ class Matcher:
         return True
 
     def accept(self, tokens: list[int]) -> bool:
-        """Advance by ``tokens``; False (advanced by the legal part only) when one of them is not allowed."""
+        """Advance by ``tokens``. False when one of them is not allowed; then only those before it count."""
         return self.try_accept(tokens) == len(tokens)
 
     def try_accept(self, tokens: list[int]) -> int:
@@ -141,13 +148,13 @@ class Matcher:
             del self._free[-free:]
 
     def copy(self) -> Matcher:
-        """An independent matcher in the same state."""
+        """Return an independent matcher in the same state."""
         twin = Matcher(self._inner.deep_copy(), self._words * 32, self._eos_ids, self._after)
         twin._free, twin._fed, twin._ended, twin.error = list(self._free), self._fed, self._ended, self.error
         return twin
 
     def failed(self) -> bool:
-        """Whether the library gave up, for good; ``error`` then says why."""
+        """Whether the library gave up for good; ``error`` then says why."""
         if not self.error and self._inner.is_error():
             self.error = _reason(self._inner.get_error()) or "the grammar engine gave up"
         return bool(self.error)
@@ -173,8 +180,10 @@ class GrammarCompiler:
             raise ConfigError(f"structured output cannot read the tokenizer {tokenizer_file}: {e}") from e
 
     def compile(self, grammar: Grammar) -> Matcher:
-        """A matcher at the start of ``grammar``. Raises RequestError (400) when the grammar is malformed, larger than the
-        limits above, uses what the library does not support, or allows no output at all. Blocks for milliseconds."""
+        """Return a matcher at the start of ``grammar``. Blocks for milliseconds.
+
+        Raises RequestError (400) when the grammar is malformed, exceeds the limits above, uses something that the
+        library does not support, or allows no output at all."""
         param = "grammar"  # the name in SamplingParams; a route knows by which of its names the client sent it
         if not self.eos_ids:
             raise RequestError("structured output needs a model with an end-of-sequence token", param=param)
@@ -189,9 +198,8 @@ class GrammarCompiler:
         matcher = Matcher(inner, self.vocab_size, self.eos_ids)
         mask = np.zeros(-(-self.vocab_size // 32), np.int32)
         if not matcher.fill(mask):
-            why = (
-                matcher.error if grammar.kind == "lark" else re.sub(r"^at \d+\(\d+\): ", "", matcher.error)
-            )  # a place in text of ours
+            # Other kinds were translated: a place in the translation tells the user nothing.
+            why = matcher.error if grammar.kind == "lark" else re.sub(r"^at \d+\(\d+\): ", "", matcher.error)
             raise RequestError(f"the grammar cannot be used: {why}", param=param)
         if not mask.any():
             raise RequestError("the grammar allows no output at all", param=param)
@@ -199,8 +207,8 @@ class GrammarCompiler:
 
 
 def _reason(text: str) -> str:
-    """What the library says is wrong, in one line. About a regex it repeats the text, the reason stands in a line below, and the
-    source follows."""
+    """Return the library's reason in one line. For a regex it repeats the pattern first, and gives the reason in a
+    later line."""
     lines = text.strip().splitlines() or [""]
     reason = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), "")
     return f"{re.sub(_SHOWN_REGEX, '', lines[0])} {reason}" if reason else lines[0]
@@ -251,20 +259,19 @@ def _from_lark(text: str, param: str) -> str:
 
 
 def _without_schemas(text: str, param: str) -> str:
-    """A Lark grammar but for the schemas it embeds, which are checked as others are."""
+    """Return a Lark grammar without the schemas that it embeds, which are checked like any schema."""
     rules, at, states = [], 0, 0
     for found in re.finditer(r"%json(?:\s|//[^\n]*+)*+", text):
-        if found.start() >= at:  # not in a schema
+        if found.start() >= at:  # not inside a schema
             rules.append(text[at : found.end()])
             try:
                 schema, at = json.JSONDecoder().raw_decode(text, found.end())
             except (ValueError, RecursionError) as e:
                 raise RequestError(
-                    f"the grammar cannot be used: no JSON schema that can be read stands behind %json: {e}", param=param
+                    f"the grammar cannot be used: no readable JSON schema follows %json: {e}", param=param
                 ) from e
-            options = (
-                schema.pop("x-guidance", None) if isinstance(schema, dict) else None
-            )  # the library's, of white space and separators
+            # The library's own options for whitespace and separators.
+            options = schema.pop("x-guidance", None) if isinstance(schema, dict) else None
             for pattern in options.values() if isinstance(options, dict) else ():
                 if isinstance(pattern, str) and pattern:
                     check_regex(pattern, param)
@@ -295,8 +302,9 @@ def _parse_json(text: str, param: str) -> Any:
 
 
 def check_schema(schema: Any, param: str | None = None) -> int:
-    """Refuse a schema above the limits, with a reference that is not local, or with a regex above the limits. Returns what its "multipleOf"
-    add up to."""
+    """Refuse a schema above the limits, with a reference that is not local, or with a regex above the limits.
+
+    Returns the number of states that its "multipleOf" values take."""
     enums, multiples, combined = 0, [], False
     todo = [(schema, 1)]
     while todo:
@@ -320,7 +328,8 @@ def check_schema(schema: Any, param: str | None = None) -> int:
 
 
 def try_schema(schema: dict[str, Any], param: str) -> None:
-    """Refuse a schema, checked before, that does not compile. Needs no tokenizer: a tenth of a millisecond for the schema of a function."""
+    """Refuse a schema, checked before, that does not compile. Needs no tokenizer: a tenth of a millisecond for the
+    schema of a function."""
     try:
         source = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
         why = _reason(llguidance.LLMatcher.validate_grammar(source, limits=llguidance.LLParserLimits(**_LIMITS)))
@@ -349,7 +358,8 @@ def _check_keywords(node: dict[str, Any], param: str | None) -> None:
 
 
 def _check_multiples(multiples: list[float], combined: bool, param: str | None) -> int:
-    """Each is a machine of as many states; of several that may hold together, their least common multiple is one."""
+    """Check the state machines of "multipleOf" values: each has as many states as its value, and values that may apply
+    together form one with their least common multiple."""
     total, common = 0, 1
     for multiple in multiples:
         size = int("".join(map(str, Decimal(repr(abs(multiple))).normalize().as_tuple().digits)))
@@ -368,14 +378,14 @@ def _check_multiple(states: int, param: str | None) -> int:
 
 def _check_bound(bound: float, param: str | None, name: str = "a repeat") -> None:
     if bound > MAX_REPEAT:
-        raise RequestError(
-            f"{name} is above the limit of {MAX_REPEAT}", param=param
-        )  # by how much, it may have too many digits to say
+        # The value itself may have too many digits to print.
+        raise RequestError(f"{name} is above the limit of {MAX_REPEAT}", param=param)
 
 
 def check_regex(pattern: str, param: str | None = None) -> None:
-    """Refuse a regex whose text, repeats, or size with nested repeats written out is above the limits. Whether it is
-    valid is the compiler's to say; anything here that is not a repeat counts as one atom."""
+    """Refuse a regex whose text, repeats, or size with nested repeats written out is above the limits.
+
+    The compiler decides whether it is valid; here everything that is not a repeat counts as one atom."""
     if len(pattern.encode("utf-8", "surrogatepass")) > MAX_REGEX_BYTES:
         raise RequestError(f"a regex is longer than {MAX_REGEX_BYTES} bytes", param=param)
     if not pattern:
@@ -400,8 +410,8 @@ def check_regex(pattern: str, param: str | None = None) -> None:
             raise RequestError(f"a regex with its repeats written out is larger than {MAX_EXPANDED}", param=param)
 
 
-# What is opened and not closed is one item up to where it might end: looked for again from every character behind it, its end would take a
-# minute to be missed in 64 KiB, in which nobody else gets on.
+# An item that is opened and not closed extends as far as it might reach. Searching for its end again from every later
+# character would take a minute in 64 KiB of text, and block every other request.
 _LARK_REGEX = r"/(?:((?:[^/\\\n]|\\.)++)/|(?:[^/\\\n]|\\.)*+)"
 _LARK_BOUND = r"(\{[^}\n]*+\}|~[^\n]*)|\{[^}~\n]*+"
 _REGEX_ITEM = (

@@ -1,9 +1,9 @@
-"""Penalties and bad words: what the history of a row forbids or makes dearer.
+"""Penalties and bad words: tokens that the history of a row makes less likely, or forbids.
 
-The history is kept sparse (the ids a sequence has used, and how often), so a step touches only those logits and the rows of
-a draft each see the history they are conditioned on: the sequence's, plus the draft tokens before them.
+The history is sparse: the ids that a sequence has used, and how often. So a step touches only those logits, and each
+row of a draft sees the history that it is conditioned on: the sequence's, plus the draft tokens before the row.
 
-Semantics are vLLM's: the repetition penalty looks at prompt and output, presence and frequency at the output alone.
+The semantics are vLLM's: the repetition penalty counts prompt and output, presence and frequency the output alone.
 
 Legend: K (row, id) pairs.
 """
@@ -17,7 +17,7 @@ import torch
 
 
 class History:
-    """The distinct ids of one sequence and how often its output holds each. Arrays grow; an id keeps its place."""
+    """The distinct ids of a sequence, and how often each occurs in its output. Arrays grow; an id keeps its place."""
 
     def __init__(self, prompt: list[int], output: list[int]) -> None:
         """``prompt``: ids that count as seen but not as output (empty when only the output matters)."""
@@ -46,7 +46,9 @@ class History:
         return place
 
     def after(self, path: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids [K] int64 and output counts [K] int32 of the history followed by the draft tokens ``path``. Not kept."""
+        """Return ids [K] int64 and output counts [K] int32 of the history followed by the draft tokens ``path``.
+
+        The history itself does not change."""
         ids, counts = self._ids[: self._size], self._counts[: self._size]
         if not path:
             return ids, counts
@@ -66,8 +68,10 @@ def penalise(
     counts_K: torch.Tensor,
     strength_K3: torch.Tensor,
 ) -> None:
-    """Apply the three penalties to ``logits_MV`` in place. The pairs (rows_K, ids_K) are distinct; ``counts_K``: output
-    counts as fp32; ``strength_K3``: repetition, frequency, presence of each pair's row."""
+    """Apply the three penalties to ``logits_MV`` in place.
+
+    The pairs (rows_K, ids_K) are distinct; ``counts_K``: output counts as fp32; ``strength_K3``: repetition, frequency
+    and presence of each pair's row."""
     repetition, frequency, presence = strength_K3.unbind(1)
     x = logits_MV[rows_K, ids_K]
     x = torch.where(x > 0, x / repetition, x * repetition)
@@ -75,7 +79,8 @@ def penalise(
 
 
 def banned_by_words(words: list[list[int]], output: list[int]) -> list[int]:
-    """The ids that would complete one of ``words`` (token ids each) after ``output`` (at least its last tokens)."""
+    """Return the ids that would complete one of ``words`` (lists of token ids) after ``output`` (or its last
+    tokens)."""
     banned = []
     for *head, last in words:
         if not head or output[-len(head) :] == head:

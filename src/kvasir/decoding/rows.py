@@ -1,10 +1,11 @@
-"""Which logit rows a step samples, and everything each row is conditioned on, gathered on the host as numpy arrays.
+"""Gather the logit rows of a step and everything each row is conditioned on, on the host, as numpy arrays.
 
-A *row* here is one row of logits. A decode step has one, a draft of k tokens has k + 1, a scored prompt one a token. Each
-sampled row is conditioned on its own history: the sequence's tokens, then the draft tokens on the row's path. That is why
-verification is plain sampling.
+A *row* here is a row of logits. A decode has one, a draft of k tokens k + 1, and a scored prompt one a token. Each
+sampled row is conditioned on its own history: the sequence's tokens, then the draft tokens on the row's path. That is
+why verification is plain sampling.
 
-Legend: M rows, K sparse (row, id) pairs, Q reports (a row whose log-probabilities are wanted), W = ceil(V / 32) mask words.
+Legend: M rows, K sparse (row, id) pairs, Q reports (a row whose log-probabilities are wanted), W = ceil(V / 32) mask
+words.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _NONE, _NO_VALUES, _NO_MASKS = np.zeros(0, np.int64), np.zeros(0, np.float32), n
 
 
 class SeatState:
-    """What the sampler knows of one open sequence. Built from the request and the known tokens alone."""
+    """The sampler's state of one open seat. Built from the request and the known tokens alone."""
 
     def __init__(self, seq: Sequence, vocab_size: int, tokenizer_size: int, eos_ids: tuple[int, ...]) -> None:
         request = seq.request
@@ -56,15 +57,16 @@ class SeatState:
             and self.history is None
             and self.matcher is None
         )
-        # What may be drawn depends on the tokens before: the next row cannot be packed until the host knows them.
+        # The allowed draws depend on the tokens before: the next row cannot be packed until the host knows them.
         self.bound = bool(self.words) or self.history is not None or self.matcher is not None
-        # What a step reports by itself: of the drawn token alone, by the logits as the model gave them.
+        # A step can report by itself only the drawn token's log-probability, from the model's own logits.
         self.reports = p.logprobs == 0 and p.logprobs_mode == "raw"
         self.always_simple = self.simple(0)
 
     def simple(self, num_output: int) -> bool:
-        """Whether temperature, top-k, top-p, min-p and noise are all there is to a draw that follows ``num_output`` tokens; its own
-        log-probability may be asked for."""
+        """Whether a draw after ``num_output`` tokens needs only temperature, top-k, top-p, min-p and noise.
+
+        Its own log-probability may be asked for."""
         return (
             self.plain
             and (self.params.logprobs is None or self.reports)
@@ -72,7 +74,7 @@ class SeatState:
         )
 
     def start_matcher(self, seq: Sequence) -> None:
-        """At what the sequence has generated."""
+        """Start the grammar's matcher and advance it by the sequence's output."""
         self.matcher = seq.state["grammar"].copy()
         self._advance(seq.output)
 
@@ -87,10 +89,10 @@ class SeatState:
 
 
 def _values(p: Any, tokenizer_size: int) -> np.ndarray:
-    """The numbers of one request, in the order of the constants above, as float64 (exact for fp32 and for ids)."""
+    """Return the numbers of a request, in the order of the constants above, as float64 (exact for fp32 and for ids)."""
     greedy = p.temperature < GREEDY_BELOW
     top_k = p.top_k if 0 < p.top_k < tokenizer_size else tokenizer_size
-    # As the device keeps them: in fp32.
+    # Rounded to fp32, as the device has them.
     top_p, min_p = float(np.float32(p.top_p)), float(np.float32(p.min_p))
     return np.array(
         [
@@ -116,7 +118,8 @@ def _bitset(ids: tuple[int, ...], vocab_size: int) -> np.ndarray:
 
 @dataclass(slots=True)
 class Rows:
-    """Rows of one slice of logits. Sparse parts are tuples of arrays whose first is the row, ascending."""
+    """Rows of one slice of logits. Sparse parts are tuples of arrays; the first array is the row, in ascending
+    order."""
 
     sampled: np.ndarray  # [M] bool
     values: np.ndarray  # [M, NUM_PARAMS] float64; zeros where not sampled
@@ -126,17 +129,16 @@ class Rows:
     banned: tuple[np.ndarray, ...]  # row, id
     counted: tuple[np.ndarray, ...]  # row, id, output count
     masks: tuple[np.ndarray, ...]  # row, [K, W] int32
-    reports: tuple[
-        np.ndarray, ...
-    ]  # row, known id or -1 for the sampled one, alternatives, 1 if processed, k of the confidence
+    # row, known id or -1 for the sampled one, number of alternatives, 1 if processed, k of the confidence
+    reports: tuple[np.ndarray, ...]
 
     @property
     def constrained(self) -> bool:
-        """Whether any row has more to it than the numbers of its request."""
+        """Whether any row has conditions in addition to the numbers of its request."""
         return any(len(part[0]) for part in (self.bias, self.banned, self.counted, self.masks))
 
     def cut(self, first: int, stop: int) -> Rows:
-        """The rows ``first`` .. ``stop``, numbered from 0."""
+        """Return rows ``first`` .. ``stop``, numbered from 0."""
         if first == 0 and stop == len(self.sampled):
             return self
         sparse = []
@@ -152,7 +154,7 @@ class Rows:
         )
 
     def drawn(self) -> Rows:
-        """The sampled rows alone, renumbered. Only they have conditions; the reports stay with the whole."""
+        """Return the sampled rows, numbered from 0. Only they have conditions; the reports are those of all rows."""
         place = np.cumsum(self.sampled) - 1
         conditions = [(place[part[0]], *part[1:]) for part in (self.bias, self.banned, self.counted, self.masks)]
         keep = self.sampled
@@ -161,9 +163,11 @@ class Rows:
 
 @dataclass(slots=True)
 class SampleBatch:
-    """A plan as the sampler sees it. ``first[s]`` is the logit row of span s's first wanted row, ``wanted[s]`` its wanted
-    rows (0-based in the span, ascending). ``errors``: rows that fail whatever the logits say. ``held[s]``: the tokens of a
-    span that verifies a draft (else none), kept because the sequence may have lost its draft by the time this is read."""
+    """A plan as the sampler sees it.
+
+    ``first[s]``: logit row of the first wanted row of span s; ``wanted[s]``: its wanted rows (0-based in the span,
+    ascending); ``errors``: rows that fail whatever the logits are; ``held[s]``: the tokens of a span that verifies a
+    draft (empty for others), since the sequence may have lost its draft by the time this is read."""
 
     spans: list[Span]
     wanted: list[range | list[int]]
@@ -237,7 +241,7 @@ class Packer:
         self.count += len(wanted)
 
     def _score(self, span: Span, state: SeatState, wanted: range | list[int], score: range, first: int) -> None:
-        """The log-probability of the known token after each scored row."""
+        """Ask for the log-probability of the known token after each scored row."""
         seq, alternatives = span.seq, state.params.prompt_logprobs or 0
         for m, i in enumerate(wanted, first):
             if i in score:
@@ -246,7 +250,7 @@ class Packer:
                 self.reports.append((m, known, alternatives, 0, state.params.confidence))
 
     def _conditions(self, span: Span, state: SeatState, sample: range, rows: range | list[int]) -> None:
-        """Everything that depends on what the rows' own history holds."""
+        """Add the conditions that depend on the rows' own history."""
         params = state.params
         if params.logprobs is not None:
             processed = int(params.logprobs_mode == "processed")
@@ -254,9 +258,8 @@ class Packer:
         if state.error:
             self.errors.update(dict.fromkeys(rows, state.error))
             return
-        num_output = (
-            span.start + sample.start + 1 - state.num_prompt
-        )  # before the first sampled row; some may be in flight
+        # Number of output tokens before the first sampled row; some may still be in flight.
+        num_output = span.start + sample.start + 1 - state.num_prompt
         if state.plain and num_output >= state.min_tokens:
             return
         paths = _paths(span, sample)
@@ -276,11 +279,13 @@ class Packer:
             self.masks.extend((m, state.allowed) for m in rows)
 
     def _grammar_masks(self, seq: Sequence, state: SeatState, paths: list[list[int]], rows: range | list[int]) -> None:
-        """One mask a row, walking the matcher along each path and back. A row whose path leaves the grammar gets none: its
-        parent's draw obeys the parent's mask, so the walk never reaches it. Where the library gives up behind a draft's token, which may
-        not even be drawn, the walk ends, not the request."""
+        """Add one mask a row, walking the matcher along each path and back.
+
+        A row whose path leaves the grammar gets no mask: its parent's draw obeys the parent's mask, so the walk never
+        reaches the row. Where the library gives up after a draft token, which may never be drawn, the walk ends, not
+        the request."""
         matcher = state.matcher
-        at: list[int] = []  # the draft tokens that the matcher holds now
+        at: list[int] = []  # draft tokens that the matcher has consumed
         for n, (m, path) in enumerate(zip(rows, paths)):
             shared = next((i for i, (a, b) in enumerate(zip(at, path)) if a != b), min(len(at), len(path)))
             matcher.rollback(len(at) - shared)
@@ -317,7 +322,7 @@ class Packer:
 
 
 def _ragged(parts: list[tuple]) -> tuple[np.ndarray, ...]:
-    """[(row, ids, values)] -> row, id, value (fp32) of every pair."""
+    """Flatten [(row, ids, values)] to arrays of row, id and value (fp32) by pair."""
     if not parts:
         return _NONE, _NONE, _NO_VALUES
     rows = np.repeat(np.array([m for m, _, _ in parts], np.int64), [len(ids) for _, ids, _ in parts])
@@ -336,13 +341,14 @@ def _depths(parents: list[int]) -> list[int]:
 
 
 def _paths(span: Span, sample: range) -> list[list[int]]:
-    """For each sampled row the draft tokens that lead to it, its own included; [] for the row of the last known token."""
+    """Return, for each sampled row, the draft tokens up to and including its own; [] for the row of the last known
+    token."""
     known = span.seq.num_tokens - span.start  # rows of the span that hold known tokens
     assert sample.start >= known - 1, "a row before the last known token has nothing to sample"
     if not span.parents:
         return [span.seq.draft[: i + 1 - known] for i in sample]
     tokens = span.tokens()
     paths: list[list[int]] = []
-    for i, parent in enumerate(span.parents[: len(tokens)]):  # guests are drawn from never
+    for i, parent in enumerate(span.parents[: len(tokens)]):  # guests are never sampled
         paths.append([] if i < known else [*paths[parent], tokens[i]])
     return [paths[i] for i in sample]

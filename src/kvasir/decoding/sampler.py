@@ -1,6 +1,6 @@
-"""From logits to tokens: batched over rows, each row by its own request's parameters.
+"""Draw tokens from logits: batched over rows, each row by its own request's parameters.
 
-The order of the pipeline is fixed (a change of it changes what users get):
+The order of the pipeline is fixed, since another order would change what users get:
 
 1. logit bias
 2. allowed ids, banned ids (the last tokens of bad words)
@@ -12,11 +12,12 @@ The order of the pipeline is fixed (a change of it changes what users get):
 10. Gumbel noise keyed by (stream, position of the predicting row, token id); 11. argmax, the lowest id on a tie
 
 Greedy rows (temperature below 1e-5) skip 6-10. Ids at or above ``tokenizer_size`` do not exist here. ``raw``
-log-probabilities are of the logits as they came; ``processed`` ones are of the distribution after 9 (after 5 when greedy).
+log-probabilities come from the model's logits; ``processed`` ones from the distribution after 9 (after 5 when greedy).
 
-A row that holds NaN, +Inf or nothing but -Inf, or of which the request allows no token, fails its own sequence and no other.
+A row with NaN, +Inf or only -Inf, or without an allowed token, fails its own sequence and no other.
 
-Legend: M rows, S sampled rows, R rows with temperature, Q reports, K sparse (row, id) pairs, V vocabulary, W mask words.
+Legend: M rows, S sampled rows, R rows with temperature, Q reports, K sparse (row, id) pairs, V vocabulary, W mask
+words.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from kvasir.kernels.report import report_rows
 from kvasir.kernels.sample import sample_rows
 from kvasir.types import Sequence, Span, SpanResult, TokenLogprob
 
-SLICE_BYTES = 64 << 20  # of fp32 logits at a time; scratch is a few times that
+SLICE_BYTES = 64 << 20  # most bytes of fp32 logits handled at a time; scratch memory is a few times that
 NUMERIC_ERROR = "internal_numeric_error: the model's output holds NaN or infinity, or rules out every token"
 MASKED_ERROR = "no_token_allowed: the request's constraints leave no token to choose from"
 INF = float("inf")
@@ -58,7 +59,9 @@ NEG_INF = -INF
 
 
 class StepOutput(IntEnum):
-    """What a step over static buffers puts out by itself: hidden states, and this pipeline does the rest; draws; or draws with the
+    """Outputs that a step over static buffers computes by itself.
+
+    HIDDEN: hidden states, and this pipeline does the rest. DRAWS: drawn tokens. REPORTS: drawn tokens with the
     log-probability, rank and confidence of each."""
 
     HIDDEN = 0
@@ -68,8 +71,10 @@ class StepOutput(IntEnum):
 
 @dataclass(slots=True)
 class _Reports:
-    """Of one slice, on the device: ``found`` fp32 [3, Q], log-probability, rank and confidence of the token; [Q, A] alternatives (A the
-    most asked for)."""
+    """Reports of one slice, on the device.
+
+    ``found`` fp32 [3, Q]: log-probability, rank and confidence of the token; ``top_*`` [Q, A]: alternatives, where A is
+    the largest number that a row asks for."""
 
     found: torch.Tensor
     top_logprobs: torch.Tensor
@@ -77,7 +82,7 @@ class _Reports:
 
 
 class Sampler:
-    """Per-sequence sampling state (one entry per ``Sequence.seat``) and the pipeline. Reads nothing back from the device."""
+    """The sampling state of each seat (``Sequence.seat``), and the pipeline. Reads nothing back from the device."""
 
     def __init__(
         self, vocab_size: int, tokenizer_size: int, max_seqs: int, device: torch.device | str, eos_ids: tuple[int, ...]
@@ -88,22 +93,20 @@ class Sampler:
         self.eos_ids = tuple(eos_ids)
         self.max_seqs = max_seqs
         self._states: list[SeatState | None] = [None] * max_seqs
-        self.num_bound = 0  # open rows whose draws depend on the tokens before
-        self._num_odd = 0  # open rows that are not always simple
-        self._num_reporting = 0  # open rows that ask for the drawn token's log-probability and no more
-        self.num_top = (
-            0  # likeliest tokens of every row that the steps to come report, by the logits as the model gave them
-        )
-        self.by_blocks = False  # whether drafts may have been drawn to be verified by blocks
-        self.kept: list[torch.Tensor] | None = (
-            None  # where it is a list, what drawn rows were drawn from is added: [S, V] log-weights
-        )
+        self.num_bound = 0  # open seats whose draws depend on the tokens before
+        self._num_odd = 0  # open seats that are not always simple
+        self._num_reporting = 0  # open seats that ask for the drawn token's log-probability and no more
+        self.num_top = 0  # number of most likely tokens, by the model's logits, that steps report for every row
+        self.by_blocks = False  # whether drafts may have been drawn for verification by blocks
+        self.kept: list[torch.Tensor] | None = None  # a list collects the [S, V] log-weights of all draws
 
     # ------------------------------------------------------------------------------------------------ per-sequence state
 
     def open(self, seq: Sequence) -> None:
-        """Set up row ``seq.seat`` from the request and ``seq.tokens``: the same at the start, after preemption, and after a
-        replay. With a grammar, ``seq.state["grammar"]`` holds its compiled matcher, at the start; it is copied."""
+        """Set up ``seq.seat`` from the request and ``seq.tokens``, in the same way at the start, after preemption and
+        on replay.
+
+        With a grammar, ``seq.state["grammar"]`` holds its compiled matcher in the initial state; a copy is used."""
         if self._states[seq.seat] is not None:
             self.close(seq.seat)
         state = self._states[seq.seat] = SeatState(seq, self.vocab_size, self.tokenizer_size, self.eos_ids)
@@ -111,16 +114,19 @@ class Sampler:
         self._num_odd += not state.always_simple
         self._num_reporting += state.reports
 
-    def close(self, row: int) -> None:
-        state = self._states[row]
+    def close(self, seat: int) -> None:
+        """Forget the sequence of this seat."""
+        state = self._states[seat]
         self.num_bound -= state.bound
         self._num_odd -= not state.always_simple
         self._num_reporting -= state.reports
-        self._states[row] = None
+        self._states[seat] = None
 
-    def numbers(self, row: int) -> tuple[float, int, float, float, int]:
-        """Temperature (0: greedy), top-k, top-p, min-p and the k of the confidence of an open row (off: the tokenizer's size, 1, 0, 0)."""
-        state = self._states[row]
+    def numbers(self, seat: int) -> tuple[float, int, float, float, int]:
+        """Temperature (0: greedy), top-k, top-p, min-p and k of the confidence of an open seat.
+
+        Parameters that are off have the values tokenizer size, 1, 0 and 0."""
+        state = self._states[seat]
         values, top_p = state.values, state.values[TOP_P]
         return (
             values[TEMPERATURE],
@@ -131,7 +137,8 @@ class Sampler:
         )
 
     def output(self, spans: list[Span]) -> StepOutput:
-        """What a step of these decodes must put out: where they need nothing but the numbers of their rows, the device draws by itself."""
+        """Return what a step of these decodes must put out. Where the seats' numbers suffice, the device draws by
+        itself."""
         states = self._states
         if (
             self.num_top
@@ -149,7 +156,7 @@ class Sampler:
         )
 
     def accepted(self, seq: Sequence, tokens: Many[int]) -> None:
-        """``tokens`` were committed: counts and the grammar of the row move on."""
+        """Advance the counts and the grammar of a sequence by committed ``tokens``."""
         state = self._states[seq.seat]
         assert state is not None, f"{seq} is not open"
         if state.bound:
@@ -158,12 +165,15 @@ class Sampler:
     # ---------------------------------------------------------------------------------------------------------- one step
 
     def pack(self, spans: list[Span]) -> SampleBatch:
-        """Host side: what each logit row is conditioned on, in the order of ``StepBatch.logit_rows``."""
+        """Gather, on the host, what each logit row is conditioned on, in the order of ``StepBatch.logit_rows``."""
         return Packer(self._states, self.vocab_size).pack(spans)
 
     def sample(self, logits: torch.Tensor | Callable[[int, int], torch.Tensor], batch: SampleBatch) -> SampleOutput:
-        """``logits``: [M, V] fp32 of the packed rows, left as they are, or a function (first, stop) that computes rows
-        ``first`` .. ``stop``: it is called slice by slice, so that a long scored prompt never needs [M, V] at once."""
+        """Draw a token for each sampled row, and report what the rows ask for.
+
+        ``logits``: [M, V] fp32 of the packed rows, which are not changed, or a function (first, stop) that computes
+        rows ``first`` .. ``stop``. It is called slice by slice, so that a long scored prompt never needs [M, V] at
+        once."""
         step = max(1, SLICE_BYTES // (4 * self.vocab_size))
         draws, reports, tops = [], [], []
         blocks = max_accept.blocks(batch) if self.by_blocks else []
@@ -171,9 +181,8 @@ class Sampler:
             stop = min(first + step, batch.num_rows)
             part = logits[first:stop] if isinstance(logits, torch.Tensor) else logits(first, stop)
             assert part.shape == (stop - first, self.vocab_size), f"logits {tuple(part.shape)} for rows {first}:{stop}"
-            whole = [
-                (b, b.first - first) for b in blocks if first <= b.first and b.first + len(b.drafts) < stop
-            ]  # others are walked
+            # Blocks that a slice cuts in two are walked instead.
+            whole = [(b, b.first - first) for b in blocks if first <= b.first and b.first + len(b.drafts) < stop]
             drawn, found = self._slice(part.float(), batch.rows.cut(first, stop), whole)
             draws.append(drawn)
             reports.append(found)
@@ -190,7 +199,7 @@ class Sampler:
     def _slice(
         self, logits_MV: torch.Tensor, rows: Rows, blocks: Many[tuple[max_accept.Block, int]] = ()
     ) -> tuple[torch.Tensor, _Reports | None]:
-        """Returns the draws [3, M] fp32 (token id, largest logit, largest allowed logit) and the reports of the slice."""
+        """Return the draws [3, M] fp32 (token id, largest logit, largest allowed logit) and the reports of a slice."""
         whole, padded = len(rows.sampled) == np.count_nonzero(rows.sampled), self.tokenizer_size < self.vocab_size
         raw = logits_MV[:, : self.tokenizer_size] if padded else logits_MV
         if (
@@ -214,22 +223,21 @@ class Sampler:
         if self.kept is not None and rows.sampled.any():
             self.kept.append(final_SV)
         if blocks:
-            place = np.cumsum(rows.sampled) - 1  # among the sampled rows
+            place = np.cumsum(rows.sampled) - 1  # index among the sampled rows
             drawn_S = tokens if whole else tokens[at]
             max_accept.accept([b for b, _ in blocks], place[[first for _, first in blocks]], final_SV, drawn_S)
             if not whole:
                 tokens[at] = drawn_S
-        # Where all is allowed, the two are the same. Both pass NaN on.
+        # Where all tokens are allowed, the two maxima are the same. Both propagate NaN.
         largest = best if whole and not padded and final_SV is raw else logits_MV.amax(-1)
         found = self._report(raw, final_SV, tokens, rows) if len(rows.reports[0]) else None
         return torch.stack([tokens.float(), largest, best]), found  # ids below 2^24 are exact in fp32
 
     def _draw_plain(self, logits_MV: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """The draws of rows that need nothing but stages 6-11, by the same function as steps that draw on the device."""
+        """Draw rows that need only stages 6-11, with the function that steps on the device use."""
         values = rows.values
-        numbers = np.empty(
-            (3, -(-len(values) // 4) * 4), np.float32
-        )  # of 16 bytes: kernels are compiled anew for pointers aligned otherwise
+        # Padded to 16 bytes: kernels would be compiled again for pointers of another alignment.
+        numbers = np.empty((3, -(-len(values) // 4) * 4), np.float32)
         numbers[:, : len(values)] = (
             values[:, TEMPERATURE],
             np.minimum(values[:, TOP_P], 1.0),
@@ -249,7 +257,7 @@ class Sampler:
         )
 
     def _draw(self, raw_SV: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens [S] int64, the largest allowed logit [S], and the processed log-weights [S, V]."""
+        """Return tokens [S] int64, the largest allowed logit [S], and the processed log-weights [S, V]."""
         x_SV = self._constrain(raw_SV, rows)
         best_S, tokens_S = x_SV.max(-1)
         hot = rows.values[:, TEMPERATURE].nonzero()[0]
@@ -267,7 +275,8 @@ class Sampler:
         return tokens_S, best_S, final_SV
 
     def _constrain(self, raw_SV: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """Stages 1-5; the input itself when no row asks for any. -inf absorbs what follows, so all masks may come last."""
+        """Apply stages 1-5. Returns the input itself when no row asks for any. All masks may come last, since -inf
+        stays -inf."""
         if not rows.constrained:
             return raw_SV
         x_SV = raw_SV.clone(memory_format=torch.contiguous_format)
@@ -276,7 +285,7 @@ class Sampler:
             x_SV[row, ids] += value
         if len(rows.banned[0]):
             row, ids = map(self._send, rows.banned)
-            x_SV[row, ids] = x_SV.new_full((), NEG_INF)  # a Python number would be copied over, and waited for
+            x_SV[row, ids] = x_SV.new_full((), NEG_INF)  # a Python number would be copied to the device synchronously
         if len(rows.counted[0]):
             row, ids, counts = map(self._send, rows.counted)
             strength_S3 = self._send(rows.values[:, [REPETITION, FREQUENCY, PRESENCE]].astype(np.float32))
@@ -289,7 +298,7 @@ class Sampler:
         return x_SV
 
     def _filter(self, y_RV: torch.Tensor, values: np.ndarray) -> None:
-        """Stages 7-9 in place. ``y_RV``: log-weights whose row maximum is 0."""
+        """Apply stages 7-9 in place. ``y_RV``: log-weights whose row maximum is 0."""
         narrow = np.flatnonzero((values[:, TOP_K] < self.tokenizer_size) | np.isfinite(values[:, TOP_P]))
         if len(narrow):
             at = slice(None) if len(narrow) == len(y_RV) else self._send(narrow)
@@ -306,7 +315,7 @@ class Sampler:
             raw_MV if len(row) == len(raw_MV) and not processed.any() and (np.diff(row) == 1).all() else raw_MV[row_Q]
         )
         if processed.any():
-            drawn = np.cumsum(rows.sampled) - 1  # place among the sampled rows
+            drawn = np.cumsum(rows.sampled) - 1  # index among the sampled rows
             q = np.flatnonzero(processed)
             x_QV[self._send(q)] = final_SV[self._send(drawn[row[q]])]
         token_Q = torch.where(known_Q < 0, tokens_M[row_Q], known_Q)
@@ -315,9 +324,8 @@ class Sampler:
         if not shown:
             return _Reports(found, found[0, :, None][:, :0], token_Q[:, None][:, :0])
         top_logprobs, top_ids = largest(torch.log_softmax(x_QV, -1), shown)
-        return _Reports(
-            found, torch.where(top_ids == token_Q[:, None], found[0, :, None], top_logprobs), top_ids
-        )  # the token's own is one number
+        # The token's own log-probability is the same number in both places.
+        return _Reports(found, torch.where(top_ids == token_Q[:, None], found[0, :, None], top_logprobs), top_ids)
 
     def _send(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
@@ -327,8 +335,9 @@ class Sampler:
 
 
 class SampleOutput:
-    """What a step drew. ``draws`` [3, M] stay on the device; what ``read`` needs is on its way to the host from the start, so
-    that reading waits for this step and not for those launched after it."""
+    """The draws of a step. ``draws`` [3, M] stay on the device.
+
+    The copy to the host starts at once, so ``read`` waits for this step and not for those launched after it."""
 
     def __init__(
         self,
@@ -349,7 +358,7 @@ class SampleOutput:
             self._done.record()
 
     def read(self) -> list[SpanResult]:
-        """Wait for the device; one result per span, in plan order. Spans that wanted nothing have an empty one."""
+        """Wait for the device. Returns one result a span, in plan order; spans that wanted nothing get an empty one."""
         batch = self._batch
         if self._done is not None:
             self._done.synchronize()
@@ -360,7 +369,7 @@ class SampleOutput:
             for m, values in enumerate(zip(largest, best))
             if not (NEG_INF < values[0] < INF and values[1] > NEG_INF)
         }
-        if errors:  # what the model allows and the request forbids is the request's
+        if errors:  # rows whose allowed tokens the request itself rules out are the request's fault
             forbidding = {*batch.rows.banned[0].tolist(), *batch.rows.masks[0].tolist()}
             errors |= {m: MASKED_ERROR for m in errors if m in forbidding and NEG_INF < largest[m] < INF}
         for m, message in batch.errors.items():
@@ -379,7 +388,7 @@ class SampleOutput:
         return results
 
     def _read_reports(self) -> tuple[dict[int, TokenLogprob], dict[int, TokenLogprob]]:
-        """By logit row: reports of sampled tokens, and of known ones (without the token of the former, set by the walk)."""
+        """Return the reports by logit row: of sampled tokens, whose ids the walk fills in, and of known tokens."""
         found = self._reports
         drawn: dict[int, TokenLogprob] = {}
         scored: dict[int, TokenLogprob] = {}
@@ -399,7 +408,8 @@ class SampleOutput:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a device tensor in pinned memory, complete once what was launched so far is; a host tensor itself."""
+    """Return a copy in pinned memory, complete when all work launched so far is. Host tensors are returned as they
+    are."""
     if not tensor.is_cuda:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
@@ -414,7 +424,7 @@ def resolve_span(
     drawn: dict[int, TokenLogprob],
     scored: dict[int, TokenLogprob],
 ) -> SpanResult:
-    """One span's result. ``held``: its tokens, if it verifies a draft; ``rows``: row in the span -> logit row."""
+    """Resolve one span. ``held``: its tokens, if it verifies a draft; ``rows``: row in the span -> logit row."""
     result = SpanResult()
     score, sample = span.want.get("score", range(0)), span.want.get("sample", range(0))
     for i in score:
@@ -426,7 +436,7 @@ def resolve_span(
     good = next((n for n, i in enumerate(path) if rows[i] in errors), len(path))
     if sample and not good:
         return SpanResult(error=errors[rows[path[0]]])
-    # An error further down the path is left for the step that starts there, as without a draft.
+    # An error further down the path is left to the step that starts there, as without a draft.
     result.tokens = [tokens[rows[i]] for i in path[:good]]
     if held:
         result.path = path[:good]
@@ -440,7 +450,8 @@ def resolve_span(
 def _walk(
     span: Span, held: list[int], sample: range, rows: Mapping[int, int] | Many[int], tokens: list[int]
 ) -> list[int]:
-    """The rows of the span whose draws are emitted: from the first sampled row on, as long as the draft holds what was drawn."""
+    """Return the rows of the span whose draws are emitted: from the first sampled row on, while the draft has the drawn
+    token."""
     if not sample:
         return []
     if len(sample) == 1:
