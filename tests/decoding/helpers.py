@@ -1,4 +1,6 @@
-"""A model that is a table, a scheduler that is a loop, and a slow sampler written with scalars: what the tests compare with."""
+"""Fakes that the sampler's tests compare with: a model that is a table, a scheduler that is a loop, and a slow sampler
+written with scalars.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,13 @@ def sequence(
 
 
 def decode_span(seq: Sequence, parents: list[int] | None = None) -> Span:
-    """The last known token and the whole draft, every row sampled."""
+    """Return a span of the last known token and the whole draft, with every row sampled."""
     length = 1 + len(seq.draft)
     return Span(seq, seq.num_tokens - 1, length, want={"sample": range(length)}, commit="walk", parents=parents)
 
 
 class TableModel:
-    """Logits are a fixed random function of the whole history before them."""
+    """A model whose logits are a fixed random function of the whole history."""
 
     def __init__(self, vocab_size: int, seed: int = 0, scale: float = 2.0) -> None:
         self.vocab_size, self.seed, self.scale = vocab_size, seed, scale
@@ -51,7 +53,7 @@ class TableModel:
         return torch.from_numpy((state.randn(self.vocab_size) * self.scale).astype(np.float32))
 
     def logits(self, spans: list[Span]) -> torch.Tensor:
-        """[M, V] of every row that wants something, in plan order."""
+        """Return the logits [M, V] of all rows that want something, in plan order."""
         rows = []
         for span in spans:
             tokens, wanted = span.tokens(), sorted({i for r in span.want.values() for i in r})
@@ -69,7 +71,7 @@ def step(sampler: Sampler, model: TableModel, spans: list[Span]) -> list[SpanRes
 
 
 def commit(sampler: Sampler, seq: Sequence, result: SpanResult, room: int) -> bool:
-    """What a scheduler does with a result. Returns whether the sequence goes on."""
+    """Apply a result to its sequence, as a scheduler does. Returns whether the sequence goes on."""
     params, going = seq.request.params, True
     tokens = []
     for token in result.tokens[:room]:
@@ -88,8 +90,9 @@ def commit(sampler: Sampler, seq: Sequence, result: SpanResult, room: int) -> bo
 def decode(
     sampler: Sampler, model: TableModel, seq: Sequence, length: int, draft=None, reopen_every: int = 0
 ) -> tuple[list[int], str | None, int]:
-    """Run one sequence alone for at most ``length`` tokens; ``draft(seq) -> (tokens, parents)`` proposes.
-    Returns the output, the error and the number of steps."""
+    """Run one sequence alone for at most ``length`` tokens. Returns the output, the error and the number of steps.
+
+    ``draft(seq) -> (tokens, parents)`` proposes."""
     sampler.open(seq)
     steps = 0
     while seq.num_output < length:
@@ -129,7 +132,8 @@ def gumbel_scalar(stream: int, position: int, token: int) -> float:
 def processed_scalar(
     logits: list[float], seq: Sequence, path: list[int], eos_ids: tuple[int, ...], tokenizer_size: int
 ) -> tuple[list[float], bool]:
-    """Log-weights after stage 9 (after 5 when greedy), and whether a threshold was met so nearly that rounding decides."""
+    """Return the log-weights after stage 9 (after 5 when greedy), and whether a value came so close to a threshold that
+    rounding decides."""
     p, close = seq.request.params, False
     x = [float(v) for v in logits[:tokenizer_size]]
     output, prompt = seq.output + path, seq.request.prompt_ids
@@ -172,7 +176,7 @@ def processed_scalar(
 
 
 def sample_scalar(weights: list[float], seq: Sequence, position: int) -> tuple[int, float]:
-    """The token, and by how much it beat the next one."""
+    """Return the drawn token, and its lead over the second."""
     if seq.request.params.temperature >= 1e-5:
         weights = [w + gumbel_scalar(seq.stream, position, i) for i, w in enumerate(weights)]
     order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
@@ -191,7 +195,8 @@ WORDS = ['{"', '":', '", "', "true", "false", "null", "abc", "12", "},", "  ", "
 
 
 def byte_tokenizer(folder: Path) -> tuple[Path, dict[str, int], int]:
-    """tokenizer.json with the 256 bytes, EOS = 1 among the specials and some longer tokens: (file, ids by text, size)."""
+    """Write a tokenizer.json with the 256 bytes, EOS = 1 among the specials and some longer tokens. Returns file, ids
+    by text and size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

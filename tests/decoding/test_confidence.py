@@ -1,4 +1,4 @@
-"""Confidence against its definition: per token on the device, and summed up over a text."""
+"""Confidence equals its definition: for each token on the device, and summed over a text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def by_definition(logits, k):
 
 
 def test_each_row_gets_its_own_k_whatever_its_neighbours_ask():
-    """Rows of k = 0, 2, 5 and 20 in one batch, beside one with alternatives: each as alone."""
+    """Rows of k = 0, 2, 5 and 20 in one batch with a row that asks for alternatives: each as if it were alone."""
     asked = [
         dict(),
         dict(confidence=2, logprobs=0),
@@ -54,7 +54,7 @@ def test_each_row_gets_its_own_k_whatever_its_neighbours_ask():
 
 
 def test_a_flat_row_is_unsure_and_a_sharp_one_sure():
-    """The sign: uniform gives ln V; one token alone gives far more; and k = 1 would turn it round."""
+    """The sign: a uniform row gives ln V, a certain one far more; k = 1 would invert the score."""
     flat, sharp = torch.zeros(100), torch.zeros(100)
     sharp[7] = 12.0
     for k, surer in ((20, True), (1, False)):

@@ -1,4 +1,6 @@
-"""Drawn tokens follow the exact distribution, by a chi-square test; and the test does reject what is slightly wrong."""
+"""Drawn tokens follow the exact distribution, by a chi-square test. The test rejects distributions that are slightly
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ CASES = {
 
 
 def draws(params, over="position", count=DRAWS):
-    """``count`` tokens drawn from the same logits: noise varies by position, or by the request's stream."""
+    """Draw ``count`` tokens from the same logits. The noise varies by position, or by the stream of the request."""
     sampler = Sampler(V, V, ROWS, "cpu", (EOS,))
     logits = torch.tensor(LOGITS).repeat(ROWS, 1)
     seqs = [sequence(row, [3, 4], emitted=[7, 7, 0], seed=99, **params) for row in range(ROWS)]
@@ -58,7 +60,8 @@ def expected(params):
 
 
 def p_value(counts, p):
-    """Of Pearson's chi-square; cells expected below 5 are pooled. A forbidden token is an impossibility, not a deviation."""
+    """Return the p-value of Pearson's chi-square. Cells expected below 5 are pooled; a forbidden token counts as
+    impossible, not as a deviation."""
     assert counts[p == 0].sum() == 0, "a token outside the support was drawn"
     want = p[p > 0] * counts.sum()
     have, small = counts[p > 0].double(), want < 5
@@ -88,7 +91,7 @@ def test_control_a_wrong_penalty_is_rejected():
 
 
 def test_control_shared_noise_is_rejected():
-    """One noise vector for every draw gives one token every time."""
+    """The same noise vector for every draw gives the same token every time."""
     counts = draws({}, over="position", count=2 * ROWS)
     sampler = Sampler(V, V, ROWS, "cpu", (EOS,))
     spans = []
@@ -102,7 +105,7 @@ def test_control_shared_noise_is_rejected():
 
 
 def test_consecutive_tokens_are_independent():
-    """Pairs drawn at neighbouring positions of one stream: the joint is the product."""
+    """Draws at neighbouring positions of one stream are independent: their joint distribution is the product."""
     sampler = Sampler(4, 4, ROWS, "cpu", ())
     logits = torch.tensor([1.0, 0.5, 0.0, -0.5])
     p = torch.softmax(logits.double(), 0)

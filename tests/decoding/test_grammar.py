@@ -1,4 +1,6 @@
-"""Grammars: every walk under the mask is valid, EOS stands only where it may, bad grammars are refused, failures stay local."""
+"""Grammars: every walk under the mask is valid, EOS is allowed only in accepting states, bad grammars are refused, and
+failures stay with one request.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ def ids(text, vocab):
 
 
 def random_walk(matcher, tok, rng, most=400):
-    """Token ids up to EOS, or None if the walk got longer than ``most``. Prefers ending, so that walks are short."""
+    """Return token ids up to EOS, or None if the walk gets longer than ``most``. It prefers to end, so that walks are
+    short."""
     _, vocab, size = tok
     quote = [vocab['"'], vocab["}"], vocab["]"]]
     out = []
@@ -239,7 +242,7 @@ def test_free_text_before_the_mark_cannot_end(compiler, tok):
 
 
 def test_forks_and_healthy_neighbours(compiler, tok):
-    """n branches share one compiled grammar; each follows its own output."""
+    """The n branches share one compiled grammar, and each follows its own output."""
     size = tok[2] + 9
     grammar = Grammar("json_schema", json.dumps(SCHEMAS[0]))
     matcher = compiler.compile(grammar)
@@ -285,7 +288,7 @@ def test_an_output_that_left_the_grammar_fails_its_own_request(compiler, tok):
 
 
 class Broken:
-    """A library that gives up in the middle."""
+    """A library that gives up midway."""
 
     def __init__(self):
         self.failed = False
@@ -320,7 +323,7 @@ def test_a_library_failure_fails_one_request(compiler, tok):
 
 
 class Frail:
-    """A library that runs out of fuel, in ``call``, on any way but one."""
+    """A library that runs out of fuel in ``call``, on every path except one."""
 
     def __init__(self, inner, way, call, at=0):
         self.inner, self.way, self.call, self.at, self.lost, self.failed = inner, way, call, at, 0, False
@@ -357,7 +360,7 @@ class Frail:
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("call", ["consume", "mask"])
 def test_a_library_failure_on_the_way_of_a_draft_costs_the_draft(compiler, tok, call, tree):
-    """The plain run never goes there, and what is right of the draft before it still counts."""
+    """Plain decoding never goes there, and the accepted part of the draft still counts."""
     size, grammar = tok[2] + 9, Grammar("regex", "[a-d]{30}")
     sampler, model = Sampler(size, tok[2], 1, "cpu", (EOS,)), TableModel(size)
     plain, _, steps = decode(sampler, model, sequence(0, matcher=compiler.compile(grammar), grammar=grammar), 40)
@@ -365,7 +368,8 @@ def test_a_library_failure_on_the_way_of_a_draft_costs_the_draft(compiler, tok, 
     matcher._inner = Frail(matcher._inner, plain, call)
 
     def draft(seq):
-        """A right one and a wrong one; in a tree, more behind the latter, and a right one beside it."""
+        """A draft with a right and a wrong token; in a tree, with further nodes below the wrong one and a right
+        sibling."""
         if seq.num_output + 2 > len(plain):
             return [], None
         first, second = plain[seq.num_output : seq.num_output + 2]
@@ -564,7 +568,8 @@ def test_bounds_and_regexes_are_found_beside_what_is_not_closed(text, compiler):
     ],
 )
 def test_multiples_are_bounded(numbers, kind):
-    """Seconds and gigabytes, in a thread that nobody can end: 9999991 took more than a minute and 3 GB."""
+    """The limit prevents seconds and gigabytes in a thread that nobody can end: 9999991 took more than a minute and 3
+    GB."""
     schemas = [{"type": "number", "multipleOf": number} for number in numbers]
     given = {f"p{i}": schema for i, schema in enumerate(schemas)} if kind == "properties" else schemas
     with pytest.raises(RequestError, match="multipleOf.* above the limit"):

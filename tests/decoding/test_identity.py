@@ -1,4 +1,6 @@
-"""A row's token is the same alone, in any batch, in any order, on any side of a slice boundary, after a preemption."""
+"""The token of a row is the same alone, in any batch, in any order, on both sides of a slice boundary, and after a
+preemption.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def sampler():
 
 
 def drawn(seqs, drafts=True):
-    """One step over ``seqs``, by request."""
+    """Run one step over ``seqs`` and return the results by request."""
     s, model = sampler(), TableModel(V)
     rng = random.Random(1)
     proposals = {n: [rng.randrange(2, TOKENIZER) for _ in range(n % 4)] for n in range(len(KINDS))}
@@ -62,7 +64,7 @@ def test_alone_or_in_any_batch_and_order(drafts):
 
 
 def test_scored_prompts_in_the_batch_change_nothing():
-    """Scored rows stand between sampled ones; every condition must still find its own row."""
+    """Scored rows lie between sampled ones, and every condition must still find its own row."""
     want = drawn(requests())
     s, model = Sampler(V, TOKENIZER, 2 * len(KINDS), "cpu", (EOS,)), TableModel(V)
     rng = random.Random(1)
@@ -109,7 +111,7 @@ def test_logits_may_come_from_a_function():
 
 @pytest.mark.parametrize("kind", range(len(KINDS)))
 def test_reopening_changes_nothing(kind):
-    """After a preemption every count comes from the tokens."""
+    """All counts are rebuilt from the tokens after a preemption."""
     model = TableModel(V)
     plain = decode(sampler(), model, requests()[kind], 24)
     assert decode(sampler(), model, requests()[kind], 24, reopen_every=1)[0] == plain[0]
@@ -120,7 +122,7 @@ def test_reopening_changes_nothing(kind):
 
 
 def test_streams_decide():
-    """The same request again gives the same tokens; another seed or another branch others."""
+    """The same request gives the same tokens again; another seed or another branch gives others."""
     model = TableModel(V)
 
     def output(**kind):
@@ -166,7 +168,7 @@ def test_bits_of_the_draw_do_not_depend_on_threads_or_batch(threads):
 
 @pytest.mark.parametrize("vocab_size, tokenizer_size", [(64, 64), (200, 187)])
 def test_draws_on_the_device_are_those_of_the_pipeline(vocab_size, tokenizer_size):
-    """``sample_rows`` gives, bit for bit, what the pipeline gives for rows with nothing but numbers; ties and NaN included."""
+    """``sample_rows`` equals the pipeline, bit for bit, for rows that need only their numbers; with ties and NaN."""
     kinds = [
         dict(temperature=0),
         dict(),

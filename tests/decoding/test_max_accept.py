@@ -1,4 +1,6 @@
-"""Block verification against its enumeration: every draft, every outcome of the coins, the joint of all tokens. And what is nearly it."""
+"""Block verification equals its enumeration over every draft, every outcome of the coins and the joint of all tokens.
+Rules that are almost right fail.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ Table = dict[tuple[int, ...], torch.Tensor]
 
 
 def table(depth: int, seed: int, near: Table | None = None) -> Table:
-    """A distribution behind every prefix of up to ``depth`` tokens; ``near`` another one."""
+    """Return a distribution after every prefix of up to ``depth`` tokens. ``near``: keep it close to this one."""
     rng = torch.Generator().manual_seed(seed)
     found = {}
     for prefix in itertools.chain.from_iterable(itertools.product(range(V), repeat=n) for n in range(depth + 1)):
@@ -38,8 +40,9 @@ def of_one(
 
 
 def joint(p: Table, q: Table, length, depth: int, rule=max_accept.verify) -> tuple[dict, float]:
-    """Probability of every output of ``depth`` + 1 tokens, and the mean number of accepted drafts. ``length(drafts)``: how many are
-    verified, None: all so far, draw on."""
+    """Return the probability of every output of ``depth`` + 1 tokens, and the mean number of accepted drafts.
+
+    ``length(drafts)``: how many drafts are verified; None: all drawn so far, and draw on."""
     found = dict.fromkeys(itertools.product(range(V), repeat=depth + 1), 0.0)
     mean = 0.0
 
@@ -84,7 +87,7 @@ def whole(depth: int):
 
 
 def one_by_one(p: Table, q: Table, depth: int) -> float:
-    """Mean accepted drafts of the rule that looks at one draft at a time."""
+    """Return the mean number of accepted drafts of the rule that looks at one draft at a time."""
     mean, level = 0.0, {(): 1.0}
     for _ in range(depth):
         level = {
@@ -109,7 +112,7 @@ def test_the_joint_is_the_models_and_no_fewer_are_accepted(depth, seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_length_that_is_known_before_the_draw_bends_nothing(seed):
-    """A chain that stops once a draft was unlikely, which is still verified."""
+    """Cut a chain after its first unlikely draft, which is still verified."""
     p, q = table(3, seed), table(3, 50 + seed)
 
     def stopping(drafts):
@@ -120,7 +123,7 @@ def test_a_length_that_is_known_before_the_draw_bends_nothing(seed):
 
 
 def test_golden_pair():
-    """One draft: accepted with 1 - TV, as by any optimal rule."""
+    """A single draft is accepted with probability 1 - TV, as by any optimal rule."""
     p, q = (
         {prefix: torch.tensor(row, dtype=torch.float64) for prefix in [(), *((i,) for i in range(V))]}
         for row in ((0.5, 0.3, 0.15, 0.05), (0.35, 0.4, 0.05, 0.2))
@@ -148,7 +151,7 @@ def row_off_by_one(p, q, drafts, lengths):
 
 
 def token_wise_coins(p, q, drafts, lengths):
-    """The chance of one draft where that of the block belongs."""
+    """A mutation that uses the chance of one draft in place of the block's."""
     _, weights = max_accept.verify(p, q, drafts, lengths)
     return (p[:, :-1].gather(2, drafts[..., None]) / q.gather(2, drafts[..., None]))[..., 0].clamp(max=1), weights
 
@@ -162,7 +165,7 @@ def test_what_is_nearly_right_is_seen(mutant):
 
 
 def test_dropping_an_unlikely_draft_is_seen():
-    """The rule of predictability: whether a draft is verified may not depend on what it is."""
+    """The rule of predictability: whether a draft is verified may not depend on its value."""
     p, q = table(2, 7), table(2, 8)
 
     def trimmed(drafts):

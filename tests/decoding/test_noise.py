@@ -1,4 +1,6 @@
-"""The noise: published Philox vectors, a scalar re-implementation, the shape of the distribution, independence of the batch."""
+"""The noise: published Philox vectors, a scalar re-implementation, the shape of the distribution, and independence of
+the batch.
+"""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_minus_infinity_is_only_a_token_that_is_never_drawn():
     "params", [dict(), dict(temperature=0), dict(top_k=3, presence_penalty=1.0), dict(allowed_token_ids=[7])]
 )
 def test_a_model_that_rules_out_every_token_is_not_the_requests_fault(params, tokens):
-    """Unless it forbids tokens itself, and the model allowed one that is not there."""
+    """The request is at fault if it forbids tokens itself and the model allowed one that does not exist."""
     sampler = Sampler(V, TOKENIZER, 1, "cpu", (EOS,))
     seq = sequence(0, **params)
     sampler.open(seq)
@@ -88,8 +88,10 @@ def test_nothing_left_to_draw_fails_one_request(params, words):
 
 
 def test_an_error_on_a_draft_row_matters_only_once_it_is_reached():
-    """The greedy row 0 drafts [5, 6]. If 5 is drawn, the tokens before the bad row are emitted and the error is left to the
-    next step, which starts at that row; if not, the bad row was never part of the output."""
+    """The greedy row 0 drafts [5, 6].
+
+    If 5 is drawn, the tokens before the bad row are emitted, and the error is left to the next step, which starts at
+    that row. If not, the bad row was never part of the output."""
     for drawn, want in ((5, [5]), (9, [9])):
         logits = torch.zeros(len(KINDS) + 2, V)
         logits[0, drawn] = 4.0

@@ -1,4 +1,4 @@
-"""Every parameter against a slow sampler written with scalars: tokens, logprobs, ranks, alternatives, prompt scores."""
+"""Every parameter equals a slow sampler written with scalars: tokens, logprobs, ranks, alternatives, prompt scores."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def requests(draw):
 
 
 def check_row(result_token, entry, logits, seq, path):
-    """One emitted token against the oracle. False where the rounding of a threshold may decide."""
+    """Compare one emitted token with the oracle. False where the rounding of a threshold may decide."""
     weights, close = processed_scalar(logits, seq, path, (EOS,), TOKENIZER)
     assert weights[result_token] > -math.inf, "a forbidden token was drawn"
     token, margin = sample_scalar(weights, seq, seq.num_tokens - 1 + len(path))
@@ -173,7 +173,7 @@ TIES = [(0, 0.5, [2, 3, 5, 7]), (0, 0.51, [2, 3, 5, 7, 8]), (3, 1.0, [2, 3, 5]),
 
 @pytest.mark.parametrize("top_k,top_p,kept", TIES)
 def test_filters_cut_ties_at_the_lowest_ids(top_k, top_p, kept):
-    """Eight equal tokens; whatever is kept is a prefix of them by id."""
+    """Eight tokens tie; whatever is kept is a prefix of them by id."""
     equal = [2, 3, 5, 7, 8, 9, 11, 12]
     logits = torch.full((1, V), -200.0)
     logits[0, equal] = 1.5

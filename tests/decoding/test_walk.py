@@ -1,4 +1,4 @@
-"""Verification is sampling: with any draft, chain or tree, right or wrong, the output is what plain decoding gives."""
+"""Verification is sampling: with any draft, chain or tree, right or wrong, the output equals plain decoding."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = {
 
 
 def chain(right, rng, wrong=0.35):
-    """Proposes what plain decoding will give, some of it wrong, of random length."""
+    """Propose what plain decoding will give, with some wrong tokens, of random length."""
 
     def draft(seq):
         tokens = right[seq.num_output : seq.num_output + rng.randrange(6)]
@@ -40,7 +40,7 @@ def chain(right, rng, wrong=0.35):
 
 
 def tree(right, rng):
-    """A random tree with up to 9 nodes; siblings and duplicates, some on the right path."""
+    """Propose a random tree of up to 9 nodes with siblings and duplicates, some of them on the accepted path."""
 
     def draft(seq):
         tokens, parents, depth = [], [-1], [0]
@@ -134,7 +134,7 @@ def test_hostile_trees(parents, draft, want):
 
 
 def test_masked_rows_past_a_wrong_draft_do_not_matter():
-    """The draft token makes its own row impossible; the walk never goes there unless it was drawn."""
+    """The draft token makes its own row impossible; the walk goes there only if the token was drawn."""
     model = TableModel(V)
     kind = dict(allowed_token_ids=[4, 5], bad_words=[[4, 4], [4, 5]], temperature=0)
     plain, error, _ = decode(sampler(), model, sequence(0, **kind), 12)

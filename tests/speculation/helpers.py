@@ -1,4 +1,6 @@
-"""Requests of ordinary and of repetitive text on the smallest model, and a drafter that proposes what is hardest to verify."""
+"""Requests of ordinary and of repetitive text on the smallest model, and a drafter whose proposals are hardest to
+verify.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ FEW = [310, 311, 312, 313]
 
 
 class Hostile(Drafter):
-    """Trees with decoys before, beside and below the right tokens, which it is told: so the accepted path leaves the leftmost
-    one, which is where slots must move. Sometimes a lone decoy, sometimes nothing."""
+    """Propose trees with decoys before, beside and below the right tokens, which the drafter is told.
+
+    The accepted path leaves the leftmost one, so slots must move. Sometimes a tree is a single decoy, sometimes it is
+    empty."""
 
     topology = "tree"
 
@@ -48,8 +52,8 @@ class Hostile(Drafter):
 
 
 class WithGuests(Hostile):
-    """The same trees, and guests of loud embeddings that mean nothing behind some nodes, several chains at times; also behind the anchor
-    of no tree."""
+    """Propose the same trees with guests of random, loud embeddings behind some nodes, at times several chains; also
+    behind the anchor without a tree."""
 
     def __init__(self, outputs: dict[tuple[str, int], list[int]], dim: int, seed: int = 0) -> None:
         super().__init__(outputs, seed)
@@ -76,14 +80,15 @@ def driver(drafter: str = "", **options) -> Driver:
 
 
 def install(d: Driver, drafter: Drafter) -> None:
-    """In place of ``replay``, which the engine was started with."""
+    """Use this drafter in place of ``replay``, with which the engine was started."""
     d.engine._drafting.drafter = drafter
     place = d.engine.runner.model.place
     d.engine.runner.guest_inputs = None if drafter.guests is None else drafter.guests.to(place.device, place.dtype)
 
 
 def requests(d: Driver, temperature: float, n: int = 1, tag: str = "r", **params) -> list:
-    """Prompts with shared beginnings; every other request is confined to four tokens, so that its text repeats itself."""
+    """Return prompts with shared beginnings. Every other request is confined to four tokens, so that its text repeats
+    itself."""
     shared = [300 + (7 * i) % 1200 for i in range(100)]
     found = []
     for k, length in enumerate(LENGTHS):
@@ -98,13 +103,13 @@ def requests(d: Driver, temperature: float, n: int = 1, tag: str = "r", **params
 
 
 def outputs(d: Driver) -> dict:
-    """All that a reader gets: tokens and log-probabilities, to the bit."""
+    """Everything that a reader gets: tokens and log-probabilities, to the bit."""
     assert not d.errors
     return {key: (out.tokens, [(p.id, p.logprob, p.rank) for p in out.logprobs]) for key, out in d.outputs.items()}
 
 
 def plain(temperature: float, n: int = 1, codec: str = "plain", **params) -> dict:
-    """One request at a time, in one chunk, without cache or drafter."""
+    """Return a plain engine: one request at a time, in one chunk, without cache or drafter."""
     d = driver(max_num_batched_tokens=512, max_num_seqs=32, enable_prefix_caching=False, kv_codec=codec)
     for request in requests(d, temperature, n, **params):
         d.run([request])

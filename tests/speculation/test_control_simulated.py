@@ -1,4 +1,6 @@
-"""The controller's promise, on a simulated GPU: never more than 2 % slower than without drafts, and within 5 % of the best fixed depth."""
+"""The controller's promise on a simulated GPU: never more than 2 % slower than without drafts, and within 5 % of the
+best fixed depth.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ SMALL = dict(machine=Machine(scale=0.1, sync=0.3e-3), shape="qwen3-0.6b")
 
 
 def misses(found: Compared, cold: float = 0.95, warm: float = 0.95) -> list[str]:
-    """What of the promise was not kept: never more than 2 % slower than without, and within so much of the best fixed setting where that
-    gains more than 5 %."""
+    """Return the broken promises: more than 2 % slower than without drafts, or further than this from the best fixed
+    setting where that gains more than 5 %."""
     slow = [f"round {i}: {rate:.3f} of plain" for i, rate in enumerate(found.rounds) if rate < 0.98]
     if found.best > 1.05:
         slow += [
@@ -70,7 +72,7 @@ def test_the_machine_is_like_the_one_measured(name):
     ],
 )
 def test_never_slower_and_near_the_best_from_the_first_token_on(batch, accept, seeds):
-    """Workloads of 192 tokens, started with nothing known, and once more."""
+    """Run workloads of 192 tokens, once from a fresh start and once more."""
     for seed in range(seeds):
         found = compare(
             Load(batch),
@@ -85,8 +87,10 @@ def test_never_slower_and_near_the_best_from_the_first_token_on(batch, accept, s
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("accept", [0.0, 0.3, 0.5, 0.7, 0.9])
 def test_at_every_batch(batch, accept):
-    """The mean over seeds. A single one may miss: where drafting gains a few per cent, sequences that end at different times cost
-    some of it, and a few unlucky proposals at the start are believed."""
+    """Means over seeds keep the promise; a single seed may miss it.
+
+    Where drafting gains a few per cent, sequences that end at different times cost some of it, and a few unlucky
+    proposals at the start are believed."""
     found = [
         compare(Load(batch), coins(accept, seed=seed), seed=seed, depths=(1, 2, 4, 8) if accept else ())
         for seed in range(8 if batch < 16 else 2)
@@ -107,7 +111,7 @@ def test_whatever_a_drafter_says_of_itself(boast):
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_graphs_that_are_captured_on_the_way(batch):
-    """Whose capture costs some hundred steps' drafts at first, and nothing later."""
+    """A drafter whose capture costs some hundred steps' drafts at first, and nothing later."""
     for accept in (0.0, 0.7):
         found = compare(Load(batch), coins(accept), ready=False, depths=(4, 8) if accept else ())
         assert not misses(found, cold=0.84), (accept, found)
@@ -144,14 +148,14 @@ def test_a_useless_drafter_beside_a_good_one(place, call):
 
 @pytest.mark.parametrize("call, each", [(2e-3, 50e-6), (0.0, 1e-3)], ids=["a call", "a sequence"])
 def test_a_drafter_that_takes_its_time(call, each):
-    """What it costs is known after the first steps with it; those are bounded, not free: up to 3 % of so short a workload, once."""
+    """The price is known after the first steps. Those are bounded, not free: up to 3 % of this short workload, once."""
     for batch in (1, 8):
         found = compare(Load(batch), coins(0.0, call=call, each=each), depths=())
         assert found.rounds[0] > 0.965 and found.rounds[1] > 0.98, (batch, found)
 
 
 class SlowAtFirst(Machine):
-    """Another process has the device at first."""
+    """Another process uses the device at first."""
 
     steps = 45
 
@@ -161,7 +165,7 @@ class SlowAtFirst(Machine):
 
 
 def test_slow_steps_at_the_start_are_not_believed_for_long():
-    """Else every draft looks good beside the plain steps of then."""
+    """Plain steps are timed again; otherwise every draft looks good compared with outdated ones."""
     load = Load(64, count=512, prompt=100, outputs=(12, 30, 40, 40, 50, 80, 141))
     drafting, without = (
         Simulation(64, made, machine=SlowAtFirst()) for made in (coins(0.25, call=0.2e-3, each=4e-6), None)
@@ -171,7 +175,7 @@ def test_slow_steps_at_the_start_are_not_believed_for_long():
 
 
 class Stalls(Machine):
-    """Some drafted steps stand still for two seconds, of the same sizes as others: kernels compile for what only they hold."""
+    """Some drafted steps stand still for two seconds, as if kernels compiled, though others have the same size."""
 
     drafted, stalled = 0, 0.0
 
@@ -192,7 +196,8 @@ def test_stalls_do_not_end_the_drafting():
 
 
 def test_a_prompt_that_is_launched_meanwhile_is_no_part_of_a_step():
-    """The end of a decode in flight is seen when the step behind it was launched: kernel by kernel, which takes longer than the decode."""
+    """The end of a decode in flight is noticed after the next step was launched kernel by kernel, which takes longer
+    than the decode."""
     engine = Simulation(8, coins(0.0), machine=Machine(launch=0.03))
     seen, observe = [], engine.drafting._times.observe
     engine.drafting._times.observe = lambda *of, **more: seen.append((of[3], of[4])) or observe(*of, **more)
@@ -202,7 +207,7 @@ def test_a_prompt_that_is_launched_meanwhile_is_no_part_of_a_step():
 
 
 def test_a_drafter_that_always_stalls_is_given_up():
-    """What repeats itself is no accident: two hundred milliseconds a call, every time, are soon too dear."""
+    """A repeated delay is no accident: two hundred milliseconds in every call soon cost too much."""
     drafting, without = (Simulation(8, made) for made in (coins(0.9, call=0.2), None))
     load = Load(8, count=64)
     rates = [without.run(load) / drafting.run(load) for _ in range(4)]
@@ -210,8 +215,9 @@ def test_a_drafter_that_always_stalls_is_given_up():
 
 
 def test_where_steps_are_as_short_as_a_drafters_own_work():
-    """As with ``base`` on an H200: 0.5 ms a step. One step of a trial costs as much as a per cent of the whole workload, so rounds are
-    means over seeds."""
+    """A trial is expensive on a small model, such as ``base`` on an H200 with 0.5 ms a step.
+
+    One step of a trial costs a per cent of the whole workload, so results are means over seeds."""
     for batch in (1, 8, 32):
         found = [
             compare(Load(batch), coins(0.3, call=0.6e-3, boast=0.5, seed=seed), seed=seed, depths=(), **SMALL).rounds
@@ -221,5 +227,5 @@ def test_where_steps_are_as_short_as_a_drafters_own_work():
 
 
 def test_a_controller_that_believes_a_boast_fails_here():
-    """The other checks can fail: without control, drafts of which none is right cost a tenth."""
+    """The other checks can fail: without control, drafts that are never right cost a tenth."""
     assert misses(compare(Load(8), coins(0.0, boast=0.9), rounds=1, control="fixed", depths=()))

@@ -9,7 +9,7 @@ from kvasir.speculation.tree import DraftTree
 
 
 def test_the_account_stops_what_the_estimates_believe_in():
-    """Predictions that always find drafts cheap: what was measured decides."""
+    """Predictions that always call drafts cheap: the measured times decide."""
     control = Controller(lambda seqs, context, drafts, drafted: 1.0)
     clock = steps = 0
     for _ in range(20_000):
@@ -33,7 +33,8 @@ def seconds(row_cost: float, sync: float = 0.0):
 
 
 def drive(control: Controller, steps: int, right: float, price, seqs: int = 4) -> list[int]:
-    """Slots a step, where each drafted token is right with probability ``right`` and steps take what was predicted."""
+    """Simulate steps in which each drafted token is right with probability ``right`` and steps take the predicted time.
+    Returns the number of slots of each step."""
     rng, slots = random.Random(0), []
     for _ in range(steps):
         if control.resting() or not control.wanted(seqs, 100):

@@ -1,7 +1,8 @@
-"""The joint distribution of three tokens through the engine, with drafts, against its enumeration: chi-square, 64 cells.
+"""The joint distribution of three tokens through the engine, with drafts, equals its enumeration: chi-square with 64
+cells.
 
-Four tokens are allowed, so the reference has no noise of its own: every conditional is read from the plain engine. Identity
-tests compare one stream at a time; this one would also see a bias that plain decoding shared.
+Four tokens are allowed, so the reference has no noise of its own: every conditional comes from the plain engine.
+Identity tests compare one stream at a time; this test would also see a bias that plain decoding shares.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ RARE = 5  # cells expected less often are counted as one
 
 
 def limit(freedom: int) -> float:
-    """Of chi-square, at 1e-4 (Cornish-Fisher)."""
+    """Return the quantile of chi-square at 1e-4 (Cornish-Fisher)."""
     return freedom + 3.72 * math.sqrt(2 * freedom) + 2 / 3 * (3.72**2 - 1)
 
 
 class Guess(Hostile):
-    """The same tree for everybody: two levels, all four tokens on the first."""
+    """Propose the same tree for every sequence: two levels, with all four tokens on the first."""
 
     def propose(self, asks):
         trees = []
@@ -48,7 +49,7 @@ class Guess(Hostile):
 
 
 def joint() -> dict[tuple[int, ...], float]:
-    """Every output's probability, from the processed log-probabilities of the plain engine."""
+    """Return the probability of every output, from the processed log-probabilities of the plain engine."""
     d = driver(max_num_seqs=32)
     prefixes = [p for n in range(3) for p in itertools.product(FEW, repeat=n)]
     d.run(
@@ -73,7 +74,7 @@ def joint() -> dict[tuple[int, ...], float]:
 
 
 class GuessWithGuests(WithGuests):
-    """The same, with guests behind the anchor and every other node."""
+    """Propose the same trees with guests behind the anchor and every other node."""
 
     def _tree(self, ask):
         tree = Guess.tree_of(ask)
@@ -83,7 +84,7 @@ class GuessWithGuests(WithGuests):
 
 
 def chi_square(expected: dict[tuple[int, ...], float], guests: bool = False) -> tuple[float, float]:
-    """The statistic, and what it may be."""
+    """Return the statistic and its bound."""
     d = driver(
         "replay",
         max_num_seqs=64,

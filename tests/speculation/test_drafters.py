@@ -1,4 +1,4 @@
-"""Token recycling and the choice among several drafters, each by itself."""
+"""Token recycling, and the choice among several drafters."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_rows_are_bounded_by_tenant():
 
 
 class Fixed(Drafter):
-    """Proposes ``count`` tokens; of them ``right`` will be right."""
+    """Propose ``count`` tokens, of which ``right`` are accepted."""
 
     def __init__(self, name: str, place: str, count: int) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_a_request_may_pin_its_drafter():
 
 
 def test_trained_heads_and_copies_together(tmp_path):
-    """Each head gets the layers that it reads, of all that are tapped; no token changes."""
+    """Each head gets the layers that it reads out of all tapped ones, and no token changes."""
     heads = [f"{kind}:model={trained.random_head(kind, tmp_path / kind)}" for kind in ("medusa", "eagle")]
     expected = trained.plain(0.7)
     d = trained.driver("+".join(["suffix:min_match=1", *heads]))

@@ -1,4 +1,4 @@
-"""All trees of a step at once, in C: the same decisions and the same evidence, to the bit, as tree by tree in Python."""
+"""All trees of a step in one native call: the same decisions and evidence, to the bit, as tree by tree in Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ needs_native = pytest.mark.skipif(native().library is None, reason=native().reas
 
 
 def drawn(rng: random.Random, size: int) -> DraftTree:
-    """Chains, bushes and what lies between; estimates tie, and may be above 1."""
+    """Draw chains, bushes and trees in between; estimates tie, and may be above 1."""
     tree, straight = DraftTree(source="s"), rng.random()
     for _ in range(size):
         parent = len(tree) - 1 if rng.random() < straight else rng.randrange(-1, len(tree))
@@ -70,7 +70,7 @@ def test_the_same_decisions_and_evidence_to_the_bit():
 
 @needs_native
 def test_a_difference_would_be_seen():
-    """One bit of evidence in another order is another number: the comparison above is not blind to it."""
+    """The comparison above is not blind: evidence added in another order gives other bits."""
     trees = [DraftTree.chain([1, 2], 0.5) for _ in range(PACKED)]
     one, other = Controller(lambda *_: 1.0), Controller(lambda *_: 1.0)
     paths = [[0, 1] if i < 5 else [0] for i in range(len(trees))]
@@ -98,7 +98,7 @@ def test_trees_come_back_as_they_were():
 
 @needs_native
 def test_the_engine_tells_the_controller_of_all_trees_at_once(monkeypatch):
-    """``Drafting`` with a drafter that gives a forest learns what it learns tree by tree, and moves what lies off the leftmost path."""
+    """``Drafting`` learns the same from a forest as tree by tree, and moves slots off the leftmost path."""
     from kvasir.bench import drafting_host
     from kvasir.speculation.router import load_drafter
 

@@ -1,4 +1,4 @@
-"""On a GPU in fp32: with drafts, in graphs and without, the tokens of the plain engine."""
+"""On a GPU in fp32, drafts give the tokens of the plain engine, in graphs and without."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_same_tokens(drafter, graphs, codec, plain):
 
 @pytest.mark.parametrize("drafter", ["ngram:min_match=1", "hostile"])
 def test_the_switch_leaves_trees_to_eager_steps(drafter, plain, monkeypatch):
-    """And chains row by row."""
+    """The same with chains row by row."""
     monkeypatch.setattr(graphs_file, "SHARE_KEYS", False)
     found, _, captured = run(drafter.replace("hostile", "replay"), plain if drafter == "hostile" else None)
     assert found == plain and all(form == ROW_BY_ROW for _, _, form in captured)
@@ -61,7 +61,7 @@ def test_the_switch_leaves_trees_to_eager_steps(drafter, plain, monkeypatch):
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_exact_mode_keeps_tokens_in_bf16(graphs):
-    """Chains: a tree's rows have their keys at other slots."""
+    """Chains only: the rows of a tree have their keys in other slots."""
     options = dict(dtype="bfloat16", batch_invariant=True)
     alone = run("", cuda_graphs=False, overlap=False, **options)[0]
     found, stats, captured = run("ngram:min_match=1", cuda_graphs=graphs, **options)
@@ -72,8 +72,8 @@ def test_exact_mode_keeps_tokens_in_bf16(graphs):
 @pytest.mark.parametrize("drafter", ["hostile", "guests", "ngram:min_match=1"])
 @pytest.mark.parametrize("codec", ["int4_bdr", "int4", "int8", "fp8"])
 def test_lossy_codecs_keep_tokens_too(codec, drafter):
-    """Trees and chains by the kernel for short spans, in graphs. Moves copy codes and scales; the tree's keys are the same numbers in
-    other slots."""
+    """Trees and chains run in the kernel for short spans, in graphs. Moves copy codes and scales, so a tree's keys are
+    the same numbers in other slots."""
     alone = run("", kv_codec=codec, page_slots=None, cuda_graphs=False, overlap=False)[0]
     hostile = alone if drafter in ("hostile", "guests") else None
     found, stats, captured = run(drafter.replace("hostile", "replay"), hostile, kv_codec=codec, page_slots=None)
@@ -84,7 +84,7 @@ def test_lossy_codecs_keep_tokens_too(codec, drafter):
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("kind, more", [("medusa", ""), ("eagle", ""), ("eagle", ",width=1"), ("ppd", "")])
 def test_trained_heads_keep_tokens(kind, more, graphs, tmp_path):
-    """Hidden states from graphs and from eager steps; drafting itself is captured, too, and stays so."""
+    """Hidden states come from graphs and from eager steps; drafting itself is captured and stays captured."""
     folder = heads.trained(kind, tmp_path, 40)
     options = dict(device="cuda", dtype="float32", batch_invariant=False)
     alone = heads.driver(cuda_graphs=False, overlap=False, **options)

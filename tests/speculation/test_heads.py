@@ -1,4 +1,4 @@
-"""Trained drafters: they draft as they were trained, they change no token, their state goes when it should, and bad folders are refused."""
+"""Trained drafters draft as trained, change no token and drop their state in time. Bad folders are refused."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def test_same_tokens(case, folders, reference):
 
 @pytest.mark.parametrize("kind", STEPS)
 def test_what_was_learnt_is_accepted_and_wrong_hidden_states_are_not(kind, folders, reference, monkeypatch):
-    """Greedily, on texts it knows by heart, a head saves forwards. Fed the states of other rows it saves fewer, and no token changes."""
+    """A head saves forwards on texts that it knows by heart, when greedy. Fed the states of other rows it saves fewer,
+    and no token changes."""
 
     def run() -> float:
         d = driver(spec(kind, folders), max_num_seqs=4)
@@ -127,7 +128,7 @@ def test_what_was_learnt_is_accepted_and_wrong_hidden_states_are_not(kind, folde
 
 
 def test_beside_other_drafters_each_gets_its_own_layers(folders, reference):
-    """Routed by step and request; heads follow every row whoever drafted."""
+    """The router chooses by step and request, and heads follow every row whoever drafted."""
     d = driver(f"{spec('medusa', folders)}+ngram:min_match=1+{spec('eagle', folders)}", max_num_batched_tokens=32)
     router = d.engine._drafting.drafter
     assert router.hidden_layers == (1, 2, 3) and router._columns == {"medusa": [2], "eagle": [0, 1, 2]}
@@ -141,7 +142,7 @@ def test_beside_other_drafters_each_gets_its_own_layers(folders, reference):
 
 
 def test_one_step_without_hidden_states_is_only_a_gap(folders, reference, monkeypatch):
-    """What a drafter never saw it does without: prefixes in the cache, rests of the controller."""
+    """A drafter works without rows it never saw: cached prefixes and pauses of the controller."""
     real, count = drafting.Drafting.ingest, 0
 
     def forgetful(self, span, result):
@@ -177,7 +178,7 @@ def test_weights_swapped_under_way_change_drafts_and_no_token(folders, reference
 
 
 def test_taped_drafts_are_right_as_often(folders):
-    """In normal mode on a CPU decode steps are tapes, and so is drafting, where it is greedy."""
+    """Decode steps in normal mode on a CPU are tapes, and so is greedy drafting."""
     accepted = []
     for exact in (True, False):
         d = driver(spec("eagle", folders), batch_invariant=exact, max_num_seqs=1)
@@ -206,7 +207,7 @@ DIM, VOCAB = 32, 50
 
 
 class Fake:
-    """A served model's embedding and output matrix."""
+    """A stand-in for a served model's embedding and output matrix."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -246,7 +247,7 @@ def eagle(tmp_path):
 @pytest.mark.parametrize("pieces", [[11], [1] * 11, [5, 6], [3, 0, 8]], ids=str)
 @torch.no_grad()
 def test_eagle_drafts_what_training_unrolls(eagle, pieces):
-    """A chain's tokens and estimates are those of the unrolled steps over the same text, however the rows were handed over."""
+    """A chain has the tokens and estimates of the unrolled steps over the same text, however rows were handed over."""
     head, model, folder = eagle
     drafter = EagleDrafter(Config(model=str(folder), width=1, window=64))
     drafter.attach(model)
@@ -269,7 +270,7 @@ def test_eagle_drafts_what_training_unrolls(eagle, pieces):
 
 
 def test_a_captured_draft_is_the_eager_one(eagle):
-    """Over static buffers, with rows left over, at any temperature: the same trees; each shape is captured once."""
+    """Static buffers with unused rows give the same trees at any temperature, and each shape is captured once."""
     _, model, folder = eagle
     captured = []
 
@@ -311,7 +312,8 @@ def test_a_captured_draft_is_the_eager_one(eagle):
 
 @torch.no_grad()
 def test_a_tree_is_the_best_of_its_chains(eagle):
-    """Every node's estimate is that of a chain over its own path: siblings do not see each other. And the best nodes are in it."""
+    """The estimate of a node is that of a chain over its own path: siblings do not see each other. The tree has the
+    best nodes."""
     head, model, folder = eagle
     drafter = EagleDrafter(Config(model=str(folder), width=3, window=64))
     drafter.attach(model)
@@ -336,7 +338,8 @@ def test_a_tree_is_the_best_of_its_chains(eagle):
 
 
 def test_lanes_hold_a_window_and_are_taken_over(eagle):
-    """Rows beyond the window fall out; a branch takes over what its sibling saw before it; who finds none free waits."""
+    """Rows beyond the window drop out, a branch takes over what its sibling saw before it, and a sequence without a
+    free lane waits."""
     _, model, folder = eagle
     drafter = EagleDrafter(Config(model=str(folder), width=1, window=64, lanes=2))
     drafter.attach(model)

@@ -1,4 +1,4 @@
-"""With any drafter the engine emits the tokens and log-probabilities of the plain engine, to the bit (CPU exact mode)."""
+"""Any drafter gives the tokens and log-probabilities of the plain engine, to the bit (CPU exact mode)."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ PARAMS = {
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory) -> dict[str, str]:
-    """Specs of drafters with random weights."""
+    """Return the specs of drafters with random weights."""
     root = tmp_path_factory.mktemp("random")
     return {kind: f"{kind}:model={random_head(kind, root / kind)}" for kind in RANDOM}
 
 
 @pytest.fixture(scope="module")
 def reference():
-    """(temperature, n, codec, params) -> the plain engine's outputs, made when first asked for."""
+    """Return the plain engine's outputs by (temperature, n, codec, params), computed on first use."""
     found = {}
 
     def get(temperature, n, codec, params="none") -> dict:
@@ -75,7 +75,7 @@ def reference():
 
 
 def run_case(case: dict, reference, heads: dict[str, str]) -> tuple[int, int]:
-    """Returns drafted and accepted tokens."""
+    """Run a case. Returns the numbers of drafted and accepted tokens."""
     expected = reference(case["temperature"], case["n"], case["codec"], case["params"])
     num_pages = 256 if case["pool"] == "roomy" else 8  # the longest request and little more
     name = case["drafter"]
@@ -135,7 +135,7 @@ def test_same_tokens(case, reference, heads):
 
 
 def test_every_drafter_was_right_at_times():
-    """Else the cases above compared the plain engine with itself."""
+    """Drafts were verified in the cases above; otherwise they compared the plain engine with itself."""
     if len(ran) < len(CASES):
         pytest.skip("only meaningful after all cases in one process")
     assert all(drafted_by.values()), drafted_by
@@ -149,7 +149,7 @@ CORE = ("drafter", "temperature", "chunk", "cache", "preempt_every", "params", "
 @pytest.mark.slow
 @pytest.mark.parametrize("place, case", list(enumerate(product({name: FACTORS[name] for name in CORE}))), ids=str)
 def test_same_tokens_full_product(place, case, reference, heads):
-    """Every combination of these; the other factors take turns."""
+    """Yield every combination of these factors; the other factors take turns."""
     run_case(
         case | {name: values[place % len(values)] for name, values in FACTORS.items() if name not in CORE},
         reference,
@@ -171,7 +171,7 @@ def test_same_tokens_full_product(place, case, reference, heads):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("guests", [False, True])
 def test_with_parameters_that_look_at_history(params, temperature, guests):
-    """Each node is conditioned on its own path: penalties, bans, masks and reports are those of plain decoding."""
+    """Each node is conditioned on its own path: penalties, bans, masks and reports equal those of plain decoding."""
     expected = plain(temperature, 2, "plain", **params)
     d = driver("replay", max_num_batched_tokens=96 if guests else 32, max_num_seqs=4)
     told = {key: tokens for key, (tokens, _) in expected.items()}
@@ -184,7 +184,7 @@ def test_with_parameters_that_look_at_history(params, temperature, guests):
 
 @pytest.mark.parametrize("codec", ["fp8", "int8", "int4_bdr:rotate_v=true", "nvfp4"])
 def test_trees_move_codes_and_scales(codec):
-    """Over pages of the codec's own size, with slots that move within a page and across."""
+    """Pages have the codec's own size, and slots move within a page and across pages."""
     expected = plain(1.0, 2, codec, max_tokens=24)
     d = driver("replay", kv_codec=codec, page_slots=None, num_pages=24, max_num_batched_tokens=40, max_num_seqs=4)
     install(d, Hostile({key: tokens for key, (tokens, _) in expected.items()}))
@@ -205,7 +205,7 @@ def test_a_request_may_do_without():
 
 
 def test_steps_of_more_rows_than_sequences_run_over_static_buffers():
-    """One sequence and its drafts are up to nine rows: a bucket of their own, captured when there is a moment."""
+    """One sequence and its drafts take up to nine rows: a bucket of its own, captured when the engine is idle."""
     d = driver("replay", max_num_seqs=1)
     d.engine.runner.use_graphs(call_through, 8)
     expected = plain(0.0)
@@ -251,7 +251,7 @@ def test_a_draft_model_of_a_shorter_context_drafts_as_far_as_it_goes(tmp_path):
 
 
 def test_a_draft_model_goes_on_from_committed_tokens_only():
-    """Over static buffers, too, where the device keeps the tokens that it drew: also those that were not accepted."""
+    """The same over static buffers, where the device has the tokens that it drew, accepted or not."""
     accepted = []
     for static in (False, True):
         d = driver("draft_model:model=embedded,max_depth=1", max_num_seqs=4)
@@ -277,7 +277,7 @@ def test_a_drafter_that_fails_costs_no_request(reference):
 
 @pytest.mark.parametrize("guests", [False, True])
 def test_a_prefix_of_drafted_text_is_hit_later(guests, reference):
-    """State: pages that hold moved slots, and where guests stood, serve another request to the bit."""
+    """Pages with moved slots and former guests serve another request to the bit."""
     expected = reference(1.0, 1, "plain")
     d = driver("replay")
     told = {key: tokens for key, (tokens, _) in expected.items()}

@@ -1,4 +1,4 @@
-"""Early exits: what they draft, what they would have drafted, and which one is taken."""
+"""Early exits: their drafts, their shadow drafts, and the choice among them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def drafter_of(d):
 
 
 def fade(d, after: int, share: float) -> None:
-    """Let all layers behind ``after`` add ``share`` of what they do: with 0, that exit is the model."""
+    """Scale what the layers after ``after`` add by ``share``: with 0, that exit equals the model."""
     for block in d.engine.runner.model.blocks[after:]:
         for layer in (block.mixer.o, block.ffn.down):
             layer.weight_NK.mul_(share)
@@ -36,7 +36,7 @@ def fade(d, after: int, share: float) -> None:
 
 
 class Judged:
-    """Hears what the exits would have drafted, and what they drafted."""
+    """Record what the exits would have drafted, and what they drafted."""
 
     def __init__(self, d) -> None:
         self.model, self.shadows, self.drafted = drafter_of(d)._model, {}, []
@@ -57,11 +57,12 @@ class Judged:
         return found
 
 
-# ------------------------------------------------------------------------------------------------------------ in the engine
+# -------------------------------------------------------------------------------------------------------- in the engine
 
 
 def test_all_layers_draw_what_the_model_draws():
-    """An exit after the last layer is the model itself: same pages, same noise, so everything it proposes is right."""
+    """An exit after the last layer is the model itself, with the same pages and noise, so all its proposals are
+    accepted."""
     d = driver("layer_skip", max_num_seqs=4)
     fade(d, 2, 0.0)
     d.run(requests(d, 1.0, max_tokens=30), preempt_every=7)
@@ -82,7 +83,7 @@ def test_all_layers_draw_what_the_model_draws():
     ids=str,
 )
 def test_a_shadow_token_is_what_the_exit_drafts(codec, params):
-    """To the bit: the token, and its probability, wherever a draft's place was judged later."""
+    """Shadow tokens equal drafted tokens and probabilities to the bit, wherever a draft's position was judged later."""
     d = driver("layer_skip:exits=1+2+3", max_num_seqs=4, kv_codec=codec)
     turns = itertools.cycle((1, 2, 3))
     drafter_of(d)._choose = lambda seqs: (next(turns), 8)
@@ -99,7 +100,8 @@ def test_a_shadow_token_is_what_the_exit_drafts(codec, params):
 
 
 def test_every_token_is_judged_once_for_all_exits():
-    """Also where another drafter proposed it or nobody did; in steps that are prompts none, and none twice after preemption."""
+    """Shadows are judged even if another drafter proposed, or none; never for prompt rows, and never twice after a
+    preemption."""
     d = driver("layer_skip:exits=1+3", max_num_seqs=2)
     heard, calls = Judged(d), []
     judge = drafter_of(d)._model.judge
@@ -119,8 +121,10 @@ def test_every_token_is_judged_once_for_all_exits():
 
 @pytest.mark.parametrize("right, share, taken", [(1, 0.0, 1), (2, 0.0, 2), (3, 0.0, 3), (0, 1.0, 0)])
 def test_the_first_exit_that_is_right_is_taken(right, share, taken):
-    """Behind ``right`` layers nothing more is added, so that later exits are as good and dearer; the last of them says much, so that earlier
-    ones guess. The model as it is: none is worth it."""
+    """The shallowest perfect exit is chosen, and none for an unchanged model.
+
+    Layers after ``right`` add nothing, so later exits are as good and cost more. The last of them adds much, so earlier
+    exits only guess."""
     d = driver("layer_skip:exits=1+2+3", max_num_seqs=2)
     if taken:
         fade(d, right - 1, 4.0)
@@ -136,7 +140,7 @@ def test_the_first_exit_that_is_right_is_taken(right, share, taken):
 
 
 def test_no_token_changes_whatever_is_chosen():
-    """Exits and thresholds at random, nonsense among them."""
+    """Random exits and thresholds, some of them nonsense."""
     expected = plain(1.0)
     d = driver("layer_skip:exits=1+2+3", max_num_seqs=4)
     rng, drafter = random.Random(0), drafter_of(d)
@@ -184,7 +188,8 @@ def test_an_exit_must_be_a_layer(exits, complaint):
 
 
 class Exits:
-    """Draws ``depth`` tokens 7, sure of them by ``sure``; a shadow token is 7 where ``right`` says so, of the exit and the row's position."""
+    """Draw ``depth`` tokens 7 with probability ``sure``. A shadow token is 7 where ``right`` says so for the exit and
+    the row's position."""
 
     exits, num_layers, head_layers = (3, 6, 9), 12, 1.0
 
@@ -210,7 +215,7 @@ class Exits:
 
 
 def drive(drafter: Drafter, model: Exits, seq: Sequence, rounds: int) -> None:
-    """Commits what the exit would be right about, at most two tokens, and one more; all tokens are 7."""
+    """Commit what the exit would have right, at most two tokens, and one more; all tokens are 7."""
     drafter._model = model
     for _ in range(rounds):
         tree = drafter.propose([Ask(seq, 8, 8)])[0]
@@ -233,8 +238,10 @@ def attached(drafter: Drafter) -> Drafter:
 
 
 def test_the_estimate_is_the_papers():
-    """Against sums over the rounds written out: matches of round r count OMEGA^(R - r), and so do probabilities; a sequence begins with
-    four observations of what was known."""
+    """Sums equal those written out over the rounds.
+
+    Matches of round r count OMEGA^(R - r), and so do probabilities. A sequence begins with four observations of what
+    was known."""
     rng, seq, drafter = random.Random(1), sequence([1, 2, 3]), fresh()
     truth = {(after, at): (rng.random() < 0.3 + after / 15, rng.random()) for after in Exits.exits for at in range(400)}
     model = Exits(lambda after, at: truth[after, at][0], lambda after, at: truth[after, at][1])
@@ -265,7 +272,7 @@ def test_the_estimate_is_the_papers():
     "shares, depths", [((0.2, 0.7, 0.9), 4), ((0.6, 0.7, 0.8), 8), ((0.0, 0.1, 0.2), 4), ((0.95, 0.99, 1.0), 4)]
 )
 def test_the_choice_is_the_largest_quotient(shares, depths):
-    """TPL by the closed formula, of all exits and lengths; two sequences that differ."""
+    """TPL equals the closed formula for all exits and lengths, with two sequences that differ."""
     drafter = attached(technique.load(DRAFTERS, f"layer_skip:max_depth={depths}", Drafter))
     drafter._model = model = Exits(None)
     seqs = [sequence([1]), sequence([2])]
@@ -282,7 +289,8 @@ def test_the_choice_is_the_largest_quotient(shares, depths):
 
 
 def test_an_exit_that_never_drafted_is_found():
-    """The context changes: the sixth layer, which knew nothing, is right from the hundredth token on, and the third no more."""
+    """The context changes: the sixth layer, which knew nothing, is right from the hundredth token on, and the third no
+    longer."""
     seq, drafter = sequence([1, 2, 3]), fresh()
     model = Exits(lambda after, at: after == 3 if at < 100 else after == 6)
     drive(drafter, model, seq, 35)
@@ -292,7 +300,7 @@ def test_an_exit_that_never_drafted_is_found():
 
 
 def test_with_shadows_of_the_drafting_exit_alone_it_is_not_found():
-    """The negative control: what DEL adds is the judgement of exits that do not draft."""
+    """The negative control: without DEL's judgement of exits that do not draft, it fails."""
     seq, drafter = sequence([1, 2, 3]), fresh()
     model = Exits(lambda after, at: after == 3 if at < 100 else after == 6)
     learn = drafter._learn
@@ -305,7 +313,7 @@ def test_with_shadows_of_the_drafting_exit_alone_it_is_not_found():
 
 
 def test_without_hidden_states_an_exit_is_known_by_what_was_accepted(monkeypatch):
-    """The switch: no layer is read, and the engine's outputs stay."""
+    """With the switch off no layer is read, and the engine's outputs stay."""
     monkeypatch.setattr(layer_skip, "SHADOWS", False)
     d = driver("layer_skip:exits=2")
     assert d.engine.runner.taps is None
@@ -316,7 +324,7 @@ def test_without_hidden_states_an_exit_is_known_by_what_was_accepted(monkeypatch
 
 
 def test_rows_wait_where_nothing_is_drafted():
-    """Useless exits cost a call of the head for eight rows, and drafts none."""
+    """Useless exits cost one call of the head for eight rows, and no drafts."""
     seq, drafter = sequence([1, 2, 3]), fresh()
     model, calls = Exits(lambda after, at: False), []
     judge = model.judge

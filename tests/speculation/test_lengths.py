@@ -1,4 +1,4 @@
-"""Length-aware budgets: who is expected to run long drafts in full, who is short does not."""
+"""Length-aware budgets: sequences that are expected to be long draft in full, short ones do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``draft_model:max_accept=true`` through the engine: the model's distribution, whatever the drafter's, and what is refused with it."""
+"""``draft_model:max_accept=true`` keeps the model's distribution, whatever the drafter's. Unsupported combinations are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ DRAFTER = "draft_model:model=nano,max_depth=3"
 
 
 def bent(d) -> None:
-    """The drafter's output is no longer the model's: other weights in its last layer."""
+    """Change the drafter's output by other weights in its last layer."""
     model = d.engine._drafting.drafter._model._runner.model
     rng = torch.Generator().manual_seed(3)
     for name, slot in model.slots().items():
@@ -29,7 +31,7 @@ def bent(d) -> None:
 
 
 def counts(max_accepted: bool, **options) -> tuple[dict[tuple[int, ...], int], float]:
-    """Of the tokens 2 to 4 of many answers, and accepted drafts a verification."""
+    """Return tokens 2 to 4 of many answers, and the accepted drafts of a verification."""
     d = driver(
         DRAFTER + (",max_accept=true" if max_accepted else ""),
         max_num_seqs=64,
@@ -97,7 +99,8 @@ def test_a_rest_that_is_not_the_rest_is_seen(expected, monkeypatch):
     ids=["none", "penalties", "grammar"],
 )
 def test_what_is_reported_is_what_was_emitted(params, static):
-    """Chunks, branches, preemption, prefix hits, invariants and poison on: every log-probability is that of the text, scored by the plain engine."""
+    """Every log-probability is that of the text as the plain engine scores it, with chunks, branches, preemption,
+    prefix hits, invariants and poison."""
     d = driver(
         DRAFTER + ",max_accept=true", batch_invariant=False, max_num_batched_tokens=32, max_num_seqs=4, static=static
     )

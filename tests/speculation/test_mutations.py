@@ -1,4 +1,4 @@
-"""Mistakes that look right. Each must be seen by the identity test; one that is not would show that the test cannot fail."""
+"""Mistakes that look right. The identity test must notice each of them; otherwise it could not fail."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ REAL_WALK = sampler._walk
 
 
 def one_too_many(span, held, sample, logit_rows, tokens):
-    """Goes on to the first child although the draw was another token."""
+    """Go on to the first child although another token was drawn."""
     path = REAL_WALK(span, held, sample, logit_rows, tokens)
     below = [i for i in sample if len(sample) > 1 and (span.parents[i] if span.parents else i - 1) == path[-1]]
     return path + below[:1]
 
 
 def first_child(span, held, sample, logit_rows, tokens):
-    """Accepts any draft, whatever was drawn: emits the draws along the leftmost path."""
+    """Accept any draft, whatever was drawn: emit the draws along the leftmost path."""
     return list(sample)[:2] if len(sample) > 1 else [sample[0]]
 
 
@@ -31,7 +31,7 @@ def every_row_before(parents, bits):
 
 
 def guests_are_seen(parents, bits):
-    """By every row of their span."""
+    """Let every row of a span see all others."""
     REAL_ANCESTORS(parents, bits)
     bits[:, (len(parents) - 1) // 64] |= np.int64(1) << np.int64((len(parents) - 1) % 64)
 

@@ -1,4 +1,4 @@
-"""Prompt tokens: in the engine they compute what training did, the tree is the best there is, and they stay within their bounds."""
+"""Prompt tokens: the engine computes what training did, the tree is the best possible, and all bounds hold."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.speculation.helpers import WithGuests, driver, install, outputs, plai
 
 
 def folder_of(head: heads.Prompts, folder, seed: int = 0):
-    """Random prompt tokens for nano, as loud as its embeddings."""
+    """Return random prompt tokens for nano, as loud as its embeddings."""
     model = export.load(resolve("nano")).model
     head.begin_with(model.norm.weight, model.embed_tokens.weight.detach().float(), torch.Generator().manual_seed(seed))
     size, dim = model.embed_tokens.weight.shape
@@ -45,7 +45,8 @@ def folder_of(head: heads.Prompts, folder, seed: int = 0):
 @pytest.mark.parametrize("ensemble", [1, 2])
 @torch.no_grad()
 def test_the_engine_computes_what_training_does(ensemble, tmp_path, monkeypatch):
-    """Every answer, of trees and chunks and after preemptions: the very states that the loss was of; and guesses of the right places."""
+    """Answers in trees, in chunks and after preemptions are the states that the loss was computed from, at the right
+    positions."""
     folder_of(heads.Prompts(heads.PromptShape(192, ensemble=ensemble)), tmp_path)
     heard = []
     real = PromptDrafter.answer
@@ -90,7 +91,7 @@ def worth(tree: DraftTree, count: int, carried: dict[int, int], gains: list[floa
 
 @pytest.mark.parametrize("rows, ensemble", [(3, 1), (5, 1), (7, 1), (8, 2)])
 def test_the_dynamic_tree_is_the_best_there_is(rows, ensemble):
-    """Against every number of candidates, and every way to spread prompt tokens over them."""
+    """The tree is compared with every number of candidates and every distribution of prompt tokens over them."""
     tree, gains = products([[0.6, 0.3], [0.5, 0.1]], [[1, 2], [3, 4]], 4, 2), [0.5, 0.3]
     count, carried = dynamic_tree(tree, gains, rows, ensemble)
     assert count + ensemble * sum(carried.values()) <= rows and all(-1 <= node < count for node in carried)
@@ -136,7 +137,7 @@ def test_a_kept_tree_takes_its_guests_along():
 
 
 def test_guests_find_no_place_beyond_the_context():
-    """Up to the last position there is, and in a pool that holds the request and nothing else."""
+    """Requests run up to the last position, and in a pool that has room for nothing else."""
     found = []
     for guests in (False, True):
         d = driver("replay", max_model_len=48, num_pages=4, max_num_seqs=1)
@@ -152,7 +153,8 @@ def test_guests_find_no_place_beyond_the_context():
 
 @pytest.mark.parametrize("variant, exact", [("gemma3_text", True), ("qwen3_moe", True), ("qwen3", False)])
 def test_windows_experts_scaled_embeddings_and_normal_mode(variant, exact, tmp_path):
-    """Guests are inputs of the first layer: no scale of the embedding touches them. In normal mode steps without them are native or taped."""
+    """Guests are inputs of the first layer, so no embedding scale applies. Steps without them are native or taped in
+    normal mode."""
     folder, found = write(tmp_path, variant), []
     for guests in (False, True):
         d = Driver(

@@ -1,7 +1,8 @@
-"""State after every step of drafting: the committed slots hold, to the bit, what a fresh prefill of the same tokens writes (CPU exact mode).
+"""State after every step of drafting: the committed slots equal, to the bit, what a fresh prefill of the same tokens
+writes (CPU exact mode).
 
-Tokens could be right over a cache that is wrong where nobody looked. A paged drafter's own cache is compared, too: near, since it is
-not computed in exact mode.
+Tokens could be right over a cache that is wrong where nobody looked. The cache of a paged drafter is compared, too,
+with a tolerance, since it is not computed in exact mode.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ State = dict[str, torch.Tensor]
 
 
 def slots(pool: KVPool, tables: list[list[int]], count: int) -> State:
-    """Every plane of every layer at positions 0 .. ``count``, as bytes [count, heads, bytes]."""
+    """Return every plane of every layer at positions 0 .. ``count``, as bytes [count, heads, bytes]."""
     found = {}
     positions = torch.arange(count)
     for layer, cache in pool._layers.items():
@@ -29,7 +30,7 @@ def slots(pool: KVPool, tables: list[list[int]], count: int) -> State:
 
 
 def prefilled(prompt: list[int], codec: str) -> State:
-    """Of a plain engine that computes all tokens as one chunk of a prompt."""
+    """Return the snapshot of a plain engine that computes all tokens as one chunk of a prompt."""
     d = driver(max_num_batched_tokens=512, enable_prefix_caching=False, kv_codec=codec)
     d.submit(d.request("whole", prompt, max_tokens=4, ignore_eos=True))
     d.step()
@@ -41,7 +42,7 @@ def prefilled(prompt: list[int], codec: str) -> State:
 
 
 def run(d, given, watch) -> None:
-    """Step by step, the scheduler disturbed at times; ``watch`` sees every sequence that runs, committed."""
+    """Run step by step, with disturbances of the scheduler. ``watch`` sees every running sequence after its commit."""
     for request in given:
         d.submit(request)
     for step in range(400):
@@ -54,7 +55,7 @@ def run(d, given, watch) -> None:
 
 
 def differences(name: str, codec: str) -> int:
-    """Snapshots of a run with the drafter ``name`` that are not the prefill's."""
+    """Return the snapshots of a run with the drafter ``name`` that differ from the prefill's."""
     told = {key: tokens for key, (tokens, _) in plain(1.0, codec=codec).items()}
     d = driver(
         "replay" if name in ("hostile", "guests") else name,
@@ -102,7 +103,7 @@ def test_slots_that_stay_where_they_were_are_seen(monkeypatch):
 
 
 def test_a_draft_model_has_its_own_choice_of_attention(monkeypatch):
-    """What serves the target, or was chosen by the clock for it before a restart, may not serve the other."""
+    """A backend that serves the target, or that was timed for it before a restart, may not fit the draft model."""
     asked = []
     monkeypatch.setattr(build, "choose_backend", lambda name, *at: asked.append(name) or choose_backend(name, *at))
     driver("draft_model:model=nano", attention_backend="torch").close()

@@ -1,4 +1,6 @@
-"""The suffix automaton against brute force, the one in C against the one in Python, memory bounds, the drafter on top."""
+"""The suffix automaton equals brute force, the C version equals the Python one, memory is bounded, and the drafter
+works on top.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def load(options: str = "") -> Suffix:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_automaton_counts_like_brute_force(seed):
-    """Several texts, extended in turns: every substring is found, with the number of its places, and no other string."""
+    """Several texts, extended in turns: every substring is found with its number of places, and no other string is."""
     rng = random.Random(seed)
     texts: list[list[int]] = [[], [], []]
     automaton, last = Automaton(), [0, 0, 0]
@@ -84,7 +86,7 @@ def test_a_text_read_twice_takes_its_memory_once():
 
 
 class World:
-    """The same requests for two drafters: ``proposed`` of each, and what they hold."""
+    """Run the same requests with two drafters. Returns the proposals of each, and the tokens they hold."""
 
     def __init__(self, *drafters: Suffix) -> None:
         self.drafters = drafters
@@ -115,7 +117,7 @@ class World:
 
 
 def run(world: World, data: st.DataObject, vocabulary: int) -> None:
-    """Requests of one and of several branches that come, grow, partly by what was proposed, rest and go."""
+    """Requests of one and of several branches start, grow (in part by what was proposed), pause and end."""
     tokens = st.integers(0, vocabulary - 1)
     draw = data.draw
     for _ in range(draw(st.integers(1, 8))):
@@ -136,7 +138,7 @@ def run(world: World, data: st.DataObject, vocabulary: int) -> None:
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_native_proposes_what_python_proposes(data):
-    """Trees, estimates to the bit, tokens held, generations and scopes that go: all the same."""
+    """Trees, estimates, tokens, generations and dropped scopes are all the same, to the bit."""
     vocabulary = data.draw(st.sampled_from([1, 2, 4, 20, 300]))
     config = Config(
         data.draw(st.sampled_from([64, 100, 1000])),
@@ -176,7 +178,7 @@ def random_world(world: World, seed: int, steps: int, vocabulary: int) -> None:
     ],
 )
 def test_long_streams_agree_through_generations_and_scopes(options):
-    """With more followers of a token than are searched one by one, too: 2,000 after one."""
+    """The same for a token with more followers than are searched one by one: 2,000."""
     drafter = load(options)
     world = World(drafter, drafter.reference())
     world.open([token for other in range(1, 2000) for token in (0, other)] + [0], "a", 1)
@@ -207,7 +209,7 @@ def test_without_a_compiler_python_proposes(monkeypatch):
 @needs_native
 @pytest.mark.parametrize("vocabulary", [2, 50, 100_000])
 def test_a_million_tokens_stay_in_their_bounds(vocabulary):
-    """One tenant's: two generations. Repeated halves, so that states are split; random ones, so that none repeats."""
+    """A tenant has two generations. Repeated halves split states; random halves never repeat."""
     limit, drafter = 1 << 13, load(f"max_tokens={1 << 13}")
     rng = np.random.default_rng(0)
     shared, most = rng.integers(0, vocabulary, 500).tolist(), 0
@@ -295,7 +297,7 @@ def test_threads_take_turns():
     assert not failed
 
 
-# --------------------------------------------------------------------------------------------------------------- drafter
+# -------------------------------------------------------------------------------------------------------------- drafter
 
 
 @pytest.mark.parametrize("plain", [False, True])

@@ -1,4 +1,4 @@
-"""tools/trace_drafting.py: every step is written down, and nothing else changes."""
+"""The drafting trace records every step and changes nothing else."""
 
 import io
 import json

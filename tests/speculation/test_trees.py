@@ -1,4 +1,4 @@
-"""Packed trees, what the plainest drafters propose, slots that move."""
+"""Packed trees, the proposals of the simplest drafters, and slots that move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads for the smallest model that were trained for seconds on its replies to four problems, which they know by heart; and random ones."""
+"""Heads for the smallest model that were trained for seconds on its replies to four problems, and random heads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tokens(d: Driver) -> dict:
 
 
 def plain(temperature: float, n: int = 1, codec: str = "plain") -> dict:
-    """One request at a time, in one chunk, without cache or drafter."""
+    """Return a plain engine: one request at a time, in one chunk, without cache or drafter."""
     d = driver(max_num_batched_tokens=512, max_num_seqs=32, enable_prefix_caching=False, kv_codec=codec)
     for request in requests(d, temperature, n):
         d.run([request])
@@ -55,7 +55,7 @@ def plain(temperature: float, n: int = 1, codec: str = "plain") -> dict:
 
 
 def trained(kind: str, folder: Path, steps: int) -> Path:
-    """A folder with a head that has seen the greedy replies to `prompts`."""
+    """Return a folder with a head that has seen the greedy replies to `prompts`."""
     outputs, given = plain(0.0), prompts()
     whole = [ids + outputs[f"r{k}", 0] for k, ids in enumerate(given)]
     texts = Texts(
@@ -75,7 +75,7 @@ def trained(kind: str, folder: Path, steps: int) -> Path:
 
 
 def random_head(kind: str, folder: Path) -> Path:
-    """Weights that mean nothing."""
+    """Return a head with random weights."""
     target = load_target("nano", "cpu")[0]
     trainer = Trainer(target, SHORT, Plan(kind, steps=1))
     generator = torch.Generator().manual_seed(1)
