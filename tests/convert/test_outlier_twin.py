@@ -12,9 +12,9 @@ from kvasir.convert.converter import load_converter
 from kvasir.convert.converters.outlier_twin import channels
 from kvasir.errors import ConfigError
 from kvasir.lab import tokenizer as lab_tokenizer
-from kvasir.lab.evaluate import evaluate
+from kvasir.lab.evaluation.evaluate import evaluate
+from kvasir.lab.evaluation.stress import LEVELS, damage, round_trip, with_rounded_cache
 from kvasir.lab.export import load
-from kvasir.lab.stress import LEVELS, damage, round_trip, with_rounded_cache
 from kvasir.models import checkpoint
 from tests.checkpoints import write
 

@@ -11,12 +11,14 @@ import torch
 from torch.nn import functional as F
 
 from kvasir.errors import ConfigError
-from kvasir.lab import drafter_data, drafter_training, export
-from kvasir.lab.drafter_data import Texts, batches, load_texts, mixture, save_texts
-from kvasir.lab.drafter_training import STATE, Plan, Target, Trainer, acceptance, main, walk
+from kvasir.lab import export
+from kvasir.lab.drafters import data as drafter_data
+from kvasir.lab.drafters import training as drafter_training
+from kvasir.lab.drafters.data import Texts, batches, load_texts, mixture, save_texts
+from kvasir.lab.drafters.training import STATE, Plan, Target, Trainer, acceptance, main, walk
+from kvasir.lab.lookup import load_task
 from kvasir.lab.model import Model, Shape
-from kvasir.lab.sheet import shipped_tokenizer
-from kvasir.lab.task import load_task
+from kvasir.lab.tokenizer import shipped_tokenizer
 from kvasir.speculation import heads
 
 SHAPE = Shape(dim=32, layers=3, ffn=48, heads=2, kv_heads=1, head_dim=16, positions=160)

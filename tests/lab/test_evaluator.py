@@ -14,9 +14,9 @@ from kvasir.cli import eval as command
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.lab import export
-from kvasir.lab import statistics as stats
-from kvasir.lab.evaluate import evaluate
-from kvasir.lab.evaluator import (
+from kvasir.lab.evaluation import statistics as stats
+from kvasir.lab.evaluation.evaluate import evaluate
+from kvasir.lab.evaluation.evaluator import (
     Answers,
     Exam,
     Losses,
@@ -28,8 +28,9 @@ from kvasir.lab.evaluator import (
     run,
     run_own,
 )
-from kvasir.lab.scores import compare, figures, pass_values, pool_sizes
-from kvasir.lab.task import Problem, load_task
+from kvasir.lab.evaluation.scores import compare, figures, pass_values, pool_sizes
+from kvasir.lab.lookup import load_task
+from kvasir.lab.task import Problem
 from kvasir.models import checkpoint
 
 EASY = "chain:min_steps=4,max_steps=5"
@@ -322,7 +323,7 @@ def test_from_the_command_line(tmp_path):
 
 
 def test_what_is_through_is_kept_when_somebody_has_seen_enough(tmp_path, capsys, monkeypatch):
-    from kvasir.lab import evaluator
+    from kvasir.lab.evaluation import evaluator
 
     answered, most = [], 1
 

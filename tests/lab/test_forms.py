@@ -10,7 +10,8 @@ import pytest
 
 from kvasir.errors import ConfigError
 from kvasir.lab.forms import FORMS, SOLVING, FormTask, ratings, render, solution, target, verdict
-from kvasir.lab.task import Problem, load_task
+from kvasir.lab.lookup import load_task
+from kvasir.lab.task import Problem
 
 TASKS = ["chain", "reflect", "long_add", "countdown", "path", "facts", "needle", "state"]
 JUDGED = [form for form in FORMS if form != "solve"]

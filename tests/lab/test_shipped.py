@@ -7,8 +7,8 @@ import torch
 
 from kvasir import LLM, SamplingParams
 from kvasir.lab import export
-from kvasir.lab.sheet import shipped_tokenizer
-from kvasir.lab.task import load_task
+from kvasir.lab.lookup import load_task
+from kvasir.lab.tokenizer import shipped_tokenizer
 from kvasir.models import checkpoint
 
 TASKS = ("chain", "path", "judge_pair/countdown", "story")

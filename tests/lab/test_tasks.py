@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kvasir.errors import ConfigError
-from kvasir.lab.task import SPLITS, encode, load_task, split_of
+from kvasir.lab.lookup import load_task
+from kvasir.lab.task import SPLITS, encode, split_of
 from kvasir.technique import names
 
 NAMES = names("kvasir.lab.tasks")

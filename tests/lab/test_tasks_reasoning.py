@@ -12,8 +12,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from kvasir.lab.sheet import shipped_tokenizer
-from kvasir.lab.task import load_task
+from kvasir.lab.lookup import load_task
+from kvasir.lab.tokenizer import shipped_tokenizer
 
 
 def asked(problem) -> str:

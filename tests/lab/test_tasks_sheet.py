@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from kvasir.errors import ConfigError
+from kvasir.lab.lookup import load_task
 from kvasir.lab.sheet import Sheet, SheetTask, fold
-from kvasir.lab.task import Task, load_task
+from kvasir.lab.task import Task
 from kvasir.technique import names
 
 SPECS = [

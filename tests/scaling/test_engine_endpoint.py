@@ -9,7 +9,7 @@ import pytest
 
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
-from kvasir.lab.task import load_task
+from kvasir.lab.lookup import load_task
 from kvasir.scaling.endpoint import Prompt, Refused, Sampling
 from kvasir.scaling.engine_endpoint import FEATURES, ClientEndpoint, EngineEndpoint
 from kvasir.scaling.primitives import Context, Run, opened

@@ -10,7 +10,7 @@ import pytest
 
 from kvasir.cli.solve_job import LabPrompts, lab_problems
 from kvasir.lab.forms import FORMS, SOLVING, FormTask, render, solution
-from kvasir.lab.task import load_task
+from kvasir.lab.lookup import load_task
 from kvasir.scaling.endpoint import Chunk, Draw, Endpoint, Sampling
 from kvasir.scaling.ledger import Price
 from kvasir.scaling.solve import solve

@@ -15,7 +15,6 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -31,17 +30,6 @@ SYSTEMS = ("", "", "", "You are a helpful assistant.", "You are a careful mathem
 USER, ASSISTANT, END = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"
 MOST_DRAWN = 1 << 13  # rows drawn at once when most of them belong to another split
 MOST_SHOWN = 64  # characters of a candidate's answer that a check copies: what is longer is no answer
-
-
-@functools.cache
-def shipped_tokenizer() -> Tokenizer:
-    """The lab's tokenizer, from the first model in the package that has one. Raises ConfigError when none has."""
-    from kvasir.lab.tokenizer import load
-
-    for folder in sorted(files("kvasir").joinpath("assets").iterdir(), key=lambda f: f.name):
-        if folder.joinpath("tokenizer.json").is_file():
-            return load(str(folder))
-    raise ConfigError("no model in the package has a tokenizer.json; reinstall the package")
 
 
 @functools.lru_cache(maxsize=1 << 14)

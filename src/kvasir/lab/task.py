@@ -21,7 +21,7 @@ import numpy as np
 
 from kvasir.errors import ConfigError
 from kvasir.lab.chat import Message, Segment, prompt, segments
-from kvasir.technique import Technique, is_file, load
+from kvasir.technique import Technique
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -186,15 +186,3 @@ class Task(Technique):
     ) -> Documents:
         """``count`` whole conversations, tokenised, with loss on the assistant's tokens."""
         return encode(tokenizer, [p.segments() for p in self._sample(rng, split, count)])
-
-
-def load_task(spec: str) -> Task:
-    """Build a task from ``name``, ``name:key=value,key=value`` or ``form/name:...``. Raises ConfigError for an unknown part."""
-    form, slash, inner = spec.partition("/")
-    if slash:
-        from kvasir.lab.forms import FORMS, FormTask
-
-        form = form.strip()
-        if form == "solve" or form in FORMS or not is_file(spec):  # else it is a file's path
-            return load_task(inner) if form == "solve" else FormTask(form, load_task(inner))
-    return load("kvasir.lab.tasks", spec, Task)

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvasir.errors import ConfigError
-from kvasir.lab.sheet import ASSISTANT, USER, Drawn, Sheet, SheetTask, fold, shipped_tokenizer
+from kvasir.lab.sheet import ASSISTANT, USER, Drawn, Sheet, SheetTask, fold
 from kvasir.lab.task import Split
+from kvasir.lab.tokenizer import shipped_tokenizer
 from kvasir.lab.words import MOODS, NOUNS, PEOPLE, PLACES, THINGS, TIMES
 
 BANK, BANK_SEED = 2048, 5

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvasir.lab.data import OWN
+from kvasir.lab.evaluation.replies import Replies, choose, sample_replies
 from kvasir.lab.forms import DRAWN, FormTask
+from kvasir.lab.lookup import load_task
 from kvasir.lab.model import Model
-from kvasir.lab.recipe import Own
-from kvasir.lab.sample import complete_all
-from kvasir.lab.task import Documents, Problem, Split, Task, encode, load_task
-from kvasir.lab.workers import all_of
+from kvasir.lab.task import Documents, Problem, encode
+from kvasir.lab.training.data import OWN
+from kvasir.lab.training.recipe import Own
+from kvasir.lab.training.workers import all_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,66 +33,6 @@ FAVOURED = {"judge_pair": (1, 0.5), "aggregate": (0, 0.4), "refine": (0, 0.3)}
 LONGEST = 1024  # tokens of a document
 OTHERS = 4  # another model adds one reply for so many of the model's own
 CHUNK = 64  # problems whose documents one worker makes at a time
-
-
-@dataclass(frozen=True, slots=True)
-class Replies:
-    """Several replies to one problem, which of them are right, and their canonical answers (None: no answer found)."""
-
-    problem: Problem
-    texts: tuple[str, ...]
-    right: tuple[bool, ...]
-    answers: tuple[str | None, ...]
-
-    @staticmethod
-    def join(parts: Sequence[Replies]) -> Replies:
-        """Several models' replies to one problem."""
-        return Replies(
-            parts[0].problem,
-            *(tuple(x for part in parts for x in getattr(part, name)) for name in ("texts", "right", "answers")),
-        )
-
-
-def sample_replies(
-    model: Model,
-    tokenizer: Tokenizer,
-    task: Task,
-    split: Split,
-    *,
-    problems: int,
-    samples: int,
-    temperature: float,
-    max_new: int,
-    seed: int,
-) -> list[Replies]:
-    """``samples`` replies to each of ``problems`` problems. A prompt that leaves no room gets empty replies, which are wrong."""
-    asked = task.problems(split, seed, problems)
-    written = complete_all(
-        model, tokenizer, [p.prompt for p in asked for _ in range(samples)], max_new, temperature=temperature, seed=seed
-    )
-    out = []
-    for n, problem in enumerate(asked):
-        texts = tuple(text or "" for text in written[n * samples : (n + 1) * samples])
-        out.append(
-            Replies(problem, texts, tuple(task.check(problem, t) for t in texts), tuple(task.answer(t) for t in texts))
-        )
-    return out
-
-
-def choose(rng: np.random.Generator, replies: Replies, right: int, count: int) -> list[str] | None:
-    """``count`` of the replies in random order, ``right`` of them right; None when there are too few of a kind. Empty ones never count."""
-    groups = [
-        [t for t, ok in zip(replies.texts, replies.right, strict=True) if ok == wanted and t.strip()]
-        for wanted in (True, False)
-    ]
-    if right > len(groups[0]) or count - right > len(groups[1]):
-        return None
-    texts = [
-        group[i]
-        for group, n in zip(groups, (right, count - right), strict=True)
-        for i in rng.permutation(len(group))[:n]
-    ]
-    return [texts[i] for i in rng.permutation(count)]
 
 
 def cases(rng: np.random.Generator, task: FormTask, replies: Replies) -> list[Problem]:

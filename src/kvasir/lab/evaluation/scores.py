@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from kvasir.lab import statistics as stats
-from kvasir.lab.evaluator import Answers, Losses, Outcome
+from kvasir.lab.evaluation import statistics as stats
+from kvasir.lab.evaluation.evaluator import Answers, Losses, Outcome
 
 
 def figures(outcome: Outcome, seed: int = 0) -> dict[str, Any]:

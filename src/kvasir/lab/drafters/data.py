@@ -20,9 +20,10 @@ from safetensors.numpy import load_file, save
 
 from kvasir.errors import ConfigError
 from kvasir.lab import sample
+from kvasir.lab.lookup import load_task
 from kvasir.lab.model import Model
-from kvasir.lab.recipe import FORMED, FORMS, SOLVE
-from kvasir.lab.task import Split, load_task
+from kvasir.lab.task import Split
+from kvasir.lab.training.recipe import FORMED, FORMS, SOLVE
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

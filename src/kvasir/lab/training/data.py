@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvasir.errors import ConfigError
-from kvasir.lab.task import Documents, Split, Task, load_task
-from kvasir.lab.workers import ahead, all_of
+from kvasir.lab.lookup import load_task
+from kvasir.lab.task import Documents, Split, Task
+from kvasir.lab.training.workers import ahead, all_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from kvasir.errors import ConfigError
-from kvasir.lab.recipe import Recipe
 from kvasir.lab.task import Documents
+from kvasir.lab.training.recipe import Recipe
 
 NAME = "state.safetensors"
 OWN_NAME = "own.safetensors"

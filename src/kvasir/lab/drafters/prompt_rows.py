@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kvasir.lab.drafter_data import Batch
+from kvasir.lab.drafters.data import Batch
 from kvasir.lab.model import Attention, Block, Model, rotate
 
 Keys = tuple[torch.Tensor, torch.Tensor]

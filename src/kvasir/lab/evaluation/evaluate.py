@@ -6,17 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
-from kvasir.lab.model import Model, losses
+from kvasir.lab.evaluation.statistics import wilson
+from kvasir.lab.lookup import load_task
+from kvasir.lab.model import Model
 from kvasir.lab.sample import complete, complete_all
-from kvasir.lab.statistics import wilson
-from kvasir.lab.task import Split, load_task
+from kvasir.lab.task import Split
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-    from kvasir.lab.data import Batch
 
 
 @dataclass(frozen=True)
@@ -69,17 +66,3 @@ def evaluate(
         reply is not None and task.check(problem, reply) for problem, reply in zip(problems, replies, strict=True)
     )
     return Score(spec, split, right, len(problems))
-
-
-@torch.inference_mode()
-def mean_loss(model: Model, batch: Batch, *, whole: bool = False) -> tuple[float, float]:
-    """Mean cross-entropy (nats a token) and share of tokens guessed right, over the batch's trained tokens, 8 rows at a time."""
-    device = model.model.embed_tokens.weight.device
-    total = torch.zeros(3, dtype=torch.float64, device=device)
-    for first in range(0, len(batch.ids), 8):
-        ids, documents, trained = (
-            torch.from_numpy(a[first : first + 8]).to(device) for a in (batch.ids, batch.documents, batch.trained)
-        )
-        total += losses(model, ids.long(), None if whole else documents, trained)
-    loss, _, correct = (total / max(batch.num_trained, 1)).tolist()
-    return loss, correct

@@ -25,13 +25,15 @@ from safetensors.torch import save
 from torch.nn import functional as F
 
 from kvasir.errors import ConfigError, nearest
-from kvasir.lab import drafter_data, export, prompt_rows
+from kvasir.lab import export
 from kvasir.lab import tokenizer as lab_tokenizer
-from kvasir.lab.drafter_card import card, size_of
-from kvasir.lab.drafter_data import Batch, Texts
+from kvasir.lab.drafters import data as drafter_data
+from kvasir.lab.drafters import prompt_rows
+from kvasir.lab.drafters.card import card, size_of
+from kvasir.lab.drafters.data import Batch, Texts
 from kvasir.lab.model import Model
-from kvasir.lab.progress import Progress
 from kvasir.lab.sample import serving_copy
+from kvasir.lab.training.progress import Progress
 from kvasir.models.checkpoint import resolve
 from kvasir.speculation import heads
 

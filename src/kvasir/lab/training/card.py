@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvasir.lab.recipe import Recipe
+from kvasir.lab.training.recipe import Recipe
 
 ALONE = '"alone" is the share of right replies that the model samples for the same problems, without candidates.'
 TITLES = {

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvasir.errors import ConfigError, nearest
-from kvasir.lab.data import Rows
 from kvasir.lab.model import Shape
+from kvasir.lab.training.data import Rows
 
 CONTINUED = 2.0  # minutes of going on with a finished model
 

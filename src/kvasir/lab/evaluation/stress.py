@@ -4,7 +4,7 @@ The cache is simulated in the lab's own model, not an engine technique: every ke
 written, per token and head, on an asymmetric grid of 16 levels from the smallest to the largest channel. Nothing is packed
 and no speed is claimed.
 
-    python -m kvasir.lab.stress MODEL [PROBLEMS] [FILE.json]
+    python -m kvasir.lab.evaluation.stress MODEL [PROBLEMS] [FILE.json]
 
 Shape suffixes: B rows, G KV heads, C cached positions, D head dim.
 """
@@ -22,7 +22,7 @@ from kvasir.convert.checkpoint import convert
 from kvasir.convert.converter import load_converter
 from kvasir.lab import export
 from kvasir.lab import tokenizer as lab_tokenizer
-from kvasir.lab.evaluate import Score, evaluate
+from kvasir.lab.evaluation.evaluate import Score, evaluate
 from kvasir.lab.model import Attention, Model
 
 LEVELS = 16

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvasir.lab.evaluation.replies import Replies, choose, sample_replies
+from kvasir.lab.evaluation.statistics import majority_at_k, pass_at_k, wilson
 from kvasir.lab.forms import FormTask
+from kvasir.lab.lookup import load_task
 from kvasir.lab.model import Model
-from kvasir.lab.own import Replies, choose, sample_replies
-from kvasir.lab.recipe import Recipe
 from kvasir.lab.sample import complete_all
-from kvasir.lab.statistics import majority_at_k, pass_at_k, wilson
-from kvasir.lab.task import load_task
+from kvasir.lab.training.recipe import Recipe
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -2,7 +2,7 @@
 
 Tasks with an answer are scored by their own exact checker, on one greedy reply or on a pool of samples; prose is scored by
 the log-probability of its tokens. Problems, prompts and noise depend on the plan only, so that two configurations meet the
-same problems with the same dice: what differs between them is theirs. `kvasir.lab.scores` turns outcomes into figures.
+same problems with the same dice: what differs between them is theirs. `kvasir.lab.evaluation.scores` turns outcomes into figures.
 
 Shape suffixes: N problems, S samples a problem.
 """
@@ -21,11 +21,12 @@ import numpy as np
 
 from kvasir.errors import ConfigError
 from kvasir.lab import tokenizer as lab_tokenizer
+from kvasir.lab.evaluation.replies import Replies, choose
 from kvasir.lab.forms import DRAWN as MOST_CANDIDATES
 from kvasir.lab.forms import FormTask
 from kvasir.lab.forms import find as find_form
-from kvasir.lab.own import Replies, choose
-from kvasir.lab.task import SPLITS, Problem, Split, Task, load_task
+from kvasir.lab.lookup import load_task
+from kvasir.lab.task import SPLITS, Problem, Split, Task
 from kvasir.types import SamplingParams
 
 if TYPE_CHECKING:
