@@ -1,7 +1,7 @@
-"""The lab's tokenizer: a byte-level BPE of 2,048 entries, every digit alone, with the special tokens of every later method.
+"""The lab's tokenizer: a byte-level BPE of 2,048 entries with every digit alone and special tokens for later methods.
 
-All 256 bytes have a token, so that any text round-trips. Special tokens are reserved here, once, so that no checkpoint ever
-needs its vocabulary grown. Training is deterministic; `write` makes the files of an HF folder.
+All 256 bytes have a token, so any text round-trips. Special tokens are reserved here once, so that no checkpoint ever
+needs a larger vocabulary. `write` makes the files of an HF folder; `kvasir.lab.training.train_tokenizer` trains it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 VOCAB_SIZE = 2048
-# Control tokens vanish from decoded text; tags are ordinary text to a reader, as in Qwen3's tokenizer.
+# Control tokens vanish from decoded text. Tags are ordinary text to a reader, as in Qwen3's tokenizer.
 CONTROL = ("<pad>", "<bos>", "<eos>", "<mask>", "<|im_start|>", "<|im_end|>")
 STOPS = ("<|im_end|>", "<eos>")  # either ends a reply
 TAGS = (
@@ -34,12 +34,15 @@ TAGS = (
 )
 SPARE = tuple(f"<spare{i}>" for i in range(32 - len(CONTROL) - len(TAGS)))
 SPECIAL = CONTROL + TAGS + SPARE
-# Ordinary words that later methods steer by: single tokens, alone and after a space.
+# Ordinary words that later methods steer by; each is a single token, alone and after a space.
 SINGLE = ("Wait", "But", "Alternatively", "###", " Wait", " But", " Alternatively")
 
 
 def check(tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer that is not the lab's: wrong size, moved special tokens, split single words. Raises ConfigError."""
+    """Refuse a tokenizer that is not the lab's.
+
+    Raises ConfigError for a wrong size, a moved special token, or a word of SINGLE that is split.
+    """
     if tokenizer.get_vocab_size() != VOCAB_SIZE:
         raise ConfigError(f"the tokenizer has {tokenizer.get_vocab_size()} entries, the lab's has {VOCAB_SIZE}")
     for i, token in enumerate(SPECIAL):
@@ -57,7 +60,7 @@ def load(folder: str | Path) -> Tokenizer:
     file = Path(folder) / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(
-            f"no tokenizer.json in {folder}: name a folder made by `python -m kvasir.lab.training.train_tokenizer FOLDER`"
+            f"no tokenizer.json in {folder}: name a folder written by `python -m kvasir.lab.training.train_tokenizer`"
         )
     tokenizer = Tokenizer.from_file(str(file))
     check(tokenizer)
@@ -66,7 +69,7 @@ def load(folder: str | Path) -> Tokenizer:
 
 @functools.cache
 def shipped_tokenizer() -> Tokenizer:
-    """The lab's tokenizer, from the first model in the package that has one. Raises ConfigError when none has."""
+    """The tokenizer of the first model in the package that has one. Raises ConfigError when none has."""
     for folder in sorted(files("kvasir").joinpath("assets").iterdir(), key=lambda f: f.name):
         if folder.joinpath("tokenizer.json").is_file():
             return load(str(folder))
@@ -74,7 +77,7 @@ def shipped_tokenizer() -> Tokenizer:
 
 
 def write(tokenizer: Tokenizer, folder: str | Path, max_length: int = 2048) -> None:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers' AutoTokenizer reads them."""
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja as transformers' AutoTokenizer reads them."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)

@@ -1,4 +1,4 @@
-"""The card of a trained drafter: for which model, how it was trained, and what it is worth, with the command."""
+"""The card of a trained drafter: its target model, how it was trained, what it is worth, and the command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def size_of(parameters: int) -> str:
 
 
 def card(run: dict[str, Any]) -> str:
-    """README.md of the folder, from what `training.json` holds."""
+    """The folder's README.md, from the contents of `training.json`."""
     found, target = run["acceptance"], run["target"]
     depths = "\n".join(
         f"| {depth} | {share:.3f} | {tried} |"

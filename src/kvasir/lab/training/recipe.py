@@ -11,14 +11,15 @@ from kvasir.errors import ConfigError, nearest
 from kvasir.lab.model import Shape
 from kvasir.lab.training.data import Rows
 
-CONTINUED = 2.0  # minutes of going on with a finished model
+CONTINUED = 2.0  # Minutes of training when a run continues a finished model.
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A later part of the run: from ``start`` (share of the run) on, batches have ``rows`` (of the same counts and lengths as the recipe's).
+    """A later part of the run: batches have ``rows`` from ``start`` (share of the run) on.
 
-    ``own``: when it starts, candidates are sampled from the weights as they are then, for the mixes' ``own/...`` documents.
+    ``rows`` have the same counts and lengths as the recipe's. ``own``: at the start, sample candidates from the current
+    weights for the ``own/...`` documents of the mixes.
     """
 
     start: float
@@ -28,8 +29,12 @@ class Phase:
 
 @dataclass(frozen=True)
 class Own:
-    """What to sample for ``own`` documents: ``samples`` replies to each of ``problems`` training problems of every task, at the temperature
-    beside it (a warmer one where the model hardly errs: a pair to judge needs a right and a wrong reply)."""
+    """What to sample for ``own`` documents: ``samples`` replies to each of ``problems`` training problems of every
+    task.
+
+    ``tasks``: pairs of a task and its temperature. A task where the model rarely errs needs a higher temperature,
+    because a pair to judge needs a right and a wrong reply.
+    """
 
     tasks: tuple[tuple[str, float], ...]
     problems: int = 1024
@@ -39,7 +44,10 @@ class Own:
 
 @dataclass(frozen=True)
 class Curves:
-    """The measurements that need many replies to one problem: pass@k, majority, aggregation by right candidates, judging. 0 problems: none."""
+    """The measurements that need many replies to a problem: pass@k, majority, aggregation and judging.
+
+    ``problems`` 0: measure none.
+    """
 
     tasks: tuple[str, ...] = ()
     problems: int = 0
@@ -50,11 +58,12 @@ class Curves:
 
 @dataclass(frozen=True)
 class Recipe:
-    """``rows``: the parts of every batch, until a later phase changes their mixes. ``steps``: length of the run, unless a time is
-    given; ``minutes``: that time, by default. ``warmup``: steps.
+    """Everything that decides what a model becomes.
 
-    ``lr`` falls on a cosine to ``lr`` * ``final``. ``validate``: rows of held-out documents whose loss is
-    watched; ``evaluate``: (task, problems) scored by exact match at the end; ``about``: what it can do, for the card.
+    ``rows``: the parts of every batch, until a later phase changes their mixes. ``steps``: length of the run, unless it
+    is given in minutes; ``minutes``: the default for that. ``warmup``: steps. ``lr`` falls on a cosine to ``lr`` *
+    ``final``. ``validate``: rows of held-out documents whose loss is watched. ``evaluate``: pairs (task, problems) to
+    score by exact match at the end. ``about``: what the model can do, for the card.
     """
 
     name: str
@@ -106,12 +115,18 @@ class Recipe:
         return sum(part.count * part.length for part in self.rows)
 
     def fingerprint(self) -> str:
-        """Changes when anything that shapes the training changes (not its length, nor what is measured)."""
+        """Hash of everything that shapes the training.
+
+        The length of the run and what is measured are left out.
+        """
         fixed = dataclasses.replace(self, validate=(), evaluate=(), curves=Curves(), steps=0, minutes=None, about="")
         return hashlib.blake2b(repr(fixed).encode(), digest_size=8).hexdigest()
 
     def continued(self) -> Recipe:
-        """The last phase alone, from new replies of the model's own and at a quarter of the rate, for a model that is trained already."""
+        """The recipe that continues a finished model: the last phase alone, at a quarter of the learning rate.
+
+        The phase starts with new replies of the model. Raises ConfigError when the recipe has no later phase.
+        """
         if not self.phases:
             raise ConfigError(f"recipe {self.name} has no later phase to continue with")
         last = self.phases[-1]
@@ -128,7 +143,7 @@ class Recipe:
 
 
 HARD_CHAIN = "chain:modulus=499,max_factor=30,max_steps=10"
-FORMED = ("chain", HARD_CHAIN, "long_add", "state", "countdown", "path")  # tasks that the prompt forms are trained on
+FORMED = ("chain", HARD_CHAIN, "long_add", "state", "countdown", "path")  # Tasks that the prompt forms are trained on.
 FORMS = {"aggregate": 0.36, "judge_one": 0.10, "judge_pair": 0.33, "self_evaluate": 0.04, "refine": 0.17}
 SOLVE = {
     "chain": 0.12,
@@ -167,12 +182,12 @@ EASIER = {
 
 
 def _forms(tasks: tuple[str, ...], share: float) -> dict[str, float]:
-    """Every form on every task, ``share`` in all, the forms in the proportions of FORMS."""
+    """The mix of every form on every task: ``share`` in all, the forms in the proportions of FORMS."""
     return {f"{form}/{task}": share * part / len(tasks) for form, part in FORMS.items() for task in tasks}
 
 
 def _mixed(*parts: tuple[dict[str, float], float]) -> dict[str, float]:
-    """Several mixes, each brought to its share of the whole."""
+    """Several mixes, each scaled to its share of the whole."""
     return {spec: share * part / sum(mix.values()) for mix, share in parts for spec, part in mix.items()}
 
 

@@ -1,4 +1,7 @@
-"""Train the lab's tokenizer from the shipped text and the tasks: ``python -m kvasir.lab.training.train_tokenizer FOLDER``."""
+"""Train the lab's tokenizer: ``python -m kvasir.lab.training.train_tokenizer FOLDER``.
+
+It learns from the shipped prose and the tasks, and the result is the same every time.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from kvasir.lab.tokenizer import SINGLE, SPECIAL, TAGS, VOCAB_SIZE, check, write
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# Words keep the space before them, digits stand alone, marks stand apart from letters, line ends apart from everything.
+# Words keep the space before them, digits stand alone, marks are split from letters, and line ends from everything.
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|[\r\n]+|\s+(?!\S)|\s+"
 TASKS = ("chain", "chat", "schema", "tool")
 SEED, SAMPLES, REPEATS = 1, 1500, 20000
 
 
 def corpus() -> Iterator[str]:
-    """All training prose, a fixed sample of every task, and the single words often enough to be merged whole."""
+    """All training prose, a fixed sample of each of TASKS, and the single words often enough to become tokens."""
     for book in books("train"):
         yield plain(book)
     for name in TASKS:
@@ -31,7 +34,7 @@ def corpus() -> Iterator[str]:
 
 
 def train() -> Tokenizer:
-    """Train the tokenizer from the shipped text and the tasks: the same result every time, in a few seconds."""
+    """Train the tokenizer from the shipped prose and the tasks. Deterministic; takes a few seconds."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
