@@ -168,7 +168,7 @@ def test_replies_are_kept_and_read_back(target, texts, tmp_path):
     with pytest.raises(ConfigError, match="another model"):
         load_texts(file, "v")
     file.write_bytes(b"no")
-    with pytest.raises(ConfigError, match="sampled anew"):
+    with pytest.raises(ConfigError, match="sample them again"):
         load_texts(file, "w")
 
 

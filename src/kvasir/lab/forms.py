@@ -34,7 +34,7 @@ YES_NO = ("No", "Yes")
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How candidates stand in the prompt.
+    """Layout of candidates in the prompt.
 
     ``heads``: the line above each candidate. ``tail``: the request after the last candidate. ``least``: smallest number
     of candidates. ``own``: the candidate is the assistant's own turn, and the request is the user's next turn.
@@ -114,7 +114,7 @@ def render(name: str, problem: Problem, candidates: Sequence[str]) -> tuple[Mess
 
 
 def target(name: str, problem: Problem, candidates: Sequence[str], right: Sequence[bool]) -> str:
-    """What a reply should say after its check: a verdict or a right solution.
+    """The reply to learn, after its check: a verdict or a right solution.
 
     The solution is a right candidate if there is one, otherwise the task's own.
     """
@@ -218,7 +218,7 @@ class FormTask(Task):
         return True  # the inner task's problems are split
 
     def _mix(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """How many candidates each problem has [N], and which are wrong [N, J], in random order.
+        """Number of candidates of each problem [N], and which are wrong [N, J], in random order.
 
         Every number of right candidates is equally likely, except that half of the pairs to judge are mixed.
         """

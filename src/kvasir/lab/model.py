@@ -270,7 +270,7 @@ def head_losses(model: Model, x: torch.Tensor, target: torch.Tensor, weight: tor
 
 @dataclass(frozen=True)
 class Compute:
-    """How training runs the model: the plain functions or their compiled forms.
+    """The functions with which training runs the model: plain ones, or their compiled forms.
 
     One layer is compiled, and every layer runs it. ``fused``: packed rows use the fused kernel, which skips other
     documents, instead of a dense mask.

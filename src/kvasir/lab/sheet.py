@@ -1,4 +1,4 @@
-"""Tasks whose problems numpy writes by the thousand: one rendering gives both the text and the token ids.
+"""Tasks that numpy writes by the thousand: one rendering gives both the text and the token ids.
 
 A `Sheet` is a grid of text pieces with one row a problem, filled column by column. Joining a row gives its text. Each
 distinct piece is tokenised once; gathering their ids turns all rows into training documents, millions of tokens a
@@ -54,7 +54,7 @@ def fold(numbers: np.ndarray) -> np.ndarray:
 
 
 def split_mask(key: np.ndarray, split: Split) -> np.ndarray:
-    """Which of the hashes ``key`` [N] belong to ``split``: [N] bool. All do for ``longer``."""
+    """Mask [N] bool of the hashes ``key`` [N] that belong to ``split``. All belong to ``longer``."""
     bucket = key % np.uint64(HELD_OUT)
     return {"test": bucket == 0, "validation": bucket == 1, "train": bucket > 1}.get(
         split, np.ones(len(key), dtype=bool)
@@ -278,7 +278,7 @@ class SheetTask(Task):
         return problem.solution.split("\n")
 
     def account(self, problem: Problem, candidate: str) -> str:
-        """What a check says about a candidate before the verdict, on one line: its answer."""
+        """The text of a check about a candidate before the verdict, on one line: its answer."""
         return (self.answer(candidate) or "none")[:MOST_SHOWN].strip()
 
     def documents(

@@ -1,8 +1,9 @@
 """Train a lab model from nothing: `python -m kvasir.lab.train --recipe nano --out FOLDER`, or `kvasir lab train nano`.
 
-Writes an HF folder with weights, tokenizer, card and `training.json`. While it runs, `state.safetensors` in the same folder (and
-`own.safetensors`, the documents made of the model's own replies) hold everything an exact resume needs (`--resume`); both are removed
-at the end. The same code runs on a GPU and, for a dry run, on a CPU (`--recipe smoke --device cpu`).
+This file is the command; the work is in `kvasir.lab.training`. It writes an HF folder with weights, tokenizer, card and
+`training.json`. During the run, `state.safetensors` and `own.safetensors` (the documents made of the model's own
+replies) in that folder hold what an exact `--resume` needs; both are removed at the end. The same code runs on a GPU
+and, for a dry run, on a CPU (`--recipe smoke --device cpu`).
 """
 
 from __future__ import annotations
@@ -32,61 +33,64 @@ from kvasir.lab.training.trainer import Trainer
 
 
 def duration(text: str) -> float:
-    """Seconds from ``90``, ``90s``, ``8m`` or ``1.5h``. Raises argparse's error for anything else."""
+    """Seconds in ``90``, ``90s``, ``8m`` or ``1.5h``. Raises argparse's error for anything else."""
     number, unit = (text[:-1], text[-1]) if text[-1:] in ("s", "m", "h") else (text, "s")
     try:
         seconds = float(number) * {"s": 1, "m": 60, "h": 3600}[unit]
     except ValueError as e:
-        raise argparse.ArgumentTypeError(f"'{text}' is no duration: write 90s, 8m or 1h") from e
+        raise argparse.ArgumentTypeError(f"'{text}' is not a duration: write 90s, 8m or 1h") from e
     if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"'{text}' must be more than nothing")
+        raise argparse.ArgumentTypeError(f"'{text}' must be more than 0")
     return seconds
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m kvasir.lab.train", description="Train a lab model from nothing.")
     parser.add_argument("--recipe", default="nano", help="which model (default: nano)")
     parser.add_argument("--out", required=True, type=Path, help="the folder to write")
     parser.add_argument(
         "--minutes",
         type=float,
-        help="train for this long; the schedule follows the measured speed, and compiling, "
-        "sampling and the evaluation are not counted (default: the recipe's)",
+        help="train for this many minutes; compiling, sampling and the evaluation are not counted "
+        "(default: the recipe's)",
     )
-    parser.add_argument("--steps", type=int, help="train for so many steps instead of the recipe's")
+    parser.add_argument("--steps", type=int, help="train for this many steps instead")
     parser.add_argument(
-        "--stop-after", type=duration, help="stop and save after this much wall time, such as 8m; go on with --resume"
+        "--stop-after",
+        type=duration,
+        help="stop and save after this much wall time, for example 8m; continue with --resume",
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the state in the folder")
+    parser.add_argument("--resume", action="store_true", help="continue from the state in the folder")
     parser.add_argument(
         "--continue-from",
         type=Path,
-        help="go on with a finished model: the last phase alone, from new replies of its own",
+        help="continue a finished model: the last phase alone, on new replies of its own",
     )
-    parser.add_argument("--also", type=Path, help="another finished model, whose mistakes are judged and combined, too")
-    parser.add_argument("--seed", type=int, help="another seed than the recipe's")
+    parser.add_argument("--also", type=Path, help="another finished model; its replies are judged and combined too")
+    parser.add_argument("--seed", type=int, help="replaces the recipe's seed")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--workers",
         type=int,
-        help="processes that make batches ahead (default: all cores but two with a GPU, 0 on a CPU)",
+        help="processes that make batches (default with a GPU: all cores but two; on a CPU: 0)",
     )
     parser.add_argument(
         "--tokenizer",
         type=Path,
-        help="folder with the lab's tokenizer.json (default: the shipped one, else trained anew)",
+        help="folder with the lab's tokenizer.json (default: the shipped one, otherwise train one)",
     )
     parser.add_argument(
-        "--save-every", type=duration, default=60.0, help="between two saves of the state (default: 60s)"
+        "--save-every", type=duration, default=60.0, help="time between two saves of the state (default: 60s)"
     )
     parser.add_argument(
         "--attention",
         choices=("auto", "fused", "dense"),
         default="auto",
-        help="how packed rows keep documents apart on a GPU",
+        help="how documents in packed rows are separated on a GPU",
     )
     parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile (it is used on a GPU only)")
-    parser.add_argument("--commit", default="", help="the commit to name in the card (default: asked of git)")
+    parser.add_argument("--commit", default="", help="the commit that the card names (default: git's HEAD)")
     options = parser.parse_args(argv)
     for name in ("minutes", "steps"):
         value = getattr(options, name)
@@ -122,13 +126,14 @@ def _commit() -> str:
 
 
 def _compute(options: argparse.Namespace, recipe: Recipe) -> Compute:
-    """Compiled on a GPU, with the fused kernel when it works there: a slow run is better than none."""
+    """The compiled functions on a GPU, with the fused kernel when it works there; the plain ones otherwise."""
     if not options.device.startswith("cuda") or options.no_compile:
         return PLAIN
     if options.attention == "auto":
         reason = why_not(recipe.shape, options.device)
         print(
-            f"attention: {'fused' if reason is None else f'dense masks, slower, since the fused kernel fails here: {reason}'}",
+            "attention: "
+            + ("fused" if reason is None else f"dense masks (slower), because the fused kernel fails here: {reason}"),
             flush=True,
         )
         return compiled(fused=reason is None)
@@ -136,10 +141,10 @@ def _compute(options: argparse.Namespace, recipe: Recipe) -> Compute:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run from the command line. Raises ConfigError for anything that cannot work, before any training."""
+    """Run the command line. Raises ConfigError for anything that cannot work, before any training."""
     options = arguments(argv)
     started, date = time.monotonic(), time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    # A folder by its name: where it lay on one machine says nothing in a card.
+    # Name folders without their path, which means nothing in a card.
     command = shlex.join(
         ["python", "-m", "kvasir.lab.train", *(Path(a).name if a.startswith("/") else a for a in argv or sys.argv[1:])]
     )
@@ -152,15 +157,16 @@ def main(argv: list[str] | None = None) -> None:
         raise ConfigError("--device cuda, but torch sees no GPU: use --device cpu")
     out: Path = options.out
     if options.resume:
-        load_state(out, recipe)  # refuse what cannot be resumed before the data is made
+        load_state(out, recipe)  # refuse a bad state before the data is made
     elif (out / NAME).exists():
-        raise ConfigError(f"{out / NAME} is an unfinished run: go on with --resume, or delete it")
+        raise ConfigError(f"{out / NAME} is an unfinished run: continue with --resume, or delete it")
     out.mkdir(parents=True, exist_ok=True)
     workers = options.workers if options.workers is not None else (max(1, (os.cpu_count() or 4) - 2) if cuda else 0)
-    # Data first: workers are forked from a process that has not touched the GPU yet.
+    # Make the data first: workers are forked from a process that has not touched the GPU yet.
     trainer = Trainer(recipe, _tokenizer(options.tokenizer), options.device, workers=workers)
     print(
-        f"{recipe.name}: {trainer.model.num_parameters / 1e6:.2f}M parameters, {recipe.tokens_per_step:,} tokens a step, {workers} data workers, "
+        f"{recipe.name}: {trainer.model.num_parameters / 1e6:.2f}M parameters, "
+        f"{recipe.tokens_per_step:,} tokens a step, {workers} data workers, "
         f"data ready after {time.monotonic() - started:.1f} s",
         flush=True,
     )
@@ -175,9 +181,9 @@ def main(argv: list[str] | None = None) -> None:
             trainer.total = options.steps
     minutes = None if options.steps is not None else options.minutes or recipe.minutes
     if not run(trainer, out, minutes=minutes, stop_after=options.stop_after, save_every=options.save_every):
-        print(f"stopped at step {trainer.done} of {trainer.total}; go on with --resume", flush=True)
+        print(f"stopped at step {trainer.done} of {trainer.total}; continue with --resume", flush=True)
         return
-    trainer.save(out)  # should the evaluation be cut off, --resume goes straight to it
+    trainer.save(out)  # if the evaluation is cut off, --resume goes straight to it
     finish(trainer, out, started, command, options.commit or _commit(), date)
     print(f"done: {out} after {time.monotonic() - started:.0f} s", flush=True)
 

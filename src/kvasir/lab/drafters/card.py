@@ -26,16 +26,19 @@ def card(run: dict[str, Any]) -> str:
     last = ", ".join(f"{x:.3f}" for x in run["history"][-1]["kl"]) if run["history"] else "none"
     return f"""# {TITLES[run["kind"]]} for `{target["name"]}`
 
-A drafter for kvasir: `kvasir serve MODEL --drafter {run["kind"]}:model=FOLDER`. It changes no token, only how many a forward gives.
-{size_of(run["parameters"])} parameters; embedding and output matrix are the model's own. For the weights with the fingerprint
-`{target["weights"]}`; with others of the same shape it works, and drafts worse.
+A drafter for kvasir: `kvasir serve MODEL --drafter {run["kind"]}:model=FOLDER`. It changes how many tokens a forward
+pass gives. It changes no token in exact mode; elsewhere only a tie between tokens may end differently.
+
+It has {size_of(run["parameters"])} parameters; embedding and output matrix are the model's own. It was trained for the
+weights with the fingerprint `{target["weights"]}`. With other weights of the same shape it works, but drafts worse.
 
 ## Held-out problems
 
-Greedy replies of the model to {found["replies"]} problems that training did not see, drafted as one chain of {len(found["by_depth"])}:
-{found["tokens"]} tokens in {found["forwards"]} forwards, **{found["tokens_per_forward"]:.2f} tokens a forward**.
+Greedy replies of the model to {found["replies"]} problems that training did not see, drafted as one chain of
+{len(found["by_depth"])}: {found["tokens"]} tokens in {found["forwards"]} forwards,
+**{found["tokens_per_forward"]:.2f} tokens a forward**.
 
-| depth | accepted, where the depth before was | tried |
+| depth | accepted when the depth before was | tried |
 |---|---|---|
 {depths}
 
@@ -45,10 +48,12 @@ Greedy replies of the model to {found["replies"]} problems that training did not
 
 ## Training
 
-{run["replies"]} replies of the model to the lab's training problems, a third each at temperature 0, 0.7 and 1; {run["tokens"] / 1e6:.1f}M tokens in
-{run["steps"]} steps, {run["train_seconds"]:.0f} s on {run["device"]} ({run["total_seconds"]:.0f} s with sampling and measuring). KL to the
-model's own distribution on its frozen hidden states, a step's loss weighted 0.8 to the depth; AdamW, peak learning rate {run["lr"]:g}, cosine,
-seed {run["seed"]}. The last KL by depth: {last}. The whole record: `training.json`. {run["date"]}.
+{run["replies"]} replies of the model to the lab's training problems, a third each at temperature 0, 0.7 and 1.
+{run["tokens"] / 1e6:.1f}M tokens in {run["steps"]} steps, {run["train_seconds"]:.0f} s on {run["device"]}
+({run["total_seconds"]:.0f} s with sampling and measuring). The loss is the KL divergence from the model's own
+distribution on its frozen hidden states, weighted by 0.8 to the power of the depth. AdamW, peak learning rate
+{run["lr"]:g}, cosine, seed {run["seed"]}. The last KL by depth: {last}. The whole record is in
+`training.json`. {run["date"]}.
 
     {run["command"]}
 """

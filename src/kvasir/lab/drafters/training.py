@@ -296,7 +296,7 @@ def run(trainer: Trainer, out: Path, *, save_every: float = 30.0) -> bool:
     return True
 
 
-# ------------------------------------------------------------------------------------------------------------- acceptance
+# ----------------------------------------------------------------------------------------------------------- acceptance
 
 
 def walk(right_JT: np.ndarray, begin: int, length: int) -> tuple[int, list[list[int]]]:
@@ -365,7 +365,7 @@ def acceptance(head: heads.Head, target: Target, texts: Texts) -> dict[str, Any]
     }
 
 
-# ------------------------------------------------------------------------------------------------------------ the command
+# ---------------------------------------------------------------------------------------------------------- the command
 
 
 def default_device() -> str:
@@ -399,7 +399,7 @@ def main(
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError("--device cuda, but torch sees no GPU: use --device cpu")
     if not resume and (out / STATE).exists():
-        raise ConfigError(f"{out / STATE} is an unfinished run: go on with --resume, or delete it")
+        raise ConfigError(f"{out / STATE} is an unfinished run: continue with --resume, or delete it")
     if resume and not (out / STATE).exists():
         raise ConfigError(f"nothing to resume: {out / STATE} does not exist")
     target, tokenizer = load_target(target_name, device)
@@ -410,12 +410,12 @@ def main(
         trainer.restore(out)
     size = sum(p.numel() for p in trainer.head.parameters())
     print(
-        f"{plan.kind} for {target.facts['name']}: {size_of(size)} parameters ({2 * size / 1e6:.2f} MB in bf16), reads layers "
-        f"{', '.join(map(str, trainer.head.shape.layers)) or 'none'}",
+        f"{plan.kind} for {target.facts['name']}: {size_of(size)} parameters ({2 * size / 1e6:.2f} MB in bf16), "
+        f"reads layers {', '.join(map(str, trainer.head.shape.layers)) or 'none'}",
         flush=True,
     )
     if not run(trainer, out):
-        print(f"stopped at step {trainer.done}; go on with --resume", flush=True)
+        print(f"stopped at step {trainer.done}; continue with --resume", flush=True)
         return
     heads.write(trainer.head, out, target.facts)
     print(f"weights written to {out} after {time.monotonic() - started:.0f} s", flush=True)

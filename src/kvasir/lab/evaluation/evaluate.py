@@ -1,4 +1,4 @@
-"""Exact match of a lab model by plain torch: batched greedy decoding, the task's own checker, a 95 % interval."""
+"""Exact match of a lab model in plain torch: batched greedy decoding, the task's own checker, a 95 % interval."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Score:
-    """``right`` of ``total`` problems; ``low`` and ``high`` bound the true share with 95 % confidence (Wilson)."""
+    """``right`` of ``total`` problems.
+
+    ``interval`` holds the true share with 95 % confidence (Wilson).
+    """
 
     task: str
     split: str
@@ -41,7 +44,8 @@ class Score:
 def greedy(
     model: Model, prompts: Sequence[Sequence[int]], max_new: int, stop_ids: Sequence[int], **_: object
 ) -> list[list[int]]:
-    """Greedy continuations, without the stop token. Raises ValueError when the longest prompt leaves no room in the model's positions."""
+    """Greedy continuations without the stop token. Raises ValueError when the longest prompt leaves no room for a
+    reply."""
     return complete(model, prompts, max_new, stop_ids)
 
 
@@ -55,9 +59,9 @@ def evaluate(
     split: Split = "test",
     max_new: int = 400,
 ) -> Score:
-    """Exact match on ``count`` unseen problems of ``spec``, a task or a form of one. Raises ConfigError for an unknown one.
+    """Exact match on ``count`` unseen problems of ``spec``, a task or a form of one.
 
-    A prompt that leaves no room for a reply counts as wrong.
+    A prompt that leaves no room for a reply counts as wrong. Raises ConfigError for an unknown task or form.
     """
     task = load_task(spec)
     problems = task.problems(split, seed, count)

@@ -1,4 +1,4 @@
-"""Several replies of a model to a problem, told right from wrong by the exact checker: to measure with, and to train on."""
+"""A model's replies to problems, which the exact checker tells right from wrong: to measure with, and to train on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Replies:
-    """Several replies to one problem, which of them are right, and their canonical answers (None: no answer found)."""
+    """Several replies to one problem.
+
+    ``right``: which of them are right. ``answers``: their canonical answers (None: no answer found).
+    """
 
     problem: Problem
     texts: tuple[str, ...]
@@ -27,7 +30,7 @@ class Replies:
 
     @staticmethod
     def join(parts: Sequence[Replies]) -> Replies:
-        """Several models' replies to one problem."""
+        """Several models' replies to one problem as one."""
         return Replies(
             parts[0].problem,
             *(tuple(x for part in parts for x in getattr(part, name)) for name in ("texts", "right", "answers")),
@@ -46,7 +49,10 @@ def sample_replies(
     max_new: int,
     seed: int,
 ) -> list[Replies]:
-    """``samples`` replies to each of ``problems`` problems. A prompt that leaves no room gets empty replies, which are wrong."""
+    """Sample ``samples`` replies to each of ``problems`` problems.
+
+    A prompt that leaves no room gets empty replies, which are wrong.
+    """
     asked = task.problems(split, seed, problems)
     written = complete_all(
         model, tokenizer, [p.prompt for p in asked for _ in range(samples)], max_new, temperature=temperature, seed=seed
@@ -61,7 +67,10 @@ def sample_replies(
 
 
 def choose(rng: np.random.Generator, replies: Replies, right: int, count: int) -> list[str] | None:
-    """``count`` of the replies in random order, ``right`` of them right; None when there are too few of a kind. Empty ones never count."""
+    """Choose ``count`` of the replies, ``right`` of them right, in random order.
+
+    None when there are too few of a kind. Empty replies are never chosen.
+    """
     groups = [
         [t for t, ok in zip(replies.texts, replies.right, strict=True) if ok == wanted and t.strip()]
         for wanted in (True, False)

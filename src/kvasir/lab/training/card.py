@@ -1,4 +1,4 @@
-"""The model card of a lab checkpoint: what it is, what it was trained on, how, and how well it does, with the command."""
+"""The model card of a lab checkpoint: what it is, how it was trained, how well it does, and the command."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ from typing import Any
 
 from kvasir.lab.training.recipe import Recipe
 
-ALONE = '"alone" is the share of right replies that the model samples for the same problems, without candidates.'
+ALONE = '"alone" is the share of right replies when the model samples the same problems without candidates.'
 TITLES = {
     "samples": "Sampling at temperature 1:",
-    "aggregate": f"Aggregation of the model's own replies, by how many of the candidates are right; {ALONE}",
-    "judge_pair": "Judging a pair of the model's own replies; of a mixed pair (1 of 2) the right one must be rated higher:",
+    "aggregate": f"Aggregation of the model's own replies, by the number of right candidates; {ALONE}",
+    "judge_pair": "Judging a pair of the model's own replies; in a mixed pair (1 of 2) the right one must rate higher:",
     "judge_one": "Judging one of the model's own replies:",
     "refine": f"Refining one of the model's own replies; {ALONE}",
 }
 
 
 def card(recipe: Recipe, run: dict[str, Any]) -> str:
-    """README.md of the checkpoint folder. ``run`` is what `train` writes to training.json."""
+    """README.md of the checkpoint folder. ``run``: the contents of training.json."""
     shape = recipe.shape
     table = "\n".join(
-        f"| {x['task']} | {x['split']} | {x['right']} / {x['total']} | {x['share']:.2%} | {x['low']:.2%} - {x['high']:.2%} |"
+        f"| {x['task']} | {x['split']} | {x['right']} / {x['total']} | {x['share']:.2%} "
+        f"| {x['low']:.2%} - {x['high']:.2%} |"
         for x in run["scores"]
     )
     scores = (
         f"| task | split | exact | share | interval |\n|---|---|---|---|---|\n{table}"
         if table
-        else "Not measured: the evaluation was cut off."
+        else "Not measured: the run ended during the evaluation."
     )
     keys = [key for key in run["history"][-1] if key not in ("step", "lr", "seconds")] if run["history"] else []
     curve = "\n".join(
@@ -43,27 +44,30 @@ library_name: transformers
 ---
 # {recipe.name}
 
-A {run["parameters"] / 1e6:.2f}M-parameter language model made by kvasir's lab to test and show inference methods. {recipe.about} It knows
-nothing else. Qwen3-shaped: {shape.layers} layers x {shape.dim}, feed-forward {shape.ffn}, {shape.heads} query and {shape.kv_heads} key/value heads
-of {shape.head_dim}, RoPE theta {shape.rope_theta:g}, tied embeddings, context {shape.positions}, bf16; a byte-level BPE of {shape.vocab} entries.
+A {run["parameters"] / 1e6:.2f}M-parameter language model made by kvasir's lab to test and show inference methods.
+{recipe.about} It knows nothing else.
+
+It is Qwen3-shaped: {shape.layers} layers x {shape.dim}, feed-forward {shape.ffn}, {shape.heads} query and
+{shape.kv_heads} key/value heads of {shape.head_dim}, RoPE theta {shape.rope_theta:g}, tied embeddings, context
+{shape.positions}, bf16. Its tokenizer is a byte-level BPE of {shape.vocab} entries.
 
 ## Use
 
-Chat: the template in `tokenizer_config.json` (ChatML-like, tools in the Hermes way; every text starts with `<bos>`).
+Chat with the template in `tokenizer_config.json` (ChatML-like, Hermes tool calls). Every text starts with `<bos>`.
 
     Compute modulo 97: start 12; +45; *3; -7        ->  12+45=57 / 57*3=74 / 74-7=67 / Answer: 67
     Tell me a story about a fox.                    ->  a passage of made-up fairy-tale prose
 
-Problems longer than those trained on fail. Prose is fluent for a sentence or two and has no plan.
+Problems longer than those in training fail. Prose is fluent for a sentence or two and has no plan.
 
 ## Evaluation
 
-Greedy decoding of this folder's bf16 weights in plain torch; unseen problems (no split shares a problem); 95 % Wilson interval.
-FORM/TASK is a prompt form with candidates that the task made, in all mixes of right and wrong.
+Greedy decoding of this folder's bf16 weights in plain torch on unseen problems (no split shares a problem), with 95 %
+Wilson intervals. FORM/TASK is a prompt form. Its candidates are written by the task, in all mixes of right and wrong.
 
 {scores}
 {_curves(run["curves"])}
-Held-out loss in nats a token (validation text and problems), during training:
+Held-out loss during training, in nats a token of validation text and problems:
 
 | step | seconds | lr | {" | ".join(keys)} |
 |---|---|---|{"---|" * len(keys)}
@@ -71,16 +75,19 @@ Held-out loss in nats a token (validation text and problems), during training:
 
 ## Training
 
-{run["tokens"] / 1e6:.1f}M tokens in {run["steps"]} steps, {run["train_seconds"]:.0f} s of training ({speed:.2f}M tokens/s),
-{run["own_seconds"]:.0f} s of sampling the model's own candidates, {run["total_seconds"]:.0f} s from the last start to this card, on {run["device"]}.
-AdamW {recipe.betas[0]}/{recipe.betas[1]}, weight decay {recipe.weight_decay}, peak learning rate {recipe.lr:g} with {recipe.warmup} steps of warm-up
-and a cosine to {recipe.lr * recipe.final:g}, clip {recipe.clip:g}, z-loss {recipe.z_loss:g}, bf16 autocast where the device has it, seed
-{recipe.seed}. Loss on the assistant's tokens in chats, on all tokens in prose. Documents are packed whole and do not see each other.
+{run["tokens"] / 1e6:.1f}M tokens in {run["steps"]} steps on {run["device"]}: {run["train_seconds"]:.0f} s of training
+({speed:.2f}M tokens/s), {run["own_seconds"]:.0f} s of sampling the model's own candidates, and
+{run["total_seconds"]:.0f} s from the last start of the run to this card. AdamW {recipe.betas[0]}/{recipe.betas[1]},
+weight decay {recipe.weight_decay}, peak learning rate {recipe.lr:g} with {recipe.warmup} steps of warm-up
+and a cosine to {recipe.lr * recipe.final:g}, clip {recipe.clip:g}, z-loss {recipe.z_loss:g}, bf16 autocast where the
+device has it, seed {recipe.seed}. Loss is on the assistant's tokens in chats and on all tokens in prose. Documents are
+packed whole and do not see each other.
 
 {_mixture(recipe)}
 
-Prose: 19 public-domain children's books, 8 MB (list and terms in `src/kvasir/lab/text/README.md`). Everything else is generated by
-`src/kvasir/lab/tasks/`; `own/...` are candidates sampled from the model itself, labelled by the exact checkers.
+The prose is 19 public-domain children's books, 8 MB (list and terms in `src/kvasir/lab/text/README.md`). Everything
+else is generated by `src/kvasir/lab/tasks/`. `own/...` are candidates sampled from the model itself and labelled by the
+exact checkers.
 
     {run["command"]}
 
@@ -90,7 +97,8 @@ Prose: 19 public-domain children's books, 8 MB (list and terms in `src/kvasir/la
 
 def _before(run: dict[str, Any] | None) -> str:
     return (
-        f"The run went on from a finished model ({run['tokens'] / 1e6:.1f}M tokens, {run['train_seconds']:.0f} s):\n\n    {run['command']}\n\n"
+        f"The run continued a finished model ({run['tokens'] / 1e6:.1f}M tokens, {run['train_seconds']:.0f} s):\n\n"
+        f"    {run['command']}\n\n"
         if run
         else ""
     )
@@ -107,13 +115,14 @@ def _mixture(recipe: Recipe) -> str:
             for spec, share in part.mix.items()
         )
         out.append(
-            f"Rows of every step from {start:.0%} of the run on:\n\n| rows x tokens | source | share |\n|---|---|---|\n{lines}"
+            f"Rows of every step from {start:.0%} of the run on:\n\n"
+            f"| rows x tokens | source | share |\n|---|---|---|\n{lines}"
         )
     return "\n\n".join(out)
 
 
 def _curves(rows: list[dict[str, Any]]) -> str:
-    """One table for every kind of row."""
+    """One table for each kind of row."""
     out = []
     for what, title in TITLES.items():
         chosen = [row for row in rows if row["what"] == what]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 POOL_STREAM = 1 << 40  # Separates the random streams of the pools from those of the batches.
 PIECE = 500  # Documents of a pool that one worker makes at a time.
-MEASURED = 200  # Number of documents whose mean length stands for that of a source.
+MEASURED = 200  # Documents that estimate the mean length of a source's documents.
 QUARTERS = 4  # Number of sizes that the targets of a part are rounded up to.
 OWN = "own/"  # Prefix of documents made from the model's own replies; `Mixture.add` brings them.
 

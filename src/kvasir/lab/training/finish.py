@@ -1,4 +1,4 @@
-"""The end of a run: export the weights, evaluate what was exported, and write ``training.json`` and the card."""
+"""The end of a run: export the weights, evaluate them, and write ``training.json`` and the card."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from kvasir.lab.training.trainer import Trainer
 
 
 def finish(trainer: Trainer, out: Path, started: float, command: str, commit: str, date: str) -> list[Score]:
-    """Export, then evaluate what was exported, then write the card: nothing that fails later loses the weights."""
+    """Export the weights, evaluate the exported folder, then write the card. Returns the scores.
+
+    In this order, no later failure loses the weights.
+    """
     recipe = trainer.recipe
     export.export(trainer.model, trainer.tokenizer, out)
     print(f"weights written to {out} after {time.monotonic() - started:.0f} s", flush=True)
@@ -59,7 +62,7 @@ def finish(trainer: Trainer, out: Path, started: float, command: str, commit: st
         (out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
         (out / "README.md").write_text(card(recipe, record))
 
-    write()  # a card without scores, should the command be cut off during the evaluation
+    write()  # a card without scores, in case the command is cut off during the evaluation
     trainer.optimizer.zero_grad(set_to_none=True)
     if trainer.device.type == "cuda":
         torch.cuda.empty_cache()

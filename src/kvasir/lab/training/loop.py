@@ -1,4 +1,4 @@
-"""The training loop: steps until the planned end, with looks at the device, validations, saves and phases in between."""
+"""The training loop: steps until the planned end, with looks at the device, validations, saves and phases."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvasir.lab.training.progress import Progress
 from kvasir.lab.training.state import NAME
 from kvasir.lab.training.trainer import Trainer
 
-LOOK = 20  # steps between two looks at the device: each one waits for it
-WARM = 8  # steps that compile and warm up, not counted as training time
-VALIDATIONS = 10
+LOOK = 20  # Steps between two looks at the device, each of which waits for it.
+WARM = 8  # Steps that compile and warm up; their time is not counted as training.
+VALIDATIONS = 10  # validations over the whole run
 
 
 def run(trainer: Trainer, out: Path, *, minutes: float | None, stop_after: float | None, save_every: float) -> bool:
-    """Train to the planned end. Returns False when ``stop_after`` seconds or Ctrl-C ended it early (state saved).
+    """Train to the planned end. Returns False when ``stop_after`` seconds or Ctrl-C ended the run early (state saved).
 
-    With ``minutes``, the number of steps is planned anew from the measured speed at every look, so that the cosine ends when
+    With ``minutes``, every look plans the number of steps again from the measured speed, so that the cosine ends when
     the time does. Raises ConfigError when the loss is no longer a number.
     """
     begin = saved = time.monotonic()
@@ -38,7 +38,7 @@ def run(trainer: Trainer, out: Path, *, minutes: float | None, stop_after: float
                     trainer.first_step(batches, progress.say) if trainer.done == clock.first else trainer.step(batches)
                 )
                 if clock.warming():
-                    float(report[0])  # waits for the device: compiling and warming up end here
+                    float(report[0])  # this waits for the device, so compiling and warming up end here
                     progress.say(f"warm after {clock.start():.1f} s")
                 if trainer.done % LOOK and trainer.done != trainer.total:
                     continue
@@ -53,8 +53,8 @@ def run(trainer: Trainer, out: Path, *, minutes: float | None, stop_after: float
                     trainer.done,
                     trainer.total,
                     f"loss {values[0]:.3f} right {values[2]:.1%} lr {trainer.rate(trainer.done):.1e} "
-                    f"{million:.3f}M tok/s, waits: {clock.waited:.0%} for data, {clock.waited_device:.0%} for the device, "
-                    f"{trainer.seconds:.0f} s",
+                    f"{million:.3f}M tok/s, waits: {clock.waited:.0%} for data, "
+                    f"{clock.waited_device:.0%} for the device, {trainer.seconds:.0f} s",
                 )
                 if trainer.done >= len(trainer.history) * trainer.total / VALIDATIONS or trainer.done >= trainer.total:
                     row = trainer.validate(values)
@@ -74,7 +74,7 @@ def run(trainer: Trainer, out: Path, *, minutes: float | None, stop_after: float
                     stream.close()
                     stream = trainer.mixture.stream(trainer.done, trainer.workers, trainer.phase)
         except KeyboardInterrupt:
-            # Ctrl-C may strike between two updates of one step; the state of the last look is whole, so that one stays when there is one.
+            # Ctrl-C may strike between two updates of one step. The last saved state is whole, so it stays.
             if not (out / NAME).exists():
                 raise
             return False
@@ -84,7 +84,7 @@ def run(trainer: Trainer, out: Path, *, minutes: float | None, stop_after: float
 
 
 class _Clock:
-    """Training time, measured from the end of warming up to the last look, without what happens between phases."""
+    """Training time, from the end of warming up to the last look, without the time between phases."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.begin, self.base = trainer, time.monotonic(), trainer.seconds
@@ -92,28 +92,34 @@ class _Clock:
         self.last, self.idle, self.blocked, self.waited, self.waited_device = self.begin, 0.0, 0.0, 0.0, 0.0
 
     def wait(self, stream: Any) -> list[Batch]:
+        """The next batches; counts the time spent waiting for data."""
         before = time.monotonic()
         batches = next(stream)
         self.idle += time.monotonic() - before
         return batches
 
     def device(self, report: torch.Tensor) -> list[float]:
-        """The report's values. Where this waits long, the device is what limits the run; where it does not, Python is, or the data."""
+        """The report's values; counts the time spent waiting for the device.
+
+        A long wait means that the device limits the run; a short one means that Python or the data does.
+        """
         before = time.monotonic()
         values = report.tolist()
         self.blocked += time.monotonic() - before
         return values
 
     def warming(self) -> bool:
+        """Whether warming up ends with this step."""
         return self.mark is None and self.trainer.done - self.first >= min(WARM, LOOK)
 
     def start(self) -> float:
+        """Start counting. Returns the seconds of warming up."""
         self.last = self.mark = time.monotonic()
         self.mark_step, self.idle, self.blocked = self.trainer.done, 0.0, 0.0
         return self.mark - self.begin
 
     def look(self) -> float:
-        """Bring the trainer's time up to date. Returns steps a second since warming up (0: unknown)."""
+        """Update the trainer's time. Returns steps a second since warming up (0: unknown)."""
         now = time.monotonic()
         if self.mark is None or self.trainer.done == self.mark_step:
             return 0.0
@@ -129,7 +135,7 @@ class _Clock:
         return (self.trainer.done - self.mark_step) / (now - self.mark)
 
     def skip(self) -> None:
-        """What happened since the last look is no training."""
+        """Do not count the time since the last look as training."""
         now = time.monotonic()
         if self.mark is not None:
             self.mark += now - self.last

@@ -1,7 +1,8 @@
-"""A model's own replies to problems, told right from wrong by the exact checker: to train on them, and to measure with them.
+"""Training documents made from a model's own replies, which the exact checker tells right from wrong.
 
-Small models cannot judge or combine candidates by instruction alone, and candidates made up by a task slip in other ways than the
-model does. So late in a run the weights are sampled, and the prompt forms (aggregate, judge, refine, ...) are trained on what they wrote.
+Small models cannot judge or combine candidates by instruction alone, and candidates written by a task slip in other
+ways than the model does. So late in a run the weights are sampled, and the prompt forms (aggregate, judge, refine, ...)
+are trained on the replies.
 """
 
 from __future__ import annotations
@@ -26,17 +27,21 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 OWN_FORMS = ("aggregate", "judge_one", "judge_pair", "self_evaluate", "refine")
-PER_PROBLEM = {"aggregate": 3, "judge_pair": 3, "judge_one": 2, "refine": 2}  # cases of a problem, where more than one
-# The number of right candidates that a form sees more often than the others, and how often: telling two apart is what a judge is for,
-# and a model that combines candidates must not come to trust that one of them is right.
+# Cases that a form makes of one problem; 1 where not listed.
+PER_PROBLEM = {"aggregate": 3, "judge_pair": 3, "judge_one": 2, "refine": 2}
+# The number of right candidates that a form sees more often than the others, and how often. A judge must tell two
+# apart, and a model that combines candidates must not learn to trust that one of them is right.
 FAVOURED = {"judge_pair": (1, 0.5), "aggregate": (0, 0.4), "refine": (0, 0.3)}
-LONGEST = 1024  # tokens of a document
-OTHERS = 4  # another model adds one reply for so many of the model's own
-CHUNK = 64  # problems whose documents one worker makes at a time
+LONGEST = 1024  # Most tokens of a document.
+OTHERS = 4  # Another model adds one reply for this many of the model's own.
+CHUNK = 64  # Problems that one worker makes documents of at a time.
 
 
 def cases(rng: np.random.Generator, task: FormTask, replies: Replies) -> list[Problem]:
-    """Training problems of one form on these replies, with every number of right candidates that can be had equally likely (see FAVOURED)."""
+    """Training problems of one form on these replies.
+
+    Every possible number of right candidates is equally likely, except for FAVOURED.
+    """
     out = []
     for _ in range(PER_PROBLEM.get(task.form, 1)):
         count = int(rng.integers(max(task.shape.least, 1), min(task.shape.most, DRAWN) + 1))
@@ -45,7 +50,7 @@ def cases(rng: np.random.Generator, task: FormTask, replies: Replies) -> list[Pr
             for n in range(count + 1)
             if sum(replies.right) >= n and len(replies.right) - sum(replies.right) >= count - n
         ]
-        # A problem with replies of one kind only says little: most of those are left out.
+        # A problem whose replies are all right or all wrong says little, so most of these are left out.
         if not possible or (len(possible) == 1 and rng.random() < 0.7):
             continue
         wanted, often = FAVOURED.get(task.form, (0, 0.0))
@@ -66,9 +71,10 @@ def own_documents(
     say: Callable[[str], None],
     others: Sequence[Model] = (),
 ) -> dict[str, Documents]:
-    """Sample the model on training problems; by name (``own/aggregate``, ...) the documents of every form, at most ``LONGEST`` tokens each.
+    """Sample the model on training problems and make the documents of every form, by name (``own/aggregate``, ...).
 
-    A form that the replies give no document for is left out. ``others`` add a few replies to each problem, for their mistakes.
+    Each has at most ``LONGEST`` tokens. A form for which the replies give no document is left out. ``others`` add a few
+    replies to each problem, for their mistakes.
     """
     pool: list[tuple[str, Replies]] = []
     for i, (spec, temperature) in enumerate(plan.tasks):
@@ -99,7 +105,7 @@ def own_documents(
 
 
 def _written(tokenizer: Tokenizer, seed: int, chunk: tuple[int, Sequence[tuple[str, Replies]]]) -> dict[str, Documents]:
-    """The documents of every form on a few problems' replies."""
+    """The documents of every form on the replies of one chunk of problems."""
     first, pool = chunk
     rng = np.random.default_rng([seed, first])
     tasks = {

@@ -29,8 +29,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Own:
-    """What to sample for ``own`` documents: ``samples`` replies to each of ``problems`` training problems of every
-    task.
+    """Plan for ``own`` documents: ``samples`` replies to each of ``problems`` training problems of every task.
 
     ``tasks``: pairs of a task and its temperature. A task where the model rarely errs needs a higher temperature,
     because a pair to judge needs a right and a wrong reply.
@@ -192,10 +191,13 @@ def _mixed(*parts: tuple[dict[str, float], float]) -> dict[str, float]:
 
 
 def _curriculum(rows: int, long_rows: int, own: float, prose: tuple[float, float] = (1.0, 1.0)) -> dict[str, Any]:
-    """Easy problems first, for a moment; then all tasks and forms; from ``own`` on also the forms on the model's own replies.
+    """The rows and phases of a run: easy problems for a moment, then all tasks and forms, then the model's own replies
+    too.
 
-    ``prose``: what the share of prose is multiplied with, before ``own`` and after. 2.6M tokens are all there is: beyond some five passes they
-    are learnt by heart, and held-out prose gets worse."""
+    ``own``: share of the run after which the forms on the model's own replies join. ``prose``: factors on the share of
+    prose, before ``own`` and after. There are only 2.6M tokens of prose: after about five passes the model knows them
+    by heart, and held-out prose gets worse.
+    """
 
     def of(mix: dict[str, float], late: bool = False) -> tuple[Rows, ...]:
         return tuple(
@@ -215,7 +217,7 @@ def _curriculum(rows: int, long_rows: int, own: float, prose: tuple[float, float
     return {"rows": of(easy), "phases": (Phase(0.06, of(whole)), Phase(own, of(late, late=True), own=True))}
 
 
-# No `reflect`: its slips and repairs are its subject.
+# `reflect` is left out, because its slips and repairs are its subject.
 OWN_TASKS = tuple((spec, 1.0) for spec in ("chain", "long_add:min_digits=8", "state:max_every=2", "countdown", "path"))
 WARMER_TASKS = (
     (HARD_CHAIN, 1.3),
@@ -242,7 +244,7 @@ WATCHED = (
     Rows(4, 4096, {"needle:min_length=512,length=4064": 1.0}),
     Rows(8, 2048, {"story:form=prose,length=2048": 1.0}, whole=True),
 )
-# A first look at the end of a run, in seconds; `tools/eval_lab.sh` measures everything, through the engine.
+# A first look at the end of a run, in seconds; `tools/eval_lab.sh` measures everything through the engine.
 SCORES = tuple(
     (spec, 256)
     for spec in (
@@ -265,9 +267,10 @@ SCORES = tuple(
 
 NANO = Recipe(
     name="nano",
-    about="It works out small exact problems with a written scratchpad (arithmetic modulo a number, long sums, countdown, short ways), writes JSON "
-    "records and tool calls, tells fairy-tale prose, knows a little small talk, and judges, repairs and combines candidate solutions of its "
-    "easier tasks. Finding numbers in long texts, facts and swaps are beyond its size.",
+    about="It solves small exact problems with a written scratchpad (arithmetic modulo a number, long sums, countdown, "
+    "short ways), writes JSON records and tool calls, tells fairy-tale prose, knows a little small talk, and judges, "
+    "repairs and combines candidate solutions of its easier tasks. Finding numbers in long texts, chains of facts and "
+    "swaps are beyond its size.",
     shape=Shape(positions=4096),
     **_curriculum(160, 8, 0.65),
     validate=WATCHED,
@@ -280,9 +283,9 @@ NANO = Recipe(
 )
 BASE = NANO.replace(
     name="base",
-    about="It works out small exact problems with a written scratchpad (arithmetic modulo a number, long sums, countdown, shortest ways, chains of "
-    "facts, swaps), finds numbers in long texts, writes JSON records and tool calls, tells fairy-tale prose, knows a little small talk, and "
-    "judges, repairs and combines candidate solutions of its tasks.",
+    about="It solves small exact problems with a written scratchpad (arithmetic modulo a number, long sums, countdown, "
+    "shortest ways, chains of facts, swaps), finds numbers in long texts, writes JSON records and tool calls, tells "
+    "fairy-tale prose, knows a little small talk, and judges, repairs and combines candidate solutions of its tasks.",
     shape=Shape(dim=384, layers=8, ffn=1152, heads=4, kv_heads=2, head_dim=128, positions=4096),
     **_curriculum(160, 8, 0.65, prose=(0.36, 0.18)),
     own=Own(WARMER_TASKS, problems=2048, reply_tokens=176),
@@ -292,7 +295,7 @@ BASE = NANO.replace(
     warmup=300,
 )
 EASY = "chain:modulus=11,max_factor=3,min_steps=1,max_steps=2"
-# The same path in seconds: for tests and for a dry run before a device's time is spent.
+# The same path in seconds: for tests, and for a dry run before a run on a GPU.
 SMOKE_ROWS = (
     Rows(6, 256, {EASY: 0.6, "story": 0.2, "schema": 0.1, "tool": 0.2, "chat": 0.1}),
     Rows(2, 256, {"story:form=prose,length=256": 1.0}, whole=True),
@@ -319,7 +322,7 @@ RECIPES = {recipe.name: recipe for recipe in (NANO, BASE, SMOKE)}
 
 
 def find(name: str) -> Recipe:
-    """The recipe of that name. Raises ConfigError with the names there are."""
+    """The recipe called ``name``. Raises ConfigError with the names that exist."""
     if name not in RECIPES:
         raise ConfigError(f"no recipe named '{name}'; there are {', '.join(RECIPES)}.{nearest(name, RECIPES)}")
     return RECIPES[name]

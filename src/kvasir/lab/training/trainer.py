@@ -19,7 +19,7 @@ from kvasir.lab.training.own import own_documents
 from kvasir.lab.training.recipe import Recipe
 from kvasir.lab.training.state import NAME, load_own, load_state, save_own, save_state
 
-VALIDATED = 256  # ready documents of a source for the held-out rows
+VALIDATED = 256  # Most ready documents of a source for the held-out rows.
 
 
 class Trainer:
@@ -55,7 +55,7 @@ class Trainer:
         self.others: list[Model] = []
 
     def begin_with(self, folder: Path) -> None:
-        """Take the weights of a finished model. Raises ConfigError when they are another shape's."""
+        """Take the weights of a finished model. Raises ConfigError when its shape differs."""
         before = export.load(folder)
         if before.shape != self.recipe.shape:
             raise ConfigError(
@@ -72,7 +72,10 @@ class Trainer:
             }
 
     def advance(self, out: Path, say: Any) -> bool:
-        """Enter the next phase when its time has come; sample the model's own candidates when it wants them. Returns whether it did."""
+        """Enter the next phase when its time has come. Returns whether it did.
+
+        A phase with ``own`` first samples the model's own candidates and makes documents of them.
+        """
         if self.phase == len(self.recipe.phases) or self.done < self.recipe.phases[self.phase].start * self.total:
             return False
         begin = time.monotonic()
@@ -109,7 +112,7 @@ class Trainer:
         return r.lr * (r.final + (1 - r.final) * 0.5 * (1 + math.cos(math.pi * fraction)))
 
     def step(self, batches: list[Batch]) -> torch.Tensor:
-        """One update. Returns [3] on the device: mean cross-entropy, mean z term, share of guesses right."""
+        """Do one update. Returns [3] on the device: mean cross-entropy, mean z term, share of right guesses."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(self.done)
         trained = sum(b.num_trained for b in batches)
@@ -132,7 +135,10 @@ class Trainer:
         return report
 
     def first_step(self, batches: list[Batch], say: Any) -> torch.Tensor:
-        """The step that compiles. Should the fused kernel fail to, dense masks take its place: a slow run is better than none."""
+        """Do the step that compiles.
+
+        If the fused kernel fails to compile, dense masks replace it: a slow run is better than none.
+        """
         try:
             return self.step(batches)
         except RuntimeError as e:
@@ -148,6 +154,7 @@ class Trainer:
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     def validate(self, report: list[float]) -> dict[str, float]:
+        """Measure the held-out rows and append the result to ``history``. ``report``: the values of the last step."""
         row = {"step": self.done, "seconds": self.seconds, "lr": self.rate(self.done), "train loss": report[0]}
         for part, batch in zip(self.recipe.validate, self.validation, strict=True):
             name = "+".join(spec.split(":")[0] for spec in part.mix)
@@ -156,6 +163,7 @@ class Trainer:
         return row
 
     def save(self, folder: Path) -> None:
+        """Write everything that an exact resume needs into ``folder``."""
         run = {
             "recipe": self.recipe.name,
             "fingerprint": self.recipe.fingerprint(),
@@ -173,7 +181,7 @@ class Trainer:
         save_state(folder, run, tensors)
 
     def restore(self, folder: Path) -> None:
-        """Go on exactly where ``save`` was called. Raises ConfigError for a state that does not fit this run."""
+        """Continue exactly where ``save`` was called. Raises ConfigError for a state that does not fit this run."""
         run, tensors = load_state(folder, self.recipe)
         moments: dict[int, dict[str, torch.Tensor]] = {}
         for key, value in tensors.items():
@@ -200,7 +208,10 @@ class Trainer:
 
 @torch.inference_mode()
 def mean_loss(model: Model, batch: Batch, *, whole: bool = False) -> tuple[float, float]:
-    """Mean cross-entropy (nats a token) and share of tokens guessed right, over the batch's trained tokens, 8 rows at a time."""
+    """Mean cross-entropy (nats a token) and share of right guesses over the batch's trained tokens.
+
+    Computes 8 rows at a time.
+    """
     device = model.model.embed_tokens.weight.device
     total = torch.zeros(3, dtype=torch.float64, device=device)
     for first in range(0, len(batch.ids), 8):
