@@ -1,4 +1,5 @@
-"""Training drafters at a tiny size: losses are what they say, they fall, a resumed run goes on to the bit, the command from end to end."""
+"""Drafter training at a tiny size: losses are exact and fall, a resumed run continues bit by bit, and the command
+works."""
 
 from __future__ import annotations
 
@@ -32,13 +33,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def target() -> Target:
     model = Model(SHAPE, 1)
     with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(12)  # a model with opinions
+        model.model.embed_tokens.weight.mul_(12)  # a model with strong preferences
     return Target(model, "tiny")
 
 
 @pytest.fixture(scope="module")
 def texts() -> Texts:
-    """Texts that repeat themselves, of several lengths."""
+    """Repetitive texts of several lengths."""
     rng = np.random.default_rng(0)
     parts = [np.resize(rng.integers(10, 40, 5), int(n)) for n in rng.integers(6, 40, 24)]
     sizes = [len(part) for part in parts]
@@ -53,7 +54,7 @@ def trainer(target, texts, kind, **options) -> Trainer:
 
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_the_losses_are_those_of_each_row_alone(kind, target, texts):
-    """Against plain loops: one text, one root, one step at a time."""
+    """Compare with plain loops: one text, one root, one step at a time."""
     t = trainer(target, texts, kind)
     with torch.no_grad():
         for p in t.head.parameters():
@@ -79,7 +80,7 @@ def test_the_losses_are_those_of_each_row_alone(kind, target, texts):
 
 @pytest.mark.parametrize("ensemble", [1, 2])
 def test_prompt_tokens_are_rows_of_the_model_like_others(ensemble, target, texts, monkeypatch):
-    """Against the model run over a text that ends in them, once for each root, number and member of the ensemble."""
+    """Compare with the model run over a text that ends with the prompt tokens, for each root, count and member."""
     monkeypatch.setattr(
         drafter_training.heads,
         "shape_for",
@@ -130,19 +131,20 @@ def test_the_loss_falls_and_a_resumed_run_goes_on_to_the_bit(kind, target, texts
 
 
 def test_the_walk_counts_as_the_engine_does():
-    """Anchor 3 is known: a forward with its guesses 0 and 1 right gives three tokens, and so on to the last one."""
+    """Anchor 3 is known, so a forward whose guesses 0 and 1 are right gives three tokens, and so on to the end."""
     right = np.zeros((2, 12), bool)
     right[0, [2, 5, 8]] = True
     right[1, [2, 8]] = True
     forwards, by_depth = walk(right, 3, 12)
-    # anchor 3: accepts 2, goes on at 6; there root 5 accepts 1, goes on at 8; root 7 accepts none, goes on at 9; root 8 accepts 2: the end.
+    # Anchor 3 accepts 2 and continues at 6. Root 5 accepts 1 and continues at 8. Root 7 accepts none and continues at
+    # 9. Root 8 accepts 2 and reaches the end.
     assert (forwards, by_depth) == (4, [[4, 3], [3, 2]])
     assert walk(right, 11, 12) == (0, [[0, 0], [0, 0]])
 
 
 @pytest.mark.parametrize("kind, forwards", [("eagle", 3), ("ppd", 1.5)])
 def test_acceptance_of_a_head_that_knows_and_of_one_that_does_not(kind, forwards, target, texts):
-    """The model's own greedy continuation, learnt by heart, is accepted; before training it is not."""
+    """A head that learnt the model's greedy continuation by heart is accepted; an untrained one is not."""
     ids = [5, 6, 7]
     with torch.no_grad():
         for _ in range(24):

@@ -1,4 +1,4 @@
-"""The recipes of nano and base end to end at a tiny size: phases, own candidates, exact resume, curves, card; and their sampling."""
+"""The recipes of nano and base at a tiny size: phases, own candidates, exact resume, curves, card and sampling."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ SHAPE = Shape(dim=16, layers=1, ffn=32, heads=2, kv_heads=1, head_dim=8, positio
 
 
 def tiny(recipe, rows=2, **changes):
-    """The recipe itself with a model, batches and counts that a CPU runs in seconds."""
+    """The recipe with a model, batches and counts that a CPU runs in seconds."""
 
     def small(parts):
-        # Without plain prose, which takes seconds to tokenise (test_train.py has it), and with short needles.
+        # Plain prose is left out, because tokenising takes seconds (test_train.py has it); needles are short.
         return tuple(
             Rows(
                 rows if part.length == 1024 else 1,
@@ -114,7 +114,7 @@ def test_the_recipes_keep_their_promises(recipe, parameters):
             for spec, share in part.mix.items()
             if spec.startswith("story")
         )
-    assert prose < 5.5 * 2.6e6  # passes over all the prose there is
+    assert prose < 5.5 * 2.6e6  # passes over all prose
 
 
 @pytest.mark.parametrize(
@@ -226,11 +226,11 @@ def test_the_fingerprint_is_of_the_training_and_not_of_the_measuring():
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ own replies
+# -------------------------------------------------------------------------------------------------------- own replies
 
 
 def replies(task, rng, right, wrong):
-    """Replies as a model would give them, from the task's own solutions and slips."""
+    """Replies as a model would give them, made from the task's own solutions and slips."""
     drawn = task.drawn(rng, "train", 1)
     problem = task.as_problems(drawn, rng)[0]
     texts = [task.written(drawn, rng, np.array([i >= right]))[0] for i in range(right + wrong)]
@@ -267,7 +267,7 @@ def test_choosing_keeps_the_count_of_right_ones_and_leaves_out_empty_replies():
 
 
 def test_curves_of_a_model_that_always_copies_candidate_one(tokenizer, monkeypatch):
-    """A known behaviour gives known numbers: aggregation by copying is right as often as the first candidate is."""
+    """A model that copies is right as often as the first candidate is."""
     from kvasir.lab.training import report
 
     rng, task = np.random.default_rng(2), load_task("chain")
@@ -313,7 +313,7 @@ def test_curves_of_a_model_that_always_copies_candidate_one(tokenizer, monkeypat
     assert "| 2 of 4 | 60 |" in text and "evaluation was cut off" in text
 
 
-# --------------------------------------------------------------------------------------------------------------- sampling
+# ----------------------------------------------------------------------------------------------------------- sampling
 
 
 def noisy(seed=0):
@@ -347,7 +347,7 @@ def test_sampling_follows_the_model_and_its_seed():
     counts = np.bincount([row[0] for row in draws[0] + draws[1]], minlength=2048) / 4000
     assert np.abs(counts - wanted.numpy()).sum() / 2 < np.sqrt(
         2048 / 4000
-    )  # total variation, far below that of another distribution
+    )  # total variation; another distribution is far above
     top = int(wanted.argmax())
     assert abs(counts[top] - float(wanted[top])) < 4 * np.sqrt(float(wanted[top]) / 4000) + 1e-3
 
@@ -363,7 +363,7 @@ def test_all_prompts_get_a_reply_in_batches_that_fit(tokenizer, monkeypatch):
     assert together[-1] is None and all(r is not None for r in together[:-1])  # the last prompt leaves no room
 
 
-# ---------------------------------------------------------------------------------------------------------------- workers
+# ------------------------------------------------------------------------------------------------------------ workers
 
 
 def test_workers_give_everything_in_order_and_pass_errors_on():
@@ -475,7 +475,7 @@ def test_the_shards_of_base_stay_small():
     assert 2 * Model(BASE.shape).model.embed_tokens.weight.numel() < export.SHARD < 15e6
 
 
-# ----------------------------------------------------------------------------------------- going on with a finished model
+# ------------------------------------------------------------------------------------- continuing a finished model
 
 
 def test_a_finished_model_goes_on_with_the_last_phase(tokenizer, tmp_path, monkeypatch, capsys):
@@ -495,7 +495,7 @@ def test_a_finished_model_goes_on_with_the_last_phase(tokenizer, tmp_path, monke
     assert stopped[0]["phase"] == 1 and stopped[0]["step"] == 5 and "own replies" in capsys.readouterr().out
     moved = max(float((stopped[1][f"model.{name}"] - p).abs().max()) for name, p in first.state_dict().items())
     assert 0 < moved < 0.05, "it goes on from the finished weights, not from new ones"
-    with pytest.raises(ConfigError, match="other settings"):  # a state of a continued run is not one of a whole run
+    with pytest.raises(ConfigError, match="other settings"):  # the state of a continued run does not fit a whole run
         train.main([*argv, str(tmp_path / "second"), "--resume"])
     train.main([*onwards, "--resume"])
     record = json.loads((tmp_path / "second" / "training.json").read_text())
@@ -536,7 +536,10 @@ def test_own_pairs_to_judge_are_mostly_mixed_and_checked():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_captured_step_writes_what_a_plain_one_writes():
-    """Sampling replays a CUDA graph: greedy tokens must be those of the CPU, with rows that leave the batch on the way."""
+    """Sampling replays a CUDA graph, whose greedy tokens must be those of the CPU.
+
+    Rows leave the batch on the way.
+    """
     model = noisy()
     rng = np.random.default_rng(0)
     prompts = [[1, *rng.integers(40, 2000, n).tolist()] for n in rng.integers(1, 12, 16)]

@@ -1,4 +1,4 @@
-"""The checkpoints in the package: transformers, the lab's model and the engine agree on them, and their cards are true."""
+"""The packaged checkpoints: transformers, the lab's model and the engine agree on them, and their cards are true."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ TASKS = ("chain", "path", "judge_pair/countdown", "story")
 
 @pytest.mark.parametrize("name", checkpoint.shipped())
 def test_transformers_and_kvasir_agree(name):
-    """fp32, 1e-4: logits of the lab's model, and the log-probability of every prompt token as the engine reports it."""
+    """Compare in fp32, to 1e-4.
+
+    Logits of the lab's model, and the log-probability of every prompt token as the engine reports it.
+    """
     transformers = pytest.importorskip("transformers")
     folder, tokenizer = checkpoint.resolve(name), shipped_tokenizer()
     texts = [p.prompt + p.solution for task in TASKS for p in load_task(task).problems("test", 3, 2)]

@@ -1,4 +1,4 @@
-"""The lab's tokenizer and chat format: bytes round-trip, single tokens, determinism, and agreement with transformers."""
+"""The lab's tokenizer and chat format: any bytes round-trip, single tokens, determinism, and transformers agrees."""
 
 from __future__ import annotations
 

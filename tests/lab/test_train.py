@@ -1,4 +1,4 @@
-"""The training recipe end to end at a tiny size: learning, exact resume, export, evaluation, card, and clear refusals."""
+"""Training end to end at a tiny size: learning, exact resume, export, evaluation, card, and clear refusals."""
 
 from __future__ import annotations
 
@@ -339,7 +339,10 @@ def test_mean_loss_of_an_untrained_model_is_that_of_guessing(tokenizer):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_each_row_shape_compiles_one_layer_and_one_head(fused):
-    """On a GPU each graph costs seconds: every layer must run the same one, and new documents must not make a new one."""
+    """Each graph costs seconds on a GPU.
+
+    So every layer must run the same graph, and new documents must not make a new one.
+    """
     import torch._dynamo as dynamo
 
     dynamo.reset()
