@@ -1,5 +1,4 @@
-"""Streamed checkpoints: tensors arrive as stored, shards are complete, and a failed conversion leaves nothing
-behind."""
+"""Streamed checkpoints: tensors arrive as stored, shards are complete, and a failure leaves nothing behind."""
 
 from __future__ import annotations
 

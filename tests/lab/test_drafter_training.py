@@ -1,5 +1,4 @@
-"""Drafter training at a tiny size: losses are exact and fall, a resumed run continues bit by bit, and the command
-works."""
+"""Drafter training at a tiny size: losses are exact and fall, resuming is exact to the bit, and the command works."""
 
 from __future__ import annotations
 

@@ -93,8 +93,7 @@ def context(endpoint: EngineEndpoint) -> Context:
 
 
 async def counters(endpoint):
-    """Conservation over samples, a group, a score, a choice and a cut sequence: the ledger has every token, kept or
-    not."""
+    """Conservation over samples, a group, a score, a choice and a cut sequence: the ledger has every token."""
     c, problem = context(endpoint), Problem("p0", MESSAGES)
     pool = await c.sample(endpoint, MESSAGES, 5)
     assert {s.finish for s in pool} <= {"stop", "length"} and all(

@@ -1,5 +1,4 @@
-"""The layer against the tabular model: closed-form scores, conservation, budgets, resuming, groups, sequences,
-faults."""
+"""The layer on the tabular model: closed-form scores, conservation, budgets, resuming, groups, sequences, faults."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Pools: replies dealt without replacement, costs like an engine's, and the answers of a live run of the same
-replies."""
+"""Pools: replies dealt without replacement, costs like an engine's, and the answers of a live run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Replicas: a problem stays where its pages are and moves when that replica fails, and no reply depends on the
-replica."""
+"""Replicas: a problem stays where its pages are and moves when that replica fails; no reply depends on the replica."""
 
 from __future__ import annotations
 

@@ -27,8 +27,7 @@ PACKAGE = "kvasir.convert.converters"
 
 @dataclass(frozen=True)
 class Source:
-    """The checkpoint that a converter works on: its folder, its config.json, and the layers that this config
-    describes."""
+    """The checkpoint that a converter works on: its folder, its config.json, and the layers of that config."""
 
     path: Path
     config: dict[str, Any]

@@ -1,12 +1,11 @@
-"""Prompt forms on the tasks' problems: a model is asked to aggregate, judge, rate or refine solutions, not only to
-solve.
+"""Prompt forms on the tasks' problems: besides solving, a model aggregates, judges, rates or refines solutions.
 
 ``aggregate/chain:max_steps=8`` is a task like any other (`load_task`). Its candidates are right solutions and slips
 written by the task, in every mix of right and wrong. `FormTask.case` takes a model's real replies instead. A form's
 ``difficulty`` is the number of right candidates, so scores can be split by it: a pair of difficulty 1 is mixed.
 
-Replies in all forms but ``self_evaluate`` start with a written check (`Task.verify`). After it, a judge writes a
-verdict; aggregating and refining write a whole solution below an empty line (`solution` extracts it). Without the
+Replies start with a written check (`Task.verify`), except in ``solve`` and ``self_evaluate``. After it, a judge writes
+a verdict; aggregating and refining write a whole solution below an empty line (`solution` extracts it). Without the
 check, a small model copies a candidate, right or wrong.
 
 Shape suffixes: N problems, J candidates of a problem.

@@ -191,8 +191,10 @@ class SheetTask(Task):
         raise NotImplementedError
 
     def solve(self, sheet: Sheet, drawn: Drawn, rng: np.random.Generator, wrong: np.ndarray) -> None:
-        """Write the assistant's solutions. Where ``wrong`` [N] is set, write one with a realistic slip and a wrong
-        answer."""
+        """Write the assistant's solutions.
+
+        Where ``wrong`` [N] is set, a solution has a realistic slip and a wrong answer.
+        """
         raise NotImplementedError
 
     def left_wrong(self, rng: np.random.Generator, drawn: Drawn) -> np.ndarray:

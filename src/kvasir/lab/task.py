@@ -175,8 +175,10 @@ class Task(Technique):
         return reply.strip() == problem.answer
 
     def answer(self, reply: str) -> str | None:
-        """The canonical answer of a reply, equal for equal answers (votes need it); None without an answer. Takes
-        any text."""
+        """The canonical answer of a reply; None without an answer. Takes any text.
+
+        Equal answers are equal values, as votes need.
+        """
         return reply.strip() or None if self.scored == "answer" else None
 
     def verify(self, problem: Problem, candidates: Sequence[str], names: Sequence[str]) -> str:

@@ -21,8 +21,10 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class EndpointError(Exception):
-    """A call failed through no fault of its own, so it can be tried again. ``retry_after``: seconds to wait before
-    that."""
+    """A call failed through no fault of its own, so it can be tried again.
+
+    ``retry_after``: seconds to wait before that.
+    """
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -64,8 +66,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings. ``stop``: strings that end a reply and stay in it (a step's delimiter). ``temperature`` 0
-    is greedy."""
+    """Sampling settings.
+
+    ``stop``: strings that end a reply and stay in it (a step's delimiter). ``temperature`` 0 is greedy.
+    """
 
     max_tokens: int = 512
     temperature: float = 1.0

@@ -37,8 +37,10 @@ TEMPLATE_TOKENS = 32  # Tokens that the template may add to a message's text.
 
 
 class HTTPEndpoint(Endpoint):
-    """A model behind a URL. ``url``: up to and including ``/v1``. ``logprobs``: ask for them (some hosted models
-    refuse)."""
+    """A model behind a URL.
+
+    ``url``: up to and including ``/v1``. ``logprobs``: ask for them (some hosted models refuse).
+    """
 
     def __init__(
         self,

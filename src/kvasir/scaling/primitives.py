@@ -72,8 +72,7 @@ class Run:
 
 
 class Context:
-    """One scope of one problem. ``endpoints``: cheapest first. ``budget`` bounds this scope in addition to the
-    run's."""
+    """One scope of one problem; ``budget`` bounds it in addition to the run's. ``endpoints``: cheapest first."""
 
     def __init__(
         self,
@@ -214,8 +213,7 @@ class Context:
         return Score(**entry[0]) if entry else None
 
     async def choose(self, endpoint: Endpoint, messages: Messages, options: Sequence[str]) -> dict[str, float] | None:
-        """Log-probabilities of the options as the next token, for the cost of a prompt; None when the endpoint
-        refuses."""
+        """Log-probabilities of the options as the next token, for the cost of a prompt; None when refused."""
         prompt = Prompt(tuple(messages), affinity=self.problem)
         request = digest(["choose", endpoint.name, list(prompt.messages), list(options)])
 

@@ -87,7 +87,10 @@ def loops(
 
 
 def frontier(arms: Sequence[tuple[str, dict[str, Any]]], currency: str) -> list[dict[str, Any]]:
-    """Every arm, cheapest first. ``on_frontier``: no other arm is at least as good in both cost and accuracy."""
+    """Every arm, cheapest first.
+
+    ``on_frontier``: no other arm is at least as good in both cost and accuracy, and better in one.
+    """
     points = [{"arm": name, "cost": m["per_problem"][currency], "exact": m["exact"]} for name, m in arms]
     for p in points:
         p["on_frontier"] = not any(

@@ -26,8 +26,10 @@ LARGEST = 1024  # Largest factor.
 
 @dataclass(frozen=True)
 class Config:
-    """``keys``, ``values``: the factors (1 changes nothing). ``pairs``: RoPE pairs (two channels each) of every
-    head."""
+    """Factors ``keys`` and ``values`` (1 changes nothing).
+
+    ``pairs``: RoPE pairs (two channels each) of every head.
+    """
 
     keys: int = 16
     values: int = 1

@@ -1,5 +1,4 @@
-"""Prompt tokens in training: rows behind every token of the replies at once, run through the frozen model with
-gradients.
+"""Prompt tokens in training: rows behind every token of the replies, run through the frozen model with gradients.
 
 The rows of token p, their *root*, see the text up to p and the earlier rows of the same root. They stand at the
 positions that follow p, as guest rows do when serving. The text does not see them, so its keys and values are computed

@@ -186,8 +186,7 @@ class Trainer:
         return found.detach()
 
     def losses(self, batch: Batch) -> torch.Tensor:
-        """Mean KL(target || drafter) in nats of every step j [depth], over the tokens of replies that it can
-        predict."""
+        """Mean KL(target || drafter) in nats of every step j [depth], over the reply tokens that it can predict."""
         normed, guesses = self.target.guesses(self.head, batch)
         # Row n predicts token n + 1. The first token of a reply is drawn before any draft.
         place = torch.arange(batch.ids.shape[1] - 1)

@@ -44,8 +44,10 @@ class Score:
 def greedy(
     model: Model, prompts: Sequence[Sequence[int]], max_new: int, stop_ids: Sequence[int], **_: object
 ) -> list[list[int]]:
-    """Greedy continuations without the stop token. Raises ValueError when the longest prompt leaves no room for a
-    reply."""
+    """Greedy continuations without the stop token.
+
+    Raises ValueError when the longest prompt leaves no room for a reply.
+    """
     return complete(model, prompts, max_new, stop_ids)
 
 

@@ -43,8 +43,7 @@ MOST_REPEATED = 1.5
 
 @dataclass(frozen=True)
 class Plan:
-    """The questions of an evaluation: ``count`` problems of every task in the prompt form ``form`` (see
-    `kvasir.lab.forms`).
+    """The questions of an evaluation: ``count`` problems of every task in the prompt form ``form``.
 
     ``samples`` > 1 draws a pool of replies to each problem. ``temperature`` None: greedy for one reply, otherwise 0.8.
     ``max_tokens`` None: twice the longest reference solution of the task, plus 32. ``own``: the candidates of a form
@@ -99,8 +98,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Exam:
-    """One task's part of a plan, as token ids. ``prompts``: what the model reads; ``trained``: the scored tokens of
-    prose."""
+    """One task's part of a plan, as token ids.
+
+    ``prompts``: what the model reads. ``trained``: the scored tokens of prose.
+    """
 
     spec: str
     task: Task

@@ -114,8 +114,7 @@ def _loss_figures(outcome: Losses, seed: int) -> dict[str, Any]:
 
 
 def compare(first: Outcome, second: Outcome, seed: int = 0) -> dict[str, Any]:
-    """Compare ``second`` with ``first`` on the same problems: difference, interval, and how many problems would show
-    it.
+    """Compare ``second`` with ``first`` on the same problems: difference, interval, and problems needed to see it.
 
     With one reply a problem, McNemar's exact test is added. For prose the difference is in bits a byte, and less is
     better.

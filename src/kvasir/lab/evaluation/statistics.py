@@ -93,8 +93,7 @@ def mcnemar(only_first: int, only_second: int) -> float:
 
 
 def problems_needed(differences: Sequence[float] | np.ndarray, power: float = 0.8) -> int | None:
-    """Problems that a two-sided paired test at 5 % needs to see a difference as large as the mean of these; None for
-    zero.
+    """Problems that a two-sided paired test at 5 % needs to see the mean of these differences; None when it is zero.
 
     differences [N]: second arm minus first, by problem. For right or wrong (-1, 0, 1) this is Connor's formula (1987)
     for McNemar's test. The variance is the share of problems that differ under "no difference", and that minus the

@@ -50,8 +50,7 @@ class Config:
 
 @dataclass(slots=True)
 class Games(Drawn):
-    """numbers [N, M], -1 where there are fewer; target [N]; left, sign, right, result [N, R], sign -1 beyond the
-    last."""
+    """numbers [N, M], -1 where there are fewer; target [N]; left, sign, right, result [N, R], sign -1 past the last."""
 
     numbers: np.ndarray
     target: np.ndarray
@@ -74,8 +73,7 @@ def outcomes(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def played(
     rng: np.random.Generator, numbers: np.ndarray, size: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Random equations that use up ``size`` [N] of the ``numbers`` [N, M] of each row: left, sign, right, result [N,
-    R]."""
+    """Random equations that use up ``size`` [N] of the ``numbers`` [N, M]: left, sign, right, result [N, R]."""
     now, rows, steps = numbers.copy(), np.arange(len(numbers)), []
     for r in range(numbers.shape[1] - 1):
         going = r < size - 1

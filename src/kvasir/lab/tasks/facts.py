@@ -26,8 +26,10 @@ LONGER = 2  # The split ``longer`` has this many hops more than the most in trai
 
 @dataclass(frozen=True)
 class Config:
-    """The dial: more facts and more hops are harder. ``think``: yes (a line a hop), no (the answer at once) or
-    mixed."""
+    """The dial: more facts and more hops are harder.
+
+    ``think``: yes (a line a hop), no (the answer at once) or mixed.
+    """
 
     min_facts: int = 8
     max_facts: int = 24

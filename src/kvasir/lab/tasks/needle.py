@@ -127,8 +127,7 @@ class Needle(SheetTask):
 
     @functools.cached_property
     def _sizes(self) -> tuple[int, int, int]:
-        """Tokens of everything but the filler with one number asked, of each further name, and of one line of a
-        list."""
+        """Token counts: all but the filler with one number asked, each further name, and one line of a list."""
         opening, question = PAIRS if self.pairs else PROSE
         digits = "1" * self.config.digits
         if self.pairs:

@@ -31,8 +31,10 @@ LONGER = 2  # The split ``longer`` has ways of up to this many roads more.
 
 @dataclass(frozen=True)
 class Config:
-    """The dial. A graph has ``places`` and up to ``places - 1 + extra`` roads; many extra roads make long unique
-    ways rare."""
+    """The dial of both forms.
+
+    A graph has ``places`` and up to ``places - 1 + extra`` roads; many extra roads make long unique ways rare.
+    """
 
     form: str = "graph"
     places: int = 12
@@ -155,8 +157,10 @@ class Path(SheetTask):
         return Maps(depth, padded, np.where(way >= 0, names[rows, way], -1), names)
 
     def _stars(self, rng: np.random.Generator, depth: np.ndarray, high: int) -> Maps:
-        """Stars of ``arms`` arms with ``depth`` [N] roads each, written outwards; the way leads to the leaf of one
-        arm."""
+        """Stars of ``arms`` arms with ``depth`` [N] roads each, written outwards.
+
+        The way leads to the leaf of one arm.
+        """
         count, arms = len(depth), self.config.arms
         names = np.argsort(rng.random((count, len(LETTERS))), axis=1)[:, : 1 + arms * high]
         inner = 1 + np.arange(arms * high).reshape(arms, high)
@@ -255,8 +259,10 @@ class Path(SheetTask):
 
 
 def levels(start: str, goal: str, links: dict[str, set[str]]) -> list[str]:
-    """A line for each distance from ``start`` up to that of ``goal``: places, each followed by the new ones reached
-    from it."""
+    """A line for each distance from ``start`` up to that of ``goal``.
+
+    It lists places, each followed by the new ones reached from it.
+    """
     reached, edge, out = {start}, [start], []
     while edge and goal not in reached:
         parts, beyond = [], []

@@ -61,8 +61,10 @@ class Config:
 
 @functools.cache
 def books(split: Split) -> tuple[tuple[str, ...], ...]:
-    """The paragraphs of every shipped book that belong to ``split`` (``longer`` means test). Headings start with "##
-    "."""
+    """The paragraphs of every shipped book that belong to ``split`` (``longer`` means test).
+
+    Headings start with "## ".
+    """
     out = []
     for file in sorted(files("kvasir.lab").joinpath("text").iterdir(), key=lambda f: f.name):
         if file.name.endswith(".txt.bz2"):

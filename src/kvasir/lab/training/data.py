@@ -99,8 +99,10 @@ def pack(documents: Documents, count: int, length: int) -> Batch:
 
 
 def targets(trained: np.ndarray) -> np.ndarray:
-    """Places to compute logits for: `Batch.chosen` of ``trained`` [B, T]. No place occurs twice, because gradients
-    add up there."""
+    """Places to compute logits for: `Batch.chosen` of ``trained`` [B, T].
+
+    No place occurs twice, because gradients add up there.
+    """
     can = np.ones_like(trained)
     can[:, 0] = False
     first, rest = np.flatnonzero(trained & can), np.flatnonzero(~trained & can)
@@ -190,6 +192,5 @@ class Mixture:
         return pack(Documents.join(drawn), part.count, part.length)
 
     def stream(self, start: int, workers: int, phase: int = 0) -> Iterator[list[Batch]]:
-        """Batches ``start``, ``start`` + 1, ... in order, made ahead by ``workers`` processes (0: made when asked
-        for)."""
+        """Batches ``start``, ``start`` + 1, ... in order, made ahead by ``workers`` processes (0: on demand)."""
         return ahead(partial(self.batch, phase=phase), start, workers)

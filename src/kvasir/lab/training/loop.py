@@ -17,7 +17,7 @@ from kvasir.lab.training.trainer import Trainer
 
 LOOK = 20  # Steps between two looks at the device, each of which waits for it.
 WARM = 8  # Steps that compile and warm up; their time is not counted as training.
-VALIDATIONS = 10  # validations over the whole run
+VALIDATIONS = 10  # Validations over the whole run.
 
 
 def run(trainer: Trainer, out: Path, *, minutes: float | None, stop_after: float | None, save_every: float) -> bool:

@@ -40,7 +40,7 @@ CHUNK = 64  # Problems that one worker makes documents of at a time.
 def cases(rng: np.random.Generator, task: FormTask, replies: Replies) -> list[Problem]:
     """Training problems of one form on these replies.
 
-    Every possible number of right candidates is equally likely, except for FAVOURED.
+    Every possible number of right candidates is equally likely, apart from the preference in FAVOURED.
     """
     out = []
     for _ in range(PER_PROBLEM.get(task.form, 1)):

@@ -191,8 +191,7 @@ def _mixed(*parts: tuple[dict[str, float], float]) -> dict[str, float]:
 
 
 def _curriculum(rows: int, long_rows: int, own: float, prose: tuple[float, float] = (1.0, 1.0)) -> dict[str, Any]:
-    """The rows and phases of a run: easy problems for a moment, then all tasks and forms, then the model's own replies
-    too.
+    """The rows and phases of a run: easy problems, then all tasks and forms, then the model's own replies too.
 
     ``own``: share of the run after which the forms on the model's own replies join. ``prose``: factors on the share of
     prose, before ``own`` and after. There are only 2.6M tokens of prose: after about five passes the model knows them

@@ -1,7 +1,8 @@
 """Processes that make things ahead of their use, in order.
 
-Processes avoid Python's lock. They are forked, so they share what is already in memory without a copy. They run numpy
-and the tokenizer only, never torch: a forked process must not touch its parent's GPU.
+They are processes because Python's lock lets only one thread run at a time. They are forked, so they share what is
+already in memory without a copy. They run numpy and the tokenizer only, never torch: a forked process must not touch
+its parent's GPU.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ T = TypeVar("T")
 
 
 def ahead(make: Callable[[int], T], start: int, workers: int) -> Iterator[T]:
-    """Yield ``make(start)``, ``make(start + 1)``, ...: each worker makes every ``workers``-th item, one ahead of its
-    use.
+    """Yield ``make(start)``, ``make(start + 1)``, ...: each worker makes every ``workers``-th item, one ahead of use.
 
     With 0 workers each item is made when asked for. Exceptions of ``make`` are raised here. Close the iterator to end
     the processes.

@@ -16,8 +16,11 @@ from kvasir.scaling.strategy import Result, Strategy, at_least, by_majority
 
 @dataclass(frozen=True)
 class Config:
-    """``n``: replies of every tier. ``agree``: how many must give the same answer to stop there. ``last``: replies
-    of the strongest model."""
+    """Options of the cascade.
+
+    ``n``: replies of every tier. ``agree``: how many must give the same answer to stop there. ``last``: replies of the
+    strongest model.
+    """
 
     n: int = 4
     agree: int = 3

@@ -30,8 +30,11 @@ def resample(rng: random.Random, beliefs: Sequence[float], tau: float) -> list[i
 
 @dataclass(frozen=True)
 class Config:
-    """``judge``: the model whose belief counts ("" is the writer). ``pick``: a majority, or the particle with the
-    highest belief."""
+    """Options of the filter.
+
+    ``judge``: the model whose belief counts ("" is the writer). ``pick``: a majority, or the particle with the highest
+    belief.
+    """
 
     N: int = 8
     steps: int = 16

@@ -19,8 +19,11 @@ from kvasir.scaling.strategy import Result, Strategy, at_least, by_majority, res
 
 @dataclass(frozen=True)
 class Config:
-    """``prefix``: tokens before the first probe. ``keep``: share of the replies that continue. ``pick``: the surest
-    by a last probe (self), or a majority of those that continued."""
+    """Options of the pruning.
+
+    ``prefix``: tokens before the first probe. ``keep``: share of the replies that continue. ``pick``: the surest by a
+    last probe (self), or a majority of those that continued.
+    """
 
     n: int = 8
     prefix: int = 32

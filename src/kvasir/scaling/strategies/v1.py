@@ -1,10 +1,9 @@
-"""Pairwise self-verification (V1-Infer, arXiv 2603.04304): N replies, and a Swiss tournament of judge calls for the
-best.
+"""Pairwise self-verification (V1-Infer, arXiv 2603.04304): N replies, and a Swiss tournament of judge calls.
 
 A judge rates two replies; the winner gets a vote weighted by the margin, at least ``tau``. First every reply plays.
 Then replies with fewer than ``degree`` different opponents play, then neighbours in the ranking, where a comparison is
-least certain. The number of judge calls is exactly ``calls`` x the number of contestants; no tournament is replayed on
-pairs judged before. A schedule cannot rescue a weak judge: measure the judge first.
+least certain. The number of judge calls is exactly ``calls`` x the number of contestants, because pairs are judged when
+they play and not all in advance. A schedule cannot rescue a weak judge: measure the judge first.
 """
 
 from __future__ import annotations
@@ -20,9 +19,12 @@ from kvasir.scaling.strategy import Result, Strategy, at_least, by_majority, res
 
 @dataclass(frozen=True)
 class Config:
-    """``calls``: judge calls for each contestant. ``judge``: the model that judges ("" is the writer). ``window``:
-    how many ranks ahead a reply looks for an opponent. ``distinct``: replies with the same answer enter as one, the
-    surest of them."""
+    """Options of the tournament.
+
+    ``calls``: judge calls for each contestant. ``judge``: the model that judges ("" is the writer). ``window``: how
+    many ranks ahead a reply looks for an opponent. ``distinct``: replies with the same answer enter as one, the surest
+    of them.
+    """
 
     N: int = 16
     calls: float = 2.0
@@ -40,8 +42,10 @@ class Config:
 
 @dataclass(slots=True)
 class Table:
-    """The standing after some games. ``score`` and ``weight``: sums over games of the weighted outcomes and of the
-    weights."""
+    """The standing after some games.
+
+    ``score`` and ``weight``: sums over games of the weighted outcomes and of the weights.
+    """
 
     count: int
     scale: int
