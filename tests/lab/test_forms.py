@@ -55,9 +55,8 @@ def test_targets_are_right_for_every_mix_of_candidates(name, form):
                     task.verify(problem, case.candidates, FORMS[form].names),
                     target(form, problem, case.candidates, mix),
                 )
-                if (
-                    name == "countdown" and form in SOLVING and not any(mix)
-                ):  # nothing was worked out, so the question is repeated
+                # Nothing was worked out in this case, so the question is repeated.
+                if name == "countdown" and form in SOLVING and not any(mix):
                     check += f"\n{problem.messages[-1]['content']}"
                 assert case.solution == check + ("\n\n" if form in SOLVING else "\n") + said and asks.check(case, said)
                 assert asks.answer(said) == case.answer and solution(case.solution) == (

@@ -239,9 +239,8 @@ def test_documents_in_a_row_do_not_see_each_other():
         packed = model(ids, document_mask(numbers))
         torch.testing.assert_close(packed[:, :25], model(ids[:, :25]), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(packed[:, 25:], model(ids[:, 25:]), atol=1e-4, rtol=1e-4)  # RoPE is relative
-        assert not torch.allclose(
-            model(ids)[:, 25:], packed[:, 25:], atol=1e-2
-        )  # negative control: without the mask they do
+        # Negative control: without the mask the documents see each other.
+        assert not torch.allclose(model(ids)[:, 25:], packed[:, 25:], atol=1e-2)
 
 
 def test_losses_match_torch_and_count_trained_targets_only():

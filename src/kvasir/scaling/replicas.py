@@ -40,12 +40,8 @@ class ReplicaEndpoint(Endpoint):
                 "other models are tiers, each with a --model of its own"
             )
         self.replicas = list(replicas)
-        self.name, self.vocabulary, self.price, self.parameters = (
-            first.name,
-            first.vocabulary,
-            first.price,
-            first.parameters,
-        )
+        self.name, self.vocabulary = first.name, first.vocabulary
+        self.price, self.parameters = first.price, first.parameters
         self.window = first.window
         self.caps = Caps(**{name: all(getattr(r.caps, name) for r in replicas) for name in Caps.__dataclass_fields__})
         self._home: dict[str, int] = {}

@@ -249,12 +249,8 @@ class Trainer:
             self.optimizer.load_state_dict(
                 {"state": moments, "param_groups": self.optimizer.state_dict()["param_groups"]}
             )
-            self.done, self.seconds, self.tokens, self.history = (
-                run["done"],
-                run["seconds"],
-                run["tokens"],
-                run["history"],
-            )
+            self.done, self.seconds = run["done"], run["seconds"]
+            self.tokens, self.history = run["tokens"], run["history"]
         except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as e:
             raise ConfigError(f"cannot resume: {out / STATE}: {e}. Delete it and start again.") from e
 

@@ -124,13 +124,8 @@ class _Clock:
         if self.mark is None or self.trainer.done == self.mark_step:
             return 0.0
         spent = max(now - self.last, 1e-9)
-        self.waited, self.waited_device, self.idle, self.blocked, self.last = (
-            self.idle / spent,
-            self.blocked / spent,
-            0.0,
-            0.0,
-            now,
-        )
+        self.waited, self.waited_device = self.idle / spent, self.blocked / spent
+        self.idle, self.blocked, self.last = 0.0, 0.0, now
         self.trainer.seconds = self.base + now - self.mark
         return (self.trainer.done - self.mark_step) / (now - self.mark)
 
