@@ -144,9 +144,8 @@ def test_real_replies_become_cases_whatever_they_say():
         ({"role": "user", "content": "Make 22 from 7, 4, 3, 9."},), "4*7=28\n28-9=19\n19+3=22\nAnswer: 22", ""
     )
     way = "7*4=28\n9-3=6\n28-6=22\nAnswer: 22"
-    assert (
-        solution(FormTask("refine", other).case(game, [way]).solution) == way
-    )  # a right candidate stands, whatever its style
+    # A right candidate stands, whatever its style.
+    assert solution(FormTask("refine", other).case(game, [way]).solution) == way
 
 
 def test_what_was_wrong_is_not_learnt():

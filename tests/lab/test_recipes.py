@@ -345,9 +345,8 @@ def test_sampling_follows_the_model_and_its_seed():
     ]
     assert draws[0] == draws[2] != draws[1]
     counts = np.bincount([row[0] for row in draws[0] + draws[1]], minlength=2048) / 4000
-    assert np.abs(counts - wanted.numpy()).sum() / 2 < np.sqrt(
-        2048 / 4000
-    )  # total variation; another distribution is far above
+    # Total variation; another distribution is far above.
+    assert np.abs(counts - wanted.numpy()).sum() / 2 < np.sqrt(2048 / 4000)
     top = int(wanted.argmax())
     assert abs(counts[top] - float(wanted[top])) < 4 * np.sqrt(float(wanted[top]) / 4000) + 1e-3
 

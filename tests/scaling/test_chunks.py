@@ -21,13 +21,8 @@ from tests.scaling.tabular import Tabular, problem, table
 from tests.scaling.test_layer import ALL, Killed, Mortal, amounts, outcome, run, tiers
 
 MESSAGES = ({"role": "user", "content": "Hello there"},)
-WAYS = [
-    (1, 1, False),
-    (32, 1, False),
-    (5, 3, False),
-    (32, 1, True),
-    (1, 3, True),
-]  # piece, tokens an event, a death of the engine
+# (tokens of a piece, tokens of an event, whether the engine dies)
+WAYS = [(1, 1, False), (32, 1, False), (5, 3, False), (32, 1, True), (1, 3, True)]
 
 
 def endpoint(at_once: int = 1, dies: bool = False, turn: int = 3, **options) -> ClientEndpoint:

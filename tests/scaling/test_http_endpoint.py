@@ -48,9 +48,8 @@ def test_samples_of_our_server_with_its_own_counts():
         assert total["generated"] == 3 * tokens and [s.tokens for s in found] == [tokens] * 3
         assert total["uncached"] + total["cached"] == sum(len(r.prompt_ids) for r in seen)
         in_context(server.url + "/v1", lambda c, e: c.sample(e, ask("hello world"), 2))
-        assert (
-            len(seen) == 5 and len({r.seed for r in seen}) == 3
-        )  # sample i has the same seed for every n; samples arrive in any order
+        # Sample i has the same seed for every n; samples arrive in any order.
+        assert len(seen) == 5 and len({r.seed for r in seen}) == 3
         server.idle()
 
 

@@ -396,9 +396,8 @@ def test_a_call_that_fails_is_tried_again_and_its_waste_is_charged(tmp_path):
     assert outcome(good) == outcome(solution)
     lost = [c for c in solution.ledger.charges if c.kind == "lost"]
     assert len(lost) == 3 and all(c.discarded == 8 and c.uncached for c in lost)
-    again = run(
-        "majority:n=4", endpoints=tiers(), journal=path
-    )  # nothing is made again, and nothing is charged twice or forgotten
+    # Nothing is made again, and nothing is charged twice or forgotten.
+    again = run("majority:n=4", endpoints=tiers(), journal=path)
     assert amounts(again) == amounts(solution)
 
 
