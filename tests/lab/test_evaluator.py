@@ -450,7 +450,7 @@ def test_a_model_with_another_vocabulary(where, tmp_path):
     config = CONFIG.replace(model=str(tmp_path)) if where == "model" else CONFIG
     with pytest.raises(
         ConfigError,
-        match=f"lab's vocabulary, and {tmp_path.name} is none: the tokenizer has 2 entries, the lab's has 2048",
+        match=f"lab's vocabulary, which {tmp_path.name} does not have: the tokenizer has 2 entries, the lab's has 2048",
     ):
         command.run(
             config,

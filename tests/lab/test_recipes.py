@@ -310,7 +310,7 @@ def test_curves_of_a_model_that_always_copies_candidate_one(tokenizer, monkeypat
         "date": "d",
     }
     text = card(NANO, record)
-    assert "| 2 of 4 | 60 |" in text and "evaluation was cut off" in text
+    assert "| 2 of 4 | 60 |" in text and "ended during the evaluation" in text
 
 
 # ----------------------------------------------------------------------------------------------------------- sampling
@@ -499,7 +499,7 @@ def test_a_finished_model_goes_on_with_the_last_phase(tokenizer, tmp_path, monke
     train.main([*onwards, "--resume"])
     record = json.loads((tmp_path / "second" / "training.json").read_text())
     assert record["steps"] == 20 and record["before"]["steps"] == 30
-    assert "went on from a finished model" in (tmp_path / "second" / "README.md").read_text()
+    assert "continued a finished model" in (tmp_path / "second" / "README.md").read_text()
     other = small.replace(shape=Shape(dim=16, layers=2, ffn=32, heads=2, kv_heads=1, head_dim=8, positions=4096))
     monkeypatch.setitem(RECIPES, "tiny", other)
     with pytest.raises(ConfigError, match="another shape"):
