@@ -18,7 +18,8 @@ from kvasir.engine.policy import POLICIES, SchedulerPolicy
 from kvasir.errors import ConfigError
 from kvasir.kv.codec import CODECS, Codec
 from kvasir.kv.quantized import QuantizedCodec
-from kvasir.lab.task import Task, load_task
+from kvasir.lab.lookup import load_task
+from kvasir.lab.task import Task
 from kvasir.models.families import FAMILIES, find_family
 from kvasir.speculation.drafter import DRAFTERS, Drafter
 from kvasir.speculation.router import load_drafter

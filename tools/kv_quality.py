@@ -25,7 +25,7 @@ from kvasir.bench.codec_quality import FIRST, OUTLIERS, REST, Study, answer, job
 from kvasir.bench.result import arm, as_json, result  # noqa: E402
 from kvasir.convert.checkpoint import convert  # noqa: E402
 from kvasir.convert.converter import load_converter  # noqa: E402
-from kvasir.lab.evaluator import read_tokenizer  # noqa: E402
+from kvasir.lab.evaluation.evaluator import read_tokenizer  # noqa: E402
 from kvasir.logs import setup  # noqa: E402
 from kvasir.models import checkpoint  # noqa: E402
 

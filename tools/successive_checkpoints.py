@@ -26,10 +26,10 @@ from kvasir.bench.rollouts import VERIFIABLE
 from kvasir.config import EngineConfig
 from kvasir.lab import export
 from kvasir.lab import tokenizer as lab_tokenizer
-from kvasir.lab.data import Rows
-from kvasir.lab.recipe import Recipe, find
-from kvasir.lab.task import load_task
-from kvasir.lab.train import Trainer
+from kvasir.lab.lookup import load_task
+from kvasir.lab.training.data import Rows
+from kvasir.lab.training.recipe import Recipe, find
+from kvasir.lab.training.trainer import Trainer
 from kvasir.models.checkpoint import resolve
 from kvasir.types import SamplingParams
 

@@ -1,4 +1,4 @@
-"""Kvasir: an LLM inference engine in which every efficiency method is a switch. The public names, imported on first use."""
+"""Kvasir: an LLM inference engine in which every efficiency method is a switch. Public names load on first use."""
 
 from __future__ import annotations
 

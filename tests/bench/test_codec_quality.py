@@ -10,7 +10,7 @@ from kvasir.bench import codec_quality
 from kvasir.bench.codec_quality import Job, Study, beginning, first, jobs, pooled, row_errors, task_specs, verdicts
 from kvasir.bench.result import arm, result
 from kvasir.errors import ConfigError
-from kvasir.lab.evaluator import Answers, Losses, read_tokenizer
+from kvasir.lab.evaluation.evaluator import Answers, Losses, read_tokenizer
 from kvasir.models import checkpoint
 from tests.bench.test_result import check
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvasir.lab.forms import FORMS
-from kvasir.lab.task import load_task
+from kvasir.lab.lookup import load_task
 from kvasir.technique import names
 
 

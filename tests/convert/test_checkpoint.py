@@ -1,4 +1,4 @@
-"""Streamed checkpoints: tensors arrive as stored, shards are complete, and a failed conversion leaves nothing behind."""
+"""Streamed checkpoints: tensors arrive as stored, shards are complete, and a failure leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Copy(Converter):
 
 
 class Break(Converter):
-    """Fails, or does worse, after the first tensors."""
+    """A converter that fails, or does worse, after the first tensors."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

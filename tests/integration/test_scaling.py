@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from kvasir.config import EngineConfig
-from kvasir.lab.task import load_task
+from kvasir.lab.lookup import load_task
 from kvasir.scaling.endpoint import Sampling
 from kvasir.scaling.engine_endpoint import EngineEndpoint
 from kvasir.scaling.ledger import Budget

@@ -15,7 +15,7 @@ import openai
 import psutil
 import pytest
 
-from kvasir.lab.task import load_task
+from kvasir.lab.lookup import load_task
 from kvasir.lab.tasks.tool import Tool
 from tests.integration.serving import Served, served
 

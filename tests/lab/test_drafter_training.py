@@ -1,4 +1,4 @@
-"""Training drafters at a tiny size: losses are what they say, they fall, a resumed run goes on to the bit, the command from end to end."""
+"""Drafter training at a tiny size: losses are exact and fall, resuming is exact to the bit, and the command works."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import torch
 from torch.nn import functional as F
 
 from kvasir.errors import ConfigError
-from kvasir.lab import drafter_data, drafter_training, export
-from kvasir.lab.drafter_data import Texts, batches, load_texts, mixture, save_texts
-from kvasir.lab.drafter_training import STATE, Plan, Target, Trainer, acceptance, main, walk
+from kvasir.lab import export
+from kvasir.lab.drafters import data as drafter_data
+from kvasir.lab.drafters import training as drafter_training
+from kvasir.lab.drafters.data import Texts, batches, load_texts, mixture, save_texts
+from kvasir.lab.drafters.training import STATE, Plan, Target, Trainer, acceptance, main, walk
+from kvasir.lab.lookup import load_task
 from kvasir.lab.model import Model, Shape
-from kvasir.lab.sheet import shipped_tokenizer
-from kvasir.lab.task import load_task
+from kvasir.lab.tokenizer import shipped_tokenizer
 from kvasir.speculation import heads
 
 SHAPE = Shape(dim=32, layers=3, ffn=48, heads=2, kv_heads=1, head_dim=16, positions=160)
@@ -30,13 +32,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def target() -> Target:
     model = Model(SHAPE, 1)
     with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(12)  # a model with opinions
+        model.model.embed_tokens.weight.mul_(12)  # a model with strong preferences
     return Target(model, "tiny")
 
 
 @pytest.fixture(scope="module")
 def texts() -> Texts:
-    """Texts that repeat themselves, of several lengths."""
+    """Repetitive texts of several lengths."""
     rng = np.random.default_rng(0)
     parts = [np.resize(rng.integers(10, 40, 5), int(n)) for n in rng.integers(6, 40, 24)]
     sizes = [len(part) for part in parts]
@@ -51,7 +53,7 @@ def trainer(target, texts, kind, **options) -> Trainer:
 
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_the_losses_are_those_of_each_row_alone(kind, target, texts):
-    """Against plain loops: one text, one root, one step at a time."""
+    """Compare with plain loops: one text, one root, one step at a time."""
     t = trainer(target, texts, kind)
     with torch.no_grad():
         for p in t.head.parameters():
@@ -77,7 +79,7 @@ def test_the_losses_are_those_of_each_row_alone(kind, target, texts):
 
 @pytest.mark.parametrize("ensemble", [1, 2])
 def test_prompt_tokens_are_rows_of_the_model_like_others(ensemble, target, texts, monkeypatch):
-    """Against the model run over a text that ends in them, once for each root, number and member of the ensemble."""
+    """Compare with the model run over a text that ends with the prompt tokens, for each root, count and member."""
     monkeypatch.setattr(
         drafter_training.heads,
         "shape_for",
@@ -128,19 +130,20 @@ def test_the_loss_falls_and_a_resumed_run_goes_on_to_the_bit(kind, target, texts
 
 
 def test_the_walk_counts_as_the_engine_does():
-    """Anchor 3 is known: a forward with its guesses 0 and 1 right gives three tokens, and so on to the last one."""
+    """Anchor 3 is known, so a forward whose guesses 0 and 1 are right gives three tokens, and so on to the end."""
     right = np.zeros((2, 12), bool)
     right[0, [2, 5, 8]] = True
     right[1, [2, 8]] = True
     forwards, by_depth = walk(right, 3, 12)
-    # anchor 3: accepts 2, goes on at 6; there root 5 accepts 1, goes on at 8; root 7 accepts none, goes on at 9; root 8 accepts 2: the end.
+    # Anchor 3 accepts 2 and continues at 6. Root 5 accepts 1 and continues at 8. Root 7 accepts none and continues at
+    # 9. Root 8 accepts 2 and reaches the end.
     assert (forwards, by_depth) == (4, [[4, 3], [3, 2]])
     assert walk(right, 11, 12) == (0, [[0, 0], [0, 0]])
 
 
 @pytest.mark.parametrize("kind, forwards", [("eagle", 3), ("ppd", 1.5)])
 def test_acceptance_of_a_head_that_knows_and_of_one_that_does_not(kind, forwards, target, texts):
-    """The model's own greedy continuation, learnt by heart, is accepted; before training it is not."""
+    """A head that learnt the model's greedy continuation by heart is accepted; an untrained one is not."""
     ids = [5, 6, 7]
     with torch.no_grad():
         for _ in range(24):
@@ -166,7 +169,7 @@ def test_replies_are_kept_and_read_back(target, texts, tmp_path):
     with pytest.raises(ConfigError, match="another model"):
         load_texts(file, "v")
     file.write_bytes(b"no")
-    with pytest.raises(ConfigError, match="sampled anew"):
+    with pytest.raises(ConfigError, match="sample them again"):
         load_texts(file, "w")
 
 

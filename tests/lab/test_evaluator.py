@@ -1,4 +1,4 @@
-"""The evaluator against plain torch and by hand: the engine's answers and losses, paired figures, and what it refuses."""
+"""The evaluator against plain torch and by hand: answers and losses of the engine, paired figures, and refusals."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvasir.cli import eval as command
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.lab import export
-from kvasir.lab import statistics as stats
-from kvasir.lab.evaluate import evaluate
-from kvasir.lab.evaluator import (
+from kvasir.lab.evaluation import statistics as stats
+from kvasir.lab.evaluation.evaluate import evaluate
+from kvasir.lab.evaluation.evaluator import (
     Answers,
     Exam,
     Losses,
@@ -28,8 +28,9 @@ from kvasir.lab.evaluator import (
     run,
     run_own,
 )
-from kvasir.lab.scores import compare, figures, pass_values, pool_sizes
-from kvasir.lab.task import Problem, load_task
+from kvasir.lab.evaluation.scores import compare, figures, pass_values, pool_sizes
+from kvasir.lab.lookup import load_task
+from kvasir.lab.task import Problem
 from kvasir.models import checkpoint
 
 EASY = "chain:min_steps=4,max_steps=5"
@@ -54,7 +55,7 @@ def answered(llm, tokenizer, *tasks, **options):
     return [run(llm, exam, plan, tokenizer) for exam in prepare(plan, tokenizer)]
 
 
-# -------------------------------------------------------------------------------------------------- against plain torch
+# ------------------------------------------------------------------------------------------------ against plain torch
 
 
 def test_exact_match_is_that_of_plain_torch(llm, tokenizer):
@@ -115,7 +116,7 @@ def test_the_prefix_cache_changes_no_loss(llm, tokenizer):
     assert np.allclose(first.nats, second.nats, rtol=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------------------- samples
+# ------------------------------------------------------------------------------------------------------------ samples
 
 
 def test_a_pool_of_samples(llm, tokenizer):
@@ -128,7 +129,7 @@ def test_a_pool_of_samples(llm, tokenizer):
     assert found["pass"]["6"]["share"] == pytest.approx(np.mean(outcome.right.any(1)))
     shares = [p["share"] for p in found["pass"].values()]
     assert shares == sorted(shares)
-    # A vote is a reply's own answer, and equal answers are equally right.
+    # A vote is the reply's own answer, and equal answers are equally right.
     for problem, votes, right in zip(outcome.exam.problems, outcome.votes, outcome.right):
         assert all((vote == problem.answer) >= bool(mark) for vote, mark in zip(votes, right))
     again = answered(llm, tokenizer, HARD, count=12, seed=5, samples=6, temperature=1.0)[0]
@@ -141,7 +142,7 @@ def test_pool_sizes_and_seeds():
     assert len(seeds) == 200 and all(0 <= s < 1 << 63 for s in seeds)
 
 
-# -------------------------------------------------------------------------------------------------------- own candidates
+# ----------------------------------------------------------------------------------------------------- own candidates
 
 
 def test_forms_on_candidates_of_the_models_own(llm, tokenizer):
@@ -205,7 +206,7 @@ def test_rechecks_are_counted(llm, tokenizer):
     assert "tally" not in figures(answered(llm, tokenizer, EASY, count=2, max_tokens=4)[0])
 
 
-# ----------------------------------------------------------------------------------------------------- figures by hand
+# ---------------------------------------------------------------------------------------------------- figures by hand
 
 
 def outcome_of(right, votes=None, tokens=10):
@@ -266,7 +267,7 @@ def test_comparison_of_losses_by_hand():
     assert found["interval"][0] > 0 and found["documents_needed"] >= 1
 
 
-# --------------------------------------------------------------------------------------------------------- the command
+# -------------------------------------------------------------------------------------------------------- the command
 
 
 def test_the_command_writes_table_json_and_plot(tmp_path, capsys):
@@ -322,7 +323,7 @@ def test_from_the_command_line(tmp_path):
 
 
 def test_what_is_through_is_kept_when_somebody_has_seen_enough(tmp_path, capsys, monkeypatch):
-    from kvasir.lab import evaluator
+    from kvasir.lab.evaluation import evaluator
 
     answered, most = [], 1
 
@@ -361,7 +362,7 @@ def test_tasks_are_split_where_a_name_begins():
         "needle",
         "story:form=prose,length=9",
     )
-    assert command.split_tasks("a,b=1") == ("a", "b=1")  # no dial was opened: the task's own error names it
+    assert command.split_tasks("a,b=1") == ("a", "b=1")  # the task's own error names the dial
     assert command.split_tasks(" , ") == ()
 
 
@@ -385,7 +386,7 @@ def test_the_second_configuration():
         assert words.lower() in str(e.value).lower(), (switches, str(e.value))
 
 
-# ----------------------------------------------------------------------------------------------------------- bad input
+# ---------------------------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(
@@ -449,7 +450,7 @@ def test_a_model_with_another_vocabulary(where, tmp_path):
     config = CONFIG.replace(model=str(tmp_path)) if where == "model" else CONFIG
     with pytest.raises(
         ConfigError,
-        match=f"lab's vocabulary, and {tmp_path.name} is none: the tokenizer has 2 entries, the lab's has 2048",
+        match=f"lab's vocabulary, which {tmp_path.name} does not have: the tokenizer has 2 entries, the lab's has 2048",
     ):
         command.run(
             config,
@@ -470,7 +471,7 @@ def test_repetition():
     assert repetition([text[:5], text[:5], text[:6], text[9:12]]) == pytest.approx(4 / 3)  # shorter than a stretch
 
 
-# ------------------------------------------------------------------------------------------------------ names of models
+# ---------------------------------------------------------------------------------------------------- names of models
 
 
 def test_names_of_shipped_models(tmp_path, monkeypatch):

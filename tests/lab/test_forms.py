@@ -1,4 +1,4 @@
-"""Prompt forms: what is asked, what is learnt and what counts as right, for every mix of right and wrong candidates."""
+"""Prompt forms: the question, the target and what counts as right, for every mix of right and wrong candidates."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 
 from kvasir.errors import ConfigError
 from kvasir.lab.forms import FORMS, SOLVING, FormTask, ratings, render, solution, target, verdict
-from kvasir.lab.task import Problem, load_task
+from kvasir.lab.lookup import load_task
+from kvasir.lab.task import Problem
 
 TASKS = ["chain", "reflect", "long_add", "countdown", "path", "facts", "needle", "state"]
 JUDGED = [form for form in FORMS if form != "solve"]
-# Tasks whose wrong and right solutions depend on the problem alone, so that documents can be compared with problems.
+# The solutions of these tasks, right and wrong, depend on the problem only, so documents can be compared with problems.
 PLAIN = ["chain", "long_add", "state", "facts"]
 
 
@@ -54,9 +55,8 @@ def test_targets_are_right_for_every_mix_of_candidates(name, form):
                     task.verify(problem, case.candidates, FORMS[form].names),
                     target(form, problem, case.candidates, mix),
                 )
-                if (
-                    name == "countdown" and form in SOLVING and not any(mix)
-                ):  # nothing was worked out: the question is said again
+                # Nothing was worked out in this case, so the question is repeated.
+                if name == "countdown" and form in SOLVING and not any(mix):
                     check += f"\n{problem.messages[-1]['content']}"
                 assert case.solution == check + ("\n\n" if form in SOLVING else "\n") + said and asks.check(case, said)
                 assert asks.answer(said) == case.answer and solution(case.solution) == (
@@ -104,10 +104,10 @@ def test_documents_are_the_tokenised_text_with_loss_on_the_last_reply_only(token
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("form", JUDGED)
 def test_documents_read_as_the_problems_do(tokenizer, form, name):
-    """Take a training document apart, make its case again from the texts alone, and find the same prompt and target."""
+    """Take a training document apart, rebuild its case from the texts alone, and find the same prompt and target."""
     task = load_task(f"{form}/{name}")
     made = task.documents(tokenizer, np.random.default_rng(5), 20, "train")
-    # The problems that those documents were written from: the same draw from the same generator.
+    # The same draw from the same generator gives the problems of these documents.
     rng = np.random.default_rng(5)
     origins = task.inner.as_problems(task.inner.drawn(rng, "train", 20), np.random.default_rng(0))
     heads = FORMS[form].heads
@@ -144,9 +144,8 @@ def test_real_replies_become_cases_whatever_they_say():
         ({"role": "user", "content": "Make 22 from 7, 4, 3, 9."},), "4*7=28\n28-9=19\n19+3=22\nAnswer: 22", ""
     )
     way = "7*4=28\n9-3=6\n28-6=22\nAnswer: 22"
-    assert (
-        solution(FormTask("refine", other).case(game, [way]).solution) == way
-    )  # a right candidate stands, whatever its way
+    # A right candidate stands, whatever its style.
+    assert solution(FormTask("refine", other).case(game, [way]).solution) == way
 
 
 def test_what_was_wrong_is_not_learnt():
@@ -229,7 +228,7 @@ def test_a_wrong_number_of_candidates_is_refused(form, count):
     "name", [*TASKS, "path:form=star", "state:kind=parity", "chain:modulus=499,max_factor=30,max_steps=10"]
 )
 def test_the_verdict_follows_from_the_check(name):
-    """Each candidate has one line, with its name before and the exact checker's word behind; the word can be read off the lines."""
+    """Each candidate has one line: its name first, the checker's word last. The word follows from the line."""
     task = load_task(name)
     rng = np.random.default_rng(4)
     drawn = task.drawn(rng, "train", 60)
@@ -323,7 +322,7 @@ def test_a_check_of_slips_and_repairs_is_the_plain_chain():
 
 @pytest.mark.parametrize("name", TASKS)
 def test_aggregates_of_aggregates_show_solutions_only(name):
-    """A population of replies with checks goes round: prompts, labels and targets are those of the solutions alone."""
+    """Replies with checks become candidates again: prompts, labels and targets use the solutions alone."""
     task, asks = load_task(name), load_task(f"aggregate/{name}")
     problem, wrong = candidates_of(task)
     check = task.verify(problem, wrong[:2], "12")
@@ -341,7 +340,10 @@ def test_aggregates_of_aggregates_show_solutions_only(name):
 
 
 def test_a_fresh_solution_begins_where_it_does_alone():
-    """Without a right candidate, and with nothing worked out, the question is said again; with one, or with a working, it is not."""
+    """The question is repeated when there is no right candidate and nothing was worked out.
+
+    Otherwise it is not.
+    """
     for name in ("countdown", "path"):
         task = load_task(name)
         problem, wrong = candidates_of(task)

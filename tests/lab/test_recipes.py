@@ -1,4 +1,4 @@
-"""The recipes of nano and base end to end at a tiny size: phases, own candidates, exact resume, curves, card; and their sampling."""
+"""The recipes of nano and base at a tiny size: phases, own candidates, exact resume, curves, card and sampling."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ import pytest
 import torch
 
 from kvasir.errors import ConfigError
-from kvasir.lab import export, own, state, train
-from kvasir.lab.card import card
-from kvasir.lab.data import Mixture, Rows
+from kvasir.lab import export, train
+from kvasir.lab.evaluation import replies as lab_replies
 from kvasir.lab.forms import FormTask
+from kvasir.lab.lookup import load_task
 from kvasir.lab.model import PLAIN, Compute, Model, Shape
-from kvasir.lab.recipe import BASE, NANO, RECIPES, Curves, Own, Phase
-from kvasir.lab.report import curves
 from kvasir.lab.sample import complete, complete_all
-from kvasir.lab.task import load_task
-from kvasir.lab.workers import ahead, all_of
+from kvasir.lab.training import loop, own, state, trainer
+from kvasir.lab.training.card import card
+from kvasir.lab.training.data import Mixture, Rows
+from kvasir.lab.training.recipe import BASE, NANO, RECIPES, Curves, Own, Phase
+from kvasir.lab.training.report import curves
+from kvasir.lab.training.workers import ahead, all_of
 
 EASY = "chain:modulus=5,max_factor=2,min_steps=1,max_steps=1"
 SHAPE = Shape(dim=16, layers=1, ffn=32, heads=2, kv_heads=1, head_dim=8, positions=4096)
 
 
 def tiny(recipe, rows=2, **changes):
-    """The recipe itself with a model, batches and counts that a CPU runs in seconds."""
+    """The recipe with a model, batches and counts that a CPU runs in seconds."""
 
     def small(parts):
-        # Without plain prose, which takes seconds to tokenise (test_train.py has it), and with short needles.
+        # Plain prose is left out, because tokenising takes seconds (test_train.py has it); needles are short.
         return tuple(
             Rows(
                 rows if part.length == 1024 else 1,
@@ -112,7 +114,7 @@ def test_the_recipes_keep_their_promises(recipe, parameters):
             for spec, share in part.mix.items()
             if spec.startswith("story")
         )
-    assert prose < 5.5 * 2.6e6  # passes over all the prose there is
+    assert prose < 5.5 * 2.6e6  # passes over all prose
 
 
 @pytest.mark.parametrize(
@@ -121,18 +123,18 @@ def test_the_recipes_keep_their_promises(recipe, parameters):
 def test_the_whole_recipe_runs_resumes_and_writes_its_card(recipe, rows, tmp_path, capsys, monkeypatch):
     small = tiny(recipe, rows, own=OWN, curves=Curves((EASY,), 4, samples=4, candidates=2))
     monkeypatch.setitem(RECIPES, "tiny", small)
-    monkeypatch.setattr(train, "LOOK", 5)
+    monkeypatch.setattr(loop, "LOOK", 5)
     folders = [tmp_path / "whole", tmp_path / "parts"]
     argv = ["--recipe", "tiny", "--device", "cpu", "--commit", "abc", "--out"]
     train.main([*argv, str(folders[0])])
 
-    def interrupted(self, batches, step=train.Trainer.step):
+    def interrupted(self, batches, step=trainer.Trainer.step):
         if self.done == 27:  # after the last sampling, between two saves
             raise KeyboardInterrupt
         return step(self, batches)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.Trainer, "step", interrupted)
+        patch.setattr(trainer.Trainer, "step", interrupted)
         train.main([*argv, str(folders[1]), "--save-every", "0.000001s"])
     assert state.load_state(folders[1], small)[0]["step"] == 25
     train.main([*argv, str(folders[1]), "--resume"])
@@ -175,10 +177,10 @@ def test_a_lost_or_foreign_file_of_own_replies_is_refused(tokenizer, tmp_path):
         rows=(Rows(1, 256, {EASY: 1.0}),),
         phases=(Phase(0.3, (Rows(1, 256, {EASY: 0.5, "own/aggregate": 0.5}),), True),),
     )
-    t = train.Trainer(recipe, tokenizer, "cpu", workers=0)
+    t = trainer.Trainer(recipe, tokenizer, "cpu", workers=0)
     t.done = 20
     assert t.advance(tmp_path, print) and not t.advance(tmp_path, print) and t.phase == 1
-    again = train.Trainer(recipe, tokenizer, "cpu", workers=0)
+    again = trainer.Trainer(recipe, tokenizer, "cpu", workers=0)
     again.restore(tmp_path)
     assert again.phase == 1 and np.array_equal(
         again.mixture.pools["own/aggregate"].ids, t.mixture.pools["own/aggregate"].ids
@@ -224,17 +226,17 @@ def test_the_fingerprint_is_of_the_training_and_not_of_the_measuring():
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ own replies
+# -------------------------------------------------------------------------------------------------------- own replies
 
 
 def replies(task, rng, right, wrong):
-    """Replies as a model would give them, from the task's own solutions and slips."""
+    """Replies as a model would give them, made from the task's own solutions and slips."""
     drawn = task.drawn(rng, "train", 1)
     problem = task.as_problems(drawn, rng)[0]
     texts = [task.written(drawn, rng, np.array([i >= right]))[0] for i in range(right + wrong)]
     marks = tuple(task.check(problem, t) for t in texts)
     assert marks == (True,) * right + (False,) * wrong
-    return own.Replies(problem, tuple(texts), marks, tuple(task.answer(t) for t in texts))
+    return lab_replies.Replies(problem, tuple(texts), marks, tuple(task.answer(t) for t in texts))
 
 
 def test_cases_show_every_mix_and_learn_what_the_checker_says():
@@ -257,16 +259,16 @@ def test_choosing_keeps_the_count_of_right_ones_and_leaves_out_empty_replies():
     rng, task = np.random.default_rng(1), load_task("chain")
     group = replies(task, rng, 2, 3)
     for _ in range(20):
-        chosen = own.choose(rng, group, 1, 3)
+        chosen = lab_replies.choose(rng, group, 1, 3)
         assert sum(task.check(group.problem, t) for t in chosen) == 1 and len(set(chosen)) == 3
-    assert own.choose(rng, group, 3, 3) is None and own.choose(rng, group, 0, 4) is None
-    blank = own.Replies(group.problem, ("", " "), (False, False), (None, None))
-    assert own.choose(rng, blank, 0, 1) is None
+    assert lab_replies.choose(rng, group, 3, 3) is None and lab_replies.choose(rng, group, 0, 4) is None
+    blank = lab_replies.Replies(group.problem, ("", " "), (False, False), (None, None))
+    assert lab_replies.choose(rng, blank, 0, 1) is None
 
 
 def test_curves_of_a_model_that_always_copies_candidate_one(tokenizer, monkeypatch):
-    """A known behaviour gives known numbers: aggregation by copying is right as often as the first candidate is."""
-    from kvasir.lab import report
+    """A model that copies is right as often as the first candidate is."""
+    from kvasir.lab.training import report
 
     rng, task = np.random.default_rng(2), load_task("chain")
     pool = [replies(task, rng, 4, 4) for _ in range(60)]
@@ -308,10 +310,10 @@ def test_curves_of_a_model_that_always_copies_candidate_one(tokenizer, monkeypat
         "date": "d",
     }
     text = card(NANO, record)
-    assert "| 2 of 4 | 60 |" in text and "evaluation was cut off" in text
+    assert "| 2 of 4 | 60 |" in text and "ended during the evaluation" in text
 
 
-# --------------------------------------------------------------------------------------------------------------- sampling
+# ----------------------------------------------------------------------------------------------------------- sampling
 
 
 def noisy(seed=0):
@@ -343,9 +345,8 @@ def test_sampling_follows_the_model_and_its_seed():
     ]
     assert draws[0] == draws[2] != draws[1]
     counts = np.bincount([row[0] for row in draws[0] + draws[1]], minlength=2048) / 4000
-    assert np.abs(counts - wanted.numpy()).sum() / 2 < np.sqrt(
-        2048 / 4000
-    )  # total variation, far below that of another distribution
+    # Total variation; another distribution is far above.
+    assert np.abs(counts - wanted.numpy()).sum() / 2 < np.sqrt(2048 / 4000)
     top = int(wanted.argmax())
     assert abs(counts[top] - float(wanted[top])) < 4 * np.sqrt(float(wanted[top]) / 4000) + 1e-3
 
@@ -361,7 +362,7 @@ def test_all_prompts_get_a_reply_in_batches_that_fit(tokenizer, monkeypatch):
     assert together[-1] is None and all(r is not None for r in together[:-1])  # the last prompt leaves no room
 
 
-# ---------------------------------------------------------------------------------------------------------------- workers
+# ------------------------------------------------------------------------------------------------------------ workers
 
 
 def test_workers_give_everything_in_order_and_pass_errors_on():
@@ -414,9 +415,9 @@ def test_a_fused_kernel_that_fails_is_replaced_aloud(tokenizer, monkeypatch):
 
     said = []
     recipe = tiny(NANO, own=OWN).replace(rows=(Rows(1, 256, {EASY: 1.0}),), phases=())
-    t, plain = (train.Trainer(recipe, tokenizer, "cpu", workers=0) for _ in range(2))
+    t, plain = (trainer.Trainer(recipe, tokenizer, "cpu", workers=0) for _ in range(2))
     t.compute = Compute(layer=broken, fused=True)
-    monkeypatch.setattr(train, "compiled", lambda fused: PLAIN)
+    monkeypatch.setattr(trainer, "compiled", lambda fused: PLAIN)
     batch = t.mixture.batch(0)
     assert torch.equal(t.first_step(batch, said.append), plain.step(batch)) and "no kernel" in said[0] and t.done == 1
     t.compute = Compute(layer=broken)
@@ -473,7 +474,7 @@ def test_the_shards_of_base_stay_small():
     assert 2 * Model(BASE.shape).model.embed_tokens.weight.numel() < export.SHARD < 15e6
 
 
-# ----------------------------------------------------------------------------------------- going on with a finished model
+# ------------------------------------------------------------------------------------- continuing a finished model
 
 
 def test_a_finished_model_goes_on_with_the_last_phase(tokenizer, tmp_path, monkeypatch, capsys):
@@ -482,7 +483,7 @@ def test_a_finished_model_goes_on_with_the_last_phase(tokenizer, tmp_path, monke
         phases=(Phase(0.5, (Rows(1, 256, {EASY: 0.5, "own/judge_pair": 0.5}),), True),),
     )
     monkeypatch.setitem(RECIPES, "tiny", small)
-    monkeypatch.setattr(train, "LOOK", 5)
+    monkeypatch.setattr(loop, "LOOK", 5)
     argv = ["--recipe", "tiny", "--device", "cpu", "--commit", "abc", "--out"]
     train.main([*argv, str(tmp_path / "first")])
     first = export.load(tmp_path / "first")
@@ -493,12 +494,12 @@ def test_a_finished_model_goes_on_with_the_last_phase(tokenizer, tmp_path, monke
     assert stopped[0]["phase"] == 1 and stopped[0]["step"] == 5 and "own replies" in capsys.readouterr().out
     moved = max(float((stopped[1][f"model.{name}"] - p).abs().max()) for name, p in first.state_dict().items())
     assert 0 < moved < 0.05, "it goes on from the finished weights, not from new ones"
-    with pytest.raises(ConfigError, match="other settings"):  # a state of a continued run is not one of a whole run
+    with pytest.raises(ConfigError, match="other settings"):  # the state of a continued run does not fit a whole run
         train.main([*argv, str(tmp_path / "second"), "--resume"])
     train.main([*onwards, "--resume"])
     record = json.loads((tmp_path / "second" / "training.json").read_text())
     assert record["steps"] == 20 and record["before"]["steps"] == 30
-    assert "went on from a finished model" in (tmp_path / "second" / "README.md").read_text()
+    assert "continued a finished model" in (tmp_path / "second" / "README.md").read_text()
     other = small.replace(shape=Shape(dim=16, layers=2, ffn=32, heads=2, kv_heads=1, head_dim=8, positions=4096))
     monkeypatch.setitem(RECIPES, "tiny", other)
     with pytest.raises(ConfigError, match="another shape"):
@@ -509,13 +510,13 @@ def test_a_finished_model_goes_on_with_the_last_phase(tokenizer, tmp_path, monke
 
 def test_another_models_mistakes_are_learnt_from(tokenizer, monkeypatch):
     task = load_task("chain")
-    monkeypatch.setattr(own, "complete_all", lambda model, tokenizer, prompts, *a, **k: [model] * len(prompts))
+    monkeypatch.setattr(lab_replies, "complete_all", lambda model, tokenizer, prompts, *a, **k: [model] * len(prompts))
     kept = []
     monkeypatch.setattr(own, "all_of", lambda make, chunks, workers: kept.extend(chunks) or [])
     plan = Own((("chain", 1.3),), problems=3, samples=8)
     right = task.problems("train", 1000, 3)[0].solution
     assert own.own_documents(right, tokenizer, plan, 1, 0, lambda text: None, others=["nonsense"]) == {}
-    pool = [replies for _, chunk in kept for _, replies in chunk]
+    pool = [given for _, chunk in kept for _, given in chunk]
     assert [r.texts for r in pool] == [(right,) * 8 + ("nonsense",) * 2] * 3 and pool[0].right == (True,) * 8 + (
         False,
     ) * 2
@@ -534,7 +535,10 @@ def test_own_pairs_to_judge_are_mostly_mixed_and_checked():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_captured_step_writes_what_a_plain_one_writes():
-    """Sampling replays a CUDA graph: greedy tokens must be those of the CPU, with rows that leave the batch on the way."""
+    """Sampling replays a CUDA graph, whose greedy tokens must be those of the CPU.
+
+    Rows leave the batch on the way.
+    """
     model = noisy()
     rng = np.random.default_rng(0)
     prompts = [[1, *rng.integers(40, 2000, n).tolist()] for n in rng.integers(1, 12, 16)]

@@ -1,14 +1,21 @@
-"""The checkpoints in the package: transformers, the lab's own model and kvasir's engine agree on each of them."""
+"""The packaged checkpoints: transformers, the lab's model and the engine agree on them, and their cards are true."""
 
 from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
 
 import pytest
 import torch
 
 from kvasir import LLM, SamplingParams
 from kvasir.lab import export
-from kvasir.lab.sheet import shipped_tokenizer
-from kvasir.lab.task import load_task
+from kvasir.lab.drafters.card import card as drafter_card
+from kvasir.lab.lookup import load_task
+from kvasir.lab.tokenizer import shipped_tokenizer
+from kvasir.lab.training.card import card
+from kvasir.lab.training.recipe import find
 from kvasir.models import checkpoint
 
 TASKS = ("chain", "path", "judge_pair/countdown", "story")
@@ -16,7 +23,10 @@ TASKS = ("chain", "path", "judge_pair/countdown", "story")
 
 @pytest.mark.parametrize("name", checkpoint.shipped())
 def test_transformers_and_kvasir_agree(name):
-    """fp32, 1e-4: logits of the lab's model, and the log-probability of every prompt token as the engine reports it."""
+    """Compare in fp32, to 1e-4.
+
+    Logits of the lab's model, and the log-probability of every prompt token as the engine reports it.
+    """
     transformers = pytest.importorskip("transformers")
     folder, tokenizer = checkpoint.resolve(name), shipped_tokenizer()
     texts = [p.prompt + p.solution for task in TASKS for p in load_task(task).problems("test", 3, 2)]
@@ -36,3 +46,18 @@ def test_transformers_and_kvasir_agree(name):
         torch.testing.assert_close(
             told, wanted[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0], atol=1e-4, rtol=1e-4
         )
+
+
+ASSETS = Path(str(files("kvasir"))) / "assets"
+
+
+@pytest.mark.parametrize("name", checkpoint.shipped())
+def test_the_card_of_a_model_is_what_the_generator_writes(name):
+    record = json.loads((ASSETS / name / "training.json").read_text())
+    assert (ASSETS / name / "README.md").read_text() == card(find(name), record)
+
+
+@pytest.mark.parametrize("folder", sorted((ASSETS / "drafters").iterdir()), ids=lambda f: f.name)
+def test_the_card_of_a_drafter_is_what_the_generator_writes(folder):
+    record = json.loads((folder / "training.json").read_text())
+    assert (folder / "README.md").read_text() == drafter_card(record)

@@ -1,4 +1,4 @@
-"""The statistics against closed forms, enumeration and simulation; each with a case that a wrong formula gets wrong."""
+"""The statistics against closed forms, enumeration and simulation, each with a case that a wrong formula fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvasir.lab import statistics as stats
+from kvasir.lab.evaluation import statistics as stats
 
 # ------------------------------------------------------------------------------------------------------------- Wilson
 
@@ -31,7 +31,7 @@ def test_wilson_as_published(right, total, low, high):
 
 
 def test_wilson_solves_its_equation():
-    """Each bound p is where the normal test just fails: (observed - p)^2 = z^2 p (1 - p) / n."""
+    """Each bound p satisfies (observed - p)^2 = z^2 p (1 - p) / n, where the normal test just fails."""
     z = stats.quantile(0.995)
     for p in stats.wilson(37, 110, confidence=0.99):
         assert (37 / 110 - p) ** 2 == pytest.approx(z * z * p * (1 - p) / 110)
@@ -47,7 +47,7 @@ def test_wilson_at_the_ends():
 
 @pytest.mark.parametrize("p", [0.03, 0.3, 0.9])
 def test_wilson_covers(p):
-    """The exact chance that the interval holds the truth, summed over all outcomes, is near what it says."""
+    """The exact chance that the interval holds the truth, summed over all outcomes, is near the stated one."""
     n = 80
     covered = 0.0
     for right in range(n + 1):
@@ -68,7 +68,7 @@ def test_mcnemar_is_the_sign_test(b, c, p):
 
 
 def test_mcnemar_by_enumeration():
-    """All outcomes of 9 fair coins that are at least as lopsided as 2 to 7."""
+    """Count all outcomes of 9 fair coins that are at least as lopsided as 2 to 7."""
     extreme = sum(1 for coins in itertools.product((0, 1), repeat=9) if min(sum(coins), 9 - sum(coins)) <= 2)
     assert stats.mcnemar(2, 7) == pytest.approx(extreme / 2**9)
 
@@ -99,7 +99,10 @@ def test_bootstrap_of_a_ratio_weighs_problems():
 
 @pytest.mark.parametrize("shift", [0.0, 0.06])
 def test_bootstrap_covers_the_true_paired_difference(shift):
-    """400 simulated comparisons with 24 % of problems solved by one arm only: about 95 % of the intervals hold the truth."""
+    """Simulate 400 comparisons in which one arm alone solves 24 % of the problems.
+
+    About 95 % of the intervals hold the truth.
+    """
     rng = np.random.default_rng(11)
     differences = rng.choice([-1, 0, 1], p=[0.12 - shift / 2, 0.76, 0.12 + shift / 2], size=(400, 250))
     inside = 0
@@ -136,7 +139,7 @@ def test_problems_needed_of_no_difference():
 
 
 def test_that_many_problems_give_that_power():
-    """Simulated: with the number it asks for, the exact McNemar test sees the difference about four times in five."""
+    """With the number of problems asked for, the exact McNemar test sees the difference four times in five."""
     up, down = 0.15, 0.05
     need = stats.problems_needed(np.array([1] * 15 + [-1] * 5 + [0] * 80))
     rng = np.random.default_rng(5)
@@ -156,7 +159,7 @@ def brute_pass(right, k):
 
 
 def brute_majority(answers, right, k):
-    """Every choice of k samples, every winner of a tie, every sample that gave the winning answer."""
+    """Enumerate every choice of k samples, every winner of a tie, and every sample that gave the winning answer."""
     total, chosen = 0.0, list(itertools.combinations(range(len(answers)), k))
     for index in chosen:
         votes = Counter(answers[i] for i in index if answers[i] is not None)
@@ -190,7 +193,7 @@ def test_majority_by_hand():
     assert stats.majority_at_k(answers, right, 4) == 1.0
     assert stats.majority_at_k(["5", "7"], [True, False], 2) == 0.5  # a tie
     assert stats.majority_at_k([None, None], [False, False], 2) == 0.0
-    # Votes count canonical answers: four right texts that differ lose to two equal wrong ones.
+    # Votes count canonical answers: four right replies with different answers lose to two equal wrong ones.
     assert stats.majority_at_k(["1+2", "2+1", "3+0", "0+3", "4", "4"], [True] * 4 + [False] * 2, 6) == 0.0
 
 

@@ -1,4 +1,4 @@
-"""Tasks of the lab: seeds, disjoint splits, exact checkers with negative controls, and documents equal to their text."""
+"""The lab's tasks: seeds, disjoint splits, exact checkers with negative controls, and documents equal to their text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kvasir.errors import ConfigError
-from kvasir.lab.task import SPLITS, encode, load_task, split_of
+from kvasir.lab.lookup import load_task
+from kvasir.lab.task import SPLITS, encode, split_of
 from kvasir.technique import names
 
 NAMES = names("kvasir.lab.tasks")
@@ -37,7 +38,7 @@ def test_no_problem_stands_in_two_splits(name):
 
 
 def test_a_small_space_of_chains_is_split_without_overlap():
-    """Draw nearly every problem there is: a split by seed alone would overlap here."""
+    """Draw nearly every problem that exists: a split by seed alone would overlap here."""
     task = load_task("chain:modulus=7,max_factor=3,min_steps=3,max_steps=3")
     seen = {split: {p.prompt for p in task.problems(split, 0, 4000)} for split in ("train", "validation", "test")}
     assert all(len(s) > 200 for s in seen.values())
@@ -76,7 +77,7 @@ def test_the_checker_takes_the_solution_and_refuses_what_is_wrong(name):
 
 @pytest.mark.parametrize("name", ["chain", "schema", "tool"])
 def test_another_problems_solution_is_refused(name):
-    """The negative control of every score: shuffled replies must not pass."""
+    """The negative control of every score: shuffled replies must fail."""
     task = load_task(name)
     problems = task.problems("test", 2, 60)
     passed = sum(
@@ -219,7 +220,7 @@ def test_bad_splits_and_exhausted_dials_are_refused():
 
 
 def test_split_of_is_fixed_for_ever():
-    """A change here would leak test problems into models trained before it."""
+    """A change here would leak test problems into models that are trained already."""
     counts = {s: sum(split_of(str(i)) == s for i in range(6400)) for s in ("train", "validation", "test")}
     assert 60 < counts["test"] < 140 and 60 < counts["validation"] < 140
     assert [i for i in range(300) if split_of(str(i)) == "test"] == [46, 197, 232, 277, 278]

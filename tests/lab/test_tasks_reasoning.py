@@ -1,4 +1,4 @@
-"""Each task by an independent solution: plain arithmetic, search, breadth first, and statistics."""
+"""Each task against an independent solution: plain arithmetic, search, breadth-first search, and statistics."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from kvasir.lab.sheet import shipped_tokenizer
-from kvasir.lab.task import load_task
+from kvasir.lab.lookup import load_task
+from kvasir.lab.tokenizer import shipped_tokenizer
 
 
 def asked(problem) -> str:
@@ -239,7 +239,7 @@ def test_every_step_of_a_reflection_has_its_true_label():
     task = load_task("reflect:slip=0.4,needless=0.4")
     kinds = collections.Counter()
     for problem in task.problems("test", 0, 80):
-        before = None  # of the last step: its left side and whether it is right
+        before = None  # the last step's left side, and whether it is right
         linear = 0
         for step in task.steps(problem, problem.solution):
             left, result = step.text.removeprefix("Wait, ").split("=")
@@ -263,7 +263,7 @@ def test_every_step_of_a_reflection_has_its_true_label():
 
 
 def test_reflections_slip_and_recheck_at_the_dialled_rates():
-    """Over 3,000 training traces: within four standard errors."""
+    """The rates over 3,000 training traces lie within four standard errors."""
     task = load_task("reflect:min_steps=8,max_steps=8,slip=0.2,repair=0.8,needless=0.1")
     tokenizer = shipped_tokenizer()
     made = task.documents(tokenizer, np.random.default_rng(0), 3000)
@@ -283,7 +283,7 @@ def test_reflections_slip_and_recheck_at_the_dialled_rates():
     def near(seen: float, rate: float, trials: int) -> bool:
         return abs(seen - rate) < 4 * math.sqrt(rate * (1 - rate) / trials)
 
-    left = 1 - (1 - 0.2 * 0.2) ** 8  # traces in which a slip stays
+    left = 1 - (1 - 0.2 * 0.2) ** 8  # traces that keep a slip
     assert near(wrong / 3000, left, 3000)
     assert near(kinds["useful"] / linear, 0.16 * (1 - left / 8), linear)
     assert near(kinds["needless"] / linear, 0.1 * (1 - 0.16) * (1 - left / 8), linear)
@@ -312,7 +312,10 @@ def test_labels_of_a_models_own_reply():
 
 @pytest.mark.parametrize("choices", [3, 16])
 def test_the_entropy_in_closed_form_is_the_empirical_one(choices):
-    """Mean surprisal over 6,000 sentences against the closed form, and the closed form against counting all sentences."""
+    """Compare the closed form with the mean surprisal of 6,000 sentences.
+
+    Also compare it with a count of all sentences.
+    """
     task = load_task(f"template:choices={choices}")
     bits = [task.surprisal(s) for p in task.problems("longer", 0, 700) for s in p.solution.split("\n")]
     assert None not in bits and len(bits) > 5000
@@ -320,7 +323,7 @@ def test_the_entropy_in_closed_form_is_the_empirical_one(choices):
 
 
 def test_words_of_a_template_are_drawn_evenly():
-    """Chi-square of the patterns and of one gap (df 7 and 15, far tails): wrong weights would be seen."""
+    """Chi-square of the patterns and of one gap (df 7 and 15, far tails) would show wrong weights."""
     from kvasir.lab.tasks.template import PATTERNS, PLACES
 
     task = load_task("template")
@@ -342,7 +345,10 @@ def test_words_of_a_template_are_drawn_evenly():
 
 
 def test_the_probabilities_of_all_sentences_sum_to_one():
-    """With 3 choices a gap every sentence of a pattern can be listed: their probabilities must make up the pattern's share."""
+    """List every sentence of a pattern, which 3 choices a gap allow.
+
+    Their probabilities must sum to the pattern's share.
+    """
     from kvasir.lab.tasks.template import GAP, PATTERNS, WORDS
 
     task = load_task("template:choices=3")
@@ -386,7 +392,10 @@ def test_the_json_schema_of_a_record_fits_its_solution():
 
 
 def test_countdowns_mistakes_do_not_give_the_right_way_away():
-    """Of the wrong solutions, few are one sign from reaching the target; all are wrong, and use the numbers of the question."""
+    """Few wrong solutions are one sign from reaching the target.
+
+    All are wrong and use the numbers of the question.
+    """
     task = load_task("countdown:min_numbers=4")
     rng = np.random.default_rng(8)
     drawn = task.drawn(rng, "train", 400)

@@ -1,4 +1,4 @@
-"""What all tasks written by numpy share: ids equal to the tokenised text, splits, dials, wrong solutions that the checker refuses."""
+"""All tasks written by numpy: ids equal the tokenised text, splits and dials work, and checkers refuse slips."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from kvasir.errors import ConfigError
+from kvasir.lab.lookup import load_task
 from kvasir.lab.sheet import Sheet, SheetTask, fold
-from kvasir.lab.task import Task, load_task
+from kvasir.lab.task import Task
 from kvasir.technique import names
 
 SPECS = [
@@ -66,7 +67,7 @@ def test_documents_are_the_tokenised_text_with_loss_on_the_reply(tokenizer, spec
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_training_documents_are_the_problems_own_text(tokenizer, spec):
-    """The text of `problems` and the ids of `documents` come from one rendering: what is asked is what was trained."""
+    """`problems` and `documents` come from one rendering, so what is asked is what was trained."""
     task = load_task(spec)
     problem = task.problems("train", 0, 1)[0]
     text = texts_of(tokenizer, task.documents(tokenizer, np.random.default_rng(0), 1))[0]
@@ -103,7 +104,7 @@ def test_splits_do_not_share_a_problem_and_seeds_decide(tokenizer, spec):
     ],
 )
 def test_a_small_space_is_split_without_overlap(tokenizer, spec):
-    """Nearly every problem there is: a split by seed alone would overlap here."""
+    """Draw nearly every problem that exists: a split by seed alone would overlap here."""
     task = load_task(spec)
     held = {p.messages[-1]["content"] for p in task.problems("test", 0, 300)}
     made = texts_of(tokenizer, task.documents(tokenizer, np.random.default_rng(0), 3000))

@@ -1,4 +1,4 @@
-"""The lab's tokenizer and chat format: bytes round-trip, single tokens, determinism, and agreement with transformers."""
+"""The lab's tokenizer and chat format: any bytes round-trip, single tokens, determinism, and transformers agrees."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from kvasir.errors import ConfigError
 from kvasir.lab import tokenizer as lab
 from kvasir.lab.chat import TEMPLATE, prompt, segments
-from kvasir.lab.recipe import NANO
-from kvasir.lab.task import load_task
+from kvasir.lab.lookup import load_task
+from kvasir.lab.training.recipe import NANO
+from kvasir.lab.training.train_tokenizer import train
 
 SHIPPED = str(files("kvasir").joinpath("assets/nano"))
 PARAMETERS = {"type": "object", "properties": {}}
@@ -67,7 +68,7 @@ def test_special_tokens_come_first_and_tags_stay_visible(tokenizer):
 
 
 def test_training_again_gives_the_shipped_files(tokenizer, tmp_path):
-    lab.write(lab.train(), tmp_path, NANO.shape.positions)
+    lab.write(train(), tmp_path, NANO.shape.positions)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (tmp_path / name).read_bytes() == (files("kvasir") / "assets/nano" / name).read_bytes(), name
 

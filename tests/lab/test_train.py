@@ -1,4 +1,4 @@
-"""The training recipe end to end at a tiny size: learning, exact resume, export, evaluation, card, and clear refusals."""
+"""Training end to end at a tiny size: learning, exact resume, export, evaluation, card, and clear refusals."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import torch
 
 from kvasir.errors import ConfigError
 from kvasir.lab import export, train
-from kvasir.lab import state as lab_state
-from kvasir.lab.data import Mixture, Rows, pack
-from kvasir.lab.evaluate import Score, evaluate, greedy, mean_loss
+from kvasir.lab.evaluation.evaluate import Score, evaluate, greedy
 from kvasir.lab.model import Model, Shape, block_mask, compiled, document_mask, losses
-from kvasir.lab.recipe import BASE, NANO, RECIPES, SMOKE, Curves, find
 from kvasir.lab.task import Documents
+from kvasir.lab.training import loop
+from kvasir.lab.training import state as lab_state
+from kvasir.lab.training.data import Mixture, Rows, pack
+from kvasir.lab.training.recipe import BASE, NANO, RECIPES, SMOKE, Curves, find
+from kvasir.lab.training.trainer import Trainer, mean_loss
 
 TINY = "chain:modulus=5,max_factor=2,min_steps=1,max_steps=1"
 SHAPE = Shape(dim=32, layers=2, ffn=64, heads=2, kv_heads=1, head_dim=16, positions=128)
@@ -40,11 +42,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def trainer(tokenizer, **changes):
-    return train.Trainer(RECIPE.replace(**changes), tokenizer, "cpu", workers=0)
+    return Trainer(RECIPE.replace(**changes), tokenizer, "cpu", workers=0)
 
 
 def go(t, out, **options):
-    return train.run(t, out, **{"minutes": None, "stop_after": None, "save_every": 1e9, **options})
+    return loop.run(t, out, **{"minutes": None, "stop_after": None, "save_every": 1e9, **options})
 
 
 def test_the_loss_goes_down(tokenizer, tmp_path):
@@ -60,7 +62,7 @@ def test_resuming_gives_the_same_bits(tokenizer, tmp_path):
     go(whole, tmp_path)
     first = trainer(tokenizer)
     assert not go(first, tmp_path, stop_after=1e-9)  # stops at its first look
-    assert first.done == train.LOOK
+    assert first.done == loop.LOOK
     second = trainer(tokenizer)
     second.restore(tmp_path)
     go(second, tmp_path)
@@ -150,7 +152,7 @@ def test_the_smoke_recipe_runs_from_the_command_line(tmp_path, capsys):
 def test_a_run_with_a_time_plans_its_steps(tokenizer, tmp_path):
     t = trainer(tokenizer, steps=10**9)
     assert go(t, tmp_path, minutes=1 / 60)
-    assert train.WARM < t.done < 10**6 and t.total == t.done
+    assert loop.WARM < t.done < 10**6 and t.total == t.done
     assert t.history[-1]["lr"] < 0.2 * RECIPE.lr
 
 
@@ -237,9 +239,8 @@ def test_documents_in_a_row_do_not_see_each_other():
         packed = model(ids, document_mask(numbers))
         torch.testing.assert_close(packed[:, :25], model(ids[:, :25]), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(packed[:, 25:], model(ids[:, 25:]), atol=1e-4, rtol=1e-4)  # RoPE is relative
-        assert not torch.allclose(
-            model(ids)[:, 25:], packed[:, 25:], atol=1e-2
-        )  # negative control: without the mask they do
+        # Negative control: without the mask the documents see each other.
+        assert not torch.allclose(model(ids)[:, 25:], packed[:, 25:], atol=1e-2)
 
 
 def test_losses_match_torch_and_count_trained_targets_only():
@@ -305,8 +306,8 @@ def test_greedy_with_a_cache_equals_greedy_without():
 
 
 def test_evaluation_counts_what_the_checker_accepts(tokenizer, monkeypatch):
-    from kvasir.lab import evaluate as module
-    from kvasir.lab.task import load_task
+    from kvasir.lab.evaluation import evaluate as module
+    from kvasir.lab.lookup import load_task
 
     problems = {
         tuple(tokenizer.encode(p.prompt, add_special_tokens=False).ids): p
@@ -337,7 +338,10 @@ def test_mean_loss_of_an_untrained_model_is_that_of_guessing(tokenizer):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_each_row_shape_compiles_one_layer_and_one_head(fused):
-    """On a GPU each graph costs seconds: every layer must run the same one, and new documents must not make a new one."""
+    """Each graph costs seconds on a GPU.
+
+    So every layer must run the same graph, and new documents must not make a new one.
+    """
     import torch._dynamo as dynamo
 
     dynamo.reset()

@@ -1,4 +1,7 @@
-"""An engine without a model, in this process. Its events go the way of the real ones: `Pieces`, msgpack, the journal, an outbox."""
+"""An engine without a model, in this process.
+
+Its events take the path of real ones: `Pieces`, msgpack, the journal, an outbox.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,12 @@ def number(*what) -> int:
 
 
 class Played:
-    """Replies are a function of the prompt, the branch's stream and the place. ``at_once``: tokens an event, as with drafts that were right.
-    ``dies``: in the middle of every request the process is gone, and the next one sends two tokens again. ``turn``: the
-    reader's is every so many steps. ``made``: tokens that came, each once."""
+    """An engine whose replies are a function of the prompt, the branch's stream and the position.
+
+    ``at_once``: tokens an event, as if drafts were right. ``dies``: the process dies in the middle of every request,
+    and the next one sends two tokens again. ``turn``: steps between two turns of the reader. ``made``: tokens made,
+    each counted once.
+    """
 
     def __init__(self, vocabulary: int, *, at_once: int = 1, dies: bool = False, turn: int = 3) -> None:
         self.info = ModelInfo(name="played", max_model_len=1 << 16, vocab_size=vocabulary, tokenizer_size=vocabulary)
@@ -42,7 +48,7 @@ class Played:
         ]
 
     def _steps(self, request: Request) -> Iterator[list[Event]]:
-        """Of one process: from what was delivered before, less two tokens."""
+        """The events of one process, starting two tokens before the end of what was delivered."""
         places = {b: max(0, len(request.emitted[b]) - 2) for b in range(request.params.n) if b not in request.ended}
         replies = {b: self.reply(request, b) for b in places}
         while places:
@@ -92,7 +98,7 @@ class Played:
                     self.made += len(news.token_ids)
                     outbox.put(news)
             await asyncio.sleep(0)
-            if at % self.turn == self.turn - 1 or entry.done:  # a reader that is slower than the engine
+            if at % self.turn == self.turn - 1 or entry.done:  # a reader slower than the engine
                 while len(outbox):
                     yield await outbox.get()
 

@@ -1,4 +1,7 @@
-"""A language model that is a table: every probability in closed form, noise keyed by stream and position as in the engine."""
+"""A language model that is a table.
+
+Every probability has a closed form, and noise is keyed by stream and position as in the engine.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,11 @@ class Forms(Prompts):
 
 
 def table(skill: float = 0.5, judge: float = 0.8, pause: float = 0.4) -> Table:
-    """ "1" is right. ``skill``: its share; ``pause``: chance of one more dot before the answer; ``judge``: how often it is right."""
+    """A table in which "1" is the right answer.
+
+    ``skill``: share of right answers. ``pause``: chance of one more dot before the answer. ``judge``: how often a
+    judgement is right.
+    """
 
     def probabilities(content: str, begun: Sequence[int]) -> dict[str, float]:
         last = WORDS[begun[-1]] if begun else ""
@@ -92,10 +99,11 @@ def uniform(stream: int, position: int, token: int) -> float:
 
 
 class Tabular(Endpoint):
-    """``faults``: how many of the next calls fail half-way. ``jitter``: a random number of turns of the loop between tokens. ``piece``: so
-    many tokens come as one chunk, where nothing is decided between them.
+    """An endpoint over a table.
 
-    Its own counters stand for the engine's: what it computed, found cached, generated.
+    ``faults``: number of next calls that fail half-way. ``jitter``: a random number of turns of the loop between
+    tokens. ``piece``: tokens in one chunk, when nothing is decided between them. Its own counters stand for the
+    engine's: computed, cached and generated tokens.
     """
 
     caps = Caps(tokens=True, logprobs=True, score=True, choose=True, fork=True)
@@ -131,7 +139,7 @@ class Tabular(Endpoint):
         self.prompts: list[str] = []
 
     def distribution(self, prompt: Prompt, begun: Sequence[int]) -> list[float]:
-        """Log-probabilities over WORDS; never quite zero, as with a real model."""
+        """Log-probabilities over WORDS; none is quite zero, as in a real model."""
         found = self.model(prompt.messages[-1]["content"], begun)
         floor = [found.get(w, 0.0) + 1e-6 for w in WORDS]
         return [math.log(p / sum(floor)) for p in floor]
@@ -146,7 +154,7 @@ class Tabular(Endpoint):
         return size
 
     def read(self, prompt: Prompt, usage: Usage, extra: tuple = ()) -> None:
-        """Compute a prompt, all but one token of which may be cached."""
+        """Compute a prompt, of which all but one token may be cached."""
         key, size = (
             (*prompt.messages[-1]["content"].split(), prompt.begun, extra),
             self.most_prompt_tokens(prompt) + len(extra),

@@ -1,4 +1,4 @@
-"""Chunks of many tokens say what single ones say: samples, confidences, costs, the journal; and rules that look at tokens see each."""
+"""Chunks of many tokens give the samples, confidences, costs and journal of single tokens, and rules see each token."""
 
 from __future__ import annotations
 
@@ -21,13 +21,8 @@ from tests.scaling.tabular import Tabular, problem, table
 from tests.scaling.test_layer import ALL, Killed, Mortal, amounts, outcome, run, tiers
 
 MESSAGES = ({"role": "user", "content": "Hello there"},)
-WAYS = [
-    (1, 1, False),
-    (32, 1, False),
-    (5, 3, False),
-    (32, 1, True),
-    (1, 3, True),
-]  # piece, tokens an event, a death of the engine
+# (tokens of a piece, tokens of an event, whether the engine dies)
+WAYS = [(1, 1, False), (32, 1, False), (5, 3, False), (32, 1, True), (1, 3, True)]
 
 
 def endpoint(at_once: int = 1, dies: bool = False, turn: int = 3, **options) -> ClientEndpoint:
@@ -48,7 +43,7 @@ def drawn(model: ClientEndpoint, n: int = 7, **options):
 @pytest.mark.parametrize(("piece", "at_once", "dies"), WAYS)
 @pytest.mark.parametrize("confidences", [20, 0])
 def test_the_same_samples_confidences_and_costs(piece, at_once, dies, confidences, monkeypatch):
-    """Every number is the very same: pieces change nothing that is summed up, nor its order."""
+    """Every number is equal to the last bit: pieces change neither what is summed nor its order."""
     reference, cost = drawn(endpoint(confidences=confidences))
     monkeypatch.setattr(engine_endpoint, "PIECE", piece)
     model = endpoint(at_once, dies, confidences=confidences)
@@ -87,7 +82,10 @@ def test_a_piece_is_one_chunk(monkeypatch):
 
 @pytest.mark.parametrize(("at_once", "dies"), [(1, False), (3, False), (1, True), (4, True)])
 def test_a_delimiter_ends_a_sample_at_its_token(at_once, dies):
-    """However many tokens an event brings, the sample ends with the token that completes the string, and the rest is paid in vain."""
+    """The sample ends with the token that completes the string, however many tokens an event brings.
+
+    The rest is paid but wasted.
+    """
     reference, _ = drawn(endpoint(), stop=("e", "th"))
     model = endpoint(at_once, dies)
     found, cost = drawn(model, stop=("e", "th"))
@@ -123,7 +121,7 @@ def test_the_first_to_meet_a_rule_are_counted_in_tokens(piece, at_once, dies, ru
 
 
 def test_several_requests_of_a_call(monkeypatch):
-    """More samples than a request holds."""
+    """Draw more samples than a request holds."""
     monkeypatch.setattr(engine_endpoint, "MAX_N", 8)
     reference, cost = drawn(endpoint(), 20)
     monkeypatch.setattr(engine_endpoint, "PIECE", 1)
@@ -166,14 +164,17 @@ def test_a_run_begun_with_one_piece_goes_on_with_another(before, after, tmp_path
 
 @pytest.mark.parametrize("spec", ALL.values(), ids=ALL)
 def test_every_strategy_with_a_table_that_answers_in_pieces(spec):
-    """Results, votes and charges; conservation holds in `test_layer`."""
+    """Compare results, votes and charges; `test_layer` checks conservation."""
     single, several = tiers(), tiers(piece=4)
     assert outcome(reference := run(spec, endpoints=single)) == outcome(found := run(spec, endpoints=several))
     assert amounts(found) == amounts(reference) and [e.counts for e in single] == [e.counts for e in several]
 
 
 def test_what_was_seen_of_a_failed_call_is_whole_pieces():
-    """A call that fails is charged for the chunks that came; the next try gives what an undisturbed one does."""
+    """A call that fails is charged for the chunks that came.
+
+    The next try gives what an undisturbed one gives.
+    """
 
     async def main(**options):
         model = Tabular(model=table(pause=0.9), **options)

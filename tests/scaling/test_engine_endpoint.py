@@ -1,4 +1,4 @@
-"""The engine as an endpoint, with the smallest model of the package: what the layer is told is what the engine did."""
+"""The engine as an endpoint, with the smallest packaged model: what the layer is told is what the engine did."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
-from kvasir.lab.task import load_task
+from kvasir.lab.lookup import load_task
 from kvasir.scaling.endpoint import Prompt, Refused, Sampling
 from kvasir.scaling.engine_endpoint import FEATURES, ClientEndpoint, EngineEndpoint
 from kvasir.scaling.primitives import Context, Run, opened
@@ -28,13 +28,13 @@ def engine(**options) -> EngineEndpoint:
 
 
 async def settled(endpoint: EngineEndpoint):
-    """The engine's counters, once a heartbeat has carried the last of them over."""
+    """The engine's counters, after a heartbeat has brought the last of them."""
     await asyncio.sleep(0.7)
     return endpoint.engine.stats()
 
 
 def test_the_engine_endpoint():
-    """One engine process for all of it: starting one takes seconds."""
+    """One engine process for all checks, because starting one takes seconds."""
     asyncio.run(everything())
 
 
@@ -51,7 +51,10 @@ async def everything():
 
 
 async def features(endpoint):
-    """Without a fork, the engine's own group or its one record of a score, replies and scores are the same; only the cost is not."""
+    """Replies and scores are the same without each feature; only the cost differs.
+
+    The features are the fork, the engine's own group, and the score as one record.
+    """
     told = {}
     for without in ((), ("fork",), ("group",), ("score",), FEATURES):
         other = ClientEndpoint(
@@ -75,7 +78,7 @@ async def features(endpoint):
             for name in ("confidence", "lowest", "logprob")
         )
         assert score.tokens == plain[2].tokens and total["scored"] == plain[3]["scored"]
-        if "fork" in without:  # every sample asks for the prompt, though the prefix cache has it
+        if "fork" in without:  # every sample asks for the prompt, although the prefix cache has it
             assert total["uncached"] + total["cached"] > plain[3]["uncached"] + plain[3]["cached"]
     assert told["score",][3]["uncached"] > plain[3]["uncached"], (
         "all of the prompt is computed for its log-probabilities"
@@ -90,7 +93,7 @@ def context(endpoint: EngineEndpoint) -> Context:
 
 
 async def counters(endpoint):
-    """Conservation: samples, a group, a score, a choice and a cut sequence; every token is the ledger's, kept or not."""
+    """Conservation over samples, a group, a score, a choice and a cut sequence: the ledger has every token."""
     c, problem = context(endpoint), Problem("p0", MESSAGES)
     pool = await c.sample(endpoint, MESSAGES, 5)
     assert {s.finish for s in pool} <= {"stop", "length"} and all(
@@ -113,7 +116,10 @@ async def counters(endpoint):
 
 
 async def streams(endpoint):
-    """n samples at once are n prompts with the same streams, and sample i does not depend on n, beyond one request as well."""
+    """n samples at once equal n prompts with the same streams.
+
+    Sample i does not depend on n, also beyond one request.
+    """
     draw = context(endpoint)
     many = [s.ids for s in await draw.sample(endpoint, MESSAGES, 18, max_tokens=8, stream=9)]
     few = [s.ids for s in await draw.sample(endpoint, MESSAGES, 3, max_tokens=8, stream=9)]
@@ -124,12 +130,13 @@ async def streams(endpoint):
     assert [(s.tokens, s.index) for s in first if s.met is not None] == [best] and first[best[1]].ids == full[
         best[1]
     ].ids
-    # The engine sees the end itself: nobody runs beyond it but branch 0, which leads by the step that computed the prompt.
+    # The engine sees the end itself: only branch 0 runs beyond it, because it leads by the step that computed the
+    # prompt.
     assert all(s.tokens <= best[0] + (s.index == 0) for s in first)
 
 
 async def scores(endpoint):
-    """Confidence from decoding equals that of scoring, with a cold prefix cache and a warm one."""
+    """Confidence from decoding equals that from scoring, with a cold and a warm prefix cache."""
     c = context(endpoint)
     for sample in await c.sample(endpoint, MESSAGES, 3):
         for _ in range(2):
@@ -144,7 +151,10 @@ async def scores(endpoint):
 
 
 async def sequences(endpoint):
-    """Written in pieces, a reply is what it would have been in one; a fork starts as its parent and goes its own way."""
+    """A reply written in pieces equals one written at once.
+
+    A fork starts as its parent and continues on its own.
+    """
     c = context(endpoint)
     whole = (await c.sample(endpoint, MESSAGES, 1, stream=21))[0]
     written = len(c.ledger.charges)
@@ -177,7 +187,7 @@ async def refusals(endpoint):
 
 
 async def forgetting(endpoint):
-    """A second asking finds its prompt cached, one after ``forget`` does not, and all three say the same."""
+    """A second call finds its prompt cached, one after ``forget`` does not, and all three give the same reply."""
     c, found, cached = context(endpoint), [], []
     for again in (False, False, True):
         if again:

@@ -48,9 +48,8 @@ def test_samples_of_our_server_with_its_own_counts():
         assert total["generated"] == 3 * tokens and [s.tokens for s in found] == [tokens] * 3
         assert total["uncached"] + total["cached"] == sum(len(r.prompt_ids) for r in seen)
         in_context(server.url + "/v1", lambda c, e: c.sample(e, ask("hello world"), 2))
-        assert (
-            len(seen) == 5 and len({r.seed for r in seen}) == 3
-        )  # sample i has its seed whatever n is; they arrive in any order
+        # Sample i has the same seed for every n; samples arrive in any order.
+        assert len(seen) == 5 and len({r.seed for r in seen}) == 3
         server.idle()
 
 
@@ -87,7 +86,7 @@ def test_what_the_server_refuses_and_what_no_server_can_do():
 
 
 class Foreign:
-    """A server of a few lines. ``replies``: what each completion gets, in order; the last one for ever."""
+    """A server of a few lines. ``replies``: the answer to each completion, in order; the last one repeats."""
 
     def __init__(self, *replies: tuple[int, str]) -> None:
         self.replies, self.bodies = list(replies), []
@@ -189,7 +188,7 @@ def test_a_distribution_over_options_from_the_likeliest_tokens():
 
 
 def test_several_tokens_of_a_delta_are_one_chunk():
-    """Counted by their log-probabilities; a confidence each, of the alternatives."""
+    """Tokens are counted by their log-probabilities; each has a confidence from its alternatives."""
 
     def entry(*top: float) -> dict:
         return {"token": "x", "logprob": top[0], "top_logprobs": [{"token": "x", "logprob": p} for p in top]}

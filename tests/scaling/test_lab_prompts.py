@@ -1,4 +1,4 @@
-"""The lab's prompt forms under the strategies: replies that check before they solve, from a model that is a function of its prompt."""
+"""The lab's prompt forms under the strategies, with replies that check before they solve, from a scripted model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from kvasir.cli.solve_job import LabPrompts, lab_problems
 from kvasir.lab.forms import FORMS, SOLVING, FormTask, render, solution
-from kvasir.lab.task import load_task
+from kvasir.lab.lookup import load_task
 from kvasir.scaling.endpoint import Chunk, Draw, Endpoint, Sampling
 from kvasir.scaling.ledger import Price
 from kvasir.scaling.solve import solve
@@ -18,7 +18,7 @@ from kvasir.scaling.strategy import load_strategy
 
 
 class Scripted(Endpoint):
-    """Writes ``reply(prompt)`` as one token. ``asked``: every prompt's last message."""
+    """A model that writes ``reply(prompt)`` as one token. ``asked``: every prompt's last message."""
 
     name, vocabulary, parameters, price = "scripted", "none", 0, Price()
 
@@ -48,7 +48,7 @@ class ScriptedDraw(Draw):
 
 
 def oracle(task, origin, wrong):
-    """Solves one time in three; aggregates, refines and judges as it was taught to."""
+    """Solves one time in three; aggregates, refines and judges as the lab's models are taught to."""
     turns = itertools.cycle((wrong, wrong, origin.solution))
     question = origin.messages[-1]["content"]
 
@@ -89,7 +89,7 @@ def test_populations_of_checked_replies_go_round(spec, name):
     ) == task.answer(origin.solution)
     formed = [content for content in endpoint.asked if content != origin.messages[-1]["content"]]
     assert formed and not any(line.endswith((" good", " bad")) for content in formed for line in content.split("\n"))
-    if result.populations:  # later ones hold checks, which cost tokens but cast no vote
+    if result.populations:  # later replies hold checks, which cost tokens but cast no vote
         assert any(solution(text) != text for text in result.populations[-1])
         assert {problem.answer(text) for population in result.populations for text in population} <= {
             task.answer(origin.solution),

@@ -1,4 +1,4 @@
-"""The layer against the tabular model: scores in closed form, conservation, budgets, resuming, groups, sequences, faults."""
+"""The layer on the tabular model: closed-form scores, conservation, budgets, resuming, groups, sequences, faults."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_every_strategy_is_tested():
     assert set(ALL) == set(own("kvasir.scaling.strategies"))
 
 
-# ----------------------------------------------------------------------------------------------------------------- scores
+# ------------------------------------------------------------------------------------------------------------- scores
 
 
 def test_scores_equal_the_closed_form_and_those_of_decoding():
@@ -80,7 +80,7 @@ def test_scores_equal_the_closed_form_and_those_of_decoding():
                 continue
             dots = len(sample.ids) - 2
             share = {"1": 0.5, "2": 0.3, "3": 0.2}[answer(sample.text)]
-            # (1e-6 of every word is added to the table, and taken out again here)
+            # The table adds 1e-6 to every word, which is removed here.
             row = 1 + 11e-6
             exact = (
                 dots * math.log((0.4 + 1e-6) / row) + math.log((0.6 * share + 1e-6) / row) + math.log((1 + 1e-6) / row)
@@ -103,7 +103,7 @@ def test_choose_is_the_tables_distribution_and_sums_to_one():
         assert math.isclose(math.exp(found["Yes"]), 0.8, rel_tol=1e-4) and math.isclose(
             sum(map(math.exp, found.values())), 1.0
         )
-        assert c.ledger.total()["discarded"] == 1  # the token that was looked at, and thrown away
+        assert c.ledger.total()["discarded"] == 1  # the token that was drawn and discarded
 
     asyncio.run(main())
 
@@ -126,7 +126,7 @@ def test_a_sample_depends_on_its_number_only():
     assert asyncio.run(main(3)) == asyncio.run(main(9))[:3]
 
 
-# -------------------------------------------------------------------------------------------------------------- sequences
+# ---------------------------------------------------------------------------------------------------------- sequences
 
 
 @pytest.mark.parametrize("cuts", [(1,), (2, 1), (1, 1, 1, 3)])
@@ -180,7 +180,7 @@ def test_a_step_keeps_its_delimiter_and_is_not_the_end():
     asyncio.run(main())
 
 
-# ----------------------------------------------------------------------------------------------------------------- groups
+# ------------------------------------------------------------------------------------------------------------- groups
 
 
 @pytest.mark.parametrize("jitter", range(20))
@@ -224,7 +224,7 @@ def test_what_is_not_accepted_does_not_count():
     asyncio.run(main())
 
 
-# ------------------------------------------------------------------------------------------------------- ledger, budgets
+# ---------------------------------------------------------------------------------------------------- ledger, budgets
 
 
 @pytest.mark.parametrize("spec", ALL.values(), ids=ALL)
@@ -256,7 +256,7 @@ def test_the_ledger_holds_what_the_models_did(spec, jitter):
 
 @pytest.mark.parametrize("spec", ALL.values(), ids=ALL)
 def test_budgets_are_never_exceeded(spec):
-    """Random bounds in every unit, random interleavings; what is reserved is given back."""
+    """Random bounds in every unit and random interleavings; every reservation is given back."""
     rng = random.Random(spec)
     for trial in range(8):
         budget = Budget(
@@ -307,7 +307,7 @@ def test_reservations_count_before_the_call_ends():
     Ledger(parent=ledger).reserve(Charge(uncached=10))
 
 
-# ---------------------------------------------------------------------------------------------------------------- journal
+# ------------------------------------------------------------------------------------------------------------ journal
 
 
 class Killed(BaseException):
@@ -315,7 +315,10 @@ class Killed(BaseException):
 
 
 class Mortal(Journal):
-    """Dies after ``lives`` lines, as a process would: what comes later is not written. ``torn``: half a line more."""
+    """A journal that dies after ``lives`` lines, as a process would: later lines are not written.
+
+    ``torn``: half a line more is written.
+    """
 
     def __init__(self, *args, lives: int, torn: bool = False) -> None:
         self.lives, self.torn = lives, torn
@@ -335,7 +338,10 @@ class Mortal(Journal):
 
 @pytest.mark.parametrize("spec", ALL.values(), ids=ALL)
 def test_a_run_killed_anywhere_resumes_to_the_same_result(spec, tmp_path):
-    """At every crash point: the same results, the same charges, every call in the journal once, no finished call made again."""
+    """Kill the run at every point.
+
+    Results and charges are the same, every call is in the journal once, and no finished call is made again.
+    """
     options = {"count": 2, "problem_budget": Budget(tokens=250)}
     whole = tmp_path / "whole"
     reference = run(spec, endpoints=tiers(cache=False), journal=Journal(whole, {"a": 1}), **options)
@@ -380,7 +386,7 @@ def test_another_run_or_other_prompts_or_no_journal_at_all_are_refused(tmp_path)
         run("majority:n=2", journal=tmp_path)
 
 
-# ----------------------------------------------------------------------------------------------------------------- faults
+# ------------------------------------------------------------------------------------------------------------- faults
 
 
 def test_a_call_that_fails_is_tried_again_and_its_waste_is_charged(tmp_path):
@@ -390,9 +396,8 @@ def test_a_call_that_fails_is_tried_again_and_its_waste_is_charged(tmp_path):
     assert outcome(good) == outcome(solution)
     lost = [c for c in solution.ledger.charges if c.kind == "lost"]
     assert len(lost) == 3 and all(c.discarded == 8 and c.uncached for c in lost)
-    again = run(
-        "majority:n=4", endpoints=tiers(), journal=path
-    )  # nothing is made, and nothing charged twice or forgotten
+    # Nothing is made again, and nothing is charged twice or forgotten.
+    again = run("majority:n=4", endpoints=tiers(), journal=path)
     assert amounts(again) == amounts(solution)
 
 
@@ -439,7 +444,7 @@ def test_prompts_that_do_not_fit_end_in_a_result(spec):
 
 @pytest.mark.parametrize("ids", [("a", "a"), ("",), ("a/b",), ("a#0",), ("a?x",)])
 def test_ids_that_could_meet_are_refused(ids):
-    """They begin the keys of calls and the seeds: a problem must not get another's replies."""
+    """Ids begin the keys of calls and the seeds: a problem must not get another's replies."""
     with pytest.raises(ConfigError, match="id"):
         asyncio.run(solve(load_strategy("majority:n=1"), [problem(name) for name in ids], [Tabular()]))
 

@@ -29,7 +29,7 @@ def test_every_strategy_has_its_page_with_its_options():
 
 
 def test_the_example_in_python_runs(tmp_path):
-    """In a process of its own, as a reader would run it."""
+    """Run it in its own process, as a reader would."""
     (block,) = re.findall(r"```python\n(.*?)```", (PAGES.parent / "test-time-scaling.md").read_text(), re.S)
     file = tmp_path / "example.py"
     file.write_text(block)

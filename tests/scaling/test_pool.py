@@ -1,4 +1,4 @@
-"""Pools: replies dealt without replacement, costs as an engine's would be, the same answers as a live run of the same replies."""
+"""Pools: replies dealt without replacement, costs like an engine's, and the answers of a live run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(spec: str, pool: Pool, seed: int = 0):
 
 
 def dealt(pool: Pool, seed: int, n: int, again: int = 0) -> list:
-    """What a fresh endpoint deals of the first problem, call after call."""
+    """Replies that a fresh endpoint deals for the first problem, call after call."""
     endpoint = PoolEndpoint(pool, seed)
 
     async def draw():

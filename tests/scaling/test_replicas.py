@@ -1,4 +1,4 @@
-"""Replicas: a problem stays where its pages are, goes on elsewhere when that one fails, and no reply depends on which it was."""
+"""Replicas: a problem stays where its pages are and moves when that replica fails; no reply depends on the replica."""
 
 from __future__ import annotations
 

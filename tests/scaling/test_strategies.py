@@ -1,4 +1,4 @@
-"""Strategies on the tabular model: identities at the limits, exact counts, operators against their definitions."""
+"""Strategies on the tabular model: identities at the limits, exact counts, and operators against their definitions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def candidate(text: str, confidence: float | None = None, tokens: int = 1) -> Ca
     return Candidate(Sample(0, text, tokens, "stop"), (), confidence)
 
 
-# ------------------------------------------------------------------------------------------------------------- identities
+# --------------------------------------------------------------------------------------------------------- identities
 
 
 def test_squeeze_evolve_with_one_model_is_rsa_call_by_call(tmp_path):
@@ -69,7 +69,10 @@ def test_one_loop_is_a_majority():
 
 
 def test_groups_of_one_are_independent_sampling():
-    """With K = 1 nothing is recombined: where refining is asking again, every loop is N fresh samples of the same distribution."""
+    """K = 1 recombines nothing.
+
+    When refining asks again, every loop is N fresh samples of the same distribution.
+    """
     endpoints = one()
     found = run("squeeze_evolve:N=8,K=1,T=20", 40, endpoints)
     assert set(endpoints[0].prompts) == {"solve"}
@@ -84,7 +87,7 @@ def test_groups_of_one_are_independent_sampling():
 def test_recombination_moves_a_population_towards_what_it_holds():
     found = run("rsa:N=8,K=4,T=6", 40, one())
     first, last = ([len({answer(x) for x in p[t]}) for p in texts(found)] for t in (0, 5))
-    assert sum(last) < 0.85 * sum(first)  # the check that the identity above could fail
+    assert sum(last) < 0.85 * sum(first)  # shows that the identity above could fail
 
 
 @pytest.mark.parametrize("p, strong", [("0", 6), ("50", 6 + 3 * 3), ("100", 6 + 3 * 6), ("25", 6 + 3 * 2)])
@@ -99,7 +102,7 @@ def test_the_share_of_the_strong_model_is_exact(p, strong, fitness):
 
 
 def test_the_hard_groups_go_to_the_strong_model():
-    """Both signals, in the direction that the public code has wrong for one of them."""
+    """Both signals point in the right direction; the public code has one of them wrong."""
     group = [candidate("..1", 3.0), candidate(".1", 2.0), candidate("2", 1.0), candidate(".3", 0.5)]
     easy, hard = group[:2], group[2:]
     for measure in (ops.confidence_difficulty, lambda g: ops.diversity_difficulty(problem(), g)):
@@ -137,11 +140,11 @@ def test_every_final_pick_and_selection_gives_an_answer(final, select):
 
 
 def test_confidence_is_free_for_the_scorers_own_texts():
-    """Small scores: only what large wrote is scored, and each text once."""
+    """The small model scores: only what the large one wrote is scored, and each text once."""
     solution = run("squeeze_evolve:N=6,K=3,T=4,p=50,update=accumulate", 1, tiers())
     scored = [c for c in solution.ledger.charges if c.kind == "score"]
     assert all(c.endpoint == "small" for c in scored)
-    assert len(scored) == 6 + 3 + 3  # the first six, and the strong half of the loops whose candidates are scored again
+    assert len(scored) == 6 + 3 + 3  # the first six, and the strong half of the loops whose candidates are scored later
 
 
 def test_a_threshold_above_all_is_large_alone_and_zero_is_small_alone():
@@ -167,7 +170,7 @@ def test_cascades_stop_where_the_cheap_agree():
 
 
 def test_a_constant_judge_makes_particles_plain_samples():
-    """And a judge that knows makes them right: the weights, not the samples, decide."""
+    """A judge that knows makes them right: the weights decide, not the samples."""
     flat = [Tabular(model=table(0.5, judge=0.5, pause=0.01))]
     found = run("particle:N=8,steps=3,tokens=3", 100, flat)
     given = Counter(answer(s) for f in found.solved for s, count in f.result.votes.items() for _ in range(count))
@@ -177,7 +180,7 @@ def test_a_constant_judge_makes_particles_plain_samples():
 
 
 def test_random_routing_sends_as_many_up_asks_for_no_score_and_knows_nothing():
-    """The control of every router: the quota is the same, which groups go up is not theirs to say."""
+    """The control of every router has the same quota, but picks the groups at random."""
     spec = "squeeze_evolve:N=8,K=3,T=4,p=25"
     routed, control = run(spec, 12), run(f"{spec},route=random", 12)
 
@@ -194,7 +197,10 @@ def test_random_routing_sends_as_many_up_asks_for_no_score_and_knows_nothing():
 
 
 def test_a_star_with_a_judge_that_knows_expands_its_depth_and_no_more():
-    """Three marks and an end. Every wrong mark is seen at once, so with a right one among the k children nothing else is expanded."""
+    """Three marks and an end.
+
+    Every wrong mark is seen at once, so with a right one among the k children nothing else is expanded.
+    """
 
     def model(content, begun):
         if content.split()[0] == "one":
@@ -212,7 +218,10 @@ def test_a_star_with_a_judge_that_knows_expands_its_depth_and_no_more():
 
 
 def test_a_star_turns_back_from_a_dead_end_and_a_large_regret_keeps_it_from():
-    """The first mark decides everything, and the judge sees it one step late: the frontier still holds the other beginning."""
+    """The first mark decides everything, and the judge sees it one step late.
+
+    The frontier still holds the other beginning.
+    """
 
     def model(content, begun):
         if content.split()[0] == "one":
@@ -235,7 +244,10 @@ def test_a_star_turns_back_from_a_dead_end_and_a_large_regret_keeps_it_from():
 
 
 def test_particles_follow_the_posterior_that_enumeration_gives():
-    """Every path of three one-token steps, weighted by the odds that the judge gives each step until it has ended."""
+    """Enumerate every path of three one-token steps.
+
+    Each is weighted by the odds that the judge gives each step until it has ended.
+    """
     model = table(0.5, judge=0.7, pause=0.4)
 
     def paths(begun: tuple[int, ...], weight: float, depth: int):
@@ -255,7 +267,7 @@ def test_particles_follow_the_posterior_that_enumeration_gives():
     plain = (1 - 0.4) * 0.5 * (1 + 0.4 + 0.16) / 1
     for a in "123":
         assert abs(votes[a] / 1800 - exact[a] / sum(exact.values())) < 0.04
-    assert exact["1"] / sum(exact.values()) > plain + 0.2  # which plain samples are far from
+    assert exact["1"] / sum(exact.values()) > plain + 0.2  # plain samples are far from it
 
 
 def test_resampling_follows_the_odds():
@@ -266,7 +278,7 @@ def test_resampling_follows_the_odds():
     assert set(resample(rng, [1.0, 0.0], 1.0)) == {0}
 
 
-# --------------------------------------------------------------------------------------------------------------------- v1
+# ----------------------------------------------------------------------------------------------------------------- v1
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3])
@@ -318,7 +330,7 @@ def test_margins_weigh_and_ties_count_half():
 
 
 def test_the_order_of_a_pair_is_drawn_and_undone():
-    """A judge that always prefers what stands first says nothing, once the order is drawn."""
+    """A judge that always prefers the first text says nothing, because the order is drawn."""
     first = Tabular(model=lambda text, begun: {"<end>": 1.0} if begun else {"A: 9\nB: 2": 1.0})
 
     async def main():
@@ -329,19 +341,19 @@ def test_the_order_of_a_pair_is_drawn_and_undone():
     assert 70 < wins < 130
 
 
-# -------------------------------------------------------------------------------------------------------------- operators
+# ---------------------------------------------------------------------------------------------------------- operators
 
 
 def test_routing_by_percentile_as_published():
-    """16 groups: 10 % is two of them with interpolation, 30 % five; 0 is nobody and 100 everybody."""
+    """16 groups: with interpolation 10 % is two groups and 30 % five; 0 sends none and 100 all."""
     difficulty = [float(i) for i in range(16)]
     assert [sum(ops.route_by_percentile(difficulty, [p])) for p in (0, 10, 30, 100)] == [0, 2, 5, 16]
-    assert ops.route_by_percentile([1.0, 1.0, 1.0], [10]) == [1, 1, 1]  # ties: which is why quotas are there
+    assert ops.route_by_percentile([1.0, 1.0, 1.0], [10]) == [1, 1, 1]  # ties, which quotas avoid
     assert sum(ops.route_by_rank(random.Random(3), [1.0] * 10, [30])) == 3
 
 
 def test_a_group_of_which_nothing_is_known_goes_to_the_strong_model():
-    """Its difficulty is infinite, by either rule, also where a percentile lies between it and a number."""
+    """Its difficulty is infinite under both rules, also when a percentile lies between it and a number."""
     difficulty = [1.0, math.inf, 2.0, 3.0]
     for percent in (10, 25):
         assert ops.route_by_percentile(difficulty, [percent])[1] == 1
@@ -377,7 +389,7 @@ def test_no_answer_is_no_agreement():
 
 
 def test_what_is_not_known_of_a_reply_is_no_merit():
-    """A log-probability that never came must not be 0, the best there is."""
+    """A missing log-probability must not count as 0, the best possible."""
 
     class Forgetful(Tabular):
         def draw(self, *args):
@@ -413,7 +425,7 @@ def test_what_is_not_known_of_a_reply_is_no_merit():
     ],
 )
 def test_no_reply_outgrows_its_bound(spec):
-    """However many pieces it is written in."""
+    """The bound holds however many pieces the reply is written in."""
     endless = table(0.5, pause=1.0)
     endpoints = [Tabular("small", endless), Tabular("large", endless)][-(2 if spec == "specreason" else 1) :]
     for solved in run(spec, 2, endpoints, sampling=Sampling(max_tokens=7)).solved:
@@ -437,7 +449,7 @@ def test_confidence_of_a_peaked_distribution_is_larger_unless_k_is_one():
 
     peaked, flat = [math.log(x) for x in (0.96, 0.01, 0.01, 0.01, 0.01)], [math.log(0.2)] * 5
     assert confidence_of(peaked) > confidence_of(flat) and math.isclose(confidence_of(flat), math.log(5))
-    assert confidence_of(peaked[:1]) < confidence_of(flat[:1])  # the sign that turns round
+    assert confidence_of(peaked[:1]) < confidence_of(flat[:1])  # the score is inverted
 
 
 def test_weighted_groups_prefer_the_fit():
@@ -482,7 +494,7 @@ def test_pruning_pays_for_what_it_drops_and_no_pruning_is_best_of_n():
     assert not any(s.result.stats["pruned"] for s in run("self_eval_prune:n=6,prefix=1,keep=1", 5, one()).solved)
 
 
-# ---------------------------------------------------------------------------------------------------------------- prompts
+# ------------------------------------------------------------------------------------------------------------ prompts
 
 
 def test_candidates_cannot_break_out_of_their_fence():
@@ -518,7 +530,7 @@ def test_answers_are_read_or_missing(reply, found):
     assert last_answer(reply) == found
 
 
-# ----------------------------------------------------------------------------------------------------------------- report
+# ------------------------------------------------------------------------------------------------------------- report
 
 
 def test_the_frontier_is_the_undominated():
@@ -549,7 +561,7 @@ def test_figures_and_loops_count():
 
 
 def test_strategies_meet_the_same_noise_in_one_run():
-    """Paired by construction: the same samples under every strategy that begins with them."""
+    """Strategies that begin with the same samples get the same ones, so they are paired by construction."""
 
     async def main():
         endpoints = one()

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from kvasir.errors import ConfigError
-from kvasir.lab import export, prompt_rows
-from kvasir.lab.drafter_data import Batch
+from kvasir.lab import export
+from kvasir.lab.drafters import prompt_rows
+from kvasir.lab.drafters.data import Batch
 from kvasir.models.checkpoint import resolve
 from kvasir.speculation import heads
 from kvasir.speculation.controller import Controller

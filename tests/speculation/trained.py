@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvasir.lab.drafter_data import Texts
-from kvasir.lab.drafter_training import Plan, Trainer, load_target
-from kvasir.lab.sheet import shipped_tokenizer
-from kvasir.lab.task import load_task
+from kvasir.lab.drafters.data import Texts
+from kvasir.lab.drafters.training import Plan, Trainer, load_target
+from kvasir.lab.lookup import load_task
+from kvasir.lab.tokenizer import shipped_tokenizer
 from kvasir.speculation import heads
 from tests.engine.driver import Driver
 

@@ -1,0 +1,1 @@
+"""Attention over paged keys and values: the backend seam, and what several backends share."""

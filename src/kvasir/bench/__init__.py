@@ -1,0 +1,1 @@
+"""Benchmarks: cases, peers, workloads and the result files that every published figure comes from."""

@@ -22,9 +22,9 @@ import numpy as np
 from kvasir.bench.result import arm, judged
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
-from kvasir.lab.evaluator import Answers, Exam, Losses, Outcome, Plan, prepare
-from kvasir.lab.evaluator import run as put
-from kvasir.lab.scores import compare, figures
+from kvasir.lab.evaluation.evaluator import Answers, Exam, Losses, Outcome, Plan, prepare
+from kvasir.lab.evaluation.evaluator import run as put
+from kvasir.lab.evaluation.scores import compare, figures
 from kvasir.logs import log
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ WARM_STEPS = 20
 def documents(folder: str, tasks: list[str]) -> Iterator[tuple[list[int], list[int]]]:
     """Prompt and reply of problem after problem, the tasks in turns, without end."""
     from kvasir.lab import tokenizer as lab_tokenizer
-    from kvasir.lab.task import load_task
+    from kvasir.lab.lookup import load_task
 
     tokenizer, loaded = lab_tokenizer.load(resolve(folder)), [load_task(spec) for spec in tasks]
     for first in itertools.count(0, 64):

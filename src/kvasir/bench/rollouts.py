@@ -141,7 +141,7 @@ def run(
     commit: str | None,
 ) -> None:
     from kvasir.lab import tokenizer as lab_tokenizer
-    from kvasir.lab.task import load_task
+    from kvasir.lab.lookup import load_task
 
     if unknown := [name for name in only or () if name not in ARMS]:
         raise ConfigError(f"no arm named '{unknown[0]}'; there are {', '.join(ARMS)}")

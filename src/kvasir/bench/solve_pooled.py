@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvasir.errors import ConfigError
-from kvasir.lab.statistics import wilson
+from kvasir.lab.evaluation.statistics import wilson
 from kvasir.scaling.report import CURRENCIES, frontier
 
 MISSING = "."

@@ -11,8 +11,8 @@ from typing import Any
 from kvasir.bench.merge import load
 from kvasir.bench.solve_pooled import MISSING, pooled
 from kvasir.errors import ConfigError
-from kvasir.lab import plots
-from kvasir.lab.statistics import difference_interval
+from kvasir.lab.evaluation import plots
+from kvasir.lab.evaluation.statistics import difference_interval
 
 UNITS = {
     "flops": "GFLOP a problem",

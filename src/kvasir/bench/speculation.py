@@ -55,7 +55,7 @@ def task_loads(
 ) -> list[Load]:
     """``count`` unseen problems of each task a round, none twice: a drafter that remembers must not meet what it remembers."""
     from kvasir.lab import tokenizer as lab_tokenizer
-    from kvasir.lab.task import load_task
+    from kvasir.lab.lookup import load_task
 
     tokenizer = lab_tokenizer.load(resolve(folder))
     stop = tokenizer.token_to_id("<|im_end|>")

@@ -46,7 +46,7 @@ class Texts:
                 passage = [rng.randrange(self._vocab // 64, self._vocab - self._vocab // 64) for _ in range(PASSAGE)]
                 found.append((passage * -(-batch.prompt // PASSAGE))[: batch.prompt])
             return found, []
-        from kvasir.lab.task import load_task
+        from kvasir.lab.lookup import load_task
 
         tasks = [load_task(spec) for spec in TASKS[kind]]
         drawn = [

@@ -16,7 +16,7 @@ from kvasir.errors import ConfigError
 from kvasir.logs import log
 
 if TYPE_CHECKING:
-    from kvasir.lab.evaluator import Exam, Outcome, Plan
+    from kvasir.lab.evaluation.evaluator import Exam, Outcome, Plan
 
 DIFFERENCE = "difference"
 MOST_GROUPS = 10  # difficulties shown in the terminal
@@ -63,9 +63,9 @@ def second_config(first: EngineConfig, switches: str) -> EngineConfig:
 
 def run(config: EngineConfig, plan: Plan, *, against: str | None, output: Path | None, plot: Path | None) -> None:
     from kvasir.bench.result import arm, as_json, result
-    from kvasir.lab import plots
-    from kvasir.lab.evaluator import prepare, read_tokenizer
-    from kvasir.lab.scores import compare, figures
+    from kvasir.lab.evaluation import plots
+    from kvasir.lab.evaluation.evaluator import prepare, read_tokenizer
+    from kvasir.lab.evaluation.scores import compare, figures
     from kvasir.models import checkpoint
 
     if plot is not None:
@@ -119,8 +119,8 @@ def run(config: EngineConfig, plan: Plan, *, against: str | None, output: Path |
 def _answer(config: EngineConfig, exams: Sequence[Exam], plan: Plan, tokenizer: Any) -> Iterator[list[Outcome]]:
     """What each exam gives, as it is through."""
     from kvasir.api.llm import LLM
-    from kvasir.lab.evaluator import run as put
-    from kvasir.lab.evaluator import run_own
+    from kvasir.lab.evaluation.evaluator import run as put
+    from kvasir.lab.evaluation.evaluator import run_own
 
     with LLM(config=config) as llm:
         for exam in exams:

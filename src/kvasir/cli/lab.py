@@ -70,8 +70,9 @@ def show(
     """Show samples: conversation, solution, answer, tokens."""
     from rich.console import Console
 
-    from kvasir.lab.sheet import shipped_tokenizer
-    from kvasir.lab.task import SPLITS, load_task
+    from kvasir.lab.lookup import load_task
+    from kvasir.lab.task import SPLITS
+    from kvasir.lab.tokenizer import shipped_tokenizer
 
     if split not in SPLITS:
         raise ConfigError(f"no split named '{split}'; there are {', '.join(SPLITS)}.{nearest(split, SPLITS)}")

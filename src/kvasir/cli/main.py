@@ -186,7 +186,7 @@ def evaluate(
 ) -> None:
     """Measure quality through the engine: exact match, tokens and perplexity on the lab's tasks, alone or against other switches."""
     from kvasir.cli import eval as command
-    from kvasir.lab.evaluator import Plan
+    from kvasir.lab.evaluation.evaluator import Plan
 
     check_output(output, make=True)
     check_output(plot, make=True)

@@ -15,8 +15,9 @@ from kvasir.cli.solve_job import Job, build_endpoints, checker, compared, lab_pr
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 from kvasir.lab import forms
-from kvasir.lab.statistics import bootstrap, mcnemar, wilson
-from kvasir.lab.task import Task, load_task
+from kvasir.lab.evaluation.statistics import bootstrap, mcnemar, wilson
+from kvasir.lab.lookup import load_task
+from kvasir.lab.task import Task
 from kvasir.logs import log
 from kvasir.scaling.endpoint import Endpoint, Sampling
 from kvasir.scaling.journal import Journal

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from kvasir.cli.solve_job import Job, build_endpoints, checker, compared, lab_problems
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
-from kvasir.lab.statistics import difference_interval, wilson
+from kvasir.lab.evaluation.statistics import difference_interval, wilson
 from kvasir.logs import log
 from kvasir.scaling.endpoint import Endpoint, Sampling
 from kvasir.scaling.primitives import EndpointDown, opened

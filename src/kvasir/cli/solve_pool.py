@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvasir.cli.solve_job import Job, checker, compared
 from kvasir.errors import ConfigError
-from kvasir.lab.statistics import difference_interval, mean_interval, pass_at_k
+from kvasir.lab.evaluation.statistics import difference_interval, mean_interval, pass_at_k
 from kvasir.logs import log
 from kvasir.scaling.endpoint import Endpoint, Sampling
 from kvasir.scaling.pool import Pool, PoolEndpoint, fill, ranked_right

@@ -41,7 +41,7 @@ def drafter(
     import shlex
     import sys
 
-    from kvasir.lab.drafter_training import REPLIES, Plan, default_device, main
+    from kvasir.lab.drafters.training import REPLIES, Plan, default_device, main
     from kvasir.speculation.heads import KINDS
 
     if name not in KINDS:

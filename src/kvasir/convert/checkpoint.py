@@ -1,6 +1,6 @@
-"""Checkpoint folders as streams: tensors read one by one, written in shards, and a whole conversion from folder to folder.
+"""Checkpoint folders as streams: read tensors one by one, write them in shards, and convert a whole folder.
 
-The new folder appears under its name only when it is complete and fits its config.json; until then it has another name.
+The new folder gets its name only when it is complete and fits its config.json. Until then it has a temporary name.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
     from kvasir.convert.converter import Tensors
 
-SHARD_BYTES = 4 << 30
+SHARD_BYTES = 4 << 30  # Most bytes of a shard.
 RECORD = "conversion.json"
 
 
 def read_tensors(path: Path) -> Tensors:
-    """Every tensor of a checkpoint folder, file by file. Raises ConfigError for a damaged or missing file."""
+    """Yield every tensor of a checkpoint folder, file by file. Raises ConfigError for a damaged or missing file."""
     from safetensors import SafetensorError, safe_open
 
     for file, names in _by_file(path).items():
@@ -49,9 +49,9 @@ def _by_file(path: Path) -> dict[Path, list[str]]:
 
 
 def write_tensors(folder: Path, tensors: Tensors, shard_bytes: int = SHARD_BYTES) -> int:
-    """Write a stream as model.safetensors, or as shards of at most ``shard_bytes`` (one tensor at least) and their index.
+    """Write a stream as model.safetensors, or as shards and their index. Returns the bytes of all tensors.
 
-    Holds one shard in memory. Returns the bytes of all tensors.
+    A shard has at most ``shard_bytes``, but at least one tensor. One shard is held in memory at a time.
     """
     from safetensors.torch import save_file
 
@@ -97,11 +97,11 @@ def convert(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> dict[str, Any]:
-    """Convert the checkpoint in ``source`` into the new folder ``target``, with its tokenizer and all else it needs.
+    """Convert the checkpoint in ``source`` into the new folder ``target``, tokenizer and templates included.
 
-    ``spec`` is the converter as written, for the record that is returned and kept in ``conversion.json``. ``progress`` is
-    told the bytes of each tensor read. Raises ConfigError when the source cannot be converted or the target not be
-    written; nothing is left behind then.
+    ``spec`` is the converter as the user wrote it, for the record that is returned and kept in ``conversion.json``.
+    ``progress`` receives the bytes of each tensor read. Raises ConfigError when the source cannot be converted or the
+    target cannot be written; then nothing is left behind.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already: name a new folder")
@@ -136,7 +136,7 @@ def _counted(tensors: Tensors, progress: Callable[[int], None]) -> Iterator[tupl
 
 
 def _copy_rest(source: Path, target: Path) -> None:
-    """Tokenizer, chat template and generation defaults. Not the model card: its figures are the source's."""
+    """Copy tokenizer, chat template and generation defaults, but not the model card: its figures are the source's."""
     patterns = [p for p in checkpoint.WANTED if p != "config.json" and "safetensors" not in p]
     for file in sorted(source.iterdir()):
         if file.is_file() and any(fnmatch.fnmatch(file.name, p) for p in patterns):

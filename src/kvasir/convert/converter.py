@@ -1,8 +1,8 @@
 """The seam of offline conversions: a stream of stored tensors in, a stream out, and edits to config.json.
 
-A converter is one module in `kvasir/convert/converters/`, chosen as ``name:key=value``. It never holds more of the model
-than the tensors it works on, so that a checkpoint larger than the memory converts, too. ``exact`` is its promise: the
-converted model computes the same function, and `exactly` holds it to that where stored numbers are rescaled.
+A converter is one module in `kvasir/convert/converters/`, chosen as ``name:key=value``. It holds only the tensors that
+it works on, so a checkpoint larger than the memory can be converted. ``exact`` promises that the converted model
+computes the same function.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PACKAGE = "kvasir.convert.converters"
 
 @dataclass(frozen=True)
 class Source:
-    """The checkpoint a converter works on: its folder, its config.json, and the layers that config describes."""
+    """The checkpoint that a converter works on: its folder, its config.json, and the layers of that config."""
 
     path: Path
     config: dict[str, Any]
@@ -35,11 +35,14 @@ class Source:
 
     @classmethod
     def of(cls, path: Path, config: dict[str, Any]) -> Source:
-        """Raises ConfigError when the config is not one that the engine serves."""
+        """Read the layers from ``config``. Raises ConfigError when the engine does not serve such a config."""
         return cls(path, config, build_spec(config))
 
     def stored(self, slot: str) -> str:
-        """The checkpoint's name of one of our weight slots: ``layers.0.mixer.q.weight`` -> ``model.layers.0.self_attn.q_proj.weight``."""
+        """The checkpoint's name of one of our weight slots.
+
+        ``layers.0.mixer.q.weight`` -> ``model.layers.0.self_attn.q_proj.weight``
+        """
         return find_family(self.config["model_type"]).stored_name(slot)
 
 
@@ -47,15 +50,18 @@ class Converter(Technique):
     """Rewrites a checkpoint. ``exact``: the result computes the same function as the source."""
 
     def check(self, source: Source) -> None:
-        """Raise ConfigError when this converter cannot take ``source``: called before anything is read or written."""
+        """Raise ConfigError when this converter cannot take ``source``. Called before anything is read or written."""
 
     def edit_config(self, source: Source) -> dict[str, Any]:
-        """config.json of the result."""
+        """The contents of config.json of the result."""
         return source.config
 
     @abstractmethod
     def tensors(self, source: Source, tensors: Tensors) -> Tensors:
-        """The tensors of the result, in any order, made from those of ``source`` in any order. Inputs may be changed in place."""
+        """The tensors of the result, in any order, from those of ``source``, in any order.
+
+        Inputs may be changed in place.
+        """
         raise NotImplementedError
 
 

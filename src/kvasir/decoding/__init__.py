@@ -1,0 +1,1 @@
+"""Decoding: from logits to drawn tokens, with penalties, filters, grammars and acceptance of drafts."""

@@ -1,6 +1,6 @@
-"""Chains of +, - and * modulo a number, as arrays: what the tasks `chain` and `reflect` draw.
+"""Chains of +, - and * modulo a number as arrays, which the tasks `chain` and `reflect` draw.
 
-Shape suffixes: N problems, K steps (-1 beyond a problem's last one).
+Shape suffixes: N problems, K steps (-1 beyond a problem's last step).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvasir.lab.sheet import Drawn, Sheet
 
 SIGNS = ("+", "-", "*")
 ASKED = tuple(f"; {sign}" for sign in SIGNS)
-LONGER = 8  # the split ``longer`` has up to this many steps more than the longest in training
+LONGER = 8  # The split ``longer`` has up to this many steps more than the longest chain in training.
 
 
 @dataclass(slots=True)
@@ -33,6 +33,7 @@ class Chains(Drawn):
 
 
 def check_dial(name: str, modulus: int, min_steps: int, max_steps: int, max_factor: int) -> None:
+    """Raise ConfigError when a dial of the task ``name`` is out of range."""
     if not 5 <= modulus <= 999:
         raise ConfigError(f"{name}: modulus={modulus} must lie in 5..999")
     if not 1 <= min_steps <= max_steps <= 64:
@@ -42,13 +43,13 @@ def check_dial(name: str, modulus: int, min_steps: int, max_steps: int, max_fact
 
 
 def apply(value: np.ndarray, sign: np.ndarray, operand: np.ndarray, modulus: int | np.ndarray) -> np.ndarray:
-    """One step for every row; rows with sign -1 keep their value."""
+    """Apply one step to every row; rows with sign -1 keep their value."""
     out = np.where(sign == 0, value + operand, np.where(sign == 1, value - operand, value * operand)) % modulus
     return np.where(sign < 0, value, out)
 
 
 def draw_chains(rng: np.random.Generator, count: int, steps: tuple[int, int], modulus: int, max_factor: int) -> Chains:
-    """Chains of ``steps`` (least, most)."""
+    """Draw ``count`` chains with ``steps`` (least, most) steps."""
     low, high = steps
     length = rng.integers(low, high + 1, count)
     start = rng.integers(0, modulus, count)
@@ -65,7 +66,7 @@ def draw_chains(rng: np.random.Generator, count: int, steps: tuple[int, int], mo
 
 
 def put_chain(sheet: Sheet, chains: Chains) -> None:
-    """The start and the steps, as a question names them."""
+    """Write the start and the steps as a question names them."""
     sheet.put_number(chains.start)
     for k in range(chains.signs.shape[1]):
         sheet.put_choice(ASKED, chains.signs[:, k])
@@ -73,18 +74,18 @@ def put_chain(sheet: Sheet, chains: Chains) -> None:
 
 
 def slipped(chains: Chains, rng: np.random.Generator, wrong: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """One slip in every row of ``wrong`` [N], carried on to a wrong result: (values [N, K], where it slips [N], -1 = nowhere).
+    """Put one slip into every row of ``wrong`` [N] and carry it on to a wrong result.
 
-    A slip is off by 1, 2 or 10, as when a carry or the modulo goes astray.
+    Returns values [N, K] and the step of the slip [N] (-1 = none). A slip is off by 1, 2 or 10, as if a carry or the
+    modulo had gone wrong.
     """
     count, wide = chains.signs.shape
     at = np.where(wrong, rng.integers(0, 1 << 30, count) % chains.difficulty, -1)
     by = np.array([1, -1, 2, -2, 10, -10])[rng.integers(0, 6, count)]
     by = np.where(by % chains.modulus == 0, 1, by)
     values = _follow(chains, at, by)
-    lost = wrong & (
-        values[np.arange(count), chains.difficulty - 1] == chains.final
-    )  # a later product may hide the slip
+    # A later product may hide the slip.
+    lost = wrong & (values[np.arange(count), chains.difficulty - 1] == chains.final)
     at = np.where(lost, chains.difficulty - 1, at)
     return _follow(chains, at, by) if lost.any() else values, at
 

@@ -1,6 +1,6 @@
-"""The chat format of the lab's models: ChatML turns, tools in the Hermes way. One Jinja template, and the same in Python.
+"""The chat format of the lab's models: ChatML turns and Hermes tool calls, as a Jinja template and in Python.
 
-Training needs to know which characters the assistant wrote, so `segments` renders in Python; a test holds it equal to
+Training must know which characters the assistant wrote, so `segments` renders in Python. A test compares its text with
 `TEMPLATE`, which ships with every checkpoint.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 TOOLS_BEFORE = "You can call these functions:\n<tools>\n"
 TOOLS_AFTER = '</tools>\nTo call one, write:\n<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>'
 
+# A backslash at the end of a line continues it: the template has one line there.
 TEMPLATE = """\
 {%- macro text(content) -%}
     {%- if content is string -%}{{ content }}
@@ -38,13 +39,15 @@ TEMPLATE = """\
             {%- set function = call.function if call.function else call -%}
             {{- '\\n' if message.content or not loop.first -}}
             {{- '<tool_call>\\n{"name": ' + (function.name | tojson) + ', "arguments": ' -}}
-            {{- (function.arguments if function.arguments is string else function.arguments | tojson) + '}\\n</tool_call>' -}}
+            {{- (function.arguments if function.arguments is string else function.arguments | tojson) \
++ '}\\n</tool_call>' -}}
         {%- endfor -%}
         {{- '<|im_end|>\\n' -}}
     {%- elif message.role == 'tool' -%}
         {{- '<|im_start|>tool\\n<tool_response>\\n' + text(message.content) + '\\n</tool_response><|im_end|>\\n' -}}
     {%- elif message.role in ['system', 'developer', 'user'] -%}
-        {{- '<|im_start|>' + ('user' if message.role == 'user' else 'system') + '\\n' + text(message.content) + '<|im_end|>\\n' -}}
+        {{- '<|im_start|>' + ('user' if message.role == 'user' else 'system') + '\\n' \
++ text(message.content) + '<|im_end|>\\n' -}}
     {%- else -%}
         {{- raise_exception('unknown role: ' + message.role) -}}
     {%- endif -%}
@@ -71,7 +74,7 @@ def _reply(message: Message) -> str:
 
 
 def segments(messages: Sequence[Message], tools: Sequence[dict] = (), *, generate: bool = False) -> list[Segment]:
-    """The conversation as text pieces, each with "the assistant wrote this" (its end-of-turn mark included).
+    """The conversation as text pieces, each with whether the assistant wrote it (its end-of-turn mark included).
 
     Contents are plain strings. ``generate`` adds the header of the assistant's next turn. Raises KeyError for a message
     without role and ValueError for an unknown role.
@@ -100,5 +103,5 @@ def segments(messages: Sequence[Message], tools: Sequence[dict] = (), *, generat
 
 
 def prompt(messages: Sequence[Message], tools: Sequence[dict] = ()) -> str:
-    """The text a model is given to write the assistant's next turn."""
+    """The text from which a model writes the assistant's next turn."""
     return "".join(text for text, _ in segments(messages, tools, generate=True))

@@ -1,12 +1,12 @@
-"""Prompt forms on the tasks' problems: besides solving, a model is asked to aggregate, judge, rate or refine solutions.
+"""Prompt forms on the tasks' problems: besides solving, a model aggregates, judges, rates or refines solutions.
 
-``aggregate/chain:max_steps=8`` is a task like any other (`load_task`). Its candidates are the task's own right solutions and
-slips, in every mix of right and wrong; `FormTask.case` does the same with real replies of a model. A form's ``difficulty`` is
-the number of right candidates, so that scores can be told apart by it: a pair is mixed where it is 1.
+``aggregate/chain:max_steps=8`` is a task like any other (`load_task`). Its candidates are right solutions and slips
+written by the task, in every mix of right and wrong. `FormTask.case` takes a model's real replies instead. A form's
+``difficulty`` is the number of right candidates, so scores can be split by it: a pair of difficulty 1 is mixed.
 
-All forms but one are answered with a written check first (`Task.verify`): judging ends with a verdict after it, aggregating and
-refining with a whole solution below an empty line (`solution` takes it out). A small model that is to write a solution at once copies a
-candidate, right or not.
+Replies start with a written check (`Task.verify`), except in ``solve`` and ``self_evaluate``. After it, a judge writes
+a verdict; aggregating and refining write a whole solution below an empty line (`solution` extracts it). Without the
+check, a small model copies a candidate, right or wrong.
 
 Shape suffixes: N problems, J candidates of a problem.
 """
@@ -27,16 +27,17 @@ from kvasir.lab.task import VERDICTS, Documents, Problem, Split, Task, encode, g
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-RATINGS = ("2", "9")  # of a wrong and of a right solution
+RATINGS = ("2", "9")  # The rating of a wrong solution and of a right one, from 1 to 9.
 YES_NO = ("No", "Yes")
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How candidates stand in the prompt. ``heads``: the line above each candidate; ``tail``: the request after the last.
+    """Layout of candidates in the prompt.
 
-    ``least``: fewest candidates. ``own``: the candidate is the assistant's own turn, and the request the user's next one.
-    ``names``: what the check calls the candidates; none where the reply has no check.
+    ``heads``: the line above each candidate. ``tail``: the request after the last candidate. ``least``: smallest number
+    of candidates. ``own``: the candidate is the assistant's own turn, and the request is the user's next turn.
+    ``names``: what the check calls the candidates; empty when the reply has no check.
     """
 
     heads: tuple[str, ...]
@@ -65,14 +66,14 @@ FORMS: dict[str, Form] = {
     "self_evaluate": Form(("",), "Is your answer right? Reply Yes or No.", own=True),
     "refine": Form(("Attempt:",), "This attempt may be wrong. Check it, then write a right solution.", names=("A",)),
 }
-SOLVING = ("solve", "aggregate", "refine")  # the forms whose reply holds a solution
-POOL = 5000  # training documents of a form, written once: checks are text, not a sheet
-DRAWN = 4  # candidates of an aggregate prompt in training and by default: 2 to this many
+SOLVING = ("solve", "aggregate", "refine")  # Forms whose reply holds a solution.
+POOL = 5000  # Training documents of a form, made once: checks are written as text, which is slower than a sheet.
+DRAWN = 4  # Largest number of candidates in an aggregate prompt of the task's own making; the smallest is 2.
 
 
 @dataclass(frozen=True, slots=True)
 class FormProblem(Problem):
-    """``origin``: the task's problem; ``candidates`` and which of them are ``right``."""
+    """A form's problem: ``origin`` is the task's problem; ``right`` says which of the ``candidates`` are right."""
 
     origin: Problem | None = None
     candidates: tuple[str, ...] = ()
@@ -80,15 +81,17 @@ class FormProblem(Problem):
 
 
 def find(name: str) -> Form:
-    """The form of that name. Raises ConfigError with the names there are."""
+    """The form called ``name``. Raises ConfigError with the names that exist."""
     if name not in FORMS:
         raise ConfigError(f"no prompt form named '{name}'; there are {', '.join(FORMS)}.{nearest(name, FORMS)}")
     return FORMS[name]
 
 
 def render(name: str, problem: Problem, candidates: Sequence[str]) -> tuple[Message, ...]:
-    """The messages that ask ``name`` about ``problem`` and the candidates' texts, of which only the solutions are shown. Raises
-    ConfigError for a wrong number of them."""
+    """The messages that ask about ``problem`` and the candidates in the form ``name``.
+
+    Of each candidate only its solution is shown. Raises ConfigError for a wrong number of candidates.
+    """
     form, candidates = find(name), [solution(text) for text in candidates]
     if not form.least <= len(candidates) <= form.most:
         raise ConfigError(f"the form '{name}' takes {form.least} to {form.most} candidates, got {len(candidates)}")
@@ -110,7 +113,10 @@ def render(name: str, problem: Problem, candidates: Sequence[str]) -> tuple[Mess
 
 
 def target(name: str, problem: Problem, candidates: Sequence[str], right: Sequence[bool]) -> str:
-    """The reply to learn, after its check: a verdict, or a right solution: a right candidate if there is one, else the task's own."""
+    """The reply to learn, after its check: a verdict or a right solution.
+
+    The solution is a right candidate if there is one, otherwise the task's own.
+    """
     if name in ("judge_one", "self_evaluate"):
         return YES_NO[right[0]]
     if name == "judge_pair":
@@ -119,18 +125,21 @@ def target(name: str, problem: Problem, candidates: Sequence[str], right: Sequen
 
 
 def solution(reply: str) -> str:
-    """A reply without the check before it: what is read of it, and what a further prompt shows. Any other text stays as it is."""
+    """Remove the check from a reply. A text without a check stays as it is.
+
+    Answers are read from the result, and further prompts show it.
+    """
     check, gap, rest = reply.strip().partition("\n\n")
     return rest.strip() if gap and any(line.endswith(VERDICTS) for line in check.split("\n")[-2:]) else reply
 
 
 def verdict(reply: str) -> str:
-    """The last line: what a judgement comes to."""
+    """The last line of a judgement."""
     return reply.strip().rsplit("\n", 1)[-1]
 
 
 def ratings(reply: str) -> tuple[int, int] | None:
-    """The two ratings, 1 to 9, that end a pair's judgement; None when it ends otherwise."""
+    """The two ratings (1 to 9) at the end of a pair's judgement; None when it ends otherwise."""
     lines = reply.strip().split("\n")[-2:]
     if len(lines) != 2:
         return None
@@ -141,7 +150,7 @@ def ratings(reply: str) -> tuple[int, int] | None:
 
 
 def opened(case: Problem, rng: np.random.Generator) -> list[Segment]:
-    """A case as a training document; some have a system prompt before the question, as everywhere."""
+    """A case as the segments of a training document; some get a system prompt, as in all other documents."""
     system = SYSTEMS[rng.integers(len(SYSTEMS))]
     if system:
         case = replace(case, messages=({"role": "system", "content": system}, *case.messages))
@@ -165,14 +174,18 @@ class FormTask(Task):
     # -------------------------------------------------------------------------------------------------------- problems
 
     def case(self, problem: Problem, candidates: Sequence[str]) -> FormProblem:
-        """The form's problem for real candidate texts, labelled by the task's checker. Raises ConfigError for a wrong number."""
+        """The form's problem for real candidate texts, labelled by the task's checker.
+
+        Raises ConfigError for a wrong number of candidates.
+        """
         messages, candidates = render(self.form, problem, candidates), [solution(text) for text in candidates]
         right = tuple(self.inner.check(problem, text) for text in candidates)
         reply = target(self.form, problem, candidates, right)
         if self.shape.names:
             check = self.inner.verify(problem, candidates, self.shape.names)
             if self.form in SOLVING and not any(right) and not self.inner.work_out(problem):
-                # Nothing to copy and nothing worked out: the question, said again, is where solving begins as it does alone.
+                # There is nothing to copy and nothing was worked out. Repeating the question lets solving begin as it
+                # does without candidates.
                 check = f"{check}\n{problem.messages[-1]['content']}"
             reply = check + ("\n\n" if self.form in SOLVING else "\n") + reply
         return FormProblem(
@@ -204,8 +217,10 @@ class FormTask(Task):
         return True  # the inner task's problems are split
 
     def _mix(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """How many candidates [N], and which are wrong [N, J]: every number of right ones equally likely, in any order; of the pairs
-        to judge, half are mixed."""
+        """Number of candidates of each problem [N], and which are wrong [N, J], in random order.
+
+        Every number of right candidates is equally likely, except that half of the pairs to judge are mixed.
+        """
         most = min(self.shape.most, DRAWN)
         size = rng.integers(self.shape.least, most + 1, count)
         right = rng.integers(0, size + 1)
@@ -228,8 +243,11 @@ class FormTask(Task):
         return last if last in YES_NO else None
 
     def check(self, problem: Problem, reply: str) -> bool:
-        """Solutions by the task's own checker; verdicts must be right; of a mixed pair the right one must be rated higher,
-        two right ones both above 5, two wrong ones both below."""
+        """Whether ``reply`` is right in this form.
+
+        The task's own checker decides about solutions. A verdict must be right. In a mixed pair the right solution must
+        get the higher rating; two right ones must both be above 5, two wrong ones both below.
+        """
         assert isinstance(problem, FormProblem) and problem.origin is not None
         if self.form in SOLVING:
             return self.inner.check(problem.origin, solution(reply))

@@ -1,4 +1,4 @@
-"""Whether the fused attention kernel for packed rows works on this GPU: tried once, on a small input, before a run relies on it."""
+"""Try the fused attention kernel for packed rows on this GPU, on a small input, before a run relies on it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from kvasir.lab.model import Shape, block_mask, document_mask
 
-TOLERANCE = 0.03  # of the largest value: bf16 rounds to 1 in 256
+TOLERANCE = 0.03  # Largest accepted error, relative to the largest value; bf16 rounds to 1 in 256.
 
 
 def why_not(shape: Shape, device: str) -> str | None:
-    """None when the compiled kernel's output and gradients equal those of a dense mask in fp32; else what went wrong, in one line."""
+    """Why the fused kernel cannot be used, in one line; None when it can.
+
+    The compiled kernel's output and gradients must equal those of a dense mask in fp32.
+    """
     generator = torch.Generator(device).manual_seed(0)
     length, grouped = 512, shape.heads != shape.kv_heads
 
@@ -44,7 +47,7 @@ def why_not(shape: Shape, device: str) -> str | None:
             inputs,
         )
         torch.accelerator.synchronize()
-    except Exception as e:  # noqa: BLE001 (whatever a compiler can raise; the caller says it aloud)
+    except Exception as e:  # noqa: BLE001 (a compiler can raise anything; the caller prints the reason)
         return f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else 'no message'}"
     for name, a, b in zip(("output", "query gradient", "key gradient", "value gradient"), got, wanted, strict=True):
         error = float((a.float() - b.float()).abs().max() / b.float().abs().max())

@@ -1,7 +1,7 @@
-"""The lab's trainable model: a plain PyTorch Qwen3-shaped decoder whose parameter names are those of the HF checkpoint.
+"""The lab's trainable model: a Qwen3-shaped decoder in plain PyTorch, with the parameter names of the HF checkpoint.
 
-RMSNorm before each block, grouped-query attention with normalised queries and keys, RoPE, SwiGLU, tied embeddings. It is
-meant for training and for checking what was trained; kvasir's engine serves the exported folder.
+It has an RMSNorm before each block, grouped-query attention with normalised queries and keys, RoPE, SwiGLU and tied
+embeddings. It is for training and for checking what was trained; kvasir's engine serves the exported folder.
 
 Shape suffixes: B rows, T tokens, C cached positions, H query heads, G KV heads, D head dim, E model dim, V vocabulary.
 """
@@ -20,12 +20,12 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from kvasir.errors import ConfigError
 
 Cache = list[tuple[torch.Tensor, torch.Tensor]]
-BLOCK = 128  # rows and columns of the tiles that a BlockMask keeps or skips
+BLOCK = 128  # Rows and columns of a BlockMask tile, which is kept or skipped as a whole.
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model. ``positions``: the context length it is trained for."""
+    """Sizes of a model. ``positions``: the context length that it is trained for."""
 
     vocab: int = 2048
     dim: int = 192
@@ -57,7 +57,7 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE in the "half" layout: x [B, heads, T, D]; cos, sin [B or 1, 1, T, D]."""
+    """Apply RoPE in the "half" layout to x [B, heads, T, D]; cos, sin [B or 1, 1, T, D]."""
     first, second = x.chunk(2, -1)
     return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
 
@@ -81,8 +81,11 @@ class Attention(nn.Module):
         cache: tuple[torch.Tensor, torch.Tensor] | None,
         at: int | torch.Tensor,
     ) -> torch.Tensor:
-        """x [B, T, E]. ``cache``: K and V [B, G, C, D], written in place from position ``at``. As a tensor [1] it is where the one
-        token goes, and ``mask`` covers the whole cache: shapes that never change, for a CUDA graph."""
+        """Attend from x [B, T, E].
+
+        ``cache``: K and V [B, G, C, D], written in place from position ``at``. When ``at`` is a tensor [1], it is the
+        place of the only token, and ``mask`` covers the whole cache: a CUDA graph needs shapes that never change.
+        """
         b, t, _ = x.shape
         s = self.shape
         q = self.q_norm(self.q_proj(x).view(b, t, s.heads, s.head_dim)).transpose(1, 2)
@@ -97,12 +100,12 @@ class Attention(nn.Module):
         if isinstance(mask, BlockMask):
             out = flex_attention(q, k, v, block_mask=mask, enable_gqa=s.heads != s.kv_heads)
         elif cache is not None and t == 1:
-            # One token: the heads of a group stand where queries stand, and the cache is read once and not copied.
+            # For one token, the heads of a group take the place of queries, so the cache is read once and not copied.
             out = F.scaled_dot_product_attention(
                 q.reshape(b, s.kv_heads, -1, s.head_dim), k, v, attn_mask=mask
             ).reshape(b, s.heads, 1, s.head_dim)
         else:
-            # Repeated by hand: the fused kernels that take a mask do not take grouped heads.
+            # K and V are repeated by hand, because the fused kernels that take a mask do not take grouped heads.
             k, v = (z.repeat_interleave(s.heads // s.kv_heads, 1) for z in (k, v))
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.o_proj(out.transpose(1, 2).reshape(b, t, -1))
@@ -140,7 +143,7 @@ class Block(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Everything below the output matrix; a module of its own so that names start with ``model.`` as in HF files."""
+    """Everything below the output matrix. A module of its own, so that names start with ``model.`` as in HF files."""
 
     def __init__(self, s: Shape) -> None:
         super().__init__()
@@ -150,7 +153,10 @@ class Trunk(nn.Module):
 
 
 class Model(nn.Module):
-    """``forward`` gives logits [B, T, V]. Weights are drawn from ``seed`` on the CPU: the same on every machine."""
+    """The decoder; ``forward`` returns logits [B, T, V].
+
+    Weights are drawn from ``seed`` on the CPU, so they are the same on every machine.
+    """
 
     def __init__(self, shape: Shape, seed: int = 0) -> None:
         super().__init__()
@@ -161,13 +167,13 @@ class Model(nn.Module):
             if p.ndim == 2:
                 into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(p, std=0.02 / (2 * shape.layers) ** 0.5 if into_residual else 0.02, generator=generator)
-        # Kept outside the module's state (no buffer): a checkpoint holds weights only, and autocast must not round the angles.
+        # Not a buffer: a checkpoint holds weights only, and autocast must not round the angles.
         frequency = shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
         angle = torch.arange(shape.positions).float()[:, None] * torch.cat([frequency, frequency])
         self._rope = (angle.cos(), angle.sin())
 
     def _apply(self, fn, recurse: bool = True):
-        self._rope = tuple(t.to(fn(t).device) for t in self._rope)  # to another device, never to another precision
+        self._rope = tuple(t.to(fn(t).device) for t in self._rope)  # change the device, never the precision
         return super()._apply(fn, recurse)
 
     def forward(
@@ -180,9 +186,10 @@ class Model(nn.Module):
         at: int | torch.Tensor = 0,
         last: bool = False,
     ) -> torch.Tensor:
-        """ids [B, T]; mask [B, 1, T, at + T] bool, true = may look (None: causal); positions [B, T] (None: ``at`` onwards).
+        """Logits of ids [B, T].
 
-        ``at`` as a tensor: see `Attention`; it needs ``positions``. ``last``: logits of the last position only, [B, 1, V].
+        mask [B, 1, T, at + T] bool marks what a token may see (None: causal); positions [B, T] (None: ``at`` onwards).
+        ``at`` as a tensor needs ``positions``; see `Attention`. ``last``: logits of the last position only, [B, 1, V].
         """
         if positions is None:
             rope = self.rope(ids.shape[1], int(at))
@@ -212,16 +219,16 @@ class Model(nn.Module):
 
 
 def document_mask(documents: torch.Tensor) -> torch.Tensor:
-    """[B, 1, T, T] bool from document numbers [B, T]: causal, and never across documents."""
+    """Mask [B, 1, T, T] bool from document numbers [B, T]: causal, and never across documents."""
     t = documents.shape[1]
     causal = torch.ones(t, t, dtype=torch.bool, device=documents.device).tril()
     return ((documents[:, :, None] == documents[:, None, :]) & causal)[:, None]
 
 
 def block_mask(documents: torch.Tensor) -> BlockMask:
-    """The same as `document_mask`, for the fused kernel: the tiles to visit, and the rule inside them.
+    """The mask of `document_mask` for the fused kernel: which tiles to visit, and the rule inside them.
 
-    A document stands in one piece, so a tile of queries sees the tiles from where its first document begins up to itself.
+    A document is contiguous, so a tile of queries sees the tiles from the start of its first document up to itself.
     """
     rows, length = documents.shape
     place = torch.arange(length, device=documents.device)
@@ -250,10 +257,10 @@ def run_layer(
 
 
 def head_losses(model: Model, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The last step of `losses`, from the last layer's output x [M, E] where ``target`` [M] is to be predicted."""
+    """The last step of `losses`, from the last layer's output x [M, E] and the tokens ``target`` [M] to predict."""
     logits = model.logits(x).float()
     partition = logits.logsumexp(-1)
-    # A masked sum and not a gather, whose backward would scatter into a matrix of zeros: the compiler fuses this one.
+    # A masked sum, because the compiler fuses it; the backward of a gather would scatter into a matrix of zeros.
     chosen = torch.where(torch.arange(logits.shape[-1], device=x.device) == target[:, None], logits, 0.0).sum(-1)
     correct = (logits.argmax(-1) == target).float()
     return torch.stack(
@@ -263,9 +270,10 @@ def head_losses(model: Model, x: torch.Tensor, target: torch.Tensor, weight: tor
 
 @dataclass(frozen=True)
 class Compute:
-    """How training runs the model: the plain functions, or their compiled forms. One layer is compiled and every layer runs it.
+    """The functions with which training runs the model: plain ones, or their compiled forms.
 
-    ``fused``: packed rows go through the fused kernel that skips other documents, and not through a dense mask.
+    One layer is compiled, and every layer runs it. ``fused``: packed rows use the fused kernel, which skips other
+    documents, instead of a dense mask.
     """
 
     layer: Callable[..., torch.Tensor] = run_layer
@@ -274,7 +282,10 @@ class Compute:
 
 
 def compiled(*, fused: bool, **options: Any) -> Compute:
-    """``options`` go to torch.compile. Shapes are fixed: each row shape of a recipe costs one graph of a layer and one of the head."""
+    """Compile the layer and the head; ``options`` go to torch.compile.
+
+    Shapes are fixed: each row shape of a recipe costs one graph of a layer and one of the head.
+    """
     return Compute(
         *(torch.compile(f, dynamic=False, fullgraph=True, **options) for f in (run_layer, head_losses)), fused=fused
     )
@@ -291,10 +302,11 @@ def losses(
     compute: Compute = PLAIN,
     chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[3]: summed cross-entropy (nats), summed z term (log-partition squared), and correct guesses, over trained targets.
+    """Summed cross-entropy (nats), summed z term (log-partition squared) and correct guesses over trained targets: [3].
 
-    ids, documents, trained [B, T]; ``trained`` marks the tokens to predict. ``documents`` None: each row is one document.
-    ``chosen`` [M]: flat places b * T + t (t >= 1) with all trained ones among them: the head, the dearest layer, looks at these only.
+    ids, documents, trained [B, T]; ``trained`` marks the tokens to predict. ``documents`` None: each row is one
+    document. ``chosen`` [M]: flat places b * T + t (t >= 1) that include all trained ones. The head, the most expensive
+    layer, computes these only.
     """
     mask = None if documents is None else block_mask(documents) if compute.fused else document_mask(documents)
     rope = model.rope(ids.shape[1])

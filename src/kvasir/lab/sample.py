@@ -1,6 +1,6 @@
-"""Batched decoding of a lab model in plain torch, with a KV cache: greedy for scores, sampled for candidates to train on.
+"""Batched decoding of a lab model in plain torch with a KV cache: greedy for scores, sampled for training candidates.
 
-Prompts of like length share a batch; rows that are done leave it, so that a few long replies do not hold up thousands.
+Prompts of similar length share a batch. Finished rows leave it, so that a few long replies do not hold up thousands.
 
 Shape suffixes: B prompts at once, T tokens of the longest prompt, V vocabulary.
 """
@@ -20,13 +20,13 @@ from kvasir.logs import log
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-LOOK = 16  # tokens between two looks at which rows are done
-# On a GPU a batch is as large as memory allows, on a CPU as the cache likes: positions (rows x length) held at once.
+LOOK = 16  # Tokens between two looks at which rows are done.
+# Positions (rows x length) that a batch holds at once. On a GPU memory is the limit, on a CPU the cache.
 POSITIONS = {"cuda": 1 << 21, "cpu": 1 << 15}
 
 
 def serving_copy(model: Model) -> Model:
-    """The weights as they are served: bf16 on a GPU, a plain copy elsewhere."""
+    """A copy of the weights as they are served: bf16 on a GPU, fp32 elsewhere."""
     device = model.model.embed_tokens.weight.device
     return (
         copy.deepcopy(model).to(torch.bfloat16 if device.type == "cuda" else torch.float32).eval().requires_grad_(False)
@@ -34,7 +34,7 @@ def serving_copy(model: Model) -> Model:
 
 
 class _Rows:
-    """A batch in flight: its cache and what each row has written. Prompts stand at the right, padded on the left."""
+    """A batch in flight: its cache, and the last token of each row. Prompts are padded on the left."""
 
     def __init__(
         self, model: Model, prompts: Sequence[Sequence[int]], max_new: int, pick: Callable[[torch.Tensor], torch.Tensor]
@@ -44,15 +44,17 @@ class _Rows:
         wide = self.at = max(map(len, prompts))
         self.padding = torch.tensor([wide - len(p) for p in prompts], device=self.device)
         ids = torch.tensor([[0] * (wide - len(p)) + list(p) for p in prompts], device=self.device)
-        length = -(-(wide + max_new) // 16) * 16  # whole 32 bytes of mask, as fused attention likes them
+        # rows of the mask fill whole 32 bytes, which fused attention needs to be fast
+        length = -(-(wide + max_new) // 16) * 16
         self.columns = torch.arange(length, device=self.device)
-        self.place = torch.zeros(1, dtype=torch.long, device=self.device)  # of the next token, read by the graph
+        # place of the next token, which the graph reads
+        self.place = torch.zeros(1, dtype=torch.long, device=self.device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.graphs = self.device.type == "cuda"
         self.cache = model.new_cache(len(prompts), length)
         mask = None
         if int(self.padding.max()):
-            # A padded column looks at itself only, since a row that sees nothing would be NaN.
+            # A padded column sees itself only, because a row that sees nothing would be NaN.
             square = torch.ones(wide, wide, dtype=torch.bool, device=self.device)
             visible = self.columns[None, :wide] >= self.padding[:, None]
             mask = ((visible[:, None] & square.tril()) | (square.tril() & square.triu()))[:, None]
@@ -60,6 +62,7 @@ class _Rows:
         self.last = pick(model(ids, mask, positions=positions, cache=self.cache, last=True)[:, -1])
 
     def step(self) -> None:
+        """Append one token to every row."""
         self.place.fill_(self.at)
         if self.graphs and self.graph is None:
             self._capture()
@@ -78,7 +81,10 @@ class _Rows:
         )[:, -1]
 
     def _capture(self) -> None:
-        """One launch a token instead of hundreds. The runs before and during it write what the replay writes again."""
+        """Capture the forward pass: one launch a token instead of hundreds.
+
+        The runs before and during the capture write what the replay writes again.
+        """
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -88,13 +94,14 @@ class _Rows:
         try:
             with torch.cuda.graph(graph):
                 self.logits = self._forward()
-        except RuntimeError as e:  # slow sampling is better than a run that ends here
+        except RuntimeError as e:  # slow sampling is better than ending the run here
             log.warning("sampling without a CUDA graph: %s", e)
             self.graphs = False
         else:
             self.graph = graph
 
     def keep(self, index: torch.Tensor) -> None:
+        """Keep the rows at ``index`` only."""
         self.graph = None
         self.cache = [(k[index], v[index]) for k, v in self.cache]
         self.padding, self.last = self.padding[index], self.last[index]
@@ -110,7 +117,7 @@ def complete(
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> list[list[int]]:
-    """One continuation of every prompt (ids), without the stop token, all in one batch. ``temperature`` 0 is greedy.
+    """Continue every prompt (ids) in one batch; the stop token is left out. ``temperature`` 0 is greedy.
 
     Raises ValueError when the longest prompt leaves no room in the model's positions.
     """
@@ -154,7 +161,10 @@ def complete_all(
     seed: int = 0,
     complete: Callable[..., list[list[int]]] = complete,
 ) -> list[str | None]:
-    """Replies (text, without special tokens) to any number of prompts, in batches that fit the device. None: the prompt leaves no room."""
+    """Replies (text without special tokens) to any number of prompts, in batches that fit the device.
+
+    None: the prompt leaves no room for a reply.
+    """
     device = model.model.embed_tokens.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     stop_ids = [tokenizer.token_to_id(t) for t in STOPS]
@@ -167,7 +177,7 @@ def complete_all(
         count, shortest = 1, len(coded[waiting[0]])
         while count < len(waiting):
             longest = len(coded[waiting[count]])
-            # The longest prompt decides the batch's width, and must not take the room of a shorter one's reply.
+            # The longest prompt sets the batch's width, which must not take the room of a shorter prompt's reply.
             if (count + 1) * (longest + max_new) > POSITIONS[device.type] or longest > max(
                 shortest, model.shape.positions - max_new
             ):

@@ -1,8 +1,9 @@
-"""Tasks whose problems are written by numpy, thousands at once: one rendering gives both the text and the token ids.
+"""Tasks that numpy writes by the thousand: one rendering gives both the text and the token ids.
 
-A `Sheet` is a grid of text pieces, one row a problem, filled column by column. Joined, a row is text; each distinct piece
-tokenised once and gathered, all rows are training documents (millions of tokens a second and a core). Pieces must meet where
-no token spans both, such as at digits, line ends, or before a space; a test holds the ids equal to the tokenised text.
+A `Sheet` is a grid of text pieces with one row a problem, filled column by column. Joining a row gives its text. Each
+distinct piece is tokenised once; gathering their ids turns all rows into training documents, millions of tokens a
+second and core. Pieces must meet where no token spans both: at digits, at line ends, or before a space. A test compares
+the ids with the tokenised text.
 
 Shape suffixes: N problems, C columns (-1 = empty), K pieces.
 """
@@ -15,7 +16,6 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -29,23 +29,13 @@ if TYPE_CHECKING:
 DIGITS = tuple("0123456789")
 SYSTEMS = ("", "", "", "You are a helpful assistant.", "You are a careful mathematician. Work step by step.")
 USER, ASSISTANT, END = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"
-MOST_DRAWN = 1 << 13  # rows drawn at once when most of them belong to another split
-MOST_SHOWN = 64  # characters of a candidate's answer that a check copies: what is longer is no answer
-
-
-@functools.cache
-def shipped_tokenizer() -> Tokenizer:
-    """The lab's tokenizer, from the first model in the package that has one. Raises ConfigError when none has."""
-    from kvasir.lab.tokenizer import load
-
-    for folder in sorted(files("kvasir").joinpath("assets").iterdir(), key=lambda f: f.name):
-        if folder.joinpath("tokenizer.json").is_file():
-            return load(str(folder))
-    raise ConfigError("no model in the package has a tokenizer.json; reinstall the package")
+MOST_DRAWN = 1 << 13  # Most rows to draw at once when most of them belong to another split.
+MOST_SHOWN = 64  # Characters of a candidate's answer that a check copies; no answer is longer.
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def piece_ids(tokenizer: Tokenizer, piece: str) -> tuple[int, ...]:
+    """Token ids of one piece."""
     return tuple(tokenizer.encode(piece, add_special_tokens=False).ids)
 
 
@@ -57,14 +47,14 @@ def mix(h: np.ndarray) -> np.ndarray:
 
 
 def fold(numbers: np.ndarray) -> np.ndarray:
-    """A 64-bit hash [N] of the rows of an integer array [N, C]."""
+    """Hash each row of an integer array [N, C] to 64 bits: [N]."""
     words = numbers.astype(np.int64).astype(np.uint64)
     place = (np.arange(1, words.shape[1] + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
     return mix(mix(words + place).sum(1, dtype=np.uint64))
 
 
 def split_mask(key: np.ndarray, split: Split) -> np.ndarray:
-    """Which of the hashes ``key`` [N] belong to ``split``: [N] bool."""
+    """Mask [N] bool of the hashes ``key`` [N] that belong to ``split``. All belong to ``longer``."""
     bucket = key % np.uint64(HELD_OUT)
     return {"test": bucket == 0, "validation": bucket == 1, "train": bucket > 1}.get(
         split, np.ones(len(key), dtype=bool)
@@ -72,7 +62,7 @@ def split_mask(key: np.ndarray, split: Split) -> np.ndarray:
 
 
 class Sheet:
-    """``count`` rows of text pieces. ``where`` [N] bool leaves the other rows empty."""
+    """``count`` rows of text pieces. In every method, ``where`` [N] bool selects the rows; the others stay empty."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -94,19 +84,22 @@ class Sheet:
         return number
 
     def put(self, text: str, where: np.ndarray | None = None) -> None:
-        """The same text in every row."""
+        """Add a column with the same text in every row."""
         number = self._number(text)
         self._add(np.full((self.count, 1), number) if where is None else np.where(where, number, -1)[:, None])
 
     def put_choice(self, texts: tuple[str, ...], index: np.ndarray, where: np.ndarray | None = None) -> None:
-        """``texts[index]`` for ``index`` [N] or [N, C]; -1 is empty."""
+        """Add ``texts[index]`` for ``index`` [N] or [N, C]; -1 is empty."""
         if texts not in self._tables:
             self._tables[texts] = np.array([self._number(t) for t in texts] + [-1], dtype=np.int32)
         index = index if index.ndim == 2 else index[:, None]
         self._add(self._tables[texts][index if where is None else np.where(where[:, None], index, -1)])
 
     def put_number(self, value: np.ndarray, where: np.ndarray | None = None, *, digits: int | None = None) -> None:
-        """``value`` [N] >= 0 in decimal; a negative one is empty. ``digits``: exactly so many, with leading zeros."""
+        """Add ``value`` [N] >= 0 in decimal; a negative value is empty.
+
+        ``digits``: write exactly that many, with leading zeros.
+        """
         value = value if where is None else np.where(where, value, -1)
         wide = digits or len(str(int(max(value.max(initial=0), 0))))
         power = 10 ** np.arange(wide - 1, -1, -1, dtype=np.int64)
@@ -115,12 +108,12 @@ class Sheet:
         self.put_choice(DIGITS, np.where(shown, place % 10, -1))
 
     def put_sheet(self, other: Sheet) -> None:
-        """The rows of ``other``, side by side with these."""
+        """Add the columns of ``other`` to the right of these."""
         table = np.array([self._number(p) for p in other.pieces] + [-1], dtype=np.int32)
         self._add(table[other.grid()])
 
     def grid(self) -> np.ndarray:
-        """[N, C] piece numbers, -1 where empty."""
+        """Piece numbers [N, C], -1 where empty."""
         if len(self.columns) > 1:
             self.columns = [np.concatenate(self.columns, axis=1)]
         return self.columns[0] if self.columns else np.empty((self.count, 0), dtype=np.int32)
@@ -130,10 +123,11 @@ class Sheet:
         self.columns = [np.take_along_axis(self.grid(), np.argsort(keys, axis=1, kind="stable"), 1)]
 
     def texts(self) -> list[str]:
+        """Each row as text."""
         return ["".join([self.pieces[i] for i in row if i >= 0]) for row in self.grid().tolist()]
 
     def key(self) -> np.ndarray:
-        """A 64-bit hash [N] of every row's pieces in order, whatever the empty cells between them."""
+        """Hash the pieces of every row in order to 64 bits: [N]. Empty cells do not count."""
         grid = self.grid()
         codes = np.array(
             [int.from_bytes(hashlib.blake2b(p.encode(), digest_size=8).digest(), "little") for p in self.pieces] + [0],
@@ -144,7 +138,7 @@ class Sheet:
         return mix(np.where(full, mix(codes[grid] + place), np.uint64(0)).sum(1, dtype=np.uint64))
 
     def documents(self, tokenizer: Tokenizer, learnt: Sequence[tuple[int, int]]) -> Documents:
-        """Every row as token ids, with loss on the columns in the ranges ``learnt``."""
+        """Every row as token ids, with loss on the column ranges ``learnt``."""
         grid = self.grid()
         coded = [piece_ids(tokenizer, piece) for piece in self.pieces]
         size = np.array([len(ids) for ids in coded], dtype=np.int64)
@@ -165,7 +159,7 @@ class Sheet:
 
 @dataclass(slots=True)
 class Drawn:
-    """N drawn problems as arrays whose first axis is N; each task adds its own. difficulty [N]."""
+    """N drawn problems as arrays whose first axis is N. Each task adds its own arrays to difficulty [N]."""
 
     difficulty: np.ndarray
 
@@ -181,28 +175,37 @@ class Drawn:
 
 
 class SheetTask(Task):
-    """A task that draws, asks and solves many problems at once. Subclasses give `sample`, `ask` and `solve`."""
+    """A task that draws, asks and solves many problems at once. Subclasses implement `sample`, `ask` and `solve`."""
 
     candidates = True
 
     def sample(self, rng: np.random.Generator, count: int, split: Split) -> Drawn:
-        """About ``count`` problems at the dial's difficulty (``split`` matters for ``longer`` sizes only)."""
+        """Draw about ``count`` problems at the dial's difficulty.
+
+        ``split`` matters for ``longer`` only, which has its own sizes.
+        """
         raise NotImplementedError
 
     def ask(self, sheet: Sheet, drawn: Drawn) -> None:
-        """Write the user's question."""
+        """Write the user's questions."""
         raise NotImplementedError
 
     def solve(self, sheet: Sheet, drawn: Drawn, rng: np.random.Generator, wrong: np.ndarray) -> None:
-        """Write the assistant's solution; where ``wrong`` [N], one with a realistic slip and a wrong answer."""
+        """Write the assistant's solutions.
+
+        Where ``wrong`` [N] is set, a solution has a realistic slip and a wrong answer.
+        """
         raise NotImplementedError
 
     def left_wrong(self, rng: np.random.Generator, drawn: Drawn) -> np.ndarray:
-        """Which training documents end wrong on purpose: [N] bool."""
+        """Training documents that end wrong on purpose: [N] bool."""
         return np.zeros(len(drawn), dtype=bool)
 
     def key(self, drawn: Drawn) -> np.ndarray:
-        """A hash [N] that decides the split: of the question, unless problems that read differently are the same."""
+        """Hash [N] that decides the split.
+
+        It hashes the question. A task overrides it when problems with different texts are the same problem.
+        """
         sheet = Sheet(len(drawn))
         self.ask(sheet, drawn)
         return sheet.key()
@@ -221,12 +224,13 @@ class SheetTask(Task):
             found += len(made)
         if found < count:
             raise ConfigError(
-                f"task '{self.name}' finds only {found} of {count} problems for '{split}': its dial leaves too few; turn it up"
+                f"task '{self.name}' finds only {found} of {count} problems for '{split}': "
+                "its dial leaves too few; turn it up"
             )
         return type(parts[0]).join(parts).take(np.arange(count))
 
     def written(self, drawn: Drawn, rng: np.random.Generator, wrong: np.ndarray | None = None) -> list[str]:
-        """The solutions as text, wrong ones where asked."""
+        """The solutions as text, wrong ones where ``wrong`` [N] is set."""
         sheet = Sheet(len(drawn))
         self.solve(sheet, drawn, rng, np.zeros(len(drawn), dtype=bool) if wrong is None else wrong)
         return sheet.texts()
@@ -249,18 +253,19 @@ class SheetTask(Task):
         return self.as_problems(self.drawn(rng, split, 1), rng)[0]
 
     def belongs(self, problem: Problem, split: Split) -> bool:
-        return True  # `draw` gives problems of the split only
+        return True  # `draw` returns problems of the split only
 
     def check(self, problem: Problem, reply: str) -> bool:
-        """The last line must be ``Answer: X`` with the right X, and the only such line."""
+        """Whether the last line, and no other line, is ``Answer: X`` with the right X."""
         return self.answer(reply) == problem.answer
 
     def answer(self, reply: str) -> str | None:
         return final_answer(reply)
 
     def verify(self, problem: Problem, candidates: Sequence[str], names: Sequence[str]) -> str:
-        """Work the problem out alone, then look at one candidate after the other: a small model that weighs them at every line mixes
-        them up.
+        """Work the problem out first, then look at one candidate after the other.
+
+        A small model that weighs all candidates at every line mixes them up.
 
             12+45=57 / 57*3=74 / Answer: 74 / A: 71 bad / B: 74 good
         """
@@ -271,11 +276,11 @@ class SheetTask(Task):
         return "\n".join([*self.work_out(problem), *lines])
 
     def work_out(self, problem: Problem) -> list[str]:
-        """The lines of a check before the first candidate's: the solution, or what is easier to write and says as much."""
+        """The lines of a check before the first candidate: the solution, or a shorter text that says as much."""
         return problem.solution.split("\n")
 
     def account(self, problem: Problem, candidate: str) -> str:
-        """What a check says of a candidate before the verdict, on one line: its answer."""
+        """The text of a check about a candidate before the verdict, on one line: its answer."""
         return (self.answer(candidate) or "none")[:MOST_SHOWN].strip()
 
     def documents(
@@ -293,7 +298,7 @@ class SheetTask(Task):
 
 
 def open_turn(sheet: Sheet, rng: np.random.Generator) -> None:
-    """The conversation's opening: in some rows a system prompt, then the header of the user's turn."""
+    """Write the conversation's opening: a system prompt in some rows, then the header of the user's turn."""
     systems = tuple(
         "<bos>" + (f"<|im_start|>system\n{s}<|im_end|>\n" if s else "") + USER for s in dict.fromkeys(SYSTEMS)
     )

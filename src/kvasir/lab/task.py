@@ -1,9 +1,8 @@
 """The seam of the lab's tasks: seeded problems, an exact checker, a difficulty dial, and training documents.
 
-A task is one module in `kvasir/lab/tasks/`, named like a technique: ``chain``, or ``chain:max_steps=8`` with its dial
-turned, or ``judge_pair/chain:max_steps=8`` for a prompt form (`kvasir.lab.forms`) on its problems.
-Its splits never share a problem: which split a problem belongs to is decided by a hash of the problem itself, and
-``longer`` holds sizes that are never trained on.
+A task is one module in `kvasir/lab/tasks/`. Its name is that of a technique: ``chain``, or ``chain:max_steps=8`` with
+its dial turned, or ``judge_pair/chain:max_steps=8`` for a prompt form (`kvasir.lab.forms`) on its problems. A task's
+splits never share a problem: a hash of the problem decides the split. ``longer`` holds sizes that are never trained on.
 
 Shape suffixes: T tokens, N documents.
 """
@@ -21,22 +20,25 @@ import numpy as np
 
 from kvasir.errors import ConfigError
 from kvasir.lab.chat import Message, Segment, prompt, segments
-from kvasir.technique import Technique, is_file, load
+from kvasir.technique import Technique
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Split = Literal["train", "validation", "test", "longer"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test", "longer")
-VERDICTS = (" bad", " good")  # one token each; end the line of a check that says what a candidate comes to
-HELD_OUT = 64  # one problem in so many belongs to validation, another one to test
+VERDICTS = (" bad", " good")  # How a check ends the line of a wrong and of a right candidate; each is one token.
+HELD_OUT = 64  # One problem in 64 belongs to validation, and one to test.
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """``messages``: the conversation up to the question. ``solution``: the reply a model is trained on.
-    ``answer``: what the checker compares. ``difficulty``: the task's own measure, such as the number of steps.
-    ``last_only``: the assistant's earlier turns carry no loss (they may be wrong)."""
+    """One problem with its solution.
+
+    ``messages``: the conversation up to the question. ``solution``: the reply that a model is trained on. ``answer``:
+    what the checker compares. ``difficulty``: the task's own measure, for example the number of steps. ``last_only``:
+    the assistant's earlier turns carry no loss, because they may be wrong.
+    """
 
     messages: tuple[Message, ...]
     solution: str
@@ -51,12 +53,13 @@ class Problem:
         return prompt(self.messages, self.tools)
 
     def segments(self) -> list[Segment]:
+        """The whole conversation, solution included, as text pieces that carry loss or not."""
         out = segments([*self.messages, {"role": "assistant", "content": self.solution}], self.tools)
         return [(text, learnt and i == len(out) - 2) for i, (text, learnt) in enumerate(out)] if self.last_only else out
 
 
 def final_answer(reply: str) -> str | None:
-    """X of a reply whose last line, and no other, is ``Answer: X``."""
+    """The X of ``Answer: X`` in the last line; None when that line is missing or not the only one."""
     lines = reply.strip().split("\n")
     if sum(line.startswith("Answer:") for line in lines) != 1 or not lines[-1].startswith("Answer: "):
         return None
@@ -65,7 +68,10 @@ def final_answer(reply: str) -> str | None:
 
 @dataclass(slots=True)
 class Documents:
-    """Token ids of N documents, end to end: ids [T] int32; trained [T] bool, the tokens that carry loss; bounds [N+1]."""
+    """Token ids of N documents, end to end.
+
+    ids [T] int32; trained [T] bool marks the tokens that carry loss; document n lies from bounds[n] to bounds[n + 1].
+    """
 
     ids: np.ndarray
     trained: np.ndarray
@@ -95,7 +101,10 @@ class Documents:
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[Sequence[Segment]]) -> Documents:
-    """Tokenise documents given as segments. Segments meet at special tokens or line ends, where no token spans both."""
+    """Tokenise documents given as segments.
+
+    Segments meet at special tokens or line ends, so no token spans two of them.
+    """
     flat = [segment for document in documents for segment in document]
     coded = [e.ids for e in tokenizer.encode_batch_fast([text for text, _ in flat], add_special_tokens=False)]
     sizes = np.array([len(ids) for ids in coded], dtype=np.int64)
@@ -106,41 +115,47 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Sequence[Segment]]) -> Docu
 
 
 def split_of(text: str) -> Split:
-    """The split a problem belongs to, from its text alone (never ``longer``, which is a matter of size)."""
+    """The split that a problem belongs to, by its text. Never ``longer``, which depends on size."""
     bucket = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % HELD_OUT
     return {0: "test", 1: "validation"}.get(bucket, "train")  # type: ignore[return-value]
 
 
 def generator(split: Split, seed: int) -> np.random.Generator:
-    """A generator whose stream differs for every split and seed."""
+    """A random generator with its own stream for every split and seed. Raises ConfigError for an unknown split."""
     if split not in SPLITS:
         raise ConfigError(f"no split named '{split}'; there are {', '.join(SPLITS)}")
     return np.random.default_rng([SPLITS.index(split), seed])
 
 
 class Task(Technique):
-    """One kind of problem. ``scored``: by ``answer`` (exact match) or by ``loss`` (prose has no right answer).
+    """One kind of problem.
 
-    ``pool``: how many training documents to make once and draw from; 0 means ``documents`` is fast enough for every batch.
+    ``scored``: by ``answer`` (exact match) or by ``loss`` (prose has no right answer). ``pool``: number of training
+    documents to make once and draw from; 0 means that ``documents`` is fast enough for every batch. ``candidates``:
+    whether the task can write right and wrong solutions for the prompt forms.
     """
 
     scored: ClassVar[Literal["answer", "loss"]] = "answer"
     pool: ClassVar[int] = 0
-    candidates: ClassVar[bool] = (
-        False  # whether it can write candidate solutions, right and wrong, for the prompt forms
-    )
+    candidates: ClassVar[bool] = False
 
     @abstractmethod
     def draw(self, rng: np.random.Generator, split: Split) -> Problem:
-        """One problem at the dial's difficulty (``split`` matters for ``longer`` sizes only). Always the same from the same rng."""
+        """Draw one problem at the dial's difficulty, always the same one from the same ``rng``.
+
+        ``split`` matters for ``longer`` only, which has its own sizes.
+        """
         raise NotImplementedError
 
     def belongs(self, problem: Problem, split: Split) -> bool:
-        """Whether ``problem`` may stand in ``split``. A task too small to hold anything out says yes to all."""
+        """Whether ``problem`` may stand in ``split``. A task too small to hold problems out accepts all."""
         return split == "longer" or split_of(problem.messages[-1]["content"]) == split
 
     def problems(self, split: Split, seed: int, count: int) -> list[Problem]:
-        """``count`` problems of ``split``, the same for the same seed. Raises ConfigError when the dial leaves too few."""
+        """``count`` problems of ``split``; the same seed gives the same problems.
+
+        Raises ConfigError when the dial leaves too few.
+        """
         return self._sample(generator(split, seed), split, count)
 
     def _sample(self, rng: np.random.Generator, split: Split, count: int) -> list[Problem]:
@@ -156,45 +171,41 @@ class Task(Technique):
         )
 
     def check(self, problem: Problem, reply: str) -> bool:
-        """Whether ``reply`` (the assistant's text, without special tokens) solves ``problem``. Never raises for any text."""
+        """Whether ``reply`` (the assistant's text without special tokens) solves ``problem``. Takes any text."""
         return reply.strip() == problem.answer
 
     def answer(self, reply: str) -> str | None:
-        """The canonical answer of a reply, equal for equal answers (for votes); None when it has none. Never raises."""
+        """The canonical answer of a reply; None without an answer. Takes any text.
+
+        Equal answers are equal values, as votes need.
+        """
         return reply.strip() or None if self.scored == "answer" else None
 
     def verify(self, problem: Problem, candidates: Sequence[str], names: Sequence[str]) -> str:
-        """The written check of ``candidates`` that a judge learns to write before its verdict: exact, without an empty line, and ending
-        with a line for each, which begins with its name and ends with a word that follows from what was written. Any texts are taken."""
+        """The written check of ``candidates`` that a judge learns to write before its verdict.
+
+        The check is exact and has no empty line. It ends with one line for each candidate: its name first, and as the
+        last word a verdict that follows from what was written. Candidates may be any texts.
+        """
         raise NotImplementedError
 
     def work_out(self, problem: Problem) -> list[str]:
-        """The lines of a check before the first candidate's; none where a way of one's own says nothing about another one (the question is
-        one line then)."""
+        """The lines of a check before the line of the first candidate.
+
+        Empty when a solution of one's own says nothing about another solution. The question is one line then.
+        """
         raise NotImplementedError
 
     def tally(self, problem: Problem, reply: str) -> dict[str, int]:
-        """What else can be counted in any reply, by name; to be summed over replies."""
+        """Further counts of a reply, by name. Callers sum them over replies."""
         return {}
 
     def notes(self, problem: Problem) -> list[str]:
-        """What else is known about a problem, in a few words each, for a reader of samples."""
+        """Further facts about a problem, a few words each, for readers of samples."""
         return []
 
     def documents(
         self, tokenizer: Tokenizer, rng: np.random.Generator, count: int, split: Split = "train"
     ) -> Documents:
-        """``count`` whole conversations, tokenised, with loss on the assistant's tokens."""
+        """Make ``count`` whole conversations, tokenised, with loss on the assistant's tokens."""
         return encode(tokenizer, [p.segments() for p in self._sample(rng, split, count)])
-
-
-def load_task(spec: str) -> Task:
-    """Build a task from ``name``, ``name:key=value,key=value`` or ``form/name:...``. Raises ConfigError for an unknown part."""
-    form, slash, inner = spec.partition("/")
-    if slash:
-        from kvasir.lab.forms import FORMS, FormTask
-
-        form = form.strip()
-        if form == "solve" or form in FORMS or not is_file(spec):  # else it is a file's path
-            return load_task(inner) if form == "solve" else FormTask(form, load_task(inner))
-    return load("kvasir.lab.tasks", spec, Task)

@@ -1,5 +1,6 @@
-"""Test-time scaling: more inference for a better or a cheaper answer, as one thin layer above any endpoint.
+"""Test-time scaling: spend more inference on a problem for a better or cheaper answer.
 
-`endpoint.py` what a model must offer · `primitives.py` sample, score, choose, compare, `Seq` · `ledger.py` what it cost ·
-`journal.py` so that a killed run goes on · `strategy.py` and `strategies/` the methods · `solve.py` many problems at once.
+A thin layer above any endpoint: `endpoint.py` what a model must offer · `primitives.py` sample, score, choose, compare,
+`Seq` · `ledger.py` costs and budgets · `journal.py` resume a killed run · `strategy.py` and `strategies/` the methods ·
+`solve.py` many problems at once.
 """

@@ -1,4 +1,4 @@
-"""What two replies must share to give the same answer, for callers that cannot pass a function: by name."""
+"""Rules by which two replies give the same answer, by name, for callers that cannot pass a function."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from kvasir.scaling.problem import last_answer
 
 
 def last_line(text: str) -> str | None:
-    """The last line that holds anything, in lower case."""
+    """The last line that is not blank, in lower case."""
     lines = text.strip().splitlines()
     return lines[-1].strip().lower() or None if lines else None
 
 
 def whole(text: str) -> str | None:
-    """All of it, blanks and case aside."""
+    """The whole text in lower case, with blanks made equal."""
     return " ".join(text.split()).lower() or None
 
 

@@ -1,8 +1,8 @@
-"""What a model must offer to be scaled over: one small protocol, for an engine here, a server anywhere, or a test's table.
+"""The protocol of a model to scale over: an engine here, a server anywhere, or a table in a test.
 
-An endpoint declares its capabilities (``Caps``); a strategy lists those it needs, and an impossible pair is refused before
-the first call. ``draw`` streams n samples of a prompt, piece by piece; everything that decides between samples while they run
-(``Group``) is written once, over that stream, in ``collect``.
+An endpoint declares its capabilities (``Caps``) and a strategy lists those it needs, so an impossible pair is refused
+before the first call. ``draw`` streams n samples of a prompt piece by piece. Rules that decide between running samples
+(``Group``) are written once, over that stream, in ``collect``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class EndpointError(Exception):
-    """A call failed through no fault of its own: worth another try. ``retry_after``: seconds to wait before it."""
+    """A call failed through no fault of its own, so it can be tried again.
+
+    ``retry_after``: seconds to wait before that.
+    """
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -29,14 +32,17 @@ class EndpointError(Exception):
 
 
 class Refused(Exception):
-    """The endpoint will never serve this call, such as a prompt beyond its context."""
+    """The endpoint will never serve this call, for example because the prompt exceeds its context."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """``tokens``: token ids go in and out, so a reply can be continued, forked and cut (`Seq`). ``logprobs``: confidence of what it
-    generates. ``score``: confidence of any text. ``choose``: a distribution over given next tokens. ``fork``: n samples compute
-    the prompt once."""
+    """Capabilities of an endpoint.
+
+    ``tokens``: token ids go in and out, so a reply can be continued, forked and cut (`Seq`). ``logprobs``: confidence
+    of generated tokens. ``score``: confidence of any text. ``choose``: a distribution over given next tokens. ``fork``:
+    n samples compute the prompt once.
+    """
 
     tokens: bool = False
     logprobs: bool = False
@@ -47,8 +53,11 @@ class Caps:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """``begun``: token ids of the reply so far (for `Seq`). ``affinity``: the problem it is about; what is asked about one problem shares
-    beginnings, so it is best asked of one replica, in a row."""
+    """A conversation to continue.
+
+    ``begun``: token ids of the reply so far (for `Seq`). ``affinity``: the problem that the prompt belongs to. Prompts
+    of one problem share beginnings, so they should go to one replica.
+    """
 
     messages: tuple[Mapping[str, Any], ...]
     begun: tuple[int, ...] = ()
@@ -57,7 +66,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """``stop``: strings that end a reply, kept in it (a step's delimiter). ``temperature`` 0 is greedy."""
+    """Sampling settings.
+
+    ``stop``: strings that end a reply and stay in it (a step's delimiter). ``temperature`` 0 is greedy.
+    """
 
     max_tokens: int = 512
     temperature: float = 1.0
@@ -66,10 +78,12 @@ class Sampling:
 
 @dataclass(slots=True)
 class Chunk:
-    """The next ``count`` tokens of sample ``index``: their text, ids, log-probabilities and confidences (empty: not known). They are
-    several only where nothing is decided between them: a rule that must see single tokens (`Group`) gets them one by one.
-    ``finish``: why the sample ended, with the last token or after it (then ``count`` is 0). ``whole``: with the last one, the sample as
-    it is known already (a pool's)."""
+    """The next ``count`` tokens of sample ``index``: text, ids, log-probabilities and confidences (empty: not known).
+
+    A chunk has several tokens only when nothing is decided between them; a rule that must see single tokens (`Group`)
+    gets them one by one. ``finish``: why the sample ended, sent with the last token or after it (then ``count`` is 0).
+    ``whole``: the complete sample with the last chunk, when it is known already (in a pool).
+    """
 
     index: int
     text: str = ""
@@ -83,11 +97,12 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A finished sample. ``tokens`` counts what was generated, the end mark included; ``ids`` are empty where the endpoint hides them.
+    """A finished sample.
 
-    ``confidence``: mean over the tokens of the mean negative log-probability of the k likeliest next tokens, larger = surer (Fu et
-    al. 2025, DeepConf); ``lowest``: the lowest mean over a window of tokens; ``logprob``: sum over the tokens. ``met``: tokens after which
-    it met the group's rule.
+    ``tokens`` counts the generated tokens, end mark included. ``ids`` are empty when the endpoint hides them.
+    ``confidence``: mean over the tokens of the mean negative log-probability of the k likeliest next tokens; larger
+    means surer (DeepConf, Fu et al. 2025). ``lowest``: the lowest mean over a window of tokens. ``logprob``: sum over
+    the tokens. ``met``: number of tokens after which the sample met the group's rule.
     """
 
     index: int
@@ -108,7 +123,10 @@ FIELDS = tuple(f.name for f in dataclasses.fields(Sample))
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Of a given text under a prompt. ``confidence``, ``lowest`` and ``logprob`` as in `Sample`; ``tokens``: how many were scored."""
+    """The score of a given text under a prompt.
+
+    ``confidence``, ``lowest`` and ``logprob`` as in `Sample`; ``tokens``: number of scored tokens.
+    """
 
     confidence: float
     logprob: float
@@ -118,7 +136,10 @@ class Score:
 
 @dataclass(slots=True)
 class Usage:
-    """Of a call, filled in while it runs: the prompt's tokens, and those that were generated after a sample had ended."""
+    """Token counts of a call, filled in while it runs.
+
+    ``uncached`` and ``cached`` count the prompt, ``overrun`` tokens that were generated after a sample had ended.
+    """
 
     uncached: int = 0
     cached: int = 0
@@ -126,7 +147,10 @@ class Usage:
 
 
 class Draw(abc.ABC):
-    """n samples under way: iterate for their chunks; ``cancel`` ends some of them, each of which then sends a last chunk."""
+    """n samples in progress: iterate to get their chunks.
+
+    ``cancel`` ends some of them; each then sends a last chunk.
+    """
 
     def __init__(self) -> None:
         self.usage = Usage()
@@ -142,8 +166,12 @@ class Draw(abc.ABC):
 
 
 class Endpoint(abc.ABC):
-    """``parameters``: active ones, for operations (0: unknown). ``vocabulary``: equal where token ids mean the same. ``window``: tokens of
-    a confidence's window, short as the lab's solutions are (the paper's 2048 suit replies of tens of thousands)."""
+    """A model that strategies can call.
+
+    ``parameters``: active ones, for counting operations (0: unknown). ``vocabulary``: equal for endpoints whose token
+    ids mean the same. ``window``: tokens of a confidence's window. It is short because the lab's solutions are; the
+    paper's 2048 suit replies of tens of thousands of tokens.
+    """
 
     name: str
     caps = Caps()
@@ -153,45 +181,53 @@ class Endpoint(abc.ABC):
     window = 16
 
     async def start(self) -> None:  # noqa: B027
-        """Get ready. Raises ConfigError when that is hopeless."""
+        """Get ready. Raises ConfigError when that is impossible."""
 
     async def close(self) -> None:  # noqa: B027
-        """Give everything back."""
+        """Release everything."""
 
     async def busy_seconds(self) -> float | None:
-        """How long its device has worked since the start; None where nobody can tell."""
+        """Seconds that its device has worked since the start; None when unknown."""
         return None
 
     def forget(self) -> None:  # noqa: B027
-        """What was computed until now is no longer found in a prefix cache, where that can be had: arms of a comparison begin alike."""
+        """Stop finding what was computed until now in a prefix cache, where possible.
+
+        Arms of a comparison then begin alike.
+        """
 
     @abc.abstractmethod
     def draw(self, prompt: Prompt, n: int, sampling: Sampling, seed: int, group: Group | None = None) -> Draw:
-        """Sample ``n`` replies. Sample i of a seed is the same for every n, where the endpoint keeps seeds at all. ``group``: which of
-        them will count; an endpoint that can tells its engine, so that losers end at once, and any other leaves it to `collect`.
-        Iterating raises EndpointError or Refused."""
+        """Sample ``n`` replies.
+
+        If the endpoint supports seeds, sample i of a seed is the same for every n. ``group`` says which samples will
+        count. An endpoint may pass it to its engine, so that losers end at once, or leave it to `collect`. Iterating
+        raises EndpointError or Refused.
+        """
 
     @abc.abstractmethod
     def most_prompt_tokens(self, prompt: Prompt) -> int:
-        """An upper bound, for budgets. Raises Refused for a prompt that cannot be encoded."""
+        """An upper bound of the prompt's tokens, for budgets. Raises Refused for a prompt that cannot be encoded."""
 
     async def score(self, prompt: Prompt, sample: Sample, usage: Usage) -> Score:
+        """Score ``sample`` as the reply to ``prompt``."""
         raise Refused(f"{self.name} cannot score")
 
     async def choose(self, prompt: Prompt, options: Sequence[str], usage: Usage) -> dict[str, float]:
-        """Log-probability of each option as the next token, among the options: they sum to 1 as probabilities."""
+        """Log-probability of each option as the next token; the options' probabilities sum to 1."""
         raise Refused(f"{self.name} cannot choose")
 
 
-# ------------------------------------------------------------------------------------------------- samples from a stream
+# ------------------------------------------------------------------------------------------------ samples from a stream
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Which of n samples count: the first ``finish_after`` that meet the rule, in tokens and not in time; ties go to the lower index.
+    """A rule for which of n samples count: the first ``finish_after`` that meet it.
 
-    ``on``: "eos" (a reply that ended by itself), or a string such as ``</think>``: it meets when that is written, and then goes on to
-    its end. ``accept``: a reply that does not pass does not count.
+    First is meant in tokens, not in time; ties go to the lower index. ``on``: "eos" (the reply ended by itself), or a
+    string such as ``</think>``. A sample meets the rule when that string is written, and then continues to its end.
+    ``accept``: a reply that does not pass does not count.
     """
 
     finish_after: int
@@ -199,6 +235,7 @@ class Group:
     accept: Callable[[str], bool] | None = None
 
     def met(self, draft: Draft) -> bool:
+        """Whether ``draft`` meets the rule now."""
         ended = draft.finish == "stop"
         return (ended or self.on != "eos" and self.on in draft.text) and (
             self.accept is None or self.accept(draft.text)
@@ -210,7 +247,10 @@ class Group:
         return met[self.finish_after - 1] if len(met) >= self.finish_after else None
 
     def beaten(self, drafts: Sequence[Draft]) -> list[Draft]:
-        """Running samples that can no longer be among the first: a fact about tokens, so timing decides nothing but the waste."""
+        """Running samples that can no longer be among the first.
+
+        This depends on tokens only, so timing changes nothing but the number of wasted tokens.
+        """
         limit = self.limit(drafts)
         if limit is None:
             return []
@@ -223,7 +263,7 @@ class Group:
 
 @dataclass(slots=True)
 class Draft:
-    """A sample while it runs."""
+    """A sample in progress."""
 
     index: int
     text: str = ""
@@ -267,7 +307,7 @@ class Draft:
 
 
 async def collect(draw: Draw, drafts: Sequence[Draft], group: Group | None) -> None:
-    """Fill ``drafts``, one for each sample of ``draw``, until all have ended or been beaten."""
+    """Fill ``drafts``, one for each sample of ``draw``, until all have ended or are beaten."""
     async for chunk in draw:
         draft = drafts[chunk.index]
         if draft.finish is not None:
@@ -282,7 +322,7 @@ async def collect(draw: Draw, drafts: Sequence[Draft], group: Group | None) -> N
             loser.dropped = True
         if losers:
             await draw.cancel([d.index for d in losers])
-    if group is not None:  # one that ended before it could be stopped is beaten all the same
+    if group is not None:  # a sample that ended before it could be stopped is beaten all the same
         limit = group.limit(drafts)
         for draft in drafts:
             if limit is not None and (draft.met is None or (draft.met, draft.index) > limit):
@@ -290,7 +330,10 @@ async def collect(draw: Draw, drafts: Sequence[Draft], group: Group | None) -> N
 
 
 def confidence_of(top: Sequence[float]) -> float:
-    """Of one token, from the log-probabilities of the k likeliest. With k = 1 it would be large where the model is unsure."""
+    """Confidence of one token, from the log-probabilities of the k likeliest tokens.
+
+    With k = 1 it would be large where the model is unsure.
+    """
     return -sum(top) / len(top)
 
 

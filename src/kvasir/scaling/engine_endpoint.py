@@ -1,8 +1,9 @@
-"""Our engine as an endpoint: in a process of its own, with token ids, seeds, scores and forks that share the prompt's pages.
+"""Our engine as an endpoint, in its own process: token ids, seeds, scores, and forks that share the prompt's pages.
 
-A call of n samples is one request with n branches (for every 256 of them, what a request may hold): the prompt is computed once
-and forked. Continuing a reply (`Seq`) is a request whose prompt ends in it; the prefix cache holds the pages, under a lease that
-memory pressure may end, and the engine's noise is keyed by position, so the continuation is what one long request would have given.
+A call of n samples is one request with n branches (one request for every 256 of them, the most that a request may
+hold): the prompt is computed once and forked. Continuing a reply (`Seq`) is a request whose prompt ends with it. The
+prefix cache holds its pages, under a lease that memory pressure may end. The engine's noise is keyed by position, so
+the continuation is what one long request would have given.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ from kvasir.scaling.endpoint import (
 from kvasir.scaling.ledger import Price
 from kvasir.types import Event, PromptScore, Request, SamplingParams, TokenLogprob, branch_stream
 
-DEFAULT_CONFIDENCES = 20
-FIRST = -1  # priority of calls that are a prompt and nothing more: a round of them holds up a whole loop
+DEFAULT_CONFIDENCES = 20  # Likeliest tokens that a confidence is the mean of.
+FIRST = -1  # Priority of calls that are a prompt and nothing more, because a round of them holds up a whole loop.
 FEATURES = ("fork", "score", "group")
-HEARTBEAT_PATIENCE = 5.0  # seconds; there are four heartbeats a second
-RETRIED = (429, 500, 503)  # statuses of a request that may pass another time
+HEARTBEAT_PATIENCE = 5.0  # Seconds to wait for a heartbeat; there are four a second.
+RETRIED = (429, 500, 503)  # Statuses of a request that may succeed another time.
 
 
 def group_seed(seed: int, number: int) -> int:
-    """The stream of the ``number``-th request of a call, so that sample i is the same whatever n is."""
+    """The stream of a call's request number ``number``, which makes sample i the same for every n."""
     return (
         seed
         if number == 0
@@ -63,10 +64,14 @@ def group_seed(seed: int, number: int) -> int:
 
 
 class ClientEndpoint(Endpoint):
-    """An engine that somebody else starts and stops. ``confidences`` k: how many of the likeliest tokens a confidence is the mean of (0:
-    no confidence, and a little faster). ``lease``: seconds for which a paused reply keeps its pages; needs the prefix cache.
-    ``tenant``: salt of the prefix key. ``without``: features of the engine to do without, to see what they are worth: a fork of the
-    prompt for n samples, the score as one record, the group that the engine itself ends. They change no reply."""
+    """An engine that somebody else starts and stops.
+
+    ``confidences`` k: number of the likeliest tokens that a confidence is the mean of (0: no confidence, a little
+    faster). ``lease``: seconds for which a paused reply keeps its pages; needs the prefix cache. ``tenant``: salt of
+    the prefix key. ``without``: features of the engine not to use, to measure what they are worth: ``fork`` (the prompt
+    once for n samples), ``score`` (the score as one record) and ``group`` (a group that the engine ends itself). They
+    change no reply.
+    """
 
     caps = Caps(tokens=True, logprobs=True, score=True, choose=True, fork=True)
 
@@ -86,26 +91,26 @@ class ClientEndpoint(Endpoint):
     ) -> None:
         if confidences == 1:
             raise ConfigError(
-                "confidences=1 turns the sign round: the likeliest token alone is large where the model is unsure. Take 5 to 20."
+                "confidences=1 would invert the score: the likeliest token alone gives a large value when the model is "
+                "unsure. Take 5 to 20."
             )
         self.engine, self.tokenizer, self.name = engine, tokenizer, name
         self.parameters, self.vocabulary, self.price = parameters, vocabulary or name, price or Price()
         self.confidences, self.lease, self.tenant = confidences, lease, tenant
-        self._prefix = f"{name}-{uuid.uuid4().hex[:12]}"  # of request ids: several endpoints may share an engine
+        # prefix of request ids, because several endpoints may share an engine
+        self._prefix = f"{name}-{uuid.uuid4().hex[:12]}"
         self._numbers = itertools.count()
         if unknown := set(without) - set(FEATURES):
             raise ConfigError(f"without {', '.join(sorted(unknown))}: the features are {', '.join(FEATURES)}")
         self.without = frozenset(without)
         self.caps = dataclasses.replace(self.caps, fork="fork" not in self.without)
-        self._encoded: tuple[Prompt | None, list[int]] = (
-            None,
-            [],
-        )  # the last prompt: a call asks for its length, then for its ids
+        # The last prompt: a call asks for its length, then for its ids.
+        self._encoded: tuple[Prompt | None, list[int]] = (None, [])
 
     async def busy_seconds(self) -> float | None:
         asked = time.monotonic()
         while time.monotonic() < asked + HEARTBEAT_PATIENCE:
-            if (stats := self.engine.stats()).time >= asked:  # one clock on one machine
+            if (stats := self.engine.stats()).time >= asked:  # both times are of this machine's clock
                 return stats.busy_seconds
             await asyncio.sleep(0.02)
         return None
@@ -114,6 +119,7 @@ class ClientEndpoint(Endpoint):
         self.tenant = f"{self._prefix}-{next(self._numbers)}"
 
     def ids(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt. Raises Refused for one that cannot be encoded."""
         if self._encoded[0] is not prompt:
             try:
                 self._encoded = prompt, [*self.tokenizer.encode_chat(list(prompt.messages)), *prompt.begun]
@@ -128,7 +134,8 @@ class ClientEndpoint(Endpoint):
         ids = self.ids(prompt)
         room = max(1, self.engine.info.max_model_len - len(ids))
         size = MAX_N if self.caps.fork else 1
-        # Ends are the engine's to see; what a text must hold is not. With several requests no engine sees the whole group.
+        # The engine sees that a reply ends, but not what its text holds. With several requests it does not see the
+        # whole group.
         seen = (
             group is not None
             and group.on == "eos"
@@ -138,7 +145,7 @@ class ClientEndpoint(Endpoint):
         )
         first_of = group.finish_after if group is not None and seen else None
         apart = bool(sampling.stop) or group is not None and not seen  # something is decided here between two tokens
-        lease = self.lease if sampling.stop else 0.0  # a reply that stops at a delimiter is likely to go on
+        lease = self.lease if sampling.stop else 0.0  # a reply that stops at a delimiter is likely to continue
         requests = []
         for first in range(0, n, size):
             stream, branch = group_seed(seed, first // MAX_N), first % MAX_N
@@ -157,6 +164,7 @@ class ClientEndpoint(Endpoint):
         return EngineDraw(self, requests, size, sampling.stop, apart)
 
     def request(self, ids: list[int], params: SamplingParams, affinity: str, priority: int = 0) -> Request:
+        """A validated request for the engine. Raises Refused for one that the engine would reject."""
         try:
             made = admit(
                 ids,
@@ -169,11 +177,14 @@ class ClientEndpoint(Endpoint):
             )
         except RequestError as e:
             raise Refused(e.message) from e
-        made.affinity = affinity and f"{self._prefix}/{affinity}"  # other runs have problems of the same name
+        made.affinity = affinity and f"{self._prefix}/{affinity}"  # other runs may have problems of the same name
         return made
 
     async def events(self, request: Request) -> AsyncGenerator[Event, None]:
-        """The engine's events, with its errors told apart by whether another try makes sense."""
+        """The engine's events.
+
+        Its errors become EndpointError when another try makes sense, otherwise Refused.
+        """
         try:
             async with contextlib.aclosing(self.engine.generate(request)) as events:
                 async for event in events:
@@ -184,8 +195,10 @@ class ClientEndpoint(Endpoint):
             raise Refused(e.message) from e
 
     async def score(self, prompt: Prompt, sample: Sample, usage: Usage) -> Score:
-        """Teacher-forced: one record comes back from the engine. Ids are kept where the vocabularies agree; else the text is encoded,
-        without an end mark."""
+        """Score by teacher forcing; one record comes back from the engine.
+
+        Ids are used when the vocabularies agree. Otherwise the text is encoded, without an end mark.
+        """
         begin = self.ids(prompt)
         reply = (
             list(sample.ids)
@@ -206,7 +219,7 @@ class ClientEndpoint(Endpoint):
             prompt.affinity,
             FIRST,
         )
-        request.max_tokens = 0  # the prompt alone is wanted
+        request.max_tokens = 0  # no token is wanted, only the prompt's score
         found: PromptScore | None = None
         async for event in self.events(request):
             _count(usage, request, event)
@@ -217,7 +230,7 @@ class ClientEndpoint(Endpoint):
         return Score(found.confidence or 0.0, found.logprob, found.tokens, found.lowest)
 
     def _scored(self, entries: Sequence[TokenLogprob]) -> PromptScore:
-        """The record that the engine would have made, from every token's likeliest alternatives."""
+        """The record that the engine would have made, from the likeliest alternatives of every token."""
         mean, lowest = summed_up([confidence_of([p for _, p in entry.top]) for entry in entries], self.window)
         return PromptScore(sum(entry.logprob for entry in entries), len(entries), mean, lowest)
 
@@ -250,7 +263,7 @@ class ClientEndpoint(Endpoint):
 
 
 class EngineEndpoint(ClientEndpoint):
-    """An engine of its own, in a process of its own."""
+    """An engine that this endpoint starts and stops, in its own process."""
 
     engine: AsyncEngine
 
@@ -288,14 +301,20 @@ class EngineEndpoint(ClientEndpoint):
 
 
 def _count(usage: Usage, request: Request, event: Event) -> None:
-    """A request's prompt, once: what its first branch found in the prefix cache was not computed."""
+    """Count a request's prompt once, at its first token.
+
+    What its first branch found in the prefix cache was not computed.
+    """
     if event.kind == "tokens" and event.branch == 0 and event.index == 0 and request.id:
         usage.cached += event.num_cached
         usage.uncached += len(request.prompt_ids) - event.num_cached
 
 
 class EngineDraw(Draw):
-    """The requests of one call, ``size`` samples each: a chunk an event, or one a token where they are wanted ``apart``."""
+    """The requests of one call, ``size`` samples each.
+
+    Gives one chunk for each event, or one for each token when ``apart`` is set.
+    """
 
     def __init__(
         self, endpoint: ClientEndpoint, requests: Sequence[Request], size: int, stop: tuple[str, ...], apart: bool
@@ -317,14 +336,14 @@ class EngineDraw(Draw):
             await self._stream.aclose()
 
     async def _merged(self) -> AsyncGenerator[Chunk, None]:
-        """The chunks of several requests as they come."""
+        """The chunks of several requests as they arrive."""
         chunks: asyncio.Queue[Chunk | BaseException] = asyncio.Queue()
 
         async def follow(number: int, request: Request) -> None:
             try:
                 async for chunk in self._follow(number, request):
                     chunks.put_nowait(chunk)
-            except Exception as e:  # whoever iterates gets it
+            except Exception as e:  # raised where the draw is iterated
                 chunks.put_nowait(e)
 
         tasks = [asyncio.create_task(follow(number, request)) for number, request in enumerate(self.requests)]
@@ -352,7 +371,7 @@ class EngineDraw(Draw):
                 _count(self.usage, request, event)
                 for chunk in self._chunks(event, streams[event.branch], number):
                     if event.branch in stopped:
-                        # The engine ran on until it heard of the end: in vain, and to be paid.
+                        # The engine continued until it heard of the end. These tokens are wasted but must be paid.
                         self.usage.overrun += chunk.count
                         if chunk.finish is not None:
                             yield Chunk(chunk.index, finish="stop", count=0)
@@ -360,7 +379,8 @@ class EngineDraw(Draw):
                     if self.stop:
                         texts[event.branch] += chunk.text
                         if chunk.finish is None and any(s in texts[event.branch] for s in self.stop):
-                            # The token that completes the delimiter stays whole: cutting it would change the ids.
+                            # The token that completes the delimiter stays whole, because cutting it would change the
+                            # ids.
                             stopped.add(event.branch)
                             await self.endpoint.engine.cancel(request.id, event.branch)
                     yield chunk
@@ -383,7 +403,7 @@ class EngineDraw(Draw):
 
 
 def _told(event: Event) -> tuple[Sequence[float], Sequence[float]]:
-    """The log-probabilities and confidences of an event's tokens; empty where they were not asked for."""
+    """The log-probabilities and confidences of an event's tokens; empty when not asked for."""
     if event.bare is not None:
         return event.bare.logprobs, event.bare.confidences
     entries = event.logprobs or ()

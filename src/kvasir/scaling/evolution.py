@@ -1,7 +1,7 @@
 """Operators of evolution over candidates: selection, fitness, routing, lite aggregation, update, final pick.
 
-Signs: *difficulty* is larger for a harder group, whatever the signal; tiers are listed cheapest first. Ties are broken by a
-seeded shuffle, and a quota is exact, where percentiles of tied values are not.
+*Difficulty* is larger for a harder group, whatever the signal. Tiers are listed cheapest first. A seeded shuffle breaks
+ties. A quota is exact, while percentiles of tied values are not.
 
 Shape suffixes: M groups.
 """
@@ -21,8 +21,11 @@ from kvasir.scaling.problem import Problem, majority, own_confidences, votes
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """``messages``: the prompt that made it, which is the one it is scored under. ``confidence``: by the scorer; None: not asked yet, or
-    refused."""
+    """A solution in a population.
+
+    ``messages``: the prompt that made it and under which it is scored. ``confidence``: by the scorer; None: not asked
+    yet, or refused.
+    """
 
     sample: Sample
     messages: Messages
@@ -34,25 +37,28 @@ class Candidate:
 
 
 def uniform_groups(rng: random.Random, size: int, count: int, k: int) -> list[list[int]]:
-    """``count`` groups of ``k`` different members out of ``size``; groups are independent of each other."""
+    """``count`` independent groups of ``k`` different members out of ``size``."""
     return [rng.sample(range(size), k) for _ in range(count)]
 
 
 def weighted_groups(rng: random.Random, fitness: Sequence[float], count: int, k: int, zeta: float) -> list[list[int]]:
-    """The same, where members are drawn one after the other with probability in proportion to exp(fitness / zeta)."""
+    """Groups whose members are drawn one by one, with probability in proportion to exp(fitness / zeta)."""
 
     def gumbel() -> float:
         return -math.log(-math.log(max(rng.random(), 1e-300)))
 
     groups = []
     for _ in range(count):
-        keys = [f / zeta + gumbel() for f in fitness]  # the k largest are such a draw
+        keys = [f / zeta + gumbel() for f in fitness]  # the k largest keys are such a draw
         groups.append(sorted(range(len(fitness)), key=lambda i: -keys[i])[:k])
     return groups
 
 
 async def confidence(context: Context, scorer: Endpoint, candidate: Candidate) -> None:
-    """Fill in the scorer's confidence: free for what it wrote itself, one prompt for what others wrote; never asked twice."""
+    """Fill in the scorer's confidence once.
+
+    It is free for the scorer's own texts and costs one prompt for those of other models.
+    """
     if candidate.confidence is None and candidate.sample.endpoint == scorer.name:
         candidate.confidence = candidate.sample.confidence
     if candidate.confidence is None:
@@ -61,20 +67,26 @@ async def confidence(context: Context, scorer: Endpoint, candidate: Candidate) -
 
 
 def confidence_difficulty(group: Sequence[Candidate]) -> float:
-    """Minus the mean confidence of the members that have one; infinite where none has: nothing is known, so the strongest model."""
+    """Minus the mean confidence of the members that have one.
+
+    Infinite when none has: nothing is known, so the strongest model gets the group.
+    """
     known = [c.confidence for c in group if c.confidence is not None]
     return -sum(known) / len(known) if known else math.inf
 
 
 def diversity_difficulty(problem: Problem, group: Sequence[Candidate]) -> float:
-    """How many different answers the members give; a member without an answer agrees with nobody."""
+    """Number of different answers of the members. A member without an answer agrees with nobody."""
     answers = [problem.answer(c.text) for c in group]
     return len({a for a in answers if a is not None}) + sum(a is None for a in answers)
 
 
 def route_by_rank(rng: random.Random, difficulty_M: Sequence[float], percents: Sequence[float]) -> list[int]:
-    """The tier of each group: the hardest ``percents[0]`` % go to the last tier, up to ``percents[1]`` % to the one before, the rest to the
-    first. Exactly round(percent x M) groups, ties in random order."""
+    """The tier of each group, by rank of difficulty.
+
+    The hardest ``percents[0]`` % go to the last tier, up to ``percents[1]`` % to the one before, the rest to the first.
+    Quotas are exactly round(percent x M) groups; ties are in random order.
+    """
     tiers = len(percents) + 1
     order = list(range(len(difficulty_M)))
     rng.shuffle(order)
@@ -87,8 +99,11 @@ def route_by_rank(rng: random.Random, difficulty_M: Sequence[float], percents: S
 
 
 def route_by_percentile(difficulty_M: Sequence[float], percents: Sequence[float]) -> list[int]:
-    """As published: fitness (minus difficulty) at or below its ``percents[0]``-th percentile goes to the last tier, and so on. 0 sends
-    nothing up and 100 everything."""
+    """The tier of each group, by percentiles of fitness as published.
+
+    Fitness (minus difficulty) at or below its ``percents[0]``-th percentile goes to the last tier, and so on. 0 sends
+    no group up, 100 sends all.
+    """
     fitness = [-d for d in difficulty_M]
     tiers = len(percents) + 1
     bounds = [None if p <= 0 else math.inf if p >= 100 else percentile(fitness, p) for p in percents]
@@ -99,7 +114,10 @@ def route_by_percentile(difficulty_M: Sequence[float], percents: Sequence[float]
 
 
 def route_by_threshold(difficulty_M: Sequence[float], thresholds: Sequence[float]) -> list[int]:
-    """Difficulty at or above ``thresholds[0]`` goes to the last tier, at or above ``thresholds[1]`` to the one before."""
+    """The tier of each group, by fixed thresholds.
+
+    Difficulty at or above ``thresholds[0]`` goes to the last tier, at or above ``thresholds[1]`` to the one before.
+    """
     tiers = len(thresholds) + 1
     return [
         tiers - 1 - next((step for step, bound in enumerate(thresholds) if d >= bound), tiers - 1) for d in difficulty_M
@@ -107,7 +125,10 @@ def route_by_threshold(difficulty_M: Sequence[float], thresholds: Sequence[float
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """With linear interpolation between neighbours; between minus infinity and a number lies minus infinity."""
+    """A percentile with linear interpolation between neighbours.
+
+    Between minus infinity and a number it is minus infinity.
+    """
     ordered = sorted(values)
     at = percent / 100 * (len(ordered) - 1)
     low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
@@ -115,13 +136,19 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def agreed(problem: Problem, group: Sequence[Candidate]) -> Candidate | None:
-    """Lite aggregation: where all members give the same answer no model is asked, and the surest of them stands."""
+    """The surest member of a group whose members all give the same answer; otherwise None.
+
+    This is lite aggregation: no model is asked.
+    """
     answers = {problem.answer(c.text) for c in group}
     return surest(group) if len(answers) == 1 and None not in answers else None
 
 
 def surest(group: Sequence[Candidate]) -> Candidate:
-    """By confidence, the scorer's where all have it, else their writer's where that is one model; then the shorter."""
+    """The member with the highest confidence; ties go to the shorter.
+
+    The scorer's confidence is used when all have it, otherwise the writer's if one model wrote all.
+    """
     if any(c.confidence is None for c in group):
         own = own_confidences([c.sample for c in group])
         return group[max(range(len(group)), key=lambda i: (own[i], -group[i].sample.tokens))]
@@ -129,19 +156,20 @@ def surest(group: Sequence[Candidate]) -> Candidate:
 
 
 def entropy(problem: Problem, population: Sequence[Candidate]) -> float:
-    """Of the answers, in bits."""
+    """Entropy of the answers, in bits."""
     counts = votes(problem, [c.sample for c in population]).values()
     whole = sum(counts)
     return -sum(c / whole * math.log2(c / whole) for c in counts)
 
 
 def unanimous(problem: Problem, population: Sequence[Candidate]) -> bool:
-    """Whether all give the same answer; none at all is no agreement."""
+    """Whether all candidates give the same answer. No answers at all are no agreement."""
     answers = {problem.answer(c.text) for c in population}
     return len(answers) == 1 and None not in answers
 
 
 def leader(problem: Problem, population: Sequence[Candidate]) -> str | None:
+    """The answer that a majority vote would choose."""
     chosen = majority(problem, [c.sample for c in population])
     return problem.answer(chosen.text) if chosen else None
 

@@ -1,8 +1,9 @@
-"""Any OpenAI-compatible server as an endpoint: chat completions, streamed, one request a sample, so that one can be cancelled.
+"""Any OpenAI-compatible server as an endpoint: streamed chat completions, one request for each sample.
 
-Needs httpx. Token ids stay behind the API, so replies cannot be continued (`Seq`) and nothing is scored. Tokens of a sample are
-counted by its log-probabilities where the server gives them, else by pieces of text; prompt tokens are the server's usage, or
-an upper bound when a cancelled stream never sent it. Seeds are sent; whether they are kept is the server's affair.
+One request for each sample lets a single sample be cancelled. Needs httpx. Token ids stay behind the API, so replies
+cannot be continued (`Seq`) and nothing is scored. A sample's tokens are counted by its log-probabilities if the server
+gives them, otherwise by pieces of text. Prompt tokens come from the server's usage, or are an upper bound when a
+cancelled stream never sent it. Seeds are sent; the server decides whether to use them.
 """
 
 from __future__ import annotations
@@ -29,13 +30,17 @@ from kvasir.scaling.endpoint import (
 )
 from kvasir.scaling.ledger import Price
 
+# Statuses of a request that may succeed another time.
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
-TOP = 20  # alternatives a token, the most that servers give
-TEMPLATE_TOKENS = 32  # a message may take so many beyond its text
+TOP = 20  # Alternatives to ask for at each token; servers give no more.
+TEMPLATE_TOKENS = 32  # Tokens that the template may add to a message's text.
 
 
 class HTTPEndpoint(Endpoint):
-    """``url``: up to and with ``/v1``. ``logprobs``: ask for them (some hosted models refuse)."""
+    """A model behind a URL.
+
+    ``url``: up to and including ``/v1``. ``logprobs``: ask for them (some hosted models refuse).
+    """
 
     def __init__(
         self,
@@ -54,7 +59,7 @@ class HTTPEndpoint(Endpoint):
         except ImportError as e:
             raise ConfigError("a model behind a URL needs httpx: pip install httpx") from e
         if not url.startswith(("http://", "https://")) or not model:
-            raise ConfigError(f"'{url}#{model}': a remote model is URL#NAME, such as http://127.0.0.1:8000/v1#base")
+            raise ConfigError(f"'{url}#{model}': a remote model is URL#NAME, for example http://127.0.0.1:8000/v1#base")
         self.url, self.model, self.name, self.price = url.rstrip("/"), model, name or model, price or Price()
         self.caps = Caps(logprobs=logprobs, choose=logprobs)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -83,6 +88,7 @@ class HTTPEndpoint(Endpoint):
         return HTTPDraw(self, prompt, n, sampling, seed)
 
     def body(self, prompt: Prompt, max_tokens: int, temperature: float, seed: int) -> dict[str, Any]:
+        """The JSON body of a request."""
         extra = {"logprobs": True, "top_logprobs": TOP} if self.caps.logprobs else {}
         return {
             "model": self.model,
@@ -96,7 +102,7 @@ class HTTPEndpoint(Endpoint):
         }
 
     async def stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The chunks of a streamed completion. Raises Refused for a request at fault, EndpointError for everything else."""
+        """The chunks of a streamed completion. Raises Refused for a faulty request, EndpointError for all else."""
         try:
             async with self.client.stream("POST", f"{self.url}/chat/completions", json=body) as reply:
                 if reply.status_code != 200:
@@ -115,7 +121,10 @@ class HTTPEndpoint(Endpoint):
             raise EndpointError(f"{type(e).__name__}: {e}") from e
 
     async def choose(self, prompt: Prompt, options: Sequence[str], usage: Usage) -> dict[str, float]:
-        """From the likeliest alternatives of the next token; an option that is none of them gets what the last has, at most."""
+        """Choose by the likeliest alternatives of the next token.
+
+        An option that is not among them gets the value of the last one, which is an upper bound.
+        """
         top: dict[str, float] = {}
         async for chunk in self.stream(self.body(prompt, 1, 1.0, 0)):
             _count(usage, chunk)
@@ -133,7 +142,7 @@ class HTTPEndpoint(Endpoint):
 
 
 def _count(usage: Usage, chunk: dict[str, Any]) -> bool:
-    """Take a chunk's usage in, if it has one."""
+    """Add a chunk's usage to ``usage``. Returns whether the chunk had one."""
     found = chunk.get("usage")
     if not found:
         return False
@@ -144,6 +153,8 @@ def _count(usage: Usage, chunk: dict[str, Any]) -> bool:
 
 
 class HTTPDraw(Draw):
+    """The requests of one call, one for each sample."""
+
     def __init__(self, endpoint: HTTPEndpoint, prompt: Prompt, n: int, sampling: Sampling, seed: int) -> None:
         super().__init__()
         self.endpoint, self.prompt, self.n, self.sampling, self.seed = endpoint, prompt, n, sampling, seed
@@ -170,7 +181,7 @@ class HTTPDraw(Draw):
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _follow(self, index: int) -> None:
-        """One sample. Closing the connection cancels it at the server."""
+        """Run one sample. Closing the connection cancels it at the server."""
         seed = int.from_bytes(hashlib.blake2b(f"{self.seed}/{index}".encode(), digest_size=8).digest(), "little") >> 1
         body = self.endpoint.body(self.prompt, self.sampling.max_tokens, self.sampling.temperature, seed)
         finish, counted, made = None, False, 0
@@ -178,7 +189,7 @@ class HTTPDraw(Draw):
             async for chunk in self.endpoint.stream(body):
                 if _count(self.usage, chunk):
                     counted = True
-                    # The server's own count, which has the end mark in it.
+                    # The server's own count includes the end mark.
                     rest = chunk["usage"].get("completion_tokens", made) - made
                     if rest > 0:
                         self._chunks.put_nowait(Chunk(index, count=rest))
@@ -193,7 +204,7 @@ class HTTPDraw(Draw):
         except asyncio.CancelledError:
             self._chunks.put_nowait(Chunk(index, count=0, finish="cancelled"))
             raise
-        except Exception as e:  # whoever iterates gets it
+        except Exception as e:  # raised where the draw is iterated
             self._chunks.put_nowait(e)
         finally:
             if not counted:

@@ -1,9 +1,9 @@
-"""The calls of a run on disk, one line of JSON each, so that a run killed at any point resumes to the same result.
+"""The calls of a run on disk, one JSON line each, so that a killed run resumes to the same result.
 
-A strategy is deterministic given its calls' results, so resuming is running it again: calls that the journal holds return at
-once, with the charge they had, and the first one it lacks is the first one made. A line is written when a call has ended, in
-one piece; a line torn by the kill is cut off. A refusal by a budget is a result as well, and what was seen of a call that
-failed is kept as ``lost``: charged once, never replayed.
+Given the results of its calls a strategy is deterministic, so resuming means running it again. Calls that the journal
+holds return at once, with their original charge. The first call that it lacks is the first one made. A line is written
+in one piece when a call has ended; a line torn by the kill is cut off. A refusal by a budget is a result too. The cost
+seen of a failed call is kept as ``lost``: charged once, never replayed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ FORMAT = 1
 
 
 def digest(value: Any) -> str:
-    """A short fingerprint of anything that JSON can hold."""
+    """A short fingerprint of any JSON value."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True, ensure_ascii=False).encode(), digest_size=8).hexdigest()
 
 
 class Journal:
-    """``path`` None keeps the calls in memory only. ``plan``: what the run is; a journal of another plan is refused."""
+    """The journal of one run.
+
+    ``path`` None keeps the calls in memory only. ``plan`` describes the run; a journal of another plan is refused.
+    """
 
     def __init__(self, path: Path | None = None, plan: dict[str, Any] | None = None) -> None:
         self._entries: dict[str, dict[str, Any]] = {}
-        self.lost: list[Charge] = []  # of calls that failed, in earlier runs and in this one
+        self.lost: list[Charge] = []  # charges of calls that failed, in earlier runs and in this one
         self._file: TextIO | None = None
         if path is not None:
             self._open(path, {"format": FORMAT, "plan": plan or {}})
@@ -58,7 +61,8 @@ class Journal:
             old, new = lines[0].get("plan", {}), head["plan"]
             differ = [name for name in {**old, **new} if old.get(name) != new.get(name)]
             raise ConfigError(
-                f"the journal {path.name} is of another run: {', '.join(differ) or 'its format'} differ. Name another file."
+                f"the journal {path.name} is of another run: {', '.join(differ) or 'its format'} differ. "
+                "Name another file."
             )
         for entry in lines[1:]:
             if "lost" in entry:
@@ -67,22 +71,24 @@ class Journal:
                 self._entries[entry["key"]] = entry
 
     def find(self, key: str, request: str) -> dict[str, Any] | None:
-        """What a call gave before. Raises ConfigError when the same call asked for something else then."""
+        """The entry of an earlier call. Raises ConfigError when that call asked for something else."""
         entry = self._entries.get(key)
         if entry is not None and entry["request"] != request:
             raise ConfigError(
-                f"call {key} of the journal asked for something else: prompts, models or code have changed. Name another file."
+                f"call {key} of the journal asked for something else: prompts, models or code have changed. "
+                "Name another file."
             )
         return entry
 
     def add(self, key: str, request: str, result: Any, charge: Charge | None) -> dict[str, Any]:
-        """Keep the outcome of a call. ``charge`` None: a refusal, which cost nothing."""
+        """Write the outcome of a call. ``charge`` None: a refusal, which cost nothing."""
         entry = {"key": key, "request": request, "result": result, "charge": charge and plain(charge)}
         self._write(entry)
         self._entries[key] = entry
         return entry
 
     def add_lost(self, charge: Charge) -> None:
+        """Write the charge of a failed call."""
         self._write({"lost": plain(charge)})
         self.lost.append(charge)
 

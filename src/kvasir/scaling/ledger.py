@@ -1,7 +1,8 @@
-"""What inference cost, call by call, and budgets that cannot be overspent.
+"""Costs of inference, call by call, and budgets that cannot be overspent.
 
-Tokens of samples that were cut short count: they are ``discarded``, and a part of every total. A budget is two-phase: a call
-reserves its worst case, and what it did not use comes back when it ends, so that calls in parallel cannot overspend together.
+Tokens of samples that were cut short count as ``discarded`` and are part of every total. A budget works in two phases:
+a call reserves its worst case, and the unused part comes back when it ends. So concurrent calls cannot overspend
+together.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ Kind = Literal["sample", "score", "choose", "discard", "lost"]
 
 
 class BudgetExceeded(Exception):
-    """A call was not made because its worst case does not fit what is left. The strategy's best answer so far stands."""
+    """A call was not made because its worst case does not fit the budget. The strategy's best answer so far stands."""
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Dollars per million tokens: prompt tokens computed, prompt tokens from a cache, and generated ones."""
+    """Dollars per million tokens: computed prompt tokens, cached prompt tokens, and generated tokens."""
 
     uncached: float = 0.0
     cached: float = 0.0
@@ -31,11 +32,13 @@ class Price:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Charge:
-    """The cost of one call. Tokens: ``uncached`` and ``cached`` of the prompt; ``generated`` and kept; ``discarded``: generated
-    in vain; ``scored``: positions whose log-probability was read (they are among the prompt's and not added to totals).
+    """The cost of one call.
 
-    ``flops``: 2 x active parameters x tokens computed, without attention. ``seconds``: of the call, waiting included.
-    ``kind``: ``discard`` moves tokens from kept to discarded later; ``lost`` is what was seen of a call that failed.
+    ``uncached``, ``cached``: tokens of the prompt. ``generated``: generated tokens that were kept. ``discarded``:
+    tokens generated in vain. ``scored``: positions whose log-probability was read; they belong to the prompt and are
+    not added to totals. ``flops``: 2 x active parameters x computed tokens, without attention. ``seconds``: duration of
+    the call, waiting included. ``kind``: ``discard`` moves tokens from kept to discarded later; ``lost`` is the cost
+    seen of a failed call.
     """
 
     key: str = ""
@@ -58,7 +61,10 @@ AMOUNTS = ("calls", "uncached", "cached", "generated", "discarded", "scored", "f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Upper bounds; None is none. ``tokens``: computed ones, of prompts and replies; ``generated``: of replies, kept or not."""
+    """Upper bounds; None sets no bound.
+
+    ``tokens``: computed tokens of prompts and replies. ``generated``: tokens of replies, kept or not.
+    """
 
     tokens: int | None = None
     generated: int | None = None
@@ -93,7 +99,7 @@ def total(charges: Iterable[Charge]) -> dict[str, float]:
 
 
 class Ledger:
-    """Charges of one scope. What is charged here is charged to ``parent`` too, and both budgets hold."""
+    """The charges of one scope. They are charged to ``parent`` too, and both budgets hold."""
 
     def __init__(self, budget: Budget | None = None, parent: Ledger | None = None) -> None:
         self.budget = budget or Budget()
@@ -106,7 +112,7 @@ class Ledger:
         return [self, *(self.parent._scopes() if self.parent else [])]
 
     def room(self, unit: str) -> float:
-        """What is left of a budget, here and above, with reservations counted as used."""
+        """What is left of a budget, here and in the scopes above, with reservations counted as used."""
         limits = [(getattr(s.budget, unit), s) for s in self._scopes()]
         return min(
             (limit - s._used[unit] - s._reserved[unit] for limit, s in limits if limit is not None),
@@ -114,15 +120,19 @@ class Ledger:
         )
 
     def reserve(self, worst: Charge) -> dict[str, float]:
-        """Set the worst case of a call aside; give the result back with ``release``. Raises BudgetExceeded, and then keeps nothing."""
+        """Reserve the worst case of a call. Pass the result to ``release``.
+
+        Raises BudgetExceeded and reserves nothing when it does not fit.
+        """
         wanted = spent(worst)
         for unit, amount in wanted.items():
-            if amount > self.room(unit) * (1 + 1e-12):  # dollars are sums of fractions
+            if amount > self.room(unit) * (1 + 1e-12):  # dollars are sums of fractions, which round
                 raise BudgetExceeded(f"{amount:g} {unit} wanted, {max(0.0, self.room(unit)):g} left")
         self._move(wanted, 1)
         return wanted
 
     def release(self, reserved: dict[str, float]) -> None:
+        """Give a reservation back."""
         self._move(reserved, -1)
 
     def _move(self, amounts: dict[str, float], sign: int) -> None:
@@ -131,13 +141,14 @@ class Ledger:
                 scope._reserved[unit] += sign * amount
 
     def commit(self, charge: Charge) -> None:
+        """Charge a call to this scope and those above."""
         for scope in self._scopes():
             scope.charges.append(charge)
             for unit, amount in spent(charge).items():
                 scope._used[unit] += amount
 
     def discard(self, endpoint: str, tokens: int) -> None:
-        """Tokens that were charged as kept turned out to be in vain."""
+        """Count tokens that were charged as kept as discarded."""
         self.commit(Charge(endpoint=endpoint, kind="discard", calls=0, generated=-tokens, discarded=tokens))
 
     def total(self) -> dict[str, float]:

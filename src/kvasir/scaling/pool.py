@@ -1,9 +1,10 @@
-"""Replies drawn once and dealt out many times: strategies that only choose or stop samples, compared on the same draws.
+"""Replies that are drawn once and dealt many times, to compare strategies that only choose or stop samples.
 
-A pool holds N replies a problem. `PoolEndpoint` deals them without replacement, in an order that depends on its seed and the problem
-alone, token by token as an engine would, so that majorities, best-of-n and first-m-of-n run over it unchanged, and what they
-would have cost is counted by the same ledger. A second seed is a second draw from the same replies: what chance does is seen
-without paying for it. Strategies that ask about other texts (judges, recombination) cannot run over a pool, and say so.
+A pool holds N replies to each problem. `PoolEndpoint` deals them without replacement, in an order that depends on its
+seed and the problem only, token by token as an engine would. So majorities, best-of-n and first-m-of-n run over it
+unchanged, and the same ledger counts what they would have cost. Another seed is another draw from the same replies,
+which shows the effect of chance without paying for it. Strategies that ask about other texts (judges, recombination)
+cannot run over a pool and say so.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ STORED = ("text", "tokens", "finish", "confidence", "lowest", "logprob")
 
 
 def key_of(messages: Sequence[Any]) -> str:
+    """The key of a conversation in a pool."""
     return digest(list(messages))
 
 
 @dataclass
 class Pool:
-    """Of one model. ``entries``: by prompt, its length in tokens and the replies."""
+    """The replies of one model. ``entries``: by prompt, its length in tokens and the replies."""
 
     model: str
     parameters: int = 0
@@ -41,10 +43,11 @@ class Pool:
     entries: dict[str, tuple[int, list[Sample]]] = field(default_factory=dict)
 
     def of(self, problem: Problem) -> list[Sample]:
+        """The replies to a problem."""
         return self.entries[key_of(problem.messages)][1]
 
     def save(self, file: Path, about: dict[str, Any]) -> None:
-        """JSON lines, gzipped; token ids are left out."""
+        """Write JSON lines, gzipped. Token ids are left out."""
         with gzip.open(file, "wt", encoding="utf-8") as out:
             out.write(json.dumps({"model": self.model, "parameters": self.parameters, "about": about}) + "\n")
             for key, (length, samples) in self.entries.items():
@@ -61,7 +64,7 @@ class Pool:
 
     @classmethod
     def load(cls, file: Path, about: dict[str, Any], price: Price | None = None) -> Pool:
-        """Raises ConfigError for a file that is no pool, or one of other problems."""
+        """Read a pool. Raises ConfigError for a file that is no pool, or a pool of other problems."""
         try:
             with gzip.open(file, "rt", encoding="utf-8") as lines:
                 head = json.loads(next(lines))
@@ -71,7 +74,8 @@ class Pool:
         if head.get("about") != json.loads(json.dumps(about)):
             differ = [name for name in about if head.get("about", {}).get(name) != json.loads(json.dumps(about[name]))]
             raise ConfigError(
-                f"the pool {file.name} is of another run: {', '.join(differ) or 'its format'} differ. Name another file."
+                f"the pool {file.name} is of another run: {', '.join(differ) or 'its format'} differ. "
+                "Name another file."
             )
         pool = cls(head["model"], head["parameters"], price or Price())
         for entry in entries:
@@ -102,7 +106,7 @@ async def fill(
 
 
 class PoolEndpoint(Endpoint):
-    """Deals a pool's replies. ``seed``: the order they come in."""
+    """Deals the replies of a pool in an order that depends on ``seed``."""
 
     caps = Caps(logprobs=True, fork=True)
 
@@ -115,7 +119,8 @@ class PoolEndpoint(Endpoint):
         key = key_of(prompt.messages)
         if key not in self.pool.entries:
             raise ConfigError(
-                "a pool holds replies to the problems alone, and this strategy asks about other texts: run it without --pool"
+                "a pool holds replies to the problems alone, and this strategy asks about other texts: "
+                "run it without --pool"
             )
         return key, *self.pool.entries[key]
 
@@ -127,7 +132,8 @@ class PoolEndpoint(Endpoint):
         first = self._dealt.get(key, 0)
         if first + n > len(samples):
             raise ConfigError(
-                f"the pool has {len(samples)} replies a problem, and this strategy asks for {first + n}: draw a larger one"
+                f"the pool has {len(samples)} replies a problem, and this strategy asks for {first + n}: "
+                "draw a larger one"
             )
         self._dealt[key] = first + n
         order = random.Random(f"{self.seed}/{key}").sample(range(len(samples)), len(samples))
@@ -135,13 +141,16 @@ class PoolEndpoint(Endpoint):
 
 
 class PoolDraw(Draw):
-    """All replies in lockstep, from end to end: between two ends nothing is decided. Where the ends are not ``watched``, each at once."""
+    """All replies in lockstep, from one end of a reply to the next, because nothing is decided in between.
+
+    Each reply comes at once when the ends are not ``watched``.
+    """
 
     def __init__(self, length: int, again: bool, samples: list[Sample], watched: bool) -> None:
         super().__init__()
         self._watched = watched
         self.samples, self._cancelled = samples, set[int]()
-        self._prompt = (1, length - 1) if again else (length, 0)  # computed, cached
+        self._prompt = (1, length - 1) if again else (length, 0)  # (computed, cached) tokens of the prompt
 
     async def cancel(self, indexes: Sequence[int]) -> None:
         self._cancelled.update(indexes)
@@ -154,9 +163,8 @@ class PoolDraw(Draw):
             return
         live, at = set(range(len(self.samples))), 0
         for length in sorted({s.tokens for s in self.samples}):
-            for i in sorted(
-                live, key=lambda i: (self.samples[i].tokens == length, i)
-            ):  # ends are seen once all have come so far
+            # Ends come last, when all replies have come this far.
+            for i in sorted(live, key=lambda i: (self.samples[i].tokens == length, i)):
                 if i in self._cancelled:
                     live.discard(i)
                     yield Chunk(i, count=0, finish="cancelled")
@@ -171,7 +179,10 @@ class PoolDraw(Draw):
 
 
 def ranked_right(pool: Pool, problems: Sequence[Problem], right: Sequence[Sequence[bool]], signal: str) -> float | None:
-    """AUC within problems: how often ``signal`` of a right reply lies above that of a wrong one of the same problem (ties: half)."""
+    """AUC within problems: how often ``signal`` is higher for a right reply than for a wrong one of the same problem.
+
+    Ties count half. None when no problem has both kinds.
+    """
     wins, pairs = 0.0, 0
     for problem, marks in zip(problems, right):
         values = [_signal(s, signal) for s in pool.of(problem)]

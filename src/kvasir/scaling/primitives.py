@@ -1,8 +1,9 @@
-"""What a strategy is made of: sample, score, choose, compare, and sequences that pause, fork and are cut.
+"""The building blocks of strategies: sample, score, choose, compare, and sequences that pause, fork and are cut.
 
-Every call is charged, journalled and reserved against the budgets here, so a strategy cannot forget to. Its key is the path of
-its scope and its number there; concurrent branches (`map`) run in numbered scopes of their own, so keys, and the seeds made
-from them, depend on the strategy alone and never on timing. Cancelling the task that waits for a call cancels the call.
+Every call is reserved against the budgets, charged and journalled here, so a strategy cannot forget to. A call's key is
+the path of its scope and its number there. Concurrent branches (`Context.map`) run in numbered scopes of their own. So
+keys, and the seeds made from them, depend on the strategy and never on timing. Cancelling the task that waits for a
+call cancels the call.
 """
 
 from __future__ import annotations
@@ -38,17 +39,21 @@ from kvasir.scaling.problem import Problem, Result
 
 Event = dict[str, Any]
 A, B = TypeVar("A"), TypeVar("B")
-MAX_BACKOFF_SECONDS = 30.0
+MAX_BACKOFF_SECONDS = 30.0  # Longest pause before a call is tried again.
 
 
 class EndpointDown(Exception):
-    """An endpoint failed again and again: the run ends, and what it has is in the journal."""
+    """An endpoint failed repeatedly: the run ends, and its calls so far are in the journal."""
 
 
 @dataclass
 class Run:
-    """What all problems of a run share. ``name`` keeps several strategies apart in one journal; it is no part of the seeds, so they meet
-    the same noise. ``retries``: further tries of a call that failed, a growing pause before each."""
+    """The state that all problems of a run share.
+
+    ``name`` separates several strategies in one journal. It is no part of the seeds, so strategies get the same noise.
+    ``retries``: further tries of a failed call, with a growing pause before each. ``pause``: seconds before the first
+    of them. ``replayed``: calls that the journal answered.
+    """
 
     endpoints: Sequence[Endpoint]
     seed: int = 0
@@ -58,8 +63,8 @@ class Run:
     ledger: Ledger = field(default_factory=Ledger)
     on_event: Callable[[Event], None] | None = None
     retries: int = 4
-    pause: float = 0.5  # seconds before the first further try
-    replayed: int = 0  # calls that the journal answered
+    pause: float = 0.5
+    replayed: int = 0
 
     def hash(self, text: str) -> int:
         """64 bits that depend on the run's seed and ``text`` only."""
@@ -67,7 +72,7 @@ class Run:
 
 
 class Context:
-    """One scope of one problem. ``endpoints``: cheapest first. ``budget``: bounds this scope on top of the run's."""
+    """One scope of one problem; ``budget`` bounds it in addition to the run's. ``endpoints``: cheapest first."""
 
     def __init__(
         self,
@@ -83,11 +88,11 @@ class Context:
         self._calls = 0
         self._kept: list[Result] = [] if kept is None else kept
 
-    # ------------------------------------------------------------------------------------------------------------ scopes
+    # ----------------------------------------------------------------------------------------------------------- scopes
 
     @property
     def problem(self) -> str:
-        """The id of the problem, which its scopes' paths begin with."""
+        """The id of the problem, with which the paths of its scopes begin."""
         return self.path.partition("/")[0]
 
     @property
@@ -95,7 +100,7 @@ class Context:
         return self.run.endpoints
 
     def endpoint(self, name: str = "") -> Endpoint:
-        """By name; "" is the last, the strongest. Raises ConfigError."""
+        """The endpoint called ``name``; "" is the last and strongest one. Raises ConfigError."""
         if not name:
             return self.endpoints[-1]
         for endpoint in self.endpoints:
@@ -105,7 +110,7 @@ class Context:
         raise ConfigError(f"no model named '{name}' in this run; there are {', '.join(names)}.{nearest(name, names)}")
 
     def child(self, name: str) -> Context:
-        """A scope inside this one. Its name must be used once."""
+        """A scope inside this one. Each name may be used once."""
         return Context(self.run, f"{self.path}/{name}", ledger=self.ledger, kept=self._kept)
 
     def rng(self, purpose: str) -> random.Random:
@@ -113,11 +118,12 @@ class Context:
         return random.Random(self.run.hash(f"{self.path}?{purpose}"))
 
     def emit(self, kind: str, **what: Any) -> None:
+        """Send an event to the run's listener."""
         if self.run.on_event is not None:
             self.run.on_event({"event": kind, "scope": self.path, **what})
 
     def keep(self, result: Result) -> None:
-        """The best result so far: what the problem ends with when a budget does not allow the next call."""
+        """Keep the best result so far. The problem ends with it when a budget does not allow the next call."""
         self._kept[:] = [result]
 
     @property
@@ -125,8 +131,11 @@ class Context:
         return self._kept[0] if self._kept else None
 
     async def map(self, name: str, job: Callable[[Context, A], Awaitable[B]], items: Iterable[A]) -> list[B]:
-        """Run ``job`` on every item at once, each in a scope of its own. If one raises, the others end first, then it is raised:
-        with several, what ends a run goes before what ends a problem."""
+        """Run ``job`` on every item concurrently, each in a scope of its own.
+
+        If one raises, the others end first, then the error is raised. Among several, an error that ends the run goes
+        before one that ends the problem.
+        """
         jobs = [job(self.child(f"{name}{i}"), item) for i, item in enumerate(items)]
         done = await asyncio.gather(*jobs, return_exceptions=True)
         failed = sorted((d for d in done if isinstance(d, BaseException)), key=lambda e: isinstance(e, BudgetExceeded))
@@ -134,7 +143,7 @@ class Context:
             raise failed[0]
         return done  # type: ignore[return-value]
 
-    # ------------------------------------------------------------------------------------------------------------- calls
+    # ------------------------------------------------------------------------------------------------------------ calls
 
     async def sample(
         self,
@@ -151,8 +160,12 @@ class Context:
         accept: Callable[[str], bool] | None = None,
         stream: int | None = None,
     ) -> list[Sample]:
-        """``n`` replies in order of their number, with ``finish_after`` see `Group`: the others end as "group". Where a budget has no
-        room for all, fewer; an empty list where the endpoint refuses the prompt. Raises BudgetExceeded when not one fits."""
+        """Sample ``n`` replies, in order of their number.
+
+        With ``finish_after``, only the first replies count (see `Group`), and the others end as "group". A budget
+        without room for all gives fewer. The list is empty when the endpoint refuses the prompt. Raises BudgetExceeded
+        when not even one fits.
+        """
         prompt, key = Prompt(tuple(messages), tuple(begun), self.problem), self._key()
         usual = self.run.sampling
         sampling = Sampling(
@@ -179,7 +192,7 @@ class Context:
         return [io.from_plain(s) for s in entry]
 
     async def score(self, endpoint: Endpoint, messages: Messages, sample: Sample) -> Score | None:
-        """Confidence of ``endpoint`` in a text under the prompt that made it. None when it refuses."""
+        """Confidence of ``endpoint`` in a text under the prompt that made it; None when it refuses."""
         prompt = Prompt(tuple(messages), affinity=self.problem)
         request = digest(["score", endpoint.name, list(prompt.messages), sample.ids or sample.text])
 
@@ -200,7 +213,7 @@ class Context:
         return Score(**entry[0]) if entry else None
 
     async def choose(self, endpoint: Endpoint, messages: Messages, options: Sequence[str]) -> dict[str, float] | None:
-        """Log-probabilities of the options as the next token, for the price of a prompt. None when it refuses."""
+        """Log-probabilities of the options as the next token, for the cost of a prompt; None when refused."""
         prompt = Prompt(tuple(messages), affinity=self.problem)
         request = digest(["choose", endpoint.name, list(prompt.messages), list(options)])
 
@@ -213,7 +226,10 @@ class Context:
     async def compare(
         self, endpoint: Endpoint, problem: Problem, a: str, b: str, *, temperature: float | None = None
     ) -> tuple[int, int] | None:
-        """The judge's ratings of two texts; which of them stands first is drawn. None when its reply holds no ratings."""
+        """The judge's ratings of two texts; None when its reply holds no ratings.
+
+        Which text stands first is drawn at random.
+        """
         swapped = self.rng(f"order {self._calls}").random() < 0.5
         first, second = (b, a) if swapped else (a, b)
         replies = await self.sample(
@@ -223,10 +239,10 @@ class Context:
         return rated if rated is None or not swapped else (rated[1], rated[0])
 
     def open(self, endpoint: Endpoint, messages: Messages) -> Seq:
-        """A reply that is written piece by piece."""
+        """Start a reply that is written piece by piece."""
         return Seq(self, endpoint, tuple(messages), self.run.hash(self._key()))
 
-    # --------------------------------------------------------------------------------------------------------- machinery
+    # -------------------------------------------------------------------------------------------------------- machinery
 
     def _key(self) -> str:
         self._calls += 1
@@ -300,7 +316,7 @@ class Context:
                 raise
             else:
                 if kind == "choose":
-                    drafts.append(Draft(0, tokens=1, finish="group"))  # the token itself is thrown away
+                    drafts.append(Draft(0, tokens=1, finish="group"))  # the token itself is discarded
                 made = charge(kind)
                 made = dataclasses.replace(made, scored=result[0]["tokens"]) if kind == "score" else made
                 self.ledger.commit(made)
@@ -312,7 +328,10 @@ class Context:
         raise EndpointDown(f"{endpoint.name} failed {self.run.retries + 1} times in a row, the last time: {error}")
 
     def _granted(self, endpoint: Endpoint, length: int, n: int, max_tokens: int) -> int:
-        """As many of ``n`` samples as the budgets have room for. Fewer whole ones: a reply cut short answers nothing."""
+        """Number of the ``n`` samples that the budgets have room for.
+
+        A budget reduces the number of samples, not their length: a reply cut short has no answer.
+        """
 
         def fits(n: int) -> bool:
             wanted = self._worst(endpoint, length, n, max_tokens)
@@ -323,14 +342,14 @@ class Context:
             }
             return all(amount <= self.ledger.room(unit) for unit, amount in rooms.items())
 
-        low, high = 1, n  # low is granted or will be refused whole
+        low, high = 1, n  # low fits, or will be refused as a whole
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if fits(middle) else (low, middle - 1)
         return low
 
     def _worst(self, endpoint: Endpoint, length: int, n: int, max_tokens: int) -> Charge:
-        """Nothing of the prompt cached, every sample as long as allowed."""
+        """The worst case: nothing of the prompt is cached, and every sample is as long as allowed."""
         usage = Usage(uncached=length if endpoint.caps.fork else n * length)
         return self._charge("sample", "", endpoint, usage, [Draft(0, tokens=n * max_tokens)], 0.0)
 
@@ -364,10 +383,10 @@ class Context:
 
 
 class Seq:
-    """A reply written piece by piece: `generate` on, `fork`, `truncate`. Needs an endpoint with ``caps.tokens``.
+    """A reply written piece by piece: `generate`, `fork` and `truncate`. Needs an endpoint with ``caps.tokens``.
 
-    Pieces are calls of their own whose prompt holds the ids so far, so the pages come from the prefix cache and nothing is
-    tokenised twice. The stream stays, and noise is keyed by position: the pieces are what one long generation would have been.
+    Each piece is a call whose prompt holds the ids so far, so its pages come from the prefix cache and nothing is
+    tokenised twice. The stream stays the same and noise is keyed by position, so the pieces equal one long generation.
     """
 
     def __init__(
@@ -394,7 +413,7 @@ class Seq:
 
     @property
     def done(self) -> bool:
-        """Whether the reply came to its own end (a piece that ended at a delimiter did not)."""
+        """Whether the reply ended by itself; ending at a delimiter does not count."""
         return bool(self.pieces) and self.pieces[-1].finish == "stop" and not self.pieces[-1].met
 
     async def generate(
@@ -404,8 +423,11 @@ class Seq:
         temperature: float | None = None,
         scope: Context | None = None,
     ) -> Sample | None:
-        """Go on until one of ``until`` is written (it stays), the end, or ``max_tokens``. None when there is no room for more.
-        ``scope``: the call's, where sequences go on at once; default: the one that opened it."""
+        """Continue until one of ``until`` is written (it stays), the end, or ``max_tokens``.
+
+        None when there is no room for more. ``scope``: the scope of the call, for sequences that continue concurrently;
+        by default the scope that opened the sequence.
+        """
         assert not self.done, "the reply has ended"
         found = await (scope or self.context).sample(
             self.endpoint,
@@ -424,7 +446,7 @@ class Seq:
         return self.pieces[-1]
 
     def fork(self, n: int) -> list[Seq]:
-        """``n`` sequences that start as this one and go on with noise of their own; this one stays as it is."""
+        """``n`` sequences that start as this one and continue with noise of their own. This one does not change."""
         return [
             Seq(
                 self.context,
@@ -437,12 +459,12 @@ class Seq:
         ]
 
     def truncate(self, pieces: int) -> None:
-        """Keep the first ``pieces`` pieces; the rest was in vain."""
+        """Keep the first ``pieces`` pieces and charge the rest as discarded."""
         gone, self.pieces = self.pieces[pieces:], self.pieces[:pieces]
         self.context.ledger.discard(self.endpoint.name, sum(p.tokens for p in gone))
 
     def sample(self, index: int = 0) -> Sample:
-        """The whole as one sample."""
+        """The whole reply as one sample."""
         known = [p for p in self.pieces if p.confidence is not None]
         weight = sum(p.tokens for p in known)
         sure = sum(p.confidence * p.tokens for p in known) / weight if weight else None

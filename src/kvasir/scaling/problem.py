@@ -1,7 +1,7 @@
-"""A problem as strategies see it: a conversation, what its answers are, how to ask about candidates, and what comes of it.
+"""A problem as strategies see it: a conversation, its answers, how to ask about candidates, and the result.
 
-Candidate texts are data: the default prompts fence them, and a fence inside a candidate is taken out. A task with prompt
-forms of its own (such as the lab's, which its models were trained on) brings its own ``Prompts``.
+Candidate texts are data: the default prompts fence them, and a fence inside a candidate is removed. A task with prompt
+forms of its own brings its own ``Prompts``. The lab's tasks do, because the lab's models were trained on their forms.
 """
 
 from __future__ import annotations
@@ -20,19 +20,23 @@ FENCE = re.compile(r"</?candidate[^>]*>", re.IGNORECASE)
 
 
 def last_answer(text: str) -> str | None:
-    """What follows the last ``Answer:``, in lower case; None when there is none."""
+    """The text after the last ``Answer:``, in lower case; None when there is none."""
     found = BOXED.findall(text)
     return found[-1].strip().lower() or None if found else None
 
 
 class Prompts:
-    """Conversations about candidates. ``most``: how many one prompt may hold; ``verdicts``: the words for right and wrong."""
+    """Conversations about candidates.
+
+    ``most``: largest number of candidates in one prompt. ``verdicts``: the words for right and wrong. ``scale``:
+    highest rating.
+    """
 
     most = 64
     verdicts = ("Yes", "No")
 
     def aggregate(self, problem: Problem, candidates: Sequence[str]) -> Messages:
-        """Ask for a solution, given several that may be wrong."""
+        """Ask for a solution, given several candidates that may be wrong."""
         return self._ask(
             problem,
             candidates,
@@ -49,12 +53,13 @@ class Prompts:
         )
 
     def recombine(self, problem: Problem, candidates: Sequence[str]) -> Messages:
-        """One builder for all sizes of a group: none is the problem itself."""
+        """Ask for a solution from any number of candidates. With none, this is the problem itself."""
         if not candidates:
             return problem.messages
         return self.refine(problem, candidates[0]) if len(candidates) == 1 else self.aggregate(problem, candidates)
 
     def judge_pair(self, problem: Problem, first: str, second: str) -> Messages:
+        """Ask for a rating of each of two candidates."""
         return self._ask(
             problem,
             [first, second],
@@ -73,12 +78,13 @@ class Prompts:
     scale = 10
 
     def judge_one(self, problem: Problem, candidate: str) -> Messages:
+        """Ask whether one candidate is right."""
         return self._ask(
             problem, [candidate], "Is this candidate solution right? Check it, then end with a line that is Yes or No."
         )
 
     def verdict(self, reply: str) -> bool | None:
-        """Whether a judge's reply says that the candidate is right; None when it says neither."""
+        """Whether a judge's reply calls the candidate right; None when it says neither."""
         last = reply.strip().rsplit("\n", 1)[-1].strip().strip(".").lower()
         return {word.lower(): good for word, good in zip(self.verdicts, (True, False))}.get(last)
 
@@ -106,7 +112,11 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Problem:
-    """``answer``: the canonical answer of a reply, equal for equal answers; None where it has none. Votes are taken on it, never on texts."""
+    """A conversation to answer.
+
+    ``answer``: the canonical answer of a reply, equal for equal answers; None when the reply has none. Votes compare
+    these answers and never texts.
+    """
 
     id: str
     messages: tuple[Mapping[str, Any], ...]
@@ -116,8 +126,12 @@ class Problem:
 
 @dataclass(slots=True)
 class Result:
-    """``sample``: the reply that was chosen; None when there is none. ``votes``: replies by canonical answer. ``stats``: JSON.
-    ``populations``: the texts alive after each loop, for those who study them. ``why``: what ended the run early; "" for nothing."""
+    """The result of one problem.
+
+    ``sample``: the chosen reply; None when there is none. ``votes``: number of replies by canonical answer. ``stats``:
+    JSON. ``populations``: the texts alive after each loop, for studies. ``why``: what ended the run early; "" for
+    nothing.
+    """
 
     sample: Sample | None = None
     answer: str | None = None
@@ -132,26 +146,32 @@ class Result:
 
     @property
     def agreement(self) -> float:
-        """Share of the votes that the answer has."""
+        """The answer's share of the votes."""
         return self.votes.get(self.answer or "", 0) / total if (total := sum(self.votes.values())) else 0.0
 
 
 def votes(problem: Problem, samples: Sequence[Sample]) -> Counter[str]:
-    """How often each answer was given, in the order of first appearance; a reply without one casts no vote."""
+    """Count of each answer, in order of first appearance. A reply without an answer casts no vote."""
     answers = [problem.answer(s.text) for s in samples]
     return Counter(a for a in answers if a is not None)
 
 
 def own_confidences(samples: Sequence[Sample]) -> list[float]:
-    """As far as they can be compared: all 0 where two models wrote them, whose confidences are of different scales."""
+    """The samples' confidences where they are comparable.
+
+    All are 0 when two models wrote the samples, because models' confidences have different scales.
+    """
     alike = len({s.endpoint for s in samples}) == 1
     return [(s.confidence or 0.0) if alike else 0.0 for s in samples]
 
 
 def majority(problem: Problem, samples: Sequence[Sample], weights: Sequence[float] | None = None) -> Sample | None:
-    """A sample with the most frequent answer (by ``weights``: the heaviest). Ties: the higher mean confidence, then the shorter, then the
-    first. Of the samples with that answer: the surest. None without samples; without any answer, the shortest that ended.
-    Confidences count where one model wrote all samples."""
+    """A sample with the most frequent answer, or with ``weights`` the heaviest one.
+
+    Ties go to the higher mean confidence, then to the shorter reply, then to the first. Of the samples with that
+    answer, the one with the highest confidence is returned. Confidences count only when one model wrote all samples.
+    Without any answer, it is the shortest reply that ended; without samples, None.
+    """
     if not samples:
         return None
     sure = own_confidences(samples)
@@ -172,5 +192,5 @@ def majority(problem: Problem, samples: Sequence[Sample], weights: Sequence[floa
 
 
 def ended(samples: Sequence[Sample]) -> list[Sample]:
-    """Those that count: not cut off by a group's rule or a cancellation."""
+    """The samples that count: those that no group's rule and no cancellation cut off."""
     return [s for s in samples if s.finish in ("stop", "length")]

@@ -1,7 +1,8 @@
-"""Several endpoints of one model as one: each problem has its replica, so that what its calls share is in that one's prefix cache.
+"""Several endpoints of one model as one, where each problem has its replica.
 
-A problem goes to the replica that has the fewest, and stays. One that fails gives its problem to the next: the retry of the call, which the
-layer makes anyway, is made there. Replies do not depend on who serves them, as far as the model and the seeds are the same.
+So the prefix that the problem's calls share is in that replica's cache. A new problem goes to the replica with the
+fewest problems and stays there. A replica that fails gives the problem of the failed call to the next one, where the
+layer's retry is made. With the same model and seeds, replies do not depend on the replica.
 """
 
 from __future__ import annotations
@@ -29,22 +30,18 @@ T = TypeVar("T")
 
 
 class ReplicaEndpoint(Endpoint):
-    """``replicas``: at least one, of the same model, all with what the others can do."""
+    """Endpoint over ``replicas``: at least one, all of the same model. It offers what all of them offer."""
 
     def __init__(self, replicas: Sequence[Endpoint]) -> None:
         first = replicas[0]
         if any((r.name, r.vocabulary) != (first.name, first.vocabulary) for r in replicas):
             raise ConfigError(
-                f"replicas serve one model, not {', '.join(dict.fromkeys(r.name for r in replicas))}; other models are tiers, each "
-                "with a --model of its own"
+                f"replicas serve one model, not {', '.join(dict.fromkeys(r.name for r in replicas))}; "
+                "other models are tiers, each with a --model of its own"
             )
         self.replicas = list(replicas)
-        self.name, self.vocabulary, self.price, self.parameters = (
-            first.name,
-            first.vocabulary,
-            first.price,
-            first.parameters,
-        )
+        self.name, self.vocabulary = first.name, first.vocabulary
+        self.price, self.parameters = first.price, first.parameters
         self.window = first.window
         self.caps = Caps(**{name: all(getattr(r.caps, name) for r in replicas) for name in Caps.__dataclass_fields__})
         self._home: dict[str, int] = {}
@@ -79,7 +76,7 @@ class ReplicaEndpoint(Endpoint):
         return await self._asked(prompt, lambda replica: replica.choose(prompt, options, usage))
 
     def move(self, prompt: Prompt) -> None:
-        """Its replica failed: the problem goes on at the next one."""
+        """Move a problem from its replica, which failed, to the next one."""
         last = self._home[prompt.affinity]
         self._home[prompt.affinity] = following = (last + 1) % len(self.replicas)
         self._problems[last] -= 1

@@ -1,6 +1,6 @@
-"""Figures of a run: accuracy against cost, in several currencies at once, since rankings differ between them.
+"""Figures of a run: accuracy against cost in several currencies, because rankings differ between them.
 
-Who is right is told by the caller; no strategy sees it.
+The caller says which replies are right; no strategy sees that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CURRENCIES = ("output_tokens", "tokens", "flops", "dollars", "seconds", "device_
 
 
 def costs(amounts: dict[str, float]) -> dict[str, float]:
-    """A ledger's sums in the currencies. Output counts what was thrown away; ``tokens`` are all that were computed."""
+    """A ledger's sums in the currencies. Output includes discarded tokens; ``tokens`` are all computed ones."""
     output = amounts["generated"] + amounts["discarded"]
     return {
         "output_tokens": output,
@@ -27,7 +27,11 @@ def costs(amounts: dict[str, float]) -> dict[str, float]:
 
 
 def figures(solution: Solution, right: Sequence[bool]) -> dict[str, Any]:
-    """The metrics of one arm. ``right``: by problem, of the chosen reply. Costs are of the whole run; ``per_problem`` their means."""
+    """The metrics of one arm.
+
+    ``right``: whether the chosen reply to each problem is right. Costs are of the whole run; ``per_problem`` holds
+    their means.
+    """
     count, total = len(right), solution.ledger.total()
     found: dict[str, Any] = {
         "problems": count,
@@ -57,9 +61,10 @@ def figures(solution: Solution, right: Sequence[bool]) -> dict[str, Any]:
 def loops(
     solution: Solution, check: Callable[[int, str], bool], answer: Callable[[str], str | None]
 ) -> list[dict[str, float]]:
-    """How populations fared, loop by loop: mean accuracy of a candidate, share of problems with a right one, and different answers.
+    """Quality of populations by loop: mean accuracy, share of problems with a right candidate, and different answers.
 
-    ``check(i, text)``: whether a text solves problem i. Empty for strategies without populations."""
+    ``check(i, text)``: whether a text solves problem i. Empty for strategies without populations.
+    """
     depth = max((len(s.result.populations) for s in solution.solved), default=0)
     found = []
     for t in range(depth):
@@ -82,7 +87,10 @@ def loops(
 
 
 def frontier(arms: Sequence[tuple[str, dict[str, Any]]], currency: str) -> list[dict[str, Any]]:
-    """Every arm, cheapest first. ``on_frontier``: no other is as right for less, or more right for as little."""
+    """Every arm, cheapest first.
+
+    ``on_frontier``: no other arm is at least as good in both cost and accuracy, and better in one.
+    """
     points = [{"arm": name, "cost": m["per_problem"][currency], "exact": m["exact"]} for name, m in arms]
     for p in points:
         p["on_frontier"] = not any(
@@ -93,11 +101,11 @@ def frontier(arms: Sequence[tuple[str, dict[str, Any]]], currency: str) -> list[
 
 
 class Tally:
-    """What a progress bar shows, from events: problems done, tokens, dollars, mean agreement, populations."""
+    """The numbers of a progress bar, from events: problems done, tokens, dollars, mean agreement, populations."""
 
     def __init__(self) -> None:
         self.done, self.agreement, self.output, self.dollars, self.retries = 0, 0.0, 0, 0.0, 0
-        self.loops, self.answers = 0, 0  # populations seen, and their different answers
+        self.loops, self.answers = 0, 0  # number of populations, and sum of their different answers
 
     def add(self, event: Event) -> None:
         self.retries += event["event"] == "retry"

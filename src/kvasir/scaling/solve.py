@@ -1,6 +1,7 @@
-"""Many problems at once: a strategy on each, one ledger over all, the journal below, events on the way.
+"""Run a strategy on many problems at once, with one ledger for all, a journal and events.
 
-A problem that meets its budget ends with the best it has. An endpoint that is down ends the run; what was done is in the journal.
+A problem that meets its budget ends with the best result it has. An endpoint that is down ends the run; finished calls
+are in the journal.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from kvasir.scaling.primitives import Context, Event, Run
 from kvasir.scaling.problem import Problem
 from kvasir.scaling.strategy import Result, Strategy
 
-MAX_PROBLEMS = 64  # at once: enough to fill a batch, and few enough that their prompts stay in the prefix cache
+MAX_PROBLEMS = 64  # Problems at once: enough to fill a batch, few enough that their prompts stay in the prefix cache.
 
 
 @dataclass(frozen=True)
 class Solved:
-    """One problem's result and what it cost; ``seconds`` from its start to its end, others beside it."""
+    """One problem's result and cost. ``seconds``: from its start to its end, while other problems run as well."""
 
     problem: Problem
     result: Result
@@ -35,9 +36,12 @@ class Solved:
 
 @dataclass(frozen=True)
 class Solution:
-    """All problems of one strategy. ``ledger``: of the whole, calls that failed included. ``seconds``: of the whole; None where a part of
-    it was replayed from a journal, which takes no time. ``busy``: seconds that each model's device worked, where ``measure`` was asked for
-    and all of them can tell; of engines that nobody else uses meanwhile."""
+    """All problems of one strategy.
+
+    ``ledger``: of the whole run, failed calls included. ``seconds``: of the whole run; None when a journal replayed a
+    part, which takes no time. ``busy``: seconds that each model's device worked, when ``measure`` was set and all
+    endpoints know it. It is meaningful for engines that nobody else uses meanwhile.
+    """
 
     solved: list[Solved]
     ledger: Ledger
@@ -62,10 +66,11 @@ async def solve(
     pause: float = 0.5,
     measure: bool = False,
 ) -> Solution:
-    """Run ``strategy`` on every problem. ``endpoints``: started, cheapest first. ``budget``: of the run; ``problem_budget``: of each problem.
-    ``measure``: ask the endpoints how long they worked, for which heartbeats are waited for.
+    """Run ``strategy`` on every problem.
 
-    Raises ConfigError for what cannot work, before the first call, and EndpointDown when an endpoint keeps failing.
+    ``endpoints``: started, cheapest first. ``budget``: of the run; ``problem_budget``: of each problem. ``measure``:
+    ask the endpoints how long they worked, which waits for heartbeats. Raises ConfigError before the first call for
+    anything that cannot work, and EndpointDown when an endpoint keeps failing.
     """
     _check_ids(problems)
     for problem in problems[:1]:
@@ -76,7 +81,7 @@ async def solve(
     )
     book = Journal() if book is None else book
     run = Run(endpoints, seed, name, sampling or Sampling(), book, Ledger(budget), on_event, retries, pause)
-    for charge in book.lost:  # of this strategy's calls in earlier runs
+    for charge in book.lost:  # this strategy's calls in earlier runs
         if charge.key.startswith(f"{name}:"):
             run.ledger.commit(charge)
     before = [await e.busy_seconds() for e in endpoints] if measure else []
@@ -95,7 +100,10 @@ async def solve(
 
 
 def _check_ids(problems: Sequence[Problem]) -> None:
-    """Ids begin the keys of calls, and the seeds: two alike would share replies. Raises ConfigError."""
+    """Raise ConfigError for bad or repeated ids.
+
+    Keys of calls, and the seeds, begin with the id: two problems with the same id would share replies.
+    """
     seen: set[str] = set()
     for problem in problems:
         if not problem.id or set(problem.id) & set("/#?"):
@@ -106,7 +114,10 @@ def _check_ids(problems: Sequence[Problem]) -> None:
 
 
 async def _together(jobs: Sequence[Any]) -> list[Any]:
-    """All of them; when one raises, the others are cancelled and waited for, so that the journal has what they did."""
+    """Run all jobs.
+
+    When one raises, the others are cancelled and waited for, so that the journal has what they did.
+    """
     tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
         return await asyncio.gather(*tasks)
@@ -150,7 +161,7 @@ def plan(
     name: str,
     *budgets: Budget | None,
 ) -> dict[str, Any]:
-    """What makes a run the run it is: a journal is resumed under the same plan only. Prompts are checked call by call."""
+    """The identity of a run: a journal is resumed under the same plan only. Prompts are checked call by call."""
     return {
         "strategy": strategy.name,
         "config": repr(strategy.config),

@@ -1,9 +1,10 @@
-"""The seam of strategies: an async function over a `Context`, and what it returns.
+"""The seam of strategies: an async function over a `Context`, and its result.
 
-A strategy is one module in `strategies/`. It is deterministic given its calls' results (no clock, no randomness but
-``context.rng``), and anytime: it hands its best result so far to ``context.keep``, and a budget may end it at any call.
-A call is known by its place in its scope, which is its seed and what a resumed run finds it by: so calls that run at once are made by
-``context.map``, which gives each a scope, never by tasks of one's own. ``context.sample`` may return fewer than asked, or none.
+A strategy is one module in `strategies/`. Given the results of its calls it is deterministic: no clock, no randomness
+but ``context.rng``. It is anytime: it passes its best result so far to ``context.keep``, and a budget may end it at any
+call. A call is identified by its place in its scope, which gives its seed and lets a resumed run find it. So concurrent
+calls go through ``context.map``, which gives each a scope, and never through tasks of one's own. ``context.sample`` may
+return fewer samples than asked, or none.
 """
 
 from __future__ import annotations
@@ -22,24 +23,32 @@ STRATEGIES = "kvasir.scaling.strategies"
 
 
 def result(problem: Problem, samples: Sequence[Sample], chosen: Sample | None, **stats: Any) -> Result:
+    """The result with ``chosen`` as its reply and the votes of all ``samples``."""
     return Result(chosen, problem.answer(chosen.text) if chosen else None, dict(votes(problem, samples)), stats)
 
 
 def by_majority(problem: Problem, samples: Sequence[Sample], **stats: Any) -> Result:
+    """The result of a majority vote over ``samples``."""
     return result(problem, samples, majority(problem, samples), **stats)
 
 
 class Strategy(Technique, abc.ABC):
-    """``needs``: capabilities (`Caps`) that every endpoint it uses must have."""
+    """A method of test-time scaling. ``needs``: capabilities (`Caps`) that every endpoint it uses must have."""
 
     needs: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     async def run(self, context: Context, problem: Problem) -> Result:
-        """Solve one problem. Raises BudgetExceeded where a budget ends it: what was kept then counts."""
+        """Solve one problem.
+
+        Raises BudgetExceeded when a budget ends it; the result kept last then counts.
+        """
 
     def endpoints(self, all_: Sequence[Endpoint]) -> Sequence[Endpoint]:
-        """Those it uses: the one that ``model`` names, or the strongest; strategies with tiers use them all."""
+        """The endpoints that it uses: the one that ``model`` names, or the strongest.
+
+        Strategies with tiers use all of them.
+        """
         name = getattr(self.config, "model", None)
         if name is None:
             return all_
@@ -49,19 +58,20 @@ class Strategy(Technique, abc.ABC):
         return chosen
 
     def check(self, all_: Sequence[Endpoint], prompts: Any) -> None:
-        """Refuse what cannot work before the first call. Raises ConfigError."""
+        """Refuse before the first call what cannot work. Raises ConfigError."""
         if not all_:
             raise ConfigError(f"{self.name} needs at least one model")
         for endpoint in self.endpoints(all_):
             lacking = [need for need in self.needs if not getattr(endpoint.caps, need)]
             if lacking:
                 raise ConfigError(
-                    f"{self.name} needs {', '.join(lacking)}, which {endpoint.name} does not offer; an engine endpoint offers all"
+                    f"{self.name} needs {', '.join(lacking)}, which {endpoint.name} does not offer; "
+                    "an engine endpoint offers all"
                 )
 
 
 def load_strategy(spec: str) -> Strategy:
-    """``majority``, or ``squeeze_evolve:N=8,K=3,T=4``. Raises ConfigError with the names and options there are."""
+    """Build a strategy from ``majority`` or ``squeeze_evolve:N=8,K=3,T=4``. Raises ConfigError with the choices."""
     return load(STRATEGIES, spec, Strategy)
 
 

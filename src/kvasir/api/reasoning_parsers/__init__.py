@@ -1,1 +1,1 @@
-"""Reasoning formats, one module each, found by name."""
+"""Reasoning parsers: each splits reasoning from the answer in one output format. One file, one format."""

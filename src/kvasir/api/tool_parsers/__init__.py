@@ -1,1 +1,1 @@
-"""Tool-call formats, one module each, found by name."""
+"""Tool-call parsers: each reads the tool calls of one output format. One file, one format."""

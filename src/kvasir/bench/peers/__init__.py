@@ -1,4 +1,5 @@
-"""Engines that run in a process of their own, ours among them: ``python -m kvasir.bench.peers.NAME`` is a driver.
+"""Benchmark peers: engines that run in their own process, kvasir among them. One file, one engine.
 
-A driver reads commands as JSON lines on stdin and answers each on stdout (``channel``); ``worker`` is the other side.
+``python -m kvasir.bench.peers.NAME`` starts a driver. It reads commands as JSON lines on stdin and answers each on
+stdout (``channel``); ``worker`` is the other side.
 """

@@ -1,0 +1,1 @@
+"""Converters: each rewrites a checkpoint into another one. One file, one converter."""

@@ -1,1 +1,1 @@
-"""Kernels in C for decode steps on a CPU: compiled where they are used first, run in one call a step."""
+"""Native kernels: C code for CPU decode steps and drafts, compiled on first use."""

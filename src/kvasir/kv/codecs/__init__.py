@@ -1,0 +1,1 @@
+"""Codecs: each defines how keys and values are stored in a page. One file, one codec."""

@@ -30,7 +30,7 @@ class Config:
 
 
 class Chain(SheetTask):
-    """Modular arithmetic with a written scratchpad and an exact oracle for every step."""
+    """Modular arithmetic with a written scratchpad; the checker knows every step exactly."""
 
     def sample(self, rng: np.random.Generator, count: int, split: Split) -> Chains:
         c = self.config
@@ -38,7 +38,10 @@ class Chain(SheetTask):
         return draw_chains(rng, count, steps, c.modulus, c.max_factor)
 
     def key(self, drawn: Chains) -> np.ndarray:
-        """From the chain's numbers (multiply and mix, as in splitmix64). Never change it: trained models know their split."""
+        """Hash [N] of the chain's numbers (multiply and mix, as in splitmix64).
+
+        Never change it: trained models have seen the training split that it defines.
+        """
         h = drawn.start.astype(np.uint64) + np.uint64(self.config.modulus << 32)
         for k in range(drawn.signs.shape[1]):
             item = (drawn.operands[:, k] * 4 + drawn.signs[:, k] + 8).astype(np.uint64)

@@ -1,4 +1,4 @@
-"""Small talk: greetings, thanks, "who are you?", in one to three turns. A closed set, so nothing is held out."""
+"""Small talk: greetings, thanks, "who are you?", in one to three turns. A closed set, so no split is held out."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ SYSTEMS = (
 
 
 class Chat(Task):
-    """Short friendly turns that say what the model is and can do."""
+    """Short friendly turns that say what the model is and what it can do."""
 
     pool = 3000
 
@@ -80,6 +80,6 @@ class Chat(Task):
         return Problem(tuple(messages), reply, reply, turns)
 
     def check(self, problem: Problem, reply: str) -> bool:
-        """Any of the replies that fit the last question is right."""
+        """Whether the reply is one of those that fit the last question."""
         asked = problem.messages[-1]["content"]
         return any(asked in asks and reply.strip() in replies for asks, replies in TALK)

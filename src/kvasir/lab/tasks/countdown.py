@@ -1,4 +1,4 @@
-"""Reach a target with given numbers and + - * /, each number used at most once.
+"""Reach a target with given numbers and + - * /, using each number at most once.
 
     Make 22 from 7, 4, 3, 9.      ->      7*4=28 / 9-3=6 / 28-6=22 / Answer: 22
 
@@ -23,7 +23,7 @@ from kvasir.lab.sheet import Drawn, Sheet, SheetTask, fold
 from kvasir.lab.task import Problem, Split
 
 SIGNS = ("+", "-", "*", "/")
-LARGEST = 999  # of any result on the way
+LARGEST = 999  # Largest result of any equation.
 EQUATION = re.compile(r"(\d{1,6})([+*/-])(\d{1,6})=(\d{1,6})")
 
 
@@ -39,7 +39,8 @@ class Config:
     def __post_init__(self) -> None:
         if not 2 <= self.min_numbers <= self.max_numbers <= 6:
             raise ConfigError(
-                f"countdown: min_numbers={self.min_numbers} and max_numbers={self.max_numbers} must satisfy 2 <= min <= max <= 6"
+                f"countdown: min_numbers={self.min_numbers} and max_numbers={self.max_numbers} "
+                "must satisfy 2 <= min <= max <= 6"
             )
         if not 5 <= self.max_number <= 100:
             raise ConfigError(f"countdown: max_number={self.max_number} must lie in 5..100")
@@ -49,7 +50,7 @@ class Config:
 
 @dataclass(slots=True)
 class Games(Drawn):
-    """numbers [N, M], -1 where there are fewer; target [N]; left, sign, right, result [N, R], sign -1 beyond the last."""
+    """numbers [N, M], -1 where there are fewer; target [N]; left, sign, right, result [N, R], sign -1 past the last."""
 
     numbers: np.ndarray
     target: np.ndarray
@@ -60,7 +61,7 @@ class Games(Drawn):
 
 
 def outcomes(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The results [N, 4] of a op b (a >= b >= 1), and which of them are allowed: whole, positive, not too large, not idle."""
+    """Results [N, 4] of a op b (a >= b >= 1), and which are allowed: whole, positive, not too large, not trivial."""
     quotient = a // b
     values = np.stack([a + b, a - b, a * b, quotient], 1)
     allowed = np.stack(
@@ -72,7 +73,7 @@ def outcomes(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def played(
     rng: np.random.Generator, numbers: np.ndarray, size: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Random equations that use up each row of ``numbers`` [N, M], ``size`` [N] of them: left, sign, right, result [N, R]."""
+    """Random equations that use up ``size`` [N] of the ``numbers`` [N, M]: left, sign, right, result [N, R]."""
     now, rows, steps = numbers.copy(), np.arange(len(numbers)), []
     for r in range(numbers.shape[1] - 1):
         going = r < size - 1
@@ -89,7 +90,7 @@ def played(
 
 
 class Countdown(SheetTask):
-    """Search for an expression that reaches a number; many are right, so votes need the checker."""
+    """Search for an expression that reaches a number. Many are right, so votes need the checker."""
 
     def sample(self, rng: np.random.Generator, count: int, split: Split) -> Games:
         c = self.config
@@ -102,7 +103,7 @@ class Countdown(SheetTask):
         return Games(size, numbers, target, left, sign, right, result).take(np.flatnonzero(fair))
 
     def key(self, drawn: Games) -> np.ndarray:
-        """Of the sorted numbers: the same game in another order is the same problem."""
+        """Hash [N] of the sorted numbers: the same game in another order is the same problem."""
         numbers = np.full((len(drawn), 8), -1)
         numbers[:, : drawn.numbers.shape[1]] = -np.sort(-drawn.numbers, axis=1)
         numbers[:, -1] = drawn.target
@@ -134,13 +135,15 @@ class Countdown(SheetTask):
 
     @staticmethod
     def _strayed(drawn: Games, rng: np.random.Generator, wrong: np.ndarray) -> Games:
-        """Where ``wrong``, mostly another way that misses the target: one that only ends wrong would give the right way away."""
+        """Replace most solutions where ``wrong`` by another way that misses the target.
+
+        A solution that is wrong at the end only would give the right way away.
+        """
         left, sign, right, result = played(rng, drawn.numbers, drawn.difficulty)
         rows, last = np.arange(len(drawn)), drawn.difficulty - 2
         a, b = left[rows, last], right[rows, last]
-        reaches = (np.stack([a + b, a - b, result[rows, last]]) == drawn.target).any(
-            0
-        )  # as it is, or with the sign that a slip takes
+        # The way reaches the target as it is, or with the sign that a slip takes.
+        reaches = (np.stack([a + b, a - b, result[rows, last]]) == drawn.target).any(0)
         stray = (wrong & ~reaches & (rng.random(len(drawn)) < 0.9))[:, None]
         return dataclasses.replace(
             drawn,
@@ -154,10 +157,10 @@ class Countdown(SheetTask):
     def _slipped(
         drawn: Games, rng: np.random.Generator, wrong: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Where ``wrong``, the last sign is another one: its result misses the target, or is claimed to be the target."""
+        """Change the last sign where ``wrong``: its result misses the target, or is claimed to be the target."""
         rows, last = np.arange(len(drawn)), drawn.difficulty - 2
         sign, a, b = drawn.sign[rows, last], drawn.left[rows, last], drawn.right[rows, last]
-        other = np.where((sign == 1) | (sign == 3), 0, 1)  # + for - and /, else -: never the same value
+        other = np.where((sign == 1) | (sign == 3), 0, 1)  # + for - and /, otherwise -: never the same value
         value = np.where(other == 0, a + b, a - b)
         claimed = rng.random(len(drawn)) < 0.5
         signs, results = drawn.sign.copy(), drawn.result.copy()
@@ -174,11 +177,11 @@ class Countdown(SheetTask):
         return self._replay(equations, body, left, target) if equations else self._express(body, left, target)
 
     def work_out(self, problem: Problem) -> list[str]:
-        """Nothing: a way of one's own says little about another one."""
+        """No lines: a way of one's own says little about another one."""
         return []
 
     def account(self, problem: Problem, candidate: str) -> str:
-        """The candidate's equations worked out again, with the numbers that are left, up to the first that fails.
+        """The candidate's equations worked out again, with the numbers left, up to the first that fails.
 
         A: 7*4=28, 3 9 28; 9-3=6, 28 6; 28-6=22, 22; 22 of 22 good
         """
@@ -224,7 +227,7 @@ class Countdown(SheetTask):
         return isinstance(tree, ast.BinOp) and value == target and min(left.values()) >= 0
 
     def answer(self, reply: str) -> str | None:
-        """The equations or the expression itself: equal values say nothing, since all replies claim the target."""
+        """The equations or the expression itself. Their value says nothing, because all replies claim the target."""
         lines = [line.strip() for line in reply.strip().split("\n")]
         if not lines[-1].startswith("Answer: "):
             return None
@@ -236,7 +239,10 @@ def _holds(a: int, sign: str, b: int, result: int) -> bool:
 
 
 def _value(node: ast.expr, left: Counter[int]) -> Fraction:
-    """The exact value of a parsed expression; the numbers used are taken out of ``left``. Raises ValueError for anything else."""
+    """The exact value of a parsed expression; the numbers used are taken out of ``left``.
+
+    Raises ValueError for anything else.
+    """
     if isinstance(node, ast.Constant) and type(node.value) is int:
         left[node.value] -= 1
         return Fraction(node.value)

@@ -1,9 +1,9 @@
-"""Follow links between people through a store of facts: one hop a line, or in the head (``think=no``).
+"""Follow links between people through a store of facts, writing one hop a line or none (``think=no``).
 
     Facts: friend of wolf is king; master of king is bear. Who is the master of the friend of wolf?
       ->   friend of wolf is king / master of king is bear / Answer: bear
 
-Shape suffixes: N problems, F facts, H hops (-1 beyond a problem's last one), P people, R kinds of link.
+Shape suffixes: N problems, F facts, H hops (-1 beyond a problem's last hop), P people, R kinds of link.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ SPACED = tuple(f" {person}" for person in PEOPLE)
 SPACED_LINKS = tuple(f" {link} of" for link in LINKS)
 LINE_LINKS = tuple(f"{link} of" for link in LINKS)
 HOPS = tuple(f" the {link} of" for link in LINKS)
-LONGER = 2  # the split ``longer`` has so many hops more than the most in training
+LONGER = 2  # The split ``longer`` has this many hops more than the most in training.
 
 
 @dataclass(frozen=True)
 class Config:
-    """``think``: yes (a line a hop), no (the answer at once) or mixed. More facts and more hops are harder."""
+    """The dial: more facts and more hops are harder.
+
+    ``think``: yes (a line a hop), no (the answer at once) or mixed.
+    """
 
     min_facts: int = 8
     max_facts: int = 24
@@ -38,14 +41,15 @@ class Config:
         most = len(PEOPLE) * len(LINKS) // 2
         if not self.max_hops <= self.min_facts <= self.max_facts <= most:
             raise ConfigError(
-                f"facts: min_facts={self.min_facts} and max_facts={self.max_facts} must satisfy max_hops <= min <= max <= {most}"
+                f"facts: min_facts={self.min_facts} and max_facts={self.max_facts} "
+                f"must satisfy max_hops <= min <= max <= {most}"
             )
         if not 1 <= self.min_hops <= self.max_hops <= 8:
             raise ConfigError(
                 f"facts: min_hops={self.min_hops} and max_hops={self.max_hops} must satisfy 1 <= min <= max <= 8"
             )
         if self.think not in ("yes", "no", "mixed"):
-            raise ConfigError(f"facts: think='{self.think}' is none of yes, no, mixed")
+            raise ConfigError(f"facts: think='{self.think}' is not yes, no or mixed")
 
 
 @dataclass(slots=True)
@@ -74,7 +78,7 @@ class Facts(SheetTask):
         whom = (np.arange(people)[:, None] + rng.integers(1, people, (count, people, len(LINKS)))) % people
         whom[rows, chain[:, :-1], asked] = chain[:, 1:]
         whom = whom.reshape(count, -1)
-        # The chain's facts come first, other ones at random; then as many as the store holds, shuffled.
+        # The chain's facts come first, then random ones, as many as the store holds; then all are shuffled.
         rank = rng.random(whom.shape)
         needed = np.where(np.arange(high) < hops[:, None], chain[:, :-1] * len(LINKS) + asked, -1)
         for k in range(high):
@@ -116,7 +120,7 @@ class Facts(SheetTask):
 
     def solve(self, sheet: Sheet, drawn: Stores, rng: np.random.Generator, wrong: np.ndarray) -> None:
         chain, rows = drawn.chain.copy(), np.arange(len(drawn))
-        # The slip: a hop ends at somebody else, and so does every hop after it.
+        # In a slip, a hop ends at somebody else, and so does every hop after it.
         at = np.where(wrong, rng.integers(0, 1 << 30, len(drawn)) % drawn.difficulty, chain.shape[1])
         for k in range(drawn.asked.shape[1]):
             lost = (k >= at) & (drawn.asked[:, k] >= 0)

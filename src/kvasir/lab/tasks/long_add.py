@@ -15,7 +15,7 @@ from kvasir.errors import ConfigError
 from kvasir.lab.sheet import Drawn, Sheet, SheetTask
 from kvasir.lab.task import Split
 
-LONGER = 4  # the split ``longer`` has up to so many digits more than the longest in training
+LONGER = 4  # The split ``longer`` has up to this many digits more than the longest sum in training.
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Config:
     def __post_init__(self) -> None:
         if not 1 <= self.min_digits <= self.max_digits <= 13:
             raise ConfigError(
-                f"long_add: min_digits={self.min_digits} and max_digits={self.max_digits} must satisfy 1 <= min <= max <= 13"
+                f"long_add: min_digits={self.min_digits} and max_digits={self.max_digits} "
+                "must satisfy 1 <= min <= max <= 13"
             )
         if not 2 <= self.max_terms <= 6:
             raise ConfigError(f"long_add: max_terms={self.max_terms} must lie in 2..6")
@@ -43,13 +44,13 @@ class Sums(Drawn):
 
 
 class LongAdd(SheetTask):
-    """Addition with a digit-wise scratchpad, to be carried on to longer numbers."""
+    """Addition with a digit-wise scratchpad that extends to longer numbers."""
 
     def sample(self, rng: np.random.Generator, count: int, split: Split) -> Sums:
         c = self.config
         low, high = (c.max_digits + 1, c.max_digits + LONGER) if split == "longer" else (c.min_digits, c.max_digits)
         digits = rng.integers(low, high + 1, count)
-        # The first term has all the digits; the others as many, or one to three fewer.
+        # The first term has all the digits; the others have as many, or one to three fewer.
         fewer = rng.integers(0, 4, (count, c.max_terms))
         fewer[:, 0] = 0
         sizes = np.maximum(digits[:, None] - fewer, 1)

@@ -1,10 +1,10 @@
-"""Find a number that was said once in a long text: the needle's depth, the text's length and the number of rivals are chosen.
+"""Find a number that a long text names once, at a chosen depth, length and number of rivals.
 
     ... The secret number of wolf is 48213. ... Tell the secret number of wolf.      ->      Answer: 48213
 
-``filler=prose``: template-like sentences with ``keys`` secret numbers among them. ``filler=pairs``: every line is a rival,
-``Key 4821 is 77193.`` Up to ``asks`` numbers are asked for at once (``Answer: 48213, 01656``), so that a long text teaches
-more; ``depth`` places the first. Lengths are in tokens of the lab's tokenizer, the whole prompt counted.
+``filler=prose``: template-like sentences with ``keys`` secret numbers among them. ``filler=pairs``: every line is a
+rival, ``Key 4821 is 77193.`` Up to ``asks`` numbers are asked for at once (``Answer: 48213, 01656``), so that a long
+text teaches more; ``depth`` places the first one. Lengths count the tokens of the whole prompt in the lab's tokenizer.
 
 Shape suffixes: N problems, S filler sentences (or lines), J secret numbers; the first ones are asked for.
 """
@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvasir.errors import ConfigError
-from kvasir.lab.sheet import ASSISTANT, USER, Drawn, Sheet, SheetTask, fold, shipped_tokenizer
+from kvasir.lab.sheet import ASSISTANT, USER, Drawn, Sheet, SheetTask, fold
 from kvasir.lab.task import Split
+from kvasir.lab.tokenizer import shipped_tokenizer
 from kvasir.lab.words import MOODS, NOUNS, PEOPLE, PLACES, THINGS, TIMES
 
 BANK, BANK_SEED = 2048, 5
@@ -41,8 +42,11 @@ SENTENCES = (
 
 @dataclass(frozen=True)
 class Config:
-    """``min_length``..``length``: tokens of the prompt, any length between them equally likely. ``depth``: share of the filler
-    before the needle, 0..1, or -1 for any. ``longer`` is half as long again as the longest."""
+    """The dial.
+
+    ``min_length``..``length``: tokens of the prompt; every length in between is equally likely. ``depth``: share of the
+    filler before the needle (0 to 1), or -1 for any. The split ``longer`` goes up to 1.5 times ``length``.
+    """
 
     min_length: int = 128
     length: int = 1024
@@ -66,16 +70,19 @@ class Config:
         least = 48 + self.keys * (self.digits + 10)
         if not least <= self.min_length <= self.length <= LONGEST:
             raise ConfigError(
-                f"needle: min_length={self.min_length} and length={self.length} must satisfy {least} <= min <= length <= {LONGEST} "
-                "tokens"
+                f"needle: min_length={self.min_length} and length={self.length} must satisfy "
+                f"{least} <= min <= length <= {LONGEST} tokens"
             )
 
 
 @dataclass(slots=True)
 class Texts(Drawn):
-    """filler [N, S] sentence numbers, or keys in a list, -1 beyond the last; at [N, J]: how much filler stands before;
-    names, numbers [N, J]; asked [N]: how many of them; values [N, S]: of a list's other lines. difficulty is the prompt's
-    length in tokens, less than one sentence (or line) too high."""
+    """Drawn texts.
+
+    filler [N, S]: sentence numbers, or keys of a list; -1 beyond the last. values [N, S]: numbers of a list's other
+    lines. at [N, J]: how much filler stands before each secret. names, numbers [N, J]: the secrets. asked [N]: how many
+    are asked for. difficulty: the prompt's length in tokens, too high by less than one sentence (or line).
+    """
 
     filler: np.ndarray
     values: np.ndarray
@@ -103,6 +110,7 @@ def bank() -> tuple[tuple[str, ...], np.ndarray]:
 
 @functools.cache
 def shuffled_keys() -> np.ndarray:
+    """All keys (1000 to 9999) in one fixed random order."""
     return 1000 + np.random.default_rng(BANK_SEED).permutation(9000)
 
 
@@ -119,7 +127,7 @@ class Needle(SheetTask):
 
     @functools.cached_property
     def _sizes(self) -> tuple[int, int, int]:
-        """Tokens of everything but the filler when one number is asked for, of each further name, and of one line of a list."""
+        """Token counts: all but the filler with one number asked, each further name, and one line of a list."""
         opening, question = PAIRS if self.pairs else PROSE
         digits = "1" * self.config.digits
         if self.pairs:
@@ -138,7 +146,8 @@ class Needle(SheetTask):
         left = length - fixed - (asked - 1) * name
         if self.pairs:
             room, wide = left // line, (high - fixed) // line
-            # Different keys in every row, without sorting 9,000 of them: a walk through one fixed shuffle of them all.
+            # Keys of a row must differ. A walk through one fixed shuffle ensures it without sorting 9,000 keys for
+            # every row.
             stride = np.array(STRIDES)[rng.integers(0, len(STRIDES), count)]
             keys = shuffled_keys()[
                 (rng.integers(0, 9000, count)[:, None] + np.arange(wide + c.asks) * stride[:, None]) % 9000
@@ -154,7 +163,7 @@ class Needle(SheetTask):
         if c.depth >= 0:
             depth[:, 0] = c.depth
         top, rivals = 10**c.digits, names.shape[1]
-        # Evenly spread from a random start, shuffled: the numbers of a text always differ.
+        # Numbers are evenly spread from a random start and shuffled, so that those of a text always differ.
         apart = np.arange(rivals) * max(top // (rivals + 1), 1) + rng.integers(0, max(top // 40, 1), names.shape)
         numbers = np.take_along_axis(
             (rng.integers(0, top, count)[:, None] + apart) % top, np.argsort(rng.random(names.shape), axis=1), 1
@@ -163,7 +172,10 @@ class Needle(SheetTask):
         return Texts(length, filler, values, np.round(depth * room[:, None]).astype(np.int64), names, numbers, asked)
 
     def key(self, drawn: Texts) -> np.ndarray:
-        """Of the secrets and the first lines: enough to tell texts apart, without writing thousands of long ones."""
+        """Hash [N] of the secrets and the first line.
+
+        That tells texts apart without writing thousands of long ones.
+        """
         return fold(
             np.concatenate(
                 [
@@ -187,7 +199,7 @@ class Needle(SheetTask):
                 self._line(body, drawn.filler[:, s], drawn.values[:, s])
         else:
             body.put_choice(bank()[0], drawn.filler[:, :wide])
-        # Filler number s sorts behind a secret with s filler sentences before it.
+        # Filler number s is sorted behind a secret with s filler sentences before it.
         place = np.repeat(np.arange(wide) + 0.5, body.width // max(wide, 1))
         keys = [np.broadcast_to(place, (len(drawn), body.width))]
         for j in range(drawn.names.shape[1]):
@@ -223,7 +235,10 @@ class Needle(SheetTask):
         sheet.put(".", there)
 
     def solve(self, sheet: Sheet, drawn: Texts, rng: np.random.Generator, wrong: np.ndarray) -> None:
-        """A slip takes the last rival's number for the first one's, or gets the last digit wrong where there is no rival."""
+        """Write the answers.
+
+        A slip gives the last rival's number instead of the first one's, or a wrong last digit where there is no rival.
+        """
         rival = (
             drawn.numbers[:, -1]
             if drawn.numbers.shape[1] > 1

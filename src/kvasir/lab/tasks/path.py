@@ -2,9 +2,9 @@
 
     Roads: A B, C A, D B, C E. Shortest way from D to E?      ->      Answer: D B A C E
 
-In a graph the shortest way is unique and nothing may be written before it: its length (``min_depth``..``max_depth`` roads) is
-the dial. In a star (``form=star``) every arm is equally long; ``back`` writes the arm from the leaf first, since the first
-step from the centre cannot be seen otherwise.
+In a graph the shortest way is unique, and nothing is written before it. Its length (``min_depth``..``max_depth`` roads)
+is the dial. In a star (``form=star``) all arms have the same length. ``back`` writes the arm from the leaf first,
+because the first step from the centre cannot be seen otherwise.
 
 Shape suffixes: N problems, V places, E roads (-1 = none), L places of the longest way.
 """
@@ -24,14 +24,17 @@ from kvasir.lab.task import Problem, Split
 from kvasir.lab.words import LETTERS
 
 SPACED = tuple(f" {letter}" for letter in LETTERS)
-TRIES = 100  # rounds of drawing graphs anew until each has a way of the wanted length
-MOST_RETRACED = 12  # roads of a candidate that a check follows
-LONGER = 2  # the split ``longer`` has ways up to so many roads longer
+TRIES = 100  # Rounds of drawing until each problem has a graph with a way of the wanted length.
+MOST_RETRACED = 12  # Most roads of a candidate that a check follows.
+LONGER = 2  # The split ``longer`` has ways of up to this many roads more.
 
 
 @dataclass(frozen=True)
 class Config:
-    """A graph has ``places`` and up to ``places - 1 + extra`` roads: with many extra ones, long unique ways become rare."""
+    """The dial of both forms.
+
+    A graph has ``places`` and up to ``places - 1 + extra`` roads; many extra roads make long unique ways rare.
+    """
 
     form: str = "graph"
     places: int = 12
@@ -52,12 +55,13 @@ class Config:
             self.max_depth + 3 <= self.places <= len(LETTERS) - LONGER and 0 <= self.extra <= 2 * self.places
         ):
             raise ConfigError(
-                f"path: places={self.places} must lie in {self.max_depth + 3}..{len(LETTERS) - LONGER}, extra={self.extra} in "
-                f"0..{2 * self.places}"
+                f"path: places={self.places} must lie in {self.max_depth + 3}..{len(LETTERS) - LONGER}, "
+                f"extra={self.extra} in 0..{2 * self.places}"
             )
         if self.form == "star" and not 2 <= self.arms <= (len(LETTERS) - 1) // self.max_depth:
             raise ConfigError(
-                f"path: arms={self.arms} must lie in 2..{(len(LETTERS) - 1) // self.max_depth}, for {len(LETTERS)} letters"
+                f"path: arms={self.arms} must lie in 2..{(len(LETTERS) - 1) // self.max_depth}, "
+                f"because there are {len(LETTERS)} letters"
             )
 
 
@@ -71,7 +75,7 @@ class Maps(Drawn):
 
 
 class Path(SheetTask):
-    """The shortest way between two places, found in the head."""
+    """The shortest way between two places, found without writing."""
 
     # --------------------------------------------------------------------------------------------------------- drawing
 
@@ -86,7 +90,10 @@ class Path(SheetTask):
         return self._wanted(rng, rng.integers(low, high + 1, count), high)
 
     def _wanted(self, rng: np.random.Generator, depth: np.ndarray, high: int) -> Maps:
-        """A graph for each ``depth`` [N]. One without such a way is drawn again, so that rare lengths stay as likely as others."""
+        """Draw a graph with a way of each length in ``depth`` [N].
+
+        A graph without such a way is drawn again, so that rare lengths are as likely as others.
+        """
         parts, places, missing = [], [], np.arange(len(depth))
         for _ in range(TRIES):
             tries = max(1, len(depth) // (4 * len(missing)))
@@ -114,13 +121,13 @@ class Path(SheetTask):
         linked = np.zeros((count, places, places), dtype=np.float32)
         linked[rows[:, None], ends[..., 0], ends[..., 1]] = linked[rows[:, None], ends[..., 1], ends[..., 0]] = 1
         start = rng.integers(0, places, count)
-        ways = np.zeros((count, high + 1, places), dtype=np.float32)  # walks of k roads from the start
+        ways = np.zeros((count, high + 1, places), dtype=np.float32)  # number of walks of k roads from the start
         ways[rows, 0, start] = 1
         distance = np.where(ways[:, 0] > 0, 0, -1)
         for k in range(1, high + 1):
             ways[:, k] = np.matmul(ways[:, None, k - 1], linked)[:, 0]
             distance = np.where((distance < 0) & (ways[:, k] > 0), k, distance)
-        fits = (distance == depth[:, None]) & (ways[rows, depth] == 1)  # one walk of the shortest length: unique
+        fits = (distance == depth[:, None]) & (ways[rows, depth] == 1)  # a single walk of the shortest length is unique
         target = np.argmax(np.where(fits, rng.random(fits.shape), -1.0), axis=1)
         way = np.full((count, high + 1), -1)
         at = target
@@ -133,7 +140,7 @@ class Path(SheetTask):
     def _shuffled(
         self, rng: np.random.Generator, depth: np.ndarray, linked: np.ndarray, way: np.ndarray, letters: tuple[str, ...]
     ) -> Maps:
-        """Random letters for the places; the roads of ``linked`` [N, V, V] in random order and direction."""
+        """Give the places random letters, and the roads of ``linked`` [N, V, V] a random order and direction."""
         count, places = linked.shape[:2]
         names = np.argsort(rng.random((count, len(letters))), axis=1)[:, :places]
         flat = linked.reshape(count, -1)
@@ -150,7 +157,10 @@ class Path(SheetTask):
         return Maps(depth, padded, np.where(way >= 0, names[rows, way], -1), names)
 
     def _stars(self, rng: np.random.Generator, depth: np.ndarray, high: int) -> Maps:
-        """Stars of ``arms`` arms of ``depth`` [N] roads each, written outwards; the way leads to the leaf of one arm."""
+        """Stars of ``arms`` arms with ``depth`` [N] roads each, written outwards.
+
+        The way leads to the leaf of one arm.
+        """
         count, arms = len(depth), self.config.arms
         names = np.argsort(rng.random((count, len(LETTERS))), axis=1)[:, : 1 + arms * high]
         inner = 1 + np.arange(arms * high).reshape(arms, high)
@@ -193,7 +203,10 @@ class Path(SheetTask):
 
     @staticmethod
     def _slipped(drawn: Maps, rng: np.random.Generator, wrong: np.ndarray) -> np.ndarray:
-        """Where ``wrong``, one place between the ends is another one off the way: since the way is unique, this one is none."""
+        """Replace one place between the ends by a place off the way, where ``wrong``.
+
+        The way is unique, so the result is not a shortest way.
+        """
         rows = np.arange(len(drawn))
         off = (drawn.names >= 0) & ~(drawn.names[:, :, None] == drawn.way[:, None, :]).any(2)
         other = drawn.names[rows, np.argmax(np.where(off, rng.random(off.shape), -1.0), axis=1)]
@@ -210,8 +223,9 @@ class Path(SheetTask):
         return way[0] == start and way[-1] == goal and along and len(way) - 1 == distance(links, start, goal)
 
     def work_out(self, problem: Problem) -> list[str]:
-        """In a graph: the places by distance from the start, each after the one it is reached from, until the goal is among them; and
-        that distance.
+        """The places of a graph by distance from the start until the goal is among them, and that distance.
+
+        Each place stands after the place from which it is reached. A star is worked out by its solution.
 
             D B C / B A, C F / A E / 3
         """
@@ -221,9 +235,11 @@ class Path(SheetTask):
         return [*lines, str(len(lines))]
 
     def account(self, problem: Problem, candidate: str) -> str:
-        """In a graph: the candidate's roads as the question lists them, up to the first that there is not, and their number.
+        """The candidate's roads in a graph as the question lists them, and their number.
 
-        A: D B, A B, A E: 3 good / B: D B, B E bad
+        The list ends with the first road that does not exist.
+
+            A: D B, A B, A E: 3 good / B: D B, B E bad
         """
         if self.config.form == "star":
             return super().account(problem, candidate)
@@ -243,7 +259,10 @@ class Path(SheetTask):
 
 
 def levels(start: str, goal: str, links: dict[str, set[str]]) -> list[str]:
-    """A line for each distance from ``start`` up to that of ``goal``: places, and after each the new ones reached from it (by letter)."""
+    """A line for each distance from ``start`` up to that of ``goal``.
+
+    It lists places, each followed by the new ones reached from it.
+    """
     reached, edge, out = {start}, [start], []
     while edge and goal not in reached:
         parts, beyond = [], []
@@ -259,7 +278,7 @@ def levels(start: str, goal: str, links: dict[str, set[str]]) -> list[str]:
 
 
 def read(question: str, *, both: bool) -> tuple[str, str, dict[str, set[str]]]:
-    """Start, goal and neighbours, from the question's text; ``both``: roads lead both ways."""
+    """Start, goal and neighbours from the question's text. ``both``: roads lead both ways."""
     roads, rest = question.removeprefix("Roads: ").split(". ", 1)
     links: dict[str, set[str]] = {}
     for road in roads.split(", "):
@@ -272,7 +291,7 @@ def read(question: str, *, both: bool) -> tuple[str, str, dict[str, set[str]]]:
 
 
 def distance(links: dict[str, set[str]], start: str, goal: str) -> int | None:
-    """Roads of the shortest way, breadth first; None when there is none."""
+    """Number of roads of the shortest way, by breadth-first search; None when there is none."""
     reached, queue = {start: 0}, deque([start])
     while queue:
         here = queue.popleft()

@@ -2,8 +2,9 @@
 
     12+45=59 // Wait, 12+45=57 // 57*3=74 // Wait, 57*3=74 // Answer: 74          (// is an empty line)
 
-A step slips at rate ``slip``; a slip is repaired at once at rate ``repair``; a right step is re-checked at rate ``needless``.
-`steps` labels every step of any reply. The slips carry loss, so that a model sampled at temperature 1 shows these rates.
+A step slips at rate ``slip``. A slip is repaired at once at rate ``repair``. A right step is re-checked at rate
+``needless``. `Reflect.steps` labels every step of any reply. The slips carry loss, so a model sampled at temperature 1
+shows these rates.
 
 Shape suffixes: N problems, K steps.
 """
@@ -43,7 +44,10 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a reply: ``useful`` re-checks a slip, ``needless`` a right step; ``right``: its arithmetic holds."""
+    """One step of a reply.
+
+    A ``useful`` step re-checks a slip, a ``needless`` one re-checks a right step. ``right``: its arithmetic holds.
+    """
 
     text: str
     kind: Literal["linear", "useful", "needless"]
@@ -106,7 +110,7 @@ class Reflect(SheetTask):
         return [*lines, f"Answer: {value}"]
 
     def tally(self, problem: Problem, reply: str) -> dict[str, int]:
-        """How a reply re-checks: the steps that slipped at first and those that did not, and how many of each it re-checked."""
+        """Count the steps that slipped at first, those that did not, and the re-checks of each kind."""
         steps = self.steps(problem, reply)
         linear = [step for step in steps if step.kind == "linear"]
         return {
@@ -120,7 +124,10 @@ class Reflect(SheetTask):
         return [f"{step.kind}{'' if step.right else ' (slip)'}" for step in self.steps(problem, problem.solution)]
 
     def steps(self, problem: Problem, reply: str) -> list[Step]:
-        """The labelled steps of any reply, judged by arithmetic alone; paragraphs that are no step are linear and not right."""
+        """The labelled steps of any reply, judged by arithmetic alone.
+
+        Paragraphs that are no step count as linear and not right.
+        """
         out: list[Step] = []
         for text in reply.strip().split("\n\n"):
             if text.startswith("Answer:"):

@@ -1,7 +1,7 @@
 """JSON records with named and typed fields: the reply must be one JSON object with exactly those fields.
 
-Two forms: the fields are listed with their types ("name (string), age (integer)"), or their values are given and must be
-copied. ``fields`` is the dial.
+The question lists the fields with their types ("name (string), age (integer)"), or gives values to copy. ``fields`` is
+the dial.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 from kvasir.errors import ConfigError
 from kvasir.lab.task import Problem, Split, Task
 
-NAMES = """Alice Bella Clara Dora Emma Fanny Grace Hans Ida Jack Karl Lena Maria Nora Otto Paul Rosa Sam Tom Ursula Victor
-Walter""".split()
+NAMES = """Alice Bella Clara Dora Emma Fanny Grace Hans Ida Jack Karl Lena Maria Nora Otto Paul Rosa Sam Tom Ursula
+Victor Walter""".split()
 CITIES = "Paris London Rome Berlin Oslo Vienna Madrid Lisbon Dublin Prague Athens Bergen Tokyo Cairo".split()
 COLOURS = "red blue green yellow white black grey golden silver brown".split()
 THINGS = "apple ring sword book lamp boat hat key bell cup rose stone coat horse cat dog bird fish fox wolf".split()
@@ -120,7 +120,7 @@ class Schema(Task):
         return _meets(record, json.loads(problem.answer.removesuffix("#types")))
 
     def tally(self, problem: Problem, reply: str) -> dict[str, int]:
-        """``valid``: JSON that meets the schema, whatever its values."""
+        """Count ``valid``: the reply is JSON that meets the schema, whatever its values."""
         return {
             "valid": int(
                 _meets(

@@ -1,10 +1,11 @@
-"""Follow a state through many changes: a row of letters under swaps, or the parity of a row of bits, written down now and then.
+"""Follow a state through many changes: a row of letters under swaps, or the parity of bits, written down now and then.
 
     Row C A B. Swap 1 2, 2 3, 1 3. Write the row after every 2 swaps.      ->      A B C / Answer: C B A
 
-``every`` (how many changes between two written states) is the true dial: it is what the model must do in its head.
+The true dial is ``every``, the number of changes between two written states, which the model must follow without
+writing.
 
-Shape suffixes: N problems, K changes (-1 beyond a problem's last one), I items.
+Shape suffixes: N problems, K changes (-1 beyond a problem's last change), I items.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvasir.lab.sheet import Drawn, Sheet, SheetTask
 from kvasir.lab.task import Problem, Split
 from kvasir.lab.words import LETTERS
 
-LONGER = 8  # the split ``longer`` has up to so many changes more than the longest in training
+LONGER = 8  # The split ``longer`` has up to this many changes more than the longest problem in training.
 SPACED = tuple(f" {letter}" for letter in LETTERS)
 PARITY = ("even", "odd")
 SPACED_PARITY = (" even", " odd")
@@ -27,7 +28,7 @@ SPACED_PARITY = (" even", " odd")
 
 @dataclass(frozen=True)
 class Config:
-    """``kind``: permutation or parity. ``min_every``..``max_every`` changes between two written states."""
+    """``kind``: permutation or parity. ``min_every``..``max_every``: changes between two written states."""
 
     kind: str = "permutation"
     items: int = 5
@@ -111,7 +112,7 @@ class State(SheetTask):
             used = drawn.first[:, k] >= 0
             change = used & (skipped != k)
             if self.parity:
-                # A slip takes the bit for the other one.
+                # A slip reads the bit as the other one.
                 state[:, 0] ^= np.where(used, drawn.first[:, k] ^ (skipped == k), 0)
             else:
                 a, b = drawn.first[:, k], np.where(change, drawn.second[:, k], drawn.first[:, k])
@@ -121,7 +122,7 @@ class State(SheetTask):
         self._write(sheet, state, np.ones(count, dtype=bool), "", spaced=True)
 
     def work_out(self, problem: Problem) -> list[str]:
-        """The row after every single swap, which is easier than several at once."""
+        """The row after every single swap, which is easier than after several at once."""
         if self.parity:
             return super().work_out(problem)
         start, swaps = re.findall(r"Row ([A-Z ]+)\. Swap ([\d ,]+)\. ", problem.messages[-1]["content"])[0]
@@ -134,7 +135,7 @@ class State(SheetTask):
 
     @staticmethod
     def _skipped(drawn: Walks, rng: np.random.Generator, wrong: np.ndarray) -> np.ndarray:
-        """The change that a wrong solution forgets: any single one changes the result. [N], -1 = none."""
+        """The change that a wrong solution forgets [N], -1 = none. Forgetting any single change alters the result."""
         return np.where(wrong, rng.integers(0, 1 << 30, len(drawn)) % drawn.difficulty, -1)
 
     def _write(self, sheet: Sheet, state: np.ndarray, where: np.ndarray, end: str, spaced: bool = False) -> None:

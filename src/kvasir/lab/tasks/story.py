@@ -1,8 +1,8 @@
-"""Fairy-tale prose from the shipped public-domain children's books: to continue as plain text, or asked for in a chat.
+"""Fairy-tale prose from the shipped public-domain children's books, as plain text or asked for in a chat.
 
-``form=prose``: ``<bos>`` and ``length`` - 1 tokens from anywhere in the books (loss on all of them), or a story from its
-title on, ended by ``<eos>``. ``form=chat``: "Tell me a story about a fox." and a passage whose first lines speak of a fox,
-or about a title and that story's beginning. Scored by loss: prose has no right answer.
+``form=prose``: ``<bos>`` and ``length`` - 1 tokens from anywhere in the books or from a story's title on, with loss on
+all of them; each story ends with ``<eos>``. ``form=chat``: "Tell me a story about a fox." and a passage whose first
+lines mention a fox, or a title and the beginning of that story. Scored by loss, because prose has no right answer.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from kvasir.lab.task import Documents, Problem, Split, Task, encode
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-HELD_OUT_SHARE = 0.015  # of every book's end, for validation, and as much again for test
-PASSAGE = (350, 750)  # characters of a passage in a chat: at least, at most (it ends with a paragraph or a sentence)
-SUBJECTS = """king queen prince princess fox wolf bear lion cat dog mouse bird fish frog horse donkey cow goat sheep goose duck hen eagle
-raven swan snake dragon giant dwarf witch fairy wizard ogre troll robber soldier sailor fisherman hunter farmer miller tailor shoemaker
-shepherd merchant beggar boy girl child mother father brother sister castle palace cottage forest wood garden mountain river sea island
-ship treasure gold ring sword apple tree rose flower star moon sun snow winter summer night""".split()
+HELD_OUT_SHARE = 0.015  # Share of every book, taken from its end, that is held out for validation, and again for test.
+PASSAGE = (350, 750)  # Least and most characters of a passage in a chat; it ends with a paragraph or a sentence.
+SUBJECTS = """king queen prince princess fox wolf bear lion cat dog mouse bird fish frog horse donkey cow goat sheep
+goose duck hen eagle raven swan snake dragon giant dwarf witch fairy wizard ogre troll robber soldier sailor fisherman
+hunter farmer miller tailor shoemaker shepherd merchant beggar boy girl child mother father brother sister castle palace
+cottage forest wood garden mountain river sea island ship treasure gold ring sword apple tree rose flower star moon sun
+snow winter summer night""".split()
 ASKS = (
     "Tell me a story about {}.",
     "Tell me a story about {}.",
@@ -60,7 +61,10 @@ class Config:
 
 @functools.cache
 def books(split: Split) -> tuple[tuple[str, ...], ...]:
-    """The paragraphs of every shipped book that belong to ``split`` (``longer`` is the test text); headings start with "## "."""
+    """The paragraphs of every shipped book that belong to ``split`` (``longer`` means test).
+
+    Headings start with "## ".
+    """
     out = []
     for file in sorted(files("kvasir.lab").joinpath("text").iterdir(), key=lambda f: f.name):
         if file.name.endswith(".txt.bz2"):
@@ -76,13 +80,17 @@ def books(split: Split) -> tuple[tuple[str, ...], ...]:
 
 
 def plain(paragraphs: tuple[str, ...] | list[str]) -> str:
-    """Paragraphs as a reader sees them: one empty line between two, headings without their mark."""
+    """Paragraphs as a reader sees them: an empty line between two, headings without their mark."""
     return "\n\n".join(p.removeprefix("## ") for p in paragraphs)
 
 
 @functools.cache
 def _index(split: Split) -> tuple[list[tuple[str, int, int]], dict[str, list[tuple[int, int]]]]:
-    """Titles (name, book, first paragraph) and, by subject, the paragraphs (book, number) that open with it."""
+    """The places where stories and subjects begin.
+
+    Titles as (name, book, first paragraph), and for each subject the paragraphs (book, number) that mention it in their
+    first characters.
+    """
     titles, subjects = [], {subject: [] for subject in SUBJECTS}
     words = re.compile(r"[a-z]+")
     for b, book in enumerate(books(split)):
@@ -97,7 +105,10 @@ def _index(split: Split) -> tuple[list[tuple[str, int, int]], dict[str, list[tup
 
 
 def passage(book: tuple[str, ...], start: int) -> str:
-    """The text from paragraph ``start``: whole paragraphs within PASSAGE, the last one cut after a sentence if it is long."""
+    """The text from paragraph ``start``: whole paragraphs within PASSAGE.
+
+    A long last paragraph is cut after a sentence.
+    """
     least, most = PASSAGE
     out = ""
     for paragraph in book[start:]:
@@ -113,7 +124,7 @@ def passage(book: tuple[str, ...], start: int) -> str:
 
 
 def _about(name: str) -> str:
-    """ "the Bronze Ring" for a title, "a fox" for a subject."""
+    """The subject as a request names it: "the Bronze Ring" for a title, "a fox" for a subject."""
     if name in SUBJECTS:
         return (
             name

@@ -1,9 +1,10 @@
-"""Prose of known entropy: every sentence is a pattern with words drawn evenly, so that its probability is known exactly.
+"""Prose of known entropy: every sentence is a pattern with evenly drawn words, so its probability is known exactly.
 
     Write 2 sentences about case 48213.      ->      The old king and the wolf walked to the river. / In the winter ...
 
-A sentence's surprisal is log2(patterns) + the sum of log2(choices) over its words; a model that has learnt the source can do
-no better than `entropy` bits a sentence on average. ``choices`` is the dial: 2 to 16 words for every gap.
+A sentence's surprisal is log2(patterns) plus the sum of log2(choices) over its words. A model that has learnt the
+source can do no better than `Template.entropy` bits a sentence on average. ``choices`` is the dial: 3 to 16 words for
+every gap.
 
 Shape suffixes: N problems, S sentences.
 """
@@ -24,7 +25,8 @@ from kvasir.lab.words import MOODS, NOUNS, PLACES, THINGS
 
 WORDS = {"who": NOUNS[:16], "place": PLACES, "thing": THINGS, "mood": MOODS}
 GAP = re.compile(r" \{(\w+)\}")
-# The same gap twice in a sentence never holds the same word: its order counts, so there is one choice fewer each time.
+# Two gaps of the same kind in a sentence never hold the same word. Order counts, so each has one choice fewer than the
+# one before.
 PATTERNS = (
     "The {mood} {who} and the {who} walked to the {place}.",
     "At the {place} the {who} lost a {thing}.",
@@ -35,7 +37,7 @@ PATTERNS = (
     "It was the {who}'s {thing}.",
     "So the {who} gave the {thing} to the {mood} {who}.",
 )
-LONGER = 4  # the split ``longer`` has so many sentences more
+LONGER = 4  # The split ``longer`` has up to this many sentences more.
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class Config:
     def __post_init__(self) -> None:
         if not 1 <= self.min_sentences <= self.max_sentences <= 64:
             raise ConfigError(
-                f"template: min_sentences={self.min_sentences}, max_sentences={self.max_sentences} must satisfy 1 <= min <= max <= 64"
+                f"template: min_sentences={self.min_sentences} and max_sentences={self.max_sentences} "
+                "must satisfy 1 <= min <= max <= 64"
             )
         if not 3 <= self.choices <= 16:
             raise ConfigError(f"template: choices={self.choices} must lie in 3..16")
@@ -55,7 +58,7 @@ class Config:
 
 @dataclass(slots=True)
 class Reports(Drawn):
-    """case [N]; pattern [N, S], -1 beyond the last; words [N, S, G]: the draw for every gap."""
+    """case [N]; pattern [N, S], -1 beyond the last; words [N, S, G]: the word drawn for every gap."""
 
     case: np.ndarray
     pattern: np.ndarray
@@ -64,11 +67,12 @@ class Reports(Drawn):
 
 @functools.cache
 def gaps(pattern: str) -> tuple[str, ...]:
+    """The kinds of a pattern's gaps, in order."""
     return tuple(GAP.findall(pattern))
 
 
 class Template(SheetTask):
-    """High-entropy prose with closed-form entropy, for acceptance bounds and exactness of sampling."""
+    """Prose with a closed-form entropy, for bounds of acceptance and for exactness of sampling."""
 
     scored = "loss"
     candidates = False
@@ -81,7 +85,7 @@ class Template(SheetTask):
         size = rng.integers(low, high + 1, count)
         pattern = np.where(np.arange(high) < size[:, None], rng.integers(0, len(PATTERNS), (count, high)), -1)
         most = max(len(gaps(p)) for p in PATTERNS)
-        # One random order of the words for every sentence and kind: gap number g of a kind takes the g-th word.
+        # Every sentence and kind has one random order of words; gap number g of a kind takes the g-th word.
         words = np.empty((count, high, most), dtype=np.int64)
         orders = {kind: np.argsort(rng.random((count, high, c.choices)), axis=2) for kind in WORDS}
         for p, text in enumerate(PATTERNS):
@@ -110,7 +114,7 @@ class Template(SheetTask):
                 sheet.put(parts[-1], here)
 
     def entropy(self) -> float:
-        """Bits a sentence has on average."""
+        """Bits of a sentence on average."""
         return sum(self._bits(p) for p in PATTERNS) / len(PATTERNS)
 
     def surprisal(self, sentence: str) -> float | None:
@@ -145,7 +149,7 @@ class Template(SheetTask):
         ]
 
     def check(self, problem: Problem, reply: str) -> bool:
-        """As many sentences as asked, each of which the source may write."""
+        """Whether the reply has as many sentences as asked, each of which the source may write."""
         sentences = reply.strip().split("\n")
         return len(sentences) == problem.difficulty and all(self.surprisal(s) is not None for s in sentences)
 

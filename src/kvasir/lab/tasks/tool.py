@@ -1,7 +1,7 @@
 """Tool calls: pick the offered function, copy the arguments out of the question, and answer from its result.
 
-Three forms: a question that needs a call, one that needs none, and a turn after the tool has replied. Names of functions and
-parameters are drawn at random, so that they must be read and not remembered.
+There are three kinds of problem: a question that needs a call, one that needs none, and a turn after the tool has
+replied. Names of functions and parameters are random, so the model must read them instead of remembering them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _tool(rng: np.random.Generator) -> tuple[dict[str, Any], str, str]:
 
 
 class Tool(Task):
-    """Hermes-style tool calls, and knowing when to make none."""
+    """Hermes-style tool calls, and when to make none."""
 
     pool = 12000
 

@@ -1,0 +1,1 @@
+"""Feed-forward layers, dense and mixture-of-experts. One file, one kind."""

@@ -1,0 +1,1 @@
+"""Mixers: the layers that mix information between positions. One file, one mixer."""

@@ -1,10 +1,11 @@
-"""Model families, one module each, named as its ``model_type``: found by name, listed nowhere.
+"""Model families: each turns a checkpoint's config into a layer list. One file, one family.
 
-A family gives ``ARCHITECTURES`` (the class names it serves), ``build(fields) -> ModelSpec`` and ``stored_name(slot) -> str``
-(the checkpoint's name of each of our weight slots: a tensor fills one slot, so fused ones are split by a converter first).
-``EOS_ID``, where it has one, ends an answer of a checkpoint that says nothing of ends. What a config leaves out means what it means to
-transformers. An installed package may bring one, by an entry point of this group; a file may not: which module runs is not a checkpoint's
-to say.
+A file is named as its ``model_type``. A family defines ``ARCHITECTURES`` (the class names that it serves),
+``build(fields) -> ModelSpec`` and ``stored_name(slot) -> str`` (the checkpoint's name of each of our weight slots). One
+tensor fills one slot, so a converter splits fused tensors first. ``EOS_ID`` is optional: it ends a reply when the
+checkpoint names no end token. A field that the config leaves out means what it means to transformers. An installed
+package may add a family by an entry point of this group. A file may not, because a checkpoint must not decide which
+code runs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def find_family(model_type: str) -> ModuleType:
     if found is None:
         choices = technique.names(FAMILIES)
         raise ConfigError(
-            f"config.json: model_type '{model_type}' is not served; served are {', '.join(choices)}.{nearest(model_type, choices)}"
+            f"config.json: model_type '{model_type}' is not served; served are {', '.join(choices)}."
+            f"{nearest(model_type, choices)}"
         )
     lacking = [name for name in ("ARCHITECTURES", "build", "stored_name") if not hasattr(found, name)]
     if lacking:
@@ -37,13 +39,13 @@ def find_family(model_type: str) -> ModuleType:
 
 
 def build_spec(config: dict[str, Any]) -> ModelSpec:
-    """The layers of an HF config (as ``checkpoint.read_config`` returns it). Raises ConfigError naming the field."""
+    """Layer list of an HF config (as ``checkpoint.read_config`` returns it). Raises ConfigError naming the field."""
     fields = Fields(config)
     family = find_family(fields.text("model_type"))
     names = fields.names("architectures", ())
     if names and not set(names) & set(family.ARCHITECTURES):
         raise ConfigError(
-            f"config.json: architectures {', '.join(names)} is not served; of model_type '{config['model_type']}' served is "
-            f"{', '.join(family.ARCHITECTURES)} (text generation)"
+            f"config.json: architectures {', '.join(names)} is not served; "
+            f"of model_type '{config['model_type']}' served is {', '.join(family.ARCHITECTURES)} (text generation)"
         )
     return family.build(fields)

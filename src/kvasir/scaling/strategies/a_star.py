@@ -1,9 +1,10 @@
-"""A* over solution steps (A*-Decoding, arXiv 2505.13672): always go on with the beginning that looks best so far, k ways.
+"""A* over solution steps (A*-Decoding, arXiv 2505.13672): always extend the most promising beginning, in k ways.
 
-A node is the beginning of a solution; f = g + h with h = 1 - belief(node), the judge's. The paper's g is not public in what we
-read; ours adds ``regret`` times every fall of belief along the path, which keeps f comparable across depths, and ties go to the
-deeper node. ``batch`` best nodes are expanded at once (1: the search as published). It ends when the best node is a whole
-solution, or after ``expansions``: then the best whole one stands, or the best beginning, written to its end.
+A node is the beginning of a solution; f = g + h, and h = 1 - belief(node) comes from the judge. The sources that we
+read do not give the paper's g. Ours adds ``regret`` times every fall of belief along the path, which keeps f comparable
+across depths; ties go to the deeper node. The ``batch`` best nodes are expanded at once (1: the search as published).
+The search ends when the best node is a whole solution, or after ``expansions``. Then the best whole solution is the
+result, or the best beginning, written to its end.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvasir.scaling.strategy import Result, Strategy, at_least, by_majority
 
 @dataclass(frozen=True)
 class Config:
-    """``judge``: the model whose belief counts ("" is the writer); ``tokens``: of a step at most."""
+    """``judge``: the model whose belief counts ("" is the writer). ``tokens``: most tokens of a step."""
 
     k: int = 4
     expansions: int = 16
@@ -36,7 +37,7 @@ class Config:
 
 @dataclass(order=True)
 class _Node:
-    """Ordered as the frontier is: by f, then the deeper, then the older."""
+    """A beginning, ordered as the frontier: by f, then the deeper, then the older."""
 
     f: float
     depth: int  # negative
@@ -69,9 +70,8 @@ class AStar(Strategy):
             beliefs = await context.child(f"round{expanded}").map("extend", extend, seqs)
             expanded += len(popped)
             grew = {id(parent) for parent, sure in zip(parents, beliefs) if sure is not None}
-            whole += [
-                node for node in popped if id(node) not in grew and node.seq.pieces
-            ]  # no room for another step: as whole as it gets
+            # A node without room for another step is as whole as it gets.
+            whole += [node for node in popped if id(node) not in grew and node.seq.pieces]
             for parent, seq, sure in zip(parents, seqs, beliefs):
                 if sure is None:
                     continue

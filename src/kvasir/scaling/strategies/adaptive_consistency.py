@@ -1,7 +1,7 @@
 """Majority that stops when the leader is unlikely to be caught (Aggarwal et al. 2023, arXiv 2305.11860), in waves.
 
-With v and w votes for the leader and the runner-up, P(leader > runner-up) under a flat prior is the mass of Beta(v+1, w+1)
-above one half, a sum of binomials. Sampling stops when it exceeds ``threshold``, or after ``n`` replies.
+With v and w votes for the leader and the runner-up, P(leader > runner-up) under a flat prior is the mass of Beta(v+1,
+w+1) above one half, a sum of binomials. Sampling stops when it exceeds ``threshold``, or after ``n`` replies.
 """
 
 from __future__ import annotations

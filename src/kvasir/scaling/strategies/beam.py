@@ -1,5 +1,8 @@
-"""Beam search over solution steps against a judge (Snell et al. 2024, arXiv 2408.03314): N beams, of which each step the best N / width go
-on, ``width`` ways each. Pruned beams are paid for: their tokens are in the ledger as discarded."""
+"""Beam search over solution steps against a judge (Snell et al. 2024, arXiv 2408.03314).
+
+At each step the best N / width of N beams continue, each in ``width`` ways. Pruned beams are paid for: the ledger
+counts their tokens as discarded.
+"""
 
 from __future__ import annotations
 

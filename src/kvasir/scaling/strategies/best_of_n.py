@@ -1,9 +1,9 @@
-"""n replies, and the one with the best score: the model's confidence in it, or its judgement of it.
+"""Best of n replies by a score: the model's confidence in the reply, or its judgement of it.
 
-``by=confidence`` is free: the mean negative log-probability of the likeliest next tokens while decoding (DeepConf, Fu et al. 2025);
-``lowest`` is that of the weakest passage, the paper's lowest group confidence.
-``self``: P(yes) as the next token after "is your answer right?", one prompt a reply. ``judge``: a written check, one reply each.
-``weighted``: the answer whose replies' scores add up to the most. Replies that were cut off lose to those that ended.
+``by=confidence`` is free: the mean negative log-probability of the likeliest next tokens while decoding (DeepConf, Fu
+et al. 2025). ``lowest`` is that of the weakest passage, the paper's lowest group confidence. ``self``: P(yes) as the
+next token after "is your answer right?", one prompt for each reply. ``judge``: a written check, one reply for each.
+``weighted`` takes the answer whose replies' scores sum to the most. Replies that were cut off lose to those that ended.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Config:
     def __post_init__(self) -> None:
         at_least(1, n=self.n)
         if self.by not in SCORES:
-            raise ConfigError(f"best_of_n:by={self.by} is none of {', '.join(SCORES)}")
+            raise ConfigError(f"best_of_n:by={self.by} is not one of {', '.join(SCORES)}")
 
 
 class BestOfN(Strategy):
@@ -53,11 +53,10 @@ class BestOfN(Strategy):
 
         found = await context.map("score", rate, samples)
         low = min((s for s in found if s is not None), default=0.0)
-        scores = [
-            low if s is None else s for s in found
-        ]  # nothing known is no merit: a log-probability of 0 would be the best there is
+        # An unknown score must not win: as a log-probability, 0 would be the best possible.
+        scores = [low if s is None else s for s in found]
         if self.config.weighted:
-            # Weights must not be negative, or many replies would count for less than one.
+            # Weights must not be negative, otherwise many replies would count for less than one.
             weights = [s if self.config.by in ("self", "judge") else s - low + 1e-9 for s in scores]
             chosen = majority(problem, samples, weights)
         else:
@@ -67,7 +66,7 @@ class BestOfN(Strategy):
         return result(problem, samples, chosen, scores=[round(s, 5) for s in scores])
 
     async def _score(self, context: Context, endpoint: Endpoint, problem: Problem, sample: Sample) -> float | None:
-        """None: not known."""
+        """The score of a reply; None when it is not known."""
         prompts = problem.prompts
         if self.config.by == "confidence":
             return sample.confidence

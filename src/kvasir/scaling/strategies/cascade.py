@@ -1,5 +1,8 @@
-"""Ask the cheapest model for a few replies; go to the next one unless enough of them agree (agreement cascade, after EllieSQL's
-cascade, arXiv 2503.22402). Needs no training, so it is the control for every learned router. The cheap replies are paid anyway."""
+"""Ask the cheapest model for a few replies, and the next model unless enough of them agree.
+
+This is an agreement cascade (after EllieSQL's cascade, arXiv 2503.22402). It needs no training, so it is the control
+for every learned router. The cheap replies are paid in any case.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,11 @@ from kvasir.scaling.strategy import Result, Strategy, at_least, by_majority
 
 @dataclass(frozen=True)
 class Config:
-    """``n`` replies of every tier; ``agree`` of them must give the same answer to stop there. ``last``: replies of the strongest."""
+    """Options of the cascade.
+
+    ``n``: replies of every tier. ``agree``: how many must give the same answer to stop there. ``last``: replies of the
+    strongest model.
+    """
 
     n: int = 4
     agree: int = 3

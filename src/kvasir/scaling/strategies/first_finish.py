@@ -1,7 +1,8 @@
-"""n replies at once, and the first that ends: shortest, since they run in step (First Finish Search, arXiv 2505.18149).
+"""n replies at once, of which the first to end wins (First Finish Search, arXiv 2505.18149).
 
-The others are cancelled and their tokens paid. Only a reply with an answer counts, and one cut off by the limit never does.
-Good where right replies are shorter than wrong ones; check that they are.
+Replies run in step, so the first is the shortest. The others are cancelled and their tokens paid. Only a reply with an
+answer counts; one cut off by the limit never does. This helps when right replies are shorter than wrong ones; check
+that they are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""n replies, and the answer that most of them give (self-consistency, Wang et al. 2022, arXiv 2203.11171): the baseline of all."""
+"""n replies, and the answer that most of them give (self-consistency, Wang et al. 2022, arXiv 2203.11171).
+
+The baseline of all strategies.
+"""
 
 from __future__ import annotations
 

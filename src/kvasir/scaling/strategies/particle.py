@@ -1,8 +1,9 @@
-"""Particle filtering over solution steps (arXiv 2502.01618): sample from "right, as far as the judge can tell" instead of searching
-for the judge's favourite, whose mistakes a search would exploit.
+"""Particle filtering over solution steps (arXiv 2502.01618): sample in proportion to the judge's belief.
 
-N particles each write a step; weights are softmax(logit(r) / tau) of the judge's belief r in each; N are drawn with replacement, and the
-drawn go on. A particle that has ended keeps weight 1 (``finished=unit``, proper) or its last one (``last``, as published).
+A search for the judge's favourite would exploit the judge's mistakes; sampling does so less. N particles each write a
+step. Weights are softmax(logit(r) / tau) of the judge's belief r in each. N particles are drawn with replacement, and
+these continue. A particle that has ended keeps weight 1 (``finished=unit``, proper) or its last weight (``last``, as
+published).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvasir.scaling.strategy import Result, Strategy, at_least, by_majority, res
 
 
 def resample(rng: random.Random, beliefs: Sequence[float], tau: float) -> list[int]:
-    """N indices drawn with replacement; logits are cut at 30, beyond which nothing changes."""
+    """Draw N indices with replacement. Logits are cut at 30, beyond which nothing changes."""
     logits = [max(-30.0, min(30.0, math.log(max(r, 1e-300)) - math.log(max(1 - r, 1e-300)))) / tau for r in beliefs]
     top = max(logits)
     return rng.choices(range(len(beliefs)), [math.exp(x - top) for x in logits], k=len(beliefs))
@@ -29,7 +30,11 @@ def resample(rng: random.Random, beliefs: Sequence[float], tau: float) -> list[i
 
 @dataclass(frozen=True)
 class Config:
-    """``judge``: the model whose belief counts ("" is the writer). ``pick``: a majority, or the one believed in most (belief)."""
+    """Options of the filter.
+
+    ``judge``: the model whose belief counts ("" is the writer). ``pick``: a majority, or the particle with the highest
+    belief.
+    """
 
     N: int = 8
     steps: int = 16
@@ -65,7 +70,7 @@ class Particle(Strategy):
                 break
             last = [r if written else b for written, r, b in zip(pieces, now, beliefs)]
             drawn = resample(scope.rng("resample"), now, c.tau)
-            # The first child of a particle goes on with its noise, the others with noise of their own.
+            # The first child of a particle keeps its noise, the others get noise of their own.
             first: set[int] = set()
             grown = []
             for place, i in enumerate(drawn):

@@ -1,6 +1,6 @@
-"""Recursive self-aggregation (arXiv 2509.26626): N replies, then T - 1 times each is replaced by the model's aggregation of K of them.
+"""Recursive self-aggregation (arXiv 2509.26626): N replies, each replaced T - 1 times by an aggregation of K of them.
 
-The same as `squeeze_evolve` with one model, written without its operators: a test holds the two equal, call by call.
+The same as `squeeze_evolve` with one model, written without its operators. A test compares the two call by call.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Start n replies, ask the model after a prefix which are worth going on with, drop the rest (mid-generation self-evaluation,
-Manvi et al. 2024, arXiv 2410.02725). The question's wording and the schedule are not public; these are ours.
+"""Start n replies, ask the model after a prefix which are worth continuing, and drop the rest.
 
-The probe is P(yes) as the next token after the question, for the price of a prompt; it does not disturb the reply. An
-untrained model's probe says little: compare with majority at the same cost before trusting it.
+This is mid-generation self-evaluation (Manvi et al. 2024, arXiv 2410.02725). The question's wording and the schedule
+are not public; these are ours. The probe is P(yes) as the next token after the question. It costs one prompt and does
+not disturb the reply. The probe of an untrained model says little: compare with majority at the same cost before
+trusting it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from kvasir.scaling.strategy import Result, Strategy, at_least, by_majority, res
 
 @dataclass(frozen=True)
 class Config:
-    """``prefix``: tokens before the first probe. ``keep``: share of the replies that go on. ``pick``: the surest by a last probe (self), or
-    a majority of those that went on."""
+    """Options of the pruning.
+
+    ``prefix``: tokens before the first probe. ``keep``: share of the replies that continue. ``pick``: the surest by a
+    last probe (self), or a majority of those that continued.
+    """
 
     n: int = 8
     prefix: int = 32

@@ -1,6 +1,7 @@
-"""k replies at once; the m that finish thinking first vote, the others are cancelled (short-m@k, arXiv 2505.17813).
+"""k replies at once; the m that finish thinking first vote, and the others are cancelled (short-m@k, arXiv 2505.17813).
 
-``on``: what ends the thinking, such as ``</think>``; "eos" for models that do not mark it. Ties go to the shorter reply.
+``on``: the text that ends thinking, for example ``</think>``; "eos" for models that do not mark it. Ties go to the
+shorter reply.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A small model proposes each step of the reasoning, a large one judges it, and writes it itself where it disagrees (SpecReason,
-arXiv 2504.07891). Saves decoding steps of the large model, not its operations: it still reads every token.
+"""A small model proposes each step of reasoning; a large one judges it and rewrites a step that it rejects.
 
-The published judge gives a digit from 0 to 9; ours is P(yes) as the next token, in one prompt, accepted from ``threshold`` on.
+This is SpecReason (arXiv 2504.07891). It saves decoding steps of the large model, not its operations: the large model
+still reads every token. The published judge gives a digit from 0 to 9. Ours is P(yes) as the next token, in one prompt,
+and accepts from ``threshold`` on.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvasir.scaling.strategy import Result, Strategy, at_least, result
 
 @dataclass(frozen=True)
 class Config:
-    """``threshold``: 0 is the small model alone, above 1 the large one alone, with the small one's work in vain."""
+    """``threshold``: 0 uses the small model alone; above 1 the large one alone, with the small one's work wasted."""
 
     threshold: float = 0.7
     steps: int = 32

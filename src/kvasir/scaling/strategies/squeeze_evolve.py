@@ -1,10 +1,12 @@
-"""Evolution over candidates with models of different cost (Squeeze Evolve, arXiv 2604.07725): the strongest model writes the
-first population and recombines the groups that are hard; the cheapest recombines the others, or nobody where a group agrees.
+"""Evolution over candidates with models of different cost (Squeeze Evolve, arXiv 2604.07725).
 
-A loop: score every candidate, select M groups of K, measure each group's difficulty, route the groups to tiers, recombine, update.
-Difficulty is minus the group's mean confidence by one scorer, or the number of its different answers. With one model this
-is `rsa`; with T=1 a majority of N. Where we differ from the authors' code, on purpose: a consensus is a matter of canonical
-answers; hard always means the strong model, for both signals; quotas are exact (``route=rank``, the percentiles are there as well).
+The strongest model writes the first population and recombines the hard groups. The cheapest recombines the others; a
+group that agrees may need no model at all. A loop scores every candidate, selects M groups of K, measures each group's
+difficulty, routes the groups to tiers, recombines and updates. Difficulty is minus the group's mean confidence by one
+scorer, or its number of different answers. With one model this is `rsa`; with T=1 a majority of N.
+
+We differ from the authors' code on purpose. Consensus compares canonical answers. A hard group always gets the strong
+model, for both signals. Quotas are exact (``route=rank``; percentiles exist as well).
 """
 
 from __future__ import annotations
@@ -36,11 +38,12 @@ CHOICES = {
 class Config:
     """N candidates, groups of K, T loops with the first population as one, M groups a loop (0: N).
 
-    ``p``: percent of the groups for the strongest tier; with more tiers ``10/30``: 10 % to the last, up to 30 % to the one before.
-    ``threshold``: difficulties instead, for ``route=threshold``. ``route=random`` is the control that sends as many groups up, any of
-    them. ``fitness``: ``shuffled`` is the control, confidences dealt out at random.
-    ``scorer``: whose confidence counts, one model for all ("": the cheapest). ``zeta``: temperature of weighted selection. ``lite=agree``: a
-    group that agrees costs nothing. ``consensus``, ``patience``: stop when all have agreed, or the leader has stood, for so many loops (0: never).
+    ``p``: percent of the groups for the strongest tier. With more tiers ``10/30``: 10 % to the last, up to 30 % to the
+    one before. ``threshold``: difficulties instead, for ``route=threshold``. ``route=random``: the control, which sends
+    as many groups up but picks them at random. ``fitness=shuffled``: the control, which deals confidences out at
+    random. ``scorer``: the model whose confidence counts for all ("": the cheapest). ``zeta``: temperature of weighted
+    selection. ``lite=agree``: a group that agrees costs nothing. ``consensus``, ``patience``: stop when all have
+    agreed, or the leader has stood, for this many loops (0: never).
     """
 
     N: int = 16
@@ -67,21 +70,23 @@ class Config:
             raise ConfigError(f"squeeze_evolve: K={self.K} of N={self.N} candidates cannot form a group")
         if self.T > 2 and self.update == "replace" and self.groups < self.K:
             raise ConfigError(
-                f"squeeze_evolve: M={self.groups} groups leave fewer than K={self.K} candidates for the third loop; take M >= K"
+                f"squeeze_evolve: M={self.groups} groups leave fewer than K={self.K} candidates for the third loop; "
+                "take M >= K"
             )
         if not self.zeta > 0:
             raise ConfigError(f"squeeze_evolve: zeta={self.zeta:g} must be above 0")
         for name, words in CHOICES.items():
             if getattr(self, name) not in words:
-                raise ConfigError(f"squeeze_evolve:{name}={getattr(self, name)} is none of {', '.join(words)}")
+                raise ConfigError(f"squeeze_evolve:{name}={getattr(self, name)} is not one of {', '.join(words)}")
         bounds = self.bounds
         if any(a > b for a, b in zip(bounds, bounds[1:])) and self.route != "threshold":
             raise ConfigError(
-                f"squeeze_evolve:p={self.p}: percentages rise from the strongest tier down, such as 10/30"
+                f"squeeze_evolve:p={self.p}: percentages rise from the strongest tier down, for example 10/30"
             )
         if any(a < b for a, b in zip(bounds, bounds[1:])) and self.route == "threshold":
             raise ConfigError(
-                f"squeeze_evolve:threshold={self.threshold}: difficulties fall from the strongest tier down, such as 3/2"
+                f"squeeze_evolve:threshold={self.threshold}: difficulties fall from the strongest tier down, "
+                "for example 3/2"
             )
         if self.route != "threshold" and not all(0 <= b <= 100 for b in bounds):
             raise ConfigError(f"squeeze_evolve:p={self.p}: percentages lie in 0..100")
@@ -109,7 +114,8 @@ class SqueezeEvolve(Strategy):
         c = self.config
         if len(all_) > 1 and len(c.bounds) != len(all_) - 1:
             raise ConfigError(
-                f"squeeze_evolve: {len(all_)} models need {len(all_) - 1} bounds, got {len(c.bounds)} ({'/'.join(map(str, c.bounds))})"
+                f"squeeze_evolve: {len(all_)} models need {len(all_) - 1} bounds, "
+                f"got {len(c.bounds)} ({'/'.join(map(str, c.bounds))})"
             )
         if prompts.most < c.K:
             raise ConfigError(
@@ -119,8 +125,8 @@ class SqueezeEvolve(Strategy):
             scorer = self._scorer(all_)
             if not scorer.caps.score and not (len(all_) == 1 and scorer.caps.logprobs):
                 raise ConfigError(
-                    f"squeeze_evolve: {scorer.name} cannot score what other models write; name a scorer that can, or take "
-                    "fitness=diversity"
+                    f"squeeze_evolve: {scorer.name} cannot score what other models write; name a scorer that can, "
+                    "or take fitness=diversity"
                 )
 
     def _scorer(self, all_: Sequence[Endpoint]) -> Endpoint:
@@ -213,7 +219,11 @@ class SqueezeEvolve(Strategy):
     async def _recombine(
         self, scope: Context, problem: Problem, group: Sequence[Candidate], endpoint: Endpoint
     ) -> Candidate:
-        """One new candidate; the group's surest where it agrees and that is enough, or where the prompt has grown too long."""
+        """One new candidate from a group.
+
+        It is the group's surest member when the group agrees and ``lite`` allows it, or when the prompt has grown too
+        long.
+        """
         if self.config.lite == "agree" and (same := ops.agreed(problem, group)) is not None:
             return same
         messages = problem.prompts.recombine(problem, [x.text for x in group])

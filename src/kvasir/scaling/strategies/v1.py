@@ -1,9 +1,9 @@
-"""Pairwise self-verification (V1-Infer, arXiv 2603.04304): N replies, and a Swiss tournament of judge calls to find the best.
+"""Pairwise self-verification (V1-Infer, arXiv 2603.04304): N replies, and a Swiss tournament of judge calls.
 
-A judge rates two replies; the winner gets a vote weighted by the margin, and at least ``tau``. First every reply plays, then replies with
-fewer than ``degree`` different opponents do, then neighbours in the ranking, where a comparison is least certain. The number of
-judge calls is exactly ``calls`` x the number of contestants (never all pairs judged first and a tournament replayed on them).
-A schedule cannot rescue a weak judge: measure the judge first.
+A judge rates two replies; the winner gets a vote weighted by the margin, at least ``tau``. First every reply plays.
+Then replies with fewer than ``degree`` different opponents play, then neighbours in the ranking, where a comparison is
+least certain. The number of judge calls is exactly ``calls`` x the number of contestants, because pairs are judged when
+they play and not all in advance. A schedule cannot rescue a weak judge: measure the judge first.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from kvasir.scaling.strategy import Result, Strategy, at_least, by_majority, res
 
 @dataclass(frozen=True)
 class Config:
-    """``calls``: judge calls a contestant. ``judge``: the model that judges; "" is the one that writes. ``window``: ranks a reply looks ahead
-    for an opponent. ``distinct``: replies with the same answer enter as one, the surest of them."""
+    """Options of the tournament.
+
+    ``calls``: judge calls for each contestant. ``judge``: the model that judges ("" is the writer). ``window``: how
+    many ranks ahead a reply looks for an opponent. ``distinct``: replies with the same answer enter as one, the surest
+    of them.
+    """
 
     N: int = 16
     calls: float = 2.0
@@ -38,7 +42,10 @@ class Config:
 
 @dataclass(slots=True)
 class Table:
-    """The standing after some games. ``score`` and ``weight``: sums over games of the weighted outcome and of the weights."""
+    """The standing after some games.
+
+    ``score`` and ``weight``: sums over games of the weighted outcomes and of the weights.
+    """
 
     count: int
     scale: int
@@ -53,7 +60,7 @@ class Table:
         self.score, self.weight, self.rated = [0.0] * self.count, [0.0] * self.count, [[] for _ in range(self.count)]
 
     def add(self, i: int, j: int, ratings: tuple[int, int] | None) -> None:
-        """Outcome 1 for a win, 1/2 for a tie; no ratings are a tie of the least weight."""
+        """Add a game: outcome 1 for a win, 1/2 for a tie. A game without ratings is a tie of the least weight."""
         pair = (min(i, j), max(i, j))
         self.met[pair] = self.met.get(pair, 0) + 1
         self.silent += ratings is None
@@ -78,7 +85,7 @@ class Table:
         return self.met.get((min(i, j), max(i, j)), 0)
 
     def degree(self, i: int) -> int:
-        """How many different opponents it has met."""
+        """Number of different opponents it has met."""
         return sum(i in pair for pair in self.met)
 
     def ranking(self) -> list[int]:
@@ -86,7 +93,10 @@ class Table:
 
 
 def coverage(table: Table, degree: int, satisfied: set[int]) -> list[tuple[int, int]]:
-    """Games for those with too few opponents: against the unmet player nearest in the standing. Who has none left is satisfied."""
+    """Games for players with too few opponents, each against the unmet player nearest in the standing.
+
+    A player without unmet opponents is added to ``satisfied``.
+    """
     needy = sorted(
         (i for i in range(table.count) if table.degree(i) < degree and i not in satisfied),
         key=lambda i: (table.degree(i), i),
@@ -107,7 +117,7 @@ def coverage(table: Table, degree: int, satisfied: set[int]) -> list[tuple[int, 
 
 
 def swiss(table: Table, window: int) -> list[tuple[int, int]]:
-    """Neighbours in the ranking, those first that have not met and stand closest."""
+    """Games between neighbours in the ranking, first those that have not met and stand closest."""
     order = table.ranking()
     free, games = set(order), []
     for place, i in enumerate(order):
@@ -165,7 +175,10 @@ class V1(Strategy):
         )
 
     def _players(self, problem: Problem, samples: Sequence[Sample]) -> list[Sample]:
-        """Replies that ended; with ``distinct`` one an answer, those without an answer left out if any has one."""
+        """Replies that ended.
+
+        With ``distinct``, one for each answer; those without an answer are left out if any reply has one.
+        """
         whole = [s for s in samples if s.finish == "stop"] or list(samples)
         if not self.config.distinct:
             return whole

@@ -1,4 +1,4 @@
-"""Figures from an evaluation's outcomes: one configuration's scores, and two configurations on the same problems.
+"""Figures from outcomes of an evaluation: the scores of one configuration, and two configurations compared.
 
 Shape suffixes: N problems, S samples a problem.
 """
@@ -10,19 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from kvasir.lab import statistics as stats
-from kvasir.lab.evaluator import Answers, Losses, Outcome
+from kvasir.lab.evaluation import statistics as stats
+from kvasir.lab.evaluation.evaluator import Answers, Losses, Outcome
 
 
 def figures(outcome: Outcome, seed: int = 0) -> dict[str, Any]:
-    """The metrics of one task, as numbers for a result file. Intervals are 95 %."""
+    """The metrics of one task as numbers for a result file, with 95 % intervals."""
     return _loss_figures(outcome, seed) if isinstance(outcome, Losses) else _answer_figures(outcome, seed)
 
 
 def _answer_figures(outcome: Answers, seed: int) -> dict[str, Any]:
     count, samples = outcome.right.shape
     shares = outcome.right.mean(1)
-    # One reply a problem is counting; a pool of samples is not, since samples of a problem hang together.
+    # One reply a problem is a count. Samples of the same problem are not independent, so a pool needs the bootstrap.
     interval = stats.wilson(int(outcome.right.sum()), count) if samples == 1 else stats.mean_interval(shares, seed=seed)
     found = {
         "problems": count,
@@ -46,7 +46,7 @@ def _answer_figures(outcome: Answers, seed: int) -> dict[str, Any]:
         found["tally"] = {name: sum(tally[name] for tally in tallies) for name in tallies[0]}
     if samples > 1:
         kinds = {"pass": pass_values}
-        if any(vote is not None for votes in outcome.votes for vote in votes):  # replies of some tasks are not voted on
+        if any(vote is not None for votes in outcome.votes for vote in votes):  # some tasks have no votes
             kinds["majority"] = majority_values
         for name, values_of in kinds.items():
             values = {k: values_of(outcome, k) for k in pool_sizes(samples)}
@@ -58,23 +58,26 @@ def _answer_figures(outcome: Answers, seed: int) -> dict[str, Any]:
 
 
 def pool_sizes(samples: int) -> list[int]:
-    """1, 2, 4, ... and the whole pool."""
+    """The pool sizes to report: 1, 2, 4, ... and the whole pool."""
     return sorted({1 << i for i in range(samples.bit_length()) if 1 << i <= samples} | {samples})
 
 
 def pass_values(outcome: Answers, k: int) -> np.ndarray:
-    """[N]: the chance that one of ``k`` samples is right."""
+    """Chance [N] that one of ``k`` samples is right."""
     samples = outcome.right.shape[1]
     return np.array([stats.pass_at_k(int(row.sum()), samples, k) for row in outcome.right])
 
 
 def majority_values(outcome: Answers, k: int) -> np.ndarray:
-    """[N]: the chance that the most frequent canonical answer of ``k`` samples is right."""
+    """Chance [N] that the most frequent canonical answer of ``k`` samples is right."""
     return np.array([stats.majority_at_k(votes, row.tolist(), k) for votes, row in zip(outcome.votes, outcome.right)])
 
 
 def _by_difficulty(outcome: Answers) -> dict[str, dict[str, float]]:
-    """Share right by the task's own measure of difficulty, with its interval; where candidates are the model's own, also without them."""
+    """Share of right replies by the task's own measure of difficulty, with its interval.
+
+    With candidates of the model's own, also the share without candidates.
+    """
     found: dict[int, list[int]] = {}
     for i, problem in enumerate(outcome.exam.problems):
         found.setdefault(problem.difficulty, []).append(i)
@@ -111,9 +114,10 @@ def _loss_figures(outcome: Losses, seed: int) -> dict[str, Any]:
 
 
 def compare(first: Outcome, second: Outcome, seed: int = 0) -> dict[str, Any]:
-    """``second`` minus ``first`` on the same problems: the difference with its interval, and how many problems would show it.
+    """Compare ``second`` with ``first`` on the same problems: difference, interval, and problems needed to see it.
 
-    For one reply a problem, also McNemar's exact test. For prose the difference is in bits per byte: less is better.
+    With one reply a problem, McNemar's exact test is added. For prose the difference is in bits a byte, and less is
+    better.
     """
     if isinstance(first, Losses) and isinstance(second, Losses):
         bits = (second.nats - first.nats) / math.log(2)

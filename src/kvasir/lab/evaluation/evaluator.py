@@ -1,8 +1,8 @@
-"""Quality through the engine: a model answers unseen problems of the lab's tasks, whatever switches the engine runs with.
+"""Quality through the engine: a model answers unseen problems of the lab's tasks, under any switches of the engine.
 
-Tasks with an answer are scored by their own exact checker, on one greedy reply or on a pool of samples; prose is scored by
-the log-probability of its tokens. Problems, prompts and noise depend on the plan only, so that two configurations meet the
-same problems with the same dice: what differs between them is theirs. `kvasir.lab.scores` turns outcomes into figures.
+The task's exact checker scores answers: one greedy reply, or a pool of samples. Prose is scored by the log-probability
+of its tokens. Problems, prompts and noise depend on the plan only. So two configurations get the same problems and the
+same noise, and any difference is theirs. `kvasir.lab.evaluation.scores` turns outcomes into figures.
 
 Shape suffixes: N problems, S samples a problem.
 """
@@ -21,11 +21,12 @@ import numpy as np
 
 from kvasir.errors import ConfigError
 from kvasir.lab import tokenizer as lab_tokenizer
+from kvasir.lab.evaluation.replies import Replies, choose
 from kvasir.lab.forms import DRAWN as MOST_CANDIDATES
 from kvasir.lab.forms import FormTask
 from kvasir.lab.forms import find as find_form
-from kvasir.lab.own import Replies, choose
-from kvasir.lab.task import SPLITS, Problem, Split, Task, load_task
+from kvasir.lab.lookup import load_task
+from kvasir.lab.task import SPLITS, Problem, Split, Task
 from kvasir.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -35,17 +36,19 @@ if TYPE_CHECKING:
 
 SAMPLING_TEMPERATURE = 0.8
 END = "<|im_end|>"
-STRETCH = 32  # tokens of a stretch of prose; the same stretch in two documents is counted as said again
-MOST_REPEATED = 1.5  # times a stretch may stand in the documents on average: n draws with replacement from n give 1.58
+STRETCH = 32  # Tokens of a stretch of prose, the unit in which repetition is counted.
+# Most times that a stretch may occur on average. Drawing n times from n with replacement gives 1.58.
+MOST_REPEATED = 1.5
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to ask: ``count`` problems of every task, in the prompt form ``form`` (see `kvasir.lab.forms`).
+    """The questions of an evaluation: ``count`` problems of every task in the prompt form ``form``.
 
-    ``samples`` > 1 draws a pool of replies a problem. ``temperature`` None: greedy for one reply, else 0.8. ``max_tokens``
-    None: twice the longest reference solution of the task, and 32. ``own``: the candidates of a form are the model's own replies
-    (`run_own`), and ``form`` may name several, joined by commas."""
+    ``samples`` > 1 draws a pool of replies to each problem. ``temperature`` None: greedy for one reply, otherwise 0.8.
+    ``max_tokens`` None: twice the longest reference solution of the task, plus 32. ``own``: the candidates of a form
+    are the model's own replies (`run_own`), and ``form`` may name several forms, separated by commas.
+    """
 
     tasks: tuple[str, ...]
     count: int = 1000
@@ -67,19 +70,20 @@ class Plan:
             raise ConfigError(f"seed={self.seed} must not be negative")
         if self.own and (self.samples < MOST_CANDIDATES or any(find_form(form).least == 0 for form in self.forms)):
             raise ConfigError(
-                f"own candidates need a form other than 'solve', and a pool of at least {MOST_CANDIDATES} samples a problem to choose "
-                f"from, not form={self.form!r} and samples={self.samples}"
+                f"own candidates need a form other than 'solve', and a pool of at least {MOST_CANDIDATES} samples a "
+                f"problem to choose from, not form={self.form!r} and samples={self.samples}"
             )
         if self.split not in SPLITS:
             raise ConfigError(f"no split named '{self.split}'; there are {', '.join(SPLITS)}")
         if self.heat < 0 or self.samples > 1 and self.heat == 0:
             raise ConfigError(
-                f"temperature={self.heat:g} with samples={self.samples}: greedy replies are all the same; take a temperature above 0"
+                f"temperature={self.heat:g} with samples={self.samples}: greedy replies are all the same; "
+                "take a temperature above 0"
             )
 
     @property
     def specs(self) -> list[str]:
-        """The tasks as `load_task` reads them, the form included; a form on own candidates begins with solving."""
+        """The tasks as `load_task` reads them, form included. A form on own candidates begins with solving."""
         return [spec if self.form == "solve" or self.own else f"{self.form}/{spec}" for spec in self.tasks]
 
     @property
@@ -88,12 +92,16 @@ class Plan:
 
     @property
     def heat(self) -> float:
+        """The temperature to sample with."""
         return self.temperature if self.temperature is not None else SAMPLING_TEMPERATURE if self.samples > 1 else 0.0
 
 
 @dataclass(frozen=True)
 class Exam:
-    """One task's part of a plan, as token ids. ``prompts``: what is given; ``trained``: for prose, the tokens that count."""
+    """One task's part of a plan, as token ids.
+
+    ``prompts``: what the model reads. ``trained``: the scored tokens of prose.
+    """
 
     spec: str
     task: Task
@@ -105,10 +113,12 @@ class Exam:
 
 @dataclass(frozen=True)
 class Answers:
-    """Outcomes of a task with answers. right [N, S] bool; tokens [N, S] generated, the end mark included; ``votes``: the
-    canonical answer of every sample, None where none was found; ``num_cut``: replies that met the limit; ``texts``: the replies.
+    """Outcomes of a task with answers.
 
-    alone [N]: for candidates of the model's own, the share of its replies that solve the same problem without candidates."""
+    right [N, S] bool; tokens [N, S] generated, end mark included. ``votes``: the canonical answer of every sample, None
+    when none was found. ``num_cut``: number of replies that met the limit. ``texts``: the replies. alone [N]: for
+    candidates of the model's own, the share of its replies that solve the same problem without candidates.
+    """
 
     exam: Exam
     right: np.ndarray
@@ -122,9 +132,9 @@ class Answers:
 
 @dataclass(frozen=True)
 class Losses:
-    """Outcomes of prose, by document: nats [N] of the tokens that count; tokens [N]; bytes [N] of their text.
+    """Outcomes of prose, by document: nats [N] and number [N] of the scored tokens, and bytes [N] of their text.
 
-    known_bits [N]: the bits that its source, where it is known, needs for the text; no model does better on average.
+    known_bits [N]: bits that the source needs for the text, where the source is known. No model does better on average.
     """
 
     exam: Exam
@@ -144,12 +154,15 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         return lab_tokenizer.load(folder)
     except ConfigError as e:
         raise ConfigError(
-            f"the lab's tasks are written for models with the lab's vocabulary, and {folder.name} is none: {e}"
+            f"the lab's tasks need a model with the lab's vocabulary, which {folder.name} does not have: {e}"
         ) from e
 
 
 def prepare(plan: Plan, tokenizer: Tokenizer) -> list[Exam]:
-    """Draw and encode every problem. Raises ConfigError for an unknown task, form or dial, or when a split has too few."""
+    """Draw and encode every problem.
+
+    Raises ConfigError for an unknown task, form or dial, or when a split has too few problems.
+    """
     tasks = {spec: load_task(spec) for spec in plan.specs}
     return [
         _documents(spec, task, plan, tokenizer) if task.scored == "loss" else _questions(spec, task, plan, tokenizer)
@@ -160,7 +173,7 @@ def prepare(plan: Plan, tokenizer: Tokenizer) -> list[Exam]:
 def _questions(spec: str, task: Task, plan: Plan, tokenizer: Tokenizer) -> Exam:
     problems = task.problems(plan.split, plan.seed, plan.count)
     different = len({p.prompt for p in problems})
-    if different < plan.count / 2:  # some tasks repeat themselves now and then; one problem asked often says little
+    if different < plan.count / 2:  # some tasks repeat themselves; one problem asked often says little
         raise ConfigError(
             f"split '{plan.split}' of '{spec}' holds about {different} different problems, too few for n={plan.count}: "
             "take a smaller n, or turn its dial up"
@@ -174,7 +187,10 @@ def _questions(spec: str, task: Task, plan: Plan, tokenizer: Tokenizer) -> Exam:
 
 
 def _documents(spec: str, task: Task, plan: Plan, tokenizer: Tokenizer) -> Exam:
-    """Held-out prose is little, and the same passage scored again and again would feign certainty."""
+    """Draw documents of held-out prose.
+
+    There is little of it, and scoring the same passage again and again would feign certainty: refuse that.
+    """
     drawn = task.documents(
         tokenizer, np.random.default_rng([SPLITS.index(plan.split), plan.seed]), plan.count, plan.split
     )
@@ -191,7 +207,7 @@ def _documents(spec: str, task: Task, plan: Plan, tokenizer: Tokenizer) -> Exam:
 
 
 def repetition(texts: Sequence[np.ndarray]) -> float:
-    """How often a stretch of ``texts`` (token ids) stands in them on average: 1 when no two of them overlap."""
+    """Mean number of times that a stretch of ``texts`` (token ids) occurs in them: 1 when no two overlap."""
     factors = np.random.default_rng(0).integers(1, 1 << 62, STRETCH, dtype=np.uint64) | np.uint64(1)
     hashes = []
     for ids in texts:
@@ -202,7 +218,7 @@ def repetition(texts: Sequence[np.ndarray]) -> float:
 
 
 def run(llm: LLM, exam: Exam, plan: Plan, tokenizer: Tokenizer, *, progress: bool = False) -> Outcome:
-    """Put one exam to an engine. Raises ConfigError when its context is too short for the problems."""
+    """Run one exam on an engine. Raises ConfigError when its context is too short for the problems."""
     context = llm.info.max_model_len
     needed = max(len(p) for p in exam.prompts) + 1
     if exam.trained is None:
@@ -236,8 +252,11 @@ def run(llm: LLM, exam: Exam, plan: Plan, tokenizer: Tokenizer, *, progress: boo
 
 
 def run_own(llm: LLM, exam: Exam, plan: Plan, tokenizer: Tokenizer, *, progress: bool = False) -> list[Outcome]:
-    """The model's pool of replies to an exam, and one outcome for every form on candidates from that pool, in every mix of right and
-    wrong that a problem's pool holds; one greedy reply each. A form for which no problem holds candidates is left out."""
+    """The outcome of an exam, then one outcome for each form on candidates from the model's own pool of replies.
+
+    A form is asked in every mix of right and wrong that a problem's pool holds, with one greedy reply each. A form for
+    which no pool holds the candidates is left out.
+    """
     solved = run(llm, exam, plan, tokenizer, progress=progress)
     assert isinstance(solved, Answers), "only a task with answers has forms"
     pool = [
@@ -256,7 +275,7 @@ def run_own(llm: LLM, exam: Exam, plan: Plan, tokenizer: Tokenizer, *, progress:
             for texts, replies in drawn
             if texts is not None
         ]
-        # A candidate that rambles may leave no room for a reply.
+        # A long candidate may leave no room for a reply.
         coded = [
             e.ids for e in tokenizer.encode_batch_fast([case.prompt for case, _ in cases], add_special_tokens=False)
         ]
@@ -280,7 +299,7 @@ def run_own(llm: LLM, exam: Exam, plan: Plan, tokenizer: Tokenizer, *, progress:
 
 
 def noise_seed(seed: int, spec: str, number: int) -> int:
-    """The seed of one problem's samples: 63 bits that differ for every seed, task and problem."""
+    """Seed of one problem's samples: 63 bits that differ for every seed, task and problem."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{spec}/{number}".encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -305,6 +324,6 @@ def _losses(exam: Exam, outputs: list[RequestOutput], tokenizer: Tokenizer, star
         tokens.append(len(counted))
         texts.append(tokenizer.decode([ids[i] for i in counted], skip_special_tokens=True))
     surprisal, known = getattr(exam.task, "surprisal", None), None
-    if surprisal is not None:  # a task that knows its source gives the bits of each of its sentences, one a line
+    if surprisal is not None:  # such a task gives the bits of each sentence, one a line
         known = np.array([sum(surprisal(sentence) for sentence in text.split("\n")) for text in texts])
     return Losses(exam, np.array(nats), np.array(tokens), np.array([len(t.encode()) for t in texts]), seconds, known)

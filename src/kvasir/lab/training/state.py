@@ -1,6 +1,6 @@
-"""The state of an unfinished run on disk: safetensors files, written whole or not at all, read back with clear refusals.
+"""The state of an unfinished run on disk: safetensors files, written whole or not at all.
 
-The documents made of the model's own replies change once a phase, the weights at every save: they have a file each.
+The documents made of the model's own replies change once a phase, the weights at every save, so each has its own file.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from kvasir.errors import ConfigError
-from kvasir.lab.recipe import Recipe
 from kvasir.lab.task import Documents
+from kvasir.lab.training.recipe import Recipe
 
 NAME = "state.safetensors"
 OWN_NAME = "own.safetensors"
@@ -25,7 +25,7 @@ FIELDS = ("recipe", "fingerprint", "step", "total", "tokens", "seconds", "histor
 
 
 def save_state(folder: Path, run: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Write the numbers of a run (JSON) and its tensors, through a temporary file, so that a crash leaves the previous one."""
+    """Write the numbers of a run (as JSON) and its tensors. A crash while writing leaves the previous file."""
     _write(folder / NAME, {k: t.detach().cpu().contiguous() for k, t in tensors.items()}, run)
 
 
@@ -43,11 +43,11 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
             run = json.loads((f.metadata() or {}).get("run", "{}"))
             return run, {key: f.get_tensor(key) for key in f.keys()}  # noqa: SIM118 (not a dict)
     except (OSError, SafetensorError, ValueError) as e:
-        raise ConfigError(f"{file} is broken ({e}): delete it and start anew") from e
+        raise ConfigError(f"{file} is broken ({e}): delete it and start again") from e
 
 
 def save_own(folder: Path, phase: int, made: dict[str, Documents]) -> None:
-    """Write the documents that phase number ``phase`` brought."""
+    """Write the documents that phase number ``phase`` made."""
     tensors = {
         f"{name}.{field}": torch.from_numpy(np.ascontiguousarray(getattr(documents, field)))
         for name, documents in made.items()
@@ -57,11 +57,11 @@ def save_own(folder: Path, phase: int, made: dict[str, Documents]) -> None:
 
 
 def load_own(folder: Path, phase: int) -> dict[str, Documents]:
-    """Read them back. Raises ConfigError when they are missing, broken, or of another phase."""
+    """Read the documents of a phase. Raises ConfigError when they are missing, broken, or of another phase."""
     run, tensors = _read(folder / OWN_NAME)
     if run.get("phase") != phase:
         raise ConfigError(
-            f"{folder / OWN_NAME} is of phase {run.get('phase')}, {NAME} of phase {phase}: delete both and start anew"
+            f"{folder / OWN_NAME} is of phase {run.get('phase')}, {NAME} of phase {phase}: delete both and start again"
         )
     names = dict.fromkeys(key.rsplit(".", 1)[0] for key in tensors)
     try:
@@ -69,11 +69,14 @@ def load_own(folder: Path, phase: int) -> dict[str, Documents]:
             name: Documents(*(tensors[f"{name}.{field}"].numpy() for field in Documents.__slots__)) for name in names
         }
     except KeyError as e:
-        raise ConfigError(f"{folder / OWN_NAME} is broken (it lacks {e}): delete it and start anew") from e
+        raise ConfigError(f"{folder / OWN_NAME} is broken (it lacks {e}): delete it and start again") from e
 
 
 def load_state(folder: Path, recipe: Recipe) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Read both back. Raises ConfigError when the file is missing, broken, or of another recipe."""
+    """Read the numbers and tensors of a run.
+
+    Raises ConfigError when the file is missing, broken, or of another recipe.
+    """
     file = folder / NAME
     run, tensors = _read(file)
     missing = [name for name in FIELDS if name not in run]
@@ -81,7 +84,7 @@ def load_state(folder: Path, recipe: Recipe) -> tuple[dict[str, Any], dict[str, 
         raise ConfigError(f"{file} is no training state: it lacks {', '.join(missing)}")
     if run["fingerprint"] != recipe.fingerprint():
         raise ConfigError(
-            f"{file} belongs to recipe '{run['recipe']}' with other settings than '{recipe.name}' has now (or another seed): "
-            "resume with the same ones, or delete it"
+            f"{file} belongs to recipe '{run['recipe']}' with other settings or another seed "
+            f"than '{recipe.name}' has now: resume with the same ones, or delete it"
         )
     return run, tensors

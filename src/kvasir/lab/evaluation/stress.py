@@ -1,10 +1,10 @@
-"""What a plain 4-bit cache does to a model, and to its outlier twins: the damage that a better cache has to avoid.
+"""The damage that a plain 4-bit cache does to a model and to its outlier twins, which a better cache must avoid.
 
-The cache is simulated in the lab's own model, not an engine technique: every key (after RoPE) and value is rounded as it is
-written, per token and head, on an asymmetric grid of 16 levels from the smallest to the largest channel. Nothing is packed
-and no speed is claimed.
+The cache is simulated in the lab's own model and is no engine technique. Every key (after RoPE) and value is rounded
+when written, per token and head, on an asymmetric grid of 16 levels from the smallest to the largest channel. Nothing
+is packed, and no speed is claimed.
 
-    python -m kvasir.lab.stress MODEL [PROBLEMS] [FILE.json]
+    python -m kvasir.lab.evaluation.stress MODEL [PROBLEMS] [FILE.json]
 
 Shape suffixes: B rows, G KV heads, C cached positions, D head dim.
 """
@@ -22,7 +22,7 @@ from kvasir.convert.checkpoint import convert
 from kvasir.convert.converter import load_converter
 from kvasir.lab import export
 from kvasir.lab import tokenizer as lab_tokenizer
-from kvasir.lab.evaluate import Score, evaluate
+from kvasir.lab.evaluation.evaluate import Score, evaluate
 from kvasir.lab.model import Attention, Model
 
 LEVELS = 16
@@ -30,14 +30,17 @@ SCALES = (1, 2, 4, 8, 16, 32)
 
 
 def round_trip(x: torch.Tensor, levels: int = LEVELS) -> torch.Tensor:
-    """x [..., D] as a token-wise asymmetric code of ``levels`` levels gives it back (scale and zero point unrounded)."""
+    """Round x [..., D] as a token-wise asymmetric code of ``levels`` levels does.
+
+    Scale and zero point are not rounded.
+    """
     low, high = x.aminmax(dim=-1, keepdim=True)
     step = ((high - low) / (levels - 1)).clamp(min=torch.finfo(x.dtype).tiny)
     return ((x - low) / step).round() * step + low
 
 
 class RoundedPlane:
-    """Keys or values [B, G, C, D] of one layer: rounded when written, read as any tensor."""
+    """Keys or values [B, G, C, D] of one layer: rounded when written, read like any tensor."""
 
     def __init__(self, plane: torch.Tensor) -> None:
         self.plane, self.dtype = plane, plane.dtype
@@ -53,7 +56,7 @@ class RoundedPlane:
 
 
 class RoundedAttention(Attention):
-    """Attention that meets its cache through `RoundedPlane`. The prompt, too, is read back from there."""
+    """Attention whose cache is a `RoundedPlane`. The prompt, too, is read back from the cache."""
 
     def forward(self, x, rope, mask, cache, at):
         return super().forward(x, rope, mask, cache and tuple(RoundedPlane(plane) for plane in cache), at)
@@ -78,7 +81,10 @@ def damage(
     device: str = "cpu",
     max_new: int = 400,
 ) -> dict[int, tuple[Score, Score]]:
-    """By scale: exact match on `chain` of the twin with an unrounded and with a 4-bit cache (``values``: outliers there as well)."""
+    """Exact match of the twin on `chain`, by scale: with an unrounded and with a 4-bit cache.
+
+    ``values``: also give the values outliers.
+    """
     tokenizer, curve = lab_tokenizer.load(folder), {}
     for scale in scales:
         with tempfile.TemporaryDirectory() as home:
@@ -93,6 +99,7 @@ def damage(
 
 
 def main(model: str = "", count: str = "1000", file: str = "") -> None:
+    """Measure ``model`` and its twins, print a table, and write ``file`` when given."""
     from kvasir.bench.result import arm, finish, result
     from kvasir.models import checkpoint
 

@@ -1,10 +1,11 @@
-"""Prompt tokens in training: rows that stand behind every token of the replies at once, through the frozen model, with gradients.
+"""Prompt tokens in training: rows behind every token of the replies, run through the frozen model with gradients.
 
-Those of row p, its *root*, see the text up to p and each other in turn, at the positions that follow p: as guest rows do when serving.
-The text does not see them, so its keys and values are computed once, without gradients.
+The rows of token p, their *root*, see the text up to p and the earlier rows of the same root. They stand at the
+positions that follow p, as guest rows do when serving. The text does not see them, so its keys and values are computed
+once and without gradients.
 
-Shape suffixes: B texts, T tokens, R roots of a text, H query heads, G KV heads, D head dim, E model dim, C members of an ensemble, K prompt
-tokens.
+Shape suffixes: B texts, T tokens, R roots of a text, H query heads, G KV heads, D head dim, E model dim, C members of
+an ensemble, K prompt tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kvasir.lab.drafter_data import Batch
+from kvasir.lab.drafters.data import Batch
 from kvasir.lab.model import Attention, Block, Model, rotate
 
 Keys = tuple[torch.Tensor, torch.Tensor]
@@ -22,7 +23,7 @@ Rope = tuple[torch.Tensor, torch.Tensor]
 
 @torch.no_grad()
 def read(model: Model, ids_BT: torch.Tensor) -> tuple[torch.Tensor, list[Keys]]:
-    """The final norm's output for a text [B, T, E], and what each layer's attention keeps of it."""
+    """The final norm's output for a text [B, T, E], and the keys and values of each layer."""
     x, rope, kept = model.model.embed_tokens(ids_BT), model.rope(ids_BT.shape[1]), []
     for layer in model.model.layers:
         kept.append(_keys(layer.self_attn, layer.input_layernorm(x), rope))
@@ -31,8 +32,11 @@ def read(model: Model, ids_BT: torch.Tensor) -> tuple[torch.Tensor, list[Keys]]:
 
 
 def unroll(model: Model, weight_CKE: torch.Tensor, batch: Batch, text: list[Keys]) -> Iterator[torch.Tensor]:
-    """For j = 0, 1, ...: [B, T, E], the final norm's output whose row p predicts token p + 2 + j, averaged over the ensemble (the output
-    matrix is linear: so are the logits). Rows that predict no token of a reply mean nothing. ``text``: what `read` kept of the batch."""
+    """Yield for j = 0, 1, ... the final norm's output [B, T, E] whose row p predicts token p + 2 + j.
+
+    It is averaged over the ensemble; the output matrix is linear, so this averages the logits. Rows that predict no
+    token of a reply are meaningless. ``text``: the keys and values that `read` returned for the batch.
+    """
     trunk, device = model.model, model.model.norm.weight.device
     count = batch.ids.shape[1]
     replied = int((batch.lengths - batch.begins).max())
@@ -64,8 +68,11 @@ def _keys(attention: Attention, normed: torch.Tensor, rope: Rope) -> Keys:
 def _block(
     layer: Block, x_BRE: torch.Tensor, rope: Rope, text: Keys, unseen: torch.Tensor, mine: list[Keys]
 ) -> torch.Tensor:
-    """One layer for one prompt token of every root. ``unseen`` [B, 1, R, T]; ``mine``: what the same root's earlier ones have left in
-    this layer; this one's is added."""
+    """Run one layer for one prompt token of every root.
+
+    ``unseen`` [B, 1, R, T] marks the text that a root does not see. ``mine``: keys and values of the same root's
+    earlier prompt tokens in this layer; this token's are added.
+    """
     attention = layer.self_attn
     normed = layer.input_layernorm(x_BRE)
     q = attention.q_norm(attention.q_proj(normed).unflatten(-1, (-1, attention.shape.head_dim))).transpose(1, 2)

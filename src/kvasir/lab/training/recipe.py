@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvasir.errors import ConfigError, nearest
-from kvasir.lab.data import Rows
 from kvasir.lab.model import Shape
+from kvasir.lab.training.data import Rows
 
-CONTINUED = 2.0  # minutes of going on with a finished model
+CONTINUED = 2.0  # Minutes of training when a run continues a finished model.
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A later part of the run: from ``start`` (share of the run) on, batches have ``rows`` (of the same counts and lengths as the recipe's).
+    """A later part of the run: batches have ``rows`` from ``start`` (share of the run) on.
 
-    ``own``: when it starts, candidates are sampled from the weights as they are then, for the mixes' ``own/...`` documents.
+    ``rows`` have the same counts and lengths as the recipe's. ``own``: at the start, sample candidates from the current
+    weights for the ``own/...`` documents of the mixes.
     """
 
     start: float
@@ -28,8 +29,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class Own:
-    """What to sample for ``own`` documents: ``samples`` replies to each of ``problems`` training problems of every task, at the temperature
-    beside it (a warmer one where the model hardly errs: a pair to judge needs a right and a wrong reply)."""
+    """Plan for ``own`` documents: ``samples`` replies to each of ``problems`` training problems of every task.
+
+    ``tasks``: pairs of a task and its temperature. A task where the model rarely errs needs a higher temperature,
+    because a pair to judge needs a right and a wrong reply.
+    """
 
     tasks: tuple[tuple[str, float], ...]
     problems: int = 1024
@@ -39,7 +43,10 @@ class Own:
 
 @dataclass(frozen=True)
 class Curves:
-    """The measurements that need many replies to one problem: pass@k, majority, aggregation by right candidates, judging. 0 problems: none."""
+    """The measurements that need many replies to a problem: pass@k, majority, aggregation and judging.
+
+    ``problems`` 0: measure none.
+    """
 
     tasks: tuple[str, ...] = ()
     problems: int = 0
@@ -50,11 +57,12 @@ class Curves:
 
 @dataclass(frozen=True)
 class Recipe:
-    """``rows``: the parts of every batch, until a later phase changes their mixes. ``steps``: length of the run, unless a time is
-    given; ``minutes``: that time, by default. ``warmup``: steps.
+    """Everything that decides what a model becomes.
 
-    ``lr`` falls on a cosine to ``lr`` * ``final``. ``validate``: rows of held-out documents whose loss is
-    watched; ``evaluate``: (task, problems) scored by exact match at the end; ``about``: what it can do, for the card.
+    ``rows``: the parts of every batch, until a later phase changes their mixes. ``steps``: length of the run, unless it
+    is given in minutes; ``minutes``: the default for that. ``warmup``: steps. ``lr`` falls on a cosine to ``lr`` *
+    ``final``. ``validate``: rows of held-out documents whose loss is watched. ``evaluate``: pairs (task, problems) to
+    score by exact match at the end. ``about``: what the model can do, for the card.
     """
 
     name: str
@@ -106,12 +114,18 @@ class Recipe:
         return sum(part.count * part.length for part in self.rows)
 
     def fingerprint(self) -> str:
-        """Changes when anything that shapes the training changes (not its length, nor what is measured)."""
+        """Hash of everything that shapes the training.
+
+        The length of the run and what is measured are left out.
+        """
         fixed = dataclasses.replace(self, validate=(), evaluate=(), curves=Curves(), steps=0, minutes=None, about="")
         return hashlib.blake2b(repr(fixed).encode(), digest_size=8).hexdigest()
 
     def continued(self) -> Recipe:
-        """The last phase alone, from new replies of the model's own and at a quarter of the rate, for a model that is trained already."""
+        """The recipe that continues a finished model: the last phase alone, at a quarter of the learning rate.
+
+        The phase starts with new replies of the model. Raises ConfigError when the recipe has no later phase.
+        """
         if not self.phases:
             raise ConfigError(f"recipe {self.name} has no later phase to continue with")
         last = self.phases[-1]
@@ -128,7 +142,7 @@ class Recipe:
 
 
 HARD_CHAIN = "chain:modulus=499,max_factor=30,max_steps=10"
-FORMED = ("chain", HARD_CHAIN, "long_add", "state", "countdown", "path")  # tasks that the prompt forms are trained on
+FORMED = ("chain", HARD_CHAIN, "long_add", "state", "countdown", "path")  # Tasks that the prompt forms are trained on.
 FORMS = {"aggregate": 0.36, "judge_one": 0.10, "judge_pair": 0.33, "self_evaluate": 0.04, "refine": 0.17}
 SOLVE = {
     "chain": 0.12,
@@ -167,20 +181,22 @@ EASIER = {
 
 
 def _forms(tasks: tuple[str, ...], share: float) -> dict[str, float]:
-    """Every form on every task, ``share`` in all, the forms in the proportions of FORMS."""
+    """The mix of every form on every task: ``share`` in all, the forms in the proportions of FORMS."""
     return {f"{form}/{task}": share * part / len(tasks) for form, part in FORMS.items() for task in tasks}
 
 
 def _mixed(*parts: tuple[dict[str, float], float]) -> dict[str, float]:
-    """Several mixes, each brought to its share of the whole."""
+    """Several mixes, each scaled to its share of the whole."""
     return {spec: share * part / sum(mix.values()) for mix, share in parts for spec, part in mix.items()}
 
 
 def _curriculum(rows: int, long_rows: int, own: float, prose: tuple[float, float] = (1.0, 1.0)) -> dict[str, Any]:
-    """Easy problems first, for a moment; then all tasks and forms; from ``own`` on also the forms on the model's own replies.
+    """The rows and phases of a run: easy problems, then all tasks and forms, then the model's own replies too.
 
-    ``prose``: what the share of prose is multiplied with, before ``own`` and after. 2.6M tokens are all there is: beyond some five passes they
-    are learnt by heart, and held-out prose gets worse."""
+    ``own``: share of the run after which the forms on the model's own replies join. ``prose``: factors on the share of
+    prose, before ``own`` and after. There are only 2.6M tokens of prose: after about five passes the model knows them
+    by heart, and held-out prose gets worse.
+    """
 
     def of(mix: dict[str, float], late: bool = False) -> tuple[Rows, ...]:
         return tuple(
@@ -200,7 +216,7 @@ def _curriculum(rows: int, long_rows: int, own: float, prose: tuple[float, float
     return {"rows": of(easy), "phases": (Phase(0.06, of(whole)), Phase(own, of(late, late=True), own=True))}
 
 
-# No `reflect`: its slips and repairs are its subject.
+# `reflect` is left out, because its slips and repairs are its subject.
 OWN_TASKS = tuple((spec, 1.0) for spec in ("chain", "long_add:min_digits=8", "state:max_every=2", "countdown", "path"))
 WARMER_TASKS = (
     (HARD_CHAIN, 1.3),
@@ -227,7 +243,7 @@ WATCHED = (
     Rows(4, 4096, {"needle:min_length=512,length=4064": 1.0}),
     Rows(8, 2048, {"story:form=prose,length=2048": 1.0}, whole=True),
 )
-# A first look at the end of a run, in seconds; `tools/eval_lab.sh` measures everything, through the engine.
+# A first look at the end of a run, in seconds; `tools/eval_lab.sh` measures everything through the engine.
 SCORES = tuple(
     (spec, 256)
     for spec in (
@@ -250,9 +266,10 @@ SCORES = tuple(
 
 NANO = Recipe(
     name="nano",
-    about="It works out small exact problems with a written scratchpad (arithmetic modulo a number, long sums, countdown, short ways), writes JSON "
-    "records and tool calls, tells fairy-tale prose, knows a little small talk, and judges, repairs and combines candidate solutions of its "
-    "easier tasks. Finding numbers in long texts, facts and swaps are beyond its size.",
+    about="It solves small exact problems with a written scratchpad (arithmetic modulo a number, long sums, countdown, "
+    "short ways), writes JSON records and tool calls, tells fairy-tale prose, knows a little small talk, and judges, "
+    "repairs and combines candidate solutions of its easier tasks. Finding numbers in long texts, chains of facts and "
+    "swaps are beyond its size.",
     shape=Shape(positions=4096),
     **_curriculum(160, 8, 0.65),
     validate=WATCHED,
@@ -265,9 +282,9 @@ NANO = Recipe(
 )
 BASE = NANO.replace(
     name="base",
-    about="It works out small exact problems with a written scratchpad (arithmetic modulo a number, long sums, countdown, shortest ways, chains of "
-    "facts, swaps), finds numbers in long texts, writes JSON records and tool calls, tells fairy-tale prose, knows a little small talk, and "
-    "judges, repairs and combines candidate solutions of its tasks.",
+    about="It solves small exact problems with a written scratchpad (arithmetic modulo a number, long sums, countdown, "
+    "shortest ways, chains of facts, swaps), finds numbers in long texts, writes JSON records and tool calls, tells "
+    "fairy-tale prose, knows a little small talk, and judges, repairs and combines candidate solutions of its tasks.",
     shape=Shape(dim=384, layers=8, ffn=1152, heads=4, kv_heads=2, head_dim=128, positions=4096),
     **_curriculum(160, 8, 0.65, prose=(0.36, 0.18)),
     own=Own(WARMER_TASKS, problems=2048, reply_tokens=176),
@@ -277,7 +294,7 @@ BASE = NANO.replace(
     warmup=300,
 )
 EASY = "chain:modulus=11,max_factor=3,min_steps=1,max_steps=2"
-# The same path in seconds: for tests and for a dry run before a device's time is spent.
+# The same path in seconds: for tests, and for a dry run before a run on a GPU.
 SMOKE_ROWS = (
     Rows(6, 256, {EASY: 0.6, "story": 0.2, "schema": 0.1, "tool": 0.2, "chat": 0.1}),
     Rows(2, 256, {"story:form=prose,length=256": 1.0}, whole=True),
@@ -304,7 +321,7 @@ RECIPES = {recipe.name: recipe for recipe in (NANO, BASE, SMOKE)}
 
 
 def find(name: str) -> Recipe:
-    """The recipe of that name. Raises ConfigError with the names there are."""
+    """The recipe called ``name``. Raises ConfigError with the names that exist."""
     if name not in RECIPES:
         raise ConfigError(f"no recipe named '{name}'; there are {', '.join(RECIPES)}.{nearest(name, RECIPES)}")
     return RECIPES[name]

@@ -1,7 +1,8 @@
-"""What a lab model does with candidates: pass@k and majority, aggregation by the number of right candidates, judging. In plain torch.
+"""Measure in plain torch what a lab model does with candidates: pass@k, majority, aggregation and judging.
 
-One pool of sampled replies to unseen problems serves all of it. "Alone" is the share of right replies to the very problems of a
-row: problems that have four wrong replies to show are harder than the rest, and aggregation is to be compared on equal terms.
+One pool of sampled replies to unseen problems serves all measurements. "Alone" is the share of right replies to the
+same problems as in its row. Problems with four wrong replies are harder than the rest, so aggregation needs this
+comparison.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvasir.lab.evaluation.replies import Replies, choose, sample_replies
+from kvasir.lab.evaluation.statistics import majority_at_k, pass_at_k, wilson
 from kvasir.lab.forms import FormTask
+from kvasir.lab.lookup import load_task
 from kvasir.lab.model import Model
-from kvasir.lab.own import Replies, choose, sample_replies
-from kvasir.lab.recipe import Recipe
 from kvasir.lab.sample import complete_all
-from kvasir.lab.statistics import majority_at_k, pass_at_k, wilson
-from kvasir.lab.task import load_task
+from kvasir.lab.training.recipe import Recipe
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
 def curves(model: Model, tokenizer: Tokenizer, recipe: Recipe) -> Iterator[dict[str, Any]]:
-    """Rows of numbers: ``what`` was measured on which ``task``, over ``problems``; shares as floats."""
+    """Yield rows of figures: ``what`` was measured on which ``task``, over how many ``problems``. Shares are floats."""
     plan = recipe.curves
     for spec in plan.tasks if plan.problems else ():
         task = load_task(spec)
@@ -58,7 +59,7 @@ def curves(model: Model, tokenizer: Tokenizer, recipe: Recipe) -> Iterator[dict[
 def _asked(
     model: Model, tokenizer: Tokenizer, task: FormTask, pool: list[Replies], right: int, count: int, recipe: Recipe
 ) -> dict[str, Any] | None:
-    """One form with ``right`` of ``count`` candidates right, on every problem of the pool that has them."""
+    """Ask one form with ``right`` right candidates of ``count``, for every problem of the pool that has them."""
     rng = np.random.default_rng([recipe.seed, right, count])
     chosen = [
         (replies, candidates) for replies in pool if (candidates := choose(rng, replies, right, count)) is not None

@@ -1,4 +1,4 @@
-"""One picture of an evaluation: exact match with intervals, pass@k and majority@k, bits per byte; only what was measured."""
+"""One picture of an evaluation: exact match with intervals, pass@k and majority@k, bits a byte, as measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ def check() -> None:
 
 
 def draw(outcome: dict[str, Any], file: Path) -> None:
-    """``outcome``: a result of `kvasir eval` (see `kvasir.bench.result`); writes a PNG. Raises ConfigError without matplotlib."""
+    """Write a PNG of ``outcome``, a result of `kvasir eval` (see `kvasir.bench.result`).
+
+    Raises ConfigError without matplotlib.
+    """
     check()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,8 +1,9 @@
-"""Train a drafter for a lab model: heads on its frozen hidden states, or prompt tokens, towards its own distribution over its replies.
+"""Train a drafter for a lab model towards the model's own distribution over its replies.
 
-The loss of step (or head) j at a row is KL(target || drafter) of the token j + 2 places on, weighted 0.8^j as in Medusa and EAGLE-3;
-the target's distribution after the tokens that were really written is what the verifying draw will use. Acceptance is counted as the
-engine does: each reply of the held-out problems is walked from draft to draft, greedily, as one chain.
+A drafter is a head on the frozen hidden states, or prompt tokens. The loss of step (or head) j at a row is KL(target ||
+drafter) of the token j + 2 places on, weighted 0.8^j as in Medusa and EAGLE-3. The target's distribution is conditioned
+on the tokens really written, as the verifying draw will be. Acceptance is counted as in the engine: each reply of the
+held-out problems is walked from draft to draft, greedily, as one chain.
 
 Shape suffixes: B texts, T tokens, L tapped layers, E model dim, V vocabulary, M rows that predict a token of a reply.
 """
@@ -25,24 +26,24 @@ from safetensors.torch import save
 from torch.nn import functional as F
 
 from kvasir.errors import ConfigError, nearest
-from kvasir.lab import drafter_data, export, prompt_rows
+from kvasir.lab import export
 from kvasir.lab import tokenizer as lab_tokenizer
-from kvasir.lab.drafter_card import card, size_of
-from kvasir.lab.drafter_data import Batch, Texts
+from kvasir.lab.drafters import data as drafter_data
+from kvasir.lab.drafters import prompt_rows
+from kvasir.lab.drafters.card import card, size_of
+from kvasir.lab.drafters.data import Batch, Texts
 from kvasir.lab.model import Model
-from kvasir.lab.progress import Progress
 from kvasir.lab.sample import serving_copy
+from kvasir.lab.training.progress import Progress
 from kvasir.models.checkpoint import resolve
 from kvasir.speculation import heads
 
-LOOK = 20  # steps between two looks at the device
-DISCOUNT = 0.8  # of a step's loss, a step further
-RATE, RATES = (
-    2e-3,
-    {"ppd": 5e-2},
-)  # peak learning rate: of matrices, and of embeddings (half their spread in a lab model)
+LOOK = 20  # Steps between two looks at the device, each of which waits for it.
+DISCOUNT = 0.8  # Weight of a step's loss relative to the step before.
+# Peak learning rates. That of matrices is the default; that of embeddings is half their spread in a lab model.
+RATE, RATES = 2e-3, {"ppd": 5e-2}
 BATCH_TOKENS = {"cuda": 1 << 15, "cpu": 1 << 11}
-REPLIES = {"cuda": 32768, "cpu": 1024}  # minutes of sampling at most
+REPLIES = {"cuda": 32768, "cpu": 1024}  # Replies to train on by default; sampling them takes minutes at most.
 REPLY_TOKENS = 320
 WARMUP = 100
 STATE, SAMPLES = "state.safetensors", "samples.safetensors"
@@ -50,7 +51,11 @@ STATE, SAMPLES = "state.safetensors", "samples.safetensors"
 
 @dataclass(frozen=True)
 class Plan:
-    """One run. ``minutes`` of training, or ``steps``; ``replies`` to train on, ``held_out`` ones to measure acceptance on."""
+    """One run: what to train and for how long.
+
+    The run lasts ``minutes``, or ``steps`` when given. ``replies``: number to train on. ``held_out``: number to measure
+    acceptance on. ``lr`` 0 means the learning rate of the kind.
+    """
 
     kind: str
     minutes: float = 2.0
@@ -58,7 +63,7 @@ class Plan:
     replies: int = REPLIES["cpu"]
     held_out: int = REPLIES["cpu"] // 32
     reply_tokens: int = REPLY_TOKENS
-    lr: float = 0.0  # 0: that of the kind
+    lr: float = 0.0
     seed: int = 0
     mix: dict[str, float] = field(default_factory=drafter_data.mixture)
 
@@ -68,7 +73,7 @@ class Plan:
 
 
 class Target:
-    """The frozen model: what a drafter reads of it, and its distribution."""
+    """The frozen target model: the states that a drafter reads, and its distribution."""
 
     def __init__(self, model: Model, name: str) -> None:
         self.model = serving_copy(model)
@@ -87,8 +92,10 @@ class Target:
     def features(
         self, ids_BT: torch.Tensor, layers: tuple[int, ...]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Outputs of ``layers`` [B, T, L, E], the final norm's output [B, T, E], and the embeddings of the tokens that follow [B, T, E]
-        (in the last row: of that row's own)."""
+        """Outputs of ``layers`` [B, T, L, E], the final norm's output [B, T, E], and embeddings [B, T, E].
+
+        The embeddings are those of the next token; the last row has its own.
+        """
         trunk = self.model.model
         x = embedded = trunk.embed_tokens(ids_BT)
         rope, found = self.model.rope(ids_BT.shape[1]), {}
@@ -102,7 +109,10 @@ class Target:
         )
 
     def guesses(self, head: heads.Head, batch: Batch) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
-        """The final norm's output [B, T, E]; and for j = 0, 1, ... the head's [B, T, E] whose row p predicts token p + 2 + j of a reply."""
+        """The final norm's output [B, T, E], and an iterator over the drafter's outputs.
+
+        Output j = 0, 1, ... [B, T, E] predicts in row p token p + 2 + j of a reply.
+        """
         ids = batch.ids.to(self.device, non_blocking=True)
         if isinstance(head, heads.Prompts):
             normed, keys = prompt_rows.read(self.model, ids)
@@ -111,17 +121,18 @@ class Target:
         return normed, head.unroll(features, normed, following)
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """fp32, by the output matrix alone."""
+        """Logits in fp32 from the final norm's output; only the output matrix is applied."""
         return F.linear(normed.to(self.dtype), self.model.model.embed_tokens.weight).float()
 
 
 class Trainer:
-    """One run: head, optimizer, schedule, advanced by ``step``."""
+    """One run: head, optimizer and schedule, advanced by ``step``."""
 
     def __init__(self, target: Target, texts: Texts, plan: Plan) -> None:
         if plan.kind not in heads.KINDS:
             raise ConfigError(
-                f"no trained drafter named '{plan.kind}'; there are {', '.join(heads.KINDS)}.{nearest(plan.kind, heads.KINDS)}"
+                f"no trained drafter named '{plan.kind}'; there are {', '.join(heads.KINDS)}."
+                f"{nearest(plan.kind, heads.KINDS)}"
             )
         self.target, self.texts, self.plan = target, texts, plan
         cls = heads.KINDS[plan.kind]
@@ -138,7 +149,7 @@ class Trainer:
         self.history: list[dict[str, float]] = []
 
     def share(self) -> float:
-        """How much of the run is over."""
+        """The share of the run that is done."""
         return self.done / self.plan.steps if self.plan.steps else self.seconds / (60 * self.plan.minutes)
 
     def _rate(self) -> float:
@@ -147,12 +158,11 @@ class Trainer:
         return self.plan.rate * min(1.0, (self.done + 1) / warm) * max(0.02, cosine)
 
     def stream(self) -> Iterator[Batch]:
-        """Batches from step ``done`` on: the same ones whenever a run is resumed."""
+        """Yield batches from step ``done`` on. A resumed run gets the same batches."""
         tokens, left, epoch = BATCH_TOKENS[self.target.device.type], self.done, 0
         if isinstance(self.head, heads.Prompts):
-            tokens //= (
-                self.head.shape.depth * self.head.shape.ensemble
-            )  # each is a row of the whole model, whose activations are kept
+            # Each prompt token is a row of the whole model, whose activations are kept for the backward pass.
+            tokens //= self.head.shape.depth * self.head.shape.ensemble
         while True:
             for batch in drafter_data.batches(self.texts, tokens, self.plan.seed, epoch):
                 if left:
@@ -162,7 +172,7 @@ class Trainer:
             epoch += 1
 
     def step(self, batch: Batch) -> torch.Tensor:
-        """One update. Returns [depth]: KL of every step, on the device."""
+        """Do one update. Returns the KL of every step [depth], on the device."""
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate()
         found = self.losses(batch)
@@ -176,13 +186,13 @@ class Trainer:
         return found.detach()
 
     def losses(self, batch: Batch) -> torch.Tensor:
-        """[depth]: mean KL(target || drafter) in nats, over the replies' tokens that step j can predict."""
+        """Mean KL(target || drafter) in nats of every step j [depth], over the reply tokens that it can predict."""
         normed, guesses = self.target.guesses(self.head, batch)
         # Row n predicts token n + 1. The first token of a reply is drawn before any draft.
         place = torch.arange(batch.ids.shape[1] - 1)
         predicts = (place >= batch.begins[:, None]) & (place < batch.lengths[:, None] - 1)
         row, at = (x.to(self.target.device) for x in predicts.nonzero(as_tuple=True))
-        first = batch.begins.to(self.target.device)[row] - 1  # the root of a reply's first draft
+        first = batch.begins.to(self.target.device)[row] - 1  # root of the first draft of a reply
         with torch.no_grad():
             log_p = self.target.logits(normed[row, at]).log_softmax(-1)
             p = log_p.exp()
@@ -199,6 +209,7 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------------ state
 
     def save(self, out: Path) -> None:
+        """Write the state of the run through a temporary file."""
         tensors = {f"head.{name}": p for name, p in self.head.named_parameters()}
         for i, moments in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{i}.{name}": value for name, value in moments.items()}
@@ -217,7 +228,10 @@ class Trainer:
         os.replace(temporary, out / STATE)
 
     def restore(self, out: Path) -> None:
-        """Go on where ``save`` was called. Raises ConfigError for a state that is missing, broken or of another run."""
+        """Continue where ``save`` was called.
+
+        Raises ConfigError for a state that is missing, broken or of another run.
+        """
         try:
             with safe_open(out / STATE, "pt") as f:
                 run = json.loads((f.metadata() or {})["run"])
@@ -235,18 +249,17 @@ class Trainer:
             self.optimizer.load_state_dict(
                 {"state": moments, "param_groups": self.optimizer.state_dict()["param_groups"]}
             )
-            self.done, self.seconds, self.tokens, self.history = (
-                run["done"],
-                run["seconds"],
-                run["tokens"],
-                run["history"],
-            )
+            self.done, self.seconds = run["done"], run["seconds"]
+            self.tokens, self.history = run["tokens"], run["history"]
         except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as e:
-            raise ConfigError(f"cannot resume: {out / STATE}: {e}. Delete it and start anew.") from e
+            raise ConfigError(f"cannot resume: {out / STATE}: {e}. Delete it and start again.") from e
 
 
 def run(trainer: Trainer, out: Path, *, save_every: float = 30.0) -> bool:
-    """Train to the end. False: Ctrl-C ended it early; the state of the last save is there to resume."""
+    """Train to the end. Returns False when Ctrl-C ended the run; the last saved state is there to resume.
+
+    Raises ConfigError when the loss is no longer a number.
+    """
     mark = saved = time.monotonic()
     base, stream = trainer.seconds, trainer.stream()
     with Progress(f"drafter {trainer.plan.kind}") as progress:
@@ -278,17 +291,17 @@ def run(trainer: Trainer, out: Path, *, save_every: float = 30.0) -> bool:
     return True
 
 
-# ------------------------------------------------------------------------------------------------------------- acceptance
+# ----------------------------------------------------------------------------------------------------------- acceptance
 
 
 def walk(right_JT: np.ndarray, begin: int, length: int) -> tuple[int, list[list[int]]]:
-    """Forwards after the first token of a reply, and [tried, accepted] by depth, of drafting one chain a forward.
+    """Forwards after a reply's first token when one chain is drafted a forward, and [tried, accepted] by depth.
 
-    ``right_JT``: whether guess j of root p is token p + 2 + j; ``begin``, ``length``: where the reply starts and ends.
+    ``right_JT``: whether guess j of root p is token p + 2 + j. ``begin``, ``length``: where the reply starts and ends.
     """
     depth = len(right_JT)
     by_depth = [[0, 0] for _ in range(depth)]
-    anchor, forwards = begin, 0  # the anchor is known; the forward that computes it draws the next token
+    anchor, forwards = begin, 0  # The anchor is a known token; the forward that computes it draws the next one.
     while anchor < length - 1:
         accepted = 0
         for j in range(min(depth, length - 1 - anchor)):
@@ -304,7 +317,7 @@ def walk(right_JT: np.ndarray, begin: int, length: int) -> tuple[int, list[list[
 
 @torch.no_grad()
 def acceptance(head: heads.Head, target: Target, texts: Texts) -> dict[str, Any]:
-    """Tokens a forward and acceptance by depth of greedy chains on greedy replies, in all and by task; and the mean KL by depth."""
+    """Tokens a forward and acceptance by depth of greedy chains on greedy replies, in all and by task."""
     serving = type(head)(head.shape).to(target.device, target.dtype)
     serving.load_state_dict(head.state_dict())
     rows: dict[int, list[int]] = {}  # task -> tokens, forwards
@@ -347,7 +360,7 @@ def acceptance(head: heads.Head, target: Target, texts: Texts) -> dict[str, Any]
     }
 
 
-# ------------------------------------------------------------------------------------------------------------ the command
+# ---------------------------------------------------------------------------------------------------------- the command
 
 
 def default_device() -> str:
@@ -355,7 +368,7 @@ def default_device() -> str:
 
 
 def load_target(name: str, device: str) -> tuple[Target, Any]:
-    """The target and its tokenizer. Raises ConfigError for a checkpoint that is not the lab's kind."""
+    """The target and its tokenizer. Raises ConfigError for a checkpoint that the lab did not make."""
     folder = resolve(name)
     return Target(export.load(folder, device), Path(name or folder).name), lab_tokenizer.load(folder)
 
@@ -370,7 +383,10 @@ def main(
     device: str | None = None,
     command: str = "",
 ) -> None:
-    """Sample (or read) the target's replies, train, write the drafter, then measure it and write its card."""
+    """Sample (or read) the target's replies, train, write the drafter, measure it and write its card.
+
+    Raises ConfigError for anything that cannot work, before any training.
+    """
     started, date = time.monotonic(), time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     device = device or default_device()
     if device.split(":")[0] not in ("cuda", "cpu"):
@@ -378,7 +394,7 @@ def main(
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError("--device cuda, but torch sees no GPU: use --device cpu")
     if not resume and (out / STATE).exists():
-        raise ConfigError(f"{out / STATE} is an unfinished run: go on with --resume, or delete it")
+        raise ConfigError(f"{out / STATE} is an unfinished run: continue with --resume, or delete it")
     if resume and not (out / STATE).exists():
         raise ConfigError(f"nothing to resume: {out / STATE} does not exist")
     target, tokenizer = load_target(target_name, device)
@@ -389,12 +405,12 @@ def main(
         trainer.restore(out)
     size = sum(p.numel() for p in trainer.head.parameters())
     print(
-        f"{plan.kind} for {target.facts['name']}: {size_of(size)} parameters ({2 * size / 1e6:.2f} MB in bf16), reads layers "
-        f"{', '.join(map(str, trainer.head.shape.layers)) or 'none'}",
+        f"{plan.kind} for {target.facts['name']}: {size_of(size)} parameters ({2 * size / 1e6:.2f} MB in bf16), "
+        f"reads layers {', '.join(map(str, trainer.head.shape.layers)) or 'none'}",
         flush=True,
     )
     if not run(trainer, out):
-        print(f"stopped at step {trainer.done}; go on with --resume", flush=True)
+        print(f"stopped at step {trainer.done}; continue with --resume", flush=True)
         return
     heads.write(trainer.head, out, target.facts)
     print(f"weights written to {out} after {time.monotonic() - started:.0f} s", flush=True)

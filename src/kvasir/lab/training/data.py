@@ -1,7 +1,7 @@
 """Training batches: documents of every task, mixed by share of tokens and packed whole into rows.
 
-Batch ``i`` is a pure function of the recipe's seed and ``i`` (and of the pools of ready documents), so a resumed run sees the same data.
-Worker processes make the next batches while the device works.
+Batch ``i`` is a pure function of the recipe's seed, ``i`` and the pools of ready documents, so a resumed run sees the
+same data. Worker processes make the next batches while the device works.
 
 Shape suffixes: B rows, T tokens a row.
 """
@@ -17,24 +17,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvasir.errors import ConfigError
-from kvasir.lab.task import Documents, Split, Task, load_task
-from kvasir.lab.workers import ahead, all_of
+from kvasir.lab.lookup import load_task
+from kvasir.lab.task import Documents, Split, Task
+from kvasir.lab.training.workers import ahead, all_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-POOL_STREAM = 1 << 40  # keeps the pools' random streams apart from those of the batches
-PIECE = 500  # documents of a pool that one worker makes at a time
-MEASURED = 200  # documents whose mean length stands for a source's
-QUARTERS = 4  # sizes that a part's targets are rounded up to
-OWN = "own/"  # begins the names of documents made from the model's own replies; they come from `Mixture.add`
+POOL_STREAM = 1 << 40  # Separates the random streams of the pools from those of the batches.
+PIECE = 500  # Documents of a pool that one worker makes at a time.
+MEASURED = 200  # Documents that estimate the mean length of a source's documents.
+QUARTERS = 4  # Number of sizes that the targets of a part are rounded up to.
+OWN = "own/"  # Prefix of documents made from the model's own replies; `Mixture.add` brings them.
 
 
 @dataclass(frozen=True)
 class Rows:
     """One part of every batch: ``count`` rows of ``length`` tokens; ``mix`` gives each task's share of their tokens.
 
-    ``whole``: every document fills exactly one row (long prose), so that rows need no mask between documents.
+    ``whole``: every document (long prose) fills exactly one row, so rows need no mask between documents.
     """
 
     count: int
@@ -45,9 +46,12 @@ class Rows:
 
 @dataclass(slots=True)
 class Batch:
-    """ids [B, T] int32; documents [B, T] int16, numbered within a row; trained [B, T] bool; num_trained targets in all.
+    """Packed rows of tokens.
 
-    chosen [M] int32: the flat places of the trained tokens, and others after them up to a whole quarter of all: few sizes of M, few graphs."""
+    ids [B, T] int32; documents [B, T] int16, numbered within a row; trained [B, T] bool; num_trained targets in all.
+    chosen [M] int32: flat places of the trained tokens, then of others up to a whole quarter of all places, so that M
+    has few sizes and training few graphs.
+    """
 
     ids: np.ndarray
     documents: np.ndarray
@@ -58,16 +62,17 @@ class Batch:
 
 
 def pack(documents: Documents, count: int, length: int) -> Batch:
-    """Whole documents into ``count`` rows, longest first, each into the fullest row that still holds it.
+    """Pack whole documents into ``count`` rows, longest first, each into the fullest row that still holds it.
 
-    Documents beyond ``length`` are cut; those that find no room are left out. Padding is a document of its own, untrained.
+    Documents longer than ``length`` are cut; those that find no room are left out. Padding counts as an untrained
+    document.
     """
     ids = np.zeros((count, length), dtype=np.int32)
     number = np.full((count, length), -1, dtype=np.int16)
     trained = np.zeros((count, length), dtype=bool)
     lengths = np.minimum(documents.lengths, length)
     room: dict[int, list[int]] = {length: list(range(count - 1, -1, -1))}
-    sizes = [length]  # the keys of ``room``, sorted
+    sizes = [length]  # sorted keys of ``room``
     placed = np.zeros(count, dtype=np.int16)
     for d in np.argsort(-lengths, kind="stable").tolist():
         size = int(lengths[d])
@@ -94,7 +99,10 @@ def pack(documents: Documents, count: int, length: int) -> Batch:
 
 
 def targets(trained: np.ndarray) -> np.ndarray:
-    """`Batch.chosen` of ``trained`` [B, T]. No place stands in it twice: gradients meet there."""
+    """Places to compute logits for: `Batch.chosen` of ``trained`` [B, T].
+
+    No place occurs twice, because gradients add up there.
+    """
     can = np.ones_like(trained)
     can[:, 0] = False
     first, rest = np.flatnonzero(trained & can), np.flatnonzero(~trained & can)
@@ -104,7 +112,7 @@ def targets(trained: np.ndarray) -> np.ndarray:
 
 
 class Mixture:
-    """The sources of a recipe, with their pools of ready documents, and the batches drawn from them."""
+    """The sources of a recipe with their pools of ready documents, and the batches drawn from them."""
 
     def __init__(
         self,
@@ -117,7 +125,7 @@ class Mixture:
         pool: int | None = None,
         workers: int = 0,
     ) -> None:
-        """``later``: the rows of each later phase. ``pool``: at most so many ready documents a source (small runs).
+        """``later``: the rows of each later phase. ``pool``: most ready documents of a source (for small runs).
 
         Raises ConfigError for an unknown task or form.
         """
@@ -141,16 +149,17 @@ class Mixture:
         for spec, size in sizes.items():
             if size:
                 self.add(spec, Documents.join(made[spec]))
-            else:  # made here for their mean length, and to fill what a task keeps: forked workers share it
+            else:  # measures the mean length, and fills the task's own caches, which forked workers share
                 self.mean[spec] = float(self._piece((spec, 0, min(MEASURED, pool or MEASURED))).lengths.mean())
 
     def _piece(self, piece: tuple[str, int, int]) -> Documents:
+        """Make documents ``number`` * PIECE and on, ``count`` of them, of one source."""
         spec, number, count = piece
         key = [self.seed, POOL_STREAM, list(self.tasks).index(spec), number]
         return self.tasks[spec].documents(self.tokenizer, np.random.default_rng(key), count, self.split)
 
     def add(self, spec: str, documents: Documents) -> None:
-        """A pool of ready documents under a name that the rows' mixes use."""
+        """Add a pool of ready documents under a name that the rows' mixes use. Raises ConfigError for an empty pool."""
         if not len(documents):
             raise ConfigError(f"there is no document for '{spec}'")
         self.pools[spec], self.mean[spec] = documents, float(documents.lengths.mean())
@@ -166,8 +175,9 @@ class Mixture:
         drawn = []
         for spec, share in part.mix.items():
             if spec not in self.mean:
-                continue  # replies of which no document could be made
-            # Rounded at random, so that a small batch keeps the shares on average; a little less than full, so that all fit.
+                continue  # no document could be made of these replies
+            # Rounding is random, so that a small batch keeps the shares on average. Filling to 97 % lets all documents
+            # fit.
             wanted = (1.0 if part.whole else 0.97) * tokens * share / total / self.mean[spec]
             count = int(wanted + rng.random())
             if not count:
@@ -182,5 +192,5 @@ class Mixture:
         return pack(Documents.join(drawn), part.count, part.length)
 
     def stream(self, start: int, workers: int, phase: int = 0) -> Iterator[list[Batch]]:
-        """Batches ``start``, ``start`` + 1, ...: in order, made ahead by ``workers`` processes (0: when asked for)."""
+        """Batches ``start``, ``start`` + 1, ... in order, made ahead by ``workers`` processes (0: on demand)."""
         return ahead(partial(self.batch, phase=phase), start, workers)

@@ -1,7 +1,8 @@
-"""Processes that make things ahead of their use, in order. Python's lock lets threads do one thing at a time; forked processes share what is
-already in memory and need no copy of it.
+"""Processes that make things ahead of their use, in order.
 
-They run numpy and the tokenizer only, never torch: a forked process must not touch the GPU of its parent.
+They are processes because Python's lock lets only one thread run at a time. They are forked, so they share what is
+already in memory without a copy. They run numpy and the tokenizer only, never torch: a forked process must not touch
+its parent's GPU.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ T = TypeVar("T")
 
 
 def ahead(make: Callable[[int], T], start: int, workers: int) -> Iterator[T]:
-    """``make(start)``, ``make(start + 1)``, ...: each worker makes every ``workers``-th one, and one more than was asked for.
+    """Yield ``make(start)``, ``make(start + 1)``, ...: each worker makes every ``workers``-th item, one ahead of use.
 
-    With 0 workers each is made when asked for. What ``make`` raises is raised here. Close the iterator to end the processes.
+    With 0 workers each item is made when asked for. Exceptions of ``make`` are raised here. Close the iterator to end
+    the processes.
     """
     if workers == 0:
         while True:
@@ -53,7 +55,7 @@ def ahead(make: Callable[[int], T], start: int, workers: int) -> Iterator[T]:
 
 
 def all_of(make: Callable[[T], Any], items: Sequence[T], workers: int) -> list[Any]:
-    """``make`` of every item, in order, shared among forked workers."""
+    """``make`` of every item, in order, computed by forked workers."""
     stream = ahead(lambda i: make(items[i]) if i < len(items) else None, 0, min(workers, len(items)))
     try:
         return [next(stream) for _ in items]
@@ -74,13 +76,12 @@ def _receive(end: Connection) -> Any:
 def _produce(
     make: Callable[[int], Any], number: int, stride: int, out: Connection, inherited: tuple[Connection, ...]
 ) -> None:
-    for end in inherited:  # else a worker whose parent was killed would wait for a reader for ever
+    for end in inherited:  # otherwise a worker whose parent was killed would wait for a reader for ever
         end.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ["TOKENIZERS_PARALLELISM"] = (
-        "false"  # its threads did not survive the fork, and one core is all a worker has
-    )
+    # The tokenizer's threads did not survive the fork, and a worker has one core only.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         while True:
             try:

@@ -1,4 +1,4 @@
-"""How a training run shows itself: a bar on a terminal that has rich, a line every few seconds elsewhere."""
+"""Progress of a training run: a bar on a terminal that has rich, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import time
 
 
 class Progress:
-    """``with Progress("nano") as p: p.show(step, total, "loss 1.23")``."""
+    """Shows the progress of a run: ``with Progress("nano") as p: p.show(step, total, "loss 1.23")``.
+
+    ``every``: seconds between two lines where there is no bar.
+    """
 
     def __init__(self, title: str, every: float = 10.0) -> None:
         self.title, self.every = title, every
@@ -36,6 +39,7 @@ class Progress:
             self._bar.stop()
 
     def show(self, step: int, total: int, note: str) -> None:
+        """Update the bar, or print a line when the last one is old enough."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step, total=total, note=note)
         elif time.monotonic() - self._last >= self.every or step == total:
@@ -43,7 +47,7 @@ class Progress:
             print(f"{self.title} {step}/{total} {note}", flush=True)
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         if self._bar is not None:
             self._bar.console.print(text, highlight=False)
         else:

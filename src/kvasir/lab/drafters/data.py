@@ -1,6 +1,6 @@
-"""What a drafter is trained on: the target's own replies to the lab's problems, sampled once and kept in a file.
+"""Training data of drafters: the target's own replies to the lab's problems, sampled once and kept in a file.
 
-On-policy texts matter more than good ones: a drafter has to know what this model writes, mistakes included.
+On-policy texts matter more than good ones: a drafter must know what this model writes, mistakes included.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from safetensors.numpy import load_file, save
 
 from kvasir.errors import ConfigError
 from kvasir.lab import sample
+from kvasir.lab.lookup import load_task
 from kvasir.lab.model import Model
-from kvasir.lab.recipe import FORMED, FORMS, SOLVE
-from kvasir.lab.task import Split, load_task
+from kvasir.lab.task import Split
+from kvasir.lab.training.recipe import FORMED, FORMS, SOLVE
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 LONGEST_PROMPT = 1024
-TEMPERATURES = (0.0, 0.7, 1.0)  # a third of the replies each: it drafts at all of them
+TEMPERATURES = (0.0, 0.7, 1.0)  # The drafter must work at all of these; each gives a third of the replies.
 ARRAYS = ("ids", "bounds", "begins", "tasks")
-PADDED = 64  # lengths of a batch are multiples of this
+PADDED = 64  # Lengths of a batch are rounded up to a multiple of this many tokens.
 
 
 def mixture() -> dict[str, float]:
-    """The base recipe's tasks, and its prompt forms with a fifth of the replies."""
+    """The base recipe's tasks and its prompt forms, which get a fifth of the replies."""
     forms = {f"{form}/{task}": 0.2 * share / len(FORMED) for form, share in FORMS.items() for task in FORMED}
     total = sum(SOLVE.values())
     return {spec: 0.8 * share / total for spec, share in SOLVE.items()} | forms
@@ -42,7 +43,10 @@ def mixture() -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Conversations end to end: ids [T] int32; bounds [N+1]; begins [N], how many of its tokens are prompt; tasks [N], places in ``specs``."""
+    """N conversations end to end.
+
+    ids [T] int32; bounds [N+1]; begins [N]: number of prompt tokens of each; tasks [N]: indices into ``specs``.
+    """
 
     ids: np.ndarray
     bounds: np.ndarray
@@ -55,6 +59,7 @@ class Texts:
 
     @property
     def num_replied(self) -> int:
+        """Number of tokens in all replies."""
         return int(self.bounds[-1] - self.begins.sum())
 
     def text(self, i: int) -> np.ndarray:
@@ -72,7 +77,10 @@ def sample_texts(
     say: Callable[[str], None],
     temperatures: Sequence[float] = TEMPERATURES,
 ) -> Texts:
-    """About ``count`` replies of ``model``, shared among the tasks as ``mix`` says. What is cut off at ``max_new`` has no end mark."""
+    """Sample about ``count`` replies of ``model``, shared among the tasks as ``mix`` says.
+
+    A reply cut off at ``max_new`` tokens has no end mark.
+    """
     say(f"  sampling about {count} replies of the target ({split})")
     begin = time.monotonic()
     end = tokenizer.token_to_id("<|im_end|>")
@@ -111,7 +119,10 @@ def sample_texts(
 
 
 def save_texts(file: Path, texts: dict[str, Texts], weights: str) -> None:
-    """``weights``: the target's fingerprint. Through a temporary file, so that what stands there is whole."""
+    """Write the texts through a temporary file, so that the file is always whole.
+
+    ``weights``: the target's fingerprint.
+    """
     arrays = {
         f"{name}.{field}": np.ascontiguousarray(getattr(t, field)) for name, t in texts.items() for field in ARRAYS
     }
@@ -123,7 +134,7 @@ def save_texts(file: Path, texts: dict[str, Texts], weights: str) -> None:
 
 
 def load_texts(file: Path, weights: str) -> dict[str, Texts]:
-    """Read them back. Raises ConfigError for a broken file, or the replies of another model."""
+    """Read texts back. Raises ConfigError for a broken file or the replies of another model."""
     try:
         arrays = load_file(file)
         with safe_open(file, "np") as f:
@@ -131,7 +142,7 @@ def load_texts(file: Path, weights: str) -> dict[str, Texts]:
         specs = json.loads(told["specs"])
         found = {name: Texts(*(arrays[f"{name}.{field}"] for field in ARRAYS), tuple(specs[name])) for name in specs}
     except (OSError, SafetensorError, KeyError, ValueError) as e:
-        raise ConfigError(f"{file} holds no replies ({e}): delete it, and they are sampled anew") from e
+        raise ConfigError(f"{file} holds no replies ({e}): delete it to sample them again") from e
     if told.get("weights") != weights:
         raise ConfigError(f"{file} holds the replies of another model: delete it, or name another file with --samples")
     return found
@@ -139,16 +150,23 @@ def load_texts(file: Path, weights: str) -> dict[str, Texts]:
 
 @dataclass(slots=True)
 class Batch:
-    """ids [B, T] int64, padded with 0 on the right; lengths and begins [B]: of the texts and of their prompts."""
+    """Texts of one batch.
+
+    ids [B, T] int64, padded with 0 on the right; lengths [B] of the texts; begins [B]: lengths of their prompts; texts:
+    their numbers.
+    """
 
     ids: torch.Tensor
     lengths: torch.Tensor
     begins: torch.Tensor
-    texts: np.ndarray  # their numbers
+    texts: np.ndarray
 
 
 def batches(texts: Texts, num_tokens: int, seed: int, epoch: int) -> Iterator[Batch]:
-    """Every text once, those of like length together, at most ``num_tokens`` places a batch (and one text at least)."""
+    """Yield every text once, with texts of similar length together.
+
+    A batch has at most ``num_tokens`` places, but at least one text.
+    """
     rng = np.random.default_rng([seed, epoch])
     lengths = np.diff(texts.bounds)
     order = np.lexsort((rng.random(len(texts)), -(-lengths // PADDED)))

@@ -1,7 +1,7 @@
-"""The statistics behind every quality figure: intervals, paired tests, how many problems a claim needs, and sampling scores.
+"""The statistics behind every quality figure: intervals, paired tests, sample sizes, and scores of sampled pools.
 
 Nothing is assumed to be normal where counting is possible: Wilson's interval for a share, the exact McNemar test and a
-bootstrap over problems for two configurations on the same problems, closed forms for pass@k and majority@k.
+bootstrap over problems for two configurations on the same problems, and closed forms for pass@k and majority@k.
 
 Shape suffixes: N problems.
 """
@@ -24,7 +24,7 @@ def quantile(share: float) -> float:
 
 
 def wilson(right: int, total: int, confidence: float = 0.95) -> Interval:
-    """Bounds of the true share behind ``right`` of ``total`` (Wilson 1927). Nothing seen says nothing: (0, 1)."""
+    """Bounds of the true share behind ``right`` of ``total`` (Wilson 1927); (0, 1) when ``total`` is 0."""
     if not 0 <= right <= total:
         raise ValueError(f"{right} of {total} is no share")
     if total == 0:
@@ -42,15 +42,16 @@ def bootstrap(
     seed: int = 0,
     resamples: int = 10_000,
 ) -> Interval:
-    """95 % percentile interval of sum(amounts) / sum(weights) when problems are drawn anew; without ``weights``: of the mean.
+    """95 % percentile interval of sum(amounts) / sum(weights) over resampled problems; of the mean without ``weights``.
 
-    amounts, weights [N]. Pairing is in the amounts: give the difference of the two arms on each problem.
+    amounts, weights [N]. For a paired comparison, give the difference of the two arms on each problem.
     """
     amounts_N = np.asarray(amounts, dtype=np.float64)
     weights_N = np.ones_like(amounts_N) if weights is None else np.asarray(weights, dtype=np.float64)
     if not len(amounts_N) or amounts_N.shape != weights_N.shape:
         raise ValueError(
-            f"{amounts_N.shape} amounts and {weights_N.shape} weights: give one of each a problem, and at least one problem"
+            f"{amounts_N.shape} amounts and {weights_N.shape} weights: "
+            "give one of each for every problem, and at least one problem"
         )
     rng, total, drawn = np.random.default_rng(seed), len(amounts_N), []
     chunk = max(1, (1 << 20) // total)
@@ -64,8 +65,8 @@ def bootstrap(
 def mean_interval(values: Sequence[float] | np.ndarray, *, seed: int = 0) -> Interval:
     """95 % interval of the mean of N shares (0 to 1), by bootstrap over problems.
 
-    Drawing anew from values that are all alike shows no spread, though a few problems prove little: all 0 or all 1 get
-    Wilson's bounds for as many problems.
+    Resampling values that are all equal shows no spread, although a few problems prove little. So values that are all 0
+    or all 1 get Wilson's bounds for as many problems.
     """
     values_N = np.asarray(values, dtype=np.float64)
     if len(values_N) and np.all(values_N == values_N[0]) and values_N[0] in (0.0, 1.0):
@@ -74,13 +75,16 @@ def mean_interval(values: Sequence[float] | np.ndarray, *, seed: int = 0) -> Int
 
 
 def difference_interval(differences: Sequence[float] | np.ndarray, *, seed: int = 0) -> Interval:
-    """95 % interval of a mean paired difference (-1 to 1). Where no problem differs: the largest share that could, both ways."""
+    """95 % interval of a mean paired difference (-1 to 1).
+
+    When no problem differs, its bounds are the largest share that could differ, in both directions.
+    """
     low, high = mean_interval(differences, seed=seed)
     return (-high, high) if not np.any(differences) else (low, high)
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Two-sided exact p-value that neither arm is better, from the problems that exactly one of the two solves."""
+    """Two-sided exact p-value that neither arm is better, from the numbers of problems that only one arm solves."""
     total, least = only_first + only_second, min(only_first, only_second)
     if least < 0:
         raise ValueError(f"counts {only_first} and {only_second} must not be negative")
@@ -89,10 +93,11 @@ def mcnemar(only_first: int, only_second: int) -> float:
 
 
 def problems_needed(differences: Sequence[float] | np.ndarray, power: float = 0.8) -> int | None:
-    """How many problems a two-sided paired test at 5 % needs to see a difference as large as the mean of these, or None if it is zero.
+    """Problems that a two-sided paired test at 5 % needs to see the mean of these differences; None when it is zero.
 
-    differences [N]: second arm minus first, by problem. For right or wrong (-1, 0, 1) this is Connor's formula (1987) for
-    McNemar's test: the spread is the share of problems that differ, under "no difference", and that less the squared mean.
+    differences [N]: second arm minus first, by problem. For right or wrong (-1, 0, 1) this is Connor's formula (1987)
+    for McNemar's test. The variance is the share of problems that differ under "no difference", and that minus the
+    squared mean otherwise.
     """
     d = np.asarray(differences, dtype=np.float64)
     mean = float(d.mean())
@@ -104,7 +109,10 @@ def problems_needed(differences: Sequence[float] | np.ndarray, power: float = 0.
 
 
 def pass_at_k(right: int, total: int, k: int) -> float:
-    """Chance that at least one of ``k`` samples is right, when ``right`` of a pool of ``total`` are: unbiased (Chen et al. 2021)."""
+    """Chance that at least one of ``k`` samples is right when ``right`` of a pool of ``total`` are.
+
+    The unbiased estimator of Chen et al. (2021).
+    """
     if not (0 <= right <= total and 1 <= k <= total):
         raise ValueError(f"k={k} with {right} of {total} right")
     return 1.0 - math.comb(total - right, k) / math.comb(total, k)
@@ -113,9 +121,9 @@ def pass_at_k(right: int, total: int, k: int) -> float:
 def majority_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: int) -> float:
     """Chance that the most frequent answer among ``k`` samples of the pool is right: exact, over all choices of ``k``.
 
-    ``answers``: the canonical answer of each sample; None (no answer found) casts no vote. Ties are broken evenly; without
-    any vote the problem counts as wrong. Samples that give the same answer should agree in ``right``; if they do not, one
-    of them is handed in at random.
+    ``answers``: the canonical answer of each sample; None (no answer found) casts no vote. Ties are broken evenly.
+    Without any vote the problem counts as wrong. Samples with the same answer should agree in ``right``; if they do
+    not, one of them is drawn at random.
     """
     if len(answers) != len(right) or not 1 <= k <= len(answers):
         raise ValueError(f"k={k} with {len(answers)} answers and {len(right)} marks")
@@ -134,8 +142,10 @@ def majority_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: 
 
 
 def _choices(sizes: Sequence[int], silent: int, votes: int, room: int) -> float:
-    """Ways to choose ``room`` samples from the other answers and the silent ones so that none has more than ``votes``;
-    a choice in which t answers have as many counts 1 / (1 + t)."""
+    """Ways to choose ``room`` samples from the other answers and the silent ones so that none has more than ``votes``.
+
+    A choice in which t answers have exactly ``votes`` counts 1 / (1 + t).
+    """
     ways = {(0, 0): 1}  # (chosen so far, answers that tie) -> number of choices
     for size in sizes:
         grown: Counter[tuple[int, int]] = Counter()

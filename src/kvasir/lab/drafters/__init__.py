@@ -1,0 +1,1 @@
+"""Training of drafters: sample replies of the target model, fit a drafter to them, and write its card."""
