@@ -1,8 +1,8 @@
 """Notes every function of kvasir that a process enters, for the test of the tour (tests/test_tour.py).
 
-A process whose PYTHONPATH starts with this folder imports it before anything else. ``RECORD_ENTERED`` names the folder in
-which each process keeps one file, named after its id, with a line ``path function`` for each function at its first call.
-Lines are written at once, since the engine process ends with ``os._exit``. Without the variable nothing is recorded.
+A process whose PYTHONPATH starts with this folder imports it before anything else. Each process keeps one file in the
+folder that ``RECORD_ENTERED`` names, with a line ``path function`` for each function at its first call. Lines are written
+at once, since the engine process ends with ``os._exit``. Without the variable nothing is recorded.
 """
 
 import os
