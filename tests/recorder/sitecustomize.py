@@ -1,7 +1,7 @@
 """Notes every function of kvasir that a process enters, for the test of the tour (tests/test_tour.py).
 
-A process whose PYTHONPATH starts with this folder imports it before anything else. Each process keeps one file in the
-folder that ``RECORD_ENTERED`` names, with a line ``path function`` for each function at its first call. Lines are written
+A process whose PYTHONPATH starts with this folder imports it before anything else. ``RECORD_ENTERED`` names a folder in
+which each process keeps one file, with a line ``path function`` for each function at its first call. Lines are written
 at once, since the engine process ends with ``os._exit``. Without the variable nothing is recorded.
 """
 
