@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MAX_README_LINES = 100
 MAX_README_FIGURES = 10
-# Words of a paragraph of the README, and of any other page, where 80 is the aim.
-MAX_README_WORDS, MAX_PAGE_WORDS = 80, 120
+# Words of a paragraph of any page.
+MAX_WORDS = 80
 MAX_COLUMNS = 120
 # Pages of entries, which are as long as they must be.
 RECORDS = {"log.md", "measurements.md"}
@@ -67,7 +67,7 @@ def too_long(text: str, most: int) -> list[str]:
 def test_readme_is_short_and_names_both_commands():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= MAX_README_LINES
-    assert not too_long(text, MAX_README_WORDS)
+    assert not too_long(text, MAX_WORDS)
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert 3 <= len(rows) <= 2 + MAX_README_FIGURES, "one table, of a header and at most ten figures"
     assert "make demo" in text and "make test" in text
@@ -76,7 +76,7 @@ def test_readme_is_short_and_names_both_commands():
 @pytest.mark.parametrize("file", [f for f in DOCS if f.name not in RECORDS], ids=lambda f: f.name)
 def test_pages_are_readable(file):
     text = file.read_text()
-    assert not too_long(text, MAX_PAGE_WORDS)
+    assert not too_long(text, MAX_WORDS)
     wide = [line for paragraph in prose(text) for line in paragraph if len(line) > MAX_COLUMNS]
     assert not wide, f"wrap at {MAX_COLUMNS} columns"
 
