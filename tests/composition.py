@@ -1,12 +1,13 @@
-"""What works with what: the values that are composed, and the page that says so, made from what the code declares.
+"""Values that are composed with each other, and the page on what works with what, made from what the code declares.
 
-``python -m tests.composition`` writes docs/methods/composition.md. ``tests/test_composition.py`` holds the page to the code and
-every pair of values to the plain engine's tokens, or to a refusal with a reason.
+``python -m tests.composition`` writes docs/methods/composition.md. ``tests/test_composition.py`` holds the page to the
+code, and every pair of values to the plain engine's tokens or to a refusal with a reason.
 """
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,8 @@ from kvasir.technique import Technique, check_conflicts, find, load, own
 from kvasir.types import Grammar, ModelInfo, SamplingParams
 
 PAGE = Path(__file__).parents[1] / "docs" / "methods" / "composition.md"
-VOCAB = 2048  # of the smallest shipped tokenizer
+# Tokens in the vocabulary of the smallest shipped tokenizer.
+VOCAB = 2048
 SHAPE = dict(
     hidden_size=32,
     intermediate_size=48,
@@ -44,17 +46,18 @@ SHAPE = dict(
     tie_word_embeddings=True,
     eos_token_id=0,
 )
-MODELS = {  # their config.json
+# The config.json of each model.
+MODELS = {
     "full attention": SHAPE | {"model_type": "qwen3"},
-    "sliding window": SHAPE
-    | {
+    "sliding window": {
+        **SHAPE,
         "model_type": "gemma3_text",
         "sliding_window": 8,
         "query_pre_attn_scalar": 32,
         "layer_types": ["sliding_attention", "full_attention"],
     },
-    "experts": SHAPE
-    | {
+    "experts": {
+        **SHAPE,
         "model_type": "qwen3_moe",
         "num_experts": 5,
         "num_experts_per_tok": 2,
@@ -62,12 +65,8 @@ MODELS = {  # their config.json
         "norm_topk_prob": True,
     },
 }
-NEEDS_FOLDER = {
-    "draft_model": "a smaller model",
-    "medusa": "heads",
-    "eagle": "a head",
-    "ppd": "prompt tokens",
-}  # for the model it drafts for
+# Drafters that need a folder of weights, and what it holds: made for the model that they draft for.
+NEEDS_FOLDER = {"draft_model": "a smaller model", "medusa": "heads", "eagle": "a head", "ppd": "prompt tokens"}
 FACTORS: dict[str, list[Any]] = {
     "drafter": ["none", *own(DRAFTERS), "suffix+token_recycling+layer_skip"],
     "codec": own(CODECS),
@@ -78,10 +77,11 @@ FACTORS: dict[str, list[Any]] = {
     "prefix cache": [True, False],
     "preemption": [True, False],
     "overlap": [True, False],
-    "decode over static buffers": [True, False],  # what CUDA graphs capture
-    "few rows": [True, False],  # so that sequences come and go
+    "decode over static buffers": [True, False],  # the steps that CUDA graphs capture
+    "few rows": [True, False],  # few sequences at a time, so that they come and go
 }
-REQUESTS: dict[str, dict[str, Any]] = {  # all of them in every run
+# The requests of every run, all of them at once.
+REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": dict(temperature=0.0),
     "T = 1": dict(),
     "n > 1": dict(n=2),
@@ -89,7 +89,11 @@ REQUESTS: dict[str, dict[str, Any]] = {  # all of them in every run
     "penalties": dict(presence_penalty=0.8, frequency_penalty=0.5, repetition_penalty=1.3),
     "filters, bias": dict(top_k=20, top_p=0.9, min_p=0.01, logit_bias={311: 2.0}),
     "bans, stops": dict(
-        bad_words=("ab",), min_tokens=4, stop_token_ids=(312,), ignore_eos=False, allowed_token_ids=(310, 311, 312, 313)
+        bad_words=("ab",),
+        min_tokens=4,
+        stop_token_ids=(312,),
+        ignore_eos=False,
+        allowed_token_ids=(310, 311, 312, 313),
     ),
     "logprobs": dict(logprobs=3, logprobs_mode="processed"),
     "prompt logprobs": dict(prompt_logprobs=1),
@@ -103,10 +107,10 @@ def encode(text: str) -> list[int]:
     return [300 + ord(letter) for letter in text]
 
 
-# ------------------------------------------------------------------------------------------------- what the code declares
+# ----------------------------------------------------------------------------------------------- what the code declares
 
 
-def of(package: str, name: str, base: type[Technique]) -> type[Technique]:
+def class_of(package: str, name: str, base: type[Technique]) -> type[Technique]:
     return find(package, name, base)[0]
 
 
@@ -119,18 +123,19 @@ def gpu(codec: Codec, exact: bool = False, dim: int = 128, dtype: torch.dtype = 
 
 
 def reasons(backend: AttentionBackend, site: Site) -> list[str]:
-    """What it cannot do, wherever it runs; what is not installed here is no part of that."""
+    """Reasons why the backend cannot serve the site on any machine: a package that is missing here is none."""
     return [r for r in backend.why_not(site) if "not installed" not in r]
 
 
 def hears(drafter: type[Drafter]) -> str:
+    """What the engine tells the drafter in each step."""
     found = ["hidden states"] * (drafter.ingest is not Drafter.ingest) + ["runners-up"] * bool(drafter.top_tokens)
     found += ["its guests"] * (drafter.answer is not Drafter.answer)
     return ", ".join(found) or "text"
 
 
 def refusal(attempt: Callable[[], Any]) -> str | None:
-    """The message with which it is refused; None: it is not."""
+    """Message with which ``attempt`` is refused, or None if it is not."""
     try:
         attempt()
     except (ConfigError, RequestError) as refused:
@@ -139,6 +144,7 @@ def refusal(attempt: Callable[[], Any]) -> str | None:
 
 
 def admitted(**params: Any) -> Callable[[], Any]:
+    """An admission of a request with these parameters."""
     return lambda: admit([1] * 8, SamplingParams(**params), INFO, id="r", arrival=0.0, encode=encode)
 
 
@@ -149,15 +155,14 @@ def without_tokenizer() -> Any:
 def backend_of(name: str, codec: str, exact: bool) -> Callable[[], Any]:
     def attempt() -> None:
         if found := reasons(load(BACKENDS, name, AttentionBackend), gpu(load(CODECS, codec, Codec), exact)):
-            raise ConfigError(
-                f"attention backend '{name}' cannot serve this model here: {'; '.join(found)}. Use --attention-backend auto."
-            )
+            reason = f"cannot serve this model here: {'; '.join(found)}"
+            raise ConfigError(f"attention backend '{name}' {reason}. Use --attention-backend auto.")
 
     return attempt
 
 
 def checked(strategy: str, caps: Caps) -> Callable[[], Any]:
-    """With its default options, on two models of one vocabulary."""
+    """A check of the strategy with its default options, on two models of one vocabulary."""
     small, large = (SimpleNamespace(name=name, caps=caps, vocabulary="one") for name in ("small", "large"))
     return lambda: load_strategy(strategy).check([small, large], SimpleNamespace(most=64))  # type: ignore[list-item]
 
@@ -171,7 +176,7 @@ ENDPOINTS = {
 
 
 def engine(**options: Any) -> Callable[[], Any]:
-    """A whole start-up."""
+    """A whole start-up with these settings."""
     from kvasir.engine.engine import Engine
 
     return lambda: Engine(
@@ -179,7 +184,8 @@ def engine(**options: Any) -> Callable[[], Any]:
     ).close()
 
 
-# What must not start, or not be admitted: (what, with what) -> how it is tried. The message is the code's.
+# Combinations that must not start or not be admitted: (what, with what) -> the attempt that is refused. The page quotes
+# the message of the code.
 REFUSED: dict[tuple[str, str], Callable[[], Any]] = {
     ("`--drafter suffix`", "itself"): lambda: load_drafter("suffix+suffix"),
     ("`--drafter draft_model`", "no model"): lambda: load_drafter("draft_model"),
@@ -227,12 +233,12 @@ REFUSED: dict[tuple[str, str], Callable[[], Any]] = {
 
 
 def started(drafter: str = "none", codec: str = "plain", policy: str = "fcfs", **params: Any) -> None:
-    """The refusals of a start-up and of an admission that need no weights. Raises what they raise."""
+    """Go through the checks of a start-up and of an admission that need no weights, and raise what they raise."""
     spec = "" if drafter in ("none", *NEEDS_FOLDER) else drafter
     config = EngineConfig.of(drafter=spec, kv_codec=codec, scheduling_policy=policy)
     used: list[Technique] = [
         load(CODECS, config.cache.kv_codec, Codec),
-        load(POLICIES, policy, of(POLICIES, policy, Technique)),
+        load(POLICIES, policy, class_of(POLICIES, policy, Technique)),
     ]
     check_conflicts(used + ([load_drafter(spec)] if spec else []))
     used[0].planes(SHAPE["head_dim"], torch.float32)  # type: ignore[attr-defined]
@@ -240,6 +246,18 @@ def started(drafter: str = "none", codec: str = "plain", policy: str = "fcfs", *
 
 
 # ------------------------------------------------------------------------------------------------------------- the page
+
+
+def text(block: str) -> str:
+    """Paragraphs and lists, wrapped as on the other pages, with an empty line before and after."""
+    paragraphs = [re.split(r"\n\s*(?=- )", paragraph.strip()) for paragraph in re.split(r"\n\s*\n", block)]
+    return "\n" + "\n\n".join("\n".join(map(wrapped, items)) for items in paragraphs) + "\n"
+
+
+def wrapped(item: str) -> str:
+    indent = "  " if item.startswith("- ") else ""
+    words = " ".join(item.split())
+    return textwrap.fill(words, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -257,7 +275,7 @@ def mark(exact: bool, attempt: Callable[[], Any]) -> str:
 
 def drafter_rows() -> Iterable[list[str]]:
     for name in own(DRAFTERS):
-        cls = of(DRAFTERS, name, Drafter)
+        cls = class_of(DRAFTERS, name, Drafter)
         marks = [
             mark(cls.exact, lambda name=name, params=params: started(name, **params)) for params in REQUESTS.values()
         ]
@@ -276,7 +294,7 @@ def codec_rows() -> Iterable[list[str]]:
 
 
 def backend_rows() -> Iterable[list[str]]:
-    for name in sorted(own(BACKENDS), key=lambda n: -of(BACKENDS, n, AttentionBackend).rank):
+    for name in sorted(own(BACKENDS), key=lambda n: -class_of(BACKENDS, n, AttentionBackend).rank):
         cells = []
         for codec in own(CODECS):
             for exact in (False, True):
@@ -295,30 +313,40 @@ def strategy_rows() -> Iterable[list[str]]:
         yield [f"`{name}`", ", ".join(load_strategy(name).needs) or "nothing", *cells]
 
 
+def named(values: Iterable[str]) -> str:
+    return ", ".join(f"`{value}`" for value in values)
+
+
 def page() -> str:
+    """The whole page as Markdown."""
     asked = list(REQUESTS)
     dims = (33, 64, 80, 96, 128, 256)
     parts = [
-        """# What works with what
+        "# What works with what",
+        text("""
+            Drafters, KV codecs, scheduling policies and features of a request combine freely; the exceptions are
+            under [Refused](#refused). `python -m tests.composition` writes this page from what the code declares,
+            and `tests/test_composition.py` holds it to that. A cell is one of:
 
-Written by `python -m tests.composition` from what the code declares; `tests/test_composition.py` holds it to that. A cell is one of:
+            - `=`: the tokens and log-probabilities of the plain engine, bit for bit (CPU, exact mode). In other
+              modes the tokens are the same up to ties.
+            - `≈`: the codec is lossy; the tokens are those of the plain engine with that codec.
+            - `off`: the prefix cache is off.
+            - `refused`: at start-up or when the request arrives, with the reason and the alternative.
 
-- `=`: the tokens and log-probabilities of the plain engine, to the bit (CPU, exact mode). Every such pair of values is run in `make test`, in \
-a covering array whose runs carry all request features at once; `make test-all` runs the product of the drafters, codecs, models and what else \
-changes a step.
-- `≈`: the codec is lossy; the tokens are those of the plain engine with that codec.
-- `refused`: at start-up, or when the request arrives, with the reason and what to do instead, below.
+            `make test` runs every pair of values in a covering array whose runs carry all request features at once.
+            `make test-all` runs the product of drafters, codecs, models and whatever else changes a step.
 
-What is not exact mode gives the same up to ties. Speculation by rejection (`max_accept`, which keeps the distribution and not the tokens) or \
-by "typical" acceptance is no part of this page: it has no `=`.
-
-## Drafters
-""",
+            Two kinds of speculation are not on this page, because they have no `=`: rejection (`max_accept`, which
+            keeps the distribution and not the tokens) and "typical" acceptance.
+            """),
+        "## Drafters\n",
         table(["drafter", *SYSTEM, *asked, *(f"codec `{c}`" for c in own(CODECS))], drafter_rows()),
-        f"""
-Controls ({", ".join(f"`{c}`" for c in FACTORS["control"])}) and scheduling policies ({", ".join(f"`{p}`" for p in FACTORS["policy"])}) compose \
-with all of them and change no token. Several drafters may be joined by `+`, each once; two whose rows are guests are refused.
-""",
+        text(f"""
+            Controls ({named(FACTORS["control"])}) and scheduling policies ({named(FACTORS["policy"])}) combine with
+            all of them and change no token. Several drafters may be joined by `+`, each once. Two drafters with
+            guest rows are refused.
+            """),
         table(
             ["drafter", "exact", "in the prefix key", "proposes", "hears", "runs on", "needs"],
             (
@@ -332,15 +360,15 @@ with all of them and change no token. Several drafters may be joined by `+`, eac
                     NEEDS_FOLDER.get(n, "nothing"),
                 ]
                 for n in own(DRAFTERS)
-                for c in [of(DRAFTERS, n, Drafter)]
+                for c in [class_of(DRAFTERS, n, Drafter)]
             ),
         ),
-        """
-A step that verifies drafts is read before the next one is planned: it does not overlap. Penalties, bad words and grammars do the same without \
-a drafter. Steps of decodes, chains, trees and guests run in CUDA graphs ([which](speculation.md#in-the-engine)).
-
-## Codecs
-""",
+        text("""
+            A step that verifies drafts is planned after the one before it was read, so the two do not overlap.
+            Penalties, bad words and grammars have the same effect without a drafter. Steps of decodes, chains,
+            trees and guests run in CUDA graphs ([which](speculation/engine.md#cuda-graphs)).
+            """),
+        "## Codecs\n",
         table(["codec", *SYSTEM, *asked], codec_rows()),
         "",
         table(
@@ -363,29 +391,27 @@ a drafter. Steps of decodes, chains, trees and guests run in CUDA graphs ([which
                 for c in [load(CODECS, n, Codec)]
             ),
         ),
-        """
-Sliding windows free their pages whatever the codec; scales are planes of a page, so copies and forks carry them.
-
-## Attention backends on a GPU
-
-By rank, which decides where times do not, bf16, heads of 128. `graphs`: decode steps are captured; `eager`: they are launched kernel by kernel. \
-On a CPU there is `torch`.
-""",
+        text("""
+            Sliding windows free their pages with any codec. Scales are planes of a page, so copies and forks carry
+            them.
+            """),
+        "## Attention backends on a GPU",
+        text("""
+            Backends stand in the order of their rank, which decides where times do not; bf16, heads of 128.
+            `graphs`: decode steps are captured. `eager`: they are launched kernel by kernel. On a CPU there is
+            `torch`.
+            """),
         table(["backend", *(f"`{c}`" for c in own(CODECS))], backend_rows()),
-        """
-## Strategies and endpoints
-
-On two models of one vocabulary, with default options (`best_of_n` needs what its score does); what is refused is so before the first call. Any \
-drafter, codec and policy may run below an endpoint.
-""",
+        "\n## Strategies and endpoints",
+        text("""
+            Each strategy runs on two models of one vocabulary, with its default options (`best_of_n` needs what its
+            score needs). A strategy is refused before the first call. Any drafter, codec and policy may run below
+            an endpoint.
+            """),
         table(["strategy", "needs", *ENDPOINTS], strategy_rows()),
-        """
-A pool serves strategies that ask the problem's own prompt alone.
-
-## Refused
-
-The words are the code's.
-""",
+        text("A pool serves strategies that ask nothing but the problem's own prompt."),
+        "## Refused",
+        text("The messages are the code's own."),
         table(
             ["what", "with", "says"],
             ([what, other, refusal(attempt).replace("|", "\\|")] for (what, other), attempt in REFUSED.items()),

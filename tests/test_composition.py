@@ -1,4 +1,4 @@
-"""What works with what: the page says what the code declares, and every pair of values gives the plain engine's tokens or is refused."""
+"""The page on what works with what says what the code declares; every pair gives the plain tokens or is refused."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ KINDS = {
 
 
 def test_the_page_is_what_the_code_says():
-    assert composition.PAGE.read_text() == composition.page(), "write it anew: python -m tests.composition"
+    assert composition.PAGE.read_text() == composition.page(), "write it again: python -m tests.composition"
 
 
 @pytest.mark.parametrize("what", REFUSED, ids=" with ".join)
 def test_what_is_refused_says_why(what):
-    """A sentence that names the thing at fault, and more than its name: a reason, or what to do instead."""
+    """The message names the thing at fault and gives a reason, or an alternative."""
     message = composition.refusal(REFUSED[what])
     assert message and len(message.split()) > 5, message
 
@@ -44,7 +44,7 @@ def test_what_is_refused_says_why(what):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, str]:
-    """Models that are a config.json, for dummy weights; and random heads for them."""
+    """Folders by name: models of dummy weights, which are a config.json, and random heads for them."""
     root = tmp_path_factory.mktemp("composition")
     for name, config in MODELS.items():
         (root / name).mkdir()
@@ -69,13 +69,9 @@ def folders(tmp_path_factory) -> dict[str, str]:
 def driver(case: dict, folders: dict[str, str], **options) -> Driver:
     spec = case["drafter"]
     folder = folders[case["model"] if spec == "draft_model" else spec] if spec in composition.NEEDS_FOLDER else ""
-    spec = (
-        ""
-        if spec == "none"
-        else f"{spec}:model={folder}"
-        if folder
-        else spec.replace("layer_skip", "layer_skip:exits=1")
-    )
+    if folder:
+        spec = f"{spec}:model={folder}"
+    spec = "" if spec == "none" else spec.replace("layer_skip", "layer_skip:exits=1")
     return Driver(
         folders[case["model"]],
         load_format="dummy",
@@ -91,7 +87,7 @@ def driver(case: dict, folders: dict[str, str], **options) -> Driver:
 
 
 def requests(d: Driver) -> list[Request]:
-    """One of each kind; beginnings are shared, texts repeat themselves."""
+    """One request of each kind. Prompts share their beginnings and repeat themselves."""
     text = [310 + (3 * i) % 7 for i in range(40)]
     found = []
     for k, (name, params) in enumerate(REQUESTS.items()):
@@ -111,7 +107,7 @@ def requests(d: Driver) -> list[Request]:
 
 
 def outputs(d: Driver) -> dict:
-    """All that a reader gets, to the bit."""
+    """Everything that a reader gets, to be compared bit for bit."""
     assert not d.errors, d.errors
     assert d.engine._drafting is None or not d.engine._drafting._failures, "the drafter failed: see the log"
     return {
@@ -122,7 +118,7 @@ def outputs(d: Driver) -> dict:
 
 @pytest.fixture(scope="module")
 def reference(folders):
-    """(model, codec) -> the plain engine's outputs: no drafter, no cache, prompts whole."""
+    """Outputs of the plain engine by model and codec: no drafter, no prefix cache, prompts whole."""
     found: dict[tuple[str, str], dict] = {}
 
     def get(model: str, codec: str) -> dict:
@@ -158,7 +154,7 @@ def run_case(case: dict, folders, reference) -> None:
         max_num_batched_tokens=24 if case["chunked prefill"] else 512,
     )
     if d.engine._drafting is not None:
-        d.engine._drafting.controller._rest = 0  # from the first step on
+        d.engine._drafting.controller._rest = 0  # drafts from the first step on
     given = requests(d)
     if case["drafter"] == "replay":
         d.engine._drafting.drafter.load({tuple(r.prompt_ids): expected[r.id, 0][0] for r in given}, 1)
@@ -177,7 +173,7 @@ def test_every_pair_gives_the_plain_tokens(case, folders, reference):
 
 
 def test_drafts_were_right_at_times():
-    """Else the cases above say little of drafters."""
+    """If no draft was ever accepted, the cases above would say little about drafters."""
     if len(accepted) < len(FACTORS["drafter"]):
         pytest.skip("only meaningful after all cases in one process")
     assert not accepted["none"] and sum(accepted.values()) > 50 and accepted["replay"] and accepted["draft_model"], (
@@ -186,7 +182,7 @@ def test_drafts_were_right_at_times():
 
 
 def test_a_wrong_token_is_seen(folders, reference):
-    """The comparison can fail: another seed of the weights is another model."""
+    """The comparison can fail: weights of another seed give other tokens."""
     d = driver({"model": "full attention", "codec": "plain", "drafter": "none"}, folders, seed=1)
     d.run(requests(d))
     assert outputs(d) != reference("full attention", "plain")
@@ -199,7 +195,7 @@ CORE = ("drafter", "codec", "model", "chunked prefill", "preemption", "few rows"
 @pytest.mark.slow
 @pytest.mark.parametrize("place, case", list(enumerate(product({name: FACTORS[name] for name in CORE}))), ids=str)
 def test_the_product_gives_the_plain_tokens(place, case, folders, reference):
-    """The other factors take turns."""
+    """Each case of the core factors is run with values of the other factors, which take turns."""
     run_case(
         case | {name: values[place % len(values)] for name, values in FACTORS.items() if name not in CORE},
         folders,
