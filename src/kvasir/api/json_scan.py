@@ -1,9 +1,9 @@
 """Read JSON one character at a time: the first character that cannot be JSON raises, and no text is read twice.
 
-``pydantic_core.from_json(allow_partial=...)`` does not replace this module. It returns values and not their place in the
-text, so arguments could not be streamed as the model wrote them. It lets the last of two equal keys win unseen, accepts
-some text that no JSON starts with (``[0t``, ``{"a": 1]``), refuses the escape of a lone surrogate, and has to read the
-whole text again for each piece.
+``pydantic_core.from_json(allow_partial=...)`` does not replace this module. It returns values and not their place in
+the text, so arguments could not be streamed as the model wrote them. It lets the last of two equal keys win unseen,
+accepts some text that no JSON starts with (``[0t``, ``{"a": 1]``), refuses the escape of a lone surrogate, and has to
+read the whole text again for each piece.
 """
 
 from __future__ import annotations

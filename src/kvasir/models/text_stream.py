@@ -4,9 +4,9 @@ In almost every vocabulary a token stands for fixed bytes (byte-level BPE; Sente
 incremental UTF-8 decoder gives the text exactly and in constant time per token. For other vocabularies the tokenizer
 decodes a short window twice.
 
-``tokenizers.decoders.DecodeStream`` does not replace this module. With byte fallback it raises "Invalid prefix" on bytes
-that are not UTF-8; it holds such bytes back without limit and cannot be flushed at the end; after a prompt that ends
-inside a character it gives text of the prompt again; and it is two to six times slower than the byte table.
+``tokenizers.decoders.DecodeStream`` does not replace this module. With byte fallback it raises "Invalid prefix" on
+bytes that are not UTF-8; it holds such bytes back without limit and cannot be flushed at the end; after a prompt that
+ends inside a character it gives text of the prompt again; and it is two to six times slower than the byte table.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TokenCodec:
 
     @classmethod
     def of(cls, backend: Backend) -> TokenCodec | None:
-        """The rule that the tokenizer's decoder follows, or None when only the library knows it (WordPiece and others)."""
+        """The rule of the tokenizer's decoder, or None when only the library knows it (WordPiece and others)."""
         if backend.decoder is None:
             return cls(False, strip=True, words=True)
         state = json.loads(backend.decoder.__getstate__())
@@ -130,11 +130,11 @@ class TextStream:
 class WindowStream:
     """A stream for decoders in which a token's text depends on its neighbours.
 
-    It decodes a short window with and without the new tokens, and gives out the difference once that does not end inside
-    a character.
+    It decodes a short window with and without the new tokens, and gives out the difference once that does not end
+    inside a character.
     """
 
-    # Tokens held back for an unfinished character before they are given out as they are; a character has 4 bytes at most.
+    # Most tokens held back for an unfinished character, which has at most 4 bytes.
     MAX_NEW = 8
     # Tokens kept as context while new ones add no text.
     MAX_KNOWN = 32
