@@ -1,4 +1,5 @@
-"""Kvasir: an LLM inference engine in which every efficiency method is a switch. The public names, imported on first use."""
+"""Kvasir, an LLM inference engine in which every efficiency method is a switch: the public names, imported on first
+use."""
 
 from __future__ import annotations
 

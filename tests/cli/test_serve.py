@@ -149,7 +149,7 @@ def test_zz_sigterm_ends_it_cleanly(server):
         (["--host", "203.0.113.1", "--insecure"], "cannot listen on 203.0.113.1"),
         (["--uds", "/no/such/folder/socket"], "cannot listen on --uds /no/such/folder/socket"),
         (["--uds", "/tmp/" + 120 * "x"], "path too long"),
-        (["--uds", __file__], "is no socket"),
+        (["--uds", __file__], "is not a socket"),
         (["--journal", "/no/such/folder/journal.jsonl"], "cannot write /no/such/folder/journal.jsonl"),
     ],
     ids=lambda a: " ".join(a) if isinstance(a, list) else "",

@@ -88,7 +88,7 @@ def _check_prompt(prompt_ids: list[int], info: ModelInfo, ids_end: int) -> None:
     if len(prompt_ids) > room:
         _refuse(
             "prompt",
-            f"the prompt has {len(prompt_ids)} tokens; with a context of {info.max_model_len}, {room} are allowed at most",
+            f"the prompt has {len(prompt_ids)} tokens; a context of {info.max_model_len} allows at most {room}",
             code="context_length_exceeded",
         )
     if info.kv_capacity_tokens and len(prompt_ids) >= info.kv_capacity_tokens:
