@@ -50,8 +50,8 @@ class Server:
 
     def stop(self):
         self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(30)
-        self._reader.join(10)
+        code = self.process.wait(120)
+        self._reader.join(60)
         self.process.stderr.close()
         return code
 
@@ -59,7 +59,7 @@ class Server:
 @pytest.fixture(scope="module")
 def server():
     server = Server()
-    assert server.ready.wait(60) and server.url, "".join(server.log)
+    assert server.ready.wait(240) and server.url, "".join(server.log)
     yield server
     if server.process.poll() is None:
         server.stop()
@@ -67,9 +67,9 @@ def server():
 
 def test_it_answers_with_the_key_only(server):
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(f"{server.url}/v1/models", timeout=10)
+        urllib.request.urlopen(f"{server.url}/v1/models", timeout=60)
     request = urllib.request.Request(f"{server.url}/v1/models", headers={"Authorization": "Bearer k"})
-    assert json.load(urllib.request.urlopen(request, timeout=10))["data"][0]["id"] == "embedded"
+    assert json.load(urllib.request.urlopen(request, timeout=60))["data"][0]["id"] == "embedded"
 
 
 def test_chat_talks_to_it(kvasir, server):
